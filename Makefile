@@ -1,0 +1,42 @@
+# make            lists the targets
+.DEFAULT_GOAL := help
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+# Everything that a run writes stays inside the clone.
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export MPLCONFIGDIR := $(CURDIR)/.cache/matplotlib
+export HYPOTHESIS_STORAGE_DIRECTORY := $(CURDIR)/.cache/hypothesis
+
+.PHONY: help setup demo test check format clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
+
+setup: $(STAMP) ## make .venv with the relaygr command
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "make: Python 3.11 or later is needed; name one with PYTHON=…"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: $(STAMP) ## run the whole relay on an embedded broker and show what it does (2 minutes)
+	$(BIN)/relaygr demo $(ARGS)
+
+test: $(STAMP) ## unit tests, bus tests on every broker at hand, end to end with real processes
+	$(BIN)/pytest $(ARGS)
+
+check: $(STAMP) ## ruff and mypy --strict
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(STAMP) ## let ruff rewrite what it can
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean: ## remove what make made
+	rm -rf $(VENV) .cache .mypy_cache .ruff_cache .pytest_cache out build dist

@@ -1,0 +1,1 @@
+"""RelayGR Stream: relay-race inference for generative recommendation over Kafka."""

@@ -1,0 +1,192 @@
+"""Where settings come from: defaults < TOML files < environment (RELAYGR_SECTION_KEY) < flags.
+
+Each value keeps its source, for `relaygr config show` and for errors. An unknown key or a bad value is a ConfigError
+that names the key and the source. What the settings mean is settings.py's business.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Final, get_type_hints
+
+import msgspec
+from msgspec import inspect as msgspec_inspect
+
+from relaygr_stream.errors import ConfigError
+from relaygr_stream.files import packaged_dir
+from relaygr_stream.settings import Settings
+
+ENV_PREFIX: Final = "RELAYGR_"
+#: Names under the prefix that are not settings: the file to read, and what only tests use.
+ENV_CONFIG: Final = "RELAYGR_CONFIG"
+ENV_NOT_SETTINGS: Final = (ENV_CONFIG, "RELAYGR_TEST_")
+SECRET_SHOWN: Final = "********"
+
+_UNITS: Final = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
+_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([KMGT]iB|B)?\s*$", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Field:
+    """One setting, as the configuration sees it."""
+
+    key: str  # "section.name"
+    kind: Any
+    default: Any
+    description: str
+    is_bytes: bool
+    is_secret: bool
+
+    @property
+    def env(self) -> str:
+        """The environment variable that sets it."""
+        return ENV_PREFIX + self.key.replace(".", "_").upper()
+
+
+@dataclass(frozen=True)
+class Value:
+    """A setting's effective value and where it came from."""
+
+    field: Field
+    value: Any
+    source: str  # "default", "FILE", "environment RELAYGR_…", "flag --set …"
+
+    @property
+    def shown(self) -> str:
+        """The value as text, secrets hidden."""
+        if self.field.is_secret and self.value:
+            return SECRET_SHOWN
+        return msgspec.json.encode(self.value).decode()
+
+
+def _fields() -> dict[str, Field]:
+    fields: dict[str, Field] = {}
+    for section in msgspec.structs.fields(Settings):
+        hints = get_type_hints(section.type, include_extras=True)
+        for item in msgspec.structs.fields(section.type):
+            kind = hints[item.name]
+            info = msgspec_inspect.type_info(kind)
+            description, extra = "", {}
+            while isinstance(info, msgspec_inspect.Metadata):
+                description = (info.extra_json_schema or {}).get("description", description)
+                extra = {**extra, **(info.extra or {})}
+                info = info.type
+            key = f"{section.name}.{item.name}"
+            fields[key] = Field(
+                key=key,
+                kind=kind,
+                default=item.default,
+                description=description,
+                is_bytes=extra.get("unit") == "bytes",
+                is_secret=bool(extra.get("secret")),
+            )
+    return fields
+
+
+FIELDS: Final[dict[str, Field]] = _fields()
+_BY_ENV: Final = {field.env: field for field in FIELDS.values()}
+
+
+@dataclass(frozen=True)
+class Config:
+    """The effective settings, and each value's source."""
+
+    settings: Settings
+    values: tuple[Value, ...]
+
+
+def load(
+    files: Iterable[str | Path] = (),
+    flags: Mapping[str, Any] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Config:
+    """Merge the layers and check every value.
+
+    files: TOML files or packaged profile names ("cpu"), later ones winning; the file named by RELAYGR_CONFIG comes
+    first. flags: {"section.key": value}, None meaning "not given". Raises ConfigError.
+    """
+    environ = os.environ if environ is None else environ
+    merged = {key: Value(field, field.default, "default") for key, field in FIELDS.items()}
+    first = [environ[ENV_CONFIG]] if environ.get(ENV_CONFIG) else []
+    for file in [*first, *files]:
+        for key, raw, source in _read_file(file):
+            merged[key] = _checked(key, raw, source)
+    for name in sorted(environ):
+        if name.startswith(ENV_PREFIX) and not name.startswith(ENV_NOT_SETTINGS):
+            if name not in _BY_ENV:
+                raise ConfigError(f"environment {name}: no such setting{_did_you_mean(name, _BY_ENV)}")
+            key = _BY_ENV[name].key
+            merged[key] = _checked(key, environ[name], f"environment {name}")
+    for key, raw in (flags or {}).items():
+        if raw is not None:
+            source = f"flag for {key}"
+            _known(key, source)
+            merged[key] = _checked(key, raw, source)
+    sections: dict[str, dict[str, Any]] = {}
+    for key, value in merged.items():
+        section, name = key.split(".")
+        sections.setdefault(section, {})[name] = value.value
+    return Config(msgspec.convert(sections, Settings), tuple(merged.values()))
+
+
+def profile_path(name: str | Path) -> Path:
+    """A TOML file by path, or a packaged one by its bare name ("cpu", "trigger"). Raises ConfigError if absent."""
+    path = Path(name)
+    if path.is_file():
+        return path
+    packaged = packaged_dir("workers") / f"{path.name.removesuffix('.toml')}.toml"
+    # `workers/cpu.toml` is how the README spells it: it must work from any folder, not only from the clone.
+    if str(path.parent) in (".", "workers") and packaged.is_file():
+        return packaged
+    there = ", ".join(sorted(file.stem for file in packaged_dir("workers").glob("*.toml")))
+    raise ConfigError(f"{name}: no such file, and no packaged profile of that name (there are: {there})")
+
+
+def _read_file(file: str | Path) -> Iterable[tuple[str, Any, str]]:
+    path = profile_path(file)
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    for section, table in tables.items():
+        if not isinstance(table, dict):
+            raise ConfigError(f"{path}: `{section}` stands outside any section; write it under [section]")
+        for name, raw in table.items():
+            key = f"{section}.{name}"
+            _known(key, str(path))
+            yield key, raw, str(path)
+
+
+def _known(key: str, source: str) -> None:
+    if key not in FIELDS:
+        raise ConfigError(f"{source}: no setting `{key}`{_did_you_mean(key, FIELDS)}")
+
+
+def _did_you_mean(name: str, known: Iterable[str]) -> str:
+    close = get_close_matches(name, list(known), n=1)
+    return f"; did you mean `{close[0]}`?" if close else "; `relaygr config show` lists them"
+
+
+def _checked(key: str, raw: Any, source: str) -> Value:
+    field = FIELDS[key]
+    value = _parse_size(key, raw, source) if field.is_bytes and isinstance(raw, str) else raw
+    try:
+        # Text (environment, flags) may stand for numbers and booleans; a TOML value has its type already.
+        value = msgspec.convert(value, field.kind, strict=not isinstance(raw, str))
+    except msgspec.ValidationError as error:
+        shown = SECRET_SHOWN if field.is_secret else repr(raw)
+        raise ConfigError(f"{source}: `{key}` = {shown}: {error}") from error
+    return Value(field, value, source)
+
+
+def _parse_size(key: str, raw: str, source: str) -> int:
+    match = _SIZE.match(raw)
+    if match is None:
+        raise ConfigError(f"{source}: `{key}` = {raw!r}: write a number of bytes, or one with KiB, MiB, GiB or TiB")
+    return int(float(match[1]) * _UNITS[(match[2] or "").lower()])

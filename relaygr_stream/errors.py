@@ -1,0 +1,98 @@
+"""Every error the library raises, as one tree.
+
+RelayError
+├── ConfigError              a setting is unknown, malformed or clashes with another
+├── DecodeError              bytes that are not a message of this protocol
+├── BrokerError              the Kafka side failed
+│   ├── BrokerUnavailable    no broker answers, or the local one did not start
+│   ├── TopicError           a topic is missing or has other properties than its file says
+│   └── CoPartitionError     topics that must share lanes have unequal partition counts
+├── ModelError               a model or checkpoint cannot be loaded or does not keep the contract
+├── CapacityError            the memory budget cannot hold what the settings ask for
+├── DeviceError              the device is absent or failed
+├── InputError               a file given by the user has no usable content
+├── Superseded               a later incarnation of this worker's name is alive
+└── RequestError             one request got no scores; the client raises these
+    ├── DeadlineExceeded     no answer, or the typed answer "too late", within the timeout
+    ├── Overloaded           the worker refused early rather than answer late
+    ├── Rejected             the request itself is invalid; sending it again cannot help
+    └── WorkerFailed         the worker failed while it held the request
+"""
+
+from __future__ import annotations
+
+
+class RelayError(Exception):
+    """Root of every error raised by this package."""
+
+
+class ConfigError(RelayError):
+    """A setting is unknown, malformed or clashes with another; the message names it and its source."""
+
+
+class DecodeError(RelayError):
+    """Bytes that are not a valid message.
+
+    `reason` is a stable slug for metrics and dead letters: `oversized`, `malformed`, `unknown_version` or `invalid`.
+    """
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+        self.detail = detail
+
+
+class BrokerError(RelayError):
+    """The Kafka side failed."""
+
+
+class BrokerUnavailable(BrokerError):
+    """No broker answers at the bootstrap address, or the local broker did not start."""
+
+
+class TopicError(BrokerError):
+    """A topic is missing or differs from its file."""
+
+
+class CoPartitionError(BrokerError):
+    """Topics that must share lanes have unequal partition counts; the message names topics and counts."""
+
+
+class ModelError(RelayError):
+    """A model or checkpoint cannot be loaded, or breaks the model protocol."""
+
+
+class CapacityError(RelayError):
+    """A memory budget cannot hold what the settings ask for; the message names the numbers that clash."""
+
+
+class DeviceError(RelayError):
+    """The device is absent, lacks its driver or failed."""
+
+
+class InputError(RelayError):
+    """A file given by the user has no usable content; the message says what was expected."""
+
+
+class Superseded(RelayError):
+    """A later incarnation of this worker's name is alive; this process must give way."""
+
+
+class RequestError(RelayError):
+    """One request got no scores."""
+
+
+class DeadlineExceeded(RequestError):
+    """No scores within the caller's timeout."""
+
+
+class Overloaded(RequestError):
+    """Refused early rather than answered late; retry later or elsewhere."""
+
+
+class Rejected(RequestError):
+    """The request itself is invalid; sending it again cannot help."""
+
+
+class WorkerFailed(RequestError):
+    """The worker failed while it held the request."""

@@ -1,0 +1,322 @@
+"""What travels on the topics: typed messages, their codec, and `DecodeError` for everything else.
+
+MessagePack maps on the wire; every message carries its schema version `v`. Arrays are little-endian bytes
+(`Behaviours` gives the types). Decoding is typed (msgspec), so that hostile nesting is refused without building it;
+the size is checked before decoding. Knows nothing of Kafka but the names of the headers.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, Literal, TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from msgspec import Meta
+
+from relaygr_stream.errors import DecodeError
+
+SCHEMA_VERSION: Final = 1
+
+# Headers of a ranking request and of its answer. In headers, not in the value, so that a worker can answer a request
+# whose value it cannot decode.
+HEADER_CORRELATION: Final = "relaygr-correlation-id"  # 1–64 opaque bytes, echoed
+HEADER_REPLY_PARTITION: Final = "relaygr-reply-partition"  # ASCII decimal: the partition of `scores` to answer on
+
+# Headers of a dead letter; its value and key are the original's.
+HEADER_REASON: Final = "relaygr-reason"
+HEADER_DETAIL: Final = "relaygr-detail"
+HEADER_ORIGIN_TOPIC: Final = "relaygr-origin-topic"
+HEADER_ORIGIN_PARTITION: Final = "relaygr-origin-partition"
+HEADER_ORIGIN_OFFSET: Final = "relaygr-origin-offset"
+
+ITEM_DTYPE: Final = np.dtype("<u4")
+ACTION_DTYPE: Final = np.dtype("u1")
+TIME_DTYPE: Final = np.dtype("<i8")  # Unix time in milliseconds
+SCORE_DTYPE: Final = np.dtype("<f4")
+
+MAX_CORRELATION_BYTES: Final = 64
+
+Id = Annotated[str, Meta(min_length=1, max_length=256)]
+UnixMillis = Annotated[int, Meta(ge=0, lt=2**53)]
+Millis = Annotated[float, Meta(ge=0, le=3.6e6)]
+
+#: Where a ranking found the prefix KV: ready in HBM, in DRAM (or on its way back), still being computed, nowhere.
+Outcome = Literal["hbm", "dram", "joined", "full"]
+Status = Literal["ok", "deadline_exceeded", "overloaded", "rejected", "failed"]
+
+
+class Behaviours(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
+    """A user's behaviours, oldest first: three parallel arrays of the same length n, as little-endian bytes."""
+
+    items: bytes = b""  # n × uint32: item ids
+    actions: bytes = b""  # n × uint8: action types
+    times: bytes = b""  # n × int64: Unix time in milliseconds, non-decreasing
+
+    @classmethod
+    def of(cls, items: npt.ArrayLike, actions: npt.ArrayLike, times: npt.ArrayLike) -> Behaviours:
+        """Pack three arrays of one length; a value outside its wire type is a ValueError."""
+        packed = [
+            _pack(items, ITEM_DTYPE, "items"),
+            _pack(actions, ACTION_DTYPE, "actions"),
+            _pack(times, TIME_DTYPE, "times"),
+        ]
+        return cls(packed[0], packed[1], packed[2]).checked(ValueError)
+
+    def __len__(self) -> int:
+        return len(self.items) // ITEM_DTYPE.itemsize
+
+    def arrays(self) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+        """Read-only views (items, actions, times), each of length n."""
+        return (
+            np.frombuffer(self.items, ITEM_DTYPE),
+            np.frombuffer(self.actions, ACTION_DTYPE),
+            np.frombuffer(self.times, TIME_DTYPE),
+        )
+
+    def slice(self, start: int, stop: int) -> Behaviours:
+        """The behaviours start:stop, copied."""
+        return Behaviours(
+            self.items[start * 4 : stop * 4], self.actions[start:stop], self.times[start * 8 : stop * 8]
+        )
+
+    def checked(self, error: type[Exception]) -> Behaviours:
+        """Self, if the three arrays have one length and the times never go back; otherwise raises `error`."""
+        n, rest = divmod(len(self.items), ITEM_DTYPE.itemsize)
+        if rest or len(self.actions) != n or len(self.times) != n * TIME_DTYPE.itemsize:
+            raise error(
+                f"items, actions and times must be parallel arrays of uint32, uint8 and int64; "
+                f"got {len(self.items)}, {len(self.actions)} and {len(self.times)} bytes"
+            )
+        times = np.frombuffer(self.times, TIME_DTYPE)
+        if n > 1 and bool(np.any(times[1:] < times[:-1])):
+            at = int(np.argmax(times[1:] < times[:-1])) + 1
+            raise error(f"times must not go back; behaviour {at} is at {times[at]} after {times[at - 1]}")
+        return self
+
+
+class RequestEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """On `retrieval`, key = user id: retrieval starts for a request that will be ranked soon."""
+
+    v: int = SCHEMA_VERSION
+    request_id: Id
+    user_id: Id
+    prefix: Behaviours
+    candidates: Annotated[int, Meta(ge=0, le=1_000_000)]  # how many the ranking will bring, expected
+    sent_ms: UnixMillis = 0  # the sender's clock when it published; 0: unknown, taken as just now
+    rank_in_ms: Millis = 0.0  # the sender's guess of the time until the ranking request; 0 = unknown
+
+    def validate(self) -> None:
+        """Raise DecodeError where the types alone cannot tell that the message is wrong."""
+        self.prefix.checked(_Invalid)
+
+
+class PreInferSignal(msgspec.Struct, frozen=True, kw_only=True):
+    """On `pre-infer`, key = user id: an admitted request whose prefix KV is to be computed and pinned."""
+
+    v: int = SCHEMA_VERSION
+    request_id: Id
+    user_id: Id
+    prefix: Behaviours
+    admitted_ms: UnixMillis  # the trigger's clock at admission
+    life_ms: Millis  # the pin ends this long after the worker read the signal, consumed or not
+    rank_in_ms: Millis = 0.0
+
+    def validate(self) -> None:
+        """Raise DecodeError where the types alone cannot tell that the message is wrong."""
+        self.prefix.checked(_Invalid)
+        if len(self.prefix) == 0:
+            raise DecodeError("invalid", "a pre-infer signal needs a prefix of at least one behaviour")
+
+
+class RankingRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """On `ranking`, key = user id: score candidates; the prefix travels along, so that any worker can answer."""
+
+    v: int = SCHEMA_VERSION
+    request_id: Id
+    user_id: Id
+    prefix: Behaviours
+    suffix: Behaviours = Behaviours()
+    candidates: bytes  # m × uint32: item ids to score, m ≥ 1
+    sent_ms: UnixMillis = 0  # the sender's clock when it published; 0: unknown, taken as just now
+    timeout_ms: Millis = 0.0  # the answer is worthless this long after sent_ms; 0: the worker's client.timeout_ms
+    mode: Literal["auto", "full"] = "auto"  # "full": infer prefix and suffix together, ignoring any prefix KV
+    hops: Annotated[int, Meta(ge=0, le=2)] = 0  # times this request was forwarded to another lane
+
+    def validate(self) -> None:
+        """Raise DecodeError where the types alone cannot tell that the message is wrong."""
+        self.prefix.checked(_Invalid)
+        self.suffix.checked(_Invalid)
+        if not self.candidates or len(self.candidates) % ITEM_DTYPE.itemsize:
+            raise DecodeError("invalid", f"candidates must be m ≥ 1 uint32; got {len(self.candidates)} bytes")
+        if len(self.prefix) and len(self.suffix):
+            last = int.from_bytes(self.prefix.times[-8:], "little", signed=True)
+            first = int.from_bytes(self.suffix.times[:8], "little", signed=True)
+            if first < last:
+                raise DecodeError("invalid", f"the suffix starts at {first}, before the prefix ends at {last}")
+
+
+class Timings(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a ranking's time went on the worker, in milliseconds, and what it cost."""
+
+    queued_ms: float = 0.0  # from the worker's read to the start on the device
+    device_ms: float = 0.0  # on the device, the joined part of a pre-inference included
+    computed_tokens: int = 0  # prefix tokens inferred for this answer at ranking time
+
+
+class ScoreReply(msgspec.Struct, frozen=True, kw_only=True):
+    """On `scores`, on the requester's partition: the one typed answer. Scores are m × tasks, row-major."""
+
+    v: int = SCHEMA_VERSION
+    request_id: str
+    status: Status
+    outcome: Outcome | None = None  # None unless status is "ok"
+    scores: bytes = b""  # m·tasks × float32
+    tasks: tuple[str, ...] = ()  # names of the score columns
+    detail: str = ""  # why there are no scores, for a person
+    model_version: str = ""
+    worker: str = ""
+    timings: Timings = Timings()
+
+    def matrix(self) -> npt.NDArray[np.float32]:
+        """Scores as (candidates, tasks)."""
+        return np.frombuffer(self.scores, SCORE_DTYPE).reshape(-1, max(1, len(self.tasks)))
+
+    def validate(self) -> None:
+        """Raise DecodeError where the types alone cannot tell that the message is wrong."""
+        row = SCORE_DTYPE.itemsize * max(1, len(self.tasks))
+        if len(self.scores) % row:
+            raise DecodeError("invalid", f"scores have {len(self.scores)} bytes, not a multiple of a row of {row}")
+
+
+class LaneStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One lane's budget, as its owner states it."""
+
+    lane: int
+    budget_bytes: int  # pinned bytes this lane may have
+    pinned_bytes: int  # pinned bytes it has, all signals below pre_infer_offset accounted
+    pre_infer_offset: int  # the next pre-infer offset the owner will read
+    device_ms_per_s: float  # device time for pre-infer that this lane may ask for, per second
+
+
+class CostModel(msgspec.Struct, frozen=True, kw_only=True):
+    """T_full(n, m) = c0 + c1·n + c2·n² + c3·n·m milliseconds, n prefix tokens, m candidates (DESIGN §6)."""
+
+    c0: float
+    c1: float
+    c2: float
+    c3: float
+
+    def full_ms(self, prefix: int, candidates: int) -> float:
+        """Predicted device time of full inference."""
+        return self.c0 + self.c1 * prefix + self.c2 * prefix * prefix + self.c3 * prefix * candidates
+
+    def pre_infer_ms(self, prefix: int) -> float:
+        """Predicted device time of the prefix alone."""
+        return self.full_ms(prefix, 0)
+
+
+class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """On `worker-status`, key = worker name: who owns which lanes, at what budgets, and how the worker fares."""
+
+    v: int = SCHEMA_VERSION
+    name: Id
+    incarnation: int  # grows with each start of a worker of this name (start time in ns)
+    host: str
+    pid: int
+    sent_ms: UnixMillis
+    state: Literal["starting", "serving", "draining", "stopped"]
+    lanes: tuple[LaneStatus, ...]
+    costs: CostModel
+    bytes_per_token: int
+    alloc_bytes: int  # an entry's bytes are rounded up to a multiple of this
+    queue_ms: float  # present delay of a ranking request before the device takes it
+    model_version: str
+    model_note: str = ""  # e.g. that the weights are random
+    device: str = ""
+    hbm_used_bytes: int = 0
+    hbm_bytes: int = 0
+    dram_used_bytes: int = 0
+    dram_bytes: int = 0
+    counters: dict[str, float] = {}  # running totals since start, for live views
+
+    def validate(self) -> None:
+        """Every value of the right type is a valid status."""
+
+
+Message = RequestEvent | PreInferSignal | RankingRequest | ScoreReply | WorkerStatus
+M = TypeVar("M", RequestEvent, PreInferSignal, RankingRequest, ScoreReply, WorkerStatus)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoders: dict[type, msgspec.msgpack.Decoder[Any]] = {
+    kind: msgspec.msgpack.Decoder(kind)
+    for kind in (RequestEvent, PreInferSignal, RankingRequest, ScoreReply, WorkerStatus)
+}
+
+
+class _VersionOnly(msgspec.Struct):
+    v: int
+
+
+_version_decoder = msgspec.msgpack.Decoder(_VersionOnly)
+
+#: Sizes from the topics' files bound messages on the broker; this bounds what we even try to decode.
+MAX_MESSAGE_BYTES: Final = 4 * 1024 * 1024
+
+
+def encode(message: Message) -> bytes:
+    """The message as MessagePack."""
+    return _encoder.encode(message)
+
+
+def decode(kind: type[M], data: bytes | None, max_bytes: int = MAX_MESSAGE_BYTES) -> M:
+    """Decode and validate one message of the given kind.
+
+    Raises DecodeError with reason `oversized`, `malformed` (not MessagePack, or another shape), `unknown_version`
+    (an integer `v` other than ours) or `invalid` (well-formed but contradictory).
+    """
+    if data is None:
+        raise DecodeError("malformed", "the message has no value")
+    if len(data) > max_bytes:
+        raise DecodeError("oversized", f"{len(data)} bytes, the limit is {max_bytes}")
+    try:
+        message: M = _decoders[kind].decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        _refuse_unknown_version(data)
+        raise DecodeError("malformed", str(error)) from error
+    if message.v != SCHEMA_VERSION:
+        raise DecodeError("unknown_version", f"schema version {message.v}, this program speaks {SCHEMA_VERSION}")
+    message.validate()
+    return message
+
+
+def _refuse_unknown_version(data: bytes) -> None:
+    """A message of another version may have any shape; say that rather than which field surprised us."""
+    try:
+        version = _version_decoder.decode(data).v
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return
+    if version != SCHEMA_VERSION:
+        raise DecodeError("unknown_version", f"schema version {version}, this program speaks {SCHEMA_VERSION}")
+
+
+class _Invalid(DecodeError):
+    def __init__(self, detail: str) -> None:
+        super().__init__("invalid", detail)
+
+
+def _pack(values: npt.ArrayLike, dtype: np.dtype[Any], name: str) -> bytes:
+    array = np.asarray(values)
+    if array.ndim != 1:
+        raise ValueError(f"{name} must be one-dimensional, got shape {array.shape}")
+    if array.size and not np.issubdtype(array.dtype, np.integer):
+        raise ValueError(f"{name} must be integers, got {array.dtype}")
+    limits = np.iinfo(dtype)
+    if array.size and (int(array.min()) < limits.min or int(array.max()) > limits.max):
+        raise ValueError(f"{name} must be within {limits.min}…{limits.max}, got {array.min()}…{array.max()}")
+    return array.astype(dtype).tobytes()
+
+
+def pack_items(values: npt.ArrayLike) -> bytes:
+    """Item ids as uint32 little-endian bytes; a value that does not fit is a ValueError."""
+    return _pack(values, ITEM_DTYPE, "item ids")

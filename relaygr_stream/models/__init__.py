@@ -1,0 +1,1 @@
+"""The model protocol, the built-in HSTU, checkpoints."""

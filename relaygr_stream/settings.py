@@ -1,0 +1,136 @@
+"""Every setting: its section, type, bounds, default and meaning. Knows nothing of where values come from (config.py)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+BYTES = {"unit": "bytes"}  # such a setting also accepts "512MiB", "2GiB", …
+
+Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,128}$")]
+Port = Annotated[int, Meta(ge=0, le=65535)]
+Positive = Annotated[int, Meta(ge=1)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Ms = Annotated[float, Meta(gt=0, le=3.6e6)]
+
+
+def _doc(text: str) -> Meta:
+    return Meta(description=text)
+
+
+class Kafka(Struct, frozen=True, kw_only=True):
+    """How to reach Kafka, and the timings of its group protocol."""
+
+    bootstrap: Annotated[str, _doc("brokers, HOST:PORT[,HOST:PORT…]")] = "localhost:9092"
+    prefix: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{0,64}$"), _doc("prefix of every topic and group name")] = (
+        "relaygr."
+    )
+    topics_dir: Annotated[str, _doc("folder with one TOML file per topic; empty: those that come with the package")] = (
+        ""
+    )
+    partitions: Annotated[int, Meta(ge=0, le=10_000), _doc("lanes; 0: as the topic files say")] = 0
+    replication: Annotated[int, Meta(ge=0, le=9), _doc("copies of each topic; 0: as the topic files say")] = 0
+    fetch_max_wait_ms: Annotated[
+        int, Meta(ge=1, le=10_000), _doc("long poll of the broker; 4 for the embedded one, which does not wake polls")
+    ] = 50
+    heartbeat_ms: Annotated[Positive, _doc("heartbeat of group members; moved lanes wait for the next one")] = 250
+    session_timeout_ms: Annotated[Positive, _doc("a crashed member's lanes move after this; brokers bound it")] = 6000
+    max_poll_ms: Annotated[Positive, _doc("a worker whose device makes no progress this long gives its lanes up")] = (
+        10_000
+    )
+    commit_ms: Annotated[Positive, _doc("offsets are committed this often")] = 1000
+    request_timeout_ms: Annotated[Positive, _doc("one request to a broker")] = 10_000
+
+
+class Relay(Struct, frozen=True, kw_only=True):
+    """What the trigger and the workers must agree on."""
+
+    slo_ms: Annotated[Ms, _doc("the ranking stage's P99 target")] = 50.0
+    life_window_ms: Annotated[Ms, _doc("longest time from admission to ranking for which a prefix KV stays pinned")] = (
+        2000.0
+    )
+    max_prefix_tokens: Annotated[Positive, _doc("longest prefix; a longer one is refused")] = 4096
+    max_suffix_tokens: Annotated[int, Meta(ge=0), _doc("longest suffix; a longer one is refused")] = 256
+    max_candidates: Annotated[Positive, _doc("most candidates in a request")] = 2048
+
+
+class Trigger(Struct, frozen=True, kw_only=True):
+    """Admission: which requests are worth a pre-inference (DESIGN §6)."""
+
+    group: Annotated[Name, _doc("consumer group on `retrieval`, after the prefix")] = "trigger"
+    risk_fraction: Annotated[Share, _doc("at risk when predicted full inference exceeds this share of the SLO")] = 0.2
+    stale_ms: Annotated[Ms, _doc("an event older than this is not worth admitting any more")] = 1000.0
+    silence_ms: Annotated[Ms, _doc("an owner whose status is older than this gets no admissions")] = 3000.0
+    load_burst_ms: Annotated[Ms, _doc("device time a lane may ask for at once, in milliseconds")] = 500.0
+
+
+class Worker(Struct, frozen=True, kw_only=True):
+    """One process, one device."""
+
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{0,128}$"), _doc("unique per worker; empty: host and pid")] = ""
+    group: Annotated[Name, _doc("consumer group whose members own the lanes, after the prefix")] = "workers"
+    device: Annotated[str, Meta(pattern=r"^(cpu|cuda|npu)(:\d+)?$"), _doc("cpu, cuda[:N] or npu[:N]")] = "cpu"
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"], _doc("type of weights, K and V")] = "float32"
+    threads: Annotated[Positive, _doc("CPU threads of one operator")] = 1
+    capacity: Annotated[float, Meta(gt=0, le=1e6), _doc("weight when lanes are shared out")] = 1.0
+    hbm_bytes: Annotated[int, Meta(ge=1, extra=BYTES), _doc("prefix KV on the device")] = 1 << 30
+    dram_bytes: Annotated[int, Meta(ge=0, extra=BYTES), _doc("prefix KV in host memory behind it; 0: none")] = 2 << 30
+    pinned_share: Annotated[Share, _doc("share of hbm_bytes that admitted, not yet ranked requests may hold")] = 0.5
+    pre_infer_share: Annotated[Share, _doc("share of device time that pre-inference may use")] = 0.7
+    max_ranking_delay_ms: Annotated[Ms, _doc("longest a pre-infer chunk may keep a ranking request waiting")] = 5.0
+    batch: Annotated[Positive, _doc("most ranking requests scored in one step")] = 8
+    audit_share: Annotated[Share, _doc("share of ranking requests also scored in full, to compare")] = 0.01
+    queue_limit: Annotated[Positive, _doc("ranking requests waiting; more are answered `overloaded` at once")] = 2048
+    status_ms: Annotated[Positive, _doc("worker-status is published this often")] = 250
+    drain_ms: Annotated[Positive, _doc("on SIGTERM, time for accepted requests to finish")] = 10_000
+
+
+class Model(Struct, frozen=True, kw_only=True):
+    """The model: a user's own factory, a checkpoint, or a seeded random HSTU of this shape."""
+
+    factory: Annotated[str, _doc("module:factory of a user's own model; empty: the built-in HSTU")] = ""
+    checkpoint: Annotated[str, _doc("folder with config.json and model.safetensors; empty: random weights")] = ""
+    seed: Annotated[int, _doc("seed of random weights")] = 7
+    layers: Annotated[Positive, _doc("STU layers")] = 4
+    dim: Annotated[Positive, _doc("embedding width D")] = 128
+    heads: Annotated[Positive, _doc("attention heads H")] = 4
+    dqk: Annotated[Positive, _doc("query/key width per head")] = 32
+    dv: Annotated[Positive, _doc("value width per head")] = 32
+    vocab: Annotated[Positive, _doc("rows of the item table; ids are taken modulo this")] = 100_000
+    max_positions: Annotated[Positive, _doc("rows of the position table; later positions share the last")] = 8192
+    scale_tokens: Annotated[Positive, _doc("N of the attention scale 1/N; a constant of the model")] = 1024
+    tasks: Annotated[str, _doc("names of the score columns, comma-separated")] = "click,like"
+
+
+class Client(Struct, frozen=True, kw_only=True):
+    """The recommendation service's side."""
+
+    timeout_ms: Annotated[Ms, _doc("default timeout of rank()")] = 1000.0
+    reply_partition: Annotated[int, Meta(ge=-1), _doc("partition of `scores` to be answered on; -1: chosen at random")] = (
+        -1
+    )
+    max_in_flight: Annotated[Positive, _doc("concurrent rank() calls; more raise Overloaded")] = 10_000
+
+
+class Telemetry(Struct, frozen=True, kw_only=True):
+    """Logs, metrics, health."""
+
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], _doc("least severe level logged")] = "info"
+    log_format: Annotated[Literal["auto", "console", "json"], _doc("auto: console on a terminal, else json")] = "auto"
+    hash_user_ids: Annotated[bool, _doc("log a keyed hash in place of user ids")] = False
+    hash_key: Annotated[str, Meta(extra={"secret": True}), _doc("key of that hash; empty: new at each start")] = ""
+    host: Annotated[str, _doc("address of /metrics, /healthz, /readyz")] = "127.0.0.1"
+    port: Annotated[Port, _doc("port of /metrics, /healthz, /readyz; 0: any free one, logged at start")] = 0
+
+
+class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The whole configuration, one section per attribute."""
+
+    kafka: Kafka = Kafka()
+    relay: Relay = Relay()
+    trigger: Trigger = Trigger()
+    worker: Worker = Worker()
+    model: Model = Model()
+    client: Client = Client()
+    telemetry: Telemetry = Telemetry()
