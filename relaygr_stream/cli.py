@@ -1,1 +1,141 @@
-"""The `relaygr` command."""
+"""The `relaygr` command. Each subcommand imports what it needs, so that `relaygr trigger` never loads torch."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+import click
+
+from relaygr_stream.cli_options import config_options, settings_options
+from relaygr_stream.config import Config
+from relaygr_stream.demo.command import demo_command
+from relaygr_stream.errors import RelayError
+from relaygr_stream.settings import Settings
+from relaygr_stream.workload.command import publish_command
+
+
+class _Group(click.Group):
+    """Errors of this package become one line on stderr and exit code 1."""
+
+    def invoke(self, context: click.Context) -> object:
+        try:
+            return super().invoke(context)
+        except RelayError as error:
+            click.echo(f"error: {error}", err=True)
+            context.exit(1)
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="relaygr-stream", prog_name="relaygr")
+def main() -> None:
+    """RelayGR Stream: rank with long user sequences inside a tight P99.
+
+    Prefix KV are pre-inferred while retrieval still runs and wait on the worker that will rank. See `relaygr demo`
+    first; `relaygr COMMAND --help` tells the rest.
+
+    Settings come from: defaults < TOML files (--config) < environment (RELAYGR_SECTION_KEY) < flags (--set).
+    """
+
+
+main.add_command(demo_command)
+main.add_command(publish_command)
+
+
+@main.command()
+@settings_options
+def trigger(settings: Settings) -> None:
+    """Run a trigger: read request events, admit those worth a pre-inference.
+
+    Example: relaygr trigger --bootstrap kafka:9092
+    """
+    from relaygr_stream.telemetry.process import run_process
+    from relaygr_stream.trigger.service import run_trigger
+
+    sys.exit(run_process("trigger", settings, run_trigger))
+
+
+@main.command()
+@settings_options
+def worker(settings: Settings) -> None:
+    """Run a worker: hold prefix KV, score ranking requests; one per device.
+
+    Example: relaygr worker --profile workers/cpu.toml --set worker.name=w1 --bootstrap kafka:9092
+    """
+    from relaygr_stream.telemetry.process import run_process
+    from relaygr_stream.worker.service import run_worker
+
+    sys.exit(run_process("worker", settings, run_worker))
+
+
+@main.group()
+def topics() -> None:
+    """Create, check and show the topics (topics/*.toml)."""
+
+
+@topics.command()
+@settings_options
+def apply(settings: Settings) -> None:
+    """Create the topics that are missing; then verify all. Existing topics are left as they are."""
+    from relaygr_stream.topics import apply_topics
+
+    click.echo(asyncio.run(apply_topics(settings.kafka)))
+
+
+@topics.command()
+@settings_options
+def verify(settings: Settings) -> None:
+    """Check that every topic exists and that those sharing lanes have equal partition counts."""
+    from relaygr_stream.topics import verify_topics
+
+    rows = asyncio.run(verify_topics(settings.kafka))
+    click.echo(f"all {len(rows)} topics are as described")
+
+
+@topics.command()
+@settings_options
+def show(settings: Settings) -> None:
+    """Show each topic's file beside what the cluster has."""
+    from relaygr_stream.topics import describe_topics
+    from relaygr_stream.topics_table import render_topics
+
+    click.echo(render_topics(asyncio.run(describe_topics(settings.kafka))))
+
+
+@main.group(name="config")
+def config_group() -> None:
+    """Look at the configuration."""
+
+
+@config_group.command(name="show")
+@click.option("--markdown", is_flag=True, help="As a Markdown table of the defaults, for the documentation.")
+@config_options
+def config_show(config: Config, markdown: bool) -> None:
+    """Print every effective setting, where its value comes from, and what it means."""
+    from relaygr_stream.config_table import render_settings_markdown, render_settings_table
+
+    click.echo(render_settings_markdown() if markdown else render_settings_table(config))
+
+
+@main.group()
+def model() -> None:
+    """Check models."""
+
+
+@model.command()
+@click.argument("file", type=click.Path(path_type=Path))
+def conformance(file: Path) -> None:
+    """Compare the built-in HSTU with reference arrays (FILE.npz), full and cached.
+
+    Prints the largest absolute deviation of each variant; exits 1 if one exceeds 1e-4.
+    """
+    from relaygr_stream.models.conformance import format_table, run_conformance
+
+    results = run_conformance(file)
+    click.echo(format_table(results))
+    sys.exit(not all(result.conforms for result in results))
+
+
+if __name__ == "__main__":
+    main()

@@ -9,6 +9,7 @@ RelayError
 │   └── CoPartitionError     topics that must share lanes have unequal partition counts
 ├── ModelError               a model or checkpoint cannot be loaded or does not keep the contract
 ├── CapacityError            the memory budget cannot hold what the settings ask for
+├── CacheCorruption          the cache's books and its memory disagree: a bug here
 ├── DeviceError              the device is absent or failed
 ├── InputError               a file given by the user has no usable content
 ├── Superseded               a later incarnation of this worker's name is alive
@@ -64,6 +65,10 @@ class ModelError(RelayError):
 
 class CapacityError(RelayError):
     """A memory budget cannot hold what the settings ask for; the message names the numbers that clash."""
+
+
+class CacheCorruption(RelayError):
+    """The cache's books and its memory disagree. Always a bug of this package."""
 
 
 class DeviceError(RelayError):

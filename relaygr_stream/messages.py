@@ -76,9 +76,7 @@ class Behaviours(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
 
     def slice(self, start: int, stop: int) -> Behaviours:
         """The behaviours start:stop, copied."""
-        return Behaviours(
-            self.items[start * 4 : stop * 4], self.actions[start:stop], self.times[start * 8 : stop * 8]
-        )
+        return Behaviours(self.items[start * 4 : stop * 4], self.actions[start:stop], self.times[start * 8 : stop * 8])
 
     def checked(self, error: type[Exception]) -> Behaviours:
         """Self, if the three arrays have one length and the times never go back; otherwise raises `error`."""

@@ -1,4 +1,4 @@
-"""Every setting: its section, type, bounds, default and meaning. Knows nothing of where values come from (config.py)."""
+"""Every setting: its section, type, bounds, default and meaning. Where values come from is config.py's business."""
 
 from __future__ import annotations
 
@@ -100,6 +100,9 @@ class Model(Struct, frozen=True, kw_only=True):
     vocab: Annotated[Positive, _doc("rows of the item table; ids are taken modulo this")] = 100_000
     max_positions: Annotated[Positive, _doc("rows of the position table; later positions share the last")] = 8192
     scale_tokens: Annotated[Positive, _doc("N of the attention scale 1/N; a constant of the model")] = 1024
+    contextual_seq_len: Annotated[int, Meta(ge=0), _doc("first tokens that see the whole prefix; needs no suffix")] = 0
+    max_attn_len: Annotated[int, Meta(ge=0), _doc("tokens attend at most this far back; 0: to everything")] = 0
+    group_norm: Annotated[bool, _doc("normalise attention outputs per head instead of over all heads")] = False
     tasks: Annotated[str, _doc("names of the score columns, comma-separated")] = "click,like"
 
 
@@ -107,9 +110,9 @@ class Client(Struct, frozen=True, kw_only=True):
     """The recommendation service's side."""
 
     timeout_ms: Annotated[Ms, _doc("default timeout of rank()")] = 1000.0
-    reply_partition: Annotated[int, Meta(ge=-1), _doc("partition of `scores` to be answered on; -1: chosen at random")] = (
-        -1
-    )
+    reply_partition: Annotated[
+        int, Meta(ge=-1), _doc("partition of `scores` to be answered on; -1: chosen at random")
+    ] = -1
     max_in_flight: Annotated[Positive, _doc("concurrent rank() calls; more raise Overloaded")] = 10_000
 
 
@@ -122,6 +125,8 @@ class Telemetry(Struct, frozen=True, kw_only=True):
     hash_key: Annotated[str, Meta(extra={"secret": True}), _doc("key of that hash; empty: new at each start")] = ""
     host: Annotated[str, _doc("address of /metrics, /healthz, /readyz")] = "127.0.0.1"
     port: Annotated[Port, _doc("port of /metrics, /healthz, /readyz; 0: any free one, logged at start")] = 0
+    port_file: Annotated[str, _doc("file to write the chosen port into, for supervisors; empty: none")] = ""
+    stall_ms: Annotated[Ms, _doc("/healthz fails when the event loop has not run for this long")] = 10_000.0
 
 
 class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -42,4 +42,4 @@ class Tokens:
     def fingerprint(self, length: int) -> bytes:
         """Digest of the first `length` tokens: equal iff (up to collisions of 128 bits) those tokens are equal."""
         # Column-major bytes, so that the digest of a prefix needs only a prefix of the bytes.
-        return hashlib.blake2b(np.ascontiguousarray(self.array[:, :length].T), digest_size=16).digest()
+        return hashlib.blake2b(np.ascontiguousarray(self.array[:, :length].T).data, digest_size=16).digest()

@@ -1,0 +1,163 @@
+"""Who owns which lane: the sticky, capacity-weighted assignment, and its adapter to aiokafka's group protocol.
+
+A lane is a partition number of every topic that the group reads; one member owns it in all of them, always. The
+assignment is a pure function of what the members claim. Knows nothing of fetching or committing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Annotated, Any, Final
+
+import msgspec
+from aiokafka.coordinator.assignors.abstract import AbstractPartitionAssignor
+from aiokafka.coordinator.protocol import ConsumerProtocolMemberAssignment, ConsumerProtocolMemberMetadata
+from msgspec import Meta
+
+#: User data larger than this claims nothing: 10,000 lanes at 3 bytes each and their frame fit.
+MAX_USER_DATA_BYTES: Final = 64 * 1024
+MAX_GENERATION: Final = 2**53
+PROTOCOL_VERSION: Final = 0
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a member brings to an assignment: the lanes it has, since which generation, and how much it can carry."""
+
+    lanes: frozenset[int] = frozenset()
+    generation: int = 0
+    capacity: float = 1.0
+
+
+def assign_lanes(lanes: int, claims: Mapping[str, Claim]) -> dict[str, frozenset[int]]:
+    """Share the lanes 0…lanes−1 among the members (the keys of `claims`).
+
+    Each lane has exactly one owner. A member gets its share lanes·capacity/Σcapacity, rounded down or up. A lane moves
+    only if its owner left or has more than it may keep, which with equal capacities is at most ⌈lanes/n⌉ moves when
+    one of n members joins or leaves. Of two claims to a lane the later generation holds. Depends on nothing but its
+    arguments, and not on their order.
+    """
+    if not claims:
+        return {}
+    members = sorted(claims)
+    held = _resolve(lanes, claims, members)
+    quota = _quotas(lanes, claims, held, members)
+    kept = {member: held[member][: quota[member]] for member in members}
+    free = sorted(set(range(lanes)).difference(*kept.values()))
+    result = {}
+    for member in members:
+        missing = quota[member] - len(kept[member])
+        result[member] = frozenset(kept[member] + free[:missing])
+        free = free[missing:]
+    return result
+
+
+def _resolve(lanes: int, claims: Mapping[str, Claim], members: Sequence[str]) -> dict[str, list[int]]:
+    """The lanes that each member really holds, ascending."""
+    holder: dict[int, str] = {}
+    for member in members:
+        for lane in claims[member].lanes:
+            if not 0 <= lane < lanes:
+                continue
+            if lane not in holder or claims[member].generation > claims[holder[lane]].generation:
+                holder[lane] = member
+    held: dict[str, list[int]] = {member: [] for member in members}
+    for lane in sorted(holder):
+        held[holder[lane]].append(lane)
+    return held
+
+
+def _quotas(
+    lanes: int, claims: Mapping[str, Claim], held: Mapping[str, list[int]], members: Sequence[str]
+) -> dict[str, int]:
+    """How many lanes each member is to have; the sum is `lanes`."""
+    # Fractions, so that no rounding makes two leaders of a group disagree or the sum miss.
+    capacity = {member: Fraction(claims[member].capacity) for member in members}
+    total = sum(capacity.values())
+    share = {member: lanes * capacity[member] / total for member in members}
+    quota = {member: int(share[member]) for member in members}
+    # The lanes that rounding down left over go first to members that hold more than their rounded share already (those
+    # lanes need not move), then to the largest remainders.
+    claimants = sorted(
+        members,
+        key=lambda member: (len(held[member]) <= quota[member], quota[member] - share[member], member),
+    )
+    for member in claimants[: lanes - sum(quota.values())]:
+        quota[member] += 1
+    return quota
+
+
+class _UserData(msgspec.Struct, array_like=True):
+    """A member's claim on the wire (MessagePack array); new fields may be appended."""
+
+    generation: Annotated[int, Meta(ge=0, le=MAX_GENERATION)]
+    lanes: Annotated[list[Annotated[int, Meta(ge=0, lt=10_000)]], Meta(max_length=10_000)]
+    capacity: Annotated[float, Meta(gt=0, le=1e6)]
+
+
+_decode_claim = msgspec.msgpack.Decoder(_UserData).decode
+_DECODE_ERRORS: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+
+def encode_claim(claim: Claim) -> bytes:
+    """The claim as user data."""
+    return msgspec.msgpack.encode(_UserData(claim.generation, sorted(claim.lanes), claim.capacity))
+
+
+def decode_claim(data: bytes | None) -> Claim:
+    """The claim in a member's user data; whatever cannot be read claims nothing."""
+    if not data or len(data) > MAX_USER_DATA_BYTES:
+        return Claim()
+    try:
+        claim = _decode_claim(data)
+    except _DECODE_ERRORS:
+        return Claim()
+    return Claim(frozenset(claim.lanes), claim.generation, claim.capacity)
+
+
+class StickyLaneAssignor(AbstractPartitionAssignor):  # type: ignore[misc]  # aiokafka is untyped
+    """One member's side of the assignment; aiokafka takes an instance where it usually takes a class.
+
+    `lanes` and `generation` are what this member was last assigned, and when. `continuous` tells whether that
+    assignment followed directly on the member's former one: if generations lie between, another member may have owned
+    its lanes meanwhile, even those that it has again.
+    """
+
+    name: str = "relaygr-sticky-lanes"
+
+    def __init__(self, capacity: float, on_assignment: Callable[[], int]) -> None:
+        """on_assignment: called at each assignment, before anything else notices it; returns the group's generation."""
+        self._capacity = capacity
+        self._on_assignment = on_assignment
+        self.generation = 0
+        self.continuous = False
+        self.lanes: frozenset[int] = frozenset()
+
+    def metadata(self, topics: Iterable[str]) -> Any:
+        """This member's claim, sent when it joins."""
+        claim = Claim(self.lanes, self.generation, self._capacity)
+        return ConsumerProtocolMemberMetadata(PROTOCOL_VERSION, sorted(topics), encode_claim(claim))
+
+    def assign(self, cluster: Any, members: Mapping[str, Any]) -> dict[str, Any]:
+        """The whole group's assignment; called on the member that leads it."""
+        claims = {member: decode_claim(metadata.user_data) for member, metadata in members.items()}
+        topics = {member: sorted(set(metadata.subscription)) for member, metadata in members.items()}
+        counts = [len(cluster.partitions_for_topic(topic) or ()) for topic in set().union(*topics.values())]
+        # Unequal counts are refused at start; while one topic is being enlarged, only common lanes can be shared out.
+        lanes = assign_lanes(min(counts, default=0), claims)
+        return {
+            member: ConsumerProtocolMemberAssignment(
+                PROTOCOL_VERSION, [(topic, sorted(lanes[member])) for topic in topics[member]], b""
+            )
+            for member in members
+        }
+
+    def on_assignment(self, assignment: Any) -> None:
+        """Take note of what this member got."""
+        generation = self._on_assignment()
+        self.continuous = generation == self.generation + 1
+        self.generation = generation
+        partitions = [frozenset(partitions) for _, partitions in assignment.assignment]
+        self.lanes = frozenset.intersection(*partitions) if partitions else frozenset()

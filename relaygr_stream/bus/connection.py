@@ -1,0 +1,47 @@
+"""How this package's clients reach Kafka: the one place where aiokafka's connection options are set.
+
+Also turns aiokafka's errors into ours. Knows nothing of topics, groups or messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+from aiokafka.errors import KafkaConnectionError, KafkaError
+
+from relaygr_stream.errors import BrokerError, BrokerUnavailable
+from relaygr_stream.settings import Kafka
+
+#: Wait between attempts. A broker's restart takes seconds; ten attempts a second from each client are no load.
+RETRY_BACKOFF_MS: Final = 100
+
+
+def client_options(kafka: Kafka, client_id: str) -> dict[str, Any]:
+    """Keyword arguments that every aiokafka client (producer, consumer, admin) is made with."""
+    return {
+        "bootstrap_servers": [address.strip() for address in kafka.bootstrap.split(",") if address.strip()],
+        "client_id": client_id,
+        "request_timeout_ms": kafka.request_timeout_ms,
+        "retry_backoff_ms": RETRY_BACKOFF_MS,
+    }
+
+
+@contextmanager
+def typed_errors(kafka: Kafka, doing: str) -> Iterator[None]:
+    """Raise aiokafka's errors as BrokerUnavailable or BrokerError; `doing` says what could not be done."""
+    try:
+        yield
+    except (KafkaError, OSError) as error:  # a TimeoutError is an OSError
+        raise broker_error(kafka, doing, error) from error
+
+
+def broker_error(kafka: Kafka, doing: str, error: BaseException) -> BrokerError:
+    """The error to raise in place of aiokafka's."""
+    if isinstance(error, (KafkaConnectionError, OSError)):
+        return BrokerUnavailable(
+            f"cannot {doing}: no Kafka broker answers at {kafka.bootstrap}; start one there, or name another with "
+            f"kafka.bootstrap (RELAYGR_KAFKA_BOOTSTRAP)"
+        )
+    return BrokerError(f"cannot {doing} (brokers at {kafka.bootstrap}): {error!r}")

@@ -1,0 +1,295 @@
+"""The two-plane consumer: lanes that never pause when others move (DESIGN §5).
+
+The membership plane (membership.py) says which lanes are ours; the data plane in here reads them, from partitions
+assigned by hand. When the group rebalances, only lanes that really moved stop or start; a kept lane goes on from its
+own position. Knows nothing of what the records contain.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from types import TracebackType
+from typing import Any, Final, Self
+
+import structlog
+from aiokafka import AIOKafkaConsumer, TopicPartition
+from aiokafka.errors import KafkaError, OffsetOutOfRangeError
+
+from relaygr_stream.bus.connection import broker_error, client_options, typed_errors
+from relaygr_stream.bus.membership import Membership
+from relaygr_stream.bus.offsets import OffsetLedger
+from relaygr_stream.bus.records import Record, as_record
+from relaygr_stream.settings import Kafka
+
+log = structlog.get_logger(__name__)
+
+#: How long one wait for records lasts; only how often an idle loop turns.
+WAIT_MS: Final = 1000
+#: Lanes gained together are started together, unless one's offsets take longer than this to learn.
+TOGETHER_S: Final = 0.1
+#: A broker answers each fetch within the fetch wait; silent this much longer, it is away.
+SILENT_S: Final = 3.0
+
+
+class LaneConsumer:
+    """Reads the lanes that a group gives this member, and commits what is done.
+
+    topics: full names; partition p of each is lane p. on_records(records): newly read, in order per topic and lane;
+    everything at hand at once, because unread partitions hold up the others. on_lanes(gained, lost): called right
+    before the first record of a gained lane, and when a lane is lost; a lane that was another's for a moment is first
+    lost, then gained. capacity: this member's weight when lanes are shared out. progressing(): False while the process
+    is stuck; after kafka.max_poll_ms of that the lanes go to others, and come back with progress. The callbacks run on
+    the loop and must be quick; an exception in one ends the consumer (`failed`).
+    """
+
+    def __init__(
+        self,
+        kafka: Kafka,
+        *,
+        topics: Sequence[str],
+        group: str,
+        member: str,
+        on_records: Callable[[list[Record]], None],
+        on_lanes: Callable[[frozenset[int], frozenset[int]], None],
+        capacity: float = 1.0,
+        progressing: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self._kafka = kafka
+        self._topics = tuple(topics)
+        self._member = member
+        self._on_records = on_records
+        self._on_lanes = on_lanes
+        self._membership = Membership(
+            kafka,
+            topics=self._topics,
+            group=group,
+            member=member,
+            capacity=capacity,
+            on_assigned=self._assigned,
+            on_left=lambda: self._assigned(frozenset(), False),
+            committable=lambda: {partition: ledger.committable for partition, ledger in self._ledgers.items()},
+            progressing=progressing,
+        )
+        self._data: Any = None
+        self._lanes: frozenset[int] = frozenset()
+        self._ledgers: dict[tuple[str, int], OffsetLedger] = {}
+        self._reassigned = 0.0
+        self._reading = asyncio.Event()  # set while there are lanes to be read
+        self._draining = False
+        self._drained: asyncio.Event | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._starting: asyncio.Task[None] | None = None
+        self._failed: asyncio.Future[None] | None = None
+
+    @property
+    def lanes(self) -> frozenset[int]:
+        """The lanes being read."""
+        return self._lanes
+
+    @property
+    def failed(self) -> asyncio.Future[None]:
+        """Never completes unless the consumer ended by itself; then it raises why. Wait on it beside your own end."""
+        assert self._failed is not None, "start() comes first"
+        return self._failed
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the consumer runs and a broker answers it; for readiness."""
+        if self._failed is None or self._failed.done():
+            return False
+        partitions = self._data.assignment()
+        if not partitions:
+            return True  # nothing is fetched, so nothing can be told
+        answered = max(self._data.last_poll_timestamp(partition) or 0 for partition in partitions) / 1000
+        return time.time() - max(answered, self._reassigned) < SILENT_S + self._kafka.fetch_max_wait_ms / 1000
+
+    @property
+    def rebalances(self) -> int:
+        """Assignments taken part in."""
+        return self._membership.rebalances
+
+    @property
+    def commits_refused(self) -> int:
+        """Commits that the broker refused because this member was out of the group; their records are read again."""
+        return self._membership.commits_refused
+
+    @property
+    def undone(self) -> int:
+        """Records handed out and not done, over all lanes."""
+        return sum(ledger.undone for ledger in self._ledgers.values())
+
+    def done(self, record: Record) -> None:
+        """The record needs no more work. Records of a lane lost meanwhile, or done before, count for nothing."""
+        ledger = self._ledgers.get((record.topic, record.lane))
+        if ledger is not None:
+            ledger.done(record.offset)
+        self._note_drained()
+
+    def position(self, topic: str, lane: int) -> int:
+        """The next offset to be read of one of our lanes; KeyError if it is not ours."""
+        return self._ledgers[topic, lane].position
+
+    async def start(self) -> None:
+        """Join the group; returns once lanes are assigned. Raises BrokerUnavailable, BrokerError, ConfigError."""
+        self._failed = asyncio.get_running_loop().create_future()
+        self._failed.add_done_callback(lambda failed: failed.cancelled() or failed.exception())  # may go unwatched
+        self._data = AIOKafkaConsumer(
+            **client_options(self._kafka, self._member),
+            group_id=None,
+            enable_auto_commit=False,
+            auto_offset_reset="none",  # see _restart_lane
+            fetch_max_wait_ms=self._kafka.fetch_max_wait_ms,
+        )
+        try:
+            with typed_errors(self._kafka, "read lanes"):
+                await self._data.start()
+            await self._membership.start()
+        except BaseException:
+            await self.stop()
+            raise
+        for work in (self._fetch, self._membership.poll, self._membership.commit):
+            self._tasks.append(asyncio.create_task(self._watched(work)))
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Stop reading, stay a member, and wait until every record handed out is done; False: some were not in time."""
+        self._draining = True
+        self._reading.clear()
+        self._data.assign([])
+        if self.undone:
+            self._drained = asyncio.Event()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._drained.wait(), timeout_s)
+        return self.undone == 0
+
+    async def stop(self) -> None:
+        """Stop reading, commit what is done, leave the group at once; the lanes are lost. `drain` before is kinder."""
+        self._draining = True
+        tasks = [*self._tasks, *([self._starting] if self._starting else [])]
+        self._tasks.clear()
+        self._starting = None
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._membership.stop()
+        if self._data is not None:
+            await self._data.stop()
+        self._drop(self._lanes)
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    def _assigned(self, lanes: frozenset[int], continuous: bool) -> None:
+        """The group has spoken: drop what is lost now, start what is gained as soon as its offsets are known."""
+        if self._starting is not None:
+            self._starting.cancel()
+            self._starting = None
+        kept = self._lanes & lanes if continuous else frozenset()
+        if self._lanes != kept:
+            self._drop(self._lanes - kept)
+            self._reassign()
+        if lanes != kept and not self._draining:
+            self._starting = asyncio.create_task(self._watched(partial(self._begin, lanes - kept)))
+
+    async def _begin(self, lanes: frozenset[int]) -> None:
+        """Start reading lanes, each as soon as the offsets of all its topics are known."""
+
+        async def start_offsets(lane: int) -> tuple[int, list[int | None]]:
+            return lane, [await self._membership.start_offset(topic, lane) for topic in self._topics]
+
+        async with asyncio.TaskGroup() as group:
+            # A partition without a leader keeps its own lane waiting, not the others.
+            pending = {group.create_task(start_offsets(lane)) for lane in lanes}
+            while pending:
+                done, pending = await asyncio.wait(pending, timeout=TOGETHER_S)
+                gained = set()
+                for lane, offsets in (task.result() for task in done):
+                    if None not in offsets:
+                        gained.add(lane)
+                        for topic, offset in zip(self._topics, offsets, strict=True):
+                            self._ledgers[topic, lane] = OffsetLedger(offset or 0)
+                if gained:
+                    self._lanes |= gained
+                    self._on_lanes(frozenset(gained), frozenset())
+                    self._reassign()
+
+    def _drop(self, lanes: frozenset[int]) -> None:
+        for topic in self._topics:
+            for lane in lanes:
+                del self._ledgers[topic, lane]
+        self._lanes -= lanes
+        self._note_drained()
+        if lanes:
+            self._on_lanes(frozenset(), lanes)
+
+    def _note_drained(self) -> None:
+        if self._drained is not None and not self.undone:
+            self._drained.set()
+
+    def _reassign(self) -> None:
+        """Point the data plane at our lanes, each at its own position. Without an await: no record falls between."""
+        if self._draining:
+            return
+        partitions = [TopicPartition(topic, lane) for lane in sorted(self._lanes) for topic in self._topics]
+        self._data.assign(partitions)
+        for partition in partitions:
+            self._data.seek(partition, self._ledgers[partition].position)
+        self._reassigned = time.time()
+        if partitions:
+            self._reading.set()
+        else:
+            self._reading.clear()
+
+    async def _fetch(self) -> None:
+        while True:
+            await self._reading.wait()
+            try:
+                batches = await self._data.getmany(timeout_ms=WAIT_MS)
+            except OffsetOutOfRangeError as error:
+                await self._restart_lane(error.args[0])
+                continue
+            records = []
+            for partition, messages in batches.items():
+                ledger = self._ledgers.get(partition)
+                if ledger is not None:
+                    records += [as_record(message) for message in messages if ledger.read(message.offset)]
+            if records:
+                self._on_records(records)
+
+    async def _restart_lane(self, out_of_range: dict[TopicPartition, int]) -> None:
+        """The broker no longer has the offset, or not yet: its log was cut short, expired, or began anew."""
+        earliest = await self._data.beginning_offsets(list(out_of_range))
+        for partition, offset in earliest.items():
+            if partition in self._ledgers:
+                log.warning(
+                    "offset_out_of_range",
+                    topic=partition.topic,
+                    lane=partition.partition,
+                    position=out_of_range[partition],
+                    restarted_at=offset,
+                )
+                self._ledgers[partition] = OffsetLedger(offset)
+                self._data.seek(partition, offset)
+
+    async def _watched(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Runs background work; what ends it ends the consumer, visibly."""
+        try:
+            await work()
+        except Exception as error:
+            cause: BaseException = error
+            while isinstance(cause, BaseExceptionGroup):
+                cause = cause.exceptions[0]
+            if isinstance(cause, (KafkaError, OSError)):
+                cause = broker_error(self._kafka, "read lanes", cause)
+            log.error("consumer_failed", member=self._member, error=repr(cause))
+            if not self.failed.done():
+                self.failed.set_exception(cause)

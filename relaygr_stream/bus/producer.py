@@ -1,0 +1,158 @@
+"""Sends messages: no linger, Kafka's own partitioner, typed errors. Knows nothing of what it sends.
+
+Memory is bounded: aiokafka keeps one open batch per partition, and a send that finds it full waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from functools import partial
+from types import TracebackType
+from typing import Any, Final, Literal, Self
+
+from aiokafka import AIOKafkaProducer
+from aiokafka.errors import (
+    KafkaError,
+    KafkaTimeoutError,
+    MessageSizeTooLargeError,
+    NodeNotReadyError,
+    RequestTimedOutError,
+    UnknownTopicOrPartitionError,
+)
+from aiokafka.partitioner import murmur2
+
+from relaygr_stream.bus.connection import broker_error, client_options, typed_errors
+from relaygr_stream.errors import BrokerError, BrokerUnavailable, TopicError
+from relaygr_stream.settings import Kafka
+
+#: What a topic takes by default (its file's max_message_bytes).
+DEFAULT_MAX_BYTES: Final = 1_048_576
+#: Small messages travel together up to this; far below what any topic takes, since the broker checks whole batches.
+BATCH_BYTES: Final = 64 * 1024
+
+
+class Producer:
+    """A producer for one kind of traffic; make a second one rather than let scores wait behind other messages."""
+
+    def __init__(
+        self,
+        kafka: Kafka,
+        *,
+        client_id: str,
+        acks: Literal["all", 1] = "all",
+        max_bytes: int = DEFAULT_MAX_BYTES,
+    ) -> None:
+        self._kafka = kafka
+        self._client_id = client_id
+        self._acks = acks
+        self._max_bytes = max_bytes
+        self._producer: Any = None
+
+    async def start(self) -> None:
+        """Connect. Raises BrokerUnavailable."""
+        producer = AIOKafkaProducer(
+            **client_options(self._kafka, self._client_id),
+            acks=self._acks,
+            linger_ms=0,
+            max_batch_size=BATCH_BYTES,
+            max_request_size=self._max_bytes,
+            partitioner=murmur2_partition,
+        )
+        try:
+            with typed_errors(self._kafka, "start a producer"):
+                await producer.start()
+        except BaseException:
+            await producer.stop()
+            raise
+        self._producer = producer
+
+    async def stop(self) -> None:
+        """Deliver what is buffered, within the request timeout, and disconnect."""
+        producer, self._producer = self._producer, None
+        if producer is not None:
+            await producer.stop()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    async def send(
+        self,
+        topic: str,
+        value: bytes,
+        *,
+        key: bytes | None = None,
+        partition: int | None = None,
+        headers: Sequence[tuple[str, bytes]] = (),
+    ) -> asyncio.Future[int]:
+        """Buffer a message; the future resolves to its offset once the broker has acknowledged it.
+
+        The partition is the given one, else the key's, else any. Raises, or sets on the future: BrokerUnavailable
+        (nobody answered within the request timeout), TopicError (no such topic or partition), BrokerError (too large,
+        or refused).
+        """
+        try:
+            acknowledged = await self._producer.send(topic, value, key, partition, None, headers)
+        except AssertionError:
+            raise TopicError(f"topic {topic} has no partition {partition}") from None
+        except (KafkaError, OSError) as error:
+            raise self._typed(topic, value, error) from error
+        sent: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        acknowledged.add_done_callback(partial(self._acknowledge, sent, topic, value))
+        return sent
+
+    async def send_and_wait(
+        self,
+        topic: str,
+        value: bytes,
+        *,
+        key: bytes | None = None,
+        partition: int | None = None,
+        headers: Sequence[tuple[str, bytes]] = (),
+    ) -> int:
+        """Send a message and wait for its offset; raises as `send` does."""
+        return await (await self.send(topic, value, key=key, partition=partition, headers=headers))
+
+    async def flush(self) -> None:
+        """Wait until everything sent so far is acknowledged or failed."""
+        await self._producer.flush()
+
+    def _acknowledge(self, sent: asyncio.Future[int], topic: str, value: bytes, done: asyncio.Future[Any]) -> None:
+        if done.cancelled():
+            sent.cancel()
+            return
+        error = done.exception()
+        if sent.done():
+            return
+        if error is None:
+            sent.set_result(done.result().offset)
+        else:
+            sent.set_exception(self._typed(topic, value, error))
+
+    def _typed(self, topic: str, value: bytes, error: BaseException) -> BrokerError:
+        doing = f"send to {topic}"
+        if isinstance(error, MessageSizeTooLargeError):
+            return BrokerError(f"cannot {doing}: {len(value)} bytes with headers exceed the {self._max_bytes} it takes")
+        if isinstance(error, UnknownTopicOrPartitionError):
+            return TopicError(f"cannot {doing}: no such topic; `relaygr topics apply` creates it")
+        if isinstance(error, (KafkaTimeoutError, RequestTimedOutError, NodeNotReadyError)):
+            return BrokerUnavailable(
+                f"cannot {doing}: no acknowledgement from {self._kafka.bootstrap} within "
+                f"{self._kafka.request_timeout_ms} ms"
+            )
+        return broker_error(self._kafka, doing, error)
+
+
+def murmur2_partition(key: bytes | None, partitions: list[int], available: list[int]) -> int:
+    """The partition of a key, as Kafka's Java client chooses it; any that has a leader without one."""
+    if key is None:
+        return random.choice(available or partitions)
+    # Partitions are numbered from 0 without gaps, so that the count alone decides.
+    return int((murmur2(key) & 0x7FFFFFFF) % len(partitions))

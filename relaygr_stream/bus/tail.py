@@ -1,0 +1,122 @@
+"""Reads whole partitions without a group: the compacted `worker-status`, or a client's own partition of `scores`.
+
+Commits nothing, shares with nobody. Knows nothing of what the records contain.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Final, Literal, Self
+
+import structlog
+from aiokafka import AIOKafkaConsumer, TopicPartition
+from aiokafka.errors import KafkaError
+
+from relaygr_stream.bus.connection import broker_error, client_options, typed_errors
+from relaygr_stream.bus.records import Record, as_record
+from relaygr_stream.settings import Kafka
+
+log = structlog.get_logger(__name__)
+
+#: How long one wait for records lasts; only how often an idle loop turns.
+WAIT_MS: Final = 1000
+
+
+class TopicTail:
+    """Follows some partitions of one topic, over broker restarts.
+
+    start: "earliest", or "latest" for what is produced after start() returned. on_records(records): in order per
+    partition (`Record.lane`), on the loop, quick. If the broker lost the offset (log expired, or begun anew), reading
+    goes on from the earliest record there is, so a record may come twice, and none is passed over that exists.
+    """
+
+    def __init__(
+        self,
+        kafka: Kafka,
+        topic: str,
+        partitions: Sequence[int],
+        start: Literal["earliest", "latest"],
+        on_records: Callable[[list[Record]], None],
+    ) -> None:
+        self._kafka = kafka
+        self._partitions = [TopicPartition(topic, partition) for partition in partitions]
+        self._start = start
+        self._on_records = on_records
+        self._consumer: Any = None
+        self._task: asyncio.Task[None] | None = None
+        self._failed: asyncio.Future[None] | None = None
+
+    @property
+    def failed(self) -> asyncio.Future[None]:
+        """Never completes unless the tail ended by itself; then it raises why."""
+        assert self._failed is not None, "start() comes first"
+        return self._failed
+
+    async def start(self) -> None:
+        """Connect, and with "earliest" hand out everything there is before returning.
+
+        Raises BrokerUnavailable, BrokerError.
+        """
+        topic = self._partitions[0].topic
+        self._failed = asyncio.get_running_loop().create_future()
+        self._failed.add_done_callback(lambda failed: failed.cancelled() or failed.exception())  # may go unwatched
+        self._consumer = AIOKafkaConsumer(
+            **client_options(self._kafka, f"relaygr-tail-{topic}"),
+            group_id=None,
+            enable_auto_commit=False,
+            auto_offset_reset="earliest",
+            fetch_max_wait_ms=self._kafka.fetch_max_wait_ms,
+        )
+        try:
+            with typed_errors(self._kafka, f"read {topic}"):
+                await self._consumer.start()
+                self._consumer.assign(self._partitions)
+                ends = await self._consumer.end_offsets(self._partitions)
+                begins = ends
+                if self._start == "earliest":
+                    begins = await self._consumer.beginning_offsets(self._partitions)
+                for partition, offset in begins.items():
+                    self._consumer.seek(partition, offset)
+                # By position, not by records: the last offsets of a compacted partition may hold none.
+                while any([await self._consumer.position(partition) < end for partition, end in ends.items()]):
+                    await self._read()
+        except BaseException:
+            await self._consumer.stop()
+            raise
+        self._task = asyncio.create_task(self._follow())
+
+    async def stop(self) -> None:
+        """Stop following and disconnect."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        if self._consumer is not None:
+            await self._consumer.stop()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    async def _follow(self) -> None:
+        try:
+            while True:
+                await self._read()
+        except Exception as error:
+            topic = self._partitions[0].topic
+            cause = broker_error(self._kafka, f"read {topic}", error) if isinstance(error, KafkaError) else error
+            log.error("tail_failed", topic=topic, error=repr(cause))
+            self.failed.set_exception(cause)
+
+    async def _read(self) -> None:
+        batches = await self._consumer.getmany(timeout_ms=WAIT_MS)
+        records = [as_record(message) for messages in batches.values() for message in messages]
+        if records:
+            self._on_records(records)

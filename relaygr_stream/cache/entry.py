@@ -1,0 +1,87 @@
+"""One user's prefix KV and where it is. Only prefix_cache.py changes an entry's place; others read it."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from relaygr_stream.cache.arena import Extent
+from relaygr_stream.cache.copy import CopyTicket
+from relaygr_stream.models.kv import KVRegion
+from relaygr_stream.models.tokens import Tokens
+
+
+class EntryState(enum.Enum):
+    """absent → computing → pinned → idle → spilling → in DRAM → loading → pinned (DESIGN §7)."""
+
+    COMPUTING = "computing"
+    PINNED = "pinned"
+    IDLE = "idle"
+    SPILLING = "spilling"
+    DRAM = "dram"
+    LOADING = "loading"
+    GONE = "gone"
+
+
+class Coverage(enum.Enum):
+    """How an entry's sequence relates to a request's prefix."""
+
+    NONE = "none"  # no entry, or another sequence: never used
+    PREFIX = "prefix"  # the entry holds a strict prefix of it: extend by the missing tokens
+    COVERS = "covers"  # the entry holds all of it (and maybe newer tokens, which causal KV lets us ignore)
+
+
+@dataclass(slots=True)
+class StoredCopy:
+    """A copy in the DRAM tier of the first `length` tokens, in a region of `capacity`."""
+
+    extent: Extent
+    capacity: int
+    length: int
+
+
+class Entry:
+    """The prefix KV of one user's sequence under one model version."""
+
+    __slots__ = ("computing", "extent", "failed", "load", "pins", "region", "retired", "spill", "stored", "tokens", "user_id")
+
+    def __init__(self, user_id: str, tokens: Tokens) -> None:
+        self.user_id = user_id
+        self.tokens = tokens  # the sequence it stands for once computed; kept to decide coverage exactly
+        self.extent: Extent | None = None  # in the HBM tier
+        self.region: KVRegion | None = None  # over that extent; region.length tokens are computed
+        self.stored: StoredCopy | None = None
+        self.pins = 0
+        self.computing = False
+        self.load: CopyTicket | None = None
+        self.spill: CopyTicket | None = None
+        self.failed = False  # its region's contents are worth nothing; retired as well
+        self.retired = False  # replaced by a newer sequence of the user: freed when nobody holds it
+
+    @property
+    def state(self) -> EntryState:
+        """The entry's place in the life cycle, derived."""
+        if self.computing:
+            return EntryState.COMPUTING
+        if self.load is not None:
+            return EntryState.LOADING
+        if self.region is None:
+            return EntryState.GONE if self.stored is None else EntryState.DRAM
+        if self.pins:
+            return EntryState.PINNED
+        return EntryState.IDLE if self.spill is None else EntryState.SPILLING
+
+    @property
+    def ready(self) -> bool:
+        """All of its tokens are in HBM."""
+        return self.region is not None and not self.computing and self.load is None
+
+    @property
+    def evictable(self) -> bool:
+        """Its HBM can be taken now: nobody reads, writes or copies it."""
+        return self.ready and not self.pins and self.spill is None
+
+    @property
+    def clean(self) -> bool:
+        """Its DRAM copy is whole, so that giving up its HBM loses nothing."""
+        return self.stored is not None and self.spill is None and self.stored.length == len(self.tokens)

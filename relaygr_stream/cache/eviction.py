@@ -1,0 +1,212 @@
+"""Which idle entries to give up for room. Knows sizes, costs, use and addresses; knows no contents and no tiers.
+
+An entry is worth (uses, fading with time) × (cost of recomputing it), so the order of eviction is by that per byte, as
+in GreedyDual-Size-Frequency, but with uses that halve with every half-life in place of that policy's inflation. How
+fast uses should fade depends on the users: those who come back within one session want recency, stable popularity
+wants frequency. Small simulations of the same stream with several half-lives decide which one holds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from itertools import chain, islice
+from typing import Generic, NamedTuple, TypeVar
+
+from sortedcontainers import SortedList
+
+from relaygr_stream.cache.arena import Arena, Extent
+
+K = TypeVar("K", bound=Hashable)
+
+#: Half-lives tried, in uses of any entry per entry held: from about LRU's recency to about plain frequency.
+HALF_LIVES = (0.25, 1.0, 4.0, 16.0, 64.0)
+#: A simulation holds 256 to 511 entries: a share of 1/2, 1/4, 1/8, … of the keys once there are more than that.
+SIMULATED = 256
+#: A half-life is judged by what it saved over about this many uses per entry, and replaced by one 1 % better.
+JUDGED_USES = 10
+BETTER = 1.01
+#: Uses of keys that left are remembered for this many per entry held, and for at least so many: a user who comes back
+#: is no newcomer.
+REMEMBERED = 4
+MIN_REMEMBERED = 256
+#: Where victims are looked for: around so many of the cheapest entries and of the largest holes. With fewer entries
+#: than that in all, everywhere.
+SEEDS = 64
+
+
+class _Held(NamedTuple):
+    uses: float
+    rank: float
+    serial: int
+    nbytes: int
+    cost_ms: float
+
+
+class FadingFrequency(Generic[K]):
+    """Keys ordered by uses × cost / bytes, where a use counts half after `half_life` further uses per key held.
+
+    All keys fade alike, so their order changes only where one is used: it is kept sorted, each operation is O(log n),
+    and `half_life` may be changed at any time. Uses are kept as log2(count) + the clock when they were counted.
+    """
+
+    def __init__(self, half_life: float) -> None:
+        self.half_life = half_life
+        self.nbytes = 0
+        self._held: dict[K, _Held] = {}
+        self._order: SortedList[tuple[float, int, K]] = SortedList()  # (rank, serial, key)
+        self._remembered: dict[int, float] = {}  # hash of a key that left → its uses; a collision does no harm
+        self._clock = 0.0  # half-lives gone by
+        self._serial = 0
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __contains__(self, key: K) -> bool:
+        return key in self._held
+
+    def add(self, key: K, nbytes: int, cost_ms: float) -> None:
+        """Hold the key, which counts as a use. One that is held already gets the new size and cost."""
+        if nbytes < 1 or not 0 < cost_ms < math.inf:
+            raise ValueError(f"{key!r} needs nbytes ≥ 1 and a finite cost_ms > 0, got {nbytes} and {cost_ms}")
+        known = self._leave(key).uses if key in self._held else self._remembered.pop(hash(key), -math.inf)
+        self._serial += 1
+        uses = self._use(known)
+        rank = uses + math.log2(cost_ms / nbytes)
+        self._held[key] = _Held(uses, rank, self._serial, nbytes, cost_ms)
+        self._order.add((rank, self._serial, key))
+        self.nbytes += nbytes
+
+    def touch(self, key: K) -> None:
+        """A use, also of a key that is not held: it counts when it comes back."""
+        held = self._held.get(key)
+        if held is not None:
+            self.add(key, held.nbytes, held.cost_ms)
+        else:
+            self._remember(key, self._use(self._remembered.pop(hash(key), -math.inf)))
+
+    def remove(self, key: K) -> None:
+        """Hold the key no more, but remember its uses. KeyError if it is not held."""
+        self._remember(key, self._leave(key).uses)
+
+    def discard(self, key: K) -> None:
+        """`remove`, if it is held."""
+        if key in self._held:
+            self.remove(key)
+
+    def value(self, key: K) -> float:
+        """What giving the key up is expected to cost: uses, as faded by now, × cost_ms. KeyError if it is not held."""
+        held = self._held[key]
+        return math.exp2(held.uses - self._clock) * held.cost_ms
+
+    def cheapest(self) -> Iterator[K]:
+        """The keys by value per byte, least first. The iterator is of no use after a change."""
+        for _, _, key in self._order:
+            yield key
+
+    def _use(self, uses: float) -> float:
+        """Let the clock move on by one use, and add one."""
+        self._clock += 1 / (self.half_life * max(1, len(self._held)))
+        more, less = max(uses, self._clock), min(uses, self._clock)
+        return more + math.log2(1 + math.exp2(less - more))
+
+    def _leave(self, key: K) -> _Held:
+        held = self._held.pop(key)
+        self._order.remove((held.rank, held.serial, key))
+        self.nbytes -= held.nbytes
+        return held
+
+    def _remember(self, key: K, uses: float) -> None:
+        self._remembered[hash(key)] = uses
+        while len(self._remembered) > max(MIN_REMEMBERED, REMEMBERED * len(self._held)):
+            del self._remembered[next(iter(self._remembered))]  # the one that left first
+
+
+class _Simulation:
+    """A cache of keys alone, run with one half-life; `saved_ms` fades with JUDGED_USES."""
+
+    def __init__(self, half_life: float) -> None:
+        self.order: FadingFrequency[int] = FadingFrequency(half_life)
+        self.saved_ms = 0.0
+
+    def use(self, key: int, nbytes: int, cost_ms: float, budget: float) -> None:
+        self.saved_ms *= 1 - 1 / (JUDGED_USES * max(SIMULATED, len(self.order)))
+        if key in self.order:
+            self.saved_ms += cost_ms
+        self.order.add(key, nbytes, cost_ms)
+        while self.order.nbytes > budget and len(self.order) > 1:
+            self.order.remove(next(self.order.cheapest()))
+
+
+class CostAwarePolicy(FadingFrequency[K]):
+    """The eviction order of the entries that may be evicted now, with the half-life that suits their users.
+
+    The owner adds an entry when it becomes idle, removes it when it is pinned or evicted, and touches it when used.
+    Keys should outlive entries (user ids): what is known of them is kept by hash, also while they are away.
+    """
+
+    def __init__(self) -> None:
+        self._simulations = [_Simulation(half_life) for half_life in HALF_LIVES]
+        self._leading = self._simulations[1]  # one use per entry: a middle to start from
+        super().__init__(self._leading.order.half_life)
+
+    def add(self, key: K, nbytes: int, cost_ms: float) -> None:
+        """The entry may be evicted from now on, which counts as a use. A key already there gets the new numbers."""
+        super().add(key, nbytes, cost_ms)
+        identity = hash(key)
+        share = 1 << max(0, (len(self) // SIMULATED).bit_length() - 1)  # powers of two: samples are nested
+        if identity % share:
+            return
+        for simulation in self._simulations:
+            simulation.use(identity, nbytes, cost_ms, self.nbytes / share)
+        best = max(self._simulations, key=lambda simulation: simulation.saved_ms)
+        if best.saved_ms > BETTER * self._leading.saved_ms:
+            self._leading = best
+            self.half_life = best.order.half_life
+
+
+def choose_victims(
+    arena: Arena,
+    nbytes: int,
+    policy: FadingFrequency[K],
+    extent_of: Callable[[K], Extent],
+    key_at: Mapping[Extent, K],
+    allowed: Callable[[K], bool] = lambda key: True,
+) -> list[K] | None:
+    """Keys of `policy` whose freeing makes a hole of `nbytes`, at (nearly) the least loss of value.
+
+    Changes nothing. [] when there is such a hole, None when not even all allowed keys make one. Looks around the
+    cheapest keys and the largest holes first, so that it costs about as much with 10⁶ keys as with 10³.
+
+    key_at: the keys by extent; it may hold others, which are not in the policy (pinned) and therefore stay.
+    """
+    costs = _Costs(policy, key_at, allowed)
+    window = None
+    if len(policy) > 2 * SEEDS:
+        cheapest = islice((extent_of(key) for key in policy.cheapest() if allowed(key)), SEEDS)
+        window = arena.cheapest_window(nbytes, costs, chain(cheapest, arena.beside_largest_holes(SEEDS)))
+    if window is None:
+        everywhere = {extent_of(key): policy.value(key) for key in policy.cheapest() if allowed(key)}
+        window = arena.cheapest_window(nbytes, everywhere)
+    return None if window is None else [key_at[extent] for extent in window]
+
+
+class _Costs(Mapping[Extent, float], Generic[K]):
+    """Extent → value of the key there, for those that may be evicted; computed when asked for."""
+
+    def __init__(self, policy: FadingFrequency[K], key_at: Mapping[Extent, K], allowed: Callable[[K], bool]) -> None:
+        self._policy = policy
+        self._key_at = key_at
+        self._allowed = allowed
+
+    def __getitem__(self, extent: Extent) -> float:
+        key = self._key_at[extent]
+        if key not in self._policy or not self._allowed(key):
+            raise KeyError(extent)
+        return self._policy.value(key)
+
+    def __iter__(self) -> Iterator[Extent]:
+        return (extent for extent in self._key_at if extent in self)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)

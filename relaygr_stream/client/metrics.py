@@ -1,0 +1,33 @@
+"""What a client counts, for Prometheus."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+#: From a relay hit on an accelerator to the default timeout.
+RANK_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0)
+
+
+class ClientMetrics:
+    """A client's metrics in one registry; two clients in one process need two registries."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.rankings = Counter(
+            "relaygr_client_rankings",
+            "rank() calls by what became of them: where the prefix was found, or the error.",
+            ["outcome"],
+            registry=registry,
+        )
+        self.rank_seconds = Histogram(
+            "relaygr_client_rank_seconds", "Time of answered rank() calls.", buckets=RANK_BUCKETS, registry=registry
+        )
+        self.in_flight = Gauge("relaygr_client_in_flight", "rank() calls without an answer yet.", registry=registry)
+        self.announcements = Counter(
+            "relaygr_client_announcements", "Request events by what became of them.", ["outcome"], registry=registry
+        )
+        self.answers_dropped = Counter(
+            "relaygr_client_answers_dropped",
+            "Answers nobody waits for: late (the call is over), duplicate, or foreign (another client's).",
+            ["reason"],
+            registry=registry,
+        )

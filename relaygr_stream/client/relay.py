@@ -1,0 +1,254 @@
+"""RelayClient: announce requests, rank candidates, over Kafka. One event loop, no thread.
+
+Knows nothing of lanes' owners, triggers or caches: whoever owns the user's lane answers on this client's partition of
+`scores`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import secrets
+import time
+from contextlib import AsyncExitStack
+from copy import copy
+from types import TracebackType
+from typing import Final, Self, TypeVar
+
+import msgspec
+import structlog
+from prometheus_client import CollectorRegistry
+
+from relaygr_stream.bus.producer import Producer
+from relaygr_stream.bus.tail import TopicTail
+from relaygr_stream.client.answers import Answers, Call, Ranking, ranking_of
+from relaygr_stream.client.metrics import ClientMetrics
+from relaygr_stream.client.sender import Sender
+from relaygr_stream.config import load
+from relaygr_stream.errors import (
+    BrokerError,
+    BrokerUnavailable,
+    ConfigError,
+    DeadlineExceeded,
+    DecodeError,
+    Overloaded,
+    Rejected,
+    RelayError,
+    RequestError,
+)
+from relaygr_stream.messages import (
+    HEADER_CORRELATION,
+    HEADER_REPLY_PARTITION,
+    ITEM_DTYPE,
+    RankingRequest,
+    RequestEvent,
+    ScoreReply,
+    decode,
+    encode,
+)
+from relaygr_stream.settings import Settings
+from relaygr_stream.telemetry.limiter import LogLimiter
+from relaygr_stream.topics import Topic, lane_of, load_topics, verify_topics
+
+log = structlog.get_logger(__name__)
+limited = LogLimiter().limited
+
+M = TypeVar("M", RequestEvent, RankingRequest)
+
+#: What a message takes beside value, key and headers, as the broker counts: a record batch's header (61 bytes), the
+#: record's varints (at most 35), names and lengths of our headers (about 60).
+FRAME_BYTES: Final = 256
+
+
+class RelayClient:
+    """A connection to the relay, as an async context: `async with RelayClient("kafka:9092") as relay: …`
+
+    bootstrap: brokers, HOST:PORT[,HOST:PORT…]; in place of settings.kafka.bootstrap. settings: by default what the
+    environment says (RELAYGR_…). client_id: how brokers' logs name this client. registry: where its metrics go.
+
+    Raises ConfigError; entering it raises BrokerUnavailable, TopicError or CoPartitionError. Thousands of calls may run
+    concurrently, on the event loop that entered the context.
+    """
+
+    def __init__(
+        self,
+        bootstrap: str | None = None,
+        *,
+        settings: Settings | None = None,
+        client_id: str | None = None,
+        registry: CollectorRegistry | None = None,
+    ) -> None:
+        if settings is None:
+            settings = load(flags={"kafka.bootstrap": bootstrap}).settings
+        elif bootstrap is not None:
+            kafka = msgspec.structs.replace(settings.kafka, bootstrap=bootstrap)
+            settings = msgspec.structs.replace(settings, kafka=kafka)
+        self._settings = settings
+        self._client_id = client_id or f"relaygr-client-{secrets.token_hex(4)}"
+        self._topics = load_topics(settings.kafka)
+        self._metrics = ClientMetrics(registry or CollectorRegistry())
+        self._answers = Answers(self._metrics, self._topics.scores.max_message_bytes)
+        self._reply_partition = self._choose_reply_partition()
+        self._sender: Sender | None = None
+        self._stack = AsyncExitStack()
+        self._ended: RelayError = RequestError("the client is not open: use `async with RelayClient(…) as relay`")
+
+    async def __aenter__(self) -> Self:
+        kafka, topics = self._settings.kafka, self._topics
+        async with AsyncExitStack() as stack:
+            await verify_topics(kafka)
+            # The tail stands before anything is sent, so that no answer is missed.
+            tail = TopicTail(kafka, topics.scores.name, [self._reply_partition], "latest", self._answers.on_records)
+            await stack.enter_async_context(tail)
+            tail.failed.add_done_callback(self._tail_failed)
+            max_bytes = max(topics.retrieval.max_message_bytes, topics.ranking.max_message_bytes)
+            producer = Producer(kafka, client_id=self._client_id, acks=1, max_bytes=max_bytes)
+            await stack.enter_async_context(producer)
+            self._sender = Sender(producer, kafka.bootstrap)
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Fail the calls under way with RequestError, send what is buffered, disconnect."""
+        self._end(RequestError("the client was closed"))
+        await self._stack.aclose()
+
+    async def announce(self, event: RequestEvent) -> None:
+        """Publish a request event as retrieval starts; `sent_ms` is stamped here.
+
+        Returns once the event is buffered: its loss costs speed, not scores, so nobody waits for the broker. Raises
+        Rejected (invalid or too large), BrokerUnavailable (the brokers are away), BrokerError.
+        """
+        sender = self._open_sender()
+        event = msgspec.structs.replace(event, sent_ms=_now_ms())
+        value, key = self._encoded(event, self._topics.retrieval)
+        lane = lane_of(event.user_id, self._topics.lanes)
+        try:
+            async with asyncio.timeout(self._settings.client.timeout_ms / 1000):
+                await sender.send(self._topics.retrieval.name, value, key=key, partition=lane, settled=self._announced)
+        except TimeoutError:
+            self._metrics.announcements.labels("BrokerUnavailable").inc()
+            raise BrokerUnavailable(
+                f"the send buffer stayed full for {self._settings.client.timeout_ms:g} ms (client.timeout_ms); "
+                f"brokers at {self._settings.kafka.bootstrap}"
+            ) from None
+        except BrokerError as error:
+            self._metrics.announcements.labels(type(error).__name__).inc()
+            raise
+
+    async def rank(self, request: RankingRequest, *, timeout: float | None = None) -> Ranking:
+        """Score the request's candidates; `sent_ms` and `timeout_ms` are stamped here.
+
+        timeout: seconds; None: client.timeout_ms. Raises DeadlineExceeded (no answer in time, or the worker said so),
+        Overloaded (by the worker, or client.max_in_flight calls are under way), Rejected (invalid, too large, or
+        beyond a limit, which it names), WorkerFailed, BrokerUnavailable or BrokerError (not sent), RequestError (the
+        client was closed).
+        """
+        try:
+            ranking = await self._rank(request, self._settings.client.timeout_ms / 1000 if timeout is None else timeout)
+        except RelayError as error:
+            self._metrics.rankings.labels(type(error).__name__).inc()
+            raise
+        self._metrics.rankings.labels(ranking.outcome).inc()
+        self._metrics.rank_seconds.observe(ranking.latency_ms / 1000)
+        return ranking
+
+    async def _rank(self, request: RankingRequest, timeout_s: float) -> Ranking:
+        started = time.perf_counter()
+        sender = self._open_sender()
+        if timeout_s <= 0:
+            raise DeadlineExceeded(f"the timeout is {timeout_s:g} s: too late before it was sent")
+        request = msgspec.structs.replace(request, sent_ms=_now_ms(), timeout_ms=timeout_s * 1000)
+        value, key = self._encoded(request, self._topics.ranking)
+        self._check_limits(request)
+        most = self._settings.client.max_in_flight
+        if len(self._answers) >= most:
+            raise Overloaded(f"{most} calls are under way (client.max_in_flight)")
+        call = self._answers.expect()
+        try:
+            async with asyncio.timeout(timeout_s):
+                reply = await self._exchange(sender, call, request.user_id, value, key)
+        except TimeoutError:
+            raise DeadlineExceeded(f"no answer within {timeout_s * 1000:g} ms") from None
+        finally:
+            self._answers.forget(call)
+        candidates = len(request.candidates) // ITEM_DTYPE.itemsize
+        return ranking_of(reply, candidates, (time.perf_counter() - started) * 1000)
+
+    async def _exchange(self, sender: Sender, call: Call, user_id: str, value: bytes, key: bytes) -> ScoreReply:
+        def settled(error: BrokerError | None) -> None:
+            if error is not None:
+                call.fail(error)
+
+        await sender.send(
+            self._topics.ranking.name,
+            value,
+            key=key,
+            partition=lane_of(user_id, self._topics.lanes),
+            headers=[
+                (HEADER_CORRELATION, call.correlation),
+                (HEADER_REPLY_PARTITION, str(self._reply_partition).encode()),
+            ],
+            settled=settled,
+        )
+        return await call.reply
+
+    def _encoded(self, message: M, topic: Topic) -> tuple[bytes, bytes]:
+        """Value and key of a message that any receiver will accept; otherwise Rejected."""
+        try:
+            value = encode(message)
+            # What the receivers check, checked by the same code: a Struct does not look at what it is made of.
+            decode(type(message), value, topic.max_message_bytes)
+            key = message.user_id.encode()
+        except (DecodeError, TypeError, ValueError, OverflowError) as error:
+            raise Rejected(f"not a valid {type(message).__name__}: {error}") from error
+        size = len(value) + len(key) + FRAME_BYTES
+        if size > topic.max_message_bytes:
+            raise Rejected(f"{size} bytes with headers, {topic.name} takes {topic.max_message_bytes}")
+        return value, key
+
+    def _check_limits(self, request: RankingRequest) -> None:
+        relay = self._settings.relay
+        candidates = len(request.candidates) // ITEM_DTYPE.itemsize
+        for what, count, limit, setting in (
+            ("prefix behaviours", len(request.prefix), relay.max_prefix_tokens, "relay.max_prefix_tokens"),
+            ("suffix behaviours", len(request.suffix), relay.max_suffix_tokens, "relay.max_suffix_tokens"),
+            ("candidates", candidates, relay.max_candidates, "relay.max_candidates"),
+        ):
+            if count > limit:
+                raise Rejected(f"{count} {what}, the limit is {limit} ({setting})")
+
+    def _choose_reply_partition(self) -> int:
+        chosen, partitions = self._settings.client.reply_partition, self._topics.scores.partitions
+        if chosen >= partitions:
+            raise ConfigError(
+                f"`client.reply_partition` = {chosen}: {self._topics.scores.name} has partitions 0…{partitions - 1}"
+            )
+        return chosen if chosen >= 0 else random.randrange(partitions)
+
+    def _open_sender(self) -> Sender:
+        if self._sender is None:
+            raise copy(self._ended)  # each caller's own traceback
+        return self._sender
+
+    def _end(self, error: RelayError) -> None:
+        self._sender, self._ended = None, error
+        self._answers.fail_all(error)
+
+    def _tail_failed(self, failed: asyncio.Future[None]) -> None:
+        if not failed.cancelled() and (error := failed.exception()) is not None:
+            self._end(error if isinstance(error, RelayError) else BrokerError(f"answers cannot be read: {error!r}"))
+
+    def _announced(self, error: BrokerError | None) -> None:
+        self._metrics.announcements.labels("sent" if error is None else type(error).__name__).inc()
+        if error is not None:
+            limited(log.warning, "announce")("a request event was not sent", error=str(error))
+
+
+def _now_ms() -> int:
+    return int(time.time() * 1000)

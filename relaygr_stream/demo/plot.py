@@ -1,0 +1,135 @@
+"""The picture of a demo run: how long rankings took, relayed and in full, and where their prefix KV was found.
+
+Matplotlib is imported only when a picture is drawn; it is the optional extra `plot`.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from relaygr_stream.demo.report import DemoResult, hit_share, quantile, quantile_name
+from relaygr_stream.errors import ConfigError
+from relaygr_stream.messages import Outcome
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# From the Okabe–Ito palette, which colour-blind readers can tell apart; line style and labels say the same again.
+RELAY: Final = "#0072B2"
+FULL: Final = "#D55E00"
+BARS: Final[dict[Outcome, tuple[str, str]]] = {
+    "hbm": ("in HBM", "#0072B2"),
+    "dram": ("in DRAM,\nreloaded", "#56B4E9"),
+    "joined": ("being computed,\njoined", "#009E73"),
+    "full": ("nowhere:\nfull inference", "#D55E00"),
+}
+MARKED: Final = ((0.5, "o"), (0.99, "s"))
+SIZE_INCHES: Final = (11.0, 4.9)
+DPI: Final = 150
+TITLE_WIDTH: Final = 130  # characters at the subtitle's font size
+
+
+def save_plot(result: DemoResult, path: Path) -> Path:
+    """Draw the run into a PNG, making its folder. Raises ConfigError when matplotlib is missing."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
+        from matplotlib.figure import Figure  # noqa: PLC0415
+    except ImportError as error:
+        raise ConfigError(
+            f"cannot draw {path}: matplotlib is missing; install it with: pip install 'relaygr-stream[plot]'"
+        ) from error
+    figure = Figure(figsize=SIZE_INCHES, dpi=DPI, layout="constrained")
+    FigureCanvasAgg(figure)
+    latencies, hits = figure.subplots(1, 2, width_ratios=(1.6, 1))
+    _draw_latencies(latencies, result)
+    _draw_hits(hits, result)
+    conditions = ", ".join(
+        (f"{result.requests:,} requests in {result.wall_s:.0f} s", result.model, result.device, result.broker)
+    )
+    figure.suptitle(
+        "Ranking with a pre-inferred prefix (relay) and without (full inference)\n" + _wrapped(conditions),
+        fontsize=11,
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="png")
+    return path
+
+
+def _draw_latencies(axes: Axes, result: DemoResult) -> None:
+    """Empirical distribution functions on a logarithmic time axis, P50 and P99 marked and named."""
+    for values, name, colour, style in (
+        (result.relay_ms, "relay", RELAY, "-"),
+        (result.full_ms, "full inference", FULL, "--"),
+    ):
+        if not values:
+            continue
+        ordered = np.sort(np.asarray(values, float))
+        steps, shares = np.repeat(ordered, 2), np.repeat(np.arange(len(ordered) + 1) / len(ordered), 2)[1:-1]
+        marks = [(q, at, shape) for q, shape in MARKED if (at := quantile(values, q)) is not None]
+        summary = ", ".join(f"{quantile_name(q)} {at:,.1f} ms" for q, at, _ in marks)
+        label = f"{name}: {summary}" if summary else name
+        axes.plot(steps, shares, style, color=colour, linewidth=1.8, label=label)
+        for q, at, shape in marks:
+            axes.plot([at], [q], shape, color=colour, markersize=7, markeredgecolor="white", zorder=3)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(_log_locator())
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.xaxis.set_minor_formatter(lambda *_: "")
+    axes.set_ylim(0, 1.22)  # room above the curves for the legend
+    axes.set_yticks(np.linspace(0, 1, 6))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    axes.set_xlabel("milliseconds from ranking request to scores (logarithmic)")
+    axes.set_ylabel("share of requests answered by then")
+    pairs = "each also in full" if len(result.relay_ms) == len(result.full_ms) else f"{len(result.full_ms):,} in full"
+    axes.set_title(f"Ranking latency\n{len(result.relay_ms):,} answers, {pairs}; ● P50, ■ P99", fontsize=10)
+    axes.grid(which="both", alpha=0.25, linewidth=0.6)
+    if result.relay_ms or result.full_ms:
+        axes.legend(loc="upper left", fontsize=9, framealpha=0.95)
+
+
+def _draw_hits(axes: Axes, result: DemoResult) -> None:
+    """One bar for each place where the prefix KV was found."""
+    found: Counter[str] = Counter(result.outcomes)
+    counts = [found[outcome] for outcome in BARS]
+    names, colours = [name for name, _ in BARS.values()], [colour for _, colour in BARS.values()]
+    bars = axes.bar(names, counts, color=colours, width=0.7)
+    axes.bar_label(bars, labels=_bar_labels(counts), fontsize=9, padding=2)
+    axes.set_ylim(0, max(1.0, 1.18 * max(counts)))
+    axes.set_ylabel("answered requests")
+    axes.tick_params(axis="x", labelsize=8)
+    axes.yaxis.set_major_locator(_integer_locator())
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.grid(axis="y", alpha=0.25, linewidth=0.6)
+    axes.set_axisbelow(True)
+    share = hit_share(result)
+    hits = "no request was admitted" if share is None else f"{share:.1%} of {result.admitted:,} admitted requests hit"
+    axes.set_title(f"Where the prefix KV was\n{hits}", fontsize=10)
+
+
+def _bar_labels(counts: Sequence[int]) -> list[str]:
+    total = sum(counts)
+    return [f"{count:,}\n{count / total:.1%}" if total else "0" for count in counts]
+
+
+def _log_locator() -> Any:
+    """Ticks at 1, 2 and 5 of each decade: latencies often span less than one."""
+    from matplotlib.ticker import LogLocator  # noqa: PLC0415
+
+    return LogLocator(base=10, subs=(1.0, 2.0, 5.0))
+
+
+def _integer_locator() -> Any:
+    """Counts have no halves."""
+    from matplotlib.ticker import MaxNLocator  # noqa: PLC0415
+
+    return MaxNLocator(integer=True)
+
+
+def _wrapped(text: str) -> str:
+    return "\n".join(textwrap.wrap(text, TITLE_WIDTH))

@@ -1,0 +1,119 @@
+"""Our own processes as children of the demo: started, watched, stopped, never left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from relaygr_stream.errors import RelayError
+
+#: Loading torch and a model takes seconds on a free machine, several times that when three processes share two cores.
+START_TIMEOUT_S: Final = 90.0
+#: Draining takes milliseconds unless a broker is gone; then the children's own limits (10 s) end it.
+STOP_TIMEOUT_S: Final = 15.0
+PR_SET_PDEATHSIG: Final = 1  # <linux/prctl.h>
+LOG_TAIL_LINES: Final = 12
+
+
+class Child:
+    """One `relaygr` process, with its log in `folder`."""
+
+    def __init__(self, name: str, arguments: Sequence[str], folder: Path) -> None:
+        self.name = name
+        self.log = folder / f"{name}.log"
+        self._port_file = folder / f"{name}.port"
+        command = [
+            *(sys.executable, "-m", "relaygr_stream.cli", *arguments),
+            *("--set", f"telemetry.port_file={self._port_file}"),
+        ]
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C on the terminal is for the demo, which stops its children in order
+                preexec_fn=_die_with_parent,  # noqa: PLW1509 
+            )
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; negative: killed by that signal."""
+        return self._process.poll()
+
+    async def wait_ready(self) -> None:
+        """Return when /readyz says yes. Raises RelayError with the end of the log if the process ends or is late."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline:
+            if self.exit_code is not None:
+                raise RelayError(f"{self.name} ended with exit code {self.exit_code} at its start:\n{self.log_tail()}")
+            if await asyncio.to_thread(self._answers):
+                return
+            await asyncio.sleep(0.1)
+        raise RelayError(f"{self.name} was not ready within {START_TIMEOUT_S:.0f} s:\n{self.log_tail()}")
+
+    def metrics(self) -> str:
+        """The process's /metrics, as text; "" if it does not answer."""
+        return self._get("/metrics") or ""
+
+    def terminate(self) -> None:
+        """Ask it to drain and end."""
+        if self.exit_code is None:
+            self._process.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End it as a crash would."""
+        self._process.kill()
+        self._process.wait()
+
+    async def wait(self) -> int:
+        """Its exit code; a process that does not end in time is killed."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return await asyncio.to_thread(self._process.wait, STOP_TIMEOUT_S)
+        self.kill()
+        return self._process.wait()
+
+    def log_tail(self) -> str:
+        """The last lines it wrote."""
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        return "\n".join(lines[-LOG_TAIL_LINES:])
+
+    def _answers(self) -> bool:
+        return self._get("/readyz") is not None
+
+    def _get(self, path: str) -> str | None:
+        try:
+            port = int(self._port_file.read_text(encoding="ascii"))
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=2) as answer:
+                return str(answer.read().decode())
+        except (OSError, ValueError, urllib.error.URLError):
+            return None
+
+
+async def stop_all(children: Sequence[Child]) -> dict[str, int]:
+    """Ask all to end, wait for all; returns the exit codes by name."""
+    for child in children:
+        child.terminate()
+    codes = await asyncio.gather(*(child.wait() for child in children))
+    return {child.name: code for child, code in zip(children, codes, strict=True)}
+
+
+def _die_with_parent() -> None:
+    """Should the demo be killed, its children drain and end (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,0 +1,244 @@
+"""Does the HSTU stack reproduce reference arrays? Full inference, cached inference, and the K/V cache itself.
+
+The file is an npz as the conformance arrays of DESIGN §8: any number of variants V, discovered from the keys `V/meta`,
+with weights, embedded inputs, and outputs of each user. Knows nothing of embeddings or tasks.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+import zipfile
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from relaygr_stream.errors import InputError
+from relaygr_stream.models.hstu import HSTUStack, RankingRows, StackConfig
+from relaygr_stream.models.kv import KVRegion
+
+#: Largest absolute deviation that conforms; outputs are about 20, so this is a few float32 roundings per layer.
+LIMIT: Final = 1e-4
+#: Seed of the random chunk boundaries, so that a file gives the same result each time.
+CHUNK_SEED: Final = 0
+#: Unused room behind each region's tokens, filled with NaN: reading it would show in every output.
+SLACK: Final = 5
+
+#: Names in `V/meta`, in its order.
+META: Final = (
+    "D", "H", "dv", "dqk", "layers", "contextual_seq_len", "max_attn_len", "group_norm", "N", "candidates"
+)  # fmt: skip
+#: Parameter of an STU layer ← name in the file.
+WEIGHTS: Final = {
+    "input_norm_weight": "input_norm_weight",
+    "input_norm_bias": "input_norm_bias",
+    "uvqk_weight": "uvqk_weight",
+    "uvqk_bias": "uvqk_beta",
+    "output_norm_weight": "output_norm_weight",
+    "output_norm_bias": "output_norm_bias",
+    "output_weight": "output_weight",
+}
+#: What is compared, and its column in the table.
+COMPARISONS: Final = {
+    "full_history": "full hist",
+    "full_candidates": "full cand",
+    "cached_candidates": "cached cand",
+    "chunked_history": "chunks hist",
+    "chunked_candidates": "chunks cand",
+    "suffix_candidates": "suffix cand",
+    "kv_cache": "K/V",
+}
+
+
+@dataclass
+class VariantResult:
+    """Largest absolute deviations of one variant, by the keys of COMPARISONS; what does not apply is absent."""
+
+    name: str
+    users: int
+    config: StackConfig
+    deviations: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def worst(self) -> float:
+        """The largest of all; NaN if any is."""
+        return float(np.max(list(self.deviations.values())))
+
+    @property
+    def conforms(self) -> bool:
+        """Whether no deviation exceeds LIMIT."""
+        return bool(self.worst <= LIMIT)  # False for NaN
+
+    def add(self, comparison: str, found: torch.Tensor, expected: npt.NDArray[Any]) -> None:
+        """Compare one array; the largest deviation stays."""
+        difference = np.abs(found.double().numpy() - expected.astype(np.float64))
+        worst = float(np.max(difference, initial=0.0))
+        self.deviations[comparison] = float(np.max([worst, self.deviations.get(comparison, 0.0)]))
+
+
+def run_conformance(path: str | Path, dtype: torch.dtype = torch.float32) -> list[VariantResult]:
+    """Compare every variant in the file, computing in `dtype` on the CPU.
+
+    Raises InputError if the file cannot be read, has no variant, or lacks a key or has it in another shape.
+    """
+    arrays = _Arrays(Path(path))
+    return [_run_variant(arrays, name, dtype) for name in arrays.variants()]
+
+
+def format_table(results: Iterable[VariantResult]) -> str:
+    """One line per variant: largest absolute deviation of each comparison, and whether all are within LIMIT."""
+    header = ["variant", "users", *COMPARISONS.values(), "conforms"]
+    rows = [header]
+    for result in results:
+        shown = (f"{result.deviations[key]:.1e}" if key in result.deviations else "–" for key in COMPARISONS)
+        rows.append([result.name, str(result.users), *shown, "yes" if result.conforms else "NO"])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+    return "\n".join("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows)
+
+
+def _run_variant(arrays: _Arrays, name: str, dtype: torch.dtype) -> VariantResult:
+    stack = _stack(arrays, name).to(dtype)
+    config, users = stack.config, arrays.users(name)
+    result = VariantResult(name, len(users), config)
+    chunking = np.random.default_rng(CHUNK_SEED)
+    regions = []
+    for user in users:
+        history = arrays.inputs(f"{name}/in/hist{user}", config.dim).to(dtype)
+        candidates = arrays.inputs(f"{name}/in/cand{user}", config.dim).to(dtype)
+        expected_history = arrays.get(f"{name}/out_full/hist{user}", tuple(history.shape))
+        expected = arrays.get(f"{name}/out_full/cand{user}", tuple(candidates.shape))
+        expected_cached = arrays.get(f"{name}/out_cached/cand{user}", tuple(candidates.shape))
+
+        full = _region(stack, len(history), dtype, slack=0)
+        result.add("full_history", stack.extend(full, history), expected_history)
+        result.add("full_candidates", _score(stack, full, history[:0], candidates), expected)
+
+        # The pre-inference as the worker runs it: in a larger region, without computing what ranking does not need.
+        cached = _region(stack, len(history), dtype)
+        stack.append(cached, history)
+        result.add("cached_candidates", _score(stack, cached, history[:0], candidates), expected_cached)
+        regions.append(cached)
+
+        if stack.incremental:
+            chunked = _region(stack, len(history), dtype)
+            outputs = [stack.extend(chunked, chunk) for chunk in _chunks(history, chunking)]
+            result.add("chunked_history", torch.cat([history[:0], *outputs]), expected_history)
+            result.add("chunked_candidates", _score(stack, chunked, history[:0], candidates), expected)
+
+            prefix = int(chunking.integers(0, len(history) + 1))
+            shorter = _region(stack, prefix, dtype)
+            stack.append(shorter, history[:prefix])
+            result.add("suffix_candidates", _score(stack, shorter, history[prefix:], candidates), expected)
+    _compare_cache(arrays, result, regions)
+    return result
+
+
+def _compare_cache(arrays: _Arrays, result: VariantResult, regions: list[KVRegion]) -> None:
+    config, total = result.config, sum(region.length for region in regions)
+    for layer in range(config.layers):
+        for index, (key, width) in enumerate((("k_cache_jagged", config.dqk), ("v_cache_jagged", config.dv))):
+            expected = arrays.get(f"{result.name}/layer{layer}/{key}", (total, config.heads * width))
+            held = [region.layer(layer)[index][:, : region.length].transpose(0, 1).flatten(1) for region in regions]
+            result.add("kv_cache", torch.cat(held), expected)
+
+
+def _stack(arrays: _Arrays, name: str) -> HSTUStack:
+    meta = dict(zip(META, arrays.meta(f"{name}/meta"), strict=True))
+    config = StackConfig(
+        layers=meta["layers"],
+        dim=meta["D"],
+        heads=meta["H"],
+        dqk=meta["dqk"],
+        dv=meta["dv"],
+        scale_tokens=meta["N"],
+        contextual_seq_len=meta["contextual_seq_len"],
+        max_attn_len=meta["max_attn_len"],
+        group_norm=bool(meta["group_norm"]),
+    )
+    stack = HSTUStack(config)
+    weights = {}
+    for parameter, value in stack.state_dict().items():
+        _, layer, own_name = parameter.split(".")
+        array = arrays.get(f"{name}/layer{layer}/{WEIGHTS[own_name]}", tuple(value.shape))
+        weights[parameter] = torch.from_numpy(array.astype(np.float32))
+    stack.load_state_dict(weights)
+    return stack
+
+
+def _region(stack: HSTUStack, tokens: int, dtype: torch.dtype, slack: int = SLACK) -> KVRegion:
+    layout, capacity = stack.config.layout(dtype), tokens + slack
+    return KVRegion(layout, torch.full((capacity * layout.elements_per_token,), torch.nan, dtype=dtype), capacity)
+
+
+def _score(stack: HSTUStack, kv: KVRegion, suffix: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
+    rows = torch.cat((suffix, candidates))
+    return stack.score([RankingRows(kv, len(suffix), len(candidates))], rows)[len(suffix) :]
+
+
+def _chunks(history: torch.Tensor, random: np.random.Generator) -> Iterable[torch.Tensor]:
+    start = 0
+    while start < len(history):
+        stop = int(random.integers(start + 1, len(history) + 1))
+        yield history[start:stop]
+        start = stop
+
+
+class _Arrays:
+    """The file's arrays by key; whatever is missing or misshapen is an InputError that names it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            loaded = np.load(path, allow_pickle=False)
+            if not isinstance(loaded, np.lib.npyio.NpzFile):
+                raise InputError(f"{path}: a single array; expected an npz with the keys of several")
+            with loaded:
+                self._arrays: dict[str, npt.NDArray[Any]] = {key: loaded[key] for key in loaded}
+        except (OSError, ValueError, EOFError, zipfile.BadZipFile, pickle.UnpicklingError) as error:
+            raise InputError(f"{path}: not a readable npz file: {error}") from error
+
+    def variants(self) -> list[str]:
+        names = [key.removesuffix("/meta") for key in self._arrays if key.endswith("/meta")]
+        if not names:
+            raise InputError(f"{self.path}: no variant; expected keys `VARIANT/meta`, found {len(self._arrays)} others")
+        return names
+
+    def users(self, variant: str) -> list[int]:
+        pattern = re.compile(re.escape(variant) + r"/in/hist(\d+)")
+        users = sorted(int(match[1]) for match in map(pattern.fullmatch, self._arrays) if match)
+        if not users:
+            raise InputError(f"{self.path}: key `{variant}/in/hist0` is missing; expected one user at least")
+        return users
+
+    def meta(self, key: str) -> list[int]:
+        values = self.get(key, (len(META),))
+        meta = [int(value) for value in values]
+        for name, value in zip(META, meta, strict=True):
+            least = 0 if name in ("contextual_seq_len", "max_attn_len", "group_norm", "candidates") else 1
+            if value < least:
+                raise InputError(f"{self.path}: `{key}` has {name} = {value}, expected at least {least}")
+        return meta
+
+    def inputs(self, key: str, dim: int) -> torch.Tensor:
+        """Embedded tokens (any number, dim) in float32."""
+        return torch.from_numpy(self.get(key, (None, dim)).astype(np.float32))
+
+    def get(self, key: str, shape: tuple[int | None, ...]) -> npt.NDArray[Any]:
+        """The array of that shape (None: any extent)."""
+        if key not in self._arrays:
+            raise InputError(f"{self.path}: key `{key}` is missing")
+        array = self._arrays[key]
+        matches = len(array.shape) == len(shape) and all(
+            wanted in (None, found) for found, wanted in zip(array.shape, shape, strict=True)
+        )
+        if not matches or not np.issubdtype(array.dtype, np.number):
+            wanted_shape = "(" + ", ".join("any" if extent is None else str(extent) for extent in shape) + ")"
+            raise InputError(
+                f"{self.path}: `{key}` has shape {array.shape} of {array.dtype}, expected {wanted_shape} of numbers"
+            )
+        return array

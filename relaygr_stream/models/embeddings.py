@@ -1,0 +1,96 @@
+"""Behaviours and candidates as vectors: item + action + position + gap, and item + position + "is a candidate".
+
+Everything that enters a behaviour's vector is known when it happens and never changes again: its position counts from
+the start of the sequence, its time feature is the gap to the behaviour before it. Otherwise a new behaviour would
+change the whole prefix (DESIGN §8). Knows nothing of attention or K/V.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from relaygr_stream.models.tokens import Tokens
+
+#: Action types are one byte on the wire.
+ACTIONS: Final = 256
+#: Bucket 0: no gap; bucket b: 2^(b-1) ≤ gap < 2^b milliseconds. The last is from 2^41 ms, 70 years, on.
+GAP_BUCKETS: Final = 43
+
+#: One ranking to embed: suffix behaviours, the position of the first of them, candidate item ids.
+RankingTokens = tuple[Tokens, int, npt.NDArray[np.int64]]
+
+
+def gap_buckets(gaps: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Logarithmic buckets of gaps in milliseconds; a gap that is not positive is bucket 0."""
+    # frexp's exponent is 1 + floor(log2(gap)), without the rounding of a logarithm at powers of two.
+    exponents = np.frexp(np.maximum(gaps, 0).astype(np.float64))[1]
+    return np.minimum(exponents, GAP_BUCKETS - 1).astype(np.int64)
+
+
+class TokenEmbedding(nn.Module):
+    """The tables. Item ids are taken modulo vocab; positions from max_positions on share the last row."""
+
+    def __init__(self, dim: int, vocab: int, max_positions: int) -> None:
+        super().__init__()
+        self.vocab = vocab
+        self.max_positions = max_positions
+        self.item = nn.Parameter(torch.empty(vocab, dim), requires_grad=False)
+        self.action = nn.Parameter(torch.empty(ACTIONS, dim), requires_grad=False)
+        self.position = nn.Parameter(torch.empty(max_positions, dim), requires_grad=False)
+        self.gap = nn.Parameter(torch.empty(GAP_BUCKETS, dim), requires_grad=False)
+        self.candidate = nn.Parameter(torch.empty(dim), requires_grad=False)
+
+    @torch.no_grad()
+    def behaviours(self, tokens: Tokens, first: int) -> torch.Tensor:
+        """Vectors (n, D) of behaviours at positions first, first + 1, …; one copy to the device."""
+        rows = np.empty((4, len(tokens)), np.int64)
+        self._fill(rows, tokens, first)
+        index = self._to_device(rows)
+        x = self._items_and_positions(index)
+        self._add_behaviours(x, index)
+        return x
+
+    @torch.no_grad()
+    def rankings(self, batch: Sequence[RankingTokens]) -> torch.Tensor:
+        """Vectors of each ranking's suffix, then its candidates (which all stand at the position behind the suffix)."""
+        rows = np.zeros((4, sum(len(suffix) + len(candidates) for suffix, _, candidates in batch)), np.int64)
+        bounds: list[tuple[int, int, int]] = []
+        start = 0
+        for suffix, first, candidates in batch:
+            middle, stop = start + len(suffix), start + len(suffix) + len(candidates)
+            self._fill(rows[:, start:middle], suffix, first)
+            np.remainder(candidates, self.vocab, out=rows[0, middle:stop])
+            rows[1, middle:stop] = min(first + len(suffix), self.max_positions - 1)
+            bounds.append((start, middle, stop))
+            start = stop
+        index = self._to_device(rows)
+        x = self._items_and_positions(index)
+        for start, middle, stop in bounds:
+            if middle > start:
+                self._add_behaviours(x[start:middle], index[:, start:middle])
+            x[middle:stop] += self.candidate
+        return x
+
+    def _fill(self, rows: npt.NDArray[np.int64], tokens: Tokens, first: int) -> None:
+        items, actions, gaps = tokens.array
+        np.remainder(items, self.vocab, out=rows[0])
+        np.minimum(np.arange(first, first + len(tokens)), self.max_positions - 1, out=rows[1])
+        np.remainder(actions, ACTIONS, out=rows[2])  # an index past the table would take an accelerator down
+        rows[3] = gap_buckets(gaps)
+
+    def _to_device(self, rows: npt.NDArray[np.int64]) -> torch.Tensor:
+        return torch.from_numpy(rows).to(self.item.device, non_blocking=True)
+
+    # The order of these sums is part of the model: in half precision another order gives other vectors, and a
+    # behaviour must mean the same in a prefix and in a suffix.
+    def _items_and_positions(self, index: torch.Tensor) -> torch.Tensor:
+        return self.item.index_select(0, index[0]).add_(self.position.index_select(0, index[1]))
+
+    def _add_behaviours(self, x: torch.Tensor, index: torch.Tensor) -> None:
+        x.add_(self.action.index_select(0, index[2])).add_(self.gap.index_select(0, index[3]))

@@ -1,0 +1,249 @@
+"""The HSTU stack (DESIGN §8) on tokens that are embedded already: append to prefix KV, score rows against it.
+
+One STU layer, as in meta-recsys/generative-recommenders (no softmax, and only u is activated):
+
+    xn = LayerNorm(x);  [u|v|q|k] = xn·W_uvqk + b;  u = SiLU(u)
+    A  = SiLU(q·kᵀ / √dqk) / N ⊙ visible;  o = A·v
+    out = [u, o, u ⊙ Norm(o)]·W_o + x            Norm: LayerNorm over H·dv, or per-head group norm
+
+N is a constant of the model, never a length: prefix KV would mean something else in a longer sequence. Knows nothing of
+items, embeddings or tasks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from relaygr_stream.errors import ModelError
+from relaygr_stream.models.attention import Block, Visibility, attend, attend_to_self, block_rows
+from relaygr_stream.models.kv import KVLayout, KVRegion
+
+NORM_EPS: Final = 1e-6
+
+
+@dataclass(frozen=True)
+class StackConfig:
+    """The shape of a stack. scale_tokens is N; contextual_seq_len and max_attn_len: 0 for none."""
+
+    layers: int
+    dim: int
+    heads: int
+    dqk: int
+    dv: int
+    scale_tokens: int
+    contextual_seq_len: int = 0
+    max_attn_len: int = 0
+    group_norm: bool = False
+
+    def layout(self, dtype: torch.dtype) -> KVLayout:
+        """The prefix KV of one token."""
+        return KVLayout(self.layers, self.heads, self.dqk, self.dv, dtype)
+
+
+@dataclass(frozen=True)
+class RankingRows:
+    """The rows of one ranking in a batch: `suffix` behaviours behind kv.length, then `candidates`."""
+
+    kv: KVRegion
+    suffix: int
+    candidates: int
+
+
+class STULayer(nn.Module):
+    """Weights of one layer and everything in it but attention. uvqk columns in the order u, v, q, k."""
+
+    def __init__(self, config: StackConfig) -> None:
+        super().__init__()
+        heads, dv, dqk = config.heads, config.dv, config.dqk
+        self.group_norm = config.group_norm
+        self.shape = (heads, dv, dqk)
+        norm = heads if config.group_norm else heads * dv
+        self.input_norm_weight = _parameter(config.dim)
+        self.input_norm_bias = _parameter(config.dim)
+        self.uvqk_weight = _parameter(config.dim, 2 * heads * (dv + dqk))
+        self.uvqk_bias = _parameter(2 * heads * (dv + dqk))
+        self.output_norm_weight = _parameter(norm)
+        self.output_norm_bias = _parameter(norm)
+        self.output_weight = _parameter(3 * heads * dv, config.dim)
+
+    def project(self, x: torch.Tensor) -> torch.Tensor:
+        """x (n, D) → u, v, q, k side by side (n, 2·H·dv + 2·H·dqk), nothing activated yet."""
+        return torch.addmm(self.uvqk_bias, self._normed(x), self.uvqk_weight)
+
+    def project_kv(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Only k (H, n, dqk) and v (H, n, dv): all that the last layer owes the prefix KV."""
+        heads, dv, dqk = self.shape
+        normed = self._normed(x)
+        v_columns = slice(heads * dv, 2 * heads * dv)
+        k_columns = slice(2 * heads * dv + heads * dqk, None)
+        keys = torch.addmm(self.uvqk_bias[k_columns], normed, self.uvqk_weight[:, k_columns])
+        values = torch.addmm(self.uvqk_bias[v_columns], normed, self.uvqk_weight[:, v_columns])
+        return keys.view(-1, heads, dqk).transpose(0, 1), values.view(-1, heads, dv).transpose(0, 1)
+
+    def split(self, uvqk: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Views q (n, H, dqk), k (n, H, dqk), v (n, H, dv) of what `project` returned."""
+        heads, dv, dqk = self.shape
+        q_start, k_start = 2 * heads * dv, 2 * heads * dv + heads * dqk
+        q, k, v = uvqk[:, q_start:k_start], uvqk[:, k_start:], uvqk[:, heads * dv : q_start]
+        return q.view(-1, heads, dqk), k.view(-1, heads, dqk), v.view(-1, heads, dv)
+
+    def room(self, uvqk: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Room for [u, o, u ⊙ Norm(o)] (n, 3·H·dv), and its view o (n, H, dv) for attention to write."""
+        heads, dv, _ = self.shape
+        room = torch.empty((len(uvqk), 3 * heads * dv), dtype=uvqk.dtype, device=uvqk.device)
+        return room, room[:, heads * dv : 2 * heads * dv].view(-1, heads, dv)
+
+    def finish(self, x: torch.Tensor, uvqk: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
+        """The layer's output (n, D); `room` holds o."""
+        heads, dv, _ = self.shape
+        width = heads * dv
+        u, o, gated = room[:, :width], room[:, width : 2 * width], room[:, 2 * width :]
+        torch.ops.aten.silu.out(uvqk[:, :width], out=u)
+        if self.group_norm:
+            normed = functional.group_norm(
+                o.reshape(-1, heads, dv), heads, self.output_norm_weight, self.output_norm_bias, NORM_EPS
+            ).view(-1, width)
+        else:
+            normed = functional.layer_norm(o, (width,), self.output_norm_weight, self.output_norm_bias, NORM_EPS)
+        torch.mul(u, normed, out=gated)
+        return torch.addmm(x, room, self.output_weight)
+
+    def _normed(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.layer_norm(x, x.shape[-1:], self.input_norm_weight, self.input_norm_bias, NORM_EPS)
+
+
+class HSTUStack(nn.Module):
+    """The layers. Every call is asynchronous on an accelerator and records no gradients."""
+
+    def __init__(self, config: StackConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.layers = nn.ModuleList(STULayer(config) for _ in range(config.layers))
+        self._visibility = Visibility(config.contextual_seq_len, config.max_attn_len)
+        self._scale = 1 / math.sqrt(config.dqk)
+        self._weight = 1 / config.scale_tokens
+
+    @property
+    def incremental(self) -> bool:
+        """Whether prefix KV stays valid when behaviours follow: not if early tokens see the whole history."""
+        return self.config.contextual_seq_len == 0
+
+    def append(self, kv: KVRegion, x: torch.Tensor) -> None:
+        """Append the K/V of embedded behaviours x (n, D) behind kv.length, and advance kv.length by n.
+
+        The rows already in `kv` are read in place. Raises ModelError if a model that is not incremental is to extend
+        a region that holds tokens, ValueError if n tokens do not fit. kv.length is unchanged if anything fails.
+        """
+        self._extend(kv, x, outputs=False)
+
+    def extend(self, kv: KVRegion, x: torch.Tensor) -> torch.Tensor:
+        """As `append`, and returns the last layer's outputs (n, D), which the prefix KV does not need."""
+        return self._extend(kv, x, outputs=True)
+
+    @torch.no_grad()
+    def _extend(self, kv: KVRegion, x: torch.Tensor, outputs: bool) -> torch.Tensor:
+        start, stop = kv.length, kv.length + len(x)
+        if start and not self.incremental:
+            raise ModelError(
+                f"a model with contextual_seq_len = {self.config.contextual_seq_len} takes its whole history in one "
+                f"call, but the region holds {start} tokens already"
+            )
+        if stop > kv.capacity:
+            raise ValueError(f"{len(x)} tokens behind {start} do not fit into a region of {kv.capacity}")
+        if start == stop:
+            return x
+        rows = block_rows(x.device, self.config.heads, stop)
+        blocks = self._visibility.blocks(start, len(x), 0, stop, stop, rows)
+        for index, layer in enumerate(self._stu_layers()):
+            region_keys, region_values = kv.layer(index)
+            if index == len(self.layers) - 1 and not outputs:
+                keys, values = layer.project_kv(x)
+                region_keys[:, start:stop] = keys
+                region_values[:, start:stop] = values
+                break
+            uvqk = layer.project(x)
+            q, k, v = layer.split(uvqk)
+            region_keys[:, start:stop] = k.transpose(0, 1)
+            region_values[:, start:stop] = v.transpose(0, 1)
+            room, o = layer.room(uvqk)
+            attend(
+                q.transpose(0, 1), region_keys[:, :stop], region_values[:, :stop], o.transpose(0, 1), blocks,
+                scale=self._scale, weight=self._weight,
+            )  # fmt: skip
+            x = layer.finish(x, uvqk, room)
+        kv.length = stop
+        return x
+
+    @torch.no_grad()
+    def score(self, batch: Sequence[RankingRows], x: torch.Tensor) -> torch.Tensor:
+        """Last layer's outputs of all rows x (Σ suffix + candidates, D), the batch's rankings one after another.
+
+        Suffix rows see the prefix and earlier suffix rows; candidates see all of these and themselves; nobody sees
+        another ranking. kv is read in place and stays as it is.
+        """
+        offsets = _offsets(batch)
+        if not self.incremental and any(rows.suffix for rows in batch):
+            raise ModelError(
+                f"a model with contextual_seq_len = {self.config.contextual_seq_len} has all history in the prefix "
+                f"and takes no suffix"
+            )
+        plans = [self._plan(rows, x.device) for rows in batch]
+        self_weight = self._self_weight(batch, x.device)
+        for index, layer in enumerate(self._stu_layers()):
+            uvqk = layer.project(x)
+            q, k, v = layer.split(uvqk)
+            room, o = layer.room(uvqk)
+            by_head = [part.transpose(0, 1) for part in (q, k, v, o)]
+            for rows, start, (on_prefix, on_suffix) in zip(batch, offsets, plans, strict=True):
+                stop, length = start + rows.suffix + rows.candidates, rows.kv.length
+                own_q, own_k, own_v, own_o = (part[:, start:stop] for part in by_head)
+                keys, values = rows.kv.layer(index)
+                attend(
+                    own_q, keys[:, :length], values[:, :length], own_o, on_prefix,
+                    scale=self._scale, weight=self._weight,
+                )  # fmt: skip
+                attend(
+                    own_q, own_k[:, : rows.suffix], own_v[:, : rows.suffix], own_o, on_suffix,
+                    scale=self._scale, weight=self._weight, accumulate=True,
+                )  # fmt: skip
+            attend_to_self(q, k, v, o, scale=self._scale, weight=self_weight)
+            x = layer.finish(x, uvqk, room)
+        return x
+
+    def _plan(self, rows: RankingRows, device: torch.device) -> tuple[list[Block], list[Block]]:
+        """Blocks of one ranking's rows over the prefix, and over its suffix."""
+        length, history, count = rows.kv.length, rows.kv.length + rows.suffix, rows.suffix + rows.candidates
+        together = block_rows(device, self.config.heads, history)
+        on_prefix = self._visibility.blocks(length, count, 0, length, history, together)
+        if not rows.suffix:
+            return on_prefix, []
+        return on_prefix, self._visibility.blocks(length, count, length, rows.suffix, history, together)
+
+    def _self_weight(self, batch: Sequence[RankingRows], device: torch.device) -> torch.Tensor | float:
+        """Candidates see themselves here; a suffix row's own column is among those of the suffix."""
+        if not any(rows.suffix for rows in batch):
+            return self._weight
+        weights = [w for rows in batch for w in [0.0] * rows.suffix + [self._weight] * rows.candidates]
+        return torch.tensor(weights).view(-1, 1, 1).to(device, non_blocking=True)
+
+    def _stu_layers(self) -> Sequence[STULayer]:
+        return self.layers  # type: ignore[return-value]  # ModuleList does not name what it holds
+
+
+def _offsets(batch: Sequence[RankingRows]) -> list[int]:
+    offsets, total = [], 0
+    for rows in batch:
+        offsets.append(total)
+        total += rows.suffix + rows.candidates
+    return offsets
+
+
+def _parameter(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape), requires_grad=False)

@@ -1,0 +1,127 @@
+"""The built-in ranking model: embeddings, HSTU stack and task head behind the model protocol.
+
+Knows nothing of caches, schedulers or files; checkpoint.py and random_weights.py give it weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Annotated, Final
+
+import msgspec
+import torch
+from msgspec import Meta
+from torch import nn
+
+from relaygr_stream.models.embeddings import TokenEmbedding
+from relaygr_stream.models.head import TaskHead
+from relaygr_stream.models.hstu import HSTUStack, RankingRows, StackConfig
+from relaygr_stream.models.kv import KVLayout, KVRegion
+from relaygr_stream.models.protocol import ScoreInput
+from relaygr_stream.models.tokens import Tokens
+
+Positive = Annotated[int, Meta(ge=1)]
+
+#: Half-precision and float32 are what the kernels are written for and what the settings offer.
+DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class HSTUConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything that a model of this kind is, apart from its weights. scale_tokens is N of the scale 1/N."""
+
+    layers: Positive
+    dim: Positive
+    heads: Positive
+    dqk: Positive
+    dv: Positive
+    vocab: Positive
+    max_positions: Positive
+    scale_tokens: Positive
+    tasks: Annotated[tuple[Annotated[str, Meta(min_length=1)], ...], Meta(min_length=1)]
+    contextual_seq_len: Annotated[int, Meta(ge=0)] = 0
+    max_attn_len: Annotated[int, Meta(ge=0)] = 0
+    group_norm: bool = False
+
+    @property
+    def stack(self) -> StackConfig:
+        """The part that concerns the layers."""
+        return StackConfig(
+            self.layers,
+            self.dim,
+            self.heads,
+            self.dqk,
+            self.dv,
+            self.scale_tokens,
+            self.contextual_seq_len,
+            self.max_attn_len,
+            self.group_norm,
+        )
+
+
+class HSTUModel(nn.Module):
+    """HSTU as a `RankingModel`. Made without values; `load_weights` gives them, `place` moves and converts them."""
+
+    layout: KVLayout
+    version: str
+    note: str
+    tasks: tuple[str, ...]
+    incremental: bool
+
+    def __init__(self, config: HSTUConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = TokenEmbedding(config.dim, config.vocab, config.max_positions)
+        self.stack = HSTUStack(config.stack)
+        self.head = TaskHead(config.dim, len(config.tasks))
+        self.layout = config.stack.layout(torch.float32)
+        self.version = ""
+        self.note = ""
+        self.tasks = config.tasks
+        self.incremental = self.stack.incremental
+        self._digest = ""
+
+    def load_weights(self, weights: dict[str, torch.Tensor], note: str) -> HSTUModel:
+        """Take float32 weights of exactly the keys and shapes of `state_dict()`, and a version from their digest."""
+        self.load_state_dict(weights)
+        self.note = note
+        self._digest = _digest(self.config, self.state_dict())
+        return self.place(torch.device("cpu"), torch.float32)
+
+    def place(self, device: torch.device, dtype: torch.dtype) -> HSTUModel:
+        """Move to `device` and convert all but the head to `dtype`; the version follows, since the scores do."""
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}; got {dtype}")
+        self.embedding.to(device=device, dtype=dtype)
+        self.stack.to(device=device, dtype=dtype)
+        self.head.to(device=device)
+        self.layout = self.config.stack.layout(dtype)
+        self.version = f"hstu-{self._digest}-{str(dtype).removeprefix('torch.')}"
+        return self
+
+    @torch.no_grad()
+    def extend(self, kv: KVRegion, tokens: Tokens) -> None:
+        """Append the K/V of `tokens`; positions go on from kv.length. Errors as `HSTUStack.append`."""
+        self.stack.append(kv, self.embedding.behaviours(tokens, kv.length))
+
+    @torch.no_grad()
+    def score(self, batch: Sequence[ScoreInput]) -> list[torch.Tensor]:
+        """Logits of each ranking, float32 (m_i, tasks). ModelError for a suffix where `incremental` is False."""
+        if not batch:
+            return []
+        x = self.embedding.rankings([(one.suffix, one.kv.length, one.candidates) for one in batch])
+        rows = [RankingRows(one.kv, len(one.suffix), len(one.candidates)) for one in batch]
+        out = self.stack.score(rows, x)
+        if any(one.suffix for one in rows):
+            counts = [count for one in rows for count in (one.suffix, one.candidates)]
+            out = torch.cat(torch.split(out, counts)[1::2])
+        return list(torch.split(self.head.logits(out), [one.candidates for one in rows]))
+
+
+def _digest(config: HSTUConfig, weights: dict[str, torch.Tensor]) -> str:
+    """64 bits over configuration and float32 weights: the same for the same model in any process."""
+    digest = hashlib.blake2b(msgspec.json.encode(config, order="sorted"), digest_size=8)
+    for name in sorted(weights):
+        digest.update(f"\n{name} {tuple(weights[name].shape)}\n".encode())
+        digest.update(weights[name].contiguous().numpy().data)
+    return digest.hexdigest()

@@ -1,0 +1,94 @@
+"""A limit on repeated log lines: a burst of bad messages gives a few lines and a count, not a flood."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final
+
+#: At this many kinds of line, the counts that are due are written and forgotten: memory stays bounded.
+MAX_KINDS: Final = 256
+
+Write = Callable[..., Any]  # a logger's method: write(event, **fields)
+
+_all: weakref.WeakSet[LogLimiter] = weakref.WeakSet()
+_all_lock: Final = threading.Lock()
+
+
+class LogLimiter:
+    """Passes the first lines of each kind per interval, counts the rest, and then says how many it held back.
+
+    The count comes with `flush`, which `process()` calls every second for every limiter, or with the next line of
+    that kind. Safe to use from several threads. clock: seconds.
+    """
+
+    def __init__(self, first: int = 5, interval_s: float = 10.0, clock: Callable[[], float] = time.monotonic) -> None:
+        self._first = first
+        self._interval = interval_s
+        self._clock = clock
+        self._windows: dict[str, _Window] = {}
+        self._lock = threading.Lock()
+        with _all_lock:
+            _all.add(self)
+
+    def limited(self, write: Write, kind: str) -> Write:
+        """`write` (say, log.warning) within the limit of this kind: limited(log.warning, "malformed")("…", …).
+
+        kind: what counts as the same line; of few different values, not of text that a message brought along.
+        """
+        return partial(self._write, write, kind)
+
+    def flush(self, *, all_windows: bool = False) -> None:
+        """Write the counts of the intervals that are over, or of all of them (at the end of the process)."""
+        now = self._clock()
+        with self._lock:
+            over = {kind: w for kind, w in self._windows.items() if all_windows or now >= w.ends}
+            for kind in over:
+                del self._windows[kind]
+        for window in over.values():
+            self._summary(window)
+
+    def _write(self, write: Write, kind: str, event: str, **fields: Any) -> None:
+        now = self._clock()
+        if len(self._windows) >= MAX_KINDS:
+            self.flush()
+        with self._lock:
+            window, over = self._windows.get(kind), None
+            if window is None or now >= window.ends:
+                window, over = _Window(write, event, now + self._interval), window
+                self._windows[kind] = window
+            window.passed += 1
+            passes = window.passed <= self._first
+            window.held += not passes
+        if over is not None:
+            self._summary(over)
+        if passes:
+            write(event, **fields)
+
+    def _summary(self, window: _Window) -> None:
+        if window.held:
+            window.write(f"more of these: {window.event}", held_back=window.held, interval_s=self._interval)
+
+
+def flush_limiters(*, all_windows: bool = False) -> None:
+    """Flush every limiter of this Python process."""
+    with _all_lock:
+        limiters = list(_all)
+    for limiter in limiters:
+        limiter.flush(all_windows=all_windows)
+
+
+class _Window:
+    """One kind of line in one interval."""
+
+    __slots__ = ("ends", "event", "held", "passed", "write")
+
+    def __init__(self, write: Write, event: str, ends: float) -> None:
+        self.write = write
+        self.event = event
+        self.ends = ends
+        self.passed = 0
+        self.held = 0

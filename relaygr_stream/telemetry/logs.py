@@ -1,0 +1,200 @@
+"""Logging: readable on a terminal, JSON lines otherwise, on stderr, one pipeline for structlog and stdlib logging.
+
+Every line about a request carries `request_log_fields`. The pipeline replaces user ids by a keyed hash where the
+settings ask for it, hides fields that are secrets by name, and shortens long values. It does not know what the
+processes do, nor where the lines end up.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import secrets
+import sys
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final
+
+import msgspec
+import structlog
+from structlog.typing import EventDict, Processor, WrappedLogger
+
+from relaygr_stream.config import SECRET_SHOWN
+from relaygr_stream.settings import Telemetry
+from relaygr_stream.telemetry.limiter import LogLimiter
+
+__all__ = ["LogLimiter", "configure_logging", "hash_user_ids", "hide_and_shorten", "request_log_fields"]
+
+#: Longest value of a field, in characters: a line about a bad message must not carry the message.
+MAX_VALUE: Final = 500
+#: Longest traceback; the innermost frames, which come last, are what is kept.
+MAX_TRACEBACK: Final = 20_000
+#: A field with one of these words in its name is a secret, whoever logs it.
+SECRET_WORDS: Final = ("password", "secret", "hash_key", "credential", "private_key")
+
+_LEVELS: Final = {"debug": 10, "info": 20, "warning": 30, "error": 40}
+#: What aiokafka warns of at every join or leave, although it is how a rebalance is announced to a member.
+_EXPECTED: Final = ("because it is rebalancing",)
+
+
+def configure_logging(telemetry: Telemetry, process: str, **bound: Any) -> None:
+    """Send structlog's and stdlib logging's lines to stderr, in the format and from the level the settings say.
+
+    process, bound: fields of every line. Call it once per process, before the first line; a second call replaces the
+    first. Stdlib loggers (aiokafka, asyncio) come through from `warning` on.
+    """
+    as_json = telemetry.log_format == "json" or (telemetry.log_format == "auto" and not _is_terminal())
+    level = _LEVELS[telemetry.log_level]
+    fields = {"process": process, **bound}
+    processors: list[Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        _with_fields(fields),
+        structlog.processors.format_exc_info,
+    ]
+    if telemetry.hash_user_ids:
+        processors.append(hash_user_ids(telemetry.hash_key))
+    processors.append(hide_and_shorten)
+    if as_json:
+        processors += [_first_things_first, structlog.processors.JSONRenderer(serializer=_to_json)]
+    else:
+        processors.append(structlog.dev.ConsoleRenderer(colors=_is_terminal(), sort_keys=False))
+    structlog.configure(
+        processors=processors,
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        logger_factory=_StderrLogger,
+        cache_logger_on_first_use=False,
+    )
+    root = logging.getLogger()
+    root.handlers = [_IntoStructlog()]
+    root.setLevel(max(logging.WARNING, level))
+
+
+def request_log_fields(
+    request_id: str, user_id: str, lane: int | None = None, outcome: str | None = None
+) -> dict[str, Any]:
+    """The fields of every line about a request; lane and outcome are null until they are known.
+
+    outcome: where the prefix KV was found (messages.Outcome), or the status or reason when there are no scores.
+    Log an answered request at debug and a failed one at info or warning, through a `LogLimiter`.
+    """
+    return {"request_id": request_id, "user_id": user_id, "lane": lane, "outcome": outcome}
+
+
+def hash_user_ids(key: str) -> Processor:
+    """A processor that replaces the field `user_id` by 12 hex digits of a keyed BLAKE2b hash.
+
+    An empty key stands for a random one: ids are then comparable within this process only.
+    """
+    raw = key.encode() or secrets.token_bytes(32)
+    # BLAKE2b takes keys of at most 64 bytes.
+    raw = raw if len(raw) <= hashlib.blake2b.MAX_KEY_SIZE else hashlib.blake2b(raw).digest()
+
+    def processor(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+        user = event.get("user_id")
+        if user is not None:
+            event["user_id"] = hashlib.blake2b(str(user).encode(), key=raw, digest_size=6).hexdigest()
+        return event
+
+    return processor
+
+
+def hide_and_shorten(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+    """A processor: hides secrets by name, tells bytes by their length and structs by their type, cuts long text."""
+    for name, value in event.items():
+        if any(word in name.lower() for word in SECRET_WORDS):
+            event[name] = SECRET_SHOWN
+        elif name == "exception":
+            event[name] = _keep_end(str(value), MAX_TRACEBACK)
+        elif isinstance(value, bytes | bytearray | memoryview):
+            event[name] = f"<{len(value)} bytes>"
+        elif isinstance(value, msgspec.Struct):
+            # Settings hold secrets, messages hold user ids and behaviours.
+            event[name] = f"<{type(value).__name__}>"
+        elif not isinstance(value, int | float | None):
+            event[name] = _shorten(value)
+    return event
+
+
+class _StderrLogger:
+    """Writes one finished line at a time to what sys.stderr is now (the live view replaces it)."""
+
+    _lock: Final = threading.Lock()
+
+    def __init__(self, name: str = "") -> None:
+        self.name = name
+
+    def msg(self, line: str) -> None:
+        """Write the line. A stderr that nobody reads any more must not fail the work that logs."""
+        with self._lock:
+            try:
+                sys.stderr.write(line + "\n")
+                sys.stderr.flush()
+            except (OSError, ValueError):
+                return
+
+    debug = info = warning = error = critical = fatal = exception = warn = log = msg
+
+
+class _IntoStructlog(logging.Handler):
+    """Takes stdlib log records into the structlog pipeline; a library in trouble may not flood it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._limiter = LogLimiter()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Log the record; never raises."""
+        try:
+            log = structlog.get_logger(record.name)
+            message = record.getMessage()
+            failed = record.exc_info is not None and record.exc_info[0] is not None
+            fields = {"exc_info": record.exc_info} if failed else {}
+            if record.name.startswith("aiokafka") and any(words in message for words in _EXPECTED):
+                log.debug(message)
+            else:
+                level = min(logging.CRITICAL, record.levelno // 10 * 10)  # structlog knows the standard levels only
+                # Limited by the template, not the text: the text names another node or partition each time.
+                self._limiter.limited(partial(log.log, level), f"{record.name}: {record.msg}")(message, **fields)
+        except Exception:
+            self.handleError(record)
+
+
+def _is_terminal() -> bool:
+    return sys.stderr is not None and sys.stderr.isatty()
+
+
+def _with_fields(fields: dict[str, Any]) -> Processor:
+    def processor(logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+        if name := getattr(logger, "name", ""):
+            event.setdefault("logger", name)
+        for name, value in fields.items():
+            event.setdefault(name, value)
+        return event
+
+    return processor
+
+
+def _first_things_first(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+    first = {name: event.pop(name) for name in ("timestamp", "level", "process", "event") if name in event}
+    return {**first, **event}
+
+
+def _shorten(value: Any) -> Any:
+    """The value itself if its text is short enough, so that JSON keeps lists and tables as such."""
+    text = value if isinstance(value, str) else str(value)
+    return value if len(text) <= MAX_VALUE else f"{text[:MAX_VALUE]}… ({len(text)} characters)"
+
+
+def _keep_end(text: str, limit: int) -> str:
+    return text if len(text) <= limit else f"… ({len(text)} characters)\n{text[-limit:]}"
+
+
+def _to_json(event: EventDict, **_: Any) -> str:
+    return _encode(event).decode()
+
+
+# str for what JSON does not have (paths, exceptions, arrays): a line is better than an error about a line.
+_encode: Final[Callable[[Any], bytes]] = msgspec.json.Encoder(enc_hook=str).encode

@@ -1,0 +1,232 @@
+"""The manners that every long-running process shares: logging, signals, health, metrics, exit codes.
+
+`run_process("worker", settings, main)` runs `main(ctx)` on an event loop until it returns and gives the exit code.
+What the process does, and when it is ready, is main's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import platform
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final
+
+import structlog
+from prometheus_client import CollectorRegistry, GCCollector, Info, ProcessCollector
+
+from relaygr_stream.errors import ConfigError, RelayError, Superseded
+from relaygr_stream.settings import Settings
+from relaygr_stream.telemetry.limiter import flush_limiters
+from relaygr_stream.telemetry.logs import configure_logging
+from relaygr_stream.telemetry.loopwatch import LoopWatch
+from relaygr_stream.telemetry.server import TelemetryServer
+
+EXIT_OK: Final = 0
+EXIT_ERROR: Final = 1  # a RelayError: told in one line
+EXIT_SUPERSEDED: Final = 3  # a later incarnation of this worker's name is alive
+EXIT_UNEXPECTED: Final = 70  # EX_SOFTWARE of sysexits.h: a bug, with its traceback in the log
+EXIT_SIGNAL: Final = 128  # plus the signal's number, as shells do: 130 for SIGINT, 143 for SIGTERM
+
+_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+
+
+class ProcessContext:
+    """What a process's main function gets.
+
+    settings: the effective ones. stop: set by the first SIGTERM or SIGINT; finish what was accepted, then return.
+    registry: where the process registers its metrics. log: a bound structlog logger. metrics_port: the chosen one.
+    """
+
+    def __init__(
+        self, settings: Settings, stop: asyncio.Event, registry: CollectorRegistry, stalled: Callable[[], str | None]
+    ) -> None:
+        self.settings = settings
+        self.stop = stop
+        self.registry = registry
+        self.log: Any = structlog.get_logger(__name__).bind()
+        self.metrics_port = 0
+        self._stalled = stalled
+        self._not_ready: str | None = "starting"
+        self._not_live: str | None = None
+
+    def set_ready(self, ready: bool, reason: str = "not ready") -> None:
+        """Whether /readyz says yes; if not, why. Any thread may call it. The first stop signal ends readiness."""
+        self._not_ready = None if ready else reason
+
+    def set_live(self, live: bool, reason: str = "not live") -> None:
+        """Whether /healthz says yes, as long as the event loop runs; if not, why. Any thread may call it."""
+        self._not_live = None if live else reason
+
+    def why_not_ready(self) -> str | None:
+        """What keeps the process from taking work, or None."""
+        return "stopping" if self.stop.is_set() else self._not_ready or self.why_not_live()
+
+    def why_not_live(self) -> str | None:
+        """What makes the process worth restarting, or None."""
+        return self._not_live or self._stalled()
+
+
+Main = Callable[[ProcessContext], Awaitable[None]]
+
+
+@contextlib.asynccontextmanager
+async def process(
+    settings: Settings, name: str, *, registry: CollectorRegistry | None = None, stop: asyncio.Event | None = None
+) -> AsyncIterator[ProcessContext]:
+    """Logging, metrics and health for the time of the `async with`; needs a running loop, leaves signals alone.
+
+    registry: where the process's own metrics go; stop: the context's event; new ones by default. Raises ConfigError
+    when the metrics address or the port file cannot be had.
+    """
+    telemetry = settings.telemetry
+    configure_logging(telemetry, name)
+    registry = CollectorRegistry() if registry is None else registry
+    watch = LoopWatch(registry, telemetry.stall_ms / 1e3)
+    ctx = ProcessContext(settings, asyncio.Event() if stop is None else stop, registry, watch.stalled)
+    _describe(registry, name)
+    server = TelemetryServer(registry, telemetry.host, telemetry.port, ctx.why_not_live, ctx.why_not_ready)
+    watch.start()
+    server.start()
+    ctx.metrics_port = server.port
+    try:
+        with _port_file(telemetry.port_file, server.port):
+            ctx.log.info("started", version=version(), pid=os.getpid(), metrics=f"http://{server.address}/metrics")
+            yield ctx
+    finally:
+        server.stop()
+        watch.stop()
+        flush_limiters(all_windows=True)
+
+
+def run_process(name: str, settings: Settings, main: Main, *, registry: CollectorRegistry | None = None) -> int:
+    """Run main(ctx) to its end on a new event loop (uvloop where there is one) and return the exit code.
+
+    SIGTERM or SIGINT sets ctx.stop; main is expected to finish what it accepted and return. A second signal ends the
+    process at once, whatever it is doing. Call it on the main thread.
+    """
+    configure_logging(settings.telemetry, name)
+    logging.captureWarnings(True)  # a library's warning is a log line, not stray text among JSON lines
+    log = structlog.get_logger(__name__)
+
+    stop = asyncio.Event()
+
+    async def whole() -> None:
+        async with process(settings, name, registry=registry, stop=stop) as ctx:
+            await main(ctx)
+            ctx.log.info("stopped")
+
+    runner = asyncio.Runner(loop_factory=_loop_factory())
+    try:
+        with _stop_on_signals(runner.get_loop(), stop, log), runner:
+            runner.run(whole())
+    except Exception as error:
+        return _exit_code(error, settings, log)
+    finally:
+        flush_limiters(all_windows=True)
+    return EXIT_OK
+
+
+def version() -> str:
+    """The installed version of this package."""
+    try:
+        return metadata.version("relaygr-stream")
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def _describe(registry: CollectorRegistry, name: str) -> None:
+    Info("relaygr_build", "What runs here", registry=registry).info(
+        {"version": version(), "process": name, "python": platform.python_version()}
+    )
+    ProcessCollector(registry=registry)
+    GCCollector(registry=registry)
+
+
+@contextlib.contextmanager
+def _port_file(name: str, port: int) -> Iterator[None]:
+    """The file holds the port, and nothing half-written, for as long as the port answers."""
+    if not name:
+        yield
+        return
+    path = Path(name)
+    try:
+        partial = path.with_name(f".{path.name}.{os.getpid()}")
+        partial.write_text(f"{port}\n", encoding="ascii")
+        partial.replace(path)
+    except OSError as error:
+        raise ConfigError(f"cannot write the port to {name} (telemetry.port_file): {error}") from error
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+@contextlib.contextmanager
+def _stop_on_signals(loop: asyncio.AbstractEventLoop, stop: asyncio.Event, log: Any) -> Iterator[None]:
+    """First signal: set the event, on the loop. Second: leave at once.
+
+    Handlers of the interpreter, not of the loop: the second signal must work when the loop is stuck.
+    """
+    seen: list[int] = []
+
+    def handle(number: int, _frame: FrameType | None) -> None:
+        if seen:
+            # No cleaning up: whoever sends a second signal has waited long enough for that.
+            with contextlib.suppress(OSError):
+                os.write(2, f"second {signal.Signals(number).name}: leaving at once\n".encode())
+            os._exit(EXIT_SIGNAL + number)
+        seen.append(number)
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the process is about to end anyway
+            loop.call_soon_threadsafe(begin, signal.Signals(number).name)
+
+    def begin(name: str) -> None:
+        log.info("stopping", signal=name)
+        stop.set()
+
+    before = {number: signal.signal(number, handle) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _exit_code(error: BaseException, settings: Settings, log: Any) -> int:
+    causes = list(_leaves(error))
+    if not all(isinstance(cause, RelayError) for cause in causes):
+        log.error("unexpected error", exc_info=error)
+        return EXIT_UNEXPECTED
+    cause = next((c for c in causes if isinstance(c, Superseded)), causes[0])
+    log_format = settings.telemetry.log_format
+    line = "error: " + " ".join(str(cause).split())
+    if log_format == "json" or (log_format == "auto" and not sys.stderr.isatty()):
+        log.error(line, kind=type(cause).__name__)
+    else:
+        print(line, file=sys.stderr)
+    return EXIT_SUPERSEDED if isinstance(cause, Superseded) else EXIT_ERROR
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    """The exceptions of a group (of a TaskGroup), or the exception itself."""
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from _leaves(inner)
+    else:
+        yield error
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop  # noqa: PLC0415  (absent on Windows)
+    except ImportError:
+        return None
+    return uvloop.new_event_loop

@@ -1,0 +1,141 @@
+"""The decision: is this request at risk, and do its lane's bounds allow a pre-inference?
+
+`decide` reads the event, the owner's statement and the lane's bounds, and changes nothing; `LaneState.admit` books what
+was admitted. Never waits. Knows nothing of Kafka.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Final, Literal, get_args
+
+from relaygr_stream.messages import RequestEvent
+from relaygr_stream.owners import Claim
+from relaygr_stream.settings import Settings
+from relaygr_stream.trigger.ledger import LaneLedger, Pending
+from relaygr_stream.trigger.load import LoadBucket
+from relaygr_stream.trigger.risk import prefix_bytes, usable_costs
+
+Reason = Literal[
+    "admitted",
+    "empty_prefix",
+    "too_long",
+    "stale",
+    "duplicate",
+    "no_owner",
+    "not_at_risk",
+    "over_footprint",
+    "over_load",
+]
+REASONS: Final[tuple[Reason, ...]] = get_args(Reason)
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """The settings a decision depends on."""
+
+    risk_ms: float  # at risk above this
+    stale_ms: float
+    life_ms: float
+    burst_ms: float
+    max_prefix_tokens: int
+
+    @classmethod
+    def of(cls, settings: Settings) -> Policy:
+        """As configured."""
+        return cls(
+            risk_ms=settings.trigger.risk_fraction * settings.relay.slo_ms,
+            stale_ms=settings.trigger.stale_ms,
+            life_ms=settings.relay.life_window_ms,
+            burst_ms=settings.trigger.load_burst_ms,
+            max_prefix_tokens=settings.relay.max_prefix_tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What was decided and the numbers behind it; those that were not reached are 0."""
+
+    reason: Reason
+    tokens: int
+    age_ms: float
+    predicted_ms: float = 0.0  # ranking in full, the owner's queue included; at risk above Policy.risk_ms
+    nbytes: int = 0  # prefix KV
+    cost_ms: float = 0.0  # device time of the pre-inference
+
+    @property
+    def admit(self) -> bool:
+        """Whether to send a pre-infer signal."""
+        return self.reason == "admitted"
+
+
+class LaneState:
+    """One lane's bounds and its recently admitted requests."""
+
+    def __init__(self, policy: Policy, log_end: int, keep_s: float, now_s: float) -> None:
+        self.ledger = LaneLedger(log_end, keep_s, now_s)
+        self.bucket = LoadBucket(policy.burst_ms)
+        self._life_s = policy.life_ms / 1000.0
+        self._recent: OrderedDict[str, float] = OrderedDict()  # request id → when admitted
+        self._claim: Claim | None = None
+
+    def observe(self, claim: Claim | None, now_s: float) -> None:
+        """Take the present owner's newest claim, if it is news."""
+        if claim is not None and claim is not self._claim:
+            self.ledger.observe(claim.lane)
+            self.bucket.set_rate(claim.lane.device_ms_per_s, now_s)
+            self._claim = claim
+
+    def admitted_recently(self, request_id: str, now_s: float) -> bool:
+        """Whether this request was admitted within the life window."""
+        at_s = self._recent.get(request_id)
+        return at_s is not None and now_s - at_s <= self._life_s
+
+    def admit(self, event: RequestEvent, decision: Decision, now_s: float) -> Pending:
+        """Book an admitted request; what is returned belongs to its signal."""
+        while self._recent and now_s - next(iter(self._recent.values())) > self._life_s:
+            self._recent.popitem(last=False)
+        self._recent[event.request_id] = now_s
+        self._recent.move_to_end(event.request_id)
+        self.bucket.take(decision.cost_ms, now_s)
+        return self.ledger.admit(decision.nbytes)
+
+
+def decide(
+    event: RequestEvent, *, policy: Policy, lane: LaneState, owner: Claim | None, age_ms: float, now_s: float
+) -> Decision:
+    """Whether to pre-infer for this event, and why (not).
+
+    owner: the lane's present owner, None if there is none or it is silent; `lane` has observed it. age_ms: of the
+    event. now_s: our monotonic clock. Changes nothing.
+    """
+    tokens = len(event.prefix)
+    unfit = _unfit(event, policy, lane, age_ms, now_s)
+    if unfit is not None:
+        return Decision(unfit, tokens, age_ms)
+    if owner is None:
+        return Decision("no_owner", tokens, age_ms)
+    costs = usable_costs(owner.worker.costs)
+    predicted_ms = costs.full_ms(tokens, event.candidates) + owner.worker.queue_ms
+    if predicted_ms <= policy.risk_ms:
+        return Decision("not_at_risk", tokens, age_ms, predicted_ms)
+    nbytes, cost_ms = prefix_bytes(tokens, owner.worker), costs.pre_infer_ms(tokens)
+    reason: Reason = "admitted"
+    if not lane.ledger.fits(nbytes):
+        reason = "over_footprint"
+    elif not lane.bucket.allows(cost_ms, now_s):
+        reason = "over_load"
+    return Decision(reason, tokens, age_ms, predicted_ms, nbytes, cost_ms)
+
+
+def _unfit(event: RequestEvent, policy: Policy, lane: LaneState, age_ms: float, now_s: float) -> Reason | None:
+    """Why the event deserves no pre-inference, whoever owns the lane."""
+    tokens = len(event.prefix)
+    if tokens == 0:
+        return "empty_prefix"
+    if tokens > policy.max_prefix_tokens:
+        return "too_long"
+    if age_ms > policy.stale_ms:
+        return "stale"
+    return "duplicate" if lane.admitted_recently(event.request_id, now_s) else None

@@ -1,0 +1,223 @@
+"""One lane's trigger: its queue of events, and a task that decides on them in order.
+
+An event is done once it was skipped, or its signal or dead letter was acknowledged. The task may wait (for the end of
+the lane's log, for the dead-letter topic); no other lane waits with it. Knows nothing of how the decision is made
+(decision.py), nor of the consumer group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final, TypeVar
+
+import structlog
+
+from relaygr_stream.bus.dead_letter import dead_letter_headers
+from relaygr_stream.bus.producer import Producer
+from relaygr_stream.bus.records import Record
+from relaygr_stream.errors import BrokerError, DecodeError
+from relaygr_stream.messages import PreInferSignal, RequestEvent, decode, encode
+from relaygr_stream.owners import OwnerDirectory
+from relaygr_stream.telemetry.limiter import LogLimiter
+from relaygr_stream.topics import TopicSet, lane_of
+from relaygr_stream.trigger.decision import Decision, LaneState, Policy, decide
+from relaygr_stream.trigger.ledger import Pending
+from relaygr_stream.trigger.log_ends import AgeBounds, LogEnd, LogEnds
+from relaygr_stream.trigger.metrics import TriggerMetrics
+
+T = TypeVar("T")
+
+log = structlog.get_logger(__name__)
+limited = LogLimiter().limited
+
+#: A sender's clock this far off is not worth counting: NTP leaves that much.
+CLOCK_TOLERANCE_MS: Final = 100.0
+#: A lane's task lets the others run after this many events in a row: a few milliseconds.
+EVENTS_PER_TURN: Final = 64
+RETRY_FIRST_S: Final = 0.1
+RETRY_MOST_S: Final = 2.0
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What all lanes of a trigger share."""
+
+    policy: Policy
+    topics: TopicSet
+    owners: OwnerDirectory
+    producer: Producer
+    ends: LogEnds
+    metrics: TriggerMetrics
+    done: Callable[[Record], None]
+
+
+class LaneTrigger:
+    """Decides on one lane's events, from when the lane is ours until `run` is cancelled."""
+
+    def __init__(self, number: int, shared: Surroundings) -> None:
+        self._number = number
+        self._shared = shared
+        self._events: asyncio.Queue[Record] = asyncio.Queue()
+        self._ages = AgeBounds()
+        self.state: LaneState | None = None  # None until the end of the lane's log is known
+
+    @property
+    def backlog(self) -> int:
+        """Events read and not yet decided."""
+        return self._events.qsize()
+
+    def put(self, record: Record) -> None:
+        """A new event."""
+        self._events.put_nowait(record)
+
+    def sample_age(self, end: LogEnd) -> None:
+        """Where the lane's events ended just now."""
+        self._ages.sample(end)
+
+    def reconcile(self, end: LogEnd) -> None:
+        """Where the lane's signals ended just now."""
+        if self.state is not None:
+            lost = self.state.ledger.reconcile(end.offset, end.asked_s)
+            self._shared.metrics.signals_lost.inc(lost)
+            self.state.observe(self._shared.owners.owner(self._number), time.monotonic())
+
+    async def run(self) -> None:
+        """Decide on events as they come; never returns."""
+        pre_infer = self._shared.topics.pre_infer
+        ends = await self._persist(
+            lambda: self._shared.ends.ask(pre_infer.name, [self._number]), "ask where the lane's signals end"
+        )
+        end = ends[self._number]
+        self.state = LaneState(self._shared.policy, end.offset, pre_infer.retention_ms / 1000, end.answered_s)
+        turn = 0
+        while True:
+            await self._handle(await self._events.get(), self.state)
+            turn = (turn + 1) % EVENTS_PER_TURN
+            if turn == 0:
+                await asyncio.sleep(0)
+
+    async def _handle(self, record: Record, state: LaneState) -> None:
+        try:
+            event = decode(RequestEvent, record.value, self._shared.topics.retrieval.max_message_bytes)
+            self._check_lane(event)
+        except DecodeError as error:
+            await self._dead_letter(record, error)
+            return
+        decision = self._decide(event, record, state)
+        if decision.admit:
+            await self._signal(event, record, state, decision)
+        else:
+            self._shared.done(record)
+
+    def _check_lane(self, event: RequestEvent) -> None:
+        """Bounds are kept per lane, so an event must have come by the lane that its user's signal will take."""
+        lanes = self._shared.topics.lanes
+        lane = lane_of(event.user_id, lanes)
+        if lane != self._number:
+            raise DecodeError(
+                "invalid",
+                f"user {event.user_id!r} belongs on partition {lane} of {lanes}, the event came on {self._number}; "
+                f"the key must be the user id, the partitioner murmur2",
+            )
+
+    def _decide(self, event: RequestEvent, record: Record, state: LaneState) -> Decision:
+        started = time.perf_counter()
+        now_s = time.monotonic()
+        owner = self._shared.owners.owner(self._number)
+        state.observe(owner, now_s)
+        age_ms = self._age_ms(event, record.offset, now_s)
+        decision = decide(event, policy=self._shared.policy, lane=state, owner=owner, age_ms=age_ms, now_s=now_s)
+        self._shared.metrics.decision_seconds.observe(time.perf_counter() - started)
+        self._shared.metrics.decisions.labels(decision.reason).inc()
+        log.debug(
+            "decided",
+            request_id=event.request_id,
+            user_id=event.user_id,
+            lane=self._number,
+            outcome=decision.reason,
+            tokens=decision.tokens,
+            age_ms=round(age_ms, 1),
+            predicted_ms=round(decision.predicted_ms, 2),
+        )
+        return decision
+
+    def _age_ms(self, event: RequestEvent, offset: int, now_s: float) -> float:
+        stated = time.time() * 1000 - event.sent_ms if event.sent_ms else 0.0
+        age_ms = self._ages.clamp(stated, offset, now_s)
+        if event.sent_ms and abs(age_ms - stated) > CLOCK_TOLERANCE_MS:
+            self._shared.metrics.ages_clamped.inc()
+        return age_ms
+
+    async def _signal(self, event: RequestEvent, record: Record, state: LaneState, decision: Decision) -> None:
+        pending = state.admit(event, decision, time.monotonic())
+        signal = PreInferSignal(
+            request_id=event.request_id,
+            user_id=event.user_id,
+            prefix=event.prefix,
+            admitted_ms=int(time.time() * 1000),
+            life_ms=self._shared.policy.life_ms,
+            rank_in_ms=event.rank_in_ms,
+        )
+        topic, key = self._shared.topics.pre_infer.name, event.user_id.encode()
+        try:
+            sent = await self._shared.producer.send(topic, encode(signal), key=key, partition=self._number)
+        except BrokerError as error:
+            self._not_sent(event, record, state, pending, error)
+        else:
+            sent.add_done_callback(partial(self._sent, event, record, state, pending))
+
+    def _sent(
+        self, event: RequestEvent, record: Record, state: LaneState, pending: Pending, sent: asyncio.Future[int]
+    ) -> None:
+        if sent.cancelled():
+            return  # the producer was stopped; the event stays undone
+        error = sent.exception()
+        if error is not None:
+            self._not_sent(event, record, state, pending, error)
+            return
+        state.ledger.acknowledged(pending, sent.result(), time.monotonic())
+        self._shared.done(record)
+
+    def _not_sent(
+        self, event: RequestEvent, record: Record, state: LaneState, pending: Pending, error: BaseException
+    ) -> None:
+        """No acknowledgement within the request timeout: by now the request was ranked without us."""
+        state.ledger.failed(pending, time.monotonic())
+        self._shared.metrics.signals_failed.inc()
+        limited(log.warning, "signal not sent")(
+            "signal not sent",
+            request_id=event.request_id,
+            user_id=event.user_id,
+            lane=self._number,
+            outcome="not_sent",
+            error=str(error),
+        )
+        self._shared.done(record)
+
+    async def _dead_letter(self, record: Record, error: DecodeError) -> None:
+        topic, headers = self._shared.topics.dead_letter.name, dead_letter_headers(record, error)
+        value = record.value or b""
+        await self._persist(
+            lambda: self._shared.producer.send_and_wait(topic, value, key=record.key, headers=headers),
+            "send a dead letter",
+        )
+        self._shared.metrics.dead_letters.labels(error.reason).inc()
+        limited(log.warning, error.reason)(
+            "event unreadable", lane=self._number, offset=record.offset, outcome=error.reason, detail=error.detail
+        )
+        self._shared.done(record)
+
+    async def _persist(self, attempt: Callable[[], Coroutine[Any, Any, T]], doing: str) -> T:
+        """Try until it works: nothing is skipped because a broker is away."""
+        wait_s = RETRY_FIRST_S
+        while True:
+            try:
+                return await attempt()
+            except BrokerError as error:
+                limited(log.warning, doing)(f"cannot {doing}, will retry", lane=self._number, error=str(error))
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, RETRY_MOST_S)

@@ -1,0 +1,57 @@
+"""What the trigger counts, for Prometheus."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from relaygr_stream.trigger.decision import REASONS
+
+#: A decision takes microseconds; past a millisecond something is wrong.
+DECISION_BUCKETS = (2e-6, 5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 1e-2)
+
+
+class TriggerMetrics:
+    """The trigger's metrics in one registry."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.decisions = Counter(
+            "relaygr_trigger_decisions", "Request events by what was decided.", ["reason"], registry=registry
+        )
+        for reason in REASONS:
+            self.decisions.labels(reason)
+        self.decision_seconds = Histogram(
+            "relaygr_trigger_decision_seconds",
+            "Time to decide on one event, decoding excluded.",
+            buckets=DECISION_BUCKETS,
+            registry=registry,
+        )
+        self.ages_clamped = Counter(
+            "relaygr_trigger_ages_clamped",
+            "Events whose stated sending time cannot be true: skewed clocks.",
+            registry=registry,
+        )
+        self.outstanding_bytes = Gauge(
+            "relaygr_trigger_outstanding_bytes", "Pinned bytes accounted for, all lanes.", registry=registry
+        )
+        self.budget_bytes = Gauge(
+            "relaygr_trigger_budget_bytes", "Pinned bytes granted by the owners, all lanes.", registry=registry
+        )
+        self.lanes = Gauge("relaygr_trigger_lanes", "Lanes this trigger decides for.", registry=registry)
+        self.lanes_on_hold = Gauge(
+            "relaygr_trigger_lanes_on_hold",
+            "Lanes without admissions until their owner has read signals of unknown size.",
+            registry=registry,
+        )
+        self.backlog = Gauge("relaygr_trigger_backlog", "Events read and not yet decided.", registry=registry)
+        self.dead_letters = Counter(
+            "relaygr_trigger_dead_letters", "Events nobody could read, by reason.", ["reason"], registry=registry
+        )
+        self.signals_failed = Counter(
+            "relaygr_trigger_signals_failed", "Signals that no broker acknowledged.", registry=registry
+        )
+        self.signals_lost = Counter(
+            "relaygr_trigger_signals_lost", "Acknowledged signals that the log no longer has.", registry=registry
+        )
+        self.statuses_unreadable = Counter(
+            "relaygr_trigger_statuses_unreadable", "Worker statuses that could not be read.", registry=registry
+        )

@@ -1,0 +1,30 @@
+"""What a request will cost: device time of full inference and of the prefix alone, and the bytes of its prefix KV.
+
+Arithmetic on the numbers that the lane's owner states. Knows nothing of budgets.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+from relaygr_stream.messages import CostModel, WorkerStatus
+
+#: Costs taken for a worker that has measured nothing yet (all its coefficients are zero) or whose fit went wrong: the
+#: built-in HSTU (4 layers, D = 128, H·dqk = H·dv = 128) at 50 GFLOP/s, a slow CPU core. Projections: 0.9 MFLOP a token;
+#: attention among n tokens: 1,024·n² FLOP; of m candidates to n tokens: 2,048·n·m. It overestimates any accelerator:
+#: rather a pre-inference too many, which the load bound limits, than a missed SLO.
+FALLBACK_COSTS: Final = CostModel(c0=1.0, c1=0.02, c2=2e-5, c3=4e-5)
+
+
+def usable_costs(costs: CostModel) -> CostModel:
+    """The stated costs if they can be reckoned with, else FALLBACK_COSTS."""
+    coefficients = (costs.c0, costs.c1, costs.c2, costs.c3)
+    if all(math.isfinite(c) and c >= 0 for c in coefficients) and any(coefficients):
+        return costs
+    return FALLBACK_COSTS
+
+
+def prefix_bytes(tokens: int, owner: WorkerStatus) -> int:
+    """HBM that the prefix KV of so many tokens holds on that worker: whole allocation units."""
+    return -(-tokens * owner.bytes_per_token // owner.alloc_bytes) * owner.alloc_bytes

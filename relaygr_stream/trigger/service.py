@@ -1,0 +1,186 @@
+"""The trigger process: request events in, pre-infer signals out, bad events to the dead letters.
+
+Connects the parts, gives each lane of the consumer group its LaneTrigger, and asks the brokers periodically where the
+lanes end. Knows nothing of how events are decided on (lane.py, decision.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack
+from typing import Any, Final
+
+import structlog
+
+from relaygr_stream.bus.lanes import LaneConsumer
+from relaygr_stream.bus.producer import Producer
+from relaygr_stream.bus.records import Record
+from relaygr_stream.bus.tail import TopicTail
+from relaygr_stream.errors import BrokerError
+from relaygr_stream.owners import OwnerDirectory
+from relaygr_stream.telemetry.limiter import LogLimiter
+from relaygr_stream.telemetry.process import ProcessContext
+from relaygr_stream.topics import load_topics, verify_topics
+from relaygr_stream.trigger.decision import Policy
+from relaygr_stream.trigger.lane import LaneTrigger, Surroundings
+from relaygr_stream.trigger.log_ends import LogEnds
+from relaygr_stream.trigger.metrics import TriggerMetrics
+
+log = structlog.get_logger(__name__)
+limited = LogLimiter().limited
+
+#: Ages are bounded from samples of the logs' ends; four samples within the staleness bound keep the error of a fresh
+#: event's age below it, whatever its sender's clock says.
+SAMPLES_PER_STALE: Final = 4
+RECONCILE_S: Final = 1.0
+READINESS_S: Final = 0.5
+#: Events waiting, over all lanes, at which this process counts as stuck and gives its lanes up (after
+#: kafka.max_poll_ms). An event of 4,096 behaviours has 53 KB, so this is half a gigabyte at worst.
+BACKLOG_LIMIT: Final = 10_000
+#: On SIGTERM: events already read take milliseconds, signals in flight at most the request timeout; supervisors kill
+#: after 10 s by default.
+DRAIN_S: Final = 8.0
+
+
+async def run_trigger(context: ProcessContext) -> None:
+    """Run a trigger until `context.stop` is set, then drain.
+
+    Raises ConfigError, TopicError, CoPartitionError or BrokerUnavailable at the start, BrokerError when reading fails
+    for good.
+    """
+    settings = context.settings
+    topics = load_topics(settings.kafka)
+    await verify_topics(settings.kafka)
+    member = f"trigger-{socket.gethostname()}-{os.getpid()}"
+    max_bytes = max(topics.pre_infer.max_message_bytes, topics.dead_letter.max_message_bytes)
+    metrics = TriggerMetrics(context.registry)
+    owners = OwnerDirectory(settings.trigger.silence_ms, on_unreadable=metrics.statuses_unreadable.inc)
+    async with AsyncExitStack() as stack:
+        producer = await stack.enter_async_context(Producer(settings.kafka, client_id=member, max_bytes=max_bytes))
+        ends = await stack.enter_async_context(LogEnds(settings.kafka, member))
+        # From the end: a status that was there before us may be of any age (owners.py).
+        status = topics.worker_status
+        tail = TopicTail(settings.kafka, status.name, range(status.partitions), "latest", owners.on_records)
+        await stack.enter_async_context(tail)
+
+        def done(record: Record) -> None:
+            consumer.done(record)  # which needs the lanes first
+
+        lanes = TriggerLanes(Surroundings(Policy.of(settings), topics, owners, producer, ends, metrics, done))
+        stack.push_async_callback(lanes.close)
+        consumer = LaneConsumer(
+            settings.kafka,
+            topics=[topics.retrieval.name],
+            group=settings.kafka.prefix + settings.trigger.group,
+            member=member,
+            on_records=lanes.on_records,
+            on_lanes=lanes.on_lanes,
+            progressing=lambda: lanes.backlog < BACKLOG_LIMIT,
+        )
+        await stack.enter_async_context(consumer)
+
+        async def tell_readiness() -> None:
+            context.set_ready(consumer.healthy, f"no Kafka broker answers at {settings.kafka.bootstrap}")
+
+        lanes.every(READINESS_S, tell_readiness)
+        log.info("trigger ready", member=member, lanes=topics.lanes)
+        await _first_of(context.stop, consumer.failed, tail.failed, lanes.failed)
+        if not await consumer.drain(DRAIN_S):
+            log.warning("trigger stopped with events undecided", undone=consumer.undone)
+
+
+class TriggerLanes:
+    """The lanes that are ours now, each with its running LaneTrigger."""
+
+    def __init__(self, shared: Surroundings) -> None:
+        self._shared = shared
+        self._lanes: dict[int, LaneTrigger] = {}
+        self._running: dict[LaneTrigger, asyncio.Task[None]] = {}
+        #: Never completes unless something here broke; then it raises what.
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.failed.add_done_callback(lambda failed: failed.cancelled() or failed.exception())  # may go unwatched
+        sample_s = shared.policy.stale_ms / 1000 / SAMPLES_PER_STALE
+        self._background: list[asyncio.Task[None]] = []
+        self.every(sample_s, self._sample_ages)
+        self.every(RECONCILE_S, self._reconcile)
+
+    @property
+    def backlog(self) -> int:
+        """Events read and not yet decided."""
+        return sum(lane.backlog for lane in self._lanes.values())
+
+    def on_lanes(self, gained: frozenset[int], lost: frozenset[int]) -> None:
+        """Lanes came or went; events of a lost lane that were not decided are its next trigger's."""
+        for number in lost:
+            self._running.pop(self._lanes.pop(number)).cancel()
+        for number in gained:
+            self._lanes[number] = lane = LaneTrigger(number, self._shared)
+            self._running[lane] = self._task(lane.run())
+        self._shared.metrics.lanes.set(len(self._lanes))
+
+    def on_records(self, records: list[Record]) -> None:
+        """New request events."""
+        for record in records:
+            self._lanes[record.lane].put(record)
+
+    async def close(self) -> None:
+        """Stop everything; what is not done is read again by the lane's next trigger."""
+        tasks = [*self._background, *self._running.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _sample_ages(self) -> None:
+        ends = await self._shared.ends.ask(self._shared.topics.retrieval.name, list(self._lanes))
+        for number in ends.keys() & self._lanes.keys():
+            self._lanes[number].sample_age(ends[number])
+
+    async def _reconcile(self) -> None:
+        ends = await self._shared.ends.ask(self._shared.topics.pre_infer.name, list(self._lanes))
+        for number in ends.keys() & self._lanes.keys():
+            self._lanes[number].reconcile(ends[number])
+        ledgers = [lane.state.ledger for lane in self._lanes.values() if lane.state is not None]
+        metrics = self._shared.metrics
+        metrics.outstanding_bytes.set(sum(ledger.outstanding for ledger in ledgers))
+        metrics.budget_bytes.set(sum(ledger.budget for ledger in ledgers))
+        metrics.lanes_on_hold.set(sum(ledger.on_hold for ledger in ledgers))
+        metrics.backlog.set(self.backlog)
+
+    def every(self, seconds: float, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Do `work` now and again after so many seconds, until `close`."""
+        self._background.append(self._task(self._repeat(seconds, work)))
+
+    async def _repeat(self, seconds: float, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        while True:
+            try:
+                await work()
+            except BrokerError as error:
+                limited(log.warning, "ends")("brokers do not say where the lanes end", error=str(error))
+            await asyncio.sleep(seconds)
+
+    def _task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """A task whose unexpected end ends the process, visibly."""
+        task = asyncio.get_running_loop().create_task(work)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None and not self.failed.done():
+            log.error("trigger failed", error=repr(error))
+            self.failed.set_exception(error)
+
+
+async def _first_of(stop: asyncio.Event, *failures: asyncio.Future[None]) -> None:
+    """Return when `stop` is set; raise what a failure says."""
+    stopped: asyncio.Future[bool] = asyncio.ensure_future(stop.wait())
+    ends: list[asyncio.Future[Any]] = [stopped, *failures]
+    try:
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        for failure in failures:
+            if failure.done():
+                failure.result()
+    finally:
+        stopped.cancel()

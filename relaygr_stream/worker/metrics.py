@@ -1,0 +1,65 @@
+"""The worker's metrics. Their names are part of the interface: docs/operations.md and the dashboard use them."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+#: Milliseconds to seconds around a tight ranking SLO; 1.5–2× apart, so that a quantile is known within that.
+LATENCY_BUCKETS = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2)
+
+
+class WorkerMetrics:
+    """Prometheus metrics of one worker process."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(name, text, labels, registry=registry)
+
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(name, text, labels, registry=registry)
+
+        def histogram(name: str, text: str, *labels: str) -> Histogram:
+            return Histogram(name, text, labels, registry=registry, buckets=LATENCY_BUCKETS)
+
+        self.answers = counter(
+            "relaygr_answers", "Answers by status and by where the prefix was found", "status", "outcome"
+        )
+        self.ranking_seconds = histogram(
+            "relaygr_ranking_seconds", "From reading a ranking request to its scores leaving the device", "outcome"
+        )
+        self.queued_seconds = histogram(
+            "relaygr_ranking_queued_seconds", "Of that, until the device first worked for it"
+        )
+        self.signals = counter("relaygr_signals", "Pre-infer signals by what became of them", "result")
+        self.device_seconds = counter("relaygr_device_seconds", "Device time by kind of work", "work")
+        self.cache_events = counter("relaygr_cache_events", "What happened in the cache tiers", "event")
+        self.hbm_bytes = gauge("relaygr_hbm_bytes", "HBM tier", "kind")
+        self.dram_bytes = gauge("relaygr_dram_bytes", "DRAM tier", "kind")
+        self.entries = gauge("relaygr_cache_entries", "Users with prefix KV in either tier")
+        self.pins = gauge("relaygr_pins", "Admitted requests whose ranking is awaited")
+        self.pins_expired = counter("relaygr_pins_expired", "Life windows that ended without a ranking")
+        self.waiting = gauge("relaygr_rankings_waiting", "Ranking requests without an answer")
+        self.backlog = gauge("relaygr_pre_infer_backlog", "Pre-inferences not finished")
+        self.queue_seconds = gauge("relaygr_queue_seconds", "Recent delay of a ranking before the device takes it")
+        self.lanes = gauge("relaygr_lanes", "Lanes owned")
+        self.lane_changes = counter("relaygr_lane_changes", "Lanes gained and lost", "change")
+        self.audits = counter("relaygr_audits", "Rankings scored twice, by verdict", "verdict")
+        self.audit_deviation = gauge(
+            "relaygr_audit_deviation_max", "Largest relative deviation of relayed from full scores"
+        )
+        self.dead_letters = counter("relaygr_dead_letters", "Messages that could not be read, by reason", "reason")
+        self.clock_clamped = counter("relaygr_clock_clamped", "Requests whose sender's clock was ahead of ours")
+        self.reply_failures = counter("relaygr_reply_failures", "Answers that could not be produced at once")
+        self.device_stall_seconds = gauge("relaygr_device_stall_seconds", "Time since the device thread last moved")
+        self.model_info = gauge(
+            "relaygr_model_info", "1; the model's version and a note on its weights", "version", "note"
+        )
+        self._totals: dict[tuple[Counter, str | None], float] = {}
+
+    def advance(self, counter: Counter, label: str | None, total: float) -> None:
+        """Bring a counter (of one label, or none) up to a running total kept elsewhere."""
+        key = (counter, label)
+        step = total - self._totals.get(key, 0.0)
+        if step > 0:
+            (counter if label is None else counter.labels(label)).inc(step)
+            self._totals[key] = total

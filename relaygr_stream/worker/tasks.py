@@ -1,0 +1,86 @@
+"""What waits for the device: pre-infer signals, rankings, and the flights that compute prefix KV for them.
+
+Times are seconds of one monotonic clock. Knows nothing of Kafka: `origin` is the service's business.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from relaygr_stream.cache.entry import Entry
+from relaygr_stream.messages import Outcome, Status
+from relaygr_stream.models.kv import KVRegion
+from relaygr_stream.models.tokens import Tokens
+
+
+@dataclass(slots=True, eq=False)
+class PreInferTask:
+    """An admitted request whose prefix KV is to be ready, and pinned, before its ranking comes."""
+
+    request_id: str
+    user_id: str
+    lane: int
+    offset: int  # in the pre-infer lane, to say how far the books go
+    tokens: Tokens
+    due: float  # when its ranking is expected
+    expires: float  # end of the life window
+
+
+@dataclass(slots=True, eq=False)
+class RankTask:
+    """A ranking request on its way to an answer."""
+
+    request_id: str
+    user_id: str
+    lane: int
+    tokens: Tokens  # the prefix
+    suffix: Tokens
+    candidates: npt.NDArray[np.int64]
+    arrived: float
+    deadline: float
+    full: bool  # ignore prefix KV
+    origin: Any = None
+    outcome: Outcome | None = None  # where the prefix was first found
+    entry: Entry | None = None  # held while set
+    region: KVRegion | None = None  # what to score against, once ready
+    borrowed: bool = False  # region is the scratch region, to be given back
+    started: float = 0.0  # when the device first worked for it
+    device_ms: float = 0.0
+    computed_tokens: int = 0
+    admitted: bool = False  # counted as waiting
+    answered: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """Prefix KV being computed, chunk by chunk, for everyone who waits for it."""
+
+    region: KVRegion
+    tokens: Tokens
+    due: float
+    entry: Entry | None = None  # None: into scratch, for one full inference or an audit
+    waiters: list[RankTask] = field(default_factory=list)
+    over: bool = False  # finished or aborted; queues drop it when they meet it
+
+
+@dataclass(slots=True, eq=False)
+class Audit:
+    """A ranking that was answered from prefix KV and is to be scored in full, to compare."""
+
+    task: RankTask
+    relayed: npt.NDArray[np.float32]
+    flight: Flight | None = None
+
+
+@dataclass(slots=True)
+class Answer:
+    """The one typed answer to a ranking."""
+
+    task: RankTask
+    status: Status
+    scores: npt.NDArray[np.float32] | None = None  # (candidates, tasks)
+    detail: str = ""

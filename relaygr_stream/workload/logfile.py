@@ -1,0 +1,136 @@
+"""A log file as numbered text lines: opened, unzipped, refused when it is not text. Knows nothing of columns.
+
+A line that cannot be text (not UTF-8, or endless) is handed on as a `BrokenLine`; the readers count it and go on.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Final
+
+from relaygr_stream.errors import InputError
+
+#: Longer lines are broken lines. The widest JSON event seen in public logs has a few KiB; a file without any newline
+#: must not be read into memory as one line.
+MAX_LINE_BYTES: Final = 1 << 20
+#: How much of a file is looked at to recognise its format.
+SNIFF_BYTES: Final = 1 << 16
+#: Lines between two calls of the progress callback: at about a million lines a second, some twenty calls a second.
+PROGRESS_LINES: Final = 50_000
+
+_GZIP_MAGIC: Final = b"\x1f\x8b"
+_PARQUET_MAGIC: Final = b"PAR1"
+_UTF8_BOM: Final = b"\xef\xbb\xbf"
+_UTF16_BOMS: Final = (b"\xff\xfe", b"\xfe\xff")
+
+#: Called with (bytes read so far, bytes of the file).
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class BrokenLine:
+    """A line that was skipped, and why."""
+
+    line: int  # 1 is the first line of the file (the first row of a Parquet file)
+    reason: str
+
+
+class TextLog:
+    """An open log file; iterating yields (line number, text without its line end) or a BrokenLine."""
+
+    def __init__(self, path: Path, progress: Progress | None = None) -> None:
+        self.path = path
+        self.lines = 0  # read so far, the broken ones included
+        self._progress = progress
+        self._size = path.stat().st_size
+        self._raw: IO[bytes] = path.open("rb")
+        zipped = self._raw.read(2) == _GZIP_MAGIC
+        self._raw.seek(0)
+        # BufferedReader around GzipFile: readline on a bare GzipFile is several times slower.
+        self._stream: IO[bytes] = io.BufferedReader(gzip.GzipFile(fileobj=self._raw)) if zipped else self._raw
+
+    def __enter__(self) -> TextLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stream.close()
+        self._raw.close()
+
+    def __iter__(self) -> Iterator[tuple[int, str] | BrokenLine]:
+        while data := self._readline():
+            self.lines += 1
+            if self.lines == 1:
+                data = data.removeprefix(_UTF8_BOM)
+            if self._progress is not None and self.lines % PROGRESS_LINES == 0:
+                self._progress(self._raw.tell(), self._size)
+            if len(data) >= MAX_LINE_BYTES and not data.endswith(b"\n"):
+                self._skip_to_line_end()
+                yield BrokenLine(self.lines, f"longer than {MAX_LINE_BYTES} bytes")
+                continue
+            try:
+                yield self.lines, data.decode().rstrip("\r\n")
+            except UnicodeDecodeError as error:
+                yield BrokenLine(self.lines, f"not UTF-8 (byte {data[error.start]:#04x} at column {error.start + 1})")
+        if self._progress is not None:
+            self._progress(self._size, self._size)
+
+    def _readline(self) -> bytes:
+        try:
+            return self._stream.readline(MAX_LINE_BYTES)
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise InputError(
+                f"{self.path}: the gzip data is damaged or cut off after line {self.lines} ({error}); "
+                "is the download complete?"
+            ) from error
+        except OSError as error:
+            raise InputError(f"{self.path}: cannot be read after line {self.lines}: {error}") from error
+
+    def _skip_to_line_end(self) -> None:
+        while (data := self._readline()) and not data.endswith(b"\n"):
+            pass
+
+
+def head(path: Path) -> bytes:
+    """The first SNIFF_BYTES of the file's content, unzipped; raises InputError where it cannot be a log at all."""
+    try:
+        if path.is_dir():
+            raise InputError(f"{path} is a directory; name the log file in it")
+        if path.exists() and not path.is_file():
+            raise InputError(f"{path} is no regular file; logs are read twice, which a pipe or a device does not allow")
+        with path.open("rb") as raw:
+            start = raw.read(SNIFF_BYTES)
+        if start.startswith(_GZIP_MAGIC):
+            with gzip.open(path) as unzipped:
+                start = unzipped.read(SNIFF_BYTES)
+    except FileNotFoundError as error:
+        raise InputError(f"{path}: no such file") from error
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise InputError(f"{path}: looks like gzip but cannot be unzipped: {error}") from error
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        raise InputError(f"{path}: cannot be read: {error}") from error
+    if not start.strip():
+        raise InputError(f"{path} is empty; a log of interactions was expected")
+    return start
+
+
+def is_parquet(start: bytes) -> bool:
+    """Whether a file that starts so is a Parquet file."""
+    return start.startswith(_PARQUET_MAGIC)
+
+
+def refuse_binary(path: Path, start: bytes) -> None:
+    """Raise InputError if a file that starts so is no text."""
+    if start.startswith(_UTF16_BOMS):
+        raise InputError(f"{path} is UTF-16 text; convert it to UTF-8 (iconv -f UTF-16 -t UTF-8)")
+    if b"\0" in start:
+        raise InputError(
+            f"{path} is a binary file (a zero byte at offset {start.index(0)}); expected text, gzipped text or Parquet"
+        )

@@ -1,0 +1,90 @@
+"""Following a topic without a group, on each broker."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from relaygr_stream.bus.local import LocalBroker, local_broker
+from relaygr_stream.bus.producer import Producer
+from relaygr_stream.bus.records import Record
+from relaygr_stream.bus.tail import TopicTail
+from relaygr_stream.errors import BrokerUnavailable
+from relaygr_stream.settings import Kafka
+from relaygr_stream.topics import apply_topics, load_topics
+from tests.bus.members import until
+from tests.conftest import AnyBroker
+
+
+async def test_earliest_has_everything_when_started_and_follows(kafka_settings: Kafka) -> None:
+    await apply_topics(kafka_settings)
+    topic = load_topics(kafka_settings).worker_status.name
+    read: list[Record] = []
+    async with Producer(kafka_settings, client_id="test") as producer:
+        for number in range(20):
+            await producer.send_and_wait(topic, str(number).encode(), key=b"worker")
+        async with TopicTail(kafka_settings, topic, [0], "earliest", read.extend):
+            assert [record.value for record in read] == [str(number).encode() for number in range(20)]
+            await producer.send_and_wait(topic, b"20", key=b"worker")
+            await until(lambda: len(read) == 21, "followed")
+
+
+async def test_earliest_on_an_empty_topic_starts_at_once(kafka_settings: Kafka) -> None:
+    await apply_topics(kafka_settings)
+    topic = load_topics(kafka_settings).worker_status.name
+    read: list[Record] = []
+    async with TopicTail(kafka_settings, topic, [0], "earliest", read.extend):
+        assert read == []
+
+
+async def test_latest_has_what_comes_after_the_start_and_only_its_partitions(kafka_settings: Kafka) -> None:
+    await apply_topics(kafka_settings)
+    topic = load_topics(kafka_settings).scores.name
+    read: list[Record] = []
+    async with Producer(kafka_settings, client_id="test") as producer:
+        await producer.send_and_wait(topic, b"before", partition=3)
+        async with TopicTail(kafka_settings, topic, [3], "latest", read.extend):
+            await producer.send_and_wait(topic, b"elsewhere", partition=4)
+            await producer.send_and_wait(topic, b"after", partition=3)
+            await until(lambda: len(read) >= 1, "followed")
+            await asyncio.sleep(0.1)
+            assert [record.value for record in read] == [b"after"]
+
+
+def _own_kafka(folder: Path) -> AbstractAsyncContextManager[LocalBroker]:
+    if not os.environ.get("KAFKA_HOME"):
+        pytest.skip("set KAFKA_HOME: a broker named by RELAYGR_TEST_BOOTSTRAP is not ours to restart")
+    return local_broker("kafka", folder=folder)
+
+
+async def test_a_tail_outlives_a_restart_of_its_broker(broker: AnyBroker, tmp_path: Path) -> None:
+    if broker.kind == "embedded":
+        pytest.skip("the embedded broker forgets its topics, and does not tell readers that their offsets are gone")
+    async with _own_kafka(tmp_path) as own:
+        kafka = own.kafka_settings(Kafka(request_timeout_ms=5000))
+        await apply_topics(kafka)
+        topic = load_topics(kafka).scores.name
+        read: list[Record] = []
+        async with TopicTail(kafka, topic, [0], "latest", read.extend) as tail:
+            async with Producer(kafka, client_id="test") as producer:
+                for number in range(3):
+                    await producer.send_and_wait(topic, str(number).encode(), partition=0)
+            await until(lambda: len(read) == 3, "read")
+            own.stop()
+            await asyncio.sleep(0.3)
+            await own.start()
+            async with Producer(kafka, client_id="test") as producer:
+                await producer.send_and_wait(topic, b"later", partition=0)
+            await until(lambda: read[-1].value == b"later", "read after the restart")
+            assert not tail.failed.done()
+
+
+async def test_no_broker_is_said_at_once(kafka_settings: Kafka) -> None:
+    nowhere = msgspec.structs.replace(kafka_settings, bootstrap="127.0.0.1:1")
+    with pytest.raises(BrokerUnavailable, match=r"127\.0\.0\.1:1"):
+        await TopicTail(nowhere, "topic", [0], "latest", lambda records: None).start()

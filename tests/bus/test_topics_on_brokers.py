@@ -1,0 +1,119 @@
+"""Topics on each broker: created, verified, shown; and what differs from its description is refused."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import pytest
+from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+
+from relaygr_stream.bus.producer import Producer
+from relaygr_stream.errors import BrokerUnavailable, CoPartitionError, TopicError
+from relaygr_stream.settings import Kafka
+from relaygr_stream.topics import apply_topics, describe_topics, lane_of, load_topics, verify_topics
+from tests.bus.members import Member, until
+from tests.conftest import AnyBroker
+
+
+async def _create(kafka: Kafka, name: str, partitions: int, **configs: str) -> None:
+    admin = AIOKafkaAdminClient(bootstrap_servers=kafka.bootstrap)
+    await admin.start()
+    try:
+        config = {key.replace("_", "."): value for key, value in configs.items()}
+        await admin.create_topics([NewTopic(kafka.prefix + name, partitions, 1, topic_configs=config)])
+        while kafka.prefix + name not in await admin.list_topics():
+            await asyncio.sleep(0.02)
+    finally:
+        await admin.close()
+
+
+async def test_applied_topics_are_as_described(kafka_settings: Kafka) -> None:
+    names = tuple(topic.name for topic in load_topics(kafka_settings).all)
+    with pytest.raises(TopicError) as missing:
+        await verify_topics(kafka_settings)
+    assert all(name in str(missing.value) for name in names)
+    assert all(row.found is None for row in await describe_topics(kafka_settings))
+
+    report = await apply_topics(kafka_settings)
+    assert (report.created, report.existing) == (names, ())
+    assert f"created   {names[0]}" in str(report)
+
+    for row in await verify_topics(kafka_settings):
+        assert row.found is not None
+        for what in ("partitions", "replication", "retention_ms", "max_message_bytes", "cleanup_policy"):
+            assert getattr(row.found, what) == getattr(row.topic, what), f"{row.topic.name} {what}"
+
+    again = await apply_topics(kafka_settings)
+    assert (again.created, again.existing) == ((), names)
+
+
+async def test_unequal_lane_counts_are_refused_naming_both(kafka_settings: Kafka) -> None:
+    await _create(kafka_settings, "pre-infer", 6)
+    await _create(kafka_settings, "ranking", 8)
+    with pytest.raises(CoPartitionError) as refused:
+        await apply_topics(kafka_settings)
+    for part in (f"{kafka_settings.prefix}pre-infer", f"{kafka_settings.prefix}ranking", "6 and 8"):
+        assert part in str(refused.value)
+    # Nothing was added to what does not fit.
+    assert sum(row.found is not None for row in await describe_topics(kafka_settings)) == 2
+
+
+async def test_verify_refuses_unequal_lane_counts(kafka_settings: Kafka) -> None:
+    for name, partitions in {"retrieval": 8, "pre-infer": 8, "ranking": 12}.items():
+        await _create(kafka_settings, name, partitions)
+    for name in ("scores", "worker-status", "dead-letter"):
+        await _create(kafka_settings, name, 16)
+    with pytest.raises(CoPartitionError, match=r"retrieval and test-\w+\.ranking .* 8 and 12"):
+        await verify_topics(kafka_settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "partitions", "configs", "said"),
+    [
+        ("scores", 2, {}, "2 partitions"),
+        ("worker-status", 3, {"cleanup_policy": "compact"}, "3 partitions"),
+        ("worker-status", 1, {"cleanup_policy": "delete"}, r"cleanup\.policy=delete"),
+        ("ranking", 8, {"max_message_bytes": "5000"}, "5000 bytes"),
+    ],
+)
+async def test_what_differs_is_refused(
+    kafka_settings: Kafka, name: str, partitions: int, configs: dict[str, str], said: str
+) -> None:
+    await _create(kafka_settings, name, partitions, **configs)
+    with pytest.raises(TopicError, match=f"{name} .*{said}"):
+        await apply_topics(kafka_settings)
+
+
+async def test_another_lane_count_than_configured_is_refused(kafka_settings: Kafka) -> None:
+    await apply_topics(kafka_settings)
+    other = msgspec.structs.replace(kafka_settings, partitions=5)
+    with pytest.raises(TopicError, match=r"has 8 partitions, its description says 5; set kafka\.partitions to 8"):
+        await verify_topics(other)
+
+
+async def test_impossible_replication_is_explained(broker: AnyBroker, kafka_settings: Kafka) -> None:
+    if broker.kind == "embedded":
+        pytest.skip("the embedded broker keeps one copy and accepts any replication")
+    with pytest.raises(TopicError, match="InvalidReplicationFactor"):
+        await apply_topics(msgspec.structs.replace(kafka_settings, replication=9))
+
+
+async def test_no_broker_is_said(kafka_settings: Kafka) -> None:
+    with pytest.raises(BrokerUnavailable, match=r"127\.0\.0\.1:1.*RELAYGR_KAFKA_BOOTSTRAP"):
+        await verify_topics(msgspec.structs.replace(kafka_settings, bootstrap="127.0.0.1:1"))
+
+
+async def test_a_users_messages_go_to_the_users_lane(kafka_settings: Kafka) -> None:
+    await apply_topics(kafka_settings)
+    topics = load_topics(kafka_settings)
+    users = [f"user-{number}" for number in range(40)] + ["用户", "ü", "a b"]
+    async with Member(kafka_settings, topics, "one") as one, Producer(kafka_settings, client_id="test") as producer:
+        for user in users:
+            for topic in (topics.pre_infer.name, topics.ranking.name):
+                await producer.send(topic, b"", key=user.encode())
+        await producer.flush()
+        await until(lambda: len(one.records) == 2 * len(users), "all read")
+        for record in one.records:
+            assert record.key is not None
+            assert record.lane == lane_of(record.key.decode(), topics.lanes)

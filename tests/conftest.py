@@ -1,0 +1,102 @@
+"""Brokers for the tests: the embedded one always, Apache Kafka where this machine has it. One process per session."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from relaygr_stream.bus.local import BrokerKind, LocalBroker, local_broker
+from relaygr_stream.settings import Kafka
+
+KAFKA_HINT = (
+    "set KAFKA_HOME to an Apache Kafka 4 distribution (Java 17), or RELAYGR_TEST_BOOTSTRAP to a running cluster"
+)
+
+#: Enough lanes for moves to show, few enough for topics to be made in a moment.
+TEST_LANES = 8
+
+
+class RunningCluster:
+    """A cluster named by RELAYGR_TEST_BOOTSTRAP: ours to use, not to stop."""
+
+    def __init__(self, bootstrap: str) -> None:
+        self.kind: BrokerKind = "kafka"
+        self.bootstrap = bootstrap
+
+    def kafka_settings(self, base: Kafka) -> Kafka:
+        """`base`, pointed at this cluster."""
+        return msgspec.structs.replace(base, bootstrap=self.bootstrap)
+
+
+AnyBroker = LocalBroker | RunningCluster
+
+
+class _Brokers:
+    """Starts each kind at its first use and keeps it for the session."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._runner = asyncio.Runner()
+        self._open: dict[BrokerKind, tuple[AbstractAsyncContextManager[LocalBroker], LocalBroker]] = {}
+
+    def get(self, kind: BrokerKind) -> LocalBroker:
+        if kind not in self._open:
+            context = local_broker(kind, folder=self._folder)
+            self._open[kind] = (context, self._runner.run(context.__aenter__()))
+        return self._open[kind][1]
+
+    def close(self) -> None:
+        for context, _ in self._open.values():
+            self._runner.run(context.__aexit__(None, None, None))
+        self._runner.close()
+
+
+@pytest.fixture(scope="session")
+def _brokers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Brokers]:
+    brokers = _Brokers(tmp_path_factory.mktemp("brokers"))
+    yield brokers
+    brokers.close()
+
+
+@pytest.fixture(scope="session")
+def embedded_broker(_brokers: _Brokers) -> LocalBroker:
+    """The embedded broker, for tests whose subject is not the broker."""
+    return _brokers.get("embedded")
+
+
+@pytest.fixture(scope="session", params=["embedded", pytest.param("kafka", marks=pytest.mark.kafka)])
+def broker(request: pytest.FixtureRequest, _brokers: _Brokers) -> AnyBroker:
+    """Each broker at hand."""
+    if request.param == "kafka":
+        if running := os.environ.get("RELAYGR_TEST_BOOTSTRAP"):
+            return RunningCluster(running)
+        if not os.environ.get("KAFKA_HOME"):
+            pytest.skip(KAFKA_HINT)
+    return _brokers.get(request.param)
+
+
+def _unique_settings(broker: AnyBroker) -> Kafka:
+    """Settings with names that no other test uses."""
+    kafka = broker.kafka_settings(Kafka(prefix=f"test-{uuid.uuid4().hex[:10]}.", partitions=TEST_LANES, replication=1))
+    if isinstance(broker, LocalBroker):  # another's cluster may allow no shorter sessions than the default
+        kafka = msgspec.structs.replace(kafka, session_timeout_ms=3000)
+    return kafka
+
+
+@pytest.fixture
+def kafka_settings(broker: AnyBroker) -> Kafka:
+    """How to reach `broker`, with a topic prefix of this test's own."""
+    return _unique_settings(broker)
+
+
+@pytest.fixture
+def embedded_settings(embedded_broker: LocalBroker) -> Kafka:
+    """The same on the embedded broker alone."""
+    return _unique_settings(embedded_broker)

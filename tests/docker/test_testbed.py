@@ -1,0 +1,168 @@
+"""The testbed's containers, seen from outside: a foreign request, a killed worker, and nothing left afterwards.
+
+One testbed for the file; its tests run in the order in which they stand.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import struct
+import time
+from typing import Any
+
+import confluent_kafka
+import msgpack
+import pytest
+
+from relaygr_stream.client import RelayClient
+from relaygr_stream.messages import Outcome
+from relaygr_stream.workload.driver import Result, drive
+from relaygr_stream.workload.generator import Generator, GeneratorOptions
+from tests.docker.conftest import ROOT, Testbed, docker
+
+# Building and starting the containers counts into the first test's time; from nothing, torch is downloaded too.
+pytestmark = [pytest.mark.docker, pytest.mark.timeout(1800)]
+
+HITS: set[Outcome] = {"hbm", "dram", "joined"}
+
+
+def test_it_shows_scores_being_served(testbed: Testbed) -> None:
+    print(testbed.shown)
+    assert "worker-1: healthy" in testbed.shown
+    assert "outcome=" in testbed.shown
+    assert testbed.bootstrap in testbed.shown
+
+
+def test_no_container_runs_as_root(testbed: Testbed) -> None:
+    for service in ("trigger", "worker-1", "worker-2", "client"):
+        assert docker("exec", testbed.container(service), "id", "-u").strip() != "0"
+
+
+class ForeignClient:
+    """A service in another language, as it were: confluent-kafka and msgpack, and nothing of this package."""
+
+    REPLY_PARTITION = 3
+
+    def __init__(self, bootstrap: str) -> None:
+        self._producer = confluent_kafka.Producer(
+            {"bootstrap.servers": bootstrap, "partitioner": "murmur2_random", "linger.ms": 0}
+        )
+        self._consumer = confluent_kafka.Consumer(
+            {"bootstrap.servers": bootstrap, "group.id": "unused", "enable.auto.commit": False}
+        )
+        scores = confluent_kafka.TopicPartition("relaygr.scores", self.REPLY_PARTITION)
+        _, scores.offset = self._consumer.get_watermark_offsets(scores, timeout=10)
+        self._consumer.assign([scores])
+
+    def close(self) -> None:
+        self._consumer.close()
+
+    def announce(self, user: str, event: dict[str, Any]) -> None:
+        self._producer.produce("relaygr.retrieval", key=user, value=msgpack.packb(event))
+        assert self._producer.flush(10) == 0
+
+    def rank(self, user: str, request: dict[str, Any], timeout: float) -> dict[str, Any]:
+        correlation = f"foreign {request['request_id']}".encode()
+        headers: dict[str, str | bytes | None] = {
+            "relaygr-correlation-id": correlation,
+            "relaygr-reply-partition": str(self.REPLY_PARTITION),
+        }
+        self._producer.produce("relaygr.ranking", key=user, value=msgpack.packb(request), headers=headers)
+        deadline = time.monotonic() + timeout
+        while (left := deadline - time.monotonic()) > 0:
+            message = self._consumer.poll(left)
+            if message is None or dict(message.headers() or []).get("relaygr-correlation-id") != correlation:
+                continue
+            reply = msgpack.unpackb(message.value())
+            assert isinstance(reply, dict)
+            return reply
+        raise AssertionError(f"no answer to {request['request_id']} within {timeout} s")
+
+
+def behaviours(items: range, first_ms: int) -> dict[str, bytes]:
+    count = len(items)
+    return {
+        "items": struct.pack(f"<{count}I", *items),
+        "actions": bytes([1]) * count,
+        "times": struct.pack(f"<{count}q", *(first_ms + 60_000 * index for index in range(count))),
+    }
+
+
+def test_a_foreign_request_gets_its_scores(testbed: Testbed) -> None:
+    client = ForeignClient(testbed.bootstrap)
+    outcomes = []
+    try:
+        for attempt in range(5):  # the trigger may be over its budget for a moment: then the answer is inferred in full
+            user, now = f"foreign-{attempt}", int(time.time() * 1000)
+            name = {"v": 1, "request_id": f"request-{attempt}", "user_id": user}
+            prefix = behaviours(range(1500), now - 3 * 86_400_000)
+            client.announce(user, {**name, "prefix": prefix, "candidates": 20, "sent_ms": now})
+            time.sleep(0.5)  # retrieval and pre-processing
+            request = {
+                **name,
+                "prefix": prefix,
+                "suffix": behaviours(range(1500, 1508), now - 600_000),
+                "candidates": struct.pack("<20I", *range(3000, 3020)),
+                "sent_ms": int(time.time() * 1000),
+                "timeout_ms": 5000.0,
+            }
+            reply = client.rank(user, request, timeout=10)
+            assert (reply["status"], reply["request_id"]) == ("ok", name["request_id"]), reply
+            scores = struct.unpack(f"<{20 * len(reply['tasks'])}f", reply["scores"])
+            assert len(set(scores)) > 1
+            outcomes.append(reply["outcome"])
+    finally:
+        client.close()
+    assert HITS & set(outcomes), f"no foreign event led to a prefix hit: {outcomes}"
+
+
+def test_prometheus_answers_every_query_of_the_dashboard(testbed: Testbed) -> None:
+    """And what the workers and the trigger do shows: Grafana itself is not needed for that."""
+    board = json.loads((ROOT / "docker" / "grafana" / "dashboards" / "relay.json").read_text())
+    testbed.compose("up", "--detach", "prometheus")
+    shown = {"Ranking latency", "Answers", "Trigger decisions", "Lanes per worker", "HBM tier", "Queue delay"}
+    assert shown < {panel["title"] for panel in board["panels"]}
+    for panel in board["panels"]:
+        for target in panel["targets"]:
+            expression = target["expr"].replace("$__rate_interval", "10s")
+            deadline = time.monotonic() + (30 if panel["title"] in shown else 0)
+            while not (found := testbed.query(expression)) and time.monotonic() < deadline:
+                time.sleep(1)
+            assert found or panel["title"] not in shown, f"{panel['title']}: nothing for {expression}"
+
+
+async def test_a_killed_worker_loses_no_request(testbed: Testbed) -> None:
+    """Every request under way or coming gets one answer or one typed error; when the lanes have moved, answers only."""
+    load_s, kill_after_s, moved_after_s = 25.0, 5.0, 15.0  # session timeout 3 s, and as much for the lanes to move
+    options = GeneratorOptions(rate=12.0, length_median=256, run=f"load{time.time_ns()}-")
+    items = list(itertools.takewhile(lambda item: item.at < load_s, Generator(options)))
+    killed_at: list[float] = []
+
+    async def kill() -> None:
+        await asyncio.sleep(kill_after_s)
+        await asyncio.to_thread(docker, "kill", testbed.container("worker-1"))
+        killed_at.append(asyncio.get_running_loop().time())
+
+    results: list[Result] = []
+    async with RelayClient(testbed.bootstrap) as relay:
+        killer = asyncio.create_task(kill())
+        summary = await drive(relay, items, timeout=2.0, on_result=results.append)
+        await killer
+    print(f"outcomes {dict(summary.outcomes)}, errors {dict(summary.errors)}, P99 {summary.latency_ms(0.99):.0f} ms")
+
+    assert killed_at
+    assert docker("inspect", "--format", "{{.State.Running}}", testbed.container("worker-1")).strip() == "false"
+    assert sorted(result.item.event.request_id for result in results) == sorted(item.event.request_id for item in items)
+    assert all((result.outcome is None) != (result.error is None) for result in results)
+    assert set(summary.errors) <= {"DeadlineExceeded", "Overloaded"}
+    assert [result.detail for result in results if result.item.at < kill_after_s - 3 and result.error] == []
+    assert [result.detail for result in results if result.item.at > moved_after_s and result.error] == []
+
+
+def test_nothing_is_left_afterwards(testbed: Testbed) -> None:
+    testbed.down()
+    assert testbed.left("ps", "--all") == []
+    assert testbed.left("network", "ls") == []
+    assert testbed.left("volume", "ls") == []

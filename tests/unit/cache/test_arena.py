@@ -1,0 +1,228 @@
+"""The arena against a model that is too simple to be wrong: one owner per unit of memory."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from relaygr_stream.cache.arena import Arena, Extent
+from relaygr_stream.errors import CacheCorruption
+
+UNIT = 16
+UNITS = 40
+
+
+class ArenaAgainstModel(RuleBasedStateMachine):
+    """`owner[i]` is who holds unit i, 0 for nobody."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arena = Arena(UNITS * UNIT + 5, UNIT)
+        self.owner = [0] * UNITS
+        self.held: dict[int, Extent] = {}
+        self.names = itertools.count(1)
+
+    def holes(self) -> list[tuple[int, int]]:
+        """(size, offset) in bytes."""
+        found, offset = [], 0
+        for owner, run in itertools.groupby(self.owner):
+            size = len(list(run)) * UNIT
+            if owner == 0:
+                found.append((size, offset))
+            offset += size
+        return found
+
+    def mark(self, extent: Extent, owner: int) -> None:
+        for unit in range(extent.offset // UNIT, extent.end // UNIT):
+            self.owner[unit] = owner
+
+    def pick(self, data: st.DataObject) -> int:
+        return data.draw(st.sampled_from(sorted(self.held)), label="who")
+
+    @rule(nbytes=st.integers(1, UNITS * UNIT // 3))
+    def allocate(self, nbytes: int) -> None:
+        size = -(-nbytes // UNIT) * UNIT
+        fitting = [hole for hole in self.holes() if hole[0] >= size]
+        extent = self.arena.allocate(nbytes)
+        if not fitting:
+            assert extent is None
+            return
+        assert extent == Extent(min(fitting)[1], size)
+        name = next(self.names)
+        self.held[name] = extent
+        self.mark(extent, name)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        extent = self.held.pop(self.pick(data))
+        self.mark(extent, 0)
+        self.arena.free(extent)
+        with pytest.raises(ValueError, match="not held"):
+            self.arena.free(extent)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), nbytes=st.integers(1, UNITS * UNIT))
+    def resize(self, data: st.DataObject, nbytes: int) -> None:
+        name = self.pick(data)
+        extent, size = self.held[name], -(-nbytes // UNIT) * UNIT
+        if size < extent.size:
+            with pytest.raises(ValueError, match="shrink"):
+                self.arena.grow(extent, nbytes)
+            resized: Extent | None = self.arena.shrink(extent, nbytes)
+        else:
+            if size > extent.size:
+                with pytest.raises(ValueError, match="grow"):
+                    self.arena.shrink(extent, nbytes)
+            resized = self.arena.grow(extent, nbytes)
+            behind = self.owner[extent.end // UNIT : (extent.offset + size) // UNIT]
+            possible = extent.offset + size <= self.arena.size and not any(behind)
+            assert (resized is not None) == possible
+        if resized is not None:
+            assert resized == Extent(extent.offset, size)
+            self.mark(extent, 0)
+            self.mark(resized, name)
+            self.held[name] = resized
+
+    @rule(data=st.data(), nbytes=st.integers(1, UNITS * UNIT))
+    def search_window(self, data: st.DataObject, nbytes: int) -> None:
+        evictable = {
+            extent: float(data.draw(st.integers(0, 9), label="cost"))
+            for extent in self.held.values()
+            if data.draw(st.booleans(), label="evictable")
+        }
+        window = self.arena.cheapest_window(nbytes, evictable)
+        expected = self.cheapest_by_trying_all(-(-nbytes // UNIT) * UNIT, evictable)
+        from_seeds = self.arena.cheapest_window(nbytes, evictable, seeds=evictable)
+        assert from_seeds == window
+        if expected is None:
+            assert window is None
+            return
+        assert window is not None
+        assert sum(evictable[extent] for extent in window) == expected
+        assert self.freed_hole(window) >= nbytes
+
+    def cheapest_by_trying_all(self, size: int, evictable: dict[Extent, float]) -> float | None:
+        if any(hole >= size for hole, _ in self.holes()):
+            return 0.0
+        ordered = sorted(evictable, key=lambda extent: extent.offset)
+        costs = [
+            sum(evictable[extent] for extent in ordered[i:j])
+            for i, j in itertools.combinations(range(len(ordered) + 1), 2)
+            if self.freed_hole(ordered[i:j]) >= size
+        ]
+        return min(costs, default=None)
+
+    def freed_hole(self, window: list[Extent]) -> int:
+        """Largest hole, in bytes, once the extents are freed."""
+        owner = list(self.owner)
+        for extent in window:
+            owner[extent.offset // UNIT : extent.end // UNIT] = [0] * (extent.size // UNIT)
+        runs = [len(list(run)) for who, run in itertools.groupby(owner) if who == 0]
+        return max(runs, default=0) * UNIT
+
+    @invariant()
+    def agrees(self) -> None:
+        self.arena.check_integrity()
+        holes = self.holes()
+        free = sum(size for size, _ in holes)
+        largest = max((size for size, _ in holes), default=0)
+        assert self.arena.size == UNITS * UNIT
+        assert self.arena.free_bytes == free
+        assert self.arena.used == UNITS * UNIT - free
+        assert self.arena.largest_hole == largest
+        assert self.arena.fragmentation == (1 - largest / free if free else 0)
+        assert len(self.arena) == len(self.held)
+        assert all(extent in self.arena for extent in self.held.values())
+        beside = set(self.arena.beside_largest_holes(UNITS))
+        expected = {
+            extent
+            for extent in self.held.values()
+            for size, offset in holes
+            if extent.end == offset or extent.offset == offset + size
+        }
+        assert beside == expected
+
+
+TestArenaAgainstModel = ArenaAgainstModel.TestCase
+TestArenaAgainstModel.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+@given(sizes=st.lists(st.integers(1, 50), min_size=1, max_size=30), order=st.randoms(use_true_random=False))
+def test_whatever_is_freed_in_any_order_is_one_hole_again(sizes: list[int], order: object) -> None:
+    arena = Arena(4096, 8)
+    extents = [extent for size in sizes if (extent := arena.allocate(size))]
+    order.shuffle(extents)  # type: ignore[attr-defined]
+    for extent in extents:
+        arena.free(extent)
+    assert (arena.used, arena.largest_hole, arena.fragmentation) == (0, 4096, 0.0)
+    arena.check_integrity()
+
+
+def test_empty_arena_holds_nothing() -> None:
+    arena = Arena(7, 8)
+    assert arena.allocate(1) is None
+    assert arena.cheapest_window(1, {}) is None
+    assert (arena.size, arena.largest_hole, arena.fragmentation) == (0, 0, 0.0)
+    arena.check_integrity()
+
+
+def test_foreign_extents_are_refused() -> None:
+    arena = Arena(64, 8)
+    held = arena.allocate(16)
+    assert held is not None
+    for foreign in (Extent(8, 8), Extent(0, 8), Extent(16, 16)):
+        with pytest.raises(ValueError, match=r"not held"):
+            arena.free(foreign)
+        with pytest.raises(ValueError, match=r"not held"):
+            arena.cheapest_window(64, {foreign: 1.0})
+    arena.check_integrity()
+    assert arena.used == 16
+
+
+@pytest.mark.parametrize("nbytes", [0, -1])
+def test_nothing_cannot_be_allocated(nbytes: int) -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        Arena(64, 8).allocate(nbytes)
+
+
+def test_window_search_does_not_cross_what_must_stay() -> None:
+    arena = Arena(40, 8)
+    first, pinned, third, fourth, fifth = [arena.allocate(8) for _ in range(5)]
+    assert first and pinned and third and fourth and fifth
+    costs = {first: 0.0, third: 5.0, fourth: 1.0, fifth: 1.0}
+    assert arena.cheapest_window(16, costs) == [fourth, fifth]
+    assert arena.cheapest_window(24, costs) == [third, fourth, fifth]
+    assert arena.cheapest_window(32, costs) is None
+    assert arena.cheapest_window(16, costs, seeds=[first, pinned]) is None
+    assert arena.cheapest_window(16, costs, seeds=[third]) == [third, fourth]
+
+
+def test_corruption_is_found() -> None:
+    def broken(damage: str) -> Arena:
+        arena = Arena(64, 8)
+        extents = [arena.allocate(8) for _ in range(4)]
+        assert extents[1] is not None
+        arena.free(extents[1])
+        namespace = {"arena": arena}
+        exec(damage, namespace)
+        return arena
+
+    for damage in (
+        "arena.used += 8",
+        "del arena._held[0]",
+        "arena._held[8] = 8",
+        "arena._held[0] = 16",
+        "arena._held[24] = 12",
+        "arena._holes[0] = arena._held.pop(0)",
+        "arena._by_size.clear()",
+        "arena._starts[8] = 3",
+        "arena._held[128] = 8",
+        "arena._starts[3] = 1",
+    ):
+        with pytest.raises(CacheCorruption):
+            broken(damage).check_integrity()

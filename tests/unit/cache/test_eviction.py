@@ -1,0 +1,194 @@
+"""The eviction order against one that recounts every use each time, and the choice of victims."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from relaygr_stream.cache.arena import Arena, Extent
+from relaygr_stream.cache.eviction import (
+    MIN_REMEMBERED,
+    SEEDS,
+    CostAwarePolicy,
+    FadingFrequency,
+    choose_victims,
+)
+
+KEYS = st.integers(0, 7)
+BYTES = st.integers(1, 10_000)
+COSTS = st.floats(0.01, 1000)
+
+
+class FadingFrequencyAgainstModel(RuleBasedStateMachine):
+    """The model keeps the time of each use, in half-lives, and sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.policy: FadingFrequency[int] = FadingFrequency(2.0)
+        self.held: dict[int, tuple[int, float]] = {}
+        self.uses: dict[int, list[float]] = {}
+        self.now = 0.0
+
+    def use(self, key: int) -> None:
+        self.now += 1 / (
+            self.policy.half_life * max(1, len(self.held.keys() - {key} if key in self.held else self.held))
+        )
+        self.uses.setdefault(key, []).append(self.now)
+
+    def value(self, key: int) -> float:
+        return sum(math.exp2(then - self.now) for then in self.uses[key]) * self.held[key][1]
+
+    @rule(key=KEYS, nbytes=BYTES, cost=COSTS)
+    def add(self, key: int, nbytes: int, cost: float) -> None:
+        self.use(key)
+        self.held[key] = (nbytes, cost)
+        self.policy.add(key, nbytes, cost)
+
+    @rule(key=KEYS)
+    def touch(self, key: int) -> None:
+        self.use(key)
+        self.policy.touch(key)
+
+    @rule(key=KEYS)
+    def remove(self, key: int) -> None:
+        if key in self.held:
+            del self.held[key]
+            self.policy.remove(key)
+        else:
+            self.policy.discard(key)
+            with pytest.raises(KeyError):
+                self.policy.remove(key)
+
+    @rule(half_life=st.sampled_from([0.25, 1.0, 16.0]))
+    def fade_at_another_speed(self, half_life: float) -> None:
+        self.policy.half_life = half_life
+
+    @invariant()
+    def agrees(self) -> None:
+        assert len(self.policy) == len(self.held)
+        assert self.policy.nbytes == sum(nbytes for nbytes, _ in self.held.values())
+        order = list(self.policy.cheapest())
+        assert sorted(order) == sorted(self.held)
+        for key in order:
+            assert self.policy.value(key) == pytest.approx(self.value(key), rel=1e-9)
+        for less, more in itertools.pairwise(self.value(key) / self.held[key][0] for key in order):
+            assert less <= more * (1 + 1e-9)
+
+
+TestFadingFrequencyAgainstModel = FadingFrequencyAgainstModel.TestCase
+TestFadingFrequencyAgainstModel.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_frequent_dear_and_small_stay() -> None:
+    policy: CostAwarePolicy[str] = CostAwarePolicy()
+    for key, nbytes, cost in (("plain", 100, 1.0), ("dear", 100, 2.0), ("small", 10, 1.0), ("frequent", 100, 1.0)):
+        policy.add(key, nbytes, cost)
+    for _ in range(20):
+        policy.touch("frequent")
+    assert next(policy.cheapest()) == "plain"
+    assert policy.value("frequent") > policy.value("dear") > policy.value("plain")
+
+
+def test_a_user_who_comes_back_is_no_newcomer() -> None:
+    policy: CostAwarePolicy[str] = CostAwarePolicy()
+    for _ in range(5):
+        policy.add("regular", 100, 1.0)
+        policy.remove("regular")
+    policy.touch("regular")  # while it is away
+    policy.add("newcomer", 100, 1.0)
+    policy.add("regular", 100, 1.0)
+    policy.add("newcomer 2", 100, 1.0)
+    assert list(policy.cheapest()) == ["newcomer", "newcomer 2", "regular"]
+
+
+def test_what_is_remembered_of_those_who_left_is_bounded() -> None:
+    policy: CostAwarePolicy[int] = CostAwarePolicy()
+    for key in range(10 * MIN_REMEMBERED):
+        policy.add(key, 1, 1.0)
+        policy.remove(key)
+    assert len(policy._remembered) == MIN_REMEMBERED
+
+
+@pytest.mark.parametrize(("nbytes", "cost"), [(0, 1.0), (1, 0.0), (1, -1.0), (1, math.inf), (1, math.nan)])
+def test_senseless_numbers_are_refused(nbytes: int, cost: float) -> None:
+    policy: CostAwarePolicy[str] = CostAwarePolicy()
+    with pytest.raises(ValueError, match="cost_ms > 0"):
+        policy.add("x", nbytes, cost)
+    assert len(policy) == 0
+
+
+def play(stream: list[int], room: int) -> CostAwarePolicy[int]:
+    """A cache for `room` entries of one size."""
+    policy: CostAwarePolicy[int] = CostAwarePolicy()
+    for key in stream:
+        policy.add(key, 1, 1.0)
+        while len(policy) > room:
+            policy.remove(next(policy.cheapest()))
+    return policy
+
+
+def test_the_half_life_follows_the_users() -> None:
+    generator = random.Random(5)
+    # A fixed circle of regulars among passers-by: frequency tells them apart.
+    popular = [generator.randrange(100) if generator.random() < 0.5 else 1000 + number for number in range(6000)]
+    assert play(popular, room=100).half_life >= 16
+    # A new user every third request, who comes back soon and then never again: recency is all there is.
+    sessions = [max(0, number // 3 - generator.randrange(40)) for number in range(6000)]
+    assert play(sessions, room=60).half_life <= 1
+
+
+@st.composite
+def crowded_arenas(draw: st.DrawFn) -> tuple[Arena, FadingFrequency[int], dict[Extent, int]]:
+    """An arena of 8-byte units, filled, with some extents freed and some of the others evictable."""
+    count = draw(st.sampled_from([5, 30, 3 * SEEDS]))
+    seed = draw(st.integers(0, 1 << 32))
+    generator = random.Random(seed)
+    arena = Arena(count * 40, 8)
+    extents = []
+    while (extent := arena.allocate(generator.choice([8, 16, 24, 80]))) is not None:
+        extents.append(extent)
+    policy: FadingFrequency[int] = FadingFrequency(4.0)
+    key_at: dict[Extent, int] = {}
+    evictable = draw(st.sampled_from([0.3, 0.9, 1.0]))
+    for key, extent in enumerate(extents):
+        fate = generator.random()
+        if fate < 0.1:
+            arena.free(extent)
+            continue
+        key_at[extent] = key
+        if generator.random() < evictable:
+            policy.add(key, extent.size, generator.uniform(1, 100))
+    return arena, policy, key_at
+
+
+@settings(max_examples=150, deadline=None)
+@given(state=crowded_arenas(), nbytes=st.integers(1, 400), odd_only=st.booleans())
+def test_victims_make_room_and_nothing_else(
+    state: tuple[Arena, FadingFrequency[int], dict[Extent, int]], nbytes: int, odd_only: bool
+) -> None:
+    arena, policy, key_at = state
+    extent_of = {key: extent for extent, key in key_at.items()}
+
+    def allowed(key: int) -> bool:
+        return key % 2 == 1 or not odd_only
+
+    victims = choose_victims(arena, nbytes, policy, extent_of.__getitem__, key_at, allowed)
+    costs = {extent_of[key]: policy.value(key) for key in policy.cheapest() if allowed(key)}
+    best = arena.cheapest_window(nbytes, costs)
+    if best is None:
+        assert victims is None
+        return
+    assert victims is not None
+    assert all(key in policy and allowed(key) for key in victims)
+    if len(policy) <= 2 * SEEDS:
+        assert [extent_of[key] for key in victims] == best
+    for key in victims:
+        arena.free(extent_of[key])
+    assert arena.allocate(nbytes) is not None
+    arena.check_integrity()

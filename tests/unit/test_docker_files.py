@@ -1,0 +1,187 @@
+"""What docker/ says of the program: images, environment, commands, ports and metrics, checked against the program.
+
+The compose file is read line by line: it is written so that this suffices, and no YAML library is needed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from itertools import chain
+from pathlib import Path
+
+import click
+import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client.metrics import MetricWrapperBase
+
+from relaygr_stream.cli import main
+from relaygr_stream.config import ENV_CONFIG, ENV_NOT_SETTINGS, FIELDS, load
+from relaygr_stream.settings import Settings
+from relaygr_stream.trigger.metrics import TriggerMetrics
+from relaygr_stream.worker.metrics import WorkerMetrics
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCKER = ROOT / "docker"
+COMPOSE = (DOCKER / "compose.yaml").read_text()
+DOCKERFILE = (DOCKER / "Dockerfile").read_text()
+PROMETHEUS = (DOCKER / "prometheus" / "prometheus.yml").read_text()
+DASHBOARD = json.loads((DOCKER / "grafana" / "dashboards" / "relay.json").read_text())
+TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text() for path in sorted(DOCKER.rglob("*")) if path.is_file()}
+EXPRESSIONS = [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
+
+
+def _services() -> dict[str, str]:
+    """The text of each service."""
+    body = COMPOSE.split("\nservices:\n", 1)[1].split("\nvolumes:\n", 1)[0]
+    parts = re.split(r"^  ([a-z][a-z0-9-]*):$", body, flags=re.MULTILINE)[1:]
+    return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+SERVICES = _services()
+PORT = re.findall(r"RELAYGR_TELEMETRY_PORT=(\d+)", DOCKERFILE)[0]
+COMMANDS = [
+    json.loads(command)
+    for command in re.findall(r"^ +command: (\[.*\])$", COMPOSE, re.MULTILINE)
+    + re.findall(r"^CMD (\[.*\])$", DOCKERFILE, re.MULTILINE)
+]
+
+
+def test_the_compose_file_is_read_as_meant() -> None:
+    assert set(SERVICES) == {
+        "kafka", "topics", "trigger", "worker-1", "worker-2", "client", "prometheus", "grafana",
+    }  # fmt: skip
+    assert len(COMMANDS) == 7  # topics, worker, trigger, client; cpu, cuda, npu
+
+
+def test_one_image_name_everywhere() -> None:
+    named = {
+        match
+        for name in ("docker/compose.yaml", "docker/testbed.sh", "docker/Dockerfile")
+        for match in re.findall(r"relaygr-stream:[\w.-]+", TEXTS[name])
+    }
+    assert named == {"relaygr-stream:cpu"}
+    assert re.findall(r"^ +target: (\S+)$", COMPOSE, re.MULTILINE) == ["cpu"]
+
+
+def test_the_dockerfile_has_the_three_targets() -> None:
+    stages = re.findall(r"^FROM \S+ AS (\S+)$", DOCKERFILE, re.MULTILINE)
+    assert [stage for stage in stages if stage in ("cpu", "cuda", "npu")] == ["cpu", "cuda", "npu"]
+
+
+def test_every_image_has_a_version() -> None:
+    images = re.findall(r"^ +image: (\S+)$", COMPOSE, re.MULTILINE)
+    images += re.findall(r"^ARG \w+_IMAGE=(\S+)$", DOCKERFILE, re.MULTILINE)
+    assert len(images) == 6
+    assert [image for image in images if ":" not in image or image.endswith(":latest")] == []
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_every_variable_named_is_one_the_program_reads(name: str) -> None:
+    known = {field.env for field in FIELDS.values()} | {ENV_CONFIG}
+    named = set(re.findall(r"\bRELAYGR_[A-Z0-9_]+", TEXTS[name]))
+    unknown = {variable for variable in named - known if not variable.startswith(ENV_NOT_SETTINGS)}
+    assert unknown == set()
+
+
+def test_every_value_in_the_environment_is_accepted() -> None:
+    pairs = re.findall(r'^ +(RELAYGR_\w+): "(.*)"', COMPOSE, re.MULTILINE)
+    pairs += re.findall(r"^(?:ENV)? +(RELAYGR_\w+)=(\S+)", DOCKERFILE, re.MULTILINE)
+    assert len(pairs) >= 9
+    for name, value in pairs:
+        load(environ={name: value})
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_every_command_is_one_the_program_has(command: list[str]) -> None:
+    found: click.Command = main
+    arguments = command
+    context = click.Context(main, info_name="relaygr")
+    while isinstance(found, click.Group):
+        name, sub, arguments = found.resolve_command(context, arguments)
+        assert sub is not None, f"no command {name!r}"
+        context, found = click.Context(sub, parent=context, info_name=name), sub
+    found.make_context(context.info_name, arguments)  # raises on an unknown option or a missing argument
+
+
+def test_containers_stop_after_the_processes_have_drained() -> None:
+    (seconds,) = re.findall(r"^x-worker: &worker\n(?:  .*\n)*?  stop_grace_period: (\d+)s", COMPOSE, re.MULTILINE)
+    assert int(seconds) * 1e3 > Settings().worker.drain_ms
+
+
+def test_ports_are_published_on_the_loopback_address_only() -> None:
+    ports = re.findall(r"^    ports: \[(.*)\]$", COMPOSE, re.MULTILINE)
+    assert len(ports) == COMPOSE.count("ports:") == 3
+    assert [port for port in ports if not port.startswith('"127.0.0.1:')] == []
+
+
+def test_prometheus_scrapes_every_process_at_its_port() -> None:
+    assert re.findall(r"RELAYGR_TELEMETRY_PORT=(\d+)", DOCKERFILE) == [PORT, PORT]
+    assert set(re.findall(r"^EXPOSE (\d+)$", DOCKERFILE, re.MULTILINE)) == {PORT}
+    targets = set(re.findall(r'"([\w-]+):(\d+)"', PROMETHEUS))
+    assert targets == {(service, PORT) for service in SERVICES if service.startswith(("trigger", "worker"))}
+
+
+def test_grafana_reads_the_prometheus_of_the_testbed() -> None:
+    source = TEXTS["docker/grafana/provisioning/datasources/prometheus.yaml"]
+    assert "url: http://prometheus:9090" in source
+    assert "prometheus" in SERVICES
+    uids = {panel["datasource"]["uid"] for panel in DASHBOARD["panels"]}
+    assert uids == set(re.findall(r"uid: (\S+)", source))
+    folder = re.findall(r"path: (\S+)", TEXTS["docker/grafana/provisioning/dashboards/relay.yaml"])[0]
+    assert f":{folder}:ro" in SERVICES["grafana"]
+    assert f"{folder}/relay.json" in SERVICES["grafana"]
+    assert (DOCKER / "grafana" / "dashboards" / "relay.json").is_file()
+
+
+def _samples() -> dict[str, set[str]]:
+    """Each sample that the workers and the trigger export, and its labels."""
+    suffixes = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "gauge": ("",)}
+    registry = CollectorRegistry()
+    samples: dict[str, set[str]] = {}
+    for metrics in (WorkerMetrics(registry), TriggerMetrics(registry)):
+        for metric in vars(metrics).values():
+            if isinstance(metric, MetricWrapperBase):
+                (family,) = metric.describe()
+                samples |= {family.name + suffix: set(metric._labelnames) for suffix in suffixes[family.type]}
+    return samples
+
+
+@pytest.mark.parametrize("expression", EXPRESSIONS)
+def test_every_metric_and_label_on_the_dashboard_is_exported(expression: str) -> None:
+    samples = _samples()
+    named = set(re.findall(r"\brelaygr_\w+", expression))
+    assert named
+    assert named <= set(samples)
+    labels = set(re.findall(r"(\w+)=~?\"", expression))
+    labels |= set(chain.from_iterable(re.split(r", *", group) for group in re.findall(r"\bby \(([^)]*)\)", expression)))
+    exported = set().union(*(samples[name] for name in named)) | {"instance", "job", "le"}
+    assert labels <= exported
+
+
+@pytest.mark.parametrize("compose", [("docker", "compose"), ("docker-compose",)], ids=" ".join)
+def test_compose_accepts_the_file(compose: tuple[str, ...]) -> None:
+    if (
+        shutil.which(compose[0]) is None
+        or subprocess.run([*compose, "version"], capture_output=True, check=False).returncode
+    ):
+        pytest.skip(f"no `{' '.join(compose)}` here: install the package that brings it")
+    file = str(DOCKER / "compose.yaml")
+    done = subprocess.run([*compose, "-f", file, "config", "--quiet"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("linter", "files"),
+    [("hadolint", ["Dockerfile"]), ("shellcheck", ["testbed.sh", "ready.sh", "npu.sh"])],
+    ids=["hadolint", "shellcheck"],
+)
+def test_the_linter_finds_nothing(linter: str, files: list[str]) -> None:
+    program = shutil.which(linter, path=f"{ROOT / '.venv' / 'bin'}") or shutil.which(linter)
+    if program is None:
+        pytest.skip(f"no {linter} here: pip install {linter}-{'bin' if linter == 'hadolint' else 'py'}")
+    paths = [str(DOCKER / file) for file in files]
+    done = subprocess.run([program, *paths], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")

@@ -1,0 +1,315 @@
+"""Every message survives the wire; nothing hostile gets through as anything but DecodeError."""
+
+from __future__ import annotations
+
+import random
+import tracemalloc
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from relaygr_stream.errors import DecodeError
+from relaygr_stream.messages import (
+    MAX_MESSAGE_BYTES,
+    SCHEMA_VERSION,
+    Behaviours,
+    CostModel,
+    LaneStatus,
+    Message,
+    PreInferSignal,
+    RankingRequest,
+    RequestEvent,
+    ScoreReply,
+    Timings,
+    WorkerStatus,
+    decode,
+    encode,
+    pack_items,
+)
+
+KINDS: list[Any] = [RequestEvent, PreInferSignal, RankingRequest, ScoreReply, WorkerStatus]
+
+ids = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=256)
+unix_ms = st.integers(0, 2**53 - 1)
+millis = st.floats(0, 3.6e6)
+finite = st.floats(allow_nan=False)
+
+
+@st.composite
+def behaviours(draw: st.DrawFn, min_size: int = 0, first_ms: int = -(2**63)) -> Behaviours:
+    size = draw(st.integers(min_size, 20))
+    items = draw(st.lists(st.integers(0, 2**32 - 1), min_size=size, max_size=size))
+    actions = draw(st.lists(st.integers(0, 255), min_size=size, max_size=size))
+    times = sorted(draw(st.lists(st.integers(first_ms, 2**63 - 1), min_size=size, max_size=size)))
+    return Behaviours.of(np.array(items, np.int64), np.array(actions, np.int64), np.array(times, np.int64))
+
+
+@st.composite
+def rankings(draw: st.DrawFn) -> RankingRequest:
+    prefix = draw(behaviours())
+    last = int(prefix.arrays()[2][-1]) if len(prefix) else -(2**63)
+    return RankingRequest(
+        request_id=draw(ids),
+        user_id=draw(ids),
+        prefix=prefix,
+        suffix=draw(behaviours(first_ms=last)),
+        candidates=pack_items(draw(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=20))),
+        sent_ms=draw(unix_ms),
+        timeout_ms=draw(millis),
+        mode=draw(st.sampled_from(["auto", "full"])),
+        hops=draw(st.integers(0, 2)),
+    )
+
+
+@st.composite
+def replies(draw: st.DrawFn) -> ScoreReply:
+    tasks = tuple(draw(st.lists(st.text("abc", min_size=1), min_size=1, max_size=3)))
+    return ScoreReply(
+        request_id=draw(ids),
+        status=draw(st.sampled_from(["ok", "deadline_exceeded", "overloaded", "rejected", "failed"])),
+        outcome=draw(st.sampled_from([None, "hbm", "dram", "joined", "full"])),
+        scores=draw(st.binary(min_size=8, max_size=8)) * len(tasks),
+        tasks=tasks,
+        timings=draw(st.builds(Timings, queued_ms=finite, device_ms=finite, computed_tokens=st.integers(0, 2**53))),
+    )
+
+
+lane_statuses = st.builds(
+    LaneStatus,
+    lane=st.integers(0, 9999),
+    budget_bytes=st.integers(0, 2**62),
+    pinned_bytes=st.integers(0, 2**62),
+    pre_infer_offset=st.integers(0, 2**62),
+    device_ms_per_s=finite,
+)
+statuses = st.builds(
+    WorkerStatus,
+    v=st.just(SCHEMA_VERSION),
+    name=ids,
+    incarnation=st.integers(0, 2**63),
+    host=st.text("ab."),
+    pid=st.integers(0, 2**22),
+    sent_ms=unix_ms,
+    state=st.sampled_from(["starting", "serving", "draining", "stopped"]),
+    lanes=st.lists(lane_statuses, max_size=3).map(tuple),
+    costs=st.builds(CostModel, c0=finite, c1=finite, c2=finite, c3=finite),
+    bytes_per_token=st.integers(1, 2**40),
+    alloc_bytes=st.integers(1, 2**40),
+    queue_ms=finite,
+    model_version=st.text("ab"),
+    counters=st.dictionaries(st.text("ab"), finite, max_size=3),
+)
+events = st.builds(
+    RequestEvent,
+    v=st.just(SCHEMA_VERSION),
+    request_id=ids,
+    user_id=ids,
+    prefix=behaviours(),
+    candidates=st.integers(0, 1_000_000),
+    sent_ms=unix_ms,
+    rank_in_ms=millis,
+)
+signals = st.builds(
+    PreInferSignal,
+    v=st.just(SCHEMA_VERSION),
+    request_id=ids,
+    user_id=ids,
+    prefix=behaviours(min_size=1),
+    admitted_ms=unix_ms,
+    life_ms=millis,
+    rank_in_ms=millis,
+)
+messages: st.SearchStrategy[Message] = st.one_of(events, signals, rankings(), replies(), statuses)
+
+
+@given(messages)
+def test_a_message_survives_the_wire(message: Message) -> None:
+    assert decode(type(message), encode(message)) == message
+
+
+@given(messages)
+def test_a_foreign_client_reads_a_message_as_a_plain_map_and_can_write_it_again(message: Message) -> None:
+    plain = msgpack.unpackb(encode(message))
+    assert plain["v"] == SCHEMA_VERSION
+    assert decode(type(message), msgpack.packb(plain)) == message
+
+
+def test_a_foreign_client_writes_a_request_event_by_the_documented_layout() -> None:
+    data = msgpack.packb(
+        {
+            "v": 1,
+            "request_id": "r-1",
+            "user_id": "u-7",
+            "prefix": {
+                "items": (5).to_bytes(4, "little") + (6).to_bytes(4, "little"),
+                "actions": bytes([1, 2]),
+                "times": (1_700_000_000_000).to_bytes(8, "little") + (1_700_000_000_500).to_bytes(8, "little"),
+            },
+            "candidates": 100,
+            "a_field_of_a_later_client": {"nested": [1, 2]},
+        }
+    )
+    event = decode(RequestEvent, data)
+    items, actions, times = event.prefix.arrays()
+    assert items.tolist() == [5, 6]
+    assert actions.tolist() == [1, 2]
+    assert times.tolist() == [1_700_000_000_000, 1_700_000_000_500]
+    assert (event.sent_ms, event.rank_in_ms) == (0, 0.0)
+
+
+@given(messages, st.integers(0, 2**32))
+def test_a_damaged_message_is_a_message_or_a_decode_error(message: Message, seed: int) -> None:
+    data = bytearray(encode(message))
+    damage = random.Random(seed)
+    for _ in range(damage.randint(1, 4)):
+        data[damage.randrange(len(data))] = damage.randrange(256)
+    data = data[: damage.randint(0, len(data))] if damage.random() < 0.3 else data
+    for kind in KINDS:
+        try:
+            decode(kind, bytes(data))
+        except DecodeError as error:
+            assert error.reason in ("malformed", "unknown_version", "invalid")
+
+
+@given(st.binary(max_size=200), st.sampled_from(KINDS))
+def test_any_bytes_are_a_message_or_a_decode_error(data: bytes, kind: Any) -> None:
+    try:
+        decode(kind, data)
+    except DecodeError as error:
+        assert error.reason in ("malformed", "unknown_version", "invalid")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "data",
+    [
+        None,
+        b"",
+        b"\xc1",
+        b"\x80",
+        b"\x90",
+        b"\x91" * 100_000,
+        b"\x81\xa1v" * 100_000 + b"\x01",
+        b"\x82\xa1v\x01\xa1x" + b"\x91" * 100_000,
+        b"\xdd\xff\xff\xff\xff",
+        b"\xdf\xff\xff\xff\xff",
+        b"\xc6\xff\xff\xff\xff",
+        b"\x82\xa1v\x01\xa6prefix\xdf\xff\xff\xff\xff",
+        b"\x81\xa7user_id\xa2\xff\xff",
+    ],
+)
+def test_hostile_bytes_are_malformed_and_cost_no_memory(kind: Any, data: bytes | None) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(DecodeError) as caught:
+            decode(kind, data)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert caught.value.reason == "malformed"
+    assert peak < 2_000_000
+
+
+def test_an_oversized_message_is_not_decoded() -> None:
+    with pytest.raises(DecodeError, match="the limit is 10") as caught:
+        decode(RequestEvent, b"\x91" * 11, 10)
+    assert caught.value.reason == "oversized"
+    with pytest.raises(DecodeError) as caught:
+        decode(RequestEvent, bytes(MAX_MESSAGE_BYTES + 1))
+    assert caught.value.reason == "oversized"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("version", [0, 2, -1, 2**63])
+def test_another_version_says_so_whatever_its_shape(kind: Any, version: int) -> None:
+    with pytest.raises(DecodeError, match=f"schema version {version}, this program speaks 1") as caught:
+        decode(kind, msgpack.packb({"v": version, "prefix": "of another shape"}))
+    assert caught.value.reason == "unknown_version"
+
+
+def plain_ranking(**changes: Any) -> bytes:
+    at = np.array([10, 20], "<i8").tobytes()
+    two = {"items": bytes(8), "actions": bytes(2), "times": at}
+    fields = {"v": 1, "request_id": "r", "user_id": "u", "prefix": two, "candidates": bytes(8)}
+    return bytes(msgpack.packb(fields | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"candidates": b""}, "invalid"),
+        ({"candidates": bytes(5)}, "invalid"),
+        ({"prefix": {"items": bytes(4)}}, "invalid"),
+        ({"prefix": {"items": bytes(3)}}, "invalid"),
+        ({"prefix": {"items": bytes(8), "actions": bytes(2), "times": np.array([2, 1], "<i8").tobytes()}}, "invalid"),
+        (
+            {"suffix": {"items": bytes(4), "actions": bytes(1), "times": np.array([19], "<i8").tobytes()}},
+            "invalid",
+        ),
+        ({"prefix": {"items": "text"}}, "malformed"),
+        ({"prefix": None}, "malformed"),
+        ({"user_id": ""}, "malformed"),
+        ({"user_id": "x" * 257}, "malformed"),
+        ({"user_id": 7}, "malformed"),
+        ({"sent_ms": -1}, "malformed"),
+        ({"sent_ms": 2**53}, "malformed"),
+        ({"sent_ms": 1.5}, "malformed"),
+        ({"timeout_ms": -1}, "malformed"),
+        ({"timeout_ms": float("nan")}, "malformed"),
+        ({"timeout_ms": float("inf")}, "malformed"),
+        ({"hops": 3}, "malformed"),
+        ({"mode": "fast"}, "malformed"),
+        ({"v": True}, "malformed"),
+        ({"v": "1"}, "malformed"),
+    ],
+)
+def test_a_contradictory_request_is_refused_with_its_reason(changes: dict[str, Any], reason: str) -> None:
+    assert decode(RankingRequest, plain_ranking()).user_id == "u"
+    with pytest.raises(DecodeError) as caught:
+        decode(RankingRequest, plain_ranking(**changes))
+    assert caught.value.reason == reason
+
+
+def test_a_signal_without_behaviours_and_ragged_scores_are_invalid() -> None:
+    signal = PreInferSignal(request_id="r", user_id="u", prefix=Behaviours(), admitted_ms=1, life_ms=1)
+    with pytest.raises(DecodeError, match="at least one behaviour"):
+        decode(PreInferSignal, encode(signal))
+    with pytest.raises(DecodeError, match="not a multiple of a row of 8"):
+        decode(ScoreReply, encode(ScoreReply(request_id="r", status="ok", scores=bytes(12), tasks=("a", "b"))))
+
+
+@given(behaviours(), st.integers(0, 20), st.integers(0, 20))
+def test_a_slice_holds_the_behaviours_asked_for(all_of: Behaviours, start: int, stop: int) -> None:
+    part = all_of.slice(start, stop)
+    assert len(part) == len(range(len(all_of))[start:stop])
+    for whole, sliced in zip(all_of.arrays(), part.arrays(), strict=True):
+        assert sliced.tolist() == whole[start:stop].tolist()
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        (([-1], [0], [0]), "items must be within 0…4294967295"),
+        (([2**32], [0], [0]), "items must be within"),
+        (([1], [256], [0]), "actions must be within 0…255"),
+        (([1.5], [0], [0]), "items must be integers, got float64"),
+        (([[1]], [0], [0]), "one-dimensional"),
+        (([1, 2], [0], [0]), "parallel arrays"),
+        (([1, 2], [0, 0], [5, 4]), "behaviour 1 is at 4 after 5"),
+    ],
+)
+def test_packing_values_that_do_not_fit_is_a_value_error(arrays: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Behaviours.of(*arrays)
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 3000), st.integers(0, 500))
+def test_costs_follow_their_formula(n: int, m: int) -> None:
+    costs = CostModel(c0=1.0, c1=0.5, c2=0.25, c3=0.125)
+    assert costs.full_ms(n, m) == 1.0 + 0.5 * n + 0.25 * n * n + 0.125 * n * m
+    assert costs.pre_infer_ms(n) == costs.full_ms(n, 0)

@@ -1,0 +1,111 @@
+"""Topic files, and the lane of a user."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from relaygr_stream.errors import ConfigError, CoPartitionError
+from relaygr_stream.files import packaged_dir
+from relaygr_stream.settings import Kafka
+from relaygr_stream.topics import LANE_TOPICS, lane_of, load_topics
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    copy = tmp_path / "topics"
+    shutil.copytree(packaged_dir("topics"), copy)
+    return copy
+
+
+def _edit(folder: Path, name: str, old: str, new: str) -> Path:
+    path = folder / f"{name}.toml"
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+    return path
+
+
+def test_the_packaged_topics_load() -> None:
+    topics = load_topics(Kafka())
+    assert [topic.name for topic in topics.all] == [
+        "relaygr.retrieval",
+        "relaygr.pre-infer",
+        "relaygr.ranking",
+        "relaygr.scores",
+        "relaygr.worker-status",
+        "relaygr.dead-letter",
+    ]
+    assert topics.lanes == 16
+    assert topics.worker_status.cleanup_policy == "compact"
+    assert {topic.name for topic in topics.all if topic.lanes} == {f"relaygr.{name}" for name in LANE_TOPICS}
+
+
+def test_settings_override_lanes_copies_and_prefix() -> None:
+    topics = load_topics(Kafka(prefix="x.", partitions=5, replication=3))
+    assert topics.lanes == 5
+    assert (topics.retrieval.partitions, topics.scores.partitions, topics.worker_status.partitions) == (5, 16, 1)
+    assert {topic.replication for topic in topics.all} == {3}
+    assert topics.scores.name == "x.scores"
+
+
+def test_unequal_lane_counts_in_the_files_are_refused(folder: Path) -> None:
+    _edit(folder, "ranking", "partitions = 16", "partitions = 12")
+    with pytest.raises(CoPartitionError, match=r"relaygr\.retrieval and relaygr\.ranking .* 16 and 12"):
+        load_topics(Kafka(topics_dir=str(folder)))
+    assert load_topics(Kafka(topics_dir=str(folder), partitions=4)).lanes == 4
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("partitions = 16", "partitions = 0", r"partitions"),
+        ("partitions = 16", 'partitions = "16"', r"partitions"),
+        ("partitions = 16", "", r"partitions"),
+        ("partitions = 16", "partitions = 16\nreplicas = 3", r"replicas"),
+        ("partitions = 16", "partitions = 16\ncleanup_policy = 'keep'", r"cleanup_policy"),
+        ("lanes = true", "lanes = false", r"`lanes` = False"),
+        ('name = "ranking"', 'name = "rankings"', r"`name` = 'rankings'"),
+        ('name = "ranking"', 'name = "scores"', r"`lanes` = True"),
+        ('name = "ranking"', 'name = "pre-infer"', r"another file"),
+        ('name = "ranking"', "name =", r"Invalid value"),
+    ],
+)
+def test_a_bad_file_is_named_with_its_key(folder: Path, old: str, new: str, said: str) -> None:
+    path = _edit(folder, "ranking", old, new)
+    with pytest.raises(ConfigError, match=said) as refused:
+        load_topics(Kafka(topics_dir=str(folder)))
+    assert str(path) in str(refused.value)
+
+
+def test_a_missing_file_is_named(folder: Path) -> None:
+    (folder / "scores.toml").unlink()
+    with pytest.raises(ConfigError, match="scores"):
+        load_topics(Kafka(topics_dir=str(folder)))
+    with pytest.raises(ConfigError, match="nowhere"):
+        load_topics(Kafka(topics_dir=str(folder / "nowhere")))
+
+
+@pytest.mark.parametrize(
+    ("key", "murmur2"),
+    # From Apache Kafka's own test of Utils.murmur2 (UtilsTest.testMurmur2).
+    [
+        ("21", -973932308),
+        ("foobar", -790332482),
+        ("a-little-bit-long-string", -985981536),
+        ("a-little-bit-longer-string", -1486304829),
+        ("lkjh234lh9fiuh90y23oiuhsafujhadof229phr9h19h89h8", -58897971),
+    ],
+)
+def test_lanes_are_those_of_kafkas_java_client(key: str, murmur2: int) -> None:
+    for lanes in (1, 7, 16, 10_000):
+        assert lane_of(key, lanes) == (murmur2 & 0x7FFFFFFF) % lanes
+
+
+@given(st.text(min_size=1, max_size=30), st.integers(1, 10_000))
+def test_a_lane_is_a_lane(user: str, lanes: int) -> None:
+    assert 0 <= lane_of(user, lanes) < lanes

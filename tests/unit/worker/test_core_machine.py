@@ -1,0 +1,79 @@
+"""Random traffic against the whole core: one answer each, exact scores, bounds and books that hold at every step."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from tests.unit.worker.worlds import MAX_TOKENS, World
+
+USERS = st.integers(0, 5)
+LENGTHS = st.integers(1, MAX_TOKENS)
+
+
+class CoreMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World(hbm=10, dram=9, audit_share=0.2)
+        self.sent = 0
+        self.signalled: list[tuple[str, int, int, int]] = []
+
+    @rule(user=USERS, length=LENGTHS, version=st.integers(0, 1), life=st.floats(0.05, 3))
+    def signal(self, user: int, length: int, version: int, life: float) -> None:
+        self.sent += 1
+        request = f"r{self.sent}"
+        self.world.signal(request, user, length, version=version, life=life)
+        self.signalled.append((request, user, length, version))
+
+    @rule(data=st.data(), timeout=st.floats(0.05, 2))
+    def rank_signalled(self, data: st.DataObject, timeout: float) -> None:
+        if self.signalled:
+            at = data.draw(st.integers(0, len(self.signalled) - 1))
+            request, user, length, version = self.signalled.pop(at)
+            self.world.rank(request, user, length, version=version, timeout=timeout)
+
+    @rule(user=USERS, length=st.integers(0, MAX_TOKENS), full=st.booleans(), suffix=st.integers(0, 4))
+    def rank_unannounced(self, user: int, length: int, full: bool, suffix: int) -> None:
+        self.sent += 1
+        self.world.rank(f"r{self.sent}", user, length, full=full, suffix=suffix)
+
+    @rule(steps=st.integers(1, 12))
+    def step(self, steps: int) -> None:
+        for _ in range(steps):
+            self.world.core.step(self.world.now)
+
+    @rule(seconds=st.floats(0.01, 1.0))
+    def time_passes(self, seconds: float) -> None:
+        self.world.now += seconds
+
+    @rule(lane=st.integers(0, 3))
+    def lose_a_lane(self, lane: int) -> None:
+        self.world.core.lanes_lost([lane])
+
+    @invariant()
+    def books_hold(self) -> None:
+        world = self.world
+        world.cache.check_integrity()
+        repeated = [request for request, n in Counter(a.task.request_id for a in world.answers).items() if n > 1]
+        assert not repeated
+
+    def teardown(self) -> None:
+        world = self.world
+        world.settle()
+        world.check_scores()
+        assert world.core.idle
+        world.now += 10.0
+        world.settle()
+        assert world.cache.pinned_bytes == 0, "pins outlived their life windows"
+        world.cache.check_integrity()
+        assert all(deviation <= 1e-5 for _, deviation in world.audits)
+        world.close()
+
+
+TestCore = CoreMachine.TestCase
+TestCore.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)

@@ -1,0 +1,154 @@
+"""A worker's inside at toy size: the real model, memory, cache and core, on a clock that the test moves."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from relaygr_stream.cache.copy import CopyEngine
+from relaygr_stream.cache.memory import TierMemory
+from relaygr_stream.cache.prefix_cache import PrefixCache
+from relaygr_stream.exactness import relative_deviation
+from relaygr_stream.models.kv import KVRegion
+from relaygr_stream.models.load import load_model
+from relaygr_stream.models.protocol import RankingModel, ScoreInput
+from relaygr_stream.models.tokens import Tokens
+from relaygr_stream.settings import Model, Relay
+from relaygr_stream.worker.audit import Auditor
+from relaygr_stream.worker.core import Limits, RelayCore
+from relaygr_stream.worker.engine import Engine
+from relaygr_stream.worker.tasks import Answer, PreInferTask, RankTask
+
+CPU = torch.device("cpu")
+TOY = Model(layers=2, dim=16, heads=2, dqk=8, dv=8, vocab=101, max_positions=512, scale_tokens=64, tasks="click,like")
+#: 2 layers × 2 heads × (8 + 8) × 4 bytes = 256 bytes a token: 16 KiB a granule of 64 tokens.
+GRANULE_BYTES = 64 * 256
+MAX_TOKENS = 192  # three granules
+LIMITS = Limits(pinned_bytes=6 * GRANULE_BYTES, max_ranking_delay_ms=0.2, batch=4, queue_limit=64)
+
+
+def toy_model() -> RankingModel:
+    return load_model(TOY, Relay(), device=CPU, dtype=torch.float32)
+
+
+def history(user: int, length: int, version: int = 0) -> Tokens:
+    """A user's first `length` behaviours: a longer history continues a shorter one of the same version."""
+    rng = np.random.default_rng((user, version))
+    array = np.stack(
+        [rng.integers(0, 1000, MAX_TOKENS), rng.integers(0, 5, MAX_TOKENS), rng.integers(0, 10**6, MAX_TOKENS)]
+    )
+    return Tokens(array[:, :length].astype(np.int64))
+
+
+def full_scores(model: RankingModel, task: RankTask, suffix: Tokens) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+    """The truth: everything inferred at once, in memory of its own."""
+    n = len(task.tokens)
+    region = KVRegion(model.layout, torch.zeros(max(n, 1) * model.layout.elements_per_token), max(n, 1))
+    with torch.inference_mode():
+        if n:
+            model.extend(region, task.tokens)
+        return model.score([ScoreInput(region, suffix, task.candidates)])[0].numpy()
+
+
+@dataclass
+class World:
+    """A core over `hbm` and `dram` granules, and everything it said."""
+
+    hbm: int = 9
+    dram: int = 8
+    audit_share: float = 0.0
+    limits: Limits = LIMITS
+    wrap: Callable[[RankingModel], RankingModel] = lambda model: model
+    now: float = 100.0
+    answers: list[Answer] = field(default_factory=list)
+    audits: list[tuple[RankTask, float]] = field(default_factory=list)
+    suffixes: dict[str, Tokens] = field(default_factory=dict)
+    offset: int = 0
+
+    def __post_init__(self) -> None:
+        self.truth = toy_model()
+        self.model = self.wrap(self.truth)
+        engine = Engine(self.model, CPU)
+        dram = TierMemory(self.dram * GRANULE_BYTES, CPU) if self.dram else None
+        self.cache = PrefixCache(
+            self.model.layout,
+            TierMemory(self.hbm * GRANULE_BYTES, CPU),
+            dram,
+            CopyEngine(CPU),
+            engine.costs_of_prefix,
+            incremental=self.model.incremental,
+        )
+        self.cache.reserve_scratch(MAX_TOKENS)
+        auditor = Auditor(self.audit_share, lambda task, deviation, ms: self.audits.append((task, deviation)), seed=1)
+        self.core = RelayCore(engine, self.cache, self.limits, auditor, self.answers.append)
+
+    def signal(self, request: str, user: int, length: int, *, version: int = 0, life: float = 2.0) -> None:
+        self.offset += 1
+        tokens = history(user, length, version)
+        task = PreInferTask(request, f"u{user}", user % 4, self.offset, tokens, self.now + 0.1, self.now + life)
+        self.core.signal(task, self.now)
+
+    def rank(
+        self,
+        request: str,
+        user: int,
+        length: int,
+        *,
+        version: int = 0,
+        suffix: int = 3,
+        full: bool = False,
+        timeout: float = 1.0,
+        candidates: int = 5,
+    ) -> RankTask:
+        tokens = history(user, length, version)
+        after = Tokens(np.full((3, suffix), 7, np.int64))
+        task = RankTask(
+            request,
+            f"u{user}",
+            user % 4,
+            tokens,
+            after,
+            np.arange(candidates, dtype=np.int64) * 3,
+            arrived=self.now,
+            deadline=self.now + timeout,
+            full=full,
+        )
+        self.suffixes[request] = after
+        self.core.rank(task, self.now)
+        return task
+
+    def settle(self, most: int = 10_000) -> None:
+        """Step until there is nothing to do, copies included."""
+        for _ in range(most):
+            if not self.core.step(self.now):
+                if not self.core.copying:
+                    return
+                time.sleep(0.0005)  # the copy engine's threads need a turn
+        raise AssertionError("the core never comes to rest")
+
+    def answer(self, request: str) -> Answer:
+        """The one answer to a request."""
+        found = [answer for answer in self.answers if answer.task.request_id == request]
+        assert len(found) == 1, f"{len(found)} answers to {request}"
+        return found[0]
+
+    def outcome(self, request: str) -> str | None:
+        answer = self.answer(request)
+        assert answer.status == "ok", answer
+        return answer.task.outcome
+
+    def check_scores(self) -> None:
+        """Every score given so far equals full inference."""
+        for answer in self.answers:
+            if answer.status == "ok":
+                assert answer.scores is not None
+                truth = full_scores(self.truth, answer.task, self.suffixes[answer.task.request_id])
+                deviation = relative_deviation(answer.scores, truth)
+                assert deviation <= 1e-5, (deviation, answer, truth)
+
+    def close(self) -> None:
+        self.cache.close()

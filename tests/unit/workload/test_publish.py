@@ -1,0 +1,216 @@
+"""From a file to a report, and the flags of `relaygr publish`."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from relaygr_stream.errors import ConfigError, InputError, Overloaded
+from relaygr_stream.messages import RankingRequest
+from relaygr_stream.settings import Model, Relay, Settings
+from relaygr_stream.workload.command import build_options, publish_command
+from relaygr_stream.workload.generator import GeneratorOptions
+from relaygr_stream.workload.publish import LogOptions, PublishOptions, prepare, send
+from relaygr_stream.workload.replay import ReplayOptions
+from relaygr_stream.workload.report import LiveLine, PublishReport, print_report
+from tests.unit.workload.logs_for_tests import movielens_rows, write_udata
+from tests.unit.workload.recording_client import RecordingClient
+
+SETTINGS = Settings()
+
+
+@pytest.fixture
+def udata(tmp_path: Path) -> Path:
+    path = write_udata(tmp_path / "u.data", movielens_rows())
+    path.write_text("broken\n" + path.read_text() + "1\t2\tgood\t5\n")
+    return path
+
+
+async def run(options: PublishOptions, client: RecordingClient) -> PublishReport:
+    line = LiveLine(io.StringIO())
+    return await send(client, prepare(options, SETTINGS), options, SETTINGS, asyncio.Event(), line)
+
+
+def replay_options(path: Path, requests: int = 60) -> PublishOptions:
+    return PublishOptions(source=LogOptions(path=path, replay=ReplayOptions(requests=requests, rate=500)))
+
+
+async def test_from_udata_to_hit_rate(udata: Path) -> None:
+    report = await run(replay_options(udata), RecordingClient())
+    assert report.complete
+    assert (report.requests, report.answered, report.outcomes) == (60, 60, {"hbm": 60})
+    assert (report.lines, report.broken_lines) == (3002, 2)
+    assert report.broken_examples[0].startswith(f"{udata}:1: 1 fields")
+    assert report.chance is not None
+    assert report.chance.hr == pytest.approx(0.1)
+    assert report.served is not None
+    assert report.popularity is not None
+    assert report.latency_ms["p50"] <= report.latency_ms["p90"] <= report.latency_ms["p99"] <= report.latency_ms["max"]
+    out = io.StringIO()
+    print_report(report, out)
+    for part in (
+        "u.data (u.data): 3000 interactions of 100 users",
+        "2 broken and skipped",
+        "60 answered",
+        "hbm",
+        "latency p99",
+        "HR@10",
+        "NDCG@10",
+        "0.1000 chance",
+        "popularity",
+    ):
+        assert part in out.getvalue()
+
+
+async def test_served_quality_is_that_of_the_scores(udata: Path) -> None:
+    """The client ranks low item ids first: HR@1 is the share of requests whose next item has the lowest id."""
+    source = LogOptions(path=udata, replay=ReplayOptions(requests=100, candidates=3, rate=1000))
+    options = PublishOptions(source=source, k=1)
+    ids = [np.frombuffer(item.request.candidates, np.uint32) for item in prepare(options, SETTINGS).items]
+    targets = [item.target for item in prepare(options, SETTINGS).items]
+    report = await run(options, RecordingClient())
+    assert report.served is not None
+    assert report.chance is not None
+    assert report.served.hr == np.mean([np.argmin(row) == target for row, target in zip(ids, targets, strict=True)])
+    assert report.chance.hr == pytest.approx(1 / 3)
+
+
+async def test_errors_by_type_make_the_report_incomplete(udata: Path) -> None:
+    def fail(request: RankingRequest) -> Overloaded | None:
+        return Overloaded("queue is full") if int(request.request_id[1:]) % 3 == 0 else None
+
+    report = await run(replay_options(udata), RecordingClient(fail=fail))
+    assert not report.complete
+    assert report.errors == {"Overloaded": 20}
+    assert report.error_examples == {"Overloaded": "queue is full"}
+    assert "queue is full" in _printed(report)
+
+
+async def test_generated_workload_and_its_json(tmp_path: Path) -> None:
+    source = GeneratorOptions(users=20, items=300, length_median=30, candidates=20, rate=500)
+    report = await run(PublishOptions(source=source, requests=25), RecordingClient())
+    parsed = json.loads(report.json())
+    assert parsed["requests"] == parsed["answered"] == 25
+    assert parsed["lines"] is None
+    assert parsed["served"].keys() == {"hr", "ndcg"}
+    assert set(parsed) == {field.name for field in dataclasses.fields(PublishReport)}
+    assert any("no taste" in note for note in report.notes)
+
+
+async def test_nothing_sent_is_not_complete_and_still_prints(udata: Path) -> None:
+    options, stop = replay_options(udata), asyncio.Event()
+    stop.set()
+    report = await send(RecordingClient(), prepare(options, SETTINGS), options, SETTINGS, stop, LiveLine(io.StringIO()))
+    assert not report.complete
+    assert report.served is None
+    assert "0 sent" in _printed(report)
+
+
+def test_stop_is_heard_while_a_long_file_is_read(tmp_path: Path) -> None:
+    path = write_udata(tmp_path / "u.data", movielens_rows(users=2000))
+    stop = asyncio.Event()
+    stop.set()
+    with pytest.raises(InputError, match="stopped while reading"):
+        prepare(replay_options(path), SETTINGS, None, stop)
+
+
+def test_what_workers_would_refuse_is_refused_before_sending(udata: Path) -> None:
+    tight = Settings(relay=Relay(max_prefix_tokens=100, max_suffix_tokens=4, max_candidates=50))
+    source = ReplayOptions(max_prefix=100, suffix=4, candidates=50)
+    prepare(PublishOptions(source=LogOptions(path=udata, replay=source)), tight)
+    for wrong, key in (
+        ({"max_prefix": 101}, "relay.max_prefix_tokens = 100"),
+        ({"suffix": 5}, "relay.max_suffix_tokens = 4"),
+        ({"candidates": 51}, "relay.max_candidates = 50"),
+    ):
+        shape = ReplayOptions(**{"max_prefix": 100, "suffix": 4, "candidates": 50, **wrong})  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=key):
+            prepare(PublishOptions(source=LogOptions(path=udata, replay=shape)), tight)
+
+
+def test_item_ids_beyond_the_models_table_are_noted(udata: Path) -> None:
+    assert prepare(replay_options(udata), SETTINGS).notes == []
+    (note,) = prepare(replay_options(udata), Settings(model=Model(vocab=300))).notes
+    assert "modulo 300" in note
+
+
+def _printed(report: PublishReport) -> str:
+    out = io.StringIO()
+    print_report(report, out)
+    return out.getvalue()
+
+
+# The command -----------------------------------------------------------------------------------------------------
+
+
+def options_of(*arguments: str) -> PublishOptions:
+    """The options as the command parses them."""
+    with publish_command.make_context("publish", list(arguments)) as context:
+        flags = {
+            name: value for name, value in context.params.items() if name not in ("files", "assignments", "bootstrap")
+        }
+        flags.pop("json_path")
+        return build_options(Settings(relay=Relay(max_prefix_tokens=777)), flags)
+
+
+def test_flags_reach_the_options(tmp_path: Path) -> None:
+    options = options_of("--events", "x.csv", "--columns", "user=u,item=i,time=t", "--time-unit", "ms", "--speed", "60",
+                         "--requests", "12", "--suffix", "3", "--min-history", "5", "--timeout", "0.25")  # fmt: skip
+    source = options.source
+    assert isinstance(source, LogOptions)
+    assert (source.path, source.time_unit, options.timeout_ms) == (Path("x.csv"), "ms", 250)
+    assert source.columns is not None
+    assert source.columns.user == "u"
+    replay = source.replay
+    assert (replay.speed, replay.requests, replay.suffix, replay.min_history, replay.max_prefix) == (60, 12, 3, 5, 777)
+    generated = options_of("--generate", "--requests", "0", "--rate", "99", "--users", "7", "--revisit", "0.9")
+    assert generated.requests is None
+    assert isinstance(generated.source, GeneratorOptions)
+    assert (generated.source.rate, generated.source.users, generated.source.revisit) == (99, 7, 0.9)
+    assert generated.source.max_prefix == 777
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "--events FILE or --generate"),
+        (["--events", "x", "--generate"], "--events FILE or --generate"),
+        (["--events", "x", "--speed", "2", "--rate", "3"], "--speed keeps the log's times"),
+        (["--events", "x", "--length-median", "3"], "--length-median goes with --generate only"),
+        (["--generate", "--columns", "user=a"], "--columns goes with --events only"),
+        (["--events", "x", "--requests", "0"], "--generate only"),
+        (["--generate", "--timeout", "0"], "--timeout 0"),
+        (["--generate", "--stage-delay", "-1"], "--stage-delay -1"),
+    ],
+)
+def test_flags_that_clash(arguments: list[str], words: str) -> None:
+    with pytest.raises(click.UsageError) as caught:
+        options_of(*arguments)
+    assert words in str(caught.value)
+
+
+def test_help_has_examples() -> None:
+    result = CliRunner().invoke(publish_command, ["--help"])
+    assert result.exit_code == 0
+    assert "relaygr publish --events ml-100k/u.data" in result.output
+
+
+def test_an_unusable_file_is_an_input_error_before_any_connection(tmp_path: Path) -> None:
+    result = CliRunner().invoke(publish_command, ["--events", str(tmp_path / "absent")])
+    assert isinstance(result.exception, InputError)
+    assert "no such file" in str(result.exception)
+
+
+def test_publishing_loads_no_torch() -> None:
+    code = "import sys, relaygr_stream.workload.command; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
