@@ -10,8 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 
-from sortedcontainers import SortedList
-
+from relaygr_stream.cache.runs import Runs
 from relaygr_stream.errors import CacheCorruption
 
 
@@ -31,7 +30,8 @@ class Extent:
 class Arena:
     """`size` bytes (rounded down to the alignment), all one hole at first. Not thread-safe.
 
-    Every operation on one extent is O(log n) in the number of holes; sizes asked for are rounded up to the alignment.
+    Every operation on one extent is O(log n); sizes asked for are rounded up to the alignment. Held extents are fixed
+    until their holder says that they may be evicted, which does no more than let `runs` find room for them.
     """
 
     def __init__(self, size: int, alignment: int) -> None:
@@ -41,11 +41,13 @@ class Arena:
         self.size = size // alignment * alignment
         self.used = 0
         self._held: dict[int, int] = {}  # offset → size
-        self._holes: dict[int, int] = {}  # offset → size
-        self._starts: dict[int, int] = {}  # end → offset, of held ranges and holes alike
-        self._by_size: SortedList[tuple[int, int]] = SortedList()  # (size, offset) of the holes
+        self._ends: dict[int, int] = {}  # end → offset, of held extents
+        self._evictable: set[int] = set()  # offsets
+        self._holes = Runs()
+        self._open = Runs()  # holes and evictable extents: everything but what is fixed
         if self.size:
-            self._add_hole(0, self.size)
+            self._holes.add(0, self.size)
+            self._open.add(0, self.size)
 
     def __len__(self) -> int:
         return len(self._held)
@@ -61,7 +63,12 @@ class Arena:
     @property
     def largest_hole(self) -> int:
         """The most that `allocate` can give now, in bytes."""
-        return self._by_size[-1][0] if self._by_size else 0
+        return self._holes.largest
+
+    @property
+    def largest_open(self) -> int:
+        """The most that `allocate` could give if all that may be evicted were freed, in bytes."""
+        return self._open.largest
 
     @property
     def fragmentation(self) -> float:
@@ -75,29 +82,23 @@ class Arena:
         return -(-nbytes // self.alignment) * self.alignment
 
     def allocate(self, nbytes: int) -> Extent | None:
-        """Hold the smallest hole's first `nbytes` that fit, lowest address first; None when no hole is large enough."""
+        """Hold the first `nbytes` of the smallest hole they fit in, lowest address first; None when there is none."""
         size = self.round_up(nbytes)
-        hole = next(self._by_size.irange((size, 0)), None)
+        hole = next(self._holes.at_least(size), None)
         if hole is None:
             return None
-        hole_size, offset = hole
-        self._remove_hole(offset)
-        if hole_size > size:
-            self._add_hole(offset + size, hole_size - size)
-        self._hold(offset, size)
-        return Extent(offset, size)
+        extent = Extent(hole[1], size)
+        self._holes.remove(extent.offset, size)
+        self._open.remove(extent.offset, size)
+        self._hold(extent)
+        return extent
 
     def free(self, extent: Extent) -> None:
         """Give the extent back, joined with the holes beside it. ValueError if it is not held (a double free)."""
+        self.set_evictable(extent, True)
+        self._evictable.remove(extent.offset)
         self._release(extent)
-        offset, end = extent.offset, extent.end
-        before = self._hole_before(offset)
-        if before:
-            self._remove_hole(offset - before)
-        after = self._holes.get(end, 0)
-        if after:
-            self._remove_hole(end)
-        self._add_hole(offset - before, before + extent.size + after)
+        self._holes.add(extent.offset, extent.size)
 
     def grow(self, extent: Extent, nbytes: int) -> Extent | None:
         """Enlarge to `nbytes` in place, into the hole behind; None, and nothing changed, when that is too small."""
@@ -106,34 +107,58 @@ class Arena:
         more = size - extent.size
         if more < 0:
             raise ValueError(f"cannot grow {extent} to {nbytes} bytes; use shrink")
-        if more == 0:
-            return extent
-        after = self._holes.get(extent.end, 0)
-        if after < more:
+        if more > self._holes.after(extent.end):
             return None
-        self._remove_hole(extent.end)
-        self._release(extent)
-        self._hold(extent.offset, size)
-        if after > more:
-            self._add_hole(extent.offset + size, after - more)
-        return Extent(extent.offset, size)
+        if more:
+            self._holes.remove(extent.end, more)
+            if extent.offset not in self._evictable:
+                self._open.remove(extent.end, more)
+        return self._resize(extent, size)
 
     def shrink(self, extent: Extent, nbytes: int) -> Extent:
         """Keep the first `nbytes`, the rest becomes free. ValueError if that would be more than it has."""
         self._check_held(extent)
         size = self.round_up(nbytes)
-        if size > extent.size:
+        less = extent.size - size
+        if less < 0:
             raise ValueError(f"cannot shrink {extent} to {nbytes} bytes; use grow")
-        if size == extent.size:
-            return extent
-        self._release(extent)
-        kept = Extent(extent.offset, size)
-        self._hold(kept.offset, size)
-        after = self._holes.get(extent.end, 0)
-        if after:
-            self._remove_hole(extent.end)
-        self._add_hole(kept.end, extent.size - size + after)
-        return kept
+        if less:
+            self._holes.add(extent.end - less, less)
+            if extent.offset not in self._evictable:
+                self._open.add(extent.end - less, less)
+        return self._resize(extent, size)
+
+    def set_evictable(self, extent: Extent, evictable: bool) -> None:
+        """Say whether the extent's holder would give it up for others. Changes nothing else."""
+        self._check_held(extent)
+        if evictable == (extent.offset in self._evictable):
+            return
+        if evictable:
+            self._evictable.add(extent.offset)
+            self._open.add(extent.offset, extent.size)
+        else:
+            self._evictable.remove(extent.offset)
+            self._open.remove(extent.offset, extent.size)
+
+    def open_run(self, extent: Extent) -> int:
+        """Bytes that would be free around and in the extent if all that may be evicted were freed; 0 if it is fixed."""
+        run = self._open.around(extent.offset)
+        return 0 if run is None else run[1]
+
+    def starts_of_open_runs(self, nbytes: int, count: int) -> Iterator[Extent]:
+        """The first extent of each of the `count` smallest runs that could hold `nbytes` if all in them were freed."""
+        for size, start in islice(self._open.at_least(nbytes), count):
+            first = start + self._holes.after(start)
+            if first < start + size:
+                yield Extent(first, self._held[first])
+
+    def beside_largest_holes(self, count: int) -> Iterator[Extent]:
+        """The held neighbours of the `count` largest holes."""
+        for size, start in islice(self._holes.largest_first(), count):
+            if start:
+                yield Extent(self._ends[start], start - self._ends[start])
+            if start + size < self.size:
+                yield Extent(start + size, self._held[start + size])
 
     def cheapest_window(
         self, nbytes: int, evictable: Mapping[Extent, float], seeds: Iterable[Extent] | None = None
@@ -154,8 +179,8 @@ class Arena:
         for extent in ordered:
             self._check_held(extent)
             total.append(total[-1] + evictable[extent])
-            starts.append(extent.offset - self._hole_before(extent.offset))
-            ends.append(extent.end + self._holes.get(extent.end, 0))
+            starts.append(extent.offset - self._holes.before(extent.offset))
+            ends.append(extent.end + self._holes.after(extent.end))
         best: tuple[float, int] | None = None  # cost, and bytes that would be left over
         window = (0, 0)
         first = 0
@@ -170,45 +195,41 @@ class Arena:
                 best, window = found, (first, last + 1)
         return None if best is None else ordered[window[0] : window[1]]
 
-    def beside_largest_holes(self, count: int) -> Iterator[Extent]:
-        """The held neighbours of the `count` largest holes: good seeds for `cheapest_window`."""
-        for hole_size, offset in islice(reversed(self._by_size), count):
-            if offset:
-                start = self._starts[offset]
-                yield Extent(start, offset - start)
-            end = offset + hole_size
-            if end < self.size:
-                yield Extent(end, self._held[end])
-
     def check_integrity(self) -> None:
-        """Raise CacheCorruption unless held ranges and holes tile the memory and every index agrees. O(n log n)."""
-        offset, used, blocks, last_was_hole = 0, 0, 0, False
-        while offset < self.size:
-            held, hole = self._held.get(offset), self._holes.get(offset)
-            if (held is None) == (hole is None):
-                raise CacheCorruption(f"offset {offset} is {'nobody' if held is None else 'held and free'}'s")
-            size = held or hole or 0
-            if size < 1 or size % self.alignment:
-                raise CacheCorruption(f"the range at {offset} has {size} bytes, alignment is {self.alignment}")
-            if hole is not None and last_was_hole:
-                raise CacheCorruption(f"the hole at {offset} was not joined with the one before it")
-            if self._starts.get(offset + size) != offset:
-                raise CacheCorruption(f"the range at {offset} is not found by its end {offset + size}")
-            used += held or 0
-            blocks += 1
-            offset += size
-            last_was_hole = hole is not None
-        if offset != self.size:
-            raise CacheCorruption(f"the last range ends at {offset}, the memory at {self.size}")
-        if blocks != len(self._held) + len(self._holes) or blocks != len(self._starts):
-            raise CacheCorruption(
-                f"{blocks} ranges tile the memory, but {len(self._held)} held, {len(self._holes)} holes and "
-                f"{len(self._starts)} ends are known"
-            )
-        if used != self.used:
-            raise CacheCorruption(f"{used} bytes are held, {self.used} were counted")
-        if list(self._by_size) != sorted((size, start) for start, size in self._holes.items()):
-            raise CacheCorruption("the holes ordered by size are not the holes by address")
+        """Raise CacheCorruption unless held extents and holes tile the memory and every index agrees. O(n log n)."""
+        holes: dict[int, int] = {}
+        opened: dict[int, int] = {}  # start → size of maximal runs of what is not fixed
+        last_end = run_start = 0
+
+        def free_up_to(offset: int) -> None:
+            if offset > last_end:
+                holes[last_end] = offset - last_end
+
+        def run_up_to(offset: int) -> None:
+            if offset > run_start:
+                opened[run_start] = offset - run_start
+
+        for offset, size in sorted(self._held.items()):
+            if offset < last_end or offset + size > self.size or size < 1 or (offset | size) % self.alignment:
+                raise CacheCorruption(
+                    f"{size} bytes are held at {offset}: the one before ends at {last_end}, the memory at {self.size}, "
+                    f"the alignment is {self.alignment}"
+                )
+            free_up_to(offset)
+            last_end = offset + size
+            if offset not in self._evictable:
+                run_up_to(offset)
+                run_start = last_end
+        free_up_to(self.size)
+        run_up_to(self.size)
+        self._holes.check_integrity(holes, "the holes")
+        self._open.check_integrity(opened, "what may be evicted")
+        if self._ends != {offset + size: offset for offset, size in self._held.items()}:
+            raise CacheCorruption("held extents by their ends are not the held extents")
+        if not self._evictable <= self._held.keys():
+            raise CacheCorruption(f"evictable, but not held: {sorted(self._evictable - self._held.keys())}")
+        if sum(self._held.values()) != self.used:
+            raise CacheCorruption(f"{sum(self._held.values())} bytes are held, {self.used} were counted")
 
     def _surroundings(self, need: int, evictable: Mapping[Extent, float], seeds: Iterable[Extent]) -> set[Extent]:
         """The seeds and what can be freed next to them, `need` bytes to either side."""
@@ -217,47 +238,37 @@ class Arena:
             if evictable.get(seed) is None:
                 continue
             near.add(seed)
-            offset = seed.offset - self._hole_before(seed.offset)
-            while offset > max(0, seed.end - need):
-                start = self._starts[offset]
-                extent = Extent(start, offset - start)
+            end = seed.offset - self._holes.before(seed.offset)
+            while end > max(0, seed.end - need):
+                extent = Extent(self._ends[end], end - self._ends[end])
                 if evictable.get(extent) is None:
                     break
                 near.add(extent)
-                offset = start - self._hole_before(start)
-            offset = seed.end + self._holes.get(seed.end, 0)
-            while offset < min(self.size, seed.offset + need):
-                extent = Extent(offset, self._held[offset])
+                end = extent.offset - self._holes.before(extent.offset)
+            start = seed.end + self._holes.after(seed.end)
+            while start < min(self.size, seed.offset + need):
+                extent = Extent(start, self._held[start])
                 if evictable.get(extent) is None:
                     break
                 near.add(extent)
-                offset = extent.end + self._holes.get(extent.end, 0)
+                start = extent.end + self._holes.after(extent.end)
         return near
-
-    def _hole_before(self, offset: int) -> int:
-        """Size of the hole that ends at `offset`, 0 when there is none."""
-        return self._holes.get(self._starts.get(offset, -1), 0)
 
     def _check_held(self, extent: Extent) -> None:
         if extent not in self:
             raise ValueError(f"{extent} is not held by this arena of {self.size} bytes (freed already?)")
 
-    def _hold(self, offset: int, size: int) -> None:
-        self._held[offset] = size
-        self._starts[offset + size] = offset
-        self.used += size
+    def _hold(self, extent: Extent) -> None:
+        self._held[extent.offset] = extent.size
+        self._ends[extent.end] = extent.offset
+        self.used += extent.size
 
     def _release(self, extent: Extent) -> None:
-        self._check_held(extent)
-        del self._held[extent.offset], self._starts[extent.end]
+        del self._held[extent.offset], self._ends[extent.end]
         self.used -= extent.size
 
-    def _add_hole(self, offset: int, size: int) -> None:
-        self._holes[offset] = size
-        self._starts[offset + size] = offset
-        self._by_size.add((size, offset))
-
-    def _remove_hole(self, offset: int) -> None:
-        size = self._holes.pop(offset)
-        del self._starts[offset + size]
-        self._by_size.remove((size, offset))
+    def _resize(self, extent: Extent, size: int) -> Extent:
+        self._release(extent)
+        resized = Extent(extent.offset, size)
+        self._hold(resized)
+        return resized

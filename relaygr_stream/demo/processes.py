@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import os
 import signal
 import subprocess
 import sys
@@ -15,7 +16,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
+from relaygr_stream.config import ENV_PREFIX
 from relaygr_stream.errors import RelayError
+from relaygr_stream.settings import Settings
 
 #: Loading torch and a model takes seconds on a free machine, several times that when three processes share two cores.
 START_TIMEOUT_S: Final = 90.0
@@ -40,10 +45,12 @@ class Child:
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
+                # What the environment says is in the settings that we hand on; over them it would win again.
+                env={name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)},
                 stdout=log,
                 stderr=log,
                 start_new_session=True,  # Ctrl-C on the terminal is for the demo, which stops its children in order
-                preexec_fn=_die_with_parent,  # noqa: PLW1509 
+                preexec_fn=_die_with_parent,  # noqa: PLW1509
             )
 
     @property
@@ -111,6 +118,14 @@ async def stop_all(children: Sequence[Child]) -> dict[str, int]:
         child.terminate()
     codes = await asyncio.gather(*(child.wait() for child in children))
     return {child.name: code for child, code in zip(children, codes, strict=True)}
+
+
+def settings_as_toml(settings: Settings) -> str:
+    """Every setting, so that children run with exactly ours (JSON's scalars are TOML's, too)."""
+    lines = []
+    for section, table in msgspec.to_builtins(settings).items():
+        lines += [f"[{section}]", *(f"{name} = {msgspec.json.encode(value).decode()}" for name, value in table.items())]
+    return "\n".join(lines) + "\n"
 
 
 def _die_with_parent() -> None:

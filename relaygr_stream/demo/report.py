@@ -102,7 +102,7 @@ def render_text(result: DemoResult, width: int = 100) -> str:
 def _faults(result: DemoResult) -> Iterator[str]:
     if result.requests == 0:
         yield "no request was sent"
-    if missing := result.requests - result.answered:
+    elif missing := result.requests - result.answered:
         kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(result.errors.items()))
         yield f"{missing} of {result.requests} requests got no scores ({kinds or 'without an error'})"
     if result.audits < 1:

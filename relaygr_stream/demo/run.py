@@ -24,7 +24,7 @@ from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.client import RelayClient
 from relaygr_stream.demo.live import LiveState, LiveView
 from relaygr_stream.demo.plot import save_plot
-from relaygr_stream.demo.processes import Child, stop_all
+from relaygr_stream.demo.processes import Child, settings_as_toml, stop_all
 from relaygr_stream.demo.report import DemoResult, render_table, verdict
 from relaygr_stream.errors import DecodeError, RelayError
 from relaygr_stream.exactness import relative_deviation
@@ -154,20 +154,12 @@ async def _play(options: DemoOptions, settings: Settings, folder: Path, broker: 
 def _start_children(settings: Settings, folder: Path) -> list[Child]:
     file = folder / "settings.toml"
     file.touch(mode=0o600)
-    file.write_text(_as_toml(settings), encoding="utf-8")
+    file.write_text(settings_as_toml(settings), encoding="utf-8")
     common = ("--config", str(file), "--set", "telemetry.log_format=console")
     return [
         Child("trigger", ("trigger", *common), folder),
         *(Child(name, ("worker", *common, "--set", f"worker.name={name}"), folder) for name in WORKERS),
     ]
-
-
-def _as_toml(settings: Settings) -> str:
-    """Every setting, so that the children run with exactly ours (JSON's scalars are TOML's, too)."""
-    lines = []
-    for section, table in msgspec.to_builtins(settings).items():
-        lines += [f"[{section}]", *(f"{name} = {msgspec.json.encode(value).decode()}" for name, value in table.items())]
-    return "\n".join(lines) + "\n"
 
 
 async def _wait_for_lanes(live: LiveState, lanes: int) -> None:

@@ -194,10 +194,10 @@ class _Arrays:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            loaded = np.load(path, allow_pickle=False)
-            if not isinstance(loaded, np.lib.npyio.NpzFile):
-                raise InputError(f"{path}: a single array; expected an npz with the keys of several")
-            with loaded:
+            with path.open("rb") as file:
+                loaded = np.load(file, allow_pickle=False)
+                if not isinstance(loaded, np.lib.npyio.NpzFile):
+                    raise InputError(f"{path}: a single array; expected an npz with the keys of several")
                 self._arrays: dict[str, npt.NDArray[Any]] = {key: loaded[key] for key in loaded}
         except (OSError, ValueError, EOFError, zipfile.BadZipFile, pickle.UnpicklingError) as error:
             raise InputError(f"{path}: not a readable npz file: {error}") from error
@@ -237,8 +237,11 @@ class _Arrays:
             wanted in (None, found) for found, wanted in zip(array.shape, shape, strict=True)
         )
         if not matches or not np.issubdtype(array.dtype, np.number):
-            wanted_shape = "(" + ", ".join("any" if extent is None else str(extent) for extent in shape) + ")"
+            found_shape, wanted_shape = (
+                " × ".join("any" if extent is None else str(extent) for extent in extents) or "one value"
+                for extents in (array.shape, shape)
+            )
             raise InputError(
-                f"{self.path}: `{key}` has shape {array.shape} of {array.dtype}, expected {wanted_shape} of numbers"
+                f"{self.path}: `{key}` is {found_shape} of {array.dtype}, expected {wanted_shape} of numbers"
             )
         return array

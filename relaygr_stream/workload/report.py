@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -169,6 +170,7 @@ class LiveLine:
         """Replace the line (on a terminal) or add one."""
         self._next = time.monotonic() + self._every
         if self._terminal:
+            text = text[: shutil.get_terminal_size().columns - 1]  # a wrapped line could not be rewritten
             self._stream.write("\r" + text.ljust(self._width))
             self._width = len(text)
         else:

@@ -109,7 +109,7 @@ async def _flows_to_the_owners_of_both_topics(topics: TopicSet, *members: Member
 
 
 async def test_joins_and_leaves(kafka_settings: Kafka, topics: TopicSet, producer: Producer) -> None:
-    """Few lanes move, both topics of each together; kept ones are read on in order; nothing is missed; no commit fails."""
+    """Few lanes move, both topics of each together; kept ones go on in order; nothing is missed; no commit fails."""
     often = msgspec.structs.replace(kafka_settings, commit_ms=20)  # the more commits, the likelier a race with a join
     lanes = topics.lanes
     async with Stream(producer, topics) as stream, Member(often, topics, "one") as one:
@@ -215,9 +215,11 @@ async def test_a_record_of_a_lane_lost_meanwhile_counts_for_nothing(
 
 
 async def test_a_member_put_out_of_the_group_comes_back_from_the_committed_offsets(
-    kafka_settings: Kafka, topics: TopicSet, producer: Producer
+    broker: AnyBroker, kafka_settings: Kafka, topics: TopicSet, producer: Producer
 ) -> None:
     """As after a long stop of its process: its lanes may have been another's, so none of them simply goes on."""
+    if broker.kind == "embedded":
+        pytest.skip("on the embedded broker a group that was empty counts no generation: there a lone member goes on")
     for lane in range(topics.lanes):
         await producer.send_and_wait(topics.ranking.name, b"0", partition=lane)
     async with Member(kafka_settings, topics, "one", finish=False) as one:

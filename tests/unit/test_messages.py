@@ -126,16 +126,31 @@ signals = st.builds(
 messages: st.SearchStrategy[Message] = st.one_of(events, signals, rankings(), replies(), statuses)
 
 
+VERDICTS = ("a message", "malformed", "unknown_version", "invalid")
+
+
+def kind_of(message: Message) -> Any:
+    return type(message)
+
+
+def verdict(kind: Any, data: bytes) -> str:
+    try:
+        decode(kind, data)
+    except DecodeError as error:
+        return error.reason
+    return "a message"
+
+
 @given(messages)
 def test_a_message_survives_the_wire(message: Message) -> None:
-    assert decode(type(message), encode(message)) == message
+    assert decode(kind_of(message), encode(message)) == message
 
 
 @given(messages)
 def test_a_foreign_client_reads_a_message_as_a_plain_map_and_can_write_it_again(message: Message) -> None:
     plain = msgpack.unpackb(encode(message))
     assert plain["v"] == SCHEMA_VERSION
-    assert decode(type(message), msgpack.packb(plain)) == message
+    assert decode(kind_of(message), msgpack.packb(plain)) == message
 
 
 def test_a_foreign_client_writes_a_request_event_by_the_documented_layout() -> None:
@@ -169,18 +184,12 @@ def test_a_damaged_message_is_a_message_or_a_decode_error(message: Message, seed
         data[damage.randrange(len(data))] = damage.randrange(256)
     data = data[: damage.randint(0, len(data))] if damage.random() < 0.3 else data
     for kind in KINDS:
-        try:
-            decode(kind, bytes(data))
-        except DecodeError as error:
-            assert error.reason in ("malformed", "unknown_version", "invalid")
+        assert verdict(kind, bytes(data)) in VERDICTS
 
 
 @given(st.binary(max_size=200), st.sampled_from(KINDS))
 def test_any_bytes_are_a_message_or_a_decode_error(data: bytes, kind: Any) -> None:
-    try:
-        decode(kind, data)
-    except DecodeError as error:
-        assert error.reason in ("malformed", "unknown_version", "invalid")
+    assert verdict(kind, data) in VERDICTS
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -286,8 +295,8 @@ def test_a_signal_without_behaviours_and_ragged_scores_are_invalid() -> None:
 def test_a_slice_holds_the_behaviours_asked_for(all_of: Behaviours, start: int, stop: int) -> None:
     part = all_of.slice(start, stop)
     assert len(part) == len(range(len(all_of))[start:stop])
-    for whole, sliced in zip(all_of.arrays(), part.arrays(), strict=True):
-        assert sliced.tolist() == whole[start:stop].tolist()
+    for column in range(3):
+        assert part.arrays()[column].tolist() == all_of.arrays()[column][start:stop].tolist()
 
 
 @pytest.mark.parametrize(

@@ -150,6 +150,24 @@ def _printed(report: PublishReport) -> str:
     return out.getvalue()
 
 
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_live_line_is_rewritten_on_a_terminal_and_added_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "21")
+    terminal, file = _Terminal(), io.StringIO()
+    for stream in (terminal, file):
+        line = LiveLine(stream)
+        assert not line.due()
+        line.show("a line that is longer than that")
+        line.show("short")
+        line.close()
+    assert terminal.getvalue() == "\ra line that is longe\rshort" + " " * 15 + "\r" + " " * 5 + "\r"
+    assert file.getvalue() == "a line that is longer than that\nshort\n"
+
+
 # The command -----------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,147 @@
+"""Real `relaygr` processes over a real broker, with a model small enough for a test."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Self
+
+import msgspec
+
+from relaygr_stream.bus.records import Record
+from relaygr_stream.bus.tail import TopicTail
+from relaygr_stream.demo.processes import Child, settings_as_toml, stop_all
+from relaygr_stream.messages import PreInferSignal, WorkerStatus, decode
+from relaygr_stream.settings import Kafka, Model, Relay, Settings, Trigger, Worker
+from relaygr_stream.topics import apply_topics, load_topics
+from relaygr_stream.workload.driver import Result
+from relaygr_stream.workload.generator import Generator, GeneratorOptions
+from relaygr_stream.workload.items import WorkItem
+
+MIB = 1 << 20
+#: Everything at risk: what is tested is the relay, not the trigger's judgement of a toy model.
+TEST_SETTINGS = Settings(
+    relay=Relay(life_window_ms=3000, max_prefix_tokens=512, max_suffix_tokens=16, max_candidates=64),
+    trigger=Trigger(risk_fraction=0.0, stale_ms=3000, silence_ms=3000),
+    worker=Worker(hbm_bytes=24 * MIB, dram_bytes=48 * MIB, audit_share=0.1, drain_ms=8000),
+    model=Model(layers=2, dim=64, heads=2, dqk=16, dv=16, vocab=5000),
+)
+
+
+class Fleet:
+    """A trigger and workers as children, and what they say of themselves."""
+
+    def __init__(self, kafka: Kafka, folder: Path) -> None:
+        self.settings = msgspec.structs.replace(TEST_SETTINGS, kafka=kafka)
+        self.topics = load_topics(kafka)
+        self.children: dict[str, Child] = {}
+        self.statuses: dict[str, WorkerStatus] = {}
+        self.admitted: set[str] = set()
+        self._folder = folder
+        self._config = folder / "settings.toml"
+        self._tails = [
+            TopicTail(kafka, self.topics.worker_status.name, [0], "earliest", self._on_statuses),
+            TopicTail(kafka, self.topics.pre_infer.name, range(self.topics.lanes), "latest", self._on_signals),
+        ]
+
+    async def __aenter__(self) -> Self:
+        await apply_topics(self.settings.kafka)
+        self._config.write_text(settings_as_toml(self.settings), encoding="utf-8")
+        for tail in self._tails:
+            await tail.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await stop_all(list(self.children.values()))
+        for tail in self._tails:
+            await tail.stop()
+
+    def start(self, command: str, name: str, *, worker_name: str | None = None) -> Child:
+        """Start a process without waiting for it."""
+        arguments = [command, "--config", str(self._config)]
+        if command == "worker":
+            arguments += ["--set", f"worker.name={worker_name or name}"]
+        child = self.children[name] = Child(name, arguments, self._folder)
+        return child
+
+    async def ready(self, *names: str) -> None:
+        await asyncio.gather(*(self.children[name].wait_ready() for name in names))
+
+    async def lanes_settled(self, *workers: str) -> None:
+        """Until these workers, and no others, own all lanes."""
+
+        def settled() -> bool:
+            serving = {name: s for name, s in self.statuses.items() if s.state == "serving" and name in workers}
+            lanes = [lane.lane for status in serving.values() for lane in status.lanes]
+            return len(serving) == len(workers) and sorted(lanes) == list(range(self.topics.lanes))
+
+        await until(settled, f"lanes of {workers}: {self.statuses}")
+
+    def _on_statuses(self, records: list[Record]) -> None:
+        for record in records:
+            status = decode(WorkerStatus, record.value)
+            self.statuses[status.name] = status
+
+    def _on_signals(self, records: list[Record]) -> None:
+        self.admitted |= {decode(PreInferSignal, record.value).request_id for record in records}
+
+
+@asynccontextmanager
+async def serving_fleet(kafka: Kafka, folder: Path, *workers: str) -> AsyncIterator[Fleet]:
+    """A trigger and these workers, all ready, all lanes owned."""
+    async with Fleet(kafka, folder) as fleet:
+        fleet.start("trigger", "trigger")
+        for name in workers:
+            fleet.start("worker", name)
+        await fleet.ready("trigger", *workers)
+        await fleet.lanes_settled(*workers)
+        yield fleet
+
+
+async def until(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
+    """Wait for a condition; seconds: a bound against hanging, not a claim of speed."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {seconds:.0f} s: {what}")
+        await asyncio.sleep(0.05)
+
+
+def traffic(seconds: float, rate: float, *, seed: int = 1, run: str = "t") -> list[WorkItem]:
+    """Requests for so many seconds; revisits and growing histories included."""
+    options = GeneratorOptions(
+        seed=seed,
+        rate=rate,
+        users=40,
+        items=5000,
+        length_median=150.0,
+        revisit=0.5,
+        candidates=20,
+        suffix=4,
+        max_prefix=400,
+        run=run,
+    )
+    items = []
+    for item in Generator(options):
+        if item.at > seconds:
+            break
+        items.append(item)
+    return items
+
+
+class Results:
+    """Results by request id, one each."""
+
+    def __init__(self) -> None:
+        self.by_id: dict[str, Result] = {}
+
+    def __call__(self, result: Result) -> None:
+        request = result.item.request.request_id
+        assert request not in self.by_id, f"two results for {request}"
+        self.by_id[request] = result
+
+    def errors(self) -> dict[str, str]:
+        return {key: f"{r.error}: {r.detail}" for key, r in self.by_id.items() if r.error}

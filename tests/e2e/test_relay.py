@@ -1,0 +1,105 @@
+"""The whole relay with real processes: workers come, go and die under load, and no request is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from aiokafka.admin import AIOKafkaAdminClient
+from aiokafka.coordinator.protocol import ConsumerProtocolMemberAssignment
+
+from relaygr_stream.client import RelayClient
+from relaygr_stream.exactness import relative_deviation
+from relaygr_stream.settings import Kafka
+from relaygr_stream.workload.driver import drive
+from tests.conftest import AnyBroker
+from tests.e2e.fleet import Fleet, Results, serving_fleet, traffic, until
+
+TYPED = {"DeadlineExceeded", "Overloaded", "WorkerFailed"}
+
+
+async def co_owned(fleet: Fleet) -> None:
+    """Fail if a member of the workers' group owns a lane of one topic and not of the other."""
+    kafka = fleet.settings.kafka
+    admin = AIOKafkaAdminClient(bootstrap_servers=kafka.bootstrap)
+    await admin.start()
+    try:
+        while True:
+            answer = await admin.describe_consumer_groups([f"{kafka.prefix}workers"])
+            for member in answer[0].groups[0][5]:
+                assignment = ConsumerProtocolMemberAssignment.decode(member[4]) if member[4] else None
+                lanes = {topic: sorted(partitions) for topic, partitions in assignment.assignment} if assignment else {}
+                pre_infer, ranking = fleet.topics.pre_infer.name, fleet.topics.ranking.name
+                assert lanes.get(pre_infer) == lanes.get(ranking), f"lanes not co-owned: {lanes}"
+            await asyncio.sleep(0.2)
+    finally:
+        await admin.close()
+
+
+@pytest.mark.timeout(240)
+async def test_a_worker_joins_and_one_leaves_under_load(
+    broker: AnyBroker, kafka_settings: Kafka, tmp_path: Path
+) -> None:
+    async with serving_fleet(kafka_settings, tmp_path, "w1", "w2") as fleet:
+        watch = asyncio.create_task(co_owned(fleet)) if broker.kind == "kafka" else None
+        relayed, full = Results(), Results()
+        items = traffic(seconds=14, rate=15)
+        async with RelayClient(settings=fleet.settings) as client:
+            load = asyncio.create_task(drive(client, items, timeout=20.0, on_result=relayed))
+            fleet.start("worker", "w3")
+            await fleet.ready("w3")
+            await fleet.lanes_settled("w1", "w2", "w3")
+            fleet.children["w1"].terminate()
+            assert await fleet.children["w1"].wait() == 0, fleet.children["w1"].log_tail()
+            await fleet.lanes_settled("w2", "w3")
+            await load
+            await drive(client, items, timeout=20.0, mode="full", announce=False, on_result=full)
+        if watch is not None:
+            assert not watch.done(), watch.exception()
+            watch.cancel()
+        assert set(relayed.by_id) == {item.request.request_id for item in items}
+        assert not relayed.errors()
+        assert not full.errors()
+        for request, result in relayed.by_id.items():
+            truth = full.by_id[request].scores
+            assert result.scores is not None
+            assert truth is not None
+            assert relative_deviation(result.scores, truth) <= 1e-5
+        hits = [r for key, r in relayed.by_id.items() if key in fleet.admitted and r.outcome != "full"]
+        assert hits, "no admitted request was served from a prefix hit"
+
+
+@pytest.mark.timeout(240)
+async def test_a_killed_worker_loses_no_request(kafka_settings: Kafka, tmp_path: Path) -> None:
+    async with serving_fleet(kafka_settings, tmp_path, "w1", "w2") as fleet:
+        results = Results()
+        items = traffic(seconds=12, rate=15)
+        async with RelayClient(settings=fleet.settings) as client:
+            load = asyncio.create_task(drive(client, items, timeout=4.0, on_result=results))
+            await until(lambda: len(results.by_id) > 20, "some answers before the kill")
+            fleet.children["w1"].kill()
+            await load
+            await fleet.lanes_settled("w2")
+            # Whatever the crash held up, its users are served again by the survivor.
+            after = Results()
+            await drive(client, traffic(seconds=2, rate=15, seed=2, run="after"), timeout=20.0, on_result=after)
+        assert set(results.by_id) == {item.request.request_id for item in items}
+        assert {result.error for result in results.by_id.values() if result.error} <= TYPED
+        assert sum(result.outcome is not None for result in results.by_id.values()) > len(items) / 4
+        assert not after.errors()
+        fleet.children.pop("w1")
+
+
+@pytest.mark.timeout(120)
+async def test_the_later_of_two_workers_of_one_name_serves(embedded_settings: Kafka, tmp_path: Path) -> None:
+    async with serving_fleet(embedded_settings, tmp_path, "w1") as fleet:
+        first = fleet.children["w1"]
+        fleet.start("worker", "w1-again", worker_name="w1")
+        assert await asyncio.to_thread(first._process.wait, 60) == 3, first.log_tail()
+        log = first.log.read_text()
+        assert "another worker named 'w1'" in log
+        assert str(fleet.children["w1-again"].pid) in log
+        await fleet.ready("w1-again")
+        await fleet.lanes_settled("w1")
+        fleet.children.pop("w1")

@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import builtins
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relaygr_stream.demo.plot import save_plot
+from relaygr_stream.errors import ConfigError
+from tests.unit.demo.test_report import GOOD
+
+
+@pytest.fixture(autouse=True)
+def _cache_here(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MPLCONFIGDIR", str(tmp_path_factory.getbasetemp() / "matplotlib"))
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        GOOD,
+        replace(GOOD, full_ms=[], relay_ms=[5.0], outcomes=["hbm"]),
+        replace(GOOD, full_ms=[], relay_ms=[], outcomes=[], admitted=0, admitted_hits=0),
+    ],
+    ids=["a whole run", "one answer", "no answer"],
+)
+def test_a_run_becomes_a_png(result: Any, tmp_path: Path) -> None:
+    path = save_plot(result, tmp_path / "out" / "demo.png")
+    data = path.read_bytes()
+    assert data.startswith(b"\x89PNG\r\n\x1a\n")
+    width, height = int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")
+    assert (width, height) == (1650, 735)
+
+
+def test_two_runs_give_two_pictures(tmp_path: Path) -> None:
+    one = save_plot(GOOD, tmp_path / "1.png").read_bytes()
+    other = save_plot(replace(GOOD, relay_ms=[9.0] * 1000), tmp_path / "2.png").read_bytes()
+    assert one != other
+
+
+def test_without_matplotlib_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real_import = builtins.__import__
+
+    def no_matplotlib(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return real_import(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", no_matplotlib)
+    with pytest.raises(ConfigError, match=r"pip install 'relaygr-stream\[plot\]'"):
+        save_plot(GOOD, tmp_path / "x.png")
+
+
+def test_matplotlib_and_torch_are_loaded_only_when_needed() -> None:
+    code = (
+        "import sys; import relaygr_stream.demo.plot, relaygr_stream.demo.live, relaygr_stream.demo.report; "
+        "print([m for m in ('matplotlib', 'torch') if m in sys.modules])"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"

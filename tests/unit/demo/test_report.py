@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from relaygr_stream.demo.report import DemoResult, quantile, quantile_name, render_table, render_text, verdict
+
+GOOD = DemoResult(
+    relay_ms=[float(ms) for ms in range(1, 1001)],
+    outcomes=["hbm"] * 800 + ["dram"] * 150 + ["joined"] * 20 + ["full"] * 30,
+    full_ms=[4.0 * ms for ms in range(1, 1001)],
+    requests=1000,
+    answered=1000,
+    admitted=1000,
+    admitted_hits=970,
+    audits=10,
+    audit_deviation=2e-7,
+    compared=1000,
+    deviation=3e-7,
+    model="HSTU, random weights (seed 7)",
+    broker="embedded",
+    device="cpu",
+    wall_s=60.0,
+    processes={"worker-1": 0, "worker-2": 0, "trigger": 0},
+)
+
+
+def test_a_run_that_kept_its_promises_has_no_faults() -> None:
+    assert verdict(GOOD) == []
+    assert verdict(replace(GOOD, audit_deviation=1e-5, deviation=1e-5, admitted_hits=950)) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"answered": 998, "errors": {"DeadlineExceeded": 2}}, "2 of 1000 requests got no scores (2 DeadlineExceeded)"),
+        ({"answered": 999}, "1 of 1000 requests got no scores (without an error)"),
+        ({"requests": 0, "answered": 0}, "no request was sent"),
+        ({"audits": 0}, "no worker audited a score; raise worker.audit_share or run longer"),
+        ({"audit_deviation": 1.1e-5}, "an audited score deviates from full inference by 1.1e-05 (limit 1e-05)"),
+        ({"audit_deviation": float("nan")}, "an audited score deviates from full inference by nan (limit 1e-05)"),
+        ({"deviation": 0.5}, "a relayed score deviates from full inference by 0.5 (limit 1e-05)"),
+        ({"compared": 0}, "no request was scored both ways by the client, so nothing was compared"),
+        ({"admitted": 0, "admitted_hits": 0}, "the trigger admitted no request"),
+        (
+            {"admitted_hits": 949},
+            "949 of 1000 admitted requests (94.9%) were answered from a prefix hit; at least 95% should be",
+        ),
+        ({"processes": {"worker-1": -9, "worker-2": 0}}, "worker-1 ended with exit code -9"),
+        ({"processes": {"worker-1": None}}, "worker-1 did not stop when asked to"),
+    ],
+)
+def test_each_fault_is_named(changes: dict[str, object], said: str) -> None:
+    result = replace(GOOD, **changes)  # type: ignore[arg-type]
+    assert verdict(result) == [said]
+    assert said in " ".join(render_text(result, width=200).split())
+
+
+def test_the_table_has_quantiles_and_their_ratio() -> None:
+    cells = [line.replace("│", " ").split() for line in render_text(GOOD).splitlines()]
+    assert ["P50", "500.0", "2,000.0", "4.00×"] in cells
+    assert ["P99.9", "999.0", "3,996.0", "4.00×"] in cells
+    assert ["dram", "150", "15.0%", "in", "DRAM,", "reloaded"] in cells
+    assert ["prefix", "hits", "970", "97.0%"] in cells
+    assert "✓ every request answered, relayed scores equal full inference" in render_text(GOOD)
+
+
+def test_a_quantile_that_the_sample_cannot_tell_is_left_out() -> None:
+    few = replace(GOOD, relay_ms=[1.0] * 99, full_ms=[2.0] * 99, outcomes=["hbm"] * 99)
+    text = render_text(few)
+    assert "P90" in text
+    assert "P99" not in text
+
+
+def test_a_run_with_nothing_in_it_can_still_be_told() -> None:
+    nothing = replace(
+        GOOD, relay_ms=[], full_ms=[], outcomes=[], requests=0, answered=0, admitted=0, admitted_hits=0, compared=0
+    )
+    assert "no request was sent" in render_text(nothing)
+
+
+def test_the_text_has_no_colour_codes_and_fits_its_width() -> None:
+    text = render_text(GOOD, width=80)
+    assert "\x1b" not in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_the_terminal_gets_the_same_table() -> None:
+    console = Console(width=100, force_terminal=True, color_system="standard")
+    with console.capture() as captured:
+        console.print(render_table(GOOD))
+    assert "4.00×" in captured.get()
+
+
+def test_quantiles_are_observed_values() -> None:
+    values = [float(ms) for ms in range(100, 0, -1)]
+    assert [quantile(values, q) for q in (0.5, 0.9, 0.99, 0.999)] == [50.0, 90.0, 99.0, None]
+    assert quantile([], 0.5) is None
+    assert [quantile_name(q) for q in (0.5, 0.99, 0.999)] == ["P50", "P99", "P99.9"]
+
+
+@given(st.lists(st.floats(0, 1e6, allow_nan=False), min_size=1, max_size=300), st.sampled_from([0.5, 0.9, 0.95, 0.99]))
+def test_a_quantile_has_its_share_at_or_below_it_and_no_smaller_value_has(values: list[float], q: float) -> None:
+    at = quantile(values, q)
+    if at is None:
+        assert len(values) < 1 / (1 - q)
+        return
+    assert at in values
+    assert sum(value <= at for value in values) >= q * len(values) - 1e-6
+    assert sum(value < at for value in values) < q * len(values)

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from relaygr_stream.errors import InputError
+from relaygr_stream.models.conformance import COMPARISONS, LIMIT, META, format_table, run_conformance
+from tests.unit.models.naive_hstu import conformance_arrays
+
+REFERENCE = Path(__file__).parents[2] / "data" / "hstu_reference.npz"
+ONLY_INCREMENTAL = {"chunked_history", "chunked_candidates", "suffix_candidates"}
+
+
+def meta(**changes: int) -> dict[str, int]:
+    plain = dict(zip(META, (24, 3, 8, 12, 2, 0, 0, 0, 50, 4), strict=True))
+    return plain | changes
+
+
+def write(path: Path, arrays: dict[str, npt.NDArray[Any]]) -> Path:
+    np.savez(path, **arrays)  # type: ignore[arg-type]  # its stub takes the second keyword for allow_pickle
+    return path
+
+
+def test_every_variant_of_the_reference_is_reproduced_full_and_cached() -> None:
+    results = run_conformance(REFERENCE)
+    assert [result.name for result in results] == ["base", "ctx4", "maxattn8", "groupnorm", "ctx4_maxattn8"]
+    for result in results:
+        contextual = result.config.contextual_seq_len > 0
+        assert set(result.deviations) == set(COMPARISONS) - (ONLY_INCREMENTAL if contextual else set())
+        assert result.worst <= LIMIT, result
+        assert result.conforms
+
+
+def test_another_file_with_other_shapes_and_users(tmp_path: Path) -> None:
+    random = np.random.default_rng(1)
+    variants: dict[str, tuple[dict[str, int], list[int]]] = {
+        "one": (meta(), [3, 40, 0, 1]),
+        "windowed": (meta(max_attn_len=5, H=1, dv=20), [18]),
+        "seen by all": (meta(contextual_seq_len=3, max_attn_len=4, group_norm=1, layers=1), [3, 12]),
+        "no candidates": (meta(candidates=0), [7]),
+    }
+    arrays: dict[str, npt.NDArray[Any]] = {}
+    for name, (shape, histories) in variants.items():
+        arrays |= conformance_arrays(random, name, shape, histories)
+    results = run_conformance(write(tmp_path / "other.npz", arrays))
+    assert [(result.name, result.users) for result in results] == [
+        (name, len(histories)) for name, (_, histories) in variants.items()
+    ]
+    assert all(result.worst < 1e-5 for result in results), format_table(results)
+
+
+@pytest.mark.parametrize("key", ["out_full/hist1", "out_full/cand0", "out_cached/cand2", "layer1/v_cache_jagged"])
+def test_a_deviation_in_any_output_is_found(tmp_path: Path, key: str) -> None:
+    arrays = dict(np.load(REFERENCE))
+    arrays[f"groupnorm/{key}"][2, 3] += 1e-3
+    conforming = [result.name for result in run_conformance(write(tmp_path / "off.npz", arrays)) if result.conforms]
+    assert conforming == ["base", "ctx4", "maxattn8", "ctx4_maxattn8"]
+
+
+def test_nan_does_not_conform(tmp_path: Path) -> None:
+    arrays = dict(np.load(REFERENCE))
+    arrays["base/layer0/uvqk_weight"][0, 0] = np.nan
+    assert not run_conformance(write(tmp_path / "nan.npz", arrays))[0].conforms
+
+
+def test_half_precision_runs_and_says_that_it_is_further_off() -> None:
+    for result in run_conformance(REFERENCE, torch.bfloat16):
+        assert LIMIT < result.worst < 5.0
+
+
+def test_the_table_names_every_variant_and_its_verdict(tmp_path: Path) -> None:
+    arrays = dict(np.load(REFERENCE))
+    arrays["ctx4/out_full/hist0"] += 1
+    table = format_table(run_conformance(write(tmp_path / "off.npz", arrays))).splitlines()
+    assert len(table) == 6
+    assert table[0].split()[0] == "variant"
+    assert {line.split()[0]: line.split()[-1] for line in table[1:]} == {
+        "base": "yes", "ctx4": "NO", "maxattn8": "yes", "groupnorm": "yes", "ctx4_maxattn8": "yes"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "missing", ["base/layer2/uvqk_beta", "base/in/cand1", "base/out_full/hist0", "base/layer0/k_cache_jagged"]
+)
+def test_a_missing_key_is_named(tmp_path: Path, missing: str) -> None:
+    arrays = dict(np.load(REFERENCE))
+    del arrays[missing]
+    with pytest.raises(InputError, match=f"`{missing}` is missing"):
+        run_conformance(write(tmp_path / "less.npz", arrays))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("base/layer0/output_weight", np.zeros((95, 32), np.float32), "95 × 32 .*expected 96 × 32"),
+        ("base/in/hist0", np.zeros((17, 31), np.float32), "17 × 31 .*expected any × 32"),
+        ("base/out_full/cand0", np.array([["a"]]), "of numbers"),
+        ("base/meta", np.arange(9), "9 of.*expected 10 of"),
+        ("base/meta", np.array([32, 0, 16, 24, 3, 0, 0, 0, 64, 6]), "H = 0, expected at least 1"),
+    ],
+)
+def test_a_misshapen_key_is_named(tmp_path: Path, key: str, value: npt.NDArray[Any], words: str) -> None:
+    arrays = dict(np.load(REFERENCE)) | {key: value}
+    with pytest.raises(InputError, match=f"`{key}` (is|has) .*{words}"):
+        run_conformance(write(tmp_path / "bad.npz", arrays))
+
+
+def test_files_that_are_no_such_file(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="not a readable npz file"):
+        run_conformance(tmp_path / "absent.npz")
+    (tmp_path / "text.npz").write_text("variant base")
+    with pytest.raises(InputError, match="not a readable npz file"):
+        run_conformance(tmp_path / "text.npz")
+    (tmp_path / "cut.npz").write_bytes(REFERENCE.read_bytes()[:5000])
+    with pytest.raises(InputError, match="not a readable npz file"):
+        run_conformance(tmp_path / "cut.npz")
+    np.save(tmp_path / "one.npy", np.zeros(3))
+    with pytest.raises(InputError, match="a single array"):
+        run_conformance(tmp_path / "one.npy")
+    with pytest.raises(InputError, match="no variant"):
+        run_conformance(write(tmp_path / "other.npz", {"something": np.zeros(3)}))
+    arrays = {key: value for key, value in np.load(REFERENCE).items() if "/in/hist" not in key}
+    with pytest.raises(InputError, match="`base/in/hist0` is missing"):
+        run_conformance(write(tmp_path / "nobody.npz", arrays))

@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from relaygr_stream.models.embeddings import GAP_BUCKETS, gap_buckets
+from relaygr_stream.models.tokens import Tokens
+from tests.unit.models.small_models import SHAPE, random_tokens, small_model
+
+
+@given(st.integers(-(2**62), 2**62))
+def test_gap_buckets_are_powers_of_two(gap: int) -> None:
+    expected = 0 if gap <= 0 else min(gap.bit_length(), GAP_BUCKETS - 1)
+    # Beyond 2^53 a gap rounds to a float; by then all share the last bucket.
+    assert gap_buckets(np.array([gap]))[0] == expected
+
+
+def test_a_behaviour_is_the_sum_of_its_four_vectors() -> None:
+    table = small_model().embedding
+    array = np.array([[3, SHAPE["vocab"] + 3], [0, 255], [0, 1000]])
+    x = table.behaviours(Tokens(array), 7)
+    for row, (action, gap) in enumerate([(0, 0), (255, 10)]):
+        expected = table.item[3] + table.position[7 + row] + table.action[action] + table.gap[gap]
+        assert torch.allclose(x[row], expected)
+
+
+def test_a_candidate_is_its_item_and_position_and_that_it_is_one() -> None:
+    table, random = small_model().embedding, np.random.default_rng(0)
+    x = table.rankings([(random_tokens(random, 2), 4, np.array([9, SHAPE["vocab"] * 2 + 1]))])
+    for row, item in ((2, 9), (3, 1)):
+        assert torch.allclose(x[row], table.item[item] + table.position[6] + table.candidate)
+
+
+def test_indices_stay_within_the_tables_whatever_comes() -> None:
+    table = small_model().embedding
+    extreme = np.array([[2**32 - 1, -1], [255, 999], [2**62, -5]])
+    assert table.behaviours(Tokens(extreme), 10**9).isfinite().all()
+    assert table.rankings([(Tokens(extreme), 10**9, np.array([-1, 2**62]))]).isfinite().all()
+
+
+def test_several_rankings_are_the_same_as_each_alone() -> None:
+    table, random = small_model().embedding, np.random.default_rng(0)
+    batch = [(random_tokens(random, n), n + 3, random.integers(0, 99, m)) for n, m in ((0, 2), (3, 1), (1, 4))]
+    alone = torch.cat([table.rankings([one]) for one in batch])
+    assert torch.equal(table.rankings(batch), alone)

@@ -1,0 +1,188 @@
+"""The model's two operations, as properties over lengths, chunkings, batches and shapes of attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from relaygr_stream.errors import ModelError
+from relaygr_stream.models.hstu_model import HSTUModel
+from relaygr_stream.models.protocol import RankingModel, ScoreInput
+from tests.unit.models.small_models import (
+    INCREMENTAL,
+    deviation,
+    empty_region,
+    extended,
+    full_scores,
+    held,
+    random_items,
+    random_tokens,
+    small_model,
+    splits,
+)
+
+MODELS = [small_model(**changes) for changes in INCREMENTAL]
+models = st.sampled_from(MODELS)
+seeds = st.integers(0, 2**32 - 1)
+
+
+def test_the_model_keeps_the_protocol() -> None:
+    assert isinstance(MODELS[0], RankingModel)
+
+
+@given(models, splits(), seeds)
+def test_extending_in_any_chunks_is_extending_at_once(
+    model: HSTUModel, split: tuple[int, tuple[int, ...]], seed: int
+) -> None:
+    length, bounds = split
+    tokens = random_tokens(np.random.default_rng(seed), length)
+    once, chunked = extended(model, tokens), extended(model, tokens, slack=3, chunks=bounds)
+    assert chunked.length == length
+    assert deviation(held(chunked), held(once)) <= 1e-5
+
+
+@given(models, splits(), st.integers(1, 7), seeds)
+def test_a_relayed_score_is_the_score_of_full_inference(
+    model: HSTUModel, split: tuple[int, tuple[int, ...]], count: int, seed: int
+) -> None:
+    length, bounds = split
+    random = np.random.default_rng(seed)
+    tokens, candidates = random_tokens(random, length), random_items(random, count)
+    prefix = bounds[-1] if bounds else length
+    region = extended(model, tokens.slice(0, prefix), slack=2, chunks=bounds[:-1])
+    before = held(region).clone()
+    (relayed,) = model.score([ScoreInput(region, tokens.slice(prefix, length), candidates)])
+    assert relayed.shape == (count, 2)
+    assert relayed.dtype == torch.float32
+    assert deviation(relayed, full_scores(model, tokens, candidates)) <= 1e-5
+    assert region.length == prefix
+    assert torch.equal(held(region), before)
+
+
+@given(models, st.lists(st.tuples(splits(12), st.integers(1, 5)), min_size=1, max_size=4), seeds, st.randoms())
+@settings(max_examples=50)
+def test_a_ranking_does_not_depend_on_its_neighbours(
+    model: HSTUModel, shapes: list[tuple[tuple[int, tuple[int, ...]], int]], seed: int, order: Any
+) -> None:
+    random = np.random.default_rng(seed)
+    batch = []
+    for (length, bounds), count in shapes:
+        tokens, prefix = random_tokens(random, length), bounds[0] if bounds else length
+        region = extended(model, tokens.slice(0, prefix))
+        batch.append(ScoreInput(region, tokens.slice(prefix, length), random_items(random, count)))
+    alone = [model.score([one])[0] for one in batch]
+    places = list(range(len(batch)))
+    order.shuffle(places)
+    for place, found in zip(places, model.score([batch[place] for place in places]), strict=True):
+        assert deviation(found, alone[place]) <= 1e-6
+
+
+@given(models, st.integers(0, 12), st.integers(0, 6), st.integers(2, 9), seeds)
+@settings(max_examples=50)
+def test_candidates_do_not_see_each_other(model: HSTUModel, prefix: int, suffix: int, count: int, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    region, later = extended(model, random_tokens(random, prefix)), random_tokens(random, suffix)
+    candidates = random_items(random, count)
+    (together,) = model.score([ScoreInput(region, later, candidates)])
+    kept = random.permutation(count)[: random.integers(1, count + 1)]
+    others = candidates.copy()
+    others[kept[0]] += 1  # and what stands in another's place does not matter either
+    (some,) = model.score([ScoreInput(region, later, candidates[kept])])
+    (changed,) = model.score([ScoreInput(region, later, others)])
+    assert deviation(some, together[kept]) <= 1e-6
+    rest = np.delete(np.arange(count), kept[0])
+    assert deviation(changed[rest], together[rest]) <= 1e-6
+
+
+@given(models, splits(), st.integers(0, 4), st.integers(1, 9), seeds)
+@settings(max_examples=50)
+def test_room_behind_the_tokens_is_never_read(
+    model: HSTUModel, split: tuple[int, tuple[int, ...]], suffix: int, slack: int, seed: int
+) -> None:
+    length, bounds = split
+    random = np.random.default_rng(seed)
+    tokens, later, candidates = random_tokens(random, length), random_tokens(random, suffix), random_items(random, 3)
+    exact, roomy = extended(model, tokens, chunks=bounds), extended(model, tokens, slack=slack, chunks=bounds)
+    assert deviation(held(roomy), held(exact)) <= 1e-6
+    scores = [model.score([ScoreInput(region, later, candidates)])[0] for region in (exact, roomy)]
+    assert deviation(scores[1], scores[0]) <= 1e-6
+    written = sum(part[:, length:].numel() for i in range(3) for part in roomy.layer(i))
+    untouched = sum(int(part[:, length:].isnan().sum()) for i in range(3) for part in roomy.layer(i))
+    assert untouched == written
+
+
+@pytest.mark.parametrize("changes", INCREMENTAL)
+def test_long_histories_in_more_blocks_than_one(changes: dict[str, Any]) -> None:
+    model, random = small_model(**changes), np.random.default_rng(0)
+    tokens, candidates = random_tokens(random, 700), random_items(random, 300)
+    region = extended(model, tokens.slice(0, 430), chunks=(301,))
+    (relayed,) = model.score([ScoreInput(region, tokens.slice(430, 700), candidates)])
+    assert deviation(relayed, full_scores(model, tokens, candidates)) <= 1e-5
+    # Against one row at a time: blocks of rows leave nothing out and add nothing.
+    stepwise = extended(model, tokens, chunks=tuple(range(1, 700)))
+    assert deviation(held(stepwise), held(extended(model, tokens))) <= 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_in_half_precision_the_relay_is_no_further_from_the_truth(dtype: torch.dtype) -> None:
+    random = np.random.default_rng(5)
+    exact, half = small_model(), small_model().place(torch.device("cpu"), dtype)
+    relayed_errors, full_errors = [], []
+    for _ in range(12):
+        tokens, candidates = random_tokens(random, 60), random_items(random, 24)
+        truth = full_scores(exact, tokens, candidates)
+        region = extended(half, tokens.slice(0, 50), slack=3, chunks=(7, 31))
+        (relayed,) = half.score([ScoreInput(region, tokens.slice(50, 60), candidates)])
+        assert relayed.dtype == torch.float32
+        relayed_errors.append((relayed - truth).flatten())
+        full_errors.append((full_scores(half, tokens, candidates) - truth).flatten())
+    relayed_rms, full_rms = (
+        float(torch.cat(errors).square().mean().sqrt()) for errors in (relayed_errors, full_errors)
+    )
+    assert 0 < full_rms < 0.1
+    assert relayed_rms <= 1.1 * full_rms  # 576 errors: their root mean square is known to about 5 %
+
+
+def test_a_failed_extend_leaves_the_length() -> None:
+    model, random = MODELS[0], np.random.default_rng(0)
+    region = empty_region(model, 5)
+    model.extend(region, random_tokens(random, 4))
+    with pytest.raises(ValueError, match="2 tokens behind 4 do not fit into a region of 5"):
+        model.extend(region, random_tokens(random, 2))
+    assert region.length == 4
+
+
+def test_nothing_to_extend_and_nothing_to_score() -> None:
+    model = MODELS[0]
+    region = empty_region(model, 0)
+    model.extend(region, random_tokens(np.random.default_rng(0), 0))
+    assert region.length == 0
+    assert model.score([]) == []
+
+
+def test_no_gradients_are_recorded() -> None:
+    model, random = MODELS[0], np.random.default_rng(0)
+    with torch.enable_grad():
+        region = extended(model, random_tokens(random, 3))
+        (scores,) = model.score([ScoreInput(region, random_tokens(random, 0), random_items(random, 2))])
+    assert not scores.requires_grad
+    assert not region.storage.requires_grad
+
+
+def test_contextual_models_take_their_history_at_once_and_no_suffix() -> None:
+    model, random = small_model(contextual_seq_len=3, max_attn_len=4), np.random.default_rng(0)
+    tokens, candidates = random_tokens(random, 12), random_items(random, 4)
+    assert not model.incremental
+    region = extended(model, tokens, slack=4)
+    (scores,) = model.score([ScoreInput(region, tokens.slice(0, 0), candidates)])
+    assert deviation(scores, full_scores(model, tokens, candidates)) <= 1e-5
+    with pytest.raises(ModelError, match=r"contextual_seq_len = 3 .*holds 12 tokens already"):
+        model.extend(region, random_tokens(random, 1))
+    with pytest.raises(ModelError, match=r"contextual_seq_len = 3 .*takes no suffix"):
+        model.score([ScoreInput(region, random_tokens(random, 1), candidates)])
+    assert region.length == 12

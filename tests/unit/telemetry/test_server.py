@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.parser import text_string_to_metric_families as parse_text
+
+from relaygr_stream.errors import ConfigError
+from relaygr_stream.telemetry.server import TelemetryServer
+
+
+class Checks:
+    live: str | None = None
+    ready: str | None = None
+
+
+@pytest.fixture
+def checks() -> Checks:
+    return Checks()
+
+
+@pytest.fixture
+def server(checks: Checks) -> Iterator[TelemetryServer]:
+    registry = CollectorRegistry()
+    Counter("relaygr_things", "Things.", registry=registry).inc(3)
+    server = TelemetryServer(registry, "127.0.0.1", 0, lambda: checks.live, lambda: checks.ready)
+    server.start()
+    yield server
+    server.stop()
+
+
+def request(
+    server: TelemetryServer, path: str, method: str = "GET", headers: dict[str, str] | None = None
+) -> tuple[int, str, str]:
+    """(status, content type, body)"""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+    try:
+        connection.request(method, path, headers=headers or {})
+        response = connection.getresponse()
+        return response.status, response.headers["Content-Type"], response.read().decode()
+    finally:
+        connection.close()
+
+
+def test_metrics_as_prometheus_text(server: TelemetryServer) -> None:
+    status, kind, body = request(server, "/metrics")
+    assert status == 200
+    assert kind.startswith("text/plain")
+    values = {sample.name: sample.value for family in parse_text(body) for sample in family.samples}
+    assert values["relaygr_things_total"] == 3
+
+
+def test_metrics_as_openmetrics_where_the_scraper_asks(server: TelemetryServer) -> None:
+    status, kind, body = request(
+        server, "/metrics", headers={"Accept": "application/openmetrics-text;version=1.0.0,text/plain;q=0.5"}
+    )
+    assert status == 200
+    assert kind.startswith("application/openmetrics-text")
+    families = parse_openmetrics(body)  # type: ignore[no-untyped-call]
+    assert [family.name for family in families] == ["relaygr_things"]
+
+
+@pytest.mark.parametrize("path", ["/healthz", "/readyz"])
+def test_health_follows_its_own_check(server: TelemetryServer, checks: Checks, path: str) -> None:
+    assert request(server, path)[0] == 200
+    assert json.loads(request(server, path)[2]) == {"status": "ok"}
+    setattr(checks, "live" if path == "/healthz" else "ready", "the device hangs")
+    status, kind, body = request(server, path)
+    assert (status, kind) == (503, "application/json")
+    assert json.loads(body) == {"status": "unavailable", "reason": "the device hangs"}
+    other = "/readyz" if path == "/healthz" else "/healthz"
+    assert request(server, other)[0] == 200
+
+
+def test_a_check_that_fails_counts_as_no() -> None:
+    def broken() -> str | None:
+        raise ZeroDivisionError("oops")
+
+    server = TelemetryServer(CollectorRegistry(), "127.0.0.1", 0, broken, lambda: None)
+    server.start()
+    try:
+        status, _, body = request(server, "/healthz")
+    finally:
+        server.stop()
+    assert status == 503
+    assert "ZeroDivisionError: oops" in json.loads(body)["reason"]
+
+
+def test_other_paths_are_told_what_there_is(server: TelemetryServer) -> None:
+    status, _, body = request(server, "/nowhere")
+    assert status == 404
+    assert body == "Nothing at '/nowhere'. There are /metrics, /healthz, /readyz.\n"
+
+
+def test_only_reading_is_possible(server: TelemetryServer) -> None:
+    assert request(server, "/healthz", "POST")[0] == 405
+    assert request(server, "/metrics", "DELETE")[0] == 405
+    for path in ("/healthz", "/metrics"):
+        status, _, body = request(server, path, "HEAD")
+        assert (status, body) == (200, "")
+
+
+def test_a_silent_client_holds_up_nobody(server: TelemetryServer) -> None:
+    with socket.create_connection(("127.0.0.1", server.port)):
+        assert request(server, "/healthz")[0] == 200
+
+
+def test_garbage_gets_an_answer_and_changes_nothing(server: TelemetryServer) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
+        client.sendall(b"\x16\x03\x01 not http\r\n\r\n")
+        client.recv(100)
+    assert request(server, "/healthz")[0] == 200
+
+
+def test_a_taken_port_is_a_config_error_that_names_it(server: TelemetryServer) -> None:
+    with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{server.port}.*telemetry\.port"):
+        TelemetryServer(CollectorRegistry(), "127.0.0.1", server.port, lambda: None, lambda: None)
+
+
+def test_a_host_that_is_not_ours_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match=r"192\.0\.2\.1:0.*telemetry\.host"):
+        TelemetryServer(CollectorRegistry(), "192.0.2.1", 0, lambda: None, lambda: None)
+
+
+def test_stop_ends_the_thread_and_frees_the_port() -> None:
+    server = TelemetryServer(CollectorRegistry(), "127.0.0.1", 0, lambda: None, lambda: None)
+    server.start()
+    server.stop()
+    server.stop()
+    assert "telemetry" not in {thread.name for thread in threading.enumerate()}
+    again = TelemetryServer(CollectorRegistry(), "127.0.0.1", server.port, lambda: None, lambda: None)
+    again.stop()
+
+
+def test_ipv6() -> None:
+    try:
+        server = TelemetryServer(CollectorRegistry(), "::1", 0, lambda: None, lambda: None)
+    except ConfigError:
+        pytest.skip("this machine has no IPv6 loopback address")
+    server.start()
+    try:
+        assert server.address == f"[::1]:{server.port}"
+        connection = http.client.HTTPConnection("::1", server.port, timeout=10)
+        connection.request("GET", "/readyz")
+        assert connection.getresponse().status == 200
+        connection.close()
+    finally:
+        server.stop()

@@ -1,0 +1,159 @@
+"""Settings: each layer beats the one before it, every value knows its source, every mistake is named."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from relaygr_stream.config import FIELDS, Config, load, profile_path
+from relaygr_stream.errors import ConfigError
+from relaygr_stream.settings import Settings
+
+
+def value_of(config: Config, key: str) -> tuple[Any, str]:
+    (value,) = [value for value in config.values if value.field.key == key]
+    return value.value, value.source
+
+
+def write(folder: Path, text: str, name: str = "relay.toml") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def test_without_any_source_the_defaults_hold() -> None:
+    config = load(environ={})
+    assert config.settings == Settings()
+    assert {value.source for value in config.values} == {"default"}
+    assert {value.field.key for value in config.values} == set(FIELDS)
+
+
+def test_each_layer_beats_the_one_before_and_says_so(tmp_path: Path) -> None:
+    first = write(tmp_path, "[relay]\nslo_ms = 11\nlife_window_ms = 21\nmax_candidates = 31\n", "first.toml")
+    second = write(
+        tmp_path, "[relay]\nlife_window_ms = 22\nmax_candidates = 32\nmax_suffix_tokens = 42\n", "second.toml"
+    )
+    environ = {"RELAYGR_RELAY_MAX_CANDIDATES": "33", "RELAYGR_RELAY_MAX_SUFFIX_TOKENS": "43"}
+    config = load([first, second], {"relay.max_suffix_tokens": "44", "relay.slo_ms": None}, environ)
+    assert value_of(config, "relay.slo_ms") == (11.0, str(first))
+    assert value_of(config, "relay.life_window_ms") == (22.0, str(second))
+    assert value_of(config, "relay.max_candidates") == (33, "environment RELAYGR_RELAY_MAX_CANDIDATES")
+    assert value_of(config, "relay.max_suffix_tokens") == (44, "flag for relay.max_suffix_tokens")
+    assert config.settings.relay.max_suffix_tokens == 44
+
+
+def test_a_file_named_by_the_environment_comes_first(tmp_path: Path) -> None:
+    named = write(tmp_path, "[relay]\nslo_ms = 11\nmax_candidates = 31\n", "named.toml")
+    given = write(tmp_path, "[relay]\nslo_ms = 12\n", "given.toml")
+    config = load([given], environ={"RELAYGR_CONFIG": str(named)})
+    assert config.settings.relay.slo_ms == 12
+    assert config.settings.relay.max_candidates == 31
+
+
+def test_every_setting_can_be_set_by_its_environment_variable() -> None:
+    for field in FIELDS.values():
+        default = field.default
+        text = str(default).lower() if isinstance(default, bool) else str(default)
+        config = load(environ={field.env: text})
+        assert value_of(config, field.key) == (default, f"environment {field.env}")
+        assert field.description, field.key
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("1024", 1024), ("512MiB", 512 << 20), ("1.5 GiB", 3 << 29), ("2kib", 2048), ("7B", 7), ("1TiB", 1 << 40)],
+)
+def test_sizes_may_have_units(text: str, number: int, tmp_path: Path) -> None:
+    assert load(environ={"RELAYGR_WORKER_HBM_BYTES": text}).settings.worker.hbm_bytes == number
+    path = write(tmp_path, f'[worker]\nhbm_bytes = "{text}"\n')
+    assert load([path], environ={}).settings.worker.hbm_bytes == number
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        (
+            {"RELAYGR_RELAY_SLO": "1"},
+            "environment RELAYGR_RELAY_SLO: no such setting; did you mean `RELAYGR_RELAY_SLO_MS`?",
+        ),
+        ({"RELAYGR_RELAY_SLO_MS": "fast"}, "environment RELAYGR_RELAY_SLO_MS: `relay.slo_ms` = 'fast'"),
+        ({"RELAYGR_RELAY_SLO_MS": "0"}, "`relay.slo_ms` = '0'"),
+        ({"RELAYGR_RELAY_SLO_MS": "nan"}, "`relay.slo_ms` = 'nan'"),
+        ({"RELAYGR_RELAY_SLO_MS": ""}, "`relay.slo_ms` = ''"),
+        ({"RELAYGR_TRIGGER_RISK_FRACTION": "nan"}, "`trigger.risk_fraction` = 'nan'"),
+        ({"RELAYGR_TRIGGER_RISK_FRACTION": "1.1"}, "`trigger.risk_fraction` = '1.1'"),
+        ({"RELAYGR_WORKER_HBM_BYTES": "1 GB"}, "`worker.hbm_bytes` = '1 GB': write a number of bytes, or one with KiB"),
+        ({"RELAYGR_WORKER_HBM_BYTES": "-1"}, "`worker.hbm_bytes` = '-1'"),
+        ({"RELAYGR_WORKER_HBM_BYTES": "0"}, "`worker.hbm_bytes` = '0'"),
+        ({"RELAYGR_WORKER_DTYPE": "int8"}, "`worker.dtype` = 'int8'"),
+        ({"RELAYGR_TELEMETRY_HASH_USER_IDS": "perhaps"}, "`telemetry.hash_user_ids` = 'perhaps'"),
+        ({"RELAYGR_TRIGGER_GROUP": "a b"}, "`trigger.group` = 'a b'"),
+        ({"RELAYGR_CONFIG": "absent.toml"}, "absent.toml: no such file"),
+    ],
+)
+def test_a_mistake_in_the_environment_names_variable_and_value(environ: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load(environ=environ)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[relay]\nslo = 1\n", "no setting `relay.slo`; did you mean `relay.slo_ms`?"),
+        ("[elsewhere]\nxyzzy = 1\n", "no setting `elsewhere.xyzzy`"),
+        ("slo_ms = 1\n", "`slo_ms` stands outside any section"),
+        ('[relay]\nslo_ms = "50 ms"\n', "`relay.slo_ms` = '50 ms'"),
+        ("[relay]\nmax_candidates = 1.5\n", "`relay.max_candidates` = 1.5"),
+        ("[relay]\nmax_candidates = true\n", "`relay.max_candidates` = True"),
+        ("[relay\n", "relay.toml: "),
+    ],
+)
+def test_a_mistake_in_a_file_names_file_and_key(text: str, message: str, tmp_path: Path) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(ConfigError, match=re.escape(message)) as caught:
+        load([path], environ={})
+    assert str(path) in str(caught.value)
+
+
+def test_a_mistake_in_a_flag_names_it() -> None:
+    with pytest.raises(ConfigError, match=r"flag for relay.slo_mss: no setting `relay.slo_mss`; did you mean"):
+        load(flags={"relay.slo_mss": "1"}, environ={})
+
+
+def test_secrets_are_neither_shown_nor_quoted_in_errors() -> None:
+    config = load(environ={"RELAYGR_TELEMETRY_HASH_KEY": "hunter2"})
+    (value,) = [value for value in config.values if value.field.key == "telemetry.hash_key"]
+    assert value.value == "hunter2"
+    assert value.shown == "********"
+    with pytest.raises(ConfigError) as caught:
+        load(flags={"telemetry.hash_key": 7}, environ={})
+    assert "7" not in str(caught.value)
+
+
+def test_variables_for_tests_and_other_programs_are_left_alone() -> None:
+    assert load(environ={"RELAYGR_TEST_BOOTSTRAP": "x", "KAFKA_HOME": "y"}).settings == Settings()
+
+
+@pytest.mark.parametrize("name", ["cpu", "cuda", "npu", "trigger", "workers/cpu.toml", "cpu.toml"])
+def test_every_packaged_profile_is_valid_and_found_from_anywhere(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert profile_path(name).is_file()
+    load([name], environ={})
+
+
+def test_an_unknown_profile_lists_those_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"gpu: no such file, and no packaged profile .*cpu, cuda, .*npu, trigger"):
+        load(["gpu"], environ={})
+
+
+def test_settings_are_frozen() -> None:
+    with pytest.raises(AttributeError):
+        setattr(Settings().relay, "slo_ms", 1)  # noqa: B010 - a plain assignment is what mypy forbids
+    assert msgspec.structs.replace(Settings().relay, slo_ms=1).slo_ms == 1

@@ -1,0 +1,147 @@
+"""Who owns a lane: later incarnations, the newer of two claims, silence by our own clock."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from relaygr_stream.bus.records import Record
+from relaygr_stream.messages import CostModel, LaneStatus, WorkerStatus, encode
+from relaygr_stream.owners import FORGET_S, OwnerDirectory
+
+SILENCE_MS = 3000.0
+
+
+class World:
+    """A directory with a clock that stands still until told."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.unreadable = 0
+        self.directory = OwnerDirectory(SILENCE_MS, self.count, clock=lambda: self.now)
+
+    def count(self) -> None:
+        self.unreadable += 1
+
+    def owner(self, lane: int) -> str | None:
+        claim = self.directory.owner(lane)
+        return None if claim is None else f"{claim.worker.name}#{claim.worker.incarnation}"
+
+
+def status(name: str, lanes: tuple[int, ...], incarnation: int = 1, **changes: Any) -> WorkerStatus:
+    plain = WorkerStatus(
+        name=name,
+        incarnation=incarnation,
+        host="h",
+        pid=1,
+        sent_ms=1,
+        state="serving",
+        lanes=tuple(
+            LaneStatus(lane=lane, budget_bytes=1, pinned_bytes=0, pre_infer_offset=0, device_ms_per_s=1.0)
+            for lane in lanes
+        ),
+        costs=CostModel(c0=1, c1=0, c2=0, c3=0),
+        bytes_per_token=1,
+        alloc_bytes=1,
+        queue_ms=0,
+        model_version="m",
+    )
+    return msgspec.structs.replace(plain, **changes)
+
+
+def record(value: bytes | None) -> Record:
+    return Record("worker-status", 0, 7, 0, b"w", value, ())
+
+
+def test_a_lane_has_the_owner_that_claims_it() -> None:
+    world = World()
+    world.directory.take(status("a", (0, 1)))
+    world.directory.take(status("b", (2,)))
+    assert [world.owner(lane) for lane in range(4)] == ["a#1", "a#1", "b#1", None]
+    assert set(world.directory.workers()) == {"a", "b"}
+
+
+def test_of_two_claims_the_newer_in_the_topic_counts_whatever_the_senders_clocks_say() -> None:
+    world = World()
+    world.directory.take(status("a", (0,), sent_ms=10_000))
+    world.directory.take(status("b", (0,), sent_ms=1))
+    assert world.owner(0) == "b#1"
+    world.directory.take(status("a", (0,), sent_ms=10_001))
+    assert world.owner(0) == "a#1"
+
+
+def test_a_lane_given_up_falls_to_the_newest_of_those_who_still_claim_it() -> None:
+    world = World()
+    for name in ("a", "b", "c"):
+        world.directory.take(status(name, (0,)))
+    world.directory.take(status("c", ()))
+    assert world.owner(0) == "b#1"
+    world.directory.take(status("b", (), state="stopped"))
+    assert world.owner(0) == "a#1"
+    world.directory.take(status("a", ()))
+    assert world.owner(0) is None
+
+
+def test_only_a_serving_worker_owns_lanes() -> None:
+    for state in ("starting", "draining", "stopped"):
+        world = World()
+        world.directory.take(status("a", (0,)))
+        world.directory.take(status("a", (0,), state=state))
+        assert world.owner(0) is None, state
+
+
+def test_the_later_incarnation_of_a_name_wins_for_good() -> None:
+    world = World()
+    world.directory.take(status("a", (0, 1), incarnation=1))
+    world.directory.take(status("a", (1,), incarnation=2))
+    assert (world.owner(0), world.owner(1)) == (None, "a#2")
+    world.directory.take(status("a", (0, 1), incarnation=1))
+    assert (world.owner(0), world.owner(1)) == (None, "a#2")
+
+
+def test_a_silent_owner_owns_nothing_until_it_speaks_again() -> None:
+    world = World()
+    world.directory.take(status("a", (0,), sent_ms=9_999_999_999_999))  # its clock does not matter
+    world.now += SILENCE_MS / 1000
+    assert world.owner(0) == "a#1"
+    claim = world.directory.owner(0)
+    assert claim is not None
+    assert claim.age_ms(world.now) == SILENCE_MS
+    world.now += 0.001
+    assert world.owner(0) is None
+    assert world.directory.workers() == {}
+    world.directory.take(status("a", (0,)))
+    assert world.owner(0) == "a#1"
+
+
+def test_unreadable_statuses_are_counted_and_skipped() -> None:
+    world = World()
+    good = status("a", (0,))
+    lane = good.lanes[0]
+    nonsense = [
+        msgspec.structs.replace(good, name="b", queue_ms=float("nan")),
+        msgspec.structs.replace(good, name="b", bytes_per_token=0),
+        msgspec.structs.replace(good, name="b", alloc_bytes=0),
+        msgspec.structs.replace(good, name="b", lanes=(msgspec.structs.replace(lane, device_ms_per_s=float("inf")),)),
+        msgspec.structs.replace(good, name="b", lanes=(msgspec.structs.replace(lane, pinned_bytes=-1),)),
+        msgspec.structs.replace(good, name="b", lanes=(msgspec.structs.replace(lane, pre_infer_offset=-1),)),
+    ]
+    world.directory.on_records(
+        [record(encode(good)), record(b"\xc1"), record(None), *(record(encode(bad)) for bad in nonsense)]
+    )
+    assert world.unreadable == 2 + len(nonsense)
+    assert world.owner(0) == "a#1"
+
+
+def test_workers_of_long_ago_are_forgotten() -> None:
+    world = World()
+    world.directory.take(status("a", (0,)))
+    world.directory.take(status("b", (0,)))
+    world.now += FORGET_S + 1
+    world.directory.take(status("a", (1,)))
+    world.directory.take(status("c", (2,)))
+    # b was the owner of lane 0 and is forgotten: an earlier incarnation would be taken as new.
+    world.directory.take(status("b", (3,), incarnation=0))
+    assert world.owner(3) == "b#0"
+    assert world.owner(0) is None

@@ -1,0 +1,58 @@
+"""Messages and lanes for the trigger's tests."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from relaygr_stream.messages import Behaviours, CostModel, LaneStatus, RequestEvent, WorkerStatus
+from relaygr_stream.owners import Claim
+from relaygr_stream.trigger.decision import Policy
+
+POLICY = Policy(risk_ms=10.0, stale_ms=1000.0, life_ms=2000.0, burst_ms=500.0, max_prefix_tokens=1000)
+#: A millisecond a token: full inference of n tokens takes n ms.
+COSTS = CostModel(c0=0.0, c1=1.0, c2=0.0, c3=0.0)
+
+
+def lane_status(
+    *, budget: int = 10_000, pinned: int = 0, offset: int = 0, rate: float = 1000.0, lane: int = 0
+) -> LaneStatus:
+    return LaneStatus(
+        lane=lane, budget_bytes=budget, pinned_bytes=pinned, pre_infer_offset=offset, device_ms_per_s=rate
+    )
+
+
+def worker_status(
+    *lanes: LaneStatus,
+    name: str = "w",
+    incarnation: int = 1,
+    costs: CostModel = COSTS,
+    queue_ms: float = 0.0,
+    bytes_per_token: int = 10,
+    alloc_bytes: int = 100,
+) -> WorkerStatus:
+    return WorkerStatus(
+        name=name,
+        incarnation=incarnation,
+        host="h",
+        pid=1,
+        sent_ms=1,
+        state="serving",
+        lanes=lanes,
+        costs=costs,
+        bytes_per_token=bytes_per_token,
+        alloc_bytes=alloc_bytes,
+        queue_ms=queue_ms,
+        model_version="m",
+    )
+
+
+def claim(status: WorkerStatus, received_s: float = 0.0) -> Claim:
+    return Claim(status, status.lanes[0], received_s)
+
+
+def behaviours(count: int) -> Behaviours:
+    return Behaviours.of(np.arange(count), np.zeros(count, np.uint8), np.arange(count))
+
+
+def event(tokens: int, request_id: str = "r", user_id: str = "u", candidates: int = 0) -> RequestEvent:
+    return RequestEvent(request_id=request_id, user_id=user_id, prefix=behaviours(tokens), candidates=candidates)

@@ -1,0 +1,159 @@
+"""Each reason for (not) admitting, at its boundary, and the numbers behind it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from relaygr_stream.messages import CostModel, RequestEvent
+from relaygr_stream.owners import Claim
+from relaygr_stream.settings import Relay, Settings, Trigger
+from relaygr_stream.trigger.decision import REASONS, Decision, LaneState, Policy, decide
+from relaygr_stream.trigger.risk import FALLBACK_COSTS, prefix_bytes, usable_costs
+from tests.unit.trigger.parts import POLICY, claim, event, lane_status, worker_status
+
+
+class OneLane:
+    """A lane with an owner, at a time that stands still."""
+
+    def __init__(self, budget: int = 10_000, rate: float = 1000.0, **status: Any) -> None:
+        self.now = 100.0
+        self.state = LaneState(POLICY, log_end=0, keep_s=60.0, now_s=self.now)
+        self.owner: Claim | None = claim(worker_status(lane_status(budget=budget, rate=rate), **status))
+        self.state.observe(self.owner, self.now)
+
+    def decide(self, event: RequestEvent, age_ms: float = 0.0) -> Decision:
+        return decide(event, policy=POLICY, lane=self.state, owner=self.owner, age_ms=age_ms, now_s=self.now)
+
+    def admit(self, event: RequestEvent) -> Decision:
+        decision = self.decide(event)
+        assert decision.admit, decision
+        self.state.admit(event, decision, self.now)
+        return decision
+
+
+def test_a_request_at_risk_within_all_bounds_is_admitted() -> None:
+    decision = OneLane().decide(event(25))
+    assert decision == Decision("admitted", tokens=25, age_ms=0.0, predicted_ms=25.0, nbytes=300, cost_ms=25.0)
+    assert decision.admit
+
+
+def test_an_empty_or_too_long_prefix_is_not_pre_inferred() -> None:
+    lane = OneLane(budget=10**9, rate=1e9)
+    assert lane.decide(event(0)).reason == "empty_prefix"
+    assert lane.decide(event(POLICY.max_prefix_tokens)).reason != "too_long"
+    assert lane.decide(event(POLICY.max_prefix_tokens + 1)).reason == "too_long"
+
+
+def test_an_event_past_the_staleness_bound_is_not_pre_inferred() -> None:
+    assert OneLane().decide(event(25), age_ms=POLICY.stale_ms).admit
+    assert OneLane().decide(event(25), age_ms=POLICY.stale_ms + 1).reason == "stale"
+
+
+def test_a_lane_without_an_owner_gets_no_admissions() -> None:
+    lane = OneLane()
+    lane.owner = None
+    assert lane.decide(event(25)).reason == "no_owner"
+
+
+def test_risk_is_full_inference_with_the_candidates_and_the_owners_queue() -> None:
+    assert OneLane().decide(event(10)).reason == "not_at_risk"
+    assert OneLane().decide(event(11)).admit
+    queued = OneLane(queue_ms=2.5).decide(event(8))
+    assert (queued.reason, queued.predicted_ms) == ("admitted", 10.5)
+    crossed = CostModel(c0=0.0, c1=1.0, c2=0.0, c3=0.01)
+    assert OneLane(costs=crossed).decide(event(8, candidates=10)).reason == "not_at_risk"
+    assert OneLane(costs=crossed).decide(event(8, candidates=30)).admit
+
+
+def test_the_footprint_bound_holds_to_the_byte() -> None:
+    lane = OneLane(budget=600)
+    lane.admit(event(25, "a"))  # 300 bytes
+    assert lane.decide(event(31, "b")).reason == "over_footprint"
+    lane.admit(event(30, "b"))
+    assert lane.state.ledger.outstanding == 600
+    assert lane.decide(event(11, "c")).reason == "over_footprint"
+
+
+def test_the_load_bound_holds_and_time_refills_it() -> None:
+    lane = OneLane(budget=10**9, rate=100.0)
+    lane.admit(event(60, "a"))
+    lane.admit(event(40, "b"))
+    assert lane.decide(event(20, "c")).reason == "over_load"
+    lane.now += 0.2
+    assert lane.decide(event(20, "c")).admit
+
+
+def test_a_request_is_admitted_once_within_its_life() -> None:
+    lane = OneLane()
+    lane.admit(event(25, "a"))
+    assert lane.decide(event(25, "a")).reason == "duplicate"
+    assert lane.decide(event(25, "b")).admit
+    lane.now += POLICY.life_ms / 1000 + 0.001
+    assert lane.decide(event(25, "a")).admit
+
+
+def test_what_was_not_admitted_is_no_duplicate() -> None:
+    lane = OneLane(rate=10.0)
+    assert lane.decide(event(25, "a")).reason == "over_load"
+    lane.now += 10
+    assert lane.decide(event(25, "a")).admit
+
+
+def test_requests_of_past_lives_are_forgotten() -> None:
+    lane = OneLane(budget=10**9, rate=1e6)
+    for number in range(50):
+        lane.admit(event(11, str(number)))
+        lane.now += 1.0
+    assert len(lane.state._recent) <= POLICY.life_ms / 1000 + 1
+
+
+def test_deciding_changes_nothing() -> None:
+    lane = OneLane(budget=300, rate=30.0)
+    first = lane.decide(event(25))
+    assert [lane.decide(event(25)) for _ in range(10)] == [first] * 10
+    lane.admit(event(25))
+
+
+def test_bytes_are_whole_allocation_units() -> None:
+    owner = worker_status(lane_status(), bytes_per_token=10, alloc_bytes=100)
+    assert [prefix_bytes(tokens, owner) for tokens in (1, 10, 11)] == [100, 100, 200]
+
+
+@pytest.mark.parametrize(
+    "costs",
+    [
+        CostModel(c0=0, c1=0, c2=0, c3=0),
+        CostModel(c0=1, c1=-0.1, c2=0, c3=0),
+        CostModel(c0=float("nan"), c1=1, c2=0, c3=0),
+        CostModel(c0=1, c1=float("inf"), c2=0, c3=0),
+    ],
+)
+def test_costs_that_cannot_be_reckoned_with_are_replaced(costs: CostModel) -> None:
+    assert usable_costs(costs) == FALLBACK_COSTS
+    assert OneLane(costs=costs).decide(event(1000)).cost_ms == FALLBACK_COSTS.pre_infer_ms(1000)
+
+
+def test_the_policy_is_as_configured() -> None:
+    settings = Settings(
+        relay=Relay(slo_ms=40, life_window_ms=3000, max_prefix_tokens=7),
+        trigger=Trigger(risk_fraction=0.25, stale_ms=11, load_burst_ms=12),
+    )
+    assert Policy.of(settings) == Policy(
+        risk_ms=10.0, stale_ms=11.0, life_ms=3000.0, burst_ms=12.0, max_prefix_tokens=7
+    )
+
+
+def test_every_reason_is_counted_under_its_name() -> None:
+    assert set(REASONS) == {
+        "admitted",
+        "not_at_risk",
+        "over_footprint",
+        "over_load",
+        "no_owner",
+        "stale",
+        "too_long",
+        "duplicate",
+        "empty_prefix",
+    }
