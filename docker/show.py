@@ -10,6 +10,7 @@ import time
 from itertools import islice
 
 import numpy as np
+from msgspec.structs import replace
 
 from relaygr_stream.client import RelayClient
 from relaygr_stream.config import load
@@ -25,17 +26,17 @@ async def main() -> None:
     options = GeneratorOptions(seed=time.time_ns() % 2**32, length_median=1024, candidates=50, run="show")
     async with RelayClient(settings.kafka.bootstrap, settings=settings) as relay:
         for item in islice(Generator(options), REQUESTS):
-            await relay.announce(item.event)
+            user = f"visitor{item.event.user_id.removeprefix('user')}"  # not one of the load's users
+            event, request = replace(item.event, user_id=user), replace(item.request, user_id=user)
+            await relay.announce(event)
             await asyncio.sleep(0.2)  # retrieval and pre-processing run here
-            start = time.perf_counter()
-            ranking = await relay.rank(item.request, timeout=5)
-            took = (time.perf_counter() - start) * 1e3
-            items = np.frombuffer(item.request.candidates, "<u4")
+            ranking = await relay.rank(request, timeout=5)
+            items = np.frombuffer(request.candidates, "<u4")
             scores = ranking.scores[:, 0]
             best = np.argsort(-scores)[:TOP]
             print(
-                f"{item.event.user_id:>10}: {len(item.request.prefix):4d} behaviours as prefix, "
-                f"outcome={ranking.outcome:6s} {took:6.1f} ms, best of {len(items)}:",
+                f"{user:>12}: {len(request.prefix):4d} behaviours as prefix, outcome={ranking.outcome:6s} "
+                f"{ranking.latency_ms:6.1f} ms, best of {len(items)}:",
                 ", ".join(f"item {items[at]} ({scores[at]:.3f})" for at in best),
             )
 

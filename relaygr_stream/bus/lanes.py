@@ -101,10 +101,9 @@ class LaneConsumer:
         """Whether the consumer runs and a broker answers it; for readiness."""
         if self._failed is None or self._failed.done():
             return False
-        partitions = self._data.assignment()
-        if not partitions:
+        if not self._lanes:
             return True  # nothing is fetched, so nothing can be told
-        answered = max(self._data.last_poll_timestamp(partition) or 0 for partition in partitions) / 1000
+        answered = max(self._data.last_poll_timestamp(TopicPartition(*each)) or 0 for each in self._ledgers) / 1000
         return time.time() - max(answered, self._reassigned) < SILENT_S + self._kafka.fetch_max_wait_ms / 1000
 
     @property
@@ -194,9 +193,7 @@ class LaneConsumer:
             self._starting.cancel()
             self._starting = None
         kept = self._lanes & lanes if continuous else frozenset()
-        if self._lanes != kept:
-            self._drop(self._lanes - kept)
-            self._reassign()
+        self._drop(self._lanes - kept)
         if lanes != kept and not self._draining:
             self._starting = asyncio.create_task(self._watched(partial(self._begin, lanes - kept)))
 
@@ -223,10 +220,15 @@ class LaneConsumer:
                     self._reassign()
 
     def _drop(self, lanes: frozenset[int]) -> None:
+        if not self._draining:
+            # Only paused: to assign the rest anew would break off the fetch in which the kept lanes wait.
+            self._data.pause(*(TopicPartition(topic, lane) for lane in lanes for topic in self._topics))
         for topic in self._topics:
             for lane in lanes:
                 del self._ledgers[topic, lane]
         self._lanes -= lanes
+        if not self._lanes:
+            self._reading.clear()
         self._note_drained()
         if lanes:
             self._on_lanes(frozenset(), lanes)
@@ -237,17 +239,12 @@ class LaneConsumer:
 
     def _reassign(self) -> None:
         """Point the data plane at our lanes, each at its own position. Without an await: no record falls between."""
-        if self._draining:
-            return
         partitions = [TopicPartition(topic, lane) for lane in sorted(self._lanes) for topic in self._topics]
         self._data.assign(partitions)
         for partition in partitions:
             self._data.seek(partition, self._ledgers[partition].position)
         self._reassigned = time.time()
-        if partitions:
-            self._reading.set()
-        else:
-            self._reading.clear()
+        self._reading.set()
 
     async def _fetch(self) -> None:
         while True:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import signal
+import secrets
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import click
 from relaygr_stream.cli_options import settings_options
 from relaygr_stream.errors import ConfigError
 from relaygr_stream.settings import Settings
+from relaygr_stream.telemetry.process import ProcessContext, run_process
 from relaygr_stream.workload.columns import ColumnMap
 from relaygr_stream.workload.formats import FORMATS
 from relaygr_stream.workload.generator import GeneratorOptions
@@ -95,11 +95,18 @@ def publish_command(settings: Settings, json_path: Path | None, **flags: Any) ->
     options = build_options(settings, flags)
     if json_path is not None and not json_path.parent.is_dir():
         raise ConfigError(f"--json {json_path}: the folder {json_path.parent} does not exist")
-    report = asyncio.run(_until_signal(options, settings))
-    print_report(report)
-    if json_path is not None:
-        json_path.write_bytes(report.json())
-    sys.exit(0 if report.complete else 1)
+    reports: list[PublishReport] = []
+
+    async def main(ctx: ProcessContext) -> None:
+        reports.append(await publish(options, ctx))
+
+    code = run_process("publish", settings, main)
+    for report in reports:
+        print_report(report)
+        if json_path is not None:
+            json_path.write_bytes(report.json())
+        code = code or int(not report.complete)
+    sys.exit(code)
 
 
 def build_options(settings: Settings, flags: dict[str, Any]) -> PublishOptions:
@@ -123,6 +130,8 @@ def build_options(settings: Settings, flags: dict[str, Any]) -> PublishOptions:
 
     shape = given("rate", "suffix", "candidates", "seed")
     shape |= {"max_prefix": settings.relay.max_prefix_tokens, "delay": StageDelay(flags["stage_delay"])}
+    # Workers remember the ids of answered requests: a second run must not look like the first one's echo.
+    shape["run"] = f"{secrets.token_hex(4)}-"
     requests = 1000 if flags["requests"] is None else flags["requests"]
     source: LogOptions | GeneratorOptions
     if events is not None:
@@ -144,17 +153,3 @@ def build_options(settings: Settings, flags: dict[str, Any]) -> PublishOptions:
         mode=flags["mode"],
         announce=flags["announce"],
     )
-
-
-async def _until_signal(options: PublishOptions, settings: Settings) -> PublishReport:
-    """Publish; the first SIGINT or SIGTERM ends it with what it has, a second one at once."""
-    loop, stop = asyncio.get_running_loop(), asyncio.Event()
-
-    def ask_to_stop() -> None:
-        stop.set()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)  # back to the default: a second one kills
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, ask_to_stop)
-    return await publish(options, settings, stop)

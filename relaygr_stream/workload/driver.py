@@ -38,6 +38,11 @@ class Ranking(Protocol):
         """Where the prefix KV was found."""
         ...
 
+    @property
+    def model_version(self) -> str:
+        """Of the model that scored."""
+        ...
+
 
 class RankingClient(Protocol):
     """What the driver asks of a client; RelayClient is one."""
@@ -156,7 +161,9 @@ class _Drive:
                 self.summary.announce_errors[type(error).__name__] += 1
         scheduled = self.start + item.rank_at
         await asyncio.sleep(scheduled - self.clock())
-        late = max(0.0, self.clock() - scheduled)
+        sent = self.clock()
+        scheduled = min(scheduled, sent)  # uvloop counts in whole ms and may wake up early
+        late = sent - scheduled
         self.summary.sent += 1
         self.summary.late_ms.append(late * 1000)
         ranking, failure = None, None

@@ -12,8 +12,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal
 
+from relaygr_stream.client import RelayClient
 from relaygr_stream.errors import ConfigError, InputError
 from relaygr_stream.settings import Settings
+from relaygr_stream.telemetry.process import ProcessContext
 from relaygr_stream.workload.columns import ColumnMap, IdKind, TimeUnit
 from relaygr_stream.workload.driver import DriveSummary, RankingClient, Result, drive
 from relaygr_stream.workload.formats import Format
@@ -60,26 +62,24 @@ class Workload:
     log: InteractionLog | None = None
 
 
-async def publish(options: PublishOptions, settings: Settings, stop: asyncio.Event) -> PublishReport:
-    """Prepare the workload, connect, send it and report; ends early, with what it has, once `stop` is set.
+async def publish(options: PublishOptions, ctx: ProcessContext) -> PublishReport:
+    """Prepare the workload, connect, send it and report; ends early, with what it has, once `ctx.stop` is set.
 
     Raises InputError or ConfigError where there is nothing to send, BrokerError where Kafka cannot be reached.
     """
     line = LiveLine()
+    ctx.set_ready(False, "preparing the workload")
     try:
-        # In a thread, so that Ctrl-C is heard while a long file is read.
-        workload = await asyncio.to_thread(prepare, options, settings, line, stop)
+        # In a thread: health and signals are answered while a long file is read.
+        workload = await asyncio.to_thread(prepare, options, ctx.settings, line, ctx.stop)
     finally:
         line.close()
-    from relaygr_stream.client import RelayClient  # noqa: PLC0415 - describing or reading a workload needs no Kafka
+    async with RelayClient(settings=ctx.settings, registry=ctx.registry) as relay:
+        ctx.set_ready(True)
+        return await send(relay, workload, options, ctx.settings, ctx.stop, line)
 
-    async with RelayClient(settings.kafka.bootstrap, settings=settings) as relay:
-        return await send(relay, workload, options, settings, stop)
 
-
-def prepare(
-    options: PublishOptions, settings: Settings, line: LiveLine | None = None, stop: asyncio.Event | None = None
-) -> Workload:
+def prepare(options: PublishOptions, settings: Settings, line: LiveLine, stop: asyncio.Event) -> Workload:
     """Read the log or set the generator up, within the bounds of the settings. Raises InputError, ConfigError."""
     source = options.source
     shape = source.replay if isinstance(source, LogOptions) else source
@@ -89,13 +89,13 @@ def prepare(
         items = generator if options.requests is None else _Limited(generator, options.requests)
         notes = ["generated behaviours carry no taste: HR and NDCG say nothing about a model here"]
         return Workload(
-            items, options.requests, generator.describe().splitlines(), notes + _id_notes(source.items - 1, settings)
+            items, options.requests, generator.describe().splitlines(), notes + _model_notes(source.items - 1, settings)
         )
 
     def progress(done: int, total: int) -> None:
-        if stop is not None and stop.is_set():
+        if stop.is_set():
             raise InputError(f"{source.path}: stopped while reading")
-        if line is not None and line.due():
+        if line.due():
             line.show(f"reading {source.path.name}: {done / max(1, total):.0%} of {total / 1e6:.0f} MB")
 
     log = read_log(
@@ -107,7 +107,9 @@ def prepare(
         progress=progress,
     )
     replay = Replay(log, source.replay)
-    return Workload(replay, len(replay), replay.describe().splitlines(), _id_notes(int(log.items.max()), settings), log)
+    return Workload(
+        replay, len(replay), replay.describe().splitlines(), _model_notes(int(log.items.max()), settings), log
+    )
 
 
 async def send(
@@ -116,14 +118,16 @@ async def send(
     options: PublishOptions,
     settings: Settings,
     stop: asyncio.Event,
-    line: LiveLine | None = None,
+    line: LiveLine,
 ) -> PublishReport:
     """Drive the workload through a connected client, show where it stands, and report."""
-    line = line or LiveLine()
     meter, summary = QualityMeter(options.k), DriveSummary()
     examples: dict[str, str] = {}
+    models: set[str] = set()
 
     def on_result(result: Result) -> None:
+        if result.ranking is not None:
+            models.add(result.ranking.model_version)
         if result.error is not None:
             examples.setdefault(result.error, result.detail)
         elif result.scores is not None and result.item.target is not None:
@@ -157,6 +161,7 @@ async def send(
         meter,
         workload=workload.description,
         notes=workload.notes,
+        models=sorted(models),
         error_examples=examples,
         lines=log.lines if log else None,
         broken_lines=log.broken_count if log else None,
@@ -187,9 +192,14 @@ def _check_bounds(shape: ReplayOptions | GeneratorOptions, settings: Settings) -
             raise ConfigError(f"{name} = {value} exceeds {key} = {most}; lower it, or raise the setting everywhere")
 
 
-def _id_notes(largest: int, settings: Settings) -> list[str]:
-    """Whether item ids go beyond the model's table."""
-    vocab = settings.model.vocab
-    if largest < vocab:
-        return []
-    return [f"item ids go up to {largest}; model.vocab = {vocab}, so the built-in model takes them modulo {vocab}"]
+def _model_notes(largest_item: int, settings: Settings) -> list[str]:
+    """What these settings say about the model behind the scores; the workers have their own."""
+    model, notes = settings.model, []
+    if not model.factory and largest_item >= model.vocab:
+        notes.append(f"item ids go up to {largest_item}; the model takes them modulo model.vocab = {model.vocab}")
+    if not model.factory and not model.checkpoint:
+        notes.append(
+            "these settings name no model.checkpoint; if the workers' do not either, their weights are random and their "
+            "rankings as good as chance"
+        )
+    return notes

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Final, TextIO
 
 import msgspec
+import structlog
 from rich.console import Console
 from rich.table import Table
 
@@ -24,6 +25,8 @@ OUTCOMES: Final = {
 LIVE_EVERY_S: Final = 0.25  # on a terminal, where the line is rewritten
 LOGGED_EVERY_S: Final = 10.0  # elsewhere, where each line stays
 
+log = structlog.get_logger(__name__)
+
 
 @dataclass(frozen=True, kw_only=True)
 class PublishReport:
@@ -34,6 +37,7 @@ class PublishReport:
     requests: int  # ranking requests sent
     answered: int  # of those, how many got scores
     outcomes: dict[str, int]
+    models: list[str]  # versions of the models that scored
     errors: dict[str, int]  # requests without scores, by error class
     error_examples: dict[str, str]  # the first message of each
     announce_errors: dict[str, int]  # request events not published
@@ -64,6 +68,7 @@ def make_report(
     *,
     workload: list[str],
     notes: list[str],
+    models: list[str],
     error_examples: dict[str, str],
     lines: int | None,
     broken_lines: int | None,
@@ -78,6 +83,7 @@ def make_report(
         requests=summary.sent,
         answered=summary.answered,
         outcomes=dict(summary.outcomes.most_common()),
+        models=models,
         errors=dict(summary.errors.most_common()),
         error_examples=error_examples,
         announce_errors=dict(summary.announce_errors.most_common()),
@@ -105,6 +111,8 @@ def render(report: PublishReport) -> Table:
         table.add_row("lines", f"{report.lines} read, {report.broken_lines} broken and skipped{shown}")
     for note in report.notes:
         table.add_row("note", note)
+    if report.models:
+        table.add_row("model", ", ".join(report.models))
     table.add_section()
     rate = f" in {report.seconds:.1f} s ({report.answered / report.seconds:.1f}/s)" if report.seconds else ""
     table.add_row("requests", f"{report.requests} sent, {report.answered} answered{rate}")
@@ -153,7 +161,7 @@ def live_line(summary: DriveSummary, meter: QualityMeter, planned: int | None) -
 
 
 class LiveLine:
-    """One line on stderr: rewritten in place on a terminal, written anew now and then elsewhere."""
+    """One line on stderr, rewritten in place on a terminal; elsewhere a line in the log now and then."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stderr
@@ -167,15 +175,15 @@ class LiveLine:
         return time.monotonic() >= self._next
 
     def show(self, text: str) -> None:
-        """Replace the line (on a terminal) or add one."""
+        """Replace the line, or log it."""
         self._next = time.monotonic() + self._every
         if self._terminal:
             text = text[: shutil.get_terminal_size().columns - 1]  # a wrapped line could not be rewritten
             self._stream.write("\r" + text.ljust(self._width))
+            self._stream.flush()
             self._width = len(text)
         else:
-            self._stream.write(text + "\n")
-        self._stream.flush()
+            log.info("progress", line=text)
 
     def close(self) -> None:
         """End the line, so that what follows starts on its own."""

@@ -151,6 +151,22 @@ async def test_joins_and_leaves(kafka_settings: Kafka, topics: TopicSet, produce
                 assert offsets == sorted(set(offsets)), f"{member.name} read {topic}/{lane} out of order or twice"
 
 
+async def test_lanes_take_what_is_done_with_them_when_they_move(
+    kafka_settings: Kafka, topics: TopicSet, producer: Producer
+) -> None:
+    rarely = msgspec.structs.replace(kafka_settings, commit_ms=600_000)
+    for lane in range(topics.lanes):
+        await producer.send_and_wait(topics.ranking.name, b"0", partition=lane)
+    async with Member(rarely, topics, "one") as one:
+        await until(lambda: len(one.records) == topics.lanes, "read")
+        async with Member(rarely, topics, "two") as two:
+            await shared_out(topics, one, two)
+            for lane in range(topics.lanes):
+                await producer.send_and_wait(topics.ranking.name, b"1", partition=lane)
+            await until(lambda: len(two.records) >= len(two.lanes), "read")
+            assert set(two.values) == {b"1"}
+
+
 async def test_capacity_weighs(kafka_settings: Kafka, topics: TopicSet) -> None:
     async with (
         Member(kafka_settings, topics, "one", capacity=3.0) as one,

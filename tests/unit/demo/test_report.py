@@ -8,10 +8,12 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from relaygr_stream.demo.report import DemoResult, quantile, quantile_name, render_table, render_text, verdict
+from relaygr_stream.messages import Outcome
 
+COUNTS: dict[Outcome, int] = {"hbm": 800, "dram": 150, "joined": 20, "full": 30}
 GOOD = DemoResult(
     relay_ms=[float(ms) for ms in range(1, 1001)],
-    outcomes=["hbm"] * 800 + ["dram"] * 150 + ["joined"] * 20 + ["full"] * 30,
+    outcomes=[outcome for outcome, count in COUNTS.items() for _ in range(count)],
     full_ms=[4.0 * ms for ms in range(1, 1001)],
     requests=1000,
     answered=1000,

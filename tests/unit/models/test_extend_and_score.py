@@ -29,12 +29,17 @@ from tests.unit.models.small_models import (
 MODELS = [small_model(**changes) for changes in INCREMENTAL]
 models = st.sampled_from(MODELS)
 seeds = st.integers(0, 2**32 - 1)
+#: The bound of DESIGN §8. Products of other shapes round differently: up to 3e-6 was seen, a leak would show as 1e-2.
+ROUNDING = 1e-5
+#: No deadline: other processes share the machine.
+PROPERTY = settings(max_examples=60, deadline=None)
 
 
 def test_the_model_keeps_the_protocol() -> None:
     assert isinstance(MODELS[0], RankingModel)
 
 
+@PROPERTY
 @given(models, splits(), seeds)
 def test_extending_in_any_chunks_is_extending_at_once(
     model: HSTUModel, split: tuple[int, tuple[int, ...]], seed: int
@@ -46,6 +51,7 @@ def test_extending_in_any_chunks_is_extending_at_once(
     assert deviation(held(chunked), held(once)) <= 1e-5
 
 
+@PROPERTY
 @given(models, splits(), st.integers(1, 7), seeds)
 def test_a_relayed_score_is_the_score_of_full_inference(
     model: HSTUModel, split: tuple[int, tuple[int, ...]], count: int, seed: int
@@ -64,8 +70,8 @@ def test_a_relayed_score_is_the_score_of_full_inference(
     assert torch.equal(held(region), before)
 
 
+@PROPERTY
 @given(models, st.lists(st.tuples(splits(12), st.integers(1, 5)), min_size=1, max_size=4), seeds, st.randoms())
-@settings(max_examples=50)
 def test_a_ranking_does_not_depend_on_its_neighbours(
     model: HSTUModel, shapes: list[tuple[tuple[int, tuple[int, ...]], int]], seed: int, order: Any
 ) -> None:
@@ -79,28 +85,40 @@ def test_a_ranking_does_not_depend_on_its_neighbours(
     places = list(range(len(batch)))
     order.shuffle(places)
     for place, found in zip(places, model.score([batch[place] for place in places]), strict=True):
-        assert deviation(found, alone[place]) <= 1e-6
+        assert deviation(found, alone[place]) <= ROUNDING
+    # With neighbours of the same shapes and other contents, every product has the same shape: not one bit may differ.
+    others = [
+        ScoreInput(
+            extended(model, random_tokens(random, one.kv.length)),
+            random_tokens(random, len(one.suffix)),
+            random_items(random, len(one.candidates)),
+        )
+        for one in batch[1:]
+    ]
+    assert torch.equal(model.score([batch[0], *others])[0], model.score(batch)[0])
 
 
+@PROPERTY
 @given(models, st.integers(0, 12), st.integers(0, 6), st.integers(2, 9), seeds)
-@settings(max_examples=50)
 def test_candidates_do_not_see_each_other(model: HSTUModel, prefix: int, suffix: int, count: int, seed: int) -> None:
     random = np.random.default_rng(seed)
     region, later = extended(model, random_tokens(random, prefix)), random_tokens(random, suffix)
     candidates = random_items(random, count)
     (together,) = model.score([ScoreInput(region, later, candidates)])
     kept = random.permutation(count)[: random.integers(1, count + 1)]
-    others = candidates.copy()
-    others[kept[0]] += 1  # and what stands in another's place does not matter either
     (some,) = model.score([ScoreInput(region, later, candidates[kept])])
+    assert deviation(some, together[kept]) <= ROUNDING
+    # What stands in another's place does not matter, to the bit: the products' shapes stay the same.
+    others = candidates.copy()
+    others[kept[0]] += 1
     (changed,) = model.score([ScoreInput(region, later, others)])
-    assert deviation(some, together[kept]) <= 1e-6
     rest = np.delete(np.arange(count), kept[0])
-    assert deviation(changed[rest], together[rest]) <= 1e-6
+    assert torch.equal(changed[rest], together[rest])
+    assert not torch.equal(changed[kept[0]], together[kept[0]])
 
 
+@PROPERTY
 @given(models, splits(), st.integers(0, 4), st.integers(1, 9), seeds)
-@settings(max_examples=50)
 def test_room_behind_the_tokens_is_never_read(
     model: HSTUModel, split: tuple[int, tuple[int, ...]], suffix: int, slack: int, seed: int
 ) -> None:

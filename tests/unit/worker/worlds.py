@@ -31,8 +31,8 @@ MAX_TOKENS = 192  # three granules
 LIMITS = Limits(pinned_bytes=6 * GRANULE_BYTES, max_ranking_delay_ms=0.2, batch=4, queue_limit=64)
 
 
-def toy_model() -> RankingModel:
-    return load_model(TOY, Relay(), device=CPU, dtype=torch.float32)
+def toy_model(device: torch.device = CPU) -> RankingModel:
+    return load_model(TOY, Relay(), device=device, dtype=torch.float32)
 
 
 def history(user: int, length: int, version: int = 0) -> Tokens:
@@ -44,7 +44,9 @@ def history(user: int, length: int, version: int = 0) -> Tokens:
     return Tokens(array[:, :length].astype(np.int64))
 
 
-def full_scores(model: RankingModel, task: RankTask, suffix: Tokens) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+def full_scores(
+    model: RankingModel, task: RankTask, suffix: Tokens
+) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
     """The truth: everything inferred at once, in memory of its own."""
     n = len(task.tokens)
     region = KVRegion(model.layout, torch.zeros(max(n, 1) * model.layout.elements_per_token), max(n, 1))
@@ -62,6 +64,7 @@ class World:
     dram: int = 8
     audit_share: float = 0.0
     limits: Limits = LIMITS
+    device: torch.device = CPU
     wrap: Callable[[RankingModel], RankingModel] = lambda model: model
     now: float = 100.0
     answers: list[Answer] = field(default_factory=list)
@@ -71,14 +74,15 @@ class World:
 
     def __post_init__(self) -> None:
         self.truth = toy_model()
-        self.model = self.wrap(self.truth)
-        engine = Engine(self.model, CPU)
-        dram = TierMemory(self.dram * GRANULE_BYTES, CPU) if self.dram else None
+        on_cpu = self.device.type == "cpu"
+        self.model = self.wrap(self.truth if on_cpu else toy_model(self.device))
+        engine = Engine(self.model, self.device)
+        dram = TierMemory(self.dram * GRANULE_BYTES, CPU, pinned=not on_cpu) if self.dram else None
         self.cache = PrefixCache(
             self.model.layout,
-            TierMemory(self.hbm * GRANULE_BYTES, CPU),
+            TierMemory(self.hbm * GRANULE_BYTES, self.device),
             dram,
-            CopyEngine(CPU),
+            CopyEngine(self.device),
             engine.costs_of_prefix,
             incremental=self.model.incremental,
         )
@@ -141,14 +145,14 @@ class World:
         assert answer.status == "ok", answer
         return answer.task.outcome
 
-    def check_scores(self) -> None:
-        """Every score given so far equals full inference."""
+    def check_scores(self, tolerance: float = 1e-5) -> None:
+        """Every score given so far equals full inference on the CPU."""
         for answer in self.answers:
             if answer.status == "ok":
                 assert answer.scores is not None
                 truth = full_scores(self.truth, answer.task, self.suffixes[answer.task.request_id])
                 deviation = relative_deviation(answer.scores, truth)
-                assert deviation <= 1e-5, (deviation, answer, truth)
+                assert deviation <= tolerance, (deviation, answer, truth)
 
     def close(self) -> None:
         self.cache.close()

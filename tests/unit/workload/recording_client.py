@@ -20,6 +20,7 @@ from relaygr_stream.messages import Outcome, RankingRequest, RequestEvent
 class GivenRanking:
     scores: npt.NDArray[np.float32]
     outcome: Outcome
+    model_version: str = "by-id"
 
 
 class RecordingClient:

@@ -14,13 +14,14 @@ import click
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from structlog.testing import capture_logs
 
 from relaygr_stream.errors import ConfigError, InputError, Overloaded
 from relaygr_stream.messages import RankingRequest
 from relaygr_stream.settings import Model, Relay, Settings
 from relaygr_stream.workload.command import build_options, publish_command
 from relaygr_stream.workload.generator import GeneratorOptions
-from relaygr_stream.workload.publish import LogOptions, PublishOptions, prepare, send
+from relaygr_stream.workload.publish import LogOptions, PublishOptions, Workload, prepare, send
 from relaygr_stream.workload.replay import ReplayOptions
 from relaygr_stream.workload.report import LiveLine, PublishReport, print_report
 from tests.unit.workload.logs_for_tests import movielens_rows, write_udata
@@ -36,9 +37,13 @@ def udata(tmp_path: Path) -> Path:
     return path
 
 
+def prepared(options: PublishOptions, settings: Settings = SETTINGS) -> Workload:
+    return prepare(options, settings, LiveLine(io.StringIO()), asyncio.Event())
+
+
 async def run(options: PublishOptions, client: RecordingClient) -> PublishReport:
     line = LiveLine(io.StringIO())
-    return await send(client, prepare(options, SETTINGS), options, SETTINGS, asyncio.Event(), line)
+    return await send(client, prepared(options), options, SETTINGS, asyncio.Event(), line)
 
 
 def replay_options(path: Path, requests: int = 60) -> PublishOptions:
@@ -76,8 +81,8 @@ async def test_served_quality_is_that_of_the_scores(udata: Path) -> None:
     """The client ranks low item ids first: HR@1 is the share of requests whose next item has the lowest id."""
     source = LogOptions(path=udata, replay=ReplayOptions(requests=100, candidates=3, rate=1000))
     options = PublishOptions(source=source, k=1)
-    ids = [np.frombuffer(item.request.candidates, np.uint32) for item in prepare(options, SETTINGS).items]
-    targets = [item.target for item in prepare(options, SETTINGS).items]
+    ids = [np.frombuffer(item.request.candidates, np.uint32) for item in prepared(options).items]
+    targets = [item.target for item in prepared(options).items]
     report = await run(options, RecordingClient())
     assert report.served is not None
     assert report.chance is not None
@@ -110,7 +115,7 @@ async def test_generated_workload_and_its_json(tmp_path: Path) -> None:
 async def test_nothing_sent_is_not_complete_and_still_prints(udata: Path) -> None:
     options, stop = replay_options(udata), asyncio.Event()
     stop.set()
-    report = await send(RecordingClient(), prepare(options, SETTINGS), options, SETTINGS, stop, LiveLine(io.StringIO()))
+    report = await send(RecordingClient(), prepared(options), options, SETTINGS, stop, LiveLine(io.StringIO()))
     assert not report.complete
     assert report.served is None
     assert "0 sent" in _printed(report)
@@ -121,13 +126,13 @@ def test_stop_is_heard_while_a_long_file_is_read(tmp_path: Path) -> None:
     stop = asyncio.Event()
     stop.set()
     with pytest.raises(InputError, match="stopped while reading"):
-        prepare(replay_options(path), SETTINGS, None, stop)
+        prepare(replay_options(path), SETTINGS, LiveLine(), stop)
 
 
 def test_what_workers_would_refuse_is_refused_before_sending(udata: Path) -> None:
     tight = Settings(relay=Relay(max_prefix_tokens=100, max_suffix_tokens=4, max_candidates=50))
     source = ReplayOptions(max_prefix=100, suffix=4, candidates=50)
-    prepare(PublishOptions(source=LogOptions(path=udata, replay=source)), tight)
+    prepared(PublishOptions(source=LogOptions(path=udata, replay=source)), tight)
     for wrong, key in (
         ({"max_prefix": 101}, "relay.max_prefix_tokens = 100"),
         ({"suffix": 5}, "relay.max_suffix_tokens = 4"),
@@ -135,13 +140,17 @@ def test_what_workers_would_refuse_is_refused_before_sending(udata: Path) -> Non
     ):
         shape = ReplayOptions(**{"max_prefix": 100, "suffix": 4, "candidates": 50, **wrong})  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match=key):
-            prepare(PublishOptions(source=LogOptions(path=udata, replay=shape)), tight)
+            prepared(PublishOptions(source=LogOptions(path=udata, replay=shape)), tight)
 
 
-def test_item_ids_beyond_the_models_table_are_noted(udata: Path) -> None:
-    assert prepare(replay_options(udata), SETTINGS).notes == []
-    (note,) = prepare(replay_options(udata), Settings(model=Model(vocab=300))).notes
-    assert "modulo 300" in note
+def test_notes_about_the_model(udata: Path) -> None:
+    def notes(model: Model) -> str:
+        return "\n".join(prepared(replay_options(udata), Settings(model=model)).notes)
+
+    assert notes(Model(checkpoint="somewhere")) == ""
+    assert "weights are random" in notes(Model())
+    assert "modulo model.vocab = 300" in notes(Model(checkpoint="somewhere", vocab=300))
+    assert notes(Model(factory="mine:make", vocab=300)) == ""
 
 
 def _printed(report: PublishReport) -> str:
@@ -155,17 +164,19 @@ class _Terminal(io.StringIO):
         return True
 
 
-def test_the_live_line_is_rewritten_on_a_terminal_and_added_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_live_line_is_rewritten_on_a_terminal_and_logged_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "21")
     terminal, file = _Terminal(), io.StringIO()
-    for stream in (terminal, file):
-        line = LiveLine(stream)
-        assert not line.due()
-        line.show("a line that is longer than that")
-        line.show("short")
-        line.close()
+    with capture_logs() as logged:
+        for stream in (terminal, file):
+            line = LiveLine(stream)
+            assert not line.due()
+            line.show("a line that is longer than that")
+            line.show("short")
+            line.close()
     assert terminal.getvalue() == "\ra line that is longe\rshort" + " " * 15 + "\r" + " " * 5 + "\r"
-    assert file.getvalue() == "a line that is longer than that\nshort\n"
+    assert file.getvalue() == ""
+    assert [entry["line"] for entry in logged] == ["a line that is longer than that", "short"]
 
 
 # The command -----------------------------------------------------------------------------------------------------
@@ -223,10 +234,20 @@ def test_help_has_examples() -> None:
     assert "relaygr publish --events ml-100k/u.data" in result.output
 
 
-def test_an_unusable_file_is_an_input_error_before_any_connection(tmp_path: Path) -> None:
-    result = CliRunner().invoke(publish_command, ["--events", str(tmp_path / "absent")])
-    assert isinstance(result.exception, InputError)
-    assert "no such file" in str(result.exception)
+def test_an_unusable_file_is_one_line_and_exit_code_1(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "from relaygr_stream.workload.command import publish_command as p; p()"]
+    done = subprocess.run([*command, "--events", str(tmp_path / "absent")], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "absent: no such file" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_two_runs_have_different_request_ids() -> None:
+    runs = [options_of("--generate").source for _ in range(2)]
+    assert isinstance(runs[0], GeneratorOptions)
+    assert isinstance(runs[1], GeneratorOptions)
+    assert runs[0].run != runs[1].run
 
 
 def test_publishing_loads_no_torch() -> None:

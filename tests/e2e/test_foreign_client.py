@@ -1,0 +1,42 @@
+"""A client that knows nothing but docs/protocol.md: the example printed there, run as it stands."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from relaygr_stream.settings import Kafka
+from tests.e2e.fleet import serving_fleet
+
+PROTOCOL = Path(__file__).parents[2] / "docs" / "protocol.md"
+
+
+def example() -> str:
+    """The program in the document."""
+    blocks = re.findall(r"```python\n(.*?)```", PROTOCOL.read_text(encoding="utf-8"), re.DOTALL)
+    assert len(blocks) == 1
+    return str(blocks[0])
+
+
+def test_the_example_uses_nothing_of_this_package() -> None:
+    assert "import relaygr" not in example()
+    assert "from relaygr" not in example()
+
+
+@pytest.mark.timeout(120)
+async def test_the_printed_example_gets_its_scores(kafka_settings: Kafka, tmp_path: Path) -> None:
+    program = example()
+    for said, here in (("localhost:9092", kafka_settings.bootstrap), ('"relaygr.', f'"{kafka_settings.prefix}')):
+        assert said in program
+        program = program.replace(said, here)
+    async with serving_fleet(kafka_settings, tmp_path, "w1"):
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", program, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+        )
+        out, err = await process.communicate()
+    assert process.returncode == 0, err.decode()
+    assert re.match(r"ok (hbm|joined) \['click', 'like'\] \((-?[\d.e-]+, ){5}-?[\d.e-]+\)", out.decode()), out.decode()
