@@ -23,7 +23,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-demo: $(STAMP) ## run the whole relay on an embedded broker and show what it does (2 minutes)
+demo: $(STAMP) ## run the whole relay on an embedded broker and show what it does (under 2 minutes)
 	$(BIN)/relaygr demo $(ARGS)
 
 test: $(STAMP) ## unit tests, bus tests on every broker at hand, end to end with real processes
@@ -37,6 +37,8 @@ check: $(STAMP) ## ruff and mypy --strict
 format: $(STAMP) ## let ruff rewrite what it can
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+include docker/testbed.mk
 
 clean: ## remove what make made
 	rm -rf $(VENV) .cache .mypy_cache .ruff_cache .pytest_cache out build dist

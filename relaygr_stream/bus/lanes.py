@@ -98,8 +98,8 @@ class LaneConsumer:
 
     @property
     def healthy(self) -> bool:
-        """Whether the consumer runs and a broker answers it; for readiness."""
-        if self._failed is None or self._failed.done():
+        """Whether the consumer runs and a broker answers it; for readiness. False once it drains."""
+        if self._failed is None or self._failed.done() or self._draining:
             return False
         if not self._lanes:
             return True  # nothing is fetched, so nothing can be told
@@ -157,6 +157,7 @@ class LaneConsumer:
         """Stop reading, stay a member, and wait until every record handed out is done; False: some were not in time."""
         self._draining = True
         self._reading.clear()
+        self._cancel_start()
         self._data.assign([])
         if self.undone:
             self._drained = asyncio.Event()
@@ -167,12 +168,11 @@ class LaneConsumer:
     async def stop(self) -> None:
         """Stop reading, commit what is done, leave the group at once; the lanes are lost. `drain` before is kinder."""
         self._draining = True
-        tasks = [*self._tasks, *([self._starting] if self._starting else [])]
-        self._tasks.clear()
-        self._starting = None
-        for task in tasks:
+        self._cancel_start()
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks.clear()
         await self._membership.stop()
         if self._data is not None:
             await self._data.stop()
@@ -189,13 +189,19 @@ class LaneConsumer:
 
     def _assigned(self, lanes: frozenset[int], continuous: bool) -> None:
         """The group has spoken: drop what is lost now, start what is gained as soon as its offsets are known."""
+        self._cancel_start()
+        kept = self._lanes & lanes if continuous else frozenset()
+        try:
+            self._drop(self._lanes - kept)
+        except Exception as error:  # aiokafka would log it and go on
+            self._fail(error)
+        if lanes != kept and not self._draining:
+            self._starting = asyncio.create_task(self._watched(partial(self._begin, lanes - kept)))
+
+    def _cancel_start(self) -> None:
         if self._starting is not None:
             self._starting.cancel()
             self._starting = None
-        kept = self._lanes & lanes if continuous else frozenset()
-        self._drop(self._lanes - kept)
-        if lanes != kept and not self._draining:
-            self._starting = asyncio.create_task(self._watched(partial(self._begin, lanes - kept)))
 
     async def _begin(self, lanes: frozenset[int]) -> None:
         """Start reading lanes, each as soon as the offsets of all its topics are known."""
@@ -266,7 +272,7 @@ class LaneConsumer:
         """The broker no longer has the offset, or not yet: its log was cut short, expired, or began anew."""
         earliest = await self._data.beginning_offsets(list(out_of_range))
         for partition, offset in earliest.items():
-            if partition in self._ledgers:
+            if partition in self._ledgers and not self._draining:
                 log.warning(
                     "offset_out_of_range",
                     topic=partition.topic,
@@ -282,11 +288,13 @@ class LaneConsumer:
         try:
             await work()
         except Exception as error:
-            cause: BaseException = error
-            while isinstance(cause, BaseExceptionGroup):
-                cause = cause.exceptions[0]
-            if isinstance(cause, (KafkaError, OSError)):
-                cause = broker_error(self._kafka, "read lanes", cause)
-            log.error("consumer_failed", member=self._member, error=repr(cause))
-            if not self.failed.done():
-                self.failed.set_exception(cause)
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        if isinstance(error, (KafkaError, OSError)):
+            error = broker_error(self._kafka, "read lanes", error)
+        log.error("consumer_failed", member=self._member, error=repr(error))
+        if not self.failed.done():
+            self.failed.set_exception(error)

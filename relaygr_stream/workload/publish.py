@@ -199,7 +199,7 @@ def _model_notes(largest_item: int, settings: Settings) -> list[str]:
         notes.append(f"item ids go up to {largest_item}; the model takes them modulo model.vocab = {model.vocab}")
     if not model.factory and not model.checkpoint:
         notes.append(
-            "these settings name no model.checkpoint; if the workers' do not either, their weights are random and their "
-            "rankings as good as chance"
+            "these settings name no model.checkpoint; if the workers' do not either, their weights are random and "
+            "their rankings as good as chance"
         )
     return notes

@@ -26,11 +26,13 @@ def valid_attention(history: int, candidates: int, contextual: int, window: int)
 
 
 def silu(x: Array) -> Array:
-    return x / (1 + np.exp(-x))
+    activated: Array = x / (1 + np.exp(-x))
+    return activated
 
 
 def normed(x: Array, weight: Array, bias: Array) -> Array:
-    return (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-6) * weight + bias
+    out: Array = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-6) * weight + bias
+    return out
 
 
 def run_layer(

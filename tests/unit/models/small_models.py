@@ -21,7 +21,12 @@ SHAPE: dict[str, Any] = {
 }  # fmt: skip
 
 #: Every shape of attention that takes prefixes apart; contextual models do not.
-INCREMENTAL = ({}, {"max_attn_len": 6}, {"group_norm": True}, {"max_attn_len": 1, "group_norm": True})
+INCREMENTAL: tuple[dict[str, Any], ...] = (
+    {},
+    {"max_attn_len": 6},
+    {"group_norm": True},
+    {"max_attn_len": 1, "group_norm": True},
+)
 
 
 def small_model(seed: int = 3, **changes: Any) -> HSTUModel:

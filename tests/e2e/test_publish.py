@@ -1,0 +1,49 @@
+"""`relaygr publish` as an operator runs it: a MovieLens file by its path, against running processes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+from relaygr_stream.settings import Kafka
+from tests.e2e.fleet import serving_fleet
+
+
+def write_u_data(path: Path) -> None:
+    """As MovieLens 100K has it: user, item, rating, Unix seconds, tab-separated, in no order; and two broken lines."""
+    rng = random.Random(4)
+    lines = [
+        f"{user}\t{rng.randrange(1, 1683)}\t{rng.randrange(1, 6)}\t{880000000 + 40000 * user + 30 * at}"
+        for user in range(1, 41)
+        for at in range(60)
+    ]
+    rng.shuffle(lines)
+    lines[100] = "7\t12\tfive\t881250949"
+    lines[500] = "half a line"
+    path.write_text("\n".join(lines) + "\n")
+
+
+@pytest.mark.timeout(150)
+async def test_u_data_runs_from_file_to_hit_rate(embedded_settings: Kafka, tmp_path: Path) -> None:
+    events, report = tmp_path / "u.data", tmp_path / "report.json"
+    write_u_data(events)
+    async with serving_fleet(embedded_settings, tmp_path, "w1"):
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "relaygr_stream.cli", "publish", "--events", str(events)),
+            *("--config", str(tmp_path / "settings.toml"), "--requests", "150", "--rate", "30", "--candidates", "50"),
+            *("--timeout", "20", "--json", str(report)),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        out, err = (stream.decode() for stream in await process.communicate())
+    assert process.returncode == 0, err
+    assert "HR@10" in out
+    assert "NDCG@10" in out
+    assert "u.data:101: action 'five'" in out
+    assert "u.data:501:" in out
+    assert "150" in json.dumps(json.loads(report.read_text()))

@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from relaygr_stream.errors import ModelError
+from relaygr_stream.models.checkpoint import load_checkpoint, save_checkpoint
+from tests.unit.models.small_models import full_scores, random_items, random_tokens, small_model
+
+Weights = dict[str, torch.Tensor]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_checkpoint(small_model(max_attn_len=5), tmp_path / "checkpoint")
+    return tmp_path / "checkpoint"
+
+
+@pytest.mark.parametrize("changes", [{}, {"group_norm": True, "contextual_seq_len": 2}])
+def test_a_round_trip_keeps_scores_and_version(tmp_path: Path, changes: dict[str, Any]) -> None:
+    model, random = small_model(**changes), np.random.default_rng(0)
+    save_checkpoint(model, tmp_path / "new" / "folder")
+    again = load_checkpoint(tmp_path / "new" / "folder")
+    assert again.config == model.config
+    assert again.version == model.version
+    assert again.note == ""
+    history, candidates = random_tokens(random, 10), random_items(random, 4)
+    assert torch.equal(full_scores(again, history, candidates), full_scores(model, history, candidates))
+    assert sorted(file.name for file in (tmp_path / "new" / "folder").iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_saving_over_a_checkpoint_replaces_it(folder: Path) -> None:
+    other = small_model(seed=99)
+    save_checkpoint(other, folder)
+    assert load_checkpoint(folder).version == other.version
+
+
+def test_the_version_tells_weights_configuration_and_dtype_apart(folder: Path) -> None:
+    version = load_checkpoint(folder).version
+    halved = load_checkpoint(folder).place(torch.device("cpu"), torch.bfloat16).version
+    edit_config(folder, lambda config: config.update(scale_tokens=33))
+    other = load_checkpoint(folder).version
+    weights = load_file(folder / "model.safetensors")
+    weights["head.bias"][0] += 1e-3
+    save_file(weights, folder / "model.safetensors")
+    assert len({version, halved, other, load_checkpoint(folder).version}) == 4
+
+
+def test_weights_stored_in_half_precision_are_taken(folder: Path) -> None:
+    weights = {name: value.bfloat16() for name, value in load_file(folder / "model.safetensors").items()}
+    save_file(weights, folder / "model.safetensors")
+    assert load_checkpoint(folder).layout.dtype == torch.float32
+
+
+def edit_config(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    edit(config)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (lambda config: config.pop("dim"), "missing required field `dim`"),
+        (lambda config: config.update(dmi=3), "unknown field `dmi`"),
+        (lambda config: config.update(heads="2"), r"Expected `int`, got `str` - at `\$.heads`"),
+        (lambda config: config.update(layers=0), r"`int` >= 1 - at `\$.layers`"),
+        (lambda config: config.update(tasks=[]), r"length >= 1 - at `\$.tasks`"),
+        (lambda config: config.update(tasks=["a", "a"]), "`tasks` names a score column twice: a, a"),
+        (lambda config: config.update(architecture="gpt"), "`architecture` must be 'hstu', found 'gpt'"),
+        (lambda config: config.pop("format"), "`format` must be 1, found None"),
+    ],
+)
+def test_a_wrong_configuration_is_named(folder: Path, edit: Callable[[dict[str, Any]], object], words: str) -> None:
+    edit_config(folder, edit)
+    with pytest.raises(ModelError, match=f"config.json: .*{words}"):
+        load_checkpoint(folder)
+
+
+@pytest.mark.parametrize("content", [b"{", b"[1]", b"\xff\xfe"])
+def test_a_configuration_that_is_no_json_object(folder: Path, content: bytes) -> None:
+    (folder / "config.json").write_bytes(content)
+    with pytest.raises(ModelError, match=r"config\.json: not a JSON object"):
+        load_checkpoint(folder)
+
+
+def _drop(weights: Weights) -> None:
+    del weights["stack.layers.1.uvqk_weight"]
+
+
+def _add(weights: Weights) -> None:
+    weights["stack.layers.3.uvqk_bias"] = torch.zeros(3)
+
+
+def _transpose(weights: Weights) -> None:
+    weights["stack.layers.0.output_weight"] = weights["stack.layers.0.output_weight"].t().contiguous()
+
+
+def _integers(weights: Weights) -> None:
+    weights["embedding.gap"] = weights["embedding.gap"].int()
+
+
+def _not_finite(weights: Weights) -> None:
+    weights["head.weight"][1, 1] = torch.nan
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (_drop, "`stack.layers.1.uvqk_weight` is missing; expected it with shape (16, 80)"),
+        (_add, "`stack.layers.3.uvqk_bias` is no weight of this model (1 such keys)"),
+        (_transpose, "`stack.layers.0.output_weight` has shape (16, 72), but config.json asks for (72, 16)"),
+        (_integers, "`embedding.gap` has type torch.int32, expected a floating type"),
+        (_not_finite, "`head.weight` contains values that are not finite"),
+    ],
+)
+def test_wrong_weights_are_named(folder: Path, edit: Callable[[Weights], None], words: str) -> None:
+    weights = load_file(folder / "model.safetensors")
+    edit(weights)
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(ModelError, match=re.escape(f"model.safetensors: {words}")):
+        load_checkpoint(folder)
+
+
+def test_files_that_are_not_there_or_not_readable(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"nowhere: no such folder; a checkpoint is a folder with config\.json"):
+        load_checkpoint(tmp_path / "nowhere")
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data[:-100])
+    with pytest.raises(ModelError, match=r"model\.safetensors: not a readable safetensors file"):
+        load_checkpoint(folder)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"model\.safetensors: no such file"):
+        load_checkpoint(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(ModelError, match=r"config\.json: cannot be read: No such file"):
+        load_checkpoint(folder)
