@@ -80,7 +80,7 @@ class LRU:
         self.nbytes = 0
         self.held: OrderedDict[int, int] = OrderedDict()
 
-    def request(self, key: int, nbytes: int, cost: float) -> bool:
+    def request(self, key: int, nbytes: int, cost: float) -> bool:  # noqa: ARG002 (a Cache)
         if key in self.held:
             self.held.move_to_end(key)
             return True
@@ -121,7 +121,7 @@ class S3Fifo:
         self.small, self.main, self.ghost = Fifo(), Fifo(), Fifo()
         self.uses: dict[int, int] = {}
 
-    def request(self, key: int, nbytes: int, cost: float) -> bool:
+    def request(self, key: int, nbytes: int, cost: float) -> bool:  # noqa: ARG002 (a Cache)
         if key in self.uses:
             self.uses[key] = min(3, self.uses[key] + 1)
             return True
@@ -165,7 +165,7 @@ class Belady:
             self.next_use[time] = upcoming.get(users[time], NEVER)
             upcoming[users[time]] = time
 
-    def request(self, key: int, nbytes: int, cost: float) -> bool:
+    def request(self, key: int, nbytes: int, cost: float) -> bool:  # noqa: ARG002 (a Cache)
         self.time += 1
         known = self.held.get(key)
         if known is not None:

@@ -10,7 +10,7 @@ the square), and not what the last layer of an `extend` need not compute.
 from __future__ import annotations
 
 import argparse
-import statistics
+import itertools
 import time
 from collections.abc import Callable
 
@@ -20,30 +20,30 @@ import torch
 from relaygr_stream import settings
 from relaygr_stream.models.devices import select_device
 from relaygr_stream.models.hstu import StackConfig
-from relaygr_stream.models.kv import KVLayout, KVRegion
+from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.models.load import load_model
 from relaygr_stream.models.protocol import ScoreInput
 from relaygr_stream.models.tokens import Tokens
 
 PEAK_SIZE = 2048  # edge of the product whose rate counts as the peak
 COPY_BYTES = 256 << 20  # far larger than any cache
+EXTENSION = 64  # tokens by which a cached prefix is extended
 
 
-def median_ms(work: Callable[[], object], device: torch.device, seconds: float) -> float:
-    """Median time of `work`, waited for, over at least five runs and `seconds`."""
-
-    def once() -> float:
+def best_ms(work: Callable[[], object], device: torch.device, seconds: float) -> float:
+    """Shortest time of `work`, waited for, over at least five runs and `seconds`: other processes only ever add."""
+    best, spent = float("inf"), 0.0
+    for run in itertools.count():
         start = time.perf_counter()
         work()
         if device.type != "cpu":
             torch.accelerator.synchronize()
-        return (time.perf_counter() - start) * 1e3
-
-    once()
-    times: list[float] = []
-    while len(times) < 5 or sum(times) < seconds * 1e3:
-        times.append(once())
-    return statistics.median(times)
+        took = (time.perf_counter() - start) * 1e3
+        if run:  # the first one warms up
+            best, spent = min(best, took), spent + took
+        if run >= 5 and spent >= seconds * 1e3:
+            break
+    return best
 
 
 def operations(stack: StackConfig, rows: int, pairs: int, *, last_layer_kv_only: bool) -> float:
@@ -54,7 +54,14 @@ def operations(stack: StackConfig, rows: int, pairs: int, *, last_layer_kv_only:
     return float((stack.layers - 1) * layer + last)
 
 
+def triangle(rows: int) -> int:
+    """Pairs of rows that see themselves and the earlier ones."""
+    return rows * (rows + 1) // 2
+
+
 class Bench:
+    """One model on one device, and the two ceilings of that device."""
+
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.device = select_device(options.device)
@@ -65,21 +72,77 @@ class Bench:
         self.stack = StackConfig(options.layers, options.dim, options.heads, options.width, options.width, 1)
         self.model = load_model(shape, settings.Relay(), device=self.device, dtype=self.dtype)
         self.random = np.random.default_rng(0)
-        weights = options.dim * options.heads * options.width * 7 * options.layers
-        self.weight_bytes = weights * self.dtype.itemsize
+        self.weight_bytes = 7 * options.dim * options.heads * options.width * options.layers * self.dtype.itemsize
+        self.peak = self.measure_peak()
+        self.bandwidth = self.measure_bandwidth()
 
-    def peak(self) -> float:
-        """FLOP/s of a large square product: the best of several, since nothing may seem to exceed it."""
+    def measure_peak(self) -> float:
+        """FLOP/s of a large square product."""
         a, b = (torch.randn(PEAK_SIZE, PEAK_SIZE, device=self.device).to(self.dtype) for _ in range(2))
         out = torch.empty_like(a)
-        best = min(median_ms(lambda: torch.mm(a, b, out=out), self.device, 0.3) for _ in range(3))
-        return 2 * PEAK_SIZE**3 / best * 1e3
+        took = best_ms(lambda: torch.mm(a, b, out=out), self.device, self.options.seconds)
+        return 2 * PEAK_SIZE**3 / took * 1e3
 
-    def bandwidth(self) -> float:
-        """Bytes/s of a large copy, read and written."""
+    def measure_bandwidth(self) -> float:
+        """Bytes/s of a large copy, counting those read and those written."""
         source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=self.device)
         target = torch.zeros_like(source)
-        return 2 * COPY_BYTES / median_ms(lambda: target.copy_(source), self.device, 0.3) * 1e3
+        return 2 * COPY_BYTES / best_ms(lambda: target.copy_(source), self.device, self.options.seconds) * 1e3
+
+    def run(self) -> None:
+        options = self.options
+        print(
+            f"{options.device} {options.dtype}, {torch.get_num_threads()} threads: peak {self.peak / 1e9:.1f} GFLOP/s, "
+            f"copy {self.bandwidth / 1e9:.1f} GB/s; {options.layers} layers, D {options.dim}, {options.heads} × "
+            f"{options.width}"
+        )
+        print(f"{'operation':44} {'ms':>9} {'floor':>9} {'× floor':>8} {'of peak':>8}")
+        for prefix in options.prefix:
+            kv = self.region(prefix + EXTENSION)
+            whole = self.extensions(kv, prefix)
+            for count in options.candidates:
+                self.rankings(kv, count, whole)
+
+    def extensions(self, kv: KVRegion, prefix: int) -> float:
+        """Times of inferring a prefix and of extending it; leaves the prefix in kv. Milliseconds of the former."""
+        history, more = self.tokens(prefix), self.tokens(EXTENSION)
+
+        def extend(start: int, tokens: Tokens) -> None:
+            kv.length = start
+            self.model.extend(kv, tokens)
+
+        kv_bytes = prefix * self.model.layout.bytes_per_token
+        flops = operations(self.stack, prefix, triangle(prefix), last_layer_kv_only=True)
+        whole = self.line(f"extend {prefix}", lambda: extend(0, history), flops, kv_bytes)
+        pairs = EXTENSION * prefix + triangle(EXTENSION)
+        flops = operations(self.stack, EXTENSION, pairs, last_layer_kv_only=True)
+        self.line(f"extend {prefix} by {EXTENSION}", lambda: extend(prefix, more), flops, kv_bytes)
+        kv.length = prefix
+        return whole
+
+    def rankings(self, kv: KVRegion, count: int, whole: float) -> None:
+        """Times of scoring `count` candidates against the prefix in kv, which took `whole` milliseconds to infer."""
+        prefix, suffix, batch = kv.length, self.options.suffix, self.options.batch
+        kv_bytes = prefix * self.model.layout.bytes_per_token
+        candidates = self.random.integers(0, 1 << 31, count)
+        hit = [ScoreInput(kv, self.tokens(0), candidates)]
+        flops = operations(self.stack, count, count * (prefix + 1), last_layer_kv_only=False)
+        took = self.line(f"score {count} on a hit of {prefix}", lambda: self.model.score(hit), flops, kv_bytes)
+        print(f"    full inference: {(whole + took) / took:.1f} × the hit")
+        # The same region eight times: its K and V are read from memory once at least.
+        name = f"score {batch} such rankings at once"
+        self.line(name, lambda: self.model.score(hit * batch), batch * flops, kv_bytes)
+        behind = [ScoreInput(kv, self.tokens(suffix), candidates)]
+        pairs = suffix * prefix + triangle(suffix) + count * (prefix + suffix + 1)
+        flops = operations(self.stack, count + suffix, pairs, last_layer_kv_only=False)
+        self.line(f"score {count} behind a suffix of {suffix}", lambda: self.model.score(behind), flops, kv_bytes)
+
+    def line(self, name: str, work: Callable[[], object], flops: float, kv_bytes: int) -> float:
+        """Measure and print one operation; its milliseconds."""
+        took = best_ms(work, self.device, self.options.seconds)
+        floor = max(flops / self.peak, (self.weight_bytes + kv_bytes) / self.bandwidth) * 1e3
+        print(f"{name:44} {took:9.2f} {floor:9.2f} {took / floor:8.2f} {flops / self.peak * 1e5 / took:7.0f}%")
+        return took
 
     def tokens(self, count: int) -> Tokens:
         array = np.empty((3, count), np.int64)
@@ -89,75 +152,9 @@ class Bench:
         return Tokens(array)
 
     def region(self, capacity: int) -> KVRegion:
-        layout: KVLayout = self.model.layout
+        layout = self.model.layout
         storage = torch.zeros(capacity * layout.elements_per_token, dtype=layout.dtype, device=self.device)
         return KVRegion(layout, storage, capacity)
-
-    def run(self) -> None:
-        options, model = self.options, self.model
-        peak, bandwidth = self.peak(), self.bandwidth()
-        print(
-            f"{options.device} {options.dtype}, {torch.get_num_threads()} threads: peak {peak / 1e9:.1f} GFLOP/s, "
-            f"copy {bandwidth / 1e9:.1f} GB/s; {options.layers} layers, D {options.dim}, {options.heads} × "
-            f"{options.width}"
-        )
-        print(f"{'operation':44} {'ms':>9} {'floor':>9} {'× floor':>8} {'of peak':>8}")
-
-        def line(name: str, work: Callable[[], object], flops: float, moved: float) -> float:
-            took = median_ms(work, self.device, options.seconds)
-            floor = max(flops / peak, moved / bandwidth) * 1e3
-            print(f"{name:44} {took:9.2f} {floor:9.2f} {took / floor:8.2f} {flops / peak * 1e5 / took:7.0f}%")
-            return took
-
-        for prefix in options.prefix:
-            kv_bytes = prefix * model.layout.bytes_per_token
-            kv, history = self.region(prefix + 256), self.tokens(prefix)
-            none, more = self.tokens(0), self.tokens(64)
-            model.extend(kv, history)
-
-            def extend(kv: KVRegion, start: int, tokens: Tokens) -> None:
-                kv.length = start
-                model.extend(kv, tokens)
-
-            def flops(rows: int, seen: int) -> float:
-                """Of rows that see `seen` columns before the first of them, and each other causally."""
-                pairs = rows * seen + rows * (rows + 1) // 2
-                return operations(self.stack, rows, pairs, last_layer_kv_only=True)
-
-            whole = line(
-                f"extend {prefix}", lambda: extend(kv, 0, history), flops(prefix, 0), self.weight_bytes + kv_bytes
-            )
-            line(
-                f"extend {prefix} by 64",
-                lambda: extend(kv, prefix, more),
-                flops(64, prefix),
-                self.weight_bytes + kv_bytes,
-            )
-            kv.length = prefix
-            for count in options.candidates:
-                suffix = self.tokens(options.suffix)
-                candidates = self.random.integers(0, 1 << 31, count)
-                hit = [ScoreInput(kv, none, candidates)]
-                batch = hit * options.batch
-                score_flops = operations(self.stack, count, count * (prefix + 1), last_layer_kv_only=False)
-                name = f"score {count} on a hit of {prefix}"
-                took = line(name, lambda: model.score(hit), score_flops, self.weight_bytes + kv_bytes)
-                print(f"{'':4}full inference: {(whole + took) / took:.1f} × the hit")
-                line(
-                    f"{options.batch} such rankings at once",
-                    lambda: model.score(batch),
-                    options.batch * score_flops,
-                    self.weight_bytes + kv_bytes,
-                )
-                with_suffix = [ScoreInput(kv, suffix, candidates)]
-                s = options.suffix
-                suffix_pairs = s * prefix + s * (s + 1) // 2 + count * (prefix + s + 1)
-                line(
-                    f"score {count} behind a suffix of {s}",
-                    lambda: model.score(with_suffix),
-                    operations(self.stack, count + s, suffix_pairs, last_layer_kv_only=False),
-                    self.weight_bytes + kv_bytes,
-                )
 
 
 def main() -> None:
@@ -173,7 +170,7 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=256)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--width", type=int, default=64, help="query, key and value width per head")
-    parser.add_argument("--seconds", type=float, default=1.0, help="time spent on each figure")
+    parser.add_argument("--seconds", type=float, default=2.0, help="time spent on each figure")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     Bench(options).run()

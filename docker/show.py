@@ -19,7 +19,7 @@ from relaygr_stream.errors import RequestError
 from relaygr_stream.workload.generator import Generator, GeneratorOptions
 
 REQUESTS = 8
-TOP = 5
+TOP = 3
 
 
 async def main() -> int:

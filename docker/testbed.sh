@@ -30,6 +30,7 @@ Desktop), check with \`docker info\` that this user may use it (group docker, or
     die "the engine answers, but neither \`docker compose\` nor docker-compose is there. \
 Install the package docker-compose-plugin or docker-compose and run this again"
   fi
+  found="engine $(docker info --format '{{.ServerVersion}}'), ${compose[*]} $("${compose[@]}" version --short)"
   compose+=(--project-name "$project" --file "$here/compose.yaml")
 }
 
@@ -129,6 +130,6 @@ down() {
 case ${1-} in
   up | down) need_engine && "$1" ;;
   compose) need_engine && "${compose[@]}" "${@:2}" ;;
-  engine) need_engine && say "testbed: engine $(docker info --format '{{.ServerVersion}}'), ${compose[*]:0:2}" ;;
+  engine) need_engine && say "testbed: $found" ;;
   *) die "usage: testbed.sh up|down|engine|compose …" ;;
 esac

@@ -62,7 +62,7 @@ class Trigger(Struct, frozen=True, kw_only=True):
     risk_fraction: Annotated[Share, _doc("at risk when predicted full inference exceeds this share of the SLO")] = 0.2
     stale_ms: Annotated[Ms, _doc("an event older than this is not worth admitting any more")] = 1000.0
     silence_ms: Annotated[Ms, _doc("an owner whose status is older than this gets no admissions")] = 3000.0
-    load_burst_ms: Annotated[Ms, _doc("device time a lane may ask for at once, in milliseconds")] = 500.0
+    load_burst_ms: Annotated[Ms, _doc("device time a lane may ask for at once, in milliseconds")] = 100.0
 
 
 class Worker(Struct, frozen=True, kw_only=True):

@@ -7,15 +7,14 @@ without which mixed lengths would leave much of the memory in holes too small to
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 from relaygr_stream.cache.runs import Runs
 from relaygr_stream.errors import CacheCorruption
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
+class Extent(NamedTuple):
     """A held byte range; offset and size are multiples of the arena's alignment."""
 
     offset: int
@@ -152,14 +151,6 @@ class Arena:
             if first < start + size:
                 yield Extent(first, self._held[first])
 
-    def beside_largest_holes(self, count: int) -> Iterator[Extent]:
-        """The held neighbours of the `count` largest holes."""
-        for size, start in islice(self._holes.largest_first(), count):
-            if start:
-                yield Extent(self._ends[start], start - self._ends[start])
-            if start + size < self.size:
-                yield Extent(start + size, self._held[start + size])
-
     def cheapest_window(
         self, nbytes: int, evictable: Mapping[Extent, float], seeds: Iterable[Extent] | None = None
     ) -> list[Extent] | None:
@@ -172,13 +163,13 @@ class Arena:
         need = self.round_up(nbytes)
         if self.largest_hole >= need:
             return []
-        candidates = evictable if seeds is None else self._surroundings(need, evictable, seeds)
-        ordered = sorted(candidates, key=lambda extent: extent.offset)
+        costs = evictable if seeds is None else self._surroundings(need, evictable, seeds)
+        ordered = sorted(costs)
         total = [0.0]  # total[i]: cost of the first i
         starts, ends = [], []  # where the free range would start and end if only this one were freed
         for extent in ordered:
             self._check_held(extent)
-            total.append(total[-1] + evictable[extent])
+            total.append(total[-1] + costs[extent])
             starts.append(extent.offset - self._holes.before(extent.offset))
             ends.append(extent.end + self._holes.after(extent.end))
         best: tuple[float, int] | None = None  # cost, and bytes that would be left over
@@ -231,26 +222,34 @@ class Arena:
         if sum(self._held.values()) != self.used:
             raise CacheCorruption(f"{sum(self._held.values())} bytes are held, {self.used} were counted")
 
-    def _surroundings(self, need: int, evictable: Mapping[Extent, float], seeds: Iterable[Extent]) -> set[Extent]:
-        """The seeds and what can be freed next to them, `need` bytes to either side."""
-        near: set[Extent] = set()
+    def _surroundings(
+        self, need: int, evictable: Mapping[Extent, float], seeds: Iterable[Extent]
+    ) -> dict[Extent, float]:
+        """The seeds and what can be freed next to them, `need` bytes to either side, with their costs."""
+        near: dict[Extent, float] = {}
+
+        def take(extent: Extent) -> bool:
+            if extent in near:
+                return True
+            cost = evictable.get(extent)
+            if cost is not None:
+                near[extent] = cost
+            return cost is not None
+
         for seed in seeds:
-            if evictable.get(seed) is None:
+            if not take(seed):
                 continue
-            near.add(seed)
             end = seed.offset - self._holes.before(seed.offset)
             while end > max(0, seed.end - need):
                 extent = Extent(self._ends[end], end - self._ends[end])
-                if evictable.get(extent) is None:
+                if not take(extent):
                     break
-                near.add(extent)
                 end = extent.offset - self._holes.before(extent.offset)
             start = seed.end + self._holes.after(seed.end)
             while start < min(self.size, seed.offset + need):
                 extent = Extent(start, self._held[start])
-                if evictable.get(extent) is None:
+                if not take(extent):
                     break
-                near.add(extent)
                 start = extent.end + self._holes.after(extent.end)
         return near
 

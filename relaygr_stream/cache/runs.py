@@ -44,10 +44,6 @@ class Runs:
         """(size, start) of the runs that large, smallest first, then by address. Ends with the first change."""
         yield from self._by_size.irange((size, 0))
 
-    def largest_first(self) -> Iterator[tuple[int, int]]:
-        """(size, start) of the runs. Ends with the first change."""
-        yield from reversed(self._by_size)
-
     def add(self, offset: int, size: int) -> None:
         """Put a range in, of which nothing is there yet."""
         before, after = self.before(offset), self.after(offset + size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Collection
 
 import pytest
 from hypothesis import given, settings
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from relaygr_stream.cache.arena import Arena, Extent
+from relaygr_stream.cache.runs import Runs
 from relaygr_stream.errors import CacheCorruption
 
 UNIT = 16
@@ -24,14 +26,15 @@ class ArenaAgainstModel(RuleBasedStateMachine):
         self.arena = Arena(UNITS * UNIT + 5, UNIT)
         self.owner = [0] * UNITS
         self.held: dict[int, Extent] = {}
+        self.evictable: set[int] = set()
         self.names = itertools.count(1)
 
-    def holes(self) -> list[tuple[int, int]]:
-        """(size, offset) in bytes."""
+    def holes(self, gone: Collection[int] = ()) -> list[tuple[int, int]]:
+        """(size, offset) in bytes, as if what is named `gone` were freed."""
         found, offset = [], 0
-        for owner, run in itertools.groupby(self.owner):
+        for free, run in itertools.groupby(owner == 0 or owner in gone for owner in self.owner):
             size = len(list(run)) * UNIT
-            if owner == 0:
+            if free:
                 found.append((size, offset))
             offset += size
         return found
@@ -59,7 +62,9 @@ class ArenaAgainstModel(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule(data=st.data())
     def free(self, data: st.DataObject) -> None:
-        extent = self.held.pop(self.pick(data))
+        name = self.pick(data)
+        extent = self.held.pop(name)
+        self.evictable.discard(name)
         self.mark(extent, 0)
         self.arena.free(extent)
         with pytest.raises(ValueError, match="not held"):
@@ -87,6 +92,13 @@ class ArenaAgainstModel(RuleBasedStateMachine):
             self.mark(extent, 0)
             self.mark(resized, name)
             self.held[name] = resized
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), evictable=st.booleans())
+    def set_evictable(self, data: st.DataObject, evictable: bool) -> None:
+        name = self.pick(data)
+        self.arena.set_evictable(self.held[name], evictable)
+        (self.evictable.add if evictable else self.evictable.discard)(name)
 
     @rule(data=st.data(), nbytes=st.integers(1, UNITS * UNIT))
     def search_window(self, data: st.DataObject, nbytes: int) -> None:
@@ -138,14 +150,18 @@ class ArenaAgainstModel(RuleBasedStateMachine):
         assert self.arena.fragmentation == (1 - largest / free if free else 0)
         assert len(self.arena) == len(self.held)
         assert all(extent in self.arena for extent in self.held.values())
-        beside = set(self.arena.beside_largest_holes(UNITS))
-        expected = {
-            extent
-            for extent in self.held.values()
-            for size, offset in holes
-            if extent.end == offset or extent.offset == offset + size
-        }
-        assert beside == expected
+        runs = self.holes(self.evictable)
+        assert self.arena.largest_open == max((size for size, _ in runs), default=0)
+        for name, extent in self.held.items():
+            around = [size for size, offset in runs if offset <= extent.offset < offset + size]
+            assert self.arena.open_run(extent) == (around[0] if name in self.evictable else 0)
+        firsts = [
+            min((extent for extent in self.held.values() if offset <= extent.offset < offset + size), default=None)
+            for size, offset in sorted(runs)
+            if size >= 3 * UNIT
+        ]
+        expected = [first for first in firsts if first is not None]
+        assert list(self.arena.starts_of_open_runs(3 * UNIT, UNITS)) == expected
 
 
 TestArenaAgainstModel = ArenaAgainstModel.TestCase
@@ -202,27 +218,41 @@ def test_window_search_does_not_cross_what_must_stay() -> None:
     assert arena.cheapest_window(16, costs, seeds=[third]) == [third, fourth]
 
 
-def test_corruption_is_found() -> None:
-    def broken(damage: str) -> Arena:
-        arena = Arena(64, 8)
-        extents = [arena.allocate(8) for _ in range(4)]
-        assert extents[1] is not None
-        arena.free(extents[1])
-        namespace = {"arena": arena}
-        exec(damage, namespace)
-        return arena
-
-    for damage in (
+@pytest.mark.parametrize(
+    "damage",
+    [
         "arena.used += 8",
         "del arena._held[0]",
         "arena._held[8] = 8",
         "arena._held[0] = 16",
         "arena._held[24] = 12",
-        "arena._holes[0] = arena._held.pop(0)",
-        "arena._by_size.clear()",
-        "arena._starts[8] = 3",
         "arena._held[128] = 8",
-        "arena._starts[3] = 1",
-    ):
-        with pytest.raises(CacheCorruption):
-            broken(damage).check_integrity()
+        "arena._ends[3] = 1",
+        "arena._evictable.add(0)",
+        "arena._evictable.add(8)",
+        "arena._holes.sizes.clear()",
+        "arena._holes._starts[16] = 3",
+        "arena._holes._by_size.clear()",
+        "arena._open._by_start.clear()",
+        "arena._open.remove(8, 8)",
+    ],
+)
+def test_corruption_is_found(damage: str) -> None:
+    arena = Arena(64, 8)
+    extents = [arena.allocate(8) for _ in range(4)]
+    assert extents[1] is not None
+    arena.free(extents[1])
+    arena.check_integrity()
+    exec(damage, {"arena": arena})
+    with pytest.raises(CacheCorruption):
+        arena.check_integrity()
+
+
+def test_a_range_that_is_not_there_cannot_be_taken_out() -> None:
+    runs = Runs()
+    runs.add(0, 8)
+    runs.add(16, 8)
+    for offset, size in ((8, 8), (4, 8), (0, 16), (24, 1)):
+        with pytest.raises(CacheCorruption, match="not all in one run"):
+            runs.remove(offset, size)
+    assert runs.sizes == {0: 8, 16: 8}

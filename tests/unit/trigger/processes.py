@@ -1,0 +1,135 @@
+"""A trigger in this process on real topics, and a peer that publishes events and reads signals as a worker does."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from relaygr_stream.bus.producer import Producer
+from relaygr_stream.bus.records import Record
+from relaygr_stream.bus.tail import TopicTail
+from relaygr_stream.messages import (
+    LaneStatus,
+    PreInferSignal,
+    RequestEvent,
+    WorkerStatus,
+    decode,
+    encode,
+)
+from relaygr_stream.settings import Kafka, Settings
+from relaygr_stream.telemetry.process import ProcessContext
+from relaygr_stream.topics import TopicSet, apply_topics, lane_of, load_topics
+from relaygr_stream.trigger.service import run_trigger
+from tests.unit.trigger.parts import worker_status
+
+PATIENCE_S = 20.0
+
+
+async def until(true: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not true():
+        assert time.monotonic() < deadline, "waited in vain"
+        await asyncio.sleep(0.02)
+
+
+def user_on(lane: int, lanes: int) -> str:
+    return next(user for user in map(str, range(1000)) if lane_of(user, lanes) == lane)
+
+
+class Peer:
+    """A service and a worker in one: publishes events, reads signals and dead letters, states its lanes 10 times/s."""
+
+    def __init__(self, kafka: Kafka, producer: Producer) -> None:
+        self.kafka = kafka
+        self.topics: TopicSet = load_topics(kafka)
+        self.producer = producer
+        self.signals: list[Record] = []
+        self.letters: list[Record] = []
+        self.read_to = dict.fromkeys(range(self.topics.lanes), 0)
+        self.reading = True
+        self.lane = {"budget_bytes": 10**9, "pinned_bytes": 0, "device_ms_per_s": 1e6}
+
+    def on_signals(self, records: list[Record]) -> None:
+        for record in records:
+            self.signals.append(record)
+            if self.reading:
+                self.read_to[record.lane] = record.offset + 1
+
+    def status(self) -> WorkerStatus:
+        return worker_status(
+            *(
+                LaneStatus(lane=lane, pre_infer_offset=offset, **self.lane)  # type: ignore[arg-type]
+                for lane, offset in self.read_to.items()
+            )
+        )
+
+    async def state_for_ever(self) -> None:
+        while True:
+            await self.producer.send_and_wait(self.topics.worker_status.name, encode(self.status()), key=b"w")
+            await asyncio.sleep(0.1)
+
+    async def publish(self, event: RequestEvent) -> int:
+        key = event.user_id.encode()
+        return await self.producer.send_and_wait(self.topics.retrieval.name, encode(event), key=key)
+
+    async def publish_raw(self, value: bytes, lane: int = 0, key: bytes = b"k") -> int:
+        return await self.producer.send_and_wait(self.topics.retrieval.name, value, key=key, partition=lane)
+
+    @property
+    def signalled(self) -> list[str]:
+        return [decode(PreInferSignal, record.value).request_id for record in self.signals]
+
+
+@asynccontextmanager
+async def peer_on(kafka: Kafka) -> AsyncIterator[Peer]:
+    await apply_topics(kafka)
+    async with Producer(kafka, client_id="peer") as producer:
+        peer = Peer(kafka, producer)
+        topics = peer.topics
+        async with (
+            TopicTail(kafka, topics.pre_infer.name, range(topics.lanes), "earliest", peer.on_signals),
+            TopicTail(kafka, topics.dead_letter.name, [0], "earliest", peer.letters.extend),
+        ):
+            stating = asyncio.create_task(peer.state_for_ever())
+            yield peer
+            stating.cancel()
+            await asyncio.gather(stating, return_exceptions=True)
+
+
+class RunningTrigger:
+    """A trigger running in this process; `stop` as SIGTERM does it."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.context = ProcessContext(settings, asyncio.Event(), CollectorRegistry(), lambda: None)
+        self.task = asyncio.create_task(run_trigger(self.context))
+
+    @property
+    def ready(self) -> bool:
+        assert not self.task.done(), self.task
+        return self.context.why_not_ready() is None
+
+    def count(self, name: str, **labels: str) -> float:
+        return self.context.registry.get_sample_value(f"relaygr_trigger_{name}", labels) or 0.0
+
+    def decisions(self, reason: str) -> float:
+        return self.count("decisions_total", reason=reason)
+
+    async def stop(self) -> None:
+        self.context.stop.set()
+        await asyncio.wait_for(self.task, PATIENCE_S)
+
+
+@asynccontextmanager
+async def trigger_on(kafka: Kafka, **sections: Any) -> AsyncIterator[RunningTrigger]:
+    """A trigger that is ready and has heard of an owner."""
+    trigger = RunningTrigger(Settings(kafka=kafka, **sections))
+    try:
+        await until(lambda: trigger.ready and trigger.count("budget_bytes"))
+        yield trigger
+    finally:
+        await trigger.stop()

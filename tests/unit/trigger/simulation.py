@@ -1,0 +1,260 @@
+"""A simulated lane around the trigger's real directory, decision, ledger and bucket.
+
+Simulated are time, the log, the workers that read it and what can go wrong in between: late and lost statements, lost
+and ambiguous sends, handed-over and crashed owners, restarted triggers, a log that loses its tail. Each seed draws its
+own budgets and its own mix of these, so that some runs are calm and some are one disaster over and over.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Final
+
+from relaygr_stream.messages import RequestEvent, WorkerStatus
+from relaygr_stream.owners import OwnerDirectory
+from relaygr_stream.trigger.decision import LaneState, Policy, decide
+from relaygr_stream.trigger.ledger import Pending
+from relaygr_stream.trigger.load import START_S
+from tests.unit.trigger.parts import behaviours, lane_status, worker_status
+
+SILENCE_MS: Final = 3000.0
+KEEP_S: Final = 60.0
+POLICY: Final = Policy(risk_ms=10.0, stale_ms=1000.0, life_ms=2000.0, burst_ms=100.0, max_prefix_tokens=1000)
+LONGEST: Final = 130  # tokens; costs a millisecond each, so some cost more than a burst
+PREFIXES: Final = [behaviours(tokens) for tokens in range(LONGEST + 1)]
+
+#: What happens, and how often in a calm run.
+CALM: Final = {
+    "event_comes": 10.0,
+    "time_passes": 6.0,
+    "signal_lands": 9.0,
+    "acknowledgement_comes": 9.0,
+    "worker_reads": 9.0,
+    "request_is_ranked": 4.0,
+    "worker_states": 4.0,
+    "statement_arrives": 5.0,
+}
+#: What goes wrong, or is rare.
+TROUBLE: Final = {
+    "statement_is_lost": 1.0,
+    "signal_is_lost": 0.3,
+    "acknowledgement_is_lost": 0.3,
+    "former_owner_states": 0.3,
+    "owner_hands_over": 0.3,
+    "owner_crashes_and_its_successor_reads_again": 0.3,
+    "trigger_restarts": 0.3,
+    "log_loses_its_tail": 0.2,
+    "a_long_time_passes": 0.2,
+    "trigger_reconciles": 1.0,
+}
+
+
+@dataclass
+class Signal:
+    """A byte a token. owner: the worker on whose statement it was admitted, by which trigger."""
+
+    nbytes: int
+    owner: str
+    pending: Pending
+    trigger: int
+
+
+@dataclass
+class Worker:
+    """Reads signals in order, pins what fits, unpins what was ranked or whose life ended."""
+
+    name: str
+    read_to: int
+    pinned: list[tuple[float, int]] = field(default_factory=list)  # (end of life, bytes)
+
+    @property
+    def pinned_bytes(self) -> int:
+        return sum(nbytes for _, nbytes in self.pinned)
+
+
+class Lane:
+    """One run. Every step asserts both bounds; `settle` asserts that nothing is counted for ever."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.budget = self.random.choice([150, 300, 1500])
+        self.rate = self.random.choice([50.0, 500.0, 1e6])
+        self.now = 1000.0
+        self.log: list[Signal] = []
+        self.flying: deque[Signal] = deque()  # handed to the producer, not in the log
+        self.landed: deque[tuple[Signal, int]] = deque()  # in the log, acknowledgement under way
+        self.statements: deque[WorkerStatus] = deque()
+        self.workers = [Worker("w0", 0)]
+        self.unclean = False  # signals were read again, or a former owner spoke
+        self.triggers = 0
+        self.requests = 0
+        self.admissions = 0
+        self.start_trigger()
+
+    def run(self, steps: int) -> None:
+        """Let things happen, then settle."""
+        weights = dict(CALM)
+        for name in self.random.sample(list(TROUBLE), self.random.randint(0, len(TROUBLE))):
+            weights[name] = TROUBLE[name] * self.random.choice([1.0, 3.0, 10.0])
+        for name in CALM:
+            weights[name] *= self.random.choice([0.3, 1.0, 1.0, 3.0])
+        for name in self.random.choices(list(weights), list(weights.values()), k=steps):
+            getattr(self, name)()
+        self.settle()
+
+    @property
+    def worker(self) -> Worker:
+        return self.workers[-1]
+
+    # ---- the trigger ----
+
+    def start_trigger(self) -> None:
+        self.triggers += 1
+        self.directory = OwnerDirectory(SILENCE_MS, clock=lambda: self.now)
+        self.lane = LaneState(POLICY, len(self.log), KEEP_S, self.now)
+        self.admitted: list[tuple[float, float]] = []  # (when, device ms)
+        self.first_observed: float | None = None
+
+    def event_comes(self) -> None:
+        self.requests += 1
+        tokens = self.random.randint(5, self.random.choice([30, LONGEST]))
+        event = RequestEvent(request_id=str(self.requests), user_id="u", prefix=PREFIXES[tokens], candidates=0)
+        owner = self.directory.owner(0)
+        self.lane.observe(owner, self.now)
+        if owner is not None and self.first_observed is None:
+            self.first_observed = self.now
+        decision = decide(event, policy=POLICY, lane=self.lane, owner=owner, age_ms=0.0, now_s=self.now)
+        if decision.admit:
+            assert owner is not None
+            pending = self.lane.admit(event, decision, self.now)
+            self.flying.append(Signal(tokens, owner.worker.name, pending, self.triggers))
+            self.admitted.append((self.now, decision.cost_ms))
+            self.admissions += 1
+            self.check_load()
+
+    def check_load(self) -> None:
+        """No interval that ends now may have admitted more than burst and refill."""
+        last_at, last_ms = self.admitted[-1]
+        excess = max(0.0, last_ms - POLICY.burst_ms) + 1e-6
+        total = 0.0
+        for at, cost in reversed(self.admitted):
+            total += cost
+            assert total <= POLICY.burst_ms + self.rate * (last_at - at) + excess, "load"
+        assert self.first_observed is not None
+        start = min(POLICY.burst_ms, self.rate * START_S)
+        assert total <= start + self.rate * (last_at - self.first_observed) + excess, "load since the start"
+
+    def trigger_restarts(self) -> None:
+        self.flying.clear()  # what the old one had under way has landed, or never will
+        self.start_trigger()
+
+    def trigger_reconciles(self) -> None:
+        self.lane.ledger.reconcile(len(self.log), self.now)
+
+    # ---- the log ----
+
+    def signal_lands(self) -> None:
+        if self.flying:
+            signal = self.flying.popleft()
+            self.landed.append((signal, len(self.log)))
+            self.log.append(signal)
+
+    def acknowledgement_comes(self) -> None:
+        if self.landed:
+            signal, offset = self.landed.popleft()
+            if signal.trigger == self.triggers:
+                self.lane.ledger.acknowledged(signal.pending, offset, self.now)
+
+    def acknowledgement_is_lost(self) -> None:
+        if self.landed:
+            signal, _ = self.landed.popleft()
+            if signal.trigger == self.triggers:
+                self.lane.ledger.failed(signal.pending, self.now)
+
+    def signal_is_lost(self) -> None:
+        if self.flying:
+            signal = self.flying.popleft()
+            if signal.trigger == self.triggers:
+                self.lane.ledger.failed(signal.pending, self.now)
+
+    def log_loses_its_tail(self) -> None:
+        if not self.landed:
+            del self.log[max(self.worker.read_to, len(self.log) - self.random.randint(1, 3)) :]
+
+    # ---- workers and their statements ----
+
+    def worker_reads(self) -> None:
+        worker = self.worker
+        if worker.read_to == len(self.log):
+            return
+        signal = self.log[worker.read_to]
+        worker.read_to += 1
+        if worker.pinned_bytes + signal.nbytes <= self.budget:
+            worker.pinned.append((self.now + POLICY.life_ms / 1000, signal.nbytes))
+        else:
+            # The bound itself: no worker has to refuse what was admitted on its own word.
+            assert signal.owner != worker.name, "footprint"
+            assert self.unclean, "footprint after a clean hand-over"
+
+    def request_is_ranked(self) -> None:
+        if self.worker.pinned:
+            del self.worker.pinned[self.random.randrange(len(self.worker.pinned))]
+
+    def worker_states(self) -> None:
+        self.statements.append(self.statement(self.worker))
+
+    def former_owner_states(self) -> None:
+        if len(self.workers) > 1:
+            self.unclean = True
+            self.statements.append(self.statement(self.workers[-2]))
+
+    def statement(self, worker: Worker) -> WorkerStatus:
+        lane = lane_status(budget=self.budget, pinned=worker.pinned_bytes, offset=worker.read_to, rate=self.rate)
+        return worker_status(lane, name=worker.name, bytes_per_token=1, alloc_bytes=1)
+
+    def statement_arrives(self) -> None:
+        if self.statements:
+            self.directory.take(self.statements.popleft())
+
+    def statement_is_lost(self) -> None:
+        if self.statements:
+            self.statements.popleft()
+
+    def owner_hands_over(self) -> None:
+        self.take_over(self.worker.read_to)
+
+    def owner_crashes_and_its_successor_reads_again(self) -> None:
+        self.unclean = True
+        again = self.random.randint(0, min(5, self.worker.read_to))
+        self.take_over(self.worker.read_to - again)
+
+    def take_over(self, read_to: int) -> None:
+        self.workers.append(Worker(f"w{len(self.workers)}", read_to))
+        self.worker_states()
+
+    # ---- time ----
+
+    def time_passes(self, seconds: float | None = None) -> None:
+        self.now += self.random.choice([0.001, 0.01, 0.05, 0.2]) if seconds is None else seconds
+        for worker in self.workers:
+            worker.pinned = [(ends, nbytes) for ends, nbytes in worker.pinned if ends > self.now]
+
+    def a_long_time_passes(self) -> None:
+        self.time_passes(self.random.choice([1.0, 2.5, 5.0]))
+
+    def settle(self) -> None:
+        """Once all is read, and ranked or expired, the whole budget must be free again."""
+        while self.flying:
+            self.signal_lands()
+        while self.landed:
+            self.acknowledgement_comes()
+        while self.worker.read_to < len(self.log):
+            self.worker_reads()
+        self.time_passes(10.0)
+        self.trigger_reconciles()
+        self.directory.take(self.statement(self.worker))
+        self.lane.observe(self.directory.owner(0), self.now)
+        assert self.lane.ledger.outstanding == 0, "counted for ever"
+        assert self.lane.ledger.fits(self.budget), "on hold for ever"

@@ -1,0 +1,104 @@
+"""The footprint and load bounds hold at each step of a simulated lane; without any one part of them they do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from relaygr_stream.trigger.decision import LaneState
+from relaygr_stream.trigger.ledger import LaneLedger
+from relaygr_stream.trigger.load import LoadBucket
+from tests.unit.trigger.simulation import Lane
+
+STEPS = 400
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 2**32))
+def test_both_bounds_hold_and_nothing_is_counted_for_ever(seed: int) -> None:
+    Lane(seed).run(STEPS)
+
+
+def test_the_simulation_admits_and_refuses() -> None:
+    lanes = [Lane(seed) for seed in range(60)]
+    for lane in lanes:
+        lane.run(STEPS)
+    assert sum(lane.admissions for lane in lanes) > 500
+    assert sum(lane.requests - lane.admissions for lane in lanes) > 500
+
+
+def run_seeds(count: int) -> None:
+    for seed in range(count):
+        Lane(seed).run(STEPS)
+
+
+def without_hold(ledger: LaneLedger) -> bool:
+    return False
+
+
+def without_pending(ledger: LaneLedger) -> int:
+    return ledger._pinned_bytes + ledger._unread_bytes
+
+
+def without_unread(ledger: LaneLedger) -> int:
+    return ledger._pinned_bytes + ledger._pending_bytes
+
+
+def without_pinned(ledger: LaneLedger) -> int:
+    return ledger._unread_bytes + ledger._pending_bytes
+
+
+def forgetting_what_was_read(original: Callable[..., None]) -> Callable[..., None]:
+    def observe(ledger: LaneLedger, status: object) -> None:
+        original(ledger, status)
+        ledger._logged = [entry for entry in ledger._logged if entry.offset >= ledger._read_to]
+
+    return observe
+
+
+def with_a_full_bucket(original: Callable[..., None]) -> Callable[..., None]:
+    def create(lane: LaneState, *arguments: object, **named: object) -> None:
+        original(lane, *arguments, **named)
+        lane.bucket._level_ms, lane.bucket._at_s = lane.bucket._burst_ms, 0.0
+
+    return create
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "broken", "complaint"),
+    [
+        (LaneLedger, "fits", lambda ledger, nbytes: not ledger.on_hold, "footprint"),
+        (LaneLedger, "on_hold", property(without_hold), "footprint"),
+        (LaneLedger, "outstanding", property(without_pending), "footprint"),
+        (LaneLedger, "outstanding", property(without_unread), "footprint"),
+        (LaneLedger, "outstanding", property(without_pinned), "footprint"),
+        (LaneLedger, "observe", forgetting_what_was_read(LaneLedger.observe), "footprint"),
+        (LaneLedger, "failed", lambda ledger, pending, now_s: ledger._settle(pending), "footprint"),
+        (LaneLedger, "reconcile", lambda ledger, log_end, asked_s: 0, "for ever"),
+        (LoadBucket, "allows", lambda bucket, cost_ms, now_s: True, "load"),
+        (LoadBucket, "take", lambda bucket, cost_ms, now_s: None, "load"),
+        (LaneState, "__init__", with_a_full_bucket(LaneState.__init__), "load since the start"),
+    ],
+    ids=[
+        "no footprint bound",
+        "no hold after a restart",
+        "unacknowledged signals forgotten",
+        "unread signals forgotten",
+        "pinned bytes forgotten",
+        "read signals forgotten at once",
+        "failed signals forgotten",
+        "never reconciled",
+        "no load bound",
+        "load never charged",
+        "a burst at every restart",
+    ],
+)
+def test_without_one_part_of_a_bound_some_run_breaks_it(
+    owner: type, name: str, broken: object, complaint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, name, broken)
+    with pytest.raises(AssertionError, match=complaint):
+        run_seeds(3000)

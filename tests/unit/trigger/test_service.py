@@ -1,0 +1,207 @@
+"""The trigger process on real topics: what it signals, what it skips, what it never loses."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import msgspec
+import pytest
+from aiokafka import AIOKafkaConsumer, TopicPartition
+
+from relaygr_stream.errors import BrokerUnavailable, TopicError
+from relaygr_stream.messages import (
+    HEADER_DETAIL,
+    HEADER_ORIGIN_OFFSET,
+    HEADER_ORIGIN_PARTITION,
+    HEADER_ORIGIN_TOPIC,
+    HEADER_REASON,
+    PreInferSignal,
+    decode,
+    encode,
+)
+from relaygr_stream.settings import Kafka, Relay, Settings
+from relaygr_stream.topics import lane_of
+from tests.unit.trigger.parts import event
+from tests.unit.trigger.processes import RunningTrigger, peer_on, trigger_on, until, user_on
+
+
+def now_ms() -> int:
+    return int(time.time() * 1000)
+
+
+async def committed(kafka: Kafka, topic: str, lane: int) -> int | None:
+    consumer = AIOKafkaConsumer(bootstrap_servers=kafka.bootstrap, group_id=f"{kafka.prefix}trigger")
+    await consumer.start()
+    try:
+        return await consumer.committed(TopicPartition(topic, lane))
+    finally:
+        await consumer.stop()
+
+
+async def test_a_request_at_risk_is_signalled_on_its_users_lane(kafka_settings: Kafka) -> None:
+    settings = msgspec.structs.replace(kafka_settings, commit_ms=100)
+    async with peer_on(settings) as peer, trigger_on(settings, relay=Relay(life_window_ms=1234)) as trigger:
+        sent = msgspec.structs.replace(event(25, "r-1", "u-1"), sent_ms=now_ms(), rank_in_ms=80.0)
+        before = now_ms()
+        await peer.publish(sent)
+        await until(lambda: peer.signals)
+        (record,) = peer.signals
+        signal = decode(PreInferSignal, record.value)
+        assert record.key == b"u-1"
+        assert record.lane == lane_of("u-1", peer.topics.lanes)
+        assert (signal.request_id, signal.user_id, signal.prefix) == ("r-1", "u-1", sent.prefix)
+        assert (signal.life_ms, signal.rank_in_ms) == (1234.0, 80.0)
+        assert before - 1 <= signal.admitted_ms <= now_ms()
+        assert trigger.decisions("admitted") == 1
+    assert await committed(settings, peer.topics.retrieval.name, record.lane) == 1
+
+
+async def test_what_is_not_worth_it_is_skipped_counted_and_committed(embedded_settings: Kafka) -> None:
+    async with peer_on(embedded_settings) as peer:
+        async with trigger_on(embedded_settings, relay=Relay(max_prefix_tokens=100)) as trigger:
+            for number, tokens in enumerate((0, 5, 101, 25, 25)):
+                request_id = "same" if tokens == 25 else str(number)
+                await peer.publish(event(tokens, request_id, "u"))
+            await until(lambda: trigger.decisions("duplicate"))
+            for reason in ("empty_prefix", "not_at_risk", "too_long", "admitted", "duplicate"):
+                assert trigger.decisions(reason) == 1, reason
+        assert peer.signalled == ["same"]
+        lane = lane_of("u", peer.topics.lanes)
+        assert await committed(embedded_settings, peer.topics.retrieval.name, lane) == 5
+
+
+async def test_bad_events_become_dead_letters_and_the_lane_moves_on(kafka_settings: Kafka) -> None:
+    async with peer_on(kafka_settings) as peer, trigger_on(kafka_settings) as trigger:
+        lane = 3
+        user, stranger = user_on(lane, peer.topics.lanes), user_on(lane + 1, peer.topics.lanes)
+        inputs = [
+            (b"\xc1garbage", "malformed"),
+            (b"\x81\xa1v\x07", "unknown_version"),
+            (encode(event(25, "r", stranger)), "invalid"),
+        ]
+        offsets = [await peer.publish_raw(value, lane, b"key") for value, _ in inputs]
+        await peer.publish(event(25, "good", user))
+        await until(lambda: peer.signalled == ["good"] and len(peer.letters) == len(inputs))
+        for letter, offset, (value, reason) in zip(peer.letters, offsets, inputs, strict=True):
+            headers = dict(letter.headers)
+            assert (letter.key, letter.value) == (b"key", value)
+            assert headers[HEADER_REASON] == reason.encode()
+            assert headers[HEADER_ORIGIN_TOPIC] == peer.topics.retrieval.name.encode()
+            assert headers[HEADER_ORIGIN_PARTITION] == b"3"
+            assert headers[HEADER_ORIGIN_OFFSET] == str(offset).encode()
+            assert trigger.count("dead_letters_total", reason=reason) == 1
+        assert b"belongs on partition 4 of 8, the event came on 3" in dict(peer.letters[2].headers)[HEADER_DETAIL]
+
+
+async def test_the_owners_budget_bounds_the_signals(embedded_settings: Kafka) -> None:
+    async with peer_on(embedded_settings) as peer:
+        peer.reading = False
+        peer.lane["budget_bytes"] = 700
+        async with trigger_on(embedded_settings) as trigger:
+            for number in range(4):
+                await peer.publish(event(25, str(number), "u"))  # 300 bytes each
+            await until(lambda: trigger.decisions("over_footprint") == 2)
+            assert peer.signalled == ["0", "1"]
+            # The owner has read both signals, and their rankings are over.
+            peer.read_to[lane_of("u", peer.topics.lanes)] = 2
+            number = 4
+            while trigger.decisions("admitted") < 3:
+                await peer.publish(event(25, str(number), "u"))
+                number += 1
+                await asyncio.sleep(0.05)
+
+
+async def test_a_restarted_trigger_waits_until_the_owner_has_read_what_the_former_one_signalled(
+    embedded_settings: Kafka,
+) -> None:
+    lane = 3
+    async with peer_on(embedded_settings) as peer:
+        peer.reading = False
+        user = user_on(lane, peer.topics.lanes)
+        async with trigger_on(embedded_settings):
+            await peer.publish(event(25, "first", user))
+            await until(lambda: peer.signalled == ["first"])
+        async with trigger_on(embedded_settings) as trigger:
+            assert trigger.count("lanes_on_hold") == 1
+            await peer.publish(event(25, "held", user))
+            await peer.publish(event(25, "free", user_on(lane + 1, peer.topics.lanes)))
+            await until(lambda: trigger.decisions("over_footprint") == 1 and trigger.decisions("admitted") == 1)
+            peer.read_to[lane] = 1
+            await until(lambda: trigger.count("lanes_on_hold") == 0)
+            await peer.publish(event(25, "later", user))
+            await until(lambda: sorted(peer.signalled) == ["first", "free", "later"])
+
+
+async def test_without_an_owner_nothing_is_signalled(embedded_settings: Kafka) -> None:
+    async with peer_on(embedded_settings) as peer:
+        async with trigger_on(embedded_settings) as trigger:
+            peer.lane["budget_bytes"] = 0
+            peer.read_to.pop(3)  # the peer claims the other lanes only
+            await asyncio.sleep(0.3)
+            await peer.publish(event(25, "r", user_on(3, peer.topics.lanes)))
+            await until(lambda: trigger.decisions("no_owner") == 1)
+        assert peer.signals == []
+
+
+@pytest.mark.parametrize("skew_s", [-300, 300])
+async def test_a_senders_clock_decides_nothing(skew_s: int, embedded_settings: Kafka) -> None:
+    async with peer_on(embedded_settings) as peer, trigger_on(embedded_settings) as trigger:
+        for number in range(20):
+            skewed = msgspec.structs.replace(event(25, str(number), str(number)), sent_ms=now_ms() + 1000 * skew_s)
+            await peer.publish(skewed)
+        await until(lambda: trigger.decisions("admitted") == 20)
+        assert trigger.count("ages_clamped_total") == 20
+
+
+async def test_events_that_waited_for_a_trigger_are_stale(embedded_settings: Kafka) -> None:
+    async with peer_on(embedded_settings) as peer:
+        for number in range(5):
+            old = msgspec.structs.replace(event(25, str(number), str(number)), sent_ms=now_ms() - 60_000)
+            await peer.publish(old)
+        async with trigger_on(embedded_settings) as trigger:
+            await until(lambda: trigger.decisions("stale") == 5)
+            await peer.publish(msgspec.structs.replace(event(25, "new", "u"), sent_ms=now_ms()))
+            await until(lambda: peer.signalled == ["new"])
+
+
+async def test_stopping_loses_no_event(kafka_settings: Kafka) -> None:
+    async with peer_on(kafka_settings) as peer:
+
+        async def publish(first: int) -> None:
+            for number in range(first, first + 150):
+                await peer.publish(event(25, str(number), str(number)))
+
+        async with trigger_on(kafka_settings):
+            await publish(0)
+            publishing = asyncio.create_task(publish(150))
+            await asyncio.sleep(0.05)
+        await publishing
+        async with trigger_on(kafka_settings):
+            await until(lambda: set(peer.signalled) == {str(number) for number in range(300)})
+        assert len(peer.signalled) == 300
+
+
+async def test_two_triggers_share_the_lanes_and_hand_them_over(kafka_settings: Kafka) -> None:
+    async with peer_on(kafka_settings) as peer, trigger_on(kafka_settings) as first:
+        async with trigger_on(kafka_settings) as second:
+            await until(lambda: first.count("lanes") == second.count("lanes") == peer.topics.lanes / 2)
+            # A lane that has just moved is decided on once its new trigger has heard of its owner.
+            await until(lambda: first.count("budget_bytes") == second.count("budget_bytes") > 0)
+            for number in range(40):
+                await peer.publish(event(25, str(number), str(number)))
+            await until(lambda: first.decisions("admitted") + second.decisions("admitted") == 40)
+            assert first.decisions("admitted") > 0
+            assert second.decisions("admitted") > 0
+        await until(lambda: first.count("lanes") == peer.topics.lanes)
+    assert sorted(peer.signalled) == sorted(str(number) for number in range(40))
+
+
+async def test_at_the_start_a_missing_broker_or_topic_is_an_error(
+    embedded_settings: Kafka, unused_tcp_port: int
+) -> None:
+    with pytest.raises(TopicError, match="missing on the cluster"):
+        await RunningTrigger(Settings(kafka=embedded_settings)).task
+    nowhere = msgspec.structs.replace(embedded_settings, bootstrap=f"127.0.0.1:{unused_tcp_port}")
+    with pytest.raises(BrokerUnavailable, match="no Kafka broker answers"):
+        await RunningTrigger(Settings(kafka=nowhere)).task
