@@ -21,7 +21,8 @@ K = TypeVar("K", bound=Hashable)
 
 #: Half-lives tried, in uses of any entry per entry held: from about LRU's recency to about plain frequency.
 HALF_LIVES = (0.25, 1.0, 4.0, 16.0, 64.0)
-#: A simulation holds 256 to 511 entries: a share of 1/2, 1/4, 1/8, … of the keys once there are more than that.
+#: Simulations hold at most 511 entries, by leaving out half of the keys each time there are more than that: with fewer
+#: than 256 the best half-life could not be told from its neighbours by chance.
 SIMULATED = 256
 #: A half-life is judged by what it saved over about this many uses per entry, and replaced by one 1 % better.
 JUDGED_USES = 10
@@ -138,6 +139,11 @@ class _Simulation:
         while self.order.nbytes > budget and len(self.order) > 1:
             self.order.remove(next(self.order.cheapest()))
 
+    def leave_out(self, unwanted: Callable[[int], bool]) -> None:
+        """Drop keys that will not be used any more here: with a long half-life they would stay for long."""
+        for key in [key for key in self.order.cheapest() if unwanted(key)]:
+            self.order.remove(key)
+
 
 class CostAwarePolicy(FadingFrequency[K]):
     """The eviction order of the entries that may be evicted now, with the half-life that suits their users.
@@ -149,17 +155,21 @@ class CostAwarePolicy(FadingFrequency[K]):
     def __init__(self) -> None:
         self._simulations = [_Simulation(half_life) for half_life in HALF_LIVES]
         self._leading = self._simulations[1]  # one use per entry: a middle to start from
+        self._one_in = 1  # of so many keys one is simulated; powers of two, so that each choice is part of the last
         super().__init__(self._leading.order.half_life)
 
     def add(self, key: K, nbytes: int, cost_ms: float) -> None:
         """The entry may be evicted from now on, which counts as a use. A key already there gets the new numbers."""
         super().add(key, nbytes, cost_ms)
         identity = hash(key)
-        share = 1 << max(0, (len(self) // SIMULATED).bit_length() - 1)  # powers of two: samples are nested
-        if identity % share:
+        while len(self) >= 2 * SIMULATED * self._one_in:
+            self._one_in *= 2
+            for simulation in self._simulations:
+                simulation.leave_out(lambda key: key % self._one_in != 0)
+        if identity % self._one_in:
             return
         for simulation in self._simulations:
-            simulation.use(identity, nbytes, cost_ms, self.nbytes / share)
+            simulation.use(identity, nbytes, cost_ms, self.nbytes / self._one_in)
         best = max(self._simulations, key=lambda simulation: simulation.saved_ms)
         if best.saved_ms > BETTER * self._leading.saved_ms:
             self._leading = best

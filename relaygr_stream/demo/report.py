@@ -40,7 +40,8 @@ class DemoResult:
     relay_ms: Sequence[float]  # of each answered request
     outcomes: Sequence[Outcome]  # of each answered request, in the same order
     full_ms: Sequence[float]  # full inference of the same requests (those that were sent again as such)
-    requests: int
+    requests: int  # both ways
+    announced: int  # of those, with a request event before: the relay's
     answered: int
     errors: dict[str, int] = field(default_factory=dict)  # requests without scores, by type of error
     admitted: int  # requests the trigger admitted
@@ -151,12 +152,16 @@ def _counts(result: DemoResult) -> Table:
     table.add_column(overflow="fold")
     table.add_row("requests", f"{result.requests:,}", f"in {result.wall_s:.0f} s")
     table.add_row("  answered", f"{result.answered:,}", _share(result.answered, result.requests))
+    table.add_row("  by the relay", f"{len(result.outcomes):,}", "where each found its prefix KV:")
     found: Counter[str] = Counter(result.outcomes)
     for outcome, words in OUTCOME_WORDS.items():
-        table.add_row(f"    {outcome}", f"{found[outcome]:,}", f"{_share(found[outcome], result.answered)}  {words}")
+        share = _share(found[outcome], len(result.outcomes))
+        table.add_row(f"    {outcome}", f"{found[outcome]:,}", f"{share}  {words}")
     for kind, count in sorted(result.errors.items()):
         table.add_row(f"  {kind}", f"{count:,}", f"{_share(count, result.requests)}  no scores")
-    table.add_row("admitted", f"{result.admitted:,}", f"{_share(result.admitted, result.requests)}  of the requests")
+    table.add_row(
+        "admitted", f"{result.admitted:,}", f"{_share(result.admitted, result.announced)}  of those announced"
+    )
     table.add_row("  prefix hits", f"{result.admitted_hits:,}", _share(result.admitted_hits, result.admitted))
     table.add_section()
     table.add_row(

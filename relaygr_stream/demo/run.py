@@ -261,6 +261,7 @@ def _result(
         outcomes=[result.outcome for result in answered.values() if result.outcome is not None],
         full_ms=[result.latency_ms for result in full.values() if result.outcome is not None],
         requests=len(relay) + len(full),
+        announced=len(relay),
         answered=len(answered) + sum(result.outcome is not None for result in full.values()),
         errors=errors,
         admitted=len(admitted),

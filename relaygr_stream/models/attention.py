@@ -124,7 +124,8 @@ def attend(
     """out (+)= weight · SiLU(scale · q·kᵀ)·v, over the visible pairs.
 
     queries (heads, rows, dqk), keys (heads, columns, dqk), values (heads, columns, dv), out (heads, rows, dv); views
-    of any strides, read and written in place. accumulate: add to `out` instead of overwriting it.
+    of any strides, read and written in place. Columns that no block names may hold anything: they are not read.
+    accumulate: add to `out` instead of overwriting it.
     """
     for block in blocks:
         target = out[:, block.row_start : block.row_stop]

@@ -174,7 +174,7 @@ class HSTUStack(nn.Module):
             region_values[:, start:stop] = v.transpose(0, 1)
             room, o = layer.room(uvqk)
             attend(
-                q.transpose(0, 1), region_keys[:, :stop], region_values[:, :stop], o.transpose(0, 1), blocks,
+                q.transpose(0, 1), region_keys, region_values, o.transpose(0, 1), blocks,
                 scale=self._scale, weight=self._weight,
             )  # fmt: skip
             x = layer.finish(x, uvqk, room)
@@ -202,17 +202,11 @@ class HSTUStack(nn.Module):
             room, o = layer.room(uvqk)
             by_head = [part.transpose(0, 1) for part in (q, k, v, o)]
             for rows, start, (on_prefix, on_suffix) in zip(batch, offsets, plans, strict=True):
-                stop, length = start + rows.suffix + rows.candidates, rows.kv.length
+                stop = start + rows.suffix + rows.candidates
                 own_q, own_k, own_v, own_o = (part[:, start:stop] for part in by_head)
                 keys, values = rows.kv.layer(index)
-                attend(
-                    own_q, keys[:, :length], values[:, :length], own_o, on_prefix,
-                    scale=self._scale, weight=self._weight,
-                )  # fmt: skip
-                attend(
-                    own_q, own_k[:, : rows.suffix], own_v[:, : rows.suffix], own_o, on_suffix,
-                    scale=self._scale, weight=self._weight, accumulate=True,
-                )  # fmt: skip
+                attend(own_q, keys, values, own_o, on_prefix, scale=self._scale, weight=self._weight)
+                attend(own_q, own_k, own_v, own_o, on_suffix, scale=self._scale, weight=self._weight, accumulate=True)
             attend_to_self(q, k, v, o, scale=self._scale, weight=self_weight)
             x = layer.finish(x, uvqk, room)
         return x

@@ -37,6 +37,7 @@ limited = LogLimiter().limited
 SAMPLES_PER_STALE: Final = 4
 RECONCILE_S: Final = 1.0
 READINESS_S: Final = 0.5
+STATUS_PERIODS: Final = 2
 #: Events waiting, over all lanes, at which this process counts as stuck and gives its lanes up (after
 #: kafka.max_poll_ms). An event of 4,096 behaviours has 53 KB, so this is half a gigabyte at worst.
 BACKLOG_LIMIT: Final = 10_000
@@ -80,6 +81,8 @@ async def run_trigger(context: ProcessContext) -> None:
             on_lanes=lanes.on_lanes,
             progressing=lambda: lanes.backlog < BACKLOG_LIMIT,
         )
+        # By then every worker alive has stated itself, so that the first events find their lanes' owners.
+        await asyncio.sleep(STATUS_PERIODS * settings.worker.status_ms / 1000)
         await stack.enter_async_context(consumer)
 
         async def tell_readiness() -> None:

@@ -16,6 +16,7 @@ GOOD = DemoResult(
     outcomes=[outcome for outcome, count in COUNTS.items() for _ in range(count)],
     full_ms=[4.0 * ms for ms in range(1, 1001)],
     requests=1000,
+    announced=1000,
     answered=1000,
     admitted=1000,
     admitted_hits=970,
@@ -80,7 +81,16 @@ def test_a_quantile_that_the_sample_cannot_tell_is_left_out() -> None:
 
 def test_a_run_with_nothing_in_it_can_still_be_told() -> None:
     nothing = replace(
-        GOOD, relay_ms=[], full_ms=[], outcomes=[], requests=0, answered=0, admitted=0, admitted_hits=0, compared=0
+        GOOD,
+        relay_ms=[],
+        full_ms=[],
+        outcomes=[],
+        requests=0,
+        announced=0,
+        answered=0,
+        admitted=0,
+        admitted_hits=0,
+        compared=0,
     )
     assert "no request was sent" in render_text(nothing)
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+import msgspec
 from prometheus_client import CollectorRegistry
 
 from relaygr_stream.bus.producer import Producer
@@ -24,6 +25,7 @@ from relaygr_stream.messages import (
 from relaygr_stream.settings import Kafka, Settings
 from relaygr_stream.telemetry.process import ProcessContext
 from relaygr_stream.topics import TopicSet, apply_topics, lane_of, load_topics
+from relaygr_stream.trigger.decision import REASONS
 from relaygr_stream.trigger.service import run_trigger
 from tests.unit.trigger.parts import worker_status
 
@@ -119,6 +121,10 @@ class RunningTrigger:
     def decisions(self, reason: str) -> float:
         return self.count("decisions_total", reason=reason)
 
+    @property
+    def decided(self) -> float:
+        return sum(self.decisions(reason) for reason in REASONS)
+
     async def stop(self) -> None:
         self.context.stop.set()
         await asyncio.wait_for(self.task, PATIENCE_S)
@@ -127,6 +133,8 @@ class RunningTrigger:
 @asynccontextmanager
 async def trigger_on(kafka: Kafka, **sections: Any) -> AsyncIterator[RunningTrigger]:
     """A trigger that is ready and has heard of an owner."""
+    # The embedded broker keeps a member that left until its session ends; the next trigger need not wait long.
+    kafka = msgspec.structs.replace(kafka, session_timeout_ms=1500)
     trigger = RunningTrigger(Settings(kafka=kafka, **sections))
     try:
         await until(lambda: trigger.ready and trigger.count("budget_bytes"))
