@@ -120,11 +120,13 @@ down() {
   COMPOSE_PROFILES=observability "${compose[@]}" down --volumes --remove-orphans
   if docker image inspect "$image" >/dev/null 2>&1; then
     if docker rmi "$image" >/dev/null 2>&1; then
-      step "removed the image $image; the images it was built from stay"
+      step "removed the image $image; its base images and the build cache stay"
     else
       step "the image $image stays: a container uses it"
     fi
   fi
+  # Builds leave images without a name behind: stages, and what had the name before.
+  docker image prune --force --filter label=org.opencontainers.image.title=relaygr-stream >/dev/null
 }
 
 case ${1-} in

@@ -72,7 +72,8 @@ def _fields() -> dict[str, Field]:
         for item in msgspec.structs.fields(section.type):
             kind = hints[item.name]
             info = msgspec_inspect.type_info(kind)
-            description, extra = "", {}
+            description = ""
+            extra: dict[str, Any] = {}
             while isinstance(info, msgspec_inspect.Metadata):
                 description = (info.extra_json_schema or {}).get("description", description)
                 extra = {**extra, **(info.extra or {})}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import msgspec
@@ -88,15 +88,17 @@ class Peer:
 
 
 @asynccontextmanager
-async def peer_on(kafka: Kafka) -> AsyncIterator[Peer]:
+async def peer_on(kafka: Kafka, *, letters: bool = True) -> AsyncIterator[Peer]:
     await apply_topics(kafka)
     async with Producer(kafka, client_id="peer") as producer:
         peer = Peer(kafka, producer)
         topics = peer.topics
-        async with (
-            TopicTail(kafka, topics.pre_infer.name, range(topics.lanes), "earliest", peer.on_signals),
-            TopicTail(kafka, topics.dead_letter.name, [0], "earliest", peer.letters.extend),
-        ):
+        async with AsyncExitStack() as tails:
+            signals = TopicTail(kafka, topics.pre_infer.name, range(topics.lanes), "earliest", peer.on_signals)
+            await tails.enter_async_context(signals)
+            if letters:
+                tail = TopicTail(kafka, topics.dead_letter.name, [0], "earliest", peer.letters.extend)
+                await tails.enter_async_context(tail)
             stating = asyncio.create_task(peer.state_for_ever())
             yield peer
             stating.cancel()

@@ -8,6 +8,7 @@ import time
 import msgspec
 import pytest
 from aiokafka import AIOKafkaConsumer, TopicPartition
+from aiokafka.admin import AIOKafkaAdminClient
 
 from relaygr_stream.errors import BrokerUnavailable, TopicError
 from relaygr_stream.messages import (
@@ -21,7 +22,7 @@ from relaygr_stream.messages import (
     encode,
 )
 from relaygr_stream.settings import Kafka, Relay, Settings
-from relaygr_stream.topics import lane_of
+from relaygr_stream.topics import apply_topics, lane_of
 from tests.unit.trigger.parts import event
 from tests.unit.trigger.processes import RunningTrigger, peer_on, trigger_on, until, user_on
 
@@ -210,3 +211,24 @@ async def test_at_the_start_a_missing_broker_or_topic_is_an_error(
     nowhere = msgspec.structs.replace(embedded_settings, bootstrap=f"127.0.0.1:{unused_tcp_port}")
     with pytest.raises(BrokerUnavailable, match="no Kafka broker answers"):
         await RunningTrigger(Settings(kafka=nowhere)).task
+
+
+async def test_while_dead_letters_cannot_be_sent_their_lane_waits_and_the_others_go_on(kafka_settings: Kafka) -> None:
+    async with peer_on(kafka_settings, letters=False) as peer, trigger_on(kafka_settings) as trigger:
+        admin = AIOKafkaAdminClient(bootstrap_servers=kafka_settings.bootstrap)
+        await admin.start()
+        try:
+            await admin.delete_topics([peer.topics.dead_letter.name])
+            lane, user = 3, user_on(3, peer.topics.lanes)
+            await peer.publish_raw(b"\xc1", lane)
+            await peer.publish(event(25, "behind", user))
+            await peer.publish(event(25, "beside", user_on(lane + 1, peer.topics.lanes)))
+            await until(lambda: peer.signalled == ["beside"])
+            await asyncio.sleep(0.5)
+            assert peer.signalled == ["beside"]
+            assert trigger.count("dead_letters_total", reason="malformed") == 0
+            await apply_topics(kafka_settings)
+            await until(lambda: peer.signalled == ["beside", "behind"])
+            assert trigger.count("dead_letters_total", reason="malformed") == 1
+        finally:
+            await admin.close()
