@@ -28,7 +28,7 @@ USABLE = 0.90
 GROWTH = 4.0
 #: The policy learns which users it has and pays for it: on one trace it may save this much less of the recompute time
 #: than the best policy there, in points; not on average.
-LEARNING = 0.01
+LEARNING = 0.005
 COPY_SHARE = 0.80
 
 missed: list[str] = []

@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+import numpy as np
+
 from relaygr_stream.cache.arena import Extent
 from relaygr_stream.cache.copy import CopyTicket
 from relaygr_stream.models.kv import KVRegion
@@ -43,7 +45,10 @@ class StoredCopy:
 class Entry:
     """The prefix KV of one user's sequence under one model version."""
 
-    __slots__ = ("computing", "extent", "failed", "load", "pins", "region", "retired", "spill", "stored", "tokens", "user_id")
+    __slots__ = (
+        "computing", "extent", "failed", "load", "pins", "region", "retired", "spill", "stored", "tokens",
+        "unspillable", "user_id",
+    )  # fmt: skip
 
     def __init__(self, user_id: str, tokens: Tokens) -> None:
         self.user_id = user_id
@@ -57,6 +62,7 @@ class Entry:
         self.spill: CopyTicket | None = None
         self.failed = False  # its region's contents are worth nothing; retired as well
         self.retired = False  # replaced by a newer sequence of the user: freed when nobody holds it
+        self.unspillable = False  # copying it failed, or the DRAM tier is too small for it: not tried again
 
     @property
     def state(self) -> EntryState:
@@ -77,11 +83,36 @@ class Entry:
         return self.region is not None and not self.computing and self.load is None
 
     @property
+    def held(self) -> bool:
+        """Its HBM cannot be taken back: requests hold it, or it is being computed or loaded."""
+        return bool(self.pins or self.computing or self.load is not None)
+
+    @property
     def evictable(self) -> bool:
         """Its HBM can be taken now: nobody reads, writes or copies it."""
-        return self.ready and not self.pins and self.spill is None
+        return self.region is not None and not self.held and self.spill is None and not self.retired
+
+    @property
+    def forgettable(self) -> bool:
+        """Its DRAM copy can be dropped now: it is whole, and nobody reads it."""
+        return self.stored is not None and self.load is None and self.spill is None and not self.retired
 
     @property
     def clean(self) -> bool:
         """Its DRAM copy is whole, so that giving up its HBM loses nothing."""
         return self.stored is not None and self.spill is None and self.stored.length == len(self.tokens)
+
+    def coverage(self, tokens: Tokens, *, incremental: bool) -> Coverage:
+        """How its sequence, computed or being computed, relates to a request's prefix.
+
+        incremental: whether K/V of a sequence's beginning are those of the whole; else only equal sequences match.
+        """
+        held, wanted = self.tokens.array, tokens.array
+        shared = min(held.shape[1], wanted.shape[1])
+        if not shared or not np.array_equal(held[:, :shared], wanted[:, :shared]):
+            return Coverage.NONE
+        if held.shape[1] == wanted.shape[1]:
+            return Coverage.COVERS
+        if not incremental:
+            return Coverage.NONE
+        return Coverage.COVERS if held.shape[1] > wanted.shape[1] else Coverage.PREFIX

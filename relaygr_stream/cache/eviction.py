@@ -125,14 +125,14 @@ class FadingFrequency(Generic[K]):
 
 
 class _Simulation:
-    """A cache of keys alone, run with one half-life; `saved_ms` fades with JUDGED_USES."""
+    """A cache of keys alone, run with one half-life. saved_ms: recompute time its hits saved, fading."""
 
     def __init__(self, half_life: float) -> None:
         self.order: FadingFrequency[int] = FadingFrequency(half_life)
         self.saved_ms = 0.0
 
-    def use(self, key: int, nbytes: int, cost_ms: float, budget: float) -> None:
-        self.saved_ms *= 1 - 1 / (JUDGED_USES * max(SIMULATED, len(self.order)))
+    def use(self, key: int, nbytes: int, cost_ms: float, budget: float, kept: float) -> None:
+        self.saved_ms *= kept
         if key in self.order:
             self.saved_ms += cost_ms
         self.order.add(key, nbytes, cost_ms)
@@ -168,8 +168,11 @@ class CostAwarePolicy(FadingFrequency[K]):
                 simulation.leave_out(lambda key: key % self._one_in != 0)
         if identity % self._one_in:
             return
+        budget = self.nbytes / self._one_in
+        # Alike for all: a number that depended on how many entries a simulation holds would judge that instead.
+        kept = 1 - 1 / (JUDGED_USES * max(SIMULATED, len(self) / self._one_in))
         for simulation in self._simulations:
-            simulation.use(identity, nbytes, cost_ms, self.nbytes / self._one_in)
+            simulation.use(identity, nbytes, cost_ms, budget, kept)
         best = max(self._simulations, key=lambda simulation: simulation.saved_ms)
         if best.saved_ms > BETTER * self._leading.saved_ms:
             self._leading = best

@@ -64,7 +64,8 @@ class RelayClient:
     """A connection to the relay, as an async context: `async with RelayClient("kafka:9092") as relay: …`
 
     bootstrap: brokers, HOST:PORT[,HOST:PORT…]; in place of settings.kafka.bootstrap. settings: by default what the
-    environment says (RELAYGR_…). client_id: how brokers' logs name this client. registry: where its metrics go.
+    environment says (RELAYGR_…). client_id: how brokers' logs name this client. registry: where its metrics go;
+    a new one by default.
 
     Raises ConfigError; entering it raises BrokerUnavailable, TopicError or CoPartitionError. Thousands of calls may run
     concurrently, on the event loop that entered the context.
@@ -86,12 +87,18 @@ class RelayClient:
         self._settings = settings
         self._client_id = client_id or f"relaygr-client-{secrets.token_hex(4)}"
         self._topics = load_topics(settings.kafka)
-        self._metrics = ClientMetrics(registry or CollectorRegistry())
+        self.registry: Final = CollectorRegistry() if registry is None else registry
+        self._metrics = ClientMetrics(self.registry)
         self._answers = Answers(self._metrics, self._topics.scores.max_message_bytes)
         self._reply_partition = self._choose_reply_partition()
         self._sender: Sender | None = None
         self._stack = AsyncExitStack()
         self._ended: RelayError = RequestError("the client is not open: use `async with RelayClient(…) as relay`")
+
+    @property
+    def in_flight(self) -> int:
+        """Calls of rank() without an answer yet."""
+        return len(self._answers)
 
     async def __aenter__(self) -> Self:
         kafka, topics = self._settings.kafka, self._topics

@@ -74,7 +74,9 @@ class Visibility:
         rectangle cut along diagonals: no mask is ever stored.
         """
         end = row0 + rows
-        kinds = {self.contextual, history, self._windowed_from if self.window else 0}
+        # Without a window, a candidate sees what any row behind the history would: no cut between them, since K is
+        # read (and on the CPU repacked) once per block.
+        kinds = {self.contextual, history, self._windowed_from} if self.window else {self.contextual}
         bounds = sorted({row0, end, *(cut for cut in kinds if row0 < cut < end)})
         return [
             self._block(start, min(start + block_rows, stop), row0, col0, col0 + cols, history)

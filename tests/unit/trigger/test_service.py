@@ -213,6 +213,8 @@ async def test_at_the_start_a_missing_broker_or_topic_is_an_error(
         await RunningTrigger(Settings(kafka=nowhere)).task
 
 
+# The embedded broker makes a missing topic anew when it is written to.
+@pytest.mark.parametrize("broker", [pytest.param("kafka", marks=pytest.mark.kafka)], indirect=True)
 async def test_while_dead_letters_cannot_be_sent_their_lane_waits_and_the_others_go_on(kafka_settings: Kafka) -> None:
     async with peer_on(kafka_settings, letters=False) as peer, trigger_on(kafka_settings) as trigger:
         admin = AIOKafkaAdminClient(bootstrap_servers=kafka_settings.bootstrap)

@@ -1,0 +1,210 @@
+"""The books of the two tiers: what each entry's memory counts as, and whose memory could be taken back for others.
+
+Both tiers follow the entries: after any change of an entry, `note` it, and sums and eviction order are right again.
+Neither changes an entry nor decides that one has to go; prefix_cache.py does.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+
+from relaygr_stream.cache.arena import Extent
+from relaygr_stream.cache.entry import Entry
+from relaygr_stream.cache.eviction import Evictor
+from relaygr_stream.cache.memory import TierMemory
+from relaygr_stream.errors import CacheCorruption
+from relaygr_stream.models.kv import KVLayout, KVRegion
+
+#: Regions hold a multiple of this many tokens. Half of it is lost per entry (1.6 % at 2048 tokens); the slack lets a
+#: returning user's few new behaviours be appended in place.
+GRANULE_TOKENS = 64
+#: Predicted costs are fitted and may come out as nothing; an entry is never worth nothing.
+MIN_COST_MS = 1e-3
+
+
+def capacity_for(tokens: int) -> int:
+    """Region capacity for so many tokens: the next multiple of the granule."""
+    return max(1, -(-tokens // GRANULE_TOKENS)) * GRANULE_TOKENS
+
+
+class Standing(enum.Enum):
+    """What an entry's HBM counts as."""
+
+    HELD = "held"  # requests hold it, or it is being computed or loaded
+    BUSY = "busy"  # nobody holds it, but it is being copied to DRAM
+    DIRTY = "dirty"  # idle, and the only copy of what it holds
+    CLEAN = "clean"  # idle, and nothing is lost with it
+
+
+class HbmTier:
+    """Regions in the device's memory. cost_ms(entry): what its next user pays if it is evicted."""
+
+    def __init__(
+        self, layout: KVLayout, memory: TierMemory, cost_ms: Callable[[Entry], float], *, last_tier: bool
+    ) -> None:
+        self._layout = layout
+        self._memory = memory
+        self._cost_ms = cost_ms
+        self._last_tier = last_tier  # nothing behind it: what leaves is lost in any case
+        self._noted: dict[Entry, tuple[Standing, Extent]] = {}
+        self._bytes = dict.fromkeys(Standing, 0)
+        self._evictor: Evictor[str] = Evictor(memory.arena)
+
+    @property
+    def size(self) -> int:
+        """Bytes in all."""
+        return self._memory.arena.size
+
+    @property
+    def used(self) -> int:
+        """Bytes handed out."""
+        return self._memory.arena.used
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of entries that are held."""
+        return self._bytes[Standing.HELD]
+
+    @property
+    def reclaimable_bytes(self) -> int:
+        """Bytes that are free, or idle with nothing lost when they are taken: what needs no copy first."""
+        return self._memory.arena.free_bytes + self._bytes[Standing.CLEAN]
+
+    def size_of(self, capacity: int) -> int:
+        """What a region with room for so many tokens takes."""
+        return self._memory.arena.round_up(self._layout.nbytes(capacity))
+
+    def allocate(self, capacity: int) -> tuple[Extent, KVRegion] | None:
+        """A region with room for so many tokens, if a hole is large enough."""
+        extent = self._memory.arena.allocate(self._layout.nbytes(capacity))
+        if extent is None:
+            return None
+        return extent, KVRegion(self._layout, self._memory.view(extent, self._layout.dtype), capacity)
+
+    def free(self, extent: Extent) -> None:
+        """Take back what `allocate` gave; whose it was has been noted as gone."""
+        self._memory.arena.free(extent)
+
+    def victims(self, capacity: int, entries: dict[str, Entry]) -> list[str]:
+        """Users whose idle entries make room for such a region when evicted, [] when nothing does.
+
+        Entries that lose nothing if they suffice, else any; the cheapest run of neighbours in either case.
+        """
+        size = self.size_of(capacity)
+        clean = self._evictor.choose(size, lambda user: self._noted[entries[user]][0] is Standing.CLEAN)
+        return clean or self._evictor.choose(size) or []
+
+    def cheapest(self) -> Iterator[str]:
+        """Users with idle entries, what is cheapest to evict first."""
+        return self._evictor.cheapest()
+
+    def note(self, entry: Entry) -> None:
+        """Bring the books up to what the entry is now."""
+        before, now = self._noted.get(entry), self._standing(entry)
+        if before == now:
+            return
+        was_idle, is_idle = _idle(before), _idle(now)
+        if before is not None:
+            self._bytes[before[0]] -= before[1].size
+            del self._noted[entry]
+        if was_idle and not is_idle:
+            self._evictor.remove(entry.user_id)
+        if now is not None:
+            self._bytes[now[0]] += now[1].size
+            self._noted[entry] = now
+            if is_idle and not was_idle:
+                self._evictor.add(entry.user_id, now[1], self._cost_ms(entry))
+
+    def check_integrity(self, entries: Iterable[Entry], others: int) -> None:
+        """Raise CacheCorruption unless the books say what these entries say; others: bytes that no entry holds."""
+        self._memory.arena.check_integrity()
+        found = {entry: standing for entry in entries if (standing := self._standing(entry)) is not None}
+        if found != self._noted:
+            raise CacheCorruption("HBM: an entry changed and was not noted, or is gone and still in the books")
+        for standing, booked in self._bytes.items():
+            total = sum(extent.size for kind, extent in found.values() if kind is standing)
+            if total != booked:
+                raise CacheCorruption(f"HBM: {total} bytes are {standing.value}, {booked} were booked")
+        if sum(self._bytes.values()) + others != self.used:
+            raise CacheCorruption(f"HBM: entries and scratch hold {self._bytes} + {others}, {self.used} were lent")
+        for entry, (_, extent) in found.items():
+            if extent not in self._memory.arena:
+                raise CacheCorruption(f"HBM: the entry of {entry.user_id!r} holds {extent}, which was not lent")
+            if (entry.user_id in self._evictor) != _idle(found[entry]) and not entry.retired:
+                raise CacheCorruption(f"HBM: the entry of {entry.user_id!r} is {entry.state}, eviction thinks otherwise")
+
+    def _standing(self, entry: Entry) -> tuple[Standing, Extent] | None:
+        if entry.extent is None:
+            return None
+        if entry.held:
+            kind = Standing.HELD
+        elif not entry.evictable:
+            kind = Standing.BUSY
+        else:
+            kind = Standing.CLEAN if self._last_tier or entry.clean else Standing.DIRTY
+        return kind, entry.extent
+
+
+class DramTier:
+    """Copies of regions in host memory. cost_ms(entry): what its next user pays if the copy is forgotten."""
+
+    def __init__(self, memory: TierMemory, cost_ms: Callable[[Entry], float]) -> None:
+        self._memory = memory
+        self._cost_ms = cost_ms
+        self._evictor: Evictor[str] = Evictor(memory.arena)
+
+    @property
+    def size(self) -> int:
+        """Bytes in all."""
+        return self._memory.arena.size
+
+    @property
+    def used(self) -> int:
+        """Bytes handed out."""
+        return self._memory.arena.used
+
+    def allocate(self, nbytes: int) -> Extent | None:
+        """So many bytes, if a hole is large enough."""
+        return self._memory.arena.allocate(nbytes)
+
+    def free(self, extent: Extent) -> None:
+        """Take back what `allocate` gave; whose it was has been noted as gone."""
+        self._memory.arena.free(extent)
+
+    def view(self, extent: Extent, like: torch.Tensor) -> torch.Tensor:
+        """The first bytes of the extent, as a tensor of the size and type of `like`."""
+        return self._memory.view(extent, like.dtype)[: like.numel()]
+
+    def victims(self, nbytes: int) -> list[str]:
+        """Users whose copies make room for so many bytes when forgotten, [] when nothing does."""
+        return self._evictor.choose(nbytes) or []
+
+    def note(self, entry: Entry) -> None:
+        """Bring the eviction order up to what the entry is now. A retired entry's user may have another by now."""
+        if entry.forgettable:
+            if entry.user_id not in self._evictor:
+                assert entry.stored is not None
+                self._evictor.add(entry.user_id, entry.stored.extent, self._cost_ms(entry))
+        elif not entry.retired:
+            self._evictor.discard(entry.user_id)
+
+    def check_integrity(self, entries: Iterable[Entry]) -> None:
+        """Raise CacheCorruption unless the books say what these entries say."""
+        self._memory.arena.check_integrity()
+        stored = 0
+        for entry in entries:
+            if entry.stored is not None:
+                stored += entry.stored.extent.size
+                if entry.stored.extent not in self._memory.arena:
+                    raise CacheCorruption(f"DRAM: the copy of {entry.user_id!r} is in {entry.stored.extent}, not lent")
+            if not entry.retired and entry.forgettable != (entry.user_id in self._evictor):
+                raise CacheCorruption(f"DRAM: the copy of {entry.user_id!r}: eviction knows another state of it")
+        if stored != self.used:
+            raise CacheCorruption(f"DRAM: entries hold {stored} bytes, {self.used} were lent")
+
+
+def _idle(noted: tuple[Standing, Extent] | None) -> bool:
+    return noted is not None and noted[0] in (Standing.CLEAN, Standing.DIRTY)

@@ -1,0 +1,48 @@
+"""The same scores on a GPU, computed without one wait for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from relaygr_stream.models.kv import KVRegion
+from relaygr_stream.models.protocol import ScoreInput
+from tests.unit.models.small_models import INCREMENTAL, deviation, full_scores, random_items, random_tokens, small_model
+
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@pytest.fixture
+def _sync_debug_mode() -> Iterator[None]:
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("changes", INCREMENTAL)
+def test_scores_are_those_of_the_cpu(changes: dict[str, Any]) -> None:
+    random, device = np.random.default_rng(0), torch.device("cuda")
+    model, on_cpu = small_model(**changes).place(device, torch.float32), small_model(**changes)
+    tokens, candidates = random_tokens(random, 40), random_items(random, 5)
+    layout = model.layout
+    region = KVRegion(layout, torch.full((45 * layout.elements_per_token,), torch.nan, device=device), 45)
+    model.extend(region, tokens.slice(0, 13))
+    model.extend(region, tokens.slice(13, 33))
+    (scores,) = model.score([ScoreInput(region, tokens.slice(33, 40), candidates)])
+    assert scores.device.type == "cuda"
+    assert deviation(scores.cpu(), full_scores(on_cpu, tokens, candidates)) <= 1e-5
+
+
+@pytest.mark.usefixtures("_sync_debug_mode")
+def test_nothing_waits_for_the_device() -> None:
+    random, device = np.random.default_rng(0), torch.device("cuda")
+    model = small_model().place(device, torch.bfloat16)
+    layout = model.layout
+    region = KVRegion(layout, torch.zeros(45 * layout.elements_per_token, dtype=layout.dtype, device=device), 45)
+    torch.cuda.set_sync_debug_mode("error")
+    model.extend(region, random_tokens(random, 33))
+    (scores,) = model.score([ScoreInput(region, random_tokens(random, 7), random_items(random, 5))])
+    assert scores.shape == (5, 2)

@@ -1,0 +1,363 @@
+"""RelayClient on real topics, with a peer that answers: scores find their calls, and every call ends typed."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+import relaygr_stream
+from relaygr_stream.bus.local import local_broker
+from relaygr_stream.client import Ranking, RelayClient
+from relaygr_stream.errors import (
+    BrokerUnavailable,
+    ConfigError,
+    DeadlineExceeded,
+    Overloaded,
+    Rejected,
+    RelayError,
+    RequestError,
+    TopicError,
+    WorkerFailed,
+)
+from relaygr_stream.messages import (
+    HEADER_CORRELATION,
+    Behaviours,
+    RankingRequest,
+    RequestEvent,
+    ScoreReply,
+    Timings,
+    decode,
+    pack_items,
+)
+from relaygr_stream.settings import Kafka, Relay, Settings
+from relaygr_stream.topics import apply_topics, lane_of
+from tests.unit.client_peers import (
+    TASKS,
+    Answers,
+    client_on,
+    count,
+    event,
+    request,
+    responder_on,
+    scored,
+    scores_for,
+)
+
+PATIENCE_S = 20.0
+
+
+async def until(true: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not true():
+        assert time.monotonic() < deadline, "waited in vain"
+        await asyncio.sleep(0.01)
+
+
+def nothing(request: RankingRequest) -> list[ScoreReply | bytes]:
+    return []
+
+
+async def test_a_ranking_request_gets_its_scores(kafka_settings: Kafka) -> None:
+    async with responder_on(kafka_settings) as peer, client_on(kafka_settings, reply_partition=3) as relay:
+        before = int(time.time() * 1000)
+        ranking = await relay.rank(request(candidates=[5, 2**32 - 1]), timeout=PATIENCE_S)
+        assert isinstance(ranking, Ranking)
+        assert ranking.request_id == "r-0"
+        assert ranking.scores.dtype == np.float32
+        assert ranking.scores.tolist() == [[5.0, -5.0], [2.0**32, -(2.0**32)]]
+        assert (ranking.tasks, ranking.outcome) == (TASKS, "hbm")
+        assert (ranking.worker, ranking.model_version) == ("peer", "m-1")
+        assert ranking.timings == Timings(queued_ms=1.5, device_ms=2.5, computed_tokens=3)
+        assert 0 < ranking.latency_ms < PATIENCE_S * 1000
+        ((record, sent),) = peer.requests
+        assert record.key == b"u"
+        assert record.lane == lane_of("u", 8)
+        assert dict(record.headers)["relaygr-reply-partition"] == b"3"
+        assert 1 <= len(dict(record.headers)[HEADER_CORRELATION]) <= 64
+        assert before <= sent.sent_ms <= int(time.time() * 1000)
+        assert sent.timeout_ms == PATIENCE_S * 1000
+        assert count(relay, "rankings", outcome="hbm") == 1
+
+
+async def test_an_announced_event_reaches_retrieval_on_its_users_lane(kafka_settings: Kafka) -> None:
+    async with responder_on(kafka_settings) as peer, client_on(kafka_settings) as relay:
+        before = int(time.time() * 1000)
+        for number in range(20):
+            await relay.announce(event(number, f"user-{number}"))
+        await until(lambda: len(peer.events) == 20)
+        for record in peer.events:
+            got = decode(RequestEvent, record.value)
+            assert record.key == got.user_id.encode()
+            assert record.lane == lane_of(got.user_id, 8)
+            assert before <= got.sent_ms <= int(time.time() * 1000)
+            assert msgspec.structs.replace(got, sent_ms=0) == event(int(got.request_id[2:]), got.user_id)
+        await until(lambda: count(relay, "announcements", outcome="sent") == 20)
+
+
+async def test_thousands_of_concurrent_calls_each_get_their_own_scores(kafka_settings: Kafka) -> None:
+    calls = 3000
+    async with responder_on(kafka_settings) as peer, client_on(kafka_settings) as relay:
+        peer.hold = True
+        requests = [request(number, [number, number + 1], f"user-{number}") for number in range(calls)]
+        ranking = asyncio.gather(*(relay.rank(each, timeout=60) for each in requests))
+        await until(lambda: len(peer.held) == calls)
+        random.Random(7).shuffle(peer.held)
+        peer.release()
+        for each, got in zip(requests, await ranking, strict=True):
+            assert got.request_id == each.request_id
+            np.testing.assert_array_equal(got.scores, scores_for(each))
+        assert relay.in_flight == 0
+
+
+async def test_clients_of_one_reply_partition_do_not_disturb_each_other(kafka_settings: Kafka) -> None:
+    async with (
+        responder_on(kafka_settings),
+        client_on(kafka_settings, reply_partition=0) as one,
+        client_on(kafka_settings, reply_partition=0) as other,
+    ):
+        first, second = await asyncio.gather(
+            one.rank(request(1, [1]), timeout=PATIENCE_S), other.rank(request(2, [2]), timeout=PATIENCE_S)
+        )
+        assert (first.scores[0, 0], second.scores[0, 0]) == (1.0, 2.0)
+        await until(lambda: count(one, "answers_dropped", reason="foreign") == 1)
+        await until(lambda: count(other, "answers_dropped", reason="foreign") == 1)
+
+
+async def test_without_an_answer_the_deadline_is_typed_and_a_late_answer_is_dropped(kafka_settings: Kafka) -> None:
+    async with responder_on(kafka_settings) as peer, client_on(kafka_settings, timeout_ms=300) as relay:
+        peer.hold = True
+        with pytest.raises(DeadlineExceeded, match="no answer within 300 ms"):
+            await relay.rank(request(1))
+        with pytest.raises(DeadlineExceeded, match="no answer within 100 ms"):
+            await relay.rank(request(2), timeout=0.1)
+        with pytest.raises(DeadlineExceeded, match="too late before it was sent"):
+            await relay.rank(request(3), timeout=0)
+        assert relay.in_flight == 0
+        await until(lambda: len(peer.held) == 2)
+        peer.release()
+        await until(lambda: count(relay, "answers_dropped", reason="late") == 2)
+        assert count(relay, "rankings", outcome="DeadlineExceeded") == 3
+
+
+async def test_the_first_of_two_answers_counts(embedded_settings: Kafka) -> None:
+    def twice(request: RankingRequest) -> list[ScoreReply | bytes]:
+        return [scored(request), msgspec.structs.replace(scored(request), worker="second"), b"\xc1"]
+
+    async with responder_on(embedded_settings, twice) as peer, client_on(embedded_settings) as relay:
+        assert (await relay.rank(request(), timeout=PATIENCE_S)).worker == "peer"
+        await until(lambda: count(relay, "answers_dropped", reason="duplicate") == 2)
+        assert len(peer.requests) == 1
+
+
+def refusing(status: Any, detail: str = "") -> Answers:
+    return lambda request: [ScoreReply(request_id=request.request_id, status=status, detail=detail, worker="w7")]
+
+
+@pytest.mark.parametrize(
+    ("answers", "error", "message"),
+    [
+        (refusing("deadline_exceeded", "late by 3 ms"), DeadlineExceeded, "late by 3 ms"),
+        (refusing("overloaded"), Overloaded, "worker w7 answered overloaded"),
+        (refusing("rejected", "too many candidates"), Rejected, "too many candidates"),
+        (refusing("failed"), WorkerFailed, "worker w7 answered failed"),
+        (lambda _: [b"\xc1"], WorkerFailed, "the worker's answer cannot be read: malformed"),
+        (lambda _: [b""], WorkerFailed, "cannot be read"),
+        (refusing("ok"), WorkerFailed, "answered 0 rows for 3 candidates"),
+        (
+            lambda request: [msgspec.structs.replace(scored(request), scores=bytes(16))],
+            WorkerFailed,
+            "worker peer answered 2 rows for 3 candidates, outcome hbm",
+        ),
+        (lambda request: [msgspec.structs.replace(scored(request), outcome=None)], WorkerFailed, "outcome None"),
+    ],
+)
+async def test_an_answer_without_scores_is_a_typed_error(
+    answers: Answers, error: type[RequestError], message: str, embedded_settings: Kafka
+) -> None:
+    async with responder_on(embedded_settings, answers), client_on(embedded_settings) as relay:
+        with pytest.raises(error, match=message):
+            await relay.rank(request(), timeout=PATIENCE_S)
+        assert count(relay, "rankings", outcome=error.__name__) == 1
+        assert relay.in_flight == 0
+
+
+async def test_a_cancelled_call_leaves_nothing_behind(embedded_settings: Kafka) -> None:
+    async with responder_on(embedded_settings) as peer, client_on(embedded_settings) as relay:
+        peer.hold = True
+        calls = [asyncio.create_task(relay.rank(request(number), timeout=PATIENCE_S)) for number in range(50)]
+        await until(lambda: len(peer.held) == 50)
+        assert relay.in_flight == 50
+        for call in calls:
+            call.cancel()
+        await asyncio.wait(calls)
+        assert all(call.cancelled() for call in calls)
+        assert relay.in_flight == 0
+        peer.release()
+        await until(lambda: count(relay, "answers_dropped", reason="late") == 50)
+
+
+async def test_closing_fails_the_calls_under_way_and_every_later_one(embedded_settings: Kafka) -> None:
+    async with responder_on(embedded_settings, nothing) as peer:
+        relay = client_on(embedded_settings)
+        with pytest.raises(RequestError, match="the client is not open"):
+            await relay.rank(request())
+        async with relay:
+            calls = [asyncio.create_task(relay.rank(request(number), timeout=PATIENCE_S)) for number in range(50)]
+            await until(lambda: len(peer.requests) == 50)
+            started = time.monotonic()
+        ended = await asyncio.gather(*calls, return_exceptions=True)
+        assert time.monotonic() - started < PATIENCE_S / 2
+        assert all(type(error) is RequestError and "the client was closed" in str(error) for error in ended)
+        for late in (relay.rank(request()), relay.announce(event())):
+            with pytest.raises(RequestError, match="the client was closed"):
+                await late
+
+
+def behaviours(count: int) -> Behaviours:
+    return Behaviours.of(np.zeros(count, np.int64), np.zeros(count, np.int64), np.zeros(count, np.int64))
+
+
+LIMITS = Relay(max_prefix_tokens=200_000, max_suffix_tokens=5, max_candidates=10)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"candidates": b""}, "candidates must be m ≥ 1 uint32"),
+        ({"candidates": b"abc"}, "candidates must be m ≥ 1 uint32"),
+        ({"candidates": pack_items(list(range(11)))}, r"11 candidates, the limit is 10 \(relay.max_candidates\)"),
+        (
+            {"suffix": msgspec.structs.replace(behaviours(6), times=b"\x7f" * 48)},
+            r"6 suffix behaviours, .*relay.max_suffix_tokens",
+        ),
+        ({"prefix": behaviours(200_001)}, "ranking takes 1048576|the limit is 1048576"),
+        ({"prefix": behaviours(90_000)}, "the limit is 1048576"),
+        ({"prefix": Behaviours(items=b"abcd")}, "parallel arrays"),
+        ({"user_id": ""}, "Expected `str` of length >= 1"),
+        ({"user_id": "\ud800"}, "not a valid RankingRequest"),
+        ({"user_id": 7}, "Expected `str`, got `int`"),
+        ({"candidates": np.arange(3)}, "not a valid RankingRequest"),
+        ({"hops": 3}, "not a valid RankingRequest"),
+    ],
+)
+async def test_an_invalid_request_is_rejected_before_it_is_sent(
+    changes: dict[str, Any], message: str, embedded_settings: Kafka
+) -> None:
+    async with responder_on(embedded_settings) as peer:
+        async with RelayClient(settings=Settings(kafka=embedded_settings, relay=LIMITS)) as relay:
+            bad = request()
+            for name, value in changes.items():
+                bad = msgspec.structs.replace(bad, **{name: value})
+            with pytest.raises(Rejected, match=message):
+                await relay.rank(bad, timeout=1)
+            assert relay.in_flight == 0
+        assert peer.requests == []
+
+
+async def test_a_message_up_to_the_topics_limit_arrives_and_one_beyond_it_is_rejected(kafka_settings: Kafka) -> None:
+    settings = Settings(kafka=kafka_settings, relay=LIMITS)
+    async with responder_on(kafka_settings) as peer, RelayClient(settings=settings) as relay:
+        fits = msgspec.structs.replace(event(), prefix=behaviours((1_048_576 - 600) // 13))
+        await relay.announce(fits)
+        await until(lambda: peer.events)
+        ranked = msgspec.structs.replace(request(), prefix=fits.prefix)
+        assert (await relay.rank(ranked, timeout=PATIENCE_S)).outcome == "hbm"
+        with pytest.raises(Rejected, match=r"bytes.*1048576"):
+            await relay.announce(msgspec.structs.replace(event(), prefix=behaviours(1_048_576 // 13)))
+
+
+async def test_more_calls_than_allowed_are_overload(embedded_settings: Kafka) -> None:
+    async with responder_on(embedded_settings) as peer, client_on(embedded_settings, max_in_flight=5) as relay:
+        peer.hold = True
+        calls = [asyncio.create_task(relay.rank(request(number), timeout=PATIENCE_S)) for number in range(5)]
+        await until(lambda: len(peer.held) == 5)
+        with pytest.raises(Overloaded, match=r"5 calls are under way \(client.max_in_flight\)"):
+            await relay.rank(request(6))
+        peer.release()
+        await asyncio.gather(*calls)
+        peer.hold = False
+        await relay.rank(request(7), timeout=PATIENCE_S)
+
+
+async def test_a_client_checks_broker_topics_and_settings_at_its_start(
+    embedded_settings: Kafka, unused_tcp_port: int
+) -> None:
+    with pytest.raises(TopicError, match="missing on the cluster"):
+        await client_on(embedded_settings).__aenter__()
+    with pytest.raises(BrokerUnavailable, match="no Kafka broker answers"):
+        await RelayClient(f"127.0.0.1:{unused_tcp_port}", settings=Settings(kafka=embedded_settings)).__aenter__()
+    with pytest.raises(ConfigError, match=r"`client.reply_partition` = 16: .*scores has partitions 0…15"):
+        client_on(embedded_settings, reply_partition=16)
+
+
+async def test_while_the_broker_is_away_every_call_ends_typed_and_it_recovers_by_itself(tmp_path: Path) -> None:
+    async with local_broker("embedded", folder=tmp_path) as broker:
+        kafka = broker.kafka_settings(Kafka(prefix="away.", partitions=2, request_timeout_ms=3000))
+        async with responder_on(kafka), client_on(kafka, timeout_ms=400) as relay:
+            await relay.rank(request(), timeout=PATIENCE_S)
+            broker.stop()
+            errors: list[RelayError] = []
+            took: list[float] = []
+
+            async def try_once(number: int) -> None:
+                started = time.monotonic()
+                try:
+                    await relay.announce(event(number))
+                    await relay.rank(request(number))
+                except RelayError as error:
+                    errors.append(error)
+                took.append(time.monotonic() - started)
+
+            for number in range(40):
+                await asyncio.gather(*(try_once(number) for _ in range(5)))
+                await asyncio.sleep(0.05)
+            assert len(errors) == 200
+            assert {type(error) for error in errors} <= {DeadlineExceeded, BrokerUnavailable}
+            at_once = [seconds for seconds in took if seconds < 0.2]
+            assert len(at_once) > 100  # after the first ones have waited in vain
+            assert relay.in_flight == 0
+
+            await broker.start()
+            deadline = time.monotonic() + PATIENCE_S
+            while True:
+                try:
+                    await relay.announce(event())
+                    await relay.rank(request(1), timeout=1)
+                    break
+                except RelayError as error:
+                    assert time.monotonic() < deadline, repr(error)
+                    await asyncio.sleep(0.1)
+
+
+def test_the_public_names_are_cheap_and_complete() -> None:
+    assert set(relaygr_stream.__all__) == {"Behaviours", "Ranking", "RankingRequest", "RelayClient", "RequestEvent"}
+    with pytest.raises(AttributeError, match="no attribute 'Nonsense'"):
+        _ = relaygr_stream.Nonsense
+    code = (
+        "import sys, relaygr_stream\n"
+        "assert 'aiokafka' not in sys.modules\n"
+        "for name in relaygr_stream.__all__: getattr(relaygr_stream, name)\n"
+        "import relaygr_stream.trigger.service\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+async def test_settings_come_from_the_environment_unless_given(
+    embedded_settings: Kafka, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await apply_topics(embedded_settings)
+    monkeypatch.setenv("RELAYGR_KAFKA_PREFIX", embedded_settings.prefix)
+    monkeypatch.setenv("RELAYGR_KAFKA_PARTITIONS", "8")
+    async with RelayClient(embedded_settings.bootstrap) as relay:
+        await relay.announce(event())
