@@ -63,7 +63,10 @@ def worker(settings: Settings) -> None:
 
     Example: relaygr worker --profile workers/cpu.toml --set worker.name=w1 --bootstrap kafka:9092
     """
+    from relaygr_stream.models.devices import select_device
     from relaygr_stream.telemetry.process import run_process
+
+    select_device(settings.worker.device)  # before anything else imports torch, so that a missing driver is said in words
     from relaygr_stream.worker.service import run_worker
 
     sys.exit(run_process("worker", settings, run_worker))
@@ -130,6 +133,9 @@ def conformance(file: Path) -> None:
 
     Prints the largest absolute deviation of each variant; exits 1 if one exceeds 1e-4.
     """
+    from relaygr_stream.models.devices import select_device
+
+    select_device("cpu")  # as in `worker`
     from relaygr_stream.models.conformance import format_table, run_conformance
 
     results = run_conformance(file)

@@ -14,9 +14,9 @@ from typing import Final
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.errors import BrokerError, BrokerUnavailable
 
-#: No acknowledgement for this long, although some are due, means that the brokers are away: sends then fail at once
-#: until one comes or the oldest is given up (kafka.request_timeout_ms), whereupon the next send tries again. An
-#: acknowledgement takes milliseconds; a broker's clean stop holds them up for 1.1 s at most (DESIGN §5).
+#: No acknowledgement for this long, although some are due, means that the brokers are away: sends then fail at once,
+#: but for one in as long a time, which finds out whether they are back. An acknowledgement takes milliseconds; a
+#: broker's clean stop holds them up for 1.1 s at most (DESIGN §5).
 SILENT_S: Final = 1.5
 
 
@@ -30,6 +30,7 @@ class Sender:
         self._due: dict[int, float] = {}  # send → when, oldest first
         self._count = itertools.count()
         self._acknowledged_s = self._loop.time()
+        self._tried_s = 0.0  # when a send was last let through
 
     async def send(
         self,
@@ -49,10 +50,11 @@ class Sender:
         now = self._loop.time()
         if self._due:
             silent_s = now - max(self._acknowledged_s, next(iter(self._due.values())))
-            if silent_s > SILENT_S:
+            if silent_s > SILENT_S and now - self._tried_s < SILENT_S:
                 raise BrokerUnavailable(
                     f"{self._bootstrap} has acknowledged nothing for {silent_s:.1f} s; {len(self._due)} messages wait"
                 )
+        self._tried_s = now
         number = next(self._count)
         self._due[number] = now
         try:

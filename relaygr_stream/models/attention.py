@@ -24,6 +24,9 @@ CPU_BLOCK_ELEMENTS: Final = 2 << 20
 #: to bound the scratch memory (64 Mi scores: 128 MiB in half precision).
 ACCELERATOR_BLOCK_ROWS: Final = 1024
 ACCELERATOR_BLOCK_ELEMENTS: Final = 64 << 20
+#: Up to so many rows, the CPU computes half-precision scores transposed. Measured for whole rankings on 2,048 and 8,192
+#: tokens: faster by 10–30 % up to 96 rows, even at 128, slower from 256 on.
+FEW_ROWS: Final = 96
 #: Fewer rows than this make products inefficient on any device, so memory bounds never go below it.
 MIN_BLOCK_ROWS: Final = 32
 
@@ -168,10 +171,17 @@ def attend_to_self(
 
 def _products(queries: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
     heads, rows, _ = queries.shape
-    scores = torch.empty((heads, rows, keys.shape[1]), dtype=queries.dtype, device=queries.device)
-    if scores.device.type == "cpu" and scores.dtype != torch.float32:
-        # oneDNN's batched product transposes K slowly in half precision: measured 0.70 ms against 0.41 ms head by head
-        # for 64 rows × 2,048 columns × 4 heads in bfloat16.
+    columns = keys.shape[1]
+    half_on_cpu = queries.device.type == "cpu" and queries.dtype != torch.float32
+    if half_on_cpu and rows <= FEW_ROWS:
+        # Computed as K·qᵀ, so that the large operand is the one which oneDNN reads in place.
+        turned = torch.empty((heads, columns, rows), dtype=queries.dtype)
+        torch.baddbmm(turned, keys, queries.transpose(1, 2), beta=0, alpha=scale, out=turned)
+        return turned.transpose(1, 2)
+    scores = torch.empty((heads, rows, columns), dtype=queries.dtype, device=queries.device)
+    if half_on_cpu:
+        # oneDNN's batched product transposes K slowly: measured 0.70 ms against 0.41 ms head by head for 64 rows ×
+        # 2,048 columns × 4 heads in bfloat16.
         for head in range(heads):
             torch.addmm(scores[head], queries[head], keys[head].t(), beta=0, alpha=scale, out=scores[head])
     else:

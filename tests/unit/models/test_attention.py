@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relaygr_stream.models.attention import Visibility, attend, attend_to_self, block_rows
+from relaygr_stream.models.attention import FEW_ROWS, Visibility, attend, attend_to_self, block_rows
 from relaygr_stream.models.conformance import META
 from tests.unit.models.naive_hstu import valid_attention
 from tests.unit.models.test_conformance import REFERENCE
@@ -71,11 +71,12 @@ def test_a_short_history_of_contextual_tokens_only_is_seen_by_all() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_attend_is_the_formula(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    q, k, v = torch.randn(3, 7, 8), torch.randn(3, 7, 8), torch.randn(3, 7, 5)
+    rows = 2 * FEW_ROWS  # one block of many rows, one of few
+    q, k, v = torch.randn(3, rows, 8), torch.randn(3, rows, 8), torch.randn(3, rows, 5)
     scores = torch.nn.functional.silu(q @ k.transpose(1, 2) / math.sqrt(8)).tril()
     expected = scores @ v / 16
-    out = torch.full((3, 7, 5), torch.nan, dtype=dtype)
-    blocks = Visibility().blocks(0, 7, 0, 7, 7, 4)
+    out = torch.full((3, rows, 5), torch.nan, dtype=dtype)
+    blocks = Visibility().blocks(0, rows, 0, rows, rows, FEW_ROWS + 10)
     attend(q.to(dtype), k.to(dtype), v.to(dtype), out, blocks, scale=1 / math.sqrt(8), weight=1 / 16)
     tolerance = 1e-6 if dtype == torch.float32 else 0.02
     assert torch.allclose(out.float(), expected, atol=tolerance)
@@ -107,3 +108,15 @@ def test_scratch_memory_is_bounded_whatever_the_prefix() -> None:
         few, many = block_rows(device, 4, 256), block_rows(device, 4, 1 << 24)
         assert many < few
         assert many >= 32
+
+
+def test_a_ranking_reads_its_prefix_once() -> None:
+    (block,) = Visibility().blocks(row0=100, rows=80, col0=0, cols=100, history=116, block_rows=256)
+    assert block == (0, 80, 0, 100, None, 0, None, 0)
+
+
+def test_blocks_leave_out_what_their_rows_cannot_see() -> None:
+    blocks = Visibility(window=8).blocks(row0=0, rows=64, col0=0, cols=64, history=64, block_rows=16)
+    assert all(block.col_stop - block.col_start <= 16 + 8 for block in blocks)
+    causal = Visibility().blocks(row0=0, rows=64, col0=0, cols=64, history=64, block_rows=16)
+    assert [block.col_stop for block in causal] == [16, 32, 48, 64]
