@@ -66,7 +66,7 @@ def worker(settings: Settings) -> None:
     from relaygr_stream.models.devices import select_device
     from relaygr_stream.telemetry.process import run_process
 
-    select_device(settings.worker.device)  # before anything else imports torch, so that a missing driver is said in words
+    select_device(settings.worker.device)  # before anything else imports torch: a missing driver is said in words
     from relaygr_stream.worker.service import run_worker
 
     sys.exit(run_process("worker", settings, run_worker))

@@ -182,7 +182,7 @@ def _checked(key: str, raw: Any, source: str) -> Value:
         value = msgspec.convert(value, field.kind, strict=not isinstance(raw, str))
     except msgspec.ValidationError as error:
         shown = SECRET_SHOWN if field.is_secret else repr(raw)
-        raise ConfigError(f"{source}: `{key}` = {shown}: {error}") from error
+        raise ConfigError(f"{source}: `{key}` = {shown}: {error}; it is: {field.description}") from error
     return Value(field, value, source)
 
 

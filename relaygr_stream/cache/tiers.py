@@ -21,8 +21,6 @@ from relaygr_stream.models.kv import KVLayout, KVRegion
 #: Regions hold a multiple of this many tokens. Half of it is lost per entry (1.6 % at 2048 tokens); the slack lets a
 #: returning user's few new behaviours be appended in place.
 GRANULE_TOKENS = 64
-#: Predicted costs are fitted and may come out as nothing; an entry is never worth nothing.
-MIN_COST_MS = 1e-3
 
 
 def capacity_for(tokens: int) -> int:
@@ -51,7 +49,8 @@ class HbmTier:
         self._last_tier = last_tier  # nothing behind it: what leaves is lost in any case
         self._noted: dict[Entry, tuple[Standing, Extent]] = {}
         self._bytes = dict.fromkeys(Standing, 0)
-        self._evictor: Evictor[str] = Evictor(memory.arena)
+        self._idle: dict[str, Entry] = {}
+        self._evictor: Evictor[str] = Evictor(memory.arena)  # by user, who outlives an entry
 
     @property
     def size(self) -> int:
@@ -88,53 +87,59 @@ class HbmTier:
         """Take back what `allocate` gave; whose it was has been noted as gone."""
         self._memory.arena.free(extent)
 
-    def victims(self, capacity: int, entries: dict[str, Entry]) -> list[str]:
-        """Users whose idle entries make room for such a region when evicted, [] when nothing does.
+    def victims(self, capacity: int) -> list[Entry]:
+        """Idle entries whose eviction makes room for such a region, [] when nothing does.
 
         Entries that lose nothing if they suffice, else any; the cheapest run of neighbours in either case.
         """
         size = self.size_of(capacity)
-        clean = self._evictor.choose(size, lambda user: self._noted[entries[user]][0] is Standing.CLEAN)
-        return clean or self._evictor.choose(size) or []
+        users = self._evictor.choose(size, lambda user: self._noted[self._idle[user]][0] is Standing.CLEAN)
+        if users is None:
+            users = self._evictor.choose(size)
+        return [self._idle[user] for user in users or ()]
 
-    def cheapest(self) -> Iterator[str]:
-        """Users with idle entries, what is cheapest to evict first."""
-        return self._evictor.cheapest()
+    def cheapest(self) -> Iterator[Entry]:
+        """The idle entries, what is cheapest to evict first."""
+        return (self._idle[user] for user in self._evictor.cheapest())
 
     def note(self, entry: Entry) -> None:
         """Bring the books up to what the entry is now."""
         before, now = self._noted.get(entry), self._standing(entry)
         if before == now:
             return
-        was_idle, is_idle = _idle(before), _idle(now)
+        was_idle, is_idle = _is_idle(before), _is_idle(now)
         if before is not None:
             self._bytes[before[0]] -= before[1].size
             del self._noted[entry]
         if was_idle and not is_idle:
             self._evictor.remove(entry.user_id)
+            del self._idle[entry.user_id]
         if now is not None:
             self._bytes[now[0]] += now[1].size
             self._noted[entry] = now
             if is_idle and not was_idle:
                 self._evictor.add(entry.user_id, now[1], self._cost_ms(entry))
+                self._idle[entry.user_id] = entry
 
     def check_integrity(self, entries: Iterable[Entry], others: int) -> None:
         """Raise CacheCorruption unless the books say what these entries say; others: bytes that no entry holds."""
         self._memory.arena.check_integrity()
-        found = {entry: standing for entry in entries if (standing := self._standing(entry)) is not None}
+        standings = {entry: self._standing(entry) for entry in entries}
+        found = {entry: standing for entry, standing in standings.items() if standing is not None}
         if found != self._noted:
             raise CacheCorruption("HBM: an entry changed and was not noted, or is gone and still in the books")
-        for standing, booked in self._bytes.items():
-            total = sum(extent.size for kind, extent in found.values() if kind is standing)
+        for kind, booked in self._bytes.items():
+            total = sum(extent.size for each, extent in found.values() if each is kind)
             if total != booked:
-                raise CacheCorruption(f"HBM: {total} bytes are {standing.value}, {booked} were booked")
+                raise CacheCorruption(f"HBM: {total} bytes are {kind.value}, {booked} were booked")
         if sum(self._bytes.values()) + others != self.used:
             raise CacheCorruption(f"HBM: entries and scratch hold {self._bytes} + {others}, {self.used} were lent")
         for entry, (_, extent) in found.items():
             if extent not in self._memory.arena:
                 raise CacheCorruption(f"HBM: the entry of {entry.user_id!r} holds {extent}, which was not lent")
-            if (entry.user_id in self._evictor) != _idle(found[entry]) and not entry.retired:
-                raise CacheCorruption(f"HBM: the entry of {entry.user_id!r} is {entry.state}, eviction thinks otherwise")
+        idle = {entry.user_id: entry for entry, standing in found.items() if _is_idle(standing)}
+        if idle != self._idle or set(self._evictor.cheapest()) != idle.keys():
+            raise CacheCorruption("HBM: the eviction order does not hold exactly the idle entries")
 
     def _standing(self, entry: Entry) -> tuple[Standing, Extent] | None:
         if entry.extent is None:
@@ -154,6 +159,7 @@ class DramTier:
     def __init__(self, memory: TierMemory, cost_ms: Callable[[Entry], float]) -> None:
         self._memory = memory
         self._cost_ms = cost_ms
+        self._offered: dict[str, Entry] = {}
         self._evictor: Evictor[str] = Evictor(memory.arena)
 
     @property
@@ -178,33 +184,35 @@ class DramTier:
         """The first bytes of the extent, as a tensor of the size and type of `like`."""
         return self._memory.view(extent, like.dtype)[: like.numel()]
 
-    def victims(self, nbytes: int) -> list[str]:
-        """Users whose copies make room for so many bytes when forgotten, [] when nothing does."""
-        return self._evictor.choose(nbytes) or []
+    def victims(self, nbytes: int) -> list[Entry]:
+        """Entries whose copies make room for so many bytes when forgotten, [] when nothing does."""
+        return [self._offered[user] for user in self._evictor.choose(nbytes) or ()]
 
     def note(self, entry: Entry) -> None:
-        """Bring the eviction order up to what the entry is now. A retired entry's user may have another by now."""
-        if entry.forgettable:
-            if entry.user_id not in self._evictor:
-                assert entry.stored is not None
-                self._evictor.add(entry.user_id, entry.stored.extent, self._cost_ms(entry))
-        elif not entry.retired:
-            self._evictor.discard(entry.user_id)
+        """Bring the order of forgetting up to what the entry is now."""
+        was_offered, is_offered = self._offered.get(entry.user_id) is entry, entry.forgettable
+        if was_offered and not is_offered:
+            self._evictor.remove(entry.user_id)
+            del self._offered[entry.user_id]
+        elif is_offered and not was_offered:
+            assert entry.stored is not None
+            self._evictor.add(entry.user_id, entry.stored.extent, self._cost_ms(entry))
+            self._offered[entry.user_id] = entry
 
     def check_integrity(self, entries: Iterable[Entry]) -> None:
         """Raise CacheCorruption unless the books say what these entries say."""
         self._memory.arena.check_integrity()
-        stored = 0
-        for entry in entries:
-            if entry.stored is not None:
-                stored += entry.stored.extent.size
-                if entry.stored.extent not in self._memory.arena:
-                    raise CacheCorruption(f"DRAM: the copy of {entry.user_id!r} is in {entry.stored.extent}, not lent")
-            if not entry.retired and entry.forgettable != (entry.user_id in self._evictor):
-                raise CacheCorruption(f"DRAM: the copy of {entry.user_id!r}: eviction knows another state of it")
-        if stored != self.used:
-            raise CacheCorruption(f"DRAM: entries hold {stored} bytes, {self.used} were lent")
+        copies = {entry: entry.stored.extent for entry in entries if entry.stored is not None}
+        total = sum(extent.size for extent in copies.values())
+        if total != self.used:
+            raise CacheCorruption(f"DRAM: entries hold {total} bytes, {self.used} were lent")
+        for entry, extent in copies.items():
+            if extent not in self._memory.arena:
+                raise CacheCorruption(f"DRAM: the copy of {entry.user_id!r} is in {extent}, which was not lent")
+        offered = {entry.user_id: entry for entry in copies if entry.forgettable}
+        if offered != self._offered or set(self._evictor.cheapest()) != offered.keys():
+            raise CacheCorruption("DRAM: the order of forgetting does not hold exactly the copies at rest")
 
 
-def _idle(noted: tuple[Standing, Extent] | None) -> bool:
+def _is_idle(noted: tuple[Standing, Extent] | None) -> bool:
     return noted is not None and noted[0] in (Standing.CLEAN, Standing.DIRTY)

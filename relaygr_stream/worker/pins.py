@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import heapq
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from relaygr_stream.cache.entry import Entry
 from relaygr_stream.cache.prefix_cache import PrefixCache
+from relaygr_stream.worker.agenda import Agenda
 
 
 @dataclass(slots=True, eq=False)
 class Pin:
     """One admitted request's hold on an entry."""
 
+    request_id: str
     entry: Entry
     lane: int
     nbytes: int
+    released: bool = False
 
 
 class PinTable:
@@ -26,7 +28,7 @@ class PinTable:
     def __init__(self, cache: PrefixCache) -> None:
         self._cache = cache
         self._pins: dict[str, Pin] = {}
-        self._ends: list[tuple[float, str]] = []
+        self._ends: Agenda[Pin] = Agenda(lambda pin: pin.released)
         self._lane_bytes: defaultdict[int, int] = defaultdict(int)
         self.expired = 0
 
@@ -39,26 +41,28 @@ class PinTable:
     @property
     def next_end(self) -> float | None:
         """When the next life window ends."""
-        return self._ends[0][0] if self._ends else None
+        first = self._ends.first()
+        return None if first is None else first[0]
 
     def lane_bytes(self, lane: int) -> int:
         """Bytes pinned by a lane's requests; an entry held by two of them counts twice, as in the trigger's ledger."""
-        return self._lane_bytes[lane]
+        return self._lane_bytes.get(lane, 0)
 
-    def add(self, request_id: str, lane: int, entry: Entry, expires: float) -> None:
-        """Hold the entry for an admitted request; a request pins once."""
+    def add(self, request_id: str, lane: int, entry: Entry, expires: float, nbytes: int = 0) -> None:
+        """Hold the entry for an admitted request; a request pins once. nbytes: it will need so much, if not less."""
         assert request_id not in self._pins
         self._cache.pin(entry)
-        nbytes = self._cache.nbytes(len(entry.tokens))
-        self._pins[request_id] = Pin(entry, lane, nbytes)
-        self._lane_bytes[lane] += nbytes
-        heapq.heappush(self._ends, (expires, request_id))
+        pin = Pin(request_id, entry, lane, max(nbytes, self._cache.entry_bytes(entry)))
+        self._pins[request_id] = pin
+        self._lane_bytes[lane] += pin.nbytes
+        self._ends.add(expires, pin)
 
     def release(self, request_id: str) -> bool:
         """The request's ranking was answered; False if nothing was pinned for it."""
         pin = self._pins.pop(request_id, None)
         if pin is None:
             return False
+        pin.released = True
         self._lane_bytes[pin.lane] -= pin.nbytes
         self._cache.unpin(pin.entry)
         return True
@@ -69,8 +73,17 @@ class PinTable:
         for request_id in [key for key, pin in self._pins.items() if pin.lane in gone]:
             self.release(request_id)
 
+    def release_entry(self, entry: Entry) -> None:
+        """The entry failed: it holds nothing that would be worth its memory."""
+        for request_id in [key for key, pin in self._pins.items() if pin.entry is entry]:
+            self.release(request_id)
+
     def expire(self, now: float) -> None:
         """End the life windows that are over."""
-        while self._ends and self._ends[0][0] <= now:
-            if self.release(heapq.heappop(self._ends)[1]):
-                self.expired += 1
+        while (first := self._ends.first()) is not None and first[0] <= now:
+            self.release(first[1].request_id)
+            self.expired += 1
+
+    def holds(self) -> Counter[Entry]:
+        """How often each entry is pinned from here."""
+        return Counter(pin.entry for pin in self._pins.values())
