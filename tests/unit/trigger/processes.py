@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
 
 import msgspec
@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.records import Record
 from relaygr_stream.bus.tail import TopicTail
+from relaygr_stream.errors import BrokerError
 from relaygr_stream.messages import (
     LaneStatus,
     PreInferSignal,
@@ -72,7 +73,8 @@ class Peer:
 
     async def state_for_ever(self) -> None:
         while True:
-            await self.producer.send_and_wait(self.topics.worker_status.name, encode(self.status()), key=b"w")
+            with suppress(BrokerError):
+                await self.producer.send_and_wait(self.topics.worker_status.name, encode(self.status()), key=b"w")
             await asyncio.sleep(0.1)
 
     async def publish(self, event: RequestEvent) -> int:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
+from itertools import count
+from pathlib import Path
 
 import msgspec
 import pytest
 from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient
 
+from relaygr_stream.bus.local import local_broker
 from relaygr_stream.errors import BrokerUnavailable, TopicError
 from relaygr_stream.messages import (
     HEADER_DETAIL,
@@ -168,21 +171,18 @@ async def test_events_that_waited_for_a_trigger_are_stale(embedded_settings: Kaf
 
 
 async def test_stopping_loses_no_event_and_repeats_none(kafka_settings: Kafka) -> None:
+    total = 600
     async with peer_on(kafka_settings) as peer:
-
-        async def publish(first: int) -> None:
-            for number in range(first, first + 150):
-                await peer.publish(event(25, str(number), str(number)))
-
         async with trigger_on(kafka_settings) as first:
-            await publish(0)
-            publishing = asyncio.create_task(publish(150))
-            await asyncio.sleep(0.05)
+            events = [event(25, str(number), str(number)) for number in range(total)]
+            publishing = asyncio.gather(*(peer.publish(event) for event in events))
+            await until(lambda: first.decided)
+            await first.stop()  # in the middle
+            early = first.decided
         await publishing
-        assert first.decided >= 150
         async with trigger_on(kafka_settings) as second:
-            await until(lambda: first.decided + second.decided >= 300)
-        assert first.decided + second.decided == 300
+            await until(lambda: early + second.decided >= total)
+        assert early + second.decided == total
         admitted = first.decisions("admitted") + second.decisions("admitted")
         await until(lambda: len(peer.signalled) == admitted)
         assert len(set(peer.signalled)) == admitted
@@ -201,6 +201,23 @@ async def test_two_triggers_share_the_lanes_and_hand_them_over(kafka_settings: K
             assert second.decisions("admitted") > 0
         await until(lambda: first.count("lanes") == peer.topics.lanes)
     assert sorted(peer.signalled) == sorted(str(number) for number in range(40))
+
+
+async def test_a_broker_that_was_away_is_worked_with_again(tmp_path: Path) -> None:
+    async with local_broker("embedded", folder=tmp_path) as broker:
+        kafka = broker.kafka_settings(Kafka(prefix="away.", partitions=2, request_timeout_ms=2000))
+        async with peer_on(kafka) as peer, trigger_on(kafka) as trigger:
+            broker.stop()
+            await until(trigger.context.why_not_ready)
+            assert trigger.context.why_not_live() is None
+            await broker.start()
+            await until(lambda: trigger.ready)
+            for number in count():  # the owner is heard of again a moment later
+                await peer.publish(event(25, str(number), "u"))
+                await asyncio.sleep(0.1)
+                if peer.signals:
+                    break
+                assert number < 200
 
 
 async def test_at_the_start_a_missing_broker_or_topic_is_an_error(
