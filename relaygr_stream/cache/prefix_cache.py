@@ -191,6 +191,10 @@ class PrefixCache:
         self._holdings.note(entry)
         self._holdings.free_if_retired(entry)
 
+    def pins(self) -> dict[Entry, int]:
+        """The entries that are held, and how often."""
+        return self._holdings.pins()
+
     # ---- tiers ----
 
     def load(self, entry: Entry) -> bool:

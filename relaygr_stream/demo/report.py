@@ -33,6 +33,16 @@ OUTCOME_WORDS: Final[dict[Outcome, str]] = {
 }
 
 
+#: What a pre-infer signal took, in words.
+PREPARED_WORDS: Final = {
+    "computed": "computed",
+    "extended": "extended",
+    "hbm": "in HBM already",
+    "dram": "reloaded as they were",
+    "joined": "joined another",
+}
+
+
 @dataclass(kw_only=True)
 class DemoResult:
     """The numbers of one run. Latencies are in milliseconds, from sending the ranking request to its scores."""
@@ -46,6 +56,9 @@ class DemoResult:
     errors: dict[str, int] = field(default_factory=dict)  # requests without scores, by type of error
     admitted: int  # requests the trigger admitted
     admitted_hits: int  # of those, answered from a prefix hit: hbm, dram or joined
+    prepared: dict[str, int] = field(default_factory=dict)  # pre-infer signals by what they took; PREPARED_WORDS
+    reloaded: int = 0  # prefix KV that came back from DRAM, for a pre-infer or a ranking
+    spilled: int = 0  # and that went there
     audits: int  # rankings that workers scored both ways
     audit_deviation: float  # largest relative deviation they found
     compared: int  # requests whose relayed and full scores the client compared
@@ -163,6 +176,10 @@ def _counts(result: DemoResult) -> Table:
         "admitted", f"{result.admitted:,}", f"{_share(result.admitted, result.announced)}  of those announced"
     )
     table.add_row("  prefix hits", f"{result.admitted_hits:,}", _share(result.admitted_hits, result.admitted))
+    if result.prepared:
+        ways = ", ".join(f"{result.prepared.get(name, 0):,} {words}" for name, words in PREPARED_WORDS.items())
+        table.add_row("pre-infers", f"{sum(result.prepared.values()):,}", f"{ways} (warm-up included)")
+    table.add_row("DRAM tier", f"{result.reloaded:,}", f"reloads to HBM, {result.spilled:,} spills from it")
     table.add_section()
     table.add_row(
         "audited by workers", f"{result.audits:,}", f"largest relative deviation {result.audit_deviation:.2g}"

@@ -25,7 +25,7 @@ from relaygr_stream.client import RelayClient
 from relaygr_stream.demo.live import LiveState, LiveView
 from relaygr_stream.demo.plot import save_plot
 from relaygr_stream.demo.processes import Child, settings_as_toml, stop_all
-from relaygr_stream.demo.report import DemoResult, render_table, verdict
+from relaygr_stream.demo.report import PREPARED_WORDS, DemoResult, render_table, verdict
 from relaygr_stream.errors import DecodeError, RelayError
 from relaygr_stream.exactness import relative_deviation
 from relaygr_stream.messages import PreInferSignal, WorkerStatus, decode
@@ -266,6 +266,9 @@ def _result(
         errors=errors,
         admitted=len(admitted),
         admitted_hits=len(hits),
+        prepared={name: int(sum(totals.get(f"signal_{name}", 0) for totals in counters)) for name in PREPARED_WORDS},
+        reloaded=int(sum(totals.get("cache_loaded", 0) for totals in counters)),
+        spilled=int(sum(totals.get("cache_spilled", 0) for totals in counters)),
         audits=int(sum(totals.get("audits", 0) for totals in counters)),
         audit_deviation=max((totals.get("audit_deviation", 0.0) for totals in counters), default=0.0),
         compared=len(deviations),

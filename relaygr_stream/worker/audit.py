@@ -12,12 +12,16 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+import structlog
 
-from relaygr_stream.cache.prefix_cache import PrefixCache
+from relaygr_stream.cache.scratch import Scratch
 from relaygr_stream.exactness import relative_deviation
 from relaygr_stream.models.protocol import ScoreInput
-from relaygr_stream.worker.engine import Engine
-from relaygr_stream.worker.tasks import Audit, Flight, RankTask
+from relaygr_stream.telemetry.logs import request_log_fields
+from relaygr_stream.worker.engine import Engine, describe
+from relaygr_stream.worker.tasks import Audit, RankTask
+
+log = structlog.get_logger(__name__)
 
 #: Audits waiting at most: each keeps a request's tokens, and an old one says nothing more than a new one.
 MAX_WAITING: Final = 8
@@ -30,50 +34,59 @@ class Auditor:
         self._share = share
         self._report = report
         self._random = random.Random(seed)
-        self._waiting: deque[Audit] = deque(maxlen=MAX_WAITING)
-        self._ms = 0.0
+        self._waiting: deque[Audit] = deque()
         self.done = 0
         self.worst = 0.0  # largest relative deviation found
 
     def consider(self, task: RankTask, relayed: npt.NDArray[np.float32]) -> None:
         """Choose this answered ranking for an audit, or not."""
-        if task.outcome != "full" and self._share > 0 and self._random.random() < self._share:
-            if len(self._waiting) == MAX_WAITING and self._waiting[0].flight is not None:
+        if task.outcome == "full" or not self._share or self._random.random() >= self._share:
+            return
+        if len(self._waiting) >= MAX_WAITING:
+            if self._waiting[0].region is not None:
                 return  # the oldest is under way and holds the scratch; it must not fall out
-            self._waiting.append(Audit(task, relayed))
+            self._waiting.popleft()
+        self._waiting.append(Audit(task, relayed))
 
-    def step(self, engine: Engine, cache: PrefixCache, budget_ms: float) -> bool:
-        """One chunk of an audit; False if there is none or the scratch is lent."""
+    def step(self, engine: Engine, scratch: Scratch, budget_ms: float) -> bool:
+        """One chunk of an audit; False if there is none or the scratch is lent. An audit that fails is dropped."""
         if not self._waiting:
             return False
         audit = self._waiting[0]
         task = audit.task
-        if audit.flight is None:
-            if not cache.scratch_free:
+        if audit.region is None:
+            if not scratch.free:
                 return False
-            audit.flight = Flight(cache.borrow(), task.tokens, task.deadline)
-            self._ms = 0.0
-        region = audit.flight.region
-        position = region.length
-        if position < len(task.tokens):
-            left = len(task.tokens) - position
-            if engine.model.incremental:
-                left = min(left, engine.costs.chunk(position, budget_ms))
-            self._ms += engine.extend(region, task.tokens.slice(position, position + left))
+            audit.region, audit.ms = scratch.borrow(), 0.0
+        try:
+            if audit.region.length < len(task.tokens):
+                audit.ms += engine.advance(audit.region, task.tokens, budget_ms)
+                return True
+            scores, ms = engine.score([ScoreInput(audit.region, task.suffix, task.candidates)])
+        except Exception as error:  # a user's model or the device may raise anything; the request has its answer
+            self._end(audit, scratch)
+            log.warning(
+                "audit failed",
+                **request_log_fields(task.request_id, task.user_id, task.lane, task.outcome),
+                error=describe(error),
+            )
             return True
-        scores, ms = engine.score([ScoreInput(region, task.suffix, task.candidates)])
-        self._waiting.popleft()
-        cache.give_back(region)
+        self._end(audit, scratch)
         deviation = relative_deviation(audit.relayed, scores[0])
         self.done += 1
         self.worst = max(self.worst, deviation)
-        self._report(task, deviation, self._ms + ms)
+        self._report(task, deviation, audit.ms + ms)
         return True
 
-    def give_up_scratch(self, cache: PrefixCache) -> bool:
+    def give_up_scratch(self, scratch: Scratch) -> bool:
         """A request needs the scratch region: stop the audit under way; it starts again later."""
-        if not self._waiting or self._waiting[0].flight is None:
+        if not self._waiting or self._waiting[0].region is None:
             return False
-        cache.give_back(self._waiting[0].flight.region)
-        self._waiting[0].flight = None
+        scratch.give_back(self._waiting[0].region)
+        self._waiting[0].region = None
         return True
+
+    def _end(self, audit: Audit, scratch: Scratch) -> None:
+        assert audit.region is not None
+        scratch.give_back(audit.region)
+        self._waiting.popleft()

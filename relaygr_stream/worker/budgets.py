@@ -1,7 +1,7 @@
 """How an owner divides what triggers may ask of it among its lanes (DESIGN §6).
 
 Half of the share goes to all lanes alike, so that a quiet lane is never shut out; half follows demand. The parts add
-up to the share whatever the demand is.
+up to the share whatever the demand is, and what a lane still has pinned beyond its part is not given to others.
 """
 
 from __future__ import annotations
@@ -39,3 +39,21 @@ class LaneShares:
         if whole <= 0:
             return dict.fromkeys(owned, equal)
         return {lane: EQUAL_PART * equal + (1 - EQUAL_PART) * demand[lane] / whole for lane in owned}
+
+
+def lane_budgets(whole: int, shares: Mapping[int, float], pinned: Mapping[int, int]) -> dict[int, int]:
+    """Bytes that each lane may have pinned: its share of `whole`, less what other lanes hold beyond theirs.
+
+    When shares move, a lane keeps for up to a life window what it was admitted. Σ max(budget, pinned) ≤ whole, as long
+    as the lanes together hold no more than that.
+    """
+    budgets = {lane: int(whole * share) for lane, share in shares.items()}
+    beyond = sum(max(0, pinned[lane] - budget) for lane, budget in budgets.items())
+    room = sum(max(0, budget - pinned[lane]) for lane, budget in budgets.items())
+    if not beyond or not room:
+        return budgets
+    left = max(0.0, 1.0 - beyond / room)
+    return {
+        lane: pinned[lane] + int(left * (budget - pinned[lane])) if budget > pinned[lane] else budget
+        for lane, budget in budgets.items()
+    }

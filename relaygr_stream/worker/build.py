@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from relaygr_stream.cache.copy import CopyEngine
-from relaygr_stream.cache.memory import ALIGNMENT, TierMemory
-from relaygr_stream.cache.prefix_cache import GRANULE_TOKENS, PrefixCache
+from relaygr_stream.cache.memory import TierMemory
+from relaygr_stream.cache.prefix_cache import PrefixCache
+from relaygr_stream.cache.tiers import GRANULE_TOKENS
 from relaygr_stream.models.devices import select_device
 from relaygr_stream.models.load import load_model
 from relaygr_stream.models.protocol import RankingModel
@@ -58,12 +59,12 @@ def build(
         dram,
         CopyEngine(device, wake),
         engine.costs_of_prefix,
+        scratch_tokens=settings.relay.max_prefix_tokens + settings.relay.max_suffix_tokens,
         incremental=model.incremental,
     )
-    cache.reserve_scratch(settings.relay.max_prefix_tokens + settings.relay.max_suffix_tokens)
-    scratch = cache.borrow()
+    scratch = cache.scratch.borrow()
     engine.warm_up(scratch)
-    cache.give_back(scratch)
+    cache.scratch.give_back(scratch)
     core = RelayCore(
         engine,
         cache,
@@ -76,6 +77,7 @@ def build(
         Auditor(worker.audit_share, report_audit),
         deliver,
     )
-    granule = GRANULE_TOKENS * model.layout.bytes_per_token
-    alloc_bytes = -(-granule // ALIGNMENT) * ALIGNMENT
-    return Inside(core, cache, engine, model, device, model.layout.bytes_per_token, alloc_bytes)
+    # Triggers count ⌈tokens × bytes_per_token ÷ alloc_bytes⌉ units. Where a granule is no multiple of the arena's
+    # alignment, its padding counts as part of the tokens, so that they never count less than the cache takes.
+    alloc_bytes = cache.nbytes(1)
+    return Inside(core, cache, engine, model, device, -(-alloc_bytes // GRANULE_TOKENS), alloc_bytes)

@@ -17,7 +17,7 @@ from relaygr_stream.messages import CostModel
 #: Weight of a sample after each further one: 0.99 keeps about the last hundred, some seconds of traffic.
 FORGETTING: Final = 0.99
 #: Samples this many times over their prediction are interruptions by other processes, not the cost of the work.
-OUTLIER: Final = 4.0
+OUTLIER: Final = 2.0
 #: Tokens are counted in thousands inside the fit, so that its matrices stay well-conditioned.
 SCALE: Final = 1 / 1024
 MIN_CHUNK: Final = 32  # below this, launch overhead outweighs the work on every device we measured
@@ -92,11 +92,10 @@ class Costs:
         linear = (e1 + e2 * position * SCALE) * SCALE
         quadratic = e2 * SCALE * SCALE / 2
         room = max(budget_ms - e0, 0.0)
-        if quadratic > 0:
-            tokens = (-linear + math.sqrt(linear * linear + 4 * quadratic * room)) / (2 * quadratic)
-        else:
-            tokens = room / linear if linear > 0 else MAX_CHUNK
-        return max(MIN_CHUNK, min(MAX_CHUNK, int(tokens) // MIN_CHUNK * MIN_CHUNK))
+        # The root in the form that neither cancels nor divides by a coefficient that may be next to nothing.
+        slope = linear + math.sqrt(linear * linear + 4 * quadratic * room)
+        tokens = min(MAX_CHUNK, 2 * room / slope) if slope > 0 else MAX_CHUNK
+        return max(MIN_CHUNK, int(tokens) // MIN_CHUNK * MIN_CHUNK)
 
     def model(self) -> CostModel:
         """As triggers read it: T_full(n, m) = c0 + c1·n + c2·n² + c3·n·m."""

@@ -6,7 +6,8 @@ A record that cannot become a task is reported with its reason; what to do about
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -19,16 +20,22 @@ from relaygr_stream.messages import (
     HEADER_REPLY_PARTITION,
     ITEM_DTYPE,
     MAX_CORRELATION_BYTES,
+    Behaviours,
     PreInferSignal,
     RankingRequest,
     decode,
 )
 from relaygr_stream.models.tokens import Tokens
 from relaygr_stream.settings import Relay
+from relaygr_stream.trigger.log_ends import AgeBounds, LogEnd
 from relaygr_stream.worker.tasks import PreInferTask, RankTask
 
 #: Decimal digits of the largest partition number (int32).
 MAX_PARTITION_DIGITS: Final = 10
+#: A stated age that misses what the log's order allows by more than this is a clock that is off; NTP leaves that much.
+CLOCK_TOLERANCE_MS: Final = 100.0
+#: Times beyond this (some 146 million years) have differences that an int64 does not hold.
+MAX_TIME_MS: Final = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +50,17 @@ class Origin:
 class TooMuch(Exception):
     """A well-formed request beyond this worker's limits."""
 
+    def __init__(self, message: str, request_id: str, user_id: str) -> None:
+        super().__init__(message)
+        self.request_id = request_id
+        self.user_id = user_id
+
 
 class Intake:
-    """Decodes records; times become seconds of the monotonic clock."""
+    """Decodes records; times become seconds of the monotonic clock.
+
+    clamped(): called for each request whose sender's clock cannot be right.
+    """
 
     def __init__(
         self,
@@ -53,13 +68,25 @@ class Intake:
         default_timeout_ms: float,
         reply_partitions: int,
         max_bytes: int,
-        clamped: Callable[[], None],
+        clamped: Callable[[], object],
     ) -> None:
         self._relay = relay
         self._default_timeout_ms = default_timeout_ms
         self._reply_partitions = reply_partitions
         self._max_bytes = max_bytes
         self._clamped = clamped
+        self._ages: defaultdict[tuple[str, int], AgeBounds] = defaultdict(AgeBounds)
+
+    def sample_ages(self, topic: str, ends: Mapping[int, LogEnd]) -> None:
+        """Where lanes of a topic ended just now: it bounds the age of records that are read from now on."""
+        for lane, end in ends.items():
+            self._ages[topic, lane].sample(end)
+
+    def lanes_lost(self, lanes: Iterable[int]) -> None:
+        """What is known of these lanes' ends is of no use any more."""
+        lost = set(lanes)
+        for key in [key for key in self._ages if key[1] in lost]:
+            del self._ages[key]
 
     def signal(self, record: Record) -> PreInferTask:
         """A pre-infer record as a task. Raises DecodeError."""
@@ -69,14 +96,14 @@ class Intake:
                 "invalid",
                 f"{len(signal.prefix)} prefix tokens, relay.max_prefix_tokens is {self._relay.max_prefix_tokens}",
             )
+        _check_times(signal.prefix, "prefix")
         now = time.monotonic()
-        age = self._age_ms(signal.admitted_ms)
+        age = self._age_ms(record, signal.admitted_ms, now)
         life = min(signal.life_ms, self._relay.life_window_ms) - age
         return PreInferTask(
             request_id=signal.request_id,
             user_id=signal.user_id,
             lane=record.lane,
-            offset=record.offset,
             tokens=Tokens.of(signal.prefix),
             due=now + max(0.0, (signal.rank_in_ms or signal.life_ms) - age) / 1e3,
             expires=now + life / 1e3,
@@ -84,11 +111,11 @@ class Intake:
 
     def route(self, record: Record) -> Origin:
         """Where to answer a ranking record, from its headers alone. Raises DecodeError."""
-        headers = dict(record.headers)
-        correlation = headers.get(HEADER_CORRELATION, b"")
+        headers: dict[str, bytes | None] = dict(record.headers)  # Kafka allows null for a header's value
+        correlation = headers.get(HEADER_CORRELATION) or b""
         if not 1 <= len(correlation) <= MAX_CORRELATION_BYTES:
             raise DecodeError("invalid", f"header {HEADER_CORRELATION} must be 1–{MAX_CORRELATION_BYTES} bytes")
-        text = headers.get(HEADER_REPLY_PARTITION, b"")
+        text = headers.get(HEADER_REPLY_PARTITION) or b""
         partition = int(text) if text.isdigit() and len(text) <= MAX_PARTITION_DIGITS else -1
         if not 0 <= partition < self._reply_partitions:
             raise DecodeError(
@@ -113,7 +140,10 @@ class Intake:
             ),
         ):
             if count > limit:
-                raise TooMuch(f"{count} {what}, this worker takes {limit} ({setting})")
+                message = f"{count} {what}, this worker takes {limit} ({setting})"
+                raise TooMuch(message, request.request_id, request.user_id)
+        _check_times(request.prefix, "prefix")
+        _check_times(request.suffix, "suffix")
         now = time.monotonic()
         timeout = request.timeout_ms or self._default_timeout_ms
         prefix_times = request.prefix.times
@@ -126,19 +156,28 @@ class Intake:
             suffix=Tokens.of(request.suffix, previous_ms=last),
             candidates=np.frombuffer(request.candidates, ITEM_DTYPE).astype(np.int64),
             arrived=now,
-            deadline=now + (timeout - self._age_ms(request.sent_ms)) / 1e3,
+            deadline=now + (timeout - self._age_ms(record, request.sent_ms, now)) / 1e3,
             full=request.mode == "full",
             origin=origin,
         )
 
-    def _age_ms(self, sent_ms: int) -> float:
-        """Age by the sender's clock; a sender ahead of us is taken as "just now" and counted."""
-        if not sent_ms:
-            return 0.0
-        age = time.time() * 1e3 - sent_ms
-        if age < 0:
-            # Two clocks that agree still differ by their rounding to milliseconds.
-            if age < -1.0:
-                self._clamped()
-            return 0.0
+    def _age_ms(self, record: Record, sent_ms: int, now: float) -> float:
+        """Age by the sender's clock, if the log's order allows it; else the least age that it allows.
+
+        A clock that is off must not expire requests: what we know of such a one is that it is no older than that.
+        """
+        bounds = self._ages[record.topic, record.lane]
+        stated = time.time() * 1e3 - sent_ms if sent_ms else 0.0
+        age = bounds.clamp(stated, record.offset, now)
+        if sent_ms and abs(age - stated) > CLOCK_TOLERANCE_MS:
+            self._clamped()
+            return bounds.clamp(0.0, record.offset, now)
         return age
+
+
+def _check_times(behaviours: Behaviours, what: str) -> None:
+    """Times never go back, so the first and the last bound them all."""
+    for raw in (behaviours.times[:8], behaviours.times[-8:]):
+        at = int.from_bytes(raw, "little", signed=True)
+        if abs(at) > MAX_TIME_MS:
+            raise DecodeError("invalid", f"the {what} has a behaviour at {at} ms; times are Unix milliseconds")

@@ -48,7 +48,7 @@ class WorkerMetrics:
             "relaygr_audit_deviation_max", "Largest relative deviation of relayed from full scores"
         )
         self.dead_letters = counter("relaygr_dead_letters", "Messages that could not be read, by reason", "reason")
-        self.clock_clamped = counter("relaygr_clock_clamped", "Requests whose sender's clock was ahead of ours")
+        self.clock_clamped = counter("relaygr_clock_clamped", "Requests whose sender's clock cannot be right")
         self.reply_failures = counter("relaygr_reply_failures", "Answers that could not be produced at once")
         self.device_stall_seconds = gauge("relaygr_device_stall_seconds", "Time since the device thread last moved")
         self.model_info = gauge(

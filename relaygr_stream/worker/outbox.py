@@ -7,7 +7,7 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine
 from itertools import chain, repeat
-from typing import Final
+from typing import Any, Final
 
 import structlog
 
@@ -15,11 +15,12 @@ from relaygr_stream.bus.dead_letter import dead_letter_headers
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.records import Record
 from relaygr_stream.errors import BrokerError, DecodeError
-from relaygr_stream.messages import HEADER_CORRELATION, SCORE_DTYPE, ScoreReply, Status, Timings, encode
+from relaygr_stream.messages import HEADER_CORRELATION, SCORE_DTYPE, ScoreReply, Timings, encode
 from relaygr_stream.models.protocol import RankingModel
 from relaygr_stream.telemetry.limiter import LogLimiter
+from relaygr_stream.telemetry.logs import request_log_fields
 from relaygr_stream.topics import TopicSet
-from relaygr_stream.worker.intake import Origin
+from relaygr_stream.worker.intake import Origin, TooMuch
 from relaygr_stream.worker.metrics import WorkerMetrics
 from relaygr_stream.worker.tasks import Answer
 
@@ -31,9 +32,10 @@ RETRY_S: Final = (0.25, 0.5, 1.0, 2.0, 4.0)
 
 
 class Outbox:
-    """Produces answers on `scores` and dead letters, and marks records done."""
+    """Produces answers on `scores` and dead letters, and marks records done.
 
-    done: Callable[[Record], None]
+    failed: never completes unless the outbox cannot go on; then it raises why.
+    """
 
     def __init__(
         self,
@@ -43,6 +45,7 @@ class Outbox:
         metrics: WorkerMetrics,
         worker: str,
         model: RankingModel,
+        done: Callable[[Record], None],
     ) -> None:
         self._topics = topics
         self._scores = scores
@@ -50,8 +53,12 @@ class Outbox:
         self._metrics = metrics
         self._worker = worker
         self._model = model
+        self._done = done
         self._under_way: set[asyncio.Task[None]] = set()
+        self._closed = False
         self._limiter = LogLimiter()
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.failed.add_done_callback(lambda failed: failed.cancelled() or failed.exception())  # may go unwatched
 
     def answer(self, answer: Answer) -> None:
         """Send what the device has to say to a ranking."""
@@ -76,48 +83,69 @@ class Outbox:
         write = log.debug if answer.status == "ok" else self._limiter.limited(log.warning, answer.status)
         write(
             "answered",
-            request_id=task.request_id,
-            user_id=task.user_id,
-            lane=task.lane,
-            outcome=outcome or answer.status,
+            **request_log_fields(task.request_id, task.user_id, task.lane, outcome or answer.status),
             detail=answer.detail,
         )
         assert isinstance(task.origin, Origin)
         self._spawn(self._send(task.origin, reply))
 
-    def refuse(self, origin: Origin, status: Status, detail: str, *, done: bool = True) -> None:
-        """Answer a request that never became a task; done=False leaves its record to its dead letter."""
-        self._metrics.answers.labels(status, "none").inc()
-        self._limiter.limited(log.warning, status)("refused", lane=origin.record.lane, outcome=status, detail=detail)
-        reply = ScoreReply(
-            request_id="", status=status, detail=detail, model_version=self._model.version, worker=self._worker
+    def refuse(self, origin: Origin, cause: TooMuch) -> None:
+        """Answer a well-formed request that is more than this worker takes; its record is done with that."""
+        self._limiter.limited(log.warning, "rejected")(
+            "refused",
+            **request_log_fields(cause.request_id, cause.user_id, origin.record.lane, "rejected"),
+            detail=str(cause),
         )
-        self._spawn(self._send(origin, reply, done=done))
+        self._reject(origin, cause.request_id, str(cause), done=True)
 
     def dead_letter(self, record: Record, error: DecodeError, origin: Origin | None) -> None:
         """Put a record that cannot be read where an operator finds it; its sender, if it can be told, is told."""
         self._metrics.dead_letters.labels(error.reason).inc()
         self._limiter.limited(log.warning, error.reason)(
             "dead letter",
+            **request_log_fields("", user_of(record), record.lane, "rejected"),
             topic=record.topic,
-            lane=record.lane,
             offset=record.offset,
-            outcome="rejected",
             detail=str(error),
         )
         if origin is not None:
-            self.refuse(origin, "rejected", str(error), done=False)
+            self._reject(origin, "", str(error), done=False)  # the dead letter finishes the record
         self._spawn(self._bury(record, error))
 
-    def cancel(self) -> None:
-        """Give up what is still under way; its records are not done, so another worker reads them again."""
+    async def flush(self, timeout_s: float) -> None:
+        """Wait until everything handed in so far has left, or the time is over."""
+        if self._under_way:
+            await asyncio.wait(set(self._under_way), timeout=timeout_s)
+
+    def close(self) -> None:
+        """Send nothing more, and give up what is under way; its records are not done, so they are read again."""
+        self._closed = True
         for task in self._under_way:
             task.cancel()
 
-    def _spawn(self, work: Coroutine[object, object, None]) -> None:
-        task = asyncio.ensure_future(work)
+    def _reject(self, origin: Origin, request_id: str, detail: str, *, done: bool) -> None:
+        self._metrics.answers.labels("rejected", "none").inc()
+        reply = ScoreReply(
+            request_id=request_id,
+            status="rejected",
+            detail=detail,
+            model_version=self._model.version,
+            worker=self._worker,
+        )
+        self._spawn(self._send(origin, reply, done=done))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        if self._closed:
+            work.close()
+            return
+        task = asyncio.get_running_loop().create_task(work)
         self._under_way.add(task)
-        task.add_done_callback(self._under_way.discard)
+        task.add_done_callback(self._sent)
+
+    def _sent(self, task: asyncio.Task[None]) -> None:
+        self._under_way.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None and not self.failed.done():
+            self.failed.set_exception(error)  # a defect: its record would hold up the lane's commits for ever
 
     async def _send(self, origin: Origin, reply: ScoreReply, *, done: bool = True) -> None:
         value = encode(reply)
@@ -130,10 +158,14 @@ class Outbox:
                 break
             except BrokerError as error:
                 self._metrics.reply_failures.inc()
-                self._limiter.limited(log.warning, "reply")("answer not delivered yet", error=str(error))
+                self._limiter.limited(log.warning, "reply")(
+                    "answer not delivered yet",
+                    **request_log_fields(reply.request_id, user_of(origin.record), origin.record.lane, reply.status),
+                    error=str(error),
+                )
                 await asyncio.sleep(pause)
         if done:
-            self.done(origin.record)
+            self._done(origin.record)
 
     async def _bury(self, record: Record, error: DecodeError) -> None:
         """Until it is acknowledged: the lane's committed offset waits for it, so nothing is skipped silently."""
@@ -148,6 +180,15 @@ class Outbox:
                 )
                 break
             except BrokerError as failure:
-                self._limiter.limited(log.error, "dead letter")("dead letter not delivered yet", error=str(failure))
+                self._limiter.limited(log.error, "dead letter")(
+                    "dead letter not delivered yet",
+                    **request_log_fields("", user_of(record), record.lane, "rejected"),
+                    error=str(failure),
+                )
                 await asyncio.sleep(next(pauses))
-        self.done(record)
+        self._done(record)
+
+
+def user_of(record: Record) -> str:
+    """The user id that a record's key states, for a log line."""
+    return (record.key or b"").decode("utf-8", errors="replace")

@@ -45,14 +45,18 @@ class PinTable:
         return None if first is None else first[0]
 
     def lane_bytes(self, lane: int) -> int:
-        """Bytes pinned by a lane's requests; an entry held by two of them counts twice, as in the trigger's ledger."""
+        """Bytes that a lane's pinned requests were admitted for.
+
+        As in the trigger's ledger: an entry held by two of them counts twice, and one that holds more tokens than
+        asked for counts as asked for. What is physically held is the cache's pinned_bytes.
+        """
         return self._lane_bytes.get(lane, 0)
 
-    def add(self, request_id: str, lane: int, entry: Entry, expires: float, nbytes: int = 0) -> None:
-        """Hold the entry for an admitted request; a request pins once. nbytes: it will need so much, if not less."""
+    def add(self, request_id: str, lane: int, entry: Entry, expires: float, nbytes: int) -> None:
+        """Hold the entry for an admitted request; a request pins once. nbytes: what it was admitted for."""
         assert request_id not in self._pins
         self._cache.pin(entry)
-        pin = Pin(request_id, entry, lane, max(nbytes, self._cache.entry_bytes(entry)))
+        pin = Pin(request_id, entry, lane, nbytes)
         self._pins[request_id] = pin
         self._lane_bytes[lane] += pin.nbytes
         self._ends.add(expires, pin)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, Literal, Self
 
@@ -19,59 +18,24 @@ from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.errors import BrokerError, DecodeError, Superseded
 from relaygr_stream.messages import LaneStatus, WorkerStatus, decode, encode
 from relaygr_stream.settings import Settings
+from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.topics import TopicSet
-from relaygr_stream.worker.budgets import LaneShares
+from relaygr_stream.worker.budgets import LaneShares, lane_budgets
 from relaygr_stream.worker.build import Inside
-from relaygr_stream.worker.core import RelayCore
 from relaygr_stream.worker.device import DeviceThread
+from relaygr_stream.worker.ending import end
 from relaygr_stream.worker.metrics import WorkerMetrics
+from relaygr_stream.worker.snapshot import Snapshot, snapshot
 
 log = structlog.get_logger(__name__)
+limited = LogLimiter().limited
 
 #: A hung device must not hold the status task for ever; it is silent meanwhile, and triggers stop admitting.
 SNAPSHOT_S: Final = 1.0
+#: A last word takes milliseconds; without a broker it has no listener, and stopping must not wait for one.
+ANNOUNCE_S: Final = 1.0
 
 State = Literal["starting", "serving", "draining", "stopped"]
-
-
-@dataclass
-class Snapshot:
-    """The core's numbers at one moment, taken on the device thread."""
-
-    lane_bytes: dict[int, int]
-    accounted: dict[int, int]
-    demand: dict[int, int]
-    counters: dict[str, float]
-    cache: dict[str, int]
-    hbm_used: int
-    dram_used: int
-    pinned_bytes: int
-    entries: int
-    pins: int
-    pins_expired: int
-    waiting: int
-    backlog: int
-    queue_ms: float
-
-
-def _snapshot(core: RelayCore, lanes: frozenset[int]) -> Snapshot:
-    cache = core.cache
-    return Snapshot(
-        lane_bytes={lane: core.pins.lane_bytes(lane) for lane in lanes},
-        accounted=dict(core.accounted),
-        demand=dict(core.demand),
-        counters={**core.counters.as_dict(), "audits": core.auditor.done, "audit_deviation": core.auditor.worst},
-        cache=cache.counters.as_dict(),
-        hbm_used=cache.hbm_used,
-        dram_used=cache.dram_used,
-        pinned_bytes=cache.pinned_bytes,
-        entries=cache.entries,
-        pins=len(core.pins),
-        pins_expired=core.pins.expired,
-        waiting=core.waiting,
-        backlog=core.background_depth,
-        queue_ms=core.take_queue_ms(),
-    )
 
 
 class StatusReporter:
@@ -82,7 +46,6 @@ class StatusReporter:
         settings: Settings,
         topics: TopicSet,
         name: str,
-        incarnation: int,
         host: str,
         inside: Inside,
         device: DeviceThread,
@@ -92,7 +55,8 @@ class StatusReporter:
         self._settings = settings
         self._topics = topics
         self._name = name
-        self._incarnation = incarnation
+        self._incarnation = 0  # until the statuses that were there before us are read
+        self._before_us = 0  # the latest incarnation among them
         self._host = host
         self._inside = inside
         self._device = device
@@ -110,6 +74,10 @@ class StatusReporter:
 
     async def __aenter__(self) -> Self:
         await self._tail.start()
+        self._tail.failed.add_done_callback(self._tail_ended)
+        # Beyond every incarnation of our name so far: by the clock alone, one that had run on a host whose clock is
+        # ahead would keep its successor from starting.
+        self._incarnation = max(time.time_ns(), self._before_us + 1)
         self._task = asyncio.create_task(self._run(), name="worker-status")
         return self
 
@@ -119,7 +87,7 @@ class StatusReporter:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        await self._tail.stop()
+        await end("the tail of worker-status", self._tail.stop, ANNOUNCE_S)
         if self.failed.done() and not self.failed.cancelled():
             self.failed.exception()  # looked at: the caller has raised it
 
@@ -129,12 +97,13 @@ class StatusReporter:
         self._state = "serving"
 
     async def announce(self, state: State) -> None:
-        """Say at once that the worker changes its state."""
+        """Say at once that the worker changes its state; not for longer than ANNOUNCE_S."""
         self._state = state
         try:
-            await self._publish()
+            async with asyncio.timeout(ANNOUNCE_S):
+                await self._publish()
         except (BrokerError, TimeoutError) as error:
-            log.warning("status not published", state=state, error=str(error))
+            log.warning("status not published", state=state, error=str(error) or type(error).__name__)
 
     async def _run(self) -> None:
         """Publish for ever. A broker that is away only makes us silent; anything else is a defect and ends us."""
@@ -144,33 +113,38 @@ class StatusReporter:
                 try:
                     await self._publish()
                 except (BrokerError, TimeoutError) as error:
-                    log.warning("status not published", error=str(error) or type(error).__name__)
+                    limited(log.warning, "silent")(
+                        "status not published", state=self._state, error=str(error) or type(error).__name__
+                    )
                 await asyncio.sleep(pause)
         except Exception as error:
             if not self.failed.done():
                 self.failed.set_exception(error)
 
     async def _publish(self) -> None:
-        lanes = self._consumer.lanes if self._consumer else frozenset[int]()
-        snapshot: list[Snapshot] = []
+        # Positions first: what was read up to them was handed to the device thread before the question below, so all
+        # of it is in the books that the answer tells of. Positions asked for afterwards would claim more than that.
+        lanes, topic = (self._consumer.lanes if self._consumer else ()), self._topics.pre_infer.name
+        positions = {lane: self._consumer.position(topic, lane) for lane in lanes} if self._consumer else {}
+        taken: list[Snapshot] = []
         self._metrics.device_stall_seconds.set(self._device.stalled_for)
-        await asyncio.wait_for(self._device.ask(lambda core, _: snapshot.append(_snapshot(core, lanes))), SNAPSHOT_S)
-        self._export(snapshot[0], len(lanes))
-        status = self._status(snapshot[0], lanes)
+        ask = self._device.ask(lambda core, now: taken.append(snapshot(core, positions, now)))
+        await asyncio.wait_for(ask, SNAPSHOT_S)
+        self._export(taken[0], len(positions))
+        status = self._status(taken[0], positions)
         await self._producer.send_and_wait(self._topics.worker_status.name, encode(status), key=self._name.encode())
 
-    def _status(self, now: Snapshot, lanes: frozenset[int]) -> WorkerStatus:
+    def _status(self, now: Snapshot, positions: dict[int, int]) -> WorkerStatus:
         worker, inside = self._settings.worker, self._inside
         seconds = max(1e-3, time.monotonic() - self._shared_at)
         self._shared_at = time.monotonic()
-        shares = self._shares.update(lanes, now.demand, seconds)
-        ranking_ms = now.counters["ranking_ms"] + now.counters["full_ms"]
+        shares = self._shares.update(positions, now.demand, seconds)
+        ranking_ms = now.totals["ranking_ms"] + now.totals["full_ms"]
         busy = min(1.0, (ranking_ms - self._last_ranking_ms) / (seconds * 1e3))
         self._last_ranking_ms = ranking_ms
         self._ranking_share += min(1.0, seconds) * (busy - self._ranking_share)  # averaged over about a second
         free_ms = 1e3 * max(0.0, min(worker.pre_infer_share, 1.0 - self._ranking_share))
-        pinned_share = worker.pinned_share * worker.hbm_bytes
-        assert self._consumer is not None or not lanes
+        budgets = lane_budgets(int(worker.pinned_share * worker.hbm_bytes), shares, now.lane_bytes)
         return WorkerStatus(
             name=self._name,
             incarnation=self._incarnation,
@@ -181,12 +155,12 @@ class StatusReporter:
             lanes=tuple(
                 LaneStatus(
                     lane=lane,
-                    budget_bytes=int(pinned_share * shares[lane]),
+                    budget_bytes=budgets[lane],
                     pinned_bytes=now.lane_bytes[lane],
-                    pre_infer_offset=self._accounted(lane, now),
+                    pre_infer_offset=position,
                     device_ms_per_s=free_ms * shares[lane],
                 )
-                for lane in sorted(lanes)
+                for lane, position in sorted(positions.items())
             ),
             costs=inside.engine.costs.model(),
             bytes_per_token=inside.bytes_per_token,
@@ -199,18 +173,12 @@ class StatusReporter:
             hbm_bytes=worker.hbm_bytes,
             dram_used_bytes=now.dram_used,
             dram_bytes=worker.dram_bytes,
-            counters={**now.counters, **{f"cache_{name}": float(total) for name, total in now.cache.items()}},
+            counters={**now.totals, **{f"cache_{name}": float(total) for name, total in now.cache.items()}},
         )
-
-    def _accounted(self, lane: int, now: Snapshot) -> int:
-        """All signals below this offset are in the books. Before the first one of a lane, that is where we read."""
-        if lane in now.accounted or self._consumer is None:
-            return now.accounted.get(lane, 0)
-        return self._consumer.position(self._topics.pre_infer.name, lane)
 
     def _export(self, now: Snapshot, lanes: int) -> None:
         metrics = self._metrics
-        for name, total in now.counters.items():
+        for name, total in now.totals.items():
             if name.startswith("signal_"):
                 metrics.advance(metrics.signals, name.removeprefix("signal_"), total)
             elif name.endswith("_ms"):
@@ -243,10 +211,25 @@ class StatusReporter:
                 other = decode(WorkerStatus, record.value)
             except DecodeError:
                 continue  # not ours to judge; triggers count it
-            if other.incarnation > self._incarnation and not self.failed.done():
+            if not self._incarnation:
+                self._before_us = max(self._before_us, other.incarnation)
+            elif is_later(other, self._incarnation, self._host, os.getpid()) and not self.failed.done():
                 self.failed.set_exception(
                     Superseded(
                         f"another worker named {self._name!r} started later: host {other.host}, pid {other.pid}; "
                         f"this one ends. Give each worker its own worker.name"
                     )
                 )
+
+    def _tail_ended(self, tail: asyncio.Future[None]) -> None:
+        """Without it we would not notice that we are superseded."""
+        if not tail.cancelled() and (error := tail.exception()) is not None and not self.failed.done():
+            self.failed.set_exception(error)
+
+
+def is_later(other: WorkerStatus, incarnation: int, host: str, pid: int) -> bool:
+    """Whether a worker of our name started after us.
+
+    Two that started at once, from the same statuses, may have one incarnation: then host and pid decide.
+    """
+    return (other.incarnation, other.host, other.pid) > (incarnation, host, pid)

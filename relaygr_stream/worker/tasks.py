@@ -24,7 +24,6 @@ class PreInferTask:
     request_id: str
     user_id: str
     lane: int
-    offset: int  # in the pre-infer lane, to say how far the books go
     tokens: Tokens
     due: float  # when its ranking is expected
     expires: float  # end of the life window
@@ -51,7 +50,6 @@ class RankTask:
     started: float = 0.0  # when the device first worked for it
     device_ms: float = 0.0
     computed_tokens: int = 0
-    admitted: bool = False  # counted as waiting
     answered: bool = False
 
 
@@ -62,9 +60,10 @@ class Flight:
     region: KVRegion
     tokens: Tokens
     due: float
-    entry: Entry | None = None  # None: into scratch, for one full inference or an audit
+    entry: Entry | None = None  # None: into scratch, for one full inference
     waiters: list[RankTask] = field(default_factory=list)
-    over: bool = False  # finished or aborted; queues drop it when they meet it
+    over: bool = False  # finished, failed or cut short; queues drop it when they meet it
+    error: str | None = None  # what it failed with
 
 
 @dataclass(slots=True, eq=False)
@@ -73,7 +72,8 @@ class Audit:
 
     task: RankTask
     relayed: npt.NDArray[np.float32]
-    flight: Flight | None = None
+    region: KVRegion | None = None  # the scratch region, while it is under way
+    ms: float = 0.0  # device time of this attempt
 
 
 @dataclass(slots=True)

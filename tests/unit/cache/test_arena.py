@@ -71,10 +71,14 @@ class ArenaAgainstModel(RuleBasedStateMachine):
             self.arena.free(extent)
 
     @precondition(lambda self: self.held)
-    @rule(data=st.data(), nbytes=st.integers(1, UNITS * UNIT))
-    def resize(self, data: st.DataObject, nbytes: int) -> None:
+    @rule(data=st.data(), change=st.integers(-3 * UNIT, 3 * UNIT), evictable=st.booleans())
+    def resize(self, data: st.DataObject, change: int, evictable: bool) -> None:
         name = self.pick(data)
-        extent, size = self.held[name], -(-nbytes // UNIT) * UNIT
+        extent = self.held[name]
+        self.arena.set_evictable(extent, evictable)
+        (self.evictable.add if evictable else self.evictable.discard)(name)
+        nbytes = max(1, extent.size + change)
+        size = -(-nbytes // UNIT) * UNIT
         if size < extent.size:
             with pytest.raises(ValueError, match="shrink"):
                 self.arena.grow(extent, nbytes)

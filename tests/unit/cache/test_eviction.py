@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from relaygr_stream.cache.arena import Arena, Extent
 from relaygr_stream.cache.eviction import (
+    LOOKED_AT,
     MIN_REMEMBERED,
     SEEDS,
     CostAwarePolicy,
@@ -214,3 +215,35 @@ def test_evictor_and_arena_agree_on_what_may_go() -> None:
     with pytest.raises(ValueError, match="not held"):
         evictor.add("a", second, 1.0)
     arena.check_integrity()
+
+
+def place(evictor: Evictor[int], arena: Arena, entries: int, cost_ms: float) -> list[int]:
+    """Neighbouring entries of 8 bytes between two that must stay."""
+    first = len(arena)
+    for key in range(first, first + entries):
+        extent = arena.allocate(8)
+        assert extent is not None
+        evictor.add(key, extent, cost_ms)
+    assert arena.allocate(8) is not None
+    return list(range(first, first + entries))
+
+
+def test_the_only_place_with_room_is_found_however_dear_it_is() -> None:
+    arena = Arena(8 * (4 * LOOKED_AT + 3), 8)
+    evictor: Evictor[int] = Evictor(arena)
+    for _ in range(2 * LOOKED_AT):
+        place(evictor, arena, 1, cost_ms=1.0)
+    dear = place(evictor, arena, 2, cost_ms=1e6)
+    assert evictor.choose(16) == dear
+    assert evictor.choose(24) is None
+
+
+def test_cheap_places_with_room_are_found_among_cheap_ones_without_and_dear_tight_ones() -> None:
+    arena = Arena(8 * (9 * SEEDS + 7), 8)
+    evictor: Evictor[int] = Evictor(arena)
+    for _ in range(3 * SEEDS // 2):
+        place(evictor, arena, 1, cost_ms=1.0)
+        place(evictor, arena, 3, cost_ms=1000.0)
+    cheap = place(evictor, arena, 6, cost_ms=10.0)
+    victims = evictor.choose(24)
+    assert victims is not None and set(victims) < set(cheap)

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
+import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from tests.unit.worker.worlds import MAX_TOKENS, World
+from tests.unit.worker.worlds import GRANULE_BYTES, MAX_TOKENS, World, Wrapped
 
-USERS = st.integers(0, 5)
+USERS = st.integers(0, 3)
 LENGTHS = st.integers(1, MAX_TOKENS)
 
 
 class CoreMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.world = World(hbm=10, dram=9, audit_share=0.2)
+        self.world = World(hbm=10, dram=9, audit_share=0.2, wrap=Wrapped)
+        self.answerable = 0
         self.sent = 0
         self.signalled: list[tuple[str, int, int, int]] = []
 
-    @rule(user=USERS, length=LENGTHS, version=st.integers(0, 1), life=st.floats(0.05, 3))
+    @rule(user=USERS, length=LENGTHS, version=st.sampled_from([0, 0, 0, 1]), life=st.floats(0.05, 1))
     def signal(self, user: int, length: int, version: int, life: float) -> None:
         self.sent += 1
         request = f"r{self.sent}"
@@ -32,12 +32,14 @@ class CoreMachine(RuleBasedStateMachine):
     def rank_signalled(self, data: st.DataObject, timeout: float) -> None:
         if self.signalled:
             at = data.draw(st.integers(0, len(self.signalled) - 1))
-            request, user, length, version = self.signalled.pop(at)
+            request, user, length, version = self.signalled[at]  # which leaves it there for a duplicate
+            self.answerable += 1
             self.world.rank(request, user, length, version=version, timeout=timeout)
 
     @rule(user=USERS, length=st.integers(0, MAX_TOKENS), full=st.booleans(), suffix=st.integers(0, 4))
     def rank_unannounced(self, user: int, length: int, full: bool, suffix: int) -> None:
         self.sent += 1
+        self.answerable += 1
         self.world.rank(f"r{self.sent}", user, length, full=full, suffix=suffix)
 
     @rule(steps=st.integers(1, 12))
@@ -47,7 +49,15 @@ class CoreMachine(RuleBasedStateMachine):
 
     @rule(seconds=st.floats(0.01, 1.0))
     def time_passes(self, seconds: float) -> None:
+        self.world.settle()
         self.world.now += seconds
+
+    @rule(extend=st.sampled_from([0, 0, 1, 2]), score=st.sampled_from([0, 0, 1, 2]), memory=st.booleans())
+    def device_fails(self, extend: int, score: int, memory: bool) -> None:
+        model = self.world.model
+        assert isinstance(model, Wrapped)
+        model.fail_extend, model.fail_score = extend, score
+        model.error = torch.OutOfMemoryError("none left") if memory else RuntimeError("on fire")
 
     @rule(lane=st.integers(0, 3))
     def lose_a_lane(self, lane: int) -> None:
@@ -56,24 +66,26 @@ class CoreMachine(RuleBasedStateMachine):
     @invariant()
     def books_hold(self) -> None:
         world = self.world
-        world.cache.check_integrity()
-        repeated = [request for request, n in Counter(a.task.request_id for a in world.answers).items() if n > 1]
-        assert not repeated
+        world.core.check_integrity()
+        assert len({answer.task for answer in world.answers}) == len(world.answers)
+        assert world.cache.hbm_used <= 10 * GRANULE_BYTES
+        assert world.cache.dram_used <= 9 * GRANULE_BYTES
 
     def teardown(self) -> None:
         world = self.world
         world.settle()
         world.check_scores()
         assert world.core.idle
+        assert len(world.answers) == self.answerable
         world.now += 10.0
         world.settle()
         assert world.cache.pinned_bytes == 0, "pins outlived their life windows"
-        world.cache.check_integrity()
+        world.core.check_integrity()
         assert all(deviation <= 1e-5 for _, deviation in world.audits)
         world.close()
 
 
 TestCore = CoreMachine.TestCase
 TestCore.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=40, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
 )

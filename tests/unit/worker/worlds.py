@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -21,6 +23,7 @@ from relaygr_stream.settings import Model, Relay
 from relaygr_stream.worker.audit import Auditor
 from relaygr_stream.worker.core import Limits, RelayCore
 from relaygr_stream.worker.engine import Engine
+from relaygr_stream.worker.rankings import NO_TOKENS
 from relaygr_stream.worker.tasks import Answer, PreInferTask, RankTask
 
 CPU = torch.device("cpu")
@@ -31,8 +34,13 @@ MAX_TOKENS = 192  # three granules
 LIMITS = Limits(pinned_bytes=6 * GRANULE_BYTES, max_ranking_delay_ms=0.2, batch=4, queue_limit=64)
 
 
-def toy_model(device: torch.device = CPU) -> RankingModel:
-    return load_model(TOY, Relay(), device=device, dtype=torch.float32)
+#: Its first tokens see the whole history: nothing of it can be reused for a longer one.
+CONTEXTUAL = msgspec.structs.replace(TOY, contextual_seq_len=2)
+
+
+def toy_model(device: torch.device = CPU, model: Model = TOY) -> RankingModel:
+    relay = Relay(max_suffix_tokens=0 if model.contextual_seq_len else 16)
+    return load_model(model, relay, device=device, dtype=torch.float32)
 
 
 def history(user: int, length: int, version: int = 0) -> Tokens:
@@ -48,12 +56,41 @@ def full_scores(
     model: RankingModel, task: RankTask, suffix: Tokens
 ) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
     """The truth: everything inferred at once, in memory of its own."""
-    n = len(task.tokens)
+    tokens = task.tokens
+    if not model.incremental:
+        tokens, suffix = Tokens(np.concatenate([tokens.array, suffix.array], axis=1)), NO_TOKENS
+    n = len(tokens)
     region = KVRegion(model.layout, torch.zeros(max(n, 1) * model.layout.elements_per_token), max(n, 1))
     with torch.inference_mode():
         if n:
-            model.extend(region, task.tokens)
+            model.extend(region, tokens)
         return model.score([ScoreInput(region, suffix, task.candidates)])[0].numpy()
+
+
+class Wrapped:
+    """A model that fails when told to."""
+
+    def __init__(self, model: RankingModel) -> None:
+        self.model = model
+        self.fail_extend = 0
+        self.fail_score = 0
+        self.error: Exception = RuntimeError("the device is on fire")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def extend(self, kv: KVRegion, tokens: Tokens) -> None:
+        if self.fail_extend:
+            self.fail_extend -= 1
+            kv.length += 1  # it failed half-way
+            raise self.error
+        self.model.extend(kv, tokens)
+
+    def score(self, batch: Sequence[ScoreInput]) -> list[torch.Tensor]:
+        if self.fail_score:
+            self.fail_score -= 1
+            raise self.error
+        return self.model.score(batch)
 
 
 @dataclass
@@ -65,17 +102,17 @@ class World:
     audit_share: float = 0.0
     limits: Limits = LIMITS
     device: torch.device = CPU
+    kind: Model = TOY
     wrap: Callable[[RankingModel], RankingModel] = lambda model: model
     now: float = 100.0
     answers: list[Answer] = field(default_factory=list)
     audits: list[tuple[RankTask, float]] = field(default_factory=list)
-    suffixes: dict[str, Tokens] = field(default_factory=dict)
-    offset: int = 0
+    suffixes: dict[RankTask, Tokens] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.truth = toy_model()
+        self.truth = toy_model(model=self.kind)
         on_cpu = self.device.type == "cpu"
-        self.model = self.wrap(self.truth if on_cpu else toy_model(self.device))
+        self.model = self.wrap(self.truth if on_cpu else toy_model(self.device, self.kind))
         engine = Engine(self.model, self.device)
         dram = TierMemory(self.dram * GRANULE_BYTES, CPU, pinned=not on_cpu) if self.dram else None
         self.cache = PrefixCache(
@@ -84,16 +121,15 @@ class World:
             dram,
             CopyEngine(self.device),
             engine.costs_of_prefix,
+            scratch_tokens=MAX_TOKENS,
             incremental=self.model.incremental,
         )
-        self.cache.reserve_scratch(MAX_TOKENS)
         auditor = Auditor(self.audit_share, lambda task, deviation, ms: self.audits.append((task, deviation)), seed=1)
         self.core = RelayCore(engine, self.cache, self.limits, auditor, self.answers.append)
 
     def signal(self, request: str, user: int, length: int, *, version: int = 0, life: float = 2.0) -> None:
-        self.offset += 1
         tokens = history(user, length, version)
-        task = PreInferTask(request, f"u{user}", user % 4, self.offset, tokens, self.now + 0.1, self.now + life)
+        task = PreInferTask(request, f"u{user}", user % 4, tokens, self.now + 0.1, self.now + life)
         self.core.signal(task, self.now)
 
     def rank(
@@ -121,7 +157,7 @@ class World:
             deadline=self.now + timeout,
             full=full,
         )
-        self.suffixes[request] = after
+        self.suffixes[task] = after
         self.core.rank(task, self.now)
         return task
 
@@ -150,7 +186,7 @@ class World:
         for answer in self.answers:
             if answer.status == "ok":
                 assert answer.scores is not None
-                truth = full_scores(self.truth, answer.task, self.suffixes[answer.task.request_id])
+                truth = full_scores(self.truth, answer.task, self.suffixes[answer.task])
                 deviation = relative_deviation(answer.scores, truth)
                 assert deviation <= tolerance, (deviation, answer, truth)
 

@@ -1,0 +1,167 @@
+"""Which entries there are, and the memory they hold: found by user, given room, freed. Below the life cycle.
+
+An entry that its user's newer one replaced is retired: out of sight, and freed once nobody holds it. Knows nothing of
+copies between the tiers, except that what is being copied is not freed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain
+
+from relaygr_stream.cache.arena import Extent
+from relaygr_stream.cache.counters import CacheCounters
+from relaygr_stream.cache.entry import Entry
+from relaygr_stream.cache.memory import TierMemory
+from relaygr_stream.cache.tiers import DramTier, HbmTier
+from relaygr_stream.errors import CacheCorruption
+from relaygr_stream.models.kv import KVLayout, KVRegion
+from relaygr_stream.models.tokens import Tokens
+
+#: Predicted costs are fitted and may come out as nothing; an entry is never worth nothing.
+MIN_COST_MS = 1e-3
+
+
+class Holdings:
+    """The entries of both tiers. predict_ms(n): what recomputing n tokens takes, which an eviction puts at stake."""
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        hbm: TierMemory,
+        dram: TierMemory | None,
+        predict_ms: Callable[[int], float],
+        counters: CacheCounters,
+    ) -> None:
+        self._predict_ms = predict_ms
+        self._counters = counters
+        self._entries: dict[str, Entry] = {}
+        self._retired: set[Entry] = set()
+        self.hbm = HbmTier(layout, hbm, self._cost_ms, last_tier=dram is None)
+        self.dram = None if dram is None else DramTier(dram, self._cost_ms)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, user_id: str) -> Entry | None:
+        """The user's entry."""
+        return self._entries.get(user_id)
+
+    def add(self, place: tuple[Extent, KVRegion], user_id: str, tokens: Tokens) -> Entry:
+        """A new entry of the user in this memory, to be computed; the one before is retired."""
+        old = self._entries.get(user_id)
+        if old is not None:
+            self.retire(old)
+        entry = Entry(user_id, tokens)
+        entry.extent, entry.region = place
+        entry.computing = True
+        self._entries[user_id] = entry
+        self.note(entry)
+        return entry
+
+    def note(self, entry: Entry) -> None:
+        """The entry has changed: bring the books of both tiers up to it."""
+        self.hbm.note(entry)
+        if self.dram is not None:
+            self.dram.note(entry)
+
+    def retire(self, entry: Entry) -> None:
+        """Take the entry out of sight; its memory goes back once nobody holds it."""
+        if self._entries.get(entry.user_id) is entry:
+            del self._entries[entry.user_id]
+        entry.retired = True
+        self._retired.add(entry)
+        self.note(entry)
+        self.free_if_retired(entry)
+
+    def free_if_retired(self, entry: Entry) -> None:
+        """Somebody let go of the entry: it may be its time."""
+        if not entry.retired or entry.held or entry.spill:
+            return
+        if entry.extent is not None:
+            self._release_hbm(entry)
+        if entry.stored is not None:
+            self.release_dram(entry)
+        self._retired.discard(entry)
+
+    def room(self, capacity: int) -> tuple[Extent, KVRegion] | None:
+        """HBM for so many tokens, after eviction if need be."""
+        place = self.hbm.allocate(capacity)
+        if place is None:
+            for entry in self.hbm.victims(capacity):
+                self._evict(entry)
+            place = self.hbm.allocate(capacity)
+        if place is None:
+            self._counters.no_room += 1
+        return place
+
+    def dram_room(self, nbytes: int) -> Extent | None:
+        """So much DRAM, after forgetting other copies if need be."""
+        assert self.dram is not None
+        extent = self.dram.allocate(nbytes)
+        if extent is None:
+            for entry in self.dram.victims(nbytes):
+                self._forget(entry)
+            extent = self.dram.allocate(nbytes)
+        return extent
+
+    def release_dram(self, entry: Entry) -> None:
+        """Free the entry's DRAM copy."""
+        assert self.dram is not None and entry.stored is not None
+        copy, entry.stored = entry.stored, None
+        self.note(entry)
+        self.dram.free(copy.extent)
+
+    def hand_over_copy(self, old: Entry, new: Entry) -> None:
+        """The DRAM copy of a sequence is one of the beginning of a longer sequence too."""
+        if old.stored is not None and old.spill is None:
+            new.stored, old.stored = old.stored, None
+            self.note(old)
+            self.note(new)
+
+    def pins(self) -> dict[Entry, int]:
+        """The entries that are pinned, and how often."""
+        return {entry: entry.pins for entry in chain(self._entries.values(), self._retired) if entry.pins}
+
+    def check_integrity(self, scratch_bytes: int) -> None:
+        """Raise CacheCorruption where books and memory disagree."""
+        everyone = list(chain(self._entries.values(), self._retired))
+        self.hbm.check_integrity(everyone, scratch_bytes)
+        if self.dram is not None:
+            self.dram.check_integrity(everyone)
+        for entry in everyone:
+            who = f"the entry of {entry.user_id!r}"
+            if (entry.extent is None) != (entry.region is None):
+                raise CacheCorruption(f"{who} has a region without memory or the reverse")
+            if entry.retired != (entry in self._retired) or (entry.retired and not (entry.held or entry.spill)):
+                raise CacheCorruption(f"{who} was retired and is not freed, though nobody holds it")
+            if not entry.retired and (entry.failed or (entry.region is None and entry.stored is None)):
+                raise CacheCorruption(f"{who} can be found and has no contents")
+
+    def _evict(self, entry: Entry) -> None:
+        """idle → in DRAM (if a copy is there) or absent."""
+        if entry.clean:
+            self._counters.evicted_clean += 1
+        else:
+            self._counters.evicted_lost += 1
+        self._release_hbm(entry)
+        if entry.stored is None:
+            del self._entries[entry.user_id]
+        elif entry.stored.length < len(entry.tokens):
+            entry.tokens = entry.tokens.slice(0, entry.stored.length)  # the copy is of the sequence before it grew
+
+    def _forget(self, entry: Entry) -> None:
+        """Drop the DRAM copy; with it the entry, unless it is in HBM."""
+        self._counters.forgotten += 1
+        self.release_dram(entry)
+        if entry.region is None:
+            del self._entries[entry.user_id]
+
+    def _release_hbm(self, entry: Entry) -> None:
+        assert entry.extent is not None
+        extent, entry.extent, entry.region = entry.extent, None, None
+        self.note(entry)
+        self.hbm.free(extent)
+
+    def _cost_ms(self, entry: Entry) -> float:
+        return max(MIN_COST_MS, self._predict_ms(len(entry.tokens)))

@@ -1,0 +1,26 @@
+"""Ends connections within bounded time, whatever the brokers do."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import structlog
+
+log = structlog.get_logger(__name__)
+
+
+async def end(what: str, stop: Callable[[], Coroutine[Any, Any, None]], within_s: float) -> None:
+    """Await stop(), but not for longer than within_s, and never fail: what cannot be ended ends with the process.
+
+    As a task of its own, because aiokafka's stop() lets the cancellation of its own inner tasks escape to the caller
+    (seen when a broker is away, in aiokafka 0.14).
+    """
+    task = asyncio.create_task(stop(), name=f"end {what}")
+    await asyncio.wait({task}, timeout=within_s)
+    if not task.done():
+        task.cancel()
+        log.warning("does not end, and is left behind", what=what, after_s=within_s)
+    elif not task.cancelled() and (error := task.exception()) is not None:
+        log.warning("did not end in order", what=what, error=f"{type(error).__name__}: {error}")

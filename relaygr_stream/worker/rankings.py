@@ -1,0 +1,262 @@
+"""What becomes of a ranking request, up to its one answer.
+
+    find ─► HBM: score | computing: join | DRAM: load | shorter: extend, join | nothing: infer in full, join
+
+Full inference goes into the cache where it may stay, else into the scratch region.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from relaygr_stream.cache.entry import Coverage, Entry
+from relaygr_stream.cache.prefix_cache import PrefixCache
+from relaygr_stream.messages import Outcome, Status
+from relaygr_stream.models.kv import KVRegion
+from relaygr_stream.models.protocol import ScoreInput
+from relaygr_stream.models.tokens import Tokens
+from relaygr_stream.worker.agenda import Agenda
+from relaygr_stream.worker.audit import Auditor
+from relaygr_stream.worker.engine import Engine, describe
+from relaygr_stream.worker.flights import Flights
+from relaygr_stream.worker.parked import Parked
+from relaygr_stream.worker.queue import WorkQueue
+from relaygr_stream.worker.tasks import Answer, Flight, RankTask
+
+NO_TOKENS = Tokens(np.zeros((3, 0), np.int64))
+
+
+class Rankings:
+    """Ranking requests that wait for an answer. done(answer): called once for each, after it let go of everything."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        cache: PrefixCache,
+        queue: WorkQueue,
+        flights: Flights,
+        parked: Parked,
+        auditor: Auditor,
+        limit: int,
+        done: Callable[[Answer], None],
+    ) -> None:
+        self._engine = engine
+        self._cache = cache
+        self._queue = queue
+        self._flights = flights
+        self._parked = parked
+        self._auditor = auditor
+        self._limit = limit
+        self._done = done
+        self._waiting: dict[RankTask, None] = {}  # in the order they came
+        self._deadlines: Agenda[RankTask] = Agenda(lambda task: task.answered)
+        self._starved: Agenda[RankTask] = Agenda(lambda task: task.answered)  # full inferences without memory
+        self._delays = (0.0, 0)  # seconds and number of delays until the device took a ranking
+        layout = engine.model.layout
+        self._empty = KVRegion(layout, torch.empty(0, dtype=layout.dtype, device=engine.device), 0)
+
+    def __len__(self) -> int:
+        """Rankings without an answer."""
+        return len(self._waiting)
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When the next one expires."""
+        first = self._deadlines.first()
+        return None if first is None else first[0]
+
+    def take(self, task: RankTask, now: float) -> None:
+        """A ranking request came; it gets exactly one answer."""
+        if task.deadline <= now:
+            self._answer(task, "deadline_exceeded", "the deadline passed before the worker read the request")
+        elif len(self._waiting) >= self._limit:
+            self._answer(task, "overloaded", f"{len(self._waiting)} rankings are waiting (worker.queue_limit)")
+        else:
+            self._waiting[task] = None
+            self._deadlines.add(task.deadline, task)
+            self._place(task)
+
+    def expire(self, now: float) -> None:
+        """Answer those whose deadline has passed."""
+        while (first := self._deadlines.first()) is not None and first[0] <= now:
+            waited = (now - first[1].arrived) * 1e3
+            self._answer(first[1], "deadline_exceeded", f"the deadline passed after {waited:.0f} ms on the worker")
+
+    def feed_starved(self) -> None:
+        """Full inferences that found no memory: the scratch region may be free now."""
+        while (first := self._starved.first()) is not None and self._scratch_free():
+            self._starved.pop()
+            self._full(first[1], in_cache=False)
+
+    def started(self, tasks: Iterable[RankTask], now: float) -> None:
+        """The device works for these from now on, if it did not before."""
+        for task in tasks:
+            if not task.started:
+                task.started = now
+                self._delays = (self._delays[0] + now - task.arrived, self._delays[1] + 1)
+
+    def landed(self, flight: Flight) -> None:
+        """The flight has ended: its waiters are scored, look again, or learn of its error."""
+        waiters, flight.waiters = flight.waiters, []
+        for task in waiters:
+            if flight.error is not None:
+                self._answer(task, "failed", flight.error)
+            elif flight.entry is None:
+                self._set_ready(task, flight.region, "full")
+            else:
+                self.again(task)
+
+    def again(self, task: RankTask) -> None:
+        """What the task waited for is over: look again."""
+        if task.answered:
+            return
+        held = task.entry
+        if held is not None and held.region is not None and held.ready and self._serves(held, task):
+            # Even if the user's entry is another by now: else two sequences of one user displace each other for ever.
+            self._set_ready(task, _first(held.region, len(task.tokens)), "hbm")
+        else:
+            self._let_go(task)
+            self._place(task)
+
+    def score(self, batch: list[RankTask], now: float) -> float:
+        """Score these, which are ready, and answer; returns the milliseconds it took."""
+        self.started(batch, now)
+        failed = ""
+        try:
+            scores, ms = self._engine.score([_score_input(task) for task in batch])
+        except Exception as error:  # a user's model or the device may raise anything; the requests must be answered
+            failed = describe(error)
+        if failed and len(batch) > 1:
+            return sum(self.score([task], now) for task in batch)  # one bad ranking must not take others along
+        if failed:
+            self._answer(batch[0], "failed", failed)
+            return 0.0
+        for task, rows in zip(batch, scores, strict=True):
+            task.device_ms += ms / len(batch)
+            self._auditor.consider(task, rows)
+            self._answer(task, "ok", scores=rows)
+        return ms
+
+    def take_queue_ms(self, now: float) -> float:
+        """Delay until the device takes a ranking: the mean since the last call, or the longest wait if that is more."""
+        total, number = self._delays
+        self._delays = (0.0, 0)
+        oldest = next((task for task in self._waiting if not task.started), None)
+        waited = 0.0 if oldest is None else now - oldest.arrived
+        return max(total / number if number else 0.0, waited) * 1e3
+
+    def holds(self) -> Counter[Entry]:
+        """How often each entry is pinned from here."""
+        return Counter(task.entry for task in self._waiting if task.entry is not None)
+
+    # ---- placing ----
+
+    def _place(self, task: RankTask) -> None:
+        """Find what this ranking can be scored against; may be called again when something it waited for is over."""
+        incremental = self._engine.model.incremental
+        if len(task.tokens) == 0 and (len(task.suffix) == 0 or incremental):
+            self._set_ready(task, self._empty, "full")
+            return
+        if task.full or (len(task.suffix) and not incremental):
+            self._full(task, in_cache=False)
+            return
+        entry, coverage = self._cache.find(task.user_id, task.tokens)
+        if entry is None or coverage is Coverage.NONE:
+            self._full(task, in_cache=True)
+        elif coverage is Coverage.COVERS and entry.load is None and _computed(entry) >= len(task.tokens):
+            assert entry.region is not None
+            self._hold(task, entry)
+            self._set_ready(task, _first(entry.region, len(task.tokens)), "hbm")
+        elif entry.computing:
+            task.outcome = task.outcome or "joined"
+            self._join(task, entry)
+        elif entry.load is not None or (entry.region is None and self._cache.load(entry)):
+            task.outcome = task.outcome or "dram"
+            self._hold(task, entry)
+            self._parked.add(entry, task)
+        elif entry.region is None:
+            self._full(task, in_cache=False)  # HBM is full of pinned entries: it cannot come back now
+        elif (grown := self._cache.extend(entry, task.tokens)) is not None:
+            task.outcome = task.outcome or "hbm"
+            task.computed_tokens = len(task.tokens) - _computed(grown)
+            self._flights.start(grown, task.deadline)
+            self._join(task, grown)
+        else:
+            self._full(task, in_cache=True)
+
+    def _full(self, task: RankTask, *, in_cache: bool) -> None:
+        """Infer the whole sequence for this ranking: into the cache where it may stay, else into scratch."""
+        task.outcome = "full"
+        if in_cache and (entry := self._cache.open(task.user_id, task.tokens)) is not None:
+            task.computed_tokens = len(task.tokens)
+            self._flights.start(entry, task.deadline)
+            self._join(task, entry)
+            return
+        if not self._scratch_free():
+            self._starved.add(task.deadline, task)
+            return
+        tokens = task.tokens
+        if not self._engine.model.incremental and len(task.suffix):
+            tokens = Tokens(np.concatenate([task.tokens.array, task.suffix.array], axis=1))
+            task.suffix = NO_TOKENS
+        task.computed_tokens = len(tokens)
+        self._flights.start_in_scratch(task, tokens)
+
+    def _scratch_free(self) -> bool:
+        return self._cache.scratch.free or self._auditor.give_up_scratch(self._cache.scratch)
+
+    def _hold(self, task: RankTask, entry: Entry) -> None:
+        self._cache.pin(entry)
+        task.entry = entry
+
+    def _join(self, task: RankTask, entry: Entry) -> None:
+        self._hold(task, entry)
+        self._flights.join(task, entry)
+
+    def _set_ready(self, task: RankTask, region: KVRegion, outcome: Outcome) -> None:
+        task.outcome = task.outcome or outcome
+        task.region = region
+        self._queue.ready(task)
+
+    def _serves(self, entry: Entry, task: RankTask) -> bool:
+        return not entry.failed and self._cache.coverage(entry, task.tokens) is Coverage.COVERS
+
+    # ---- answering ----
+
+    def _answer(
+        self, task: RankTask, status: Status, detail: str = "", scores: npt.NDArray[np.float32] | None = None
+    ) -> None:
+        """The one answer: release what the request held, then say so."""
+        assert not task.answered
+        task.answered = True
+        self._waiting.pop(task, None)
+        self._let_go(task)
+        self._done(Answer(task, status, scores, detail))
+
+    def _let_go(self, task: RankTask) -> None:
+        if task.entry is not None:
+            self._cache.unpin(task.entry)
+            task.entry = None
+        if task.borrowed and task.region is not None:  # before landing, the flight has the scratch
+            self._cache.scratch.give_back(task.region)
+            task.borrowed = False
+        task.region = None
+
+
+def _score_input(task: RankTask) -> ScoreInput:
+    assert task.region is not None
+    return ScoreInput(task.region, task.suffix, task.candidates)
+
+
+def _computed(entry: Entry) -> int:
+    return 0 if entry.region is None else entry.region.length
+
+
+def _first(region: KVRegion, tokens: int) -> KVRegion:
+    """The region as a request with so many prefix tokens sees it, even if the entry is extended meanwhile."""
+    return KVRegion(region.layout, region.storage, region.capacity, tokens)

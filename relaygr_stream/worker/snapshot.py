@@ -1,0 +1,47 @@
+"""The core's numbers at one moment, taken on the device thread, for the loop to publish."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from relaygr_stream.worker.core import RelayCore
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Plain numbers; lane_bytes: pinned, for each lane asked for; totals, cache: running totals by name."""
+
+    lane_bytes: dict[int, int]
+    demand: dict[int, int]
+    totals: dict[str, float]
+    cache: dict[str, int]
+    hbm_used: int
+    dram_used: int
+    pinned_bytes: int
+    entries: int
+    pins: int
+    pins_expired: int
+    waiting: int
+    backlog: int
+    queue_ms: float
+
+
+def snapshot(core: RelayCore, lanes: Iterable[int], now: float) -> Snapshot:
+    """The numbers now; the queue delay is that since the last snapshot."""
+    cache = core.cache
+    return Snapshot(
+        lane_bytes={lane: core.pins.lane_bytes(lane) for lane in lanes},
+        demand=dict(core.signals.demand),
+        totals=core.totals(),
+        cache=cache.counters.as_dict(),
+        hbm_used=cache.hbm_used,
+        dram_used=cache.dram_used,
+        pinned_bytes=cache.pinned_bytes,
+        entries=cache.entries,
+        pins=len(core.pins),
+        pins_expired=core.pins.expired,
+        waiting=len(core.rankings),
+        backlog=core.background_depth,
+        queue_ms=core.rankings.take_queue_ms(now),
+    )

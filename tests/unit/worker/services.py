@@ -1,0 +1,228 @@
+"""A whole worker in this process, on real topics, and the service and trigger that talk to it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from aiokafka import AIOKafkaConsumer, TopicPartition
+from prometheus_client import CollectorRegistry
+
+from relaygr_stream.bus.producer import Producer
+from relaygr_stream.bus.records import Record
+from relaygr_stream.bus.tail import TopicTail
+from relaygr_stream.messages import (
+    HEADER_CORRELATION,
+    HEADER_REPLY_PARTITION,
+    Behaviours,
+    PreInferSignal,
+    RankingRequest,
+    ScoreReply,
+    WorkerStatus,
+    decode,
+    encode,
+    pack_items,
+)
+from relaygr_stream.settings import Kafka, Model, Relay, Settings, Telemetry, Worker
+from relaygr_stream.telemetry.process import ProcessContext, process
+from relaygr_stream.topics import apply_topics, lane_of, load_topics
+from relaygr_stream.worker import service
+from tests.unit.worker.worlds import TOY, Wrapped, toy_model
+
+MIB = 1 << 20
+REPLY_PARTITION = 1
+
+#: The models that `faulty` made, newest last, for tests to break.
+made: list[Wrapped] = []
+
+
+class Hangable(Wrapped):
+    """A model that hangs in extend while `hang` is set."""
+
+    hang = False
+
+    def extend(self, kv: Any, tokens: Any) -> None:
+        while self.hang:
+            time.sleep(0.01)
+        super().extend(kv, tokens)
+
+
+def faulty(model: Model, device: torch.device, dtype: torch.dtype) -> Hangable:
+    """model.factory = "tests.unit.worker.services:faulty": the toy model, to be broken from outside."""
+    made.append(Hangable(toy_model(device)))
+    return made[-1]  # type: ignore[return-value]
+
+
+def worker_settings(kafka: Kafka, **changes: Any) -> Settings:
+    """A worker of toy size, whose model a test can break."""
+    worker = Worker(name="w1", hbm_bytes=4 * MIB, dram_bytes=4 * MIB, status_ms=50, drain_ms=2000, pre_infer_share=1.0)
+    return Settings(
+        kafka=kafka,
+        relay=Relay(max_prefix_tokens=256, max_suffix_tokens=16, max_candidates=64, life_window_ms=20_000),
+        worker=msgspec.structs.replace(worker, **changes),
+        model=msgspec.structs.replace(TOY, factory="tests.unit.worker.services:faulty"),
+        telemetry=Telemetry(log_level="warning"),
+    )
+
+
+class RunningWorker:
+    """service.run_worker as a task."""
+
+    def __init__(self, context: ProcessContext) -> None:
+        self.context = context
+        self.worker = service.Worker(context)
+        self.task = asyncio.create_task(self.worker.run())
+
+    @property
+    def model(self) -> Hangable:
+        found = self.worker._inside
+        assert found is not None
+        assert isinstance(found.model, Hangable)
+        return found.model
+
+    @property
+    def ready(self) -> bool:
+        return self.context.why_not_ready() is None
+
+    async def end(self) -> None:
+        """Stop as SIGTERM does."""
+        self.context.stop.set()
+        await self.task
+
+
+@asynccontextmanager
+async def worker_on(settings: Settings, *, lanes: int = 8) -> AsyncIterator[RunningWorker]:
+    """A worker that owns all lanes; stopped in order at the end unless it ended by itself."""
+    registry = CollectorRegistry()
+    async with process(settings, "worker", registry=registry) as context:
+        running = RunningWorker(context)
+        try:
+            await until(lambda: running.task.done() or (running.ready and owned(running) == lanes))
+            if running.task.done():
+                running.task.result()
+            yield running
+        finally:
+            context.stop.set()
+            if made:
+                made[-1].hang = False  # type: ignore[attr-defined]
+            await asyncio.gather(running.task, return_exceptions=True)
+
+
+def owned(running: RunningWorker) -> int:
+    consumer = running.worker._consumer
+    return 0 if consumer is None else len(consumer.lanes)
+
+
+class Peer:
+    """What the recommendation service and the trigger do, and all that workers say."""
+
+    def __init__(self, kafka: Kafka) -> None:
+        self.topics = load_topics(kafka)
+        self.replies: dict[bytes, list[ScoreReply]] = {}
+        self.statuses: list[WorkerStatus] = []
+        self.dead: list[Record] = []
+        self._kafka = kafka
+        self._stack = AsyncExitStack()
+        self._numbers = itertools.count()
+
+    async def __aenter__(self) -> Peer:
+        await apply_topics(self._kafka)
+        self._producer = await self._stack.enter_async_context(
+            Producer(self._kafka, client_id="peer", max_bytes=2 * MIB)
+        )
+        for topic, partition, take in (
+            (self.topics.scores, REPLY_PARTITION, self._on_scores),
+            (self.topics.worker_status, 0, self._on_statuses),
+            (self.topics.dead_letter, 0, self.dead.extend),
+        ):
+            await self._stack.enter_async_context(TopicTail(self._kafka, topic.name, [partition], "latest", take))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    async def signal(self, request: str, user: str, length: int) -> int:
+        """Admit a request; returns the signal's offset in its lane."""
+        message = PreInferSignal(
+            request_id=request,
+            user_id=user,
+            prefix=history(user, length),
+            admitted_ms=now_ms(),
+            life_ms=60_000.0,
+            rank_in_ms=80.0,
+        )
+        return await self._producer.send_and_wait(self.topics.pre_infer.name, encode(message), key=user.encode())
+
+    async def rank(self, request: str, user: str, length: int, *, timeout_ms: float = 30_000.0, **extra: Any) -> bytes:
+        """Ask for scores; returns the correlation id."""
+        message = RankingRequest(
+            request_id=request,
+            user_id=user,
+            prefix=history(user, length),
+            candidates=pack_items(range(5)),
+            sent_ms=now_ms(),
+            timeout_ms=timeout_ms,
+            **extra,
+        )
+        return await self.send_ranking(encode(message), key=user.encode())
+
+    async def send_ranking(self, value: bytes, *, key: bytes = b"u", headers: list[Any] | None = None) -> bytes:
+        correlation = f"c-{next(self._numbers)}".encode()
+        route = [(HEADER_CORRELATION, correlation), (HEADER_REPLY_PARTITION, str(REPLY_PARTITION).encode())]
+        await self._producer.send_and_wait(
+            self.topics.ranking.name, value, key=key, headers=route if headers is None else headers
+        )
+        return correlation
+
+    async def reply(self, correlation: bytes) -> ScoreReply:
+        await until(lambda: correlation in self.replies, f"no reply to {correlation!r}")
+        return self.replies[correlation][0]
+
+    def lane(self, user: str) -> int:
+        return lane_of(user, self.topics.lanes)
+
+    def _on_scores(self, records: list[Record]) -> None:
+        for record in records:
+            correlation = dict(record.headers)[HEADER_CORRELATION]
+            self.replies.setdefault(correlation, []).append(decode(ScoreReply, record.value))
+
+    def _on_statuses(self, records: list[Record]) -> None:
+        self.statuses += [decode(WorkerStatus, record.value) for record in records]
+
+
+async def committed(kafka: Kafka, topic: str) -> int:
+    """How many records of a topic the workers' group is done with, over all lanes."""
+    lanes = [TopicPartition(topic, lane) for lane in range(load_topics(kafka).lanes)]
+    consumer = AIOKafkaConsumer(bootstrap_servers=kafka.bootstrap, group_id=f"{kafka.prefix}workers")
+    await consumer.start()
+    try:
+        return sum([await consumer.committed(lane) or 0 for lane in lanes])
+    finally:
+        await consumer.stop()
+
+
+def history(user: str, length: int) -> Behaviours:
+    """The same for the same user, longer ones continuing shorter ones."""
+    rng = np.random.default_rng(sum(user.encode()))
+    items = rng.integers(0, 1000, 512)[:length]
+    return Behaviours.of(items, np.zeros(length, int), np.arange(length) * 1000)
+
+
+def now_ms() -> int:
+    return int(time.time() * 1000)
+
+
+async def until(condition: Callable[[], object], what: str = "not in time", seconds: float = 30.0) -> None:
+    """Wait for a condition; seconds: a bound against hanging, not a claim of speed."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError(what)
+        await asyncio.sleep(0.01)

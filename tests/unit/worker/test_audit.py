@@ -1,0 +1,98 @@
+"""Audits: chosen by share, run when idle, exact, bounded in number, and never in anyone's way."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from relaygr_stream.worker.audit import MAX_WAITING, Auditor
+from relaygr_stream.worker.tasks import RankTask
+from tests.unit.worker.worlds import MAX_TOKENS, World
+
+FRAUD = 1.5
+
+
+def relayed(w: World, number: int, length: int = 40) -> RankTask:
+    """A ranking served from prefix KV."""
+    w.signal(f"r{number}", number % 5, length)
+    while w.core.background_depth:
+        w.core.step(w.now)
+    task = w.rank(f"r{number}", number % 5, length)
+    while not task.answered:
+        w.core.step(w.now)
+    return task
+
+
+@pytest.mark.parametrize(("share", "least", "most"), [(0.0, 0, 0), (1.0, 60, 60), (0.5, 15, 45)])
+def test_the_share_is_audited(share: float, least: int, most: int) -> None:
+    w = World(audit_share=share)
+    for number in range(60):
+        relayed(w, number)
+        w.settle()
+    assert least <= w.core.auditor.done == len(w.audits) <= most
+    assert w.core.auditor.worst <= 1e-5
+    w.close()
+
+
+def test_full_inference_is_not_audited() -> None:
+    w = World(audit_share=1.0)
+    w.rank("r", 1, 50)
+    w.settle()
+    assert w.outcome("r") == "full"
+    assert w.audits == []
+    w.close()
+
+
+def test_a_deviation_is_found() -> None:
+    w = World(audit_share=1.0)
+    task = relayed(w, 1)
+    (audit,) = w.core.auditor._waiting
+    audit.relayed = audit.relayed * np.float32(FRAUD)
+    w.settle()
+    ((found, deviation),) = w.audits
+    assert found is task
+    assert deviation == pytest.approx(FRAUD - 1, rel=1e-4)
+    assert w.core.auditor.worst == deviation
+    w.close()
+
+
+def test_what_waits_is_bounded_and_the_newest_stay() -> None:
+    auditor = Auditor(1.0, lambda task, deviation, ms: None)
+    w = World()
+    tasks = [relayed(w, number) for number in range(MAX_WAITING + 3)]
+    for task in tasks:
+        auditor.consider(task, np.zeros((5, 2), np.float32))
+    assert [audit.task for audit in auditor._waiting] == tasks[3:]
+    assert auditor.step(w.core._engine, w.cache.scratch, 5.0)  # the first is under way, with the scratch
+    auditor.consider(tasks[0], np.zeros((5, 2), np.float32))
+    assert [audit.task for audit in auditor._waiting] == tasks[3:]
+    assert auditor.give_up_scratch(w.cache.scratch)
+    assert not auditor.give_up_scratch(w.cache.scratch)
+    auditor.consider(tasks[0], np.zeros((5, 2), np.float32))
+    assert [audit.task for audit in auditor._waiting] == [*tasks[4:], tasks[0]]
+    w.close()
+
+
+def test_audits_wait_while_the_scratch_is_lent() -> None:
+    w = World(audit_share=1.0)
+    relayed(w, 1)
+    region = w.cache.scratch.borrow()
+    assert not w.core.step(w.now)
+    w.cache.scratch.give_back(region)
+    w.settle()
+    assert len(w.audits) == 1
+    w.close()
+
+
+def test_requests_go_before_audits() -> None:
+    w = World(audit_share=1.0)
+    relayed(w, 1, MAX_TOKENS)
+    w.core.step(w.now)
+    w.signal("next", 2, 100)
+    w.rank("next", 2, 100)
+    while not any(answer.task.request_id == "next" for answer in w.answers):
+        w.core.step(w.now)
+        assert w.audits == []
+    w.settle()
+    assert len(w.audits) == 2
+    w.close()

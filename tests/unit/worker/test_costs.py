@@ -1,0 +1,131 @@
+"""The fit of the device's costs: it finds the truth under noise, shrugs off interruptions, and never goes wild."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from relaygr_stream.worker.costs import MAX_CHUNK, MIN_CHUNK, Costs
+
+K = 1024.0
+
+
+def extend_ms(e: tuple[float, float, float], position: int, tokens: int) -> float:
+    """The formula of costs.py, in tokens."""
+    k, p = tokens / K, position / K
+    return e[0] + e[1] * k + e[2] * k * (p + k / 2)
+
+
+def score_ms(s: tuple[float, float, float], prefix: int, rows: int) -> float:
+    return s[0] + s[1] * rows / K + s[2] * rows / K * prefix / K
+
+
+def fitted(
+    extend: tuple[float, float, float],
+    score: tuple[float, float, float],
+    *,
+    samples: int = 600,
+    noise: float = 0.0,
+    interruptions: float = 0.0,
+    seed: int = 1,
+) -> Costs:
+    rng = random.Random(seed)
+    costs = Costs()
+
+    def measured(ms: float) -> float:
+        ms *= 1 + noise * rng.uniform(-1, 1)
+        return ms + rng.uniform(20, 80) if rng.random() < interruptions else ms
+
+    for _ in range(samples):
+        position, tokens = rng.randrange(0, 4096), rng.randrange(32, 1024)
+        costs.extended(position, tokens, measured(extend_ms(extend, position, tokens)))
+        prefix, rows = rng.randrange(0, 4096), rng.randrange(16, 512)
+        costs.scored(prefix, rows, measured(score_ms(score, prefix, rows)))
+    return costs
+
+
+COEFFICIENTS = st.tuples(st.floats(0.05, 2), st.floats(0.5, 50), st.floats(0, 20))
+
+
+@settings(max_examples=20, deadline=None)
+@given(extend=COEFFICIENTS, score=COEFFICIENTS, seed=st.integers(0, 9))
+def test_known_coefficients_are_found(
+    extend: tuple[float, float, float], score: tuple[float, float, float], seed: int
+) -> None:
+    costs = fitted(extend, score, samples=150, seed=seed)
+    for position, tokens in ((0, 64), (0, 2048), (2048, 512)):
+        assert costs.extend_ms(position, tokens) == pytest.approx(extend_ms(extend, position, tokens), rel=0.01)
+    assert costs.score_ms(2000, 100) == pytest.approx(score_ms(score, 2000, 100), rel=0.01)
+    model = costs.model()
+    full = extend_ms(extend, 0, 3000) + score_ms(score, 3000, 200)
+    stated = model.full_ms(3000, 200)
+    # Rows reach triggers as their running mean alone.
+    assert stated == pytest.approx(full, rel=0.05, abs=score[1] * 512 / K)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_noise_and_interruptions_do_not_mislead(seed: int) -> None:
+    extend, score = (0.4, 6.0, 3.0), (0.5, 8.0, 2.0)
+    costs = fitted(extend, score, noise=0.1, interruptions=0.03, seed=seed)
+    for position, tokens in ((0, 512), (0, 2048), (2048, 512)):
+        assert costs.extend_ms(position, tokens) == pytest.approx(extend_ms(extend, position, tokens), rel=0.35)
+
+
+def test_a_device_that_becomes_slower_for_good_is_believed() -> None:
+    rng = random.Random(2)
+    costs = fitted((0.2, 5.0, 1.0), (0.2, 5.0, 1.0))
+    slow = (4.0, 100.0, 20.0)
+    for _ in range(400):
+        position, tokens = rng.randrange(0, 4096), rng.randrange(32, 1024)
+        costs.extended(position, tokens, extend_ms(slow, position, tokens))
+    assert costs.extend_ms(0, 1024) == pytest.approx(extend_ms(slow, 0, 1024), rel=0.1)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 100_000), st.integers(1, 100_000), st.floats(0, 1e6)), min_size=1, max_size=60)
+)
+def test_whatever_was_measured_predictions_are_finite_and_not_negative(
+    samples: list[tuple[int, int, float]],
+) -> None:
+    costs = Costs()
+    for position, tokens, ms in samples:
+        costs.extended(position, tokens, ms)
+        costs.scored(position, tokens, ms)
+        model = costs.model()
+        for value in (costs.prefix_ms(2000), costs.score_ms(2000, 100), model.c0, model.c1, model.c2, model.c3):
+            assert math.isfinite(value)
+            assert value >= 0
+        assert MIN_CHUNK <= costs.chunk(position, 5.0) <= MAX_CHUNK
+
+
+def test_the_same_work_for_ever_does_not_unsettle_the_fit() -> None:
+    costs = fitted((0.4, 6.0, 3.0), (0.4, 6.0, 3.0))
+    for _ in range(20_000):
+        costs.extended(1024, 256, extend_ms((0.4, 6.0, 3.0), 1024, 256))
+    assert costs.extend_ms(1024, 256) == pytest.approx(extend_ms((0.4, 6.0, 3.0), 1024, 256), rel=0.01)
+    assert costs.extend_ms(0, 2048) == pytest.approx(extend_ms((0.4, 6.0, 3.0), 0, 2048), rel=0.05)
+
+
+@settings(max_examples=20, deadline=None)
+@given(extend=COEFFICIENTS, position=st.integers(0, 8192), budget=st.floats(0.1, 50))
+def test_a_chunk_fits_its_budget_and_fills_it(extend: tuple[float, float, float], position: int, budget: float) -> None:
+    costs = fitted(extend, (0.1, 1.0, 1.0), samples=120)
+    chunk = costs.chunk(position, budget)
+    assert chunk % MIN_CHUNK == 0
+    assert MIN_CHUNK <= chunk <= MAX_CHUNK
+    assert costs.extend_ms(position, chunk) <= budget * (1 + 1e-6) or chunk == MIN_CHUNK
+    if chunk < MAX_CHUNK:
+        assert costs.extend_ms(position, chunk + MIN_CHUNK) > budget * (1 - 1e-6)
+
+
+@pytest.mark.parametrize("coefficients", [(0.0, 0.0, 0.0), (0.0, 1e-300, 0.0), (0.0, 0.0, 1e-300), (9.0, 1.0, 1.0)])
+def test_chunks_of_odd_fits(coefficients: tuple[float, float, float]) -> None:
+    costs = Costs()
+    costs._extend._theta[:] = coefficients
+    free = coefficients[0] < 5.0
+    assert costs.chunk(0, 5.0) == (MAX_CHUNK if free else MIN_CHUNK)

@@ -1,0 +1,208 @@
+"""The device thread: what goes in comes out, in order, and every way it can end is seen on the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from relaygr_stream.errors import CacheCorruption, CapacityError, DeviceError
+from relaygr_stream.worker.core import RelayCore
+from relaygr_stream.worker.device import IDLE_WAIT_S, DeviceThread
+from relaygr_stream.worker.tasks import Answer
+from tests.unit.worker.worlds import World, Wrapped
+
+
+class Hanging(Wrapped):
+    """A device that one call of extend does not come back from until it is let go."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self.entered = threading.Event()
+        self.let_go = threading.Event()
+
+    def extend(self, kv: Any, tokens: Any) -> None:
+        self.entered.set()
+        assert self.let_go.wait(30)
+        self.model.extend(kv, tokens)
+
+
+class Running:
+    """A world whose core runs on a device thread; its clock is the real one."""
+
+    def __init__(self, wrap: Callable[[Any], Any] = Wrapped) -> None:
+        self.answers: list[Answer] = []
+        self.arrived = asyncio.Event()
+        self.thread = DeviceThread(asyncio.get_running_loop(), self._on_answers)
+        self.world = World(wrap=wrap)
+        self.world.core._deliver = self.thread.deliver
+
+    def _on_answers(self, answers: list[Answer]) -> None:
+        self.answers += answers
+        self.arrived.set()
+
+    def rank(self, request: str, user: int, length: int = 60) -> None:
+        def run(core: RelayCore, now: float) -> None:
+            self.world.now = now
+            self.world.rank(request, user, length, timeout=30.0)
+
+        self.thread.submit(run)
+
+    async def answered(self, count: int) -> None:
+        while len(self.answers) < count:
+            self.arrived.clear()
+            await asyncio.wait_for(self.arrived.wait(), 10)
+
+
+@asynccontextmanager
+async def running(wrap: Callable[[Any], Any] = Wrapped) -> AsyncIterator[Running]:
+    made = Running(wrap)
+    core = await made.thread.start(lambda: made.world.core)
+    assert core is made.world.core
+    try:
+        yield made
+    finally:
+        assert await made.thread.stop(10)
+
+
+async def test_rankings_go_in_and_answers_come_out() -> None:
+    async with running() as r:
+        for number in range(20):
+            r.rank(f"r{number}", number % 3)
+        await r.answered(20)
+    assert {answer.status for answer in r.answers} == {"ok"}
+    assert not r.thread.failed.done()
+
+
+async def test_calls_run_in_order_and_a_question_after_what_was_handed_in_before() -> None:
+    seen: list[int] = []
+    async with running() as r:
+        for number in range(100):
+            r.thread.submit(lambda core, now, number=number: seen.append(number))  # type: ignore[misc]
+        await r.thread.ask(lambda core, now: seen.append(-1))
+        assert seen == [*range(100), -1]
+
+
+async def test_what_cannot_be_made_is_told() -> None:
+    thread = DeviceThread(asyncio.get_running_loop(), lambda answers: None)
+
+    def make() -> RelayCore:
+        raise CapacityError("too small")
+
+    with pytest.raises(CapacityError, match="too small"):
+        await thread.start(make)
+    assert await thread.stop(10)
+    assert not thread.failed.done()
+
+
+async def test_nobody_need_wait_for_the_making() -> None:
+    made = Running()
+    ready = made.thread.start(lambda: made.world.core)
+    ready.cancel()
+    assert await made.thread.stop(10)
+    assert not made.thread.failed.done()
+
+
+async def test_a_core_that_raises_is_told_after_its_answers() -> None:
+    async with running() as r:
+        order: list[str] = []
+        r.thread.failed.add_done_callback(lambda _: order.append("failed"))
+        answered = r.thread._on_answers
+        r.thread._on_answers = lambda answers: (order.append("answers"), answered(answers))[1]  # type: ignore[func-returns-value]
+
+        def last_words(core: RelayCore, now: float) -> None:
+            r.thread.deliver(Answer(r.world.rank("x", 9, 10, timeout=-1.0), "failed"))
+            raise AssertionError("a bug")
+
+        r.thread.submit(last_words)
+        with pytest.raises(AssertionError, match="a bug"):
+            await asyncio.wait_for(asyncio.shield(r.thread.failed), 10)
+        await asyncio.sleep(0)
+        assert order[0] == "answers"
+        assert len(order) == 2
+
+
+async def test_a_device_that_always_fails_ends_the_thread_with_every_answer_given() -> None:
+    async with running() as r:
+        r.world.model.fail_extend = 10**6  # type: ignore[attr-defined]
+        for number in range(8):
+            r.rank(f"r{number}", number)
+        with pytest.raises(DeviceError, match="8 times in a row"):
+            await asyncio.wait_for(asyncio.shield(r.thread.failed), 10)
+        assert [answer.status for answer in r.answers] == ["failed"] * 8
+
+
+async def test_a_failure_that_nobody_looks_at_is_no_warning() -> None:
+    async with running() as r:
+        r.thread.submit(lambda core, now: 1 / 0)  # type: ignore[arg-type]
+        await asyncio.wait({r.thread.failed}, timeout=10)
+    assert r.thread.failed.done()
+
+
+async def test_books_that_do_not_balance_at_the_end_are_told() -> None:
+    made = Running()
+    await made.thread.start(lambda: made.world.core)
+
+    def spoil(core: RelayCore, now: float) -> None:
+        made.world.now = now
+        made.world.signal("r", 1, 60)
+        core.pins._pins.clear()  # forgets what it holds
+
+    await made.thread.ask(spoil)
+    assert await made.thread.stop(10)
+    with pytest.raises(CacheCorruption, match="requests know of others"):
+        made.thread.failed.result()
+
+
+async def test_stopping_while_busy_finishes_the_step_and_no_more() -> None:
+    made = Running(Hanging)
+    device = made.world.model
+    assert isinstance(device, Hanging)
+    await made.thread.start(lambda: made.world.core)
+    made.rank("r1", 1)
+    made.rank("r2", 2)
+    assert await asyncio.to_thread(device.entered.wait, 10)
+    assert not await made.thread.stop(0.05)
+    device.let_go.set()
+    assert await made.thread.stop(10)
+    assert len(made.answers) <= 1
+    assert not made.thread.failed.done()
+
+
+async def test_a_hang_shows_and_idleness_does_not() -> None:
+    async with running(Hanging) as r:
+        device = r.world.model
+        assert isinstance(device, Hanging)
+        turns = r.thread.turns
+        await asyncio.sleep(3 * IDLE_WAIT_S)
+        assert r.thread.turns > turns  # idle, and looking around
+        r.rank("r1", 1)
+        assert await asyncio.to_thread(device.entered.wait, 10)
+        turns, before, started = r.thread.turns, r.thread.stalled_for, time.monotonic()
+        await asyncio.sleep(0.1)
+        assert r.thread.turns == turns
+        assert r.thread.stalled_for - before >= 0.9 * (time.monotonic() - started - 0.05)
+        device.let_go.set()
+        await r.answered(1)
+        await r.thread.ask(lambda core, now: None)
+        assert r.thread.turns > turns
+
+
+async def test_copies_end_without_being_waited_for_by_the_clock() -> None:
+    """The copy engine wakes the thread; nobody polls."""
+    async with running() as r:
+        for user in range(6):
+            r.rank(f"r{user}", user, 180)
+        await r.answered(6)
+        for _ in range(1000):
+            copying: list[bool] = []
+            await r.thread.ask(lambda core, now, seen=copying: seen.append(core.copying))  # type: ignore[misc]
+            if not copying[0]:
+                break
+            await asyncio.sleep(0.01)
+        assert r.world.cache.counters.spilled > 0

@@ -1,0 +1,80 @@
+"""The order of the device's work."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from relaygr_stream.models.kv import KVLayout, KVRegion
+from relaygr_stream.models.tokens import Tokens
+from relaygr_stream.worker.queue import WorkQueue
+from relaygr_stream.worker.tasks import Flight, RankTask
+
+NOTHING = Tokens(np.zeros((3, 0), np.int64))
+REGION = KVRegion(KVLayout(1, 1, 1, 1, torch.float32), torch.empty(0), 0)
+
+
+def ranking(name: str, deadline: float) -> RankTask:
+    return RankTask(name, "u", 0, NOTHING, NOTHING, np.zeros(1, np.int64), 0.0, deadline, full=False)
+
+
+def flight(due: float, *waiters: RankTask) -> Flight:
+    return Flight(REGION, NOTHING, due, waiters=list(waiters))
+
+
+def test_rankings_by_deadline_in_batches_up_to_the_next_flight() -> None:
+    queue = WorkQueue()
+    waiter = ranking("waiter", 3.0)
+    joined = flight(9.0, waiter)
+    for name, deadline in (("d", 4.0), ("b", 2.0), ("a", 1.0), ("c", 2.5)):
+        queue.ready(ranking(name, deadline))
+    queue.urge(joined, waiter.deadline)
+    assert [task.request_id for task in queue.take_ready(2)] == ["a", "b"]
+    assert [task.request_id for task in queue.take_ready(8)] == ["c"]
+    assert queue.urgent() is joined
+    assert queue.take_ready(8) == []
+    joined.over = True
+    assert [task.request_id for task in queue.take_ready(8)] == ["d"]
+    assert queue.urgent() is None
+
+
+def test_ties_go_to_who_came_first() -> None:
+    queue = WorkQueue()
+    for name in "abc":
+        queue.ready(ranking(name, 1.0))
+    assert [task.request_id for task in queue.take_ready(8)] == ["a", "b", "c"]
+
+
+def test_answered_rankings_are_passed_over() -> None:
+    queue = WorkQueue()
+    first, second = ranking("a", 1.0), ranking("b", 2.0)
+    queue.ready(first)
+    queue.ready(second)
+    first.answered = True
+    assert queue.urgent() is second
+
+
+def test_a_flight_is_urgent_only_while_someone_waits() -> None:
+    queue = WorkQueue()
+    waiter = ranking("a", 1.0)
+    shared = flight(5.0, waiter)
+    queue.flight(shared)
+    queue.urge(shared, waiter.deadline)
+    assert queue.urgent() is shared
+    shared.waiters.clear()
+    assert queue.urgent() is None
+    assert queue.background() is shared
+
+
+def test_pre_inference_by_due_time() -> None:
+    queue = WorkQueue()
+    late, soon = flight(2.0), flight(1.0)
+    queue.flight(late)
+    queue.flight(soon)
+    assert queue.background() is soon
+    assert queue.background_depth == 2
+    soon.over = True
+    assert queue.background() is late
+    assert queue.background_depth == 1
+    late.over = True
+    assert queue.background() is None

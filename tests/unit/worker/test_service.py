@@ -1,0 +1,279 @@
+"""The worker process as a whole, on a real broker: what it answers, states, refuses, survives, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+from structlog.testing import capture_logs
+
+from relaygr_stream.bus.local import local_broker
+from relaygr_stream.errors import ConfigError, DeviceError, Superseded
+from relaygr_stream.messages import (
+    HEADER_CORRELATION,
+    HEADER_ORIGIN_TOPIC,
+    HEADER_REASON,
+    HEADER_REPLY_PARTITION,
+    Behaviours,
+    CostModel,
+    WorkerStatus,
+)
+from relaygr_stream.settings import Kafka
+from relaygr_stream.topics import load_topics
+from relaygr_stream.trigger.ledger import LaneLedger
+from relaygr_stream.worker.service import CLOSE_S, _check_dead_letters_fit
+from relaygr_stream.worker.status import ANNOUNCE_S, is_later
+from tests.unit.worker.services import MIB, Peer, committed, until, worker_on, worker_settings
+
+
+async def test_signals_are_pinned_rankings_answered_and_both_committed(kafka_settings: Kafka) -> None:
+    async with Peer(kafka_settings) as peer, worker_on(worker_settings(kafka_settings)) as w:
+        for number in range(6):
+            await peer.signal(f"r{number}", f"u{number}", 50 + number)
+        await until(lambda: peer.statuses and peer.statuses[-1].counters.get("signal_computed") == 6)
+        sent = {number: await peer.rank(f"r{number}", f"u{number}", 50 + number) for number in range(6)}
+        for number, correlation in sent.items():
+            reply = await peer.reply(correlation)
+            assert (reply.request_id, reply.status, reply.worker) == (f"r{number}", "ok", "w1")
+            assert reply.outcome in ("hbm", "joined")
+            assert reply.matrix().shape == (5, 2)
+        await w.end()
+        await until(lambda: peer.statuses[-1].state == "stopped")
+        assert peer.statuses[-1].lanes == ()
+        for topic in (peer.topics.pre_infer, peer.topics.ranking):
+            assert await committed(kafka_settings, topic.name) == 6
+
+
+async def test_what_a_status_states_bounds_what_is_pinned(embedded_settings: Kafka) -> None:
+    """The trigger's arithmetic, with a real ledger: outstanding never falls short of what the worker holds."""
+    settings = worker_settings(embedded_settings, status_ms=5)
+    share = int(settings.worker.pinned_share * settings.worker.hbm_bytes)
+    async with Peer(embedded_settings) as peer, worker_on(settings) as w:
+        user = "u-ledger"
+        lane = peer.lane(user)
+        ledger = LaneLedger(log_end=0, keep_s=60.0, now_s=time.monotonic())
+        inside = w.worker._inside
+        assert inside is not None
+        held: list[int] = []
+        seen = 0
+        for number in range(60):
+            # Growing and replaced sequences of one user: computed, extended, parked behind each other.
+            length = 20 + (7 * number) % 230
+            pending = ledger.admit(inside.cache.nbytes(length))
+            ledger.acknowledged(pending, await peer.signal(f"r{number}", user, length), time.monotonic())
+            for status in peer.statuses[seen:]:
+                assert sum(each.budget_bytes for each in status.lanes) <= share
+                stated = next((each for each in status.lanes if each.lane == lane), None)
+                if stated is not None:
+                    ledger.observe(stated)
+            seen = len(peer.statuses)
+            if number % 3 == 2:
+                await peer.rank(f"r{number - 1}", user, 20 + (7 * (number - 1)) % 230)
+            # Counted before the worker is asked: what it takes in between is on its way in the ledger's eyes.
+            bound = ledger.outstanding
+            held.clear()
+            await w.worker._device.ask(lambda core, now: held.append(core.pins.lane_bytes(lane)))
+            assert held[0] <= bound
+        await until(lambda: peer.statuses[-1].lanes and position(peer, lane) == 60)
+
+
+def position(peer: Peer, lane: int) -> int:
+    return next(each.pre_infer_offset for each in peer.statuses[-1].lanes if each.lane == lane)
+
+
+async def test_an_offset_is_stated_only_once_its_signals_are_in_the_books(embedded_settings: Kafka) -> None:
+    """Positions are taken before the question to the device thread; afterwards they would claim too much."""
+    async with Peer(embedded_settings) as peer, worker_on(worker_settings(embedded_settings, status_ms=2)) as w:
+        consumer, inside = w.worker._consumer, w.worker._inside
+        assert consumer is not None
+        assert inside is not None
+        users = [f"u{number}" for number in range(24)]
+        begun = len(peer.statuses)
+        expected: dict[int, list[int]] = {}
+        for number, user in enumerate(users):
+            await peer.signal(f"r{number}", user, 100)
+            expected.setdefault(peer.lane(user), []).append(inside.cache.nbytes(100))
+        await until(lambda: peer.statuses[-1].counters["signals"] == len(users))
+        for status in peer.statuses[begun:]:
+            for stated in status.lanes:
+                pinned = sum(expected.get(stated.lane, [])[: stated.pre_infer_offset])
+                assert stated.pinned_bytes >= pinned, "stated as read, and not pinned"
+
+
+# ---- what cannot be served ----
+
+
+async def test_messages_that_would_end_a_worker_do_not(embedded_settings: Kafka) -> None:
+    """Null headers, times that overflow, a dead letter near the size limit: each once ended or stuck a worker."""
+    ends = Behaviours.of([1], [0], [-(1 << 63) + 1]), Behaviours.of([1], [0], [(1 << 63) - 1])
+    large = b"\xc1" * (MIB - 2048)
+    async with Peer(embedded_settings) as peer, worker_on(worker_settings(embedded_settings)) as w:
+        with capture_logs() as lines:
+            await peer.send_ranking(b"x", headers=[(HEADER_CORRELATION, None), (HEADER_REPLY_PARTITION, None)])
+            overflow = await peer.send_ranking(
+                msgspec.msgpack.encode(
+                    {
+                        "v": 1,
+                        "request_id": "r",
+                        "user_id": "u",
+                        "prefix": ends[0],
+                        "suffix": ends[1],
+                        "candidates": b"1234",
+                    }
+                )
+            )
+            oversized = await peer.send_ranking(large, key=b"user-7")
+            for correlation in (overflow, oversized):
+                assert (await peer.reply(correlation)).status == "rejected"
+            await until(lambda: len(peer.dead) == 3)
+            much = await peer.rank("too-much", "user-8", 300)
+            reply = await peer.reply(much)
+            assert (reply.status, reply.request_id) == ("rejected", "too-much")
+            assert "relay.max_prefix_tokens" in reply.detail
+        assert max(len(record.value or b"") for record in peer.dead) == len(large)
+        assert {dict(record.headers)[HEADER_ORIGIN_TOPIC] for record in peer.dead} == {
+            peer.topics.ranking.name.encode()
+        }
+        assert {dict(record.headers)[HEADER_REASON] for record in peer.dead} == {b"malformed", b"invalid"}
+        assert (await peer.reply(await peer.rank("fine", "u", 20))).status == "ok"
+        assert not w.task.done()
+    about_requests = [line for line in lines if line["event"] in ("refused", "dead letter")]
+    assert len(about_requests) == 4
+    for line in about_requests:
+        assert {"request_id", "user_id", "lane", "outcome"} <= line.keys()
+    assert {line["user_id"] for line in about_requests} == {"u", "user-7", "user-8"}
+    assert [line["request_id"] for line in about_requests if line["event"] == "refused"] == ["too-much"]
+
+
+def test_dead_letters_must_fit_their_topic() -> None:
+    topics = load_topics(Kafka())
+    _check_dead_letters_fit(topics)
+    clash = replace(topics, ranking=replace(topics.ranking, max_message_bytes=2_097_000))
+    with pytest.raises(ConfigError, match=r"dead-letter takes 2097152 bytes, relaygr\.ranking 2097000"):
+        _check_dead_letters_fit(clash)
+
+
+async def test_a_worker_whose_clock_is_ahead_expires_nothing(
+    embedded_settings: Kafka, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with Peer(embedded_settings) as peer, worker_on(worker_settings(embedded_settings)):
+        await asyncio.sleep(0.6)  # until the lanes' ends are known
+        real = time.time
+        monkeypatch.setattr("relaygr_stream.worker.intake.time.time", lambda: real() + 300.0)
+        correlations = [await peer.rank(f"r{number}", f"u{number}", 20, timeout_ms=5000.0) for number in range(5)]
+        assert {(await peer.reply(each)).status for each in correlations} == {"ok"}
+
+
+# ---- ends ----
+
+
+async def test_a_device_that_always_fails_ends_the_worker_with_answers(embedded_settings: Kafka) -> None:
+    async with Peer(embedded_settings) as peer, worker_on(worker_settings(embedded_settings)) as w:
+        w.model.fail_extend = 10**6
+        correlations = [await peer.rank(f"r{number}", f"u{number}", 60) for number in range(8)]
+        with pytest.raises(DeviceError, match="8 times in a row, at last with RuntimeError: the device is on fire"):
+            await asyncio.wait_for(w.task, 20)
+        assert {(await peer.reply(each)).status for each in correlations} == {"failed"}
+        assert not w.ready
+        w.model.fail_extend = 0
+
+
+async def test_a_device_that_hangs_ends_the_worker_with_answers(embedded_settings: Kafka) -> None:
+    settings = worker_settings(msgspec.structs.replace(embedded_settings, max_poll_ms=1500), drain_ms=500)
+    async with Peer(embedded_settings) as peer, worker_on(settings) as w:
+        model = w.model
+        model.hang = True
+        correlations = [await peer.rank(f"r{number}", f"u{number}", 60) for number in range(3)]
+        with pytest.raises(DeviceError, match="the device hangs"):
+            await asyncio.wait_for(w.task, 30)
+        replies = [await peer.reply(each) for each in correlations]
+        assert {reply.status for reply in replies} == {"failed"}
+        assert all("has not moved" in reply.detail for reply in replies)
+        assert not w.ready
+        model.hang = False  # its thread comes back, and finds everything answered
+        await asyncio.sleep(0.2)
+        assert all(len(given) == 1 for given in peer.replies.values())
+
+
+async def test_a_defect_ends_the_worker_and_its_request_is_not_read_again(
+    embedded_settings: Kafka, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request that trips over a bug must not bring down one owner of its lane after the other."""
+    async with Peer(embedded_settings) as peer, worker_on(worker_settings(embedded_settings)) as w:
+        inside = w.worker._inside
+        assert inside is not None
+        monkeypatch.setattr(inside.core.rankings, "_place", lambda task: 1 / 0)
+        correlation = await peer.rank("poison", "u", 60)
+        with pytest.raises(ZeroDivisionError):
+            await asyncio.wait_for(w.task, 20)
+        assert (await peer.reply(correlation)).status == "failed"
+        assert await committed(embedded_settings, peer.topics.ranking.name) == 1
+
+
+async def test_stopping_finishes_what_was_accepted(embedded_settings: Kafka) -> None:
+    async with Peer(embedded_settings) as peer, worker_on(worker_settings(embedded_settings)) as w:
+        correlations = [await peer.rank(f"r{number}", f"u{number}", 200, mode="full") for number in range(12)]
+        await until(lambda: w.worker._in_flight or len(peer.replies) == 12)
+        await w.end()
+        assert w.worker._in_flight == set()
+        answered = [each for each in correlations if each in peer.replies]
+        assert answered
+        await until(lambda: peer.statuses[-1].state == "stopped")
+        assert "draining" in [status.state for status in peer.statuses]
+        # What had not been read is left to the lanes' next owners, and nothing else is.
+        assert await committed(embedded_settings, peer.topics.ranking.name) == len(answered)
+
+
+async def test_the_later_of_one_name_serves_even_if_its_clock_is_behind(
+    embedded_settings: Kafka, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = worker_settings(embedded_settings)
+    async with Peer(embedded_settings) as peer, worker_on(settings) as first:
+        await until(lambda: peer.statuses)
+        real = time.time_ns
+        monkeypatch.setattr("relaygr_stream.worker.status.time.time_ns", lambda: real() - 300 * 10**9)
+        async with worker_on(settings) as second:
+            with pytest.raises(Superseded, match="another worker named 'w1' started later"):
+                await asyncio.wait_for(first.task, 5)
+            assert not second.task.done()
+            assert (await peer.reply(await peer.rank("r", "u", 20))).status == "ok"
+
+
+def test_two_that_start_at_once_agree_on_who_goes() -> None:
+    def later(than: tuple[int, str, int], other: tuple[int, str, int]) -> bool:
+        status = WorkerStatus(
+            name="w",
+            incarnation=other[0],
+            host=other[1],
+            pid=other[2],
+            sent_ms=0,
+            state="serving",
+            lanes=(),
+            costs=CostModel(c0=0, c1=0, c2=0, c3=0),
+            bytes_per_token=1,
+            alloc_bytes=1,
+            queue_ms=0,
+            model_version="m",
+        )
+        return is_later(status, *than)
+
+    ours = (5, "host-b", 7)
+    assert not later(ours, ours)  # our own status, read back
+    for other in ((6, "host-a", 1), (5, "host-c", 1), (5, "host-b", 8)):
+        assert later(ours, other)
+        assert not later(other, ours)
+
+
+async def test_stopping_without_a_broker_takes_bounded_time(tmp_path: Path) -> None:
+    async with local_broker("embedded", folder=tmp_path) as broker:
+        kafka = broker.kafka_settings(Kafka(prefix="gone.", partitions=8, replication=1, session_timeout_ms=3000))
+        async with Peer(kafka) as peer, worker_on(worker_settings(kafka, drain_ms=1000)) as w:
+            assert (await peer.reply(await peer.rank("r", "u", 20))).status == "ok"
+            broker.stop()
+            # Two last words, the drain, the consumer, and what is closed last, each as long as it may take.
+            await asyncio.wait_for(w.end(), 2 * ANNOUNCE_S + 1.0 + (1.5 + CLOSE_S) + 4 * CLOSE_S + 10)
+            await broker.start()
