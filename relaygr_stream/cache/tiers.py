@@ -93,7 +93,9 @@ class HbmTier:
         Entries that lose nothing if they suffice, else any; the cheapest run of neighbours in either case.
         """
         size = self.size_of(capacity)
-        users = self._evictor.choose(size, lambda user: self._noted[self._idle[user]][0] is Standing.CLEAN)
+        users = None
+        if self.reclaimable_bytes >= size:
+            users = self._evictor.choose(size, lambda user: self._noted[self._idle[user]][0] is Standing.CLEAN)
         if users is None:
             users = self._evictor.choose(size)
         return [self._idle[user] for user in users or ()]

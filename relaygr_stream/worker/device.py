@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Final
 
 from relaygr_stream.errors import DeviceError
@@ -107,6 +108,8 @@ class DeviceThread:
         except BaseException as error:  # as above
             self._flush()
             self._loop.call_soon_threadsafe(_fail, self.failed, error)
+            with suppress(DeviceError):  # what failed has been told
+                core.cache.close()
 
     def _turn(self, core: RelayCore) -> None:
         """Take what came in, run one step, deliver; wait when there was nothing to do."""

@@ -10,6 +10,8 @@ import structlog
 
 log = structlog.get_logger(__name__)
 
+_late: set[asyncio.Task[None]] = set()
+
 
 async def end(what: str, stop: Callable[[], Coroutine[Any, Any, None]], within_s: float) -> None:
     """Await stop(), but not for longer than within_s, and never fail: what cannot be ended ends with the process.
@@ -20,7 +22,8 @@ async def end(what: str, stop: Callable[[], Coroutine[Any, Any, None]], within_s
     task = asyncio.create_task(stop(), name=f"end {what}")
     await asyncio.wait({task}, timeout=within_s)
     if not task.done():
-        task.cancel()
+        _late.add(task)  # it goes on for as long as the process does
+        task.add_done_callback(_late.discard)
         log.warning("does not end, and is left behind", what=what, after_s=within_s)
     elif not task.cancelled() and (error := task.exception()) is not None:
         log.warning("did not end in order", what=what, error=f"{type(error).__name__}: {error}")

@@ -15,7 +15,7 @@ from relaygr_stream.bus.lanes import LaneConsumer
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.records import Record
 from relaygr_stream.bus.tail import TopicTail
-from relaygr_stream.errors import BrokerError, DecodeError, Superseded
+from relaygr_stream.errors import BrokerError, DecodeError, DeviceError, Superseded
 from relaygr_stream.messages import LaneStatus, WorkerStatus, decode, encode
 from relaygr_stream.settings import Settings
 from relaygr_stream.telemetry.limiter import LogLimiter
@@ -102,17 +102,18 @@ class StatusReporter:
         try:
             async with asyncio.timeout(ANNOUNCE_S):
                 await self._publish()
-        except (BrokerError, TimeoutError) as error:
+        except (BrokerError, DeviceError, TimeoutError) as error:
             log.warning("status not published", state=state, error=str(error) or type(error).__name__)
 
     async def _run(self) -> None:
-        """Publish for ever. A broker that is away only makes us silent; anything else is a defect and ends us."""
+        """Publish for ever. A broker that is away, or a device thread that has ended (which tells so itself), only
+        make us silent; anything else is a defect and ends us."""
         pause = self._settings.worker.status_ms / 1e3
         try:
             while True:
                 try:
                     await self._publish()
-                except (BrokerError, TimeoutError) as error:
+                except (BrokerError, DeviceError, TimeoutError) as error:
                     limited(log.warning, "silent")(
                         "status not published", state=self._state, error=str(error) or type(error).__name__
                     )

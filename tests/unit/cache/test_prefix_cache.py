@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -80,9 +81,11 @@ class Flaky(CopyEngine):
         del self.waiting[:most]
 
 
-def make(hbm: int = 9, dram: int | None = 6, *, incremental: bool = True) -> tuple[PrefixCache, Flaky]:
+def make(
+    hbm: int = 9, dram: int | None = 6, *, incremental: bool = True, copier: Flaky | None = None
+) -> tuple[PrefixCache, Flaky]:
     """A cache of so many granules, three of which are the scratch region."""
-    copier = Flaky()
+    copier = copier or Flaky()
     cache = PrefixCache(
         LAYOUT,
         TierMemory(hbm * GRANULE_BYTES, CPU),
@@ -274,7 +277,7 @@ class WholeSequencesOnly(CacheMachine):
     incremental = False
 
 
-SETTINGS = settings(max_examples=80, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck))
+SETTINGS = settings(max_examples=60, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck))
 TestCache = CacheMachine.TestCase
 TestCache.settings = SETTINGS
 TestWholeSequencesOnly = WholeSequencesOnly.TestCase
@@ -467,8 +470,8 @@ def test_dram_full_forgets_and_goes_on() -> None:
 
 
 def test_capacity_error_names_the_numbers_that_clash() -> None:
-    with pytest.raises(CapacityError) as caught:
-        make(5)
+    with pytest.raises(CapacityError) as caught, closing(Flaky()) as copier:
+        make(5, copier=copier)
     text = str(caught.value)
     size = 3 * GRANULE_BYTES
     for part in (f"worker.hbm_bytes = {5 * GRANULE_BYTES}", f"{MOST} tokens", f"{size} bytes", f"at least {2 * size}"):
