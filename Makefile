@@ -10,7 +10,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export MPLCONFIGDIR := $(CURDIR)/.cache/matplotlib
 export HYPOTHESIS_STORAGE_DIRECTORY := $(CURDIR)/.cache/hypothesis
 
-.PHONY: help setup demo test check format clean
+.PHONY: help setup demo test check format bench-cache bench-model clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -37,6 +37,12 @@ check: $(STAMP) ## ruff and mypy --strict
 format: $(STAMP) ## let ruff rewrite what it can
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+bench-cache: $(STAMP) ## usable share, cost per operation, eviction against other policies (4 minutes; CHECK=1 judges)
+	$(BIN)/python benchmarks/cache.py
+
+bench-model: $(STAMP) ## extend and score against the machine's floors (ARGS="--device cpu --dtype bfloat16 …")
+	$(BIN)/python benchmarks/model.py $(ARGS)
 
 include docker/testbed.mk
 
