@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import structlog
 
 from relaygr_stream.bus.local import BrokerKind, LocalBroker, local_broker
 from relaygr_stream.settings import Kafka
@@ -56,6 +57,12 @@ class _Brokers:
         for context, _ in self._open.values():
             self._runner.run(context.__aexit__(None, None, None))
         self._runner.close()
+
+
+@pytest.fixture(autouse=True)
+def _logs_as_at_the_start() -> None:
+    """A process run inside a test configures logging; the next test must not inherit its level."""
+    structlog.reset_defaults()
 
 
 @pytest.fixture(scope="session")

@@ -23,7 +23,7 @@ from relaygr_stream.messages import (
     decode,
     encode,
 )
-from relaygr_stream.settings import Kafka, Settings
+from relaygr_stream.settings import Kafka, Settings, Trigger
 from relaygr_stream.telemetry.process import ProcessContext
 from relaygr_stream.topics import TopicSet, apply_topics, lane_of, load_topics
 from relaygr_stream.trigger.decision import REASONS
@@ -139,6 +139,8 @@ async def trigger_on(kafka: Kafka, **sections: Any) -> AsyncIterator[RunningTrig
     """A trigger that is ready and has heard of an owner."""
     # The embedded broker keeps a member that left until its session ends; the next trigger need not wait long.
     kafka = msgspec.structs.replace(kafka, session_timeout_ms=1500)
+    # Wide bounds where a test sets none: on a crowded machine a second may pass between an event and its decision.
+    sections.setdefault("trigger", Trigger(stale_ms=3000, silence_ms=10_000, load_burst_ms=500))
     trigger = RunningTrigger(Settings(kafka=kafka, **sections))
     try:
         await until(lambda: trigger.ready and trigger.count("budget_bytes"))
