@@ -11,7 +11,6 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
-from relaygr_stream.bus.lanes import LaneConsumer
 from relaygr_stream.bus.local import local_broker
 from relaygr_stream.demo.processes import Child, settings_as_toml
 from relaygr_stream.errors import ConfigError, DeviceError, Superseded
@@ -25,12 +24,11 @@ from relaygr_stream.messages import (
     WorkerStatus,
 )
 from relaygr_stream.settings import Kafka
-from relaygr_stream.telemetry.process import process
 from relaygr_stream.topics import apply_topics, load_topics
 from relaygr_stream.trigger.ledger import LaneLedger
 from relaygr_stream.worker.service import CLOSE_S, _check_dead_letters_fit
 from relaygr_stream.worker.status import ANNOUNCE_S, is_later
-from tests.unit.worker.services import MIB, Peer, RunningWorker, committed, until, worker_on, worker_settings
+from tests.unit.worker.services import MIB, Peer, committed, until, worker_on, worker_settings
 
 
 async def test_signals_are_pinned_rankings_answered_and_both_committed(kafka_settings: Kafka) -> None:
@@ -269,23 +267,6 @@ def test_two_that_start_at_once_agree_on_who_goes() -> None:
     for other in ((6, "host-a", 1), (5, "host-c", 1), (5, "host-b", 8)):
         assert later(ours, other)
         assert not later(other, ours)
-
-
-async def test_a_worker_that_cannot_join_can_be_stopped(
-    embedded_settings: Kafka, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A group that never settles, a coordinator that never answers: a stop once waited for them."""
-    joining = asyncio.Event()
-
-    async def never(self: LaneConsumer) -> None:
-        joining.set()
-        await asyncio.Event().wait()
-
-    monkeypatch.setattr(LaneConsumer, "start", never)
-    async with Peer(embedded_settings), process(worker_settings(embedded_settings), "worker") as context:
-        w = RunningWorker(context)
-        await asyncio.wait_for(joining.wait(), 20)
-        await asyncio.wait_for(w.end(), 20)
 
 
 async def test_stopping_without_a_broker_takes_bounded_time(tmp_path: Path) -> None:
