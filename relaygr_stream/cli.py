@@ -10,6 +10,7 @@ import click
 
 from relaygr_stream.cli_options import config_options, settings_options
 from relaygr_stream.config import Config
+from relaygr_stream.dead_letters.command import dead_letters_command
 from relaygr_stream.demo.command import demo_command
 from relaygr_stream.errors import RelayError
 from relaygr_stream.settings import Settings
@@ -39,6 +40,7 @@ def main() -> None:
     """
 
 
+main.add_command(dead_letters_command)
 main.add_command(demo_command)
 main.add_command(publish_command)
 
