@@ -128,6 +128,11 @@ def load(
         if raw is not None:
             source = f"flag for {key}"
             _known(key, source)
+            if FIELDS[key].is_secret:
+                raise ConfigError(
+                    f"{source}: everybody on this machine can read a command line; set {FIELDS[key].env}, or write the "
+                    f"secret into a file that others cannot read"
+                )
             merged[key] = _checked(key, raw, source)
     sections: dict[str, dict[str, Any]] = {}
     for key, value in merged.items():

@@ -41,6 +41,18 @@ class Kafka(Struct, frozen=True, kw_only=True):
     )
     commit_ms: Annotated[Positive, _doc("offsets are committed this often")] = 1000
     request_timeout_ms: Annotated[Positive, _doc("one request to a broker")] = 10_000
+    security_protocol: Annotated[
+        Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"], _doc("what the brokers' listeners speak")
+    ] = "PLAINTEXT"
+    sasl_mechanism: Annotated[
+        Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"], _doc("how the password is shown; PLAIN only within TLS")
+    ] = "SCRAM-SHA-512"
+    sasl_username: Annotated[str, _doc("user of SASL_PLAINTEXT and SASL_SSL")] = ""
+    sasl_password: Annotated[str, Meta(extra={"secret": True}), _doc("its password")] = ""
+    tls_ca: Annotated[str, _doc("PEM file of the authority that signed the brokers; empty: the system's")] = ""
+    tls_certificate: Annotated[str, _doc("PEM file of our own certificate, where brokers ask for one")] = ""
+    tls_key: Annotated[str, _doc("PEM file of its key; empty: in the certificate's file")] = ""
+    tls_key_password: Annotated[str, Meta(extra={"secret": True}), _doc("password of that key")] = ""
 
 
 class Relay(Struct, frozen=True, kw_only=True):
