@@ -20,7 +20,7 @@ import msgspec
 import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
 
-from relaygr_stream.config import SECRET_SHOWN
+from relaygr_stream.settings import SECRET_SHOWN
 from relaygr_stream.settings import Telemetry
 from relaygr_stream.telemetry.limiter import LogLimiter
 

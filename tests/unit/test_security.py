@@ -10,10 +10,10 @@ import pytest
 import trustme
 
 from relaygr_stream.bus.security import security_options
-from relaygr_stream.config import load
+from relaygr_stream.config import FIELDS, load
 from relaygr_stream.config_table import render_settings_table
 from relaygr_stream.errors import ConfigError
-from relaygr_stream.settings import Kafka
+from relaygr_stream.settings import SECRETS, Kafka
 
 
 @pytest.fixture
@@ -65,3 +65,11 @@ def test_secrets_come_by_environment_or_file_never_by_flag(tmp_path: Path) -> No
     with pytest.raises(ConfigError, match="RELAYGR_KAFKA_SASL_PASSWORD") as raised:
         load(flags={"kafka.sasl_password": "geheim"}, environ={})
     assert "geheim" not in str(raised.value)
+
+
+def test_no_representation_shows_a_secret() -> None:
+    assert {key.partition(".")[2] for key, field in FIELDS.items() if field.is_secret} == SECRETS
+    settings = load(environ={FIELDS[key].env: "geheim" for key in FIELDS if FIELDS[key].is_secret}).settings
+    assert "geheim" not in repr(settings)
+    assert "sasl_password=********" in repr(settings)
+    assert "sasl_password=''" in repr(Kafka())
