@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import structlog
 
+from relaygr_stream.bus.ending import end
 from relaygr_stream.bus.lanes import LaneConsumer
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.records import Record
@@ -28,7 +29,6 @@ from relaygr_stream.trigger.log_ends import LogEnds
 from relaygr_stream.worker.build import Inside, build
 from relaygr_stream.worker.core import RelayCore
 from relaygr_stream.worker.device import DeviceThread
-from relaygr_stream.worker.ending import end
 from relaygr_stream.worker.intake import Intake, Origin, TooMuch
 from relaygr_stream.worker.metrics import WorkerMetrics
 from relaygr_stream.worker.outbox import Outbox
