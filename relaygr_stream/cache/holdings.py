@@ -13,6 +13,8 @@ from relaygr_stream.cache.arena import Extent
 from relaygr_stream.cache.counters import CacheCounters
 from relaygr_stream.cache.entry import Entry
 from relaygr_stream.cache.memory import TierMemory
+from relaygr_stream.cache.reloads import ReloadSpeed
+from relaygr_stream.cache.storage import Storage
 from relaygr_stream.cache.tiers import DramTier, HbmTier
 from relaygr_stream.errors import CacheCorruption
 from relaygr_stream.models.kv import KVLayout, KVRegion
@@ -23,13 +25,17 @@ MIN_COST_MS = 1e-3
 
 
 class Holdings:
-    """The entries of both tiers. predict_ms(n): what recomputing n tokens takes, which an eviction puts at stake."""
+    """The entries of both tiers. predict_ms(n): what recomputing n tokens takes.
+
+    That is what forgetting a copy puts at stake, and evicting an entry without one; with one, only a reload is.
+    """
 
     def __init__(
         self,
         layout: KVLayout,
         hbm: TierMemory,
         dram: TierMemory | None,
+        storage: Storage,
         predict_ms: Callable[[int], float],
         counters: CacheCounters,
     ) -> None:
@@ -37,8 +43,9 @@ class Holdings:
         self._counters = counters
         self._entries: dict[str, Entry] = {}
         self._retired: set[Entry] = set()
-        self.hbm = HbmTier(layout, hbm, self._cost_ms, last_tier=dram is None)
-        self.dram = None if dram is None else DramTier(dram, self._cost_ms)
+        self.reloads = ReloadSpeed()
+        self.hbm = HbmTier(layout, hbm, self._eviction_ms, last_tier=dram is None)
+        self.dram = None if dram is None else DramTier(dram, storage, self._forgetting_ms)
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -61,9 +68,9 @@ class Holdings:
 
     def note(self, entry: Entry) -> None:
         """The entry has changed: bring the books of both tiers up to it."""
-        self.hbm.note(entry)
+        used = self.hbm.note(entry)
         if self.dram is not None:
-            self.dram.note(entry)
+            self.dram.note(entry, used=used)
 
     def retire(self, entry: Entry) -> None:
         """Take the entry out of sight; its memory goes back once nobody holds it."""
@@ -95,14 +102,15 @@ class Holdings:
             self._counters.no_room += 1
         return place
 
-    def dram_room(self, nbytes: int) -> Extent | None:
-        """So much DRAM, after forgetting other copies if need be."""
+    def dram_room(self, capacity: int) -> Extent | None:
+        """DRAM for a copy of a region with room for so many tokens, after forgetting other copies if need be."""
         assert self.dram is not None
-        extent = self.dram.allocate(nbytes)
+        extent = self.dram.allocate(capacity)
         if extent is None:
-            for entry in self.dram.victims(nbytes):
+            for entry in self.dram.victims(capacity):
                 self._forget(entry)
-            extent = self.dram.allocate(nbytes)
+            extent = self.dram.allocate(capacity)
+        self.dram.full = extent is None
         return extent
 
     def release_dram(self, entry: Entry) -> None:
@@ -163,5 +171,15 @@ class Holdings:
         self.note(entry)
         self.hbm.free(extent)
 
-    def _cost_ms(self, entry: Entry) -> float:
-        return max(MIN_COST_MS, self._predict_ms(len(entry.tokens)))
+    def _eviction_ms(self, entry: Entry) -> float:
+        """What its next user pays if the entry leaves HBM: a reload, and what the copy does not hold."""
+        recompute = self._predict_ms(len(entry.tokens))
+        if entry.stored is None or entry.spill is not None:
+            return max(MIN_COST_MS, recompute)
+        assert entry.region is not None
+        missing = 0.0 if entry.clean else recompute - self._predict_ms(entry.stored.length)
+        return max(MIN_COST_MS, missing) + self.reloads.predict_ms(entry.region.storage.nbytes)
+
+    def _forgetting_ms(self, entry: Entry) -> float:
+        """What its next user pays once the entry has left HBM and its copy is gone too."""
+        return max(MIN_COST_MS, self._predict_ms(len(entry.tokens) if entry.stored is None else entry.stored.length))
