@@ -46,8 +46,8 @@ class Entry:
     """The prefix KV of one user's sequence under one model version."""
 
     __slots__ = (
-        "approximate", "computing", "extent", "failed", "load", "pins", "region", "retired", "spill", "stored", "tokens",
-        "unspillable", "user_id",
+        "approximate", "computing", "extent", "failed", "load", "pins", "region", "retired", "spill", "stored",
+        "tokens", "unspillable", "user_id",
     )  # fmt: skip
 
     def __init__(self, user_id: str, tokens: Tokens) -> None:

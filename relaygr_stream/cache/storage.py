@@ -32,8 +32,8 @@ LEAST_SCALE: Final = torch.finfo(torch.float32).tiny
 #: Elements converted at once on the CPU: 512 KiB of float32 intermediates stay in a core's cache. Measured on two cores
 #: at 3.8 GB/s of float32 quantised with these, 2.4 GB/s with 16 times as many, 3.4 with a quarter.
 CPU_PIECE: Final = 1 << 17
-#: The same on an accelerator, where a piece costs some 10 launches (about 50 µs) and its int8 bytes about 80 µs on a bus
-#: of 50 GB/s; its intermediates, up to 48 MiB, are the only device memory taken beside the tier.
+#: The same on an accelerator, where a piece costs some 10 launches (about 50 µs) and its int8 bytes about 80 µs on a
+#: bus of 50 GB/s; its intermediates, up to 48 MiB, are the only device memory taken beside the tier. Not measured yet.
 DEVICE_PIECE: Final = 1 << 22
 
 

@@ -1,6 +1,7 @@
 """The books of the two tiers: what each entry's memory counts as, and whose memory could be taken back for others.
 
-A use of an entry is a time it was held. Moving between the tiers is none, but changes what its eviction costs. Both tiers follow the entries: after any change of an entry, `note` it, and sums and eviction order are right again.
+A use of an entry is a time it was held. Moving between the tiers is none, but changes what its eviction costs. Both
+tiers follow the entries: after any change of an entry, `note` it, and sums and eviction order are right again.
 Neither changes an entry nor decides that one has to go; prefix_cache.py does.
 """
 

@@ -64,10 +64,7 @@ def holds(region: KVRegion, tokens: Tokens) -> bool:
         for head in range(LAYOUT.heads)
     ]
     found = [
-        part[head, :n]
-        for layer in range(LAYOUT.layers)
-        for part in region.layer(layer)
-        for head in range(LAYOUT.heads)
+        part[head, :n] for layer in range(LAYOUT.layers) for part in region.layer(layer) for head in range(LAYOUT.heads)
     ]
     return torch.equal(torch.stack(found), torch.stack(expected))
 
