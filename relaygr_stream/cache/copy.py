@@ -103,10 +103,11 @@ class _Lane:
 
     def submit(self, ticket: CopyTicket) -> None:
         with self._changed:
-            if self._closed:
-                raise DeviceError("the copy engine is closed")
-            self._waiting.append(ticket)
-            self._changed.notify()
+            if not self._closed:
+                self._waiting.append(ticket)
+                self._changed.notify()
+                return
+        ticket._finish(DeviceError("the copy engine is closed"))
 
     def close(self) -> None:
         """Fail what waits; what is being copied goes on."""
@@ -155,8 +156,8 @@ class CopyEngine:
         """Copy `src` into `dst`, converted, after all work that is now on the current stream.
 
         Until the ticket is done `src` must not be written, `dst` neither written nor read. `urgent` (a reload) does
-        not wait for copies that are not. ValueError if the tensors do not match and nothing converts them, DeviceError
-        after `close`.
+        not wait for copies that are not. After `close` the ticket fails at once. ValueError if the tensors do not match
+        and nothing converts them.
         """
         if convert is unchanged and (dst.shape != src.shape or dst.dtype != src.dtype):
             raise ValueError(

@@ -13,7 +13,7 @@ from relaygr_stream.cache.arena import Extent
 from relaygr_stream.cache.counters import CacheCounters
 from relaygr_stream.cache.entry import Entry
 from relaygr_stream.cache.memory import TierMemory
-from relaygr_stream.cache.reloads import ReloadSpeed
+from relaygr_stream.cache.reloads import Reloads
 from relaygr_stream.cache.storage import Storage
 from relaygr_stream.cache.tiers import DramTier, HbmTier
 from relaygr_stream.errors import CacheCorruption
@@ -27,7 +27,8 @@ MIN_COST_MS = 1e-3
 class Holdings:
     """The entries of both tiers. predict_ms(n): what recomputing n tokens takes.
 
-    That is what forgetting a copy puts at stake, and evicting an entry without one; with one, only a reload is.
+    That is what forgetting a copy puts at stake, and evicting an entry without one; with one, it is a reload, and the
+    risk that the copy is forgotten before it is needed.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class Holdings:
         self._counters = counters
         self._entries: dict[str, Entry] = {}
         self._retired: set[Entry] = set()
-        self.reloads = ReloadSpeed()
+        self.reloads = Reloads()
         self.hbm = HbmTier(layout, hbm, self._eviction_ms, last_tier=dram is None)
         self.dram = None if dram is None else DramTier(dram, storage, self._forgetting_ms)
 
@@ -163,6 +164,7 @@ class Holdings:
         self._counters.forgotten += 1
         self.release_dram(entry)
         if entry.region is None:
+            self.reloads.forgotten()
             del self._entries[entry.user_id]
 
     def _release_hbm(self, entry: Entry) -> None:
@@ -172,13 +174,16 @@ class Holdings:
         self.hbm.free(extent)
 
     def _eviction_ms(self, entry: Entry) -> float:
-        """What its next user pays if the entry leaves HBM: a reload, and what the copy does not hold."""
+        """What its next user pays if the entry leaves HBM: what the copy does not hold, a reload, and at the risk that
+        the copy is forgotten before, the rest.
+        """
         recompute = self._predict_ms(len(entry.tokens))
         if entry.stored is None or entry.spill is not None:
             return max(MIN_COST_MS, recompute)
         assert entry.region is not None
-        missing = 0.0 if entry.clean else recompute - self._predict_ms(entry.stored.length)
-        return max(MIN_COST_MS, missing) + self.reloads.predict_ms(entry.region.storage.nbytes)
+        copied = recompute if entry.clean else self._predict_ms(entry.stored.length)
+        reload = self.reloads.predict_ms(entry.region.storage.nbytes)
+        return max(MIN_COST_MS, recompute - copied) + reload + self.reloads.risk * max(0.0, copied)
 
     def _forgetting_ms(self, entry: Entry) -> float:
         """What its next user pays once the entry has left HBM and its copy is gone too."""

@@ -284,7 +284,7 @@ class PrefixCache:
             entry.approximate = self._dram.storage.approximate
             self.counters.loaded += 1
             self.counters.loaded_bytes += entry.region.storage.nbytes
-            self._holdings.reloads.took(entry.region.storage.nbytes, ticket.seconds)
+            self._holdings.reloads.reloaded(entry.region.storage.nbytes, ticket.seconds)
             self._holdings.note(entry)
             self._holdings.free_if_retired(entry)
         else:
