@@ -10,7 +10,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export MPLCONFIGDIR := $(CURDIR)/.cache/matplotlib
 export HYPOTHESIS_STORAGE_DIRECTORY := $(CURDIR)/.cache/hypothesis
 
-.PHONY: help setup demo test check format bench-cache bench-model clean
+.PHONY: help setup demo test test-long check format bench-cache bench-model clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -28,6 +28,9 @@ demo: $(STAMP) ## run the whole relay on an embedded broker and show what it doe
 
 test: $(STAMP) ## unit tests, bus tests on every broker at hand, end to end with real processes
 	$(BIN)/pytest $(ARGS)
+
+test-long: $(STAMP) ## a million random operations, the books checked after each (ARGS="--long-operations N --long-seed N")
+	$(BIN)/pytest -m long -s $(ARGS)
 
 check: $(STAMP) ## ruff and mypy --strict
 	$(BIN)/ruff format --check .
