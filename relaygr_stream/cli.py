@@ -143,5 +143,28 @@ def conformance(file: Path) -> None:
     sys.exit(not all(result.conforms for result in results))
 
 
+@model.command(name="check")
+@click.argument("factory", default="")
+@click.option("--device", help="cpu, cuda[:N] or npu[:N]; short for --set worker.device=…")
+@click.option("--dtype", help="float32, bfloat16 or float16; short for --set worker.dtype=…")
+@click.option("--seed", default=0, show_default=True, help="Of the random requests; model.seed is the weights'.")
+@settings_options
+def model_check(settings: Settings, factory: str, device: str | None, dtype: str | None, seed: int) -> None:
+    """Check that a model keeps the protocol and that its relayed scores equal full inference.
+
+    FACTORY is module:factory (model.factory); without it, the model that the settings name, which may be the built-in
+    one. Prints a table of properties and, for each that failed, what it usually means; exits 1 if one failed. Check
+    float32 first: half precision hides small errors in its rounding.
+
+    \b
+    Examples:
+      relaygr model check relaygr_stream.models.transformer:make
+      relaygr model check my_model:make --set model.layers=2 --dtype bfloat16
+    """
+    from relaygr_stream.models.check.command import run_check
+
+    sys.exit(0 if run_check(settings, factory, device, dtype, seed) else 1)
+
+
 if __name__ == "__main__":
     main()
