@@ -128,17 +128,21 @@ def model() -> None:
 
 @model.command()
 @click.argument("file", type=click.Path(path_type=Path))
-def conformance(file: Path) -> None:
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), default="float32", show_default=True)
+def conformance(file: Path, dtype: str) -> None:
     """Compare the built-in HSTU with reference arrays (FILE.npz), full and cached.
 
-    Prints the largest absolute deviation of each variant; exits 1 if one exceeds 1e-4.
+    float32: prints the largest absolute deviations of each variant; exits 1 if one exceeds 1e-4. Half precision: exits
+    1 if cached, chunked or cut results are further from the reference than full inference in that type is.
     """
     from relaygr_stream.models.devices import select_device
 
     select_device("cpu")  # as in `worker`
+    import torch
+
     from relaygr_stream.models.conformance import format_table, run_conformance
 
-    results = run_conformance(file)
+    results = run_conformance(file, getattr(torch, dtype))
     click.echo(format_table(results))
     sys.exit(not all(result.conforms for result in results))
 

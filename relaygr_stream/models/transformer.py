@@ -92,7 +92,7 @@ class TransformerLayer(nn.Module):
         """x (n, D) → q (H, n, dqk), k (H, n, dqk), v (H, n, dv)."""
         normed = functional.layer_norm(x, x.shape[-1:], self.attention_norm_weight, self.attention_norm_bias, NORM_EPS)
         qkv = torch.addmm(self.qkv_bias, normed, self.qkv_weight)
-        parts = qkv.split([self.heads * width for width in self.widths], dim=1)
+        parts = torch.split(qkv, [self.heads * width for width in self.widths], dim=1)
         return tuple(part.view(len(x), self.heads, -1).transpose(0, 1) for part in parts)
 
     def finish(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
@@ -152,7 +152,7 @@ class Transformer(nn.Module):
         for index, layer in enumerate(self._layers()):
             keys, values = (part[:, :length] for part in one.kv.layer(index))  # behind kv.length lies anything
             q, k, v = layer.project(x)
-            if suffix:  # only then is the prefix copied: a suffix is at most a few hundred tokens
+            if suffix:  # costs a copy of the prefix; a kernel would read both where they are
                 keys, values = torch.cat((keys, k[:, :suffix]), 1), torch.cat((values, v[:, :suffix]), 1)
             attended = attend_to_history_and_self(q[:, suffix:], keys, values, k[:, suffix:], v[:, suffix:])
             if suffix:

@@ -28,7 +28,7 @@ Items = npt.NDArray[np.int64]
 NO_TOKENS = Tokens(np.zeros((3, 0), np.int64))
 
 
-class Failed(Exception):  # noqa: N818  # it says what became of the property
+class Failed(Exception):  # it says what became of the property
     """The property does not hold; the message says what was seen."""
 
 
@@ -109,7 +109,7 @@ class Probe:
         model = model or self.model
         shown = ", ".join(f"{one.kv.length} + {len(one.suffix)} tokens, {len(one.candidates)} cand." for one in batch)
         with _said(f"score() of [{shown}]"), torch.inference_mode():
-            scores = model.score(batch)
+            scores: object = model.score(batch)
         expected = [(len(one.candidates), len(model.tasks)) for one in batch]
         if not isinstance(scores, list) or not all(isinstance(one, torch.Tensor) for one in scores):
             raise Failed(f"score() returned a {type(scores).__name__}, expected a list of tensors")

@@ -54,7 +54,7 @@ def version(probe: Probe) -> Measure | None:
             continue
         try:
             version = probe.make(other).version
-        except Exception:  # noqa: S112  # a model need not offer every type
+        except Exception:  # a model need not offer every type
             continue
         if version == again.version:
             raise Failed(f"{version!r} is its version in {probe.dtype} and in {other}; their scores differ")
@@ -152,7 +152,7 @@ def relocation(probe: Probe) -> Measure:
 
 
 def extension(probe: Probe) -> Measure:
-    """A cached prefix, scored, grown by new behaviours in place or by a move into a larger region, is the longer one."""
+    """A cached prefix, scored, then grown in place or by a move into a larger region, is the longer one."""
     deviations = probe.deviations()
     for added, move in ((1, False), (13, False), (40, True)):
         for length in probe.lengths(room=added):

@@ -64,7 +64,7 @@ PROPERTIES: Final = (
     Property(
         "reads up to kv.length",
         "memory behind kv.length may hold anything, NaN too",
-        "attention reads the whole capacity and hides the rest with a mask (0 × NaN is NaN): slice K and V to kv.length",
+        "attention reads the whole capacity and masks the rest (0 × NaN is NaN): slice K and V to kv.length",
         properties.reads_to_length,
         hazard="reading-behind-kvlength",
     ),
@@ -134,7 +134,7 @@ PROPERTIES: Final = (
     Property(
         "batch apart",
         "a ranking's scores do not depend on its neighbours in a batch",
-        "rankings are padded to one length and the padding is masked by multiplication, or a norm or 1/N spans the batch",
+        "padding to one length that is masked by multiplication, or a norm or 1/N that spans the batch",
         properties.batch_apart,
         hazard="neighbours-in-a-batch",
     ),

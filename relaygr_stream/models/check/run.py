@@ -1,4 +1,4 @@
-"""Runs the properties on the model of the settings, one finding each, in order; and says them as a table and in words."""
+"""Runs the properties on a model, one finding each, in order; says them as a table and in words."""
 
 from __future__ import annotations
 
