@@ -46,9 +46,10 @@ class Measure:
 class Deviations:
     """Collects pairs of results; `measure` judges them together. half: compare by the rule of half precision."""
 
-    def __init__(self, *, half: bool, limit: float = FLOAT32_LIMIT) -> None:
+    def __init__(self, *, half: bool, limit: float = FLOAT32_LIMIT, half_limit: float = HALF_LIMIT) -> None:
         self._half = half
         self._limit = limit
+        self._half_limit = half_limit
         self._worst = 0.0
         self._found = 0.0  # sums of squares, each result relative to its largest true value
         self._full = 0.0
@@ -75,4 +76,4 @@ class Deviations:
         count = max(self._count, 1)
         found, full = math.sqrt(self._found / count), math.sqrt(self._full / count)
         # A model that computes in float32 after all is held to float32's bound, not to a ratio of next to nothing.
-        return Measure(found / max(full, self._limit), HALF_LIMIT, ratio=True)
+        return Measure(found / max(full, self._limit), self._half_limit, ratio=True)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from relaygr_stream.errors import ModelError
-from relaygr_stream.models.check.measure import FLOAT32_LIMIT, Deviations, Scores
+from relaygr_stream.models.check.measure import FLOAT32_LIMIT, HALF_LIMIT, Deviations, Scores
 from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.models.protocol import RankingModel, ScoreInput
 from relaygr_stream.models.tokens import Tokens
@@ -131,9 +131,9 @@ class Probe:
 
     # ---- comparing ----
 
-    def deviations(self, limit: float = FLOAT32_LIMIT) -> Deviations:
+    def deviations(self, limit: float = FLOAT32_LIMIT, half_limit: float = HALF_LIMIT) -> Deviations:
         """An empty collection under the rule of this type."""
-        return Deviations(half=self.half, limit=limit)
+        return Deviations(half=self.half, limit=limit, half_limit=half_limit)
 
     def compare(self, into: Deviations, found: Scores, history: Tokens, candidates: Items) -> None:
         """Compare scores of `candidates` behind `history` with full inference."""
