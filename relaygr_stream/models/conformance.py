@@ -32,7 +32,8 @@ LIMIT: Final = 1e-4
 #: Seed of the random chunk boundaries, so that a file gives the same result each time.
 CHUNK_SEED: Final = 0
 #: Cuts of each history into prefix and suffix. One is too few for half precision: all candidates of a cut share the
-#: roundings of its suffix, and the ratio to full inference then came out anywhere within 0.75…1.53 (100 seeds).
+#: roundings of its suffix. Over 100 seeds the ratio to full inference was 0.75…1.53 with 1 cut; over 40, 0.91…1.22
+#: with 32.
 CUTS: Final = 32
 #: Unused room behind each region's tokens, filled with NaN: reading it would show in every output.
 SLACK: Final = 5

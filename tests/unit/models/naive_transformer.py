@@ -26,7 +26,7 @@ def naive_scores(
     for index in range(config.layers):
         w = {name.split(".")[2]: value for name, value in weights.items() if name.startswith(f"layers.{index}.")}
         qkv = _normed(x, w["attention_norm_weight"], w["attention_norm_bias"]) @ w["qkv_weight"] + w["qkv_bias"]
-        q, k, v = qkv.split([config.heads * width for width in (config.dqk, config.dqk, config.dv)], dim=1)  # type: ignore[no-untyped-call]
+        q, k, v = qkv.split([config.heads * width for width in (config.dqk, config.dqk, config.dv)], dim=1)
         attended = []
         for head in range(config.heads):
             qk, of_v = (slice(head * width, (head + 1) * width) for width in (config.dqk, config.dv))
@@ -37,7 +37,7 @@ def naive_scores(
         gelu = up * (1 + torch.erf(up / math.sqrt(2))) / 2
         x = x + gelu @ w["down_weight"] + w["down_bias"]
     out = _normed(x[n:], weights["head.norm_weight"], weights["head.norm_bias"])
-    return out @ weights["head.weight"] + weights["head.bias"]
+    return torch.addmm(weights["head.bias"], out, weights["head.weight"])
 
 
 def _normed(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
