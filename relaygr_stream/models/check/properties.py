@@ -89,7 +89,8 @@ def reads_to_length(probe: Probe) -> Measure:
 def score_reads_only(probe: Probe) -> None:
     """Not one bit of the region changes, its slack included; nor does kv.length."""
     for length in probe.lengths():
-        region = probe.prefix(probe.history(length), slack=19)
+        region = probe.region(length + 19, 0.37)  # no number that a model is likely to write
+        probe.extend(region, probe.history(length))
         before = region.storage.clone()
         suffix = probe.history(5) if probe.model.incremental else NO_TOKENS
         probe.score(region, suffix, probe.candidates(CANDIDATES))

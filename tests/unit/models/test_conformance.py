@@ -83,8 +83,9 @@ def test_in_half_precision_no_result_is_further_off_than_full_inference(dtype: t
 @pytest.mark.parametrize("comparison", ["cached_candidates", "chunked_kv", "suffix_candidates"])
 def test_in_half_precision_what_is_further_off_does_not_conform(comparison: str) -> None:
     result = run_conformance(REFERENCE, torch.bfloat16)[0]
-    full = math.sqrt(result._errors[FULL[comparison]])
-    result.add(comparison, torch.tensor([full]), np.zeros(1))  # as much again, in one value
+    count, full = result._counts[comparison], FULL[comparison]
+    twice = 2 * math.sqrt(result._errors[full] / result._counts[full])
+    result.add(comparison, torch.full((count,), twice), np.zeros(count))
     assert result.ratio(comparison) > HALF_LIMIT
     assert not result.conforms
 
