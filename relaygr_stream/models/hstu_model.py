@@ -5,7 +5,6 @@ Knows nothing of caches, schedulers or files; checkpoint.py and random_weights.p
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from typing import Annotated, Final
 
@@ -17,6 +16,7 @@ from torch import nn
 from relaygr_stream.models.embeddings import TokenEmbedding
 from relaygr_stream.models.head import TaskHead
 from relaygr_stream.models.hstu import HSTUStack, RankingRows, StackConfig
+from relaygr_stream.models.identity import digest, version_of
 from relaygr_stream.models.kv import KVLayout, KVRegion
 from relaygr_stream.models.protocol import ScoreInput
 from relaygr_stream.models.tokens import Tokens
@@ -85,7 +85,7 @@ class HSTUModel(nn.Module):
         """Take float32 weights of exactly the keys and shapes of `state_dict()`, and a version from their digest."""
         self.load_state_dict(weights)
         self.note = note
-        self._digest = _digest(self.config, self.state_dict())
+        self._digest = digest(self.config, self.state_dict())
         return self.place(torch.device("cpu"), torch.float32)
 
     def place(self, device: torch.device, dtype: torch.dtype) -> HSTUModel:
@@ -96,7 +96,7 @@ class HSTUModel(nn.Module):
         self.stack.to(device=device, dtype=dtype)
         self.head.to(device=device)
         self.layout = self.config.stack.layout(dtype)
-        self.version = f"hstu-{self._digest}-{str(dtype).removeprefix('torch.')}"
+        self.version = version_of("hstu", self._digest, dtype)
         return self
 
     @torch.no_grad()
@@ -116,12 +116,3 @@ class HSTUModel(nn.Module):
             counts = [count for one in rows for count in (one.suffix, one.candidates)]
             out = torch.cat(torch.split(out, counts)[1::2])
         return list(torch.split(self.head.logits(out), [one.candidates for one in rows]))
-
-
-def _digest(config: HSTUConfig, weights: dict[str, torch.Tensor]) -> str:
-    """64 bits over configuration and float32 weights: the same for the same model in any process."""
-    digest = hashlib.blake2b(msgspec.json.encode(config, order="sorted"), digest_size=8)
-    for name in sorted(weights):
-        digest.update(f"\n{name} {tuple(weights[name].shape)}\n".encode())
-        digest.update(weights[name].contiguous().numpy().data)
-    return digest.hexdigest()
