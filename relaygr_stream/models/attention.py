@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional
 
 #: Rows of a block on the CPU: the products reach their peak from about 256 rows on, while the half block above the
-#: diagonal is computed in vain. Measured with benchmarks/model.py over 64…512.
+#: diagonal is computed in vain. Measured with benchmarks/engine.py over 64…512.
 CPU_BLOCK_ROWS: Final = 256
 #: Scores of a block on the CPU: 2 Mi elements are 4 MiB in bfloat16, which leaves room in the last-level cache for
 #: K and V.
