@@ -24,6 +24,7 @@ from torch.nn import functional
 from relaygr_stream.errors import ModelError
 from relaygr_stream.models.attention import Block, Visibility, attend, attend_to_self, block_rows
 from relaygr_stream.models.kv import KVLayout, KVRegion
+from relaygr_stream.models.native import attention as native
 
 NORM_EPS: Final = 1e-6
 
@@ -159,7 +160,7 @@ class HSTUStack(nn.Module):
             raise ValueError(f"{len(x)} tokens behind {start} do not fit into a region of {kv.capacity}")
         if start == stop:
             return x
-        rows = block_rows(x.device, self.config.heads, stop)
+        rows = block_rows(x.device, self.config.heads, stop, fused=self._fused(x))
         blocks = self._visibility.blocks(start, len(x), 0, stop, stop, rows)
         for index, layer in enumerate(self._stu_layers()):
             region_keys, region_values = kv.layer(index)
@@ -194,7 +195,7 @@ class HSTUStack(nn.Module):
                 f"a model with contextual_seq_len = {self.config.contextual_seq_len} has all history in the prefix "
                 f"and takes no suffix"
             )
-        plans = [self._plan(rows, x.device) for rows in batch]
+        plans = [self._plan(rows, x) for rows in batch]
         self_weight = self._self_weight(batch, x.device)
         for index, layer in enumerate(self._stu_layers()):
             uvqk = layer.project(x)
@@ -211,14 +212,17 @@ class HSTUStack(nn.Module):
             x = layer.finish(x, uvqk, room)
         return x
 
-    def _plan(self, rows: RankingRows, device: torch.device) -> tuple[list[Block], list[Block]]:
+    def _plan(self, rows: RankingRows, x: torch.Tensor) -> tuple[list[Block], list[Block]]:
         """Blocks of one ranking's rows over the prefix, and over its suffix."""
         length, history, count = rows.kv.length, rows.kv.length + rows.suffix, rows.suffix + rows.candidates
-        together = block_rows(device, self.config.heads, history)
+        together = block_rows(x.device, self.config.heads, history, fused=self._fused(x))
         on_prefix = self._visibility.blocks(length, count, 0, length, history, together)
         if not rows.suffix:
             return on_prefix, []
         return on_prefix, self._visibility.blocks(length, count, length, rows.suffix, history, together)
+
+    def _fused(self, x: torch.Tensor) -> bool:
+        return native.fits(x.device, x.dtype, self.config.dqk, self.config.dv)
 
     def _self_weight(self, batch: Sequence[RankingRows], device: torch.device) -> torch.Tensor | float:
         """Candidates see themselves here; a suffix row's own column is among those of the suffix."""
