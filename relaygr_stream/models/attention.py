@@ -173,6 +173,9 @@ def attend_to_self(
 
     weight: one number, or (rows, 1, 1) float32 (0 for rows whose own column was counted elsewhere).
     """
+    if native.fits(queries.device, queries.dtype, queries.shape[2], values.shape[2]):
+        native.attend_to_self(queries, keys, values, out, scale=scale, weight=weight)
+        return
     # In float32, as the sum over dqk inside a matrix product would be.
     own = (queries.float() * keys.float()).sum(-1, keepdim=True).mul_(scale)
     functional.silu(own, inplace=True).mul_(weight)

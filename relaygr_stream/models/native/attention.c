@@ -1,4 +1,4 @@
-/* SiLU attention in bfloat16 on x86-64 with AMX: scores live in the first-level cache only, and never as a matrix.
+/* SiLU attention, and what stands around it in a layer, in bfloat16 on x86-64 with AMX: scores live in the first-level cache only, and never as a matrix.
  *
  * One block of rows at a time: K and V of a panel of columns are packed as the tile unit wants its right operand, then
  * for 32 rows: scores of 32 columns by tiles -> SiLU by vectors (while the tiles compute the next 32) -> as bfloat16
@@ -55,6 +55,12 @@ static int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
 /* Ask Linux for the tile registers (ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA). 0: this process may use them. */
 int relaygr_request_tiles(void) { return syscall(SYS_arch_prctl, 0x1023, 18) ? 1 : 0; }
+
+static inline __m512 load(const bf16 *from) {
+    return (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from)), 16);
+}
+
+static inline void store(bf16 *to, __m512 x) { _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh(x)); }
 
 static void transpose(__m512i r[16]) {
     __m512i t[16];
@@ -236,11 +242,8 @@ static void write_rows(const Attention *a, int64_t head, int64_t first, int64_t 
         bf16 *out = a->out + head * a->out_head + (first + r) * a->out_row;
         for (int64_t d = 0; d < a->dv; d += TILE) {
             __m512 sum = _mm512_mul_ps(_mm512_load_ps(room.sums + r * a->dv + d), weight);
-            if (a->accumulate) {
-                __m512i before = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(out + d)));
-                sum = _mm512_add_ps(sum, (__m512)_mm512_slli_epi32(before, 16));
-            }
-            _mm256_storeu_si256((__m256i *)(out + d), (__m256i)_mm512_cvtneps_pbh(sum));
+            if (a->accumulate) sum = _mm512_add_ps(sum, load(out + d));
+            store(out + d, sum);
         }
     }
 }
@@ -275,4 +278,52 @@ void relaygr_attend(const Attention *a) {
         _tile_loadconfig(&before);
     else
         _tile_release();
+}
+
+/* out += weights[row] (NULL: weight) * SiLU(scale * q.k) * v of each row with itself. `columns` and what is visible do
+ * not matter. */
+void relaygr_attend_to_self(const Attention *a, const float *weights) {
+    for (int64_t row = 0; row < a->rows; row++) {
+        __m512 weight = _mm512_set1_ps(weights ? weights[row] : a->weight);
+        for (int64_t head = 0; head < a->heads; head++) {
+            const bf16 *q = a->q + head * a->q_head + row * a->q_row, *k = a->k + head * a->k_head + row * a->k_row;
+            const bf16 *v = a->v + head * a->v_head + row * a->v_row;
+            bf16 *out = a->out + head * a->out_head + row * a->out_row;
+            __m512 sum = _mm512_setzero_ps();
+            for (int64_t d = 0; d < a->dqk; d += TILE) sum = _mm512_fmadd_ps(load(q + d), load(k + d), sum);
+            __m512 product = _mm512_set1_ps(_mm512_reduce_add_ps(sum));
+            __m512 own = silu(product, _mm512_set1_ps(a->scale), _mm512_set1_ps(-1.44269504f * a->scale));
+            own = _mm512_mul_ps(own, weight);
+            for (int64_t d = 0; d < a->dv; d += TILE)
+                store(out + d, _mm512_fmadd_ps(own, load(v + d), load(out + d)));
+        }
+    }
+}
+
+/* Rows of [u, o, u * LayerNorm(o)], each `width` wide: the first and the last from `before`, which is not activated
+ * yet, and from o, which is there. Strides in elements. */
+void relaygr_gate(
+    const bf16 *before, int64_t before_row, bf16 *room, int64_t room_row, int64_t rows, int64_t width,
+    const bf16 *norm_weight, const bf16 *norm_bias, float eps
+) {
+    __m512 one = _mm512_set1_ps(1.0f), exponent = _mm512_set1_ps(-1.44269504f);
+    for (int64_t row = 0; row < rows; row++, before += before_row, room += room_row) {
+        bf16 *o = room + width, *gated = o + width;
+        __m512 sum = _mm512_setzero_ps(), squares = _mm512_setzero_ps();
+        for (int64_t d = 0; d < width; d += TILE) sum = _mm512_add_ps(sum, load(o + d));
+        __m512 mean = _mm512_set1_ps(_mm512_reduce_add_ps(sum) / width);
+        for (int64_t d = 0; d < width; d += TILE) {
+            __m512 off = _mm512_sub_ps(load(o + d), mean);
+            squares = _mm512_fmadd_ps(off, off, squares);
+        }
+        float variance = _mm512_reduce_add_ps(squares) / width;
+        __m512 inverse = _mm512_div_ps(one, _mm512_sqrt_ps(_mm512_set1_ps(variance + eps)));
+        for (int64_t d = 0; d < width; d += TILE) {
+            __m512 u = silu(load(before + d), one, exponent);
+            __m512 normed = _mm512_mul_ps(_mm512_sub_ps(load(o + d), mean), inverse);
+            normed = _mm512_fmadd_ps(normed, load(norm_weight + d), load(norm_bias + d));
+            store(room + d, u);
+            store(gated + d, _mm512_mul_ps(u, normed));
+        }
+    }
 }

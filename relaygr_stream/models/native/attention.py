@@ -8,7 +8,7 @@ square. attention.c says how. Sums are float32 over all columns; scores are roun
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -67,29 +67,80 @@ def attend(
 
     Where `fits`; each tensor's last dimension is contiguous. A block may have any number of rows.
     """
-    compiled = library()
-    assert compiled is not None
     columns = block.col_stop - block.col_start
     causal_from, causal, recent_to, recent = columns, 0, 0, 0
     if block.causal is not None:
         causal_from, causal = block.causal_from, block.causal_from + block.causal + 1
     if block.recent is not None:
         recent_to, recent = block.recent_to, block.recent
-    compiled.relaygr_attend(
-        ctypes.byref(
-            _Attention(
-                _address(queries, block.row_start),
-                _address(keys, block.col_start),
-                _address(values, block.col_start),
-                _address(out, block.row_start),
-                *(stride for part in (queries, keys, values, out) for stride in part.stride()[:2]),
-                queries.shape[0], block.row_stop - block.row_start, columns, queries.shape[2], values.shape[2],
-                causal_from, causal, recent_to, recent,
-                scale, weight, accumulate,
-            )
+    arguments = _arguments(
+        queries[:, block.row_start : block.row_stop],
+        keys[:, block.col_start : block.col_stop],
+        values[:, block.col_start : block.col_stop],
+        out[:, block.row_start : block.row_stop],
+        (causal_from, causal, recent_to, recent),
+        (scale, weight, accumulate),
+    )
+    _library().relaygr_attend(arguments)
+
+
+def attend_to_self(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    scale: float,
+    weight: torch.Tensor | float,
+) -> None:
+    """As `models.attention.attend_to_self`, with tensors (rows, heads, width), where `fits`."""
+    by_head = [part.transpose(0, 1) for part in (queries, keys, values, out)]
+    one_for_all = weight if isinstance(weight, float) else 0.0
+    arguments = _arguments(*by_head, (0, 0, 0, 0), (scale, one_for_all, False))
+    _library().relaygr_attend_to_self(arguments, None if isinstance(weight, float) else _pointer(weight))
+
+
+def gate(
+    uvqk: torch.Tensor, room: torch.Tensor, norm_weight: torch.Tensor, norm_bias: torch.Tensor, eps: float
+) -> None:
+    """Fill [u, o, u ⊙ LayerNorm(o)] (n, 3·width), which holds o, from u before its SiLU, the first columns of uvqk.
+
+    Where `fits`; width is a multiple of 16.
+    """
+    _library().relaygr_gate(
+        _pointer(uvqk), ctypes.c_int64(uvqk.stride(0)), _pointer(room), ctypes.c_int64(room.stride(0)),
+        ctypes.c_int64(len(room)), ctypes.c_int64(room.shape[1] // 3),
+        _pointer(norm_weight), _pointer(norm_bias), ctypes.c_float(eps),
+    )  # fmt: skip
+
+
+def _library() -> ctypes.CDLL:
+    compiled = library()
+    assert compiled is not None  # `fits` said so
+    return compiled
+
+
+def _arguments(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    out: torch.Tensor,
+    visible: tuple[int, int, int, int],
+    rest: tuple[float, float, bool],
+) -> Any:
+    """What the functions take: a pointer to `Attention`."""
+    parts = (queries, keys, values, out)
+    heads, rows, dqk = queries.shape
+    return ctypes.byref(
+        _Attention(
+            *(part.data_ptr() for part in parts),
+            *(stride for part in parts for stride in part.stride()[:2]),
+            heads, rows, keys.shape[1], dqk, values.shape[2],
+            *visible,
+            *rest,
         )
     )  # fmt: skip
 
 
-def _address(part: torch.Tensor, row: int) -> int:
-    return part.data_ptr() + row * part.stride(1) * part.element_size()
+def _pointer(part: torch.Tensor) -> ctypes.c_void_p:
+    return ctypes.c_void_p(part.data_ptr())

@@ -51,7 +51,7 @@ def _instructions(cpuinfo: Path) -> set[str]:
         text = cpuinfo.read_text(encoding="utf-8")
     except OSError:
         return set()
-    return next((set(line.split()) for line in text.splitlines() if line.startswith("flags")), set())
+    return next((set(line.partition(":")[2].split()) for line in text.splitlines() if line.startswith("flags")), set())
 
 
 def _compile(source: Path, compiler: str) -> ctypes.CDLL:
