@@ -94,9 +94,9 @@ def attend_to_self(
     weight: torch.Tensor | float,
 ) -> None:
     """As `models.attention.attend_to_self`, with tensors (rows, heads, width), where `fits`."""
-    by_head = [part.transpose(0, 1) for part in (queries, keys, values, out)]
+    q, k, v, o = (part.transpose(0, 1) for part in (queries, keys, values, out))
     one_for_all = weight if isinstance(weight, float) else 0.0
-    arguments = _arguments(*by_head, (0, 0, 0, 0), (scale, one_for_all, False))
+    arguments = _arguments(q, k, v, o, (0, 0, 0, 0), (scale, one_for_all, False))
     _library().relaygr_attend_to_self(arguments, None if isinstance(weight, float) else _pointer(weight))
 
 
