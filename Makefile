@@ -10,7 +10,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export MPLCONFIGDIR := $(CURDIR)/.cache/matplotlib
 export HYPOTHESIS_STORAGE_DIRECTORY := $(CURDIR)/.cache/hypothesis
 
-.PHONY: help setup demo test test-long check format bench-cache bench-model clean
+.PHONY: help setup demo test test-long check format bench-cache bench-engine clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -44,8 +44,8 @@ format: $(STAMP) ## let ruff rewrite what it can
 bench-cache: $(STAMP) ## usable share, cost per operation, eviction against other policies (4 minutes; CHECK=1 judges)
 	$(BIN)/python benchmarks/cache.py
 
-bench-model: $(STAMP) ## extend and score against the machine's floors (ARGS="--device cpu --dtype bfloat16 …")
-	$(BIN)/python benchmarks/model.py $(ARGS)
+bench-engine: $(STAMP) ## the engine against the floors of this machine (4 minutes; CHECK=1 judges; ARGS="--device cuda")
+	$(BIN)/python benchmarks/engine.py $(ARGS)
 
 include docker/testbed.mk
 
