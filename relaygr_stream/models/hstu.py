@@ -15,8 +15,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 from torch.nn import functional
@@ -54,6 +56,26 @@ class RankingRows:
     kv: KVRegion
     suffix: int
     candidates: int
+
+
+class FusedLayers(Protocol):
+    """The layers with attention of another kind (kernels/fused.py). Checks, and kv.length, are the stack's business."""
+
+    def extend(self, layers: Sequence[STULayer], kv: KVRegion, x: torch.Tensor, outputs: bool) -> torch.Tensor:
+        """Write the K/V of x behind kv.length; returns the last layer's outputs if they are wanted."""
+        ...
+
+    def score(self, layers: Sequence[STULayer], batch: Sequence[RankingRows], x: torch.Tensor) -> torch.Tensor:
+        """As `HSTUStack.score`."""
+        ...
+
+    def table(self, batch: Sequence[RankingRows]) -> npt.NDArray[np.int64]:
+        """What the launches for a batch are told, to be given to `run` on the device."""
+        ...
+
+    def run(self, layers: Sequence[STULayer], x: torch.Tensor, tiles: torch.Tensor, *, split: bool) -> torch.Tensor:
+        """As `score`, by a table: with split, the same launches for any two tables of a size."""
+        ...
 
 
 class STULayer(nn.Module):
@@ -125,6 +147,7 @@ class HSTUStack(nn.Module):
     def __init__(self, config: StackConfig) -> None:
         super().__init__()
         self.config = config
+        self.fused: FusedLayers | None = None  # None: attention.py
         self.layers = nn.ModuleList(STULayer(config) for _ in range(config.layers))
         self._visibility = Visibility(config.contextual_seq_len, config.max_attn_len)
         self._scale = 1 / math.sqrt(config.dqk)
@@ -159,9 +182,13 @@ class HSTUStack(nn.Module):
             raise ValueError(f"{len(x)} tokens behind {start} do not fit into a region of {kv.capacity}")
         if start == stop:
             return x
+        if self.fused is not None:
+            x = self.fused.extend(self.stu_layers(), kv, x, outputs)
+            kv.length = stop
+            return x
         rows = block_rows(x.device, self.config.heads, stop)
         blocks = self._visibility.blocks(start, len(x), 0, stop, stop, rows)
-        for index, layer in enumerate(self._stu_layers()):
+        for index, layer in enumerate(self.stu_layers()):
             region_keys, region_values = kv.layer(index)
             if index == len(self.layers) - 1 and not outputs:
                 keys, values = layer.project_kv(x)
@@ -194,9 +221,11 @@ class HSTUStack(nn.Module):
                 f"a model with contextual_seq_len = {self.config.contextual_seq_len} has all history in the prefix "
                 f"and takes no suffix"
             )
+        if self.fused is not None:
+            return self.fused.score(self.stu_layers(), batch, x)
         plans = [self._plan(rows, x.device) for rows in batch]
         self_weight = self._self_weight(batch, x.device)
-        for index, layer in enumerate(self._stu_layers()):
+        for index, layer in enumerate(self.stu_layers()):
             uvqk = layer.project(x)
             q, k, v = layer.split(uvqk)
             room, o = layer.room(uvqk)
@@ -227,7 +256,8 @@ class HSTUStack(nn.Module):
         weights = [w for rows in batch for w in [0.0] * rows.suffix + [self._weight] * rows.candidates]
         return torch.tensor(weights).view(-1, 1, 1).to(device, non_blocking=True)
 
-    def _stu_layers(self) -> Sequence[STULayer]:
+    def stu_layers(self) -> Sequence[STULayer]:
+        """The layers, first to last."""
         return self.layers  # type: ignore[return-value]  # ModuleList does not name what it holds
 
 
