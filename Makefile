@@ -9,8 +9,9 @@ STAMP := $(VENV)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export MPLCONFIGDIR := $(CURDIR)/.cache/matplotlib
 export HYPOTHESIS_STORAGE_DIRECTORY := $(CURDIR)/.cache/hypothesis
+export TRITON_CACHE_DIR := $(CURDIR)/.cache/triton
 
-.PHONY: help setup demo test check format bench-cache bench-model clean
+.PHONY: help setup demo test test-device check format bench-cache bench-model clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -28,6 +29,9 @@ demo: $(STAMP) ## run the whole relay on an embedded broker and show what it doe
 
 test: $(STAMP) ## unit tests, bus tests on every broker at hand, end to end with real processes
 	$(BIN)/pytest $(ARGS)
+
+test-device: $(STAMP) ## the tests that want a CUDA device or an NPU, on a machine that has one
+	$(BIN)/pytest tests/device tests/unit/models $(ARGS)
 
 check: $(STAMP) ## ruff and mypy --strict
 	$(BIN)/ruff format --check .

@@ -24,6 +24,9 @@ HALF_BLOCK: Final = 64
 #: float32 keeps its full mantissa and runs without tensor cores, with both operands in registers: a quarter of the
 #: scores at once.
 FLOAT_BLOCK: Final = 32
+#: Four warps hold a block of 64 rows in 16-row slices, as tensor cores take them; two stages load one block of columns
+#: while another is computed. Neither has been tuned on a device.
+LAUNCH: Final = {"num_warps": 4, "num_stages": 2}
 
 
 @dataclass(frozen=True)
@@ -65,19 +68,25 @@ def silu_attention(
         return
     # Without a split nothing is read or written there.
     sums = uvqk.new_empty((len(tiles) if split else 0, shape.block, shape.heads * shape.dv), dtype=torch.float32)
-    attention_kernel[grid](
-        tiles, uvqk, room, sums if split else room, layer,
-        FIELDS=len(Field), HEADS=shape.heads, DQK=shape.dqk, DV=shape.dv,
-        DQK_SIDE=_side(shape.dqk), DV_SIDE=_side(shape.dv),
-        SCALE=shape.scale, WEIGHT=shape.weight, WINDOW=shape.window, ALIGNED=shape.aligned,
-        BLOCK=shape.block, SPLIT=split, num_warps=4, num_stages=2,
-    )  # fmt: skip
-    if split:
-        sum_kernel[grid](
-            tiles, sums, room,
-            FIELDS=len(Field), HEADS=shape.heads, DV=shape.dv, DV_SIDE=_side(shape.dv), WEIGHT=shape.weight,
-            BLOCK=shape.block, num_warps=4,
-        )  # fmt: skip
+    with torch.cuda.device_of(uvqk):  # Triton launches on the current device, whatever its arguments are on
+        attention_kernel[grid](tiles, uvqk, room, sums if split else room, layer, **constants(shape, split), **LAUNCH)
+        if split:
+            sum_kernel[grid](tiles, sums, room, **sum_constants(shape), **LAUNCH)
+
+
+def constants(shape: Shape, split: bool) -> dict[str, int | float | bool]:
+    """What is compiled into `attention_kernel`."""
+    return {
+        "FIELDS": len(Field), "HEADS": shape.heads, "DQK": shape.dqk, "DV": shape.dv,
+        "DQK_SIDE": _side(shape.dqk), "DV_SIDE": _side(shape.dv), "SCALE": shape.scale, "WEIGHT": shape.weight,
+        "WINDOW": shape.window, "ALIGNED": shape.aligned, "BLOCK": shape.block, "SPLIT": split,
+    }  # fmt: skip
+
+
+def sum_constants(shape: Shape) -> dict[str, int | float | bool]:
+    """What is compiled into `sum_kernel`."""
+    names = ("FIELDS", "HEADS", "DV", "DV_SIDE", "WEIGHT", "BLOCK")
+    return {name: constants(shape, split=True)[name] for name in names}
 
 
 def _side(width: int) -> int:

@@ -10,6 +10,8 @@ import torch
 
 from relaygr_stream.models.hstu_model import HSTUModel
 from relaygr_stream.models.kernels.graphs import CudaRecorder, Recorder, Recording
+from relaygr_stream.models.kv import KVRegion
+from relaygr_stream.models.tokens import Tokens
 from tests.unit.models.kernels.interpreter import HINT
 from tests.unit.models.small_models import small_model
 
@@ -53,3 +55,15 @@ def fused_model(dtype: torch.dtype = torch.float32, *, recorder: Recorder | None
 
 def plain_model(dtype: torch.dtype = torch.float32, **changes: Any) -> HSTUModel:
     return small_model(**changes).place(DEVICE, dtype, "torch")
+
+
+def region_of(model: HSTUModel, tokens: Tokens, *stops: int) -> KVRegion:
+    """The tokens extended up to each stop in turn; NaN behind them."""
+    capacity = len(tokens) + 3
+    elements = capacity * model.layout.elements_per_token
+    region = KVRegion(
+        model.layout, torch.full((elements,), torch.nan, dtype=model.layout.dtype, device=DEVICE), capacity
+    )
+    for stop in (*stops, len(tokens)):
+        model.extend(region, tokens.slice(region.length, stop))
+    return region

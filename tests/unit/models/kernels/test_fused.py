@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from relaygr_stream.models.hstu_model import HSTUModel
 from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.models.protocol import ScoreInput
-from relaygr_stream.models.tokens import Tokens
 from tests.unit.models.kernels.interpreter import HINT
-from tests.unit.models.kernels.models import DEVICE, fused_model, plain_model
+from tests.unit.models.kernels.models import DEVICE, fused_model, plain_model, region_of
 from tests.unit.models.small_models import INCREMENTAL, deviation, held, random_items, random_tokens
 
 pytest.importorskip("triton", reason=HINT)
@@ -26,18 +25,6 @@ SHAPES = [*INCREMENTAL, WIDE]
 MODELS = [(fused_model(**changes), plain_model(**changes)) for changes in SHAPES]
 #: (prefix in two steps, suffix, candidates) of a ranking.
 rankings = st.tuples(st.integers(0, 40), st.integers(0, 12), st.integers(0, 6), st.integers(1, 40))
-
-
-def region_of(model: HSTUModel, tokens: Tokens, *stops: int) -> KVRegion:
-    """The tokens extended up to each stop in turn; NaN behind them."""
-    capacity = len(tokens) + 3
-    elements = capacity * model.layout.elements_per_token
-    region = KVRegion(
-        model.layout, torch.full((elements,), torch.nan, dtype=model.layout.dtype, device=DEVICE), capacity
-    )
-    for stop in (*stops, len(tokens)):
-        model.extend(region, tokens.slice(region.length, stop))
-    return region
 
 
 @settings(max_examples=15, deadline=None)

@@ -25,8 +25,7 @@ from relaygr_stream.models.kernels.graphs import (
 from relaygr_stream.models.kernels.row_embedding import RowEmbedding
 from relaygr_stream.models.kernels.tiles import Field
 from relaygr_stream.models.protocol import ScoreInput
-from tests.unit.models.kernels.models import CountingRecorder, fused_model, plain_model
-from tests.unit.models.kernels.test_fused import region_of
+from tests.unit.models.kernels.models import CountingRecorder, fused_model, plain_model, region_of
 from tests.unit.models.small_models import deviation, random_items, random_tokens, small_model
 
 CPU = torch.device("cpu")
