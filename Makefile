@@ -9,8 +9,9 @@ STAMP := $(VENV)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export MPLCONFIGDIR := $(CURDIR)/.cache/matplotlib
 export HYPOTHESIS_STORAGE_DIRECTORY := $(CURDIR)/.cache/hypothesis
+export TRITON_CACHE_DIR := $(CURDIR)/.cache/triton
 
-.PHONY: help setup demo test test-long check format bench-cache bench-engine clean
+.PHONY: help setup demo test test-long test-device check format bench-cache bench-engine clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -31,6 +32,9 @@ test: $(STAMP) ## unit tests, bus tests on every broker at hand, end to end with
 
 test-long: $(STAMP) ## a million random operations, the books checked after each (ARGS="--long-operations N --long-seed N")
 	$(BIN)/pytest -m long -s $(ARGS)
+
+test-device: $(STAMP) ## the tests that want a CUDA device or an NPU, on a machine that has one
+	$(BIN)/pytest tests/device tests/unit/models $(ARGS)
 
 check: $(STAMP) ## ruff and mypy --strict
 	$(BIN)/ruff format --check .

@@ -99,6 +99,10 @@ class Worker(Section, frozen=True, kw_only=True):
     group: Annotated[Name, _doc("consumer group whose members own the lanes, after the prefix")] = "workers"
     device: Annotated[str, Meta(pattern=r"^(cpu|cuda|npu)(:\d+)?$"), _doc("cpu, cuda[:N] or npu[:N]")] = "cpu"
     dtype: Annotated[Literal["float32", "bfloat16", "float16"], _doc("type of weights, K and V")] = "float32"
+    kernels: Annotated[
+        Literal["auto", "torch", "triton"],
+        _doc("attention of the built-in model; auto: triton on cuda if it is there and agrees, else torch"),
+    ] = "auto"
     threads: Annotated[Positive, _doc("CPU threads of one operator")] = 1
     capacity: Annotated[float, Meta(gt=0, le=1e6), _doc("weight when lanes are shared out")] = 1.0
     hbm_bytes: Annotated[int, Meta(ge=1, extra=BYTES), _doc("prefix KV on the device")] = 1 << 30

@@ -15,8 +15,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 from torch.nn import functional
@@ -68,6 +70,26 @@ class Room:
         self.uvqk = torch.empty((rows, 2 * width + 2 * config.heads * config.dqk), dtype=x.dtype, device=x.device)
         self.gates = torch.empty((rows, 3 * width), dtype=x.dtype, device=x.device)
         self.o = self.gates[:, width : 2 * width].view(rows, config.heads, config.dv)
+
+
+class FusedLayers(Protocol):
+    """The layers with attention of another kind (kernels/fused.py). Checks, and kv.length, are the stack's business."""
+
+    def extend(self, layers: Sequence[STULayer], kv: KVRegion, x: torch.Tensor, outputs: bool) -> torch.Tensor:
+        """Write the K/V of x behind kv.length; returns the last layer's outputs if they are wanted."""
+        ...
+
+    def score(self, layers: Sequence[STULayer], batch: Sequence[RankingRows], x: torch.Tensor) -> torch.Tensor:
+        """As `HSTUStack.score`."""
+        ...
+
+    def table(self, batch: Sequence[RankingRows]) -> npt.NDArray[np.int64]:
+        """What the launches for a batch are told, to be given to `run` on the device."""
+        ...
+
+    def run(self, layers: Sequence[STULayer], x: torch.Tensor, tiles: torch.Tensor, *, split: bool) -> torch.Tensor:
+        """As `score`, by a table: with split, the same launches for any two tables of a size."""
+        ...
 
 
 class STULayer(nn.Module):
@@ -137,6 +159,7 @@ class HSTUStack(nn.Module):
     def __init__(self, config: StackConfig) -> None:
         super().__init__()
         self.config = config
+        self.fused: FusedLayers | None = None  # None: attention.py
         self.layers = nn.ModuleList(STULayer(config) for _ in range(config.layers))
         self._visibility = Visibility(config.contextual_seq_len, config.max_attn_len)
         self._scale = 1 / math.sqrt(config.dqk)
@@ -171,10 +194,14 @@ class HSTUStack(nn.Module):
             raise ValueError(f"{len(x)} tokens behind {start} do not fit into a region of {kv.capacity}")
         if start == stop:
             return x
+        if self.fused is not None:
+            x = self.fused.extend(self.stu_layers(), kv, x, outputs)
+            kv.length = stop
+            return x
         rows = block_rows(x.device, self.config.heads, stop, fused=self._fused(x))
         blocks = self._visibility.blocks(start, len(x), 0, stop, stop, rows)
         room = Room(self.config, x)
-        for index, layer in enumerate(self._stu_layers()):
+        for index, layer in enumerate(self.stu_layers()):
             region_keys, region_values = kv.layer(index)
             if index == len(self.layers) - 1 and not outputs:
                 keys, values = layer.project_kv(x)
@@ -205,10 +232,12 @@ class HSTUStack(nn.Module):
                 f"a model with contextual_seq_len = {self.config.contextual_seq_len} has all history in the prefix "
                 f"and takes no suffix"
             )
+        if self.fused is not None:
+            return self.fused.score(self.stu_layers(), batch, x)
         plans = [self._plan(rows, x) for rows in batch]
         self_weight = self._self_weight(batch, x.device)
         room = Room(self.config, x)
-        for index, layer in enumerate(self._stu_layers()):
+        for index, layer in enumerate(self.stu_layers()):
             q, k, v = layer.split(layer.project(x, room))
             by_head = [part.transpose(0, 1) for part in (q, k, v, room.o)]
             for rows, start, (on_prefix, on_suffix) in zip(batch, offsets, plans, strict=True):
@@ -240,7 +269,8 @@ class HSTUStack(nn.Module):
         weights = [w for rows in batch for w in [0.0] * rows.suffix + [self._weight] * rows.candidates]
         return torch.tensor(weights).view(-1, 1, 1).to(device, non_blocking=True)
 
-    def _stu_layers(self) -> Sequence[STULayer]:
+    def stu_layers(self) -> Sequence[STULayer]:
+        """The layers, first to last."""
         return self.layers  # type: ignore[return-value]  # ModuleList does not name what it holds
 
 

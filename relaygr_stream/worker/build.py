@@ -51,7 +51,8 @@ def build(
     device = select_device(worker.device)
     if device.type == "cpu":
         torch.set_num_threads(worker.threads)
-    model = load_model(settings.model, settings.relay, device=device, dtype=getattr(torch, worker.dtype))
+    dtype = getattr(torch, worker.dtype)
+    model = load_model(settings.model, settings.relay, device=device, dtype=dtype, kernels=worker.kernels)
     engine = Engine(model, device)
     host = torch.device("cpu")
     hbm = TierMemory(worker.hbm_bytes, device, setting="worker.hbm_bytes")
