@@ -19,6 +19,7 @@ from relaygr_stream.exactness import relative_deviation
 from relaygr_stream.models.protocol import ScoreInput
 from relaygr_stream.telemetry.logs import request_log_fields
 from relaygr_stream.worker.engine import Engine, describe
+from relaygr_stream.worker.extension import Extension
 from relaygr_stream.worker.tasks import Audit, RankTask
 
 log = structlog.get_logger(__name__)
@@ -43,7 +44,7 @@ class Auditor:
         if task.outcome == "full" or not self._share or self._random.random() >= self._share:
             return
         if len(self._waiting) >= MAX_WAITING:
-            if self._waiting[0].region is not None:
+            if self._waiting[0].work is not None:
                 return  # the oldest is under way and holds the scratch; it must not fall out
             self._waiting.popleft()
         self._waiting.append(Audit(task, relayed))
@@ -54,15 +55,15 @@ class Auditor:
             return False
         audit = self._waiting[0]
         task = audit.task
-        if audit.region is None:
+        if audit.work is None:
             if not scratch.free:
                 return False
-            audit.region, audit.ms = scratch.borrow(), 0.0
+            audit.work, audit.ms = Extension(engine, scratch.borrow(), task.tokens), 0.0
         try:
-            if audit.region.length < len(task.tokens):
-                audit.ms += engine.advance(audit.region, task.tokens, budget_ms)
+            if not audit.work.done:
+                audit.ms += audit.work.advance(budget_ms)
                 return True
-            scores, ms = engine.score([ScoreInput(audit.region, task.suffix, task.candidates)])
+            scores, ms = engine.score([ScoreInput(audit.work.region, task.suffix, task.candidates)])
         except Exception as error:  # a user's model or the device may raise anything; the request has its answer
             self._end(audit, scratch)
             log.warning(
@@ -80,13 +81,13 @@ class Auditor:
 
     def give_up_scratch(self, scratch: Scratch) -> bool:
         """A request needs the scratch region: stop the audit under way; it starts again later."""
-        if not self._waiting or self._waiting[0].region is None:
+        if not self._waiting or (work := self._waiting[0].work) is None:
             return False
-        scratch.give_back(self._waiting[0].region)
-        self._waiting[0].region = None
+        scratch.give_back(work.region)
+        self._waiting[0].work = None
         return True
 
     def _end(self, audit: Audit, scratch: Scratch) -> None:
-        assert audit.region is not None
-        scratch.give_back(audit.region)
+        assert audit.work is not None
+        scratch.give_back(audit.work.region)
         self._waiting.popleft()

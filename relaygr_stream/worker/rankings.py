@@ -107,7 +107,7 @@ class Rankings:
             if flight.error is not None:
                 self._answer(task, "failed", flight.error)
             elif flight.entry is None:
-                self._set_ready(task, flight.region, "full")
+                self._set_ready(task, flight.work.region, "full")
             else:
                 self.again(task)
 
@@ -184,7 +184,7 @@ class Rankings:
         elif (grown := self._cache.extend(entry, task.tokens)) is not None:
             task.outcome = task.outcome or "hbm"
             task.computed_tokens = len(task.tokens) - _computed(grown)
-            self._flights.start(grown, task.deadline)
+            self._flights.start(grown, task.deadline, pre_infer=False)
             self._join(task, grown)
         else:
             self._full(task, in_cache=True)
@@ -194,7 +194,7 @@ class Rankings:
         task.outcome = "full"
         if in_cache and (entry := self._cache.open(task.user_id, task.tokens)) is not None:
             task.computed_tokens = len(task.tokens)
-            self._flights.start(entry, task.deadline)
+            self._flights.start(entry, task.deadline, pre_infer=False)
             self._join(task, entry)
             return
         if not self._scratch_free():

@@ -15,6 +15,7 @@ from relaygr_stream.cache.entry import Entry
 from relaygr_stream.messages import Outcome, Status
 from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.models.tokens import Tokens
+from relaygr_stream.worker.extension import Extension
 
 
 @dataclass(slots=True, eq=False)
@@ -57,13 +58,19 @@ class RankTask:
 class Flight:
     """Prefix KV being computed, chunk by chunk, for everyone who waits for it."""
 
-    region: KVRegion
-    tokens: Tokens
+    work: Extension
     due: float
     entry: Entry | None = None  # None: into scratch, for one full inference
+    pre_infer: bool = False  # for a signal
+    joined: bool = False  # a ranking came for it while it was computed
     waiters: list[RankTask] = field(default_factory=list)
     over: bool = False  # finished, failed or cut short; queues drop it when they meet it
     error: str | None = None  # what it failed with
+
+    @property
+    def wanted(self) -> bool:
+        """Somebody waits for it, or will: an admitted request whose ranking is to come."""
+        return bool(self.waiters) or (self.entry is not None and self.entry.pins > 0)
 
 
 @dataclass(slots=True, eq=False)
@@ -72,7 +79,7 @@ class Audit:
 
     task: RankTask
     relayed: npt.NDArray[np.float32]
-    region: KVRegion | None = None  # the scratch region, while it is under way
+    work: Extension | None = None  # into the scratch region, while it is under way
     ms: float = 0.0  # device time of this attempt
 
 
