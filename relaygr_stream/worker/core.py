@@ -148,6 +148,15 @@ class RelayCore:
         """Pre-inferences not finished."""
         return self._queue.background_depth
 
+    @property
+    def pre_infer_waiting_ms(self) -> float:
+        """Predicted device time of the pre-inferences not finished."""
+        return self._flights.waiting_ms()
+
+    def pre_infer_late_s(self, now: float) -> float:
+        """How overdue the most overdue pre-inference not finished is."""
+        return self._flights.late_s(now)
+
     def totals(self) -> dict[str, float]:
         """Running totals by name: signals by what became of them, device time by kind of work, failures, audits."""
         return {

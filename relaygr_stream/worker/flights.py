@@ -12,6 +12,7 @@ from relaygr_stream.cache.prefix_cache import PrefixCache
 from relaygr_stream.models.tokens import Tokens
 from relaygr_stream.worker.engine import Engine, describe
 from relaygr_stream.worker.extension import Extension
+from relaygr_stream.worker.forecast import Calibration
 from relaygr_stream.worker.queue import WorkQueue
 from relaygr_stream.worker.tasks import Flight, RankTask
 
@@ -36,6 +37,7 @@ class Flights:
         self._queue = queue
         self._bound_ms = bound_ms
         self.counters = FlightCounters()
+        self.calibration = Calibration()
         self._by_entry: dict[Entry, Flight] = {}
 
     def start(self, entry: Entry, due: float, *, pre_infer: bool) -> None:
@@ -45,6 +47,7 @@ class Flights:
         """
         assert entry.region is not None
         flight = Flight(Extension(self._engine, entry.region, entry.tokens), due, entry, pre_infer)
+        flight.expected_ms = self._predicted_ms(flight)
         self._by_entry[entry] = flight
         self._queue.flight(flight)
 
@@ -53,6 +56,7 @@ class Flights:
         task.borrowed = True
         work = Extension(self._engine, self._cache.scratch.borrow(), tokens)
         flight = Flight(work, task.deadline, waiters=[task])
+        flight.expected_ms = self._predicted_ms(flight)
         self._queue.urge(flight, task.deadline)
 
     def join(self, task: RankTask, entry: Entry) -> None:
@@ -70,8 +74,23 @@ class Flights:
 
     def remaining_ms(self, flight: Flight) -> float:
         """Predicted device time until it has landed."""
+        return self._predicted_ms(flight) * self.calibration.factor
+
+    def extend_ms(self, position: int, tokens: int) -> float:
+        """Predicted device time of a flight of so many tokens behind `position`."""
+        return self._engine.costs.extend_ms(position, tokens) * self.calibration.factor if tokens else 0.0
+
+    def _predicted_ms(self, flight: Flight) -> float:
         done = flight.work.region.length
         return self._engine.costs.extend_ms(done, max(0, len(flight.work.tokens) - done))
+
+    def waiting_ms(self) -> float:
+        """Predicted device time of all pre-inferences not finished."""
+        return sum(self.remaining_ms(flight) for flight in self._queue.pre_inferences())
+
+    def late_s(self, now: float) -> float:
+        """How long ago the ranking of the most overdue pre-inference not finished was expected; 0: none is late."""
+        return max([0.0, *(now - flight.due for flight in self._queue.pre_inferences())])
 
     def advance(self, flight: Flight, now: float) -> float:
         """Give it a slice of device time; returns the milliseconds. The last one ends the flight, as do a failure
@@ -88,7 +107,9 @@ class Flights:
             flight.error = describe(error)
             self._end(flight, now)
             return 0.0
+        flight.ms += ms
         if flight.work.done:
+            self.calibration.add(flight.expected_ms, flight.ms)
             self._end(flight, now + ms / 1e3)
         return ms
 

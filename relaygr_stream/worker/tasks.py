@@ -49,6 +49,7 @@ class RankTask:
     region: KVRegion | None = None  # what to score against, once ready
     borrowed: bool = False  # region is the scratch region, to be given back
     started: float = 0.0  # when the device first worked for it
+    expected_ms: float = 0.0  # device time, predicted when it came
     device_ms: float = 0.0
     computed_tokens: int = 0
     answered: bool = False
@@ -66,6 +67,8 @@ class Flight:
     waiters: list[RankTask] = field(default_factory=list)
     over: bool = False  # finished, failed or cut short; queues drop it when they meet it
     error: str | None = None  # what it failed with
+    expected_ms: float = 0.0  # device time, predicted when it was started, uncorrected
+    ms: float = 0.0  # device time so far
 
     @property
     def wanted(self) -> bool:

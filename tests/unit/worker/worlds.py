@@ -104,6 +104,7 @@ class World:
     device: torch.device = CPU
     kind: Model = TOY
     wrap: Callable[[RankingModel], RankingModel] = lambda model: model
+    clock: Callable[[], float] = time.perf_counter  # what the engine measures by
     now: float = 100.0
     answers: list[Answer] = field(default_factory=list)
     audits: list[tuple[RankTask, float]] = field(default_factory=list)
@@ -113,7 +114,7 @@ class World:
         self.truth = toy_model(model=self.kind)
         on_cpu = self.device.type == "cpu"
         self.model = self.wrap(self.truth if on_cpu else toy_model(self.device, self.kind))
-        engine = Engine(self.model, self.device)
+        engine = Engine(self.model, self.device, self.clock)
         dram = TierMemory(self.dram * GRANULE_BYTES, CPU, pinned=not on_cpu) if self.dram else None
         self.cache = PrefixCache(
             self.model.layout,
