@@ -3,15 +3,15 @@
     python benchmarks/scheduler.py [--seconds 8] [--json FILE]     with CHECK=1 exits non-zero naming the targets missed
 
 The real core, cache, engine and device thread twice, side by side in one process: one with the bound of
-`worker.max_ranking_delay_ms` on a chunk, one without. Requests are decoded on an event loop beside the device thread, as
-in a worker. Pre-infer signals arrive as a Poisson process whose rate is the given share of the device's time, by the
-costs that the engine itself has fitted; few rankings, all of them hits, arrive as another. The loads run in turn with
-and without the bound. Arrivals are scheduled beforehand: a worker that falls behind gets no fewer of them.
+`worker.max_ranking_delay_ms`, one without. Requests are decoded on an event loop beside the device thread, as in a
+worker. Pre-infer signals arrive as a Poisson process whose rate is the given share of what the device can do
+without the bound, as measured at the beginning; few rankings, all of them hits, arrive as another. The loads run in
+turn with and without the bound. Arrivals are scheduled beforehand: a worker that falls behind gets no fewer of them.
 
-A ranking's delay: from its arrival in the worker to its start on the device, less the time that other rankings had the
-device meanwhile. So it is pre-inference and the machinery's own time, and nothing else. `own` is the P99 of what remains
-when the time is taken off that the operating system gave the core to other programs within a model's steps (wall time
-less the thread's CPU time): a scheduler in user space cannot bound that, and it is what the targets judge on a CPU.
+A ranking's delay: from its arrival in the worker to its start on the device, less the time that other rankings had
+the device meanwhile. So it is pre-inference and the machinery's own time, and nothing else. `own` is the P99 of what
+is left when the time is taken off that the operating system gave the core to other programs within a model's steps
+(wall time less the thread's CPU time): a scheduler in user space cannot bound that, and it is what the targets judge.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-import msgspec
 import numpy as np
 import torch
 
@@ -126,6 +125,7 @@ class Device:
         self.answers: list[Answer] = []
         self.inside: Inside | None = None
         self.watched = Watched(None)
+        self.tokens_per_ms = 0.0  # of pre-inference, measured while nothing else ran
         self._numbers = iter(range(1 << 40))
 
     async def start(self) -> None:
@@ -136,8 +136,11 @@ class Device:
             await self.run([(0.0, self.hit(user)) for user in range(HIT_USERS)])
         await self.settle()
         rng = np.random.default_rng(0)
-        await self.run([(0.2 * number, self.signal("", length(rng))) for number in range(12)])  # the fit sees chunks
+        before = await self.totals()
+        await self.run([(0.2 * number, self.signal("", length(rng))) for number in range(12)])
         await self.settle()
+        after = await self.totals()
+        self.tokens_per_ms = (after["tokens"] - before["tokens"]) / (after["pre_infer_ms"] - before["pre_infer_ms"])
 
     def _make(self) -> RelayCore:
         self.inside = build(self.settings, self.thread.deliver, lambda *_: None, self.thread.wake)
@@ -200,17 +203,14 @@ class Device:
         await self.thread.ask(lambda core, now: taken.append(core.totals()))
         return {**taken[0], "tokens": self.watched.tokens}
 
-    def device_ms(self, tokens: int) -> float:
-        """What the engine itself expects a prefix to take, in the chunks that it would make."""
-        assert self.inside is not None
-        return self.inside.engine.costs.prefix_ms(tokens)
-
-    async def measure(self, load: float, seconds: float, seed: int) -> Cell:
-        """One load for so long."""
+    async def measure(self, load: float, tokens_per_ms: float, seconds: float, seed: int) -> Cell:
+        """One load for so long. tokens_per_ms: what counts as the device's full speed."""
         rng = np.random.default_rng(seed)
         lengths = [length(rng) for _ in range(1000)]
-        rate = load * 1e3 / float(np.mean([self.device_ms(tokens) for tokens in lengths]))
-        events = [(at, self.signal("", tokens)) for at, tokens in zip(poisson(rng, rate, seconds), lengths)]
+        rate = load * 1e3 * tokens_per_ms / float(np.mean(lengths))
+        events = [
+            (at, self.signal("", tokens)) for at, tokens in zip(poisson(rng, rate, seconds), lengths, strict=False)
+        ]
         events += [(at, self.hit(int(rng.integers(HIT_USERS)))) for at in poisson(rng, HITS_PER_S, seconds)]
         self.answers.clear()
         self.watched.lost.clear()
@@ -220,7 +220,9 @@ class Device:
         after = await self.totals()
         more = {name: after[name] - before[name] for name in after}
         cell = Cell(load, self.bounded, delays=delays_ms(self.answers))
-        own = [max(0.0, ms - lost) for ms, lost in zip(cell.delays, lost_ms(self.answers, self.watched.lost))]
+        own = [
+            max(0.0, ms - lost) for ms, lost in zip(cell.delays, lost_ms(self.answers, self.watched.lost), strict=True)
+        ]
         cell.p99_own = float(np.quantile(own, 0.99))
         cell.rankings = len(cell.delays)
         cell.p50, cell.p90, cell.p99 = (float(np.quantile(cell.delays, share)) for share in (0.5, 0.9, 0.99))
@@ -277,14 +279,15 @@ def lost_ms(answers: list[Answer], lost: list[tuple[float, float]]) -> list[floa
 def line(cell: Cell) -> str:
     """One row of the table."""
     return (
-        f"{cell.load:>6.0%} {'chunks' if cell.bounded else 'whole':>7} {cell.rankings:>9} {cell.p50:>7.2f} {cell.p90:>7.2f} "
-        f"{cell.p99:>7.2f} {cell.p99_own:>7.2f} {cell.most:>7.2f} {cell.over:>7.1%} {cell.signals:>8} {cell.late:>6.1%} {cell.tokens_per_ms:>9.1f}"
+        f"{cell.load:>6.0%} {'chunks' if cell.bounded else 'whole':>7} {cell.rankings:>9} {cell.p50:>7.2f} "
+        f"{cell.p90:>7.2f} {cell.p99:>7.2f} {cell.p99_own:>7.2f} {cell.most:>7.2f} {cell.over:>7.1%} "
+        f"{cell.signals:>8} {cell.late:>6.1%} {cell.tokens_per_ms:>9.1f}"
     )
 
 
 HEADER = (
-    f"{'load':>6} {'':>7} {'rankings':>9} {'P50':>7} {'P90':>7} {'P99':>7} {'own':>7} {'most':>7} {'> bound':>7} {'signals':>8} "
-    f"{'late':>6} {'tokens/ms':>9}"
+    f"{'load':>6} {'':>7} {'rankings':>9} {'P50':>7} {'P90':>7} {'P99':>7} {'own':>7} {'most':>7} {'> bound':>7} "
+    f"{'signals':>8} {'late':>6} {'tokens/ms':>9}"
 )
 
 
@@ -293,11 +296,15 @@ async def bench(seconds: float) -> list[Cell]:
     devices = [Device(BOUND_MS), Device(UNBOUNDED_MS)]
     for device in devices:
         await device.start()
+    whole = devices[1].tokens_per_ms
+    print(
+        f"load 100 % is {whole:.1f} prefix tokens a ms: what the device does without rankings and without the bound\n"
+    )
     print(HEADER, flush=True)
     cells = []
     for load in LOADS:
         for device in devices:
-            cells.append(await device.measure(load, seconds, seed=int(load * 100)))
+            cells.append(await device.measure(load, whole, seconds, seed=int(load * 100)))
             print(line(cells[-1]), flush=True)
     for device in devices:
         await device.thread.stop(10.0)
@@ -320,11 +327,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=8.0, help="of each load, with and without chunks")
     parser.add_argument("--json", type=Path, help="a file to write all figures into")
     options = parser.parse_args()
-    print(
-        f"{platform.processor() or platform.machine()}, torch {torch.__version__}, bound {BOUND_MS:g} ms; delays in ms\n"
-    )
+    print(f"{platform.machine()}, torch {torch.__version__}, bound {BOUND_MS:g} ms; delays in ms\n")
     cells = asyncio.run(bench(options.seconds))
-    pairs = [(one, two) for one, two in zip(cells[::2], cells[1::2]) if one.tokens_per_ms and two.tokens_per_ms]
+    pairs = [
+        (one, two) for one, two in zip(cells[::2], cells[1::2], strict=True) if one.tokens_per_ms and two.tokens_per_ms
+    ]
     ratio = float(np.mean([one.tokens_per_ms / two.tokens_per_ms for one, two in pairs]))
     print(f"\npre-inference in chunks runs at {ratio:.0%} of its speed in one piece")
     missed = judge(cells)

@@ -1,4 +1,7 @@
-"""Some tokens being appended to a KV region, in the model's own steps where it has them. Knows nothing of time limits."""
+"""Some tokens being appended to a KV region, in the model's own steps where it has them.
+
+Knows nothing of time limits.
+"""
 
 from __future__ import annotations
 

@@ -21,6 +21,8 @@ T = TypeVar("T")
 
 #: Prefix lengths of the warm-up: enough to fit both polynomials; the longest allowed prefix caps them.
 WARMUP_TOKENS: Final = (64, 256, 512, 1024)
+#: Fewer candidates at a time cost about the same: the prefix KV is read for each time.
+MIN_ROWS: Final = 8
 WARMUP_ROWS: Final = (16, 64, 128)
 #: After the device ran out of memory chunks stay half as long; so many chunks later they may double again. At some
 #: milliseconds each that is about a second: memory that others took is free again, or one more retry is paid.
@@ -58,6 +60,13 @@ class Engine:
     def chunk_tokens(self, position: int, step_ms: float) -> int:
         """Tokens of a chunk behind `position` whose steps are expected to take so long each."""
         return min(self.costs.chunk(position, step_ms * self._steps), self._longest)
+
+    def candidates_within(self, region: KVRegion, suffix: Tokens, bound_ms: float) -> int:
+        """Candidates that are scored within half of bound_ms (as extension.SHARE), by prediction; at least MIN_ROWS."""
+        none = self.costs.score_ms(region.length, len(suffix))
+        each = (self.costs.score_ms(region.length, len(suffix) + MAX_CHUNK) - none) / MAX_CHUNK
+        room = bound_ms / 2 - none
+        return max(MIN_ROWS, min(MAX_CHUNK, int(room / each))) if each > 0 else MAX_CHUNK
 
     def chunk(self, region: KVRegion, tokens: Tokens) -> Chunk:
         """Begin to append these tokens, all of them, behind region.length."""

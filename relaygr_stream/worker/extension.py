@@ -16,8 +16,8 @@ from relaygr_stream.models.tokens import Tokens
 from relaygr_stream.worker.chunk import Chunk
 from relaygr_stream.worker.engine import Engine
 
-#: Steps are made to take this share of the bound, by prediction, and slices filled up to it: one that takes twice as long
-#: as predicted is still within the bound. `make bench-scheduler` prints what comes of it.
+#: Steps are made to take this share of the bound, by prediction, and slices filled up to it: one that takes twice as
+#: long as predicted is still within the bound. `make bench-scheduler` prints what comes of it.
 SHARE: Final = 0.5
 
 

@@ -177,7 +177,7 @@ class Rankings:
         return self._engine.costs.score_ms(len(task.tokens), len(task.suffix) + len(task.candidates))
 
     def _infer_ms(self, task: RankTask) -> float:
-        """Predicted device time until there is something to score against; what others wait for too counts as theirs."""
+        """Predicted device time until there is something to score against; a flight that others wait for is theirs."""
         entry, coverage = self._cache.find(task.user_id, task.tokens)
         tokens, suffix = len(task.tokens), 0 if self._engine.model.incremental else len(task.suffix)
         if entry is None or coverage is Coverage.NONE or task.full or suffix:

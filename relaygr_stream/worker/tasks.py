@@ -84,6 +84,7 @@ class Audit:
     relayed: npt.NDArray[np.float32]
     work: Extension | None = None  # into the scratch region, while it is under way
     ms: float = 0.0  # device time of this attempt
+    scores: list[npt.NDArray[np.float32]] = field(default_factory=list)  # in full, of the first candidates
 
 
 @dataclass(slots=True)

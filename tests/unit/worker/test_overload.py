@@ -45,7 +45,7 @@ class Simulation:
     """A world on the clock of its device."""
 
     def __init__(self) -> None:
-        self.world = World(wrap=lambda model: Timed(model), clock=lambda: self.device.now)  # type: ignore[arg-type, return-value]
+        self.world = World(wrap=Timed, clock=lambda: self.device.now)
         self.device: Timed = self.world.model  # type: ignore[assignment]
         for user in range(USERS):
             self.world.signal(f"s{user}", user, TOKENS, life=1e6)

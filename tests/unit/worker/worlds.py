@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import torch
 
-from relaygr_stream.cache.copy import CopyEngine
+from relaygr_stream.cache.copy import CopyEngine, CopyTicket
 from relaygr_stream.cache.memory import TierMemory
 from relaygr_stream.cache.prefix_cache import PrefixCache
 from relaygr_stream.exactness import relative_deviation
@@ -93,6 +93,21 @@ class Wrapped:
         return self.model.score(batch)
 
 
+class Flaky(CopyEngine):
+    """Copies some of which the device refuses, after it wrote what nobody should read."""
+
+    fail_next = 0
+
+    def submit(self, dst: torch.Tensor, src: torch.Tensor, *, urgent: bool = False) -> CopyTicket:
+        if self.fail_next:
+            self.fail_next -= 1
+            dst.fill_(float("nan"))
+            ticket = CopyTicket(dst[:1].expand(len(src)), src, None)  # which copy_ refuses
+            ticket._run(None)
+            return ticket
+        return super().submit(dst, src, urgent=urgent)
+
+
 @dataclass
 class World:
     """A core over `hbm` and `dram` granules, and everything it said."""
@@ -104,6 +119,7 @@ class World:
     device: torch.device = CPU
     kind: Model = TOY
     wrap: Callable[[RankingModel], RankingModel] = lambda model: model
+    copier: Callable[[torch.device], CopyEngine] = CopyEngine
     clock: Callable[[], float] = time.perf_counter  # what the engine measures by
     now: float = 100.0
     answers: list[Answer] = field(default_factory=list)
@@ -120,7 +136,7 @@ class World:
             self.model.layout,
             TierMemory(self.hbm * GRANULE_BYTES, self.device),
             dram,
-            CopyEngine(self.device),
+            self.copier(self.device),
             engine.costs_of_prefix,
             scratch_tokens=MAX_TOKENS,
             incremental=self.model.incremental,
