@@ -107,7 +107,7 @@ TestCore.settings = settings(
 
 
 @pytest.mark.long
-class TestCoreForLong(CoreMachine.TestCase):  # type: ignore[name-defined, misc]
+class TestCoreForLong(CoreMachine.TestCase):  # type: ignore[misc, valid-type]
     """Tens of thousands of operations, in longer lives."""
 
     settings = settings(
