@@ -123,7 +123,7 @@ class Signals:
         return True
 
     def _compute(self, task: PreInferTask, entry: Entry) -> None:
-        self._flights.start(entry, task.due)
+        self._flights.start(entry, task.due, pre_infer=True)
         self._pin(task, entry)
 
     def _pin(self, task: PreInferTask, entry: Entry) -> None:

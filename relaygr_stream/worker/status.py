@@ -35,6 +35,9 @@ SNAPSHOT_S: Final = 1.0
 #: A last word takes milliseconds; without a broker it has no listener, and stopping must not wait for one.
 ANNOUNCE_S: Final = 1.0
 
+#: Ranking has the device all to itself only for moments; a share below this is not told from none by the average.
+LEAST_FREE: Final = 0.02
+
 State = Literal["starting", "serving", "draining", "stopped"]
 
 
@@ -167,6 +170,7 @@ class StatusReporter:
             bytes_per_token=inside.bytes_per_token,
             alloc_bytes=inside.alloc_bytes,
             queue_ms=now.queue_ms,
+            pre_infer_wait_ms=now.pre_infer_waiting_ms / max(LEAST_FREE, 1.0 - self._ranking_share),
             model_version=inside.model.version,
             model_note=inside.model.note,
             device=str(inside.device),
@@ -182,6 +186,8 @@ class StatusReporter:
         for name, total in now.totals.items():
             if name.startswith("signal_"):
                 metrics.advance(metrics.signals, name.removeprefix("signal_"), total)
+            elif name.startswith("flight_"):
+                metrics.advance(metrics.flights, name.removeprefix("flight_"), total)
             elif name.endswith("_ms"):
                 metrics.advance(metrics.device_seconds, name.removesuffix("_ms"), total / 1e3)
         for name, total in now.cache.items():
@@ -200,6 +206,8 @@ class StatusReporter:
         metrics.advance(metrics.pins_expired, None, now.pins_expired)
         metrics.waiting.set(now.waiting)
         metrics.backlog.set(now.backlog)
+        metrics.pre_infer_waiting.set(now.pre_infer_waiting_ms / 1e3)
+        metrics.pre_infer_late.set(now.pre_infer_late_s)
         metrics.queue_seconds.set(now.queue_ms / 1e3)
         metrics.lanes.set(lanes)
 
