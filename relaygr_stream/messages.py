@@ -87,7 +87,7 @@ class Behaviours(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
                 f"got {len(self.items)}, {len(self.actions)} and {len(self.times)} bytes"
             )
         times = np.frombuffer(self.times, TIME_DTYPE)
-        if n > 1 and bool(np.any(times[1:] < times[:-1])):
+        if n > 1 and (times[1:] < times[:-1]).any():  # the method: np.any costs a microsecond more on every event
             at = int(np.argmax(times[1:] < times[:-1])) + 1
             raise error(f"times must not go back; behaviour {at} is at {times[at]} after {times[at - 1]}")
         return self
