@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-import msgspec
 import numpy as np
 import uvloop
 from aiokafka import AIOKafkaConsumer, TopicPartition
@@ -207,11 +206,3 @@ async def _read_only(kafka: Kafka, topics: TopicSet, events: int) -> tuple[float
         return events / (time.perf_counter() - start), (time.process_time() - cpu) / events * 1e6
     finally:
         await consumer.stop()
-
-
-if __name__ == "__main__":
-    import sys
-
-    kind: BrokerKind = "embedded" if "embedded" in sys.argv else "kafka"
-    for rate in measure_rates(kind, [Mix(*map(eval, mix.split(","))) for mix in sys.argv[1:] if "," in mix]):
-        print(msgspec.json.encode(rate).decode())

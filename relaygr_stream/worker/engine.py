@@ -133,6 +133,8 @@ class Engine:
         expected = [(len(one.candidates), len(self.model.tasks)) for one in batch]
         if [row.shape for row in scores] != expected:
             raise ModelError(f"score() returned shapes {[row.shape for row in scores]}, expected {expected}")
+        for one in batch:
+            self.costs.saw_suffix(len(one.suffix))
         if len(batch) == 1:
             one = batch[0]
             self.costs.scored(one.kv.length, len(one.suffix) + len(one.candidates), ms)

@@ -163,7 +163,7 @@ class StatusReporter:
                 )
                 for lane, position in sorted(positions.items())
             ),
-            costs=inside.engine.costs.model(),
+            costs=inside.engine.costs.model(worker.max_ranking_delay_ms if inside.model.incremental else None),
             bytes_per_token=inside.bytes_per_token,
             alloc_bytes=inside.alloc_bytes,
             queue_ms=now.queue_ms,
