@@ -10,12 +10,12 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
-from relaygr_stream.messages import RequestEvent
+from relaygr_stream.messages import CostModel, RequestEvent
 from relaygr_stream.owners import Claim
 from relaygr_stream.settings import Settings
 from relaygr_stream.trigger.ledger import LaneLedger, Pending
 from relaygr_stream.trigger.load import LoadBucket
-from relaygr_stream.trigger.risk import prefix_bytes, usable_costs
+from relaygr_stream.trigger.risk import FALLBACK_COSTS, prefix_bytes, usable_costs
 
 Reason = Literal[
     "admitted",
@@ -77,6 +77,7 @@ class LaneState:
     def __init__(self, policy: Policy, log_end: int, keep_s: float, now_s: float) -> None:
         self.ledger = LaneLedger(log_end, keep_s, now_s)
         self.bucket = LoadBucket(policy.burst_ms)
+        self.costs: CostModel = FALLBACK_COSTS  # as the owner stated them, if they can be reckoned with
         self._life_s = policy.life_ms / 1000.0
         self._recent: OrderedDict[str, float] = OrderedDict()  # request id → when admitted
         self._claim: Claim | None = None
@@ -86,6 +87,7 @@ class LaneState:
         if claim is not None and claim is not self._claim:
             self.ledger.observe(claim.lane)
             self.bucket.set_rate(claim.lane.device_ms_per_s, now_s)
+            self.costs = usable_costs(claim.worker.costs)
             self._claim = claim
 
     def admitted_recently(self, request_id: str, now_s: float) -> bool:
@@ -117,7 +119,7 @@ def decide(
         return Decision(unfit, tokens, age_ms)
     if owner is None:
         return Decision("no_owner", tokens, age_ms)
-    costs = usable_costs(owner.worker.costs)
+    costs = lane.costs
     predicted_ms = costs.full_ms(tokens, event.candidates) + owner.worker.queue_ms
     if predicted_ms <= policy.risk_ms:
         return Decision("not_at_risk", tokens, age_ms, predicted_ms)

@@ -70,7 +70,8 @@ async def run_trigger(context: ProcessContext) -> None:
         def done(record: Record) -> None:
             consumer.done(record)  # which needs the lanes first
 
-        lanes = TriggerLanes(Surroundings(Policy.of(settings), topics, owners, producer, ends, metrics, done))
+        verbose = settings.telemetry.log_level == "debug"
+        lanes = TriggerLanes(Surroundings(Policy.of(settings), topics, owners, producer, ends, metrics, done, verbose))
         stack.push_async_callback(lanes.close)
         consumer = LaneConsumer(
             settings.kafka,

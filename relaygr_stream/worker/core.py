@@ -16,6 +16,7 @@ from relaygr_stream.cache.entry import Entry
 from relaygr_stream.cache.prefix_cache import PrefixCache
 from relaygr_stream.errors import CacheCorruption, DeviceError
 from relaygr_stream.worker.audit import Auditor
+from relaygr_stream.worker.demand import Demand
 from relaygr_stream.worker.engine import Engine
 from relaygr_stream.worker.flights import Flights
 from relaygr_stream.worker.parked import Parked
@@ -74,6 +75,7 @@ class RelayCore:
         self._answered = RecentIds(ANSWERED)
         self._flights = Flights(engine, cache, self._queue, limits.max_ranking_delay_ms)
         self.time = DeviceTime()
+        self.demand = Demand()
         self.pins = PinTable(cache)
         self.signals = Signals(
             cache, self._flights, self._parked, self.pins, self._answered, footprint=limits.pinned_bytes
@@ -90,13 +92,14 @@ class RelayCore:
 
     def rank(self, task: RankTask, now: float) -> None:
         """Take a ranking request; it gets exactly one answer."""
+        self.demand.ask(task.lane, self.cache.nbytes(len(task.tokens)), now)
         self.rankings.take(task, now)
 
     def lanes_lost(self, lanes: Iterable[int]) -> None:
         """Other workers own these lanes now."""
         lost = set(lanes)
         self.pins.release_lanes(lost)
-        self.signals.lanes_lost(lost)
+        self.demand.lanes_lost(lost)
 
     # ---- one step ----
 

@@ -59,7 +59,11 @@ class Engine:
 
     def chunk_tokens(self, position: int, step_ms: float) -> int:
         """Tokens of a chunk behind `position` whose steps are expected to take so long each."""
-        return min(self.costs.chunk(position, step_ms * self._steps), self._longest)
+        return min(self.costs.chunk(position, self.chunk_ms(step_ms)), self._longest)
+
+    def chunk_ms(self, step_ms: float) -> float:
+        """How long a chunk is meant to take whose steps take so long each."""
+        return step_ms * self._steps
 
     def candidates_within(self, region: KVRegion, suffix: Tokens, bound_ms: float) -> int:
         """Candidates that are scored within half of bound_ms (as extension.SHARE), by prediction; at least MIN_ROWS."""
@@ -135,6 +139,8 @@ class Engine:
         expected = [(len(one.candidates), len(self.model.tasks)) for one in batch]
         if [row.shape for row in scores] != expected:
             raise ModelError(f"score() returned shapes {[row.shape for row in scores]}, expected {expected}")
+        for one in batch:
+            self.costs.saw_suffix(len(one.suffix))
         if len(batch) == 1:
             one = batch[0]
             self.costs.scored(one.kv.length, len(one.suffix) + len(one.candidates), ms)

@@ -10,10 +10,12 @@ from relaygr_stream.worker.core import RelayCore
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Plain numbers; lane_bytes: pinned, for each lane asked for; totals, cache: running totals by name."""
+    """Plain numbers; lane_bytes, largest: pinned, and of the largest prefix lately, for each lane asked for; demand,
+    totals, cache: running totals by lane or name."""
 
     lane_bytes: dict[int, int]
     demand: dict[int, int]
+    largest: dict[int, int]
     totals: dict[str, float]
     cache: dict[str, int]
     hbm_used: int
@@ -34,7 +36,8 @@ def snapshot(core: RelayCore, lanes: Iterable[int], now: float) -> Snapshot:
     cache = core.cache
     return Snapshot(
         lane_bytes={lane: core.pins.lane_bytes(lane) for lane in lanes},
-        demand=dict(core.signals.demand),
+        demand=dict(core.demand.totals),
+        largest={lane: core.demand.largest(lane) for lane in lanes},
         totals=core.totals(),
         cache=cache.counters.as_dict(),
         hbm_used=cache.hbm_used,

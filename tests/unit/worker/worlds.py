@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import torch
 
-from relaygr_stream.cache.copy import CopyEngine, CopyTicket
+from relaygr_stream.cache.copy import Convert, CopyEngine, CopyTicket, unchanged
 from relaygr_stream.cache.memory import TierMemory
 from relaygr_stream.cache.prefix_cache import PrefixCache
 from relaygr_stream.cache.storage import StorageKind
@@ -99,14 +99,16 @@ class Flaky(CopyEngine):
 
     fail_next = 0
 
-    def submit(self, dst: torch.Tensor, src: torch.Tensor, *, urgent: bool = False) -> CopyTicket:
+    def submit(
+        self, dst: torch.Tensor, src: torch.Tensor, *, urgent: bool = False, convert: Convert = unchanged
+    ) -> CopyTicket:
         if self.fail_next:
             self.fail_next -= 1
             dst.fill_(float("nan"))
             ticket = CopyTicket(dst[:1].expand(len(src)), src, None)  # which copy_ refuses
             ticket._run(None)
             return ticket
-        return super().submit(dst, src, urgent=urgent)
+        return super().submit(dst, src, urgent=urgent, convert=convert)
 
 
 @dataclass
