@@ -56,7 +56,7 @@ class ProcessContext:
         self.registry = registry
         self.log: Any = structlog.get_logger(__name__).bind()
         self.metrics_port = 0
-        self.started = False  # set by main once it serves: from then on it ends in its own time
+        self.started = False  # set by main, or by its first readiness: from then on it ends in its own time
         self._stalled = stalled
         self._not_ready: str | None = "starting"
         self._not_live: str | None = None
@@ -64,6 +64,7 @@ class ProcessContext:
     def set_ready(self, ready: bool, reason: str = "not ready") -> None:
         """Whether /readyz says yes; if not, why. Any thread may call it. The first stop signal ends readiness."""
         self._not_ready = None if ready else reason
+        self.started = self.started or ready
 
     def set_live(self, live: bool, reason: str = "not live") -> None:
         """Whether /healthz says yes, as long as the event loop runs; if not, why. Any thread may call it."""

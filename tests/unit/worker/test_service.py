@@ -272,24 +272,18 @@ def test_two_that_start_at_once_agree_on_who_goes() -> None:
 
 
 @pytest.mark.parametrize("process", ["worker", "trigger"])
-@pytest.mark.parametrize("answering", [False, True])
-async def test_a_process_that_is_stopped_while_it_starts_ends_at_once(
-    tmp_path: Path, process: str, answering: bool
-) -> None:
-    """Where nobody listens, and where somebody takes connections and never says a word: aiokafka waits for long."""
+async def test_a_process_that_is_stopped_while_it_starts_ends_at_once(tmp_path: Path, process: str) -> None:
+    """Somebody takes connections and never says a word: a request to such a broker takes its whole timeout."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        if not answering:
-            server.close()
-        kafka = Kafka(bootstrap=f"127.0.0.1:{port}", request_timeout_ms=120_000)
+        kafka = Kafka(bootstrap=f"127.0.0.1:{server.getsockname()[1]}", request_timeout_ms=120_000)
         config = tmp_path / "settings.toml"
         config.write_text(settings_as_toml(worker_settings(kafka)), encoding="utf-8")
         child = Child(process, [process, "--config", str(config)], tmp_path)
         try:
-            await until(child._answers)
+            await until(lambda: child._get("/healthz") is not None, child.log_tail())
             await asyncio.sleep(0.3)  # it is asking for topics by now
             child.terminate()
-            assert await asyncio.to_thread(child._process.wait, START_END_S + 10) in (0, 1), child.log_tail()
+            assert await asyncio.to_thread(child._process.wait, START_END_S + 10) == 0, child.log_tail()
         finally:
             child.kill()
 
