@@ -29,6 +29,10 @@ from relaygr_stream.models.kv import KVLayout, KVRegion
 from relaygr_stream.models.native import attention as native
 
 NORM_EPS: Final = 1e-6
+#: See with_usual_rows: at most 31 rows are computed in vain up to 512, 127 above; 44 sizes up to 4,096.
+FEW_ROWS: Final = 512
+FEW_STEP: Final = 32
+MANY_STEP: Final = 128
 
 
 @dataclass(frozen=True)
@@ -62,14 +66,17 @@ class RankingRows:
 class Room:
     """What one layer leaves to the next to overwrite, for n rows: memory taken anew would be cleared page by page.
 
-    uvqk (n, 2·H·dv + 2·H·dqk); gates: [u, o, u ⊙ Norm(o)] (n, 3·H·dv); o: its view (n, H, dv) for attention to write.
+    uvqk (n, 2·H·dv + 2·H·dqk); gates: [u, o, u ⊙ Norm(o)] (n, 3·H·dv); o: its view (n, H, dv) for attention to write,
+    zeros in the rows from `used` on, which nobody writes.
     """
 
-    def __init__(self, config: StackConfig, x: torch.Tensor) -> None:
+    def __init__(self, config: StackConfig, x: torch.Tensor, used: int | None = None) -> None:
         width, rows = config.heads * config.dv, len(x)
         self.uvqk = torch.empty((rows, 2 * width + 2 * config.heads * config.dqk), dtype=x.dtype, device=x.device)
         self.gates = torch.empty((rows, 3 * width), dtype=x.dtype, device=x.device)
         self.o = self.gates[:, width : 2 * width].view(rows, config.heads, config.dv)
+        if used is not None:
+            self.o[used:].zero_()
 
 
 class FusedLayers(Protocol):
@@ -205,26 +212,28 @@ class HSTUStack(nn.Module):
             kv.length = stop
             return x
         rows = block_rows(x.device, self.config.heads, stop, fused=self._fused(x))
-        blocks = self._visibility.blocks(start, len(x), 0, stop, stop, rows)
-        room = Room(self.config, x)
+        count = len(x)
+        blocks = self._visibility.blocks(start, count, 0, stop, stop, rows)
+        x = with_usual_rows(x)
+        room = Room(self.config, x, count)
         for index, layer in enumerate(self.stu_layers()):
             region_keys, region_values = kv.layer(index)
             if index == len(self.layers) - 1 and not outputs:
                 keys, values = layer.project_kv(x)
-                region_keys[:, start:stop] = keys
-                region_values[:, start:stop] = values
+                region_keys[:, start:stop] = keys[:, :count]
+                region_values[:, start:stop] = values[:, :count]
                 break
-            q, k, v = layer.split(layer.project(x, room))
+            q, k, v = (part[:count] for part in layer.split(layer.project(x, room)))
             region_keys[:, start:stop] = k.transpose(0, 1)
             region_values[:, start:stop] = v.transpose(0, 1)
             attend(
-                q.transpose(0, 1), region_keys, region_values, room.o.transpose(0, 1), blocks,
+                q.transpose(0, 1), region_keys, region_values, room.o[:count].transpose(0, 1), blocks,
                 scale=self._scale, weight=self._weight,
             )  # fmt: skip
             x = layer.finish(x, room)
             yield
         kv.length = stop
-        return x
+        return x[:count]
 
     @torch.no_grad()
     def score(self, batch: Sequence[RankingRows], x: torch.Tensor) -> torch.Tensor:
@@ -243,19 +252,38 @@ class HSTUStack(nn.Module):
             return self.fused.score(self.stu_layers(), batch, x)
         plans = [self._plan(rows, x) for rows in batch]
         self_weight = self._self_weight(batch, x.device)
-        room = Room(self.config, x)
+        count = len(x)
+        x = with_usual_rows(x)
+        room = Room(self.config, x, count)
+        o = room.o[:count]
         for index, layer in enumerate(self.stu_layers()):
-            q, k, v = layer.split(layer.project(x, room))
-            by_head = [part.transpose(0, 1) for part in (q, k, v, room.o)]
+            q, k, v = (part[:count] for part in layer.split(layer.project(x, room)))
+            by_head = [part.transpose(0, 1) for part in (q, k, v, o)]
             for rows, start, (on_prefix, on_suffix) in zip(batch, offsets, plans, strict=True):
                 stop = start + rows.suffix + rows.candidates
                 own_q, own_k, own_v, own_o = (part[:, start:stop] for part in by_head)
                 keys, values = rows.kv.layer(index)
                 attend(own_q, keys, values, own_o, on_prefix, scale=self._scale, weight=self._weight)
                 attend(own_q, own_k, own_v, own_o, on_suffix, scale=self._scale, weight=self._weight, accumulate=True)
-            attend_to_self(q, k, v, room.o, scale=self._scale, weight=self_weight)
+            attend_to_self(q, k, v, o, scale=self._scale, weight=self_weight)
             x = layer.finish(x, room)
-        return x
+        return x[:count]
+
+    @torch.no_grad()
+    def warm_up(self, most: int) -> None:
+        """Meet every number of rows up to `most` that `with_usual_rows` makes, where meeting one first costs time."""
+        weight = self.stu_layers()[0].uvqk_weight
+        if not _compiles_per_shape(weight):
+            return
+        rows = 1
+        while rows <= most:
+            x = with_usual_rows(weight.new_zeros((rows, self.config.dim)))
+            for layer in self.stu_layers()[:1]:  # all have the same shapes
+                room = Room(self.config, x, 0)
+                layer.project(x, room)
+                layer.finish(x, room)
+                layer.project_kv(x)
+            rows = len(x) + 1
 
     def _plan(self, rows: RankingRows, x: torch.Tensor) -> tuple[list[Block], list[Block]]:
         """Blocks of one ranking's rows over the prefix, and over its suffix."""
@@ -289,6 +317,22 @@ def _run(steps: Generator[None, None, torch.Tensor]) -> torch.Tensor:
         except StopIteration as end:
             result: torch.Tensor = end.value
             return result
+
+
+def with_usual_rows(x: torch.Tensor) -> torch.Tensor:
+    """x, with rows of zeros behind it up to a number of rows that comes often.
+
+    oneDNN compiles a product for each number of rows it meets: measured 2–9 ms in bfloat16, a hundred times what the
+    product takes. Requests have any number of rows, so they are rounded up: to 32, from 512 on to 128.
+    """
+    if not _compiles_per_shape(x):
+        return x
+    step = FEW_STEP if len(x) <= FEW_ROWS else MANY_STEP
+    return functional.pad(x, (0, 0, 0, -len(x) % step))
+
+
+def _compiles_per_shape(x: torch.Tensor) -> bool:
+    return x.device.type == "cpu" and x.dtype != torch.float32
 
 
 def _offsets(batch: Sequence[RankingRows]) -> list[int]:

@@ -115,6 +115,10 @@ class HSTUModel(nn.Module):
         if fused is not None and recorder is not None:
             self._recorded = RecordedScores(self.embedding, self.stack, self.head, recorder)
 
+    def warm_up(self, most: int) -> None:
+        """Pay what the first extension or ranking of each size pays, up to so many rows."""
+        self.stack.warm_up(most)
+
     @torch.no_grad()
     def extend(self, kv: KVRegion, tokens: Tokens) -> None:
         """Append the K/V of `tokens`; positions go on from kv.length. Errors as `HSTUStack.append`."""

@@ -58,6 +58,14 @@ class RankingModel(Protocol):
         ...
 
 
+class WarmedModel(RankingModel, Protocol):
+    """A model whose first call of a size is slower than the worker's own warm-up finds out. Optional; HSTU is one."""
+
+    def warm_up(self, most: int) -> None:
+        """Meet every size up to `most` rows; called once, before anything else."""
+        ...
+
+
 class SteppedModel(RankingModel, Protocol):
     """A model that can be interrupted within `extend`, which lets the scheduler make chunks several times as long
     (and so cheaper) at the same delay for a ranking that comes meanwhile. Optional; HSTU is one."""

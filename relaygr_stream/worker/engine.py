@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Final, TypeVar
+from typing import Final, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +12,7 @@ import torch
 
 from relaygr_stream.errors import CapacityError, ModelError
 from relaygr_stream.models.kv import KVRegion
-from relaygr_stream.models.protocol import RankingModel, ScoreInput
+from relaygr_stream.models.protocol import RankingModel, ScoreInput, WarmedModel
 from relaygr_stream.models.tokens import Tokens
 from relaygr_stream.worker.chunk import Chunk
 from relaygr_stream.worker.costs import MAX_CHUNK, MIN_CHUNK, Costs
@@ -106,6 +106,8 @@ class Engine:
         Raises CapacityError when the device has no memory for it beside the tiers.
         """
         try:
+            if hasattr(type(self.model), "warm_up"):
+                cast(WarmedModel, self.model).warm_up(min(MAX_CHUNK, region.capacity))
             self._warm_round(region, times=2)
             self.costs = Costs()  # what ran so far paid for first uses: fit again from a second, warm round
             self._warm_round(region, times=1)
