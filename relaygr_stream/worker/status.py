@@ -186,6 +186,8 @@ class StatusReporter:
         for name, total in now.totals.items():
             if name.startswith("signal_"):
                 metrics.advance(metrics.signals, name.removeprefix("signal_"), total)
+            elif name.startswith("warm_"):
+                metrics.advance(metrics.warm_ups, name.removeprefix("warm_"), total)
             elif name.endswith("_ms"):
                 metrics.advance(metrics.device_seconds, name.removesuffix("_ms"), total / 1e3)
         for name, total in now.cache.items():
