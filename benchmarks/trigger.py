@@ -1,4 +1,5 @@
-"""The trigger: how well costs are predicted, what a decision takes, how many events a second one process sustains.
+"""The trigger: how well costs are predicted, what a decision takes, what warm-up gains, how many events a second one
+process sustains.
 
 python benchmarks/trigger.py        prints the tables; with CHECK=1 exits non-zero naming the targets missed
 The last table runs the real `relaygr trigger` on Apache Kafka where KAFKA_HOME names one, else on the embedded broker.
@@ -14,6 +15,7 @@ import time
 import numpy as np
 from trigger_costs import CASES, in_hindsight, measure, predict
 from trigger_rate import Mix, measure_rates
+from trigger_warmup import table as warm_up
 
 from relaygr_stream.bus.local import BrokerKind
 from relaygr_stream.messages import Behaviours, CostModel, LaneStatus, RequestEvent, WorkerStatus
@@ -121,7 +123,7 @@ def rate() -> None:
 
 def main() -> None:
     logging.getLogger("aiokafka").setLevel(logging.CRITICAL)  # topics made a moment ago have no leaders yet
-    parts = {"costs": costs, "decision": decision, "rate": rate}
+    parts = {"costs": costs, "decision": decision, "warm_up": warm_up, "rate": rate}
     for name in sys.argv[1:] or parts:
         parts[name]()
     for target in missed:
