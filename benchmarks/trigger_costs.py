@@ -20,6 +20,7 @@ from relaygr_stream.models.tokens import Tokens
 from relaygr_stream.settings import Settings
 from relaygr_stream.worker.costs import Costs
 from relaygr_stream.worker.engine import Engine
+from relaygr_stream.worker.extension import Extension
 
 CPU: Final = torch.device("cpu")
 #: Triggers learn new coefficients with each status, four times a second; at some 20–100 ms a request, so often.
@@ -99,8 +100,9 @@ def measure(settings: Settings, seconds: float) -> list[Measured]:
         tokens = Tokens(np.stack([items[:n], np.zeros(n, np.int64), np.arange(n)]))
         costs.ops.clear()
         region.length = 0
-        while region.length < n:
-            engine.advance(region, tokens, settings.worker.max_ranking_delay_ms)
+        work = Extension(engine, region, tokens)
+        while not work.done:
+            work.advance(settings.worker.max_ranking_delay_ms)
         suffix = Tokens(np.zeros((3, s), np.int64))
         _, score_ms = engine.score([ScoreInput(region, suffix, np.zeros(m, np.int64))])
         requests.append(Measured(n, s, m, tuple(costs.ops), score_ms))

@@ -241,6 +241,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     hbm_bytes: int = 0
     dram_used_bytes: int = 0
     dram_bytes: int = 0
+    pre_infer_wait_ms: float = 0.0  # until the pre-inferences that wait now are done, ranking's share taken off
     counters: dict[str, float] = {}  # running totals since start, for live views
 
     def validate(self) -> None:

@@ -27,6 +27,7 @@ Reason = Literal[
     "not_at_risk",
     "over_footprint",
     "over_load",
+    "too_late",
 ]
 REASONS: Final[tuple[Reason, ...]] = get_args(Reason)
 
@@ -128,7 +129,18 @@ def decide(
         reason = "over_footprint"
     elif not lane.bucket.allows(cost_ms, now_s):
         reason = "over_load"
+    elif owner.worker.pre_infer_wait_ms > _time_left_ms(event, policy, age_ms):
+        reason = "too_late"
     return Decision(reason, tokens, age_ms, predicted_ms, nbytes, cost_ms)
+
+
+def _time_left_ms(event: RequestEvent, policy: Policy, age_ms: float) -> float:
+    """Until the ranking is expected; where the event does not say, until the end of the life window.
+
+    The owner would not even have begun by then if what waits there takes longer. One that has begun is worth having:
+    the ranking joins it, and waits for the rest only.
+    """
+    return max(0.0, (event.rank_in_ms or policy.life_ms) - age_ms)
 
 
 def _unfit(event: RequestEvent, policy: Policy, lane: LaneState, age_ms: float, now_s: float) -> Reason | None:

@@ -157,10 +157,20 @@ class RelayCore:
         """Pre-inferences not finished."""
         return self._queue.background_depth
 
+    @property
+    def pre_infer_waiting_ms(self) -> float:
+        """Predicted device time of the pre-inferences not finished."""
+        return self._flights.waiting_ms()
+
+    def pre_infer_late_s(self, now: float) -> float:
+        """How overdue the most overdue pre-inference not finished is."""
+        return self._flights.late_s(now)
+
     def totals(self) -> dict[str, float]:
         """Running totals by name: signals by what became of them, device time by kind of work, failures, audits."""
         return {
             **{name: float(total) for name, total in asdict(self.signals.counters).items()},
+            **{name: float(total) for name, total in asdict(self._flights.counters).items()},
             **asdict(self.time),
             **{f"warm_{name}": float(total) for name, total in asdict(self.warm_up.counters).items()},
             "device_failures": float(self._engine.failures),
@@ -188,9 +198,9 @@ class RelayCore:
     # ---- inside ----
 
     def _advance(self, flight: Flight, now: float) -> None:
-        """Run one chunk of a flight, and what follows if it was the last."""
+        """Give a flight a slice of device time, and do what follows if it was the last."""
         self.rankings.started((task for task in flight.waiters if not task.answered), now)
-        ms = self._flights.advance(flight)
+        ms = self._flights.advance(flight, now)
         for task in flight.waiters:
             task.device_ms += ms
         if any(task.outcome == "full" for task in flight.waiters):

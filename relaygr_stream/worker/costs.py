@@ -66,7 +66,9 @@ class Costs:
         e0, e1, e2 = self._extend.coefficients
         linear = (e1 + e2 * position * SCALE) * SCALE
         quadratic = e2 * SCALE * SCALE / 2
-        room = max(budget_ms - e0, 0.0)
+        room = budget_ms - e0
+        if room <= 0:
+            return MIN_CHUNK
         # The root in the form that neither cancels nor divides by a coefficient that may be next to nothing.
         slope = linear + math.sqrt(linear * linear + 4 * quadratic * room)
         tokens = min(MAX_CHUNK, 2 * room / slope) if slope > 0 else MAX_CHUNK

@@ -118,7 +118,7 @@ class Signals:
     def _compute(self, task: PreInferTask, entry: Entry) -> None:
         assert entry.region is not None
         self.counters.tokens_computed += len(task.tokens) - entry.region.length
-        self._flights.start(entry, task.due)
+        self._flights.start(entry, task.due, pre_infer=True)
         self._pin(task, entry)
 
     def _pin(self, task: PreInferTask, entry: Entry) -> None:

@@ -27,6 +27,8 @@ class Snapshot:
     waiting: int
     backlog: int
     queue_ms: float
+    pre_infer_waiting_ms: float
+    pre_infer_late_s: float
 
 
 def snapshot(core: RelayCore, lanes: Iterable[int], now: float) -> Snapshot:
@@ -47,4 +49,6 @@ def snapshot(core: RelayCore, lanes: Iterable[int], now: float) -> Snapshot:
         waiting=len(core.rankings),
         backlog=core.background_depth,
         queue_ms=core.rankings.take_queue_ms(now),
+        pre_infer_waiting_ms=core.pre_infer_waiting_ms,
+        pre_infer_late_s=core.pre_infer_late_s(now),
     )

@@ -30,7 +30,7 @@ class LoadSplit:
 
     def __init__(self, cap: float) -> None:
         self._cap = cap
-        self._ranking_share = 0.0
+        self.ranking_share = 0.0  # of the device's time, averaged over about a second
         self._last_ranking_ms = 0.0
         self._last_asked = self._last_computed = 0.0
         self._asked = self._computed = 0.0
@@ -48,10 +48,10 @@ class LoadSplit:
         and those of them that had to be computed. seconds: since the last call.
         """
         busy = min(1.0, max(0.0, ranking_ms - self._last_ranking_ms) / (seconds * 1e3))
-        self._ranking_share += min(1.0, seconds / RANKING_AVERAGE_S) * (busy - self._ranking_share)
+        self.ranking_share += min(1.0, seconds / RANKING_AVERAGE_S) * (busy - self.ranking_share)
         keep = max(0.0, 1.0 - seconds / REUSE_AVERAGE_S)
         self._asked = keep * self._asked + max(0.0, asked - self._last_asked)
         self._computed = keep * self._computed + max(0.0, computed - self._last_computed)
         self._last_ranking_ms, self._last_asked, self._last_computed = ranking_ms, asked, computed
-        free = max(0.0, min(self._cap, 1.0 - self._ranking_share))
+        free = max(0.0, min(self._cap, 1.0 - self.ranking_share))
         return 1e3 * free / self.computed_share

@@ -24,6 +24,7 @@ from relaygr_stream.topics import TopicSet
 from relaygr_stream.worker.budgets import LaneBudgets, LaneShares
 from relaygr_stream.worker.build import Inside
 from relaygr_stream.worker.device import DeviceThread
+from relaygr_stream.worker.extension import SHARE
 from relaygr_stream.worker.metrics import WorkerMetrics
 from relaygr_stream.worker.snapshot import Snapshot, snapshot
 from relaygr_stream.worker.split import LoadSplit
@@ -35,6 +36,9 @@ limited = LogLimiter().limited
 SNAPSHOT_S: Final = 1.0
 #: A last word takes milliseconds; without a broker it has no listener, and stopping must not wait for one.
 ANNOUNCE_S: Final = 1.0
+
+#: Ranking has the device all to itself only for moments; a share below this is not told from none by the average.
+LEAST_FREE: Final = 0.02
 
 State = Literal["starting", "serving", "draining", "stopped"]
 
@@ -167,10 +171,11 @@ class StatusReporter:
                 )
                 for lane, position in sorted(positions.items())
             ),
-            costs=inside.engine.costs.model(worker.max_ranking_delay_ms if inside.model.incremental else None),
+            costs=inside.engine.costs.model(self._chunk_ms()),
             bytes_per_token=inside.bytes_per_token,
             alloc_bytes=inside.alloc_bytes,
             queue_ms=now.queue_ms,
+            pre_infer_wait_ms=now.pre_infer_waiting_ms / max(LEAST_FREE, 1.0 - self._split.ranking_share),
             model_version=inside.model.version,
             model_note=inside.model.note,
             device=str(inside.device),
@@ -181,6 +186,13 @@ class StatusReporter:
             counters={**now.totals, **{f"cache_{name}": float(total) for name, total in now.cache.items()}},
         )
 
+    def _chunk_ms(self) -> float | None:
+        """How long the chunks of a prefix take; None where the model takes it whole."""
+        inside = self._inside
+        if not inside.model.incremental:
+            return None
+        return inside.engine.chunk_ms(SHARE * self._settings.worker.max_ranking_delay_ms)
+
     def _export(self, now: Snapshot, lanes: int) -> None:
         metrics = self._metrics
         for name, total in now.totals.items():
@@ -188,6 +200,8 @@ class StatusReporter:
                 metrics.advance(metrics.signals, name.removeprefix("signal_"), total)
             elif name.startswith("warm_"):
                 metrics.advance(metrics.warm_ups, name.removeprefix("warm_"), total)
+            elif name.startswith("flight_"):
+                metrics.advance(metrics.flights, name.removeprefix("flight_"), total)
             elif name.endswith("_ms"):
                 metrics.advance(metrics.device_seconds, name.removesuffix("_ms"), total / 1e3)
         for name, total in now.cache.items():
@@ -206,6 +220,8 @@ class StatusReporter:
         metrics.advance(metrics.pins_expired, None, now.pins_expired)
         metrics.waiting.set(now.waiting)
         metrics.backlog.set(now.backlog)
+        metrics.pre_infer_waiting.set(now.pre_infer_waiting_ms / 1e3)
+        metrics.pre_infer_late.set(now.pre_infer_late_s)
         metrics.queue_seconds.set(now.queue_ms / 1e3)
         metrics.lanes.set(lanes)
 

@@ -99,7 +99,11 @@ def test_what_signals_had_to_compute_is_counted_in_tokens() -> None:
 def test_a_lane_lost_while_its_prefix_is_computed() -> None:
     with world() as w:
         w.signal("r", 1, MAX_TOKENS)
-        w.core.step(w.now)
+        begun = w.cache.find("u1", history(1, MAX_TOKENS))[0]
+        assert begun is not None
+        assert begun.region is not None
+        while not begun.region.length:
+            w.core.step(w.now)
         w.core.lanes_lost([1])
         w.settle()
         entry = w.cache.find("u1", history(1, MAX_TOKENS))[0]

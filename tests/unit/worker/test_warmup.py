@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from relaygr_stream.cache.eviction import FadingFrequency
 from relaygr_stream.worker import warmup
 from tests.unit.worker.worlds import LIMITS, World
 
@@ -51,10 +52,10 @@ def wait(w: World, seconds: float, step: float = 0.1) -> None:
 
 def push_out(w: World, user: int) -> None:
     """Fill HBM with others until this user's entry is in DRAM alone."""
-    for other in range(50, 60):
+    for other in range(80):
         if not w.cache.in_hbm(f"u{user}"):
             return
-        visit(w, other)
+        visit(w, 50 + other % 8)
     raise AssertionError("it never leaves")
 
 
@@ -70,9 +71,9 @@ def test_a_user_expected_back_is_brought_back_before_he_comes() -> None:
         regular(w, 1)
         w.now -= 9.0  # a second after his last visit
         push_out(w, 1)
-        wait(w, 3.0)
+        wait(w, 5.0)
         assert not w.cache.in_hbm("u1")  # too early
-        wait(w, 3.0)
+        wait(w, 4.0)
         assert w.cache.in_hbm("u1")
         assert visit(w, 1) == "hbm"
         counters = w.core.warm_up.counters
@@ -105,7 +106,7 @@ def test_nothing_is_warmed_while_there_is_work() -> None:
         regular(w, 1)
         w.now -= 9.0
         push_out(w, 1)
-        w.now += 6.0
+        w.now += 8.0
         w.signal("pre-infer", 7, 150)
         while w.core.background_depth:
             started = w.core.warm_up.counters.started
@@ -115,19 +116,26 @@ def test_nothing_is_warmed_while_there_is_work() -> None:
         assert w.core.warm_up.counters.started == 1
 
 
-def test_what_is_worth_more_stays() -> None:
+def test_what_is_worth_more_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     with warm_world() as w:
-        regular(w, 1, visits=2, length=60)  # half as much to reload as the others
+        regular(w, 1)
         w.now -= 9.0
         push_out(w, 1)
-        # Users who come far more often hold what room there is.
-        for _ in range(12):
-            for user in (2, 3, 4):
-                visit(w, user)
-        assert not w.cache.in_hbm("u1")
+        before = {f"u{user}" for user in range(50, 60) if w.cache.in_hbm(f"u{user}")}
+        monkeypatch.setattr(FadingFrequency, "value", lambda policy, key: 1e6)
         wait(w, 12.0)
         assert w.core.warm_up.counters.started == 0
-        assert all(w.cache.in_hbm(f"u{user}") for user in (2, 3, 4))
+        assert all(w.cache.in_hbm(user) for user in before)
+
+
+def test_a_key_that_left_is_expected_with_the_uses_remembered_of_it() -> None:
+    order: FadingFrequency[str] = FadingFrequency(4.0)
+    order.add("often", 10, 2.0)
+    order.add("often", 10, 2.0)
+    assert order.expected("often", 2.0) == order.value("often")
+    order.remove("often")
+    assert 3.0 < order.expected("often", 2.0) < 4.0
+    assert order.expected("never", 2.0) == 0.0
 
 
 def test_what_was_warmed_can_be_evicted_at_once_and_counts_as_waste() -> None:
@@ -135,7 +143,7 @@ def test_what_was_warmed_can_be_evicted_at_once_and_counts_as_waste() -> None:
         regular(w, 1)
         w.now -= 9.0
         push_out(w, 1)
-        wait(w, 6.0)
+        wait(w, 9.0)
         assert w.cache.in_hbm("u1")
         push_out(w, 1)
         w.settle()
