@@ -41,7 +41,7 @@ def check(holds: bool, what: str) -> None:
 
 def costs() -> None:
     settings = Settings()
-    requests = measure(settings, MEASURE_S)
+    requests, chunk_ms = measure(settings, MEASURE_S)
     lengths = sorted(request.prefix for request in requests)
     print(
         f"Predicted device time against measured, {len(requests)} full inferences of {lengths[0]}…{lengths[-1]} tokens "
@@ -51,7 +51,7 @@ def costs() -> None:
     print(f"{'':34} {'full inference':>23} {'prefix, if at risk':>23}")
     print(f"{'what is learnt from':34} {'median':>8} {'P95':>7} {'bias':>6} {'median':>8} {'P95':>7}")
     for case in CASES:
-        errors = predict(requests, case, settings.worker.max_ranking_delay_ms, Policy.of(settings).risk_ms)
+        errors = predict(requests, case, chunk_ms, Policy.of(settings).risk_ms)
         median = float(np.median(errors.full))
         print(
             f"{case.name:34} {median:8.1%} {np.percentile(errors.full, 95):7.1%} {errors.bias:+6.1%} "
