@@ -13,7 +13,7 @@ import sys
 import time
 
 import numpy as np
-from trigger_costs import CASES, in_hindsight, measure, predict
+from trigger_costs import CASES, WARM_UP, in_hindsight, measure, predict
 from trigger_rate import Mix, measure_rates
 from trigger_warmup import table as warm_up
 
@@ -42,6 +42,8 @@ def check(holds: bool, what: str) -> None:
 def costs() -> None:
     settings = Settings()
     requests, chunk_ms = measure(settings, MEASURE_S)
+    if len(requests) < 3 * WARM_UP:
+        sys.exit(f"only {len(requests)} requests in {MEASURE_S:g} s: set MEASURE_S to more")
     lengths = sorted(request.prefix for request in requests)
     print(
         f"Predicted device time against measured, {len(requests)} full inferences of {lengths[0]}…{lengths[-1]} tokens "
