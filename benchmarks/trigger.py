@@ -1,4 +1,5 @@
-"""The trigger: how well costs are predicted, what a decision takes, how many events a second one process sustains.
+"""The trigger: how well costs are predicted, what a decision takes, what warm-up gains, how many events a second one
+process sustains.
 
 python benchmarks/trigger.py        prints the tables; with CHECK=1 exits non-zero naming the targets missed
 The last table runs the real `relaygr trigger` on Apache Kafka where KAFKA_HOME names one, else on the embedded broker.
@@ -12,8 +13,9 @@ import sys
 import time
 
 import numpy as np
-from trigger_costs import CASES, in_hindsight, measure, predict
+from trigger_costs import CASES, WARM_UP, in_hindsight, measure, predict
 from trigger_rate import Mix, measure_rates
+from trigger_warmup import table as warm_up
 
 from relaygr_stream.bus.local import BrokerKind
 from relaygr_stream.messages import Behaviours, CostModel, LaneStatus, RequestEvent, WorkerStatus
@@ -39,7 +41,9 @@ def check(holds: bool, what: str) -> None:
 
 def costs() -> None:
     settings = Settings()
-    requests = measure(settings, MEASURE_S)
+    requests, chunk_ms = measure(settings, MEASURE_S)
+    if len(requests) < 3 * WARM_UP:
+        sys.exit(f"only {len(requests)} requests in {MEASURE_S:g} s: set MEASURE_S to more")
     lengths = sorted(request.prefix for request in requests)
     print(
         f"Predicted device time against measured, {len(requests)} full inferences of {lengths[0]}…{lengths[-1]} tokens "
@@ -49,7 +53,7 @@ def costs() -> None:
     print(f"{'':34} {'full inference':>23} {'prefix, if at risk':>23}")
     print(f"{'what is learnt from':34} {'median':>8} {'P95':>7} {'bias':>6} {'median':>8} {'P95':>7}")
     for case in CASES:
-        errors = predict(requests, case, settings.worker.max_ranking_delay_ms, Policy.of(settings).risk_ms)
+        errors = predict(requests, case, chunk_ms, Policy.of(settings).risk_ms)
         median = float(np.median(errors.full))
         print(
             f"{case.name:34} {median:8.1%} {np.percentile(errors.full, 95):7.1%} {errors.bias:+6.1%} "
@@ -121,7 +125,7 @@ def rate() -> None:
 
 def main() -> None:
     logging.getLogger("aiokafka").setLevel(logging.CRITICAL)  # topics made a moment ago have no leaders yet
-    parts = {"costs": costs, "decision": decision, "rate": rate}
+    parts = {"costs": costs, "decision": decision, "warm_up": warm_up, "rate": rate}
     for name in sys.argv[1:] or parts:
         parts[name]()
     for target in missed:

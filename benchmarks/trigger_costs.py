@@ -20,7 +20,7 @@ from relaygr_stream.models.tokens import Tokens
 from relaygr_stream.settings import Settings
 from relaygr_stream.worker.costs import Costs
 from relaygr_stream.worker.engine import Engine
-from relaygr_stream.worker.extension import Extension
+from relaygr_stream.worker.extension import SHARE, Extension
 
 CPU: Final = torch.device("cpu")
 #: Triggers learn new coefficients with each status, four times a second; at some 20–100 ms a request, so often.
@@ -81,8 +81,8 @@ class _Recording(Costs):
         self.ops.append((position, tokens, ms))
 
 
-def measure(settings: Settings, seconds: float) -> list[Measured]:
-    """Full inferences, chunked as a worker does it, over log-uniform prefix lengths."""
+def measure(settings: Settings, seconds: float) -> tuple[list[Measured], float]:
+    """Full inferences in a worker's chunks, over log-uniform prefix lengths; and how long a chunk is to take."""
     torch.set_num_threads(settings.worker.threads)
     model = load_model(settings.model, settings.relay, device=CPU, dtype=getattr(torch, settings.worker.dtype))
     engine = Engine(model, CPU)
@@ -106,7 +106,7 @@ def measure(settings: Settings, seconds: float) -> list[Measured]:
         suffix = Tokens(np.zeros((3, s), np.int64))
         _, score_ms = engine.score([ScoreInput(region, suffix, np.zeros(m, np.int64))])
         requests.append(Measured(n, s, m, tuple(costs.ops), score_ms))
-    return requests
+    return requests, engine.chunk_ms(SHARE * settings.worker.max_ranking_delay_ms)
 
 
 @dataclass(frozen=True)

@@ -120,6 +120,9 @@ class Worker(Section, frozen=True, kw_only=True):
     max_ranking_delay_ms: Annotated[Ms, _doc("longest a pre-infer chunk may keep a ranking request waiting")] = 5.0
     batch: Annotated[Positive, _doc("most ranking requests scored in one step")] = 8
     audit_share: Annotated[Share, _doc("share of ranking requests also scored in full, to compare")] = 0.01
+    warm_up: Annotated[
+        bool, _doc("in idle time, bring prefix KV of users likely to return soon from DRAM back to HBM")
+    ] = False
     queue_limit: Annotated[Positive, _doc("ranking requests waiting; more are answered `overloaded` at once")] = 2048
     status_ms: Annotated[Positive, _doc("worker-status is published this often")] = 250
     drain_ms: Annotated[Positive, _doc("on SIGTERM, time for accepted requests to finish")] = 10_000

@@ -104,6 +104,12 @@ class FadingFrequency(Generic[K]):
         held = self._held[key]
         return math.exp2(held.uses - self._clock) * held.cost_ms
 
+    def expected(self, key: K, cost_ms: float) -> float:
+        """What `value` would be if the key were held at this cost: nothing for a key that nobody remembers."""
+        if key in self._held:
+            return self.value(key)
+        return math.exp2(self._remembered.get(hash(key), -math.inf) - self._clock) * cost_ms
+
     def cheapest(self) -> Iterator[K]:
         """The keys by value per byte, least first. The iterator is of no use after a change."""
         for _, _, key in self._order:
@@ -253,6 +259,10 @@ class Evictor(Generic[K]):
     def value(self, key: K) -> float:
         """What evicting the entry is expected to cost, in ms × uses (see FadingFrequency)."""
         return self._policy.value(key)
+
+    def expected(self, key: K, cost_ms: float) -> float:
+        """What `value` would be if an entry that is not here were, at this cost."""
+        return self._policy.expected(key, cost_ms)
 
     def cheapest(self) -> Iterator[K]:
         """The entries by value per byte, least first. The iterator is of no use after a change."""

@@ -174,15 +174,17 @@ class Holdings:
         self.hbm.free(extent)
 
     def _eviction_ms(self, entry: Entry) -> float:
-        """What its next user pays if the entry leaves HBM: what the copy does not hold, a reload, and at the risk that
-        the copy is forgotten before, the rest.
+        """What its next user pays if the entry leaves HBM, or is not brought back to it: what the copy does not hold, a
+        reload, and at the risk that the copy is forgotten before, the rest.
         """
         recompute = self._predict_ms(len(entry.tokens))
         if entry.stored is None or entry.spill is not None:
             return max(MIN_COST_MS, recompute)
-        assert entry.region is not None
         copied = recompute if entry.clean else self._predict_ms(entry.stored.length)
-        reload = self.reloads.predict_ms(entry.region.storage.nbytes)
+        region = entry.region
+        reload = self.reloads.predict_ms(
+            self.hbm.size_of(entry.stored.capacity) if region is None else region.storage.nbytes
+        )
         return max(MIN_COST_MS, recompute - copied) + reload + self.reloads.risk * max(0.0, copied)
 
     def _forgetting_ms(self, entry: Entry) -> float:

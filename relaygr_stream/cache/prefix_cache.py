@@ -209,8 +209,26 @@ class PrefixCache:
 
     # ---- tiers ----
 
-    def load(self, entry: Entry) -> bool:
-        """in DRAM → loading. False (nothing changed) when HBM has no room."""
+    @property
+    def has_dram(self) -> bool:
+        """Whether there is a tier behind HBM."""
+        return self._dram is not None
+
+    def in_hbm(self, user_id: str) -> bool:
+        """Whether the user's entry is in HBM, or on its way there."""
+        entry = self._holdings.get(user_id)
+        return entry is not None and entry.region is not None
+
+    def warm(self, user_id: str) -> bool:
+        """in DRAM → loading, of the user's entry, before anyone asks for it. False (nothing changed) when there is no
+        such entry, or when what would have to be evicted for it is worth more."""
+        entry = self._holdings.get(user_id)
+        if entry is None or entry.region is not None or entry.stored is None:
+            return False
+        return self._hbm.worth_room(entry, entry.stored.capacity) and self.load(entry, urgent=False)
+
+    def load(self, entry: Entry, *, urgent: bool = True) -> bool:
+        """in DRAM → loading. False (nothing changed) when HBM has no room. urgent: before write-backs."""
         assert entry.region is None and entry.stored is not None and self._dram is not None
         place = self._holdings.room(entry.stored.capacity)
         if place is None:
@@ -218,7 +236,7 @@ class PrefixCache:
         entry.extent, entry.region = place
         entry.region.length = entry.stored.length
         entry.load = self._copier.submit(
-            entry.region.storage, self._dram.view(entry.stored), urgent=True, convert=self._dram.storage.reload
+            entry.region.storage, self._dram.view(entry.stored), urgent=urgent, convert=self._dram.storage.reload
         )
         self._loading.append(entry)
         self._holdings.note(entry)

@@ -102,6 +102,15 @@ class HbmTier:
             users = self._evictor.choose(size)
         return [self._idle[user] for user in users or ()]
 
+    def worth_room(self, entry: Entry, capacity: int) -> bool:
+        """Whether an entry that is not here, and whose user is expected, is worth more than what would have to go.
+
+        The expected use counts as one, as it will once the entry was brought here.
+        """
+        at_stake = sum(self._evictor.value(victim.user_id) for victim in self.victims(capacity))
+        cost_ms = self._cost_ms(entry)
+        return at_stake < self._evictor.expected(entry.user_id, cost_ms) + cost_ms
+
     def cheapest(self) -> Iterator[Entry]:
         """The idle entries, what is cheapest to evict first."""
         return (self._idle[user] for user in self._evictor.cheapest())

@@ -10,6 +10,7 @@ Knows nothing of Kafka or of clocks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
@@ -81,7 +82,7 @@ class LaneBudgets:
         Σ max(pinned, every grant of the last hold_s) ≤ whole
 
     at all times, if pinned bytes stay within the grants. turn_s: where there is not room for the largest prefix of
-    every lane that is asked, a lane keeps its room for so long before it is another's turn.
+    every lane that is asked, a lane keeps its room for so long, once it has it, before it is another's turn.
     """
 
     def __init__(self, whole: int, hold_s: float, turn_s: float) -> None:
@@ -89,7 +90,7 @@ class LaneBudgets:
         self._hold_s = hold_s
         self._turn_s = turn_s
         self._granted: dict[int, _Granted] = {}
-        self._served_s: dict[int, float] = {}  # lane → since when it has room, while its turn lasts
+        self._served_s: dict[int, float] = {}  # lane → since when it has room (inf: not yet), while its turn lasts
         self._queue: list[int] = []  # lanes that are waiting for their turn or have had it, the next one first
 
     def update(
@@ -113,6 +114,8 @@ class LaneBudgets:
             more = min(room, max(0, targets[lane] - held[lane]))
             room -= more
             budgets[lane] = min(targets[lane], held[lane] + more)
+            if lane in self._served_s and budgets[lane] >= largest[lane]:
+                self._served_s[lane] = min(self._served_s[lane], now_s)
             granted = self._granted[lane]
             if budgets[lane] != granted.now:
                 granted.before.append((now_s, granted.now))
@@ -140,7 +143,7 @@ class LaneBudgets:
             if 0 < largest[lane] <= left:
                 targets[lane] = largest[lane]
                 left -= largest[lane]
-                self._served_s.setdefault(lane, now_s)
+                self._served_s.setdefault(lane, math.inf)
             else:
                 self._served_s.pop(lane, None)
         usual = max((largest[lane] for lane in asked), default=0)

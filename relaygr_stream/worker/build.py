@@ -87,6 +87,7 @@ def build(
             max_ranking_delay_ms=worker.max_ranking_delay_ms,
             batch=worker.batch,
             queue_limit=worker.queue_limit,
+            warm_up=worker.warm_up,
         ),
         Auditor(worker.audit_share, report_audit),
         deliver,

@@ -26,6 +26,7 @@ from relaygr_stream.worker.rankings import Rankings
 from relaygr_stream.worker.recent import RecentIds
 from relaygr_stream.worker.signals import Signals
 from relaygr_stream.worker.tasks import Answer, Flight, PreInferTask, RankTask
+from relaygr_stream.worker.warmup import WarmUp
 
 #: Answered requests remembered, so that a signal behind its ranking is not computed: some seconds of traffic.
 ANSWERED: Final = 4096
@@ -43,6 +44,7 @@ class Limits:
     max_ranking_delay_ms: float
     batch: int
     queue_limit: int
+    warm_up: bool = False
 
 
 @dataclass
@@ -76,6 +78,7 @@ class RelayCore:
         self._flights = Flights(engine, cache, self._queue, limits.max_ranking_delay_ms)
         self.time = DeviceTime()
         self.demand = Demand()
+        self.warm_up = WarmUp(cache, enabled=limits.warm_up)
         self.pins = PinTable(cache)
         self.signals = Signals(
             cache, self._flights, self._parked, self.pins, self._answered, footprint=limits.pinned_bytes
@@ -88,11 +91,14 @@ class RelayCore:
 
     def signal(self, task: PreInferTask, now: float) -> None:
         """Take an admitted request."""
+        self.warm_up.asked(task.user_id)
         self.signals.take(task, now)
 
     def rank(self, task: RankTask, now: float) -> None:
         """Take a ranking request; it gets exactly one answer."""
         self.demand.ask(task.lane, self.cache.nbytes(len(task.tokens)), now)
+        self.warm_up.asked(task.user_id)
+        self.warm_up.seen(task.user_id, now)
         self.rankings.take(task, now)
 
     def lanes_lost(self, lanes: Iterable[int]) -> None:
@@ -121,7 +127,7 @@ class RelayCore:
         elif (flight := self._queue.background()) is not None:
             self._advance(flight, now)
         elif not self.auditor.step(self._engine, self.cache.scratch, self._limits.max_ranking_delay_ms):
-            return False
+            return self.warm_up.step(now)
         if self._engine.failed_in_a_row >= GIVE_UP_AFTER:
             raise DeviceError(
                 f"{self._engine.device} failed {GIVE_UP_AFTER} times in a row, at last with {self._engine.last_error}; "
@@ -166,6 +172,7 @@ class RelayCore:
             **{name: float(total) for name, total in asdict(self.signals.counters).items()},
             **{name: float(total) for name, total in asdict(self._flights.counters).items()},
             **asdict(self.time),
+            **{f"warm_{name}": float(total) for name, total in asdict(self.warm_up.counters).items()},
             "device_failures": float(self._engine.failures),
             "out_of_memory": float(self._engine.out_of_memory),
             "audits": float(self.auditor.done),

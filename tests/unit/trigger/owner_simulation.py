@@ -9,7 +9,7 @@ for; beyond that its own guard refuses (worker/signals.py), and this simulation 
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 from typing import Final
 
@@ -27,7 +27,8 @@ HOLD_S: Final = SILENCE_S + STATUS_S
 KEEP_S: Final = 60.0
 LIFE_S: Final = 2.0
 POLICY: Final = Policy(risk_ms=1.0, stale_ms=1000.0, life_ms=LIFE_S * 1e3, burst_ms=1e6, max_prefix_tokens=1000)
-PREFIXES: Final = [behaviours(tokens) for tokens in range(101)]
+LONGEST: Final = 100
+PREFIXES: Final = [behaviours(tokens) for tokens in range(LONGEST + 1)]
 
 
 @dataclass
@@ -69,7 +70,9 @@ class Owner:
         self.trigger_of = {lane: self.random.choice(self.triggers) for lane in range(self.count)}
         self.states = {lane: LaneState(POLICY, 0, KEEP_S, self.now) for lane in range(self.count)}
         self.hot = 0
-        self.requests = self.admissions = 0
+        self.requests = 0
+        self.long_asked: Counter[int] = Counter()  # lane → requests of the longest prefix
+        self.best_grant: Counter[int] = Counter()
 
     @property
     def pinned(self) -> int:
@@ -99,6 +102,8 @@ class Owner:
         largest = {lane: self.demand.largest(lane) for lane in lanes}
         asked = [lane for lane in lanes if self.shares.asked(lane, largest[lane])]
         budgets = self.budgets.update(shares, largest, asked, pinned, self.now)
+        for lane, nbytes in budgets.items():
+            self.best_grant[lane] = max(self.best_grant[lane], nbytes)
         status = worker_status(
             *(
                 LaneStatus(
@@ -141,13 +146,13 @@ class Owner:
     def event(self) -> None:
         self.requests += 1
         lane = self.hot if self.random.random() < 0.8 else self.random.randrange(self.count)
-        tokens = self.random.choice([10, 30, 100])
+        tokens = self.random.choice([10, 30, LONGEST])
+        self.long_asked[lane] += tokens == LONGEST
         event = RequestEvent(request_id=str(self.requests), user_id="u", prefix=PREFIXES[tokens], candidates=0)
         state, claim = self.states[lane], self.trigger_of[lane].directory.owner(lane)
         state.observe(claim, self.now)
         decision = decide(event, policy=POLICY, lane=state, owner=claim, age_ms=0.0, now_s=self.now)
         if decision.admit:
-            self.admissions += 1
             lands = self.now + self.random.uniform(0, STATUS_S / 4)
             self.flying.append(Signal(lane, tokens, state.admit(event, decision, self.now), state, lands))
         self.rankings.append((self.now + 0.1, lane, tokens))
