@@ -10,7 +10,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export MPLCONFIGDIR := $(CURDIR)/.cache/matplotlib
 export HYPOTHESIS_STORAGE_DIRECTORY := $(CURDIR)/.cache/hypothesis
 
-.PHONY: help setup demo test check format bench-cache bench-model clean
+.PHONY: help setup demo test check format bench-cache bench-model bench-slo clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -43,6 +43,9 @@ bench-cache: $(STAMP) ## usable share, cost per operation, eviction against othe
 
 bench-model: $(STAMP) ## extend and score against the machine's floors (ARGS="--device cpu --dtype bfloat16 …")
 	$(BIN)/python benchmarks/model.py $(ARGS)
+
+bench-slo: $(STAMP) ## how much longer, how much more at the same P99: table, JSON, HTML (3 minutes; CHECK=1 judges)
+	$(BIN)/relaygr bench slo $(ARGS)
 
 include docker/testbed.mk
 

@@ -1,0 +1,276 @@
+"""`relaygr bench slo`: how much longer sequences, and how much more traffic, within the same P99, on this machine.
+
+Every repeat goes through the pipelines one after the other (modes with equal worker settings share one); in each, the
+searches take turns, one probe each, so that what disturbs the machine for a while disturbs all of them alike.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from relaygr_stream.bench.capacity import most_rate
+from relaygr_stream.bench.cells import LENGTH_STEP, Cell, World
+from relaygr_stream.bench.modes import FULL, RELAY, Mode, apply_mode, missing_settings
+from relaygr_stream.bench.options import SloOptions
+from relaygr_stream.bench.pipeline import Pipeline
+from relaygr_stream.bench.probe import Judgement, Measured, run_probe
+from relaygr_stream.bench.progress import Progress
+from relaygr_stream.bench.results import Memory, Probe
+from relaygr_stream.bench.traffic import Population, TrafficOptions
+from relaygr_stream.bus.local import local_broker
+from relaygr_stream.errors import ConfigError
+from relaygr_stream.settings import Settings
+from relaygr_stream.workload.driver import drive
+
+#: Populations are made known to the workers at this share of what the device could do, so that nothing piles up.
+FILL_SHARE: Final = 0.6
+FILL_TIMEOUT_S: Final = 10.0
+
+
+class Bench:
+    """One run: its cells, its probes, and what it saw."""
+
+    def __init__(self, options: SloOptions, settings: Settings, progress: Progress) -> None:
+        self.options = options
+        self.settings = settings
+        self.progress = progress
+        self.skipped = {
+            mode.name: f"this version has no setting worker.{', worker.'.join(missing)}"
+            for mode in options.modes
+            if (missing := missing_settings(mode, settings))
+        }
+        self.modes = [mode for mode in options.modes if mode.name not in self.skipped]
+        self.cells = [
+            *(Cell("rate", mode, ratio, options.length, options.tolerance) for mode, ratio in options.rate_cells()),
+            *(Cell("length", mode, ratio, options.rate, options.tolerance) for mode, ratio in options.length_cells()),
+        ]
+        self.cells = [cell for cell in self.cells if cell.mode in self.modes]
+        self.world: World | None = None
+        self.measured: list[Measured] = []
+        self.memory: list[Memory] = []
+        self.budgets: dict[str, dict[str, int]] = {}
+        self.about: dict[str, str] = {}
+        self._started = time.monotonic()
+        self._deadline = self._started + options.budget_s
+        self._check()
+
+    async def run(self) -> None:
+        """All repeats of all searches, as far as the time allows."""
+        out = self.options.out
+        out.mkdir(parents=True, exist_ok=True)
+        # Beside the reports, so that nothing is written outside the folder the user chose, whatever ends us.
+        with tempfile.TemporaryDirectory(prefix=".bench-", dir=out, ignore_cleanup_errors=True) as name:
+            folder = Path(name)
+            async with self._cluster(folder) as settings:
+                for repeat in range(self.options.repeats):
+                    await self._repeat(repeat, settings, folder)
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        """Seconds since the run began."""
+        return lambda: time.monotonic() - self._started
+
+    @property
+    def full_rate(self) -> float | None:
+        """The largest rate of full inference, as far as it is known."""
+        cell = next(cell for cell in self.cells if cell.mode is FULL and cell.kind == "rate")
+        return max(cell.values, default=None)
+
+    def _check(self) -> None:
+        relay, options = self.settings.relay, self.options
+        longest = relay.max_prefix_tokens - LENGTH_STEP
+        for what, value, limit, setting in (
+            ("length", options.length, longest, "relay.max_prefix_tokens, less room to grow"),
+            ("suffix", options.suffix, relay.max_suffix_tokens, "relay.max_suffix_tokens"),
+            ("candidates", options.candidates, relay.max_candidates, "relay.max_candidates"),
+        ):
+            if value > limit:
+                raise ConfigError(f"{what} = {value}: must be at most {limit} ({setting})")
+
+    @asynccontextmanager
+    async def _cluster(self, folder: Path) -> AsyncIterator[Settings]:
+        if self.options.broker is None:
+            self.about["broker"] = f"cluster at {self.settings.kafka.bootstrap}"
+            yield self.settings
+            return
+        self.about["broker"] = (
+            "embedded broker (Tansu)" if self.options.broker == "embedded" else "Apache Kafka, one node"
+        )
+        self.progress.say(f"starting the {self.about['broker']} …")
+        async with local_broker(self.options.broker, folder=folder) as broker:
+            yield msgspec.structs.replace(self.settings, kafka=broker.kafka_settings(self.settings.kafka))
+
+    async def _repeat(self, repeat: int, settings: Settings, folder: Path) -> None:
+        groups = _grouped(self.modes, settings)
+        shares = [sum(cell.mode in modes for cell in self.cells) for _, modes in groups]
+        for number, (name, modes) in enumerate(groups):
+            left = self._deadline - time.monotonic()
+            rounds = self.options.repeats - repeat
+            ahead = sum(shares[number:]) + (rounds - 1) * sum(shares)
+            until = time.monotonic() + left * shares[number] / max(1, ahead)
+            await self._block(name, modes, repeat, apply_mode(modes[0], settings), folder, until)
+
+    async def _block(
+        self, name: str, modes: Sequence[Mode], repeat: int, settings: Settings, folder: Path, until: float
+    ) -> None:
+        """One pipeline's searches of one repeat, in turns, until they are over or the time is."""
+        cells = [cell for cell in self.cells if cell.mode in modes]
+        self.progress.say(
+            f"repeat {repeat + 1}, starting a trigger and {self.options.workers} worker(s) for "
+            f"{', '.join(mode.name for mode in modes)} …"
+        )
+        async with Pipeline(f"{name}-{repeat}", settings, self.options.workers, folder) as pipeline:
+            self.about |= {"device": pipeline.device, "note": pipeline.note}
+            populations = _Populations(self, pipeline, repeat)
+            open_cells = cells
+            while open_cells:
+                open_cells = [
+                    cell for cell in open_cells if await self._turn(cell, pipeline, populations, repeat, until)
+                ]
+            self._keep_history(pipeline, settings)
+
+    async def _turn(
+        self, cell: Cell, pipeline: Pipeline, populations: _Populations, repeat: int, until: float
+    ) -> bool:
+        """One probe of the cell; False when its search is over."""
+        world = self._world(pipeline)
+        if cell.at is None:
+            cell.at = self.full_rate
+            if cell.at is None:
+                # Either full inference has not been probed yet, or nothing of it passes.
+                return any(other.mode is FULL and not other.probes for other in self.cells)
+        if len(cell.searches) <= repeat:
+            cell.begin_repeat(world)
+        point = cell.next()
+        judgement = self._judgement
+        if point is None or time.monotonic() + judgement.seconds(point[1]) > until:
+            return False
+        length, rate = point
+        population = await populations.get(length, cell.revisit, cell.mode, world)
+        probe = f"{cell.mode.name:10} revisit {cell.revisit:.0%}  {length:,} tokens  {rate:,.1f}/s"
+        measured = await run_probe(
+            pipeline,
+            cell.mode,
+            population,
+            rate,
+            judgement,
+            repeat=repeat,
+            clock=self.clock,
+            progress=lambda requests, bad: self.progress.live(f"{probe}: {requests} requests, {bad} beyond the SLO"),
+        )
+        pipeline.check_children()
+        self.measured.append(measured)
+        cell.record(measured.probe)
+        self.progress.say(f"{self.clock():5.0f} s  {probe}  {_verdict(measured.probe)}")
+        return True
+
+    @property
+    def _judgement(self) -> Judgement:
+        options = self.options
+        return Judgement(self.settings.relay.slo_ms, options.samples, options.least_s, options.warm_up_s)
+
+    def _world(self, pipeline: Pipeline) -> World:
+        options, relay = self.options, self.settings.relay
+        self.world = World(
+            costs=pipeline.costs,
+            slo_ms=relay.slo_ms,
+            delay_ms=options.delay.median_ms,
+            candidates=options.candidates + options.suffix,
+            growth=options.growth,
+            workers=options.workers,
+            longest=relay.max_prefix_tokens - LENGTH_STEP,
+        )
+        return self.world
+
+    def _keep_history(self, pipeline: Pipeline, settings: Settings) -> None:
+        self.budgets[pipeline.name] = {
+            "hbm": settings.worker.hbm_bytes * self.options.workers,
+            "dram": settings.worker.dram_bytes * self.options.workers,
+        }
+        latest: dict[str, Memory] = {}
+        for at, status in pipeline.history:
+            latest[status.name] = Memory(
+                at - self._started,
+                pipeline.name,
+                status.hbm_used_bytes,
+                sum(lane.pinned_bytes for lane in status.lanes),
+                status.dram_used_bytes,
+            )
+            parts = latest.values()
+            self.memory.append(
+                Memory(
+                    at - self._started,
+                    pipeline.name,
+                    sum(one.hbm for one in parts),
+                    sum(one.pinned for one in parts),
+                    sum(one.dram for one in parts),
+                )
+            )
+
+
+class _Populations:
+    """The users of a pipeline, by length and revisit ratio; modes share them, as they share what the workers keep."""
+
+    def __init__(self, bench: Bench, pipeline: Pipeline, repeat: int) -> None:
+        self._bench = bench
+        self._pipeline = pipeline
+        self._repeat = repeat
+        self._known: dict[tuple[int, float], Population] = {}
+
+    async def get(self, length: int, revisit: float, mode: Mode, world: World) -> Population:
+        """Those users; where some return, with as many known to the workers as the options say."""
+        if not mode.keeps:
+            revisit = 0.0
+        if (length, revisit) not in self._known:
+            self._known[length, revisit] = await self._make(length, revisit, world)
+        return self._known[length, revisit]
+
+    async def _make(self, length: int, revisit: float, world: World) -> Population:
+        options = self._bench.options
+        # As many tokens in all, whatever the length.
+        strangers = 0 if revisit == 0 else max(8, round(options.users * options.length / length))
+        traffic = TrafficOptions(
+            items=self._bench.settings.model.vocab,
+            suffix=options.suffix,
+            candidates=options.candidates,
+            growth=options.growth,
+            recent=options.recent,
+            strangers=strangers,
+            sigma=options.sigma,
+            max_prefix=self._bench.settings.relay.max_prefix_tokens,
+            delay=options.delay,
+            seed=options.seed + self._repeat,
+        )
+        name = f"{self._pipeline.name}.{length}.{round(100 * revisit)}"
+        population = Population(name, length, revisit, traffic)
+        if strangers:
+            self._bench.progress.live(f"{strangers} users with {length:,} tokens make themselves known …")
+            rate = FILL_SHARE * most_rate(RELAY, world.cost(length, 0.0), 0.0, world.workers)
+            items = population.take(rate, strangers / rate)
+            await drive(self._pipeline.client, items, timeout=FILL_TIMEOUT_S)
+        return population
+
+
+def _grouped(modes: Sequence[Mode], settings: Settings) -> list[tuple[str, list[Mode]]]:
+    """Modes that can share processes, named after one of them."""
+    groups: list[tuple[Settings, list[Mode]]] = []
+    for mode in modes:
+        wanted = apply_mode(mode, settings)
+        same = next((group for other, group in groups if other == wanted), None)
+        if same is None:
+            groups.append((wanted, [mode]))
+        else:
+            same.append(mode)
+    return [(group[-1].name, group) for _, group in groups]
+
+
+def _verdict(probe: Probe) -> str:
+    at_least = "≥ " if probe.cut_short else ""
+    return f"P99 {at_least}{probe.p99:,.0f} ms, {probe.bad} of {probe.requests} beyond  {'✓' if probe.passed else '✗'}"
