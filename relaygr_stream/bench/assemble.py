@@ -59,12 +59,12 @@ def _conditions(bench: Bench, command: str) -> dict[str, Any]:
     model, worker = settings.model, settings.worker
     note = f", {bench.about['note']}" if bench.about.get("note") else ""
     samples = options.samples
+    shape = f"HSTU, {model.layers} layers, D {model.dim}, {model.heads} heads of {model.dqk}"
+    device = bench.about.get("device", worker.device)
     words = {
-        "model": f"HSTU, {model.layers} layers, D {model.dim}, {model.heads} heads of {model.dqk}, {worker.dtype}{note}"
-        if not (model.factory or model.checkpoint)
-        else f"{model.factory or model.checkpoint}{note}",
+        "model": f"{model.factory or model.checkpoint or shape}, {worker.dtype}{note}",
         "machine": f"{os.cpu_count()} CPU cores, {platform.machine()}, {platform.system()}; {options.workers} worker(s) "
-        f"on {bench.about.get('device', worker.device)}, {worker.threads} thread(s) an operator",
+        f"on {device}, {worker.threads} thread(s) an operator",
         "memory": f"a worker has {worker.hbm_bytes >> 20:,} MiB HBM tier, {worker.dram_bytes >> 20:,} MiB DRAM tier",
         "broker": bench.about["broker"],
         "traffic": f"open loop, Poisson arrivals; {options.candidates} candidates, {options.suffix} suffix behaviours; "
@@ -73,6 +73,7 @@ def _conditions(bench: Bench, command: str) -> dict[str, Any]:
         f"{samples_for(0.95)}, all good, would show it with 95 % confidence) after {options.warm_up_s:g} s of warm-up; "
         f"latencies count from the scheduled send time; values to within {options.tolerance - 1:.0%}; "
         f"{options.repeats} repeat(s)",
+        "disturbance": _disturbance(bench),
         "command": command,
     }
     return {
@@ -85,3 +86,17 @@ def _conditions(bench: Bench, command: str) -> dict[str, Any]:
             {name: getattr(settings, name) for name in ("relay", "trigger", "worker", "model")}
         ),
     }
+
+
+def _disturbance(bench: Bench) -> str:
+    """What other processes did to the run."""
+    known = [one.probe for one in bench.measured if one.probe.others_cores is not None]
+    if not known:
+        return "what other processes used of the machine is not known here"
+    aside = sum(probe.set_aside for probe in known)
+    counted = [probe.others_cores or 0.0 for probe in known if not probe.set_aside]
+    return (
+        f"other processes used {sum(counted) / max(1, len(counted)):.2f} CPU cores on average over the probes that "
+        f"count, {max(counted, default=0.0):.2f} at most; {aside} of {len(known)} probes were set aside and repeated "
+        f"because of them"
+    )

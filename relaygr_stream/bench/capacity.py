@@ -1,18 +1,26 @@
 """What the device allows, by arithmetic on the costs that the workers fitted: nothing measured may exceed it.
 
 A request's device time: a first visit costs the prefix, a return costs the extension by its new behaviours, and every
-ranking costs the hit (suffix and candidates against the prefix KV); full inference is prefix plus hit, each time. Reloads
-from DRAM run beside the device and are counted as free, which only loosens the bounds. Knows nothing of probes.
+ranking costs the hit (suffix and candidates against the prefix KV); full inference is prefix plus hit, each time.
+Reloads from DRAM run beside the device and are counted as free, which only loosens the bounds. Knows nothing of probes.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
 
 from relaygr_stream.bench.modes import Mode
 from relaygr_stream.bench.statistics import QUANTILE
 from relaygr_stream.messages import CostModel
+
+#: Requests of a simulated queue: two hundred of them beyond the 99th percentile.
+SIMULATED: Final = 20_000
+#: A guess is no lower than this share of what the devices could do, even where not a single request would be in time.
+LEAST_BUSY: Final = 0.02
 
 
 @dataclass(frozen=True)
@@ -95,25 +103,31 @@ def slack_ms(mode: Mode, traffic: Traffic, slo_ms: float) -> float:
 def predicted_rate(
     mode: Mode, cost: RequestCost, traffic: Traffic, slo_ms: float, bus_ms: float, workers: int
 ) -> float:
-    """A guess at the largest rate whose P99 is within the SLO: an M/G/1 queue on each worker.
+    """A guess at the largest rate whose P99 is within the SLO: Poisson arrivals at one first-come-first-served device.
 
-    Waits W with P(W > x) ≈ ρ·exp(-ρ·x / E[W]), E[W] = λ·E[S²] / 2(1 - ρ) (Pollaczek and Khinchine): the slowest
-    requests have their slack less their own service to wait. A place to start a search, not a bound.
+    The queue is simulated (Lindley's recursion), a worker having its share of the rate. A place to start a search, not
+    a bound: what the bus takes is assumed, and pre-inference does not really come first come, first served.
     """
-    reuse = traffic.revisit if mode.keeps else 0.0
-    parts = ((1 - reuse, cost.full), (reuse, cost.extension + cost.hit))
-    mean = sum(share * ms for share, ms in parts)
-    square = sum(share * ms * ms for share, ms in parts)
-    slack = slack_ms(mode, traffic, slo_ms) - bus_ms - (cost.full if reuse < QUANTILE else cost.extension + cost.hit)
-    if slack <= 0:
-        return 0.05 * 1e3 * workers / mean
-    low, high = 0.0, 1.0  # utilisation
-    for _ in range(40):
-        rho = (low + high) / 2
-        wait = rho / mean * square / (2 * (1 - rho))
-        late = rho * math.exp(-rho * slack / wait)
-        low, high = (rho, high) if late <= 1 - QUANTILE else (low, rho)
-    return max(0.05, low) * 1e3 * workers / mean
+    rng = np.random.default_rng(0)  # the same arrivals for every rate: the guess must be monotone in it
+    gaps = rng.exponential(size=SIMULATED)
+    returns = rng.random(SIMULATED) < (traffic.revisit if mode.keeps else 0.0)
+    service = np.where(returns, cost.extension, cost.prefix) + cost.hit
+    slack = slack_ms(mode, traffic, slo_ms) - bus_ms
+
+    def in_time(busy: float) -> bool:
+        return float(np.quantile(_waits(gaps * service.mean() / busy, service) + service, QUANTILE)) <= slack
+
+    low, high = 0.0, 1.0  # share of the device's time
+    for _ in range(20):
+        middle = (low + high) / 2
+        low, high = (middle, high) if in_time(middle) else (low, middle)
+    return max(LEAST_BUSY, low) * 1e3 * workers / float(service.mean())
+
+
+def _waits(gaps: npt.NDArray[np.float64], service: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Waiting times of a single server: W[n+1] = max(0, W[n] + S[n] - A[n+1]), as a walk less its running minimum."""
+    walk = np.concatenate([[0.0], np.cumsum(service[:-1] - gaps[1:])])
+    return walk - np.minimum.accumulate(walk)
 
 
 def predicted_length(
@@ -128,13 +142,12 @@ def predicted_length(
 ) -> float:
     """A guess at the largest length at a given rate: where `predicted_rate` falls below it."""
     low, high = 1.0, float(longest)
-    for _ in range(30):
+    for _ in range(12):
         length = (low + high) / 2
         shaped = _with_length(traffic, length)
         cost = RequestCost.of(costs, shaped)
-        hopeless = slack_ms(mode, traffic, slo_ms) - bus_ms <= cost.full
         enough = predicted_rate(mode, cost, shaped, slo_ms, bus_ms, workers) >= rate
-        low, high = (length, high) if enough and not hopeless else (low, length)
+        low, high = (length, high) if enough else (low, length)
     return low
 
 

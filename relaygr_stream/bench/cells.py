@@ -66,12 +66,12 @@ class Cell:
     searches: list[Search] = field(default_factory=list)
     probes: list[Probe] = field(default_factory=list)
 
-    def begin_repeat(self, world: World) -> None:
-        """Begin another search: from the last one's result, or from arithmetic."""
+    def begin_repeat(self, world: World, alike: float | None = None) -> None:
+        """Begin another search: from the last one's result, from `alike`, or from arithmetic."""
         assert self.at is not None
         known = [search.passed for search in self.searches if search.passed is not None]
         low, high = self._limits(world)
-        guess, step = (known[-1], self.tolerance) if known else (self._guess(world), FIRST_STEP)
+        guess, step = (known[-1], self.tolerance) if known else (alike or self._guess(world), FIRST_STEP)
         self.searches.append(Search(guess=guess, low=low, high=high, step=step, tolerance=self.tolerance))
 
     def next(self) -> tuple[int, float] | None:

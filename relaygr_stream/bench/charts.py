@@ -71,9 +71,7 @@ def line_chart(series: Sequence[Series], x: Axis, y: Axis, limit: tuple[float, s
     if limit:
         at = up(limit[0])
         parts.append(f'<line class="limit" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>')
-        parts.append(
-            f'<text class="limit" x="{WIDTH - RIGHT}" y="{at - 5:.1f}" text-anchor="end">{escape(limit[1])}</text>'
-        )
+        parts.append(_text(limit[1], WIDTH - RIGHT, at - 5, "end", "limit"))
     for one in series:
         ordered = sorted(one.points, key=lambda point: point.x)
         path = " ".join(f"{across(point.x):.1f},{up(point.y):.1f}" for point in ordered)
@@ -93,22 +91,21 @@ def bar_chart(bars: Sequence[Bar], colours: dict[str, str], unit: str = "") -> s
     parts = []
     for row, bar in enumerate(bars):
         y, x = 6 + row * (BAR + 10), float(BAR_LEFT)
-        parts.append(
-            f'<text class="name" x="{BAR_LEFT - 10}" y="{y + BAR / 2 + 4:.1f}" text-anchor="end">{escape(bar.name)}</text>'
-        )
+        parts.append(_text(bar.name, BAR_LEFT - 10, y + BAR / 2 + 4, "end", "name"))
         for name, amount in bar.parts:
             width = room * amount / most
             if width > 0:
                 title = f"<title>{escape(name)}: {amount:,.3g}{escape(unit)}</title>"
                 parts.append(
-                    f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{BAR}" fill="{colours[name]}">{title}</rect>'
+                    f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{BAR}" fill="{colours[name]}">'
+                    f"{title}</rect>"
                 )
                 x += width
         if bar.mark is not None:
             at = BAR_LEFT + room * bar.mark / most
             parts.append(f'<line class="mark" x1="{at:.1f}" x2="{at:.1f}" y1="{y - 3}" y2="{y + BAR + 3}"/>')
             x = max(x, at)
-        parts.append(f'<text class="value" x="{x + 8:.1f}" y="{y + BAR / 2 + 4:.1f}">{escape(bar.words)}</text>')
+        parts.append(_text(bar.words, x + 8, y + BAR / 2 + 4, kind="value"))
     used = {name for bar in bars for name, amount in bar.parts if amount > 0}
     return _svg(len(bars) * (BAR + 10) + 8, parts) + legend(
         [(name, colour) for name, colour in colours.items() if name in used]
@@ -159,19 +156,20 @@ def _grid(across: _Scale, up: _Scale) -> list[str]:
     for tick in up.ticks():
         y = up(tick)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{tick:,g}</text>')
+        parts.append(_text(f"{tick:,g}", LEFT - 8, y + 4, "end"))
     for tick in across.ticks():
         x = across(tick)
         parts.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>')
-        parts.append(f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{tick:,g}</text>')
+        parts.append(_text(f"{tick:,g}", x, HEIGHT - BOTTOM + 16, "middle"))
     middle = (TOP + HEIGHT - BOTTOM) / 2
-    parts.append(
-        f'<text class="axis" x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 8}" text-anchor="middle">{escape(across.axis.words)}</text>'
-    )
-    parts.append(
-        f'<text class="axis" transform="rotate(-90 14 {middle})" x="14" y="{middle}" text-anchor="middle">{escape(up.axis.words)}</text>'
-    )
+    parts.append(_text(across.axis.words, (LEFT + WIDTH - RIGHT) / 2, HEIGHT - 8, "middle"))
+    parts.append(f'<g transform="rotate(-90 14 {middle})">{_text(up.axis.words, 14, middle, "middle")}</g>')
     return parts
+
+
+def _text(words: str, x: float, y: float, anchor: str = "start", kind: str = "") -> str:
+    named = f' class="{kind}"' if kind else ""
+    return f'<text{named} x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
 
 
 def _dot(point: Point, series: Series, across: _Scale, up: _Scale) -> str:

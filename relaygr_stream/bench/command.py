@@ -68,9 +68,9 @@ def slo_command(
 ) -> None:
     """How much longer sequences, and how much more traffic, within the same ranking P99?
 
-    Runs broker, trigger, workers and a client as real processes; searches, for every mode of serving, the largest rate at
-    a given length and the largest length at a given rate; writes a table, report.json and report.html. With CHECK=1 in
-    the environment it exits 1 when a target is missed.
+    Runs broker, trigger, workers and a client as real processes; searches, for every mode of serving, the largest rate
+    at a given length and the largest length at a given rate; writes a table, report.json and report.html. With CHECK=1
+    in the environment it exits 1 when a target is missed.
 
     \b
     Examples:
@@ -82,6 +82,7 @@ def slo_command(
     settings = load([f"slo-{preset}", *files], {**overrides, **parse_flags(assignments)}).settings
     options = build_options(preset, private=bootstrap is None, flags=flags)
     from relaygr_stream.bench.slo import run_slo
+    from relaygr_stream.telemetry.process import loop_factory
 
     command = f"relaygr {shlex.join(sys.argv[1:])}"
 
@@ -92,7 +93,8 @@ def slo_command(
         return await run_slo(options, settings, command)
 
     try:
-        met = asyncio.run(whole())
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
+            met = runner.run(whole())
     except (KeyboardInterrupt, asyncio.CancelledError):
         click.echo(f"stopped; nothing is left behind{os.linesep}", err=True, nl=False)
         sys.exit(130)

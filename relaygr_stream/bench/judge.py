@@ -1,4 +1,4 @@
-"""From probes to conclusions: what was found, its ratio to full inference and the bound of it, why targets were missed."""
+"""From probes to conclusions: what was found, ratios to full inference and their bounds, why targets were missed."""
 
 from __future__ import annotations
 

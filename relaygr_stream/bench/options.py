@@ -31,7 +31,7 @@ class SloOptions:
     suffix: int = 8
     candidates: int = 32
     growth: float = 3.0
-    users: int = 90  # in the population before the first probe of returning ones
+    users: int = 100  # in the population before the first probe of returning ones
     recent: int = 400
     sigma: float = 0.0
     samples: int  # requests judged in a probe
@@ -73,7 +73,7 @@ class SloOptions:
         return [(mode, self.length_revisit) for mode in modes if mode is not FULL or self.rate is not None]
 
 
-QUICK: Final = {"length": 1024, "samples": 100, "tolerance": 1.2, "repeats": 1, "budget_s": 150.0}
+QUICK: Final = {"length": 512, "samples": 100, "tolerance": 1.2, "repeats": 1, "budget_s": 150.0}
 PAPER: Final = {
     "length": 1024,
     "samples": 1000,

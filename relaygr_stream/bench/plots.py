@@ -38,7 +38,7 @@ def p99(report: SloReport) -> list[Chart]:
     given = report.conditions["length"]
     limit = (report.conditions["slo_ms"], "SLO")
     rates = {(one.mode, one.revisit) for one in report.found if one.kind == "rate"}
-    at_length = [probe for probe in report.probes if probe.length == given and (probe.mode, probe.revisit) in rates]
+    at_length = [probe for probe in report.counted if probe.length == given and (probe.mode, probe.revisit) in rates]
     for ratio in sorted({probe.revisit for probe in at_length if probe.mode != "full"}):
         # Full inference computes everything each time: its curve is the same at every ratio.
         shown = [probe for probe in at_length if probe.mode == "full" or probe.revisit == ratio]
@@ -50,7 +50,7 @@ def p99(report: SloReport) -> list[Chart]:
         at = lengths[0].at
         near = [
             probe
-            for probe in report.probes
+            for probe in report.counted
             if abs(probe.rate - at) < 1e-6 and (probe.mode == "full" or probe.revisit == lengths[0].revisit)
         ]
         series = _series(near, [float(probe.length) for probe in near], " tokens")
@@ -178,7 +178,7 @@ def _best(report: SloReport, one: Found) -> Probe | None:
     given = (lambda probe: float(probe.length)) if one.kind == "rate" else (lambda probe: probe.rate)
     mine = [
         probe
-        for probe in report.probes
+        for probe in report.counted
         if probe.mode == one.mode and probe.revisit == one.revisit and abs(given(probe) - one.at) < 1e-6
     ]
     passed = [probe for probe in mine if probe.passed]

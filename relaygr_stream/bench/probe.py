@@ -7,14 +7,17 @@ time. Knows nothing of searches.
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
+from relaygr_stream.bench.interference import CpuTimes
 from relaygr_stream.bench.modes import Mode
 from relaygr_stream.bench.pipeline import Pipeline
 from relaygr_stream.bench.results import DEVICE_WORK, STAGES, Probe, Spread
@@ -35,12 +38,12 @@ class Judgement:
     """How long a probe takes, and what it is judged by."""
 
     slo_ms: float
-    samples: int  # requests judged, on average
+    samples: int  # requests judged, at least
     least_s: float  # but for no shorter time than this
     warm_up_s: float
 
     def seconds(self, rate: float) -> float:
-        """Length of a probe at this rate, warm-up included."""
+        """Expected length of a probe at this rate, warm-up included."""
         return self.warm_up_s + max(self.least_s, self.samples / rate)
 
 
@@ -68,23 +71,27 @@ async def run_probe(
 
     clock: seconds since the run began. progress(requests, bad): called after each judged request.
     """
-    items = population.take(rate, judgement.seconds(rate))
+    until = judgement.warm_up_s + judgement.least_s
+    items = population.take(rate, count=judgement.samples, since=judgement.warm_up_s, until=until)
     judged = sum(item.at >= judgement.warm_up_s for item in items)
     tally = _Tally(judgement, allowed_bad(judged), progress)
     announced = {item.request.request_id for item in items if mode.announce and item.at >= judgement.warm_up_s}
     totals, decisions = pipeline.totals(), await pipeline.decisions()
+    cpu = CpuTimes.now()
     started, began = clock(), time.monotonic()
-    await drive(
-        pipeline.client,
-        items,
-        mode=mode.request,
-        announce=mode.announce,
-        timeout=TIMEOUT_SLOS * judgement.slo_ms / 1e3,
-        on_result=tally,
-        stop=tally.hopeless,
-    )
+    with _no_collections():
+        await drive(
+            pipeline.client,
+            items,
+            mode=mode.request,
+            announce=mode.announce,
+            timeout=TIMEOUT_SLOS * judgement.slo_ms / 1e3,
+            on_result=tally,
+            stop=tally.hopeless,
+        )
     await pipeline.fresh_statuses()
     seconds = time.monotonic() - began
+    cpu_after = CpuTimes.now()
     after, decided = pipeline.totals(), await pipeline.decisions()
     done = {result.item.request.request_id: result for result in tally.results}
     admitted = announced & pipeline.admitted & done.keys()
@@ -114,9 +121,21 @@ async def run_probe(
         admitted=len(admitted),
         admitted_hits=sum(done[one].outcome not in (None, "full") for one in admitted),
         decisions={name: int(total - decisions.get(name, 0)) for name, total in decided.items()},
+        others_cores=None if cpu is None or cpu_after is None else cpu_after.others_since(cpu),
         device_ms_per_s={name: (after.get(name, 0.0) - totals.get(name, 0.0)) / seconds for name in DEVICE_WORK},
     )
     return Measured(probe, stages["inbound"], stages["outbound"])
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """A full collection of the client's many requests takes tens of milliseconds, which would be laid to the relay."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 class _Tally:

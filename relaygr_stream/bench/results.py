@@ -68,6 +68,8 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
     admitted: int
     admitted_hits: int
     decisions: dict[str, int]  # of the trigger, by reason; warm-up included
+    others_cores: float | None  # CPU cores that other processes of the machine used meanwhile; None: not known
+    set_aside: bool = False  # disturbed by others, and probed again
     device_ms_per_s: dict[str, float]  # by DEVICE_WORK; warm-up included
 
     @property
@@ -148,6 +150,11 @@ class SloReport(msgspec.Struct, frozen=True, kw_only=True):
     missed: list[str]  # targets missed, and why
     wall_s: float
     quantile: float = QUANTILE
+
+    @property
+    def counted(self) -> list[Probe]:
+        """The probes that were not set aside."""
+        return [probe for probe in self.probes if not probe.set_aside]
 
     def json(self) -> bytes:
         """Readable by people and programs."""

@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -32,6 +33,11 @@ from relaygr_stream.workload.driver import drive
 #: Populations are made known to the workers at this share of what the device could do, so that nothing piles up.
 FILL_SHARE: Final = 0.6
 FILL_TIMEOUT_S: Final = 10.0
+LANES_PER_WORKER: Final = 2
+#: A probe that fails while others keep more than this of a core busy is repeated: of two cores, the relay's own
+#: processes need one and a half.
+OTHERS_CORES: Final = 0.2
+ATTEMPTS: Final = 4
 
 
 class Bench:
@@ -39,7 +45,12 @@ class Bench:
 
     def __init__(self, options: SloOptions, settings: Settings, progress: Progress) -> None:
         self.options = options
-        self.settings = settings
+        # Budgets are per lane, so that few are better; but no worker may be without.
+        lanes = max(settings.kafka.partitions, LANES_PER_WORKER * options.workers)
+        self.settings = msgspec.structs.replace(
+            settings, kafka=msgspec.structs.replace(settings.kafka, partitions=lanes)
+        )
+        settings = self.settings
         self.progress = progress
         self.skipped = {
             mode.name: f"this version has no setting worker.{', worker.'.join(missing)}"
@@ -136,40 +147,51 @@ class Bench:
                 ]
             self._keep_history(pipeline, settings)
 
-    async def _turn(
-        self, cell: Cell, pipeline: Pipeline, populations: _Populations, repeat: int, until: float
-    ) -> bool:
+    async def _turn(self, cell: Cell, pipeline: Pipeline, populations: _Populations, repeat: int, until: float) -> bool:
         """One probe of the cell; False when its search is over."""
-        world = self._world(pipeline)
+        world = self.world = self.world or self._world(pipeline)
         if cell.at is None:
             cell.at = self.full_rate
             if cell.at is None:
                 # Either full inference has not been probed yet, or nothing of it passes.
                 return any(other.mode is FULL and not other.probes for other in self.cells)
         if len(cell.searches) <= repeat:
-            cell.begin_repeat(world)
+            cell.begin_repeat(world, self._alike(cell))
         point = cell.next()
         judgement = self._judgement
         if point is None or time.monotonic() + judgement.seconds(point[1]) > until:
             return False
         length, rate = point
         population = await populations.get(length, cell.revisit, cell.mode, world)
-        probe = f"{cell.mode.name:10} revisit {cell.revisit:.0%}  {length:,} tokens  {rate:,.1f}/s"
-        measured = await run_probe(
-            pipeline,
-            cell.mode,
-            population,
-            rate,
-            judgement,
-            repeat=repeat,
-            clock=self.clock,
-            progress=lambda requests, bad: self.progress.live(f"{probe}: {requests} requests, {bad} beyond the SLO"),
-        )
-        pipeline.check_children()
-        self.measured.append(measured)
-        cell.record(measured.probe)
-        self.progress.say(f"{self.clock():5.0f} s  {probe}  {_verdict(measured.probe)}")
+        where = f"{cell.mode.name:10} revisit {cell.revisit:3.0%}  {length:5,} tokens  {rate:6,.1f}/s"
+        for attempt in range(1, ATTEMPTS + 1):
+            measured = await run_probe(
+                pipeline,
+                cell.mode,
+                population,
+                rate,
+                judgement,
+                repeat=repeat,
+                clock=self.clock,
+                progress=lambda requests, bad: self.progress.live(
+                    f"{where}: {requests} requests, {bad} beyond the SLO"
+                ),
+            )
+            pipeline.check_children()
+            again = attempt < ATTEMPTS and self._disturbed(measured.probe)
+            probe = msgspec.structs.replace(measured.probe, set_aside=again)
+            self.measured.append(replace(measured, probe=probe))
+            self.progress.say(f"{self.clock():5.0f} s  {where}  {_verdict(probe)}")
+            if not again:
+                break
+        cell.record(probe)
+        self.world = self._world(pipeline)  # costs fitted under load are the better ones
         return True
+
+    def _disturbed(self, probe: Probe) -> bool:
+        """Whether other processes may have decided it: then it says nothing. A probe that passed all the same does."""
+        private = self.options.broker is not None  # else brokers may run on this machine, and are not ours to count
+        return private and not probe.passed and (probe.others_cores or 0.0) > OTHERS_CORES
 
     @property
     def _judgement(self) -> Judgement:
@@ -178,7 +200,7 @@ class Bench:
 
     def _world(self, pipeline: Pipeline) -> World:
         options, relay = self.options, self.settings.relay
-        self.world = World(
+        return World(
             costs=pipeline.costs,
             slo_ms=relay.slo_ms,
             delay_ms=options.delay.median_ms,
@@ -187,7 +209,14 @@ class Bench:
             workers=options.workers,
             longest=relay.max_prefix_tokens - LENGTH_STEP,
         )
-        return self.world
+
+    def _alike(self, cell: Cell) -> float | None:
+        """What the relay came to where this one is searched: other tiers will not change it by much."""
+        if not cell.mode.announce:
+            return None
+        alike = (other for other in self.cells if other.mode is RELAY and other is not cell)
+        values = [max(o.values) for o in alike if (o.kind, o.revisit) == (cell.kind, cell.revisit) and o.values]
+        return values[0] if values else None
 
     def _keep_history(self, pipeline: Pipeline, settings: Settings) -> None:
         self.budgets[pipeline.name] = {
@@ -253,7 +282,7 @@ class _Populations:
         if strangers:
             self._bench.progress.live(f"{strangers} users with {length:,} tokens make themselves known …")
             rate = FILL_SHARE * most_rate(RELAY, world.cost(length, 0.0), 0.0, world.workers)
-            items = population.take(rate, strangers / rate)
+            items = population.take(rate, count=strangers)
             await drive(self._pipeline.client, items, timeout=FILL_TIMEOUT_S)
         return population
 
@@ -273,4 +302,7 @@ def _grouped(modes: Sequence[Mode], settings: Settings) -> list[tuple[str, list[
 
 def _verdict(probe: Probe) -> str:
     at_least = "≥ " if probe.cut_short else ""
-    return f"P99 {at_least}{probe.p99:,.0f} ms, {probe.bad} of {probe.requests} beyond  {'✓' if probe.passed else '✗'}"
+    sign = "✓" if probe.passed else "✗"
+    if probe.set_aside:
+        sign = f"– other processes used {probe.others_cores:.1f} cores: again"
+    return f"P99 {at_least}{probe.p99:,.0f} ms, {probe.bad} of {probe.requests} beyond  {sign}"

@@ -68,21 +68,18 @@ class Population:
         )
         self._requests = iter(generator)
 
-    def take(self, rate: float, seconds: float) -> list[WorkItem]:
-        """The next requests, due at Poisson times with `rate` a second from now on, for so many seconds."""
-        taken = []
-        at = float(self._rng.exponential(1 / rate))
-        while at < seconds:
+    def take(self, rate: float, *, count: int, since: float = 0.0, until: float = 0.0) -> list[WorkItem]:
+        """The next requests, due at Poisson times with `rate` a second from now on.
+
+        So many that at least `count` are due after `since` and the last is due after `until` (seconds from now).
+        """
+        taken: list[WorkItem] = []
+        at, counted = float(self._rng.exponential(1 / rate)), 0
+        while counted < count or at < until:
             item = next(self._requests)
             user = f"{self.name}-{item.event.user_id}"
-            taken.append(
-                replace(
-                    item,
-                    at=at,
-                    event=_of_user(item.event, user),
-                    request=_of_user(item.request, user),
-                )
-            )
+            taken.append(replace(item, at=at, event=_of_user(item.event, user), request=_of_user(item.request, user)))
+            counted += at >= since
             at += float(self._rng.exponential(1 / rate))
         return taken
 
