@@ -63,8 +63,8 @@ def _conditions(bench: Bench, command: str) -> dict[str, Any]:
     device = bench.about.get("device", worker.device)
     words = {
         "model": f"{model.factory or model.checkpoint or shape}, {worker.dtype}{note}",
-        "machine": f"{os.cpu_count()} CPU cores, {platform.machine()}, {platform.system()}; {options.workers} worker(s) "
-        f"on {device}, {worker.threads} thread(s) an operator",
+        "machine": f"{os.cpu_count()} CPU cores, {platform.machine()}, {platform.system()}; {options.workers} "
+        f"worker(s) on {device}, {worker.threads} thread(s) an operator",
         "memory": f"a worker has {worker.hbm_bytes >> 20:,} MiB HBM tier, {worker.dram_bytes >> 20:,} MiB DRAM tier",
         "broker": bench.about["broker"],
         "traffic": f"open loop, Poisson arrivals; {options.candidates} candidates, {options.suffix} suffix behaviours; "
