@@ -6,6 +6,7 @@ searches take turns, one probe each, so that what disturbs the machine for a whi
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -16,28 +17,28 @@ from typing import Final
 
 import msgspec
 
-from relaygr_stream.bench.capacity import most_rate
 from relaygr_stream.bench.cells import LENGTH_STEP, Cell, World
+from relaygr_stream.bench.interference import CpuTimes
 from relaygr_stream.bench.modes import FULL, RELAY, Mode, apply_mode, missing_settings
 from relaygr_stream.bench.options import SloOptions
 from relaygr_stream.bench.pipeline import Pipeline
+from relaygr_stream.bench.populations import Populations
 from relaygr_stream.bench.probe import Judgement, Measured, run_probe
 from relaygr_stream.bench.progress import Progress
 from relaygr_stream.bench.results import Memory, Probe
-from relaygr_stream.bench.traffic import Population, TrafficOptions
 from relaygr_stream.bus.local import local_broker
 from relaygr_stream.errors import ConfigError
 from relaygr_stream.settings import Settings
-from relaygr_stream.workload.driver import drive
 
-#: Populations are made known to the workers at this share of what the device could do, so that nothing piles up.
-FILL_SHARE: Final = 0.6
-FILL_TIMEOUT_S: Final = 10.0
+#: The first requests are sent at a rate that a worker four times slower than its own first fit would carry.
+WARM_UP_SHARE: Final = 0.25
+WARM_UP_REQUESTS: Final = 20
 LANES_PER_WORKER: Final = 2
 #: A probe that fails while others keep more than this of a core busy is repeated: of two cores, the relay's own
 #: processes need one and a half.
 OTHERS_CORES: Final = 0.2
 ATTEMPTS: Final = 4
+CALM_TIMEOUT_S: Final = 10.0
 
 
 class Bench:
@@ -139,7 +140,9 @@ class Bench:
         )
         async with Pipeline(f"{name}-{repeat}", settings, self.options.workers, folder) as pipeline:
             self.about |= {"device": pipeline.device, "note": pipeline.note}
-            populations = _Populations(self, pipeline, repeat)
+            populations = Populations(self.options, pipeline, self.options.seed + repeat, self.progress.live)
+            if self.world is None:
+                await self._warm_up(pipeline, populations)
             open_cells = cells
             while open_cells:
                 open_cells = [
@@ -147,9 +150,10 @@ class Bench:
                 ]
             self._keep_history(pipeline, settings)
 
-    async def _turn(self, cell: Cell, pipeline: Pipeline, populations: _Populations, repeat: int, until: float) -> bool:
+    async def _turn(self, cell: Cell, pipeline: Pipeline, populations: Populations, repeat: int, until: float) -> bool:
         """One probe of the cell; False when its search is over."""
-        world = self.world = self.world or self._world(pipeline)
+        world = self.world
+        assert world is not None
         if cell.at is None:
             cell.at = self.full_rate
             if cell.at is None:
@@ -184,9 +188,20 @@ class Bench:
             self.progress.say(f"{self.clock():5.0f} s  {where}  {_verdict(probe)}")
             if not again:
                 break
+            await self._wait_for_calm()
         cell.record(probe)
         self.world = self._world(pipeline)  # costs fitted under load are the better ones
         return True
+
+    async def _wait_for_calm(self) -> None:
+        """Until others have left the machine alone for a second, or for CALM_TIMEOUT_S."""
+        gives_up = time.monotonic() + CALM_TIMEOUT_S
+        while time.monotonic() < gives_up and (before := CpuTimes.now()) is not None:
+            self.progress.live("waiting for other processes of this machine to finish …")
+            await asyncio.sleep(1.0)
+            after = CpuTimes.now()
+            if after is None or after.others_since(before) <= OTHERS_CORES:
+                return
 
     def _disturbed(self, probe: Probe) -> bool:
         """Whether other processes may have decided it: then it says nothing. A probe that passed all the same does."""
@@ -242,49 +257,6 @@ class Bench:
                     sum(one.dram for one in parts),
                 )
             )
-
-
-class _Populations:
-    """The users of a pipeline, by length and revisit ratio; modes share them, as they share what the workers keep."""
-
-    def __init__(self, bench: Bench, pipeline: Pipeline, repeat: int) -> None:
-        self._bench = bench
-        self._pipeline = pipeline
-        self._repeat = repeat
-        self._known: dict[tuple[int, float], Population] = {}
-
-    async def get(self, length: int, revisit: float, mode: Mode, world: World) -> Population:
-        """Those users; where some return, with as many known to the workers as the options say."""
-        if not mode.keeps:
-            revisit = 0.0
-        if (length, revisit) not in self._known:
-            self._known[length, revisit] = await self._make(length, revisit, world)
-        return self._known[length, revisit]
-
-    async def _make(self, length: int, revisit: float, world: World) -> Population:
-        options = self._bench.options
-        # As many tokens in all, whatever the length.
-        strangers = 0 if revisit == 0 else max(8, round(options.users * options.length / length))
-        traffic = TrafficOptions(
-            items=self._bench.settings.model.vocab,
-            suffix=options.suffix,
-            candidates=options.candidates,
-            growth=options.growth,
-            recent=options.recent,
-            strangers=strangers,
-            sigma=options.sigma,
-            max_prefix=self._bench.settings.relay.max_prefix_tokens,
-            delay=options.delay,
-            seed=options.seed + self._repeat,
-        )
-        name = f"{self._pipeline.name}.{length}.{round(100 * revisit)}"
-        population = Population(name, length, revisit, traffic)
-        if strangers:
-            self._bench.progress.live(f"{strangers} users with {length:,} tokens make themselves known …")
-            rate = FILL_SHARE * most_rate(RELAY, world.cost(length, 0.0), 0.0, world.workers)
-            items = population.take(rate, count=strangers)
-            await drive(self._pipeline.client, items, timeout=FILL_TIMEOUT_S)
-        return population
 
 
 def _grouped(modes: Sequence[Mode], settings: Settings) -> list[tuple[str, list[Mode]]]:
