@@ -58,6 +58,10 @@ def missed(report_ratios: Sequence[Ratio], founds: Sequence[Found], bus: Spread,
 def _missed(
     report_ratios: Sequence[Ratio], founds: Sequence[Found], bus: Spread, hits: tuple[int, int]
 ) -> Iterator[str]:
+    for one in founds:
+        if one.mode == FULL.name and one.value is None:
+            why = "; ".join(one.limits)
+            yield f"full inference: no {one.kind} kept the SLO, so there is nothing to compare with; {why}"
     limits = {(one.kind, one.mode, one.revisit): one.limits for one in founds}
     for ratio in report_ratios:
         what = f"{'throughput' if ratio.kind == 'rate' else 'length'} of {ratio.mode} at revisit {ratio.revisit:.0%}"

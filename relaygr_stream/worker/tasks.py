@@ -52,6 +52,7 @@ class RankTask:
     age_ms: float = 0.0  # when it arrived, since it was sent
     device_ms: float = 0.0
     computed_tokens: int = 0
+    approximate: bool = False  # scored against prefix KV that had been rounded in DRAM
     answered: bool = False
 
 

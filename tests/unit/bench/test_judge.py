@@ -20,9 +20,11 @@ def test_ratios_are_to_what_full_inference_reached() -> None:
     assert rate.bound == pytest.approx(1e3 / WORLD.cost(512, 0.0).full / 10.0)
 
 
-def test_without_a_baseline_there_is_no_ratio() -> None:
+def test_without_a_baseline_there_is_no_ratio_and_that_is_said() -> None:
     nothing = Cell("rate", FULL, 0.0, 512, 1.2)
     assert judge.ratios([nothing, cell(RELAY, 30.0, 34.0)], WORLD) == []
+    [line] = report([nothing, cell(RELAY, 30.0, 34.0)]).missed
+    assert "no rate kept the SLO" in line
 
 
 def test_a_missed_target_says_stage_and_bounds() -> None:
