@@ -17,18 +17,20 @@ from typing import Final
 
 import msgspec
 
+from relaygr_stream.bench.capacity import most_rate
 from relaygr_stream.bench.cells import LENGTH_STEP, Cell, World
 from relaygr_stream.bench.interference import CpuTimes
 from relaygr_stream.bench.modes import FULL, RELAY, Mode, apply_mode, missing_settings
 from relaygr_stream.bench.options import SloOptions
 from relaygr_stream.bench.pipeline import Pipeline
-from relaygr_stream.bench.populations import Populations
+from relaygr_stream.bench.populations import FILL_TIMEOUT_S, Populations
 from relaygr_stream.bench.probe import Judgement, Measured, run_probe
 from relaygr_stream.bench.progress import Progress
 from relaygr_stream.bench.results import Memory, Probe
 from relaygr_stream.bus.local import local_broker
 from relaygr_stream.errors import ConfigError
 from relaygr_stream.settings import Settings
+from relaygr_stream.workload.driver import drive
 
 #: The first requests are sent at a rate that a worker four times slower than its own first fit would carry.
 WARM_UP_SHARE: Final = 0.25
@@ -143,22 +145,38 @@ class Bench:
             populations = Populations(self.options, pipeline, self.options.seed + repeat, self.progress.live)
             if self.world is None:
                 await self._warm_up(pipeline, populations)
-            open_cells = cells
+            open_cells = [cell for cell in cells if cell.at is not None]
             while open_cells:
                 open_cells = [
                     cell for cell in open_cells if await self._turn(cell, pipeline, populations, repeat, until)
                 ]
+                if not any(cell.mode is FULL for cell in open_cells):
+                    open_cells += self._now_given(cells)
             self._keep_history(pipeline, settings)
+
+    def _now_given(self, cells: Sequence[Cell]) -> list[Cell]:
+        """Those that waited for the largest rate of full inference, if it has one."""
+        waiting = [cell for cell in cells if cell.at is None] if self.full_rate is not None else []
+        for cell in waiting:
+            cell.at = self.full_rate
+        return waiting
+
+    async def _warm_up(self, pipeline: Pipeline, populations: Populations) -> None:
+        """A little of everything: workers fit their costs again from it, and first guesses are made from those."""
+        world = self.world = self._world(pipeline)
+        population = await populations.get(self.options.length, 0.0, FULL, world)
+        rate = WARM_UP_SHARE * most_rate(FULL, world.cost(self.options.length, 0.0), 0.0, world.workers)
+        for mode in (FULL, RELAY):
+            self.progress.live(f"warming up: {mode.words} …")
+            items = population.take(rate, count=WARM_UP_REQUESTS)
+            await drive(pipeline.client, items, mode=mode.request, announce=mode.announce, timeout=FILL_TIMEOUT_S)
+        await pipeline.fresh_statuses()
+        self.world = self._world(pipeline)
 
     async def _turn(self, cell: Cell, pipeline: Pipeline, populations: Populations, repeat: int, until: float) -> bool:
         """One probe of the cell; False when its search is over."""
         world = self.world
         assert world is not None
-        if cell.at is None:
-            cell.at = self.full_rate
-            if cell.at is None:
-                # Either full inference has not been probed yet, or nothing of it passes.
-                return any(other.mode is FULL and not other.probes for other in self.cells)
         if len(cell.searches) <= repeat:
             cell.begin_repeat(world, self._alike(cell))
         point = cell.next()
@@ -182,7 +200,8 @@ class Bench:
                 ),
             )
             pipeline.check_children()
-            again = attempt < ATTEMPTS and self._disturbed(measured.probe)
+            in_time = time.monotonic() + CALM_TIMEOUT_S + judgement.seconds(rate) <= until
+            again = attempt < ATTEMPTS and in_time and self._disturbed(measured.probe)
             probe = msgspec.structs.replace(measured.probe, set_aside=again)
             self.measured.append(replace(measured, probe=probe))
             self.progress.say(f"{self.clock():5.0f} s  {where}  {_verdict(probe)}")
