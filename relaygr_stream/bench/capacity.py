@@ -19,8 +19,9 @@ from relaygr_stream.messages import CostModel
 
 #: Requests of a simulated queue: two hundred of them beyond the 99th percentile.
 SIMULATED: Final = 20_000
-#: A guess is no lower than this share of what the devices could do, even where not a single request would be in time.
-LEAST_BUSY: Final = 0.02
+#: A guess is no lower than this share of what the devices could do: a probe at a low rate takes long, and the search
+#: goes down from there if it must.
+LEAST_BUSY: Final = 0.15
 
 
 @dataclass(frozen=True)
