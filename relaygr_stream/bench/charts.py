@@ -16,7 +16,9 @@ HEIGHT: Final = 300
 LEFT, RIGHT, TOP, BOTTOM = 62, 18, 14, 44
 BAR: Final = 26
 #: Room for the words in front of bars.
-BAR_LEFT: Final = 190
+BAR_LEFT: Final = 160
+#: And for those behind them.
+VALUE_ROOM: Final = 140
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ def bar_chart(bars: Sequence[Bar], colours: dict[str, str], unit: str = "") -> s
     if not bars:
         return '<p class="none">Nothing was measured for this chart.</p>'
     most = max([*(sum(amount for _, amount in bar.parts) for bar in bars), *(bar.mark or 0 for bar in bars)]) or 1.0
-    room = WIDTH - BAR_LEFT - 120
+    room = WIDTH - BAR_LEFT - VALUE_ROOM
     parts = []
     for row, bar in enumerate(bars):
         y, x = 6 + row * (BAR + 10), float(BAR_LEFT)
@@ -142,7 +144,7 @@ class _Scale:
     def ticks(self) -> list[float]:
         if self.axis.log:
             decades = range(math.floor(self._low) - 1, math.ceil(self._high) + 1)
-            fine = (1, 2, 5) if self._high - self._low > 0.5 else (1, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9)
+            fine = (1, 2, 5) if self._high - self._low > 1.2 else (1, 1.5, 2, 3, 4, 5, 7)
             ticks = [step * 10.0**decade for decade in decades for step in fine]
             return [tick for tick in ticks if self._low <= math.log10(tick) <= self._high]
         span = self._high - self._low

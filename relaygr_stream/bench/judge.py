@@ -22,6 +22,8 @@ PAPER: Final = {"length": 1.5, "rate": 3.6, "hits": 0.92}
 BOUND_TOLERANCE: Final = 1.1
 #: A device busier than this is what limits; the rest of its time goes into steps between operations.
 BUSY: Final = 0.85
+#: One less busy than this leaves room for half as much again.
+IDLE: Final = 0.6
 #: Shares of events not admitted, and of slow requests without ready prefix KV, worth naming.
 WORTH_NAMING: Final = 0.05
 
@@ -131,6 +133,8 @@ def explain(probe: Probe) -> Iterator[str]:
         yield f"at {probe.rate:,.1f}/s with {probe.length:,} tokens the slowest requests spent: {parts}"
     if probe.busy >= BUSY:
         yield f"the device was busy {probe.busy:.0%} of the time"
+    elif probe.busy <= IDLE:
+        yield f"the device was busy only {probe.busy:.0%} of the time: waits beside it, not its capacity"
     decided = sum(probe.decisions.values())
     for reason, count in sorted(probe.decisions.items(), key=lambda pair: -pair[1]):
         if reason != "admitted" and decided and count / decided >= WORTH_NAMING:

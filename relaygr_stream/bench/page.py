@@ -9,7 +9,7 @@ from typing import Final
 from relaygr_stream.bench import plots
 from relaygr_stream.bench.judge import BUS_TARGET_MS, HIT_TARGET, PAPER
 from relaygr_stream.bench.results import SloReport
-from relaygr_stream.bench.table import bad_interval, conditions, paper_rows, ratio_text
+from relaygr_stream.bench.table import conditions, late_text, paper_rows, ratio_text
 
 STYLE: Final = """
 :root{color-scheme:light;--ink:#1f2933;--soft:#64748b;--line:#e2e8f0;--good:#0f766e;--bad:#b45309}
@@ -60,7 +60,8 @@ def render_page(report: SloReport) -> str:
             "The largest rate or length whose P99 stays within the SLO. “Allowed” is the most that the device's time "
             "permits by the workers' fitted costs, given what full inference reached; no measured ratio may exceed it. "
             "“Work” is the cost of full inference over the mode's own: what is left of the ratio is gained by working "
-            "before the ranking request comes.",
+            "before the ranking request comes. “Late”: how many of the judged requests were, and the most that this "
+            "lets their true share be, at 95 % confidence.",
             _found(report),
         ),
         _section(
@@ -133,11 +134,11 @@ def _found(report: SloReport) -> str:
                     f"{ratio_text(ratio)}×" if ratio else "",
                     f"{ratio.bound:.2f}×" if ratio else "",
                     f"{ratio.work:.2f}×" if ratio else "",
-                    escape(bad_interval(one)),
+                    escape(late_text(one)),
                     escape("; ".join(one.limits)),
                 ]
             )
-    heads = ("mode", "revisit", "given", "largest", "ratio", "allowed", "work", "bad, 95 % interval", "why not more")
+    heads = ("mode", "revisit", "given", "largest", "ratio", "allowed", "work", "late (95 %)", "why not more")
     return _table(heads, rows, wide=True)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -26,25 +27,27 @@ def conditions(report: SloReport) -> list[tuple[str, str]]:
 
 def _found(report: SloReport) -> Table:
     slo = report.conditions["slo_ms"]
-    table = Table(title=f"Largest within the SLO (P99 ≤ {slo:g} ms)", title_justify="left", title_style="bold")
-    table.add_column("mode", no_wrap=True)
-    for name in ("revisit", "given", "largest", "× full", "allowed ×", "bad, 95 % interval"):
+    table = Table(
+        title=f"Largest within the SLO (P99 ≤ {slo:g} ms)", title_justify="left", title_style="bold", box=SIMPLE_HEAD
+    )
+    table.add_column("mode", no_wrap=True, min_width=10)  # of `relay-warm`
+    for name in ("revisit", "at", "largest", "× full", "allowed", "late (95 %)"):
         table.add_column(name, justify="right", no_wrap=True)
     ratios = {(one.kind, one.mode, one.revisit): one for one in report.ratios}
     for kind in ("rate", "length"):
         for one in report.found:
             if one.kind == kind:
                 ratio = ratios.get((one.kind, one.mode, one.revisit))
-                table.add_row(one.mode, f"{one.revisit:.0%}", *_cells(one), *_ratio_cells(ratio), bad_interval(one))
+                table.add_row(one.mode, f"{one.revisit:.0%}", *_cells(one), *_ratio_cells(ratio), late_text(one))
         table.add_section()
     return table
 
 
 def _cells(one: Found) -> tuple[str, str]:
-    given = f"{one.at:,.0f} tokens" if one.kind == "rate" else f"{one.at:,.1f}/s"
+    given = f"{one.at:,.0f}" if one.kind == "rate" else f"{one.at:,.1f}/s"
     if one.value is None:
-        return given, "nothing passed"
-    unit = "/s" if one.kind == "rate" else " tokens"
+        return given, "none"
+    unit = "/s" if one.kind == "rate" else " tok"
     digits = 1 if one.kind == "rate" else 0
     spread = f" ({min(one.values):,.{digits}f}…{max(one.values):,.{digits}f})" if len(one.values) > 1 else ""
     return given, f"{'' if one.settled else '≥ '}{one.value:,.{digits}f}{unit}{spread}"
@@ -64,18 +67,17 @@ def ratio_text(ratio: Ratio) -> str:
     return f"{ratio.value:.2f}" + (f" ({ratio.low:.2f}…{ratio.high:.2f})" if spread else "")
 
 
-def bad_interval(one: Found) -> str:
-    """How sure the verdict is."""
+def late_text(one: Found) -> str:
+    """How many were late, and the upper end of the 95 % interval of their true share."""
     if not one.requests:
         return "–"
-    low, high = one.bad_share
-    return f"{one.bad} of {one.requests:,}: {low:.1%}…{high:.1%}"
+    return f"{one.bad}/{one.requests:,} ≤ {one.bad_share[1]:.1%}"
 
 
 def paper_rows(report: SloReport) -> list[tuple[str, str, str, str]]:
     """(what, the paper's figure, ours, our aim)."""
     rows = []
-    for kind, words in (("length", "longer sequences"), ("rate", "SLO-compliant throughput")):
+    for kind, words in (("length", "longer sequences"), ("rate", "throughput")):
         for ratio in report.ratios:
             if ratio.kind == kind and ratio.target is not None:
                 name = f"{words}, revisit {ratio.revisit:.0%}"
@@ -83,9 +85,7 @@ def paper_rows(report: SloReport) -> list[tuple[str, str, str, str]]:
     admitted, hit = report.hits["admitted"], report.hits["hit"]
     share = f"{hit / admitted:.1%} of {admitted:,}" if admitted else "–"
     rows.append(("admitted requests that hit", f"{PAPER['hits']:.0%}", share, f"≥ {HIT_TARGET:.0%}"))
-    rows.append(
-        ("bus, publish → engine and back, P50 / P99", "–", spread_text(report.bus["both"]), f"≤ {BUS_TARGET_MS:g} ms")
-    )
+    rows.append(("bus there and back, P50 / P99", "–", spread_text(report.bus["both"]), f"≤ {BUS_TARGET_MS:g} ms"))
     rows.append(("  publish → worker's read", "–", spread_text(report.bus["in"]), ""))
     rows.append(("  engine end → caller", "–", spread_text(report.bus["out"]), ""))
     return rows
@@ -97,9 +97,9 @@ def spread_text(spread: Spread) -> str:
 
 
 def _beside_paper(report: SloReport) -> Table:
-    table = Table(title="Beside the paper", title_justify="left", title_style="bold")
+    table = Table(title="Beside the paper", title_justify="left", title_style="bold", box=SIMPLE_HEAD)
     table.add_column("", no_wrap=True)
-    for name in ("RelayGR paper", "here", "aim"):
+    for name in ("paper", "here", "aim"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in paper_rows(report):
         table.add_row(*row)
