@@ -69,7 +69,7 @@ def _missed(
         what = f"{'throughput' if ratio.kind == 'rate' else 'length'} of {ratio.mode} at revisit {ratio.revisit:.0%}"
         why = "; ".join(limits.get((ratio.kind, ratio.mode, ratio.revisit), []))
         if ratio.target is not None and ratio.value is None:
-            yield f"{what}: nothing passed, the target is {ratio.target:g}×; {why}"
+            yield f"{what}: no value found, the target is {ratio.target:g}×; {why}"
         elif ratio.target is not None and ratio.value is not None and ratio.value < ratio.target:
             allowed = f"the capacity arithmetic allows {ratio.bound:.2g}×"
             yield f"{what}: {ratio.value:.2f}×, the target is {ratio.target:g}×; {allowed}; {why}"

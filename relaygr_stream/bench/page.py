@@ -86,7 +86,7 @@ def _cards(report: SloReport) -> str:
             if ratio.kind == kind and ratio.target is not None:
                 reached = ratio.value is not None and ratio.value >= ratio.target
                 notes = f"aim ≥ {ratio.target:g}× · allowed {ratio.bound:.2g}× · paper {PAPER[kind]:g}×"
-                cards.append(_card(f"{ratio_text(ratio)}×", f"{words}, revisit {ratio.revisit:.0%}", notes, reached))
+                cards.append(_card(ratio_text(ratio, "×"), f"{words}, revisit {ratio.revisit:.0%}", notes, reached))
     admitted, hit = report.hits["admitted"], report.hits["hit"]
     if admitted:
         notes = f"aim ≥ {HIT_TARGET:.0%} · paper {PAPER['hits']:.0%}"
@@ -131,7 +131,7 @@ def _found(report: SloReport) -> str:
                     f"{one.revisit:.0%}",
                     given,
                     value,
-                    f"{ratio_text(ratio)}×" if ratio else "",
+                    ratio_text(ratio, "×") if ratio else "",
                     f"{ratio.bound:.2f}×" if ratio else "",
                     f"{ratio.work:.2f}×" if ratio else "",
                     escape(late_text(one)),

@@ -59,12 +59,12 @@ def _ratio_cells(ratio: Ratio | None) -> tuple[str, str]:
     return ratio_text(ratio), f"{ratio.bound:.2f}"
 
 
-def ratio_text(ratio: Ratio) -> str:
+def ratio_text(ratio: Ratio, unit: str = "") -> str:
     """The ratio with its spread."""
     if ratio.value is None:
         return "–"
     spread = ratio.low is not None and ratio.high is not None and ratio.high > ratio.low
-    return f"{ratio.value:.2f}" + (f" ({ratio.low:.2f}…{ratio.high:.2f})" if spread else "")
+    return f"{ratio.value:.2f}{unit}" + (f" ({ratio.low:.2f}…{ratio.high:.2f})" if spread else "")
 
 
 def late_text(one: Found) -> str:
@@ -81,7 +81,7 @@ def paper_rows(report: SloReport) -> list[tuple[str, str, str, str]]:
         for ratio in report.ratios:
             if ratio.kind == kind and ratio.target is not None:
                 name = f"{words}, revisit {ratio.revisit:.0%}"
-                rows.append((name, f"{PAPER[kind]:g}×", f"{ratio_text(ratio)}×", f"≥ {ratio.target:g}×"))
+                rows.append((name, f"{PAPER[kind]:g}×", ratio_text(ratio, "×"), f"≥ {ratio.target:g}×"))
     admitted, hit = report.hits["admitted"], report.hits["hit"]
     share = f"{hit / admitted:.1%} of {admitted:,}" if admitted else "–"
     rows.append(("admitted requests that hit", f"{PAPER['hits']:.0%}", share, f"≥ {HIT_TARGET:.0%}"))
