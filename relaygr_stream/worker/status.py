@@ -21,11 +21,13 @@ from relaygr_stream.messages import LaneStatus, WorkerStatus, decode, encode
 from relaygr_stream.settings import Settings
 from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.topics import TopicSet
-from relaygr_stream.worker.budgets import LaneShares, lane_budgets
+from relaygr_stream.worker.budgets import LaneBudgets, LaneShares
 from relaygr_stream.worker.build import Inside
 from relaygr_stream.worker.device import DeviceThread
+from relaygr_stream.worker.extension import SHARE
 from relaygr_stream.worker.metrics import WorkerMetrics
 from relaygr_stream.worker.snapshot import Snapshot, snapshot
+from relaygr_stream.worker.split import LoadSplit
 
 log = structlog.get_logger(__name__)
 limited = LogLimiter().limited
@@ -34,6 +36,9 @@ limited = LogLimiter().limited
 SNAPSHOT_S: Final = 1.0
 #: A last word takes milliseconds; without a broker it has no listener, and stopping must not wait for one.
 ANNOUNCE_S: Final = 1.0
+
+#: Ranking has the device all to itself only for moments; a share below this is not told from none by the average.
+LEAST_FREE: Final = 0.02
 
 State = Literal["starting", "serving", "draining", "stopped"]
 
@@ -66,8 +71,13 @@ class StatusReporter:
         self._state: State = "starting"
         self._shares = LaneShares()
         self._shared_at = time.monotonic()
-        self._last_ranking_ms = 0.0
-        self._ranking_share = 0.0
+        hold_s = (settings.trigger.silence_ms + settings.worker.status_ms) / 1e3
+        self._budgets = LaneBudgets(
+            int(settings.worker.pinned_share * settings.worker.hbm_bytes),
+            hold_s,
+            turn_s=hold_s + settings.relay.life_window_ms / 1e3,
+        )
+        self._split = LoadSplit(settings.worker.pre_infer_share)
         self._task: asyncio.Task[None] | None = None
         self._tail = TopicTail(settings.kafka, topics.worker_status.name, [0], "earliest", self._on_statuses)
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -141,11 +151,9 @@ class StatusReporter:
         self._shared_at = time.monotonic()
         shares = self._shares.update(positions, now.demand, seconds)
         ranking_ms = now.totals["ranking_ms"] + now.totals["full_ms"]
-        busy = min(1.0, (ranking_ms - self._last_ranking_ms) / (seconds * 1e3))
-        self._last_ranking_ms = ranking_ms
-        self._ranking_share += min(1.0, seconds) * (busy - self._ranking_share)  # averaged over about a second
-        free_ms = 1e3 * max(0.0, min(worker.pre_infer_share, 1.0 - self._ranking_share))
-        budgets = lane_budgets(int(worker.pinned_share * worker.hbm_bytes), shares, now.lane_bytes)
+        free_ms = self._split.update(ranking_ms, now.totals["tokens_asked"], now.totals["tokens_computed"], seconds)
+        asked = [lane for lane in positions if self._shares.asked(lane, now.largest[lane])]
+        budgets = self._budgets.update(shares, now.largest, asked, now.lane_bytes, self._shared_at)
         return WorkerStatus(
             name=self._name,
             incarnation=self._incarnation,
@@ -163,10 +171,11 @@ class StatusReporter:
                 )
                 for lane, position in sorted(positions.items())
             ),
-            costs=inside.engine.costs.model(),
+            costs=inside.engine.costs.model(self._chunk_ms()),
             bytes_per_token=inside.bytes_per_token,
             alloc_bytes=inside.alloc_bytes,
             queue_ms=now.queue_ms,
+            pre_infer_wait_ms=now.pre_infer_waiting_ms / max(LEAST_FREE, 1.0 - self._split.ranking_share),
             model_version=inside.model.version,
             model_note=inside.model.note,
             device=str(inside.device),
@@ -177,11 +186,20 @@ class StatusReporter:
             counters={**now.totals, **{f"cache_{name}": float(total) for name, total in now.cache.items()}},
         )
 
+    def _chunk_ms(self) -> float | None:
+        """How long the chunks of a prefix take; None where the model takes it whole."""
+        inside = self._inside
+        if not inside.model.incremental:
+            return None
+        return inside.engine.chunk_ms(SHARE * self._settings.worker.max_ranking_delay_ms)
+
     def _export(self, now: Snapshot, lanes: int) -> None:
         metrics = self._metrics
         for name, total in now.totals.items():
             if name.startswith("signal_"):
                 metrics.advance(metrics.signals, name.removeprefix("signal_"), total)
+            elif name.startswith("flight_"):
+                metrics.advance(metrics.flights, name.removeprefix("flight_"), total)
             elif name.endswith("_ms"):
                 metrics.advance(metrics.device_seconds, name.removesuffix("_ms"), total / 1e3)
         for name, total in now.cache.items():
@@ -200,6 +218,8 @@ class StatusReporter:
         metrics.advance(metrics.pins_expired, None, now.pins_expired)
         metrics.waiting.set(now.waiting)
         metrics.backlog.set(now.backlog)
+        metrics.pre_infer_waiting.set(now.pre_infer_waiting_ms / 1e3)
+        metrics.pre_infer_late.set(now.pre_infer_late_s)
         metrics.queue_seconds.set(now.queue_ms / 1e3)
         metrics.lanes.set(lanes)
 
