@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from relaygr_stream.bench import capacity
 from relaygr_stream.bench.capacity import RequestCost, Traffic, device_ms, most_length, most_rate, predicted_rate
-from relaygr_stream.bench.modes import CACHE, FULL, RELAY
+from relaygr_stream.bench.modes import CACHE, FULL, RELAY, Mode
 from relaygr_stream.messages import CostModel
 
 COSTS = CostModel(c0=4.0, c1=0.018, c2=4e-6, c3=5e-5)
@@ -55,7 +55,7 @@ def test_waits_are_those_of_a_queue() -> None:
 
 @pytest.mark.parametrize("mode", [FULL, CACHE, RELAY])
 @pytest.mark.parametrize("revisit", [0.0, 0.5, 0.9])
-def test_guesses_lie_within_the_bounds_and_grow_with_the_slo(mode: capacity.Mode, revisit: float) -> None:
+def test_guesses_lie_within_the_bounds_and_grow_with_the_slo(mode: Mode, revisit: float) -> None:
     traffic = replace(TRAFFIC, revisit=revisit)
     rates = [predicted_rate(mode, COST, traffic, slo, 10.0, 1) for slo in (30, 50, 100, 400)]
     assert rates == sorted(rates)

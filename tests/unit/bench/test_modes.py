@@ -2,7 +2,17 @@ from __future__ import annotations
 
 import pytest
 
-from relaygr_stream.bench.modes import CACHE, FULL, MODES, RELAY, RELAY_HBM, apply_mode, missing_settings, modes_named
+from relaygr_stream.bench.modes import (
+    CACHE,
+    FULL,
+    MODES,
+    RELAY,
+    RELAY_HBM,
+    Mode,
+    apply_mode,
+    missing_settings,
+    modes_named,
+)
 from relaygr_stream.errors import ConfigError
 from relaygr_stream.settings import Settings, Worker
 
@@ -26,10 +36,9 @@ def test_modes_change_the_worker_only_as_they_say() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_mode_runs_or_names_the_setting_that_is_missing(mode: object) -> None:
-    assert mode in MODES
-    for one in MODES:
-        missing = missing_settings(one, Settings())
-        assert set(missing) == set(one.overrides) - set(Worker.__struct_fields__)
-        if not missing:
-            assert apply_mode(one, Settings())
+def test_a_mode_runs_or_names_the_setting_that_is_missing(mode: Mode) -> None:
+    missing = missing_settings(mode, Settings())
+    assert set(missing) == set(mode.overrides) - set(Worker.__struct_fields__)
+    if not missing:
+        worker = apply_mode(mode, Settings()).worker
+        assert {name: getattr(worker, name) for name in mode.overrides} == dict(mode.overrides)

@@ -3,6 +3,8 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -77,6 +79,6 @@ def test_out_of_probes_is_not_settled() -> None:
 @pytest.mark.parametrize(
     "wrong", [{"low": 0.0}, {"low": 3.0, "high": 2.0}, {"high": math.inf}, {"step": 1.0}, {"tolerance": 1.0}]
 )
-def test_nonsense_is_refused(wrong: dict[str, float]) -> None:
+def test_nonsense_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"search within|factors above 1"):
-        Search(**{"guess": 1.0, "low": 1.0, "high": 2.0, **wrong})
+        replace(Search(guess=1.0, low=1.0, high=2.0), **wrong)
