@@ -11,7 +11,7 @@ export MPLCONFIGDIR := $(CURDIR)/.cache/matplotlib
 export HYPOTHESIS_STORAGE_DIRECTORY := $(CURDIR)/.cache/hypothesis
 export TRITON_CACHE_DIR := $(CURDIR)/.cache/triton
 
-.PHONY: help setup demo test test-long test-device check format bench-cache bench-engine bench-scheduler bench-trigger clean
+.PHONY: help setup demo test test-long test-device check format bench-cache bench-engine bench-scheduler bench-trigger bench-slo clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -56,6 +56,9 @@ bench-scheduler: $(STAMP) ## delay of rankings behind pre-inference, with and wi
 
 bench-trigger: $(STAMP) ## predicted against measured costs, a decision's time, events a second (2 minutes; CHECK=1 judges)
 	$(BIN)/python benchmarks/trigger.py $(ARGS)
+
+bench-slo: $(STAMP) ## how much longer, how much more at the same P99: table, JSON, HTML (3 minutes; CHECK=1 judges)
+	$(BIN)/relaygr bench slo $(ARGS)
 
 include docker/testbed.mk
 

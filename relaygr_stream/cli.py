@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from relaygr_stream.bench.command import bench_command
 from relaygr_stream.cli_options import config_options, settings_options
 from relaygr_stream.config import Config
 from relaygr_stream.dead_letters.command import dead_letters_command
@@ -42,6 +43,7 @@ def main() -> None:
     """
 
 
+main.add_command(bench_command)
 main.add_command(dead_letters_command)
 main.add_command(demo_command)
 main.add_command(publish_command)

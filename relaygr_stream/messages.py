@@ -161,8 +161,10 @@ class RankingRequest(msgspec.Struct, frozen=True, kw_only=True):
 class Timings(msgspec.Struct, frozen=True, kw_only=True):
     """Where a ranking's time went on the worker, in milliseconds, and what it cost."""
 
+    inbound_ms: float = 0.0  # age when the worker read it, by the sender's clock as far as the log's order allows
     queued_ms: float = 0.0  # from the worker's read to the start on the device
     device_ms: float = 0.0  # on the device, the joined part of a pre-inference included
+    worker_ms: float = 0.0  # from the worker's read to the end on the device, waits for other work included
     computed_tokens: int = 0  # prefix tokens inferred for this answer at ranking time
 
 

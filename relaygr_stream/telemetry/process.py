@@ -128,7 +128,7 @@ def run_process(name: str, settings: Settings, main: Main, *, registry: Collecto
             await _until_over(main, ctx)
             ctx.log.info("stopped")
 
-    runner = asyncio.Runner(loop_factory=_loop_factory())
+    runner = asyncio.Runner(loop_factory=loop_factory())
     try:
         with _stop_on_signals(runner.get_loop(), stop, log), runner:
             runner.run(whole())
@@ -249,7 +249,8 @@ def _leaves(error: BaseException) -> Iterator[BaseException]:
         yield error
 
 
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """What makes our event loops: uvloop where there is one; None for asyncio's own."""
     try:
         import uvloop  # noqa: PLC0415  (absent on Windows)
     except ImportError:

@@ -52,6 +52,7 @@ class DeviceThread:
 
     def deliver(self, answer: Answer) -> None:
         """Called by the core, on this thread."""
+        answer.task.finished = time.monotonic()
         self._outbox.append(answer)
 
     def wake(self) -> None:

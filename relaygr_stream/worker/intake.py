@@ -146,6 +146,7 @@ class Intake:
         _check_times(request.suffix, "suffix")
         now = time.monotonic()
         timeout = request.timeout_ms or self._default_timeout_ms
+        age_ms = self._age_ms(record, request.sent_ms, now)
         prefix_times = request.prefix.times
         last = int.from_bytes(prefix_times[-8:], "little", signed=True) if prefix_times else None
         return RankTask(
@@ -156,7 +157,8 @@ class Intake:
             suffix=Tokens.of(request.suffix, previous_ms=last),
             candidates=np.frombuffer(request.candidates, ITEM_DTYPE).astype(np.int64),
             arrived=now,
-            deadline=now + (timeout - self._age_ms(record, request.sent_ms, now)) / 1e3,
+            deadline=now + (timeout - age_ms) / 1e3,
+            age_ms=age_ms,
             full=request.mode == "full",
             origin=origin,
         )

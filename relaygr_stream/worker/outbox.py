@@ -74,7 +74,13 @@ class Outbox:
             detail=answer.detail,
             model_version=self._model.version,
             worker=self._worker,
-            timings=Timings(queued_ms=queued * 1e3, device_ms=task.device_ms, computed_tokens=task.computed_tokens),
+            timings=Timings(
+                inbound_ms=task.age_ms,
+                queued_ms=queued * 1e3,
+                device_ms=task.device_ms,
+                worker_ms=((task.finished or now) - task.arrived) * 1e3,
+                computed_tokens=task.computed_tokens,
+            ),
         )
         self._metrics.answers.labels(answer.status, outcome or "none").inc()
         if answer.status == "ok":

@@ -49,6 +49,8 @@ class RankTask:
     region: KVRegion | None = None  # what to score against, once ready
     borrowed: bool = False  # region is the scratch region, to be given back
     started: float = 0.0  # when the device first worked for it
+    finished: float = 0.0  # when the device was done with it; 0: it was answered without the device thread
+    age_ms: float = 0.0  # when it arrived, since it was sent
     expected_ms: float = 0.0  # device time, predicted when it came
     device_ms: float = 0.0
     computed_tokens: int = 0

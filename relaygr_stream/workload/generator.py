@@ -29,7 +29,6 @@ EPOCH_MS: Final = 1_750_000_000_000
 GAP_MEDIAN_MS: Final = 30 * 60 * 1000.0
 GAP_SIGMA: Final = 1.5
 ACTION_SHARES: Final = (0.80, 0.15, 0.05)  # of actions 1, 2, 3: view, like, share
-RECENT_USERS: Final = 64  # a revisit is by one of the users of this many requests before
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +44,8 @@ class GeneratorOptions:
     length_median: float = 512.0  # behaviours at a user's first request, log-normal
     length_sigma: float = 0.8
     revisit: float = 0.3  # share of requests made by a recent user
+    recent: int = 64  # a revisit is by one of the users of this many requests before
+    strangers: int = 0  # the first so many requests are all by new users: a service that has been running for a while
     growth: float = 3.0  # mean number of new behaviours at a return, 1 + Poisson
     suffix: int = 8  # the last behaviours, sent as suffix
     candidates: int = 100  # one of them the true next item
@@ -53,10 +54,10 @@ class GeneratorOptions:
     run: str = "g"  # begins every request id
 
     def __post_init__(self) -> None:
-        for name in ("rate", "users", "items", "length_median", "candidates", "max_prefix"):
+        for name in ("rate", "users", "items", "length_median", "recent", "candidates", "max_prefix"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} = {getattr(self, name)}: must be above 0")
-        for name in ("user_exponent", "item_exponent", "length_sigma", "suffix"):
+        for name in ("user_exponent", "item_exponent", "length_sigma", "strangers", "suffix"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} = {getattr(self, name)}: must be at least 0")
         if not 0 <= self.revisit <= 1:
@@ -120,7 +121,7 @@ class Generator:
             [
                 f"generated, seed {o.seed}: Poisson arrivals at {o.rate:g} requests/s; {o.delay.describe()}",
                 f"users: {o.users}, Zipf with exponent {o.user_exponent:g}; {o.revisit:.0%} of requests by one of the "
-                f"users of the last {RECENT_USERS} requests",
+                f"users of the last {o.recent} requests",
                 f"items: {o.items}, Zipf with exponent {o.item_exponent:g}, independent of user and past",
                 f"histories: log-normal, median {o.length_median:g}, sigma {o.length_sigma:g}, at most {o.max_prefix} "
                 f"in the prefix; a returning user has 1 + Poisson({o.growth - 1:g}) new behaviours; once full, the "
@@ -137,12 +138,12 @@ class Generator:
         rng = np.random.default_rng(o.seed)
         known: OrderedDict[int, _User] = OrderedDict()  # longest unseen first
         births = np.zeros(o.users, np.uint32)
-        recent: deque[int] = deque(maxlen=RECENT_USERS)
+        recent: deque[int] = deque(maxlen=o.recent)
         held, at, index = 0, 0.0, 0
         while True:
             at += float(rng.exponential(1 / o.rate))
             now_ms = EPOCH_MS + int(at * 1000)
-            if recent and rng.random() < o.revisit:
+            if recent and rng.random() < o.revisit and index >= o.strangers:
                 code = recent[int(rng.integers(len(recent)))]
             else:
                 code = int(np.searchsorted(self._user_law, rng.random(), side="right"))

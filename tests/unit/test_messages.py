@@ -74,7 +74,16 @@ def replies(draw: st.DrawFn) -> ScoreReply:
         outcome=draw(st.sampled_from([None, "hbm", "dram", "joined", "full"])),
         scores=draw(st.binary(min_size=8, max_size=8)) * len(tasks),
         tasks=tasks,
-        timings=draw(st.builds(Timings, queued_ms=finite, device_ms=finite, computed_tokens=st.integers(0, 2**53))),
+        timings=draw(
+            st.builds(
+                Timings,
+                inbound_ms=finite,
+                queued_ms=finite,
+                device_ms=finite,
+                worker_ms=finite,
+                computed_tokens=st.integers(0, 2**53),
+            )
+        ),
     )
 
 

@@ -1,0 +1,119 @@
+"""Cells: one search each, for the largest rate or length of a mode at a revisit ratio, repeated.
+
+Knows which value to try next and where to begin; probing is somebody else's business.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+from relaygr_stream.bench.capacity import (
+    RequestCost,
+    Traffic,
+    most_length,
+    most_rate,
+    predicted_length,
+    predicted_rate,
+)
+from relaygr_stream.bench.modes import Mode
+from relaygr_stream.bench.results import Probe
+from relaygr_stream.bench.search import Search
+from relaygr_stream.messages import CostModel
+
+#: First guesses come from fitted costs and a queueing formula; they miss by some tens of percent.
+FIRST_STEP: Final = 1.4
+#: Nothing is searched beyond what the device could do by the fitted costs, plus what these may be off by.
+HEADROOM: Final = 1.5
+LEAST_RATE: Final = 0.5
+LEAST_LENGTH: Final = 32
+#: Lengths are tried in whole blocks of tokens.
+LENGTH_STEP: Final = 32
+#: What the bus takes of the slack, for first guesses: the issue's own bound for it.
+BUS_MS: Final = 10.0
+
+
+@dataclass(frozen=True)
+class World:
+    """What first guesses are made from."""
+
+    costs: CostModel
+    slo_ms: float
+    delay_ms: float
+    candidates: int
+    growth: float
+    workers: int
+    longest: int  # tokens
+
+    def traffic(self, length: float, revisit: float) -> Traffic:
+        """Requests of this length."""
+        return Traffic(length, revisit, self.growth, self.candidates, self.delay_ms)
+
+    def cost(self, length: float, revisit: float) -> RequestCost:
+        """Device milliseconds of such a request."""
+        return RequestCost.of(self.costs, self.traffic(length, revisit))
+
+
+@dataclass(eq=False)
+class Cell:
+    """at: the length at which the rate is searched, or the rate at which the length is; None: not known yet."""
+
+    kind: Literal["rate", "length"]
+    mode: Mode
+    revisit: float
+    at: float | None
+    tolerance: float
+    searches: list[Search] = field(default_factory=list)
+    probes: list[Probe] = field(default_factory=list)
+
+    def begin_repeat(self, world: World, alike: float | None = None) -> None:
+        """Begin another search: from the last one's result, from `alike`, or from arithmetic."""
+        assert self.at is not None
+        known = [search.passed for search in self.searches if search.passed is not None]
+        low, high = self._limits(world)
+        guess, step = (known[-1], self.tolerance) if known else (alike or self._guess(world), FIRST_STEP)
+        self.searches.append(Search(guess=guess, low=low, high=high, step=step, tolerance=self.tolerance))
+
+    def next(self) -> tuple[int, float] | None:
+        """(length, rate) of the next probe of the present search; None when it is over."""
+        assert self.at is not None
+        value = self.searches[-1].next()
+        if value is None:
+            return None
+        if self.kind == "rate":
+            return int(self.at), value
+        return max(LEAST_LENGTH, round(value / LENGTH_STEP) * LENGTH_STEP), self.at
+
+    def record(self, probe: Probe) -> None:
+        """What came of it."""
+        self.probes.append(probe)
+        self.searches[-1].record(probe.rate if self.kind == "rate" else probe.length, probe.passed)
+
+    @property
+    def values(self) -> list[float]:
+        """The largest passing value of each search that has one."""
+        return [search.passed for search in self.searches if search.passed is not None]
+
+    def bound(self, world: World) -> float:
+        """The largest value that the capacity arithmetic allows."""
+        assert self.at is not None
+        if self.kind == "rate":
+            return most_rate(self.mode, world.cost(self.at, self.revisit), self.revisit, world.workers)
+        traffic = world.traffic(1, self.revisit)
+        return most_length(self.mode, world.costs, traffic, self.at, world.workers, world.slo_ms, world.longest)
+
+    def _limits(self, world: World) -> tuple[float, float]:
+        if self.kind == "length":
+            return LEAST_LENGTH, world.longest
+        return LEAST_RATE, max(2 * LEAST_RATE, HEADROOM * self.bound(world))
+
+    def _guess(self, world: World) -> float:
+        assert self.at is not None
+        if self.kind == "rate":
+            traffic = world.traffic(self.at, self.revisit)
+            cost = world.cost(self.at, self.revisit)
+            return predicted_rate(self.mode, cost, traffic, world.slo_ms, BUS_MS, world.workers)
+        traffic = world.traffic(1, self.revisit)
+        return predicted_length(
+            self.mode, world.costs, traffic, self.at, world.slo_ms, BUS_MS, world.workers, world.longest
+        )

@@ -1,0 +1,152 @@
+"""From probes to conclusions: what was found, ratios to full inference and their bounds, why targets were missed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from statistics import median
+from typing import Final
+
+from relaygr_stream.bench.capacity import device_ms
+from relaygr_stream.bench.cells import Cell, World
+from relaygr_stream.bench.modes import FULL, RELAY
+from relaygr_stream.bench.results import STAGES, Found, Probe, Ratio, Spread
+
+#: Of the project, for a small CPU machine: the relay with DRAM against full inference.
+LENGTH_TARGET: Final = 4.0
+RATE_TARGETS: Final = {0.0: 1.8, 0.5: 3.6, 0.9: 7.0}
+HIT_TARGET: Final = 0.99
+BUS_TARGET_MS: Final = 10.0
+#: What the RelayGR paper (arXiv 2601.01712) reports, on its own hardware, models and traffic.
+PAPER: Final = {"length": 1.5, "rate": 3.6, "hits": 0.92}
+#: A ratio this far beyond its bound is a defect of the bench; less may be the fit of the costs.
+BOUND_TOLERANCE: Final = 1.1
+#: A device busier than this is what limits; the rest of its time goes into steps between operations.
+BUSY: Final = 0.85
+#: One less busy than this leaves room for half as much again.
+IDLE: Final = 0.6
+#: Shares of events not admitted, and of slow requests without ready prefix KV, worth naming.
+WORTH_NAMING: Final = 0.05
+
+
+def found(cell: Cell, world: World) -> Found:
+    """What the cell's searches came to; its `at` is known."""
+    assert cell.at is not None
+    values = cell.values
+    at_found = [probe for probe in cell.probes if probe.passed and _value(cell, probe) in values]
+    return Found(
+        kind=cell.kind,
+        mode=cell.mode.name,
+        revisit=cell.revisit,
+        at=cell.at,
+        values=values,
+        settled=bool(cell.searches) and all(search.settled for search in cell.searches),
+        bound=cell.bound(world),
+        requests=sum(probe.requests for probe in at_found),
+        bad=sum(probe.bad for probe in at_found),
+        limits=_limits(cell),
+    )
+
+
+def ratios(cells: Sequence[Cell], world: World) -> list[Ratio]:
+    """Every cell against full inference, where that has been found."""
+    return [ratio for cell in cells if cell.mode is not FULL and (ratio := _ratio(cell, cells, world)) is not None]
+
+
+def missed(report_ratios: Sequence[Ratio], founds: Sequence[Found], bus: Spread, hits: tuple[int, int]) -> list[str]:
+    """Targets that were missed, each with why; and ratios that cannot be."""
+    return list(_missed(report_ratios, founds, bus, hits))
+
+
+def _missed(
+    report_ratios: Sequence[Ratio], founds: Sequence[Found], bus: Spread, hits: tuple[int, int]
+) -> Iterator[str]:
+    for one in founds:
+        if one.mode == FULL.name and one.value is None:
+            why = "; ".join(one.limits)
+            yield f"full inference: no {one.kind} kept the SLO, so there is nothing to compare with; {why}"
+    limits = {(one.kind, one.mode, one.revisit): one.limits for one in founds}
+    for ratio in report_ratios:
+        what = f"{'throughput' if ratio.kind == 'rate' else 'length'} of {ratio.mode} at revisit {ratio.revisit:.0%}"
+        why = "; ".join(limits.get((ratio.kind, ratio.mode, ratio.revisit), []))
+        if ratio.target is not None and ratio.value is None:
+            yield f"{what}: no value found, the target is {ratio.target:g}×; {why}"
+        elif ratio.target is not None and ratio.value is not None and ratio.value < ratio.target:
+            allowed = f"the capacity arithmetic allows {ratio.bound:.2g}×"
+            yield f"{what}: {ratio.value:.2f}×, the target is {ratio.target:g}×; {allowed}; {why}"
+        if ratio.value is not None and ratio.value > BOUND_TOLERANCE * ratio.bound:
+            yield (
+                f"{what}: {ratio.value:.2f}× is beyond the {ratio.bound:.2f}× that the capacity arithmetic allows; "
+                f"that is a defect of this bench or of the workers' fitted costs"
+            )
+    admitted, hit = hits
+    if admitted and hit < HIT_TARGET * admitted:
+        yield f"{hit} of {admitted} admitted requests hit ({hit / admitted:.1%}), the target is {HIT_TARGET:.0%}"
+    if bus.p99 is not None and bus.p99 > BUS_TARGET_MS:
+        yield f"the bus takes {bus.p99:.1f} ms at P99 (both ways), the target is {BUS_TARGET_MS:g} ms"
+
+
+def _ratio(cell: Cell, cells: Sequence[Cell], world: World) -> Ratio | None:
+    base = next((one for one in cells if one.mode is FULL and one.kind == cell.kind), None)
+    rates = next((one for one in cells if one.mode is FULL and one.kind == "rate"), None)
+    if cell.at is None or rates is None or not rates.values:
+        return None
+    # At the largest rate that full inference carries, its largest length is the one at which that was found.
+    full = [rates.at] * len(rates.values) if base is None and rates.at is not None else base.values if base else []
+    full = [value for value in full if value]
+    if not full:
+        return None
+    mine, middle = cell.values, median(full)
+    length = cell.at if cell.kind == "rate" else median(full)
+    cost = world.cost(length, cell.revisit)
+    target = None
+    if cell.mode is RELAY:
+        target = LENGTH_TARGET if cell.kind == "length" else RATE_TARGETS.get(cell.revisit)
+    return Ratio(
+        kind=cell.kind,
+        mode=cell.mode.name,
+        revisit=cell.revisit,
+        value=median(mine) / middle if mine else None,
+        low=min(mine) / max(full) if mine else None,
+        high=max(mine) / min(full) if mine else None,
+        bound=cell.bound(world) / middle,
+        work=cost.full / device_ms(cell.mode, cost, cell.revisit),
+        target=target,
+    )
+
+
+def _limits(cell: Cell) -> list[str]:
+    """Why a little more fails: the stage, the queue and the bound behind the smallest failing probe."""
+    failing = [probe for probe in cell.probes if not probe.passed]
+    if not cell.probes:
+        return ["not probed: the time was over"]
+    if not failing:
+        return ["nothing failed: the search ended at its limit or for want of time"]
+    probe = min(failing, key=lambda one: _value(cell, one))
+    return list(explain(probe))
+
+
+def explain(probe: Probe) -> Iterator[str]:
+    """What made a probe's slowest requests slow, most important first."""
+    slow = sorted(probe.slow_stages.items(), key=lambda pair: -pair[1])
+    parts = ", ".join(f"{STAGES[name]} {ms:.0f} ms" for name, ms in slow[:3] if ms >= 1)
+    if parts:
+        yield f"at {probe.rate:,.1f}/s with {probe.length:,} tokens the slowest requests spent: {parts}"
+    if probe.busy >= BUSY:
+        yield f"the device was busy {probe.busy:.0%} of the time"
+    elif probe.busy <= IDLE:
+        yield f"the device was busy only {probe.busy:.0%} of the time: waits beside it, not its capacity"
+    decided = sum(probe.decisions.values())
+    for reason, count in sorted(probe.decisions.items(), key=lambda pair: -pair[1]):
+        if reason != "admitted" and decided and count / decided >= WORTH_NAMING:
+            yield f"the trigger did not admit {count / decided:.0%} ({reason})"
+    slowest = sum(probe.slow_outcomes.values())
+    for outcome, words in (("full", "had no prefix KV"), ("joined", "came while theirs was being computed")):
+        count = probe.slow_outcomes.get(outcome, 0)
+        if slowest and count / slowest >= WORTH_NAMING and probe.announced:
+            yield f"{count / slowest:.0%} of the slowest {words}"
+    for error, count in sorted(probe.errors.items()):
+        yield f"{count} got no scores ({error})"
+
+
+def _value(cell: Cell, probe: Probe) -> float:
+    return probe.rate if cell.kind == "rate" else probe.length

@@ -1,0 +1,65 @@
+"""The users that probes are made of: one population for each length and revisit ratio of a pipeline.
+
+Modes share them, as they share what the workers keep. Knows nothing of probes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from relaygr_stream.bench.capacity import most_rate
+from relaygr_stream.bench.cells import World
+from relaygr_stream.bench.modes import RELAY, Mode
+from relaygr_stream.bench.options import SloOptions
+from relaygr_stream.bench.pipeline import Pipeline
+from relaygr_stream.bench.traffic import Population, TrafficOptions
+from relaygr_stream.workload.driver import drive
+
+#: Populations are made known to the workers at this share of what the device could do, so that nothing piles up.
+FILL_SHARE: Final = 0.6
+FILL_TIMEOUT_S: Final = 10.0
+
+
+class Populations:
+    """Those of one pipeline. tell: shown while users make themselves known. seed: of this repeat's traffic."""
+
+    def __init__(self, options: SloOptions, pipeline: Pipeline, seed: int, tell: Callable[[str], object]) -> None:
+        self._options = options
+        self._pipeline = pipeline
+        self._seed = seed
+        self._tell = tell
+        self._known: dict[tuple[int, float], Population] = {}
+
+    async def get(self, length: int, revisit: float, mode: Mode, world: World) -> Population:
+        """Those users; where some return, with as many known to the workers as the options say."""
+        if not mode.keeps:
+            revisit = 0.0
+        if (length, revisit) not in self._known:
+            self._known[length, revisit] = await self._make(length, revisit, world)
+        return self._known[length, revisit]
+
+    async def _make(self, length: int, revisit: float, world: World) -> Population:
+        options = self._options
+        # As many tokens in all, whatever the length.
+        strangers = 0 if revisit == 0 else max(8, round(options.users * options.length / length))
+        traffic = TrafficOptions(
+            items=self._pipeline.settings.model.vocab,
+            suffix=options.suffix,
+            candidates=options.candidates,
+            growth=options.growth,
+            recent=options.recent,
+            strangers=strangers,
+            sigma=options.sigma,
+            max_prefix=self._pipeline.settings.relay.max_prefix_tokens,
+            delay=options.delay,
+            seed=self._seed,
+        )
+        name = f"{self._pipeline.name}.{length}.{round(100 * revisit)}"
+        population = Population(name, length, revisit, traffic)
+        if strangers:
+            self._tell(f"{strangers} users with {length:,} tokens make themselves known …")
+            rate = FILL_SHARE * most_rate(RELAY, world.cost(length, 0.0), 0.0, world.workers)
+            items = population.take(rate, count=strangers)
+            await drive(self._pipeline.client, items, timeout=FILL_TIMEOUT_S)
+        return population

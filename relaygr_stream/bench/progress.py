@@ -1,0 +1,37 @@
+"""What a person sees while the bench runs: a line per probe, and on a terminal a line that says what is under way."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Final, Self
+
+from rich.console import Console
+from rich.status import Status
+
+
+class Progress:
+    """As a context: `say` prints a line for good, `live` replaces the line at the bottom of a terminal."""
+
+    def __init__(self, console: Console) -> None:
+        self.console: Final = console
+        self._status: Status | None = Status("starting …", console=console) if console.is_terminal else None
+
+    def __enter__(self) -> Self:
+        if self._status is not None:
+            self._status.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+    def say(self, line: str) -> None:
+        """A line that stays."""
+        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def live(self, line: str) -> None:
+        """What is being done now."""
+        if self._status is not None:
+            self._status.update(line)

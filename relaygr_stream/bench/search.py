@@ -1,0 +1,70 @@
+"""Searching the largest value that passes, with probes that are noisy and dear.
+
+A bracketing search on a logarithmic scale: step outwards from a guess until one value passes and a larger one fails,
+then bisect until they are within the tolerance. Knows nothing of what is probed.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Search:
+    """The largest passing value within low…high: ask `next`, probe it, `record` the verdict, until `next` is None.
+
+    The probed property is expected to pass below some value and to fail above it. A verdict is never asked for twice
+    within one search; what noise does to the result, repeated searches show. At most `most` values are probed.
+    """
+
+    guess: float
+    low: float
+    high: float
+    step: float = 1.5  # factor of the outward steps
+    tolerance: float = 1.15  # of the bracket, failing over passing
+    most: int = 12
+    passed: float | None = None  # the largest that passed
+    failed: float | None = None  # the smallest that failed
+    tried: list[tuple[float, bool]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if not 0 < self.low <= self.high < math.inf:
+            raise ValueError(f"search within {self.low:g}…{self.high:g}: must be positive, finite and in order")
+        if self.step <= 1 or self.tolerance <= 1:
+            raise ValueError(f"step {self.step:g} and tolerance {self.tolerance:g} are factors above 1")
+        self.guess = min(self.high, max(self.low, self.guess))
+
+    def next(self) -> float | None:
+        """The value to probe now; None when the search is over."""
+        if len(self.tried) >= self.most:
+            return None
+        if self.passed is None and self.failed is None:
+            return self.guess
+        if self.failed is None:
+            assert self.passed is not None
+            return None if self.passed >= self.high else min(self.high, self.passed * self.step)
+        if self.passed is None:
+            return None if self.failed <= self.low else max(self.low, self.failed / self.step)
+        return None if self.failed <= self.passed * self.tolerance else math.sqrt(self.passed * self.failed)
+
+    def record(self, value: float, passed: bool) -> None:
+        """What the probe of `value` said."""
+        self.tried.append((value, passed))
+        if passed:
+            self.passed = value if self.passed is None else max(self.passed, value)
+        else:
+            self.failed = value if self.failed is None else min(self.failed, value)
+
+    @property
+    def settled(self) -> bool:
+        """Over, and not because it ran out of probes."""
+        return bool(self.tried) and len(self.tried) <= self.most and self._bracketed
+
+    @property
+    def _bracketed(self) -> bool:
+        if self.passed is not None and self.passed >= self.high:
+            return True
+        if self.failed is not None and self.failed <= self.low:
+            return True
+        return self.passed is not None and self.failed is not None and self.failed <= self.passed * self.tolerance

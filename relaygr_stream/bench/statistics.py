@@ -1,0 +1,71 @@
+"""Judging a P99 from few requests: verdicts, and what they are worth.
+
+A request is *good* when its scores came within the SLO, counted from when its ranking was scheduled to be sent. Then
+"P99 ≤ SLO" (nearest rank over all requests, those without scores counting as infinitely late) and "≥ 99 % answered in
+time" say the same: at most 1 % of the requests are bad. Knows nothing of where the latencies come from.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Final
+
+#: The quantile that the SLO is about.
+QUANTILE: Final = 0.99
+
+
+def allowed_bad(requests: int) -> int:
+    """Most bad requests with which the P99 of so many is still within the SLO."""
+    return math.floor(requests * (1 - QUANTILE) + 1e-9)
+
+
+def passes(requests: int, bad: int) -> bool:
+    """Whether the sample's own P99 is within the SLO; without a request it is not."""
+    return requests > 0 and bad <= allowed_bad(requests)
+
+
+def fewest_samples() -> int:
+    """Requests below which one bad one would decide: 1 / (1 - 0.99)."""
+    return round(1 / (1 - QUANTILE))
+
+
+def samples_for(confidence: float) -> int:
+    """Requests that, all good, show with this confidence that at most 1 % are bad: ln(1 - confidence) / ln(0.99)."""
+    return math.ceil(math.log(1 - confidence) / math.log(QUANTILE))
+
+
+def bad_share_bounds(requests: int, bad: int, confidence: float = 0.95) -> tuple[float, float]:
+    """Clopper and Pearson's interval for the true share of bad requests, two-sided."""
+    if requests == 0:
+        return 0.0, 1.0
+    tail = (1 - confidence) / 2
+    low = 0.0 if bad == 0 else _solve(lambda p: 1 - _at_most(bad - 1, requests, p), tail, rising=True)
+    high = 1.0 if bad == requests else _solve(lambda p: _at_most(bad, requests, p), tail, rising=False)
+    return low, high
+
+
+def _at_most(count: int, requests: int, share: float) -> float:
+    """P(X ≤ count) of a binomial."""
+    if share <= 0.0:
+        return 1.0
+    if share >= 1.0:
+        return float(count >= requests)
+    log_p, log_q = math.log(share), math.log1p(-share)
+    total = 0.0
+    for k in range(count + 1):
+        choose = math.lgamma(requests + 1) - math.lgamma(k + 1) - math.lgamma(requests - k + 1)
+        total += math.exp(choose + k * log_p + (requests - k) * log_q)
+    return min(1.0, total)
+
+
+def _solve(function: Callable[[float], float], target: float, *, rising: bool) -> float:
+    """Where a monotone function of a share crosses the target; 50 halvings reach double precision's neighbourhood."""
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        if (function(middle) < target) == rising:
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from relaygr_stream.bench.charts import Axis, Bar, Point, Series, bar_chart, line_chart
+from relaygr_stream.bench.modes import FULL, RELAY
+from relaygr_stream.bench.page import render_page
+from relaygr_stream.bench.table import render_table
+from tests.unit.bench.reports import cell, report
+
+VOID = {"meta", "br", "hr", "img", "input"}
+
+
+class Balance(HTMLParser):
+    """Fails on tags that do not match; keeps every attribute seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += attrs
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += attrs
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def parsed(text: str) -> Balance:
+    balance = Balance()
+    balance.feed(text)
+    balance.close()
+    assert balance.open == []
+    return balance
+
+
+def test_the_page_is_whole_and_refers_to_nothing_outside() -> None:
+    page = render_page(report())
+    balance = parsed(page)
+    assert not re.search(r"https?://|//[a-z]|@import|url\(|<script|<link|<iframe", page)
+    assert not {"src", "href", "srcset", "data"} & {name for name, _ in balance.attributes}
+    for words in ("3.00×", "Beside the paper", "P99", "HBM and DRAM over time", "relay-warm did not run"):
+        assert words in page
+
+
+def test_hostile_text_stays_text() -> None:
+    made = report(skipped={"relay": "<script>alert(1)</script>"})
+    made.conditions["words"]["command"] = "relaygr bench slo --out '<b>&'"
+    page = render_page(made)
+    parsed(page)
+    assert "<script>" not in page
+    assert "&lt;b&gt;&amp;" in page
+
+
+def test_a_run_in_which_nothing_passed_has_a_page_and_a_table() -> None:
+    empty = cell(FULL, 10.0, 11.5)
+    empty.searches[0].passed = None
+    made = report([empty], memory=[], hits={"admitted": 0, "hit": 0})
+    parsed(render_page(made))
+    assert render_table(made) is not None
+
+
+def test_points_lie_within_the_drawing() -> None:
+    points = [Point(0.5, 3.0), Point(900.0, 8000.0, hollow=True, words="a < b")]
+    drawing = line_chart([Series("s", "#000", points)], Axis("x", log=True), Axis("y", log=True), (50.0, "SLO"))
+    parsed(drawing)
+    for x, y in re.findall(r'cx="([-\d.]+)" cy="([-\d.]+)"', drawing):
+        assert 0 <= float(x) <= 640
+        assert 0 <= float(y) <= 300
+    assert "a &lt; b" in drawing
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-9, 7.0])
+def test_a_single_value_can_be_drawn(value: float) -> None:
+    for log in (False, True):
+        parsed(line_chart([Series("s", "#000", [Point(value, value)])], Axis("x", log=log), Axis("y", log=log)))
+    parsed(bar_chart([Bar("b", [("part", value)], mark=value)], {"part": "#000"}))
+
+
+def test_charts_without_values_say_so() -> None:
+    for drawing in (line_chart([], Axis("x"), Axis("y")), bar_chart([], {})):
+        assert "Nothing was measured" in drawing
+
+
+def test_bars_are_as_long_as_their_amounts() -> None:
+    drawing = bar_chart([Bar("one", [("p", 10.0)]), Bar("two", [("p", 5.0)])], {"p": "#000"})
+    one, two = (float(width) for width in re.findall(r'<rect [^>]*width="([\d.]+)"', drawing))
+    assert one == pytest.approx(2 * two)
+
+
+def test_every_mode_is_drawn_at_its_ratio() -> None:
+    page = render_page(report([cell(FULL, 10.0, 11.5), cell(RELAY, 30.0, 34.0, revisit=0.9)]))
+    assert "90% returning users" in page
