@@ -53,18 +53,34 @@ def build(
     if worker.dram_bytes:
         pinned = device.type != "cpu"
         dram = TierMemory(worker.dram_bytes, host, pinned=pinned, setting="worker.dram_bytes")
+    inside = assemble(settings, engine, hbm, dram, CopyEngine(device, wake), deliver, report_audit)
+    scratch = inside.cache.scratch.borrow()
+    engine.warm_up(scratch)
+    inside.cache.scratch.give_back(scratch)
+    return inside
+
+
+def assemble(
+    settings: Settings,
+    engine: Engine,
+    hbm: TierMemory,
+    dram: TierMemory | None,
+    copier: CopyEngine,
+    deliver: Callable[[Answer], None],
+    report_audit: Callable[[RankTask, float, float], None],
+    audit_seed: int | None = None,
+) -> Inside:
+    """Cache and core over this engine and memory, as configured; also what `relaygr simulate` runs."""
+    worker, model = settings.worker, engine.model
     cache = PrefixCache(
         model.layout,
         hbm,
         dram,
-        CopyEngine(device, wake),
+        copier,
         engine.costs_of_prefix,
         scratch_tokens=settings.relay.max_prefix_tokens + settings.relay.max_suffix_tokens,
         incremental=model.incremental,
     )
-    scratch = cache.scratch.borrow()
-    engine.warm_up(scratch)
-    cache.scratch.give_back(scratch)
     core = RelayCore(
         engine,
         cache,
@@ -74,10 +90,10 @@ def build(
             batch=worker.batch,
             queue_limit=worker.queue_limit,
         ),
-        Auditor(worker.audit_share, report_audit),
+        Auditor(worker.audit_share, report_audit, audit_seed),
         deliver,
     )
     # Triggers count ⌈tokens × bytes_per_token ÷ alloc_bytes⌉ units. Where a granule is no multiple of the arena's
     # alignment, its padding counts as part of the tokens, so that they never count less than the cache takes.
     alloc_bytes = cache.nbytes(1)
-    return Inside(core, cache, engine, model, device, -(-alloc_bytes // GRANULE_TOKENS), alloc_bytes)
+    return Inside(core, cache, engine, model, engine.device, -(-alloc_bytes // GRANULE_TOKENS), alloc_bytes)

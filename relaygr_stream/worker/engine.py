@@ -29,14 +29,17 @@ _NONE = Tokens(np.zeros((3, 0), np.int64))
 
 
 class Engine:
-    """A model on its device, with measured costs.
+    """A model on its device, with measured costs. clock: seconds, what operations are measured by.
 
     failures counts operations that failed for good, failed_in_a_row those since the last success.
     """
 
-    def __init__(self, model: RankingModel, device: torch.device) -> None:
+    def __init__(
+        self, model: RankingModel, device: torch.device, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         self.model = model
         self.device = device
+        self._clock = clock
         self.costs = Costs()
         self.failures = 0
         self.failed_in_a_row = 0
@@ -106,7 +109,7 @@ class Engine:
         region.length = 0
 
     def _extend(self, region: KVRegion, tokens: Tokens) -> float:
-        position, start = region.length, time.perf_counter()
+        position, start = region.length, self._clock()
         try:
             with torch.inference_mode():
                 self.model.extend(region, tokens)
@@ -118,7 +121,7 @@ class Engine:
         except Exception:
             region.length = position
             raise
-        ms = (time.perf_counter() - start) * 1e3
+        ms = (self._clock() - start) * 1e3
         self.costs.extended(position, len(tokens), ms)
         self._calm += 1
         if self._calm >= CALM_CHUNKS:
@@ -126,10 +129,10 @@ class Engine:
         return ms
 
     def _score(self, batch: Sequence[ScoreInput]) -> tuple[list[npt.NDArray[np.float32]], float]:
-        start = time.perf_counter()
+        start = self._clock()
         with torch.inference_mode():
             scores = [row.to("cpu", torch.float32).numpy() for row in self.model.score(batch)]
-        ms = (time.perf_counter() - start) * 1e3
+        ms = (self._clock() - start) * 1e3
         expected = [(len(one.candidates), len(self.model.tasks)) for one in batch]
         if [row.shape for row in scores] != expected:
             raise ModelError(f"score() returned shapes {[row.shape for row in scores]}, expected {expected}")
