@@ -13,6 +13,7 @@ from relaygr_stream.config import Config
 from relaygr_stream.demo.command import demo_command
 from relaygr_stream.errors import RelayError
 from relaygr_stream.settings import Settings
+from relaygr_stream.simulate.command import simulate_command
 from relaygr_stream.workload.command import publish_command
 
 
@@ -41,6 +42,7 @@ def main() -> None:
 
 main.add_command(demo_command)
 main.add_command(publish_command)
+main.add_command(simulate_command)
 
 
 @main.command()

@@ -1,0 +1,130 @@
+"""How many workers, and how much memory in each: the smallest fleet that keeps the SLO, found by simulating fleets.
+
+Workers are searched by bisection between a fleet that fails and one that holds. Then memory: what admitted requests
+pin, by Little's law and by what was seen; what a share of hits among returning users needs, by reuse distances.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Final
+
+from relaygr_stream.cache.memory import ALIGNMENT
+from relaygr_stream.cache.tiers import capacity_for
+from relaygr_stream.errors import CapacityError
+from relaygr_stream.simulate.memory import bytes_for, reuse_bytes
+from relaygr_stream.simulate.run import run_scenario
+from relaygr_stream.simulate.scenario import Scenario
+from relaygr_stream.simulate.story import ALLOWED_LATE, Story, late_share
+from relaygr_stream.simulate.traffic import Part, arrivals
+
+#: The bracket of the search: the fleet that holds is at most this much larger than one that fails.
+TOLERANCE: Final = 1.05
+#: Fleets tried at most. From a guess within a factor of two: two steps outwards, then five halvings of ×2 to ×1.02.
+MOST_PROBES: Final = 10
+STEP: Final = 1.5
+#: Device time that a first guess fills.
+GUESS_BUSY: Final = 0.7
+#: Reuse distances are taken over so many mean times to a return, in so many workers' lanes.
+RETURN_TIMES: Final = 12
+REUSE_WORKERS: Final = 4
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One fleet that was tried."""
+
+    scenario: Scenario
+    story: Story
+
+    @property
+    def holds(self) -> bool:
+        """At most 1 % of the requests were late."""
+        return late_share(self.story, self.scenario.settings.relay.slo_ms).value <= ALLOWED_LATE
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes a worker needs."""
+
+    entry: int  # one prefix KV of median length
+    pinned: int  # the most that admitted requests held at once, as simulated
+    little: float  # their mean by Little's law: admissions/s × seconds from admission to answer × bytes
+    hbm: int  # two full sequences of scratch and room, and `pinned` within worker.pinned_share
+    reuse: int  # cached prefix KV for the share of hits asked for
+
+
+def search(scenario: Scenario, processes: int, report: Callable[[Probe], None]) -> Probe:
+    """The smallest fleet that holds. Raises CapacityError if none of those tried does."""
+    passed: Probe | None = None
+    failed = 0
+    workers = _guess(scenario)
+    for _ in range(MOST_PROBES):
+        tried = dataclasses.replace(scenario, workers=workers, failure=None)
+        probe = Probe(tried, run_scenario(tried, processes))
+        report(probe)
+        if probe.holds:
+            passed = probe
+        else:
+            failed = workers
+        if passed is None:
+            workers = math.ceil(workers * STEP)
+        elif failed == 0:
+            workers = max(1, math.floor(workers / STEP))
+            if workers == passed.scenario.workers:
+                return passed
+        elif passed.scenario.workers <= max(failed * TOLERANCE, failed + 1):
+            return passed
+        else:
+            workers = math.ceil(math.sqrt(failed * passed.scenario.workers))
+    if passed is None:
+        raise CapacityError(
+            f"no fleet of up to {failed:,} workers answers 99 % of the requests within "
+            f"{scenario.settings.relay.slo_ms:g} ms: with these costs a request may need longer by itself "
+            f"(relay.slo_ms, --length, --costs)"
+        )
+    return passed
+
+
+def memory(scenario: Scenario, story: Story, hit_share: float) -> Memory:
+    """For a fleet that was simulated. hit_share: among returns, what the caches are to find."""
+    settings, traffic, layout = scenario.settings, scenario.traffic, scenario.costs.kv.layout()
+
+    def nbytes(tokens: int) -> int:
+        return -(-layout.nbytes(capacity_for(tokens)) // ALIGNMENT) * ALIGNMENT
+
+    lanes, all_lanes = scenario.lanes_per_worker, scenario.workers * scenario.lanes_per_worker
+    until = RETURN_TIMES * traffic.return_s
+    distances = []
+    for index in range(min(REUSE_WORKERS, scenario.workers)):
+        requests = arrivals(traffic, Part(index * lanes, lanes, all_lanes), scenario.seed + index)
+        distances.append(bytes_for(reuse_bytes(takewhile(lambda one: one.at < until, requests), nbytes), hit_share))
+    entry = nbytes(round(traffic.length))
+    admitted = float((story.reason == 0).mean()) if len(story.reason) else 0.0
+    held_s = traffic.delay.median_ms / 1e3
+    full = nbytes(settings.relay.max_prefix_tokens + settings.relay.max_suffix_tokens)
+    pinned = int(story.pinned_bytes.max())
+    share = settings.worker.pinned_share
+    return Memory(
+        entry=entry,
+        pinned=pinned,
+        little=admitted * traffic.rate / scenario.workers * held_s * entry,
+        hbm=max(2 * full, math.ceil(pinned / share) + full if share else 0),
+        reuse=max(distances),
+    )
+
+
+def _guess(scenario: Scenario) -> int:
+    """By the device time of a request: prefix or extension, and the ranking."""
+    costs, traffic = scenario.costs, scenario.traffic
+    length, rows = round(traffic.length), traffic.suffix + traffic.candidates
+    prefix = costs.extend(0, length)
+    if scenario.mode != "full":
+        extension = costs.extend(length, round(traffic.growth))
+        prefix = (1 - traffic.revisit) * prefix + traffic.revisit * min(prefix, extension)
+    ms = prefix + costs.score([(length, rows)]) + 2 * costs.step_ms
+    return max(1, math.ceil(traffic.rate * ms / 1e3 / GUESS_BUSY))
