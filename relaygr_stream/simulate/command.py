@@ -119,7 +119,7 @@ def simulate_command(**given: Any) -> None:  # fmt: skip
 
     flags = {"worker.hbm_bytes": given["hbm"], "worker.dram_bytes": given["dram"], **parse_flags(given["assignments"])}
     settings = load(given["files"], flags).settings
-    scenario = _scenario(given, settings, _costs(given, settings))
+    scenario = _scenario(given, settings)
     if given["save_costs"]:
         given["save_costs"].write_text(scenario.costs.as_toml())
         click.echo(f"costs written to {given['save_costs']}", err=True)
@@ -146,7 +146,7 @@ def _costs(given: dict[str, Any], settings: Settings) -> DeviceCosts:
     return calibrate(settings, round(given["length"]), given["suffix"] + given["candidates"])
 
 
-def _scenario(given: dict[str, Any], settings: Settings, costs: DeviceCosts) -> Scenario:
+def _scenario(given: dict[str, Any], settings: Settings) -> Scenario:
     from relaygr_stream.simulate.bus import BusLatency
     from relaygr_stream.simulate.scenario import Failure, Scenario
     from relaygr_stream.simulate.traffic import Traffic
@@ -178,7 +178,7 @@ def _scenario(given: dict[str, Any], settings: Settings, costs: DeviceCosts) -> 
     failure = None if given["fail_rack"] is None else Failure(share=given["fail_rack"], at=given["at"])
     return Scenario(
         settings=settings,
-        costs=costs,
+        costs=_costs(given, settings),
         traffic=traffic,
         workers=given["workers"],
         lanes_per_worker=given["lanes_per_worker"],

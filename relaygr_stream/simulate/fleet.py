@@ -50,16 +50,16 @@ class Lane:
 class Fleet:
     """One group's workers, lanes, triggers and clients. `run` once; then `requests` tell the story."""
 
-    def __init__(self, scenario: Scenario, group: Group) -> None:
-        settings, costs = scenario.settings, scenario.costs
+    def __init__(self, scenario: Scenario, group: Group, timeline: Timeline | None = None) -> None:
+        settings = scenario.settings
         self._scenario = scenario
         self._settings = settings
         seeds = np.random.SeedSequence([scenario.seed, group.index]).spawn(3)
         self._rng = np.random.default_rng(seeds[0])
-        self.timeline = Timeline()
+        self.timeline = timeline or Timeline()
         self._bus = Bus(scenario.bus, self._rng)
         self.workers = [
-            SimulatedWorker(f"w{group.first + index}", settings, costs, self.timeline, int(seed), self._answered)
+            self._make_worker(f"w{group.first + index}", int(seed))
             for index, seed in enumerate(seeds[1].generate_state(group.size))
         ]
         count = group.size * scenario.lanes_per_worker
@@ -84,6 +84,9 @@ class Fleet:
         self.taken_over_at: float | None = None
         self.moved_lanes = 0
         self.dead: list[SimulatedWorker] = []
+
+    def _make_worker(self, name: str, seed: int) -> SimulatedWorker:
+        return SimulatedWorker(name, self._settings, self._scenario.costs, self.timeline, seed, self._answered)
 
     def run(self) -> None:
         """From before the first event until every client has its answer or gave up."""

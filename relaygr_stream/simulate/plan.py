@@ -1,7 +1,9 @@
 """How many workers, and how much memory in each: the smallest fleet that keeps the SLO, found by simulating fleets.
 
-Workers are searched by bisection between a fleet that fails and one that holds. Then memory: what admitted requests
-pin, by Little's law and by what was seen; what a share of hits among returning users needs, by reuse distances.
+Workers are searched by bisection between a fleet that fails and one that holds, with memory as configured. Then DRAM:
+what a share of hits among returning users needs, by reuse distances; and HBM: doubled from the least that the cache
+takes until the SLO holds. Little's law tells what admitted requests pin on average, but each of a worker's lanes has a
+budget of its own that must hold several prefixes, which only the simulation knows.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Final
 
+import msgspec
+
 from relaygr_stream.cache.memory import ALIGNMENT
 from relaygr_stream.cache.tiers import capacity_for
 from relaygr_stream.errors import CapacityError
@@ -21,6 +25,7 @@ from relaygr_stream.simulate.run import run_scenario
 from relaygr_stream.simulate.scenario import Scenario
 from relaygr_stream.simulate.story import ALLOWED_LATE, Story, late_share
 from relaygr_stream.simulate.traffic import Part, arrivals
+from relaygr_stream.trigger.decision import REASONS
 
 #: The bracket of the search: the fleet that holds is at most this much larger than one that fails.
 TOLERANCE: Final = 1.05
@@ -53,8 +58,8 @@ class Memory:
 
     entry: int  # one prefix KV of median length
     pinned: int  # the most that admitted requests held at once, as simulated
-    little: float  # their mean by Little's law: admissions/s × seconds from admission to answer × bytes
-    hbm: int  # two full sequences of scratch and room, and `pinned` within worker.pinned_share
+    little: float  # their mean by Little's law: admissions/s × seconds from event to ranking × bytes
+    hbm: int  # the least that was found to keep the SLO
     reuse: int  # cached prefix KV for the share of hits asked for
 
 
@@ -90,32 +95,46 @@ def search(scenario: Scenario, processes: int, report: Callable[[Probe], None]) 
     return passed
 
 
-def memory(scenario: Scenario, story: Story, hit_share: float) -> Memory:
-    """For a fleet that was simulated. hit_share: among returns, what the caches are to find."""
-    settings, traffic, layout = scenario.settings, scenario.traffic, scenario.costs.kv.layout()
+def size(best: Probe, hit_target: float, processes: int, report: Callable[[Probe], None]) -> tuple[Memory, Probe]:
+    """The memory that this fleet needs, and the fleet with it. hit_target: among returns, what caches are to find.
+
+    HBM stays as configured if nothing smaller holds.
+    """
+    scenario, settings = best.scenario, best.scenario.settings
+    layout = scenario.costs.kv.layout()
 
     def nbytes(tokens: int) -> int:
         return -(-layout.nbytes(capacity_for(tokens)) // ALIGNMENT) * ALIGNMENT
 
-    lanes, all_lanes = scenario.lanes_per_worker, scenario.workers * scenario.lanes_per_worker
-    until = RETURN_TIMES * traffic.return_s
-    distances = []
-    for index in range(min(REUSE_WORKERS, scenario.workers)):
-        requests = arrivals(traffic, Part(index * lanes, lanes, all_lanes), scenario.seed + index)
-        distances.append(bytes_for(reuse_bytes(takewhile(lambda one: one.at < until, requests), nbytes), hit_share))
+    dram = _reuse(scenario, nbytes, hit_target)
+    hbm = 2 * nbytes(settings.relay.max_prefix_tokens + settings.relay.max_suffix_tokens)
+    while True:
+        hbm = min(hbm, settings.worker.hbm_bytes)
+        worker = msgspec.structs.replace(settings.worker, hbm_bytes=hbm, dram_bytes=dram)
+        tried = dataclasses.replace(scenario, settings=msgspec.structs.replace(settings, worker=worker))
+        probe = Probe(tried, run_scenario(tried, processes))
+        report(probe)
+        if probe.holds or hbm == settings.worker.hbm_bytes:
+            break
+        hbm *= 2
+    story, traffic = probe.story, scenario.traffic
     entry = nbytes(round(traffic.length))
-    admitted = float((story.reason == 0).mean()) if len(story.reason) else 0.0
-    held_s = traffic.delay.median_ms / 1e3
-    full = nbytes(settings.relay.max_prefix_tokens + settings.relay.max_suffix_tokens)
-    pinned = int(story.pinned_bytes.max())
-    share = settings.worker.pinned_share
-    return Memory(
-        entry=entry,
-        pinned=pinned,
-        little=admitted * traffic.rate / scenario.workers * held_s * entry,
-        hbm=max(2 * full, math.ceil(pinned / share) + full if share else 0),
-        reuse=max(distances),
-    )
+    admitted = float((story.reason == REASONS.index("admitted")).mean()) if len(story.reason) else 0.0
+    per_worker = admitted * traffic.rate / scenario.workers
+    little = per_worker * traffic.delay.median_ms / 1e3 * entry
+    return Memory(entry, int(story.pinned_bytes.max()), little, hbm, dram), probe
+
+
+def _reuse(scenario: Scenario, nbytes: Callable[[int], int], share: float) -> int:
+    """Cached prefix KV that finds this share of the returns, on the worst of some workers."""
+    traffic, lanes = scenario.traffic, scenario.lanes_per_worker
+    until = RETURN_TIMES * traffic.return_s
+    needs = []
+    for index in range(min(REUSE_WORKERS, scenario.workers)):
+        part = Part(index * lanes, lanes, scenario.workers * lanes)
+        requests = takewhile(lambda one: one.at < until, arrivals(traffic, part, scenario.seed + index))
+        needs.append(bytes_for(reuse_bytes(requests, nbytes), share))
+    return max(needs)
 
 
 def _guess(scenario: Scenario) -> int:

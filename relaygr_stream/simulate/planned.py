@@ -7,9 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-import msgspec
-
-from relaygr_stream.simulate.plan import Memory, Probe, memory, search
+from relaygr_stream.simulate.plan import Memory, Probe, search, size
 from relaygr_stream.simulate.report import render, render_bytes, summary, table
 from relaygr_stream.simulate.run import run_scenario
 from relaygr_stream.simulate.scenario import Failure, Scenario
@@ -47,31 +45,25 @@ class Planned:
 def plan(scenario: Scenario, hit_target: float, processes: int, report: Callable[[Probe], None]) -> Planned:
     """Search, size, verify, fail. Raises CapacityError where no fleet will do."""
     best = search(scenario, processes, report)
-    needed = memory(best.scenario, best.story, hit_target)
-    settings = scenario.settings
-    sized = msgspec.structs.replace(
-        settings, worker=msgspec.structs.replace(settings.worker, hbm_bytes=needed.hbm, dram_bytes=needed.reuse)
-    )
-    tried = dataclasses.replace(best.scenario, settings=sized)
-    verified = Probe(tried, run_scenario(tried, processes))
-    report(verified)
+    needed, verified = size(best, hit_target, processes, report)
     failure = scenario.failure or Failure(share=RACK, at=RACK_AT_S)
     failing = dataclasses.replace(
-        tried,
+        verified.scenario,
         failure=failure,
         sample=max(scenario.sample, round(1 / failure.share)),
         seconds=max(scenario.seconds, failure.at + AFTER_RACK_S),
     )
-    failed = run_scenario(failing, processes)
-    return Planned(best, needed, verified, failing, failed, hit_target)
+    return Planned(best, needed, verified, failing, run_scenario(failing, processes), hit_target)
 
 
 def render_probe(probe: Probe) -> str:
     """One line."""
-    late = late_share(probe.story, probe.scenario.settings.relay.slo_ms)
+    scenario, story = probe.scenario, probe.story
+    late = late_share(story, scenario.settings.relay.slo_ms)
     return (
-        f"{probe.scenario.workers:>9,} workers: P99 {p99(probe.story).value:7.1f} ms, {late.value:6.2%} late, device "
-        f"{probe.story.busy.mean():4.0%} busy: {'holds' if probe.holds else 'fails'}"
+        f"{scenario.workers:>9,} workers, {render_bytes(scenario.settings.worker.hbm_bytes):>9} HBM: "
+        f"P99 {p99(story).value:7.1f} ms, {late.value:6.2%} late, device {story.busy.mean():4.0%} busy: "
+        f"{'holds' if probe.holds else 'fails'}"
     )
 
 
@@ -79,15 +71,15 @@ def render_plan(planned: Planned) -> str:
     """The answer."""
     scenario, needed = planned.best.scenario, planned.memory
     hits = hit_share(planned.verified.story, returning=True)
-    size = render_bytes
-    by_reuse = f"{size(needed.reuse)} for {planned.hit_target:.0%} hits among returning users, by reuse distance"
+    of = render_bytes
+    by_reuse = f"{of(needed.reuse)} for {planned.hit_target:.0%} hits among returning users, by reuse distance"
     rows = [
         ("workers", f"{scenario.workers:,} ({scenario.traffic.rate / scenario.workers:.1f} requests/s each)"),
-        ("a prefix", f"{size(needed.entry)}"),
-        ("pinned a worker", f"{size(needed.pinned)} at most, {size(needed.little)} on average by Little's law"),
-        ("HBM a worker", f"{size(needed.hbm)}: that within worker.pinned_share, and a full sequence beside it"),
-        ("DRAM a worker", f"{by_reuse}; simulated with both: {hits.value:.1%}"),
-        ("fleet", f"{size(scenario.workers * needed.hbm)} HBM, {size(scenario.workers * needed.reuse)} DRAM"),
+        ("a prefix", f"{of(needed.entry)}"),
+        ("pinned a worker", f"{of(needed.pinned)} at most, {of(needed.little)} on average by Little's law"),
+        ("HBM a worker", f"{of(needed.hbm)}: the least power of two times two full sequences that keeps the SLO"),
+        ("DRAM a worker", f"{by_reuse}; simulated: {hits.value:.1%}"),
+        ("fleet", f"{of(scenario.workers * needed.hbm)} HBM, {of(scenario.workers * needed.reuse)} DRAM"),
     ]
     return "\n\n".join(
         [
