@@ -10,10 +10,12 @@ import click
 
 from relaygr_stream.cli_options import config_options, settings_options
 from relaygr_stream.config import Config
+from relaygr_stream.dead_letters.command import dead_letters_command
 from relaygr_stream.demo.command import demo_command
 from relaygr_stream.errors import RelayError
 from relaygr_stream.settings import Settings
 from relaygr_stream.simulate.command import simulate_command
+from relaygr_stream.supervisor.command import up_command
 from relaygr_stream.workload.command import publish_command
 
 
@@ -40,9 +42,11 @@ def main() -> None:
     """
 
 
+main.add_command(dead_letters_command)
 main.add_command(demo_command)
 main.add_command(publish_command)
 main.add_command(simulate_command)
+main.add_command(up_command)
 
 
 @main.command()

@@ -20,13 +20,12 @@ from msgspec import inspect as msgspec_inspect
 
 from relaygr_stream.errors import ConfigError
 from relaygr_stream.files import packaged_dir
-from relaygr_stream.settings import Settings
+from relaygr_stream.settings import SECRET_SHOWN, Settings
 
 ENV_PREFIX: Final = "RELAYGR_"
 #: Names under the prefix that are not settings: the file to read, and what only tests use.
 ENV_CONFIG: Final = "RELAYGR_CONFIG"
 ENV_NOT_SETTINGS: Final = (ENV_CONFIG, "RELAYGR_TEST_")
-SECRET_SHOWN: Final = "********"
 
 _UNITS: Final = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([KMGT]iB|B)?\s*$", re.IGNORECASE)
@@ -128,6 +127,11 @@ def load(
         if raw is not None:
             source = f"flag for {key}"
             _known(key, source)
+            if FIELDS[key].is_secret:
+                raise ConfigError(
+                    f"{source}: everybody on this machine can read a command line; set {FIELDS[key].env}, or write the "
+                    f"secret into a file that others cannot read"
+                )
             merged[key] = _checked(key, raw, source)
     sections: dict[str, dict[str, Any]] = {}
     for key, value in merged.items():

@@ -5,6 +5,7 @@ RelayError
 ├── DecodeError              bytes that are not a message of this protocol
 ├── BrokerError              the Kafka side failed
 │   ├── BrokerUnavailable    no broker answers, or the local one did not start
+│   ├── AccessDenied         the broker refuses our credentials, or we its certificate
 │   ├── TopicError           a topic is missing or has other properties than its file says
 │   └── CoPartitionError     topics that must share lanes have unequal partition counts
 ├── ModelError               a model or checkpoint cannot be loaded or does not keep the contract
@@ -49,6 +50,10 @@ class BrokerError(RelayError):
 
 class BrokerUnavailable(BrokerError):
     """No broker answers at the bootstrap address, or the local broker did not start."""
+
+
+class AccessDenied(BrokerError):
+    """The broker refuses our credentials or certificate, or we refuse its certificate."""
 
 
 class TopicError(BrokerError):

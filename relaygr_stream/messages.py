@@ -30,6 +30,10 @@ HEADER_ORIGIN_TOPIC: Final = "relaygr-origin-topic"
 HEADER_ORIGIN_PARTITION: Final = "relaygr-origin-partition"
 HEADER_ORIGIN_OFFSET: Final = "relaygr-origin-offset"
 
+# Headers of a replay: on the message, how often it was replayed; on the marker left in the dead-letter topic, which.
+HEADER_REPLAYS: Final = "relaygr-replays"  # ASCII decimal
+HEADER_REPLAY_OF: Final = "relaygr-replay-of"  # PARTITION:OFFSET of the letter
+
 ITEM_DTYPE: Final = np.dtype("<u4")
 ACTION_DTYPE: Final = np.dtype("u1")
 TIME_DTYPE: Final = np.dtype("<i8")  # Unix time in milliseconds

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, structs
+
+#: Settings that no log, error or traceback may show; each is marked as such where it stands.
+SECRETS = frozenset({"sasl_password", "tls_key_password", "hash_key"})
+SECRET_SHOWN = "********"
 
 BYTES = {"unit": "bytes"}  # such a setting also accepts "512MiB", "2GiB", …
 
@@ -19,7 +23,18 @@ def _doc(text: str) -> Meta:
     return Meta(description=text)
 
 
-class Kafka(Struct, frozen=True, kw_only=True):
+class Section(Struct, frozen=True, kw_only=True):
+    """A group of settings, whose representation hides secrets."""
+
+    def __repr__(self) -> str:
+        shown = (
+            f"{name}={SECRET_SHOWN if name in SECRETS and value else repr(value)}"
+            for name, value in structs.asdict(self).items()
+        )
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
+class Kafka(Section, frozen=True, kw_only=True):
     """How to reach Kafka, and the timings of its group protocol."""
 
     bootstrap: Annotated[str, _doc("brokers, HOST:PORT[,HOST:PORT…]")] = "localhost:9092"
@@ -41,9 +56,21 @@ class Kafka(Struct, frozen=True, kw_only=True):
     )
     commit_ms: Annotated[Positive, _doc("offsets are committed this often")] = 1000
     request_timeout_ms: Annotated[Positive, _doc("one request to a broker")] = 10_000
+    security_protocol: Annotated[
+        Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"], _doc("what the brokers' listeners speak")
+    ] = "PLAINTEXT"
+    sasl_mechanism: Annotated[
+        Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"], _doc("how the password is shown; PLAIN only within TLS")
+    ] = "SCRAM-SHA-512"
+    sasl_username: Annotated[str, _doc("user of SASL_PLAINTEXT and SASL_SSL")] = ""
+    sasl_password: Annotated[str, Meta(extra={"secret": True}), _doc("its password")] = ""
+    tls_ca: Annotated[str, _doc("PEM file of the authority that signed the brokers; empty: the system's")] = ""
+    tls_certificate: Annotated[str, _doc("PEM file of our own certificate, where brokers ask for one")] = ""
+    tls_key: Annotated[str, _doc("PEM file of its key; empty: in the certificate's file")] = ""
+    tls_key_password: Annotated[str, Meta(extra={"secret": True}), _doc("password of that key")] = ""
 
 
-class Relay(Struct, frozen=True, kw_only=True):
+class Relay(Section, frozen=True, kw_only=True):
     """What the trigger and the workers must agree on."""
 
     slo_ms: Annotated[Ms, _doc("the ranking stage's P99 target")] = 50.0
@@ -55,7 +82,7 @@ class Relay(Struct, frozen=True, kw_only=True):
     max_candidates: Annotated[Positive, _doc("most candidates in a request")] = 2048
 
 
-class Trigger(Struct, frozen=True, kw_only=True):
+class Trigger(Section, frozen=True, kw_only=True):
     """Admission: which requests are worth a pre-inference (DESIGN §6)."""
 
     group: Annotated[Name, _doc("consumer group on `retrieval`, after the prefix")] = "trigger"
@@ -65,7 +92,7 @@ class Trigger(Struct, frozen=True, kw_only=True):
     load_burst_ms: Annotated[Ms, _doc("device time a lane may ask for at once, in milliseconds")] = 100.0
 
 
-class Worker(Struct, frozen=True, kw_only=True):
+class Worker(Section, frozen=True, kw_only=True):
     """One process, one device."""
 
     name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{0,128}$"), _doc("unique per worker; empty: host and pid")] = ""
@@ -86,7 +113,7 @@ class Worker(Struct, frozen=True, kw_only=True):
     drain_ms: Annotated[Positive, _doc("on SIGTERM, time for accepted requests to finish")] = 10_000
 
 
-class Model(Struct, frozen=True, kw_only=True):
+class Model(Section, frozen=True, kw_only=True):
     """The model: a user's own factory, a checkpoint, or a seeded random HSTU of this shape."""
 
     factory: Annotated[str, _doc("module:factory of a user's own model; empty: the built-in HSTU")] = ""
@@ -106,7 +133,7 @@ class Model(Struct, frozen=True, kw_only=True):
     tasks: Annotated[str, _doc("names of the score columns, comma-separated")] = "click,like"
 
 
-class Client(Struct, frozen=True, kw_only=True):
+class Client(Section, frozen=True, kw_only=True):
     """The recommendation service's side."""
 
     timeout_ms: Annotated[Ms, _doc("default timeout of rank()")] = 1000.0
@@ -114,9 +141,13 @@ class Client(Struct, frozen=True, kw_only=True):
         int, Meta(ge=-1), _doc("partition of `scores` to be answered on; -1: chosen at random")
     ] = -1
     max_in_flight: Annotated[Positive, _doc("concurrent rank() calls; more raise Overloaded")] = 10_000
+    hedge_ms: Annotated[
+        float, Meta(ge=0, le=3.6e6), _doc("without an answer this long, another worker is asked as well; 0: never")
+    ] = 200.0
+    silence_ms: Annotated[Ms, _doc("a lane whose owner has said nothing this long is asked elsewhere at once")] = 1500.0
 
 
-class Telemetry(Struct, frozen=True, kw_only=True):
+class Telemetry(Section, frozen=True, kw_only=True):
     """Logs, metrics, health."""
 
     log_level: Annotated[Literal["debug", "info", "warning", "error"], _doc("least severe level logged")] = "info"

@@ -24,6 +24,7 @@ from aiokafka.partitioner import murmur2
 from msgspec import Meta
 
 from relaygr_stream.bus.connection import client_options, typed_errors
+from relaygr_stream.bus.probe import check_connection
 from relaygr_stream.errors import ConfigError, CoPartitionError, TopicError
 from relaygr_stream.files import packaged_dir
 from relaygr_stream.settings import Kafka
@@ -240,6 +241,7 @@ def _check(rows: Sequence[TopicRow]) -> None:
 
 @asynccontextmanager
 async def _admin(kafka: Kafka) -> AsyncIterator[Any]:
+    await check_connection(kafka)
     admin = AIOKafkaAdminClient(**client_options(kafka, "relaygr-topics"))
     try:
         with typed_errors(kafka, "look at the topics"):

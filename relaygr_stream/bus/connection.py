@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from aiokafka.errors import KafkaConnectionError, KafkaError
 
+from relaygr_stream.bus.security import security_options
 from relaygr_stream.errors import BrokerError, BrokerUnavailable
 from relaygr_stream.settings import Kafka
 
@@ -18,13 +19,19 @@ from relaygr_stream.settings import Kafka
 RETRY_BACKOFF_MS: Final = 100
 
 
+def bootstrap_addresses(kafka: Kafka) -> list[str]:
+    """HOST:PORT of each broker named."""
+    return [address.strip() for address in kafka.bootstrap.split(",") if address.strip()]
+
+
 def client_options(kafka: Kafka, client_id: str) -> dict[str, Any]:
-    """Keyword arguments that every aiokafka client (producer, consumer, admin) is made with."""
+    """Keyword arguments that every aiokafka client (producer, consumer, admin) is made with. Raises ConfigError."""
     return {
-        "bootstrap_servers": [address.strip() for address in kafka.bootstrap.split(",") if address.strip()],
+        "bootstrap_servers": bootstrap_addresses(kafka),
         "client_id": client_id,
         "request_timeout_ms": kafka.request_timeout_ms,
         "retry_backoff_ms": RETRY_BACKOFF_MS,
+        **security_options(kafka),
     }
 
 

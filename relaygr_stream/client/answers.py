@@ -61,6 +61,25 @@ class Call:
 
     correlation: bytes
     reply: asyncio.Future[ScoreReply]
+    attempts: int = 0  # copies that may still bring an answer
+    settled_for: ScoreReply | None = None  # what it ends with if no other attempt brings scores
+
+    def take(self, reply: ScoreReply) -> None:
+        """An answer came. Scores end the call, and so does a refusal that every worker would repeat; anything else only
+        if no other copy is under way."""
+        self.attempts -= 1
+        if self.attempts <= 0 or reply.status in ("ok", "rejected"):
+            self.reply.set_result(reply)
+        else:
+            self.settled_for = reply
+
+    def lost(self, error: RelayError) -> None:
+        """A copy will bring no answer; the call ends with that where it was the last."""
+        self.attempts -= 1
+        if self.attempts <= 0:
+            if self.settled_for is not None and not self.reply.done():
+                self.reply.set_result(self.settled_for)
+            self.fail(error)
 
     def fail(self, error: RelayError) -> None:
         """End the call with an error, unless it has ended."""
@@ -111,12 +130,13 @@ class Answers:
                 self._metrics.answers_dropped.labels(self._why_unexpected(correlation)).inc()
                 continue
             try:
-                call.reply.set_result(decode(ScoreReply, record.value, self._max_bytes))
+                call.take(decode(ScoreReply, record.value, self._max_bytes))
             except DecodeError as error:
-                call.fail(WorkerFailed(f"the worker's answer cannot be read: {error}"))
-            self._answered[correlation] = None
-            if len(self._answered) > REMEMBERED:
-                self._answered.popitem(last=False)
+                call.lost(WorkerFailed(f"the worker's answer cannot be read: {error}"))
+            if call.reply.done():
+                self._answered[correlation] = None
+                if len(self._answered) > REMEMBERED:
+                    self._answered.popitem(last=False)
 
     def _why_unexpected(self, correlation: bytes) -> str:
         if not correlation.startswith(self._nonce):

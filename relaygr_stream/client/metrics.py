@@ -25,6 +25,13 @@ class ClientMetrics:
         self.announcements = Counter(
             "relaygr_client_announcements", "Request events by what became of them.", ["outcome"], registry=registry
         )
+        self.hedges = Counter(
+            "relaygr_client_hedges",
+            "Copies of ranking requests sent to another worker's lane: slow (no answer in time), silent (nobody speaks "
+            "for the user's lane), unsent (the broker did not take the first).",
+            ["reason"],
+            registry=registry,
+        )
         self.answers_dropped = Counter(
             "relaygr_client_answers_dropped",
             "Answers nobody waits for: late (the call is over), duplicate, or foreign (another client's).",

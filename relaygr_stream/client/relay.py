@@ -1,7 +1,7 @@
 """RelayClient: announce requests, rank candidates, over Kafka. One event loop, no thread.
 
-Knows nothing of lanes' owners, triggers or caches: whoever owns the user's lane answers on this client's partition of
-`scores`.
+Knows nothing of triggers or caches: whoever owns the user's lane, or another worker where that one does not, answers on
+this client's partition of `scores`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import asyncio
 import random
 import secrets
 import time
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from copy import copy
 from types import TracebackType
@@ -22,6 +23,8 @@ from prometheus_client import CollectorRegistry
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.client.answers import Answers, Call, Ranking, ranking_of
+from relaygr_stream.client.exchange import Exchange
+from relaygr_stream.client.hedges import Hedges
 from relaygr_stream.client.metrics import ClientMetrics
 from relaygr_stream.client.sender import Sender
 from relaygr_stream.config import load
@@ -42,10 +45,10 @@ from relaygr_stream.messages import (
     ITEM_DTYPE,
     RankingRequest,
     RequestEvent,
-    ScoreReply,
     decode,
     encode,
 )
+from relaygr_stream.owners import OwnerDirectory
 from relaygr_stream.settings import Settings
 from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.topics import Topic, lane_of, load_topics, verify_topics
@@ -91,6 +94,8 @@ class RelayClient:
         self._metrics = ClientMetrics(self.registry)
         self._answers = Answers(self._metrics, self._topics.scores.max_message_bytes)
         self._reply_partition = self._choose_reply_partition()
+        self._owners = OwnerDirectory(settings.client.silence_ms)
+        self._hedges = Hedges(self._owners, settings.relay.slo_ms)
         self._sender: Sender | None = None
         self._stack = AsyncExitStack()
         self._ended: RelayError = RequestError("the client is not open: use `async with RelayClient(…) as relay`")
@@ -108,6 +113,10 @@ class RelayClient:
             tail = TopicTail(kafka, topics.scores.name, [self._reply_partition], "latest", self._answers.on_records)
             await stack.enter_async_context(tail)
             tail.failed.add_done_callback(self._tail_failed)
+            if self._settings.client.hedge_ms:
+                statuses = TopicTail(kafka, topics.worker_status.name, [0], "latest", self._owners.on_records)
+                await stack.enter_async_context(statuses)
+                statuses.failed.add_done_callback(self._tail_failed)
             max_bytes = max(topics.retrieval.max_message_bytes, topics.ranking.max_message_bytes)
             producer = Producer(kafka, client_id=self._client_id, acks=1, max_bytes=max_bytes)
             await stack.enter_async_context(producer)
@@ -179,7 +188,7 @@ class RelayClient:
         call = self._answers.expect()
         try:
             async with asyncio.timeout(timeout_s):
-                reply = await self._exchange(sender, call, request.user_id, value, key)
+                reply = await self._exchange(sender, call, request, value, key).run()
         except TimeoutError:
             raise DeadlineExceeded(f"no answer within {timeout_s * 1000:g} ms") from None
         finally:
@@ -187,23 +196,28 @@ class RelayClient:
         candidates = len(request.candidates) // ITEM_DTYPE.itemsize
         return ranking_of(reply, candidates, (time.perf_counter() - started) * 1000)
 
-    async def _exchange(self, sender: Sender, call: Call, user_id: str, value: bytes, key: bytes) -> ScoreReply:
-        def settled(error: BrokerError | None) -> None:
-            if error is not None:
-                call.fail(error)
+    def _exchange(self, sender: Sender, call: Call, request: RankingRequest, value: bytes, key: bytes) -> Exchange:
+        headers = [
+            (HEADER_CORRELATION, call.correlation),
+            (HEADER_REPLY_PARTITION, str(self._reply_partition).encode()),
+        ]
+        topic = self._topics.ranking.name
 
-        await sender.send(
-            self._topics.ranking.name,
-            value,
-            key=key,
-            partition=lane_of(user_id, self._topics.lanes),
-            headers=[
-                (HEADER_CORRELATION, call.correlation),
-                (HEADER_REPLY_PARTITION, str(self._reply_partition).encode()),
-            ],
-            settled=settled,
+        async def send(lane: int, hops: int, settled: Callable[[BrokerError | None], None]) -> None:
+            copy_of_it = value if not hops else encode(msgspec.structs.replace(request, hops=hops))
+            try:
+                await sender.send(topic, copy_of_it, key=key, partition=lane, headers=headers, settled=settled)
+            except BrokerError as error:
+                settled(error)
+
+        return Exchange(
+            call,
+            lane_of(request.user_id, self._topics.lanes),
+            lambda *attempt: asyncio.create_task(send(*attempt)),
+            self._hedges,
+            self._settings.client.hedge_ms / 1000,
+            self._metrics,
         )
-        return await call.reply
 
     def _encoded(self, message: M, topic: Topic) -> tuple[bytes, bytes]:
         """Value and key of a message that any receiver will accept; otherwise Rejected."""

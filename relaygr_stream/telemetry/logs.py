@@ -20,8 +20,7 @@ import msgspec
 import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
 
-from relaygr_stream.config import SECRET_SHOWN
-from relaygr_stream.settings import Telemetry
+from relaygr_stream.settings import SECRET_SHOWN, Telemetry
 from relaygr_stream.telemetry.limiter import LogLimiter
 
 __all__ = ["LogLimiter", "configure_logging", "hash_user_ids", "hide_and_shorten", "request_log_fields"]

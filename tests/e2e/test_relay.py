@@ -16,8 +16,6 @@ from relaygr_stream.workload.driver import drive
 from tests.conftest import AnyBroker
 from tests.e2e.fleet import Fleet, Results, serving_fleet, traffic, until
 
-TYPED = {"DeadlineExceeded", "Overloaded", "WorkerFailed"}
-
 
 async def co_owned(fleet: Fleet) -> None:
     """Fail if a member of the workers' group owns a lane of one topic and not of the other."""
@@ -71,22 +69,23 @@ async def test_a_worker_joins_and_one_leaves_under_load(
 
 
 @pytest.mark.timeout(240)
-async def test_a_killed_worker_loses_no_request(kafka_settings: Kafka, tmp_path: Path) -> None:
+async def test_a_killed_workers_users_are_served_by_others(kafka_settings: Kafka, tmp_path: Path) -> None:
     async with serving_fleet(kafka_settings, tmp_path, "w1", "w2") as fleet:
         results = Results()
         items = traffic(seconds=12, rate=15)
         async with RelayClient(settings=fleet.settings) as client:
-            load = asyncio.create_task(drive(client, items, timeout=4.0, on_result=results))
+            load = asyncio.create_task(drive(client, items, timeout=10.0, on_result=results))
             await until(lambda: len(results.by_id) > 20, "some answers before the kill")
             fleet.children["w1"].kill()
             await load
+            hedged = client.registry.get_sample_value("relaygr_client_hedges_total", {"reason": "silent"}) or 0
             await fleet.lanes_settled("w2")
             # Whatever the crash held up, its users are served again by the survivor.
             after = Results()
             await drive(client, traffic(seconds=2, rate=15, seed=2, run="after"), timeout=20.0, on_result=after)
         assert set(results.by_id) == {item.request.request_id for item in items}
-        assert {result.error for result in results.by_id.values() if result.error} <= TYPED
-        assert sum(result.outcome is not None for result in results.by_id.values()) > len(items) / 4
+        assert not results.errors()  # the timeout is several times the silence after which a lane is asked elsewhere
+        assert hedged, "nobody was asked elsewhere"
         assert not after.errors()
         fleet.children.pop("w1")
 

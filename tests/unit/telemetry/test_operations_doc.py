@@ -42,8 +42,8 @@ async def test_the_metrics_tables_name_every_metric_and_no_other() -> None:
 def test_the_table_of_a_process_tells_values_sources_and_no_secret() -> None:
     loaded = config.load(
         ["cpu"],
-        {"worker.hbm_bytes": "512MiB", "telemetry.hash_key": "pepper"},
-        {"RELAYGR_WORKER_BATCH": "3"},
+        {"worker.hbm_bytes": "512MiB"},
+        {"RELAYGR_WORKER_BATCH": "3", "RELAYGR_TELEMETRY_HASH_KEY": "pepper"},
     )
     text = render_settings_table(loaded)
     rows = {line.split()[0]: line for line in text.splitlines()}

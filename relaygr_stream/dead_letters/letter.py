@@ -1,0 +1,123 @@
+"""A dead letter as an operator reads it, whatever its value is. Knows nothing of Kafka's clients.
+
+The topic is a log: what was replayed stays in it, and a marker behind it (a record without a value) says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import msgpack
+
+from relaygr_stream.bus.records import Record
+from relaygr_stream.messages import (
+    HEADER_DETAIL,
+    HEADER_ORIGIN_OFFSET,
+    HEADER_ORIGIN_PARTITION,
+    HEADER_ORIGIN_TOPIC,
+    HEADER_REASON,
+    HEADER_REPLAY_OF,
+    HEADER_REPLAYS,
+)
+
+_OURS: Final = frozenset(
+    {HEADER_REASON, HEADER_DETAIL, HEADER_ORIGIN_TOPIC, HEADER_ORIGIN_PARTITION, HEADER_ORIGIN_OFFSET, HEADER_REPLAYS}
+)
+#: Longest list or map that is unpacked for a person to look at. Headers nested to msgpack's own limit of 511 levels
+#: then claim 511 × 1,000 × 8 bytes, 4 MB.
+MAX_ITEMS: Final = 1000
+#: Longest text or byte string shown whole.
+SHOWN_BYTES: Final = 64
+
+
+@dataclass
+class Letter:
+    """One record of the dead-letter topic. What its headers do not tell is "" or -1."""
+
+    partition: int
+    offset: int
+    timestamp_ms: int
+    key: bytes | None
+    value: bytes
+    reason: str = ""
+    detail: str = ""
+    origin_topic: str = ""
+    origin_partition: int = -1
+    origin_offset: int = -1
+    replays: int = 0  # how often it had been replayed before it came here
+    headers: tuple[tuple[str, bytes], ...] = ()  # the original's own
+    replayed: bool = field(default=False)  # from here, by a marker behind it
+
+    @property
+    def address(self) -> str:
+        """How commands and markers name it."""
+        return f"{self.partition}:{self.offset}"
+
+
+def letters_of(records: Iterable[Record]) -> list[Letter]:
+    """The letters among the records of the dead-letter topic, oldest first, with what the markers say of them."""
+    letters: dict[str, Letter] = {}
+    replayed: set[str] = set()
+    for record in records:
+        headers = dict(reversed(record.headers))  # ours come first; the original may have brought the same names
+        if (marker := headers.get(HEADER_REPLAY_OF)) is not None and HEADER_REASON not in headers:
+            replayed.add(_text(marker))
+        else:
+            letter = _letter(record, headers)
+            letters[letter.address] = letter
+    for address in replayed & letters.keys():
+        letters[address].replayed = True
+    return sorted(letters.values(), key=lambda letter: (letter.timestamp_ms, letter.partition, letter.offset))
+
+
+def show_value(value: bytes) -> Any:
+    """The value for a person: MessagePack of any schema unpacked, long parts named by their size; else as text."""
+    try:
+        unpacked = msgpack.unpackb(
+            value, strict_map_key=False, max_array_len=MAX_ITEMS, max_map_len=MAX_ITEMS, max_ext_len=MAX_ITEMS
+        )
+    except Exception as error:  # hostile bytes: msgpack raises a ValueError, one of its own, or a RecursionError
+        return {"not MessagePack": str(error) or type(error).__name__, "bytes": _brief(value)}
+    return _brief(unpacked)
+
+
+def _letter(record: Record, headers: dict[str, bytes]) -> Letter:
+    return Letter(
+        partition=record.lane,
+        offset=record.offset,
+        timestamp_ms=record.timestamp_ms,
+        key=record.key,
+        value=record.value or b"",
+        reason=_text(headers.get(HEADER_REASON, b"")),
+        detail=_text(headers.get(HEADER_DETAIL, b"")),
+        origin_topic=_text(headers.get(HEADER_ORIGIN_TOPIC, b"")),
+        origin_partition=_number(headers.get(HEADER_ORIGIN_PARTITION), -1),
+        origin_offset=_number(headers.get(HEADER_ORIGIN_OFFSET), -1),
+        replays=_number(headers.get(HEADER_REPLAYS), 0),
+        headers=tuple((name, value) for name, value in record.headers if name not in _OURS),
+    )
+
+
+def _text(raw: bytes) -> str:
+    return raw.decode("utf-8", "replace")
+
+
+def _number(raw: bytes | None, default: int) -> int:
+    text = _text(raw or b"")
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 20 else default
+
+
+def _brief(value: Any) -> Any:
+    """The same with long strings cut, bytes as hex, and keys as text, so that it can be printed as JSON."""
+    if isinstance(value, dict):
+        return {str(_brief(key)): _brief(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_brief(item) for item in value]
+    if isinstance(value, bytes):
+        shown = value[: SHOWN_BYTES // 2].hex(" ", 4)
+        return f"{len(value)} bytes: {shown}{' …' if len(value) > SHOWN_BYTES // 2 else ''}"
+    if isinstance(value, str) and len(value) > SHOWN_BYTES:
+        return f"{value[:SHOWN_BYTES]}… ({len(value)} characters)"
+    return value if isinstance(value, str | int | float | bool | None) else repr(value)[:SHOWN_BYTES]

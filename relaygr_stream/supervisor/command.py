@@ -1,0 +1,95 @@
+"""`relaygr up`: a trigger and workers on this host."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from relaygr_stream.cli_options import parse_flags
+
+if TYPE_CHECKING:
+    from relaygr_stream.supervisor.service import Supervised, Supervisor
+
+#: What a process gets beyond worker.drain_ms before it is killed: leaving the group, closing clients.
+BEYOND_DRAIN_S = 5.0
+
+
+@click.command(name="up")
+@click.option("--workers", default=1, show_default=True, type=click.IntRange(0, 256), help="Worker processes.")
+@click.option("--trigger/--no-trigger", default=True, show_default=True, help="Whether to run a trigger as well.")
+@click.option(
+    "--name",
+    default=socket.gethostname,
+    help="Workers are called NAME-0, NAME-1, …; default: the host's name.",
+)
+@click.option("--devices", metavar="DEVICE[,DEVICE…]", help="Given to the workers in turn, e.g. cuda:0,cuda:1.")
+@click.option("--config", "--profile", "files", multiple=True, metavar="FILE", help="As for `relaygr worker`.")
+@click.option("--set", "assignments", multiple=True, metavar="SECTION.KEY=VALUE", help="As for `relaygr worker`.")
+@click.option("--bootstrap", metavar="HOST:PORT", help="Kafka brokers; short for --set kafka.bootstrap=…")
+def up_command(
+    workers: int,
+    trigger: bool,
+    name: str,
+    devices: str | None,
+    files: tuple[str, ...],
+    assignments: tuple[str, ...],
+    bootstrap: str | None,
+) -> None:
+    """Run a trigger and workers on this host, and keep them running.
+
+    A process that fails is started again, after a pause that doubles up to 30 s. The first SIGTERM or Ctrl-C stops all
+    in order: the trigger, then the workers, who drain; a second one kills them. Logs of all go to stderr, what each is
+    doing to stdout.
+
+    Example: relaygr up --workers 2 --profile cpu --bootstrap kafka:9092
+    """
+    from relaygr_stream.config import load
+    from relaygr_stream.supervisor.child import Child
+    from relaygr_stream.supervisor.service import Supervisor as Service
+
+    if not (workers or trigger):
+        raise click.UsageError("nothing to run: --workers 0 and --no-trigger")
+    # Read here only so that a mistake is said once, not by every process; they read it themselves.
+    settings = load(files, {"kafka.bootstrap": bootstrap, **parse_flags(assignments)}).settings
+    shared = [
+        *(argument for file in files for argument in ("--config", file)),
+        *(argument for assignment in assignments for argument in ("--set", assignment)),
+        *(("--bootstrap", bootstrap) if bootstrap else ()),
+    ]
+    with tempfile.TemporaryDirectory(prefix="relaygr-up-") as folder:
+        children = [Child("trigger", ["trigger", *shared], Path(folder))] if trigger else []
+        for index in range(workers):
+            own = ["--set", f"worker.name={name}-{index}"]
+            if devices:
+                own += ["--set", f"worker.device={devices.split(',')[index % len(devices.split(','))].strip()}"]
+            children.append(Child(f"{name}-{index}", ["worker", *shared, *own], Path(folder)))
+        supervisor = Service(children, settings.worker.drain_ms / 1e3 + BEYOND_DRAIN_S, _say)
+        sys.exit(0 if asyncio.run(_run(supervisor)) else 1)
+
+
+async def _run(supervisor: Supervisor) -> bool:
+    stop = asyncio.Event()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            supervisor.kill()
+        stop.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    return await supervisor.run(stop)
+
+
+def _say(process: Supervised) -> None:
+    child, restarts = process.child, process.restarts.count
+    pid = f"pid {child.pid}" if child.pid else "–"
+    again = f"  restarts {restarts}" if restarts else ""
+    click.echo(f"{child.name:<20} {pid:<12} {process.state}{again}")

@@ -1,0 +1,90 @@
+"""Keeps a set of processes running until told to stop, and says what each is doing whenever that changes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from relaygr_stream.supervisor.child import Child
+from relaygr_stream.supervisor.restarts import Restarts
+
+#: How often readiness is looked at: often enough for a person who watches, nothing beside the heartbeats.
+PROBE_S: Final = 0.5
+
+
+@dataclass(eq=False)
+class Supervised:
+    """A process, and what it is doing in words."""
+
+    child: Child
+    restarts: Restarts = field(default_factory=Restarts)
+    state: str = ""
+    final: int | None = None  # the exit code after which it was not started again
+
+
+class Supervisor:
+    """changed(process): its state is another. stop_s: what each process gets to drain."""
+
+    def __init__(self, children: Sequence[Child], stop_s: float, changed: Callable[[Supervised], None]) -> None:
+        self.processes = [Supervised(child) for child in children]
+        self._stop_s = stop_s
+        self._changed = changed
+
+    async def run(self, stop: asyncio.Event) -> bool:
+        """Until `stop` is set or all have ended for good; stops in the order given. Whether all ended in order."""
+        keeping = [asyncio.create_task(self._keep(process), name=process.child.name) for process in self.processes]
+        everyone: asyncio.Future[Any] = asyncio.gather(*keeping)
+        stopping: asyncio.Future[Any] = asyncio.ensure_future(stop.wait())
+        try:
+            await asyncio.wait([stopping, everyone], return_when=asyncio.FIRST_COMPLETED)
+            if everyone.done():
+                everyone.result()  # or the defect that ended it
+        finally:
+            stopping.cancel()
+            everyone.cancel()
+            await asyncio.gather(stopping, *keeping, return_exceptions=True)
+            # The first ones alone: no trigger admits work for workers that are leaving.
+            for process in self.processes:
+                if process.child.pid:
+                    self._say(process, "stopping")
+            first, *rest = self.processes
+            await first.child.stop(self._stop_s)
+            await asyncio.gather(*(process.child.stop(self._stop_s) for process in rest))
+        return all(process.final in (None, 0) for process in self.processes)
+
+    def kill(self) -> None:
+        """End all at once."""
+        for process in self.processes:
+            process.child.kill()
+
+    async def _keep(self, process: Supervised) -> None:
+        while True:
+            await process.child.start()
+            self._say(process, "starting")
+            watch = asyncio.create_task(self._watch(process))
+            try:
+                code = await process.child.ended()
+            finally:
+                watch.cancel()
+                await asyncio.gather(watch, return_exceptions=True)
+            pause = process.restarts.pause_s(code, process.child.ran_s)
+            if pause is None:
+                process.final = code
+                self._say(process, f"ended with exit code {code}, not started again")
+                return
+            how = f"exit code {code}" if code >= 0 else f"signal {-code}"
+            self._say(process, f"ended with {how}, starts again in {pause:g} s")
+            await asyncio.sleep(pause)
+
+    async def _watch(self, process: Supervised) -> None:
+        while True:
+            problem = await process.child.why_not_ready()
+            self._say(process, "ready" if problem is None else problem)
+            await asyncio.sleep(PROBE_S)
+
+    def _say(self, process: Supervised, state: str) -> None:
+        if state != process.state:
+            process.state = state
+            self._changed(process)

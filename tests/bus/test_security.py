@@ -1,0 +1,86 @@
+"""SASL and TLS against an Apache Kafka that insists on them; and what is said where they fail."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from relaygr_stream.bus.probe import check_connection
+from relaygr_stream.bus.producer import Producer
+from relaygr_stream.bus.records import Record
+from relaygr_stream.bus.tail import TopicTail
+from relaygr_stream.errors import AccessDenied, BrokerUnavailable
+from relaygr_stream.settings import Kafka
+from relaygr_stream.topics import apply_topics, load_topics, verify_topics
+from tests.bus.members import Member, until
+from tests.bus.secure_kafka import PASSWORD, SecureKafka, secure_kafka
+from tests.conftest import KAFKA_HINT
+
+pytestmark = pytest.mark.kafka
+
+
+@pytest.fixture(scope="module")
+def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecureKafka]:
+    if not os.environ.get("KAFKA_HOME"):
+        pytest.skip(KAFKA_HINT)
+    with secure_kafka(tmp_path_factory.mktemp("secure")) as broker:
+        yield broker
+
+
+async def there_and_back(kafka: Kafka) -> None:
+    """Every kind of client: admin, producer, tail, and the two consumers of a worker."""
+    await apply_topics(kafka)
+    topics = load_topics(kafka)
+    read: list[Record] = []
+    async with (
+        Producer(kafka, client_id="test") as producer,
+        TopicTail(kafka, topics.worker_status.name, [0], "latest", read.extend),
+        Member(kafka, topics, "w") as member,
+    ):
+        await until(lambda: len(member.lanes) == topics.lanes, "the lanes owned")
+        await producer.send_and_wait(topics.worker_status.name, b"hello", key=b"w")
+        await producer.send_and_wait(topics.ranking.name, b"rank", partition=1)
+        await until(lambda: bool(read) and bool(member.values), "both read")
+    assert [record.value for record in read] == [b"hello"]
+    assert member.values == [b"rank"]
+
+
+@pytest.mark.parametrize("mechanism", ["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"])
+async def test_every_client_is_let_in_by_password(secure: SecureKafka, mechanism: str) -> None:
+    await there_and_back(secure.sasl(sasl_mechanism=mechanism, prefix=f"{mechanism}."))
+
+
+async def test_every_client_is_let_in_by_certificate(secure: SecureKafka) -> None:
+    await there_and_back(secure.tls(prefix="tls."))
+
+
+@pytest.mark.parametrize("mechanism", ["PLAIN", "SCRAM-SHA-512"])
+async def test_a_wrong_password_is_said_and_not_shown(secure: SecureKafka, mechanism: str) -> None:
+    wrong = secure.sasl(sasl_password="not that one", sasl_mechanism=mechanism)
+    with pytest.raises(AccessDenied, match=r"refused user 'relay' by") as raised:
+        await verify_topics(wrong)
+    assert "not that one" not in str(raised.value)
+    assert PASSWORD not in str(raised.value)
+
+
+async def test_a_broker_of_another_authority_is_refused(secure: SecureKafka) -> None:
+    with pytest.raises(AccessDenied, match=r"certificate was not accepted.*`kafka\.tls_ca`"):
+        await check_connection(secure.sasl(tls_ca=str(secure.other_ca)))
+
+
+async def test_a_broker_whose_certificate_is_made_out_to_another_host_is_refused(secure: SecureKafka) -> None:
+    with pytest.raises(AccessDenied, match=r"made out to that host"):
+        await check_connection(secure.sasl(bootstrap=f"127.0.0.1:{secure.sasl_port}"))
+
+
+async def test_without_a_client_certificate_nobody_gets_in(secure: SecureKafka) -> None:
+    with pytest.raises((AccessDenied, BrokerUnavailable), match="certificate"):
+        await verify_topics(secure.tls(tls_certificate=""))
+
+
+async def test_a_listener_of_another_kind_is_named(secure: SecureKafka) -> None:
+    plain = Kafka(bootstrap=f"localhost:{secure.sasl_port}", request_timeout_ms=2000)
+    with pytest.raises(BrokerUnavailable, match=r"listener one for PLAINTEXT"):
+        await check_connection(plain)

@@ -1,0 +1,92 @@
+"""`relaygr up` with real processes: all come up, a killed one comes back, all go when asked."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+
+from relaygr_stream.demo.processes import settings_as_toml
+from relaygr_stream.settings import Kafka
+from relaygr_stream.topics import apply_topics
+from tests.e2e.fleet import TEST_SETTINGS, until
+
+
+class Up:
+    """The command as a process, and the lines it printed."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+        self.lines: list[str] = []
+
+    async def read(self) -> None:
+        assert self.process.stdout is not None
+        async for line in self.process.stdout:
+            self.lines.append(line.decode().rstrip())
+
+    def last(self, name: str) -> str:
+        return next((line for line in reversed(self.lines) if line.split()[0] == name), "")
+
+    def ready(self, *names: str) -> bool:
+        return all(" ready" in self.last(name) for name in names)
+
+    def pid(self, name: str) -> int:
+        found = re.search(r"pid (\d+)", self.last(name))
+        assert found, self.lines
+        return int(found[1])
+
+
+@contextlib.asynccontextmanager
+async def up(kafka: Kafka, folder: Path, *arguments: str) -> AsyncIterator[Up]:
+    await apply_topics(kafka)
+    config = folder / "settings.toml"
+    config.write_text(settings_as_toml(msgspec.structs.replace(TEST_SETTINGS, kafka=kafka)), encoding="utf-8")
+    with (folder / "up.log").open("wb") as log:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "relaygr_stream.cli", "up", "--config", str(config), *arguments),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=log,
+            env=os.environ | {"PYTHONUNBUFFERED": "1"},
+        )
+    running = Up(process)
+    reading = asyncio.create_task(running.read())
+    try:
+        yield running
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+        await reading
+
+
+@pytest.mark.timeout(180)
+async def test_all_come_up_a_killed_one_comes_back_and_all_go(embedded_settings: Kafka, tmp_path: Path) -> None:
+    async with up(embedded_settings, tmp_path, "--workers", "2", "--name", "w") as running:
+        names = ("trigger", "w-0", "w-1")
+        await until(lambda: running.ready(*names), "all ready")
+        killed = running.pid("w-0")
+        os.kill(killed, signal.SIGKILL)
+        await until(lambda: any("ended with signal 9" in line for line in running.lines), "the end noticed")
+        await until(lambda: running.ready(*names) and running.pid("w-0") != killed, "w-0 ready again")
+        assert running.last("w-0").endswith("restarts 1")
+        pids = [running.pid(name) for name in names]
+        running.process.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(running.process.wait(), 60) == 0, (tmp_path / "up.log").read_text()[-2000:]
+        assert not [pid for pid in pids if psutil.pid_exists(pid)]
+
+
+@pytest.mark.timeout(120)
+async def test_a_mistake_in_the_settings_is_said_once(embedded_settings: Kafka, tmp_path: Path) -> None:
+    async with up(embedded_settings, tmp_path, "--set", "worker.bach=3") as running:
+        assert await running.process.wait() == 1
+    assert not running.lines
+    assert (tmp_path / "up.log").read_text().count("did you mean `worker.batch`") == 1

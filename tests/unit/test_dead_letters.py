@@ -1,0 +1,105 @@
+"""Dead letters as an operator sees them: any bytes can be shown, and nothing is sent twice."""
+
+from __future__ import annotations
+
+import json
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from relaygr_stream.bus.dead_letter import dead_letter_headers
+from relaygr_stream.bus.records import Record
+from relaygr_stream.dead_letters.letter import Letter, letters_of, show_value
+from relaygr_stream.dead_letters.read import choose
+from relaygr_stream.dead_letters.replay import verdict_before
+from relaygr_stream.dead_letters.table import as_json
+from relaygr_stream.errors import DecodeError, InputError
+from relaygr_stream.messages import HEADER_REASON, HEADER_REPLAY_OF, HEADER_REPLAYS
+from relaygr_stream.settings import Kafka
+from relaygr_stream.topics import load_topics
+
+TOPICS = load_topics(Kafka(prefix="t."))
+
+
+def record(offset: int, headers: list[tuple[str, bytes]], value: bytes = b"v", key: bytes | None = b"u") -> Record:
+    return Record("t.dead-letter", 0, offset, 1_000 + offset, key, value, tuple(headers))
+
+
+def dead(offset: int, value: bytes = b"v", original: tuple[tuple[str, bytes], ...] = ()) -> Record:
+    bad = Record("t.ranking", 3, 17, 0, b"u", value, original)
+    return record(offset, dead_letter_headers(bad, DecodeError("malformed", "no map")), value)
+
+
+def test_reason_and_origin_are_ours_and_the_originals_headers_are_kept() -> None:
+    (letter,) = letters_of([dead(5, original=(("trace", b"abc"), (HEADER_REASON, b"forged")))])
+    assert (letter.reason, letter.detail) == ("malformed", "no map")
+    assert (letter.origin_topic, letter.origin_partition, letter.origin_offset) == ("t.ranking", 3, 17)
+    assert letter.headers == (("trace", b"abc"),)
+    assert (letter.address, letter.replays, letter.replayed) == ("0:5", 0, False)
+
+
+def test_a_marker_behind_it_says_that_a_letter_was_replayed() -> None:
+    first, second = letters_of([dead(1), dead(2), record(3, [(HEADER_REPLAY_OF, b"0:2")], value=b"")])
+    assert (first.replayed, second.replayed) == (False, True)
+
+
+def test_a_bad_message_cannot_pose_as_a_marker() -> None:
+    first, second = letters_of([dead(1), dead(2, value=b"", original=((HEADER_REPLAY_OF, b"0:1"),))])
+    assert not first.replayed
+    assert second.address == "0:2"
+
+
+def test_what_was_replayed_is_not_replayed_again_unless_told_to() -> None:
+    fresh, marked = letters_of([dead(1), dead(2), record(3, [(HEADER_REPLAY_OF, b"0:2")], value=b"")])
+    (back,) = letters_of([dead(9, original=((HEADER_REPLAYS, b"1"),))])
+    assert back.replays == 1
+    assert [verdict_before(letter, TOPICS, again=False) for letter in (fresh, marked, back)] == [
+        "would replay",
+        "replayed before",
+        "came back",
+    ]
+    assert {verdict_before(letter, TOPICS, again=True) for letter in (fresh, marked, back)} == {"would replay"}
+
+
+@pytest.mark.parametrize("topic", ["", "t.dead-letter", "elsewhere"])
+def test_only_topics_of_the_relay_get_replays(topic: str) -> None:
+    letter = Letter(0, 1, 0, None, b"", origin_topic=topic)
+    assert verdict_before(letter, TOPICS, again=True) == "no origin"
+
+
+def test_letters_are_chosen_by_address_reason_and_origin() -> None:
+    letters = letters_of([dead(1), dead(2)])
+    assert choose(letters, addresses=["0:2", "0:2"], reason="", origin="") == [letters[1]]
+    assert choose(letters, addresses=(), reason="malformed", origin="ranking") == letters
+    assert choose(letters, addresses=(), reason="", origin="t.ranking") == letters
+    assert choose(letters, addresses=(), reason="invalid", origin="") == []
+    with pytest.raises(InputError, match=r"0:7.*PARTITION:OFFSET"):
+        choose(letters, addresses=["0:7"], reason="", origin="")
+
+
+def test_a_value_of_an_unknown_schema_is_shown() -> None:
+    value = msgpack.packb({"v": 9, "name": "x" * 200, 7: [1, 2.5, None], "blob": bytes(100)})
+    shown = show_value(value)
+    assert shown["v"] == 9
+    assert shown["7"] == [1, 2.5, None]
+    assert "200 characters" in shown["name"]
+    assert shown["blob"].startswith("100 bytes: 00")
+    assert "not MessagePack" in show_value(b"\xc1 hello")
+
+
+@given(st.binary(max_size=2000) | st.recursive(st.none() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.binary()
+       | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.integers(0, 9), inner)).map(
+           msgpack.packb))  # fmt: skip
+def test_any_bytes_become_one_line_of_json(value: bytes) -> None:
+    (letter,) = letters_of([dead(1, value=value)])
+    line = as_json(letter, value=True)
+    assert "\n" not in line
+    assert json.loads(line)["bytes"] == len(value)
+
+
+def test_nested_headers_are_refused_rather_than_built() -> None:
+    bomb = b"\xdd\xff\xff\xff\xff" * 400
+    assert "not MessagePack" in show_value(bomb)
+    assert "not MessagePack" in show_value(b"\x91" * 5000)

@@ -1,0 +1,198 @@
+"""Hedging: a request whose lane does not answer is answered by another worker, and an overload is not made worse."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+
+import pytest
+
+from relaygr_stream.bus.producer import Producer
+from relaygr_stream.client import RelayClient
+from relaygr_stream.client.hedges import SLOW_BURST, SLOW_SHARE, Hedges
+from relaygr_stream.errors import DeadlineExceeded, Overloaded
+from relaygr_stream.messages import CostModel, LaneStatus, RankingRequest, ScoreReply, WorkerStatus, encode
+from relaygr_stream.owners import OwnerDirectory
+from relaygr_stream.settings import Kafka
+from relaygr_stream.topics import lane_of, load_topics
+from tests.bus.members import until
+from tests.unit.client_peers import Responder, client_on, count, request, responder_on, scored
+
+LANES = 8
+OURS = lane_of("u", LANES)
+MINE, YOURS = [lane for lane in range(LANES) if lane % 2 == OURS % 2], [
+    lane for lane in range(LANES) if lane % 2 != OURS % 2
+]  # fmt: skip
+
+
+def status(name: str, lanes: Sequence[int], *, queue_ms: float = 0.0, state: str = "serving") -> WorkerStatus:
+    return WorkerStatus(
+        name=name,
+        incarnation=1,
+        host="h",
+        pid=1,
+        sent_ms=0,
+        state=state,  # type: ignore[arg-type]  # one of them
+        lanes=tuple(
+            LaneStatus(lane=lane, budget_bytes=0, pinned_bytes=0, pre_infer_offset=0, device_ms_per_s=0)
+            for lane in lanes
+        ),
+        costs=CostModel(c0=0, c1=0, c2=0, c3=0),
+        bytes_per_token=1,
+        alloc_bytes=1,
+        queue_ms=queue_ms,
+        model_version="m",
+    )
+
+
+class World:
+    """A client, what the workers say, and who of them answers what."""
+
+    def __init__(self, peer: Responder, relay: RelayClient, kafka: Kafka) -> None:
+        self.peer = peer
+        self.relay = relay
+        self._topic = load_topics(kafka).worker_status.name
+
+    async def say(self, *statuses: WorkerStatus) -> None:
+        """Publish, and wait until the client has heard."""
+        for each in statuses:
+            await self.peer.producer.send_and_wait(self._topic, encode(each), key=each.name.encode())
+        heard = self.relay._owners.workers
+        await until(lambda: {s.name for s in statuses} <= heard().keys(), "the statuses heard")
+
+    @property
+    def sent(self) -> list[tuple[int, int]]:
+        """(lane, hops) of what workers were asked."""
+        return [(record.lane, request.hops) for record, request in self.peer.requests]
+
+
+@asynccontextmanager
+async def world(
+    kafka: Kafka, answers: Callable[[RankingRequest], Sequence[ScoreReply]], **client: object
+) -> AsyncIterator[World]:
+    settings = {"hedge_ms": 50.0, "silence_ms": 60_000.0, **client}
+    async with responder_on(kafka, answers) as peer, client_on(kafka, **settings) as relay:
+        yield World(peer, relay, kafka)
+
+
+def only_elsewhere(request: RankingRequest) -> list[ScoreReply]:
+    return [scored(request)] if request.hops else []
+
+
+async def test_a_slow_lane_is_hedged_to_another_worker(embedded_settings: Kafka) -> None:
+    async with world(embedded_settings, only_elsewhere) as w:
+        await w.say(status("a", MINE), status("b", YOURS))
+        ranking = await w.relay.rank(request(), timeout=20)
+        assert ranking.scores.tolist()[0] == [7.0, -7.0]
+        (first, second) = w.sent
+        assert first == (OURS, 0)
+        assert second[0] in YOURS
+        assert second[1] == 1
+        ids = {dict(record.headers)["relaygr-correlation-id"] for record, _ in w.peer.requests}
+        assert len(ids) == 1
+        assert count(w.relay, "hedges", reason="slow") == 1
+
+
+async def test_a_quick_answer_is_not_hedged_and_a_late_second_one_is_dropped(embedded_settings: Kafka) -> None:
+    async with world(embedded_settings, lambda request: [scored(request)], hedge_ms=5000.0) as w:
+        await w.say(status("a", MINE), status("b", YOURS))
+        await w.relay.rank(request(), timeout=20)
+        assert w.sent == [(OURS, 0)]
+    async with world(embedded_settings, lambda request: [scored(request)]) as w:
+        await w.say(status("a", MINE), status("b", YOURS))
+        w.peer.hold = True
+        ranking = asyncio.create_task(w.relay.rank(request(), timeout=20))
+        await until(lambda: len(w.sent) == 2, "hedged")
+        w.peer.release()
+        await ranking
+        await until(lambda: count(w.relay, "answers_dropped", reason="duplicate") == 1, "the late answer dropped")
+
+
+async def test_where_nobody_speaks_for_the_lane_it_is_asked_elsewhere_at_once(embedded_settings: Kafka) -> None:
+    async with world(embedded_settings, only_elsewhere, hedge_ms=15_000.0) as w:
+        await w.say(status("a", MINE, state="stopped"), status("b", YOURS))
+        await w.relay.rank(request(), timeout=20)
+        ((lane, hops),) = w.sent
+        assert lane in YOURS
+        assert hops == 1
+        assert count(w.relay, "hedges", reason="silent") == 1
+
+
+@pytest.mark.parametrize("others", [[], [("b", 1e4)]])
+async def test_nobody_is_asked_who_is_busy_or_not_there(
+    embedded_settings: Kafka, others: list[tuple[str, float]]
+) -> None:
+    async with world(embedded_settings, only_elsewhere) as w:
+        await w.say(status("a", MINE), *(status(name, YOURS, queue_ms=queue_ms) for name, queue_ms in others))
+        with pytest.raises(DeadlineExceeded):
+            await w.relay.rank(request(), timeout=0.5)
+        assert w.sent == [(OURS, 0)]
+
+
+async def test_a_refusal_waits_for_the_other_copy(embedded_settings: Kafka) -> None:
+    def answers(request: RankingRequest) -> list[ScoreReply]:
+        if request.hops:
+            return [scored(request)]
+        return [ScoreReply(request_id=request.request_id, status="overloaded", detail="too much")]
+
+    async with world(embedded_settings, answers) as w:
+        await w.say(status("a", MINE), status("b", YOURS))
+        w.peer.hold = True
+        ranking = asyncio.create_task(w.relay.rank(request(), timeout=20))
+        await until(lambda: len(w.peer.held) == 2, "hedged")
+        w.peer.held.sort(key=lambda taken: taken[1].hops)
+        w.peer.release()
+        assert (await ranking).outcome == "hbm"
+
+
+async def test_two_refusals_are_one_typed_answer(embedded_settings: Kafka) -> None:
+    def refuse(request: RankingRequest) -> list[ScoreReply]:
+        return [ScoreReply(request_id=request.request_id, status="overloaded")]
+
+    async with world(embedded_settings, refuse) as w:
+        await w.say(status("a", MINE), status("b", YOURS))
+        w.peer.hold = True
+        ranking = asyncio.create_task(w.relay.rank(request(), timeout=20))
+        await until(lambda: len(w.peer.held) == 2, "hedged")
+        w.peer.release()
+        with pytest.raises(Overloaded):
+            await ranking
+
+
+async def test_hedging_can_be_switched_off(embedded_settings: Kafka) -> None:
+    async with world(embedded_settings, only_elsewhere, hedge_ms=0.0) as w:
+        async with Producer(embedded_settings, client_id="status") as producer:
+            topic = load_topics(embedded_settings).worker_status.name
+            await producer.send_and_wait(topic, encode(status("b", YOURS)), key=b"b")
+        with pytest.raises(DeadlineExceeded):
+            await w.relay.rank(request(), timeout=0.3)
+        assert w.sent == [(OURS, 0)]
+
+
+def directory(*statuses: WorkerStatus) -> OwnerDirectory:
+    owners = OwnerDirectory(1000.0, clock=lambda: 0.0)
+    for each in statuses:
+        owners.take(each)
+    return owners
+
+
+def test_the_budget_is_a_share_of_the_requests() -> None:
+    hedges = Hedges(directory(), busy_ms=10)
+    spent = 0
+    while hedges.spend():
+        spent += 1
+    assert spent == SLOW_BURST
+    for _ in range(200):
+        hedges.request()
+    assert [hedges.spend() for _ in range(12)].count(True) in (int(200 * SLOW_SHARE), int(200 * SLOW_SHARE) - 1)
+
+
+def test_the_less_loaded_of_two_gets_it_and_never_one_that_was_tried() -> None:
+    owners = directory(status("a", [0, 1]), status("b", [2, 3], queue_ms=5), status("c", [4, 5], queue_ms=1))
+    hedges = Hedges(owners, busy_ms=10, seed=1)
+    assert {hedges.elsewhere([0]) for _ in range(50)} == {4, 5}
+    assert {hedges.elsewhere([0, 4]) for _ in range(50)} == {2, 3}
+    assert hedges.elsewhere([0, 2, 4]) is None
+    assert not hedges.silent(0)
+    assert hedges.silent(7)
