@@ -224,7 +224,7 @@ def main() -> None:
         missed += validate("relay", chosen.rate, chosen.seconds, settings)
     if chosen.only != "truth":
         costs = calibrate(settings, 1024, 108, rounds=30)
-        missed += speed(load([]).settings, costs, 10.0)
+        missed += speed(load([]).settings, costs, 27.0)
     if missed and os.environ.get("CHECK") == "1":
         sys.exit("missed: " + "; ".join(missed))
 
