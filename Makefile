@@ -9,8 +9,9 @@ STAMP := $(VENV)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export MPLCONFIGDIR := $(CURDIR)/.cache/matplotlib
 export HYPOTHESIS_STORAGE_DIRECTORY := $(CURDIR)/.cache/hypothesis
+export TRITON_CACHE_DIR := $(CURDIR)/.cache/triton
 
-.PHONY: help setup demo test check format bench-cache bench-model clean
+.PHONY: help setup demo test test-long test-device check format bench-cache bench-engine clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -29,6 +30,12 @@ demo: $(STAMP) ## run the whole relay on an embedded broker and show what it doe
 test: $(STAMP) ## unit tests, bus tests on every broker at hand, end to end with real processes
 	$(BIN)/pytest $(ARGS)
 
+test-long: $(STAMP) ## a million random operations, the books checked after each (ARGS="--long-operations N --long-seed N")
+	$(BIN)/pytest -m long -s $(ARGS)
+
+test-device: $(STAMP) ## the tests that want a CUDA device or an NPU, on a machine that has one
+	$(BIN)/pytest tests/device tests/unit/models $(ARGS)
+
 check: $(STAMP) ## ruff and mypy --strict
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -41,8 +48,8 @@ format: $(STAMP) ## let ruff rewrite what it can
 bench-cache: $(STAMP) ## usable share, cost per operation, eviction against other policies (4 minutes; CHECK=1 judges)
 	$(BIN)/python benchmarks/cache.py
 
-bench-model: $(STAMP) ## extend and score against the machine's floors (ARGS="--device cpu --dtype bfloat16 …")
-	$(BIN)/python benchmarks/model.py $(ARGS)
+bench-engine: $(STAMP) ## the engine against the floors of this machine (4 minutes; CHECK=1 judges; ARGS="--device cuda")
+	$(BIN)/python benchmarks/engine.py $(ARGS)
 
 include docker/testbed.mk
 

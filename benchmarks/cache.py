@@ -1,4 +1,4 @@
-"""The cache's parts: usable memory under churn, cost per operation, eviction against other policies, copies.
+"""The cache: usable memory under churn, cost per operation, eviction against other policies, two tiers, copies.
 
 python benchmarks/cache.py          prints the tables; with CHECK=1 exits non-zero naming the targets missed
 """
@@ -16,6 +16,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 from cache_baselines import BYTES_PER_TOKEN, LRU, Belady, Cache, S3Fifo, cost_ms, lengths, traces
+from cache_tiers import storages, two_tiers
 
 from relaygr_stream.cache.arena import Arena, Extent
 from relaygr_stream.cache.copy import CopyEngine
@@ -283,7 +284,9 @@ if __name__ == "__main__":
     usable_share()
     cost_per_operation()
     eviction_policies()
+    two_tiers(check)
     copies()
+    storages(check)
     for line in missed:
         print(f"missed: {line}")
     sys.exit(bool(missed and os.environ.get("CHECK") == "1"))

@@ -134,19 +134,46 @@ def model() -> None:
 
 @model.command()
 @click.argument("file", type=click.Path(path_type=Path))
-def conformance(file: Path) -> None:
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), default="float32", show_default=True)
+def conformance(file: Path, dtype: str) -> None:
     """Compare the built-in HSTU with reference arrays (FILE.npz), full and cached.
 
-    Prints the largest absolute deviation of each variant; exits 1 if one exceeds 1e-4.
+    float32: prints the largest absolute deviations of each variant; exits 1 if one exceeds 1e-4. Half precision: exits
+    1 if cached, chunked or cut results are further from the reference than full inference in that type is.
     """
     from relaygr_stream.models.devices import select_device
 
     select_device("cpu")  # as in `worker`
+    import torch
+
     from relaygr_stream.models.conformance import format_table, run_conformance
 
-    results = run_conformance(file)
+    results = run_conformance(file, getattr(torch, dtype))
     click.echo(format_table(results))
     sys.exit(not all(result.conforms for result in results))
+
+
+@model.command(name="check")
+@click.argument("factory", default="")
+@click.option("--device", help="cpu, cuda[:N] or npu[:N]; short for --set worker.device=…")
+@click.option("--dtype", help="float32, bfloat16 or float16; short for --set worker.dtype=…")
+@click.option("--seed", default=0, show_default=True, help="Of the random requests; model.seed is the weights'.")
+@settings_options
+def model_check(settings: Settings, factory: str, device: str | None, dtype: str | None, seed: int) -> None:
+    """Check that a model keeps the protocol and that its relayed scores equal full inference.
+
+    FACTORY is module:factory (model.factory); without it, the model that the settings name, which may be the built-in
+    one. Prints a table of properties and, for each that failed, what it usually means; exits 1 if one failed. Check
+    float32 first: half precision hides small errors in its rounding.
+
+    \b
+    Examples:
+      relaygr model check relaygr_stream.models.transformer:make
+      relaygr model check my_model:make --set model.layers=2 --dtype bfloat16
+    """
+    from relaygr_stream.models.check.command import run_check
+
+    sys.exit(0 if run_check(settings, factory, device, dtype, seed) else 1)
 
 
 if __name__ == "__main__":

@@ -99,10 +99,22 @@ class Worker(Section, frozen=True, kw_only=True):
     group: Annotated[Name, _doc("consumer group whose members own the lanes, after the prefix")] = "workers"
     device: Annotated[str, Meta(pattern=r"^(cpu|cuda|npu)(:\d+)?$"), _doc("cpu, cuda[:N] or npu[:N]")] = "cpu"
     dtype: Annotated[Literal["float32", "bfloat16", "float16"], _doc("type of weights, K and V")] = "float32"
+    kernels: Annotated[
+        Literal["auto", "torch", "triton"],
+        _doc("attention of the built-in model; auto: triton on cuda if it is there and agrees, else torch"),
+    ] = "auto"
     threads: Annotated[Positive, _doc("CPU threads of one operator")] = 1
     capacity: Annotated[float, Meta(gt=0, le=1e6), _doc("weight when lanes are shared out")] = 1.0
     hbm_bytes: Annotated[int, Meta(ge=1, extra=BYTES), _doc("prefix KV on the device")] = 1 << 30
     dram_bytes: Annotated[int, Meta(ge=0, extra=BYTES), _doc("prefix KV in host memory behind it; 0: none")] = 2 << 30
+    dram_storage: Annotated[
+        Literal["exact", "int8"], _doc("form of K and V in DRAM; int8 holds 2-4 times as much, and rounds scores")
+    ] = "exact"
+    dram_int8_deviation: Annotated[
+        float,
+        Meta(gt=0, le=1),
+        _doc("with int8: most that scores may deviate, relative; more at start refuses, in an audit is an error"),
+    ] = 0.03
     pinned_share: Annotated[Share, _doc("share of hbm_bytes that admitted, not yet ranked requests may hold")] = 0.5
     pre_infer_share: Annotated[Share, _doc("share of device time that pre-inference may use")] = 0.7
     max_ranking_delay_ms: Annotated[Ms, _doc("longest a pre-infer chunk may keep a ranking request waiting")] = 5.0

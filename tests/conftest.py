@@ -15,6 +15,7 @@ import structlog
 
 from relaygr_stream.bus.local import BrokerKind, LocalBroker, local_broker
 from relaygr_stream.settings import Kafka
+from tests.longrun import LongRun
 
 KAFKA_HINT = (
     "set KAFKA_HOME to an Apache Kafka 4 distribution (Java 17), or RELAYGR_TEST_BOOTSTRAP to a running cluster"
@@ -22,6 +23,18 @@ KAFKA_HINT = (
 
 #: Enough lanes for moves to show, few enough for topics to be made in a moment.
 TEST_LANES = 8
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("long", "make test-long")
+    group.addoption("--long-operations", type=int, default=1_000_000, help="operations in all (default 1,000,000)")
+    group.addoption("--long-seed", type=int, default=1, help="seed of everything random in them (default 1)")
+
+
+@pytest.fixture
+def long_run(request: pytest.FixtureRequest) -> LongRun:
+    """How long, and with which seed."""
+    return LongRun(request.config.getoption("--long-operations"), request.config.getoption("--long-seed"))
 
 
 class RunningCluster:

@@ -20,6 +20,7 @@ from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.errors import KafkaError, OffsetOutOfRangeError
 
 from relaygr_stream.bus.connection import broker_error, client_options, typed_errors
+from relaygr_stream.bus.ending import end
 from relaygr_stream.bus.membership import Membership
 from relaygr_stream.bus.offsets import OffsetLedger
 from relaygr_stream.bus.records import Record, as_record
@@ -175,7 +176,7 @@ class LaneConsumer:
         self._tasks.clear()
         await self._membership.stop()
         if self._data is not None:
-            await self._data.stop()
+            await end("the lanes' reader", self._data.stop)
         self._drop(self._lanes)
 
     async def __aenter__(self) -> Self:

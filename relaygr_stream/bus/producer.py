@@ -24,6 +24,7 @@ from aiokafka.errors import (
 from aiokafka.partitioner import murmur2
 
 from relaygr_stream.bus.connection import broker_error, client_options, typed_errors
+from relaygr_stream.bus.ending import CLOSE_S, end
 from relaygr_stream.errors import BrokerError, BrokerUnavailable, TopicError
 from relaygr_stream.settings import Kafka
 
@@ -64,7 +65,7 @@ class Producer:
             with typed_errors(self._kafka, "start a producer"):
                 await producer.start()
         except BaseException:
-            await producer.stop()
+            await end("a producer", producer.stop)
             raise
         self._producer = producer
 
@@ -72,7 +73,7 @@ class Producer:
         """Deliver what is buffered, within the request timeout, and disconnect."""
         producer, self._producer = self._producer, None
         if producer is not None:
-            await producer.stop()
+            await end("a producer", producer.stop, self._kafka.request_timeout_ms / 1000 + CLOSE_S)
 
     async def __aenter__(self) -> Self:
         await self.start()

@@ -15,6 +15,7 @@ from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.errors import KafkaError
 
 from relaygr_stream.bus.connection import broker_error, client_options, typed_errors
+from relaygr_stream.bus.ending import end
 from relaygr_stream.bus.records import Record, as_record
 from relaygr_stream.settings import Kafka
 
@@ -83,7 +84,7 @@ class TopicTail:
                 while any([await self._consumer.position(partition) < end for partition, end in ends.items()]):
                     await self._read()
         except BaseException:
-            await self._consumer.stop()
+            await end(f"the reader of {topic}", self._consumer.stop)
             raise
         self._task = asyncio.create_task(self._follow())
 
@@ -94,7 +95,7 @@ class TopicTail:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
         if self._consumer is not None:
-            await self._consumer.stop()
+            await end(f"the reader of {self._partitions[0].topic}", self._consumer.stop)
 
     async def __aenter__(self) -> Self:
         await self.start()

@@ -1,4 +1,5 @@
-"""Copies of whole extents between tiers, off the scoring path. Knows nothing of entries or of who waits.
+"""Copies of whole extents between tiers, converted on the way where the tiers keep different forms, off the scoring
+path. Knows nothing of entries or of who waits, nor of what a conversion does.
 
 Two lanes, one thread each: reloads, which a ranking request may be waiting for, never queue behind spills, and an
 accelerator's two copy directions run at once. On an accelerator each lane has a stream of its own.
@@ -7,8 +8,10 @@ accelerator's two copy directions run at once. On an accelerator each lane has a
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 
@@ -17,16 +20,28 @@ from relaygr_stream.errors import DeviceError
 #: How long `close` waits for the copies under way: 100 times what a 1 GiB extent takes at 5 GB/s, 0.2 s.
 CLOSE_TIMEOUT_S = 20.0
 
+#: convert(dst, src): fill dst from src, on the current stream, which need not be waited for.
+Convert = Callable[[torch.Tensor, torch.Tensor], None]
+
+
+def unchanged(dst: torch.Tensor, src: torch.Tensor) -> None:
+    """The conversion that is none."""
+    dst.copy_(src, non_blocking=True)
+
 
 class CopyTicket:
-    """One copy, under way or done."""
+    """One copy, under way or done. seconds: how long it took once it began, when it is done."""
 
-    __slots__ = ("_done", "_dst", "_error", "_ready", "_src")
+    __slots__ = ("_convert", "_done", "_dst", "_error", "_ready", "_src", "seconds")
 
-    def __init__(self, dst: torch.Tensor, src: torch.Tensor, ready: torch.Event | None) -> None:
+    def __init__(
+        self, dst: torch.Tensor, src: torch.Tensor, ready: torch.Event | None, convert: Convert = unchanged
+    ) -> None:
         self._dst: torch.Tensor | None = dst
         self._src: torch.Tensor | None = src
+        self._convert = convert
         self._ready = ready
+        self.seconds = 0.0
         self._error: Exception | None = None
         self._done = threading.Event()
 
@@ -51,16 +66,19 @@ class CopyTicket:
         """In the lane's thread, whose current stream is `stream`."""
         assert self._dst is not None and self._src is not None
         try:
-            if stream is None:
-                self._dst.copy_(self._src)
-            else:
-                if self._ready is not None:
-                    stream.wait_event(self._ready)
-                self._dst.copy_(self._src, non_blocking=True)
+            start = time.perf_counter()
+            if stream is not None and self._ready is not None:
+                stream.wait_event(self._ready)
+            self._convert(self._dst, self._src)
+            if stream is not None:
                 finished = torch.Event(stream.device, blocking=True)  # sleeps rather than spins
                 finished.record(stream)
                 finished.synchronize()
+            self.seconds = time.perf_counter() - start
         except Exception as error:
+            if stream is not None:
+                with suppress(Exception):  # what was begun must not write into memory that others get next
+                    stream.synchronize()
             self._finish(error)
         else:
             self._finish(None)
@@ -85,10 +103,11 @@ class _Lane:
 
     def submit(self, ticket: CopyTicket) -> None:
         with self._changed:
-            if self._closed:
-                raise DeviceError("the copy engine is closed")
-            self._waiting.append(ticket)
-            self._changed.notify()
+            if not self._closed:
+                self._waiting.append(ticket)
+                self._changed.notify()
+                return
+        ticket._finish(DeviceError("the copy engine is closed"))
 
     def close(self) -> None:
         """Fail what waits; what is being copied goes on."""
@@ -131,13 +150,16 @@ class CopyEngine:
         self._device = device
         self._lanes = {urgent: _Lane(name, device, wake) for urgent, name in ((True, "reload"), (False, "spill"))}
 
-    def submit(self, dst: torch.Tensor, src: torch.Tensor, *, urgent: bool = False) -> CopyTicket:
-        """Copy `src` into `dst`, equal in size and dtype, after all work that is now on the current stream.
+    def submit(
+        self, dst: torch.Tensor, src: torch.Tensor, *, urgent: bool = False, convert: Convert = unchanged
+    ) -> CopyTicket:
+        """Copy `src` into `dst`, converted, after all work that is now on the current stream.
 
         Until the ticket is done `src` must not be written, `dst` neither written nor read. `urgent` (a reload) does
-        not wait for copies that are not. ValueError if the tensors do not match, DeviceError after `close`.
+        not wait for copies that are not. After `close` the ticket fails at once. ValueError if the tensors do not match
+        and nothing converts them.
         """
-        if dst.shape != src.shape or dst.dtype != src.dtype:
+        if convert is unchanged and (dst.shape != src.shape or dst.dtype != src.dtype):
             raise ValueError(
                 f"cannot copy {tuple(src.shape)} of {src.dtype} into {tuple(dst.shape)} of {dst.dtype}: "
                 "extents are copied whole, without conversion"
@@ -146,7 +168,7 @@ class CopyEngine:
         if self._device.type != "cpu":
             ready = torch.Event(self._device)
             ready.record(torch.accelerator.current_stream(self._device))
-        ticket = CopyTicket(dst, src, ready)
+        ticket = CopyTicket(dst, src, ready, convert)
         self._lanes[urgent].submit(ticket)
         return ticket
 

@@ -46,8 +46,8 @@ class Entry:
     """The prefix KV of one user's sequence under one model version."""
 
     __slots__ = (
-        "computing", "extent", "failed", "load", "pins", "region", "retired", "spill", "stored", "tokens",
-        "unspillable", "user_id",
+        "approximate", "computing", "extent", "failed", "load", "pins", "region", "retired", "spill", "stored",
+        "tokens", "unspillable", "user_id",
     )  # fmt: skip
 
     def __init__(self, user_id: str, tokens: Tokens) -> None:
@@ -56,13 +56,14 @@ class Entry:
         self.extent: Extent | None = None  # in the HBM tier
         self.region: KVRegion | None = None  # over that extent; region.length tokens are computed
         self.stored: StoredCopy | None = None
+        self.approximate = False  # what is in HBM came, all or in part, from a DRAM copy that rounds
         self.pins = 0
         self.computing = False
         self.load: CopyTicket | None = None
         self.spill: CopyTicket | None = None
         self.failed = False  # its region's contents are worth nothing; retired as well
         self.retired = False  # replaced by a newer sequence of the user: freed when nobody holds it
-        self.unspillable = False  # copying it failed, or the DRAM tier is too small for it: not tried again
+        self.unspillable = False  # copying it failed: not tried again
 
     @property
     def state(self) -> EntryState:
@@ -94,8 +95,13 @@ class Entry:
 
     @property
     def forgettable(self) -> bool:
-        """Its DRAM copy can be dropped now: it is whole, and nobody reads it."""
-        return self.stored is not None and self.load is None and self.spill is None and not self.retired
+        """Its DRAM copy can be dropped now: it is whole, nobody reads it, and it is not what makes its HBM clean.
+
+        Copies are forgotten to make room for others that make HBM clean: to forget those of clean entries for it would
+        gain nothing, and where DRAM is small, go on for ever.
+        """
+        unused = self.stored is not None and self.load is None and self.spill is None and not self.retired
+        return unused and (self.region is None or not self.clean)
 
     @property
     def clean(self) -> bool:

@@ -70,21 +70,23 @@ class FadingFrequency(Generic[K]):
 
     def add(self, key: K, nbytes: int, cost_ms: float) -> None:
         """Hold the key, which counts as a use. One that is held already gets the new size and cost."""
-        if nbytes < 1 or not 0 < cost_ms < math.inf:
-            raise ValueError(f"{key!r} needs nbytes ≥ 1 and a finite cost_ms > 0, got {nbytes} and {cost_ms}")
+        _check(key, nbytes, cost_ms)
         known = self._leave(key).uses if key in self._held else self._remembered.pop(hash(key), -math.inf)
-        self._serial += 1
-        uses = self._use(known)
-        rank = uses + math.log2(cost_ms / nbytes)
-        self._held[key] = _Held(uses, rank, self._serial, nbytes, cost_ms)
-        self._order.add((rank, self._serial, key))
-        self.nbytes += nbytes
+        self._enter(key, self._use(known), nbytes, cost_ms)
 
-    def touch(self, key: K) -> None:
+    def hold(self, key: K, nbytes: int, cost_ms: float) -> None:
+        """Hold the key without a use: with those remembered, or, of a key nobody knows, as if it had been used now.
+
+        One that is held already gets the new size and cost.
+        """
+        _check(key, nbytes, cost_ms)
+        known = self._leave(key).uses if key in self._held else self._remembered.pop(hash(key), self._clock)
+        self._enter(key, known, nbytes, cost_ms)
+
+    def touch(self, key: K, nbytes: int, cost_ms: float) -> None:
         """A use, also of a key that is not held: it counts when it comes back."""
-        held = self._held.get(key)
-        if held is not None:
-            self.add(key, held.nbytes, held.cost_ms)
+        if key in self._held:
+            self.add(key, nbytes, cost_ms)
         else:
             self._remember(key, self._use(self._remembered.pop(hash(key), -math.inf)))
 
@@ -113,6 +115,13 @@ class FadingFrequency(Generic[K]):
         more, less = max(uses, self._clock), min(uses, self._clock)
         return more + math.log2(1 + math.exp2(less - more))
 
+    def _enter(self, key: K, uses: float, nbytes: int, cost_ms: float) -> None:
+        self._serial += 1
+        rank = uses + math.log2(cost_ms / nbytes)
+        self._held[key] = _Held(uses, rank, self._serial, nbytes, cost_ms)
+        self._order.add((rank, self._serial, key))
+        self.nbytes += nbytes
+
     def _leave(self, key: K) -> _Held:
         held = self._held.pop(key)
         self._order.remove((held.rank, held.serial, key))
@@ -123,6 +132,11 @@ class FadingFrequency(Generic[K]):
         self._remembered[hash(key)] = uses
         while len(self._remembered) > max(MIN_REMEMBERED, REMEMBERED * len(self._held)):
             del self._remembered[next(iter(self._remembered))]  # the one that left first
+
+
+def _check(key: Hashable, nbytes: int, cost_ms: float) -> None:
+    if nbytes < 1 or not 0 < cost_ms < math.inf:
+        raise ValueError(f"{key!r} needs nbytes ≥ 1 and a finite cost_ms > 0, got {nbytes} and {cost_ms}")
 
 
 class _Simulation:
@@ -162,7 +176,16 @@ class CostAwarePolicy(FadingFrequency[K]):
     def add(self, key: K, nbytes: int, cost_ms: float) -> None:
         """The entry may be evicted from now on, which counts as a use. A key already there gets the new numbers."""
         super().add(key, nbytes, cost_ms)
-        identity = hash(key)
+        self._simulate(hash(key), nbytes, cost_ms)
+
+    def touch(self, key: K, nbytes: int, cost_ms: float) -> None:
+        """A use, also of an entry that is not here: it counts when it comes."""
+        here = key in self
+        super().touch(key, nbytes, cost_ms)
+        if not here:
+            self._simulate(hash(key), nbytes, cost_ms)
+
+    def _simulate(self, identity: int, nbytes: int, cost_ms: float) -> None:
         while len(self) >= 2 * SIMULATED * self._one_in:
             self._one_in *= 2
             for simulation in self._simulations:
@@ -205,17 +228,17 @@ class Evictor(Generic[K]):
 
         cost_ms: what its next user would pay for the eviction. ValueError if the arena does not hold the extent.
         """
-        self._arena.set_evictable(extent, True)
-        known = self._extents.get(key, extent)
-        if known != extent:
-            self._close(key)
+        self._open(key, extent)
         self._policy.add(key, extent.size, cost_ms)
-        self._extents[key] = extent
-        self._keys[extent] = key
 
-    def touch(self, key: K) -> None:
+    def hold(self, key: K, extent: Extent, cost_ms: float) -> None:
+        """As `add`, but no use: the entry was not evictable for a while for other reasons, or costs another price."""
+        self._open(key, extent)
+        self._policy.hold(key, extent.size, cost_ms)
+
+    def touch(self, key: K, nbytes: int, cost_ms: float) -> None:
         """A use, also of an entry that is not here now: it counts when it comes back."""
-        self._policy.touch(key)
+        self._policy.touch(key, nbytes, cost_ms)
 
     def remove(self, key: K) -> None:
         """The entry must not be evicted any more, or is about to be freed. KeyError if it is not here."""
@@ -255,6 +278,13 @@ class Evictor(Generic[K]):
         cheapest = (self._extents[key] for key in islice(self.cheapest(), LOOKED_AT) if not allowed or allowed(key))
         roomy = (extent for extent in cheapest if self._arena.open_run(extent) >= nbytes)
         return chain(islice(roomy, SEEDS), self._arena.starts_of_open_runs(nbytes, SEEDS))
+
+    def _open(self, key: K, extent: Extent) -> None:
+        self._arena.set_evictable(extent, True)
+        if self._extents.get(key, extent) != extent:
+            self._close(key)
+        self._extents[key] = extent
+        self._keys[extent] = key
 
     def _close(self, key: K) -> None:
         extent = self._extents.pop(key)

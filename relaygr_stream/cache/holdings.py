@@ -13,6 +13,8 @@ from relaygr_stream.cache.arena import Extent
 from relaygr_stream.cache.counters import CacheCounters
 from relaygr_stream.cache.entry import Entry
 from relaygr_stream.cache.memory import TierMemory
+from relaygr_stream.cache.reloads import Reloads
+from relaygr_stream.cache.storage import Storage
 from relaygr_stream.cache.tiers import DramTier, HbmTier
 from relaygr_stream.errors import CacheCorruption
 from relaygr_stream.models.kv import KVLayout, KVRegion
@@ -23,13 +25,18 @@ MIN_COST_MS = 1e-3
 
 
 class Holdings:
-    """The entries of both tiers. predict_ms(n): what recomputing n tokens takes, which an eviction puts at stake."""
+    """The entries of both tiers. predict_ms(n): what recomputing n tokens takes.
+
+    That is what forgetting a copy puts at stake, and evicting an entry without one; with one, it is a reload, and the
+    risk that the copy is forgotten before it is needed.
+    """
 
     def __init__(
         self,
         layout: KVLayout,
         hbm: TierMemory,
         dram: TierMemory | None,
+        storage: Storage,
         predict_ms: Callable[[int], float],
         counters: CacheCounters,
     ) -> None:
@@ -37,8 +44,9 @@ class Holdings:
         self._counters = counters
         self._entries: dict[str, Entry] = {}
         self._retired: set[Entry] = set()
-        self.hbm = HbmTier(layout, hbm, self._cost_ms, last_tier=dram is None)
-        self.dram = None if dram is None else DramTier(dram, self._cost_ms)
+        self.reloads = Reloads()
+        self.hbm = HbmTier(layout, hbm, self._eviction_ms, last_tier=dram is None)
+        self.dram = None if dram is None else DramTier(dram, storage, self._forgetting_ms)
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -61,9 +69,9 @@ class Holdings:
 
     def note(self, entry: Entry) -> None:
         """The entry has changed: bring the books of both tiers up to it."""
-        self.hbm.note(entry)
+        used = self.hbm.note(entry)
         if self.dram is not None:
-            self.dram.note(entry)
+            self.dram.note(entry, used=used)
 
     def retire(self, entry: Entry) -> None:
         """Take the entry out of sight; its memory goes back once nobody holds it."""
@@ -95,14 +103,15 @@ class Holdings:
             self._counters.no_room += 1
         return place
 
-    def dram_room(self, nbytes: int) -> Extent | None:
-        """So much DRAM, after forgetting other copies if need be."""
+    def dram_room(self, capacity: int) -> Extent | None:
+        """DRAM for a copy of a region with room for so many tokens, after forgetting other copies if need be."""
         assert self.dram is not None
-        extent = self.dram.allocate(nbytes)
+        extent = self.dram.allocate(capacity)
         if extent is None:
-            for entry in self.dram.victims(nbytes):
+            for entry in self.dram.victims(capacity):
                 self._forget(entry)
-            extent = self.dram.allocate(nbytes)
+            extent = self.dram.allocate(capacity)
+        self.dram.full = extent is None
         return extent
 
     def release_dram(self, entry: Entry) -> None:
@@ -155,6 +164,7 @@ class Holdings:
         self._counters.forgotten += 1
         self.release_dram(entry)
         if entry.region is None:
+            self.reloads.forgotten()
             del self._entries[entry.user_id]
 
     def _release_hbm(self, entry: Entry) -> None:
@@ -163,5 +173,18 @@ class Holdings:
         self.note(entry)
         self.hbm.free(extent)
 
-    def _cost_ms(self, entry: Entry) -> float:
-        return max(MIN_COST_MS, self._predict_ms(len(entry.tokens)))
+    def _eviction_ms(self, entry: Entry) -> float:
+        """What its next user pays if the entry leaves HBM: what the copy does not hold, a reload, and at the risk that
+        the copy is forgotten before, the rest.
+        """
+        recompute = self._predict_ms(len(entry.tokens))
+        if entry.stored is None or entry.spill is not None:
+            return max(MIN_COST_MS, recompute)
+        assert entry.region is not None
+        copied = recompute if entry.clean else self._predict_ms(entry.stored.length)
+        reload = self.reloads.predict_ms(entry.region.storage.nbytes)
+        return max(MIN_COST_MS, recompute - copied) + reload + self.reloads.risk * max(0.0, copied)
+
+    def _forgetting_ms(self, entry: Entry) -> float:
+        """What its next user pays once the entry has left HBM and its copy is gone too."""
+        return max(MIN_COST_MS, self._predict_ms(len(entry.tokens) if entry.stored is None else entry.stored.length))

@@ -17,6 +17,7 @@ from relaygr_stream.cache.entry import Coverage, Entry, StoredCopy
 from relaygr_stream.cache.holdings import Holdings
 from relaygr_stream.cache.memory import TierMemory
 from relaygr_stream.cache.scratch import Scratch
+from relaygr_stream.cache.storage import StorageKind, make_storage
 from relaygr_stream.cache.tiers import DramTier, capacity_for
 from relaygr_stream.errors import CacheCorruption, CapacityError, DeviceError
 from relaygr_stream.models.kv import KVLayout, KVRegion
@@ -39,7 +40,10 @@ class PrefixCache:
     whether the model's K/V of a sequence's beginning stay valid as it grows; if not, only equal sequences match.
     scratch_tokens: the longest sequence; memory for one full inference of it is set aside.
 
-    Raises CapacityError when the HBM budget cannot hold that and one entry of the same size.
+    storage: the form of copies in DRAM; entries reloaded from one that rounds are `approximate` from then on, with
+    whatever is computed on top of them.
+
+    Raises CapacityError when the HBM budget cannot hold that and one entry of the same size, or DRAM not one copy.
     """
 
     def __init__(
@@ -52,12 +56,13 @@ class PrefixCache:
         *,
         scratch_tokens: int,
         incremental: bool = True,
+        storage: StorageKind = "exact",
     ) -> None:
         self._layout = layout
         self._copier = copier
         self._incremental = incremental
         self.counters = CacheCounters()
-        self._holdings = Holdings(layout, hbm, dram, predict_ms, self.counters)
+        self._holdings = Holdings(layout, hbm, dram, make_storage(storage, layout), predict_ms, self.counters)
         self._hbm, self._dram = self._holdings.hbm, self._holdings.dram
         self._loading: list[Entry] = []
         self._spilling: list[Entry] = []
@@ -72,6 +77,13 @@ class PrefixCache:
                 f"{2 * self._scratch_bytes} or lower relay.max_prefix_tokens"
             )
         self.scratch = Scratch(reserved[1])
+        if self._dram is not None and self._dram.size < self._dram.size_of(capacity):
+            raise CapacityError(
+                f"worker.dram_bytes = {self._dram.size} cannot hold one prefix of {scratch_tokens} tokens "
+                f"(relay.max_prefix_tokens + relay.max_suffix_tokens): it takes {self._dram.size_of(capacity)} bytes "
+                f"with worker.dram_storage = {storage!r}; set worker.dram_bytes to at least that, to 0 for no DRAM "
+                f"tier, or lower relay.max_prefix_tokens"
+            )
 
     # ---- reading ----
 
@@ -205,8 +217,9 @@ class PrefixCache:
             return False
         entry.extent, entry.region = place
         entry.region.length = entry.stored.length
-        target = entry.region.storage
-        entry.load = self._copier.submit(target, self._dram.view(entry.stored.extent, target), urgent=True)
+        entry.load = self._copier.submit(
+            entry.region.storage, self._dram.view(entry.stored), urgent=True, convert=self._dram.storage.reload
+        )
         self._loading.append(entry)
         self._holdings.note(entry)
         return True
@@ -215,12 +228,12 @@ class PrefixCache:
         """Take note of finished copies, start write-backs; returns entries that came, or failed to come (`failed`)."""
         arrived = []
         for entry in self._loading[:]:
-            if (succeeded := self._over(entry.load)) is not None:
+            if entry.load is not None and (succeeded := self._over(entry.load)) is not None:
                 self._loading.remove(entry)
-                self._loaded(entry, succeeded)
+                self._loaded(entry, entry.load, succeeded)
                 arrived.append(entry)
         for entry in self._spilling[:]:
-            if (succeeded := self._over(entry.spill)) is not None:
+            if entry.spill is not None and (succeeded := self._over(entry.spill)) is not None:
                 self._spilling.remove(entry)
                 self._spilled(entry, succeeded)
         self._write_back()
@@ -252,24 +265,26 @@ class PrefixCache:
         new.length = old.length
         self.counters.extended_by_move += 1
         grown = self._holdings.add(place, entry.user_id, tokens)
+        grown.approximate = entry.approximate
         self._holdings.hand_over_copy(entry, grown)
         return grown
 
-    def _over(self, ticket: CopyTicket | None) -> bool | None:
+    def _over(self, ticket: CopyTicket) -> bool | None:
         """None: still copying; else whether it succeeded."""
-        assert ticket is not None
         try:
             return True if ticket.done() else None
         except DeviceError:
             self.counters.copy_failures += 1
             return False
 
-    def _loaded(self, entry: Entry, succeeded: bool) -> None:
-        assert entry.region is not None
+    def _loaded(self, entry: Entry, ticket: CopyTicket, succeeded: bool) -> None:
+        assert entry.region is not None and self._dram is not None
         entry.load = None
         if succeeded:
+            entry.approximate = self._dram.storage.approximate
             self.counters.loaded += 1
             self.counters.loaded_bytes += entry.region.storage.nbytes
+            self._holdings.reloads.reloaded(entry.region.storage.nbytes, ticket.seconds)
             self._holdings.note(entry)
             self._holdings.free_if_retired(entry)
         else:
@@ -293,6 +308,8 @@ class PrefixCache:
         enough = max(RECLAIMABLE_SHARE * self._hbm.size, self._scratch_bytes)
         if self._dram is None or len(self._spilling) >= MAX_SPILLS or self._hbm.reclaimable_bytes >= enough:
             return
+        if self._dram.full:
+            return
         cheapest = islice(self._hbm.cheapest(), LOOKED_AT)
         dirty = (entry for entry in cheapest if not (entry.clean or entry.unspillable))
         for entry in list(islice(dirty, MAX_SPILLS - len(self._spilling))):
@@ -300,18 +317,13 @@ class PrefixCache:
 
     def _start_spill(self, entry: Entry, dram: DramTier) -> None:
         """idle → spilling; stays idle when DRAM has no room now even after forgetting other copies."""
-        assert entry.region is not None and entry.extent is not None
+        assert entry.region is not None
         if entry.stored is not None:
             self._holdings.release_dram(entry)  # of the sequence before it grew
-        size = entry.extent.size
-        if size > dram.size:
-            entry.unspillable = True
-            return
-        extent = self._holdings.dram_room(size)
+        extent = self._holdings.dram_room(entry.region.capacity)
         if extent is None:
             return
-        source = entry.region.storage
         entry.stored = StoredCopy(extent, entry.region.capacity, entry.region.length)
-        entry.spill = self._copier.submit(dram.view(extent, source), source)
+        entry.spill = self._copier.submit(dram.view(entry.stored), entry.region.storage, convert=dram.storage.spill)
         self._spilling.append(entry)
         self._holdings.note(entry)

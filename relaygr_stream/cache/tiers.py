@@ -1,6 +1,7 @@
 """The books of the two tiers: what each entry's memory counts as, and whose memory could be taken back for others.
 
-Both tiers follow the entries: after any change of an entry, `note` it, and sums and eviction order are right again.
+A use of an entry is a time it was held. Moving between the tiers is none, but changes what its eviction costs. Both
+tiers follow the entries: after any change of an entry, `note` it, and sums and eviction order are right again.
 Neither changes an entry nor decides that one has to go; prefix_cache.py does.
 """
 
@@ -12,9 +13,10 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 
 from relaygr_stream.cache.arena import Extent
-from relaygr_stream.cache.entry import Entry
+from relaygr_stream.cache.entry import Entry, StoredCopy
 from relaygr_stream.cache.eviction import Evictor
 from relaygr_stream.cache.memory import TierMemory
+from relaygr_stream.cache.storage import Storage
 from relaygr_stream.errors import CacheCorruption
 from relaygr_stream.models.kv import KVLayout, KVRegion
 
@@ -104,12 +106,13 @@ class HbmTier:
         """The idle entries, what is cheapest to evict first."""
         return (self._idle[user] for user in self._evictor.cheapest())
 
-    def note(self, entry: Entry) -> None:
-        """Bring the books up to what the entry is now."""
+    def note(self, entry: Entry) -> bool:
+        """Bring the books up to what the entry is now; returns whether a use of it has ended."""
         before, now = self._noted.get(entry), self._standing(entry)
-        if before == now:
-            return
         was_idle, is_idle = _is_idle(before), _is_idle(now)
+        if before == now and not is_idle:
+            return False
+        used = before is not None and before[0] is Standing.HELD and now is not None and now[0] is not Standing.HELD
         if before is not None:
             self._bytes[before[0]] -= before[1].size
             del self._noted[entry]
@@ -119,9 +122,12 @@ class HbmTier:
         if now is not None:
             self._bytes[now[0]] += now[1].size
             self._noted[entry] = now
-            if is_idle and not was_idle:
-                self._evictor.add(entry.user_id, now[1], self._cost_ms(entry))
+            if is_idle:
+                (self._evictor.add if used else self._evictor.hold)(entry.user_id, now[1], self._cost_ms(entry))
                 self._idle[entry.user_id] = entry
+            elif used:
+                self._evictor.touch(entry.user_id, now[1].size, self._cost_ms(entry))
+        return used
 
     def check_integrity(self, entries: Iterable[Entry], others: int) -> None:
         """Raise CacheCorruption unless the books say what these entries say; others: bytes that no entry holds."""
@@ -156,9 +162,15 @@ class HbmTier:
 
 
 class DramTier:
-    """Copies of regions in host memory. cost_ms(entry): what its next user pays if the copy is forgotten."""
+    """Copies of regions in host memory, in the form of `storage`.
 
-    def __init__(self, memory: TierMemory, cost_ms: Callable[[Entry], float]) -> None:
+    cost_ms(entry): what its next user pays if the copy is forgotten. full: room was asked for in vain, and nothing has
+    changed since.
+    """
+
+    def __init__(self, memory: TierMemory, storage: Storage, cost_ms: Callable[[Entry], float]) -> None:
+        self.storage = storage
+        self.full = False
         self._memory = memory
         self._cost_ms = cost_ms
         self._offered: dict[str, Entry] = {}
@@ -174,32 +186,42 @@ class DramTier:
         """Bytes handed out."""
         return self._memory.arena.used
 
-    def allocate(self, nbytes: int) -> Extent | None:
-        """So many bytes, if a hole is large enough."""
-        return self._memory.arena.allocate(nbytes)
+    def size_of(self, capacity: int) -> int:
+        """What a copy of a region with room for so many tokens takes."""
+        return self._memory.arena.round_up(self.storage.nbytes(capacity))
+
+    def allocate(self, capacity: int) -> Extent | None:
+        """Memory for a copy of such a region, if a hole is large enough."""
+        return self._memory.arena.allocate(self.storage.nbytes(capacity))
 
     def free(self, extent: Extent) -> None:
         """Take back what `allocate` gave; whose it was has been noted as gone."""
+        self.full = False
         self._memory.arena.free(extent)
 
-    def view(self, extent: Extent, like: torch.Tensor) -> torch.Tensor:
-        """The first bytes of the extent, as a tensor of the size and type of `like`."""
-        return self._memory.view(extent, like.dtype)[: like.numel()]
+    def view(self, copy: StoredCopy) -> torch.Tensor:
+        """The bytes of a copy."""
+        return self._memory.view(copy.extent, torch.uint8)[: self.storage.nbytes(copy.capacity)]
 
-    def victims(self, nbytes: int) -> list[Entry]:
-        """Entries whose copies make room for so many bytes when forgotten, [] when nothing does."""
-        return [self._offered[user] for user in self._evictor.choose(nbytes) or ()]
+    def victims(self, capacity: int) -> list[Entry]:
+        """Entries whose copies make room for one of such a region when forgotten, [] when nothing does."""
+        return [self._offered[user] for user in self._evictor.choose(self.size_of(capacity)) or ()]
 
-    def note(self, entry: Entry) -> None:
-        """Bring the order of forgetting up to what the entry is now."""
+    def note(self, entry: Entry, *, used: bool) -> None:
+        """Bring the order of forgetting up to what the entry is now; used: a use of it has ended, in HBM."""
         was_offered, is_offered = self._offered.get(entry.user_id) is entry, entry.forgettable
         if was_offered and not is_offered:
             self._evictor.remove(entry.user_id)
             del self._offered[entry.user_id]
         elif is_offered and not was_offered:
             assert entry.stored is not None
-            self._evictor.add(entry.user_id, entry.stored.extent, self._cost_ms(entry))
+            self.full = False
+            self._evictor.hold(entry.user_id, entry.stored.extent, self._cost_ms(entry))
             self._offered[entry.user_id] = entry
+        if used:
+            assert entry.region is not None
+            size = entry.stored.extent.size if is_offered and entry.stored else self.size_of(entry.region.capacity)
+            self._evictor.touch(entry.user_id, size, self._cost_ms(entry))
 
     def check_integrity(self, entries: Iterable[Entry]) -> None:
         """Raise CacheCorruption unless the books say what these entries say."""

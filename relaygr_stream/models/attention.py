@@ -14,8 +14,10 @@ from typing import Final, NamedTuple
 import torch
 from torch.nn import functional
 
+from relaygr_stream.models.native import attention as native
+
 #: Rows of a block on the CPU: the products reach their peak from about 256 rows on, while the half block above the
-#: diagonal is computed in vain. Measured with benchmarks/model.py over 64…512.
+#: diagonal is computed in vain. Measured with benchmarks/engine.py over 64…512.
 CPU_BLOCK_ROWS: Final = 256
 #: Scores of a block on the CPU: 2 Mi elements are 4 MiB in bfloat16, which leaves room in the last-level cache for
 #: K and V.
@@ -27,6 +29,8 @@ ACCELERATOR_BLOCK_ELEMENTS: Final = 64 << 20
 #: Up to so many rows, the CPU computes half-precision scores transposed. Measured for whole rankings on 2,048 and 8,192
 #: tokens: faster by 10–30 % up to 96 rows, even at 128, slower from 256 on.
 FEW_ROWS: Final = 96
+#: A kernel that keeps no scores blocks by itself; this many rows are no sequence.
+FUSED_BLOCK_ROWS: Final = 1 << 30
 #: Fewer rows than this make products inefficient on any device, so memory bounds never go below it.
 MIN_BLOCK_ROWS: Final = 32
 
@@ -106,8 +110,10 @@ class Visibility:
         return block
 
 
-def block_rows(device: torch.device, heads: int, cols: int) -> int:
-    """How many rows to compute together, over at most `cols` columns."""
+def block_rows(device: torch.device, heads: int, cols: int, *, fused: bool = False) -> int:
+    """How many rows to compute together, over at most `cols` columns; fused: all, as their scores take no memory."""
+    if fused:
+        return FUSED_BLOCK_ROWS
     if device.type == "cpu":
         most, elements = CPU_BLOCK_ROWS, CPU_BLOCK_ELEMENTS
     else:
@@ -132,12 +138,16 @@ def attend(
     of any strides, read and written in place. Columns that no block names may hold anything: they are not read.
     accumulate: add to `out` instead of overwriting it.
     """
+    fused = native.fits(queries.device, queries.dtype, queries.shape[2], values.shape[2])
     for block in blocks:
         target = out[:, block.row_start : block.row_stop]
         columns = slice(block.col_start, block.col_stop)
         if block.col_start == block.col_stop:
             if not accumulate:
                 target.zero_()
+            continue
+        if fused:
+            native.attend(queries, keys, values, out, block, scale=scale, weight=weight, accumulate=accumulate)
             continue
         scores = _products(queries[:, block.row_start : block.row_stop], keys[:, columns], scale)
         functional.silu(scores, inplace=True)
@@ -163,6 +173,9 @@ def attend_to_self(
 
     weight: one number, or (rows, 1, 1) float32 (0 for rows whose own column was counted elsewhere).
     """
+    if native.fits(queries.device, queries.dtype, queries.shape[2], values.shape[2]):
+        native.attend_to_self(queries, keys, values, out, scale=scale, weight=weight)
+        return
     # In float32, as the sum over dqk inside a matrix product would be.
     own = (queries.float() * keys.float()).sum(-1, keepdim=True).mul_(scale)
     functional.silu(own, inplace=True).mul_(weight)

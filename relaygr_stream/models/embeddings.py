@@ -59,6 +59,20 @@ class TokenEmbedding(nn.Module):
     @torch.no_grad()
     def rankings(self, batch: Sequence[RankingTokens]) -> torch.Tensor:
         """Vectors of each ranking's suffix, then its candidates (which all stand at the position behind the suffix)."""
+        rows, bounds = self.ranking_rows(batch)
+        index = self._to_device(rows)
+        x = self._items_and_positions(index)
+        for start, middle, stop in bounds:
+            if middle > start:
+                self._add_behaviours(x[start:middle], index[:, start:middle])
+            x[middle:stop] += self.candidate
+        return x
+
+    def ranking_rows(self, batch: Sequence[RankingTokens]) -> tuple[npt.NDArray[np.int64], list[tuple[int, int, int]]]:
+        """Rows of the tables (item, position, action, gap) × tokens, and each ranking's bounds: suffix | candidates.
+
+        Actions and gaps of candidates are 0.
+        """
         rows = np.zeros((4, sum(len(suffix) + len(candidates) for suffix, _, candidates in batch)), np.int64)
         bounds: list[tuple[int, int, int]] = []
         start = 0
@@ -69,13 +83,7 @@ class TokenEmbedding(nn.Module):
             rows[1, middle:stop] = min(first + len(suffix), self.max_positions - 1)
             bounds.append((start, middle, stop))
             start = stop
-        index = self._to_device(rows)
-        x = self._items_and_positions(index)
-        for start, middle, stop in bounds:
-            if middle > start:
-                self._add_behaviours(x[start:middle], index[:, start:middle])
-            x[middle:stop] += self.candidate
-        return x
+        return rows, bounds
 
     def _fill(self, rows: npt.NDArray[np.int64], tokens: Tokens, first: int) -> None:
         items, actions, gaps = tokens.array

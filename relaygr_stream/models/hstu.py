@@ -15,8 +15,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 from torch.nn import functional
@@ -24,6 +26,7 @@ from torch.nn import functional
 from relaygr_stream.errors import ModelError
 from relaygr_stream.models.attention import Block, Visibility, attend, attend_to_self, block_rows
 from relaygr_stream.models.kv import KVLayout, KVRegion
+from relaygr_stream.models.native import attention as native
 
 NORM_EPS: Final = 1e-6
 
@@ -56,6 +59,39 @@ class RankingRows:
     candidates: int
 
 
+class Room:
+    """What one layer leaves to the next to overwrite, for n rows: memory taken anew would be cleared page by page.
+
+    uvqk (n, 2·H·dv + 2·H·dqk); gates: [u, o, u ⊙ Norm(o)] (n, 3·H·dv); o: its view (n, H, dv) for attention to write.
+    """
+
+    def __init__(self, config: StackConfig, x: torch.Tensor) -> None:
+        width, rows = config.heads * config.dv, len(x)
+        self.uvqk = torch.empty((rows, 2 * width + 2 * config.heads * config.dqk), dtype=x.dtype, device=x.device)
+        self.gates = torch.empty((rows, 3 * width), dtype=x.dtype, device=x.device)
+        self.o = self.gates[:, width : 2 * width].view(rows, config.heads, config.dv)
+
+
+class FusedLayers(Protocol):
+    """The layers with attention of another kind (kernels/fused.py). Checks, and kv.length, are the stack's business."""
+
+    def extend(self, layers: Sequence[STULayer], kv: KVRegion, x: torch.Tensor, outputs: bool) -> torch.Tensor:
+        """Write the K/V of x behind kv.length; returns the last layer's outputs if they are wanted."""
+        ...
+
+    def score(self, layers: Sequence[STULayer], batch: Sequence[RankingRows], x: torch.Tensor) -> torch.Tensor:
+        """As `HSTUStack.score`."""
+        ...
+
+    def table(self, batch: Sequence[RankingRows]) -> npt.NDArray[np.int64]:
+        """What the launches for a batch are told, to be given to `run` on the device."""
+        ...
+
+    def run(self, layers: Sequence[STULayer], x: torch.Tensor, tiles: torch.Tensor, *, split: bool) -> torch.Tensor:
+        """As `score`, by a table: with split, the same launches for any two tables of a size."""
+        ...
+
+
 class STULayer(nn.Module):
     """Weights of one layer and everything in it but attention. uvqk columns in the order u, v, q, k."""
 
@@ -73,9 +109,9 @@ class STULayer(nn.Module):
         self.output_norm_bias = _parameter(norm)
         self.output_weight = _parameter(3 * heads * dv, config.dim)
 
-    def project(self, x: torch.Tensor) -> torch.Tensor:
-        """x (n, D) → u, v, q, k side by side (n, 2·H·dv + 2·H·dqk), nothing activated yet."""
-        return torch.addmm(self.uvqk_bias, self._normed(x), self.uvqk_weight)
+    def project(self, x: torch.Tensor, room: Room) -> torch.Tensor:
+        """x (n, D) → room's u, v, q, k side by side (n, 2·H·dv + 2·H·dqk), nothing activated yet."""
+        return torch.addmm(self.uvqk_bias, self._normed(x), self.uvqk_weight, out=room.uvqk)
 
     def project_kv(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Only k (H, n, dqk) and v (H, n, dv): all that the last layer owes the prefix KV."""
@@ -94,17 +130,15 @@ class STULayer(nn.Module):
         q, k, v = uvqk[:, q_start:k_start], uvqk[:, k_start:], uvqk[:, heads * dv : q_start]
         return q.view(-1, heads, dqk), k.view(-1, heads, dqk), v.view(-1, heads, dv)
 
-    def room(self, uvqk: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Room for [u, o, u ⊙ Norm(o)] (n, 3·H·dv), and its view o (n, H, dv) for attention to write."""
-        heads, dv, _ = self.shape
-        room = torch.empty((len(uvqk), 3 * heads * dv), dtype=uvqk.dtype, device=uvqk.device)
-        return room, room[:, heads * dv : 2 * heads * dv].view(-1, heads, dv)
-
-    def finish(self, x: torch.Tensor, uvqk: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
-        """The layer's output (n, D); `room` holds o."""
-        heads, dv, _ = self.shape
+    def finish(self, x: torch.Tensor, room: Room) -> torch.Tensor:
+        """The layer's output (n, D); `room` holds o and what `project` wrote."""
+        heads, dv, dqk = self.shape
         width = heads * dv
-        u, o, gated = room[:, :width], room[:, width : 2 * width], room[:, 2 * width :]
+        uvqk, gates = room.uvqk, room.gates
+        if not self.group_norm and native.fits(gates.device, gates.dtype, dqk, dv):
+            native.gate(uvqk, gates, self.output_norm_weight, self.output_norm_bias, NORM_EPS)
+            return torch.addmm(x, gates, self.output_weight)
+        u, o, gated = gates[:, :width], gates[:, width : 2 * width], gates[:, 2 * width :]
         torch.ops.aten.silu.out(uvqk[:, :width], out=u)
         if self.group_norm:
             normed = functional.group_norm(
@@ -113,7 +147,7 @@ class STULayer(nn.Module):
         else:
             normed = functional.layer_norm(o, (width,), self.output_norm_weight, self.output_norm_bias, NORM_EPS)
         torch.mul(u, normed, out=gated)
-        return torch.addmm(x, room, self.output_weight)
+        return torch.addmm(x, gates, self.output_weight)
 
     def _normed(self, x: torch.Tensor) -> torch.Tensor:
         return functional.layer_norm(x, x.shape[-1:], self.input_norm_weight, self.input_norm_bias, NORM_EPS)
@@ -125,6 +159,7 @@ class HSTUStack(nn.Module):
     def __init__(self, config: StackConfig) -> None:
         super().__init__()
         self.config = config
+        self.fused: FusedLayers | None = None  # None: attention.py
         self.layers = nn.ModuleList(STULayer(config) for _ in range(config.layers))
         self._visibility = Visibility(config.contextual_seq_len, config.max_attn_len)
         self._scale = 1 / math.sqrt(config.dqk)
@@ -159,25 +194,28 @@ class HSTUStack(nn.Module):
             raise ValueError(f"{len(x)} tokens behind {start} do not fit into a region of {kv.capacity}")
         if start == stop:
             return x
-        rows = block_rows(x.device, self.config.heads, stop)
+        if self.fused is not None:
+            x = self.fused.extend(self.stu_layers(), kv, x, outputs)
+            kv.length = stop
+            return x
+        rows = block_rows(x.device, self.config.heads, stop, fused=self._fused(x))
         blocks = self._visibility.blocks(start, len(x), 0, stop, stop, rows)
-        for index, layer in enumerate(self._stu_layers()):
+        room = Room(self.config, x)
+        for index, layer in enumerate(self.stu_layers()):
             region_keys, region_values = kv.layer(index)
             if index == len(self.layers) - 1 and not outputs:
                 keys, values = layer.project_kv(x)
                 region_keys[:, start:stop] = keys
                 region_values[:, start:stop] = values
                 break
-            uvqk = layer.project(x)
-            q, k, v = layer.split(uvqk)
+            q, k, v = layer.split(layer.project(x, room))
             region_keys[:, start:stop] = k.transpose(0, 1)
             region_values[:, start:stop] = v.transpose(0, 1)
-            room, o = layer.room(uvqk)
             attend(
-                q.transpose(0, 1), region_keys, region_values, o.transpose(0, 1), blocks,
+                q.transpose(0, 1), region_keys, region_values, room.o.transpose(0, 1), blocks,
                 scale=self._scale, weight=self._weight,
             )  # fmt: skip
-            x = layer.finish(x, uvqk, room)
+            x = layer.finish(x, room)
         kv.length = stop
         return x
 
@@ -194,31 +232,35 @@ class HSTUStack(nn.Module):
                 f"a model with contextual_seq_len = {self.config.contextual_seq_len} has all history in the prefix "
                 f"and takes no suffix"
             )
-        plans = [self._plan(rows, x.device) for rows in batch]
+        if self.fused is not None:
+            return self.fused.score(self.stu_layers(), batch, x)
+        plans = [self._plan(rows, x) for rows in batch]
         self_weight = self._self_weight(batch, x.device)
-        for index, layer in enumerate(self._stu_layers()):
-            uvqk = layer.project(x)
-            q, k, v = layer.split(uvqk)
-            room, o = layer.room(uvqk)
-            by_head = [part.transpose(0, 1) for part in (q, k, v, o)]
+        room = Room(self.config, x)
+        for index, layer in enumerate(self.stu_layers()):
+            q, k, v = layer.split(layer.project(x, room))
+            by_head = [part.transpose(0, 1) for part in (q, k, v, room.o)]
             for rows, start, (on_prefix, on_suffix) in zip(batch, offsets, plans, strict=True):
                 stop = start + rows.suffix + rows.candidates
                 own_q, own_k, own_v, own_o = (part[:, start:stop] for part in by_head)
                 keys, values = rows.kv.layer(index)
                 attend(own_q, keys, values, own_o, on_prefix, scale=self._scale, weight=self._weight)
                 attend(own_q, own_k, own_v, own_o, on_suffix, scale=self._scale, weight=self._weight, accumulate=True)
-            attend_to_self(q, k, v, o, scale=self._scale, weight=self_weight)
-            x = layer.finish(x, uvqk, room)
+            attend_to_self(q, k, v, room.o, scale=self._scale, weight=self_weight)
+            x = layer.finish(x, room)
         return x
 
-    def _plan(self, rows: RankingRows, device: torch.device) -> tuple[list[Block], list[Block]]:
+    def _plan(self, rows: RankingRows, x: torch.Tensor) -> tuple[list[Block], list[Block]]:
         """Blocks of one ranking's rows over the prefix, and over its suffix."""
         length, history, count = rows.kv.length, rows.kv.length + rows.suffix, rows.suffix + rows.candidates
-        together = block_rows(device, self.config.heads, history)
+        together = block_rows(x.device, self.config.heads, history, fused=self._fused(x))
         on_prefix = self._visibility.blocks(length, count, 0, length, history, together)
         if not rows.suffix:
             return on_prefix, []
         return on_prefix, self._visibility.blocks(length, count, length, rows.suffix, history, together)
+
+    def _fused(self, x: torch.Tensor) -> bool:
+        return native.fits(x.device, x.dtype, self.config.dqk, self.config.dv)
 
     def _self_weight(self, batch: Sequence[RankingRows], device: torch.device) -> torch.Tensor | float:
         """Candidates see themselves here; a suffix row's own column is among those of the suffix."""
@@ -227,7 +269,8 @@ class HSTUStack(nn.Module):
         weights = [w for rows in batch for w in [0.0] * rows.suffix + [self._weight] * rows.candidates]
         return torch.tensor(weights).view(-1, 1, 1).to(device, non_blocking=True)
 
-    def _stu_layers(self) -> Sequence[STULayer]:
+    def stu_layers(self) -> Sequence[STULayer]:
+        """The layers, first to last."""
         return self.layers  # type: ignore[return-value]  # ModuleList does not name what it holds
 
 

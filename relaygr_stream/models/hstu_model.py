@@ -5,7 +5,6 @@ Knows nothing of caches, schedulers or files; checkpoint.py and random_weights.p
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from typing import Annotated, Final
 
@@ -16,7 +15,11 @@ from torch import nn
 
 from relaygr_stream.models.embeddings import TokenEmbedding
 from relaygr_stream.models.head import TaskHead
-from relaygr_stream.models.hstu import HSTUStack, RankingRows, StackConfig
+from relaygr_stream.models.hstu import FusedLayers, HSTUStack, RankingRows, StackConfig
+from relaygr_stream.models.identity import digest, version_of
+from relaygr_stream.models.kernels.choice import Kernels, fused_stack
+from relaygr_stream.models.kernels.graphs import CudaRecorder, Recorder
+from relaygr_stream.models.kernels.recorded import RecordedScores
 from relaygr_stream.models.kv import KVLayout, KVRegion
 from relaygr_stream.models.protocol import ScoreInput
 from relaygr_stream.models.tokens import Tokens
@@ -80,24 +83,37 @@ class HSTUModel(nn.Module):
         self.tasks = config.tasks
         self.incremental = self.stack.incremental
         self._digest = ""
+        self._recorded: RecordedScores | None = None
 
     def load_weights(self, weights: dict[str, torch.Tensor], note: str) -> HSTUModel:
         """Take float32 weights of exactly the keys and shapes of `state_dict()`, and a version from their digest."""
         self.load_state_dict(weights)
         self.note = note
-        self._digest = _digest(self.config, self.state_dict())
+        self._digest = digest(self.config, self.state_dict())
         return self.place(torch.device("cpu"), torch.float32)
 
-    def place(self, device: torch.device, dtype: torch.dtype) -> HSTUModel:
-        """Move to `device` and convert all but the head to `dtype`; the version follows, since the scores do."""
+    def place(self, device: torch.device, dtype: torch.dtype, kernels: Kernels = "auto") -> HSTUModel:
+        """Move to `device` and convert all but the head to `dtype`; the version follows, since the scores do.
+
+        kernels: as the setting worker.kernels. Raises ModelError if "triton" is asked for and cannot be had.
+        """
         if dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}; got {dtype}")
         self.embedding.to(device=device, dtype=dtype)
         self.stack.to(device=device, dtype=dtype)
         self.head.to(device=device)
         self.layout = self.config.stack.layout(dtype)
-        self.version = f"hstu-{self._digest}-{str(dtype).removeprefix('torch.')}"
+        self.version = version_of("hstu", self._digest, dtype)
+        fused = fused_stack(self.config.stack, device, dtype, kernels)
+        self.use(fused, None if fused is None else CudaRecorder(device))
         return self
+
+    def use(self, fused: FusedLayers | None, recorder: Recorder | None) -> None:
+        """Attend through `fused` from here on, its launches recorded if that can be; None: plain torch operators."""
+        self.stack.fused = fused
+        self._recorded = None
+        if fused is not None and recorder is not None:
+            self._recorded = RecordedScores(self.embedding, self.stack, self.head, recorder)
 
     @torch.no_grad()
     def extend(self, kv: KVRegion, tokens: Tokens) -> None:
@@ -109,19 +125,19 @@ class HSTUModel(nn.Module):
         """Logits of each ranking, float32 (m_i, tasks). ModelError for a suffix where `incremental` is False."""
         if not batch:
             return []
-        x = self.embedding.rankings([(one.suffix, one.kv.length, one.candidates) for one in batch])
+        tokens = [(one.suffix, one.kv.length, one.candidates) for one in batch]
         rows = [RankingRows(one.kv, len(one.suffix), len(one.candidates)) for one in batch]
-        out = self.stack.score(rows, x)
-        if any(one.suffix for one in rows):
-            counts = [count for one in rows for count in (one.suffix, one.candidates)]
-            out = torch.cat(torch.split(out, counts)[1::2])
-        return list(torch.split(self.head.logits(out), [one.candidates for one in rows]))
+        counts = [one.candidates for one in rows]
+        if self._recorded is not None:
+            logits = self._recorded.logits(tokens, rows)
+            if logits is not None:
+                return list(torch.split(_of_candidates(logits, rows), counts))
+        out = _of_candidates(self.stack.score(rows, self.embedding.rankings(tokens)), rows)
+        return list(torch.split(self.head.logits(out), counts))
 
 
-def _digest(config: HSTUConfig, weights: dict[str, torch.Tensor]) -> str:
-    """64 bits over configuration and float32 weights: the same for the same model in any process."""
-    digest = hashlib.blake2b(msgspec.json.encode(config, order="sorted"), digest_size=8)
-    for name in sorted(weights):
-        digest.update(f"\n{name} {tuple(weights[name].shape)}\n".encode())
-        digest.update(weights[name].contiguous().numpy().data)
-    return digest.hexdigest()
+def _of_candidates(out: torch.Tensor, batch: Sequence[RankingRows]) -> torch.Tensor:
+    """The candidates' rows of all rows."""
+    if not any(one.suffix for one in batch):
+        return out
+    return torch.cat(torch.split(out, [count for one in batch for count in (one.suffix, one.candidates)])[1::2])

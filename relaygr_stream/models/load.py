@@ -12,24 +12,31 @@ from relaygr_stream import settings
 from relaygr_stream.errors import ConfigError, ModelError, RelayError
 from relaygr_stream.models.checkpoint import load_checkpoint
 from relaygr_stream.models.hstu_model import HSTUConfig, HSTUModel
+from relaygr_stream.models.kernels.choice import Kernels
 from relaygr_stream.models.kv import KVLayout
 from relaygr_stream.models.protocol import RankingModel
 from relaygr_stream.models.random_weights import random_model
 
 
 def load_model(
-    model: settings.Model, relay: settings.Relay, *, device: torch.device, dtype: torch.dtype
+    model: settings.Model,
+    relay: settings.Relay,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    kernels: Kernels = "auto",
 ) -> RankingModel:
     """The model that the settings ask for, on `device`, its prefix KV in `dtype`.
 
     `model.factory` wins over `model.checkpoint`, which wins over random weights; a checkpoint brings its own shape.
+    kernels: what the built-in model attends with; a user's own has its own.
     Raises ConfigError for settings that clash or are malformed, ModelError for a factory or checkpoint that fails.
     """
     if model.factory:
         return _from_factory(model, device, dtype)
     built_in = load_checkpoint(model.checkpoint) if model.checkpoint else random_model(_config(model), model.seed)
     _refuse_suffix_with_contextual(built_in, model, relay)
-    return built_in.place(device, dtype)
+    return built_in.place(device, dtype, kernels)
 
 
 def parse_tasks(text: str) -> tuple[str, ...]:

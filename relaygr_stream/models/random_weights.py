@@ -1,4 +1,4 @@
-"""Seeded random weights for the built-in model: the same numbers for the same seed in every process.
+"""Seeded random weights for the built-in models: the same numbers for the same seed in every process.
 
 They stand in for a checkpoint in demos, tests and measurements. Rankings made with them are as good as chance.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -17,8 +18,15 @@ from relaygr_stream.models.hstu_model import HSTUConfig, HSTUModel
 def random_model(config: HSTUConfig, seed: int) -> HSTUModel:
     """A float32 model on the CPU, noted as "random weights, seed N"."""
     model = HSTUModel(config)
-    weights = {name: _draw(name, tuple(value.shape), seed) for name, value in model.state_dict().items()}
-    return model.load_weights(weights, note=f"random weights, seed {seed}")
+    return model.load_weights(draw_weights(model.state_dict(), seed), note=f"random weights, seed {seed}")
+
+
+def draw_weights(wanted: Mapping[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
+    """float32 weights of the names and shapes of `wanted` (whose values do not matter), matrices as (inputs, outputs).
+
+    Names say what a tensor is: "…norm_weight" becomes ones, "…bias" zeros, "embedding.…" a table.
+    """
+    return {name: _draw(name, tuple(value.shape), seed) for name, value in wanted.items()}
 
 
 def _draw(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:

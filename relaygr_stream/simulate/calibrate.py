@@ -84,7 +84,8 @@ def calibrate(settings: Settings, length: int, rows: int, rounds: int = ROUNDS) 
     device = select_device(worker.device)
     if device.type == "cpu":
         torch.set_num_threads(worker.threads)
-    model = load_model(settings.model, settings.relay, device=device, dtype=getattr(torch, worker.dtype))
+    dtype = getattr(torch, worker.dtype)
+    model = load_model(settings.model, settings.relay, device=device, dtype=dtype, kernels=worker.kernels)
     engine = Engine(model, device)
     longest = min(settings.relay.max_prefix_tokens, 2 * length)
     layout = model.layout

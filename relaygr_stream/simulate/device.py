@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from relaygr_stream.cache.copy import CopyEngine, CopyTicket
+from relaygr_stream.cache.copy import Convert, CopyEngine, CopyTicket, unchanged
 from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.models.protocol import ScoreInput
 from relaygr_stream.models.tokens import Tokens
@@ -66,8 +66,9 @@ class _Ticket(CopyTicket):
 
     __slots__ = ("_clock", "_over_at")
 
-    def __init__(self, dst: torch.Tensor, src: torch.Tensor, clock: Clock, over_at: float) -> None:
+    def __init__(self, dst: torch.Tensor, src: torch.Tensor, clock: Clock, seconds: float, over_at: float) -> None:
         super().__init__(dst, src, None)
+        self.seconds = seconds
         self._clock = clock
         self._over_at = over_at
 
@@ -85,12 +86,17 @@ class SimulatedCopies(CopyEngine):
         self._clock = clock
         self._wake_at = wake_at
 
-    def submit(self, dst: torch.Tensor, src: torch.Tensor, *, urgent: bool = False) -> CopyTicket:
-        """The destination is there when the ticket says so."""
-        over_at = max(self._free_at[urgent], self._clock.now) + src.nbytes / self._speed[urgent]
+    def submit(
+        self, dst: torch.Tensor, src: torch.Tensor, *, urgent: bool = False, convert: Convert = unchanged
+    ) -> CopyTicket:
+        """The destination is there when the ticket says so. A conversion takes as long as a plain copy of the smaller
+        form: only that crosses the bus."""
+        del convert
+        seconds = min(src.nbytes, dst.nbytes) / self._speed[urgent]
+        over_at = max(self._free_at[urgent], self._clock.now) + seconds
         self._free_at[urgent] = over_at
         self._wake_at(over_at)
-        return _Ticket(dst, src, self._clock, over_at)
+        return _Ticket(dst, src, self._clock, seconds, over_at)
 
     def close(self) -> None:
         """Nothing runs."""

@@ -108,6 +108,8 @@ def size(best: Probe, hit_target: float, processes: int, report: Callable[[Probe
 
     dram = _reuse(scenario, nbytes, hit_target)
     hbm = 2 * nbytes(settings.relay.max_prefix_tokens + settings.relay.max_suffix_tokens)
+    if settings.worker.pinned_share:
+        hbm = max(hbm, math.ceil(nbytes(settings.relay.max_prefix_tokens) / settings.worker.pinned_share))
     while True:
         hbm = min(hbm, settings.worker.hbm_bytes)
         worker = msgspec.structs.replace(settings.worker, hbm_bytes=hbm, dram_bytes=dram)

@@ -77,7 +77,7 @@ def render_plan(planned: Planned) -> str:
         ("workers", f"{scenario.workers:,} ({scenario.traffic.rate / scenario.workers:.1f} requests/s each)"),
         ("a prefix", f"{of(needed.entry)}"),
         ("pinned a worker", f"{of(needed.pinned)} at most, {of(needed.little)} on average by Little's law"),
-        ("HBM a worker", f"{of(needed.hbm)}: the least power of two times two full sequences that keeps the SLO"),
+        ("HBM a worker", f"{of(needed.hbm)}: doubled from the least that the cache takes until the SLO held"),
         ("DRAM a worker", f"{by_reuse}; simulated: {hits.value:.1%}"),
         ("fleet", f"{of(scenario.workers * needed.hbm)} HBM, {of(scenario.workers * needed.reuse)} DRAM"),
     ]

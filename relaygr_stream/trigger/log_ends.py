@@ -18,6 +18,7 @@ from typing import Any, Final, Self
 from aiokafka import AIOKafkaConsumer, TopicPartition
 
 from relaygr_stream.bus.connection import client_options, typed_errors
+from relaygr_stream.bus.ending import end
 from relaygr_stream.settings import Kafka
 
 #: Samples remembered per lane: enough to tell ages apart over the last few seconds; older records are just old.
@@ -46,11 +47,11 @@ class AgeBounds:
     def clamp(self, age_ms: float, offset: int, now_s: float) -> float:
         """The age nearest to age_ms, in milliseconds, that a record at this offset can have at now_s."""
         at_least, at_most = 0.0, math.inf
-        for end in self._samples:  # oldest first
-            if offset < end.offset:
-                at_least = max(at_least, now_s - end.answered_s)
+        for sample in self._samples:  # oldest first
+            if offset < sample.offset:
+                at_least = max(at_least, now_s - sample.answered_s)
                 break
-            at_most = now_s - end.asked_s
+            at_most = now_s - sample.asked_s
         return min(max(age_ms, at_least * 1000.0), max(at_least, at_most) * 1000.0)
 
 
@@ -71,7 +72,7 @@ class LogEnds:
             with typed_errors(self._kafka, "ask where the lanes end"):
                 await consumer.start()
         except BaseException:
-            await consumer.stop()
+            await end("the reader of the logs' ends", consumer.stop)
             raise
         self._consumer = consumer
         return self
@@ -79,7 +80,7 @@ class LogEnds:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._consumer.stop()
+        await end("the reader of the logs' ends", self._consumer.stop)
 
     async def ask(self, topic: str, lanes: Iterable[int]) -> dict[int, LogEnd]:
         """The end of each lane of the topic. Raises BrokerUnavailable, BrokerError."""

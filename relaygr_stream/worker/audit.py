@@ -1,5 +1,7 @@
 """Scoring a share of the answered rankings a second time, in full, to show that the relay changes nothing.
 
+Where prefix KV were rounded in DRAM (worker.dram_storage = "int8"), scores do change: those audits are told apart.
+
 Audits use idle device time and the scratch region; a full inference that needs the scratch takes it from them.
 """
 
@@ -36,7 +38,8 @@ class Auditor:
         self._random = random.Random(seed)
         self._waiting: deque[Audit] = deque()
         self.done = 0
-        self.worst = 0.0  # largest relative deviation found
+        self.worst = 0.0  # largest relative deviation found where nothing was rounded
+        self.worst_rounded = 0.0  # and where it was
 
     def consider(self, task: RankTask, relayed: npt.NDArray[np.float32]) -> None:
         """Choose this answered ranking for an audit, or not."""
@@ -74,7 +77,10 @@ class Auditor:
         self._end(audit, scratch)
         deviation = relative_deviation(audit.relayed, scores[0])
         self.done += 1
-        self.worst = max(self.worst, deviation)
+        if task.approximate:
+            self.worst_rounded = max(self.worst_rounded, deviation)
+        else:
+            self.worst = max(self.worst, deviation)
         self._report(task, deviation, audit.ms + ms)
         return True
 

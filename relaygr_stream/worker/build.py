@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import structlog
 import torch
 
 from relaygr_stream.cache.copy import CopyEngine
 from relaygr_stream.cache.memory import TierMemory
 from relaygr_stream.cache.prefix_cache import PrefixCache
+from relaygr_stream.cache.storage import make_storage
 from relaygr_stream.cache.tiers import GRANULE_TOKENS
+from relaygr_stream.errors import CapacityError
 from relaygr_stream.models.devices import select_device
 from relaygr_stream.models.load import load_model
 from relaygr_stream.models.protocol import RankingModel
@@ -18,7 +21,10 @@ from relaygr_stream.settings import Settings
 from relaygr_stream.worker.audit import Auditor
 from relaygr_stream.worker.core import Limits, RelayCore
 from relaygr_stream.worker.engine import Engine
+from relaygr_stream.worker.rounding import check_rounding
 from relaygr_stream.worker.tasks import Answer, RankTask
+
+log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -40,12 +46,13 @@ def build(
     report_audit: Callable[[RankTask, float, float], None],
     wake: Callable[[], None],
 ) -> Inside:
-    """Model, tiers and core on the configured device. Raises ModelError, DeviceError or CapacityError."""
+    """Model, tiers and core on the configured device. Raises ConfigError, ModelError, DeviceError or CapacityError."""
     worker = settings.worker
     device = select_device(worker.device)
     if device.type == "cpu":
         torch.set_num_threads(worker.threads)
-    model = load_model(settings.model, settings.relay, device=device, dtype=getattr(torch, worker.dtype))
+    dtype = getattr(torch, worker.dtype)
+    model = load_model(settings.model, settings.relay, device=device, dtype=dtype, kernels=worker.kernels)
     engine = Engine(model, device)
     host = torch.device("cpu")
     hbm = TierMemory(worker.hbm_bytes, device, setting="worker.hbm_bytes")
@@ -53,9 +60,14 @@ def build(
     if worker.dram_bytes:
         pinned = device.type != "cpu"
         dram = TierMemory(worker.dram_bytes, host, pinned=pinned, setting="worker.dram_bytes")
-    inside = assemble(settings, engine, hbm, dram, CopyEngine(device, wake), deliver, report_audit)
+    copier = CopyEngine(device, wake)
+    inside = assemble(settings, engine, hbm, dram, copier, deliver, report_audit)
     scratch = inside.cache.scratch.borrow()
     engine.warm_up(scratch)
+    if dram is not None and worker.dram_storage == "int8":
+        storage = make_storage(worker.dram_storage, model.layout)
+        deviation = check_rounding(engine, copier, storage, scratch, worker.dram_int8_deviation)
+        log.info("DRAM copies are int8", deviation=round(deviation, 6), allowed=worker.dram_int8_deviation)
     inside.cache.scratch.give_back(scratch)
     return inside
 
@@ -80,12 +92,14 @@ def assemble(
         engine.costs_of_prefix,
         scratch_tokens=settings.relay.max_prefix_tokens + settings.relay.max_suffix_tokens,
         incremental=model.incremental,
+        storage=worker.dram_storage,
     )
+    pinned_bytes = _pinned_bytes(settings, cache)
     core = RelayCore(
         engine,
         cache,
         Limits(
-            pinned_bytes=int(worker.pinned_share * worker.hbm_bytes),
+            pinned_bytes=pinned_bytes,
             max_ranking_delay_ms=worker.max_ranking_delay_ms,
             batch=worker.batch,
             queue_limit=worker.queue_limit,
@@ -97,3 +111,16 @@ def assemble(
     # alignment, its padding counts as part of the tokens, so that they never count less than the cache takes.
     alloc_bytes = cache.nbytes(1)
     return Inside(core, cache, engine, model, engine.device, -(-alloc_bytes // GRANULE_TOKENS), alloc_bytes)
+
+
+def _pinned_bytes(settings: Settings, cache: PrefixCache) -> int:
+    """What admitted requests may hold. CapacityError where that is not even one prefix."""
+    worker, tokens = settings.worker, settings.relay.max_prefix_tokens
+    share, needed = int(worker.pinned_share * worker.hbm_bytes), cache.nbytes(tokens)
+    if share < needed:
+        raise CapacityError(
+            f"worker.pinned_share = {worker.pinned_share:g} of worker.hbm_bytes = {worker.hbm_bytes} is {share} bytes, "
+            f"which cannot hold one prefix of relay.max_prefix_tokens = {tokens}: it takes {needed} bytes; raise "
+            f"either, or lower relay.max_prefix_tokens"
+        )
+    return share

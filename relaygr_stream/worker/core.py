@@ -157,6 +157,7 @@ class RelayCore:
             "out_of_memory": float(self._engine.out_of_memory),
             "audits": float(self.auditor.done),
             "audit_deviation": self.auditor.worst,
+            "audit_deviation_int8": self.auditor.worst_rounded,
         }
 
     def check_integrity(self) -> None:

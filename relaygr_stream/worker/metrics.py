@@ -43,9 +43,14 @@ class WorkerMetrics:
         self.queue_seconds = gauge("relaygr_queue_seconds", "Recent delay of a ranking before the device takes it")
         self.lanes = gauge("relaygr_lanes", "Lanes owned")
         self.lane_changes = counter("relaygr_lane_changes", "Lanes gained and lost", "change")
-        self.audits = counter("relaygr_audits", "Rankings scored twice, by verdict", "verdict")
+        self.audits = counter(
+            "relaygr_audits",
+            "Rankings scored twice, by verdict and by the form their prefix had in DRAM",
+            "verdict",
+            "storage",
+        )
         self.audit_deviation = gauge(
-            "relaygr_audit_deviation_max", "Largest relative deviation of relayed from full scores"
+            "relaygr_audit_deviation_max", "Largest relative deviation of relayed from full scores", "storage"
         )
         self.dead_letters = counter("relaygr_dead_letters", "Messages that could not be read, by reason", "reason")
         self.clock_clamped = counter("relaygr_clock_clamped", "Requests whose sender's clock cannot be right")

@@ -138,6 +138,7 @@ class Rankings:
             return 0.0
         for task, rows in zip(batch, scores, strict=True):
             task.device_ms += ms / len(batch)
+            task.approximate = task.entry is not None and task.entry.approximate
             self._auditor.consider(task, rows)
             self._answer(task, "ok", scores=rows)
         return ms

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import structlog
 
+from relaygr_stream.bus.ending import end
 from relaygr_stream.bus.lanes import LaneConsumer
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.records import Record
@@ -28,7 +29,6 @@ from relaygr_stream.trigger.log_ends import LogEnds
 from relaygr_stream.worker.build import Inside, build
 from relaygr_stream.worker.core import RelayCore
 from relaygr_stream.worker.device import DeviceThread
-from relaygr_stream.worker.ending import end
 from relaygr_stream.worker.intake import Intake, Origin, TooMuch
 from relaygr_stream.worker.metrics import WorkerMetrics
 from relaygr_stream.worker.outbox import Outbox
@@ -252,18 +252,23 @@ class Worker:
 
     def _report_audit(self, task: RankTask, deviation: float, ms: float) -> None:
         """Called on the device thread; prometheus_client's objects take that."""
-        tolerance = AUDIT_TOLERANCE[self._settings.worker.dtype]
+        worker = self._settings.worker
+        tolerance, storage = AUDIT_TOLERANCE[worker.dtype], "exact"
+        if task.approximate:
+            tolerance, storage = max(tolerance, worker.dram_int8_deviation), "int8"
         agreed = deviation <= tolerance
-        self._metrics.audits.labels("agreed" if agreed else "deviated").inc()
+        self._metrics.audits.labels("agreed" if agreed else "deviated", storage).inc()
         self._metrics.device_seconds.labels("audit").inc(ms / 1e3)
         assert self._inside is not None
-        self._metrics.audit_deviation.set(self._inside.core.auditor.worst)
+        auditor = self._inside.core.auditor
+        self._metrics.audit_deviation.labels(storage).set(auditor.worst_rounded if task.approximate else auditor.worst)
         if not agreed:
             log.error(
                 "a relayed score deviates from full inference",
                 **request_log_fields(task.request_id, task.user_id, task.lane, task.outcome),
                 deviation=deviation,
                 tolerance=tolerance,
+                storage=storage,
             )
 
 

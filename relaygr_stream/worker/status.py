@@ -11,6 +11,7 @@ from typing import Final, Self
 
 import structlog
 
+from relaygr_stream.bus.ending import end
 from relaygr_stream.bus.lanes import LaneConsumer
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.records import Record
@@ -22,7 +23,6 @@ from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.topics import TopicSet
 from relaygr_stream.worker.build import Inside
 from relaygr_stream.worker.device import DeviceThread
-from relaygr_stream.worker.ending import end
 from relaygr_stream.worker.metrics import WorkerMetrics
 from relaygr_stream.worker.snapshot import Snapshot, snapshot
 from relaygr_stream.worker.statement import Identity, State, Statements

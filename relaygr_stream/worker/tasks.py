@@ -50,6 +50,7 @@ class RankTask:
     started: float = 0.0  # when the device first worked for it
     device_ms: float = 0.0
     computed_tokens: int = 0
+    approximate: bool = False  # scored against prefix KV that had been rounded in DRAM
     answered: bool = False
 
 

@@ -6,7 +6,7 @@ import asyncio
 import os
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,10 @@ from tests.bus.ports import free_ports
 
 USER, PASSWORD = "relay", "correct horse"
 CLUSTER = "MkU3OEVBNTcwNTJENDM2Qg"
+AUTHORIZER = """
+authorizer.class.name=org.apache.kafka.metadata.authorizer.StandardAuthorizer
+super.users=User:ANONYMOUS
+"""
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,7 @@ class SecureKafka:
     folder: Path
     sasl_port: int
     tls_port: int
+    inside_port: int  # plain, for the broker itself and for administrators
     ca: Path
     other_ca: Path  # which signed nobody there
     client: Path  # certificate and key
@@ -66,8 +71,11 @@ class SecureKafka:
 
 
 @contextmanager
-def secure_kafka(folder: Path) -> Iterator[SecureKafka]:
-    """Runs for the duration of the block. Needs KAFKA_HOME."""
+def secure_kafka(folder: Path, *, users: Sequence[str] = (USER,), authorize: bool = False) -> Iterator[SecureKafka]:
+    """Runs for the duration of the block, with these users, all of one password. Needs KAFKA_HOME.
+
+    authorize: what nobody granted is refused, but to who comes by the plain listener inside.
+    """
     sasl_port, tls_port, inside, controller = free_ports(4)
     ca, other = trustme.CA(), trustme.CA()
     paths = {name: folder / f"{name}.pem" for name in ("ca", "other_ca", "client", "server")}
@@ -75,13 +83,18 @@ def secure_kafka(folder: Path) -> Iterator[SecureKafka]:
     other.cert_pem.write_to_path(paths["other_ca"])
     ca.issue_cert("client@relay.test").private_key_and_cert_chain_pem.write_to_path(paths["client"])
     paths["server"].write_bytes(_for_java(ca.issue_cert("localhost")))
-    secure = SecureKafka(folder, sasl_port, tls_port, paths["ca"], paths["other_ca"], paths["client"])
+    secure = SecureKafka(folder, sasl_port, tls_port, inside, paths["ca"], paths["other_ca"], paths["client"])
     properties = folder / "server.properties"
-    properties.write_text(_properties(secure, paths["server"], inside, controller), encoding="utf-8")
+    properties.write_text(_properties(secure, paths["server"], controller), encoding="utf-8")
+    if authorize:
+        with properties.open("a", encoding="utf-8") as file:
+            file.write(AUTHORIZER)
     environment = os.environ | {"LOG_DIR": str(folder / "logs"), "KAFKA_HEAP_OPTS": "-Xms128m -Xmx512m"}
     home = kafka_home()
     scram = [
-        f"--add-scram={mechanism}=[name={USER},password={PASSWORD}]" for mechanism in ("SCRAM-SHA-256", "SCRAM-SHA-512")
+        f"--add-scram={mechanism}=[name={user},password={PASSWORD}]"
+        for mechanism in ("SCRAM-SHA-256", "SCRAM-SHA-512")
+        for user in users
     ]
     storage = [str(home / "bin" / "kafka-storage.sh"), "format", "--standalone", "-t", CLUSTER, "-c", str(properties)]
     subprocess.run([*storage, *scram], env=environment, check=True, capture_output=True)
@@ -89,7 +102,7 @@ def secure_kafka(folder: Path) -> Iterator[SecureKafka]:
         server = [str(home / "bin" / "kafka-server-start.sh"), str(properties)]
         process = subprocess.Popen(server, env=environment, stdout=log, stderr=log)
     try:
-        asyncio.run(_until_ready(secure, process))
+        asyncio.run(_until_ready(secure, process, users[0]))
         yield secure
     finally:
         process.kill()
@@ -103,12 +116,12 @@ def _for_java(certificate: trustme.LeafCert) -> bytes:
     return b"".join([pkcs8, *(blob.bytes() for blob in certificate.cert_chain_pems)])
 
 
-async def _until_ready(secure: SecureKafka, process: subprocess.Popen[bytes]) -> None:
+async def _until_ready(secure: SecureKafka, process: subprocess.Popen[bytes], user: str) -> None:
     deadline = time.monotonic() + 60
     said = ""
     while process.poll() is None and time.monotonic() < deadline:
         try:
-            await check_connection(secure.sasl())
+            await check_connection(secure.sasl(sasl_username=user))
         except BrokerError as error:
             said = str(error)
             await asyncio.sleep(0.2)
@@ -117,11 +130,11 @@ async def _until_ready(secure: SecureKafka, process: subprocess.Popen[bytes]) ->
     pytest.fail(f"the broker does not serve: {said}\n{(secure.folder / 'broker.log').read_text()[-3000:]}")
 
 
-def _properties(secure: SecureKafka, server: Path, inside: int, controller: int) -> str:
+def _properties(secure: SecureKafka, server: Path, controller: int) -> str:
     listeners = {
         "SASL_SSL": f"localhost:{secure.sasl_port}",
         "SSL": f"localhost:{secure.tls_port}",
-        "PLAINTEXT": f"127.0.0.1:{inside}",
+        "PLAINTEXT": f"127.0.0.1:{secure.inside_port}",
     }
     advertised = ",".join(f"{name}://{address}" for name, address in listeners.items())
     plain = f'org.apache.kafka.common.security.plain.PlainLoginModule required user_{USER}="{PASSWORD}";'

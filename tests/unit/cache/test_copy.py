@@ -138,7 +138,7 @@ def test_close_finishes_what_is_under_way_and_fails_what_waits() -> None:
     assert not [thread for thread in threading.enumerate() if thread.name in ("relaygr-spill", "relaygr-reload")]
     engine.close()
     with pytest.raises(DeviceError, match="engine is closed"):
-        copy_one(engine)
+        copy_one(engine)[0].wait()
 
 
 def test_close_says_when_a_copy_hangs(monkeypatch: pytest.MonkeyPatch) -> None:

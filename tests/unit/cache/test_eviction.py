@@ -53,8 +53,9 @@ class FadingFrequencyAgainstModel(RuleBasedStateMachine):
 
     @rule(key=KEYS)
     def touch(self, key: int) -> None:
+        nbytes, cost = self.held.get(key, (1, 1.0))
         self.use(key)
-        self.policy.touch(key)
+        self.policy.touch(key, nbytes, cost)
 
     @rule(key=KEYS)
     def remove(self, key: int) -> None:
@@ -91,7 +92,7 @@ def test_frequent_dear_and_small_stay() -> None:
     for key, nbytes, cost in (("plain", 100, 1.0), ("dear", 100, 2.0), ("small", 10, 1.0), ("frequent", 100, 1.0)):
         policy.add(key, nbytes, cost)
     for _ in range(20):
-        policy.touch("frequent")
+        policy.touch("frequent", 100, 1.0)
     assert next(policy.cheapest()) == "plain"
     assert policy.value("frequent") > policy.value("dear") > policy.value("plain")
 
@@ -101,7 +102,7 @@ def test_a_user_who_comes_back_is_no_newcomer() -> None:
     for _ in range(5):
         policy.add("regular", 100, 1.0)
         policy.remove("regular")
-    policy.touch("regular")  # while it is away
+    policy.touch("regular", 100, 1.0)  # while it is away
     policy.add("newcomer", 100, 1.0)
     policy.add("regular", 100, 1.0)
     policy.add("newcomer 2", 100, 1.0)
@@ -204,7 +205,7 @@ def test_evictor_and_arena_agree_on_what_may_go() -> None:
     evictor.add("a", second, 1.0)  # it moved
     assert (len(evictor), arena.open_run(first), arena.open_run(second)) == (1, 0, 32)
     assert evictor.choose(32) == ["a"]
-    evictor.touch("a")
+    evictor.touch("a", 16, 1.0)
     evictor.discard("a")
     evictor.discard("a")
     assert "a" not in evictor

@@ -1,293 +1,31 @@
-"""The cache alone, at random: every entry carries its own bytes wherever it goes, and the books hold at each step."""
+"""The life of entries in the cache, step by step: states, costs, refusals, failures, shutdown."""
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from relaygr_stream.cache.copy import CopyEngine, CopyTicket
+from relaygr_stream.cache.copy import Convert, CopyEngine, CopyTicket, unchanged
 from relaygr_stream.cache.entry import Coverage, Entry, EntryState
 from relaygr_stream.cache.memory import TierMemory
 from relaygr_stream.cache.prefix_cache import PrefixCache
+from relaygr_stream.cache.storage import StorageKind
 from relaygr_stream.cache.tiers import GRANULE_TOKENS
 from relaygr_stream.errors import CacheCorruption, CapacityError
-from relaygr_stream.models.kv import KVLayout, KVRegion
-from relaygr_stream.models.tokens import Tokens
-
-CPU = torch.device("cpu")
-LAYOUT = KVLayout(layers=2, heads=2, dqk=4, dv=4, dtype=torch.float32)
-GRANULE_BYTES = GRANULE_TOKENS * LAYOUT.bytes_per_token  # 8 KiB: two pages
-MOST = 3 * GRANULE_TOKENS  # the longest sequence
-
-
-def sequence(user: int, version: int, length: int) -> Tokens:
-    """A longer sequence of the same user and version continues a shorter one."""
-    items = np.arange(length, dtype=np.int64) + 10_000 * user + 1_000 * version
-    return Tokens(np.stack([items, np.zeros_like(items), np.ones_like(items)]))
-
-
-def write(region: KVRegion, tokens: Tokens) -> None:
-    """Stand-in for a model: K and V of a token are its item id, and layer and head told apart."""
-    start, stop = region.length, len(tokens)
-    items = torch.from_numpy(tokens.array[0, start:stop]).float()
-    for layer in range(LAYOUT.layers):
-        for part, sign in zip(region.layer(layer), (1, -1), strict=True):
-            for head in range(LAYOUT.heads):
-                part[head, start:stop] = (sign * (items + 0.25 * layer + 0.125 * head))[:, None]
-    region.length = stop
-
-
-def holds(region: KVRegion, tokens: Tokens) -> bool:
-    """Whether the region's first tokens are those of the sequence."""
-    n = min(region.length, len(tokens))
-    items = torch.from_numpy(tokens.array[0, :n]).float()
-    for layer in range(LAYOUT.layers):
-        for part, sign in zip(region.layer(layer), (1, -1), strict=True):
-            for head in range(LAYOUT.heads):
-                expected = (sign * (items + 0.25 * layer + 0.125 * head))[:, None].expand(n, part.shape[2])
-                if not torch.equal(part[head, :n], expected):
-                    return False
-    return True
-
-
-class Flaky(CopyEngine):
-    """Copies that are made when the test says so, some of which the device refuses."""
-
-    def __init__(self) -> None:
-        super().__init__(CPU)
-        self.fail_next = 0
-        self.waiting: list[CopyTicket] = []
-
-    def submit(self, dst: torch.Tensor, src: torch.Tensor, *, urgent: bool = False) -> CopyTicket:
-        assert (dst.shape, dst.dtype) == (src.shape, src.dtype)
-        if self.fail_next:
-            self.fail_next -= 1
-            dst.fill_(float("nan"))  # whatever the failed copy left there
-            dst = dst[:1].expand(len(src))  # which copy_ refuses
-        self.waiting.append(CopyTicket(dst, src, None))
-        return self.waiting[-1]
-
-    def settle(self, most: int = 100) -> None:
-        """Make the oldest copies."""
-        for ticket in self.waiting[:most]:
-            ticket._run(None)
-        del self.waiting[:most]
-
-
-def make(
-    hbm: int = 9, dram: int | None = 6, *, incremental: bool = True, copier: Flaky | None = None
-) -> tuple[PrefixCache, Flaky]:
-    """A cache of so many granules, three of which are the scratch region."""
-    copier = copier or Flaky()
-    cache = PrefixCache(
-        LAYOUT,
-        TierMemory(hbm * GRANULE_BYTES, CPU),
-        None if dram is None else TierMemory(dram * GRANULE_BYTES, CPU),
-        copier,
-        lambda tokens: 0.1 + 0.01 * tokens,
-        scratch_tokens=MOST,
-        incremental=incremental,
-    )
-    return cache, copier
-
-
-def compute(cache: PrefixCache, user: int, length: int, version: int = 0) -> Entry:
-    """A whole entry, idle."""
-    entry = cache.open(f"u{user}", sequence(user, version, length))
-    assert entry is not None
-    assert entry.region is not None
-    write(entry.region, entry.tokens)
-    cache.finish(entry)
-    return entry
-
-
-class CacheMachine(RuleBasedStateMachine):
-    """Every call of the cache in any order its contract allows; readers keep what they pinned."""
-
-    incremental = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.readers: list[tuple[Entry, KVRegion, Tokens]] = []
-        self.seen: set[EntryState] = set()
-
-    @initialize(dram=st.sampled_from([None, 2, 6, 20]), hbm=st.integers(6, 10))
-    def begin(self, dram: int | None, hbm: int) -> None:
-        self.cache, self.copier = make(hbm, dram, incremental=self.incremental)
-        self.budget = hbm * GRANULE_BYTES
-
-    def entries(self) -> list[Entry]:
-        return [*self.cache._holdings._entries.values(), *self.cache._holdings._retired]
-
-    def computing(self) -> list[Entry]:
-        return [entry for entry in self.entries() if entry.computing]
-
-    @rule(
-        user=st.integers(0, 4),
-        version=st.sampled_from([0, 0, 0, 1]),
-        length=st.integers(1, MOST),
-        at_once=st.sampled_from([True, True, True, False]),
-    )
-    def request(self, user: int, version: int, length: int, at_once: bool) -> None:
-        """As a signal or ranking does: find, then the step that fits; a reader keeps a pin on what it found."""
-        self._request(user, version, length)
-        entry = self.cache._holdings.get(f"u{user}")
-        if at_once and entry is not None and entry.computing:
-            assert entry.region is not None
-            write(entry.region, entry.tokens)
-            self.cache.finish(entry)
-
-    def _request(self, user: int, version: int, length: int) -> None:
-        tokens = sequence(user, version, length)
-        entry, coverage = self.cache.find(f"u{user}", tokens)
-        if entry is not None and coverage is Coverage.COVERS:
-            if entry.state is EntryState.DRAM:
-                self.cache.load(entry)
-            elif entry.ready:
-                self.read(entry, tokens)
-        elif entry is not None and coverage is Coverage.PREFIX:
-            assert self.incremental
-            if entry.ready:
-                old = entry.region
-                grown = self.cache.extend(entry, tokens)
-                if grown is not None:
-                    assert grown.region is not None
-                    assert grown.region.length < length
-                    assert holds(grown.region, tokens)
-                    assert (grown is entry) == (grown.region is old)
-            elif entry.state is EntryState.DRAM:
-                self.cache.load(entry)
-        else:
-            self.cache.open(f"u{user}", tokens)
-
-    def read(self, entry: Entry, tokens: Tokens) -> None:
-        self.cache.pin(entry)
-        region = entry.region
-        assert region is not None
-        self.readers.append((entry, KVRegion(LAYOUT, region.storage, region.capacity, len(tokens)), tokens))
-
-    @rule(data=st.data(), how=st.sampled_from(["finish", "finish", "part", "cut short", "abort"]))
-    def go_on(self, data: st.DataObject, how: str) -> None:
-        if not (computing := self.computing()):
-            return
-        entry = data.draw(st.sampled_from(computing))
-        region = entry.region
-        assert region is not None
-        if how == "finish":
-            write(region, entry.tokens)
-            self.cache.finish(entry)
-        elif how == "part":
-            if region.length + 1 < len(entry.tokens):
-                stop = data.draw(st.integers(region.length + 1, len(entry.tokens) - 1))
-                write(region, entry.tokens.slice(0, stop))
-        elif how == "cut short":
-            length = region.length
-            self.cache.cut_short(entry)
-            kept = self.incremental and length > 0 and not entry.retired
-            if kept:
-                assert entry.ready
-                assert len(entry.tokens) == length
-        else:
-            self.cache.abort(entry)
-            assert self.cache.find(entry.user_id, entry.tokens)[0] is not entry
-
-    @rule(data=st.data())
-    def pin_what_is_not_ready(self, data: st.DataObject) -> None:
-        busy = [entry for entry in self.entries() if (entry.computing or entry.load) and not entry.retired]
-        if busy:
-            entry = data.draw(st.sampled_from(busy))
-            self.cache.pin(entry)
-            assert entry.region is not None
-            self.readers.append((entry, KVRegion(LAYOUT, entry.region.storage, entry.region.capacity, 0), entry.tokens))
-
-    @rule(data=st.data())
-    def let_go(self, data: st.DataObject) -> None:
-        if self.readers:
-            at = data.draw(st.integers(0, len(self.readers) - 1))
-            entry = self.readers.pop(at)[0]
-            self.cache.unpin(entry)
-
-    @rule(copies=st.sampled_from([100, 100, 1, 0]))
-    def poll(self, copies: int) -> None:
-        self.copier.settle(copies)
-        for entry in self.cache.poll():
-            assert entry.failed or entry.ready or entry.retired
-
-    @rule(fails=st.integers(0, 3))
-    def next_copy_fails(self, fails: int) -> None:
-        self.copier.fail_next = fails // 3
-
-    @rule()
-    def use_scratch(self) -> None:
-        region = self.cache.scratch.borrow()
-        assert (region.length, region.capacity) == (0, MOST)
-        region.storage.fill_(-1.0)
-        assert not self.cache.scratch.free
-        self.cache.scratch.give_back(region)
-
-    @invariant()
-    def books_hold(self) -> None:
-        self.cache.check_integrity()
-        assert self.cache.hbm_used <= self.budget
-        held = {entry: sum(1 for reader in self.readers if reader[0] is entry) for entry, _, _ in self.readers}
-        assert self.cache.pins() == held
-
-    @invariant()
-    def everyone_reads_their_own(self) -> None:
-        for _, region, tokens in self.readers:
-            assert holds(region, tokens.slice(0, region.length))
-        for entry in self.entries():
-            self.seen.add(entry.state)
-            if entry.region is not None and entry.load is None and not entry.failed:
-                assert holds(entry.region, entry.tokens)
-            if entry.stored is not None and entry.spill is None:
-                dram = self.cache._dram
-                assert dram is not None
-                like = torch.empty(entry.stored.capacity * LAYOUT.elements_per_token)
-                copy = KVRegion(LAYOUT, dram.view(entry.stored.extent, like), entry.stored.capacity)
-                copy.length = entry.stored.length
-                assert holds(copy, entry.tokens)
-
-    def teardown(self) -> None:
-        if not hasattr(self, "cache"):
-            return
-        for entry in self.computing():
-            self.cache.abort(entry)
-        for entry, _, _ in self.readers:
-            self.cache.unpin(entry)
-        for _ in range(4):
-            self.copier.settle()
-            self.cache.poll()
-        self.cache.check_integrity()
-        assert self.cache.pinned_bytes == 0
-        assert not self.cache._holdings._retired
-        self.cache.close()
-
-
-class WholeSequencesOnly(CacheMachine):
-    """A model whose K/V of a beginning are not those of the whole."""
-
-    incremental = False
-
-
-SETTINGS = settings(max_examples=60, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck))
-TestCache = CacheMachine.TestCase
-TestCache.settings = SETTINGS
-TestWholeSequencesOnly = WholeSequencesOnly.TestCase
-TestWholeSequencesOnly.settings = settings(SETTINGS, max_examples=20)
+from relaygr_stream.models.kv import KVLayout
+from tests.unit.cache.worlds import CPU, GRANULE_BYTES, MOST, Flaky, compute, holds, make, sequence, write
 
 
 @pytest.fixture
 def small() -> Iterator[tuple[PrefixCache, Flaky]]:
     """Two entries of the longest sequence fit beside the scratch region."""
-    cache, copier = make(9, 6)
+    copier = Flaky()
+    cache = make(9, 6, copier)
     yield cache, copier
     cache.check_integrity()
     cache.close()
@@ -393,7 +131,7 @@ def test_a_reader_keeps_the_old_region_of_an_entry_that_moved(small: tuple[Prefi
 
 
 def test_an_entry_is_not_evicted_for_its_own_continuation() -> None:
-    cache, _ = make(6, None)
+    cache = make(6, None)
     entry = compute(cache, 1, 2 * GRANULE_TOKENS)
     assert cache.extend(entry, sequence(1, 0, MOST)) is None
     assert entry.state is EntryState.IDLE
@@ -448,18 +186,9 @@ def test_a_spill_that_fails_is_not_tried_for_ever(small: tuple[PrefixCache, Flak
     copier.fail_next = 0
 
 
-def test_a_dram_tier_too_small_for_an_entry_is_left_alone() -> None:
-    cache, copier = make(9, 2)
-    compute(cache, 1, MOST)
-    compute(cache, 2, MOST)
-    settle(cache, copier)
-    assert (cache.dram_used, cache.counters.spilled, cache.copying) == (0, 0, False)
-    cache.check_integrity()
-    cache.close()
-
-
 def test_dram_full_forgets_and_goes_on() -> None:
-    cache, copier = make(9, 6)
+    copier = Flaky()
+    cache = make(9, 6, copier)
     for user in range(12):
         compute(cache, user, MOST)
         settle(cache, copier)
@@ -471,12 +200,12 @@ def test_dram_full_forgets_and_goes_on() -> None:
 
 def test_capacity_error_names_the_numbers_that_clash() -> None:
     with pytest.raises(CapacityError) as caught, closing(Flaky()) as copier:
-        make(5, copier=copier)
+        make(5, None, copier)
     text = str(caught.value)
     size = 3 * GRANULE_BYTES
     for part in (f"worker.hbm_bytes = {5 * GRANULE_BYTES}", f"{MOST} tokens", f"{size} bytes", f"at least {2 * size}"):
         assert part in text
-    make(6)[0].close()
+    make(6).close()
 
 
 def test_sizes_are_what_the_arena_takes() -> None:
@@ -503,3 +232,249 @@ def test_corruption_is_found(small: tuple[PrefixCache, Flaky]) -> None:
     with pytest.raises(CacheCorruption):
         cache.check_integrity()
     entry.extent = extent
+
+
+# ---- costs ----
+
+
+def price(cache: PrefixCache, entry: Entry) -> float:
+    """What evicting the entry is held to cost."""
+    return cache._hbm._evictor._policy._held[entry.user_id].cost_ms
+
+
+def recompute_ms(tokens: int) -> float:
+    """As the toy caches predict it."""
+    return 0.1 + 0.01 * tokens
+
+
+def spilled(cache: PrefixCache, copier: Flaky, entries: int) -> None:
+    """Copies are made until there are so many in DRAM."""
+    while cache.counters.spilled < entries:
+        cache._write_back()
+        copier.settle()
+        cache.poll()
+
+
+def test_evicting_costs_a_recomputation_or_with_a_copy_a_reload(small: tuple[PrefixCache, Flaky]) -> None:
+    cache, copier = small
+    entry = compute(cache, 1, MOST)
+    assert price(cache, entry) == recompute_ms(MOST)
+    compute(cache, 2, MOST)
+    spilled(cache, copier, 1)
+    assert entry.clean
+    assert entry.region is not None
+    reload_ms = cache._holdings.reloads.predict_ms(entry.region.storage.nbytes)
+    assert 0 < reload_ms < 0.1 * recompute_ms(MOST)
+    assert price(cache, entry) == pytest.approx(reload_ms, abs=2e-3)
+    for _ in range(1000):
+        cache._holdings.reloads.forgotten()  # few copies live to be reloaded: most of a recomputation is at stake
+    cache.pin(entry)
+    cache.unpin(entry)
+    assert price(cache, entry) == pytest.approx(recompute_ms(MOST) + reload_ms, rel=0.01)
+
+
+def test_a_grown_entry_costs_what_its_copy_lacks() -> None:
+    copier = Flaky()
+    cache = make(12, 12, copier)
+    entry = compute(cache, 1, 100)
+    compute(cache, 2, MOST)
+    compute(cache, 3, MOST)
+    spilled(cache, copier, 1)
+    assert entry.clean
+    assert cache.extend(entry, sequence(1, 0, 120)) is entry
+    assert entry.region is not None
+    write(entry.region, entry.tokens)
+    cache.finish(entry)
+    assert entry.stored is not None
+    reload_ms = cache._holdings.reloads.predict_ms(entry.region.storage.nbytes)
+    assert price(cache, entry) == pytest.approx(recompute_ms(120) - recompute_ms(100) + reload_ms, abs=2e-3)
+    cache._holdings._forget(entry)  # idle all the while
+    assert price(cache, entry) == recompute_ms(120)
+    cache.close()
+
+
+def test_being_copied_is_no_use(small: tuple[PrefixCache, Flaky]) -> None:
+    cache, copier = small
+    entry = compute(cache, 1, MOST)
+    compute(cache, 2, MOST)
+    policy = cache._hbm._evictor._policy
+    before = policy._held["u1"].uses
+    spilled(cache, copier, 1)
+    assert entry.clean
+    assert policy._held["u1"].uses == before
+
+
+def test_a_use_during_a_copy_counts(small: tuple[PrefixCache, Flaky]) -> None:
+    cache, copier = small
+    entry = compute(cache, 1, MOST)
+    compute(cache, 2, MOST)
+    before = cache._hbm._evictor._policy._held["u1"].uses
+    cache._write_back()
+    assert entry.state is EntryState.SPILLING
+    cache.pin(entry)
+    cache.unpin(entry)
+    copier.settle()
+    cache.poll()
+    assert entry.clean
+    assert cache._hbm._evictor._policy._held["u1"].uses > before + 0.5
+
+
+# ---- DRAM ----
+
+
+def test_write_backs_end_where_dram_is_smaller_than_what_should_be_reclaimable() -> None:
+    """Forgetting a clean entry's copy for another's would go round for ever."""
+    copier = Flaky()
+    cache = make(30, 3, copier)
+    for user in range(27):
+        compute(cache, user, GRANULE_TOKENS)
+    for _ in range(50):
+        copier.settle()
+        cache.poll()
+    assert cache.counters.spilled == 3
+    assert cache.counters.forgotten == 0
+    assert not cache.copying
+    # Once clean entries have left HBM, their copies may be forgotten for others.
+    for user in range(30, 40):
+        compute(cache, user, GRANULE_TOKENS)
+        copier.settle()
+        cache.poll()
+    assert cache.counters.evicted_clean > 0
+    assert cache.counters.forgotten > 0
+    cache.check_integrity()
+    cache.close()
+
+
+@pytest.mark.parametrize(("storage", "granules"), [("exact", 3), ("int8", 2)])
+def test_a_dram_tier_that_cannot_hold_one_entry_is_refused(storage: StorageKind, granules: int) -> None:
+    with pytest.raises(CapacityError) as caught, closing(Flaky()) as copier:
+        make(9, granules - 1, copier, storage=storage)
+    for part in (
+        f"worker.dram_bytes = {(granules - 1) * GRANULE_BYTES}",
+        f"{MOST} tokens",
+        f"it takes {3 * GRANULE_BYTES // (1 if storage == 'exact' else 2)} bytes",
+        repr(storage),
+        "relay.max_prefix_tokens",
+    ):
+        assert part in str(caught.value)
+    make(9, granules, storage=storage).close()
+
+
+def test_int8_holds_more_and_says_that_it_rounded() -> None:
+    held = {}
+    for storage in ("exact", "int8"):
+        copier = Flaky()
+        cache = make(30, 6, copier, storage=storage)
+        for user in range(30):
+            compute(cache, user, 2 * GRANULE_TOKENS)
+            settle(cache, copier)
+        held[storage] = sum(1 for entry in cache._holdings._entries.values() if entry.stored is not None)
+        cache.check_integrity()
+        cache.close()
+    assert held == {"exact": 3, "int8": 6}
+
+
+@pytest.mark.parametrize("storage", ["exact", "int8"])
+def test_rounded_stays_rounded_until_computed_anew(storage: StorageKind) -> None:
+    copier = Flaky()
+    cache = make(9, 12, copier, storage=storage)
+    rounds = storage == "int8"
+    entry = compute(cache, 1, 100)
+    compute(cache, 2, MOST)
+    spilled(cache, copier, 1)
+    assert not entry.approximate  # HBM still has what was computed
+    cache._holdings._evict(entry)
+    assert entry.state is EntryState.DRAM
+    assert cache.load(entry)
+    settle(cache, copier)
+    assert entry.approximate == rounds
+    same = cache.extend(entry, sequence(1, 0, 110))
+    assert same is entry
+    assert entry.region is not None
+    write(entry.region, entry.tokens)
+    cache.finish(entry)
+    assert entry.approximate == rounds
+    grown = cache.extend(entry, sequence(1, 0, 150))
+    assert grown is not None
+    assert grown is not entry
+    assert grown.approximate == rounds
+    cache.abort(grown)
+    assert not compute(cache, 1, 100).approximate
+    cache.check_integrity()
+    cache.close()
+
+
+# ---- the end ----
+
+
+class Gated(CopyEngine):
+    """Copies that wait for the gate; `entered` counts those that a thread has begun."""
+
+    def __init__(self) -> None:
+        super().__init__(CPU)
+        self.gate = threading.Event()
+        self.entered = threading.Semaphore(0)
+
+    def submit(
+        self, dst: torch.Tensor, src: torch.Tensor, *, urgent: bool = False, convert: Convert = unchanged
+    ) -> CopyTicket:
+        def when_open(dst: torch.Tensor, src: torch.Tensor) -> None:
+            self.entered.release()
+            self.gate.wait(30)
+            convert(dst, src)
+
+        return super().submit(dst, src, urgent=urgent, convert=when_open)
+
+    def begun(self, copies: int) -> None:
+        """Wait until threads have begun so many more."""
+        for _ in range(copies):
+            assert self.entered.acquire(timeout=30)
+
+
+def at_rest(cache: PrefixCache) -> None:
+    """Wait for the copies under way."""
+    for _ in range(3000):
+        cache.poll()
+        if not cache.copying:
+            return
+        time.sleep(0.01)
+    raise AssertionError("copies go on for ever")
+
+
+def test_closed_in_the_middle_of_copies_the_books_hold_and_nobody_waits_for_ever() -> None:
+    copier = Gated()
+    cache = make(9, 20, copier)
+    copier.gate.set()
+    for user in (1, 2, 3):
+        compute(cache, user, 2 * GRANULE_TOKENS)
+    at_rest(cache)
+    for user in (4, 5):
+        compute(cache, user, 2 * GRANULE_TOKENS)  # in place of the two that have copies
+    away = [entry for entry in cache._holdings._entries.values() if entry.state is EntryState.DRAM]
+    assert len(away) == 2
+    copier.begun(2)
+    copier.gate.clear()
+    assert cache.load(away[0])
+    cache.pin(away[0])
+    cache.poll()
+    spilling = [entry for entry in cache._holdings._entries.values() if entry.state is EntryState.SPILLING]
+    assert len(spilling) == 2
+    copier.begun(2)  # the load, and one of the spills: the other waits
+    closing_ = threading.Thread(target=cache.close)
+    closing_.start()
+    cache.check_integrity()
+    copier.gate.set()
+    closing_.join(30)
+    assert not closing_.is_alive()
+    at_rest(cache)
+    assert away[0].state is EntryState.PINNED
+    assert holds(away[0].region or pytest.fail("no region"), away[0].tokens)
+    assert [entry.stored is not None for entry in spilling] == [True, False]
+    assert cache.counters.copy_failures == 1
+    cache.check_integrity()
+    cache.unpin(away[0])
+    assert cache.load(away[1])  # whatever is asked for now fails, in good order
+    at_rest(cache)
+    assert away[1].state is EntryState.GONE
+    cache.check_integrity()
+    assert cache.pinned_bytes == 0

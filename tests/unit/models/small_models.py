@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from relaygr_stream.models.hstu_model import HSTUConfig, HSTUModel
 from relaygr_stream.models.kv import KVRegion
-from relaygr_stream.models.protocol import ScoreInput
+from relaygr_stream.models.protocol import RankingModel, ScoreInput
 from relaygr_stream.models.random_weights import random_model
 from relaygr_stream.models.tokens import Tokens
 
@@ -45,14 +45,14 @@ def random_items(random: np.random.Generator, count: int) -> npt.NDArray[np.int6
     return random.integers(0, 1 << 32, count)
 
 
-def empty_region(model: HSTUModel, capacity: int) -> KVRegion:
+def empty_region(model: RankingModel, capacity: int) -> KVRegion:
     """A region whose every element is NaN until it is written."""
     layout = model.layout
     elements = capacity * layout.elements_per_token
     return KVRegion(layout, torch.full((elements,), torch.nan, dtype=layout.dtype), capacity)
 
 
-def extended(model: HSTUModel, tokens: Tokens, *, slack: int = 0, chunks: tuple[int, ...] = ()) -> KVRegion:
+def extended(model: RankingModel, tokens: Tokens, *, slack: int = 0, chunks: tuple[int, ...] = ()) -> KVRegion:
     """A region holding `tokens`, extended up to each of the bounds in `chunks` in turn and then to the end."""
     region = empty_region(model, len(tokens) + slack)
     for stop in (*chunks, len(tokens)):
@@ -60,7 +60,7 @@ def extended(model: HSTUModel, tokens: Tokens, *, slack: int = 0, chunks: tuple[
     return region
 
 
-def full_scores(model: HSTUModel, history: Tokens, candidates: npt.NDArray[np.int64]) -> torch.Tensor:
+def full_scores(model: RankingModel, history: Tokens, candidates: npt.NDArray[np.int64]) -> torch.Tensor:
     """Full inference: everything into scratch, then the candidates."""
     return model.score([ScoreInput(extended(model, history), history.slice(0, 0), candidates)])[0]
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,12 @@ import pytest
 import torch
 
 from relaygr_stream.errors import InputError
-from relaygr_stream.models.conformance import COMPARISONS, LIMIT, META, format_table, run_conformance
+from relaygr_stream.models.check.measure import HALF_LIMIT
+from relaygr_stream.models.conformance import COMPARISONS, FULL, LIMIT, META, format_table, run_conformance
 from tests.unit.models.naive_hstu import conformance_arrays
 
 REFERENCE = Path(__file__).parents[2] / "data" / "hstu_reference.npz"
-ONLY_INCREMENTAL = {"chunked_history", "chunked_candidates", "suffix_candidates"}
+ONLY_INCREMENTAL = {"chunked_history", "chunked_candidates", "suffix_candidates", "chunked_kv"}
 
 
 def meta(**changes: int) -> dict[str, int]:
@@ -68,9 +70,32 @@ def test_nan_does_not_conform(tmp_path: Path) -> None:
     assert not run_conformance(write(tmp_path / "nan.npz", arrays))[0].conforms
 
 
-def test_half_precision_runs_and_says_that_it_is_further_off() -> None:
-    for result in run_conformance(REFERENCE, torch.bfloat16):
-        assert LIMIT < result.worst < 5.0
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_in_half_precision_no_result_is_further_off_than_full_inference(dtype: torch.dtype) -> None:
+    results = run_conformance(REFERENCE, dtype)
+    assert len(results) == 5
+    for result in results:
+        assert result.worst > LIMIT
+        assert result.conforms, format_table([result])
+        assert all(result.ratio(key) <= HALF_LIMIT for key in FULL if key in result.deviations)
+
+
+@pytest.mark.parametrize("comparison", ["cached_candidates", "chunked_kv", "suffix_candidates"])
+def test_in_half_precision_what_is_further_off_does_not_conform(comparison: str) -> None:
+    result = run_conformance(REFERENCE, torch.bfloat16)[0]
+    count, full = result._counts[comparison], FULL[comparison]
+    twice = 2 * math.sqrt(result._errors[full] / result._counts[full])
+    result.add(comparison, torch.full((count,), twice), np.zeros(count))
+    assert result.ratio(comparison) > HALF_LIMIT
+    assert not result.conforms
+
+
+def test_in_half_precision_noise_and_nan_do_not_conform(tmp_path: Path) -> None:
+    for value, shape in ((np.nan, (0, 0)), (1e4, (slice(None), 0))):
+        arrays = dict(np.load(REFERENCE))
+        arrays["base/layer0/uvqk_weight"][shape] = value
+        verdicts = [result.conforms for result in run_conformance(write(tmp_path / "x.npz", arrays), torch.bfloat16)]
+        assert verdicts == [False, True, True, True, True]
 
 
 def test_the_table_names_every_variant_and_its_verdict(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from relaygr_stream.cache.entry import Entry
 from relaygr_stream.worker.pins import PinTable
-from tests.unit.cache.test_prefix_cache import compute, make
+from tests.unit.cache.worlds import compute, make
 
 REQUESTS = st.integers(0, 9)
 
@@ -16,7 +16,7 @@ REQUESTS = st.integers(0, 9)
 class PinMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.cache, _ = make(16, None)
+        self.cache = make(16, None)
         self.entries = [compute(self.cache, user, 64 * (1 + user % 2)) for user in range(4)]
         self.pins = PinTable(self.cache)
         self.model: dict[str, tuple[Entry, int, int, float]] = {}  # entry, lane, bytes, end
@@ -80,7 +80,7 @@ TestPins.settings = settings(
 
 
 def test_a_request_that_pins_again_gets_its_whole_life_window() -> None:
-    cache, _ = make(9, None)
+    cache = make(9, None)
     entry = compute(cache, 1, 10)
     pins = PinTable(cache)
     pins.add("r", 0, entry, 1.0, 10)

@@ -14,6 +14,7 @@ import torch
 from relaygr_stream.cache.copy import CopyEngine
 from relaygr_stream.cache.memory import TierMemory
 from relaygr_stream.cache.prefix_cache import PrefixCache
+from relaygr_stream.cache.storage import StorageKind
 from relaygr_stream.exactness import relative_deviation
 from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.models.load import load_model
@@ -103,6 +104,7 @@ class World:
     limits: Limits = LIMITS
     device: torch.device = CPU
     kind: Model = TOY
+    storage: StorageKind = "exact"
     wrap: Callable[[RankingModel], RankingModel] = lambda model: model
     now: float = 100.0
     answers: list[Answer] = field(default_factory=list)
@@ -123,6 +125,7 @@ class World:
             engine.costs_of_prefix,
             scratch_tokens=MAX_TOKENS,
             incremental=self.model.incremental,
+            storage=self.storage,
         )
         auditor = Auditor(self.audit_share, lambda task, deviation, ms: self.audits.append((task, deviation)), seed=1)
         self.core = RelayCore(engine, self.cache, self.limits, auditor, self.answers.append)

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, Final
 
 import structlog
 
 log = structlog.get_logger(__name__)
 
+#: A client without anything left to send disconnects in milliseconds, unless a broker does not answer its farewell: a
+#: TLS connection then waits 30 s for it (asyncio's ssl_shutdown_timeout, which aiokafka leaves alone).
+CLOSE_S: Final = 3.0
+
 _late: set[asyncio.Task[None]] = set()
 
 
-async def end(what: str, stop: Callable[[], Coroutine[Any, Any, None]], within_s: float) -> None:
+async def end(what: str, stop: Callable[[], Coroutine[Any, Any, None]], within_s: float = CLOSE_S) -> None:
     """Await stop(), but not for longer than within_s, and never fail: what cannot be ended ends with the process.
 
     As a task of its own, because aiokafka's stop() lets the cancellation of its own inner tasks escape to the caller

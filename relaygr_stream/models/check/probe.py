@@ -1,0 +1,152 @@
+"""A model under check: random requests for it, regions, and its results by full inference and otherwise.
+
+Everything goes through the two operations of the protocol, called as the worker calls them (inference mode, one
+thread). Knows nothing of which properties there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from relaygr_stream.errors import ModelError
+from relaygr_stream.models.check.measure import FLOAT32_LIMIT, HALF_LIMIT, Deviations, Scores
+from relaygr_stream.models.kv import KVRegion
+from relaygr_stream.models.protocol import RankingModel, ScoreInput
+from relaygr_stream.models.tokens import Tokens
+
+#: Lengths of histories: around powers of two and block sizes, where off-by-ones and tails live.
+LENGTHS: Final = (1, 2, 7, 33, 64, 90, 150)
+
+Items = npt.NDArray[np.int64]
+NO_TOKENS = Tokens(np.zeros((3, 0), np.int64))
+
+
+class Failed(Exception):  # it says what became of the property
+    """The property does not hold; the message says what was seen."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The largest request that the settings allow, and how many items there are."""
+
+    prefix: int
+    suffix: int
+    candidates: int
+    items: int
+
+
+class Probe:
+    """One model, and requests drawn from `seed`. `make` gives the model anew in a type; `bounds` are the settings'."""
+
+    def __init__(
+        self, make: Callable[[torch.dtype], RankingModel], device: torch.device, dtype: torch.dtype, bounds: Bounds,
+        seed: int,
+    ) -> None:  # fmt: skip
+        self.make = make
+        self.device = device
+        self.dtype = dtype
+        self.bounds = bounds
+        self.model = make(dtype)
+        self.half = dtype != torch.float32
+        self.reference = make(torch.float32) if self.half else self.model
+        self.random = np.random.default_rng(seed)
+
+    # ---- requests ----
+
+    def lengths(self, room: int = 0) -> tuple[int, ...]:
+        """Lengths to try, ascending; the settings allow a prefix of the longest and `room` tokens more."""
+        most = max(1, self.bounds.prefix - room)
+        return tuple(sorted({min(length, most) for length in LENGTHS}))
+
+    def history(self, length: int) -> Tokens:
+        """So many random behaviours."""
+        rows = (self.random.integers(0, high, length) for high in (self.bounds.items, 256, 1 << 30))
+        return Tokens(np.stack(list(rows)).astype(np.int64))
+
+    def candidates(self, count: int) -> Items:
+        """So many random item ids."""
+        return self.random.integers(0, self.bounds.items, count)
+
+    # ---- regions ----
+
+    def region(self, capacity: int, fill: float = 0.0, model: RankingModel | None = None) -> KVRegion:
+        """An empty region whose memory holds `fill`."""
+        layout, capacity = (model or self.model).layout, max(capacity, 1)
+        storage = torch.full((capacity * layout.elements_per_token,), fill, dtype=layout.dtype, device=self.device)
+        return KVRegion(layout, storage, capacity)
+
+    def prefix(
+        self, history: Tokens, *, stops: tuple[int, ...] = (), slack: int = 0, model: RankingModel | None = None
+    ) -> KVRegion:
+        """A region holding `history`, extended up to each of `stops` in turn, then to the end."""
+        region = self.region(len(history) + slack, model=model)
+        for stop in (*stops, len(history)):
+            self.extend(region, history.slice(region.length, stop), model)
+        return region
+
+    # ---- the two operations ----
+
+    def extend(self, region: KVRegion, tokens: Tokens, model: RankingModel | None = None) -> None:
+        """`model.extend`; Failed if it raises or advances kv.length by another number."""
+        expected = region.length + len(tokens)
+        with _said(f"extend() of {len(tokens)} tokens behind {region.length}"), torch.inference_mode():
+            (model or self.model).extend(region, tokens)
+        if region.length != expected:
+            raise Failed(
+                f"extend() was given {len(tokens)} tokens behind {expected - len(tokens)} and left kv.length at "
+                f"{region.length}, not {expected}"
+            )
+
+    def score_batch(self, batch: list[ScoreInput], model: RankingModel | None = None) -> list[Scores]:
+        """`model.score`, on the host; Failed if it raises or its result is not what the protocol says."""
+        model = model or self.model
+        shown = ", ".join(f"{one.kv.length} + {len(one.suffix)} tokens, {len(one.candidates)} cand." for one in batch)
+        with _said(f"score() of [{shown}]"), torch.inference_mode():
+            scores: object = model.score(batch)
+        expected = [(len(one.candidates), len(model.tasks)) for one in batch]
+        if not isinstance(scores, list) or not all(isinstance(one, torch.Tensor) for one in scores):
+            raise Failed(f"score() returned a {type(scores).__name__}, expected a list of tensors")
+        shapes = [tuple(one.shape) for one in scores]
+        if shapes != expected:
+            raise Failed(f"score() returned shapes {shapes}, expected (candidates, tasks) of each ranking: {expected}")
+        for one in scores:
+            if one.dtype != torch.float32 or one.device.type != self.device.type:
+                raise Failed(f"score() returned {one.dtype} on {one.device}, expected torch.float32 on {self.device}")
+        return [one.cpu().numpy() for one in scores]
+
+    def score(self, kv: KVRegion, suffix: Tokens, candidates: Items, model: RankingModel | None = None) -> Scores:
+        """One ranking by itself."""
+        return self.score_batch([ScoreInput(kv, suffix, candidates)], model)[0]
+
+    def full(self, history: Tokens, candidates: Items, model: RankingModel | None = None) -> Scores:
+        """Full inference: all history into a region of its own, in one call, then the candidates."""
+        return self.score(self.prefix(history, model=model), NO_TOKENS, candidates, model)
+
+    # ---- comparing ----
+
+    def deviations(self, limit: float = FLOAT32_LIMIT, half_limit: float = HALF_LIMIT) -> Deviations:
+        """An empty collection under the rule of this type."""
+        return Deviations(half=self.half, limit=limit, half_limit=half_limit)
+
+    def compare(self, into: Deviations, found: Scores, history: Tokens, candidates: Items) -> None:
+        """Compare scores of `candidates` behind `history` with full inference."""
+        full = self.full(history, candidates)
+        into.add(found, full, self.full(history, candidates, self.reference) if self.half else full)
+
+
+@contextmanager
+def _said(call: str) -> Iterator[None]:
+    """Whatever the model raises, as a failure of the property."""
+    try:
+        yield
+    except ModelError as error:
+        raise Failed(f"{call} was refused: {error}") from error
+    except Exception as error:  # whatever a user's model raises
+        raise Failed(f"{call} raised {type(error).__name__}: {error}") from error

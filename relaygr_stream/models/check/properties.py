@@ -1,0 +1,308 @@
+"""The properties, one function each: it returns how far the model was off, or raises Failed saying what was seen.
+
+Ordered so that the first failure is the nearest to the cause: without the contract no other means anything.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Final
+
+import numpy as np
+import torch
+
+from relaygr_stream.models.check.measure import KV_LIMIT, Measure, Scores
+from relaygr_stream.models.check.probe import NO_TOKENS, Failed, Items, Probe
+from relaygr_stream.models.kv import KVRegion
+from relaygr_stream.models.protocol import ScoreInput
+from relaygr_stream.models.tokens import Tokens
+
+#: Candidates of a ranking: enough scores for root mean squares in half precision.
+CANDIDATES: Final = 12
+#: Of one history, in half precision: all scores share its roundings, and 0.80…1.43 was measured (25 seeds).
+ONE_HISTORY_LIMIT: Final = 2.0
+#: Tokens of one `extend` where the longest prefix is built: as the worker's chunks, far below it.
+LONG_CHUNK: Final = 1024
+
+
+def contract(probe: Probe) -> Measure | None:
+    """Shapes, types and kv.length, which Probe checks at each call; and finite scores."""
+    history = probe.history(probe.lengths()[-1])
+    region = probe.region(len(history) + 7)
+    storage = region.storage
+    probe.extend(region, history)
+    if region.storage is not storage:
+        raise Failed("extend() replaced the region's memory; it must write into kv.layer(i) in place")
+    scores = probe.score(region, NO_TOKENS, probe.candidates(CANDIDATES))
+    if not np.isfinite(scores).all():
+        raise Failed(f"{int((~np.isfinite(scores)).sum())} of {scores.size} scores are not finite")
+    batch = [ScoreInput(region, NO_TOKENS, probe.candidates(count)) for count in (1, 5)]
+    probe.score_batch(batch)
+    return None
+
+
+def version(probe: Probe) -> Measure | None:
+    """Two models of one version score alike; another type is another version."""
+    again = probe.make(probe.dtype)
+    history, candidates = probe.history(probe.lengths()[-1]), probe.candidates(CANDIDATES)
+    if again.version != probe.model.version:
+        raise Failed(f"made twice with the same settings, it is {probe.model.version!r}, then {again.version!r}")
+    found, full = probe.full(history, candidates, again), probe.full(history, candidates)
+    if not np.allclose(found, full, rtol=1e-4, atol=1e-5 * float(np.abs(full).max())):
+        raise Failed(f"made twice with the same settings, both are version {again.version!r} but score differently")
+    for other in (torch.float32, torch.bfloat16, torch.float16):
+        if other == probe.dtype:
+            continue
+        try:
+            version = probe.make(other).version
+        except Exception:  # a model need not offer every type
+            continue
+        if version == again.version:
+            raise Failed(f"{version!r} is its version in {probe.dtype} and in {other}; their scores differ")
+    return None
+
+
+def determinism(probe: Probe) -> Measure:
+    """The same calls, twice, with another user in between."""
+    deviations = probe.deviations()
+    history, candidates = probe.history(probe.lengths()[-1]), probe.candidates(CANDIDATES)
+    region = probe.prefix(history)
+    for _ in range(3):
+        probe.full(probe.history(probe.lengths()[0]), probe.candidates(3))
+        probe.compare(deviations, probe.score(region, NO_TOKENS, candidates), history, candidates)
+    return deviations.measure
+
+
+def reads_to_length(probe: Probe) -> Measure:
+    """Memory behind kv.length holds anything: here NaN, then huge numbers."""
+    deviations = probe.deviations()
+    for length in probe.lengths():
+        history, candidates = probe.history(length), probe.candidates(CANDIDATES)
+        for poison in (math.nan, 1e4):
+            region = probe.region(length + 19, poison)
+            probe.extend(region, history)
+            probe.compare(deviations, probe.score(region, NO_TOKENS, candidates), history, candidates)
+    return deviations.measure
+
+
+def score_reads_only(probe: Probe) -> None:
+    """Not one bit of the region changes, its slack included; nor does kv.length."""
+    for length in probe.lengths():
+        region = probe.region(length + 19, 0.37)  # no number that a model is likely to write
+        probe.extend(region, probe.history(length))
+        before = region.storage.clone()
+        suffix = probe.history(5) if probe.model.incremental else NO_TOKENS
+        probe.score(region, suffix, probe.candidates(CANDIDATES))
+        if region.length != length:
+            raise Failed(f"score() left kv.length at {region.length}, it was {length}")
+        changed = _changed(region, before, region.capacity)
+        if changed:
+            raise Failed(f"score() of {length} tokens and {len(suffix)} in the suffix wrote to the region: {changed}")
+
+
+def appends_only(probe: Probe) -> None:
+    """extend() leaves the K/V of the tokens before, which other requests read meanwhile, bit for bit."""
+    for length, longer in pairwise(probe.lengths()):
+        history = probe.history(longer)
+        region = probe.region(longer)
+        probe.extend(region, history.slice(0, length))
+        before = region.storage.clone()
+        probe.extend(region, history.slice(length, longer))
+        changed = _changed(region, before, length)
+        if changed:
+            raise Failed(f"extend() of {longer - length} tokens behind {length} changed K/V of earlier ones: {changed}")
+
+
+def causal(probe: Probe) -> Measure:
+    """K/V of the first tokens are the same, whatever follows in the same call."""
+    deviations = probe.deviations(KV_LIMIT)
+    for length, longer in pairwise(probe.lengths()):
+        history = probe.history(longer)
+        whole, part = probe.prefix(history), probe.prefix(history.slice(0, length))
+        truth = probe.prefix(history.slice(0, length), model=probe.reference) if probe.half else part
+        for found, full, true in zip(*(_held(region, length) for region in (whole, part, truth)), strict=True):
+            deviations.add(found, full, true)
+    return deviations.measure
+
+
+def chunks(probe: Probe) -> Measure:
+    """Extending in chunks gives the scores of extending at once."""
+    deviations = probe.deviations()
+    for length in probe.lengths():
+        for _ in range(3):
+            stops = sorted(int(stop) for stop in probe.random.integers(0, length + 1, 4))
+            history, candidates = probe.history(length), probe.candidates(CANDIDATES)
+            region = probe.prefix(history, stops=tuple(stops))
+            probe.compare(deviations, probe.score(region, NO_TOKENS, candidates), history, candidates)
+    return deviations.measure
+
+
+def relocation(probe: Probe) -> Measure:
+    """A region's bytes are all there is: spilled, its memory given to another user, reloaded elsewhere, scored."""
+    deviations = probe.deviations()
+    for length in probe.lengths():
+        history, candidates = probe.history(length), probe.candidates(CANDIDATES)
+        region = probe.prefix(history, slack=3)
+        spilled = region.storage.to("cpu", copy=True)
+        region.length = 0
+        probe.extend(region, probe.history(length))
+        reloaded = probe.region(length + 3)
+        reloaded.storage.copy_(spilled)
+        reloaded.length = length
+        probe.compare(deviations, probe.score(reloaded, NO_TOKENS, candidates), history, candidates)
+    return deviations.measure
+
+
+def extension(probe: Probe) -> Measure:
+    """A cached prefix, scored, then grown in place or by a move into a larger region, is the longer one."""
+    deviations = probe.deviations()
+    for added, move in ((1, False), (13, False), (40, True)):
+        for length in probe.lengths(room=added):
+            history, candidates = probe.history(length + added), probe.candidates(CANDIDATES)
+            region = probe.prefix(history.slice(0, length), slack=added)
+            probe.score(region, NO_TOKENS, candidates)
+            if move:
+                region = _moved(probe, region, length + added + 7)
+            probe.extend(region, history.slice(length, length + added))
+            probe.compare(deviations, probe.score(region, NO_TOKENS, candidates), history, candidates)
+    return deviations.measure
+
+
+def suffix(probe: Probe) -> Measure:
+    """Wherever history is cut into prefix and suffix, the scores are the same."""
+    deviations = probe.deviations()
+    for length in probe.lengths()[1:]:
+        history, candidates = probe.history(length), probe.candidates(CANDIDATES)
+        for cut in sorted({1, length // 2, length - 1}):
+            behind = min(length, cut + max(probe.bounds.suffix, 1))  # the settings may allow a few only
+            scores = probe.score(probe.prefix(history.slice(0, cut)), history.slice(cut, behind), candidates)
+            probe.compare(deviations, scores, history.slice(0, behind), candidates)
+    return deviations.measure
+
+
+def candidates_apart(probe: Probe) -> Measure:
+    """A candidate's score is the same among others, in another order, and alone."""
+    deviations = probe.deviations()
+    for length in probe.lengths():
+        history, candidates = probe.history(length), probe.candidates(CANDIDATES)
+        region = probe.prefix(history)
+        order = probe.random.permutation(CANDIDATES)
+        permuted = np.empty((CANDIDATES, len(probe.model.tasks)), np.float32)
+        permuted[order] = probe.score(region, NO_TOKENS, candidates[order])
+        among_others = probe.score(region, NO_TOKENS, np.concatenate([candidates, probe.candidates(9)]))[:CANDIDATES]
+        alone = [probe.score(region, NO_TOKENS, candidates[at : at + 1]) for at in range(CANDIDATES)]
+        for found in (permuted, among_others, np.concatenate(alone)):
+            probe.compare(deviations, found, history, candidates)
+    return deviations.measure
+
+
+def batch_apart(probe: Probe) -> Measure:
+    """A ranking's scores in a ragged batch, its neighbours' memory full of NaN or infinity, are those it has alone."""
+    deviations = probe.deviations()
+    requests = [_request(probe, length, index) for index, length in enumerate(probe.lengths())]
+    alone = [_alone(probe, *request) for request in requests]
+    for loud in (None, math.nan, math.inf):
+        batch: list[ScoreInput] = []
+        quiet: list[int] = []
+        for index in probe.random.permutation(len(requests)):
+            history, after, candidates = requests[index]
+            batch.append(ScoreInput(probe.prefix(history, slack=5), after, candidates))
+            quiet.append(int(index))
+            if loud is not None:
+                kv = probe.prefix(probe.history(probe.lengths()[-1]), slack=5)
+                kv.storage.fill_(loud)
+                batch.append(ScoreInput(kv, after, probe.candidates(3 + int(index))))
+                quiet.append(-1)
+        for index, scores in zip(quiet, probe.score_batch(batch), strict=True):
+            if index >= 0:
+                deviations.add(scores, *alone[index])
+    return deviations.measure
+
+
+def edges(probe: Probe) -> Measure:
+    """Nothing known of the user, one behaviour, one candidate."""
+    deviations = probe.deviations()
+    candidates = probe.candidates(CANDIDATES)
+    empty = probe.region(8)
+    probe.extend(empty, NO_TOKENS)
+    scores = probe.score(empty, NO_TOKENS, candidates)
+    if not np.isfinite(scores).all():
+        raise Failed("scores of a user without any history are not finite")
+    deviations.add(scores, scores, probe.full(NO_TOKENS, candidates, probe.reference))
+    for length in (1, 9) if probe.model.incremental else ():
+        history = probe.history(min(length, max(probe.bounds.suffix, 1)))
+        probe.compare(deviations, probe.score(probe.region(4), history, candidates), history, candidates)
+    one = probe.history(1)
+    probe.compare(deviations, probe.score(probe.prefix(one, slack=2), NO_TOKENS, candidates), one, candidates)
+    return deviations.measure
+
+
+def longest(probe: Probe) -> Measure:
+    """The largest request that the settings allow: max_prefix_tokens, max_suffix_tokens, max_candidates."""
+    deviations = probe.deviations(half_limit=ONE_HISTORY_LIMIT)
+    length, behind = probe.bounds.prefix, probe.bounds.suffix if probe.model.incremental else 0
+    history, candidates = probe.history(length + behind), probe.candidates(probe.bounds.candidates)
+    stops = tuple(range(LONG_CHUNK, length, LONG_CHUNK)) if probe.model.incremental else ()
+    region = probe.prefix(history.slice(0, length), stops=stops, slack=behind)
+    scores = probe.score(region, history.slice(length, length + behind), candidates)
+    probe.compare(deviations, scores, history, candidates)
+    return deviations.measure
+
+
+def half_precision(probe: Probe) -> Measure | None:
+    """Full inference in half precision stays finite and is more signal than noise beside float32's."""
+    if not probe.half:
+        return None
+    worst = 0.0
+    for length in (*probe.lengths(), min(512, probe.bounds.prefix)):
+        history, candidates = probe.history(length), probe.candidates(CANDIDATES)
+        found, truth = probe.full(history, candidates), probe.full(history, candidates, probe.reference)
+        if not np.isfinite(found).all():
+            raise Failed(f"scores behind {length} behaviours are not finite in {probe.dtype}, and are in float32")
+        worst = max(worst, float(np.sqrt(((found - truth) ** 2).mean() / (truth**2).mean().clip(1e-30))))
+    return Measure(worst, 1.0)
+
+
+def _changed(region: KVRegion, before: torch.Tensor, length: int) -> str:
+    """Where the first `length` tokens' bits differ from `before`; "" if nowhere."""
+    old = KVRegion(region.layout, before, region.capacity)
+    for layer in range(region.layout.layers):
+        for name, now, then in zip(("K", "V"), region.layer(layer), old.layer(layer), strict=True):
+            # As bytes, since NaN is unequal to itself.
+            differs = now[:, :length].contiguous().view(torch.uint8) != then[:, :length].contiguous().view(torch.uint8)
+            if bool(differs.any()):
+                token = int(differs.any(2).any(0).nonzero()[0])
+                return f"{name} of layer {layer}, first at token {token}"
+    return ""
+
+
+def _held(region: KVRegion, length: int) -> list[Scores]:
+    """K and V of each layer's first tokens, in float32 on the host."""
+    parts = [part for layer in range(region.layout.layers) for part in region.layer(layer)]
+    return [part[:, :length].float().cpu().numpy() for part in parts]
+
+
+def _moved(probe: Probe, region: KVRegion, capacity: int) -> KVRegion:
+    """The tokens in a region of another capacity, as the cache moves an entry that outgrew its own."""
+    moved = probe.region(capacity)
+    for layer in range(region.layout.layers):
+        for target, source in zip(moved.layer(layer), region.layer(layer), strict=True):
+            target[:, : region.length].copy_(source[:, : region.length])
+    moved.length = region.length
+    region.storage.zero_()
+    return moved
+
+
+def _request(probe: Probe, length: int, index: int) -> tuple[Tokens, Tokens, Items]:
+    after = probe.history(min(index, probe.bounds.suffix)) if probe.model.incremental else NO_TOKENS
+    return probe.history(length), after, probe.candidates(1 + index * 5)
+
+
+def _alone(probe: Probe, history: Tokens, after: Tokens, candidates: Items) -> tuple[Scores, Scores]:
+    """A ranking's scores by itself, in the type under check and in float32."""
+    own, true = (
+        probe.score(probe.prefix(history, model=model), after, candidates, model)
+        for model in (probe.model, probe.reference)
+    )
+    return own, true

@@ -1,0 +1,153 @@
+"""The list of properties: their names, what each asks, and what it usually means when one fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from relaygr_stream.models.check import properties
+from relaygr_stream.models.check.measure import Measure
+from relaygr_stream.models.check.probe import Probe
+
+
+@dataclass(frozen=True)
+class Property:
+    """Something that must hold.
+
+    usually: what a failure mostly means. hazard: its heading in docs/models.md, "" for none. incremental_only: does not
+    concern models that take their prefix whole. basic: where it fails, the others would say nothing and are not run.
+    """
+
+    name: str
+    holds: str
+    usually: str
+    run: Callable[[Probe], Measure | None]
+    hazard: str = ""
+    incremental_only: bool = False
+    basic: bool = False
+
+
+PROPERTIES: Final = (
+    Property(
+        "contract",
+        "extend advances kv.length by what it appended, in place; score returns float32 (candidates, tasks), finite",
+        "extend forgot `kv.length += len(tokens)`, or score returns another shape, type or device",
+        properties.contract,
+        basic=True,
+    ),
+    Property(
+        "half precision",
+        "in half precision, scores are finite and nearer to float32's than noise",
+        "sums or squares that overflow float16 (65,504), or a scale applied after the sum: keep norms and softmax in "
+        "float32",
+        properties.half_precision,
+        hazard="half-precision",
+        basic=True,
+    ),
+    Property(
+        "determinism",
+        "the same call gives the same scores, whatever was asked in between",
+        "dropout or another random layer is still on (call .eval()), or state is kept between calls outside the region",
+        properties.determinism,
+        hazard="state-outside-the-region",
+        basic=True,
+    ),
+    Property(
+        "version",
+        "made twice it is the same version with the same scores; another dtype is another version",
+        "weights drawn from an unseeded generator, or a version that leaves out the dtype: prefix KV of one would be "
+        "scored by the other",
+        properties.version,
+        hazard="a-version-that-says-too-little",
+    ),
+    Property(
+        "reads up to kv.length",
+        "memory behind kv.length may hold anything, NaN too",
+        "attention reads the whole capacity and masks the rest (0 × NaN is NaN): slice K and V to kv.length",
+        properties.reads_to_length,
+        hazard="reading-behind-kvlength",
+    ),
+    Property(
+        "score only reads",
+        "score leaves kv as it is, bit for bit, the room behind kv.length included",
+        "score writes the suffix's K/V behind kv.length: another request may be extending the same region",
+        properties.score_reads_only,
+        hazard="writing-to-what-others-read",
+    ),
+    Property(
+        "extend only appends",
+        "extend leaves the K/V of earlier tokens as they are, bit for bit",
+        "K/V are rescaled, re-rotated or normalised when the sequence grows: store what never changes",
+        properties.appends_only,
+        hazard="writing-to-what-others-read",
+        incremental_only=True,
+    ),
+    Property(
+        "earlier K/V do not depend on later tokens",
+        "K/V of the first n tokens are the same, whatever follows them",
+        "positions counted back from the end, times relative to the newest behaviour, a scale 1/N from the length, or "
+        "attention that is not causal (contextual tokens: set incremental = False)",
+        properties.causal,
+        hazard="positions-or-times-counted-from-the-end",
+        incremental_only=True,
+    ),
+    Property(
+        "the region is all there is",
+        "a region's bytes, spilled, reloaded elsewhere and scored, give the same scores",
+        "the model keeps something of a prefix outside the region, by its address or by user; it must be in K/V",
+        properties.relocation,
+        hazard="state-outside-the-region",
+    ),
+    Property(
+        "chunks",
+        "extending in chunks is extending at once",
+        "a chunk does not see the tokens before it, its causal mask or its positions start at 0 instead of kv.length",
+        properties.chunks,
+        hazard="chunks-that-start-anew",
+        incremental_only=True,
+    ),
+    Property(
+        "extension",
+        "a cached prefix that grew, in place or by a move, is the longer prefix",
+        "as `chunks`; or something is remembered from before the prefix grew",
+        properties.extension,
+        hazard="chunks-that-start-anew",
+        incremental_only=True,
+    ),
+    Property(
+        "suffix",
+        "wherever history is cut into prefix and suffix, the scores are the same",
+        "a suffix's positions or gaps start anew, a suffix row does not see the prefix, or candidates stand at "
+        "kv.length instead of behind the suffix",
+        properties.suffix,
+        hazard="positions-or-times-counted-from-the-end",
+        incremental_only=True,
+    ),
+    Property(
+        "candidates apart",
+        "a candidate's score does not depend on the other candidates",
+        "candidates attend to each other, stand at different positions, or are normalised over the request",
+        properties.candidates_apart,
+        hazard="candidates-that-see-each-other",
+    ),
+    Property(
+        "batch apart",
+        "a ranking's scores do not depend on its neighbours in a batch",
+        "padding to one length that is masked by multiplication, or a norm or 1/N that spans the batch",
+        properties.batch_apart,
+        hazard="neighbours-in-a-batch",
+    ),
+    Property(
+        "edges",
+        "no history at all, one behaviour, one candidate",
+        "a softmax over nothing (NaN), or a shape that assumes one token at least",
+        properties.edges,
+    ),
+    Property(
+        "longest",
+        "the largest request that the relay settings allow is scored, and as in full",
+        "a position table, mask or buffer that is shorter than relay.max_prefix_tokens + relay.max_suffix_tokens",
+        properties.longest,
+    ),
+)

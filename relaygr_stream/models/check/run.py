@@ -1,0 +1,124 @@
+"""Runs the properties on a model, one finding each, in order; says them as a table and in words."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import torch
+from msgspec.structs import replace
+
+from relaygr_stream.errors import ConfigError, RelayError
+from relaygr_stream.models.check.probe import Bounds, Failed, Probe
+from relaygr_stream.models.check.registry import PROPERTIES, Property
+from relaygr_stream.models.load import load_model
+from relaygr_stream.models.protocol import RankingModel
+from relaygr_stream.settings import Settings
+
+Verdict = Literal["passed", "FAILED", "not applicable", "not run"]
+
+DOCUMENT: Final = "docs/models.md"
+NAME_WIDTH: Final = max(len(one.name) for one in PROPERTIES)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What became of one property. detail: the deviation, or why it does not apply; seen: how it failed."""
+
+    about: Property
+    verdict: Verdict
+    detail: str = ""
+    seen: str = ""
+
+
+def probe_for(settings: Settings, device: torch.device, dtype: torch.dtype, seed: int) -> Probe:
+    """A probe of the model that the settings name; raises what loading raises."""
+    relay = settings.relay
+    if settings.model.contextual_seq_len and relay.max_suffix_tokens:
+        relay = replace(relay, max_suffix_tokens=0)  # what a worker would ask for before it serves this model
+
+    def make(wanted: torch.dtype) -> RankingModel:
+        return load_model(settings.model, relay, device=device, dtype=wanted)
+
+    bounds = Bounds(relay.max_prefix_tokens, relay.max_suffix_tokens, relay.max_candidates, settings.model.vocab)
+    try:
+        return Probe(make, device, dtype, bounds, seed)
+    except RelayError:
+        if dtype == torch.float32:
+            raise
+        make(dtype)  # if it is this type that fails, say so as it is
+        raise ConfigError(
+            f"in {dtype} the check compares with the same model in float32, which cannot be made"
+        ) from None
+
+
+def run_properties(probe: Probe) -> Iterator[Finding]:
+    """Each property's finding as soon as it is known; after a failure of a basic one, the rest are not run."""
+    broken = ""
+    for about in PROPERTIES:
+        if broken:
+            yield Finding(about, "not run", f"without `{broken}` it would say nothing")
+            continue
+        finding = _run(about, probe)
+        if about.basic and finding.verdict == "FAILED":
+            broken = about.name
+        yield finding
+
+
+def _run(about: Property, probe: Probe) -> Finding:
+    if about.incremental_only and not probe.model.incremental:
+        return Finding(about, "not applicable", "incremental = False: the prefix is inferred whole, without a suffix")
+    if about.name == "half precision" and not probe.half:
+        return Finding(about, "not applicable", "float32 was asked for; see --dtype")
+    try:
+        measure = about.run(probe)
+    except Failed as failed:
+        return Finding(about, "FAILED", "–", str(failed))
+    if measure is None:
+        return Finding(about, "passed")
+    if measure.holds:
+        return Finding(about, "passed", str(measure))
+    seen = "the RMS deviation from float32's scores is {:.3g} times that of full inference" if measure.ratio else (
+        "the largest deviation from full inference is {:.3g} of the largest score"
+    )  # fmt: skip
+    return Finding(about, "FAILED", str(measure), seen.format(measure.value))
+
+
+def heading() -> str:
+    """The table's first line."""
+    return f"{'property':<{NAME_WIDTH}}  {'verdict':<14}  largest deviation (allowed)"
+
+
+def row(finding: Finding) -> str:
+    """One line of the table."""
+    return f"{finding.about.name:<{NAME_WIDTH}}  {finding.verdict:<14}  {finding.detail or 'exact'}".rstrip()
+
+
+def in_words(finding: Finding) -> str:
+    """A failure: what must hold, what was seen, what it usually means, where to read on."""
+    about = finding.about
+    lines = [f"{about.name}: {about.holds}.", f"Seen: {finding.seen}.", f"Usually: {about.usually}."]
+    if about.hazard:
+        lines.append(f"See {DOCUMENT}#{about.hazard}.")
+    return "\n".join(
+        textwrap.fill(line, 110, initial_indent="" if index == 0 else "    ", subsequent_indent="    ")
+        for index, line in enumerate(lines)
+    )
+
+
+def check_model(probe: Probe, say: Callable[[str], None]) -> bool:
+    """Run everything, a line at a time through `say`; whether every property holds that applies."""
+    failed = []
+    say(heading())
+    for finding in run_properties(probe):
+        say(row(finding))
+        if finding.verdict == "FAILED":
+            failed.append(finding)
+    for finding in failed:
+        say("")
+        say(in_words(finding))
+    say("")
+    say("every property holds" if not failed else f"{len(failed)} failed: {', '.join(f.about.name for f in failed)}")
+    return not failed

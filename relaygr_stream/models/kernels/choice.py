@@ -1,0 +1,128 @@
+"""Whether a model runs on the fused kernels: what the settings ask for, what is there, and what the device itself says.
+
+A kernel that is wrong on some device, driver or compiler must not serve: before the first request it is compared with
+the plain path there. Knows nothing of graphs, which compare themselves (graphs.py).
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Final, Literal
+
+import structlog
+import torch
+
+from relaygr_stream.errors import ModelError
+from relaygr_stream.models.hstu import HSTUStack, RankingRows, StackConfig
+from relaygr_stream.models.kv import KVRegion
+
+if TYPE_CHECKING:
+    from relaygr_stream.models.kernels.fused import FusedStack
+
+log = structlog.get_logger(__name__)
+
+#: The setting worker.kernels. auto: triton on CUDA if it is installed and passes the check, else torch. triton: refuse
+#: to start without it. torch: plain torch operators, as on every other device.
+Kernels = Literal["auto", "torch", "triton"]
+
+#: DESIGN §8: relative to the largest output in float32; in half precision no further from the float32 truth than the
+#: plain path. The check's 10,000 outputs know a root mean square to 1 %, their common inputs make it some more.
+FLOAT_LIMIT: Final = 1e-5
+HALF_RATIO: Final = 1.1
+#: Embedding width, layers and rankings of the check: (prefix, suffix, candidates). Lengths on no block's bound; the
+#: first is cut along its columns, the others are not, one has no prefix and one no candidates to speak of.
+CHECK_DIM: Final = 64
+CHECK_LAYERS: Final = 2
+CHECK_RANKINGS: Final = ((611, 9, 70), (0, 5, 3), (90, 0, 65), (33, 20, 1))
+
+
+def fused_stack(
+    config: StackConfig, device: torch.device, dtype: torch.dtype, kernels: Kernels = "auto"
+) -> FusedStack | None:
+    """The fused layers for a stack of this shape, or None for the plain path; says in the log which, and why.
+
+    Raises ModelError if `kernels` is "triton" and they cannot be had.
+    """
+    if kernels == "torch" or (kernels == "auto" and device.type != "cuda"):
+        return None
+    fused, problem = _make(config, device, dtype)
+    if fused is None:
+        if kernels == "triton":
+            raise ModelError(f'worker.kernels = "triton", but {problem}; set it to "auto" or "torch"')
+        log.warning("attention runs on plain torch operators", reason=problem)
+        return None
+    log.info("attention runs on fused Triton kernels, which agree with torch operators on this device")
+    return fused
+
+
+def _make(config: StackConfig, device: torch.device, dtype: torch.dtype) -> tuple[FusedStack | None, str]:
+    if device.type != "cuda":
+        return None, f"the device is {device}: fused kernels are for cuda"
+    if config.contextual_seq_len:
+        return None, f"the model has contextual_seq_len = {config.contextual_seq_len}, which they do not cover"
+    try:
+        module = importlib.import_module("relaygr_stream.models.kernels.fused")
+    except ImportError as error:
+        return None, f"triton cannot be imported ({error}); CUDA builds of torch bring it, else install triton"
+    fused: FusedStack = module.FusedStack(config, dtype)
+    problem = disagreement(fused, config, device, dtype)
+    return (None, problem) if problem else (fused, "")
+
+
+def disagreement(fused: FusedStack, config: StackConfig, device: torch.device, dtype: torch.dtype) -> str:
+    """How the fused layers differ from the plain path on this device, beyond DESIGN §8, in words; "" if they agree.
+
+    Compiles all that will ever run: shapes are compiled in, sizes are not.
+    """
+    try:
+        stack = _random_stack(config, device)
+        truth = _outputs(stack, torch.float32)
+        if dtype == torch.float32:
+            stack.fused = fused
+            found = _outputs(stack, dtype)
+            deviation = float((found - truth).abs().max() / truth.abs().max())
+            # A deviation that is no number is one.
+            return "" if deviation <= FLOAT_LIMIT else f"its kernels deviate by {deviation:.1e} from torch operators"
+        stack.to(dtype)
+        plain = _rms(_outputs(stack, dtype).float() - truth)
+        stack.fused = fused
+        error = _rms(_outputs(stack, dtype).float() - truth)
+    except Exception as error_:  # whatever a compiler or a driver says; the plain path serves all the same
+        return f"its kernels fail here: {type(error_).__name__}: {error_}"
+    if error <= HALF_RATIO * plain:
+        return ""
+    return f"its kernels are {error:.1e} (rms) from the float32 outputs, torch operators in {dtype} {plain:.1e}"
+
+
+def _random_stack(config: StackConfig, device: torch.device) -> HSTUStack:
+    """A small stack in float32 with the attention of `config`."""
+    small = StackConfig(
+        CHECK_LAYERS, CHECK_DIM, config.heads, config.dqk, config.dv, config.scale_tokens,
+        max_attn_len=config.max_attn_len, group_norm=config.group_norm,
+    )  # fmt: skip
+    stack, random = HSTUStack(small), torch.Generator().manual_seed(0)
+    for weight in stack.parameters():
+        weight.copy_(torch.randn(weight.shape, generator=random) * weight.shape[0] ** -0.5)
+    return stack.to(device)
+
+
+def _outputs(stack: HSTUStack, dtype: torch.dtype) -> torch.Tensor:
+    """What the stack makes of the check's rankings, their prefixes extended in two steps; on the host."""
+    device, random = next(stack.parameters()).device, torch.Generator().manual_seed(1)
+    layout = stack.config.layout(dtype)
+    batch = []
+    for prefix, suffix, candidates in CHECK_RANKINGS:
+        # NaN behind the tokens: whatever reads it shows.
+        capacity = prefix + 7
+        storage = torch.full((capacity * layout.elements_per_token,), torch.nan, dtype=dtype, device=device)
+        region = KVRegion(layout, storage, capacity)
+        x = torch.randn((prefix, CHECK_DIM), generator=random).to(device, dtype)
+        for part in torch.tensor_split(x, 2):
+            stack.append(region, part)
+        batch.append(RankingRows(region, suffix, candidates))
+    rows = sum(one.suffix + one.candidates for one in batch)
+    return stack.score(batch, torch.randn((rows, CHECK_DIM), generator=random).to(device, dtype)).cpu()
+
+
+def _rms(errors: torch.Tensor) -> float:
+    return float(errors.square().mean().sqrt())

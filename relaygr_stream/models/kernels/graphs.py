@@ -1,0 +1,191 @@
+"""Scoring recorded once per bucket of sizes and replayed, so that the device does not wait for launches.
+
+A ranking on a hit is some ten launches per layer, each shorter than the host takes to issue it. A recorded graph issues
+them all at once, on inputs at fixed addresses: the rows to embed and the table of tiles, one copy for both. Sizes are
+rounded up to buckets; what pads them computes nothing that anybody reads. Knows nothing of what it records.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import structlog
+import torch
+
+from relaygr_stream.models.kernels.tiles import Field
+
+log = structlog.get_logger(__name__)
+
+#: Rows of the tables per token to embed: item, position, action, gap.
+INDICES: Final = 4
+#: Beyond these sizes launches are short beside what they compute, and the partial sums of one layer would pass 64 MiB
+#: (1,024 tiles × 64 rows × 256 wide in float32).
+MAX_ROWS: Final = 2048
+MAX_TILES: Final = 1024
+#: The smallest bucket of either: below it, sizes hardly change what a graph costs.
+MIN_BUCKET: Final = 16
+#: Buckets of rows are powers of two and the middles between them (16, 24, 32, 48, …): at most a third is padding. There
+#: are 15, and 7 of tiles; a worker's traffic keeps to some of the 105. A graph holds its nodes (some 100 KiB) and its
+#: inputs; intermediates share one pool.
+MAX_GRAPHS: Final = 48
+#: Recording takes as long as some ten rankings: only for a bucket that comes again.
+RECORD_FROM: Final = 2
+#: How far a replay may be from the same computation issued live, relative to the largest logit: libraries may pick
+#: another algorithm while recording. DESIGN §8's bound; in half precision a few roundings of the last layer's output.
+LIMITS: Final = {torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+
+#: rows (4, r), tiles (t, fields) on the device → logits (r, tasks).
+Body = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Recording(NamedTuple):
+    """What was recorded: its output, at one address for ever, and a call that computes it anew."""
+
+    output: torch.Tensor
+    replay: Callable[[], None]
+
+
+class Recorder(Protocol):
+    """How launches are recorded on some kind of device."""
+
+    def record(self, run: Callable[[], torch.Tensor]) -> Recording:
+        """Record what `run` launches. The output need not be computed before the first replay."""
+        ...
+
+
+class CudaRecorder:
+    """CUDA graphs. All of one recorder share their memory: read an output before another graph is replayed."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, run: Callable[[], torch.Tensor]) -> Recording:
+        """Run once outside (libraries allocate workspaces at their first call), then capture."""
+        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            run()
+        torch.cuda.current_stream(self._device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # Thread-local: the thread of the tiers' copies goes on allocating and waiting meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+            output = run()
+        return Recording(output, graph.replay)
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    """A recording, and the inputs that it reads."""
+
+    inputs: torch.Tensor
+    recording: Recording
+
+
+class ScoreGraphs:
+    """Logits of batches through recordings of `body`; a failure turns it off for good, with one warning.
+
+    One thread; outputs are the caller's own. limit: of deviation from `body` itself, checked at each recording.
+    """
+
+    def __init__(
+        self, body: Body, recorder: Recorder, device: torch.device, limit: float, *, most: int = MAX_GRAPHS
+    ) -> None:
+        self._body = body
+        self._recorder = recorder
+        self._device = device
+        self._limit = limit
+        self._most = most
+        self._seen: Counter[tuple[int, int]] = Counter()
+        self._buckets: OrderedDict[tuple[int, int], _Bucket] = OrderedDict()
+        self.on = True
+
+    def __len__(self) -> int:
+        return len(self._buckets)
+
+    @torch.inference_mode()
+    def score(self, rows: npt.NDArray[np.int64], table: npt.NDArray[np.int64]) -> torch.Tensor | None:
+        """Logits (n, tasks) of rows (4, n) by a table of tiles; None where no recording serves."""
+        count = rows.shape[1]
+        if not self.on or count > MAX_ROWS or len(table) > MAX_TILES:
+            return None
+        size = (bucket_rows(count), bucket_tiles(len(table)))
+        bucket = self._buckets.get(size)
+        if bucket is None:
+            self._seen[size] += 1
+            if self._seen[size] < RECORD_FROM:
+                return None
+            bucket = self._record(size, _packed(rows, table, size), count)
+            if bucket is None:
+                return None
+        self._buckets.move_to_end(size)
+        bucket.inputs.copy_(_packed(rows, table, size), non_blocking=True)
+        bucket.recording.replay()
+        # Replays share their memory: the next one would overwrite this.
+        return bucket.recording.output[:count].clone()
+
+    def _record(self, size: tuple[int, int], packed: torch.Tensor, count: int) -> _Bucket | None:
+        """A recording of that size, which has proved to give what `body` gives on `packed`."""
+        try:
+            inputs = packed.to(self._device, copy=True)
+            rows, tiles = _unpacked(inputs, size)
+            expected = self._body(rows, tiles)[:count]
+            recording = self._recorder.record(lambda: self._body(rows, tiles))
+            recording.replay()
+            deviation = _deviation(recording.output[:count], expected)
+        except Exception as error:  # whatever a driver or a library says while recording
+            self._turn_off(f"{type(error).__name__}: {error}")
+            return None
+        if not deviation <= self._limit:
+            self._turn_off(
+                f"a replay deviates by {deviation:.1e} from what was recorded, allowed are {self._limit:.0e}"
+            )
+            return None
+        while len(self._buckets) >= self._most:
+            self._buckets.popitem(last=False)
+        bucket = self._buckets[size] = _Bucket(inputs, recording)
+        return bucket
+
+    def _turn_off(self, reason: str) -> None:
+        log.warning("recorded graphs are off", reason=reason)
+        self.on = False
+        self._buckets.clear()
+
+
+def bucket_rows(count: int) -> int:
+    """`count` rounded up to a power of two or the middle between two."""
+    power = max(MIN_BUCKET, 1 << (count - 1).bit_length()) if count > 1 else MIN_BUCKET
+    return power * 3 // 4 if power > MIN_BUCKET and count <= power * 3 // 4 else power
+
+
+def bucket_tiles(count: int) -> int:
+    """`count` rounded up to a power of two: tiles that pad do nothing at all."""
+    return max(MIN_BUCKET, 1 << (count - 1).bit_length()) if count > 1 else MIN_BUCKET
+
+
+def _packed(rows: npt.NDArray[np.int64], table: npt.NDArray[np.int64], size: tuple[int, int]) -> torch.Tensor:
+    """Both inputs behind each other, padded with zeros: row 0 of each table, and tiles that do nothing.
+
+    In memory of its own: the copy to the device may still be reading that of the call before.
+    """
+    most_rows, most_tiles = size
+    packed = np.zeros(INDICES * most_rows + len(Field) * most_tiles, np.int64)
+    packed[: INDICES * most_rows].reshape(INDICES, most_rows)[:, : rows.shape[1]] = rows
+    packed[INDICES * most_rows :].reshape(most_tiles, len(Field))[: len(table)] = table
+    return torch.from_numpy(packed)
+
+
+def _unpacked(inputs: torch.Tensor, size: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    most_rows, most_tiles = size
+    rows = inputs[: INDICES * most_rows].view(INDICES, most_rows)
+    return rows, inputs[INDICES * most_rows :].view(most_tiles, len(Field))
+
+
+def _deviation(found: torch.Tensor, expected: torch.Tensor) -> float:
+    worst = (found.double() - expected.double()).abs().max() / expected.double().abs().max().clamp(min=1e-30)
+    return float(worst)

@@ -1,0 +1,200 @@
+"""SiLU attention in Triton, over regions in place: no score ever leaves the registers.
+
+One program computes one tile (tiles.py) of one head: o = weight · SiLU(scale · q·kᵀ)·v over the columns of its tile,
+accumulated in float32. Where a group is cut along its columns, programs leave partial sums, and a second kernel adds
+them up in a fixed order: unlike atomics, that gives the same bits each time. Knows nothing of models but their widths.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+import triton
+from triton import language as tl
+
+from relaygr_stream.models.kernels.tiles import ALIGNMENT, Field
+
+#: What tl.dot takes at least along each side.
+MIN_SIDE: Final = 16
+#: Half precision on tensor cores: 64 × 64 scores are 32 float32 registers in each of 128 threads, beside the 32 to 64
+#: of the sums for heads 64 to 128 wide.
+HALF_BLOCK: Final = 64
+#: float32 keeps its full mantissa and runs without tensor cores, with both operands in registers: a quarter of the
+#: scores at once.
+FLOAT_BLOCK: Final = 32
+#: Four warps hold a block of 64 rows in 16-row slices, as tensor cores take them; two stages load one block of columns
+#: while another is computed. Neither has been tuned on a device.
+LAUNCH: Final = {"num_warps": 4, "num_stages": 2}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is compiled in: constants of a model, so that a kernel is compiled once per model and never while serving.
+
+    A row of uvqk holds u, v, q, k side by side, each heads × width; a row of `room` holds u, o, u ⊙ Norm(o).
+    """
+
+    heads: int
+    dqk: int
+    dv: int
+    scale: float
+    weight: float
+    window: int
+    dtype: torch.dtype
+
+    @property
+    def block(self) -> int:
+        """Rows of a tile, and columns that are computed at once."""
+        return FLOAT_BLOCK if self.dtype == torch.float32 else HALF_BLOCK
+
+    @property
+    def aligned(self) -> bool:
+        """Whether every head's row of K and V starts where a vector load may."""
+        return self.dqk * self.dtype.itemsize % ALIGNMENT == 0 and self.dv * self.dtype.itemsize % ALIGNMENT == 0
+
+
+def silu_attention(
+    shape: Shape, tiles: torch.Tensor, layer: int, uvqk: torch.Tensor, room: torch.Tensor, *, split: bool
+) -> None:
+    """Write o, the middle third of `room` (n, 3·H·dv), from q, k, v of `uvqk` (n, 2·H·(dv + dqk)) and the regions.
+
+    tiles: a table of tiles.py on the device. layer: which of the regions' layers. split: whether any row is cut along
+    its columns. Rows that no tile names keep what they hold. Asynchronous.
+    """
+    grid = (len(tiles), shape.heads)
+    if not len(tiles):
+        return
+    # Without a split nothing is read or written there.
+    sums = uvqk.new_empty((len(tiles) if split else 0, shape.block, shape.heads * shape.dv), dtype=torch.float32)
+    with torch.cuda.device_of(uvqk):  # Triton launches on the current device, whatever its arguments are on
+        attention_kernel[grid](tiles, uvqk, room, sums if split else room, layer, **constants(shape, split), **LAUNCH)
+        if split:
+            sum_kernel[grid](tiles, sums, room, **sum_constants(shape), **LAUNCH)
+
+
+def constants(shape: Shape, split: bool) -> dict[str, int | float | bool]:
+    """What is compiled into `attention_kernel`."""
+    return {
+        "FIELDS": len(Field), "HEADS": shape.heads, "DQK": shape.dqk, "DV": shape.dv,
+        "DQK_SIDE": _side(shape.dqk), "DV_SIDE": _side(shape.dv), "SCALE": shape.scale, "WEIGHT": shape.weight,
+        "WINDOW": shape.window, "ALIGNED": shape.aligned, "BLOCK": shape.block, "SPLIT": split,
+    }  # fmt: skip
+
+
+def sum_constants(shape: Shape) -> dict[str, int | float | bool]:
+    """What is compiled into `sum_kernel`."""
+    names = ("FIELDS", "HEADS", "DV", "DV_SIDE", "WEIGHT", "BLOCK")
+    return {name: constants(shape, split=True)[name] for name in names}
+
+
+def _side(width: int) -> int:
+    return max(MIN_SIDE, 1 << (width - 1).bit_length())
+
+
+@triton.jit(do_not_specialize=["layer"])
+def attention_kernel(
+    tiles, uvqk, room, sums, layer,
+    FIELDS: tl.constexpr, HEADS: tl.constexpr, DQK: tl.constexpr, DV: tl.constexpr,
+    DQK_SIDE: tl.constexpr, DV_SIDE: tl.constexpr,
+    SCALE: tl.constexpr, WEIGHT: tl.constexpr, WINDOW: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles, heads). Positions and columns are counted alike: a row sees columns up to its own position."""
+    UVQK: tl.constexpr = 2 * HEADS * (DV + DQK)
+    entry = tiles + tl.program_id(0) * FIELDS
+    head = tl.program_id(1)
+    address, capacity = tl.load(entry), tl.load(entry + 1)
+    length, first, suffix = tl.load(entry + 2), tl.load(entry + 3), tl.load(entry + 4)
+    row, row_stop = tl.load(entry + 5), tl.load(entry + 6)
+    column, column_stop, parts = tl.load(entry + 7), tl.load(entry + 8), tl.load(entry + 9)
+
+    region = address.to(tl.pointer_type(uvqk.dtype.element_ty))
+    region += layer * HEADS * capacity * (DQK + DV)
+    region_k = region + head * capacity * DQK
+    region_v = region + HEADS * capacity * DQK + head * capacity * DV
+    uvqk_v = uvqk + HEADS * DV + head * DV
+    uvqk_q = uvqk + 2 * HEADS * DV + head * DQK
+    uvqk_k = uvqk_q + HEADS * DQK
+
+    rows = row + tl.arange(0, BLOCK)
+    wide = tl.arange(0, DQK_SIDE)
+    wide_v = tl.arange(0, DV_SIDE)
+    row_there = rows[:, None] < row_stop
+    q_there = row_there & (wide[None, :] < DQK)
+    v_there = row_there & (wide_v[None, :] < DV)
+    q = tl.load(uvqk_q + rows[:, None] * UVQK + wide[None, :], mask=q_there, other=0.0)
+    # Candidates all stand at the position behind the history.
+    positions = length + tl.minimum(rows - first, suffix)
+    total = tl.full((BLOCK, DV_SIDE), 0.0, tl.float32)
+
+    for start in range(column, tl.minimum(column_stop, length), BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        there = columns < tl.minimum(column_stop, length)
+        k_at = region_k + columns[None, :] * DQK + wide[:, None]
+        v_at = region_v + columns[:, None] * DV + wide_v[None, :]
+        if ALIGNED:
+            k_at = tl.multiple_of(k_at, [16, 1])
+            v_at = tl.multiple_of(v_at, [1, 16])
+        k = tl.load(k_at, mask=there[None, :] & (wide[:, None] < DQK), other=0.0)
+        v = tl.load(v_at, mask=there[:, None] & (wide_v[None, :] < DV), other=0.0)
+        scores = tl.dot(q, k, input_precision="ieee") * SCALE
+        scores = scores / (1.0 + tl.exp(-scores))
+        if WINDOW:
+            scores = tl.where(columns[None, :] >= positions[:, None] - WINDOW, scores, 0.0)
+        total = tl.dot(scores.to(v.dtype), v, total, input_precision="ieee")
+
+    for start in range(tl.maximum(column, length), column_stop, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        there = columns < column_stop
+        own = first + columns - length
+        k_at = uvqk_k + own[None, :] * UVQK + wide[:, None]
+        v_at = uvqk_v + own[:, None] * UVQK + wide_v[None, :]
+        k = tl.load(k_at, mask=there[None, :] & (wide[:, None] < DQK), other=0.0)
+        v = tl.load(v_at, mask=there[:, None] & (wide_v[None, :] < DV), other=0.0)
+        scores = tl.dot(q, k, input_precision="ieee") * SCALE
+        scores = scores / (1.0 + tl.exp(-scores))
+        visible = columns[None, :] <= positions[:, None]
+        if WINDOW:
+            visible &= columns[None, :] >= positions[:, None] - WINDOW
+        scores = tl.where(visible, scores, 0.0)
+        total = tl.dot(scores.to(v.dtype), v, total, input_precision="ieee")
+
+    # A candidate sees itself too: once, so in the first part.
+    if (parts > 0) & (row_stop > first + suffix):
+        own_k = tl.load(uvqk_k + rows[:, None] * UVQK + wide[None, :], mask=q_there, other=0.0)
+        own_v = tl.load(uvqk_v + rows[:, None] * UVQK + wide_v[None, :], mask=v_there, other=0.0)
+        score = tl.sum(q.to(tl.float32) * own_k.to(tl.float32), axis=1) * SCALE
+        score = score / (1.0 + tl.exp(-score))
+        score = tl.where(rows >= first + suffix, score, 0.0)
+        total += score[:, None] * own_v.to(tl.float32)
+
+    if SPLIT:
+        slot = (tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)) * (HEADS * DV) + head * DV
+        tl.store(sums + slot[:, None] + wide_v[None, :], total, mask=v_there)
+    else:
+        o = room + HEADS * DV + head * DV + rows[:, None] * (3 * HEADS * DV) + wide_v[None, :]
+        tl.store(o, (total * WEIGHT).to(room.dtype.element_ty), mask=v_there)
+
+
+@triton.jit
+def sum_kernel(
+    tiles, sums, room,
+    FIELDS: tl.constexpr, HEADS: tl.constexpr, DV: tl.constexpr, DV_SIDE: tl.constexpr, WEIGHT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles, heads). The program of a row's first part adds up its parts; the others find none to add."""
+    tile, head = tl.program_id(0), tl.program_id(1)
+    entry = tiles + tile * FIELDS
+    row, row_stop, parts = tl.load(entry + 5), tl.load(entry + 6), tl.load(entry + 9)
+    rows = row + tl.arange(0, BLOCK)
+    wide_v = tl.arange(0, DV_SIDE)
+    there = (rows[:, None] < row_stop) & (wide_v[None, :] < DV) & (parts > 0)
+    slot = (tile.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)) * (HEADS * DV) + head * DV
+    total = tl.full((BLOCK, DV_SIDE), 0.0, tl.float32)
+    for part in range(parts):
+        at = sums + part * (BLOCK * HEADS * DV) + slot[:, None] + wide_v[None, :]
+        total += tl.load(at, mask=there, other=0.0)
+    o = room + HEADS * DV + head * DV + rows[:, None] * (3 * HEADS * DV) + wide_v[None, :]
+    tl.store(o, (total * WEIGHT).to(room.dtype.element_ty), mask=there)

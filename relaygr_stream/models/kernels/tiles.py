@@ -1,0 +1,91 @@
+"""Who computes what: the rows of a batch cut into tiles, as a table that one kernel launch walks.
+
+A tile is a block of rows of one group and a range of the columns which those rows see. A group is a ranking, or an
+extension: a suffix without candidates. The table carries addresses, so that a launch fits any batch of regions,
+wherever they lie. Knows nothing of Triton, layers or weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from relaygr_stream.models.hstu import RankingRows
+
+#: Columns of a part at least: four blocks of 64, so that a program has something to overlap its loads with.
+PART_COLUMNS: Final = 256
+#: A group with fewer tiles than this is cut along its columns too: with four heads 64 tiles are 256 programs, about two
+#: for each of the 132 multiprocessors of an H100. It depends on the group alone, never on its neighbours in the batch,
+#: so that a batch does not change a single rounding. It bounds the partial sums as well: 64 tiles × 64 rows × 4 heads ×
+#: 64 wide are 4 MiB in float32.
+GROUP_TILES: Final = 64
+#: What the kernels' vector loads need of an address, in bytes; arenas and torch's allocators give more.
+ALIGNMENT: Final = 16
+
+
+class Field(IntEnum):
+    """The columns of a table, int64 each. A row of zeros is a tile that does nothing."""
+
+    ADDRESS = 0  # of the region's storage
+    CAPACITY = 1  # of the region, in tokens
+    LENGTH = 2  # tokens that the region holds: columns 0 … LENGTH - 1
+    FIRST = 3  # the group's first row; its suffix rows are columns LENGTH … LENGTH + SUFFIX - 1
+    SUFFIX = 4  # behaviours at the start of the group; its other rows are candidates
+    ROW = 5  # the tile's first row
+    ROW_STOP = 6
+    COLUMN = 7  # the tile's first column
+    COLUMN_STOP = 8
+    PARTS = 9  # tiles with these rows, on the first of them, which they follow at once; 0 on the others
+
+
+def tile_table(groups: Sequence[RankingRows], block_rows: int, window: int) -> npt.NDArray[np.int64]:
+    """The tiles (n, fields) of groups whose rows lie one after another. window: as `max_attn_len`, 0 for none.
+
+    Raises ValueError for a region that is not aligned to ALIGNMENT bytes.
+    """
+    tables, first = [np.zeros((0, len(Field)), np.int64)], 0
+    for group in groups:
+        if group.suffix + group.candidates:
+            tables.append(_tiles_of(group, first, block_rows, window))
+        first += group.suffix + group.candidates
+    return np.concatenate(tables)
+
+
+def padded(table: npt.NDArray[np.int64], tiles: int) -> npt.NDArray[np.int64]:
+    """`table` with tiles that do nothing behind it, `tiles` in all."""
+    return np.concatenate([table, np.zeros((tiles - len(table), len(Field)), np.int64)])
+
+
+def _tiles_of(group: RankingRows, first: int, block_rows: int, window: int) -> npt.NDArray[np.int64]:
+    length, suffix, address = group.kv.length, group.suffix, group.kv.storage.data_ptr()
+    if address % ALIGNMENT:
+        raise ValueError(f"a region at address {address:#x} is not aligned to {ALIGNMENT} bytes")
+    count = suffix + group.candidates
+    # Longest first: the last rows of an extension see most, and what starts last should be over soon.
+    starts = np.arange(0, count, block_rows)[::-1]
+    stops = np.minimum(starts + block_rows, count)
+    # A candidate stands behind the history and sees all of it; a behaviour sees itself and what is older.
+    column_stops = length + np.minimum(stops, suffix)
+    columns = np.maximum(0, length + np.minimum(starts, suffix) - window) if window else np.zeros_like(starts)
+    columns = np.minimum(columns, column_stops)
+    most = max(1, GROUP_TILES // len(starts))
+    parts = np.clip(-(-(column_stops - columns) // PART_COLUMNS), 1, most)
+    row = np.repeat(np.arange(len(starts)), parts)
+    part = np.arange(len(row)) - np.repeat(np.cumsum(parts) - parts, parts)
+    width = column_stops[row] - columns[row]
+    table = np.empty((len(row), len(Field)), np.int64)
+    table[:, Field.ADDRESS] = address
+    table[:, Field.CAPACITY] = group.kv.capacity
+    table[:, Field.LENGTH] = length
+    table[:, Field.FIRST] = first
+    table[:, Field.SUFFIX] = suffix
+    table[:, Field.ROW] = first + starts[row]
+    table[:, Field.ROW_STOP] = first + stops[row]
+    table[:, Field.COLUMN] = columns[row] + width * part // parts[row]
+    table[:, Field.COLUMN_STOP] = columns[row] + width * (part + 1) // parts[row]
+    table[:, Field.PARTS] = np.where(part == 0, parts[row], 0)
+    return table

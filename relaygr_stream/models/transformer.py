@@ -1,0 +1,168 @@
+"""A small softmax transformer behind the model protocol: the worked example of docs/models.md. Nothing in it is HSTU.
+
+    model.factory = "relaygr_stream.models.transformer:make"
+
+Pre-norm layers: x += softmax(q·kᵀ / √dqk)·v·W_o, then x += GELU(LayerNorm(x)·W_up + b)·W_down + b. A behaviour sees
+itself and earlier ones; a candidate sees all history and itself. The weights are seeded random numbers: it shows how a
+model is served, and ranks as chance does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Final
+
+import msgspec
+import torch
+from msgspec import Meta
+from torch import nn
+from torch.nn import functional
+
+from relaygr_stream import settings
+from relaygr_stream.errors import ConfigError
+from relaygr_stream.models.embeddings import TokenEmbedding
+from relaygr_stream.models.head import TaskHead
+from relaygr_stream.models.identity import digest, version_of
+from relaygr_stream.models.kv import KVLayout, KVRegion
+from relaygr_stream.models.load import parse_tasks
+from relaygr_stream.models.protocol import ScoreInput
+from relaygr_stream.models.random_weights import draw_weights
+from relaygr_stream.models.softmax import attend_to_history, attend_to_history_and_self
+from relaygr_stream.models.tokens import Tokens
+
+Positive = Annotated[int, Meta(ge=1)]
+
+NORM_EPS: Final = 1e-6
+#: Width of the MLP's inside over the width of the model, as in most transformers.
+MLP_RATIO: Final = 4
+
+
+class TransformerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that a model of this kind is, apart from its weights."""
+
+    layers: Positive
+    dim: Positive
+    heads: Positive
+    dqk: Positive
+    dv: Positive
+    vocab: Positive
+    max_positions: Positive
+    tasks: tuple[str, ...]
+
+    def layout(self, dtype: torch.dtype) -> KVLayout:
+        """The prefix KV of one token."""
+        return KVLayout(self.layers, self.heads, self.dqk, self.dv, dtype)
+
+
+def make(model: settings.Model, device: torch.device, dtype: torch.dtype) -> Transformer:
+    """The factory: shape, tasks and seed as the settings say. ConfigError for settings that mean nothing here."""
+    for name, without in (
+        ("checkpoint", ""), ("contextual_seq_len", 0), ("max_attn_len", 0), ("group_norm", False)
+    ):  # fmt: skip
+        if getattr(model, name) != without:
+            raise ConfigError(
+                f"`model.{name}` = {getattr(model, name)!r} is a setting of the built-in HSTU, and `model.factory` = "
+                f"{model.factory!r} is a softmax transformer: leave it out"
+            )
+    shape = {name: getattr(model, name) for name in TransformerConfig.__struct_fields__ if name != "tasks"}
+    return Transformer(TransformerConfig(**shape, tasks=parse_tasks(model.tasks)), model.seed, device, dtype)
+
+
+class TransformerLayer(nn.Module):
+    """Weights of one layer and everything in it but attention. qkv columns in the order q, k, v."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        dim, heads, hidden = config.dim, config.heads, MLP_RATIO * config.dim
+        self.heads = heads
+        self.widths = (config.dqk, config.dqk, config.dv)
+        self.attention_norm_weight = _parameter(dim)
+        self.attention_norm_bias = _parameter(dim)
+        self.qkv_weight = _parameter(dim, heads * sum(self.widths))
+        self.qkv_bias = _parameter(heads * sum(self.widths))
+        self.output_weight = _parameter(heads * config.dv, dim)
+        self.mlp_norm_weight = _parameter(dim)
+        self.mlp_norm_bias = _parameter(dim)
+        self.up_weight = _parameter(dim, hidden)
+        self.up_bias = _parameter(hidden)
+        self.down_weight = _parameter(hidden, dim)
+        self.down_bias = _parameter(dim)
+
+    def project(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """x (n, D) → q (H, n, dqk), k (H, n, dqk), v (H, n, dv)."""
+        normed = functional.layer_norm(x, x.shape[-1:], self.attention_norm_weight, self.attention_norm_bias, NORM_EPS)
+        qkv = torch.addmm(self.qkv_bias, normed, self.qkv_weight)
+        parts = torch.split(qkv, [self.heads * width for width in self.widths], dim=1)
+        return tuple(part.view(len(x), self.heads, -1).transpose(0, 1) for part in parts)
+
+    def finish(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """The layer's output (n, D) from its input and what attention gave (H, n, dv)."""
+        x = torch.addmm(x, attended.transpose(0, 1).flatten(1), self.output_weight)
+        normed = functional.layer_norm(x, x.shape[-1:], self.mlp_norm_weight, self.mlp_norm_bias, NORM_EPS)
+        hidden = functional.gelu(torch.addmm(self.up_bias, normed, self.up_weight))
+        return x + torch.addmm(self.down_bias, hidden, self.down_weight)
+
+
+class Transformer(nn.Module):
+    """A softmax transformer as a `RankingModel`, its weights drawn from a seed."""
+
+    incremental = True  # a behaviour sees only earlier ones: what is cached stays true whatever follows
+
+    def __init__(self, config: TransformerConfig, seed: int, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.embedding = TokenEmbedding(config.dim, config.vocab, config.max_positions)
+        self.layers = nn.ModuleList(TransformerLayer(config) for _ in range(config.layers))
+        self.head = TaskHead(config.dim, len(config.tasks))
+        self.load_state_dict(draw_weights(self.state_dict(), seed))
+        self.layout = config.layout(dtype)
+        self.tasks = config.tasks
+        self.note = f"random weights, seed {seed}"
+        self.version = version_of("transformer", digest(config, self.state_dict()), dtype)
+        self.embedding.to(device=device, dtype=dtype)
+        self.layers.to(device=device, dtype=dtype)
+        self.head.to(device=device)  # its weights stay float32
+
+    @torch.no_grad()
+    def extend(self, kv: KVRegion, tokens: Tokens) -> None:
+        """Append the K/V of `tokens`; positions go on from kv.length."""
+        start, stop = kv.length, kv.length + len(tokens)
+        if stop > kv.capacity:
+            raise ValueError(f"{len(tokens)} tokens behind {start} do not fit into a region of {kv.capacity}")
+        if start == stop:
+            return
+        x = self.embedding.behaviours(tokens, start)
+        for index, layer in enumerate(self._layers()):
+            keys, values = kv.layer(index)
+            q, k, v = layer.project(x)
+            keys[:, start:stop] = k
+            values[:, start:stop] = v
+            if index + 1 < len(self.layers):  # nobody asks for the last layer's output
+                x = layer.finish(x, attend_to_history(q, keys[:, :stop], values[:, :stop]))
+        kv.length = stop
+
+    @torch.no_grad()
+    def score(self, batch: Sequence[ScoreInput]) -> list[torch.Tensor]:
+        """Logits of each ranking, float32 (m_i, tasks)."""
+        return [self._score(one) for one in batch]
+
+    def _score(self, one: ScoreInput) -> torch.Tensor:
+        """One ranking; rows are its suffix, then its candidates."""
+        length, suffix = one.kv.length, len(one.suffix)
+        x = self.embedding.rankings([(one.suffix, length, one.candidates)])
+        for index, layer in enumerate(self._layers()):
+            keys, values = (part[:, :length] for part in one.kv.layer(index))  # behind kv.length lies anything
+            q, k, v = layer.project(x)
+            if suffix:  # costs a copy of the prefix; a kernel would read both where they are
+                keys, values = torch.cat((keys, k[:, :suffix]), 1), torch.cat((values, v[:, :suffix]), 1)
+            attended = attend_to_history_and_self(q[:, suffix:], keys, values, k[:, suffix:], v[:, suffix:])
+            if suffix:
+                attended = torch.cat((attend_to_history(q[:, :suffix], keys, values), attended), 1)
+            x = layer.finish(x, attended)
+        return self.head.logits(x[suffix:])
+
+    def _layers(self) -> Sequence[TransformerLayer]:
+        return self.layers  # type: ignore[return-value]  # ModuleList does not name what it holds
+
+
+def _parameter(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape), requires_grad=False)

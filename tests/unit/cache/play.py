@@ -1,0 +1,181 @@
+"""A cache in use: every call in any order its contract allows, and what must hold after each.
+
+Random machines and the long run draw the operations; `which` picks among what there is, whatever number it is.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from relaygr_stream.cache.entry import Coverage, Entry, EntryState
+from relaygr_stream.cache.prefix_cache import PrefixCache
+from relaygr_stream.cache.storage import StorageKind
+from relaygr_stream.models.kv import KVRegion
+from relaygr_stream.models.tokens import Tokens
+from tests.unit.cache.worlds import GRANULE_BYTES, LAYOUT, MOST, Copies, holds, make, sequence, write
+
+Going = Literal["finish", "part", "cut short", "abort"]
+
+
+class Play:
+    """Users who come back with longer or other sequences, readers who keep what they pinned, copies that fail."""
+
+    def __init__(
+        self, hbm: int, dram: int | None, copier: Copies, *, incremental: bool = True, storage: StorageKind = "exact"
+    ) -> None:
+        self.copier = copier
+        self.cache: PrefixCache = make(hbm, dram, copier, incremental=incremental, storage=storage)
+        self.readers: list[tuple[Entry, KVRegion, Tokens]] = []
+        self.seen: set[EntryState] = set()
+        self._incremental = incremental
+        self._rounds = storage == "int8"
+        self._budgets = (hbm * GRANULE_BYTES, (dram or 0) * GRANULE_BYTES)
+
+    # ---- what there is ----
+
+    def entries(self) -> list[Entry]:
+        """All of them, retired ones too."""
+        return [*self.cache._holdings._entries.values(), *self.cache._holdings._retired]
+
+    def computing(self) -> list[Entry]:
+        return [entry for entry in self.entries() if entry.computing]
+
+    # ---- what happens ----
+
+    def request(self, user: int, version: int, length: int, *, at_once: bool) -> None:
+        """As a signal or ranking does: find, then the step that fits; a reader keeps a pin on what it found."""
+        self._place(user, version, length)
+        entry = self.cache._holdings.get(f"u{user}")
+        if at_once and entry is not None and entry.computing:
+            assert entry.region is not None
+            write(entry.region, entry.tokens)
+            self.cache.finish(entry)
+
+    def go_on(self, which: int, how: Going, share: float) -> None:
+        """Something being computed is finished, goes on by a share of what it lacks, is given up or fails."""
+        if not (computing := self.computing()):
+            return
+        entry = computing[which % len(computing)]
+        region = entry.region
+        assert region is not None
+        if how == "finish":
+            write(region, entry.tokens)
+            self.cache.finish(entry)
+        elif how == "part":
+            missing = len(entry.tokens) - region.length
+            if missing > 1:
+                write(region, entry.tokens.slice(0, region.length + max(1, min(missing - 1, int(share * missing)))))
+        elif how == "cut short":
+            length = region.length
+            self.cache.cut_short(entry)
+            if self._incremental and length > 0 and not entry.retired:
+                assert entry.ready
+                assert len(entry.tokens) == length
+        else:
+            self.cache.abort(entry)
+            assert self.cache.find(entry.user_id, entry.tokens)[0] is not entry
+
+    def pin_what_is_not_ready(self, which: int) -> None:
+        busy = [entry for entry in self.entries() if (entry.computing or entry.load) and not entry.retired]
+        if busy:
+            entry = busy[which % len(busy)]
+            self.cache.pin(entry)
+            assert entry.region is not None
+            self.readers.append((entry, KVRegion(LAYOUT, entry.region.storage, entry.region.capacity, 0), entry.tokens))
+
+    def let_go(self, which: int) -> None:
+        if self.readers:
+            self.cache.unpin(self.readers.pop(which % len(self.readers))[0])
+
+    def poll(self, copies: int) -> None:
+        """So many copies are made, if that is up to us; the cache looks."""
+        self.copier.settle(copies)
+        for entry in self.cache.poll():
+            assert entry.failed or entry.ready or entry.retired
+            assert entry.failed or entry.approximate == self._rounds
+
+    def use_scratch(self) -> None:
+        region = self.cache.scratch.borrow()
+        assert (region.length, region.capacity) == (0, MOST)
+        region.storage.fill_(-1.0)
+        assert not self.cache.scratch.free
+        self.cache.scratch.give_back(region)
+
+    # ---- what must hold ----
+
+    def check_books(self) -> None:
+        self.cache.check_integrity()
+        assert self.cache.hbm_used <= self._budgets[0]
+        assert self.cache.dram_used <= self._budgets[1]
+        held: dict[Entry, int] = {}
+        for entry, _, _ in self.readers:
+            held[entry] = held.get(entry, 0) + 1
+        assert self.cache.pins() == held
+
+    def check_contents(self) -> None:
+        """Everyone reads their own: readers, entries in HBM, copies at rest in DRAM."""
+        for _, region, tokens in self.readers:
+            assert holds(region, tokens.slice(0, region.length))
+        for entry in self.entries():
+            self.seen.add(entry.state)
+            if entry.region is not None and entry.load is None and not entry.failed:
+                assert holds(entry.region, entry.tokens)
+            if entry.stored is not None and entry.spill is None:
+                dram = self.cache._dram
+                assert dram is not None
+                elements = torch.empty(entry.stored.capacity * LAYOUT.elements_per_token)
+                dram.storage.reload(elements, dram.view(entry.stored))
+                copy = KVRegion(LAYOUT, elements, entry.stored.capacity, entry.stored.length)
+                assert holds(copy, entry.tokens)
+
+    def end(self) -> None:
+        """Everyone lets go, copies come to rest: nothing is held any more."""
+        for entry in self.computing():
+            self.cache.abort(entry)
+        for entry, _, _ in self.readers:
+            self.cache.unpin(entry)
+        self.readers.clear()
+        while self.cache.copying:
+            self.poll(100)
+        self.check_books()
+        self.check_contents()
+        assert self.cache.pinned_bytes == 0
+        assert not self.cache._holdings._retired
+        self.cache.close()
+
+    # ---- inside ----
+
+    def _place(self, user: int, version: int, length: int) -> None:
+        tokens = sequence(user, version, length)
+        entry, coverage = self.cache.find(f"u{user}", tokens)
+        if entry is not None and coverage is Coverage.COVERS:
+            if entry.state is EntryState.DRAM:
+                self.cache.load(entry)
+            elif entry.ready:
+                self._read(entry, tokens)
+        elif entry is not None and coverage is Coverage.PREFIX:
+            assert self._incremental
+            if entry.ready:
+                self._extend(entry, tokens)
+            elif entry.state is EntryState.DRAM:
+                self.cache.load(entry)
+        elif (fresh := self.cache.open(f"u{user}", tokens)) is not None:
+            assert not fresh.approximate
+
+    def _extend(self, entry: Entry, tokens: Tokens) -> None:
+        old, rounded = entry.region, entry.approximate
+        grown = self.cache.extend(entry, tokens)
+        if grown is not None:
+            assert grown.region is not None
+            assert grown.region.length < len(tokens)
+            assert holds(grown.region, tokens)
+            assert (grown is entry) == (grown.region is old)
+            assert grown.approximate == rounded
+
+    def _read(self, entry: Entry, tokens: Tokens) -> None:
+        self.cache.pin(entry)
+        region = entry.region
+        assert region is not None
+        self.readers.append((entry, KVRegion(LAYOUT, region.storage, region.capacity, len(tokens)), tokens))

@@ -1,0 +1,156 @@
+"""Caches at toy size: sequences, contents that say whose they are, copies made when told, slow or not at all."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import torch
+
+from relaygr_stream.cache.copy import Convert, CopyEngine, CopyTicket, unchanged
+from relaygr_stream.cache.entry import Entry
+from relaygr_stream.cache.memory import TierMemory
+from relaygr_stream.cache.prefix_cache import PrefixCache
+from relaygr_stream.cache.storage import StorageKind
+from relaygr_stream.cache.tiers import GRANULE_TOKENS
+from relaygr_stream.models.kv import KVLayout, KVRegion
+from relaygr_stream.models.tokens import Tokens
+
+CPU = torch.device("cpu")
+LAYOUT = KVLayout(layers=2, heads=2, dqk=4, dv=4, dtype=torch.float32)
+GRANULE_BYTES = GRANULE_TOKENS * LAYOUT.bytes_per_token  # 8 KiB: two pages
+MOST = 3 * GRANULE_TOKENS  # the longest sequence
+
+
+def sequence(user: int, version: int, length: int) -> Tokens:
+    """A longer sequence of the same user and version continues a shorter one."""
+    items = np.arange(length, dtype=np.int64) + 10_000 * user + 1_000 * version
+    return Tokens(np.stack([items, np.zeros_like(items), np.ones_like(items)]))
+
+
+def contents(tokens: Tokens, layer: int, head: int) -> torch.Tensor:
+    """K (and −V) of tokens as a stand-in for a model has them: the item id, layer and head in digits (n, 4).
+
+    All are integers and the largest is 127, so that int8 keeps them as they are.
+    """
+    items = torch.from_numpy(tokens.array[0])
+    who = items // 10_000 + 20 * (LAYOUT.heads * layer + head)
+    return torch.stack([torch.full_like(items, 127), items % 100, items // 100 % 100, who], 1).float()
+
+
+def write(region: KVRegion, tokens: Tokens) -> None:
+    """Stand-in for a model's `extend` up to the end of `tokens`."""
+    start, stop = region.length, len(tokens)
+    for layer in range(LAYOUT.layers):
+        for part, sign in zip(region.layer(layer), (1, -1), strict=True):
+            for head in range(LAYOUT.heads):
+                part[head, start:stop] = sign * contents(tokens.slice(start, stop), layer, head)
+    region.length = stop
+
+
+def holds(region: KVRegion, tokens: Tokens) -> bool:
+    """Whether the region's first tokens are those of the sequence."""
+    n = min(region.length, len(tokens))
+    expected = [
+        sign * contents(tokens.slice(0, n), layer, head)
+        for layer in range(LAYOUT.layers)
+        for sign in (1, -1)
+        for head in range(LAYOUT.heads)
+    ]
+    found = [
+        part[head, :n] for layer in range(LAYOUT.layers) for part in region.layer(layer) for head in range(LAYOUT.heads)
+    ]
+    return torch.equal(torch.stack(found), torch.stack(expected))
+
+
+def fail_half_way(dst: torch.Tensor, src: torch.Tensor) -> None:
+    """A conversion that the device refuses when it has overwritten what was there."""
+    dst.view(torch.uint8).fill_(255)
+    raise RuntimeError("the bus is broken")
+
+
+class Copies(CopyEngine):
+    """A copy engine of a test: the next `fail_next` copies fail; `settle` makes the oldest ones come to their end."""
+
+    def __init__(self) -> None:
+        super().__init__(CPU)
+        self.fail_next = 0
+        self.waiting: list[CopyTicket] = []
+
+    def settle(self, most: int = 100) -> None:
+        """Have so many of the oldest copies made."""
+        raise NotImplementedError
+
+    def _failing(self, convert: Convert) -> Convert:
+        if not self.fail_next:
+            return convert
+        self.fail_next -= 1
+        return fail_half_way
+
+
+class Flaky(Copies):
+    """Copies are made when the test says so, in its thread."""
+
+    def submit(
+        self, dst: torch.Tensor, src: torch.Tensor, *, urgent: bool = False, convert: Convert = unchanged
+    ) -> CopyTicket:
+        self.waiting.append(CopyTicket(dst, src, None, self._failing(convert)))
+        return self.waiting[-1]
+
+    def settle(self, most: int = 100) -> None:
+        for ticket in self.waiting[:most]:
+            ticket._run(None)
+        del self.waiting[:most]
+
+
+class Slow(Copies):
+    """Copies are made by the engine's threads, which take up to a millisecond for each."""
+
+    def submit(
+        self, dst: torch.Tensor, src: torch.Tensor, *, urgent: bool = False, convert: Convert = unchanged
+    ) -> CopyTicket:
+        inner, pause = self._failing(convert), (len(self.waiting) % 3) * 0.5e-3
+
+        def slowly(dst: torch.Tensor, src: torch.Tensor) -> None:
+            time.sleep(pause)
+            inner(dst, src)
+
+        self.waiting.append(super().submit(dst, src, urgent=urgent, convert=slowly))
+        return self.waiting[-1]
+
+    def settle(self, most: int = 100) -> None:
+        for ticket in self.waiting[:most]:
+            ticket._done.wait(10)
+        del self.waiting[:most]
+
+
+def make(
+    hbm: int = 9,
+    dram: int | None = 6,
+    copier: CopyEngine | None = None,
+    *,
+    incremental: bool = True,
+    storage: StorageKind = "exact",
+) -> PrefixCache:
+    """A cache of so many granules of HBM, three of which are the scratch region, and of DRAM (where int8 takes half of
+    a granule: 4 elements and 4 bytes of scale for 16 bytes)."""
+    return PrefixCache(
+        LAYOUT,
+        TierMemory(hbm * GRANULE_BYTES, CPU),
+        None if dram is None else TierMemory(dram * GRANULE_BYTES, CPU),
+        copier or Flaky(),
+        lambda tokens: 0.1 + 0.01 * tokens,
+        scratch_tokens=MOST,
+        incremental=incremental,
+        storage=storage,
+    )
+
+
+def compute(cache: PrefixCache, user: int, length: int, version: int = 0) -> Entry:
+    """A whole entry, idle."""
+    entry = cache.open(f"u{user}", sequence(user, version, length))
+    assert entry is not None
+    assert entry.region is not None
+    write(entry.region, entry.tokens)
+    cache.finish(entry)
+    return entry

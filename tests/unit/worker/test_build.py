@@ -1,0 +1,129 @@
+"""A worker's inside from settings: budgets that hold no prefix, and rounding that moves scores too far, are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from relaygr_stream.cache.copy import CopyEngine
+from relaygr_stream.cache.storage import Int8
+from relaygr_stream.errors import CapacityError, ConfigError, ModelError
+from relaygr_stream.models.kv import KVRegion
+from relaygr_stream.models.protocol import RankingModel, ScoreInput
+from relaygr_stream.settings import Relay, Settings, Worker
+from relaygr_stream.worker.build import Inside, build
+from relaygr_stream.worker.engine import Engine
+from relaygr_stream.worker.rounding import PROBE_IDS, check_rounding
+from tests.unit.worker.worlds import CONTEXTUAL, CPU, GRANULE_BYTES, MAX_TOKENS, TOY, Wrapped, toy_model
+
+#: Three granules for the longest sequence, as in the worlds; the longest prefix is two.
+RELAY = Relay(max_prefix_tokens=128, max_suffix_tokens=64)
+
+
+def settings_of(**worker: Any) -> Settings:
+    tiers = {"hbm_bytes": 9 * GRANULE_BYTES, "dram_bytes": 8 * GRANULE_BYTES, "pinned_share": 0.5}
+    return Settings(relay=RELAY, model=TOY, worker=Worker(**tiers | worker))
+
+
+def built(settings: Settings) -> Inside:
+    inside = build(settings, lambda answer: None, lambda task, deviation, ms: None, lambda: None)
+    inside.cache.close()
+    return inside
+
+
+@pytest.mark.parametrize(
+    ("worker", "parts"),
+    [
+        (
+            {"hbm_bytes": 5 * GRANULE_BYTES},
+            [f"worker.hbm_bytes = {5 * GRANULE_BYTES}", "192 tokens", f"at least {6 * GRANULE_BYTES}"],
+        ),
+        (
+            {"pinned_share": 0.2},
+            [
+                f"worker.pinned_share = 0.2 of worker.hbm_bytes = {9 * GRANULE_BYTES} is {9 * GRANULE_BYTES // 5} ",
+                "relay.max_prefix_tokens = 128",
+                f"it takes {2 * GRANULE_BYTES} bytes",
+            ],
+        ),
+        ({"pinned_share": 0.0}, ["worker.pinned_share = 0 of", "is 0 bytes"]),
+        (
+            {"dram_bytes": 2 * GRANULE_BYTES},
+            [f"worker.dram_bytes = {2 * GRANULE_BYTES}", f"it takes {3 * GRANULE_BYTES} bytes", "to 0 for no DRAM"],
+        ),
+    ],
+)
+def test_budgets_that_cannot_hold_one_prefix_are_refused_naming_the_numbers(
+    worker: dict[str, Any], parts: list[str]
+) -> None:
+    with pytest.raises(CapacityError) as caught:
+        built(settings_of(**worker))
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_budgets_that_just_hold_one_prefix_are_taken() -> None:
+    built(settings_of(hbm_bytes=6 * GRANULE_BYTES, pinned_share=2 / 6, dram_bytes=3 * GRANULE_BYTES))
+    built(settings_of(dram_bytes=0))
+
+
+def test_int8_that_moves_scores_too_far_is_refused_naming_both_numbers() -> None:
+    with pytest.raises(ConfigError) as caught:
+        built(settings_of(dram_storage="int8", dram_int8_deviation=1e-6))
+    text = str(caught.value)
+    for part in ("moves this model's scores by 0.00", "worker.dram_int8_deviation allows 1e-06", '"exact"'):
+        assert part in text
+
+
+def test_int8_within_bounds_serves_and_without_a_tier_is_not_asked() -> None:
+    assert built(settings_of(dram_storage="int8")).cache.scratch.free
+    built(settings_of(dram_storage="int8", dram_int8_deviation=1e-6, dram_bytes=0))
+
+
+def checked(model: RankingModel, allowed: float = 0.03) -> float:
+    engine, copier = Engine(model, CPU), CopyEngine(CPU)
+    scratch = KVRegion(model.layout, torch.empty(MAX_TOKENS * model.layout.elements_per_token), MAX_TOKENS)
+    try:
+        return check_rounding(engine, copier, Int8(model.layout), scratch, allowed)
+    finally:
+        copier.close()
+
+
+@pytest.mark.parametrize("kind", [TOY, CONTEXTUAL, msgspec.structs.replace(TOY, group_norm=True)])
+def test_rounding_is_measured_on_the_model_itself(kind: Any) -> None:
+    assert 1e-5 < checked(toy_model(model=kind)) < 0.03
+
+
+class Strange(Wrapped):
+    """A model that is built on whatever `change` does to its scores."""
+
+    change: Callable[[Any, KVRegion], Any]
+
+    def score(self, batch: Any) -> Any:
+        one: ScoreInput = batch[0]
+        return [self.change(rows, one.kv) for rows in super().score(batch)]
+
+
+def test_scores_that_are_no_numbers_after_rounding_are_refused() -> None:
+    model = Strange(toy_model())
+    seen: list[float] = []
+
+    def nan_when_changed(rows: torch.Tensor, kv: KVRegion) -> torch.Tensor:
+        seen.append(float(kv.storage.double().sum()))
+        return rows if len(seen) % 2 else rows * float("nan")
+
+    model.change = nan_when_changed
+    with pytest.raises(ConfigError, match="scores by inf"):
+        checked(model)
+    assert seen[0] != seen[1]
+
+
+def test_a_model_that_fails_on_the_probe_is_told_in_words() -> None:
+    model = Wrapped(toy_model())
+    model.fail_score, model.error = 2, IndexError("index out of range in self")
+    with pytest.raises(ModelError, match=rf"ids below {PROBE_IDS}.*IndexError: index out of range"):
+        checked(model)
