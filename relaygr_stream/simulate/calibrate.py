@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -44,11 +44,14 @@ STEP_REQUESTS: Final = 300
 
 
 @dataclass
-class _Samples:
-    features: list[tuple[float, float, float]]
-    ms: list[float]
+class Samples:
+    """Operations of one kind: the features of their formula, and what they took."""
+
+    features: list[tuple[float, float, float]] = field(default_factory=list)
+    ms: list[float] = field(default_factory=list)
 
     def add(self, features: tuple[float, float, float], ms: float) -> None:
+        """One measurement."""
         self.features.append(features)
         self.ms.append(ms)
 
@@ -61,6 +64,17 @@ class _Samples:
         shares = np.linspace(0.01, 0.99, QUANTILES)
         a, b, c = (float(each) for each in coefficients)
         return (a, b, c), tuple(round(float(each), 4) for each in np.quantile(ratios, shares))
+
+
+def extend_features(position: int, tokens: int) -> tuple[float, float, float]:
+    """Of costs.py's first formula."""
+    return 1.0, float(tokens), tokens * (position + tokens / 2)
+
+
+def score_features(batch: Sequence[ScoreInput]) -> tuple[float, float, float]:
+    """Of costs.py's second formula."""
+    shapes = [(one.kv.length, len(one.suffix) + len(one.candidates)) for one in batch]
+    return 1.0, float(sum(m for _, m in shapes)), float(sum(n * m for n, m in shapes))
 
 
 def fit_relative(features: Floats, ms: Floats) -> Floats:
@@ -92,7 +106,7 @@ def calibrate(settings: Settings, length: int, rows: int, rounds: int = ROUNDS) 
     storage = torch.zeros(longest * layout.elements_per_token, dtype=layout.dtype, device=device)
     region = KVRegion(layout, storage, longest)
     engine.warm_up(region)
-    extends, scores = _Samples([], []), _Samples([], [])
+    extends, scores = Samples(), Samples()
     rng = np.random.default_rng(settings.model.seed)
     none = Tokens(np.zeros((3, 0), np.int64))
     for _ in range(rounds):
@@ -100,7 +114,7 @@ def calibrate(settings: Settings, length: int, rows: int, rounds: int = ROUNDS) 
         position = int(rng.integers(0, longest - count + 1))
         region.length = position
         tokens = Tokens(rng.integers(0, 1000, (3, count)))
-        extends.add((1.0, count, count * (position + count / 2)), _extend(model, region, tokens))
+        extends.add(extend_features(position, count), _extend(model, region, tokens))
         size = int(rng.choice(BATCHES))
         batch = [
             ScoreInput(
@@ -110,9 +124,7 @@ def calibrate(settings: Settings, length: int, rows: int, rounds: int = ROUNDS) 
             )
             for _ in range(size)
         ]
-        shapes = [(one.kv.length, len(one.candidates)) for one in batch]
-        total = sum(m for _, m in shapes)
-        scores.add((1.0, total, sum(n * m for n, m in shapes)), engine.score(batch)[1])
+        scores.add(score_features(batch), engine.score(batch)[1])
     extend_ms, extend_factors = extends.fit()
     score_ms, score_factors = scores.fit()
     reload_speed, spill_speed = _copy_speeds(device, worker.device != "cpu")

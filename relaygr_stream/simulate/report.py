@@ -58,7 +58,7 @@ def summary(scenario: Scenario, story: Story) -> dict[str, Any]:
         "cache": dict(story.cache),
         "signals": dict(story.signals),
         "simulated_s": story.simulated_s,
-        "worker_seconds_per_wall_second": story.simulated_s * len(story.busy) / story.wall_s,
+        "worker_seconds_per_cpu_second": story.simulated_s * len(story.busy) / story.cpu_s,
         "costs": scenario.costs.source,
     }
     if scenario.failure is not None:
@@ -111,7 +111,7 @@ def render(scenario: Scenario, story: Story, wall_s: float | None = None) -> str
         rows += [("", ""), *_failure(scenario, story)]
     speed = story.simulated_s * len(story.busy)
     if wall_s is not None:
-        words = f"{speed:,.0f} worker seconds in {wall_s:.1f} s: {speed / wall_s:,.0f} workers in real time"
+        words = f"{speed:,.0f} worker seconds in {wall_s:.1f} s ({story.cpu_s:.1f} s of processor time)"
         rows += [("", ""), ("speed", words)]
     return table(rows)
 

@@ -58,11 +58,11 @@ class Story:
     moved_lanes: int
     dead: int
     taken_over_s: float | None  # from the failure until the group shared its lanes out again
-    wall_s: float
+    cpu_s: float  # processor time that it took, all processes
     simulated_s: float
 
 
-def story_of(fleet: Fleet, scenario: Scenario, busy_before: Sequence[float], wall_s: float) -> Story:
+def story_of(fleet: Fleet, scenario: Scenario, busy_before: Sequence[float], cpu_s: float) -> Story:
     """From a fleet that has run."""
     begin = fleet.start + scenario.warm_s
     measured = [request for request in fleet.requests if request.rank_at >= begin]
@@ -101,7 +101,7 @@ def story_of(fleet: Fleet, scenario: Scenario, busy_before: Sequence[float], wal
         taken_over_s=(
             None if fleet.taken_over_at is None or fleet.failed_at is None else fleet.taken_over_at - fleet.failed_at
         ),
-        wall_s=wall_s,
+        cpu_s=cpu_s,
         simulated_s=fleet.timeline.clock.now,
     )
 
@@ -123,7 +123,7 @@ def joined(stories: Sequence[Story]) -> Story:
         moved_lanes=sum(story.moved_lanes for story in stories),
         dead=sum(story.dead for story in stories),
         taken_over_s=max(taken) if taken else None,
-        wall_s=sum(story.wall_s for story in stories),
+        cpu_s=sum(story.cpu_s for story in stories),
         simulated_s=max(story.simulated_s for story in stories),
     )
 
