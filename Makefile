@@ -11,7 +11,7 @@ export MPLCONFIGDIR := $(CURDIR)/.cache/matplotlib
 export HYPOTHESIS_STORAGE_DIRECTORY := $(CURDIR)/.cache/hypothesis
 export TRITON_CACHE_DIR := $(CURDIR)/.cache/triton
 
-.PHONY: help setup demo test test-long test-device check format bench-cache bench-engine bench-simulate clean
+.PHONY: help setup demo test test-long test-device check format bench-cache bench-engine bench-scheduler bench-simulate bench-trigger clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -53,6 +53,12 @@ bench-engine: $(STAMP) ## the engine against the floors of this machine (4 minut
 
 bench-simulate: $(STAMP) ## relaygr simulate against the real core, and how fast it is (3 minutes; CHECK=1 judges)
 	$(BIN)/python benchmarks/simulate.py $(ARGS)
+
+bench-scheduler: $(STAMP) ## delay of rankings behind pre-inference, with and without chunks, at rising load (2 minutes; CHECK=1 judges)
+	$(BIN)/python benchmarks/scheduler.py $(ARGS)
+
+bench-trigger: $(STAMP) ## predicted against measured costs, a decision's time, events a second (2 minutes; CHECK=1 judges)
+	$(BIN)/python benchmarks/trigger.py $(ARGS)
 
 include docker/testbed.mk
 

@@ -73,7 +73,7 @@ class LiveWorker:
         self.core = self._inside.core
         self.extends, self.scores = Samples(), Samples()
         self._record(self._inside.engine)
-        self._statements = Statements(settings.worker, self._inside, 0.0)
+        self._statements = Statements(settings, self._inside, 0.0)
 
     def _record(self, engine: Engine) -> None:
         """Note what every operation took."""

@@ -16,6 +16,7 @@ from relaygr_stream.errors import RelayError
 from relaygr_stream.settings import Settings
 from relaygr_stream.simulate.command import simulate_command
 from relaygr_stream.supervisor.command import up_command
+from relaygr_stream.trigger.command import trigger_command
 from relaygr_stream.workload.command import publish_command
 
 
@@ -46,20 +47,8 @@ main.add_command(dead_letters_command)
 main.add_command(demo_command)
 main.add_command(publish_command)
 main.add_command(simulate_command)
+main.add_command(trigger_command)
 main.add_command(up_command)
-
-
-@main.command()
-@settings_options
-def trigger(settings: Settings) -> None:
-    """Run a trigger: read request events, admit those worth a pre-inference.
-
-    Example: relaygr trigger --bootstrap kafka:9092
-    """
-    from relaygr_stream.telemetry.process import run_process
-    from relaygr_stream.trigger.service import run_trigger
-
-    sys.exit(run_process("trigger", settings, run_trigger))
 
 
 @main.command()

@@ -130,6 +130,7 @@ def _refuse_nonsense(status: WorkerStatus) -> None:
     """A status is arithmetic for the triggers: refuse one that would let a bound be computed away."""
     numbers = {
         "queue_ms": status.queue_ms,
+        "pre_infer_wait_ms": status.pre_infer_wait_ms,
         **{f"device_ms_per_s of lane {lane.lane}": lane.device_ms_per_s for lane in status.lanes},
         **{f"pinned_bytes of lane {lane.lane}": lane.pinned_bytes for lane in status.lanes},
         **{f"pre_infer_offset of lane {lane.lane}": lane.pre_infer_offset for lane in status.lanes},

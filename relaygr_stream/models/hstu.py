@@ -13,7 +13,7 @@ items, embeddings or tasks.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -176,14 +176,20 @@ class HSTUStack(nn.Module):
         The rows already in `kv` are read in place. Raises ModelError if a model that is not incremental is to extend
         a region that holds tokens, ValueError if n tokens do not fit. kv.length is unchanged if anything fails.
         """
-        self._extend(kv, x, outputs=False)
+        _run(self.append_in_steps(kv, x))
+
+    def append_in_steps(self, kv: KVRegion, x: torch.Tensor) -> Generator[None, None, torch.Tensor]:
+        """As `append`, a layer at a time: kv.length moves with the last one. Between two of them anything may be done
+        with this model but to write behind kv.length.
+        """
+        return self._extension(kv, x, outputs=False)
 
     def extend(self, kv: KVRegion, x: torch.Tensor) -> torch.Tensor:
         """As `append`, and returns the last layer's outputs (n, D), which the prefix KV does not need."""
-        return self._extend(kv, x, outputs=True)
+        return _run(self._extension(kv, x, outputs=True))
 
     @torch.no_grad()
-    def _extend(self, kv: KVRegion, x: torch.Tensor, outputs: bool) -> torch.Tensor:
+    def _extension(self, kv: KVRegion, x: torch.Tensor, outputs: bool) -> Generator[None, None, torch.Tensor]:
         start, stop = kv.length, kv.length + len(x)
         if start and not self.incremental:
             raise ModelError(
@@ -216,6 +222,7 @@ class HSTUStack(nn.Module):
                 scale=self._scale, weight=self._weight,
             )  # fmt: skip
             x = layer.finish(x, room)
+            yield
         kv.length = stop
         return x
 
@@ -272,6 +279,16 @@ class HSTUStack(nn.Module):
     def stu_layers(self) -> Sequence[STULayer]:
         """The layers, first to last."""
         return self.layers  # type: ignore[return-value]  # ModuleList does not name what it holds
+
+
+def _run(steps: Generator[None, None, torch.Tensor]) -> torch.Tensor:
+    """All steps at once; what they return."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            result: torch.Tensor = end.value
+            return result
 
 
 def _offsets(batch: Sequence[RankingRows]) -> list[int]:

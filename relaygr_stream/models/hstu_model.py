@@ -5,7 +5,7 @@ Knows nothing of caches, schedulers or files; checkpoint.py and random_weights.p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Final
 
 import msgspec
@@ -119,6 +119,11 @@ class HSTUModel(nn.Module):
     def extend(self, kv: KVRegion, tokens: Tokens) -> None:
         """Append the K/V of `tokens`; positions go on from kv.length. Errors as `HSTUStack.append`."""
         self.stack.append(kv, self.embedding.behaviours(tokens, kv.length))
+
+    @torch.no_grad()
+    def extend_in_steps(self, kv: KVRegion, tokens: Tokens) -> Iterator[None]:
+        """As `extend`, a layer at a time."""
+        yield from self.stack.append_in_steps(kv, self.embedding.behaviours(tokens, kv.length))
 
     @torch.no_grad()
     def score(self, batch: Sequence[ScoreInput]) -> list[torch.Tensor]:

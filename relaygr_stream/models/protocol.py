@@ -6,7 +6,7 @@ and a full score agree by construction (DESIGN §7).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -54,5 +54,18 @@ class RankingModel(Protocol):
         """Scores of each ranking, float32 (m_i, tasks) on the model's device; kv stays as it is.
 
         A ranking's scores must not depend on the others in the batch (DESIGN §8).
+        """
+        ...
+
+
+class SteppedModel(RankingModel, Protocol):
+    """A model that can be interrupted within `extend`, which lets the scheduler make chunks several times as long
+    (and so cheaper) at the same delay for a ranking that comes meanwhile. Optional; HSTU is one."""
+
+    def extend_in_steps(self, kv: KVRegion, tokens: Tokens) -> Iterator[None]:
+        """As `extend`, in steps of about the same time, for example one layer each.
+
+        kv.length moves with the last step. Between steps other calls are made, on this region too (it is read up to
+        kv.length), and the rest may never be asked for: what was written behind kv.length is then as good as nothing.
         """
         ...

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,7 @@ from relaygr_stream.cache.memory import TierMemory
 from relaygr_stream.models.devices import select_device
 from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.models.load import load_model
-from relaygr_stream.models.protocol import RankingModel, ScoreInput
+from relaygr_stream.models.protocol import RankingModel, ScoreInput, SteppedModel
 from relaygr_stream.models.tokens import Tokens
 from relaygr_stream.settings import Settings
 from relaygr_stream.simulate.costs import KV, DeviceCosts
@@ -125,6 +125,12 @@ def calibrate(settings: Settings, length: int, rows: int, rounds: int = ROUNDS) 
             for _ in range(size)
         ]
         scores.add(score_features(batch), engine.score(batch)[1])
+    region.length = 0
+    steps = 1
+    if hasattr(type(model), "extend_in_steps"):  # as worker/chunk.py asks
+        few = Tokens(np.zeros((3, CHUNKS[0]), np.int64))
+        with torch.inference_mode():
+            steps = max(1, sum(1 for _ in cast(SteppedModel, model).extend_in_steps(region, few)))
     extend_ms, extend_factors = extends.fit()
     score_ms, score_factors = scores.fit()
     reload_speed, spill_speed = _copy_speeds(device, worker.device != "cpu")
@@ -135,6 +141,7 @@ def calibrate(settings: Settings, length: int, rows: int, rounds: int = ROUNDS) 
         score_ms=score_ms,
         extend_factors=extend_factors,
         score_factors=score_factors,
+        steps=steps,
         reload_bytes_per_s=reload_speed,
         spill_bytes_per_s=spill_speed,
     )

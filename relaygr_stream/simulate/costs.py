@@ -62,6 +62,7 @@ class DeviceCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     extend_factors: Factors = (1.0,)  # quantiles of measured / formula, evenly spaced, ascending
     score_factors: Factors = (1.0,)
     step_ms: NotNegative = 0.0
+    steps: Positive = 1  # equal ones that an extension can be interrupted between, such as layers
     reload_bytes_per_s: Above
     spill_bytes_per_s: Above
 

@@ -6,7 +6,7 @@ are told come about as they do on a device. Memory is `TierMemory` on torch's `m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -42,6 +42,16 @@ class SimulatedModel:
         """Takes the time of `DeviceCosts.extend`."""
         count = len(tokens)
         self._pass(self._costs.extend(kv.length, count) * self._extend_noise.draw())
+        kv.length += count
+
+    def extend_in_steps(self, kv: KVRegion, tokens: Tokens) -> Iterator[None]:
+        """The same in as many steps as `costs` say."""
+        count, steps = len(tokens), self._costs.steps
+        ms = self._costs.extend(kv.length, count) * self._extend_noise.draw()
+        for _ in range(steps):
+            self._pass(ms / steps)
+            if steps > 1:
+                yield
         kv.length += count
 
     def score(self, batch: Sequence[ScoreInput]) -> list[torch.Tensor]:

@@ -70,9 +70,7 @@ class Fleet:
             for number in numbers:
                 self.lanes[number].owner = self._by_name[name]
         self.first_owners = {number: name for name, numbers in self._owned.items() for number in numbers}
-        self._trigger = SimulatedTrigger(
-            settings, load_topics(settings.kafka), count, scenario.traffic.candidates, self.timeline
-        )
+        self._trigger = SimulatedTrigger(settings, load_topics(settings.kafka), count, scenario.traffic, self.timeline)
         self.start = START_STATUSES * settings.worker.status_ms / 1e3
         part = Part(group.first * scenario.lanes_per_worker, count, scenario.workers * scenario.lanes_per_worker)
         self._arrivals = arrivals(scenario.traffic, part, int(seeds[2].generate_state(1)[0]))

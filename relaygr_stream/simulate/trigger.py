@@ -10,6 +10,7 @@ from relaygr_stream.owners import OwnerDirectory
 from relaygr_stream.settings import Settings
 from relaygr_stream.simulate.requests import Request
 from relaygr_stream.simulate.timeline import Timeline
+from relaygr_stream.simulate.traffic import Traffic
 from relaygr_stream.topics import TopicSet
 from relaygr_stream.trigger.decision import LaneState, Policy, decide
 from relaygr_stream.trigger.ledger import Pending
@@ -21,10 +22,10 @@ RECONCILE_S: Final = 1.0
 class SimulatedTrigger:
     """All lanes' triggers, as one: they share nothing but the owner directory, which is alike everywhere."""
 
-    def __init__(self, settings: Settings, topics: TopicSet, lanes: int, candidates: int, timeline: Timeline) -> None:
+    def __init__(self, settings: Settings, topics: TopicSet, lanes: int, traffic: Traffic, timeline: Timeline) -> None:
         self._policy = Policy.of(settings)
         self._timeline = timeline
-        self._candidates = candidates
+        self._traffic = traffic
         self._owners = OwnerDirectory(settings.trigger.silence_ms, clock=timeline.clock)
         now = timeline.clock.now
         keep_s = topics.pre_infer.retention_ms / 1e3
@@ -44,7 +45,8 @@ class SimulatedTrigger:
             request_id=request.name,
             user_id=request.user_id,
             prefix=Behaviours(items=self._zeros[: 4 * request.prefix]),  # the decision asks for the length alone
-            candidates=self._candidates,
+            candidates=self._traffic.candidates,
+            rank_in_ms=self._traffic.delay.median_ms,
         )
         age_ms = (now - request.at) * 1e3
         decision = decide(event, policy=self._policy, lane=state, owner=owner, age_ms=age_ms, now_s=now)

@@ -73,7 +73,7 @@ class SimulatedWorker:
         engine.warm_up(scratch)
         self._inside.cache.scratch.give_back(scratch)
         self._clock.now, self.model.busy_s = timeline.clock.now, 0.0
-        self._statements = Statements(worker, self._inside, timeline.clock.now)
+        self._statements = Statements(settings, self._inside, timeline.clock.now)
         self._identity = Identity(name, 1, "simulated", 1)
         self.most_pinned = 0
 

@@ -35,6 +35,9 @@ EXIT_SUPERSEDED: Final = 3  # a later incarnation of this worker's name is alive
 EXIT_UNEXPECTED: Final = 70  # EX_SOFTWARE of sysexits.h: a bug, with its traceback in the log
 EXIT_SIGNAL: Final = 128  # plus the signal's number, as shells do: 130 for SIGINT, 143 for SIGTERM
 
+#: A start that was told to stop has this long to close what it had opened, each of which takes milliseconds.
+START_END_S: Final = 4.0
+
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -53,6 +56,7 @@ class ProcessContext:
         self.registry = registry
         self.log: Any = structlog.get_logger(__name__).bind()
         self.metrics_port = 0
+        self.started = False  # set by main, or by its first readiness: from then on it ends in its own time
         self._stalled = stalled
         self._not_ready: str | None = "starting"
         self._not_live: str | None = None
@@ -60,6 +64,7 @@ class ProcessContext:
     def set_ready(self, ready: bool, reason: str = "not ready") -> None:
         """Whether /readyz says yes; if not, why. Any thread may call it. The first stop signal ends readiness."""
         self._not_ready = None if ready else reason
+        self.started = self.started or ready
 
     def set_live(self, live: bool, reason: str = "not live") -> None:
         """Whether /healthz says yes, as long as the event loop runs; if not, why. Any thread may call it."""
@@ -120,7 +125,7 @@ def run_process(name: str, settings: Settings, main: Main, *, registry: Collecto
 
     async def whole() -> None:
         async with process(settings, name, registry=registry, stop=stop) as ctx:
-            await main(ctx)
+            await _until_over(main, ctx)
             ctx.log.info("stopped")
 
     runner = asyncio.Runner(loop_factory=_loop_factory())
@@ -132,6 +137,26 @@ def run_process(name: str, settings: Settings, main: Main, *, registry: Collecto
     finally:
         flush_limiters(all_windows=True)
     return EXIT_OK
+
+
+async def _until_over(main: Main, ctx: ProcessContext) -> None:
+    """Run main; where the stop comes before it has started, it is cancelled: it has accepted nothing, and what it waits
+    for (a broker, say) may not come within the supervisor's patience."""
+    work, stop = asyncio.ensure_future(main(ctx)), asyncio.ensure_future(ctx.stop.wait())
+    try:
+        await asyncio.wait({work, stop}, return_when=asyncio.FIRST_COMPLETED)
+        if not (work.done() or ctx.started):
+            work.cancel()
+            await asyncio.wait({work}, timeout=START_END_S)
+            if not work.done():
+                ctx.log.warning("the start does not end, and is left behind", after_s=START_END_S)
+                flush_limiters(all_windows=True)
+                os._exit(EXIT_OK)
+        with contextlib.suppress(asyncio.CancelledError) if ctx.stop.is_set() else contextlib.nullcontext():
+            await work
+    finally:
+        stop.cancel()
+        work.cancel()
 
 
 def version() -> str:

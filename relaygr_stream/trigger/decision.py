@@ -10,12 +10,12 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
-from relaygr_stream.messages import RequestEvent
+from relaygr_stream.messages import CostModel, RequestEvent
 from relaygr_stream.owners import Claim
 from relaygr_stream.settings import Settings
 from relaygr_stream.trigger.ledger import LaneLedger, Pending
 from relaygr_stream.trigger.load import LoadBucket
-from relaygr_stream.trigger.risk import prefix_bytes, usable_costs
+from relaygr_stream.trigger.risk import FALLBACK_COSTS, prefix_bytes, usable_costs
 
 Reason = Literal[
     "admitted",
@@ -27,6 +27,7 @@ Reason = Literal[
     "not_at_risk",
     "over_footprint",
     "over_load",
+    "too_late",
 ]
 REASONS: Final[tuple[Reason, ...]] = get_args(Reason)
 
@@ -76,6 +77,7 @@ class LaneState:
     def __init__(self, policy: Policy, log_end: int, keep_s: float, now_s: float) -> None:
         self.ledger = LaneLedger(log_end, keep_s, now_s)
         self.bucket = LoadBucket(policy.burst_ms)
+        self.costs: CostModel = FALLBACK_COSTS  # as the owner stated them, if they can be reckoned with
         self._life_s = policy.life_ms / 1000.0
         self._recent: OrderedDict[str, float] = OrderedDict()  # request id → when admitted
         self._claim: Claim | None = None
@@ -85,6 +87,7 @@ class LaneState:
         if claim is not None and claim is not self._claim:
             self.ledger.observe(claim.lane)
             self.bucket.set_rate(claim.lane.device_ms_per_s, now_s)
+            self.costs = usable_costs(claim.worker.costs)
             self._claim = claim
 
     def admitted_recently(self, request_id: str, now_s: float) -> bool:
@@ -116,7 +119,7 @@ def decide(
         return Decision(unfit, tokens, age_ms)
     if owner is None:
         return Decision("no_owner", tokens, age_ms)
-    costs = usable_costs(owner.worker.costs)
+    costs = lane.costs
     predicted_ms = costs.full_ms(tokens, event.candidates) + owner.worker.queue_ms
     if predicted_ms <= policy.risk_ms:
         return Decision("not_at_risk", tokens, age_ms, predicted_ms)
@@ -126,7 +129,18 @@ def decide(
         reason = "over_footprint"
     elif not lane.bucket.allows(cost_ms, now_s):
         reason = "over_load"
+    elif owner.worker.pre_infer_wait_ms > _time_left_ms(event, policy, age_ms):
+        reason = "too_late"
     return Decision(reason, tokens, age_ms, predicted_ms, nbytes, cost_ms)
+
+
+def _time_left_ms(event: RequestEvent, policy: Policy, age_ms: float) -> float:
+    """Until the ranking is expected; where the event does not say, until the end of the life window.
+
+    The owner would not even have begun by then if what waits there takes longer. One that has begun is worth having:
+    the ranking joins it, and waits for the rest only.
+    """
+    return max(0.0, (event.rank_in_ms or policy.life_ms) - age_ms)
 
 
 def _unfit(event: RequestEvent, policy: Policy, lane: LaneState, age_ms: float, now_s: float) -> Reason | None:

@@ -53,6 +53,7 @@ class Surroundings:
     ends: LogEnds
     metrics: TriggerMetrics
     done: Callable[[Record], None]
+    log_decisions: bool = False  # a log line per decision costs more than the decision, even one that is dropped
 
 
 class LaneTrigger:
@@ -131,18 +132,18 @@ class LaneTrigger:
         state.observe(owner, now_s)
         age_ms = self._age_ms(event, record.offset, now_s)
         decision = decide(event, policy=self._shared.policy, lane=state, owner=owner, age_ms=age_ms, now_s=now_s)
-        self._shared.metrics.decision_seconds.observe(time.perf_counter() - started)
-        self._shared.metrics.decisions.labels(decision.reason).inc()
-        log.debug(
-            "decided",
-            request_id=event.request_id,
-            user_id=event.user_id,
-            lane=self._number,
-            outcome=decision.reason,
-            tokens=decision.tokens,
-            age_ms=round(age_ms, 1),
-            predicted_ms=round(decision.predicted_ms, 2),
-        )
+        self._shared.metrics.decided(decision.reason, time.perf_counter() - started)
+        if self._shared.log_decisions:
+            log.debug(
+                "decided",
+                request_id=event.request_id,
+                user_id=event.user_id,
+                lane=self._number,
+                outcome=decision.reason,
+                tokens=decision.tokens,
+                age_ms=round(age_ms, 1),
+                predicted_ms=round(decision.predicted_ms, 2),
+            )
         return decision
 
     def _age_ms(self, event: RequestEvent, offset: int, now_s: float) -> float:

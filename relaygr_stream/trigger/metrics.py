@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from relaygr_stream.trigger.decision import REASONS
+from relaygr_stream.trigger.decision import REASONS, Reason
 
 #: A decision takes microseconds; past a millisecond something is wrong.
 DECISION_BUCKETS = (2e-6, 5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 1e-2)
@@ -17,8 +17,7 @@ class TriggerMetrics:
         self.decisions = Counter(
             "relaygr_trigger_decisions", "Request events by what was decided.", ["reason"], registry=registry
         )
-        for reason in REASONS:
-            self.decisions.labels(reason)
+        self._by_reason = {reason: self.decisions.labels(reason) for reason in REASONS}  # looked up on every event
         self.decision_seconds = Histogram(
             "relaygr_trigger_decision_seconds",
             "Time to decide on one event, decoding excluded.",
@@ -55,3 +54,8 @@ class TriggerMetrics:
         self.statuses_unreadable = Counter(
             "relaygr_trigger_statuses_unreadable", "Worker statuses that could not be read.", registry=registry
         )
+
+    def decided(self, reason: Reason, seconds: float) -> None:
+        """One event was decided on, in so much time."""
+        self._by_reason[reason].inc()
+        self.decision_seconds.observe(seconds)

@@ -11,15 +11,15 @@ from typing import Final
 from relaygr_stream.messages import CostModel, WorkerStatus
 
 #: Costs taken for a worker that has measured nothing yet (all its coefficients are zero) or whose fit went wrong: the
-#: built-in HSTU (4 layers, D = 128, H·dqk = H·dv = 128) at 50 GFLOP/s, a slow CPU core. Projections: 0.9 MFLOP a token;
-#: attention among n tokens: 1,024·n² FLOP; of m candidates to n tokens: 2,048·n·m. It overestimates any accelerator:
-#: rather a pre-inference too many, which the load bound limits, than a missed SLO.
-FALLBACK_COSTS: Final = CostModel(c0=1.0, c1=0.02, c2=2e-5, c3=4e-5)
+#: built-in HSTU (4 layers, D = 128, H·dqk = H·dv = 128) at 50 GFLOP/s, a slow CPU core. Projections: 0.9 MFLOP a token
+#: or candidate; attention among n tokens: 1,024·n² FLOP; of m candidates to n tokens: 2,048·n·m. It overestimates any
+#: accelerator: rather a pre-inference too many, which the load bound limits, than a missed SLO.
+FALLBACK_COSTS: Final = CostModel(c0=1.0, c1=0.02, c2=2e-5, c3=4e-5, c4=0.02)
 
 
 def usable_costs(costs: CostModel) -> CostModel:
     """The stated costs if they can be reckoned with, else FALLBACK_COSTS."""
-    coefficients = (costs.c0, costs.c1, costs.c2, costs.c3)
+    coefficients = (costs.c0, costs.c1, costs.c2, costs.c3, costs.c4)
     if all(math.isfinite(c) and c >= 0 for c in coefficients) and any(coefficients):
         return costs
     return FALLBACK_COSTS

@@ -70,7 +70,8 @@ async def run_trigger(context: ProcessContext) -> None:
         def done(record: Record) -> None:
             consumer.done(record)  # which needs the lanes first
 
-        lanes = TriggerLanes(Surroundings(Policy.of(settings), topics, owners, producer, ends, metrics, done))
+        verbose = settings.telemetry.log_level == "debug"
+        lanes = TriggerLanes(Surroundings(Policy.of(settings), topics, owners, producer, ends, metrics, done, verbose))
         stack.push_async_callback(lanes.close)
         consumer = LaneConsumer(
             settings.kafka,
@@ -84,6 +85,7 @@ async def run_trigger(context: ProcessContext) -> None:
         # By then every worker alive has stated itself, so that the first events find their lanes' owners.
         await asyncio.sleep(STATUS_PERIODS * settings.worker.status_ms / 1000)
         await stack.enter_async_context(consumer)
+        context.started = True
 
         async def tell_readiness() -> None:
             context.set_ready(consumer.healthy, f"no Kafka broker answers at {settings.kafka.bootstrap}")

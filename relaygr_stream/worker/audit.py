@@ -21,6 +21,7 @@ from relaygr_stream.exactness import relative_deviation
 from relaygr_stream.models.protocol import ScoreInput
 from relaygr_stream.telemetry.logs import request_log_fields
 from relaygr_stream.worker.engine import Engine, describe
+from relaygr_stream.worker.extension import Extension
 from relaygr_stream.worker.tasks import Audit, RankTask
 
 log = structlog.get_logger(__name__)
@@ -46,26 +47,33 @@ class Auditor:
         if task.outcome == "full" or not self._share or self._random.random() >= self._share:
             return
         if len(self._waiting) >= MAX_WAITING:
-            if self._waiting[0].region is not None:
+            if self._waiting[0].work is not None:
                 return  # the oldest is under way and holds the scratch; it must not fall out
             self._waiting.popleft()
         self._waiting.append(Audit(task, relayed))
 
     def step(self, engine: Engine, scratch: Scratch, budget_ms: float) -> bool:
-        """One chunk of an audit; False if there is none or the scratch is lent. An audit that fails is dropped."""
+        """A slice of an audit; False if there is none or the scratch is lent. An audit that fails is dropped."""
         if not self._waiting:
             return False
         audit = self._waiting[0]
         task = audit.task
-        if audit.region is None:
+        if audit.work is None:
             if not scratch.free:
                 return False
-            audit.region, audit.ms = scratch.borrow(), 0.0
+            audit.work, audit.ms, audit.scores = Extension(engine, scratch.borrow(), task.tokens), 0.0, []
         try:
-            if audit.region.length < len(task.tokens):
-                audit.ms += engine.advance(audit.region, task.tokens, budget_ms)
+            if not audit.work.done:
+                audit.ms += audit.work.advance(budget_ms)
                 return True
-            scores, ms = engine.score([ScoreInput(audit.region, task.suffix, task.candidates)])
+            done = sum(len(scores) for scores in audit.scores)
+            # Candidates never see each other: a few at a time are scored alike, and keep no ranking waiting.
+            few = task.candidates[done : done + engine.candidates_within(audit.work.region, task.suffix, budget_ms)]
+            scores, ms = engine.score([ScoreInput(audit.work.region, task.suffix, few)])
+            audit.scores.append(scores[0])
+            audit.ms += ms
+            if done + len(few) < len(task.candidates):
+                return True
         except Exception as error:  # a user's model or the device may raise anything; the request has its answer
             self._end(audit, scratch)
             log.warning(
@@ -75,24 +83,24 @@ class Auditor:
             )
             return True
         self._end(audit, scratch)
-        deviation = relative_deviation(audit.relayed, scores[0])
+        deviation = relative_deviation(audit.relayed, np.concatenate(audit.scores))
         self.done += 1
         if task.approximate:
             self.worst_rounded = max(self.worst_rounded, deviation)
         else:
             self.worst = max(self.worst, deviation)
-        self._report(task, deviation, audit.ms + ms)
+        self._report(task, deviation, audit.ms)
         return True
 
     def give_up_scratch(self, scratch: Scratch) -> bool:
         """A request needs the scratch region: stop the audit under way; it starts again later."""
-        if not self._waiting or self._waiting[0].region is None:
+        if not self._waiting or (work := self._waiting[0].work) is None:
             return False
-        scratch.give_back(self._waiting[0].region)
-        self._waiting[0].region = None
+        scratch.give_back(work.region)
+        self._waiting[0].work = None
         return True
 
     def _end(self, audit: Audit, scratch: Scratch) -> None:
-        assert audit.region is not None
-        scratch.give_back(audit.region)
+        assert audit.work is not None
+        scratch.give_back(audit.work.region)
         self._waiting.popleft()

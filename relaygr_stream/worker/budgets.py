@@ -1,28 +1,42 @@
 """How an owner divides what triggers may ask of it among its lanes (DESIGN §6).
 
-Half of the share goes to all lanes alike, so that a quiet lane is never shut out; half follows demand. The parts add
-up to the share whatever the demand is, and what a lane still has pinned beyond its part is not given to others.
+Device time follows demand. Pinned bytes do so too, but a budget below a lane's largest prefix is worth nothing to that
+prefix: such a lane would never have it admitted. So each lane that is asked gets room for its largest prefix first, in
+turns where there is not room for all; lanes that nobody asks lend theirs; what is left follows demand.
+
+Bytes granted to one lane are granted to another only once nobody can use them any more (`LaneBudgets`).
+Knows nothing of Kafka or of clocks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Final
 
-EQUAL_PART: Final = 0.5
 #: Weight that a second of demand keeps after the next one: traffic shifts between lanes over seconds, not minutes.
 DEMAND_DECAY: Final = 0.8
+#: A lane counts as asked while this share of its largest prefix is left of its faded demand: 13 s after one request.
+ASKED_SHARE: Final = 0.05
+#: Weight of a lane that nobody asks, in parts of the mean weight of the others: its first request finds something.
+QUIET_WEIGHT: Final = 0.1
+#: What is left when the lanes that are asked have room for their largest prefix: so much of it makes room for the
+#: first prefix of lanes that nobody asks.
+QUIET_PART: Final = 0.5
 
 
 class LaneShares:
-    """Shares of the owned lanes, from how much each asked for."""
+    """Shares of the owned lanes, from how much each was asked for."""
 
     def __init__(self) -> None:
         self._demand: dict[int, float] = {}
         self._seen: dict[int, int] = {}
 
     def update(self, lanes: Iterable[int], asked: Mapping[int, int], seconds: float) -> dict[int, float]:
-        """asked: running totals per lane; returns lane → share, adding up to 1 over the lanes."""
+        """asked: running totals per lane; returns lane → share, adding up to 1 over the lanes.
+
+        Half of it follows demand, half goes to all lanes alike that are asked at all: demand is bursty.
+        """
         owned = sorted(lanes)
         if not owned:
             return {}
@@ -34,26 +48,122 @@ class LaneShares:
             self._seen[lane] = total
             demand[lane] = self._demand.get(lane, 0.0) * keep + new
         self._demand = demand
-        whole = sum(demand.values())
-        equal = 1.0 / len(owned)
-        if whole <= 0:
-            return dict.fromkeys(owned, equal)
-        return {lane: EQUAL_PART * equal + (1 - EQUAL_PART) * demand[lane] / whole for lane in owned}
+        active = [lane for lane in owned if demand[lane] > 0]
+        if not active:
+            return dict.fromkeys(owned, 1.0 / len(owned))
+        mean = sum(demand.values()) / len(active)
+        weights = {lane: demand[lane] + mean if demand[lane] > 0 else QUIET_WEIGHT * mean for lane in owned}
+        whole = sum(weights.values())
+        return {lane: weight / whole for lane, weight in weights.items()}
+
+    def asked(self, lane: int, largest: int) -> bool:
+        """Whether requests came for this lane lately; largest: bytes of its largest prefix."""
+        return largest > 0 and self._demand.get(lane, 0.0) >= ASKED_SHARE * largest
 
 
-def lane_budgets(whole: int, shares: Mapping[int, float], pinned: Mapping[int, int]) -> dict[int, int]:
-    """Bytes that each lane may have pinned: its share of `whole`, less what other lanes hold beyond theirs.
+@dataclass
+class _Granted:
+    """What a lane was told it may have pinned. Earlier grants count until no trigger can act on them any more."""
 
-    When shares move, a lane keeps for up to a life window what it was admitted. Σ max(budget, pinned) ≤ whole, as long
-    as the lanes together hold no more than that.
+    now: int = 0
+    before: list[tuple[float, int]] = field(default_factory=list)  # (when superseded, bytes)
+
+    def most(self) -> int:
+        return max([self.now, *(nbytes for _, nbytes in self.before)])
+
+
+class LaneBudgets:
+    """Bytes that each lane may have pinned; together never more than `whole`.
+
+    A trigger may act on a statement for hold_s (trigger.silence_ms) after it was superseded: it may have been lost. So
+    a lane's bytes count as its own until hold_s after they were taken from it, and while they are pinned:
+
+        Σ max(pinned, every grant of the last hold_s) ≤ whole
+
+    at all times, if pinned bytes stay within the grants. turn_s: where there is not room for the largest prefix of
+    every lane that is asked, a lane keeps its room for so long before it is another's turn.
     """
-    budgets = {lane: int(whole * share) for lane, share in shares.items()}
-    beyond = sum(max(0, pinned[lane] - budget) for lane, budget in budgets.items())
-    room = sum(max(0, budget - pinned[lane]) for lane, budget in budgets.items())
-    if not beyond or not room:
+
+    def __init__(self, whole: int, hold_s: float, turn_s: float) -> None:
+        self._whole = whole
+        self._hold_s = hold_s
+        self._turn_s = turn_s
+        self._granted: dict[int, _Granted] = {}
+        self._served_s: dict[int, float] = {}  # lane → since when it has room, while its turn lasts
+        self._queue: list[int] = []  # lanes that are waiting for their turn or have had it, the next one first
+
+    def update(
+        self,
+        shares: Mapping[int, float],
+        largest: Mapping[int, int],
+        asked: Iterable[int],
+        pinned: Mapping[int, int],
+        now_s: float,
+    ) -> dict[int, int]:
+        """The budgets to state now, for the lanes of `shares`.
+
+        largest: bytes of each lane's largest prefix, 0 unknown; asked: lanes with requests lately.
+        """
+        self._forget(shares.keys(), now_s)
+        targets = self._targets(shares, largest, set(asked), now_s)
+        held = {lane: max(pinned.get(lane, 0), self._granted[lane].most()) for lane in shares}
+        room = max(0, self._whole - sum(held.values()))
+        budgets = {}
+        for lane in self._queue:
+            more = min(room, max(0, targets[lane] - held[lane]))
+            room -= more
+            budgets[lane] = min(targets[lane], held[lane] + more)
+            granted = self._granted[lane]
+            if budgets[lane] != granted.now:
+                granted.before.append((now_s, granted.now))
+                granted.now = budgets[lane]
         return budgets
-    left = max(0.0, 1.0 - beyond / room)
-    return {
-        lane: pinned[lane] + int(left * (budget - pinned[lane])) if budget > pinned[lane] else budget
-        for lane, budget in budgets.items()
-    }
+
+    def _forget(self, lanes: Iterable[int], now_s: float) -> None:
+        """Lanes that are gone, and grants that no trigger can act on any more."""
+        owned = set(lanes)
+        self._granted = {lane: self._granted.get(lane, _Granted()) for lane in owned}
+        for granted in self._granted.values():
+            granted.before = [grant for grant in granted.before if now_s - grant[0] <= self._hold_s]
+        self._served_s = {lane: at for lane, at in self._served_s.items() if lane in owned}
+        known = [lane for lane in self._queue if lane in owned]
+        self._queue = known + sorted(owned - set(known))
+
+    def _targets(
+        self, shares: Mapping[int, float], largest: Mapping[int, int], asked: set[int], now_s: float
+    ) -> dict[int, int]:
+        """What each lane ought to have: room for its largest prefix, in turns, and its share of the rest."""
+        self._next_turns(now_s)
+        left = self._whole
+        targets = dict.fromkeys(shares, 0)
+        for lane in [lane for lane in self._queue if lane in asked]:
+            if 0 < largest[lane] <= left:
+                targets[lane] = largest[lane]
+                left -= largest[lane]
+                self._served_s.setdefault(lane, now_s)
+            else:
+                self._served_s.pop(lane, None)
+        usual = max((largest[lane] for lane in asked), default=0)
+        for_quiet = int(QUIET_PART * left)
+        for lane in [lane for lane in self._queue if lane not in asked]:
+            self._served_s.pop(lane, None)
+            first = largest[lane] or usual
+            if first <= for_quiet:
+                targets[lane] = first
+                for_quiet -= first
+                left -= first
+        takers = asked or set(shares)
+        weight = sum(shares[lane] for lane in takers)
+        if weight > 0:
+            for lane in takers:
+                targets[lane] += int(left * shares[lane] / weight)
+        return targets
+
+    def _next_turns(self, now_s: float) -> None:
+        """Lanes that have room keep it until their turn is over; then those that wait longest come first."""
+        over = [lane for lane, since in self._served_s.items() if now_s - since >= self._turn_s]
+        for lane in over:
+            del self._served_s[lane]
+        serving = [lane for lane in self._queue if lane in self._served_s]
+        waiting = [lane for lane in self._queue if lane not in self._served_s and lane not in over]
+        self._queue = serving + waiting + over

@@ -16,6 +16,7 @@ from relaygr_stream.cache.entry import Entry
 from relaygr_stream.cache.prefix_cache import PrefixCache
 from relaygr_stream.errors import CacheCorruption, DeviceError
 from relaygr_stream.worker.audit import Auditor
+from relaygr_stream.worker.demand import Demand
 from relaygr_stream.worker.engine import Engine
 from relaygr_stream.worker.flights import Flights
 from relaygr_stream.worker.parked import Parked
@@ -74,6 +75,7 @@ class RelayCore:
         self._answered = RecentIds(ANSWERED)
         self._flights = Flights(engine, cache, self._queue, limits.max_ranking_delay_ms)
         self.time = DeviceTime()
+        self.demand = Demand()
         self.pins = PinTable(cache)
         self.signals = Signals(
             cache, self._flights, self._parked, self.pins, self._answered, footprint=limits.pinned_bytes
@@ -90,13 +92,14 @@ class RelayCore:
 
     def rank(self, task: RankTask, now: float) -> None:
         """Take a ranking request; it gets exactly one answer."""
+        self.demand.ask(task.lane, self.cache.nbytes(len(task.tokens)), now)
         self.rankings.take(task, now)
 
     def lanes_lost(self, lanes: Iterable[int]) -> None:
         """Other workers own these lanes now."""
         lost = set(lanes)
         self.pins.release_lanes(lost)
-        self.signals.lanes_lost(lost)
+        self.demand.lanes_lost(lost)
 
     # ---- one step ----
 
@@ -148,10 +151,20 @@ class RelayCore:
         """Pre-inferences not finished."""
         return self._queue.background_depth
 
+    @property
+    def pre_infer_waiting_ms(self) -> float:
+        """Predicted device time of the pre-inferences not finished."""
+        return self._flights.waiting_ms()
+
+    def pre_infer_late_s(self, now: float) -> float:
+        """How overdue the most overdue pre-inference not finished is."""
+        return self._flights.late_s(now)
+
     def totals(self) -> dict[str, float]:
         """Running totals by name: signals by what became of them, device time by kind of work, failures, audits."""
         return {
             **{name: float(total) for name, total in vars(self.signals.counters).items()},
+            **{name: float(total) for name, total in vars(self._flights.counters).items()},
             **vars(self.time),
             "device_failures": float(self._engine.failures),
             "out_of_memory": float(self._engine.out_of_memory),
@@ -178,9 +191,9 @@ class RelayCore:
     # ---- inside ----
 
     def _advance(self, flight: Flight, now: float) -> None:
-        """Run one chunk of a flight, and what follows if it was the last."""
+        """Give a flight a slice of device time, and do what follows if it was the last."""
         self.rankings.started((task for task in flight.waiters if not task.answered), now)
-        ms = self._flights.advance(flight)
+        ms = self._flights.advance(flight, now)
         for task in flight.waiters:
             task.device_ms += ms
         if any(task.outcome == "full" for task in flight.waiters):

@@ -14,12 +14,15 @@ from relaygr_stream.errors import CapacityError, ModelError
 from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.models.protocol import RankingModel, ScoreInput
 from relaygr_stream.models.tokens import Tokens
+from relaygr_stream.worker.chunk import Chunk
 from relaygr_stream.worker.costs import MAX_CHUNK, MIN_CHUNK, Costs
 
 T = TypeVar("T")
 
 #: Prefix lengths of the warm-up: enough to fit both polynomials; the longest allowed prefix caps them.
 WARMUP_TOKENS: Final = (64, 256, 512, 1024)
+#: Fewer candidates at a time cost about the same: the prefix KV is read for each time.
+MIN_ROWS: Final = 8
 WARMUP_ROWS: Final = (16, 64, 128)
 #: After the device ran out of memory chunks stay half as long; so many chunks later they may double again. At some
 #: milliseconds each that is about a second: memory that others took is free again, or one more retry is paid.
@@ -29,9 +32,10 @@ _NONE = Tokens(np.zeros((3, 0), np.int64))
 
 
 class Engine:
-    """A model on its device, with measured costs. clock: seconds, what operations are measured by.
+    """A model on its device, with measured costs. clock: in seconds, what operations are timed by.
 
-    failures counts operations that failed for good, failed_in_a_row those since the last success.
+    failures counts operations that failed for good, failed_in_a_row those since the last chunk or ranking
+    that succeeded.
     """
 
     def __init__(
@@ -40,6 +44,7 @@ class Engine:
         self.model = model
         self.device = device
         self._clock = clock
+        self._steps = 1  # of a chunk, about equal in time
         self.costs = Costs()
         self.failures = 0
         self.failed_in_a_row = 0
@@ -52,25 +57,38 @@ class Engine:
         """Predicted milliseconds of inferring a whole prefix."""
         return self.costs.prefix_ms(tokens)
 
-    def advance(self, region: KVRegion, tokens: Tokens, budget_ms: float) -> float:
-        """Infer the next of `tokens` behind region.length, as many as budget_ms allows; returns the milliseconds.
+    def chunk_tokens(self, position: int, step_ms: float) -> int:
+        """Tokens of a chunk behind `position` whose steps are expected to take so long each."""
+        return min(self.costs.chunk(position, self.chunk_ms(step_ms)), self._longest)
 
-        All of them where the model takes a sequence only whole. Out of memory: once more, with half as many. Raises
-        what the model raises, ModelError if it did not append what it was given; region.length is then as before.
-        """
-        position = region.length
-        count = len(tokens) - position
-        if self.model.incremental:
-            count = min(count, self.costs.chunk(position, budget_ms), self._longest)
+    def chunk_ms(self, step_ms: float) -> float:
+        """How long a chunk is meant to take whose steps take so long each."""
+        return step_ms * self._steps
 
-        def again() -> float:
-            half = count
-            if self.model.incremental:
-                self._longest = max(MIN_CHUNK, count // 2)
-                half = min(count, self._longest)
-            return self._extend(region, tokens.slice(position, position + half))
+    def candidates_within(self, region: KVRegion, suffix: Tokens, bound_ms: float) -> int:
+        """Candidates that are scored within half of bound_ms (as extension.SHARE), by prediction; at least MIN_ROWS."""
+        none = self.costs.score_ms(region.length, len(suffix))
+        each = (self.costs.score_ms(region.length, len(suffix) + MAX_CHUNK) - none) / MAX_CHUNK
+        room = bound_ms / 2 - none
+        return max(MIN_ROWS, min(MAX_CHUNK, int(room / each))) if each > 0 else MAX_CHUNK
 
-        return self._run(lambda: self._extend(region, tokens.slice(position, position + count)), again)
+    def chunk(self, region: KVRegion, tokens: Tokens) -> Chunk:
+        """Begin to append these tokens, all of them, behind region.length."""
+        return Chunk(self.model, region, tokens, self._clock, self._synchronize)
+
+    def learn(self, chunk: Chunk) -> None:
+        """The chunk is finished."""
+        self.failed_in_a_row = 0
+        self.costs.extended(chunk.position, chunk.tokens, chunk.ms)
+        # The last step of a model that yields between its layers is what is left to do: next to nothing.
+        self._steps = max(1, chunk.steps - 1)
+        self._calm += 1
+        if self._calm >= CALM_CHUNKS:
+            self._calm, self._longest = 0, min(MAX_CHUNK, 2 * self._longest)
+
+    def shorten(self, chunk: Chunk) -> None:
+        """There was no memory for this chunk: make shorter ones for a while."""
+        self._longest = max(MIN_CHUNK, chunk.tokens // 2)
 
     def score(self, batch: Sequence[ScoreInput]) -> tuple[list[npt.NDArray[np.float32]], float]:
         """Scores (candidates, tasks) of each ranking, on the host, and the milliseconds it took.
@@ -78,7 +96,9 @@ class Engine:
         Out of memory: a single ranking is tried once more, a batch is left to the caller to take apart. Raises what
         the model raises, ModelError if its scores have other shapes.
         """
-        return self._run(lambda: self._score(batch), None if len(batch) > 1 else lambda: self._score(batch))
+        scored = self.attempt(lambda: self._score(batch), None if len(batch) > 1 else lambda: self._score(batch))
+        self.failed_in_a_row = 0
+        return scored
 
     def warm_up(self, region: KVRegion) -> None:
         """First-use costs (allocations, compilation) and a first fit of the costs, with `region` as scratch.
@@ -103,30 +123,13 @@ class Engine:
             for _ in range(times):
                 region.length = 0
                 for stop in stops:
-                    self._extend(region, tokens.slice(region.length, stop))
+                    chunk = self.chunk(region, tokens.slice(region.length, stop))
+                    while not chunk.finished:
+                        chunk.step()
+                    self.learn(chunk)
             for rows in WARMUP_ROWS:
                 self._score([ScoreInput(region, _NONE, np.zeros(rows, np.int64))])
         region.length = 0
-
-    def _extend(self, region: KVRegion, tokens: Tokens) -> float:
-        position, start = region.length, self._clock()
-        try:
-            with torch.inference_mode():
-                self.model.extend(region, tokens)
-                self._synchronize()
-            if region.length != position + len(tokens):
-                raise ModelError(
-                    f"extend() was given {len(tokens)} tokens behind {position} and left kv.length at {region.length}"
-                )
-        except Exception:
-            region.length = position
-            raise
-        ms = (self._clock() - start) * 1e3
-        self.costs.extended(position, len(tokens), ms)
-        self._calm += 1
-        if self._calm >= CALM_CHUNKS:
-            self._calm, self._longest = 0, min(MAX_CHUNK, 2 * self._longest)
-        return ms
 
     def _score(self, batch: Sequence[ScoreInput]) -> tuple[list[npt.NDArray[np.float32]], float]:
         start = self._clock()
@@ -136,13 +139,15 @@ class Engine:
         expected = [(len(one.candidates), len(self.model.tasks)) for one in batch]
         if [row.shape for row in scores] != expected:
             raise ModelError(f"score() returned shapes {[row.shape for row in scores]}, expected {expected}")
+        for one in batch:
+            self.costs.saw_suffix(len(one.suffix))
         if len(batch) == 1:
             one = batch[0]
             self.costs.scored(one.kv.length, len(one.suffix) + len(one.candidates), ms)
         return scores, ms
 
-    def _run(self, operation: Callable[[], T], again: Callable[[], T] | None) -> T:
-        """Run and count; where memory ran out, do `again`, if there is that, after giving cached blocks back.
+    def attempt(self, operation: Callable[[], T], again: Callable[[], T] | None) -> T:
+        """Run and count failures; where memory ran out, do `again`, if there is that, after giving cached blocks back.
 
         The tiers are no help there: each is one allocation, for good.
         """
@@ -166,7 +171,6 @@ class Engine:
             self.failed_in_a_row += 1
             self.last_error = describe(error)
             raise
-        self.failed_in_a_row = 0
         return result
 
     def _synchronize(self) -> None:

@@ -40,6 +40,13 @@ class WorkerMetrics:
         self.pins_expired = counter("relaygr_pins_expired", "Life windows that ended without a ranking")
         self.waiting = gauge("relaygr_rankings_waiting", "Ranking requests without an answer")
         self.backlog = gauge("relaygr_pre_infer_backlog", "Pre-inferences not finished")
+        self.pre_infer_waiting = gauge(
+            "relaygr_pre_infer_waiting_seconds", "Predicted device time of the pre-inferences not finished"
+        )
+        self.pre_infer_late = gauge(
+            "relaygr_pre_infer_late_seconds", "How overdue the most overdue pre-inference not finished is"
+        )
+        self.flights = counter("relaygr_pre_infer_flights", "Pre-inferences by how they ended", "result")
         self.queue_seconds = gauge("relaygr_queue_seconds", "Recent delay of a ranking before the device takes it")
         self.lanes = gauge("relaygr_lanes", "Lanes owned")
         self.lane_changes = counter("relaygr_lane_changes", "Lanes gained and lost", "change")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from relaygr_stream.worker.agenda import Agenda
 from relaygr_stream.worker.tasks import Flight, RankTask
 
@@ -42,6 +44,10 @@ class WorkQueue:
         """The most urgent pre-inference, left in place."""
         first = self._background.first()
         return None if first is None else first[1]
+
+    def pre_inferences(self) -> Iterator[Flight]:
+        """Those not finished that somebody still waits for, in no order."""
+        return (flight for flight in self._background if flight.pre_infer and flight.wanted)
 
     @property
     def background_depth(self) -> int:

@@ -24,6 +24,7 @@ from relaygr_stream.worker.agenda import Agenda
 from relaygr_stream.worker.audit import Auditor
 from relaygr_stream.worker.engine import Engine, describe
 from relaygr_stream.worker.flights import Flights
+from relaygr_stream.worker.forecast import Calibration, Forecast
 from relaygr_stream.worker.parked import Parked
 from relaygr_stream.worker.queue import WorkQueue
 from relaygr_stream.worker.tasks import Answer, Flight, RankTask
@@ -57,6 +58,8 @@ class Rankings:
         self._deadlines: Agenda[RankTask] = Agenda(lambda task: task.answered)
         self._starved: Agenda[RankTask] = Agenda(lambda task: task.answered)  # full inferences without memory
         self._delays = (0.0, 0)  # seconds and number of delays until the device took a ranking
+        self._forecast = Forecast()
+        self._calibration = Calibration()  # of scoring, in the batches that come
         layout = engine.model.layout
         self._empty = KVRegion(layout, torch.empty(0, dtype=layout.dtype, device=engine.device), 0)
 
@@ -76,9 +79,12 @@ class Rankings:
             self._answer(task, "deadline_exceeded", "the deadline passed before the worker read the request")
         elif len(self._waiting) >= self._limit:
             self._answer(task, "overloaded", f"{len(self._waiting)} rankings are waiting (worker.queue_limit)")
+        elif refusal := self._refusal(task, now):
+            self._answer(task, "overloaded", refusal)
         else:
             self._waiting[task] = None
             self._deadlines.add(task.deadline, task)
+            self._forecast.add(task)
             self._place(task)
 
     def expire(self, now: float) -> None:
@@ -107,7 +113,7 @@ class Rankings:
             if flight.error is not None:
                 self._answer(task, "failed", flight.error)
             elif flight.entry is None:
-                self._set_ready(task, flight.region, "full")
+                self._set_ready(task, flight.work.region, "full")
             else:
                 self.again(task)
 
@@ -136,6 +142,7 @@ class Rankings:
         if failed:
             self._answer(batch[0], "failed", failed)
             return 0.0
+        self._calibration.add(sum(self._score_ms(task) for task in batch), ms)
         for task, rows in zip(batch, scores, strict=True):
             task.device_ms += ms / len(batch)
             task.approximate = task.entry is not None and task.entry.approximate
@@ -154,6 +161,34 @@ class Rankings:
     def holds(self) -> Counter[Entry]:
         """How often each entry is pinned from here."""
         return Counter(task.entry for task in self._waiting if task.entry is not None)
+
+    # ---- in time? ----
+
+    def _refusal(self, task: RankTask, now: float) -> str:
+        """Why not to take this ranking; "" also as long as predictions have not been compared with measurements."""
+        if not self._calibration.trusted:
+            return ""
+        infer_ms = self._infer_ms(task)
+        if infer_ms and not self._flights.calibration.trusted:
+            return ""
+        task.expected_ms = infer_ms + self._score_ms(task) * self._calibration.factor
+        return self._forecast.refusal(task, now)
+
+    def _score_ms(self, task: RankTask) -> float:
+        return self._engine.costs.score_ms(len(task.tokens), len(task.suffix) + len(task.candidates))
+
+    def _infer_ms(self, task: RankTask) -> float:
+        """Predicted device time until there is something to score against; a flight that others wait for is theirs."""
+        entry, coverage = self._cache.find(task.user_id, task.tokens)
+        tokens, suffix = len(task.tokens), 0 if self._engine.model.incremental else len(task.suffix)
+        if entry is None or coverage is Coverage.NONE or task.full or suffix:
+            return self._flights.extend_ms(0, tokens + suffix)
+        flight = self._flights.of(entry)
+        begun = self._flights.remaining_ms(flight) if flight is not None and not flight.waiters else 0.0
+        if coverage is Coverage.COVERS:
+            return begun
+        there = len(entry.tokens)
+        return begun + self._flights.extend_ms(there, tokens - there)
 
     # ---- placing ----
 
@@ -185,7 +220,7 @@ class Rankings:
         elif (grown := self._cache.extend(entry, task.tokens)) is not None:
             task.outcome = task.outcome or "hbm"
             task.computed_tokens = len(task.tokens) - _computed(grown)
-            self._flights.start(grown, task.deadline)
+            self._flights.start(grown, task.deadline, pre_infer=False)
             self._join(task, grown)
         else:
             self._full(task, in_cache=True)
@@ -195,7 +230,7 @@ class Rankings:
         task.outcome = "full"
         if in_cache and (entry := self._cache.open(task.user_id, task.tokens)) is not None:
             task.computed_tokens = len(task.tokens)
-            self._flights.start(entry, task.deadline)
+            self._flights.start(entry, task.deadline, pre_infer=False)
             self._join(task, entry)
             return
         if not self._scratch_free():
@@ -236,6 +271,7 @@ class Rankings:
         assert not task.answered
         task.answered = True
         self._waiting.pop(task, None)
+        self._forecast.remove(task)
         self._let_go(task)
         self._done(Answer(task, status, scores, detail))
 

@@ -20,6 +20,7 @@ from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.models.protocol import ScoreInput
 from relaygr_stream.models.tokens import Tokens
 from relaygr_stream.worker.engine import Engine, describe
+from relaygr_stream.worker.extension import Extension
 
 #: Short prefixes deviate most: with few terms in a sum, roundings cancel less. The longest allowed prefix caps them.
 PROBE_TOKENS: Final = (64, 256, 1024)
@@ -66,8 +67,9 @@ def _deviation(
     tokens: Tokens,
     candidates: npt.NDArray[np.int64],
 ) -> float:
-    while region.length < len(tokens):
-        engine.advance(region, tokens, UNHURRIED_MS)
+    work = Extension(engine, region, tokens)
+    while not work.done:
+        work.advance(UNHURRIED_MS)
     ranking = ScoreInput(region, tokens.slice(0, 0), candidates)
     exact = engine.score([ranking])[0][0]
     stored = torch.empty(storage.nbytes(region.capacity), dtype=torch.uint8)

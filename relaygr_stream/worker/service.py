@@ -128,6 +128,7 @@ class Worker:
         )
         async with reporter:
             await consumer.start()
+            context.started = True
             watch = asyncio.create_task(self._watch.run(consumer))
             ages = asyncio.create_task(self._sample_ages(consumer, ends))
             try:

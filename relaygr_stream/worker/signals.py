@@ -8,8 +8,6 @@ when it was read, as the trigger's ledger relies on; it lives as long as that pi
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from relaygr_stream.cache.entry import Coverage, Entry
@@ -36,6 +34,8 @@ class SignalCounters:
     signal_ranked: int = 0  # its ranking had been answered before it came
     signal_over_footprint: int = 0
     signal_no_room: int = 0
+    tokens_asked: int = 0  # of prefixes that were pinned
+    tokens_computed: int = 0  # of these, not found in the cache
 
 
 class Signals:
@@ -57,12 +57,10 @@ class Signals:
         self._answered = answered
         self._footprint = footprint
         self.counters = SignalCounters()
-        self.demand: defaultdict[int, int] = defaultdict(int)  # lane → bytes asked for so far
 
     def take(self, task: PreInferTask, now: float) -> None:
         """A signal came."""
         self.counters.signals += 1
-        self.demand[task.lane] += self._cache.nbytes(len(task.tokens))
         if task.request_id in self._pins:
             self.counters.signal_duplicate += 1
         elif task.request_id in self._answered:
@@ -76,11 +74,6 @@ class Signals:
         """What the signal waited for is over. If its pin is gone (expired, ranked, lane lost), so is the signal."""
         if self._pins.release(task.request_id):
             self._place(task)
-
-    def lanes_lost(self, lanes: Iterable[int]) -> None:
-        """Other workers own these lanes now."""
-        for lane in lanes:
-            self.demand.pop(lane, None)
 
     def _place(self, task: PreInferTask) -> None:
         entry, coverage = self._cache.find(task.user_id, task.tokens)
@@ -123,10 +116,13 @@ class Signals:
         return True
 
     def _compute(self, task: PreInferTask, entry: Entry) -> None:
-        self._flights.start(entry, task.due)
+        assert entry.region is not None
+        self.counters.tokens_computed += len(task.tokens) - entry.region.length
+        self._flights.start(entry, task.due, pre_infer=True)
         self._pin(task, entry)
 
     def _pin(self, task: PreInferTask, entry: Entry) -> None:
+        self.counters.tokens_asked += len(task.tokens)
         self._pins.add(task.request_id, task.lane, entry, task.expires, self._cache.nbytes(len(task.tokens)))
 
     def _more(self, task: PreInferTask, entry: Entry | None, coverage: Coverage) -> int:

@@ -10,10 +10,12 @@ from relaygr_stream.worker.core import RelayCore
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Plain numbers; lane_bytes: pinned, for each lane asked for; totals, cache: running totals by name."""
+    """Plain numbers; lane_bytes, largest: pinned, and of the largest prefix lately, for each lane asked for; demand,
+    totals, cache: running totals by lane or name."""
 
     lane_bytes: dict[int, int]
     demand: dict[int, int]
+    largest: dict[int, int]
     totals: dict[str, float]
     cache: dict[str, int]
     hbm_used: int
@@ -25,6 +27,8 @@ class Snapshot:
     waiting: int
     backlog: int
     queue_ms: float
+    pre_infer_waiting_ms: float
+    pre_infer_late_s: float
 
 
 def snapshot(core: RelayCore, lanes: Iterable[int], now: float) -> Snapshot:
@@ -32,7 +36,8 @@ def snapshot(core: RelayCore, lanes: Iterable[int], now: float) -> Snapshot:
     cache = core.cache
     return Snapshot(
         lane_bytes={lane: core.pins.lane_bytes(lane) for lane in lanes},
-        demand=dict(core.signals.demand),
+        demand=dict(core.demand.totals),
+        largest={lane: core.demand.largest(lane) for lane in lanes},
         totals=core.totals(),
         cache=cache.counters.as_dict(),
         hbm_used=cache.hbm_used,
@@ -44,4 +49,6 @@ def snapshot(core: RelayCore, lanes: Iterable[int], now: float) -> Snapshot:
         waiting=len(core.rankings),
         backlog=core.background_depth,
         queue_ms=core.rankings.take_queue_ms(now),
+        pre_infer_waiting_ms=core.pre_infer_waiting_ms,
+        pre_infer_late_s=core.pre_infer_late_s(now),
     )

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from relaygr_stream.messages import LaneStatus, WorkerStatus
-from relaygr_stream.settings import Worker
-from relaygr_stream.worker.budgets import LaneShares, lane_budgets
+from relaygr_stream.settings import Settings
+from relaygr_stream.worker.budgets import LaneBudgets, LaneShares
 from relaygr_stream.worker.build import Inside
+from relaygr_stream.worker.extension import SHARE
 from relaygr_stream.worker.snapshot import Snapshot
+from relaygr_stream.worker.split import LoadSplit
+
+#: Ranking has the device all to itself only for moments; a share below this is not told from none by the average.
+LEAST_FREE: Final = 0.02
 
 State = Literal["starting", "serving", "draining", "stopped"]
 
@@ -28,13 +33,17 @@ class Identity:
 class Statements:
     """One statement after the other; each follows what happened since the last. now: seconds of a monotonic clock."""
 
-    def __init__(self, worker: Worker, inside: Inside, now: float) -> None:
+    def __init__(self, settings: Settings, inside: Inside, now: float) -> None:
+        worker = settings.worker
         self._worker = worker
         self._inside = inside
         self._shares = LaneShares()
         self._shared_at = now
-        self._last_ranking_ms = 0.0
-        self._ranking_share = 0.0
+        hold_s = (settings.trigger.silence_ms + worker.status_ms) / 1e3
+        self._budgets = LaneBudgets(
+            int(worker.pinned_share * worker.hbm_bytes), hold_s, turn_s=hold_s + settings.relay.life_window_ms / 1e3
+        )
+        self._split = LoadSplit(worker.pre_infer_share)
 
     def status(
         self,
@@ -51,11 +60,10 @@ class Statements:
         self._shared_at = now
         shares = self._shares.update(positions, snapshot.demand, seconds)
         ranking_ms = snapshot.totals["ranking_ms"] + snapshot.totals["full_ms"]
-        busy = min(1.0, (ranking_ms - self._last_ranking_ms) / (seconds * 1e3))
-        self._last_ranking_ms = ranking_ms
-        self._ranking_share += min(1.0, seconds) * (busy - self._ranking_share)  # averaged over about a second
-        free_ms = 1e3 * max(0.0, min(worker.pre_infer_share, 1.0 - self._ranking_share))
-        budgets = lane_budgets(int(worker.pinned_share * worker.hbm_bytes), shares, snapshot.lane_bytes)
+        tokens_asked, tokens_computed = snapshot.totals["tokens_asked"], snapshot.totals["tokens_computed"]
+        free_ms = self._split.update(ranking_ms, tokens_asked, tokens_computed, seconds)
+        asked = [lane for lane in positions if self._shares.asked(lane, snapshot.largest[lane])]
+        budgets = self._budgets.update(shares, snapshot.largest, asked, snapshot.lane_bytes, now)
         return WorkerStatus(
             name=identity.name,
             incarnation=identity.incarnation,
@@ -73,10 +81,11 @@ class Statements:
                 )
                 for lane, position in sorted(positions.items())
             ),
-            costs=inside.engine.costs.model(),
+            costs=inside.engine.costs.model(self._chunk_ms()),
             bytes_per_token=inside.bytes_per_token,
             alloc_bytes=inside.alloc_bytes,
             queue_ms=snapshot.queue_ms,
+            pre_infer_wait_ms=snapshot.pre_infer_waiting_ms / max(LEAST_FREE, 1.0 - self._split.ranking_share),
             model_version=inside.model.version,
             model_note=inside.model.note,
             device=str(inside.device),
@@ -86,3 +95,10 @@ class Statements:
             dram_bytes=worker.dram_bytes,
             counters={**snapshot.totals, **{f"cache_{name}": float(total) for name, total in snapshot.cache.items()}},
         )
+
+    def _chunk_ms(self) -> float | None:
+        """How long the chunks of a prefix take; None where the model takes it whole."""
+        inside = self._inside
+        if not inside.model.incremental:
+            return None
+        return inside.engine.chunk_ms(SHARE * self._worker.max_ranking_delay_ms)

@@ -61,7 +61,7 @@ class StatusReporter:
         self._producer = producer
         self._consumer: LaneConsumer | None = None
         self._state: State = "starting"
-        self._statements = Statements(settings.worker, inside, time.monotonic())
+        self._statements = Statements(settings, inside, time.monotonic())
         self._task: asyncio.Task[None] | None = None
         self._tail = TopicTail(settings.kafka, topics.worker_status.name, [0], "earliest", self._on_statuses)
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -138,6 +138,8 @@ class StatusReporter:
         for name, total in now.totals.items():
             if name.startswith("signal_"):
                 metrics.advance(metrics.signals, name.removeprefix("signal_"), total)
+            elif name.startswith("flight_"):
+                metrics.advance(metrics.flights, name.removeprefix("flight_"), total)
             elif name.endswith("_ms"):
                 metrics.advance(metrics.device_seconds, name.removesuffix("_ms"), total / 1e3)
         for name, total in now.cache.items():
@@ -156,6 +158,8 @@ class StatusReporter:
         metrics.advance(metrics.pins_expired, None, now.pins_expired)
         metrics.waiting.set(now.waiting)
         metrics.backlog.set(now.backlog)
+        metrics.pre_infer_waiting.set(now.pre_infer_waiting_ms / 1e3)
+        metrics.pre_infer_late.set(now.pre_infer_late_s)
         metrics.queue_seconds.set(now.queue_ms / 1e3)
         metrics.lanes.set(lanes)
 

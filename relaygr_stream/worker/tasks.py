@@ -15,6 +15,7 @@ from relaygr_stream.cache.entry import Entry
 from relaygr_stream.messages import Outcome, Status
 from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.models.tokens import Tokens
+from relaygr_stream.worker.extension import Extension
 
 
 @dataclass(slots=True, eq=False)
@@ -48,6 +49,7 @@ class RankTask:
     region: KVRegion | None = None  # what to score against, once ready
     borrowed: bool = False  # region is the scratch region, to be given back
     started: float = 0.0  # when the device first worked for it
+    expected_ms: float = 0.0  # device time, predicted when it came
     device_ms: float = 0.0
     computed_tokens: int = 0
     approximate: bool = False  # scored against prefix KV that had been rounded in DRAM
@@ -58,13 +60,21 @@ class RankTask:
 class Flight:
     """Prefix KV being computed, chunk by chunk, for everyone who waits for it."""
 
-    region: KVRegion
-    tokens: Tokens
+    work: Extension
     due: float
     entry: Entry | None = None  # None: into scratch, for one full inference
+    pre_infer: bool = False  # for a signal
+    joined: bool = False  # a ranking came for it while it was computed
     waiters: list[RankTask] = field(default_factory=list)
     over: bool = False  # finished, failed or cut short; queues drop it when they meet it
     error: str | None = None  # what it failed with
+    expected_ms: float = 0.0  # device time, predicted when it was started, uncorrected
+    ms: float = 0.0  # device time so far
+
+    @property
+    def wanted(self) -> bool:
+        """Somebody waits for it, or will: an admitted request whose ranking is to come."""
+        return bool(self.waiters) or (self.entry is not None and self.entry.pins > 0)
 
 
 @dataclass(slots=True, eq=False)
@@ -73,8 +83,9 @@ class Audit:
 
     task: RankTask
     relayed: npt.NDArray[np.float32]
-    region: KVRegion | None = None  # the scratch region, while it is under way
+    work: Extension | None = None  # into the scratch region, while it is under way
     ms: float = 0.0  # device time of this attempt
+    scores: list[npt.NDArray[np.float32]] = field(default_factory=list)  # in full, of the first candidates
 
 
 @dataclass(slots=True)

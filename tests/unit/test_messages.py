@@ -100,6 +100,7 @@ statuses = st.builds(
     bytes_per_token=st.integers(1, 2**40),
     alloc_bytes=st.integers(1, 2**40),
     queue_ms=finite,
+    pre_infer_wait_ms=finite,
     model_version=st.text("ab"),
     counters=st.dictionaries(st.text("ab"), finite, max_size=3),
 )

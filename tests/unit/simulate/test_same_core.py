@@ -33,14 +33,14 @@ class Simulated(World):
     """A World whose model, memory and copies are the simulation's."""
 
     def __post_init__(self) -> None:
-        self.clock = Clock(self.now)
-        model = SimulatedModel(COSTS, self.clock, np.random.default_rng(1))
-        engine = Engine(model, CPU, self.clock)
+        self.device_clock = Clock(self.now)
+        model = SimulatedModel(COSTS, self.device_clock, np.random.default_rng(1))
+        engine = Engine(model, CPU, self.device_clock)
         self.cache = PrefixCache(
             model.layout,
             TierMemory(self.hbm * GRANULE_BYTES, META),
             TierMemory(self.dram * GRANULE_BYTES, META),
-            SimulatedCopies(COSTS, self.clock, lambda at: None),
+            SimulatedCopies(COSTS, self.device_clock, lambda at: None),
             engine.costs_of_prefix,
             scratch_tokens=MAX_TOKENS,
         )
@@ -52,7 +52,7 @@ class Simulated(World):
             if not self.core.step(self.now):
                 if not self.core.copying:
                     return
-                self.clock.now += 1e-3
+                self.device_clock.now += 1e-3
         raise AssertionError("the core never comes to rest")
 
 

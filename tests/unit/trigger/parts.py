@@ -27,6 +27,7 @@ def worker_status(
     incarnation: int = 1,
     costs: CostModel = COSTS,
     queue_ms: float = 0.0,
+    pre_infer_wait_ms: float = 0.0,
     bytes_per_token: int = 10,
     alloc_bytes: int = 100,
 ) -> WorkerStatus:
@@ -42,6 +43,7 @@ def worker_status(
         bytes_per_token=bytes_per_token,
         alloc_bytes=alloc_bytes,
         queue_ms=queue_ms,
+        pre_infer_wait_ms=pre_infer_wait_ms,
         model_version="m",
     )
 

@@ -1,8 +1,9 @@
 """A simulated lane around the trigger's real directory, decision, ledger and bucket.
 
 Simulated are time, the log, the workers that read it and what can go wrong in between: late and lost statements, lost
-and ambiguous sends, handed-over and crashed owners, restarted triggers, a log that loses its tail. Each seed draws its
-own budgets and its own mix of these, so that some runs are calm and some are one disaster over and over.
+and ambiguous sends, handed-over and crashed owners, restarted triggers, bursts, events that come twice, requests that
+are never ranked, rates that change, a log that loses its tail. Each seed draws its own budgets and its own mix of
+these, so that some runs are calm and some are one disaster over and over.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from relaygr_stream.messages import RequestEvent, WorkerStatus
-from relaygr_stream.owners import OwnerDirectory
+from relaygr_stream.owners import Claim, OwnerDirectory
 from relaygr_stream.trigger.decision import LaneState, Policy, decide
 from relaygr_stream.trigger.ledger import Pending
 from relaygr_stream.trigger.load import START_S
@@ -48,6 +49,9 @@ TROUBLE: Final = {
     "log_loses_its_tail": 0.2,
     "a_long_time_passes": 0.2,
     "trigger_reconciles": 1.0,
+    "a_burst_comes": 0.3,
+    "an_event_comes_again": 2.0,
+    "owner_changes_its_rate": 0.5,
 }
 
 
@@ -100,6 +104,8 @@ class Lane:
             weights[name] = TROUBLE[name] * self.random.choice([1.0, 3.0, 10.0])
         for name in CALM:
             weights[name] *= self.random.choice([0.3, 1.0, 1.0, 3.0])
+        if self.random.random() < 0.2:
+            weights["request_is_ranked"] = 0.0  # then every pin lasts as long as its life
         for name in self.random.choices(list(weights), list(weights.values()), k=steps):
             getattr(self, name)()
         self.settle()
@@ -114,37 +120,64 @@ class Lane:
         self.triggers += 1
         self.directory = OwnerDirectory(SILENCE_MS, clock=lambda: self.now)
         self.lane = LaneState(POLICY, len(self.log), KEEP_S, self.now)
-        self.admitted: list[tuple[float, float]] = []  # (when, device ms)
-        self.first_observed: float | None = None
+        self.admitted: list[tuple[float, float]] = []  # (what was refilled until then, device ms)
+        self.admitted_ids: dict[str, float] = {}  # request id → when
+        self.refilled: float | None = None  # device ms that the rates known to the trigger have given; None: no rate
+        self.start_ms = 0.0
+        self.known_rate = 0.0
+        self.known_at = self.now
 
     def event_comes(self) -> None:
         self.requests += 1
         tokens = self.random.randint(5, self.random.choice([30, LONGEST]))
-        event = RequestEvent(request_id=str(self.requests), user_id="u", prefix=PREFIXES[tokens], candidates=0)
+        self.decide_on(RequestEvent(request_id=str(self.requests), user_id="u", prefix=PREFIXES[tokens], candidates=0))
+
+    def a_burst_comes(self) -> None:
+        for _ in range(self.random.randint(5, 60)):
+            self.event_comes()
+
+    def an_event_comes_again(self) -> None:
+        if self.requests:
+            again = self.requests - self.random.randint(0, min(20, self.requests - 1))
+            tokens = self.random.randint(5, 30)
+            self.decide_on(RequestEvent(request_id=str(again), user_id="u", prefix=PREFIXES[tokens], candidates=0))
+
+    def observe(self) -> Claim | None:
         owner = self.directory.owner(0)
         self.lane.observe(owner, self.now)
-        if owner is not None and self.first_observed is None:
-            self.first_observed = self.now
+        if self.refilled is not None:
+            self.refilled += self.known_rate * (self.now - self.known_at)
+        self.known_at = self.now
+        if owner is not None:
+            self.known_rate = owner.lane.device_ms_per_s
+            if self.refilled is None:
+                self.refilled, self.start_ms = 0.0, min(POLICY.burst_ms, self.known_rate * START_S)
+        return owner
+
+    def decide_on(self, event: RequestEvent) -> None:
+        owner = self.observe()
         decision = decide(event, policy=POLICY, lane=self.lane, owner=owner, age_ms=0.0, now_s=self.now)
         if decision.admit:
             assert owner is not None
+            assert self.refilled is not None
+            before = self.admitted_ids.get(event.request_id)
+            assert before is None or self.now - before > POLICY.life_ms / 1000, "admitted twice"
+            self.admitted_ids[event.request_id] = self.now
             pending = self.lane.admit(event, decision, self.now)
-            self.flying.append(Signal(tokens, owner.worker.name, pending, self.triggers))
-            self.admitted.append((self.now, decision.cost_ms))
+            self.flying.append(Signal(decision.nbytes, owner.worker.name, pending, self.triggers))
+            self.admitted.append((self.refilled, decision.cost_ms))
             self.admissions += 1
             self.check_load()
 
     def check_load(self) -> None:
         """No interval that ends now may have admitted more than burst and refill."""
-        last_at, last_ms = self.admitted[-1]
+        refilled, last_ms = self.admitted[-1]
         excess = max(0.0, last_ms - POLICY.burst_ms) + 1e-6
         total = 0.0
         for at, cost in reversed(self.admitted):
             total += cost
-            assert total <= POLICY.burst_ms + self.rate * (last_at - at) + excess, "load"
-        assert self.first_observed is not None
-        start = min(POLICY.burst_ms, self.rate * START_S)
-        assert total <= start + self.rate * (last_at - self.first_observed) + excess, "load since the start"
+            assert total <= POLICY.burst_ms + refilled - at + excess, "load"
+        assert total <= self.start_ms + refilled + excess, "load since the start"
 
     def trigger_restarts(self) -> None:
         self.flying.clear()  # what the old one had under way has landed, or never will
@@ -205,6 +238,9 @@ class Lane:
     def worker_states(self) -> None:
         self.statements.append(self.statement(self.worker))
 
+    def owner_changes_its_rate(self) -> None:
+        self.rate = self.random.choice([0.0, 20.0, 50.0, 500.0, 1e6])
+
     def former_owner_states(self) -> None:
         if len(self.workers) > 1:
             self.unclean = True
@@ -255,6 +291,6 @@ class Lane:
         self.time_passes(10.0)
         self.trigger_reconciles()
         self.directory.take(self.statement(self.worker))
-        self.lane.observe(self.directory.owner(0), self.now)
+        self.observe()
         assert self.lane.ledger.outstanding == 0, "counted for ever"
         assert self.lane.ledger.fits(self.budget), "on hold for ever"

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from relaygr_stream.trigger.decision import LaneState
 from relaygr_stream.trigger.ledger import LaneLedger
 from relaygr_stream.trigger.load import LoadBucket
+from relaygr_stream.worker.budgets import LaneBudgets, _Granted
+from tests.unit.trigger.owner_simulation import Owner
 from tests.unit.trigger.simulation import Lane
 
 STEPS = 400
@@ -59,6 +61,12 @@ def forgetting_what_was_read(original: Callable[..., None]) -> Callable[..., Non
     return observe
 
 
+def without_settling(bucket: LoadBucket, ms_per_s: float, now_s: float) -> None:
+    if bucket._at_s is None:
+        bucket._level_ms, bucket._at_s = min(bucket._burst_ms, ms_per_s), now_s
+    bucket._rate = ms_per_s
+
+
 def with_a_full_bucket(original: Callable[..., None]) -> Callable[..., None]:
     def create(lane: LaneState, *arguments: object, **named: object) -> None:
         original(lane, *arguments, **named)
@@ -80,7 +88,9 @@ def with_a_full_bucket(original: Callable[..., None]) -> Callable[..., None]:
         (LaneLedger, "reconcile", lambda ledger, log_end, asked_s: 0, "for ever"),
         (LoadBucket, "allows", lambda bucket, cost_ms, now_s: True, "load"),
         (LoadBucket, "take", lambda bucket, cost_ms, now_s: None, "load"),
+        (LoadBucket, "set_rate", without_settling, "load"),
         (LaneState, "__init__", with_a_full_bucket(LaneState.__init__), "load since the start"),
+        (LaneState, "admitted_recently", lambda lane, request_id, now_s: False, "admitted twice"),
     ],
     ids=[
         "no footprint bound",
@@ -93,7 +103,9 @@ def with_a_full_bucket(original: Callable[..., None]) -> Callable[..., None]:
         "never reconciled",
         "no load bound",
         "load never charged",
+        "a new rate counts for the past",
         "a burst at every restart",
+        "duplicates not seen",
     ],
 )
 def test_without_one_part_of_a_bound_some_run_breaks_it(
@@ -102,3 +114,46 @@ def test_without_one_part_of_a_bound_some_run_breaks_it(
     monkeypatch.setattr(owner, name, broken)
     with pytest.raises(AssertionError, match=complaint):
         run_seeds(3000)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**32))
+def test_an_owners_lanes_together_stay_within_its_share_while_budgets_move(seed: int) -> None:
+    Owner(seed).run(10.0)
+
+
+def test_moving_budgets_admit_long_prefixes_on_every_lane() -> None:
+    owners = [Owner(seed) for seed in range(20)]
+    for owner in owners:
+        owner.run(10.0)
+    assert sum(owner.admissions for owner in owners) > 0.2 * sum(owner.requests for owner in owners)
+
+
+def run_owners(count: int) -> None:
+    for seed in range(count):
+        Owner(seed).run(10.0)
+
+
+def without_hold_time(original: Callable[..., None]) -> Callable[..., None]:
+    def create(budgets: LaneBudgets, whole: int, hold_s: float, turn_s: float) -> None:
+        original(budgets, whole, 0.0, turn_s)
+
+    return create
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "broken"),
+    [
+        (LaneBudgets, "__init__", without_hold_time(LaneBudgets.__init__)),
+        (_Granted, "most", lambda granted: 0),
+        (LaneLedger, "fits", lambda ledger, nbytes: not ledger.on_hold),
+        (LaneLedger, "on_hold", property(without_hold)),
+    ],
+    ids=["taken back at once", "grants forgotten", "no footprint bound", "no hold after a restart"],
+)
+def test_without_one_part_of_the_budgets_some_run_exceeds_the_share(
+    owner: type, name: str, broken: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, name, broken)
+    with pytest.raises(AssertionError, match="footprint"):
+        run_owners(300)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from relaygr_stream.messages import CostModel, RequestEvent
@@ -94,6 +95,16 @@ def test_a_request_is_admitted_once_within_its_life() -> None:
     assert lane.decide(event(25, "a")).admit
 
 
+def test_what_would_not_begin_before_its_ranking_is_shed() -> None:
+    """Starvation of pre-inference is stated by the owner and shed here, under its own reason."""
+    lane = OneLane(pre_infer_wait_ms=300.0)
+    soon = msgspec.structs.replace(event(25), rank_in_ms=300.0)
+    assert lane.decide(soon).admit
+    assert lane.decide(soon, age_ms=1.0).reason == "too_late"
+    assert lane.decide(event(25)).admit, "nobody said when its ranking comes: within the life window"
+    assert OneLane(pre_infer_wait_ms=POLICY.life_ms + 1).decide(event(25)).reason == "too_late"
+
+
 def test_what_was_not_admitted_is_no_duplicate() -> None:
     lane = OneLane(rate=10.0)
     assert lane.decide(event(25, "a")).reason == "over_load"
@@ -156,4 +167,5 @@ def test_every_reason_is_counted_under_its_name() -> None:
         "too_long",
         "duplicate",
         "empty_prefix",
+        "too_late",
     }

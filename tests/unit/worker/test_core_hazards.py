@@ -67,19 +67,43 @@ def test_a_signal_after_its_lane_went_and_came_back() -> None:
         w.signal("r", 1, 100)
         w.settle()
         w.core.lanes_lost([1])
-        assert w.core.signals.demand[1] == 0
         w.signal("r", 1, 100)  # read again from the committed offset
         assert w.core.signals.counters.signal_hbm == 1
-        assert w.core.signals.demand[1] == 2 * GRANULE_BYTES
         w.rank("r", 1, 100)
         w.settle()
         assert w.outcome("r") == "hbm"
 
 
+def test_demand_is_what_rankings_ask_for_and_goes_with_the_lane() -> None:
+    with world() as w:
+        w.signal("r", 1, 100)
+        w.rank("r", 1, 100)
+        w.rank("not admitted", 1, 60)
+        assert (w.core.demand.totals[1], w.core.demand.largest(1)) == (3 * GRANULE_BYTES, 2 * GRANULE_BYTES)
+        w.core.lanes_lost([1])
+        assert (w.core.demand.totals.get(1), w.core.demand.largest(1)) == (None, 0)
+        w.settle()
+
+
+def test_what_signals_had_to_compute_is_counted_in_tokens() -> None:
+    with world() as w:
+        w.signal("new", 1, 100)
+        w.settle()
+        w.signal("there", 1, 100)
+        w.signal("longer", 1, 120)
+        w.settle()
+        counters = w.core.signals.counters
+        assert (counters.tokens_asked, counters.tokens_computed) == (320, 120)
+
+
 def test_a_lane_lost_while_its_prefix_is_computed() -> None:
     with world() as w:
         w.signal("r", 1, MAX_TOKENS)
-        w.core.step(w.now)
+        begun = w.cache.find("u1", history(1, MAX_TOKENS))[0]
+        assert begun is not None
+        assert begun.region is not None
+        while not begun.region.length:
+            w.core.step(w.now)
         w.core.lanes_lost([1])
         w.settle()
         entry = w.cache.find("u1", history(1, MAX_TOKENS))[0]

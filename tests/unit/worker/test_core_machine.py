@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from tests.unit.worker.worlds import GRANULE_BYTES, MAX_TOKENS, World, Wrapped
+from tests.unit.worker.worlds import GRANULE_BYTES, MAX_TOKENS, Flaky, World, Wrapped
 
 USERS = st.integers(0, 3)
 LENGTHS = st.integers(1, MAX_TOKENS)
@@ -16,7 +17,7 @@ LENGTHS = st.integers(1, MAX_TOKENS)
 class CoreMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.world = World(hbm=10, dram=9, audit_share=0.2, wrap=Wrapped)
+        self.world = World(hbm=10, dram=9, audit_share=0.2, wrap=Wrapped, copier=Flaky)
         self.answerable = 0
         self.sent = 0
         self.signalled: list[tuple[str, int, int, int]] = []
@@ -51,6 +52,20 @@ class CoreMachine(RuleBasedStateMachine):
     def time_passes(self, seconds: float) -> None:
         self.world.settle()
         self.world.now += seconds
+
+    @rule(seconds=st.floats(0.01, 1.5), steps=st.integers(0, 3))
+    def time_passes_at_work(self, seconds: float, steps: int) -> None:
+        """Deadlines and life windows end while things are computed, copied, parked."""
+        for _ in range(steps):
+            self.world.core.step(self.world.now)
+        self.world.now += seconds
+        self.world.core.step(self.world.now)
+
+    @rule(fails=st.sampled_from([0, 1, 2]))
+    def next_copies_fail(self, fails: int) -> None:
+        copier = self.world.cache._copier
+        assert isinstance(copier, Flaky)
+        copier.fail_next = fails
 
     @rule(extend=st.sampled_from([0, 0, 1, 2]), score=st.sampled_from([0, 0, 1, 2]), memory=st.booleans())
     def device_fails(self, extend: int, score: int, memory: bool) -> None:
@@ -89,3 +104,12 @@ TestCore = CoreMachine.TestCase
 TestCore.settings = settings(
     max_examples=40, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
 )
+
+
+@pytest.mark.long
+class TestCoreForLong(CoreMachine.TestCase):  # type: ignore[misc, valid-type]
+    """Tens of thousands of operations, in longer lives."""
+
+    settings = settings(
+        max_examples=300, stateful_step_count=200, deadline=None, suppress_health_check=list(HealthCheck)
+    )

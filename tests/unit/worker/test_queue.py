@@ -7,6 +7,7 @@ import torch
 
 from relaygr_stream.models.kv import KVLayout, KVRegion
 from relaygr_stream.models.tokens import Tokens
+from relaygr_stream.worker.extension import Extension
 from relaygr_stream.worker.queue import WorkQueue
 from relaygr_stream.worker.tasks import Flight, RankTask
 
@@ -19,7 +20,7 @@ def ranking(name: str, deadline: float) -> RankTask:
 
 
 def flight(due: float, *waiters: RankTask) -> Flight:
-    return Flight(REGION, NOTHING, due, waiters=list(waiters))
+    return Flight(Extension(None, REGION, NOTHING), due, waiters=list(waiters))  # type: ignore[arg-type]  # never run
 
 
 def test_rankings_by_deadline_in_batches_up_to_the_next_flight() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from relaygr_stream.messages import (
     WorkerStatus,
 )
 from relaygr_stream.settings import Kafka
+from relaygr_stream.telemetry.process import START_END_S
 from relaygr_stream.topics import apply_topics, load_topics
 from relaygr_stream.trigger.ledger import LaneLedger
 from relaygr_stream.worker.service import CLOSE_S, _check_dead_letters_fit
@@ -267,6 +269,23 @@ def test_two_that_start_at_once_agree_on_who_goes() -> None:
     for other in ((6, "host-a", 1), (5, "host-c", 1), (5, "host-b", 8)):
         assert later(ours, other)
         assert not later(other, ours)
+
+
+@pytest.mark.parametrize("process", ["worker", "trigger"])
+async def test_a_process_that_is_stopped_while_it_starts_ends_at_once(tmp_path: Path, process: str) -> None:
+    """Somebody takes connections and never says a word: a request to such a broker takes its whole timeout."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        kafka = Kafka(bootstrap=f"127.0.0.1:{server.getsockname()[1]}", request_timeout_ms=120_000)
+        config = tmp_path / "settings.toml"
+        config.write_text(settings_as_toml(worker_settings(kafka)), encoding="utf-8")
+        child = Child(process, [process, "--config", str(config)], tmp_path)
+        try:
+            await until(lambda: child._get("/healthz") is not None, child.log_tail())
+            await asyncio.sleep(0.3)  # it is asking for topics by now
+            child.terminate()
+            assert await asyncio.to_thread(child._process.wait, START_END_S + 10) == 0, child.log_tail()
+        finally:
+            child.kill()
 
 
 async def test_stopping_without_a_broker_takes_bounded_time(tmp_path: Path) -> None:

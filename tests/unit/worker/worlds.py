@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import torch
 
-from relaygr_stream.cache.copy import CopyEngine
+from relaygr_stream.cache.copy import Convert, CopyEngine, CopyTicket, unchanged
 from relaygr_stream.cache.memory import TierMemory
 from relaygr_stream.cache.prefix_cache import PrefixCache
 from relaygr_stream.cache.storage import StorageKind
@@ -94,6 +94,23 @@ class Wrapped:
         return self.model.score(batch)
 
 
+class Flaky(CopyEngine):
+    """Copies some of which the device refuses, after it wrote what nobody should read."""
+
+    fail_next = 0
+
+    def submit(
+        self, dst: torch.Tensor, src: torch.Tensor, *, urgent: bool = False, convert: Convert = unchanged
+    ) -> CopyTicket:
+        if self.fail_next:
+            self.fail_next -= 1
+            dst.fill_(float("nan"))
+            ticket = CopyTicket(dst[:1].expand(len(src)), src, None)  # which copy_ refuses
+            ticket._run(None)
+            return ticket
+        return super().submit(dst, src, urgent=urgent, convert=convert)
+
+
 @dataclass
 class World:
     """A core over `hbm` and `dram` granules, and everything it said."""
@@ -106,6 +123,8 @@ class World:
     kind: Model = TOY
     storage: StorageKind = "exact"
     wrap: Callable[[RankingModel], RankingModel] = lambda model: model
+    copier: Callable[[torch.device], CopyEngine] = CopyEngine
+    clock: Callable[[], float] = time.perf_counter  # what the engine measures by
     now: float = 100.0
     answers: list[Answer] = field(default_factory=list)
     audits: list[tuple[RankTask, float]] = field(default_factory=list)
@@ -115,13 +134,13 @@ class World:
         self.truth = toy_model(model=self.kind)
         on_cpu = self.device.type == "cpu"
         self.model = self.wrap(self.truth if on_cpu else toy_model(self.device, self.kind))
-        engine = Engine(self.model, self.device)
+        engine = Engine(self.model, self.device, self.clock)
         dram = TierMemory(self.dram * GRANULE_BYTES, CPU, pinned=not on_cpu) if self.dram else None
         self.cache = PrefixCache(
             self.model.layout,
             TierMemory(self.hbm * GRANULE_BYTES, self.device),
             dram,
-            CopyEngine(self.device),
+            self.copier(self.device),
             engine.costs_of_prefix,
             scratch_tokens=MAX_TOKENS,
             incremental=self.model.incremental,

@@ -47,6 +47,7 @@ def compile_for(capability: int, shape: kernels.Shape, split: bool) -> list[dict
                 "matrix": len(re.findall(r"\b(?:mma\.sync|wgmma\.mma_async)\S*(?:bf16|f16)", ptx)),
                 "tf32": len(re.findall(r"\bmma\S*tf32", ptx)),
                 "wide_loads": len(re.findall(r"cp\.async\.cg\.shared\.global", ptx)),
+                "narrow_loads": len(re.findall(r"ld\.global\.b(?:16|32)\b|cp\.async\.ca", ptx)),
                 "local": len(re.findall(r"\b(?:ld|st)\.local", ptx)),
             }
         )

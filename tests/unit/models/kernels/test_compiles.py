@@ -52,3 +52,4 @@ def test_half_precision_runs_on_tensor_cores_and_float32_in_full(
 @pytest.mark.parametrize("name", KERNELS)
 def test_keys_and_values_are_loaded_16_bytes_at_a_time(compiled: dict[str, list[dict[str, Any]]], name: str) -> None:
     assert compiled[name][0]["wide_loads"] > 0
+    assert compiled[name][0]["narrow_loads"] == 0

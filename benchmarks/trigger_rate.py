@@ -1,0 +1,208 @@
+"""How many events a second one trigger process decides on: the real `relaygr trigger` on one core, a broker on the
+other, a log of events waiting. Its floor is a bare aiokafka consumer that reads the same log and does nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import uvloop
+from aiokafka import AIOKafkaConsumer, TopicPartition
+
+from relaygr_stream.bus.connection import client_options
+from relaygr_stream.bus.lanes import FETCH_BYTES
+from relaygr_stream.bus.local import BrokerKind, local_broker
+from relaygr_stream.bus.producer import Producer
+from relaygr_stream.demo.processes import Child, settings_as_toml, stop_all
+from relaygr_stream.messages import Behaviours, CostModel, LaneStatus, RequestEvent, WorkerStatus, encode
+from relaygr_stream.settings import Kafka, Settings, Telemetry, Trigger
+from relaygr_stream.topics import TopicSet, apply_topics, load_topics
+from relaygr_stream.trigger.log_ends import LogEnds
+
+LANES: Final = 16
+#: At risk or not is decided by the number of candidates alone, so that events of one size can be either.
+COSTS: Final = CostModel(c0=1.0, c1=0.0, c2=0.0, c3=1.0)
+AT_RISK_CANDIDATES: Final = 1000
+#: The rate is that between these shares of the events: neither the start nor the last batches count.
+FROM_SHARE, TO_SHARE = 0.15, 0.9
+CORES: Final = sorted(os.sched_getaffinity(0))
+
+
+@dataclass(frozen=True)
+class Mix:
+    """Events of one size, a share of them worth admitting."""
+
+    tokens: int
+    admitted: float
+    events: int
+
+
+@dataclass(frozen=True)
+class Rate:
+    """What one run measured. The floor is what a consumer takes that only reads."""
+
+    mix: Mix
+    event_bytes: int
+    per_second: float
+    cpu_us: float
+    floor_per_second: float
+    floor_cpu_us: float
+
+
+@contextmanager
+def on_core(core: int) -> Iterator[None]:
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {core})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def measure_rates(kind: BrokerKind, mixes: Sequence[Mix]) -> list[Rate]:
+    """One broker, one trigger process per mix."""
+    return uvloop.run(_measure(kind, mixes))
+
+
+async def _measure(kind: BrokerKind, mixes: Sequence[Mix]) -> list[Rate]:
+    rates = []
+    with tempfile.TemporaryDirectory() as folder:
+        with on_core(CORES[0]):  # inherited
+            local = local_broker(kind, folder=Path(folder))
+            broker = await local.__aenter__()
+        try:
+            for number, mix in enumerate(mixes):
+                base = Kafka(prefix=f"rate{number}.", partitions=LANES)
+                rates.append(await _measure_one(broker.kafka_settings(base), mix, Path(folder)))
+        finally:
+            await local.__aexit__(None, None, None)
+    return rates
+
+
+async def _measure_one(kafka: Kafka, mix: Mix, folder: Path) -> Rate:
+    settings = Settings(
+        kafka=kafka,
+        # The log waits for the trigger here, so nothing in it may count as late.
+        trigger=Trigger(stale_ms=3.6e6, load_burst_ms=3.6e6, silence_ms=10_000),
+        telemetry=Telemetry(log_format="json"),
+    )
+    await apply_topics(kafka)
+    topics = load_topics(kafka)
+    async with Producer(kafka, client_id="bench") as producer, LogEnds(kafka, "bench") as ends:
+        size = await _publish(producer, topics, mix)
+        config = folder / f"{kafka.prefix}toml"
+        config.write_text(settings_as_toml(settings), encoding="utf-8")
+        owner = asyncio.create_task(_own(producer, topics, ends))
+        child = Child(f"{kafka.prefix}trigger", ("trigger", "--config", str(config)), folder)
+        os.sched_setaffinity(child.pid, {CORES[-1]})
+        try:
+            per_second, cpu_us = await _watch(child, mix.events)
+        finally:
+            await stop_all([child])
+            owner.cancel()
+            await asyncio.gather(owner, return_exceptions=True)
+    with on_core(CORES[-1]):
+        floor_per_second, floor_cpu_us = await _read_only(kafka, topics, mix.events)
+    return Rate(mix, size, per_second, cpu_us, floor_per_second, floor_cpu_us)
+
+
+async def _publish(producer: Producer, topics: TopicSet, mix: Mix) -> int:
+    """Fill the log; returns the size of an event."""
+    prefix = Behaviours.of(np.arange(mix.tokens), np.zeros(mix.tokens, np.uint8), np.arange(mix.tokens))
+    every = max(1, round(1 / mix.admitted)) if mix.admitted else mix.events + 1
+    size = 0
+    sent = []
+    for number in range(mix.events):
+        candidates = AT_RISK_CANDIDATES if number % every == every - 1 else 0
+        event = RequestEvent(
+            request_id=f"request-{number:012d}", user_id=f"user-{number}", prefix=prefix, candidates=candidates
+        )
+        value = encode(event)
+        size = len(value)
+        sent.append(await producer.send(topics.retrieval.name, value, key=event.user_id.encode()))
+    await asyncio.gather(*sent)
+    return size
+
+
+async def _own(producer: Producer, topics: TopicSet, ends: LogEnds) -> None:
+    """State all lanes ten times a second, as a worker that reads every signal at once and has room for all."""
+    while True:
+        read_to = await ends.ask(topics.pre_infer.name, range(LANES))
+        lanes = tuple(
+            LaneStatus(
+                lane=lane, budget_bytes=1 << 50, pinned_bytes=0, pre_infer_offset=end.offset, device_ms_per_s=1e9
+            )
+            for lane, end in sorted(read_to.items())
+        )
+        status = WorkerStatus(
+            name="bench",
+            incarnation=1,
+            host="bench",
+            pid=1,
+            sent_ms=int(time.time() * 1000),
+            state="serving",
+            lanes=lanes,
+            costs=COSTS,
+            bytes_per_token=4096,
+            alloc_bytes=4096 * 64,
+            queue_ms=0.0,
+            model_version="bench",
+        )
+        await producer.send_and_wait(topics.worker_status.name, encode(status), key=b"bench")
+        await asyncio.sleep(0.1)
+
+
+async def _watch(child: Child, events: int) -> tuple[float, float]:
+    """Decisions a second and CPU microseconds a decision, over the middle of the log."""
+    begun: tuple[float, float, float] | None = None
+    while True:
+        if child.exit_code is not None:
+            raise RuntimeError(child.log_tail())
+        decided, at, cpu = await asyncio.to_thread(_decided, child), time.perf_counter(), _cpu_s(child.pid)
+        if begun is None and decided >= FROM_SHARE * events:
+            begun = decided, at, cpu
+        elif begun is not None and decided >= TO_SHARE * events:
+            count = decided - begun[0]
+            return count / (at - begun[1]), (cpu - begun[2]) / count * 1e6
+        await asyncio.sleep(0.1)
+
+
+def _decided(child: Child) -> float:
+    found = re.findall(r"^relaygr_trigger_decisions_total\{.*\} (\S+)$", child.metrics(), re.MULTILINE)
+    return sum(map(float, found))
+
+
+def _cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def _read_only(kafka: Kafka, topics: TopicSet, events: int) -> tuple[float, float]:
+    """The floor: aiokafka reads the log and hands out its records, and nobody looks at them."""
+    consumer = AIOKafkaConsumer(
+        **client_options(kafka, "floor"),
+        group_id=None,
+        fetch_max_wait_ms=kafka.fetch_max_wait_ms,
+        fetch_max_bytes=FETCH_BYTES,
+    )
+    await consumer.start()
+    try:
+        partitions = [TopicPartition(topics.retrieval.name, lane) for lane in range(LANES)]
+        consumer.assign(partitions)
+        await consumer.seek_to_beginning()
+        seen = 0
+        start, cpu = time.perf_counter(), time.process_time()
+        while seen < events:
+            seen += sum(map(len, (await consumer.getmany(timeout_ms=1000)).values()))
+        return events / (time.perf_counter() - start), (time.process_time() - cpu) / events * 1e6
+    finally:
+        await consumer.stop()

@@ -1,0 +1,140 @@
+"""Why a request was, or would be, admitted or not: the numbers behind each decision, as a table or as JSON.
+
+Asks the trigger's own `decide` and reads what it compared. Knows nothing of where events come from.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import msgspec
+from rich import box
+from rich.table import Table
+
+from relaygr_stream.messages import RequestEvent
+from relaygr_stream.owners import Claim
+from relaygr_stream.trigger.decision import Decision, LaneState, Policy, Reason, decide
+from relaygr_stream.trigger.risk import prefix_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """One decision and everything it was compared with; None: there is no owner to say it."""
+
+    request_id: str
+    user_id: str
+    lane: int
+    at_s: float  # since the first event
+    tokens: int
+    candidates: int
+    age_ms: float
+    stale_ms: float
+    owner: str | None
+    queue_ms: float | None
+    predicted_ms: float | None  # ranking in full, the owner's queue included
+    risk_ms: float  # at risk above this
+    nbytes: int | None
+    outstanding_bytes: int  # pinned or on its way to the owner, as far as known
+    budget_bytes: int
+    on_hold: bool  # there may be unread signals of unknown size
+    cost_ms: float | None  # device time of the pre-inference
+    level_ms: float  # device time the lane may ask for now
+    rate_ms_per_s: float | None  # and what refills it
+    reason: Reason
+    signalled: bool | None = None  # of a live sample: whether the running trigger signalled it
+
+
+def explain(
+    event: RequestEvent,
+    *,
+    policy: Policy,
+    lane_number: int,
+    lane: LaneState,
+    owner: Claim | None,
+    age_ms: float,
+    now_s: float,
+    at_s: float,
+) -> tuple[Explanation, Decision]:
+    """Decide, and say with which numbers; as `decide`, it books nothing. at_s: the event's time as it is shown."""
+    decision = decide(event, policy=policy, lane=lane, owner=owner, age_ms=age_ms, now_s=now_s)
+    tokens = len(event.prefix)
+    explanation = Explanation(
+        request_id=event.request_id,
+        user_id=event.user_id,
+        lane=lane_number,
+        at_s=at_s,
+        tokens=tokens,
+        candidates=event.candidates,
+        age_ms=age_ms,
+        stale_ms=policy.stale_ms,
+        owner=None if owner is None else owner.worker.name,
+        queue_ms=None if owner is None else owner.worker.queue_ms,
+        predicted_ms=None if owner is None else lane.costs.full_ms(tokens, event.candidates) + owner.worker.queue_ms,
+        risk_ms=policy.risk_ms,
+        nbytes=None if owner is None else prefix_bytes(tokens, owner.worker),
+        outstanding_bytes=lane.ledger.outstanding,
+        budget_bytes=lane.ledger.budget,
+        on_hold=lane.ledger.on_hold,
+        cost_ms=None if owner is None else lane.costs.pre_infer_ms(tokens),
+        level_ms=lane.bucket.level(now_s),
+        rate_ms_per_s=None if owner is None else owner.lane.device_ms_per_s,
+        reason=decision.reason,
+    )
+    return explanation, decision
+
+
+def as_json(rows: Sequence[Explanation]) -> bytes:
+    """One JSON object a line."""
+    return b"".join(msgspec.json.encode(asdict(row)) + b"\n" for row in rows)
+
+
+def as_table(rows: Sequence[Explanation]) -> Table:
+    """For a terminal: what was compared stands side by side."""
+    live = any(row.signalled is not None for row in rows)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("at s", "request", "user"):
+        table.add_column(name)
+    for name in (
+        "lane",
+        "tokens",
+        "age ms",
+        "predicted / risk ms",
+        "KiB",
+        "outstanding / budget KiB",
+        "cost / level ms",
+    ):
+        table.add_column(name, justify="right")
+    table.add_column("owner")
+    table.add_column("decision", style="bold")
+    if live:
+        table.add_column("signalled")
+    for row in rows:
+        table.add_row(
+            f"{row.at_s:.3f}",
+            row.request_id,
+            row.user_id,
+            str(row.lane),
+            str(row.tokens),
+            f"{row.age_ms:.0f}",
+            f"{_number(row.predicted_ms)} / {row.risk_ms:.1f}",
+            "–" if row.nbytes is None else f"{row.nbytes / 1024:.0f}",
+            f"{row.outstanding_bytes / 1024:.0f} / {row.budget_bytes / 1024:.0f}" + (" on hold" if row.on_hold else ""),
+            f"{_number(row.cost_ms)} / {row.level_ms:.1f}",
+            row.owner or "–",
+            row.reason,
+            *(["yes" if row.signalled else "no"] if live else []),
+        )
+    return table
+
+
+def summary(rows: Sequence[Explanation]) -> str:
+    """How many requests there were by reason, the most frequent first."""
+    counts = Counter(row.reason for row in rows)
+    parts = [f"{reason} {count} ({count / len(rows):.0%})" for reason, count in counts.most_common()]
+    return f"{len(rows)} requests: {', '.join(parts)}" if rows else "no requests"
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1f}"

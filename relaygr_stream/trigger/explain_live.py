@@ -1,0 +1,144 @@
+"""A live sample: reads `retrieval`, `pre-infer` and `worker-status` beside the running triggers, joins no group, writes
+nothing, and says for each event with which numbers it would be decided on here, and whether it was signalled."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import AsyncExitStack
+from dataclasses import replace
+
+from relaygr_stream.bus.records import Record
+from relaygr_stream.bus.tail import TopicTail
+from relaygr_stream.errors import DecodeError
+from relaygr_stream.messages import PreInferSignal, RequestEvent, WorkerStatus, decode
+from relaygr_stream.owners import OwnerDirectory
+from relaygr_stream.settings import Settings
+from relaygr_stream.topics import TopicSet, load_topics, verify_topics
+from relaygr_stream.trigger.decision import Decision, LaneState, Policy
+from relaygr_stream.trigger.explain import Explanation, explain
+from relaygr_stream.trigger.log_ends import LogEnds
+from relaygr_stream.trigger.risk import prefix_bytes
+
+#: An event's signal follows it within milliseconds; so long after the last event is waited for it.
+SIGNAL_S = 1.0
+#: Owners state themselves this many times before the first event is looked at.
+STATUS_PERIODS = 2
+
+
+async def explain_live(settings: Settings, seconds: float) -> list[Explanation]:
+    """Look on for so many seconds. Raises BrokerUnavailable, TopicError."""
+    await verify_topics(settings.kafka)
+    topics = load_topics(settings.kafka)
+    directory = OwnerDirectory(settings.trigger.silence_ms)
+    async with AsyncExitStack() as stack:
+        ends = await stack.enter_async_context(LogEnds(settings.kafka, "relaygr-explain"))
+        log_ends = await ends.ask(topics.pre_infer.name, range(topics.lanes))
+        shadow = _Shadow(settings, topics, directory, {lane: end.offset for lane, end in log_ends.items()})
+        tails = []
+        for topic, on_records in (
+            (topics.worker_status, directory.on_records),
+            (topics.pre_infer, shadow.on_signals),
+            (topics.retrieval, shadow.on_events),
+        ):
+            tail = TopicTail(settings.kafka, topic.name, range(topic.partitions), "latest", on_records)
+            tails.append(await stack.enter_async_context(tail))
+            if topic is topics.worker_status:
+                await asyncio.sleep(STATUS_PERIODS * settings.worker.status_ms / 1e3)
+        failed = [tail.failed for tail in tails]
+        await asyncio.wait(failed, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        shadow.looking = False
+        await asyncio.wait(failed, timeout=SIGNAL_S, return_when=asyncio.FIRST_COMPLETED)
+        for each in failed:
+            if each.done():
+                each.result()
+    return shadow.explanations()
+
+
+async def stated_by_a_worker(settings: Settings) -> WorkerStatus | None:
+    """The newest status of a serving worker on the topic, however old. Raises BrokerUnavailable, TopicError."""
+    await verify_topics(settings.kafka)
+    topic = load_topics(settings.kafka).worker_status
+    found: list[WorkerStatus] = []
+
+    def on_records(records: list[Record]) -> None:
+        for record in records:
+            try:
+                status = decode(WorkerStatus, record.value)
+            except DecodeError:
+                continue
+            if status.state == "serving":
+                found.append(status)
+
+    async with TopicTail(settings.kafka, topic.name, range(topic.partitions), "earliest", on_records):
+        pass
+    return max(found, key=lambda status: status.sent_ms, default=None)
+
+
+class _Shadow:
+    """The lanes as a trigger would see them that had admitted what was signalled."""
+
+    def __init__(self, settings: Settings, topics: TopicSet, directory: OwnerDirectory, ends: dict[int, int]) -> None:
+        self._policy = Policy.of(settings)
+        self._topics = topics
+        self._directory = directory
+        now = time.monotonic()
+        keep_s = topics.pre_infer.retention_ms / 1e3
+        self._lanes = {lane: LaneState(self._policy, end, keep_s, now) for lane, end in ends.items()}
+        self._start = now
+        self._rows: list[Explanation] = []
+        self._events: dict[str, RequestEvent] = {}
+        self._signalled: set[str] = set()
+        self.looking = True
+
+    def on_events(self, records: list[Record]) -> None:
+        for record in records:
+            try:
+                event = decode(RequestEvent, record.value, self._topics.retrieval.max_message_bytes)
+            except DecodeError:
+                continue  # the trigger puts it into the dead letters, with the reason
+            if self.looking:
+                self._look_at(event, record.lane)
+
+    def _look_at(self, event: RequestEvent, lane: int) -> None:
+        now, state, owner = time.monotonic(), self._lanes[lane], self._directory.owner(lane)
+        state.observe(owner, now)
+        age_ms = max(0.0, time.time() * 1e3 - event.sent_ms) if event.sent_ms else 0.0
+        row, _ = explain(
+            event,
+            policy=self._policy,
+            lane_number=lane,
+            lane=state,
+            owner=owner,
+            age_ms=age_ms,
+            now_s=now,
+            at_s=now - self._start,
+        )
+        self._rows.append(row)
+        self._events[event.request_id] = event
+
+    def on_signals(self, records: list[Record]) -> None:
+        for record in records:
+            try:
+                signal = decode(PreInferSignal, record.value, self._topics.pre_infer.max_message_bytes)
+            except DecodeError:
+                continue
+            self._signalled.add(signal.request_id)
+            self._book(signal, record)
+
+    def _book(self, signal: PreInferSignal, record: Record) -> None:
+        """The lane's trigger has admitted this."""
+        now, state, owner = time.monotonic(), self._lanes[record.lane], self._directory.owner(record.lane)
+        tokens = len(signal.prefix)
+        nbytes = 0 if owner is None else prefix_bytes(tokens, owner.worker)
+        admitted = Decision("admitted", tokens, 0.0, nbytes=nbytes, cost_ms=state.costs.pre_infer_ms(tokens))
+        event = self._events.get(signal.request_id)
+        if event is not None:
+            pending = state.admit(event, admitted, now)
+        else:  # read before its event, which must not be taken for a duplicate
+            state.bucket.take(admitted.cost_ms, now)
+            pending = state.ledger.admit(nbytes)
+        state.ledger.acknowledged(pending, record.offset, now)
+
+    def explanations(self) -> list[Explanation]:
+        return [replace(row, signalled=row.request_id in self._signalled) for row in self._rows]

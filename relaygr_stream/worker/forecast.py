@@ -1,0 +1,94 @@
+"""Whether the device will be done with a ranking in time, by what waits already: an answer early rather than late.
+
+Milliseconds of device time, predicted and then corrected by what came of earlier predictions. Knows nothing of models.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from itertools import count
+from typing import Final
+
+from relaygr_stream.worker.tasks import RankTask
+
+#: Predictions of one kind to be compared with measurements before anything is refused because of them.
+ENOUGH: Final = 20
+#: Weight of a comparison after each further one: about the last fifty count.
+FORGETTING: Final = 0.98
+#: A measurement counts as this many times its prediction at most: longer is another program's doing, or a hang.
+OUTLIER: Final = 5.0
+#: A ranking that nothing waits before is refused only if its own work takes this many times the time that it has.
+CLEARLY: Final = 1.5
+
+
+class Calibration:
+    """How measured times relate to predicted ones: batches are cheaper than their parts, chunks dearer than a whole."""
+
+    def __init__(self) -> None:
+        self._predicted = 0.0
+        self._measured = 0.0
+        self._samples = 0
+
+    def add(self, predicted_ms: float, measured_ms: float) -> None:
+        """One comparison."""
+        self._predicted = FORGETTING * self._predicted + predicted_ms
+        self._measured = FORGETTING * self._measured + min(measured_ms, OUTLIER * predicted_ms)
+        self._samples += 1
+
+    @property
+    def trusted(self) -> bool:
+        """There is enough to go by."""
+        return self._samples >= ENOUGH
+
+    @property
+    def factor(self) -> float:
+        """Multiply predictions by this."""
+        return self._measured / self._predicted if self.trusted and self._predicted > 0 else 1.0
+
+
+class Forecast:
+    """Rankings that are to be answered in time, by deadline, and whether another one can be.
+
+    `refusal` takes time in proportion to the rankings that wait, unless all of them have time to spare.
+    """
+
+    def __init__(self) -> None:
+        self._order: list[tuple[float, int, RankTask]] = []
+        self._keys: dict[RankTask, tuple[float, int]] = {}
+        self._numbers = count()
+        self._expected_ms = 0.0  # of all of them together, from when they were taken
+
+    def add(self, task: RankTask) -> None:
+        """The ranking waits; task.expected_ms is known."""
+        key = (task.deadline, next(self._numbers))
+        self._keys[task] = key
+        insort(self._order, (*key, task))
+        self._expected_ms += task.expected_ms
+
+    def remove(self, task: RankTask) -> None:
+        """It has its answer; one that was never added is no error."""
+        key = self._keys.pop(task, None)
+        if key is not None:
+            del self._order[bisect_left(self._order, key)]
+            self._expected_ms = self._expected_ms - task.expected_ms if self._order else 0.0
+
+    def refusal(self, task: RankTask, now: float) -> str:
+        """Why this ranking cannot be answered in time, or only at the cost of one accepted before it; else ""."""
+        left, own = (task.deadline - now) * 1e3, task.expected_ms
+        if not self._order:
+            return f"it takes {own:.0f} ms, and has {left:.0f}" if own > CLEARLY * left else ""
+        if self._expected_ms + own <= min(left, (self._order[0][0] - now) * 1e3):
+            return ""
+        ahead = behind = 0.0
+        for deadline, _, waiting in self._order:
+            theirs = max(0.0, waiting.expected_ms - waiting.device_ms)
+            if deadline <= task.deadline:
+                ahead += theirs
+                continue
+            behind += theirs
+            spare = (deadline - now) * 1e3 - ahead - behind
+            if 0.0 <= spare < own:  # one that is late anyway is no reason
+                return f"it takes {own:.0f} ms, which would make a ranking late that was accepted before"
+        if ahead + own > (left if ahead else CLEARLY * left):
+            return f"the rankings before it take {ahead:.0f} ms, it takes {own:.0f}, and has {left:.0f}"
+        return ""

@@ -1,0 +1,174 @@
+"""One owner's lanes under simulated time: real shares and budgets on its side, real directory, decisions and ledgers of
+several triggers on the other.
+
+Traffic moves from lane to lane, statements come late or are lost, lanes move between triggers, triggers restart,
+requests may never be ranked. A statement and a signal together take less than STATUS_S, which is what the owner allows
+for; beyond that its own guard refuses (worker/signals.py), and this simulation says so.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import dataclass
+from typing import Final
+
+from relaygr_stream.messages import LaneStatus, RequestEvent, WorkerStatus
+from relaygr_stream.owners import OwnerDirectory
+from relaygr_stream.trigger.decision import LaneState, Policy, decide
+from relaygr_stream.trigger.ledger import Pending
+from relaygr_stream.worker.budgets import LaneBudgets, LaneShares
+from relaygr_stream.worker.demand import Demand
+from tests.unit.trigger.parts import behaviours, worker_status
+
+SILENCE_S: Final = 1.0
+STATUS_S: Final = 0.25
+HOLD_S: Final = SILENCE_S + STATUS_S
+KEEP_S: Final = 60.0
+LIFE_S: Final = 2.0
+POLICY: Final = Policy(risk_ms=1.0, stale_ms=1000.0, life_ms=LIFE_S * 1e3, burst_ms=1e6, max_prefix_tokens=1000)
+PREFIXES: Final = [behaviours(tokens) for tokens in range(101)]
+
+
+@dataclass
+class Signal:
+    lane: int
+    nbytes: int
+    pending: Pending
+    state: LaneState
+    lands_s: float
+
+
+class Trigger:
+    """Its own view of who owns what."""
+
+    def __init__(self, owner: Owner) -> None:
+        self.directory = OwnerDirectory(SILENCE_S * 1e3, clock=lambda: owner.now)
+        self.inbox: deque[tuple[float, WorkerStatus]] = deque()
+
+
+class Owner:
+    """One run; every step asserts the bound over all lanes."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.now = 100.0
+        self.whole = self.random.choice([120, 300, 1000])
+        self.count = self.random.randint(2, 8)
+        self.loss = self.random.choice([0.0, 0.3, 0.9])
+        self.ranked = self.random.choice([0.0, 0.5, 1.0])
+        self.shares = LaneShares()
+        self.budgets = LaneBudgets(self.whole, HOLD_S, HOLD_S + LIFE_S)
+        self.demand = Demand()
+        self.logs: dict[int, list[Signal]] = {lane: [] for lane in range(self.count)}
+        self.read_to = dict.fromkeys(range(self.count), 0)
+        self.pins: dict[int, list[tuple[float, int]]] = {lane: [] for lane in range(self.count)}
+        self.rankings: list[tuple[float, int, int]] = []
+        self.flying: list[Signal] = []
+        self.triggers = [Trigger(self) for _ in range(self.random.randint(1, 3))]
+        self.trigger_of = {lane: self.random.choice(self.triggers) for lane in range(self.count)}
+        self.states = {lane: LaneState(POLICY, 0, KEEP_S, self.now) for lane in range(self.count)}
+        self.hot = 0
+        self.requests = self.admissions = 0
+
+    @property
+    def pinned(self) -> int:
+        return sum(nbytes for pins in self.pins.values() for _, nbytes in pins)
+
+    def run(self, seconds: float) -> None:
+        end, next_status = self.now + seconds, self.now
+        while self.now < end:
+            if self.now >= next_status:
+                self.state()
+                next_status = self.now + STATUS_S
+            self.deliver()
+            for _ in range(self.random.choice([0, 0, 1, 2, 15])):
+                self.event()
+            if self.random.random() < 0.02:
+                self.hot = self.random.randrange(self.count)
+            if self.random.random() < 0.01:
+                self.lane_moves()
+            if self.random.random() < 0.005:
+                self.trigger_restarts()
+            self.now += self.random.choice([0.005, 0.02, 0.05])
+
+    def state(self) -> None:
+        lanes = range(self.count)
+        pinned = {lane: sum(nbytes for _, nbytes in self.pins[lane]) for lane in lanes}
+        shares = self.shares.update(lanes, self.demand.totals, STATUS_S)
+        largest = {lane: self.demand.largest(lane) for lane in lanes}
+        asked = [lane for lane in lanes if self.shares.asked(lane, largest[lane])]
+        budgets = self.budgets.update(shares, largest, asked, pinned, self.now)
+        status = worker_status(
+            *(
+                LaneStatus(
+                    lane=lane,
+                    budget_bytes=budgets[lane],
+                    pinned_bytes=pinned[lane],
+                    pre_infer_offset=self.read_to[lane],
+                    device_ms_per_s=1e6,
+                )
+                for lane in lanes
+            ),
+            bytes_per_token=1,
+            alloc_bytes=1,
+        )
+        for trigger in self.triggers:
+            if self.random.random() >= self.loss:
+                trigger.inbox.append((self.now + self.random.uniform(0, STATUS_S / 4), status))
+
+    def deliver(self) -> None:
+        for trigger in self.triggers:
+            while trigger.inbox and trigger.inbox[0][0] <= self.now:
+                trigger.directory.take(trigger.inbox.popleft()[1])
+        for signal in [signal for signal in self.flying if signal.lands_s <= self.now]:
+            self.flying.remove(signal)
+            log = self.logs[signal.lane]
+            log.append(signal)
+            if self.states[signal.lane] is signal.state:
+                signal.state.ledger.acknowledged(signal.pending, len(log) - 1, self.now)
+        for lane, log in self.logs.items():
+            self.pins[lane] = [pin for pin in self.pins[lane] if pin[0] > self.now]
+            for signal in log[self.read_to[lane] :]:
+                self.read_to[lane] += 1
+                life = self.random.uniform(0.05, 0.5) if self.random.random() < self.ranked else LIFE_S
+                self.pins[lane].append((self.now + life, signal.nbytes))
+                assert self.pinned <= self.whole, "footprint"
+        for at, lane, nbytes in [ranking for ranking in self.rankings if ranking[0] <= self.now]:
+            self.demand.ask(lane, nbytes, at)
+        self.rankings = [ranking for ranking in self.rankings if ranking[0] > self.now]
+
+    def event(self) -> None:
+        self.requests += 1
+        lane = self.hot if self.random.random() < 0.8 else self.random.randrange(self.count)
+        tokens = self.random.choice([10, 30, 100])
+        event = RequestEvent(request_id=str(self.requests), user_id="u", prefix=PREFIXES[tokens], candidates=0)
+        state, claim = self.states[lane], self.trigger_of[lane].directory.owner(lane)
+        state.observe(claim, self.now)
+        decision = decide(event, policy=POLICY, lane=state, owner=claim, age_ms=0.0, now_s=self.now)
+        if decision.admit:
+            self.admissions += 1
+            lands = self.now + self.random.uniform(0, STATUS_S / 4)
+            self.flying.append(Signal(lane, tokens, state.admit(event, decision, self.now), state, lands))
+        self.rankings.append((self.now + 0.1, lane, tokens))
+
+    def lane_moves(self) -> None:
+        """Its next trigger starts where the log ends now; what is in flight still lands."""
+        lane = self.random.randrange(self.count)
+        self.trigger_of[lane] = self.random.choice(self.triggers)
+        self.states[lane] = LaneState(POLICY, self.end_of(lane), KEEP_S, self.now)
+
+    def trigger_restarts(self) -> None:
+        old, new = self.random.choice(self.triggers), Trigger(self)
+        self.triggers[self.triggers.index(old)] = new
+        for lane, trigger in self.trigger_of.items():
+            if trigger is old:
+                self.trigger_of[lane] = new
+                self.states[lane] = LaneState(POLICY, self.end_of(lane), KEEP_S, self.now)
+
+    def end_of(self, lane: int) -> int:
+        """Where the log ends once the former trigger's sends are through: it drains before its lanes move."""
+        for signal in [signal for signal in self.flying if signal.lane == lane]:
+            self.flying.remove(signal)
+            self.logs[lane].append(signal)
+        return len(self.logs[lane])

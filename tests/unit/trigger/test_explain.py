@@ -1,0 +1,134 @@
+"""`relaygr trigger explain`: the numbers are the decision's own, from a log or from what running triggers do."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from relaygr_stream.cli import main
+from relaygr_stream.settings import Kafka, Settings, Trigger
+from relaygr_stream.topics import lane_of
+from relaygr_stream.trigger.explain import as_json, summary
+from relaygr_stream.trigger.explain_live import explain_live
+from tests.unit.trigger.parts import event
+from tests.unit.trigger.processes import peer_on, trigger_on, until
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    """Four users, sixty interactions each, in turns, a second apart."""
+    lines = [f"{user}\t{100 + at % 37}\t3\t{1_000_000_000 + 4 * at + user}" for at in range(60) for user in range(4)]
+    path = tmp_path / "u.data"
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["trigger", "explain", *arguments])
+
+
+def rows(result: Result) -> list[dict[str, Any]]:
+    assert result.exit_code == 0, result.output
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def test_each_request_of_a_log_is_decided_on_with_the_numbers_shown(log: Path) -> None:
+    # Half a millisecond a token; at risk above 10 ms, so all are.
+    result = rows(run("--events", str(log), "--requests", "20", "--costs", "0,0.5,0,0", "--speed", "1", "--json"))
+    assert len(result) == 20
+    for row in result:
+        assert row["reason"] == "admitted"
+        assert row["predicted_ms"] == row["cost_ms"] == row["tokens"] / 2
+        assert row["risk_ms"] == 10.0
+        assert row["lane"] == lane_of(row["user_id"], 16)
+        assert row["outstanding_bytes"] + row["nbytes"] <= row["budget_bytes"]
+        assert (row["owner"], row["signalled"]) == ("worker-0", None)
+    assert [row["at_s"] for row in result] == [float(at) for at in range(20)]  # the log's own time
+
+
+def test_what_does_not_fit_is_refused_with_the_bound_that_refused_it(log: Path) -> None:
+    common = ("--events", str(log), "--requests", "100", "--rate", "500", "--costs", "0,1,0,0", "--json")
+    loaded = rows(run(*common))
+    refused = [row for row in loaded if row["reason"] == "over_load"]
+    assert refused
+    assert all(row["level_ms"] < row["cost_ms"] for row in refused)
+    crowded = rows(run(*common, "--set", "worker.hbm_bytes=1MiB", "--set", "worker.pinned_share=1"))
+    refused = [row for row in crowded if row["reason"] == "over_footprint"]
+    assert refused
+    assert all(row["on_hold"] or row["outstanding_bytes"] + row["nbytes"] > row["budget_bytes"] for row in refused)
+
+
+def test_the_table_shows_what_was_compared_and_sums_up(log: Path) -> None:
+    result = run("--events", str(log), "--requests", "5", "--costs", "0,0.5,0,0", "--speed", "1")
+    assert result.exit_code == 0
+    assert "predicted / risk ms" in result.stdout
+    assert result.stdout.count(" admitted") == 6
+    assert "5 requests: admitted 5 (100%)" in result.stdout
+    filtered = run("--events", str(log), "--requests", "5", "--costs", "0,0.001,0,0", "--only", "admitted")
+    assert "5 requests: not_at_risk 5 (100%)" in filtered.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ((), "give either --events FILE or --seconds N"),
+        (("--events", "x", "--seconds", "1"), "give either --events FILE or --seconds N"),
+        (("--events", "no-such-file"), "no-such-file: no such file"),
+        (("--seconds", "1", "--only", "luck"), "--only luck: one of admitted"),
+        (("--events", "LOG", "--costs", "1,2"), "--costs 1,2: four or five numbers"),
+        (("--events", "LOG", "--costs", "1,2,3,-4"), "no coefficient may be negative"),
+        (("--events", "LOG", "--rate", "1", "--speed", "1"), "give one of them"),
+    ],
+)
+def test_bad_input_is_said_in_words(arguments: tuple[str, ...], complaint: str, log: Path) -> None:
+    result = run(*(str(log) if argument == "LOG" else argument for argument in arguments))
+    assert result.exit_code in (1, 2)
+    assert complaint in result.output
+    assert "Traceback" not in result.output
+
+
+def test_options_before_the_subcommand_are_refused_not_ignored() -> None:
+    result = CliRunner().invoke(main, ["trigger", "--bootstrap", "nowhere:1", "explain", "--seconds", "1"])
+    assert result.exit_code == 2
+    assert "options go behind the subcommand" in result.output
+
+
+async def test_a_live_sample_sees_what_the_running_trigger_does_and_disturbs_nothing(embedded_settings: Kafka) -> None:
+    async with peer_on(embedded_settings) as peer, trigger_on(embedded_settings) as trigger:
+        settings = Settings(kafka=embedded_settings, trigger=Trigger(silence_ms=10_000, stale_ms=3000))
+        looking = asyncio.create_task(explain_live(settings, 4.0))
+        await asyncio.sleep(1.5)
+        sent = 0
+        while not looking.done() and sent < 40:
+            await peer.publish(event(25 if sent % 2 else 5, str(sent), str(sent % 4)))
+            sent += 1
+            await asyncio.sleep(0.02)
+        found = await looking
+        await until(lambda: trigger.decided == sent)
+        assert trigger.decisions("admitted") == sent // 2
+    assert found
+    for row in found:
+        at_risk = row.tokens == 25
+        assert row.reason == ("admitted" if at_risk else "not_at_risk")
+        assert row.signalled == at_risk
+        assert (row.owner, row.predicted_ms) == ("w", float(row.tokens))
+    assert summary(found).startswith(f"{len(found)} requests")
+    assert len(as_json(found).splitlines()) == len(found)
+
+
+async def test_costs_come_from_a_worker_where_there_is_one(embedded_settings: Kafka, log: Path) -> None:
+    kafka = embedded_settings
+    flags = ["--bootstrap", kafka.bootstrap, "--set", f"kafka.prefix={kafka.prefix}"]
+    flags += ["--set", f"kafka.partitions={kafka.partitions}", "--set", "kafka.fetch_max_wait_ms=4"]
+    arguments = ("--events", str(log), "--requests", "3", "--json", *flags)
+    async with peer_on(kafka) as peer:
+        await asyncio.sleep(0.3)
+        result = rows(await asyncio.to_thread(run, *arguments))
+        assert peer.signals == []
+    assert [row["predicted_ms"] for row in result] == [row["tokens"] for row in result]  # a millisecond a token
+    assert all(row["nbytes"] == -(-row["tokens"] * 10 // 100) * 100 for row in result)

@@ -1,0 +1,195 @@
+"""Rankings under overload, in simulated time: answered in time or `overloaded` at once, and nobody refused in vain."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from relaygr_stream.models.kv import KVRegion
+from relaygr_stream.models.protocol import RankingModel, ScoreInput
+from relaygr_stream.models.tokens import Tokens
+from relaygr_stream.worker.forecast import CLEARLY, ENOUGH, Calibration, Forecast
+from relaygr_stream.worker.tasks import RankTask
+from tests.unit.worker.worlds import World
+
+USERS, TOKENS, TIMEOUT_S = 3, 60, 0.03
+#: What the simulated device takes: a ranking 1 ms alone and 0.55 ms in a batch of four, a prefix token 0.02 ms.
+BATCH_MS, RANKING_MS, TOKEN_MS = 0.6, 0.4, 0.02
+CAPACITY_PER_S = 4 / (BATCH_MS + 4 * RANKING_MS) * 1e3
+
+
+class Timed:
+    """A model whose operations take simulated time; `now` is the clock."""
+
+    def __init__(self, model: RankingModel) -> None:
+        self.model = model
+        self.now = 100.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def extend(self, kv: KVRegion, tokens: Tokens) -> None:
+        self.model.extend(kv, tokens)
+        self.now += len(tokens) * TOKEN_MS / 1e3
+
+    def score(self, batch: Sequence[ScoreInput]) -> list[torch.Tensor]:
+        self.now += (BATCH_MS + RANKING_MS * len(batch)) / 1e3
+        return self.model.score(batch)
+
+
+class Simulation:
+    """A world on the clock of its device."""
+
+    def __init__(self) -> None:
+        self.world = World(wrap=Timed, clock=lambda: self.device.now)
+        self.device: Timed = self.world.model  # type: ignore[assignment]
+        for user in range(USERS):
+            self.world.signal(f"s{user}", user, TOKENS, life=1e6)
+        while self.world.core.step(self.device.now):
+            pass
+        self.sent = 0
+
+    def rank(self, timeout: float = TIMEOUT_S) -> RankTask:
+        self.world.now = self.device.now
+        self.sent += 1
+        return self.world.rank(f"r{self.sent}", self.sent % USERS, TOKENS, timeout=timeout)
+
+    def run(self, rate: float, requests: int, seed: int, timeout: float = TIMEOUT_S) -> tuple[list[RankTask], int]:
+        """Poisson arrivals; the rankings sent, and how many were answered `overloaded` as they came."""
+        rng = np.random.default_rng(seed)
+        at, tasks, refused = self.device.now, [], 0
+        for _ in range(requests):
+            at += rng.exponential(1 / rate)
+            while self.device.now < at:
+                if not self.world.core.step(self.device.now):
+                    self.device.now = at
+            before = len(self.world.answers)
+            tasks.append(self.rank(timeout))
+            refused += [answer.status for answer in self.world.answers[before:]] == ["overloaded"]
+        while self.world.core.step(self.device.now):
+            pass
+        return tasks, refused
+
+    def statuses(self, tasks: list[RankTask]) -> list[str]:
+        found = {answer.task: answer.status for answer in self.world.answers}
+        return [found[task] for task in tasks]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_at_twice_its_capacity_what_is_accepted_is_answered_in_time(seed: int) -> None:
+    simulation = Simulation()
+    simulation.run(0.5 * CAPACITY_PER_S, 100, seed)
+    begun = simulation.device.now
+    tasks, refused = simulation.run(2 * CAPACITY_PER_S, 600, seed)
+    statuses = simulation.statuses(tasks)
+    assert statuses.count("overloaded") == refused, "refused, but not as it came"
+    assert 0.3 * len(tasks) < refused < 0.6 * len(tasks)
+    accepted = [task for task, status in zip(tasks, statuses, strict=True) if status != "overloaded"]
+    late = [task for task in accepted if statuses[tasks.index(task)] != "ok" or finished(task) > task.deadline]
+    assert len(late) <= 0.01 * len(accepted)
+    served_per_s = len(accepted) / (simulation.device.now - begun)
+    assert served_per_s > 0.9 * CAPACITY_PER_S, "refused what could have been served"
+
+
+def finished(task: RankTask) -> float:
+    return task.started + task.device_ms / 1e3
+
+
+@pytest.mark.parametrize("load", [0.3, 0.7])
+def test_below_its_capacity_nothing_is_refused(load: float) -> None:
+    simulation = Simulation()
+    tasks, _ = simulation.run(load * CAPACITY_PER_S, 400, seed=1)
+    assert set(simulation.statuses(tasks)) == {"ok"}
+
+
+def test_nothing_is_refused_before_predictions_were_compared_with_measurements() -> None:
+    simulation = Simulation()
+    tasks = [simulation.rank() for _ in range(60)]
+    assert not simulation.world.answers
+    while simulation.world.core.step(simulation.device.now):
+        pass
+    assert "overloaded" not in simulation.statuses(tasks)
+
+
+def test_a_cost_model_that_is_ten_times_too_high_refuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulation = Simulation()
+    costs = simulation.world.core._engine.costs
+    true = costs.score_ms
+    monkeypatch.setattr(costs, "score_ms", lambda prefix, rows: 10 * true(prefix, rows))
+    tasks, _ = simulation.run(0.7 * CAPACITY_PER_S, 400, seed=2)
+    assert set(simulation.statuses(tasks)) == {"ok"}
+
+
+def test_a_full_inference_that_cannot_be_in_time_is_refused_as_it_comes() -> None:
+    simulation = Simulation()
+    simulation.run(0.5 * CAPACITY_PER_S, 100, seed=3)
+    world = simulation.world
+    for number in range(ENOUGH):
+        world.now = simulation.device.now
+        world.rank(f"f{number}", 5, TOKENS, full=True)
+        while world.core.step(simulation.device.now):
+            pass
+    spent = simulation.device.now
+    world.now = spent
+    world.rank("hopeless", 5, 150, full=True, timeout=0.001)
+    assert world.answer("hopeless").status == "overloaded"
+    assert "has 1" in world.answer("hopeless").detail
+    assert not world.core.step(simulation.device.now)
+    assert simulation.device.now == spent
+    world.rank("possible", 5, 150, full=True, timeout=0.01)
+    while world.core.step(simulation.device.now):
+        pass
+    assert world.answer("possible").status == "ok"
+
+
+# ---- the arithmetic ----
+
+
+def waiting(deadline: float, expected_ms: float) -> RankTask:
+    nothing = Tokens(np.zeros((3, 0), np.int64))
+    task = RankTask("r", "u", 0, nothing, nothing, np.zeros(1, np.int64), 0.0, deadline, full=False)
+    task.expected_ms = expected_ms
+    return task
+
+
+def test_a_forecast_counts_what_comes_before_and_protects_what_was_accepted() -> None:
+    forecast = Forecast()
+    first, last = waiting(0.010, 6.0), waiting(0.030, 8.0)
+    for task in (last, first):
+        assert not forecast.refusal(task, 0.0)
+        forecast.add(task)
+    assert (
+        forecast.refusal(waiting(0.009, 5.0), 0.0)
+        == "it takes 5 ms, which would make a ranking late that was accepted before"
+    )
+    assert not forecast.refusal(waiting(0.009, 3.0), 0.0)
+    assert not forecast.refusal(waiting(0.020, 12.0), 0.0)
+    assert "before it take 6 ms" in forecast.refusal(waiting(0.020, 15.0), 0.0)
+    first.device_ms = 6.0
+    assert not forecast.refusal(waiting(0.020, 15.0), 0.0)
+    forecast.remove(first)
+    forecast.remove(first)
+    forecast.remove(last)
+    assert not forecast.refusal(waiting(0.020, CLEARLY * 20.0), 0.0)
+    assert forecast.refusal(waiting(0.020, CLEARLY * 20.0 + 1.0), 0.0)
+
+
+def test_a_ranking_that_is_late_anyway_is_no_reason_to_refuse_others() -> None:
+    forecast = Forecast()
+    forecast.add(waiting(0.010, 50.0))
+    assert not forecast.refusal(waiting(0.005, 1.0), 0.0)
+
+
+def test_a_calibration_corrects_and_does_not_believe_in_hangs() -> None:
+    calibration = Calibration()
+    for _ in range(ENOUGH - 1):
+        calibration.add(2.0, 1.0)
+    assert (calibration.trusted, calibration.factor) == (False, 1.0)
+    calibration.add(2.0, 1.0)
+    assert (calibration.trusted, calibration.factor) == (True, 0.5)
+    calibration.add(2.0, 1e6)
+    assert calibration.factor < 1.0
