@@ -11,7 +11,8 @@ export MPLCONFIGDIR := $(CURDIR)/.cache/matplotlib
 export HYPOTHESIS_STORAGE_DIRECTORY := $(CURDIR)/.cache/hypothesis
 export TRITON_CACHE_DIR := $(CURDIR)/.cache/triton
 
-.PHONY: help setup demo test test-long test-device check format bench-cache bench-engine bench-scheduler bench-trigger bench-slo clean
+.PHONY: help setup demo test test-long test-device check format clean
+.PHONY: bench-cache bench-engine bench-scheduler bench-simulate bench-slo bench-trigger
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -50,6 +51,9 @@ bench-cache: $(STAMP) ## usable share, cost per operation, eviction against othe
 
 bench-engine: $(STAMP) ## the engine against the floors of this machine (4 minutes; CHECK=1 judges; ARGS="--device cuda")
 	$(BIN)/python benchmarks/engine.py $(ARGS)
+
+bench-simulate: $(STAMP) ## relaygr simulate against the real core, and how fast it is (3 minutes; CHECK=1 judges)
+	$(BIN)/python benchmarks/simulate.py $(ARGS)
 
 bench-scheduler: $(STAMP) ## delay of rankings behind pre-inference, with and without chunks, at rising load (2 minutes; CHECK=1 judges)
 	$(BIN)/python benchmarks/scheduler.py $(ARGS)

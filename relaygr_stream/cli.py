@@ -15,6 +15,7 @@ from relaygr_stream.dead_letters.command import dead_letters_command
 from relaygr_stream.demo.command import demo_command
 from relaygr_stream.errors import RelayError
 from relaygr_stream.settings import Settings
+from relaygr_stream.simulate.command import simulate_command
 from relaygr_stream.supervisor.command import up_command
 from relaygr_stream.trigger.command import trigger_command
 from relaygr_stream.workload.command import publish_command
@@ -47,6 +48,7 @@ main.add_command(bench_command)
 main.add_command(dead_letters_command)
 main.add_command(demo_command)
 main.add_command(publish_command)
+main.add_command(simulate_command)
 main.add_command(trigger_command)
 main.add_command(up_command)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 
 @dataclass
@@ -25,4 +25,4 @@ class CacheCounters:
 
     def as_dict(self) -> dict[str, int]:
         """Name → total."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        return dict(vars(self))

@@ -61,6 +61,29 @@ def build(
         pinned = device.type != "cpu"
         dram = TierMemory(worker.dram_bytes, host, pinned=pinned, setting="worker.dram_bytes")
     copier = CopyEngine(device, wake)
+    inside = assemble(settings, engine, hbm, dram, copier, deliver, report_audit)
+    scratch = inside.cache.scratch.borrow()
+    engine.warm_up(scratch)
+    if dram is not None and worker.dram_storage == "int8":
+        storage = make_storage(worker.dram_storage, model.layout)
+        deviation = check_rounding(engine, copier, storage, scratch, worker.dram_int8_deviation)
+        log.info("DRAM copies are int8", deviation=round(deviation, 6), allowed=worker.dram_int8_deviation)
+    inside.cache.scratch.give_back(scratch)
+    return inside
+
+
+def assemble(
+    settings: Settings,
+    engine: Engine,
+    hbm: TierMemory,
+    dram: TierMemory | None,
+    copier: CopyEngine,
+    deliver: Callable[[Answer], None],
+    report_audit: Callable[[RankTask, float, float], None],
+    audit_seed: int | None = None,
+) -> Inside:
+    """Cache and core over this engine and memory, as configured; also what `relaygr simulate` runs."""
+    worker, model = settings.worker, engine.model
     cache = PrefixCache(
         model.layout,
         hbm,
@@ -72,13 +95,6 @@ def build(
         storage=worker.dram_storage,
     )
     pinned_bytes = _pinned_bytes(settings, cache)
-    scratch = cache.scratch.borrow()
-    engine.warm_up(scratch)
-    if dram is not None and worker.dram_storage == "int8":
-        storage = make_storage(worker.dram_storage, model.layout)
-        deviation = check_rounding(engine, copier, storage, scratch, worker.dram_int8_deviation)
-        log.info("DRAM copies are int8", deviation=round(deviation, 6), allowed=worker.dram_int8_deviation)
-    cache.scratch.give_back(scratch)
     core = RelayCore(
         engine,
         cache,
@@ -89,13 +105,13 @@ def build(
             queue_limit=worker.queue_limit,
             warm_up=worker.warm_up,
         ),
-        Auditor(worker.audit_share, report_audit),
+        Auditor(worker.audit_share, report_audit, audit_seed),
         deliver,
     )
     # Triggers count ⌈tokens × bytes_per_token ÷ alloc_bytes⌉ units. Where a granule is no multiple of the arena's
     # alignment, its padding counts as part of the tokens, so that they never count less than the cache takes.
     alloc_bytes = cache.nbytes(1)
-    return Inside(core, cache, engine, model, device, -(-alloc_bytes // GRANULE_TOKENS), alloc_bytes)
+    return Inside(core, cache, engine, model, engine.device, -(-alloc_bytes // GRANULE_TOKENS), alloc_bytes)
 
 
 def _pinned_bytes(settings: Settings, cache: PrefixCache) -> int:

@@ -9,7 +9,7 @@ Everything here runs on the device thread and takes the time as an argument; kno
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Final
 
 from relaygr_stream.cache.entry import Entry
@@ -169,10 +169,10 @@ class RelayCore:
     def totals(self) -> dict[str, float]:
         """Running totals by name: signals by what became of them, device time by kind of work, failures, audits."""
         return {
-            **{name: float(total) for name, total in asdict(self.signals.counters).items()},
-            **{name: float(total) for name, total in asdict(self._flights.counters).items()},
-            **asdict(self.time),
-            **{f"warm_{name}": float(total) for name, total in asdict(self.warm_up.counters).items()},
+            **{name: float(total) for name, total in vars(self.signals.counters).items()},
+            **{name: float(total) for name, total in vars(self._flights.counters).items()},
+            **vars(self.time),
+            **{f"warm_{name}": float(total) for name, total in vars(self.warm_up.counters).items()},
             "device_failures": float(self._engine.failures),
             "out_of_memory": float(self._engine.out_of_memory),
             "audits": float(self.auditor.done),

@@ -7,7 +7,7 @@ import asyncio
 import os
 import time
 from types import TracebackType
-from typing import Final, Literal, Self
+from typing import Final, Self
 
 import structlog
 
@@ -17,17 +17,15 @@ from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.records import Record
 from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.errors import BrokerError, DecodeError, DeviceError, Superseded
-from relaygr_stream.messages import LaneStatus, WorkerStatus, decode, encode
+from relaygr_stream.messages import WorkerStatus, decode, encode
 from relaygr_stream.settings import Settings
 from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.topics import TopicSet
-from relaygr_stream.worker.budgets import LaneBudgets, LaneShares
 from relaygr_stream.worker.build import Inside
 from relaygr_stream.worker.device import DeviceThread
-from relaygr_stream.worker.extension import SHARE
 from relaygr_stream.worker.metrics import WorkerMetrics
 from relaygr_stream.worker.snapshot import Snapshot, snapshot
-from relaygr_stream.worker.split import LoadSplit
+from relaygr_stream.worker.statement import Identity, State, Statements
 
 log = structlog.get_logger(__name__)
 limited = LogLimiter().limited
@@ -36,11 +34,6 @@ limited = LogLimiter().limited
 SNAPSHOT_S: Final = 1.0
 #: A last word takes milliseconds; without a broker it has no listener, and stopping must not wait for one.
 ANNOUNCE_S: Final = 1.0
-
-#: Ranking has the device all to itself only for moments; a share below this is not told from none by the average.
-LEAST_FREE: Final = 0.02
-
-State = Literal["starting", "serving", "draining", "stopped"]
 
 
 class StatusReporter:
@@ -63,21 +56,12 @@ class StatusReporter:
         self._incarnation = 0  # until the statuses that were there before us are read
         self._before_us = 0  # the latest incarnation among them
         self._host = host
-        self._inside = inside
         self._device = device
         self._metrics = metrics
         self._producer = producer
         self._consumer: LaneConsumer | None = None
         self._state: State = "starting"
-        self._shares = LaneShares()
-        self._shared_at = time.monotonic()
-        hold_s = (settings.trigger.silence_ms + settings.worker.status_ms) / 1e3
-        self._budgets = LaneBudgets(
-            int(settings.worker.pinned_share * settings.worker.hbm_bytes),
-            hold_s,
-            turn_s=hold_s + settings.relay.life_window_ms / 1e3,
-        )
-        self._split = LoadSplit(settings.worker.pre_infer_share)
+        self._statements = Statements(settings, inside, time.monotonic())
         self._task: asyncio.Task[None] | None = None
         self._tail = TopicTail(settings.kafka, topics.worker_status.name, [0], "earliest", self._on_statuses)
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -146,52 +130,8 @@ class StatusReporter:
         await self._producer.send_and_wait(self._topics.worker_status.name, encode(status), key=self._name.encode())
 
     def _status(self, now: Snapshot, positions: dict[int, int]) -> WorkerStatus:
-        worker, inside = self._settings.worker, self._inside
-        seconds = max(1e-3, time.monotonic() - self._shared_at)
-        self._shared_at = time.monotonic()
-        shares = self._shares.update(positions, now.demand, seconds)
-        ranking_ms = now.totals["ranking_ms"] + now.totals["full_ms"]
-        free_ms = self._split.update(ranking_ms, now.totals["tokens_asked"], now.totals["tokens_computed"], seconds)
-        asked = [lane for lane in positions if self._shares.asked(lane, now.largest[lane])]
-        budgets = self._budgets.update(shares, now.largest, asked, now.lane_bytes, self._shared_at)
-        return WorkerStatus(
-            name=self._name,
-            incarnation=self._incarnation,
-            host=self._host,
-            pid=os.getpid(),
-            sent_ms=int(time.time() * 1e3),
-            state=self._state,
-            lanes=tuple(
-                LaneStatus(
-                    lane=lane,
-                    budget_bytes=budgets[lane],
-                    pinned_bytes=now.lane_bytes[lane],
-                    pre_infer_offset=position,
-                    device_ms_per_s=free_ms * shares[lane],
-                )
-                for lane, position in sorted(positions.items())
-            ),
-            costs=inside.engine.costs.model(self._chunk_ms()),
-            bytes_per_token=inside.bytes_per_token,
-            alloc_bytes=inside.alloc_bytes,
-            queue_ms=now.queue_ms,
-            pre_infer_wait_ms=now.pre_infer_waiting_ms / max(LEAST_FREE, 1.0 - self._split.ranking_share),
-            model_version=inside.model.version,
-            model_note=inside.model.note,
-            device=str(inside.device),
-            hbm_used_bytes=now.hbm_used,
-            hbm_bytes=worker.hbm_bytes,
-            dram_used_bytes=now.dram_used,
-            dram_bytes=worker.dram_bytes,
-            counters={**now.totals, **{f"cache_{name}": float(total) for name, total in now.cache.items()}},
-        )
-
-    def _chunk_ms(self) -> float | None:
-        """How long the chunks of a prefix take; None where the model takes it whole."""
-        inside = self._inside
-        if not inside.model.incremental:
-            return None
-        return inside.engine.chunk_ms(SHARE * self._settings.worker.max_ranking_delay_ms)
+        identity = Identity(self._name, self._incarnation, self._host, os.getpid())
+        return self._statements.status(identity, self._state, now, positions, time.monotonic(), int(time.time() * 1e3))
 
     def _export(self, now: Snapshot, lanes: int) -> None:
         metrics = self._metrics

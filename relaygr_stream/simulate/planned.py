@@ -1,0 +1,90 @@
+"""The answer to "this traffic: how many workers, how much memory, which P99, what if a rack goes", as words."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from relaygr_stream.simulate.plan import Memory, Probe, search, size
+from relaygr_stream.simulate.report import render, render_bytes, summary, table
+from relaygr_stream.simulate.run import run_scenario
+from relaygr_stream.simulate.scenario import Failure, Scenario
+from relaygr_stream.simulate.story import Story, hit_share, late_share, p99
+
+#: The rack that goes where none is named.
+RACK: Final = 0.02
+RACK_AT_S: Final = 5.0
+#: After it: the session's end (6 s by default), and then as long again and more.
+AFTER_RACK_S: Final = 20.0
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What was found."""
+
+    best: Probe
+    memory: Memory
+    verified: Probe
+    failing: Scenario
+    failed: Story
+    hit_target: float
+
+    def figures(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {
+            "workers": self.best.scenario.workers,
+            "memory": dataclasses.asdict(self.memory),
+            "as_configured": summary(self.best.scenario, self.best.story),
+            "with_planned_memory": summary(self.verified.scenario, self.verified.story),
+            "failure": summary(self.failing, self.failed),
+        }
+
+
+def plan(scenario: Scenario, hit_target: float, processes: int, report: Callable[[Probe], None]) -> Planned:
+    """Search, size, verify, fail. Raises CapacityError where no fleet will do."""
+    best = search(scenario, processes, report)
+    needed, verified = size(best, hit_target, processes, report)
+    failure = scenario.failure or Failure(share=RACK, at=RACK_AT_S)
+    failing = dataclasses.replace(
+        verified.scenario,
+        failure=failure,
+        sample=max(scenario.sample, round(1 / failure.share)),
+        seconds=max(scenario.seconds, failure.at + AFTER_RACK_S),
+    )
+    return Planned(best, needed, verified, failing, run_scenario(failing, processes), hit_target)
+
+
+def render_probe(probe: Probe) -> str:
+    """One line."""
+    scenario, story = probe.scenario, probe.story
+    late = late_share(story, scenario.settings.relay.slo_ms)
+    return (
+        f"{scenario.workers:>9,} workers, {render_bytes(scenario.settings.worker.hbm_bytes):>9} HBM: "
+        f"P99 {p99(story).value:7.1f} ms, {late.value:6.2%} late, device {story.busy.mean():4.0%} busy: "
+        f"{'holds' if probe.holds else 'fails'}"
+    )
+
+
+def render_plan(planned: Planned) -> str:
+    """The answer."""
+    scenario, needed = planned.best.scenario, planned.memory
+    hits = hit_share(planned.verified.story, returning=True)
+    of = render_bytes
+    by_reuse = f"{of(needed.reuse)} for {planned.hit_target:.0%} hits among returning users, by reuse distance"
+    rows = [
+        ("workers", f"{scenario.workers:,} ({scenario.traffic.rate / scenario.workers:.1f} requests/s each)"),
+        ("a prefix", f"{of(needed.entry)}"),
+        ("pinned a worker", f"{of(needed.pinned)} at most, {of(needed.little)} on average by Little's law"),
+        ("HBM a worker", f"{of(needed.hbm)}: doubled from the least that the cache takes until the SLO held"),
+        ("DRAM a worker", f"{by_reuse}; simulated: {hits.value:.1%}"),
+        ("fleet", f"{of(scenario.workers * needed.hbm)} HBM, {of(scenario.workers * needed.reuse)} DRAM"),
+    ]
+    return "\n\n".join(
+        [
+            table(rows),
+            "With this memory:\n" + render(planned.verified.scenario, planned.verified.story),
+            "When a rack goes:\n" + render(planned.failing, planned.failed),
+        ]
+    )

@@ -1,0 +1,140 @@
+"""A simulated fleet keeps the promises of the real one: its books are the same books."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+
+from relaygr_stream.simulate.fleet import Fleet, lanes_after_failure
+from relaygr_stream.simulate.run import run_group, run_scenario
+from relaygr_stream.simulate.scenario import Failure
+from relaygr_stream.simulate.story import hit_share, late_share, latencies, percentile
+from tests.unit.simulate.scenes import fleet_of, scenario, trace
+
+
+def ran(fleet: Fleet) -> Fleet:
+    fleet.run()
+    return fleet
+
+
+def test_a_seed_gives_the_same_story_and_another_seed_another() -> None:
+    first, second, other = (trace(ran(fleet_of(scenario(seed=seed)))) for seed in (7, 7, 8))
+    assert first == second
+    assert len(first) > 100
+    assert first != other
+
+
+def test_the_number_of_processes_changes_nothing() -> None:
+    scene = scenario(workers=40, sample=22, rate=100.0, seconds=1.0, warm_s=0.5)
+    assert len(scene.groups) == 2
+    alone, together = run_scenario(scene, 1), run_scenario(scene, 2)
+    assert alone.latency_ms.tolist() == together.latency_ms.tolist()
+    assert alone.worker.tolist() == together.worker.tolist()
+
+
+def test_every_request_is_answered_once_and_the_books_balance() -> None:
+    fleet = ran(fleet_of(scenario()))
+    assert Counter(request.answers for request in fleet.requests) == {1: len(fleet.requests)}
+    assert {request.status for request in fleet.requests} == {"ok"}
+    assert {request.reason for request in fleet.requests} >= {"admitted"}
+    for worker in fleet.workers:
+        worker.core.check_integrity()
+        assert worker.core.idle
+
+
+def test_an_answer_takes_at_least_its_work() -> None:
+    fleet = ran(fleet_of(scenario()))
+    least_s = 0.5 * 0.9 / 1e3  # the constant of a score, with the least noise
+    assert all(request.latency_s > least_s for request in fleet.requests)
+
+
+@pytest.mark.parametrize("rate", [60.0, 900.0])
+def test_budgets_hold_at_every_statement(rate: float) -> None:
+    """Idle or far beyond what the devices can do."""
+    scene = scenario(rate=rate)
+    fleet = fleet_of(scene)
+    worker = scene.settings.worker
+    seen = []
+
+    def look(now: float) -> None:
+        for one in fleet.workers:
+            cache = one.core.cache
+            assert one.core.pins.holds().total() >= 0
+            assert cache.hbm_used <= worker.hbm_bytes
+            assert cache.dram_used <= worker.dram_bytes
+            lanes = [one.core.pins.lane_bytes(lane) for lane in range(len(fleet.lanes))]
+            assert sum(lanes) <= worker.pinned_share * worker.hbm_bytes
+            seen.append(sum(lanes))
+        fleet.timeline.at(now + 0.01, look)
+
+    fleet.timeline.at(0.0, look)
+    fleet.run()
+    assert max(seen) > 0
+
+
+def test_overload_is_answered_late_or_not_at_all_but_never_lost() -> None:
+    scene = scenario(rate=2000.0, seconds=1.5)
+    fleet = ran(fleet_of(scene))
+    assert all(request.answers <= 1 for request in fleet.requests)
+    reasons = Counter(request.reason for request in fleet.requests)
+    assert reasons["over_load"] + reasons["over_footprint"] > 0
+    story = run_group(scene, scene.groups[0])
+    assert late_share(story, 40.0).value > 0.2
+    assert story.busy.max() > 0.9
+
+
+def test_modes_differ_as_they_should() -> None:
+    stories = {mode: run_group(scenario(mode=mode), scenario().groups[0]) for mode in ("relay", "cache", "full")}
+    hits = {mode: hit_share(story).value for mode, story in stories.items()}
+    busy = {mode: story.busy.mean() for mode, story in stories.items()}
+    p50 = {mode: percentile(latencies(story), 0.5) for mode, story in stories.items()}
+    assert hits["full"] == 0.0
+    assert 0.2 < hits["cache"] < 0.8 < hits["relay"]
+    assert busy["full"] > 1.3 * busy["cache"]
+    assert p50["relay"] < p50["cache"] < p50["full"]
+
+
+def test_a_dead_rack_is_silent_until_its_lanes_move() -> None:
+    flags = {"kafka.session_timeout_ms": "1500", "client.timeout_ms": "300", "trigger.silence_ms": "500"}
+    scene = scenario(flags, workers=6, sample=6, rate=120.0, seconds=6.0, failure=Failure(share=0.34, at=1.0))
+    fleet = ran(fleet_of(scene))
+    assert len(fleet.dead) == 2
+    assert fleet.failed_at is not None and fleet.taken_over_at is not None
+    assert 1.25 <= fleet.taken_over_at - fleet.failed_at <= 1.75
+    assert fleet.moved_lanes == 8
+    dead = {worker.name for worker in fleet.dead}
+    cut_off = [r for r in fleet.requests if fleet.first_owners[r.lane] in dead]
+    others = [r for r in fleet.requests if fleet.first_owners[r.lane] not in dead]
+    assert {r.status for r in others} == {"ok"}
+    outage = [r for r in cut_off if fleet.failed_at < r.rank_at < fleet.taken_over_at - 0.3]
+    assert outage and all(math.isinf(r.latency_s) for r in outage)
+    after = [r for r in cut_off if r.rank_at > fleet.taken_over_at + 0.5]
+    assert after and all(r.status == "ok" for r in after)
+    silent = [r for r in cut_off if fleet.failed_at + 0.8 < r.at < fleet.taken_over_at]
+    assert silent and {r.reason for r in silent} == {"no_owner"}
+    assert all(lane.owner is not None and lane.owner.alive for lane in fleet.lanes)
+
+
+def test_lost_statements_cost_admissions_and_break_nothing() -> None:
+    flags = {"trigger.silence_ms": "400"}
+    calm, lossy = (ran(fleet_of(scenario(flags, status_loss=loss))) for loss in (0.0, 0.9))
+    admitted = [sum(r.reason == "admitted" for r in fleet.requests) for fleet in (calm, lossy)]
+    assert admitted[1] < 0.8 * admitted[0]
+    assert {r.status for r in lossy.requests} == {"ok"}
+
+
+def test_a_slower_bus_shows() -> None:
+    from relaygr_stream.simulate.bus import BusLatency
+
+    fast, slow = (
+        run_group(scenario(bus=bus), scenario().groups[0]) for bus in (BusLatency(0.5, 0.6), BusLatency(10.0, 12.0))
+    )
+    difference = percentile(latencies(slow), 0.5) - percentile(latencies(fast), 0.5)
+    assert 17.0 < difference < 21.0  # two ways, 9.5 ms more each
+
+
+def test_the_real_assignor_tells_what_a_failure_moves() -> None:
+    assert lanes_after_failure(10, 8, 2) == (16, 10)
+    assert lanes_after_failure(10, 1, 2) == (2, 2)

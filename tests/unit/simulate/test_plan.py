@@ -1,0 +1,125 @@
+"""The plan: the smallest fleet, memory by reuse distances, and what is said of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from relaygr_stream.cli import main
+from relaygr_stream.errors import CapacityError
+from relaygr_stream.simulate.memory import bytes_for, reuse_bytes
+from relaygr_stream.simulate.plan import Probe, search
+from relaygr_stream.simulate.story import Window, recovery_s
+from relaygr_stream.simulate.traffic import Arrival
+from tests.unit.simulate.scenes import COSTS, SETTINGS, scenario
+
+
+def visits(*users: int) -> list[Arrival]:
+    return [Arrival(float(at), float(at), user, 0, 10, False) for at, user in enumerate(users)]
+
+
+def test_reuse_distance_is_what_was_used_since() -> None:
+    assert reuse_bytes(visits(1, 2, 3, 1, 1, 2), lambda tokens: tokens).tolist() == [30, 10, 30]
+    assert reuse_bytes(visits(1, 2, 3), lambda tokens: tokens).tolist() == []
+
+
+def test_reuse_distance_agrees_with_an_lru_of_every_size() -> None:
+    rng = np.random.default_rng(2)
+    users = rng.integers(0, 12, 400).tolist()
+    distances = reuse_bytes(visits(*users), lambda tokens: tokens)
+    for size in range(10, 130, 10):
+        cached: list[int] = []
+        hits = 0
+        for user in users:
+            hits += user in cached
+            cached = [user, *(each for each in cached if each != user)][: size // 10]
+        assert hits == int((distances <= size).sum())
+
+
+def test_bytes_for_a_share() -> None:
+    distances = np.arange(1, 101)
+    assert bytes_for(distances, 0.9) == 90
+    assert bytes_for(distances, 1.0) == 100
+    assert bytes_for(np.array([], np.int64), 0.9) == 0
+
+
+def test_the_search_brackets_the_smallest_fleet() -> None:
+    scene = scenario(rate=300.0, workers=1, sample=4, seconds=3.0)
+    probes: list[Probe] = []
+    best = search(scene, 1, probes.append)
+    assert best.holds
+    failed = [probe.scenario.workers for probe in probes if not probe.holds]
+    held = [probe.scenario.workers for probe in probes if probe.holds]
+    assert best.scenario.workers == min(held)
+    assert not failed or max(failed) < best.scenario.workers <= max(failed) * 1.05 + 1
+
+
+def test_a_request_that_is_too_long_by_itself_is_said_so() -> None:
+    scene = scenario({"relay.slo_ms": "1"}, sample=2, seconds=0.5, warm_s=0.2, mode="full")
+    with pytest.raises(CapacityError, match=r"relay\.slo_ms"):
+        search(scene, 1, lambda probe: None)
+
+
+def test_recovered_is_three_good_seconds_in_a_row() -> None:
+    late = [0, 0, 0.5, 0.5, 0, 0.2, 0, 0, 0, 0]
+    seconds = [Window(float(at), 10, 1.0, share, 1.0) for at, share in enumerate(late)]
+    assert recovery_s(seconds, 2.5) == pytest.approx(3.5)
+    assert recovery_s(seconds[:8], 2.5) is None
+
+
+FLEET = ["--workers", "100", "--rate", "2000", "--users", "1000000", "--length", "512", "--sample", "3"]
+SHORT = ["--seconds", "2", "--warm-up", "1", "--return-after", "1", "--processes", "1"]
+
+
+def invoke(tmp_path: Path, *extra: str) -> tuple[int, str]:
+    costs = tmp_path / "costs.toml"
+    costs.write_text(COSTS.as_toml())
+    flags = [part for name, value in SETTINGS.items() for part in ("--set", f"{name}={value}")]
+    result = CliRunner().invoke(main, ["simulate", *FLEET, *SHORT, "--costs", str(costs), *flags, *extra])
+    return result.exit_code, result.output
+
+
+def test_the_command_prints_a_table_and_writes_json(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    code, text = invoke(tmp_path, "--json", str(out))
+    assert code == 0, text
+    assert "100 workers, 800 lanes, mode relay" in text and "P99" in text
+    figures = json.loads(out.read_text())
+    assert figures["simulated_workers"] == 3
+    assert figures["statuses"] == {"ok": figures["requests"]}
+
+
+def test_the_command_plans(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    options = ["--plan", "--json", str(out), "--fail-rack", "50%", "--at", "1", "--set", "kafka.session_timeout_ms=500"]
+    code, text = invoke(tmp_path, *options)
+    assert code == 0, text
+    assert "When a rack goes" in text and "DRAM a worker" in text
+    figures = json.loads(out.read_text())
+    assert figures["workers"] >= 1
+    assert figures["failure"]["failure"]["dead"] >= 1
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--revisit", "many"], "not a share"),
+        (["--fail-rack", "2"], "fail-rack"),
+        (["--fail-rack", "2%", "--at", "99"], "at = 99"),
+        (["--length", "5000"], "length"),
+        (["--suffix", "5000"], "max_suffix_tokens"),
+        (["--candidates", "60000"], "max_candidates"),
+        (["--delay", "0"], "delay"),
+        (["--set", "worker.hbm_bytes=1MiB"], "hbm_bytes"),
+        (["--bus-p99", "0.1"], "bus latency"),
+        (["--costs", "none.toml"], "none.toml"),
+    ],
+)
+def test_bad_input_is_told_in_a_line(tmp_path: Path, options: list[str], words: str) -> None:
+    code, text = invoke(tmp_path, *options)
+    assert code != 0
+    assert words in text and "Traceback" not in text
