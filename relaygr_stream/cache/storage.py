@@ -5,7 +5,7 @@ are on the host and the elements on the device. Knows nothing of entries, arenas
 
 int8: the dqk elements of a token's key in one head (the dv of its value) are q · scale, with scale = max |x| / 127 in
 float32 and q rounded to nearest, so each is off by at most half a scale. A scale of its own for every token and head
-instead of one per head and granule: measured, the scores deviate by a third to a half less for 6 % more bytes at 64
+instead of one per head and granule: measured, scores tend to deviate less for 6 % more bytes at 64
 elements (docs/performance.md); a token's bytes do not depend on what else is in the region, such as the unused end of
 it; and quantising what was quantised gives the same bytes, so that a prefix that is spilled and reloaded any number of
 times while it grows was rounded once.

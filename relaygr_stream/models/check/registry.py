@@ -9,6 +9,7 @@ from typing import Final
 from relaygr_stream.models.check import properties
 from relaygr_stream.models.check.measure import Measure
 from relaygr_stream.models.check.probe import Probe
+from relaygr_stream.models.check.stepped import has_steps, steps
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,8 @@ class Property:
     """Something that must hold.
 
     usually: what a failure mostly means. hazard: its heading in docs/models.md, "" for none. incremental_only: does not
-    concern models that take their prefix whole. basic: where it fails, the others would say nothing and are not run.
+    concern models that take their prefix whole. applies, unless: whether it concerns the model, and why not. basic:
+    where it fails, the others would say nothing and are not run.
     """
 
     name: str
@@ -25,6 +27,8 @@ class Property:
     run: Callable[[Probe], Measure | None]
     hazard: str = ""
     incremental_only: bool = False
+    applies: Callable[[Probe], bool] = lambda probe: True
+    unless: str = ""
     basic: bool = False
 
 
@@ -106,6 +110,15 @@ PROPERTIES: Final = (
         properties.chunks,
         hazard="chunks-that-start-anew",
         incremental_only=True,
+    ),
+    Property(
+        "steps",
+        "extending in the model's own steps, with rankings in between or given up half-way, is extending at once",
+        "kv.length moves before the last step, or a workspace is shared with score or with another extension",
+        steps,
+        hazard="chunks-that-start-anew",
+        applies=has_steps,
+        unless="it has no extend_in_steps: the worker makes chunks shorter instead",
     ),
     Property(
         "extension",

@@ -67,11 +67,18 @@ def run_properties(probe: Probe) -> Iterator[Finding]:
         yield finding
 
 
-def _run(about: Property, probe: Probe) -> Finding:
+def _why_not(about: Property, probe: Probe) -> str:
+    """Why the property does not concern this model, "" if it does."""
     if about.incremental_only and not probe.model.incremental:
-        return Finding(about, "not applicable", "incremental = False: the prefix is inferred whole, without a suffix")
+        return "incremental = False: the prefix is inferred whole, without a suffix"
     if about.name == "half precision" and not probe.half:
-        return Finding(about, "not applicable", "float32 was asked for; see --dtype")
+        return "float32 was asked for; see --dtype"
+    return "" if about.applies(probe) else about.unless
+
+
+def _run(about: Property, probe: Probe) -> Finding:
+    if reason := _why_not(about, probe):
+        return Finding(about, "not applicable", reason)
     try:
         measure = about.run(probe)
     except Failed as failed:

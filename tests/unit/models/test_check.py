@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -250,6 +250,32 @@ class Noise(Plain):
         return scores if self.layout.dtype == torch.float32 else [-one for one in scores]
 
 
+class EarlyLength(Plain):
+    """kv.length moves with the first step, the rest comes later."""
+
+    def extend_in_steps(self, kv: KVRegion, tokens: Tokens) -> Iterator[None]:
+        self.extend(kv, tokens)
+        yield
+
+
+class SharedWorkspace(Plain):
+    """A step leaves what the next one needs where score puts its own."""
+
+    scored = 0
+
+    def score(self, batch: Batch) -> list[torch.Tensor]:
+        self.scored += 1
+        return super().score(batch)
+
+    def extend_in_steps(self, kv: KVRegion, tokens: Tokens) -> Iterator[None]:
+        before = self.scored
+        yield
+        self.extend(kv, tokens)
+        if self.scored != before:
+            keys, _ = kv.layer(0)
+            keys[:, kv.length - len(tokens) : kv.length] += 1.0
+
+
 LATER = "earlier K/V do not depend on later tokens"
 BROKEN: list[tuple[type[Plain], list[str]]] = [
     (NoAdvance, ["contract"]),
@@ -264,6 +290,8 @@ BROKEN: list[tuple[type[Plain], list[str]]] = [
     (FromTheEnd, [LATER, "chunks", "extension", "suffix", "edges", "longest"]),
     (Acausal, [LATER, "chunks", "extension", "suffix", "edges", "longest"]),
     (ForgetsChunks, ["chunks", "extension"]),
+    (EarlyLength, ["steps"]),
+    (SharedWorkspace, ["steps"]),
     (RefusesChunks, ["extend only appends", "chunks", "extension"]),
     (RemembersLength, ["extension"]),
     (StateOutside, ["the region is all there is", "extension"]),
