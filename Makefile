@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Many tests wait for processes and brokers: three at a time keep two cores busy. 0: one after the other.
+TEST_WORKERS ?= 3
 
 # Everything that a run writes stays inside the clone.
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -29,7 +31,7 @@ demo: $(STAMP) ## run the whole relay on an embedded broker and show what it doe
 	$(BIN)/relaygr demo $(ARGS)
 
 test: $(STAMP) ## unit tests, bus tests on every broker at hand, end to end with real processes
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest -n $(TEST_WORKERS) --dist loadfile $(ARGS)
 
 test-long: $(STAMP) ## a million random operations, the books checked after each (ARGS="--long-operations N --long-seed N")
 	$(BIN)/pytest -m long -s $(ARGS)

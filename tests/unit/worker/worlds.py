@@ -94,6 +94,10 @@ class Wrapped:
         return self.model.score(batch)
 
 
+def _refuse(dst: torch.Tensor, src: torch.Tensor) -> None:
+    raise RuntimeError("the copy failed")
+
+
 class Flaky(CopyEngine):
     """Copies some of which the device refuses, after it wrote what nobody should read."""
 
@@ -104,8 +108,8 @@ class Flaky(CopyEngine):
     ) -> CopyTicket:
         if self.fail_next:
             self.fail_next -= 1
-            dst.fill_(float("nan"))
-            ticket = CopyTicket(dst[:1].expand(len(src)), src, None)  # which copy_ refuses
+            dst.view(torch.uint8).fill_(0xFF)  # NaN of every type
+            ticket = CopyTicket(dst, src, None, _refuse)
             ticket._run(None)
             return ticket
         return super().submit(dst, src, urgent=urgent, convert=convert)
