@@ -107,6 +107,7 @@ TestCore.settings = settings(
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)
 class TestCoreForLong(CoreMachine.TestCase):  # type: ignore[misc, valid-type]
     """Tens of thousands of operations, in longer lives."""
 
