@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Many tests wait for processes and brokers: three at a time keep two cores busy. 0: one after the other.
 TEST_WORKERS ?= 3
+# Length of a soak.
+MINUTES ?= 30
 
 # Everything that a run writes stays inside the clone.
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -13,8 +15,8 @@ export MPLCONFIGDIR := $(CURDIR)/.cache/matplotlib
 export HYPOTHESIS_STORAGE_DIRECTORY := $(CURDIR)/.cache/hypothesis
 export TRITON_CACHE_DIR := $(CURDIR)/.cache/triton
 
-.PHONY: help setup demo test test-long test-device check format clean
-.PHONY: bench-cache bench-engine bench-scheduler bench-simulate bench-slo bench-trigger
+.PHONY: help setup demo test test-kafka test-long test-device recoveries check format clean soak fuzz
+.PHONY: bench-cache bench-engine bench-forwarding bench-handover bench-scheduler bench-simulate bench-slo bench-start bench-trigger
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -36,6 +38,20 @@ test: $(STAMP) ## unit tests, bus tests on every broker at hand, end to end with
 test-long: $(STAMP) ## a million random operations, the books checked after each (ARGS="--long-operations N --long-seed N")
 	$(BIN)/pytest -m long -s $(ARGS)
 
+fuzz: $(STAMP) ## bad input by the million: codec, intake, trigger, client, dead letters (INPUTS=1000000 SEED=1)
+	$(BIN)/python -m tests.fuzz.run --inputs $(or $(INPUTS),1000000) --seed $(or $(SEED),1) $(ARGS)
+
+soak: $(STAMP) ## random faults under load on three brokers of Apache Kafka (MINUTES=30; SEED=N; needs KAFKA_HOME)
+	$(BIN)/python -m tests.faults.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(ARGS)
+
+test-kafka: $(STAMP) ## on Apache Kafka (KAFKA_HOME, or RELAYGR_TEST_BOOTSTRAP): the bus suite, then faults on three brokers (20 minutes)
+	@[ -n "$$KAFKA_HOME$$RELAYGR_TEST_BOOTSTRAP" ] || echo "make: neither KAFKA_HOME nor RELAYGR_TEST_BOOTSTRAP is set: everything is skipped"
+	$(BIN)/pytest -m "kafka and not faults and not long" tests/bus tests/unit tests/e2e
+	$(BIN)/pytest -m faults tests/faults $(ARGS)
+
+recoveries: $(STAMP) ## what the fault tests have measured so far: recovery times, requests served, per fault
+	@$(BIN)/python -m tests.faults.measured
+
 test-device: $(STAMP) ## the tests that want a CUDA device or an NPU, on a machine that has one
 	$(BIN)/pytest tests/device tests/unit/models $(ARGS)
 
@@ -54,6 +70,9 @@ bench-cache: $(STAMP) ## usable share, cost per operation, eviction against othe
 bench-engine: $(STAMP) ## the engine against the floors of this machine (4 minutes; CHECK=1 judges; ARGS="--device cuda")
 	$(BIN)/python benchmarks/engine.py $(ARGS)
 
+bench-forwarding: $(STAMP) ## a hot lane and a general overload, with and without forwarding (2 minutes; CHECK=1 judges)
+	$(BIN)/python benchmarks/forwarding.py $(ARGS)
+
 bench-simulate: $(STAMP) ## relaygr simulate against the real core, and how fast it is (3 minutes; CHECK=1 judges)
 	$(BIN)/python benchmarks/simulate.py $(ARGS)
 
@@ -62,6 +81,12 @@ bench-scheduler: $(STAMP) ## delay of rankings behind pre-inference, with and wi
 
 bench-trigger: $(STAMP) ## predicted against measured costs, a decision's time, events a second (2 minutes; CHECK=1 judges)
 	$(BIN)/python benchmarks/trigger.py $(ARGS)
+
+bench-handover: $(STAMP) ## a planned scale-out with and without hand-over: hits, delays, bytes (2 minutes; CHECK=1 judges)
+	$(BIN)/python benchmarks/handover.py
+
+bench-start: $(STAMP) ## what a starting worker costs those beside it, with and without niceness (3 minutes; CHECK=1 judges)
+	$(BIN)/python benchmarks/start.py $(ARGS)
 
 bench-slo: $(STAMP) ## how much longer, how much more at the same P99: table, JSON, HTML (3 minutes; CHECK=1 judges)
 	$(BIN)/relaygr bench slo $(ARGS)

@@ -6,9 +6,7 @@ python benchmarks/cache.py          prints the tables; with CHECK=1 exits non-ze
 from __future__ import annotations
 
 import math
-import os
 import random
-import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -17,10 +15,12 @@ import numpy as np
 import torch
 from cache_baselines import BYTES_PER_TOKEN, LRU, Belady, Cache, S3Fifo, cost_ms, lengths, traces
 from cache_tiers import storages, two_tiers
+from targets import end
 
 from relaygr_stream.cache.arena import Arena, Extent
 from relaygr_stream.cache.copy import CopyEngine
-from relaygr_stream.cache.eviction import CostAwarePolicy, Evictor
+from relaygr_stream.cache.eviction import Evictor
+from relaygr_stream.cache.fading import CostAwarePolicy
 from relaygr_stream.cache.memory import ALIGNMENT, TierMemory
 
 USABLE = 0.90
@@ -287,6 +287,4 @@ if __name__ == "__main__":
     two_tiers(check)
     copies()
     storages(check)
-    for line in missed:
-        print(f"missed: {line}")
-    sys.exit(bool(missed and os.environ.get("CHECK") == "1"))
+    end(missed)

@@ -12,8 +12,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
-import sys
 from pathlib import Path
 from typing import Final
 
@@ -23,6 +21,7 @@ from engine_copies import copies
 from engine_load import Cost, EngineLoad
 from engine_report import Report, dtype_name
 from floors import Floors, Machine, Work
+from targets import end
 
 from relaygr_stream import settings
 from relaygr_stream.models.devices import select_device
@@ -219,7 +218,7 @@ def parse() -> argparse.Namespace:
     return options
 
 
-def main() -> int:
+def main() -> None:
     options = parse()
     torch.set_num_threads(options.threads)
     device = select_device(options.device)
@@ -233,13 +232,11 @@ def main() -> int:
         EngineBench(load, machine, report, options).run()
     copies(EngineLoad(shape, device, getattr(torch, options.dtype[0])), machine, report, options.seconds)
     print()
-    for line in report.missed:
-        print(f"missed: {line}")
     if options.json:
         found = {"machine": machine.describe(), "figures": report.figures, "missed": report.missed}
         options.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
-    return int(bool(report.missed) and os.environ.get("CHECK") == "1")
+    end(report.missed)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -19,9 +19,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import platform
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -31,6 +29,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from targets import end
 
 from relaygr_stream.bus.records import Record
 from relaygr_stream.messages import Behaviours, PreInferSignal, RankingRequest, encode, pack_items
@@ -335,11 +334,9 @@ def main() -> None:
     ratio = float(np.mean([one.tokens_per_ms / two.tokens_per_ms for one, two in pairs]))
     print(f"\npre-inference in chunks runs at {ratio:.0%} of its speed in one piece")
     missed = judge(cells)
-    for text in missed:
-        print(f"missed: {text}")
     if options.json:
         options.json.write_text(json.dumps({"cells": [asdict(cell) for cell in cells], "missed": missed}, indent=1))
-    sys.exit(bool(missed and os.environ.get("CHECK") == "1"))
+    end(missed)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,11 +22,12 @@ from relaygr_stream.bus.connection import client_options
 from relaygr_stream.bus.lanes import FETCH_BYTES
 from relaygr_stream.bus.local import BrokerKind, local_broker
 from relaygr_stream.bus.producer import Producer
-from relaygr_stream.demo.processes import Child, settings_as_toml, stop_all
+from relaygr_stream.children import Child, settings_as_toml, stop_all
 from relaygr_stream.messages import Behaviours, CostModel, LaneStatus, RequestEvent, WorkerStatus, encode
 from relaygr_stream.settings import Kafka, Settings, Telemetry, Trigger
 from relaygr_stream.topics import TopicSet, apply_topics, load_topics
 from relaygr_stream.trigger.log_ends import LogEnds
+from relaygr_stream.trigger.service import CHECK_CRCS
 
 LANES: Final = 16
 #: At risk or not is decided by the number of candidates alone, so that events of one size can be either.
@@ -68,13 +69,12 @@ def on_core(core: int) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-def measure_rates(kind: BrokerKind, mixes: Sequence[Mix]) -> list[Rate]:
-    """One broker, one trigger process per mix."""
-    return uvloop.run(_measure(kind, mixes))
+def measure_rates(kind: BrokerKind, mixes: Sequence[Mix], show: Callable[[Rate], None]) -> None:
+    """One broker, one trigger process per mix; each is shown as soon as it was measured."""
+    uvloop.run(_measure(kind, mixes, show))
 
 
-async def _measure(kind: BrokerKind, mixes: Sequence[Mix]) -> list[Rate]:
-    rates = []
+async def _measure(kind: BrokerKind, mixes: Sequence[Mix], show: Callable[[Rate], None]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         with on_core(CORES[0]):  # inherited
             local = local_broker(kind, folder=Path(folder))
@@ -82,10 +82,9 @@ async def _measure(kind: BrokerKind, mixes: Sequence[Mix]) -> list[Rate]:
         try:
             for number, mix in enumerate(mixes):
                 base = Kafka(prefix=f"rate{number}.", partitions=LANES)
-                rates.append(await _measure_one(broker.kafka_settings(base), mix, Path(folder)))
+                show(await _measure_one(broker.kafka_settings(base), mix, Path(folder)))
         finally:
             await local.__aexit__(None, None, None)
-    return rates
 
 
 async def _measure_one(kafka: Kafka, mix: Mix, folder: Path) -> Rate:
@@ -193,6 +192,7 @@ async def _read_only(kafka: Kafka, topics: TopicSet, events: int) -> tuple[float
         group_id=None,
         fetch_max_wait_ms=kafka.fetch_max_wait_ms,
         fetch_max_bytes=FETCH_BYTES,
+        check_crcs=CHECK_CRCS,
     )
     await consumer.start()
     try:

@@ -4,25 +4,43 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from functools import partial
+from importlib import import_module
 from pathlib import Path
+from typing import Final
 
 import click
 
-from relaygr_stream.bench.command import bench_command
 from relaygr_stream.cli_options import config_options, settings_options
 from relaygr_stream.config import Config
-from relaygr_stream.dead_letters.command import dead_letters_command
-from relaygr_stream.demo.command import demo_command
 from relaygr_stream.errors import RelayError
 from relaygr_stream.settings import Settings
-from relaygr_stream.simulate.command import simulate_command
-from relaygr_stream.supervisor.command import up_command
-from relaygr_stream.trigger.command import trigger_command
-from relaygr_stream.workload.command import publish_command
+
+#: Commands with a module of their own, imported when asked for: `relaygr worker` does not pay for `relaygr bench`.
+_ELSEWHERE: Final = {
+    "bench": "relaygr_stream.bench.command:bench_command",
+    "dead-letters": "relaygr_stream.dead_letters.command:dead_letters_command",
+    "demo": "relaygr_stream.demo.command:demo_command",
+    "publish": "relaygr_stream.workload.command:publish_command",
+    "simulate": "relaygr_stream.simulate.command:simulate_command",
+    "trigger": "relaygr_stream.trigger.command:trigger_command",
+    "up": "relaygr_stream.supervisor.command:up_command",
+}
 
 
 class _Group(click.Group):
-    """Errors of this package become one line on stderr and exit code 1."""
+    """Finds commands that are elsewhere; errors of this package become one line on stderr and exit code 1."""
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        return sorted([*super().list_commands(context), *_ELSEWHERE])
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        if name not in _ELSEWHERE:
+            return super().get_command(context, name)
+        module, _, attribute = _ELSEWHERE[name].partition(":")
+        command = getattr(import_module(module), attribute)
+        assert isinstance(command, click.Command)
+        return command
 
     def invoke(self, context: click.Context) -> object:
         try:
@@ -44,15 +62,6 @@ def main() -> None:
     """
 
 
-main.add_command(bench_command)
-main.add_command(dead_letters_command)
-main.add_command(demo_command)
-main.add_command(publish_command)
-main.add_command(simulate_command)
-main.add_command(trigger_command)
-main.add_command(up_command)
-
-
 @main.command()
 @settings_options
 def worker(settings: Settings) -> None:
@@ -60,13 +69,16 @@ def worker(settings: Settings) -> None:
 
     Example: relaygr worker --profile workers/cpu.toml --set worker.name=w1 --bootstrap kafka:9092
     """
+    from relaygr_stream.yielding import Yielding
+
+    yielding = Yielding(settings.worker.start_nice)  # the imports are most of a start
     from relaygr_stream.models.devices import select_device
     from relaygr_stream.telemetry.process import run_process
 
     select_device(settings.worker.device)  # before anything else imports torch: a missing driver is said in words
     from relaygr_stream.worker.service import run_worker
 
-    sys.exit(run_process("worker", settings, run_worker))
+    sys.exit(run_process("worker", settings, partial(run_worker, settled=yielding.end)))
 
 
 @main.group()

@@ -1,12 +1,13 @@
 """What travels on the topics: typed messages, their codec, and `DecodeError` for everything else.
 
 MessagePack maps on the wire; every message carries its schema version `v`. Arrays are little-endian bytes
-(`Behaviours` gives the types). Decoding is typed (msgspec), so that hostile nesting is refused without building it;
-the size is checked before decoding. Knows nothing of Kafka but the names of the headers.
+(behaviours.py, whose names are imported from here as well). Decoding is typed (msgspec), so that hostile nesting is
+refused without building it; the size is checked before decoding. Knows nothing of Kafka but the names of the headers.
 """
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
@@ -14,7 +15,47 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
 
+from relaygr_stream.behaviours import ITEM_DTYPE, Behaviours, BehavioursInPlace, check_times, pack_items
 from relaygr_stream.errors import DecodeError
+
+__all__ = [
+    "HEADER_CORRELATION",
+    "HEADER_DETAIL",
+    "HEADER_ORIGIN_OFFSET",
+    "HEADER_ORIGIN_PARTITION",
+    "HEADER_ORIGIN_TOPIC",
+    "HEADER_REASON",
+    "HEADER_REPLAYS",
+    "HEADER_REPLAY_OF",
+    "HEADER_REPLY_PARTITION",
+    "ITEM_DTYPE",
+    "MAX_CORRELATION_BYTES",
+    "MAX_DETAIL",
+    "MAX_MESSAGE_BYTES",
+    "SCHEMA_VERSION",
+    "SCORE_DTYPE",
+    "Behaviours",
+    "CostModel",
+    "Finite",
+    "Id",
+    "LaneStatus",
+    "Message",
+    "Millis",
+    "Outcome",
+    "PreInferSignal",
+    "RankingRequest",
+    "RequestEvent",
+    "RequestEventInPlace",
+    "ScoreReply",
+    "Status",
+    "Timings",
+    "UnixMillis",
+    "WorkerStatus",
+    "check_times",
+    "decode",
+    "encode",
+    "pack_items",
+]
 
 SCHEMA_VERSION: Final = 1
 
@@ -34,9 +75,6 @@ HEADER_ORIGIN_OFFSET: Final = "relaygr-origin-offset"
 HEADER_REPLAYS: Final = "relaygr-replays"  # ASCII decimal
 HEADER_REPLAY_OF: Final = "relaygr-replay-of"  # PARTITION:OFFSET of the letter
 
-ITEM_DTYPE: Final = np.dtype("<u4")
-ACTION_DTYPE: Final = np.dtype("u1")
-TIME_DTYPE: Final = np.dtype("<i8")  # Unix time in milliseconds
 SCORE_DTYPE: Final = np.dtype("<f4")
 
 MAX_CORRELATION_BYTES: Final = 64
@@ -44,57 +82,12 @@ MAX_CORRELATION_BYTES: Final = 64
 Id = Annotated[str, Meta(min_length=1, max_length=256)]
 UnixMillis = Annotated[int, Meta(ge=0, lt=2**53)]
 Millis = Annotated[float, Meta(ge=0, le=3.6e6)]
+#: Neither NaN, which every comparison with a bound refuses, nor infinite.
+Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 
 #: Where a ranking found the prefix KV: ready in HBM, in DRAM (or on its way back), still being computed, nowhere.
 Outcome = Literal["hbm", "dram", "joined", "full"]
 Status = Literal["ok", "deadline_exceeded", "overloaded", "rejected", "failed"]
-
-
-class Behaviours(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
-    """A user's behaviours, oldest first: three parallel arrays of the same length n, as little-endian bytes."""
-
-    items: bytes = b""  # n × uint32: item ids
-    actions: bytes = b""  # n × uint8: action types
-    times: bytes = b""  # n × int64: Unix time in milliseconds, non-decreasing
-
-    @classmethod
-    def of(cls, items: npt.ArrayLike, actions: npt.ArrayLike, times: npt.ArrayLike) -> Behaviours:
-        """Pack three arrays of one length; a value outside its wire type is a ValueError."""
-        packed = [
-            _pack(items, ITEM_DTYPE, "items"),
-            _pack(actions, ACTION_DTYPE, "actions"),
-            _pack(times, TIME_DTYPE, "times"),
-        ]
-        return cls(packed[0], packed[1], packed[2]).checked(ValueError)
-
-    def __len__(self) -> int:
-        return len(self.items) // ITEM_DTYPE.itemsize
-
-    def arrays(self) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
-        """Read-only views (items, actions, times), each of length n."""
-        return (
-            np.frombuffer(self.items, ITEM_DTYPE),
-            np.frombuffer(self.actions, ACTION_DTYPE),
-            np.frombuffer(self.times, TIME_DTYPE),
-        )
-
-    def slice(self, start: int, stop: int) -> Behaviours:
-        """The behaviours start:stop, copied."""
-        return Behaviours(self.items[start * 4 : stop * 4], self.actions[start:stop], self.times[start * 8 : stop * 8])
-
-    def checked(self, error: type[Exception]) -> Behaviours:
-        """Self, if the three arrays have one length and the times never go back; otherwise raises `error`."""
-        n, rest = divmod(len(self.items), ITEM_DTYPE.itemsize)
-        if rest or len(self.actions) != n or len(self.times) != n * TIME_DTYPE.itemsize:
-            raise error(
-                f"items, actions and times must be parallel arrays of uint32, uint8 and int64; "
-                f"got {len(self.items)}, {len(self.actions)} and {len(self.times)} bytes"
-            )
-        times = np.frombuffer(self.times, TIME_DTYPE)
-        if n > 1 and (times[1:] < times[:-1]).any():  # the method: np.any costs a microsecond more on every event
-            at = int(np.argmax(times[1:] < times[:-1])) + 1
-            raise error(f"times must not go back; behaviour {at} is at {times[at]} after {times[at - 1]}")
-        return self
 
 
 class RequestEvent(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,6 +104,12 @@ class RequestEvent(msgspec.Struct, frozen=True, kw_only=True):
     def validate(self) -> None:
         """Raise DecodeError where the types alone cannot tell that the message is wrong."""
         self.prefix.checked(_Invalid)
+
+
+class RequestEventInPlace(RequestEvent, frozen=True, kw_only=True):
+    """A RequestEvent decoded without copying its arrays: for the trigger, which hands them on or drops them."""
+
+    prefix: BehavioursInPlace
 
 
 class PreInferSignal(msgspec.Struct, frozen=True, kw_only=True):
@@ -161,10 +160,10 @@ class RankingRequest(msgspec.Struct, frozen=True, kw_only=True):
 class Timings(msgspec.Struct, frozen=True, kw_only=True):
     """Where a ranking's time went on the worker, in milliseconds, and what it cost."""
 
-    inbound_ms: float = 0.0  # age when the worker read it, by the sender's clock as far as the log's order allows
-    queued_ms: float = 0.0  # from the worker's read to the start on the device
-    device_ms: float = 0.0  # on the device, the joined part of a pre-inference included
-    worker_ms: float = 0.0  # from the worker's read to the end on the device, waits for other work included
+    inbound_ms: Finite = 0.0  # age when the worker read it, by the sender's clock as far as the log's order allows
+    queued_ms: Finite = 0.0  # from the worker's read to the start on the device
+    device_ms: Finite = 0.0  # on the device, the joined part of a pre-inference included
+    worker_ms: Finite = 0.0  # from the worker's read to the end on the device, waits for other work included
     computed_tokens: int = 0  # prefix tokens inferred for this answer at ranking time
 
 
@@ -238,6 +237,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     queue_ms: float  # present delay of a ranking request before the device takes it
     model_version: str
     model_note: str = ""  # e.g. that the weights are random
+    busy_share: float = 1.0  # of the device's time, lately, all work counted; whoever does not say has none to spare
     device: str = ""
     hbm_used_bytes: int = 0
     hbm_bytes: int = 0
@@ -245,6 +245,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     dram_bytes: int = 0
     pre_infer_wait_ms: float = 0.0  # until the pre-inferences that wait now are done, ranking's share taken off
     counters: dict[str, float] = {}  # running totals since start, for live views
+    handover: Annotated[str, Meta(max_length=300)] = ""  # HOST:PORT where prefix KV of its lost lanes can be fetched
 
     def validate(self) -> None:
         """Every value of the right type is a valid status."""
@@ -256,7 +257,7 @@ M = TypeVar("M", RequestEvent, PreInferSignal, RankingRequest, ScoreReply, Worke
 _encoder = msgspec.msgpack.Encoder()
 _decoders: dict[type, msgspec.msgpack.Decoder[Any]] = {
     kind: msgspec.msgpack.Decoder(kind)
-    for kind in (RequestEvent, PreInferSignal, RankingRequest, ScoreReply, WorkerStatus)
+    for kind in (RequestEvent, RequestEventInPlace, PreInferSignal, RankingRequest, ScoreReply, WorkerStatus)
 }
 
 
@@ -268,6 +269,8 @@ _version_decoder = msgspec.msgpack.Decoder(_VersionOnly)
 
 #: Sizes from the topics' files bound messages on the broker; this bounds what we even try to decode.
 MAX_MESSAGE_BYTES: Final = 4 * 1024 * 1024
+#: The decoder quotes what it did not expect, however long it is; this shows the place and the beginning.
+MAX_DETAIL: Final = 500
 
 
 def encode(message: Message) -> bytes:
@@ -289,7 +292,7 @@ def decode(kind: type[M], data: bytes | None, max_bytes: int = MAX_MESSAGE_BYTES
         message: M = _decoders[kind].decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         _refuse_unknown_version(data)
-        raise DecodeError("malformed", str(error)) from error
+        raise DecodeError("malformed", str(error)[:MAX_DETAIL]) from error
     if message.v != SCHEMA_VERSION:
         raise DecodeError("unknown_version", f"schema version {message.v}, this program speaks {SCHEMA_VERSION}")
     message.validate()
@@ -309,20 +312,3 @@ def _refuse_unknown_version(data: bytes) -> None:
 class _Invalid(DecodeError):
     def __init__(self, detail: str) -> None:
         super().__init__("invalid", detail)
-
-
-def _pack(values: npt.ArrayLike, dtype: np.dtype[Any], name: str) -> bytes:
-    array = np.asarray(values)
-    if array.ndim != 1:
-        raise ValueError(f"{name} must be one-dimensional, got shape {array.shape}")
-    if array.size and not np.issubdtype(array.dtype, np.integer):
-        raise ValueError(f"{name} must be integers, got {array.dtype}")
-    limits = np.iinfo(dtype)
-    if array.size and (int(array.min()) < limits.min or int(array.max()) > limits.max):
-        raise ValueError(f"{name} must be within {limits.min}…{limits.max}, got {array.min()}…{array.max()}")
-    return array.astype(dtype).tobytes()
-
-
-def pack_items(values: npt.ArrayLike) -> bytes:
-    """Item ids as uint32 little-endian bytes; a value that does not fit is a ValueError."""
-    return _pack(values, ITEM_DTYPE, "item ids")

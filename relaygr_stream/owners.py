@@ -8,18 +8,22 @@ when we started may be of any age. Knows nothing of budgets or admission.
 from __future__ import annotations
 
 import math
+import random
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
+import msgspec
 import structlog
 
 from relaygr_stream.bus.records import Record
 from relaygr_stream.errors import DecodeError
 from relaygr_stream.messages import LaneStatus, WorkerStatus, decode
+from relaygr_stream.telemetry.limiter import LogLimiter
 
 _log = structlog.get_logger(__name__)
+_limited = LogLimiter().limited
 
 #: A worker that stated nothing for this long is forgotten altogether. Far beyond any silence bound and any outage after
 #: which the same incarnation could speak again (it may: a later status of it is taken like a first one), it only keeps
@@ -27,8 +31,7 @@ _log = structlog.get_logger(__name__)
 FORGET_S: Final = 600.0
 
 
-@dataclass(frozen=True, slots=True)
-class Claim:
+class Claim(msgspec.Struct, frozen=True):  # one a lane for every status; a frozen dataclass takes four times as long
     """A worker's newest status, as it concerns one lane."""
 
     worker: WorkerStatus
@@ -69,6 +72,7 @@ class OwnerDirectory:
         self._workers: dict[str, _Worker] = {}
         self._owners: dict[int, Claim] = {}
         self._order = 0
+        self._heard_s = -math.inf
         self._on_unreadable = on_unreadable
 
     def on_records(self, records: Iterable[Record]) -> None:
@@ -79,7 +83,13 @@ class OwnerDirectory:
                 _refuse_nonsense(status)
             except DecodeError as error:
                 self._on_unreadable()
-                _log.warning("worker status unreadable", reason=error.reason, detail=error.detail, offset=record.offset)
+                _limited(_log.warning, error.reason)(
+                    "worker status unreadable",
+                    worker=(record.key or b"").decode(errors="replace"),
+                    reason=error.reason,
+                    detail=error.detail,
+                    offset=record.offset,
+                )
                 continue
             self.take(status)
 
@@ -90,6 +100,7 @@ class OwnerDirectory:
         if known is not None and known.status.incarnation > status.incarnation:
             return
         self._order += 1
+        self._heard_s = now
         serving = status.state == "serving"
         claims = {lane.lane: Claim(status, lane, now) for lane in status.lanes} if serving else {}
         self._workers[status.name] = _Worker(status, now, self._order, claims)
@@ -100,15 +111,30 @@ class OwnerDirectory:
         if known is None:
             self._forget(now)
 
-    def owner(self, lane: int) -> Claim | None:
-        """The newest claim of the lane's present owner; None if nobody owns it or the owner is silent."""
-        claim = self._owners.get(lane)
-        return claim if claim is not None and claim.age_ms(self._clock()) <= self._silence_ms else None
+    def owner(self, lane: int, silence_ms: float | None = None) -> Claim | None:
+        """The newest claim of the lane's present owner; None if nobody owns it or the owner is silent.
 
-    def workers(self) -> dict[str, WorkerStatus]:
-        """The newest status of every worker that is not silent."""
-        horizon = self._clock() - self._silence_ms / 1000.0
+        silence_ms: in place of the directory's own bound.
+        """
+        claim = self._owners.get(lane)
+        bound_ms = self._silence_ms if silence_ms is None else silence_ms
+        return claim if claim is not None and claim.age_ms(self._clock()) <= bound_ms else None
+
+    @property
+    def speaking(self) -> bool:
+        """Whether any worker is not silent."""
+        return (self._clock() - self._heard_s) * 1000.0 <= self._silence_ms
+
+    def workers(self, silence_ms: float | None = None) -> dict[str, WorkerStatus]:
+        """The newest status of every worker that is not silent; silence_ms as for `owner`."""
+        horizon = self._clock() - (self._silence_ms if silence_ms is None else silence_ms) / 1000.0
         return {name: worker.status for name, worker in self._workers.items() if worker.received_s >= horizon}
+
+    def some(self, most: int, choice: random.Random) -> list[WorkerStatus]:
+        """As `workers`, of so many chosen at random: for who asks often and needs one that will do."""
+        horizon = self._clock() - self._silence_ms / 1000.0
+        speaking = [worker for worker in self._workers.values() if worker.received_s >= horizon]
+        return [w.status for w in (speaking if len(speaking) <= most else choice.sample(speaking, most))]
 
     def _give_to_newest(self, lane: int) -> None:
         claimants = [worker for worker in self._workers.values() if lane in worker.claims]
@@ -131,6 +157,7 @@ def _refuse_nonsense(status: WorkerStatus) -> None:
     numbers = {
         "queue_ms": status.queue_ms,
         "pre_infer_wait_ms": status.pre_infer_wait_ms,
+        "busy_share": status.busy_share,
         **{f"device_ms_per_s of lane {lane.lane}": lane.device_ms_per_s for lane in status.lanes},
         **{f"pinned_bytes of lane {lane.lane}": lane.pinned_bytes for lane in status.lanes},
         **{f"pre_infer_offset of lane {lane.lane}": lane.pre_infer_offset for lane in status.lanes},

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct, structs
 
 #: Settings that no log, error or traceback may show; each is marked as such where it stands.
-SECRETS = frozenset({"sasl_password", "tls_key_password", "hash_key"})
+SECRETS = frozenset({"sasl_password", "tls_key_password", "hash_key", "secret"})
 SECRET_SHOWN = "********"
 
 BYTES = {"unit": "bytes"}  # such a setting also accepts "512MiB", "2GiB", …
@@ -123,9 +123,38 @@ class Worker(Section, frozen=True, kw_only=True):
     warm_up: Annotated[
         bool, _doc("in idle time, bring prefix KV of users likely to return soon from DRAM back to HBM")
     ] = False
+    reply_ms: Annotated[
+        float, Meta(ge=0, le=1e4), _doc("rankings are due so long before their deadline: an answer's way to its client")
+    ] = 5.0
     queue_limit: Annotated[Positive, _doc("ranking requests waiting; more are answered `overloaded` at once")] = 2048
+    forward: Annotated[
+        bool, _doc("send rankings that would be late here to a worker that is in time, instead of refusing them")
+    ] = True
     status_ms: Annotated[Positive, _doc("worker-status is published this often")] = 250
+    start_nice: Annotated[
+        int,
+        Meta(ge=0, le=19),
+        _doc("niceness of its session until the model is loaded, 10 s at most: a start leaves others the CPU; 0: none"),
+    ] = 10
     drain_ms: Annotated[Positive, _doc("on SIGTERM, time for accepted requests to finish")] = 10_000
+
+
+class Handover(Section, frozen=True, kw_only=True):
+    """Prefix KV of lanes that move, from worker to worker."""
+
+    secret: Annotated[
+        str,
+        Meta(pattern=r"^$|^.{16,}$", extra={"secret": True}),
+        _doc("what workers prove to each other they know, 16 characters or more; empty: nothing is handed over"),
+    ] = ""
+    host: Annotated[str, _doc("address on which other workers fetch prefix KV of lanes that they took over")] = (
+        "127.0.0.1"
+    )
+    port: Annotated[Port, _doc("its port; 0: any free one")] = 0
+    advertise: Annotated[
+        str, _doc("host by which other workers reach that; empty: handover.host, or this host's name if that is any")
+    ] = ""
+    mib_per_s: Annotated[float, Meta(gt=0, le=1e6), _doc("most that this worker sends to all others")] = 64.0
 
 
 class Model(Section, frozen=True, kw_only=True):
@@ -182,6 +211,7 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     relay: Relay = Relay()
     trigger: Trigger = Trigger()
     worker: Worker = Worker()
+    handover: Handover = Handover()
     model: Model = Model()
     client: Client = Client()
     telemetry: Telemetry = Telemetry()

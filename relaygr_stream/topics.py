@@ -1,152 +1,45 @@
-"""The topics: what their files say, which lane a user has, and whether the cluster agrees.
+"""The topics on a cluster: created, and checked against what their files say (topic_files.py), at every start.
 
-`topics/*.toml` holds one file per topic. Topics that share lanes (`lanes = true`) must have equal partition counts, in
-the files and on the cluster: a user's lane is a partition number of each of them. Knows nothing of what the messages
-contain.
+What the files say is imported from here as well. Knows nothing of what the messages contain.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-import tomllib
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, fields
-from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from dataclasses import dataclass
+from typing import Any, Final
 
-import msgspec
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
-from aiokafka.errors import NoError, TopicAlreadyExistsError, for_code
-from aiokafka.partitioner import murmur2
-from msgspec import Meta
+from aiokafka.errors import KafkaError, NoError, TopicAlreadyExistsError, for_code
 
 from relaygr_stream.bus.connection import client_options, typed_errors
 from relaygr_stream.bus.probe import check_connection
-from relaygr_stream.errors import ConfigError, CoPartitionError, TopicError
-from relaygr_stream.files import packaged_dir
+from relaygr_stream.errors import BrokerError, BrokerUnavailable, TopicError
 from relaygr_stream.settings import Kafka
+from relaygr_stream.topic_files import LANE_TOPICS, Topic, TopicSet, check_equal_counts, lane_of, load_topics
 
-CleanupPolicy = Literal["delete", "compact"]
+__all__ = [
+    "LANE_TOPICS",
+    "FoundTopic",
+    "Topic",
+    "TopicReport",
+    "TopicRow",
+    "TopicSet",
+    "apply_topics",
+    "describe_topics",
+    "lane_of",
+    "load_topics",
+    "verify_topics",
+]
 
-
-@dataclass(frozen=True)
-class Topic:
-    """One topic, as its file and the settings describe it; `name` is the full one, prefix included."""
-
-    name: str
-    key: str
-    message: str
-    producers: tuple[str, ...]
-    consumers: tuple[str, ...]
-    lanes: bool
-    partitions: int
-    replication: int
-    retention_ms: int
-    max_message_bytes: int
-    cleanup_policy: CleanupPolicy
-
-    @property
-    def exact(self) -> bool:
-        """Whether more partitions than stated would break readers: they look a key up, or read every partition."""
-        return self.lanes or self.cleanup_policy == "compact"
-
-
-@dataclass(frozen=True)
-class TopicSet:
-    """All topics of the relay."""
-
-    retrieval: Topic
-    pre_infer: Topic
-    ranking: Topic
-    scores: Topic
-    worker_status: Topic
-    dead_letter: Topic
-
-    @property
-    def all(self) -> tuple[Topic, ...]:
-        """Every topic."""
-        return tuple(getattr(self, field.name) for field in fields(self))
-
-    @property
-    def lanes(self) -> int:
-        """The number of lanes: partitions of each topic that shares them."""
-        return self.ranking.partitions
-
-
-#: Those whose partition p must reach one worker, or one trigger, together (DESIGN §4).
-LANE_TOPICS: Final = ("retrieval", "pre-infer", "ranking")
-_NAMES: Final = tuple(field.name.replace("_", "-") for field in fields(TopicSet))
-
-
-class _TopicFile(msgspec.Struct, forbid_unknown_fields=True):
-    name: str
-    key: str
-    message: str
-    producers: tuple[str, ...]
-    consumers: tuple[str, ...]
-    lanes: bool
-    partitions: Annotated[int, Meta(ge=1, le=10_000)]
-    replication: Annotated[int, Meta(ge=1, le=9)]
-    retention_ms: Annotated[int, Meta(ge=1)]
-    max_message_bytes: Annotated[int, Meta(ge=1024, le=64 * 1024 * 1024)]
-    cleanup_policy: CleanupPolicy = "delete"
-
-
-def lane_of(user_id: str, lanes: int) -> int:
-    """The lane of a user among `lanes`: the partition that Kafka's Java client gives the key (murmur2 of UTF-8)."""
-    return int((murmur2(user_id.encode()) & 0x7FFFFFFF) % lanes)
-
-
-def load_topics(kafka: Kafka) -> TopicSet:
-    """The topics as the files and the settings describe them; needs no broker.
-
-    kafka.partitions, if set, is the lane count in place of the files'; kafka.replication likewise for every topic.
-    Raises ConfigError, naming file and key, and CoPartitionError if the files disagree about the lane count.
-    """
-    folder = Path(kafka.topics_dir) if kafka.topics_dir else packaged_dir("topics")
-    found: dict[str, Topic] = {}
-    for path in sorted(folder.glob("*.toml")):
-        spec = _read_topic_file(path)
-        if spec.name in found:
-            raise ConfigError(f"{path}: `name` = {spec.name!r}: another file in {folder} describes this topic already")
-        values = msgspec.structs.asdict(spec)
-        values["name"] = kafka.prefix + spec.name
-        if spec.lanes and kafka.partitions:
-            values["partitions"] = kafka.partitions
-        if kafka.replication:
-            values["replication"] = kafka.replication
-        found[spec.name] = Topic(**values)
-    missing = [name for name in _NAMES if name not in found]
-    if missing:
-        raise ConfigError(f"{folder}: no file describes {', '.join(missing)}; copy it from the packaged topics")
-    topics = TopicSet(**{name.replace("-", "_"): found[name] for name in _NAMES})
-    _check_equal_counts((topic.name, topic.partitions) for topic in topics.all if topic.lanes)
-    return topics
-
-
-def _read_topic_file(path: Path) -> _TopicFile:
-    try:
-        spec = msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), _TopicFile)
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
-        raise ConfigError(f"{path}: {error}") from error
-    if spec.name not in _NAMES:
-        raise ConfigError(f"{path}: `name` = {spec.name!r}: not a topic of the relay ({', '.join(_NAMES)})")
-    if spec.lanes != (spec.name in LANE_TOPICS):
-        raise ConfigError(f"{path}: `lanes` = {spec.lanes}: {', '.join(LANE_TOPICS)} share lanes, and no others")
-    return spec
-
-
-def _check_equal_counts(counts: Iterable[tuple[str, int]]) -> None:
-    (first, expected), *others = counts
-    for name, count in others:
-        if count != expected:
-            raise CoPartitionError(
-                f"topics {first} and {name} share lanes but have {expected} and {count} partitions; a user's lane must "
-                f"be the same partition of both, so give them equal counts (a topic can be deleted and applied again)"
-            )
+#: The cluster names a dead broker until it is fenced (`broker.session.timeout.ms`, 9 s by default): whoever starts just
+#: then, and is sent there, asks again until that is over.
+FENCING_S: Final = 10.0
+RETRY_S: Final = 0.5
 
 
 @dataclass(frozen=True)
@@ -158,6 +51,7 @@ class FoundTopic:
     retention_ms: int | None
     max_message_bytes: int | None
     cleanup_policy: str | None
+    leaders: Mapping[int, int]  # partition → broker; -1: nobody
 
 
 @dataclass(frozen=True)
@@ -184,8 +78,18 @@ class TopicReport:
 async def describe_topics(kafka: Kafka) -> tuple[TopicRow, ...]:
     """Each topic's description beside what the cluster has. Raises BrokerUnavailable, ConfigError."""
     topics = load_topics(kafka)
-    async with _admin(kafka) as admin:
-        return await _describe(admin, topics.all)
+    gives_up = time.monotonic() + FENCING_S
+    while True:
+        try:
+            async with _admin(kafka) as admin:
+                return await _describe(admin, topics.all)
+        except BrokerUnavailable:
+            raise
+        except BrokerError as error:
+            passing = isinstance(error.__cause__, KafkaError) and error.__cause__.retriable
+            if not passing or time.monotonic() > gives_up:
+                raise
+        await asyncio.sleep(RETRY_S)
 
 
 async def verify_topics(kafka: Kafka) -> tuple[TopicRow, ...]:
@@ -221,7 +125,7 @@ def _check(rows: Sequence[TopicRow]) -> None:
     found = [(row.topic, row.found) for row in rows if row.found is not None]
     sharing = [(topic.name, has.partitions) for topic, has in found if topic.lanes]
     if sharing:
-        _check_equal_counts(sharing)
+        check_equal_counts(sharing)
     for topic, has in found:
         if has.partitions < topic.partitions or (topic.exact and has.partitions != topic.partitions):
             raise TopicError(
@@ -273,6 +177,7 @@ def _found(partitions: list[dict[str, Any]], config: dict[str, str]) -> FoundTop
         retention_ms=int(config["retention.ms"]) if "retention.ms" in config else None,
         max_message_bytes=int(config["max.message.bytes"]) if "max.message.bytes" in config else None,
         cleanup_policy=config.get("cleanup.policy"),
+        leaders={partition["partition"]: partition["leader"] for partition in partitions},
     )
 
 
@@ -296,6 +201,9 @@ async def _create(admin: Any, topics: Sequence[Topic]) -> None:
                 "cleanup.policy": topic.cleanup_policy,
                 "retention.ms": str(topic.retention_ms),
                 "max.message.bytes": str(topic.max_message_bytes),
+                # The broker then unpacks what came compressed and holds the limit against that. Else a reader would
+                # have to: 300 MB of zeros pass a limit of 1 MiB as 0.3 MB of gzip.
+                "compression.type": "uncompressed",
             },
         )
         for topic in topics

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
+import hypothesis
 import msgspec
 import pytest
 import structlog
@@ -21,6 +22,10 @@ KAFKA_HINT = (
     "set KAFKA_HOME to an Apache Kafka 4 distribution (Java 17), or RELAYGR_TEST_BOOTSTRAP to a running cluster"
 )
 
+# What an example takes depends on the machine: no test is about that.
+hypothesis.settings.register_profile("busy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("busy")
+
 #: Enough lanes for moves to show, few enough for topics to be made in a moment.
 TEST_LANES = 8
 
@@ -29,6 +34,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("long", "make test-long")
     group.addoption("--long-operations", type=int, default=1_000_000, help="operations in all (default 1,000,000)")
     group.addoption("--long-seed", type=int, default=1, help="seed of everything random in them (default 1)")
+    group = parser.getgroup("faults", "make test-kafka")
+    group.addoption("--away-seconds", type=float, default=15.0, help="how long all brokers are away (default 15)")
+    group.addoption("--stopped-seconds", type=float, default=8.0, help="how long a worker is stopped (default 8)")
+    group.addoption("--churn", type=int, default=6, help="joins and leaves within a minute (default 6)")
+
+
+def pytest_configure() -> None:
+    # Before torch is imported. The tests' tensors are small, and threads for them only wait for each other: on a busy
+    # machine that took fifty times as long.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture
@@ -52,17 +67,17 @@ class RunningCluster:
 AnyBroker = LocalBroker | RunningCluster
 
 
-class _Brokers:
+class Brokers:
     """Starts each kind at its first use and keeps it for the session."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
         self._runner = asyncio.Runner()
         self._open: dict[BrokerKind, tuple[AbstractAsyncContextManager[LocalBroker], LocalBroker]] = {}
 
     def get(self, kind: BrokerKind) -> LocalBroker:
         if kind not in self._open:
-            context = local_broker(kind, folder=self._folder)
+            context = local_broker(kind, folder=self.folder)
             self._open[kind] = (context, self._runner.run(context.__aenter__()))
         return self._open[kind][1]
 
@@ -79,27 +94,27 @@ def _logs_as_at_the_start() -> None:
 
 
 @pytest.fixture(scope="session")
-def _brokers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Brokers]:
-    brokers = _Brokers(tmp_path_factory.mktemp("brokers"))
+def brokers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Brokers]:
+    brokers = Brokers(tmp_path_factory.mktemp("brokers"))
     yield brokers
     brokers.close()
 
 
 @pytest.fixture(scope="session")
-def embedded_broker(_brokers: _Brokers) -> LocalBroker:
+def embedded_broker(brokers: Brokers) -> LocalBroker:
     """The embedded broker, for tests whose subject is not the broker."""
-    return _brokers.get("embedded")
+    return brokers.get("embedded")
 
 
 @pytest.fixture(scope="session", params=["embedded", pytest.param("kafka", marks=pytest.mark.kafka)])
-def broker(request: pytest.FixtureRequest, _brokers: _Brokers) -> AnyBroker:
+def broker(request: pytest.FixtureRequest, brokers: Brokers) -> AnyBroker:
     """Each broker at hand."""
     if request.param == "kafka":
         if running := os.environ.get("RELAYGR_TEST_BOOTSTRAP"):
             return RunningCluster(running)
         if not os.environ.get("KAFKA_HOME"):
             pytest.skip(KAFKA_HINT)
-    return _brokers.get(request.param)
+    return brokers.get(request.param)
 
 
 def _unique_settings(broker: AnyBroker) -> Kafka:

@@ -15,6 +15,7 @@ from relaygr_stream.bench.probe import Measured
 from relaygr_stream.bench.results import SloReport, Spread
 from relaygr_stream.bench.run import Bench
 from relaygr_stream.bench.statistics import fewest_samples, samples_for
+from relaygr_stream.bench.wakes import chain
 from relaygr_stream.errors import RelayError
 
 
@@ -23,10 +24,10 @@ def assemble(bench: Bench, command: str) -> SloReport:
     if bench.world is None or not bench.measured:
         raise RelayError(f"no probe fitted into {bench.options.budget_s:g} s; give --budget more seconds")
     reached = [cell for cell in bench.cells if cell.at is not None]
-    founds = [judge.found(cell, bench.world) for cell in reached]
-    ratios = judge.ratios(reached, bench.world)
+    founds = [judge.found(cell, bench.worlds) for cell in reached]
+    ratios = judge.ratios(reached, bench.worlds)
     relayed = [one for one in bench.measured if one.probe.mode == RELAY.name and one.probe.passed]
-    bus = _bus(relayed)
+    bus = _bus(relayed) | {"wakes": chain([late for one in relayed for late in bench.wakes_in(one.probe)])}
     hits = {
         "admitted": sum(one.probe.admitted for one in relayed),
         "hit": sum(one.probe.admitted_hits for one in relayed),
@@ -42,7 +43,7 @@ def assemble(bench: Bench, command: str) -> SloReport:
         bus=bus,
         hits=hits,
         skipped=bench.skipped,
-        missed=judge.missed(ratios, founds, bus["both"], (hits["admitted"], hits["hit"])),
+        missed=judge.missed(ratios, founds, bus, (hits["admitted"], hits["hit"])),
         wall_s=bench.clock(),
     )
 
@@ -80,7 +81,7 @@ def _conditions(bench: Bench, command: str) -> dict[str, Any]:
         "words": words,
         "slo_ms": settings.relay.slo_ms,
         "preset": options.preset,
-        "length": options.length,
+        "length": bench.length,
         "workers": options.workers,
         "settings": msgspec.to_builtins(
             {name: getattr(settings, name) for name in ("relay", "trigger", "worker", "model")}
@@ -98,5 +99,5 @@ def _disturbance(bench: Bench) -> str:
     return (
         f"other processes used {sum(counted) / max(1, len(counted)):.2f} CPU cores on average over the probes that "
         f"count, {max(counted, default=0.0):.2f} at most; {aside} of {len(known)} probes were set aside and repeated "
-        f"because of them"
+        f"because of them, or because the machine stood still"
     )

@@ -7,6 +7,7 @@ Reloads from DRAM run beside the device and are counted as free, which only loos
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -42,6 +43,7 @@ class RequestCost:
     prefix: float
     extension: float
     hit: float
+    operation: float = 0.0  # of an operation, however short: known for full inference as a whole, so no part of a bound
 
     @property
     def full(self) -> float:
@@ -50,13 +52,14 @@ class RequestCost:
 
     @classmethod
     def of(cls, costs: CostModel, traffic: Traffic) -> RequestCost:
-        """By the fitted polynomial T_full = c0 + c1·n + c2·n² + c3·n·m; its constant counts with the hit."""
+        """By the fitted T_full = c0 + c1·n + c2·n² + c3·n·m + c4·m; what is not the prefix's counts with the hit."""
         n, old = traffic.length, max(0.0, traffic.length - traffic.growth)
         prefix = costs.c1 * n + costs.c2 * n * n
         return cls(
             prefix=prefix,
             extension=prefix - (costs.c1 * old + costs.c2 * old * old),
-            hit=costs.c0 + costs.c3 * n * traffic.candidates,
+            hit=costs.c0 + (costs.c3 * n + costs.c4) * traffic.candidates,
+            operation=costs.c0,
         )
 
 
@@ -82,6 +85,15 @@ def most_length(
         first = revisit_matters(mode, traffic.revisit)
         return rate <= most_rate(mode, cost, traffic.revisit, workers) and (not first or cost.full <= slack)
 
+    return _longest(fits, longest)
+
+
+def longest_full(costs: CostModel, traffic: Traffic, full_ms: float, longest: int) -> float:
+    """The largest length whose full inference takes no longer than that; `longest` if all do, 0 if none does."""
+    return _longest(lambda length: RequestCost.of(costs, _with_length(traffic, length)).full <= full_ms, longest)
+
+
+def _longest(fits: Callable[[float], bool], longest: int) -> float:
     low, high = 0.0, float(longest)
     if fits(high):
         return high
@@ -112,7 +124,7 @@ def predicted_rate(
     rng = np.random.default_rng(0)  # the same arrivals for every rate: the guess must be monotone in it
     gaps = rng.exponential(size=SIMULATED)
     returns = rng.random(SIMULATED) < (traffic.revisit if mode.keeps else 0.0)
-    service = np.where(returns, cost.extension, cost.prefix) + cost.hit
+    service = np.where(returns, cost.operation + cost.extension, cost.prefix) + cost.hit
     slack = slack_ms(mode, traffic, slo_ms) - bus_ms
 
     def in_time(busy: float) -> bool:

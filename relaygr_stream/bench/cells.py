@@ -5,6 +5,7 @@ Knows which value to try next and where to begin; probing is somebody else's bus
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
@@ -66,12 +67,16 @@ class Cell:
     searches: list[Search] = field(default_factory=list)
     probes: list[Probe] = field(default_factory=list)
 
-    def begin_repeat(self, world: World, alike: float | None = None) -> None:
-        """Begin another search: from the last one's result, from `alike`, or from arithmetic."""
+    def begin_repeat(self, worlds: Sequence[World], alike: float | None = None) -> None:
+        """Begin another search: from the last one's result, from `alike`, or from arithmetic on the costs of `worlds`.
+
+        Costs fitted while all requests had one length say little of another: a guess is made from the middling ones.
+        """
         assert self.at is not None
         known = [search.passed for search in self.searches if search.passed is not None]
-        low, high = self._limits(world)
-        guess, step = (known[-1], self.tolerance) if known else (alike or self._guess(world), FIRST_STEP)
+        low, high = self._limits(worlds[-1])
+        middling = sorted(worlds, key=self.bound)[len(worlds) // 2]
+        guess, step = (known[-1], self.tolerance) if known else (alike or self._guess(middling), FIRST_STEP)
         self.searches.append(Search(guess=guess, low=low, high=high, step=step, tolerance=self.tolerance))
 
     def next(self) -> tuple[int, float] | None:

@@ -32,9 +32,15 @@ def bench_command() -> None:
 @click.option("--bootstrap", metavar="HOST:PORT", help="Use this running cluster instead of a private broker.")
 @click.option("--workers", type=click.IntRange(1, 64), default=1, show_default=True, help="Worker processes.")
 @click.option("--device", metavar="cpu|cuda[:N]|npu[:N]", help="What the workers run on. [as the preset]")
-@click.option("--modes", metavar="NAME,…", help="What to compare; `full` must be among them. [all]")
+@click.option(
+    "--modes",
+    metavar="NAME,…",
+    help="What to compare: full (must be), cache, relay-hbm, relay, relay-warm. [quick: full,cache,relay]",
+)
 @click.option("--slo", type=float, metavar="MS", help="Ranking P99 to keep. [as the preset]")
-@click.option("--length", type=int, help="Prefix tokens at which the largest rate is searched.")
+@click.option(
+    "--length", type=int, help="Prefix tokens at which the largest rate is searched. [full inference takes 0.4 SLO]"
+)
 @click.option("--rate", type=float, help="Requests/s at which the largest length is searched. [what `full` carries]")
 @click.option("--revisits", metavar="R,…", help="Shares of returning users. [0,0.5,0.9]")
 @click.option("--length-revisit", type=float, help="The same, for the search of lengths. [0.5]")

@@ -1,4 +1,4 @@
-"""How much of this machine others used meanwhile: a P99 measured beside a compiler is not worth much.
+"""What else than the relay made a probe slow: a P99 measured beside a compiler is not worth much.
 
 Reads Linux's /proc; elsewhere nothing is known. What a hypervisor took (steal) counts as others' too.
 """
@@ -12,9 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
 
+from relaygr_stream.bench.results import Probe
+
 #: Columns of /proc/stat's first line that are work: user, nice, system, irq, softirq, steal (idle and iowait are not).
 WORK_COLUMNS: Final = (1, 2, 3, 6, 7, 8)
 PROC: Final = Path("/proc")
+#: A probe that fails while others keep more than this of a core busy is repeated: of two cores, the relay's own
+#: processes need one and a half.
+OTHERS_CORES: Final = 0.2
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,20 @@ class CpuTimes:
         """Cores that others kept busy between the two, on average."""
         seconds = max(1e-3, self.at_s - before.at_s)
         return max(0.0, (self.work_s - before.work_s) - (self.ours_s - before.ours_s)) / seconds
+
+
+def disturbance_of(probe: Probe, *, private: bool) -> str:
+    """What may have made this probe fail that is not what it measures, in words; "": nothing is known, or it passed.
+
+    private: whether all of the machine's processes that belong to the run are known.
+    """
+    if probe.passed:
+        return ""
+    if probe.stalled:
+        return f"the machine stood still for {probe.stalled_ms:.0f} ms"
+    if private and (probe.others_cores or 0.0) > OTHERS_CORES:
+        return f"other processes used {probe.others_cores:.1f} cores"
+    return ""
 
 
 def _ours() -> int:

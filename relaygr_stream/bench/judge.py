@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Final
 
@@ -28,7 +28,7 @@ IDLE: Final = 0.6
 WORTH_NAMING: Final = 0.05
 
 
-def found(cell: Cell, world: World) -> Found:
+def found(cell: Cell, worlds: Sequence[World]) -> Found:
     """What the cell's searches came to; its `at` is known."""
     assert cell.at is not None
     values = cell.values
@@ -40,25 +40,27 @@ def found(cell: Cell, world: World) -> Found:
         at=cell.at,
         values=values,
         settled=bool(cell.searches) and all(search.settled for search in cell.searches),
-        bound=cell.bound(world),
+        bound=_bound(cell, worlds),
         requests=sum(probe.requests for probe in at_found),
         bad=sum(probe.bad for probe in at_found),
         limits=_limits(cell),
     )
 
 
-def ratios(cells: Sequence[Cell], world: World) -> list[Ratio]:
+def ratios(cells: Sequence[Cell], worlds: Sequence[World]) -> list[Ratio]:
     """Every cell against full inference, where that has been found."""
-    return [ratio for cell in cells if cell.mode is not FULL and (ratio := _ratio(cell, cells, world)) is not None]
+    return [ratio for cell in cells if cell.mode is not FULL and (ratio := _ratio(cell, cells, worlds)) is not None]
 
 
-def missed(report_ratios: Sequence[Ratio], founds: Sequence[Found], bus: Spread, hits: tuple[int, int]) -> list[str]:
+def missed(
+    report_ratios: Sequence[Ratio], founds: Sequence[Found], bus: Mapping[str, Spread], hits: tuple[int, int]
+) -> list[str]:
     """Targets that were missed, each with why; and ratios that cannot be."""
     return list(_missed(report_ratios, founds, bus, hits))
 
 
 def _missed(
-    report_ratios: Sequence[Ratio], founds: Sequence[Found], bus: Spread, hits: tuple[int, int]
+    report_ratios: Sequence[Ratio], founds: Sequence[Found], bus: Mapping[str, Spread], hits: tuple[int, int]
 ) -> Iterator[str]:
     for one in founds:
         if one.mode == FULL.name and one.value is None:
@@ -81,11 +83,14 @@ def _missed(
     admitted, hit = hits
     if admitted and hit < HIT_TARGET * admitted:
         yield f"{hit} of {admitted} admitted requests hit ({hit / admitted:.1%}), the target is {HIT_TARGET:.0%}"
-    if bus.p99 is not None and bus.p99 > BUS_TARGET_MS:
-        yield f"the bus takes {bus.p99:.1f} ms at P99 (both ways), the target is {BUS_TARGET_MS:g} ms"
+    both, wakes = bus["both"].p99, bus["wakes"].p99
+    if both is not None and both > BUS_TARGET_MS:
+        parts = f"{bus['in'].p99:.1f} ms from publish to the worker's read, {bus['out'].p99:.1f} ms back"
+        floor = f"; waking its threads alone takes {wakes:.1f} ms on these cores under this load" if wakes else ""
+        yield f"the bus takes {both:.1f} ms at P99 (both ways), the target is {BUS_TARGET_MS:g} ms; {parts}{floor}"
 
 
-def _ratio(cell: Cell, cells: Sequence[Cell], world: World) -> Ratio | None:
+def _ratio(cell: Cell, cells: Sequence[Cell], worlds: Sequence[World]) -> Ratio | None:
     base = next((one for one in cells if one.mode is FULL and one.kind == cell.kind), None)
     rates = next((one for one in cells if one.mode is FULL and one.kind == "rate"), None)
     if cell.at is None or rates is None or not rates.values:
@@ -97,7 +102,7 @@ def _ratio(cell: Cell, cells: Sequence[Cell], world: World) -> Ratio | None:
         return None
     mine, middle = cell.values, median(full)
     length = cell.at if cell.kind == "rate" else median(full)
-    cost = world.cost(length, cell.revisit)
+    cost = worlds[-1].cost(length, cell.revisit)
     target = None
     if cell.mode is RELAY:
         target = LENGTH_TARGET if cell.kind == "length" else RATE_TARGETS.get(cell.revisit)
@@ -108,10 +113,15 @@ def _ratio(cell: Cell, cells: Sequence[Cell], world: World) -> Ratio | None:
         value=median(mine) / middle if mine else None,
         low=min(mine) / max(full) if mine else None,
         high=max(mine) / min(full) if mine else None,
-        bound=cell.bound(world) / middle,
+        bound=_bound(cell, worlds) / middle,
         work=cost.full / device_ms(cell.mode, cost, cell.revisit),
         target=target,
     )
+
+
+def _bound(cell: Cell, worlds: Sequence[World]) -> float:
+    """What the device allows at its best: costs fitted beside other work are no bound to a quiet moment."""
+    return max(cell.bound(world) for world in worlds)
 
 
 def _limits(cell: Cell) -> list[str]:
@@ -131,6 +141,8 @@ def explain(probe: Probe) -> Iterator[str]:
     parts = ", ".join(f"{STAGES[name]} {ms:.0f} ms" for name, ms in slow[:3] if ms >= 1)
     if parts:
         yield f"at {probe.rate:,.1f}/s with {probe.length:,} tokens the slowest requests spent: {parts}"
+    if probe.stalled:
+        yield f"the machine stood still: a process that only slept woke {probe.stalled_ms:.0f} ms late"
     if probe.busy >= BUSY:
         yield f"the device was busy {probe.busy:.0%} of the time"
     elif probe.busy <= IDLE:

@@ -5,7 +5,7 @@ Knows nothing of how they are measured.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
@@ -75,3 +75,16 @@ def apply_mode(mode: Mode, settings: Settings) -> Settings:
     return msgspec.structs.replace(
         settings, worker=msgspec.structs.replace(settings.worker, **{**off, **mode.overrides})
     )
+
+
+def grouped(modes: Sequence[Mode], settings: Settings) -> list[tuple[str, list[Mode]]]:
+    """Modes that can share processes, named after one of them."""
+    groups: list[tuple[Settings, list[Mode]]] = []
+    for mode in modes:
+        wanted = apply_mode(mode, settings)
+        same = next((group for other, group in groups if other == wanted), None)
+        if same is None:
+            groups.append((wanted, [mode]))
+        else:
+            same.append(mode)
+    return [(group[-1].name, group) for _, group in groups]

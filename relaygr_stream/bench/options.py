@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
-from relaygr_stream.bench.modes import FULL, MODES, RELAY, Mode
+from relaygr_stream.bench.modes import CACHE, FULL, MODES, RELAY, Mode
 from relaygr_stream.errors import ConfigError
 from relaygr_stream.workload.items import StageDelay
 
@@ -22,7 +22,7 @@ class SloOptions:
     broker: Literal["embedded", "kafka"] | None = None  # None: kafka.bootstrap names a running cluster
     workers: int = 1
     modes: tuple[Mode, ...] = MODES
-    length: int  # prefix tokens at which rates are searched
+    length: int | None = None  # prefix tokens at which rates are searched; None: as full inference just works with
     rate: float | None = None  # at which lengths are searched; None: the largest that full inference carries
     revisits: tuple[float, ...] = (0.0, 0.5, 0.9)
     length_revisit: float = 0.5  # revisit ratio at which lengths are searched
@@ -31,12 +31,13 @@ class SloOptions:
     suffix: int = 8
     candidates: int = 32
     growth: float = 3.0
-    users: int = 100  # in the population before the first probe of returning ones
+    users: int = 100  # with 512 tokens, in the population before the first probe of returning ones; fewer, if longer
     recent: int = 400
     sigma: float = 0.0
     samples: int  # requests judged in a probe
     least_s: float = 2.5
     warm_up_s: float = 1.0
+    settle_s: float = 4.0  # users return for so long before the first probe of a population
     tolerance: float
     repeats: int
     budget_s: float  # searches begin no probe that would end later
@@ -46,7 +47,9 @@ class SloOptions:
     def __post_init__(self) -> None:
         if not self.revisits or not all(0 <= ratio < 1 for ratio in (*self.revisits, self.length_revisit)):
             raise ConfigError(f"revisit ratios {self.revisits}, {self.length_revisit}: must be within 0…1, 1 excluded")
-        for name in ("workers", "length", "suffix", "candidates", "users", "samples", "repeats", "budget_s"):
+        if self.length is not None and self.length <= 0:
+            raise ConfigError(f"length = {self.length}: must be above 0")
+        for name in ("workers", "suffix", "candidates", "users", "samples", "repeats", "budget_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} = {getattr(self, name)}: must be above 0")
         if self.rate is not None and self.rate <= 0:
@@ -73,9 +76,15 @@ class SloOptions:
         return [(mode, self.length_revisit) for mode in modes if mode is not FULL or self.rate is not None]
 
 
-QUICK: Final = {"length": 512, "samples": 100, "tolerance": 1.2, "repeats": 1, "budget_s": 150.0}
+#: Modes that share one pipeline: another one's start and users take more of three minutes than its search.
+QUICK: Final[dict[str, Any]] = {
+    "modes": (FULL, CACHE, RELAY),
+    "samples": 100,
+    "tolerance": 1.2,
+    "repeats": 1,
+    "budget_s": 170.0,
+}
 PAPER: Final = {
-    "length": 1024,
     "samples": 1000,
     "tolerance": 1.05,
     "repeats": 3,

@@ -18,8 +18,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from relaygr_stream.bus.records import Record
 from relaygr_stream.bus.tail import TopicTail
+from relaygr_stream.children import Child, settings_as_toml, stop_all
 from relaygr_stream.client import RelayClient
-from relaygr_stream.demo.processes import Child, settings_as_toml, stop_all
 from relaygr_stream.errors import DecodeError, RelayError
 from relaygr_stream.messages import CostModel, WorkerStatus, decode
 from relaygr_stream.settings import Settings

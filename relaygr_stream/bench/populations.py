@@ -16,9 +16,14 @@ from relaygr_stream.bench.pipeline import Pipeline
 from relaygr_stream.bench.traffic import Population, TrafficOptions
 from relaygr_stream.workload.driver import drive
 
+#: What the options' number of users refers to.
+USERS_TOKENS: Final = 512
 #: Populations are made known to the workers at this share of what the device could do, so that nothing piles up.
 FILL_SHARE: Final = 0.6
 FILL_TIMEOUT_S: Final = 10.0
+#: Then they return for a while before anything is judged, at a share of what the device could do: after so many new
+#: users the worker takes every event for a new one, grants too little, and first visits are refused.
+SETTLE_SHARE: Final = 0.3
 
 
 class Populations:
@@ -42,7 +47,7 @@ class Populations:
     async def _make(self, length: int, revisit: float, world: World) -> Population:
         options = self._options
         # As many tokens in all, whatever the length.
-        strangers = 0 if revisit == 0 else max(8, round(options.users * options.length / length))
+        strangers = 0 if revisit == 0 else max(8, round(options.users * USERS_TOKENS / length))
         traffic = TrafficOptions(
             items=self._pipeline.settings.model.vocab,
             suffix=options.suffix,
@@ -59,7 +64,14 @@ class Populations:
         population = Population(name, length, revisit, traffic)
         if strangers:
             self._tell(f"{strangers} users with {length:,} tokens make themselves known …")
-            rate = FILL_SHARE * most_rate(RELAY, world.cost(length, 0.0), 0.0, world.workers)
-            items = population.take(rate, count=strangers)
-            await drive(self._pipeline.client, items, timeout=FILL_TIMEOUT_S)
+            await self._play(population, FILL_SHARE * self._most_rate(world, length, 0.0), count=strangers)
+            await self._play(population, SETTLE_SHARE * self._most_rate(world, length, revisit), until=options.settle_s)
         return population
+
+    @staticmethod
+    def _most_rate(world: World, length: int, revisit: float) -> float:
+        return most_rate(RELAY, world.cost(length, revisit), revisit, world.workers)
+
+    async def _play(self, population: Population, rate: float, *, count: int = 0, until: float = 0.0) -> None:
+        items = population.take(rate, count=count, until=until)
+        await drive(self._pipeline.client, items, timeout=FILL_TIMEOUT_S)

@@ -29,6 +29,8 @@ DEVICE_WORK: Final[dict[str, str]] = {
     "full_ms": "full inference",
     "ranking_ms": "suffix and candidates",
 }
+#: A handful of processes share the cores by turns of a few milliseconds: none of them waits so long for its own.
+STALL_MS: Final = 50.0
 
 
 class Spread(msgspec.Struct, frozen=True):
@@ -70,12 +72,18 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
     decisions: dict[str, int]  # of the trigger, by reason; warm-up included
     others_cores: float | None  # CPU cores that other processes of the machine used meanwhile; None: not known
     set_aside: bool = False  # disturbed by others, and probed again
+    stalled_ms: float | None = None  # by so much too late a process that only slept woke meanwhile, at worst
     device_ms_per_s: dict[str, float]  # by DEVICE_WORK; warm-up included
 
     @property
     def passed(self) -> bool:
         """Whether its P99 is within the SLO."""
         return not self.cut_short and passes(self.requests, self.bad)
+
+    @property
+    def stalled(self) -> bool:
+        """Whether the machine stood still for longer than any queue for its cores takes."""
+        return self.stalled_ms is not None and self.stalled_ms >= STALL_MS
 
     @property
     def busy(self) -> float:
@@ -144,7 +152,7 @@ class SloReport(msgspec.Struct, frozen=True, kw_only=True):
     costs: dict[str, float]  # c0…c3 of T_full, as fitted at the end
     memory: list[Memory]
     budgets: dict[str, dict[str, int]]  # pipeline → tier → bytes
-    bus: dict[str, Spread]  # in, out, and both per request, over the passing probes of the relay
+    bus: dict[str, Spread]  # in, out, both and wakes (see wakes.py) per request, over the passing probes of the relay
     hits: dict[str, int]  # admitted, and of those answered from prefix KV, in the same probes
     skipped: dict[str, str]  # modes that did not run, with the reason
     missed: list[str]  # targets missed, and why

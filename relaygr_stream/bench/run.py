@@ -19,26 +19,24 @@ import msgspec
 
 from relaygr_stream.bench.capacity import most_rate
 from relaygr_stream.bench.cells import LENGTH_STEP, Cell, World
-from relaygr_stream.bench.interference import CpuTimes
-from relaygr_stream.bench.modes import FULL, RELAY, Mode, apply_mode, missing_settings
+from relaygr_stream.bench.interference import OTHERS_CORES, CpuTimes, disturbance_of
+from relaygr_stream.bench.memory import memory_over_time
+from relaygr_stream.bench.modes import FULL, RELAY, Mode, apply_mode, grouped, missing_settings
 from relaygr_stream.bench.options import SloOptions
 from relaygr_stream.bench.pipeline import Pipeline
-from relaygr_stream.bench.populations import FILL_TIMEOUT_S, Populations
+from relaygr_stream.bench.populations import Populations
 from relaygr_stream.bench.probe import Judgement, Measured, run_probe
 from relaygr_stream.bench.progress import Progress
 from relaygr_stream.bench.results import Memory, Probe
+from relaygr_stream.bench.wakes import Wakes
+from relaygr_stream.bench.warm_up import longest_working, warm_up
 from relaygr_stream.bus.local import local_broker
 from relaygr_stream.errors import ConfigError
 from relaygr_stream.settings import Settings
-from relaygr_stream.workload.driver import drive
 
 #: The first requests are sent at a rate that a worker four times slower than its own first fit would carry.
 WARM_UP_SHARE: Final = 0.25
-WARM_UP_REQUESTS: Final = 20
 LANES_PER_WORKER: Final = 2
-#: A probe that fails while others keep more than this of a core busy is repeated: of two cores, the relay's own
-#: processes need one and a half.
-OTHERS_CORES: Final = 0.2
 ATTEMPTS: Final = 4
 CALM_TIMEOUT_S: Final = 10.0
 
@@ -62,12 +60,14 @@ class Bench:
         }
         self.modes = [mode for mode in options.modes if mode.name not in self.skipped]
         self.cells = [
-            *(Cell("rate", mode, ratio, options.length, options.tolerance) for mode, ratio in options.rate_cells()),
+            *(Cell("rate", mode, ratio, None, options.tolerance) for mode, ratio in options.rate_cells()),
             *(Cell("length", mode, ratio, options.rate, options.tolerance) for mode, ratio in options.length_cells()),
         ]
         self.cells = [cell for cell in self.cells if cell.mode in self.modes]
-        self.world: World | None = None
+        self.length = 0  # at which rates are searched, once it is known
+        self.worlds: list[World] = []  # by the costs that the workers stated in turn, the latest last
         self.measured: list[Measured] = []
+        self.wakes = Wakes()
         self.memory: list[Memory] = []
         self.budgets: dict[str, dict[str, int]] = {}
         self.about: dict[str, str] = {}
@@ -82,14 +82,24 @@ class Bench:
         # Beside the reports, so that nothing is written outside the folder the user chose, whatever ends us.
         with tempfile.TemporaryDirectory(prefix=".bench-", dir=out, ignore_cleanup_errors=True) as name:
             folder = Path(name)
-            async with self._cluster(folder) as settings:
+            async with self.wakes, self._cluster(folder) as settings:
                 for repeat in range(self.options.repeats):
                     await self._repeat(repeat, settings, folder)
+
+    @property
+    def world(self) -> World | None:
+        """By the latest costs."""
+        return self.worlds[-1] if self.worlds else None
 
     @property
     def clock(self) -> Callable[[], float]:
         """Seconds since the run began."""
         return lambda: time.monotonic() - self._started
+
+    def wakes_in(self, probe: Probe) -> list[float]:
+        """How late a thread that only slept woke meanwhile, each time, in milliseconds."""
+        since = self._started + probe.started_s
+        return self.wakes.late_ms(since, since + probe.seconds)
 
     @property
     def full_rate(self) -> float | None:
@@ -101,7 +111,7 @@ class Bench:
         relay, options = self.settings.relay, self.options
         longest = relay.max_prefix_tokens - LENGTH_STEP
         for what, value, limit, setting in (
-            ("length", options.length, longest, "relay.max_prefix_tokens, less room to grow"),
+            ("length", options.length or 0, longest, "relay.max_prefix_tokens, less room to grow"),
             ("suffix", options.suffix, relay.max_suffix_tokens, "relay.max_suffix_tokens"),
             ("candidates", options.candidates, relay.max_candidates, "relay.max_candidates"),
         ):
@@ -122,7 +132,7 @@ class Bench:
             yield msgspec.structs.replace(self.settings, kafka=broker.kafka_settings(self.settings.kafka))
 
     async def _repeat(self, repeat: int, settings: Settings, folder: Path) -> None:
-        groups = _grouped(self.modes, settings)
+        groups = grouped(self.modes, settings)
         shares = [sum(cell.mode in modes for cell in self.cells) for _, modes in groups]
         for number, (name, modes) in enumerate(groups):
             left = self._deadline - time.monotonic()
@@ -163,22 +173,30 @@ class Bench:
 
     async def _warm_up(self, pipeline: Pipeline, populations: Populations) -> None:
         """A little of everything: workers fit their costs again from it, and first guesses are made from those."""
-        world = self.world = self._world(pipeline)
-        population = await populations.get(self.options.length, 0.0, FULL, world)
-        rate = WARM_UP_SHARE * most_rate(FULL, world.cost(self.options.length, 0.0), 0.0, world.workers)
-        for mode in (FULL, RELAY):
-            self.progress.live(f"warming up: {mode.words} …")
-            items = population.take(rate, count=WARM_UP_REQUESTS)
-            await drive(pipeline.client, items, mode=mode.request, announce=mode.announce, timeout=FILL_TIMEOUT_S)
+        world = self._world(pipeline)
+        self.worlds.append(world)
+        self._search_rates_at(longest_working(world))
+        population = await populations.get(self.length, 0.0, FULL, world)
+        rate = WARM_UP_SHARE * most_rate(FULL, world.cost(self.length, 0.0), 0.0, world.workers)
+        slow_ms = await warm_up(pipeline.client, population, rate, self.progress.live)
         await pipeline.fresh_statuses()
-        self.world = self._world(pipeline)
+        world = self._world(pipeline)
+        self.worlds.append(world)
+        self._search_rates_at(longest_working(world, slow_ms, self.length))
+
+    def _search_rates_at(self, tokens: int) -> None:
+        """At the length that was given, or else at this one."""
+        self.length = self.options.length or tokens
+        for cell in self.cells:
+            if cell.kind == "rate":
+                cell.at = self.length
 
     async def _turn(self, cell: Cell, pipeline: Pipeline, populations: Populations, repeat: int, until: float) -> bool:
         """One probe of the cell; False when its search is over."""
         world = self.world
         assert world is not None
         if len(cell.searches) <= repeat:
-            cell.begin_repeat(world, self._alike(cell))
+            cell.begin_repeat(self.worlds, self._alike(cell))
         point = cell.next()
         judgement = self._judgement
         if point is None or time.monotonic() + judgement.seconds(point[1]) > until:
@@ -201,15 +219,19 @@ class Bench:
             )
             pipeline.check_children()
             in_time = time.monotonic() + CALM_TIMEOUT_S + judgement.seconds(rate) <= until
-            again = attempt < ATTEMPTS and in_time and self._disturbed(measured.probe)
-            probe = msgspec.structs.replace(measured.probe, set_aside=again)
+            stalled_ms = max(self.wakes_in(measured.probe), default=None)
+            probe = msgspec.structs.replace(measured.probe, stalled_ms=stalled_ms)
+            # On a running cluster brokers may be on this machine, and are not ours to count.
+            disturbance = disturbance_of(probe, private=self.options.broker is not None)
+            again = attempt < ATTEMPTS and in_time and bool(disturbance)
+            probe = msgspec.structs.replace(probe, set_aside=again)
             self.measured.append(replace(measured, probe=probe))
-            self.progress.say(f"{self.clock():5.0f} s  {where}  {_verdict(probe)}")
+            self.progress.say(f"{self.clock():5.0f} s  {where}  {_verdict(probe, disturbance)}")
             if not again:
                 break
             await self._wait_for_calm()
         cell.record(probe)
-        self.world = self._world(pipeline)  # costs fitted under load are the better ones
+        self.worlds.append(self._world(pipeline))  # costs fitted under load are the better ones
         return True
 
     async def _wait_for_calm(self) -> None:
@@ -221,11 +243,6 @@ class Bench:
             after = CpuTimes.now()
             if after is None or after.others_since(before) <= OTHERS_CORES:
                 return
-
-    def _disturbed(self, probe: Probe) -> bool:
-        """Whether other processes may have decided it: then it says nothing. A probe that passed all the same does."""
-        private = self.options.broker is not None  # else brokers may run on this machine, and are not ours to count
-        return private and not probe.passed and (probe.others_cores or 0.0) > OTHERS_CORES
 
     @property
     def _judgement(self) -> Judgement:
@@ -257,43 +274,10 @@ class Bench:
             "hbm": settings.worker.hbm_bytes * self.options.workers,
             "dram": settings.worker.dram_bytes * self.options.workers,
         }
-        latest: dict[str, Memory] = {}
-        for at, status in pipeline.history:
-            latest[status.name] = Memory(
-                at - self._started,
-                pipeline.name,
-                status.hbm_used_bytes,
-                sum(lane.pinned_bytes for lane in status.lanes),
-                status.dram_used_bytes,
-            )
-            parts = latest.values()
-            self.memory.append(
-                Memory(
-                    at - self._started,
-                    pipeline.name,
-                    sum(one.hbm for one in parts),
-                    sum(one.pinned for one in parts),
-                    sum(one.dram for one in parts),
-                )
-            )
+        self.memory += memory_over_time(pipeline, self._started)
 
 
-def _grouped(modes: Sequence[Mode], settings: Settings) -> list[tuple[str, list[Mode]]]:
-    """Modes that can share processes, named after one of them."""
-    groups: list[tuple[Settings, list[Mode]]] = []
-    for mode in modes:
-        wanted = apply_mode(mode, settings)
-        same = next((group for other, group in groups if other == wanted), None)
-        if same is None:
-            groups.append((wanted, [mode]))
-        else:
-            same.append(mode)
-    return [(group[-1].name, group) for _, group in groups]
-
-
-def _verdict(probe: Probe) -> str:
+def _verdict(probe: Probe, disturbance: str) -> str:
     at_least = "≥ " if probe.cut_short else ""
-    sign = "✓" if probe.passed else "✗"
-    if probe.set_aside:
-        sign = f"– other processes used {probe.others_cores:.1f} cores: again"
+    sign = "✓" if probe.passed else f"– {disturbance}: again" if probe.set_aside else "✗"
     return f"P99 {at_least}{probe.p99:,.0f} ms, {probe.bad} of {probe.requests} beyond  {sign}"

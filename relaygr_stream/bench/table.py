@@ -9,6 +9,7 @@ from rich.text import Text
 
 from relaygr_stream.bench.judge import BUS_TARGET_MS, HIT_TARGET, PAPER
 from relaygr_stream.bench.results import Found, Ratio, SloReport, Spread
+from relaygr_stream.bench.wakes import HOPS
 
 
 def render_table(report: SloReport) -> RenderableType:
@@ -88,6 +89,7 @@ def paper_rows(report: SloReport) -> list[tuple[str, str, str, str]]:
     rows.append(("bus there and back, P50 / P99", "–", spread_text(report.bus["both"]), f"≤ {BUS_TARGET_MS:g} ms"))
     rows.append(("  publish → worker's read", "–", spread_text(report.bus["in"]), ""))
     rows.append(("  engine end → caller", "–", spread_text(report.bus["out"]), ""))
+    rows.append((f"  waking {HOPS} threads, estimate", "–", spread_text(report.bus["wakes"]), ""))
     return rows
 
 

@@ -5,6 +5,7 @@ Knows nothing of modes, nor of what becomes of the requests.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
@@ -67,6 +68,7 @@ class Population:
             )
         )
         self._requests = iter(generator)
+        self._waiting: WorkItem | None = None
 
     def take(self, rate: float, *, count: int, since: float = 0.0, until: float = 0.0) -> list[WorkItem]:
         """The next requests, due at Poisson times with `rate` a second from now on.
@@ -74,14 +76,27 @@ class Population:
         So many that at least `count` are due after `since` and the last is due after `until` (seconds from now).
         """
         taken: list[WorkItem] = []
-        at, counted = float(self._rng.exponential(1 / rate)), 0
-        while counted < count or at < until:
-            item = next(self._requests)
-            user = f"{self.name}-{item.event.user_id}"
-            taken.append(replace(item, at=at, event=_of_user(item.event, user), request=_of_user(item.request, user)))
-            counted += at >= since
+        counted = 0
+        for item in self.stream(rate):
+            if counted >= count and item.at >= until:
+                self._waiting = item  # nobody knows of it yet: the next one's
+                return taken
+            taken.append(item)
+            counted += item.at >= since
+        raise AssertionError("a stream has no end")
+
+    def stream(self, rate: float, after: float = 0.0) -> Iterator[WorkItem]:
+        """The same without an end, made as they are asked for; the first is due after `after`."""
+        at = after
+        while True:
             at += float(self._rng.exponential(1 / rate))
-        return taken
+            waiting, self._waiting = self._waiting, None
+            yield replace(waiting or self._next(), at=at)
+
+    def _next(self) -> WorkItem:
+        item = next(self._requests)
+        user = f"{self.name}-{item.event.user_id}"
+        return replace(item, event=_of_user(item.event, user), request=_of_user(item.request, user))
 
 
 M = TypeVar("M", RequestEvent, RankingRequest)

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from aiokafka.errors import KafkaConnectionError, KafkaError
 
+import relaygr_stream.bus.lost_connection  # noqa: F401  # before any client is made
 from relaygr_stream.bus.security import security_options
 from relaygr_stream.errors import BrokerError, BrokerUnavailable
 from relaygr_stream.settings import Kafka

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from relaygr_stream.bus.records import Record
-from relaygr_stream.errors import DecodeError
+from relaygr_stream.errors import ConfigError, DecodeError
 from relaygr_stream.messages import (
     HEADER_DETAIL,
     HEADER_ORIGIN_OFFSET,
@@ -13,7 +13,10 @@ from relaygr_stream.messages import (
     HEADER_ORIGIN_TOPIC,
     HEADER_REASON,
 )
+from relaygr_stream.topics import TopicSet
 
+#: What these headers add to the original: reason, detail and origin are below 2 KiB.
+HEADERS_BYTES: Final = 4096
 MAX_DETAIL_BYTES: Final = 1000  # a decoder's message may quote the input
 
 
@@ -21,9 +24,20 @@ def dead_letter_headers(record: Record, error: DecodeError) -> list[tuple[str, b
     """Reason and origin, then the original's own headers."""
     return [
         (HEADER_REASON, error.reason.encode()),
-        (HEADER_DETAIL, error.detail.encode()[:MAX_DETAIL_BYTES]),
+        (HEADER_DETAIL, error.detail.encode(errors="backslashreplace")[:MAX_DETAIL_BYTES]),
         (HEADER_ORIGIN_TOPIC, record.topic.encode()),
         (HEADER_ORIGIN_PARTITION, str(record.lane).encode()),
         (HEADER_ORIGIN_OFFSET, str(record.offset).encode()),
         *record.headers,
     ]
+
+
+def check_dead_letters_fit(topics: TopicSet) -> None:
+    """A dead letter that its topic does not take would hold up its lane's commits for ever: ConfigError."""
+    for topic in (topics.retrieval, topics.ranking, topics.pre_infer):
+        if topics.dead_letter.max_message_bytes < topic.max_message_bytes + HEADERS_BYTES:
+            raise ConfigError(
+                f"topic {topics.dead_letter.name} takes {topics.dead_letter.max_message_bytes} bytes, {topic.name} "
+                f"{topic.max_message_bytes}: a dead letter has up to {HEADERS_BYTES} more than its original; "
+                f"raise max_message_bytes of the former"
+            )

@@ -31,3 +31,17 @@ async def end(what: str, stop: Callable[[], Coroutine[Any, Any, None]], within_s
         log.warning("does not end, and is left behind", what=what, after_s=within_s)
     elif not task.cancelled() and (error := task.exception()) is not None:
         log.warning("did not end in order", what=what, error=f"{type(error).__name__}: {error}")
+
+
+async def end_consumer(what: str, consumer: Any) -> None:
+    """As `end`, of an AIOKafkaConsumer, and its connections are closed in any case: where a fetch is waiting for a
+    broker, aiokafka lets its cancellation escape from stop() (as above), which then has not closed them yet.
+    """
+
+    async def stop() -> None:
+        try:
+            await consumer.stop()
+        finally:
+            await consumer._client.close()
+
+    await end(what, stop)

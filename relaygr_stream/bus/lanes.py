@@ -20,10 +20,11 @@ from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.errors import KafkaError, OffsetOutOfRangeError
 
 from relaygr_stream.bus.connection import broker_error, client_options, typed_errors
-from relaygr_stream.bus.ending import end
+from relaygr_stream.bus.ending import end_consumer
 from relaygr_stream.bus.membership import Membership
 from relaygr_stream.bus.offsets import OffsetLedger
 from relaygr_stream.bus.records import Record, as_record
+from relaygr_stream.bus.unreadable import Unreadable, read_around
 from relaygr_stream.settings import Kafka
 
 log = structlog.get_logger(__name__)
@@ -46,7 +47,8 @@ class LaneConsumer:
     topics: full names; partition p of each is lane p. on_records(records): newly read, in order per topic and lane;
     everything at hand at once, because unread partitions hold up the others. on_lanes(gained, lost): called right
     before the first record of a gained lane, and when a lane is lost; a lane that was another's for a moment is first
-    lost, then gained. capacity: this member's weight when lanes are shared out. progressing(): False while the process
+    lost, then gained. capacity: this member's weight when lanes are shared out. check_crcs: whether to verify
+    the checksum that each batch has had since its producer. progressing(): False while the process
     is stuck; after kafka.max_poll_ms of that the lanes go to others, and come back with progress. The callbacks run on
     the loop and must be quick; an exception in one ends the consumer (`failed`).
     """
@@ -61,9 +63,11 @@ class LaneConsumer:
         on_records: Callable[[list[Record]], None],
         on_lanes: Callable[[frozenset[int], frozenset[int]], None],
         capacity: float = 1.0,
+        check_crcs: bool = True,
         progressing: Callable[[], bool] = lambda: True,
     ) -> None:
         self._kafka = kafka
+        self._check_crcs = check_crcs
         self._topics = tuple(topics)
         self._member = member
         self._on_records = on_records
@@ -148,6 +152,7 @@ class LaneConsumer:
             auto_offset_reset="none",  # see _restart_lane
             fetch_max_wait_ms=self._kafka.fetch_max_wait_ms,
             fetch_max_bytes=FETCH_BYTES,
+            check_crcs=self._check_crcs,
         )
         try:
             with typed_errors(self._kafka, "read lanes"):
@@ -168,7 +173,8 @@ class LaneConsumer:
         if self.undone:
             self._drained = asyncio.Event()
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._drained.wait(), timeout_s)
+                async with asyncio.timeout(timeout_s):
+                    await self._drained.wait()
         return self.undone == 0
 
     async def stop(self) -> None:
@@ -181,7 +187,7 @@ class LaneConsumer:
         self._tasks.clear()
         await self._membership.stop()
         if self._data is not None:
-            await end("the lanes' reader", self._data.stop)
+            await end_consumer("the lanes' reader", self._data)
         self._drop(self._lanes)
 
     async def __aenter__(self) -> Self:
@@ -266,13 +272,36 @@ class LaneConsumer:
             except OffsetOutOfRangeError as error:
                 await self._restart_lane(error.args[0])
                 continue
-            records = []
-            for partition, messages in batches.items():
-                ledger = self._ledgers.get(partition)
-                if ledger is not None:
-                    records += [as_record(message) for message in messages if ledger.read(message.offset)]
-            if records:
-                self._on_records(records)
+            except Unreadable:
+                await self._read_around()
+                continue
+            self._take([as_record(message) for messages in batches.values() for message in messages])
+
+    def _take(self, records: list[Record]) -> None:
+        """Hand out those of our lanes, in order; one that was handed out before comes again after a seek."""
+        new = []
+        for record in records:
+            ledger = self._ledgers.get((record.topic, record.lane))
+            if ledger is not None and ledger.read(record.offset):
+                new.append(record)
+        if new:
+            self._on_records(new)
+
+    async def _read_around(self) -> None:
+        def position(partition: TopicPartition) -> int | None:
+            ledger = self._ledgers.get(partition)
+            return None if ledger is None else ledger.position
+
+        try:
+            await read_around(
+                self._data,
+                lambda: [TopicPartition(*each) for each in self._ledgers],
+                position,
+                self._take,
+                self._kafka.fetch_max_wait_ms / 1000,
+            )
+        except OffsetOutOfRangeError as error:
+            await self._restart_lane(error.args[0])
 
     async def _restart_lane(self, out_of_range: dict[TopicPartition, int]) -> None:
         """The broker no longer has the offset, or not yet: its log was cut short, expired, or began anew."""

@@ -7,16 +7,12 @@ folder outlives us, even if we are killed. Knows nothing of topics.
 from __future__ import annotations
 
 import asyncio
-import base64
 import importlib.resources
 import os
 import shutil
 import socket
-import subprocess
-import sys
 import tempfile
 import time
-import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -26,7 +22,16 @@ import msgspec
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.errors import KafkaError
 
-from relaygr_stream.bus import keeper
+from relaygr_stream.bus.distribution import (
+    SMALL_NODE,
+    environment,
+    format_storage,
+    internal_replication,
+    kafka_home,
+    new_cluster_id,
+    node_properties,
+)
+from relaygr_stream.bus.kept import KeptProcess
 from relaygr_stream.errors import BrokerUnavailable
 from relaygr_stream.settings import Kafka
 
@@ -46,8 +51,8 @@ class LocalBroker:
     def __init__(self, kind: BrokerKind, folder: Path) -> None:
         self.kind: Final = kind
         self._folder = folder
-        self._ports = _free_ports(2)
-        self._keeper: subprocess.Popen[bytes] | None = None
+        self._ports = free_ports(2)
+        self._process: KeptProcess | None = None
 
     @property
     def bootstrap(self) -> str:
@@ -62,56 +67,38 @@ class LocalBroker:
 
     async def start(self) -> None:
         """Start the process and return when it answers a metadata request; BrokerUnavailable with its log if not."""
-        process = self._keeper = await asyncio.to_thread(self._spawn)
+        process = self._process = await asyncio.to_thread(self._spawn)
         try:
             await self._wait_until_ready(process)
         except BaseException:
             self.stop()
             raise
 
-    def _spawn(self) -> subprocess.Popen[bytes]:
-        environment: dict[str, str] = {}
+    def _spawn(self) -> KeptProcess:
         if self.kind == "embedded":
-            command = _embedded_command(self._folder, self._ports[0])
-        else:
-            command, environment = _kafka_command(self._folder, self._ports)
-        with self._log.open("ab") as log:
-            return subprocess.Popen(
-                # -I -S: a bare interpreter starts in 15 ms and is not led astray by the user's environment.
-                [sys.executable, "-I", "-S", keeper.__file__, str(self._folder), *command],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                env={**os.environ, **environment},
-                start_new_session=True,  # Ctrl-C on the terminal is for us, not for the broker
-            )
+            return KeptProcess(self._folder, _embedded_command(self._folder, self._ports[0]), {}, self._log)
+        command, variables = _kafka_command(self._folder, self._ports)
+        return KeptProcess(self._folder, command, variables, self._log)
 
     def stop(self) -> None:
         """Kill the process (its data stays for a later `start`); no effect if it is not running."""
-        process, self._keeper = self._keeper, None
-        if process is None:
-            return
-        assert process.stdin is not None
-        try:
-            process.stdin.write(b"k")
-            process.stdin.close()
-        except BrokenPipeError:
-            pass  # the broker and its keeper are gone already
-        process.wait()
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
 
     @property
     def _log(self) -> Path:
         return self._folder / "broker.log"
 
-    async def _wait_until_ready(self, process: subprocess.Popen[bytes]) -> None:
+    async def _wait_until_ready(self, process: KeptProcess) -> None:
         deadline = time.monotonic() + READY_TIMEOUT_S
         while time.monotonic() < deadline:
-            if process.poll() is not None:
+            if process.exit_code is not None:
                 raise BrokerUnavailable(
-                    f"the {self.kind} broker ended with status {process.returncode} at its start; its log ends with\n"
+                    f"the {self.kind} broker ended with status {process.exit_code} at its start; its log ends with\n"
                     + self._log_tail()
                 )
-            if await _answers_metadata(self._ports[0]):
+            if await answers_metadata(self._ports[0]):
                 return
             await asyncio.sleep(0.05)
         raise BrokerUnavailable(
@@ -147,22 +134,8 @@ def _own_folder(kind: BrokerKind, parent: Path | None) -> Path:
     return Path(tempfile.mkdtemp(prefix=f"relaygr-{kind}-", dir=parent))
 
 
-def kafka_home() -> Path:
-    """The Apache Kafka distribution that KAFKA_HOME names; BrokerUnavailable if there is none."""
-    named = os.environ.get("KAFKA_HOME", "")
-    if not named:
-        raise BrokerUnavailable(
-            "KAFKA_HOME is not set: unpack an Apache Kafka 4 archive (https://kafka.apache.org/downloads), install "
-            "Java 17 or later, and set KAFKA_HOME to the folder with bin/ and config/"
-        )
-    home = Path(named)
-    for needed in ("bin/kafka-storage.sh", "bin/kafka-server-start.sh", "config/server.properties"):
-        if not (home / needed).is_file():
-            raise BrokerUnavailable(f"KAFKA_HOME={named} has no {needed}: it must name an Apache Kafka 4 distribution")
-    return home
-
-
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
+    """Ports of the loopback that nobody listened on just now."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     try:
         return [each.getsockname()[1] for each in sockets]
@@ -171,7 +144,8 @@ def _free_ports(count: int) -> list[int]:
             each.close()
 
 
-async def _answers_metadata(port: int) -> bool:
+async def answers_metadata(port: int) -> bool:
+    """Whether a broker serves there."""
     try:
         _, writer = await asyncio.open_connection("127.0.0.1", port)
     except OSError:
@@ -216,50 +190,24 @@ def _kafka_command(folder: Path, ports: list[int]) -> tuple[list[str], dict[str,
     """The command that serves, and its environment; formats the data folder on first use."""
     home = kafka_home()
     properties = folder / "server.properties"
-    environment = {"LOG_DIR": str(folder / "logs")}
-    if "KAFKA_HEAP_OPTS" not in os.environ:
-        environment["KAFKA_HEAP_OPTS"] = "-Xms128m -Xmx512m"
+    variables = environment(folder, heap="-Xms128m -Xmx512m")
     if not properties.exists():
-        properties.write_text(_kafka_properties(home, folder, ports), encoding="utf-8")
-        cluster = base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=").replace("-", "0")
-        format_storage = [str(home / "bin" / "kafka-storage.sh"), "format", "--standalone", "-t", cluster]
-        done = subprocess.run(
-            [*format_storage, "-c", str(properties)],
-            capture_output=True,
-            text=True,
-            check=False,
-            env={**os.environ, **environment},
-        )
-        if done.returncode:
-            raise BrokerUnavailable(f"Kafka's storage could not be formatted:\n{done.stdout}{done.stderr}")
-    return [str(home / "bin" / "kafka-server-start.sh"), str(properties)], environment
+        properties.write_text(node_properties(home, _single_node(folder, ports)), encoding="utf-8")
+        format_storage(home, properties, new_cluster_id(), ["--standalone"], variables)
+    return [str(home / "bin" / "kafka-server-start.sh"), str(properties)], variables
 
 
-def _kafka_properties(home: Path, folder: Path, ports: list[int]) -> str:
+def _single_node(folder: Path, ports: list[int]) -> dict[str, str]:
     broker, controller = (f"127.0.0.1:{port}" for port in ports)
-    ours = {
+    return {
+        **SMALL_NODE,
+        **internal_replication(1),
         "process.roles": "broker,controller",
         "node.id": "1",
         "listeners": f"PLAINTEXT://{broker},CONTROLLER://{controller}",
         "advertised.listeners": f"PLAINTEXT://{broker}",
         "controller.quorum.bootstrap.servers": controller,
-        "controller.listener.names": "CONTROLLER",
         "inter.broker.listener.name": "PLAINTEXT",
         "listener.security.protocol.map": "PLAINTEXT:PLAINTEXT,CONTROLLER:PLAINTEXT",
         "log.dirs": str(folder / "data"),
-        "auto.create.topics.enable": "false",
-        "offsets.topic.num.partitions": "4",  # 50 by default: a second of every start
-        "offsets.topic.replication.factor": "1",
-        "transaction.state.log.replication.factor": "1",
-        "transaction.state.log.min.isr": "1",
-        "share.coordinator.state.topic.replication.factor": "1",
-        "share.coordinator.state.topic.min.isr": "1",
-        "group.initial.rebalance.delay.ms": "0",
-        # After a kill, a restarted broker is refused until its former session is over: 9 s by default.
-        "broker.session.timeout.ms": "2000",
-        "broker.heartbeat.interval.ms": "500",
-        "group.min.session.timeout.ms": "1000",  # so that a crash is noticed sooner than Kafka's 6 s allow
     }
-    theirs = (home / "config" / "server.properties").read_text(encoding="utf-8").splitlines()
-    kept = [line for line in theirs if line.split("=", 1)[0].strip() not in ours]
-    return "\n".join([*kept, *(f"{key}={value}" for key, value in ours.items()), ""])

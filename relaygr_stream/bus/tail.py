@@ -15,8 +15,9 @@ from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.errors import KafkaError
 
 from relaygr_stream.bus.connection import broker_error, client_options, typed_errors
-from relaygr_stream.bus.ending import end
+from relaygr_stream.bus.ending import end_consumer
 from relaygr_stream.bus.records import Record, as_record
+from relaygr_stream.bus.unreadable import Unreadable, read_around
 from relaygr_stream.settings import Kafka
 
 log = structlog.get_logger(__name__)
@@ -45,6 +46,7 @@ class TopicTail:
         self._partitions = [TopicPartition(topic, partition) for partition in partitions]
         self._start = start
         self._on_records = on_records
+        self._next: dict[TopicPartition, int] = {}  # offsets behind what was handed out
         self._consumer: Any = None
         self._task: asyncio.Task[None] | None = None
         self._failed: asyncio.Future[None] | None = None
@@ -80,11 +82,12 @@ class TopicTail:
                     begins = await self._consumer.beginning_offsets(self._partitions)
                 for partition, offset in begins.items():
                     self._consumer.seek(partition, offset)
+                    self._next[partition] = offset
                 # By position, not by records: the last offsets of a compacted partition may hold none.
                 while any([await self._consumer.position(partition) < end for partition, end in ends.items()]):
                     await self._read()
         except BaseException:
-            await end(f"the reader of {topic}", self._consumer.stop)
+            await end_consumer(f"the reader of {topic}", self._consumer)
             raise
         self._task = asyncio.create_task(self._follow())
 
@@ -95,7 +98,7 @@ class TopicTail:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
         if self._consumer is not None:
-            await end(f"the reader of {self._partitions[0].topic}", self._consumer.stop)
+            await end_consumer(f"the reader of {self._partitions[0].topic}", self._consumer)
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -117,7 +120,16 @@ class TopicTail:
             self.failed.set_exception(cause)
 
     async def _read(self) -> None:
-        batches = await self._consumer.getmany(timeout_ms=WAIT_MS)
-        records = [as_record(message) for messages in batches.values() for message in messages]
+        try:
+            batches = await self._consumer.getmany(timeout_ms=WAIT_MS)
+        except Unreadable:
+            wait_s = self._kafka.fetch_max_wait_ms / 1000
+            await read_around(self._consumer, lambda: self._partitions, self._next.__getitem__, self._take, wait_s)
+            return
+        self._take([as_record(message) for messages in batches.values() for message in messages])
+
+    def _take(self, records: list[Record]) -> None:
+        for record in records:
+            self._next[TopicPartition(record.topic, record.lane)] = record.offset + 1
         if records:
             self._on_records(records)

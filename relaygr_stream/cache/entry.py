@@ -1,11 +1,9 @@
-"""One user's prefix KV and where it is. Only prefix_cache.py changes an entry's place; others read it."""
+"""One user's prefix KV and where it is. Only prefix_cache.py, holdings.py and moves.py change that; others read it."""
 
 from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-
-import numpy as np
 
 from relaygr_stream.cache.arena import Extent
 from relaygr_stream.cache.copy import CopyTicket
@@ -46,8 +44,8 @@ class Entry:
     """The prefix KV of one user's sequence under one model version."""
 
     __slots__ = (
-        "approximate", "computing", "extent", "failed", "load", "pins", "region", "retired", "spill", "stored",
-        "tokens", "unspillable", "user_id",
+        "approximate", "computing", "extent", "failed", "lent", "load", "pins", "region", "retired", "spill",
+        "stored", "tokens", "unspillable", "user_id",
     )  # fmt: skip
 
     def __init__(self, user_id: str, tokens: Tokens) -> None:
@@ -58,6 +56,7 @@ class Entry:
         self.stored: StoredCopy | None = None
         self.approximate = False  # what is in HBM came, all or in part, from a DRAM copy that rounds
         self.pins = 0
+        self.lent = 0  # how many other workers its DRAM copy is being sent to; it stays as it is meanwhile
         self.computing = False
         self.load: CopyTicket | None = None
         self.spill: CopyTicket | None = None
@@ -100,8 +99,8 @@ class Entry:
         Copies are forgotten to make room for others that make HBM clean: to forget those of clean entries for it would
         gain nothing, and where DRAM is small, go on for ever.
         """
-        unused = self.stored is not None and self.load is None and self.spill is None and not self.retired
-        return unused and (self.region is None or not self.clean)
+        unused = self.stored is not None and self.load is None and self.spill is None and not self.lent
+        return unused and not self.retired and (self.region is None or not self.clean)
 
     @property
     def clean(self) -> bool:
@@ -115,10 +114,14 @@ class Entry:
         """
         held, wanted = self.tokens.array, tokens.array
         shared = min(held.shape[1], wanted.shape[1])
-        if not shared or not np.array_equal(held[:, :shared], wanted[:, :shared]):
+        if not shared or not (held[:, :shared] == wanted[:, :shared]).all():
             return Coverage.NONE
         if held.shape[1] == wanted.shape[1]:
             return Coverage.COVERS
         if not incremental:
             return Coverage.NONE
         return Coverage.COVERS if held.shape[1] > wanted.shape[1] else Coverage.PREFIX
+
+
+#: A user's entry, and how it relates to a request's prefix.
+Found = tuple[Entry | None, Coverage]

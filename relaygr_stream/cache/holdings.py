@@ -11,7 +11,7 @@ from itertools import chain
 
 from relaygr_stream.cache.arena import Extent
 from relaygr_stream.cache.counters import CacheCounters
-from relaygr_stream.cache.entry import Entry
+from relaygr_stream.cache.entry import Entry, StoredCopy
 from relaygr_stream.cache.memory import TierMemory
 from relaygr_stream.cache.reloads import Reloads
 from relaygr_stream.cache.storage import Storage
@@ -55,16 +55,23 @@ class Holdings:
         """The user's entry."""
         return self._entries.get(user_id)
 
+    def users(self) -> list[str]:
+        """Whose entries there are."""
+        return list(self._entries)
+
     def add(self, place: tuple[Extent, KVRegion], user_id: str, tokens: Tokens) -> Entry:
         """A new entry of the user in this memory, to be computed; the one before is retired."""
-        old = self._entries.get(user_id)
-        if old is not None:
-            self.retire(old)
         entry = Entry(user_id, tokens)
         entry.extent, entry.region = place
         entry.computing = True
-        self._entries[user_id] = entry
-        self.note(entry)
+        self._replace(entry)
+        return entry
+
+    def add_stored(self, copy: StoredCopy, user_id: str, tokens: Tokens) -> Entry:
+        """A new entry of the user of which DRAM holds all; the one before is retired."""
+        entry = Entry(user_id, tokens)
+        entry.stored = copy
+        self._replace(entry)
         return entry
 
     def note(self, entry: Entry) -> None:
@@ -84,7 +91,7 @@ class Holdings:
 
     def free_if_retired(self, entry: Entry) -> None:
         """Somebody let go of the entry: it may be its time."""
-        if not entry.retired or entry.held or entry.spill:
+        if not entry.retired or entry.held or entry.spill or entry.lent:
             return
         if entry.extent is not None:
             self._release_hbm(entry)
@@ -123,7 +130,7 @@ class Holdings:
 
     def hand_over_copy(self, old: Entry, new: Entry) -> None:
         """The DRAM copy of a sequence is one of the beginning of a longer sequence too."""
-        if old.stored is not None and old.spill is None:
+        if old.stored is not None and old.spill is None and not old.lent:
             new.stored, old.stored = old.stored, None
             self.note(old)
             self.note(new)
@@ -132,20 +139,29 @@ class Holdings:
         """The entries that are pinned, and how often."""
         return {entry: entry.pins for entry in chain(self._entries.values(), self._retired) if entry.pins}
 
-    def check_integrity(self, scratch_bytes: int) -> None:
-        """Raise CacheCorruption where books and memory disagree."""
+    def check_integrity(self, scratch_bytes: int, arriving_bytes: int) -> None:
+        """Raise CacheCorruption where books and memory disagree. arriving_bytes: DRAM that entries will get."""
         everyone = list(chain(self._entries.values(), self._retired))
         self.hbm.check_integrity(everyone, scratch_bytes)
         if self.dram is not None:
-            self.dram.check_integrity(everyone)
+            self.dram.check_integrity(everyone, arriving_bytes)
         for entry in everyone:
             who = f"the entry of {entry.user_id!r}"
             if (entry.extent is None) != (entry.region is None):
                 raise CacheCorruption(f"{who} has a region without memory or the reverse")
-            if entry.retired != (entry in self._retired) or (entry.retired and not (entry.held or entry.spill)):
+            if entry.retired != (entry in self._retired) or (
+                entry.retired and not (entry.held or entry.spill or entry.lent)
+            ):
                 raise CacheCorruption(f"{who} was retired and is not freed, though nobody holds it")
             if not entry.retired and (entry.failed or (entry.region is None and entry.stored is None)):
                 raise CacheCorruption(f"{who} can be found and has no contents")
+
+    def _replace(self, entry: Entry) -> None:
+        old = self._entries.get(entry.user_id)
+        if old is not None:
+            self.retire(old)
+        self._entries[entry.user_id] = entry
+        self.note(entry)
 
     def _evict(self, entry: Entry) -> None:
         """idle → in DRAM (if a copy is there) or absent."""

@@ -8,29 +8,21 @@ and, at 24 bytes a token, takes microseconds (docs/decisions.md). Knows nothing 
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import islice
 
 from relaygr_stream.cache.arena import Extent
-from relaygr_stream.cache.copy import CopyEngine, CopyTicket
+from relaygr_stream.cache.copy import CopyEngine
 from relaygr_stream.cache.counters import CacheCounters
-from relaygr_stream.cache.entry import Coverage, Entry, StoredCopy
+from relaygr_stream.cache.entry import Coverage, Entry, Found
 from relaygr_stream.cache.holdings import Holdings
 from relaygr_stream.cache.memory import TierMemory
+from relaygr_stream.cache.moves import Moves
 from relaygr_stream.cache.scratch import Scratch
 from relaygr_stream.cache.storage import StorageKind, make_storage
-from relaygr_stream.cache.tiers import DramTier, capacity_for
-from relaygr_stream.errors import CacheCorruption, CapacityError, DeviceError
+from relaygr_stream.cache.tiers import capacity_for
+from relaygr_stream.cache.transit import Transit
+from relaygr_stream.errors import CapacityError
 from relaygr_stream.models.kv import KVLayout, KVRegion
 from relaygr_stream.models.tokens import Tokens
-
-#: Share of HBM that can be had without waiting for a copy: below it, idle entries are written back to DRAM. A quarter
-#: keeps copies rare; where that is less than the largest sequence (the scratch region), the latter counts.
-RECLAIMABLE_SHARE = 0.25
-#: Write-backs under way at once: one being copied, one waiting, so that the copy engine never runs dry between steps.
-MAX_SPILLS = 2
-#: The cheapest idle entries among which one to write back is looked for. Where all of these have a copy already, there
-#: is plenty to evict.
-LOOKED_AT = 256
 
 
 class PrefixCache:
@@ -58,16 +50,14 @@ class PrefixCache:
         incremental: bool = True,
         storage: StorageKind = "exact",
     ) -> None:
-        self._layout = layout
-        self._copier = copier
         self._incremental = incremental
         self.counters = CacheCounters()
         self._holdings = Holdings(layout, hbm, dram, make_storage(storage, layout), predict_ms, self.counters)
         self._hbm, self._dram = self._holdings.hbm, self._holdings.dram
-        self._loading: list[Entry] = []
-        self._spilling: list[Entry] = []
         capacity = capacity_for(scratch_tokens)
         self._scratch_bytes = self._hbm.size_of(capacity)
+        self._moves = Moves(self._holdings, copier, self.counters, self._scratch_bytes)
+        self.transit = Transit(self._holdings, predict_ms, self._moves.copy_out)
         reserved = self._hbm.allocate(capacity)
         if reserved is None or self._hbm.size < 2 * self._scratch_bytes:
             raise CapacityError(
@@ -87,7 +77,7 @@ class PrefixCache:
 
     # ---- reading ----
 
-    def find(self, user_id: str, tokens: Tokens) -> tuple[Entry | None, Coverage]:
+    def find(self, user_id: str, tokens: Tokens) -> Found:
         """The user's entry and how it relates to this prefix. Changes nothing."""
         entry = self._holdings.get(user_id)
         return entry, Coverage.NONE if entry is None else self.coverage(entry, tokens)
@@ -119,7 +109,7 @@ class PrefixCache:
     @property
     def copying(self) -> bool:
         """Copies are under way."""
-        return bool(self._loading or self._spilling)
+        return self._moves.copying
 
     def nbytes(self, tokens: int) -> int:
         """HBM that a new entry of so many tokens takes."""
@@ -229,119 +219,31 @@ class PrefixCache:
 
     def load(self, entry: Entry, *, urgent: bool = True) -> bool:
         """in DRAM → loading. False (nothing changed) when HBM has no room. urgent: before write-backs."""
-        assert entry.region is None and entry.stored is not None and self._dram is not None
-        place = self._holdings.room(entry.stored.capacity)
-        if place is None:
-            return False
-        entry.extent, entry.region = place
-        entry.region.length = entry.stored.length
-        entry.load = self._copier.submit(
-            entry.region.storage, self._dram.view(entry.stored), urgent=urgent, convert=self._dram.storage.reload
-        )
-        self._loading.append(entry)
-        self._holdings.note(entry)
-        return True
+        return self._moves.load(entry, urgent=urgent)
 
     def poll(self) -> list[Entry]:
         """Take note of finished copies, start write-backs; returns entries that came, or failed to come (`failed`)."""
-        arrived = []
-        for entry in self._loading[:]:
-            if entry.load is not None and (succeeded := self._over(entry.load)) is not None:
-                self._loading.remove(entry)
-                self._loaded(entry, entry.load, succeeded)
-                arrived.append(entry)
-        for entry in self._spilling[:]:
-            if entry.spill is not None and (succeeded := self._over(entry.spill)) is not None:
-                self._spilling.remove(entry)
-                self._spilled(entry, succeeded)
-        self._write_back()
-        return arrived
+        return self._moves.poll()
 
     # ---- the end, and checking ----
 
     def close(self) -> None:
         """Finish the copies under way; no others can begin. Raises DeviceError when one does not finish."""
-        self._copier.close()
+        self._moves.close()
 
     def check_integrity(self) -> None:
         """Raise CacheCorruption where books and memory disagree. Takes time in proportion to the entries."""
-        self._holdings.check_integrity(self._scratch_bytes)
-        for entry in self._loading:
-            if entry.load is None or entry.region is None or entry.stored is None:
-                raise CacheCorruption(f"the entry of {entry.user_id!r} is being loaded, and is {entry.state}")
-        for entry in self._spilling:
-            if entry.spill is None or entry.region is None or entry.stored is None:
-                raise CacheCorruption(f"the entry of {entry.user_id!r} is being spilled, and is {entry.state}")
+        self._holdings.check_integrity(self._scratch_bytes, self.transit.arriving_bytes)
+        self._moves.check_integrity()
 
     # ---- inside ----
 
     def _move(self, entry: Entry, old: KVRegion, place: tuple[Extent, KVRegion], tokens: Tokens) -> Entry:
         new = place[1]
-        for layer in range(self._layout.layers):
-            for target, source in zip(new.layer(layer), old.layer(layer), strict=True):
-                target[:, : old.length].copy_(source[:, : old.length])
+        new.copy_from(old, old.length)
         new.length = old.length
         self.counters.extended_by_move += 1
         grown = self._holdings.add(place, entry.user_id, tokens)
         grown.approximate = entry.approximate
         self._holdings.hand_over_copy(entry, grown)
         return grown
-
-    def _over(self, ticket: CopyTicket) -> bool | None:
-        """None: still copying; else whether it succeeded."""
-        try:
-            return True if ticket.done() else None
-        except DeviceError:
-            self.counters.copy_failures += 1
-            return False
-
-    def _loaded(self, entry: Entry, ticket: CopyTicket, succeeded: bool) -> None:
-        assert entry.region is not None and self._dram is not None
-        entry.load = None
-        if succeeded:
-            entry.approximate = self._dram.storage.approximate
-            self.counters.loaded += 1
-            self.counters.loaded_bytes += entry.region.storage.nbytes
-            self._holdings.reloads.reloaded(entry.region.storage.nbytes, ticket.seconds)
-            self._holdings.note(entry)
-            self._holdings.free_if_retired(entry)
-        else:
-            entry.failed = True
-            self._holdings.retire(entry)
-
-    def _spilled(self, entry: Entry, succeeded: bool) -> None:
-        assert entry.stored is not None
-        entry.spill = None
-        if succeeded:
-            self.counters.spilled += 1
-            self.counters.spilled_bytes += entry.stored.extent.size
-            self._holdings.note(entry)
-        else:
-            entry.unspillable = True
-            self._holdings.release_dram(entry)
-        self._holdings.free_if_retired(entry)
-
-    def _write_back(self) -> None:
-        """Keep RECLAIMABLE_SHARE of HBM free or idle with a DRAM copy, cheapest entries first."""
-        enough = max(RECLAIMABLE_SHARE * self._hbm.size, self._scratch_bytes)
-        if self._dram is None or len(self._spilling) >= MAX_SPILLS or self._hbm.reclaimable_bytes >= enough:
-            return
-        if self._dram.full:
-            return
-        cheapest = islice(self._hbm.cheapest(), LOOKED_AT)
-        dirty = (entry for entry in cheapest if not (entry.clean or entry.unspillable))
-        for entry in list(islice(dirty, MAX_SPILLS - len(self._spilling))):
-            self._start_spill(entry, self._dram)
-
-    def _start_spill(self, entry: Entry, dram: DramTier) -> None:
-        """idle → spilling; stays idle when DRAM has no room now even after forgetting other copies."""
-        assert entry.region is not None
-        if entry.stored is not None:
-            self._holdings.release_dram(entry)  # of the sequence before it grew
-        extent = self._holdings.dram_room(entry.region.capacity)
-        if extent is None:
-            return
-        entry.stored = StoredCopy(extent, entry.region.capacity, entry.region.length)
-        entry.spill = self._copier.submit(dram.view(entry.stored), entry.region.storage, convert=dram.storage.spill)
-        self._spilling.append(entry)
-        self._holdings.note(entry)

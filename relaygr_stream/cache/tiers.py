@@ -30,7 +30,7 @@ def capacity_for(tokens: int) -> int:
     return max(1, -(-tokens // GRANULE_TOKENS)) * GRANULE_TOKENS
 
 
-class Standing(enum.Enum):
+class Standing(enum.StrEnum):
     """What an entry's HBM counts as."""
 
     HELD = "held"  # requests hold it, or it is being computed or loaded
@@ -110,6 +110,10 @@ class HbmTier:
         at_stake = sum(self._evictor.value(victim.user_id) for victim in self.victims(capacity))
         cost_ms = self._cost_ms(entry)
         return at_stake < self._evictor.expected(entry.user_id, cost_ms) + cost_ms
+
+    def uses(self, user_id: str) -> float:
+        """Uses of the user's entry, here or remembered, as faded by now."""
+        return self._evictor.uses(user_id)
 
     def cheapest(self) -> Iterator[Entry]:
         """The idle entries, what is cheapest to evict first."""
@@ -216,8 +220,20 @@ class DramTier:
         """Entries whose copies make room for one of such a region when forgotten, [] when nothing does."""
         return [self._offered[user] for user in self._evictor.choose(self.size_of(capacity)) or ()]
 
+    def worth_room(self, user_id: str, capacity: int, cost_ms: float) -> bool:
+        """Whether a copy that is not here, of a prefix that takes cost_ms to recompute, is worth more than what would
+        have to be forgotten for it. It counts as used just now, as it will once it is here."""
+        at_stake = sum(self._evictor.value(victim.user_id) for victim in self.victims(capacity))
+        return at_stake < max(1.0, self._evictor.uses(user_id)) * cost_ms
+
+    def uses(self, user_id: str) -> float:
+        """Uses of the user's entry, with a copy here or remembered, as faded by now."""
+        return self._evictor.uses(user_id)
+
     def note(self, entry: Entry, *, used: bool) -> None:
         """Bring the order of forgetting up to what the entry is now; used: a use of it has ended, in HBM."""
+        if entry.stored is None and not used and entry.user_id not in self._offered:
+            return
         was_offered, is_offered = self._offered.get(entry.user_id) is entry, entry.forgettable
         if was_offered and not is_offered:
             self._evictor.remove(entry.user_id)
@@ -232,13 +248,13 @@ class DramTier:
             size = entry.stored.extent.size if is_offered and entry.stored else self.size_of(entry.region.capacity)
             self._evictor.touch(entry.user_id, size, self._cost_ms(entry))
 
-    def check_integrity(self, entries: Iterable[Entry]) -> None:
-        """Raise CacheCorruption unless the books say what these entries say."""
+    def check_integrity(self, entries: Iterable[Entry], others: int) -> None:
+        """Raise CacheCorruption unless the books say what these entries say; others: bytes that no entry holds yet."""
         self._memory.arena.check_integrity()
         copies = {entry: entry.stored.extent for entry in entries if entry.stored is not None}
         total = sum(extent.size for extent in copies.values())
-        if total != self.used:
-            raise CacheCorruption(f"DRAM: entries hold {total} bytes, {self.used} were lent")
+        if total + others != self.used:
+            raise CacheCorruption(f"DRAM: entries and arrivals hold {total} + {others} bytes, {self.used} were lent")
         for entry, extent in copies.items():
             if extent not in self._memory.arena:
                 raise CacheCorruption(f"DRAM: the copy of {entry.user_id!r} is in {extent}, which was not lent")

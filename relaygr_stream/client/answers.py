@@ -124,7 +124,8 @@ class Answers:
     def on_records(self, records: Iterable[Record]) -> None:
         """Records of the reply partition."""
         for record in records:
-            correlation = next((value for name, value in record.headers if name == HEADER_CORRELATION), b"")
+            found = (value for name, value in record.headers if name == HEADER_CORRELATION)
+            correlation = next(found, b"") or b""  # Kafka allows null for a header's value
             call = self._calls.get(correlation)
             if call is None or call.reply.done():
                 self._metrics.answers_dropped.labels(self._why_unexpected(correlation)).inc()

@@ -41,7 +41,7 @@ class Exchange:
     async def run(self) -> ScoreReply:
         """The answer. Raises BrokerError where no copy could be sent; cancelled, it sends nothing more."""
         self._hedges.request()
-        if not (self._hedge_s and self._hedges.silent(self._lane) and self._hedge("silent")):
+        if not (self._hedge_s and (why := self._hedges.cut_off(self._lane)) and self._hedge(why)):
             self._attempt(self._lane)
         self._rearm()
         try:
@@ -70,11 +70,11 @@ class Exchange:
             self._timer = asyncio.get_running_loop().call_later(self._hedge_s, self._slow)
 
     def _slow(self) -> None:
-        """No answer yet: where the owner is gone a hedge costs nobody anything, else it comes out of the budget."""
+        """No answer yet: where the owner or the lane's broker is gone a hedge costs nobody anything, else it comes out
+        of the budget."""
         if self._call.reply.done():
             return
-        silent = self._hedges.silent(self._tried[-1])
-        self._hedge("silent" if silent else "slow")
+        self._hedge(self._hedges.cut_off(self._tried[-1]) or "slow")
         self._rearm()
 
     def _hedge(self, reason: str) -> bool:

@@ -28,7 +28,7 @@ class ClientMetrics:
         self.hedges = Counter(
             "relaygr_client_hedges",
             "Copies of ranking requests sent to another worker's lane: slow (no answer in time), silent (nobody speaks "
-            "for the user's lane), unsent (the broker did not take the first).",
+            "for the user's lane), unsent (no broker takes what is sent there).",
             ["reason"],
             registry=registry,
         )

@@ -7,10 +7,9 @@ this client's partition of `scores`.
 from __future__ import annotations
 
 import asyncio
-import random
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from copy import copy
 from types import TracebackType
@@ -21,11 +20,13 @@ import structlog
 from prometheus_client import CollectorRegistry
 
 from relaygr_stream.bus.producer import Producer
+from relaygr_stream.bus.records import Record
 from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.client.answers import Answers, Call, Ranking, ranking_of
 from relaygr_stream.client.exchange import Exchange
 from relaygr_stream.client.hedges import Hedges
 from relaygr_stream.client.metrics import ClientMetrics
+from relaygr_stream.client.replies import ReplyRoute, reply_partitions
 from relaygr_stream.client.sender import Sender
 from relaygr_stream.config import load
 from relaygr_stream.errors import (
@@ -51,7 +52,7 @@ from relaygr_stream.messages import (
 from relaygr_stream.owners import OwnerDirectory
 from relaygr_stream.settings import Settings
 from relaygr_stream.telemetry.limiter import LogLimiter
-from relaygr_stream.topics import Topic, lane_of, load_topics, verify_topics
+from relaygr_stream.topics import Topic, TopicRow, lane_of, load_topics, verify_topics
 
 log = structlog.get_logger(__name__)
 limited = LogLimiter().limited
@@ -93,9 +94,10 @@ class RelayClient:
         self.registry: Final = CollectorRegistry() if registry is None else registry
         self._metrics = ClientMetrics(self.registry)
         self._answers = Answers(self._metrics, self._topics.scores.max_message_bytes)
-        self._reply_partition = self._choose_reply_partition()
+        self._check_reply_partition()
+        self._route: ReplyRoute | None = None
         self._owners = OwnerDirectory(settings.client.silence_ms)
-        self._hedges = Hedges(self._owners, settings.relay.slo_ms)
+        self._hedges = Hedges(self._owners, settings.relay.slo_ms, stuck=self._stuck)
         self._sender: Sender | None = None
         self._stack = AsyncExitStack()
         self._ended: RelayError = RequestError("the client is not open: use `async with RelayClient(…) as relay`")
@@ -108,9 +110,10 @@ class RelayClient:
     async def __aenter__(self) -> Self:
         kafka, topics = self._settings.kafka, self._topics
         async with AsyncExitStack() as stack:
-            await verify_topics(kafka)
+            rows = await verify_topics(kafka)
+            self._route = route = ReplyRoute(self._reply_partitions(rows))
             # The tail stands before anything is sent, so that no answer is missed.
-            tail = TopicTail(kafka, topics.scores.name, [self._reply_partition], "latest", self._answers.on_records)
+            tail = TopicTail(kafka, topics.scores.name, route.partitions, "latest", self._on_answers)
             await stack.enter_async_context(tail)
             tail.failed.add_done_callback(self._tail_failed)
             if self._settings.client.hedge_ms:
@@ -197,16 +200,24 @@ class RelayClient:
         return ranking_of(reply, candidates, (time.perf_counter() - started) * 1000)
 
     def _exchange(self, sender: Sender, call: Call, request: RankingRequest, value: bytes, key: bytes) -> Exchange:
-        headers = [
-            (HEADER_CORRELATION, call.correlation),
-            (HEADER_REPLY_PARTITION, str(self._reply_partition).encode()),
-        ]
-        topic = self._topics.ranking.name
+        topic, route = self._topics.ranking.name, self._route
+        assert route is not None
+        first = route.choose()
 
         async def send(lane: int, hops: int, settled: Callable[[BrokerError | None], None]) -> None:
             copy_of_it = value if not hops else encode(msgspec.structs.replace(request, hops=hops))
+            reply_to = route.choose_again() if hops else first
+            headers = [(HEADER_CORRELATION, call.correlation), (HEADER_REPLY_PARTITION, str(reply_to).encode())]
             try:
-                await sender.send(topic, copy_of_it, key=key, partition=lane, headers=headers, settled=settled)
+                await sender.send(
+                    topic,
+                    copy_of_it,
+                    key=key,
+                    partition=lane,
+                    headers=headers,
+                    patience_s=request.timeout_ms / 1000,
+                    settled=settled,
+                )
             except BrokerError as error:
                 settled(error)
 
@@ -244,13 +255,27 @@ class RelayClient:
             if count > limit:
                 raise Rejected(f"{count} {what}, the limit is {limit} ({setting})")
 
-    def _choose_reply_partition(self) -> int:
+    def _on_answers(self, records: list[Record]) -> None:
+        assert self._route is not None
+        for record in records:
+            self._route.heard(record.lane)
+        self._answers.on_records(records)
+
+    def _stuck(self, lane: int) -> bool:
+        return self._sender is not None and self._sender.stuck(self._topics.ranking.name, lane)
+
+    def _check_reply_partition(self) -> None:
         chosen, partitions = self._settings.client.reply_partition, self._topics.scores.partitions
         if chosen >= partitions:
             raise ConfigError(
                 f"`client.reply_partition` = {chosen}: {self._topics.scores.name} has partitions 0…{partitions - 1}"
             )
-        return chosen if chosen >= 0 else random.randrange(partitions)
+
+    def _reply_partitions(self, rows: Sequence[TopicRow]) -> list[int]:
+        found = next(row.found for row in rows if row.topic.name == self._topics.scores.name)
+        assert found is not None, "verified"
+        chosen = self._settings.client.reply_partition
+        return reply_partitions(found.leaders, None if chosen < 0 else chosen)
 
     def _open_sender(self) -> Sender:
         if self._sender is None:

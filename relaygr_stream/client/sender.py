@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
@@ -16,8 +17,15 @@ from relaygr_stream.errors import BrokerError, BrokerUnavailable
 
 #: No acknowledgement for this long, although some are due, means that the brokers are away: sends then fail at once,
 #: but for one in as long a time, which finds out whether they are back. An acknowledgement takes milliseconds; a
-#: broker's clean stop holds them up for 1.1 s at most (DESIGN §5).
+#: broker's clean stop holds them up for 1.1 s at most (DESIGN §5). Who has more patience than the silence has lasted
+#: may well see its end, and waits.
 SILENT_S: Final = 1.5
+#: After so long without a call nobody knows whether the silence went on, and it counts anew: while calls come, one is
+#: let through every SILENT_S.
+FORGOTTEN_S: Final = 3 * SILENT_S
+#: A partition whose oldest send is due this long is stuck: most likely its leader is gone. An acknowledgement takes
+#: 5 ms (P99, DESIGN §5); a hundred times that is no crowded machine's doing.
+STUCK_S: Final = 0.5
 
 
 class Sender:
@@ -27,10 +35,16 @@ class Sender:
         self._producer = producer
         self._bootstrap = bootstrap
         self._loop = asyncio.get_running_loop()
-        self._due: dict[int, float] = {}  # send → when, oldest first
+        # Partition → the sends due there → when each was made, oldest first.
+        self._due: defaultdict[tuple[str, int], dict[int, float]] = defaultdict(dict)
         self._count = itertools.count()
-        self._acknowledged_s = self._loop.time()
+        self._unanswered_s: float | None = None  # the first send after which no broker has answered any
         self._tried_s = 0.0  # when a send was last let through
+
+    def stuck(self, topic: str, partition: int) -> bool:
+        """Whether what was sent there waits for its acknowledgement for too long."""
+        due = self._due.get((topic, partition))
+        return due is not None and len(due) > 0 and self._loop.time() - next(iter(due.values())) > STUCK_S
 
     async def send(
         self,
@@ -40,37 +54,48 @@ class Sender:
         key: bytes,
         partition: int,
         headers: Sequence[tuple[str, bytes]] = (),
+        patience_s: float = 0.0,
         settled: Callable[[BrokerError | None], None],
     ) -> None:
         """Buffer a message; waits only while the buffer is full.
 
-        settled: called with None once the broker has the message, or with the error. Raises BrokerUnavailable at once
-        while the brokers are away, BrokerError if the message cannot be buffered.
+        patience_s: how long the caller would wait for the brokers. settled: called with None once the broker has the
+        message, or with the error. Raises BrokerUnavailable at once while the brokers are away, BrokerError if the
+        message cannot be buffered.
         """
         now = self._loop.time()
-        if self._due:
-            silent_s = now - max(self._acknowledged_s, next(iter(self._due.values())))
-            if silent_s > SILENT_S and now - self._tried_s < SILENT_S:
-                raise BrokerUnavailable(
-                    f"{self._bootstrap} has acknowledged nothing for {silent_s:.1f} s; {len(self._due)} messages wait"
-                )
+        if self._unanswered_s is None or now - self._tried_s > FORGOTTEN_S:
+            self._unanswered_s = now
+        silent_s = now - self._unanswered_s
+        if silent_s > max(SILENT_S, patience_s) and now - self._tried_s < SILENT_S:
+            waiting = sum(map(len, self._due.values()))
+            raise BrokerUnavailable(
+                f"{self._bootstrap} has acknowledged nothing for {silent_s:.1f} s; {waiting} messages wait"
+            )
         self._tried_s = now
         number = next(self._count)
-        self._due[number] = now
+        due = self._due[topic, partition]
+        due[number] = now
         try:
             sent = await self._producer.send(topic, value, key=key, partition=partition, headers=headers)
         except BaseException:
-            del self._due[number]
+            del due[number]
             raise
-        sent.add_done_callback(partial(self._settle, number, settled))
+        sent.add_done_callback(partial(self._settle, due, number, settled))
 
-    def _settle(self, number: int, settled: Callable[[BrokerError | None], None], sent: asyncio.Future[int]) -> None:
-        del self._due[number]
+    def _settle(
+        self,
+        due: dict[int, float],
+        number: int,
+        settled: Callable[[BrokerError | None], None],
+        sent: asyncio.Future[int],
+    ) -> None:
+        del due[number]
         error: BaseException | None
         if sent.cancelled():
             error = BrokerUnavailable("the producer was closed before the message was sent")
         else:
             error = sent.exception()
-        if error is None:
-            self._acknowledged_s = self._loop.time()
+        if not isinstance(error, BrokerUnavailable):  # a refusal is an answer, too
+            self._unanswered_s = None
         settled(error if error is None or isinstance(error, BrokerError) else BrokerError(repr(error)))

@@ -5,6 +5,7 @@ The topic is a log: what was replayed stays in it, and a marker behind it (a rec
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -30,6 +31,9 @@ _OURS: Final = frozenset(
 MAX_ITEMS: Final = 1000
 #: Longest text or byte string shown whole.
 SHOWN_BYTES: Final = 64
+#: Deepest nesting shown. A message of ours has 4 levels; msgpack unpacks 511, for which Python's own recursion limit of
+#: 1,000 calls leaves no room once each level takes two.
+SHOWN_DEPTH: Final = 32
 
 
 @dataclass
@@ -47,7 +51,7 @@ class Letter:
     origin_partition: int = -1
     origin_offset: int = -1
     replays: int = 0  # how often it had been replayed before it came here
-    headers: tuple[tuple[str, bytes], ...] = ()  # the original's own
+    headers: tuple[tuple[str, bytes], ...] = ()  # the original's own; of those without a value, an empty one
     replayed: bool = field(default=False)  # from here, by a marker behind it
 
     @property
@@ -61,7 +65,8 @@ def letters_of(records: Iterable[Record]) -> list[Letter]:
     letters: dict[str, Letter] = {}
     replayed: set[str] = set()
     for record in records:
-        headers = dict(reversed(record.headers))  # ours come first; the original may have brought the same names
+        # Ours come first, and the original may have brought the same names. Kafka allows null for a header's value.
+        headers = {name: value or b"" for name, value in reversed(record.headers)}
         if (marker := headers.get(HEADER_REPLAY_OF)) is not None and HEADER_REASON not in headers:
             replayed.add(_text(marker))
         else:
@@ -96,7 +101,7 @@ def _letter(record: Record, headers: dict[str, bytes]) -> Letter:
         origin_partition=_number(headers.get(HEADER_ORIGIN_PARTITION), -1),
         origin_offset=_number(headers.get(HEADER_ORIGIN_OFFSET), -1),
         replays=_number(headers.get(HEADER_REPLAYS), 0),
-        headers=tuple((name, value) for name, value in record.headers if name not in _OURS),
+        headers=tuple((name, value or b"") for name, value in record.headers if name not in _OURS),
     )
 
 
@@ -109,15 +114,23 @@ def _number(raw: bytes | None, default: int) -> int:
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 20 else default
 
 
-def _brief(value: Any) -> Any:
+def _brief(value: Any, depth: int = 0) -> Any:
     """The same with long strings cut, bytes as hex, and keys as text, so that it can be printed as JSON."""
-    if isinstance(value, dict):
-        return {str(_brief(key)): _brief(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_brief(item) for item in value]
+    if isinstance(value, dict | list | tuple):
+        if depth == SHOWN_DEPTH:
+            return f"… ({len(value)} more, nested)"
+        if isinstance(value, dict):
+            return {str(_brief(key, depth + 1)): _brief(item, depth + 1) for key, item in value.items()}
+        return [_brief(item, depth + 1) for item in value]
+    return _brief_leaf(value)
+
+
+def _brief_leaf(value: Any) -> Any:
     if isinstance(value, bytes):
         shown = value[: SHOWN_BYTES // 2].hex(" ", 4)
         return f"{len(value)} bytes: {shown}{' …' if len(value) > SHOWN_BYTES // 2 else ''}"
     if isinstance(value, str) and len(value) > SHOWN_BYTES:
         return f"{value[:SHOWN_BYTES]}… ({len(value)} characters)"
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)  # JSON has no such numbers
     return value if isinstance(value, str | int | float | bool | None) else repr(value)[:SHOWN_BYTES]

@@ -1,10 +1,11 @@
-"""Dead letters as text."""
+"""Dead letters as text, without the control characters by which a hostile one could rewrite its reader's terminal."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
+from typing import Final
 
 from rich.console import Console
 from rich.table import Table
@@ -12,6 +13,11 @@ from rich.text import Text
 
 from relaygr_stream.dead_letters.letter import Letter, show_value
 from relaygr_stream.dead_letters.replay import Verdict
+from relaygr_stream.printable import printable
+
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+#: DEL and the C1 control characters, which JSON leaves as they are.
+_JSON_CONTROLS: Final = {code: f"\\u{code:04x}" for code in range(0x7F, 0xA0)}
 
 
 def print_letters(console: Console, letters: Sequence[Letter]) -> None:
@@ -21,12 +27,11 @@ def print_letters(console: Console, letters: Sequence[Letter]) -> None:
         return
     table = Table("address", "when (UTC)", "reason", "from", "key", "bytes", "replays", "detail")
     for letter in letters:
-        table.add_row(*(Text(cell) for cell in _cells(letter)))
+        table.add_row(*(Text(printable(cell)) for cell in _cells(letter)))
     console.print(table)
     reasons = {reason: sum(letter.reason == reason for letter in letters) for reason in sorted(_reasons(letters))}
-    console.print(
-        f"{len(letters)} letters: " + ", ".join(f"{n} {reason or 'unknown'}" for reason, n in reasons.items())
-    )
+    counted = ", ".join(f"{n} {reason or 'unknown'}" for reason, n in reasons.items())
+    console.print(Text(printable(f"{len(letters)} letters: {counted}")))
 
 
 def as_json(letter: Letter, *, value: bool) -> str:
@@ -43,18 +48,20 @@ def as_json(letter: Letter, *, value: bool) -> str:
         "replayed": letter.replayed,
         "headers": {name: value.decode("utf-8", "replace") for name, value in letter.headers},
     }
-    return json.dumps(known | ({"value": show_value(letter.value)} if value else {}), ensure_ascii=False)
+    line = json.dumps(known | ({"value": show_value(letter.value)} if value else {}), ensure_ascii=False)
+    return line.translate(_JSON_CONTROLS)
 
 
 def print_letter(console: Console, letter: Letter) -> None:
     """Everything known of one letter, its value unpacked as far as it goes."""
-    console.print_json(as_json(letter, value=True))
+    # Rich writes the JSON anew; only as ASCII does it escape every control character.
+    console.print_json(as_json(letter, value=True), ensure_ascii=True)
 
 
 def line_of(letter: Letter, verdict: Verdict, detail: str) -> str:
     """What became of a letter, as a line of a replay's output."""
     where = f"{letter.origin_topic or 'unknown topic'} key {_key(letter)}"
-    return f"{letter.address:>10}  {verdict:<15}  {where}{': ' + detail if detail else ''}"
+    return printable(f"{letter.address:>10}  {verdict:<15}  {where}{': ' + detail if detail else ''}")
 
 
 def _cells(letter: Letter) -> tuple[str, ...]:
@@ -77,7 +84,12 @@ def _key(letter: Letter) -> str:
 
 
 def _when(letter: Letter) -> str:
-    return datetime.fromtimestamp(letter.timestamp_ms / 1000, UTC).isoformat(timespec="milliseconds")
+    """The producer's clock, which may say anything that an int64 holds."""
+    try:
+        when = _EPOCH + timedelta(milliseconds=letter.timestamp_ms)
+    except OverflowError:
+        return f"{letter.timestamp_ms} ms"
+    return when.isoformat(timespec="milliseconds")
 
 
 def _reasons(letters: Sequence[Letter]) -> set[str]:

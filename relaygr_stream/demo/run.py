@@ -21,10 +21,10 @@ from rich.console import Console
 from relaygr_stream.bus.local import local_broker
 from relaygr_stream.bus.records import Record
 from relaygr_stream.bus.tail import TopicTail
+from relaygr_stream.children import Child, settings_as_toml, stop_all
 from relaygr_stream.client import RelayClient
 from relaygr_stream.demo.live import LiveState, LiveView
 from relaygr_stream.demo.plot import save_plot
-from relaygr_stream.demo.processes import Child, settings_as_toml, stop_all
 from relaygr_stream.demo.report import PREPARED_WORDS, DemoResult, render_table, verdict
 from relaygr_stream.errors import DecodeError, RelayError
 from relaygr_stream.exactness import relative_deviation
@@ -38,8 +38,9 @@ from relaygr_stream.workload.items import WorkItem
 WORKERS: Final = ("worker-1", "worker-2")
 #: Median prefix: full inference of it takes tens of milliseconds on one core, the relay's part a few.
 MEDIAN_TOKENS: Final = 700.0
-#: Requests before the measured ones, sent like them: first connections, first fetches, first memory.
-WARM_UP_S: Final = 2.0
+#: Requests before the measured ones, sent like them: first connections, first fetches, first memory; a broker in Java
+#: compiles what it has run often, which takes it longest.
+WARM_UP_S: Final = 5.0
 #: Workers state themselves every 250 ms; after the load, audits may still be running.
 SETTLE_S: Final = 1.5
 LANES_TIMEOUT_S: Final = 30.0

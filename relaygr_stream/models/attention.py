@@ -7,14 +7,13 @@ sequence. Knows nothing of layers, weights or where K/V came from.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final, NamedTuple
 
 import torch
 from torch.nn import functional
-
-from relaygr_stream.models.native import attention as native
 
 #: Rows of a block on the CPU: the products reach their peak from about 256 rows on, while the half block above the
 #: diagonal is computed in vain. Measured with benchmarks/engine.py over 64…512.
@@ -29,10 +28,12 @@ ACCELERATOR_BLOCK_ELEMENTS: Final = 64 << 20
 #: Up to so many rows, the CPU computes half-precision scores transposed. Measured for whole rankings on 2,048 and 8,192
 #: tokens: faster by 10–30 % up to 96 rows, even at 128, slower from 256 on.
 FEW_ROWS: Final = 96
-#: A kernel that keeps no scores blocks by itself; this many rows are no sequence.
-FUSED_BLOCK_ROWS: Final = 1 << 30
+#: What keeps no scores blocks by itself (models/native); this many rows are no sequence.
+ANY_ROWS: Final = 1 << 30
 #: Fewer rows than this make products inefficient on any device, so memory bounds never go below it.
 MIN_BLOCK_ROWS: Final = 32
+#: Nor fewer columns than this.
+MIN_PIECE_COLUMNS: Final = 256
 
 
 class Block(NamedTuple):
@@ -51,6 +52,31 @@ class Block(NamedTuple):
     causal_from: int = 0
     recent: int | None = None
     recent_to: int = 0
+
+    def pieces(self, most_columns: int) -> Iterator[Block]:
+        """The same block over so many columns at a time, where all rows see all of them; cut along a diagonal, columns
+        stay together. Every column is in one piece."""
+        width = self.col_stop - self.col_start
+        whole_from = 0 if self.recent is None else self.recent_to
+        whole_to = width if self.causal is None else self.causal_from
+        start = 0
+        while width - start > most_columns:
+            stop = min(start + most_columns, whole_to)
+            if stop <= start or stop < whole_from:
+                break
+            yield self._columns(start, stop)
+            start = stop
+        yield self._columns(start, width)
+
+    def _columns(self, start: int, stop: int) -> Block:
+        width = self.col_stop - self.col_start
+        return self._replace(
+            col_start=self.col_start + start,
+            col_stop=self.col_start + stop,
+            causal=self.causal if stop == width else None,
+            causal_from=max(0, self.causal_from - start),
+            recent=self.recent if start == 0 else None,
+        )
 
 
 @dataclass(frozen=True)
@@ -110,10 +136,10 @@ class Visibility:
         return block
 
 
-def block_rows(device: torch.device, heads: int, cols: int, *, fused: bool = False) -> int:
-    """How many rows to compute together, over at most `cols` columns; fused: all, as their scores take no memory."""
-    if fused:
-        return FUSED_BLOCK_ROWS
+def block_rows(device: torch.device, dtype: torch.dtype, heads: int, cols: int) -> int:
+    """How many rows to compute together, over at most `cols` columns."""
+    if _sums_in_float32(device, dtype):
+        return CPU_BLOCK_ROWS  # its columns come in pieces
     if device.type == "cpu":
         most, elements = CPU_BLOCK_ROWS, CPU_BLOCK_ELEMENTS
     else:
@@ -138,16 +164,12 @@ def attend(
     of any strides, read and written in place. Columns that no block names may hold anything: they are not read.
     accumulate: add to `out` instead of overwriting it.
     """
-    fused = native.fits(queries.device, queries.dtype, queries.shape[2], values.shape[2])
-    for block in blocks:
+    for block, adds in _in_pieces(blocks, queries, accumulate):
         target = out[:, block.row_start : block.row_stop]
         columns = slice(block.col_start, block.col_stop)
         if block.col_start == block.col_stop:
-            if not accumulate:
+            if not adds:
                 target.zero_()
-            continue
-        if fused:
-            native.attend(queries, keys, values, out, block, scale=scale, weight=weight, accumulate=accumulate)
             continue
         scores = _products(queries[:, block.row_start : block.row_stop], keys[:, columns], scale)
         functional.silu(scores, inplace=True)
@@ -157,7 +179,7 @@ def attend(
         if block.recent is not None:
             scores[:, :, : block.recent_to].triu_(block.recent)
         # 1/N goes into the product's epilogue, in float32: on the scores themselves it would underflow in float16.
-        torch.baddbmm(target, scores, values[:, columns], beta=1 if accumulate else 0, alpha=weight, out=target)
+        torch.baddbmm(target, scores, values[:, columns], beta=1 if adds else 0, alpha=weight, out=target)
 
 
 def attend_to_self(
@@ -173,13 +195,30 @@ def attend_to_self(
 
     weight: one number, or (rows, 1, 1) float32 (0 for rows whose own column was counted elsewhere).
     """
-    if native.fits(queries.device, queries.dtype, queries.shape[2], values.shape[2]):
-        native.attend_to_self(queries, keys, values, out, scale=scale, weight=weight)
-        return
     # In float32, as the sum over dqk inside a matrix product would be.
     own = (queries.float() * keys.float()).sum(-1, keepdim=True).mul_(scale)
     functional.silu(own, inplace=True).mul_(weight)
     out.addcmul_(own.to(out.dtype), values)
+
+
+def _in_pieces(blocks: Iterable[Block], queries: torch.Tensor, adds: bool) -> Iterator[tuple[Block, bool]]:
+    """Blocks whose scores fit into the cache, and whether each adds to what is there; `adds`: the first ones do.
+
+    Where sums are kept in float32, the columns are cut: fewer rows would read K and V once more for each block. In half
+    precision every piece would round the sum.
+    """
+    if not _sums_in_float32(queries.device, queries.dtype):
+        yield from ((block, adds) for block in blocks)
+        return
+    for block in blocks:
+        rows = block.row_stop - block.row_start
+        columns = CPU_BLOCK_ELEMENTS // (len(queries) * max(1, rows))
+        for index, piece in enumerate(block.pieces(max(MIN_PIECE_COLUMNS, columns))):
+            yield piece, adds or index > 0
+
+
+def _sums_in_float32(device: torch.device, dtype: torch.dtype) -> bool:
+    return device.type == "cpu" and dtype == torch.float32
 
 
 def _products(queries: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:

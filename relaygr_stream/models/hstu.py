@@ -24,15 +24,12 @@ from torch import nn
 from torch.nn import functional
 
 from relaygr_stream.errors import ModelError
-from relaygr_stream.models.attention import Block, Visibility, attend, attend_to_self, block_rows
+from relaygr_stream.models.attention import ANY_ROWS, Block, Visibility, attend, attend_to_self, block_rows
 from relaygr_stream.models.kv import KVLayout, KVRegion
-from relaygr_stream.models.native import attention as native
+from relaygr_stream.models.native.layers import NativeLayers, native_layers
+from relaygr_stream.models.usual_rows import compiles_per_shape, with_usual_rows
 
 NORM_EPS: Final = 1e-6
-#: See with_usual_rows: at most 31 rows are computed in vain up to 512, 127 above; 44 sizes up to 4,096.
-FEW_ROWS: Final = 512
-FEW_STEP: Final = 32
-MANY_STEP: Final = 128
 
 
 @dataclass(frozen=True)
@@ -139,12 +136,9 @@ class STULayer(nn.Module):
 
     def finish(self, x: torch.Tensor, room: Room) -> torch.Tensor:
         """The layer's output (n, D); `room` holds o and what `project` wrote."""
-        heads, dv, dqk = self.shape
+        heads, dv, _ = self.shape
         width = heads * dv
         uvqk, gates = room.uvqk, room.gates
-        if not self.group_norm and native.fits(gates.device, gates.dtype, dqk, dv):
-            native.gate(uvqk, gates, self.output_norm_weight, self.output_norm_bias, NORM_EPS)
-            return torch.addmm(x, gates, self.output_weight)
         u, o, gated = gates[:, :width], gates[:, width : 2 * width], gates[:, 2 * width :]
         torch.ops.aten.silu.out(uvqk[:, :width], out=u)
         if self.group_norm:
@@ -168,9 +162,15 @@ class HSTUStack(nn.Module):
         self.config = config
         self.fused: FusedLayers | None = None  # None: attention.py
         self.layers = nn.ModuleList(STULayer(config) for _ in range(config.layers))
+        self._native: NativeLayers | None = None
         self._visibility = Visibility(config.contextual_seq_len, config.max_attn_len)
         self._scale = 1 / math.sqrt(config.dqk)
         self._weight = 1 / config.scale_tokens
+
+    def place(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Move the weights and convert them; from here on they are what `native` has of them, if it has them."""
+        self.to(device=device, dtype=dtype)
+        self._native = native_layers(self.config, self.stu_layers(), NORM_EPS)
 
     @property
     def incremental(self) -> bool:
@@ -211,9 +211,13 @@ class HSTUStack(nn.Module):
             x = self.fused.extend(self.stu_layers(), kv, x, outputs)
             kv.length = stop
             return x
-        rows = block_rows(x.device, self.config.heads, stop, fused=self._fused(x))
-        count = len(x)
+        count, native = len(x), self._native_now()
+        rows = ANY_ROWS if native else block_rows(x.device, x.dtype, self.config.heads, stop)
         blocks = self._visibility.blocks(start, count, 0, stop, stop, rows)
+        if native:
+            x = yield from native.extension(kv, x, blocks, outputs)
+            kv.length = stop
+            return x
         x = with_usual_rows(x)
         room = Room(self.config, x, count)
         for index, layer in enumerate(self.stu_layers()):
@@ -251,6 +255,9 @@ class HSTUStack(nn.Module):
         if self.fused is not None:
             return self.fused.score(self.stu_layers(), batch, x)
         plans = [self._plan(rows, x) for rows in batch]
+        native = self._native_now()
+        if native:
+            return native.score(batch, x, plans, self._self_weights(batch))
         self_weight = self._self_weight(batch, x.device)
         count = len(x)
         x = with_usual_rows(x)
@@ -273,7 +280,7 @@ class HSTUStack(nn.Module):
     def warm_up(self, most: int) -> None:
         """Meet every number of rows up to `most` that `with_usual_rows` makes, where meeting one first costs time."""
         weight = self.stu_layers()[0].uvqk_weight
-        if not _compiles_per_shape(weight):
+        if self._native_now() or not compiles_per_shape(weight):
             return
         rows = 1
         while rows <= most:
@@ -288,21 +295,23 @@ class HSTUStack(nn.Module):
     def _plan(self, rows: RankingRows, x: torch.Tensor) -> tuple[list[Block], list[Block]]:
         """Blocks of one ranking's rows over the prefix, and over its suffix."""
         length, history, count = rows.kv.length, rows.kv.length + rows.suffix, rows.suffix + rows.candidates
-        together = block_rows(x.device, self.config.heads, history, fused=self._fused(x))
+        together = ANY_ROWS if self._native_now() else block_rows(x.device, x.dtype, self.config.heads, history)
         on_prefix = self._visibility.blocks(length, count, 0, length, history, together)
         if not rows.suffix:
             return on_prefix, []
         return on_prefix, self._visibility.blocks(length, count, length, rows.suffix, history, together)
 
-    def _fused(self, x: torch.Tensor) -> bool:
-        return native.fits(x.device, x.dtype, self.config.dqk, self.config.dv)
+    def _native_now(self) -> NativeLayers | None:
+        return self._native if self._native and self._native.serve() else None
 
     def _self_weight(self, batch: Sequence[RankingRows], device: torch.device) -> torch.Tensor | float:
         """Candidates see themselves here; a suffix row's own column is among those of the suffix."""
         if not any(rows.suffix for rows in batch):
             return self._weight
-        weights = [w for rows in batch for w in [0.0] * rows.suffix + [self._weight] * rows.candidates]
-        return torch.tensor(weights).view(-1, 1, 1).to(device, non_blocking=True)
+        return self._self_weights(batch).view(-1, 1, 1).to(device, non_blocking=True)
+
+    def _self_weights(self, batch: Sequence[RankingRows]) -> torch.Tensor:
+        return torch.tensor([w for one in batch for w in [0.0] * one.suffix + [self._weight] * one.candidates])
 
     def stu_layers(self) -> Sequence[STULayer]:
         """The layers, first to last."""
@@ -317,22 +326,6 @@ def _run(steps: Generator[None, None, torch.Tensor]) -> torch.Tensor:
         except StopIteration as end:
             result: torch.Tensor = end.value
             return result
-
-
-def with_usual_rows(x: torch.Tensor) -> torch.Tensor:
-    """x, with rows of zeros behind it up to a number of rows that comes often.
-
-    oneDNN compiles a product for each number of rows it meets: measured 2–9 ms in bfloat16, a hundred times what the
-    product takes. Requests have any number of rows, so they are rounded up: to 32, from 512 on to 128.
-    """
-    if not _compiles_per_shape(x):
-        return x
-    step = FEW_STEP if len(x) <= FEW_ROWS else MANY_STEP
-    return functional.pad(x, (0, 0, 0, -len(x) % step))
-
-
-def _compiles_per_shape(x: torch.Tensor) -> bool:
-    return x.device.type == "cpu" and x.dtype != torch.float32
 
 
 def _offsets(batch: Sequence[RankingRows]) -> list[int]:

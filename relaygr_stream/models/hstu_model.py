@@ -100,7 +100,7 @@ class HSTUModel(nn.Module):
         if dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}; got {dtype}")
         self.embedding.to(device=device, dtype=dtype)
-        self.stack.to(device=device, dtype=dtype)
+        self.stack.place(device, dtype)
         self.head.to(device=device)
         self.layout = self.config.stack.layout(dtype)
         self.version = version_of("hstu", self._digest, dtype)

@@ -52,9 +52,14 @@ class KVRegion:
                 f"got {tuple(storage.shape)} of {storage.dtype}"
             )
         self.layout = layout
-        self.storage = storage[:needed]
+        self.storage = storage if storage.numel() == needed else storage[:needed]
         self.capacity = capacity
         self.length = length
+
+    def copy_from(self, other: KVRegion, tokens: int) -> None:
+        """The first `tokens` tokens of another region of this layout, in two copies whatever the number of layers."""
+        for target, source in zip(self._all_layers(), other._all_layers(), strict=True):
+            target[:, :, :tokens].copy_(source[:, :, :tokens])
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K (heads, capacity, dqk) and V (heads, capacity, dv) of one layer, as views to read and write in place."""
@@ -65,3 +70,11 @@ class KVRegion:
         keys = self.storage[start : start + k_elements].view(layout.heads, capacity, layout.dqk)
         values = self.storage[start + k_elements : start + k_elements + v_elements]
         return keys, values.view(layout.heads, capacity, layout.dv)
+
+    def _all_layers(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """K (layers, heads, capacity, dqk) and V (layers, heads, capacity, dv), as views."""
+        layout, capacity = self.layout, self.capacity
+        layers = self.storage.view(layout.layers, -1)
+        k_elements = layout.heads * capacity * layout.dqk
+        shape = (layout.layers, layout.heads, capacity)
+        return layers[:, :k_elements].view(*shape, layout.dqk), layers[:, k_elements:].view(*shape, layout.dv)

@@ -16,16 +16,14 @@ import torch
 
 from relaygr_stream.cache.copy import CopyEngine
 from relaygr_stream.cache.memory import TierMemory
-from relaygr_stream.models.devices import select_device
 from relaygr_stream.models.kv import KVRegion
-from relaygr_stream.models.load import load_model
 from relaygr_stream.models.protocol import RankingModel, ScoreInput, SteppedModel
 from relaygr_stream.models.tokens import Tokens
 from relaygr_stream.settings import Settings
 from relaygr_stream.simulate.costs import KV, DeviceCosts
 from relaygr_stream.simulate.device import META, SimulatedCopies, SimulatedModel
 from relaygr_stream.simulate.timeline import Clock
-from relaygr_stream.worker.build import assemble
+from relaygr_stream.worker.build import assemble, load_engine
 from relaygr_stream.worker.engine import Engine
 from relaygr_stream.worker.tasks import PreInferTask, RankTask
 
@@ -36,8 +34,11 @@ ROUNDS: Final = 150
 #: Chunks are between the engine's least and what a few milliseconds allow on any device measured.
 CHUNKS: Final = (32, 512)
 BATCHES: Final = (1, 1, 1, 2, 4)
-#: Quantiles kept of measured / formula: the median's neighbourhood and the tail up to P99.
-QUANTILES: Final = 33
+#: Quantiles kept of measured / formula: a P99 is made of the rarest, but beyond 1 in 200 the samples tell nothing.
+QUANTILES: Final = 101
+#: Rankings after a pause that is longer than any between operations under load, beside as many right after them.
+PAUSES: Final = 40
+PAUSE_S: Final = 0.01
 COPY_BYTES: Final = 32 << 20
 COPIES: Final = 8
 STEP_REQUESTS: Final = 300
@@ -60,8 +61,7 @@ class Samples:
         features, ms = np.array(self.features), np.array(self.ms)
         coefficients = fit_relative(features, ms)
         ratios = ms / np.maximum(features @ coefficients, 1e-9)
-        # The outermost samples are single interruptions: a quantile beyond the samples' resolution would be chance.
-        shares = np.linspace(0.01, 0.99, QUANTILES)
+        shares = (np.arange(QUANTILES) + 0.5) / QUANTILES
         a, b, c = (float(each) for each in coefficients)
         return (a, b, c), tuple(round(float(each), 4) for each in np.quantile(ratios, shares))
 
@@ -95,12 +95,8 @@ def fit_relative(features: Floats, ms: Floats) -> Floats:
 def calibrate(settings: Settings, length: int, rows: int, rounds: int = ROUNDS) -> DeviceCosts:
     """For prefixes of about `length` tokens and rankings of about `rows` suffix and candidate tokens."""
     worker = settings.worker
-    device = select_device(worker.device)
-    if device.type == "cpu":
-        torch.set_num_threads(worker.threads)
-    dtype = getattr(torch, worker.dtype)
-    model = load_model(settings.model, settings.relay, device=device, dtype=dtype, kernels=worker.kernels)
-    engine = Engine(model, device)
+    engine = load_engine(settings)
+    model, device = engine.model, engine.device
     longest = min(settings.relay.max_prefix_tokens, 2 * length)
     layout = model.layout
     storage = torch.zeros(longest * layout.elements_per_token, dtype=layout.dtype, device=device)
@@ -125,6 +121,7 @@ def calibrate(settings: Settings, length: int, rows: int, rounds: int = ROUNDS) 
             for _ in range(size)
         ]
         scores.add(score_features(batch), engine.score(batch)[1])
+    cold_ms = _cold_ms(engine, batch[:1])
     region.length = 0
     steps = 1
     if hasattr(type(model), "extend_in_steps"):  # as worker/chunk.py asks
@@ -142,6 +139,7 @@ def calibrate(settings: Settings, length: int, rows: int, rounds: int = ROUNDS) 
         extend_factors=extend_factors,
         score_factors=score_factors,
         steps=steps,
+        cold_ms=round(cold_ms, 4),
         reload_bytes_per_s=reload_speed,
         spill_bytes_per_s=spill_speed,
     )
@@ -162,6 +160,16 @@ def _extend(model: RankingModel, region: KVRegion, tokens: Tokens) -> float:
         if region.storage.device.type != "cpu":
             torch.accelerator.synchronize(region.storage.device)
     return (time.perf_counter() - start) * 1e3
+
+
+def _cold_ms(engine: Engine, batch: Sequence[ScoreInput]) -> float:
+    """What a ranking takes longer after a pause than right after another one."""
+    longer = []
+    for _ in range(PAUSES):
+        time.sleep(PAUSE_S)
+        cold = engine.score(batch)[1]
+        longer.append(cold - engine.score(batch)[1])
+    return max(0.0, _median(longer))
 
 
 def _copy_speeds(device: torch.device, pinned: bool) -> tuple[float, float]:

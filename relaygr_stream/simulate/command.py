@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ import click
 from relaygr_stream.cli_options import parse_flags
 from relaygr_stream.config import load
 from relaygr_stream.errors import ConfigError
+from relaygr_stream.simulate.bus import BusLatency
 
 if TYPE_CHECKING:
     from relaygr_stream.settings import Settings
@@ -73,8 +75,13 @@ def _share(_: click.Context, __: click.Parameter, value: str | None) -> float | 
     help="Device costs: a TOML file, or measure the configured model on this machine (15 s).",
 )
 @click.option("--save-costs", type=click.Path(path_type=Path, dir_okay=False), help="Write the costs to this file.")
-@click.option("--bus-p50", type=float, default=1.0, show_default=True, help="Produce to consume, ms.")
-@click.option("--bus-p99", type=float, default=5.0, show_default=True, help="Produce to consume, ms.")
+@click.option("--bus-p50", type=float, default=BusLatency.p50_ms, show_default=True, help="Produce to consume, ms.")
+@click.option("--bus-p99", type=float, default=BusLatency.p99_ms, show_default=True, help="Produce to consume, ms.")
+@click.option(
+    "--bus-lasting", type=float, default=BusLatency.lasting_ms, show_default=True, help="How long it stays slow, ms."
+)
+@click.option("--answer-p50", type=float, help="Produce to consume of answers, ms. [default: --bus-p50]")
+@click.option("--answer-p99", type=float, help="Produce to consume of answers, ms. [default: --bus-p99]")
 @click.option(
     "--status-loss",
     metavar="SHARE",
@@ -147,7 +154,6 @@ def _costs(given: dict[str, Any], settings: Settings) -> DeviceCosts:
 
 
 def _scenario(given: dict[str, Any], settings: Settings) -> Scenario:
-    from relaygr_stream.simulate.bus import BusLatency
     from relaygr_stream.simulate.scenario import Failure, Scenario
     from relaygr_stream.simulate.traffic import Traffic
     from relaygr_stream.workload.items import StageDelay
@@ -175,6 +181,11 @@ def _scenario(given: dict[str, Any], settings: Settings) -> Scenario:
         candidates=given["candidates"],
         delay=StageDelay(given["delay"]),
     )
+    bus = BusLatency(given["bus_p50"], given["bus_p99"], given["bus_lasting"])
+    answer_p50, answer_p99 = given["answer_p50"], given["answer_p99"]
+    answers = BusLatency(
+        bus.p50_ms if answer_p50 is None else answer_p50, bus.p99_ms if answer_p99 is None else answer_p99
+    )
     failure = None if given["fail_rack"] is None else Failure(share=given["fail_rack"], at=given["at"])
     return Scenario(
         settings=settings,
@@ -186,7 +197,8 @@ def _scenario(given: dict[str, Any], settings: Settings) -> Scenario:
         seconds=given["seconds"],
         warm_s=3 * traffic.return_s if given["warm_up"] is None else given["warm_up"],
         mode=given["mode"],
-        bus=BusLatency(given["bus_p50"], given["bus_p99"]),
+        bus=bus,
+        answers=answers,
         status_loss=given["status_loss"],
         failure=failure,
         seed=given["seed"],
@@ -195,11 +207,13 @@ def _scenario(given: dict[str, Any], settings: Settings) -> Scenario:
 
 def _plan(scenario: Scenario, given: dict[str, Any]) -> dict[str, Any]:
     from relaygr_stream.simulate.planned import plan, render_plan, render_probe
+    from relaygr_stream.simulate.run import run_scenario
 
     def tried(probe: Probe) -> None:
         click.echo(render_probe(probe), err=True)
 
-    planned = plan(scenario, given["hit_target"], given["processes"], tried)
+    simulate = partial(run_scenario, processes=given["processes"], report=_progress("groups of workers"))
+    planned = plan(scenario, given["hit_target"], simulate, tried)
     click.echo(render_plan(planned))
     return planned.figures()
 

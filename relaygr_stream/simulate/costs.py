@@ -3,8 +3,9 @@
 extend(k tokens behind p) = e0 + e1·k + e2·k·(p + k/2)
 score(rankings i)         = s0 + Σ (s1·m_i + s2·m_i·n_i)     m: suffix and candidates, n: prefix tokens
 
-Each is multiplied by a random factor drawn from the quantiles of what was measured over what the formula says. Knows
-nothing of queues.
+Each is multiplied by a random factor drawn from the quantiles of what was measured over what the formula says; what is
+slow stays so for a while (noise.py). The first operation after the device stood idle takes longer: its data has left
+the processor's caches. Knows nothing of queues.
 """
 
 from __future__ import annotations
@@ -12,15 +13,17 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
-import numpy as np
 import torch
 from msgspec import Meta
 
 from relaygr_stream.errors import InputError
 from relaygr_stream.models.kv import KVLayout
+
+#: Beside a bench on two cores device times correlated as those of messages did (bus.py).
+LASTING_MS: Final = 10.0
 
 NotNegative = Annotated[float, Meta(ge=0)]
 Above = Annotated[float, Meta(gt=0)]
@@ -53,15 +56,22 @@ class KV(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DeviceCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Milliseconds, and bytes per second. step_ms: what the worker itself takes for one step beside the device."""
+    """Milliseconds, and bytes per second. step_ms: what the worker itself takes for one step beside the device.
+
+    answer_ms: what it takes beyond that for each answer, its event loop being busy with others.
+    cold_ms: what an operation takes longer after an idle time. lasting_ms: so far apart noise correlates by 1/e.
+    """
 
     source: str  # where the numbers are from, for a reader of the report
     kv: KV
     extend_ms: tuple[NotNegative, NotNegative, NotNegative]
     score_ms: tuple[NotNegative, NotNegative, NotNegative]
-    extend_factors: Factors = (1.0,)  # quantiles of measured / formula, evenly spaced, ascending
+    extend_factors: Factors = (1.0,)  # quantiles of measured / formula, evenly spaced from the least to the greatest
     score_factors: Factors = (1.0,)
     step_ms: NotNegative = 0.0
+    answer_ms: NotNegative = 0.0
+    cold_ms: NotNegative = 0.0
+    lasting_ms: NotNegative = LASTING_MS
     steps: Positive = 1  # equal ones that an extension can be interrupted between, such as layers
     reload_bytes_per_s: Above
     spill_bytes_per_s: Above
@@ -98,25 +108,6 @@ class DeviceCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         table = values.pop("kv")
         lines = [f"{name} = {_toml(value)}" for name, value in values.items()]
         return "\n".join([*lines, "", "[kv]", *(f"{name} = {_toml(value)}" for name, value in table.items())]) + "\n"
-
-
-class Noise:
-    """Factors drawn from evenly spaced quantiles, straight lines between them."""
-
-    #: Drawn ahead at once: numpy's cost per call, some 5 µs, then counts for nothing.
-    BLOCK = 4096
-
-    def __init__(self, factors: Sequence[float], rng: np.random.Generator) -> None:
-        self._factors = np.array(factors, np.float64)
-        self._rng = rng
-        self._drawn: list[float] = []
-
-    def draw(self) -> float:
-        """One factor."""
-        if not self._drawn:
-            at = np.linspace(0.0, 1.0, len(self._factors)) if len(self._factors) > 1 else np.array([0.0])
-            self._drawn = np.interp(self._rng.random(self.BLOCK), at, self._factors).tolist()
-        return self._drawn.pop()
 
 
 def _toml(value: Any) -> str:

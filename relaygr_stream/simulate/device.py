@@ -7,6 +7,7 @@ are told come about as they do on a device. Memory is `TierMemory` on torch's `m
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Final
 
 import numpy as np
 import torch
@@ -15,10 +16,13 @@ from relaygr_stream.cache.copy import Convert, CopyEngine, CopyTicket, unchanged
 from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.models.protocol import ScoreInput
 from relaygr_stream.models.tokens import Tokens
-from relaygr_stream.simulate.costs import DeviceCosts, Noise
+from relaygr_stream.simulate.costs import DeviceCosts
+from relaygr_stream.simulate.noise import Lasting, Noise
 from relaygr_stream.simulate.timeline import Clock
 
 META = torch.device("meta")
+#: A device that did nothing for so long was idle: the next operation pays cold_ms.
+IDLE_S: Final = 1e-3
 
 
 class SimulatedModel:
@@ -34,20 +38,22 @@ class SimulatedModel:
         self.busy_s = 0.0
         self._costs = costs
         self._clock = clock
-        self._extend_noise = Noise(costs.extend_factors, rng)
-        self._score_noise = Noise(costs.score_factors, rng)
+        machine = Lasting(costs.lasting_ms / 1e3, rng)
+        self._extend_noise = Noise(costs.extend_factors, machine)
+        self._score_noise = Noise(costs.score_factors, machine)
+        self._worked_until = clock.now
         self._zeros: dict[int, torch.Tensor] = {}
 
     def extend(self, kv: KVRegion, tokens: Tokens) -> None:
         """Takes the time of `DeviceCosts.extend`."""
         count = len(tokens)
-        self._pass(self._costs.extend(kv.length, count) * self._extend_noise.draw())
+        self._pass(self._costs.extend(kv.length, count) * self._extend_noise.draw(self._clock.now))
         kv.length += count
 
     def extend_in_steps(self, kv: KVRegion, tokens: Tokens) -> Iterator[None]:
         """The same in as many steps as `costs` say."""
         count, steps = len(tokens), self._costs.steps
-        ms = self._costs.extend(kv.length, count) * self._extend_noise.draw()
+        ms = self._costs.extend(kv.length, count) * self._extend_noise.draw(self._clock.now)
         for _ in range(steps):
             self._pass(ms / steps)
             if steps > 1:
@@ -57,7 +63,7 @@ class SimulatedModel:
     def score(self, batch: Sequence[ScoreInput]) -> list[torch.Tensor]:
         """Takes the time of `DeviceCosts.score`."""
         shapes = [(one.kv.length, len(one.suffix) + len(one.candidates)) for one in batch]
-        self._pass(self._costs.score(shapes) * self._score_noise.draw())
+        self._pass(self._costs.score(shapes) * self._score_noise.draw(self._clock.now))
         return [self._scores(len(one.candidates)) for one in batch]
 
     def _scores(self, candidates: int) -> torch.Tensor:
@@ -67,8 +73,11 @@ class SimulatedModel:
         return known
 
     def _pass(self, ms: float) -> None:
+        if self._clock.now > self._worked_until + IDLE_S:
+            ms += self._costs.cold_ms
         self.busy_s += ms / 1e3
         self._clock.now += ms / 1e3
+        self._worked_until = self._clock.now
 
 
 class _Ticket(CopyTicket):

@@ -3,7 +3,7 @@
 event ─► trigger ─► signal ─► worker ◄─ ranking
                                 └─► answer ─► client
 
-Every message takes a latency and keeps its lane's order. A worker that dies is silent; its lanes' messages wait in
+Every message takes a latency, and a process reads in order. A worker that dies is silent; its lanes' messages wait in
 their logs until the group has noticed and the real assignor gave them to others.
 """
 
@@ -18,7 +18,7 @@ import numpy as np
 from relaygr_stream.bus.assignor import Claim, assign_lanes
 from relaygr_stream.messages import WorkerStatus
 from relaygr_stream.models.tokens import Tokens
-from relaygr_stream.simulate.bus import Bus, Log
+from relaygr_stream.simulate.paths import Paths
 from relaygr_stream.simulate.requests import Request
 from relaygr_stream.simulate.scenario import Group, Scenario
 from relaygr_stream.simulate.timeline import Timeline
@@ -27,6 +27,7 @@ from relaygr_stream.simulate.trigger import SimulatedTrigger
 from relaygr_stream.simulate.worker import SimulatedWorker
 from relaygr_stream.topics import load_topics
 from relaygr_stream.trigger.ledger import Pending
+from relaygr_stream.worker.intake import due_ms
 from relaygr_stream.worker.tasks import Answer, PreInferTask, RankTask
 
 Deliver = Callable[[SimulatedWorker, float], None]
@@ -36,10 +37,10 @@ START_STATUSES: Final = 2
 
 
 class Lane:
-    """One lane's logs and who reads them. backlog: what arrived while nobody did."""
+    """One lane's signals and who reads them. backlog: what arrived while nobody did."""
 
-    def __init__(self, bus: Bus) -> None:
-        self.events, self.signals, self.rankings = Log(bus), Log(bus), Log(bus)
+    def __init__(self, paths: Paths) -> None:
+        self.paths = paths
         self.end = 0  # next offset of its signals
         self.read = 0  # the owner's position in them
         self.owner: SimulatedWorker | None = None
@@ -57,15 +58,17 @@ class Fleet:
         seeds = np.random.SeedSequence([scenario.seed, group.index]).spawn(3)
         self._rng = np.random.default_rng(seeds[0])
         self.timeline = timeline or Timeline()
-        self._bus = Bus(scenario.bus, self._rng)
         self.workers = [
             self._make_worker(f"w{group.first + index}", int(seed))
             for index, seed in enumerate(seeds[1].generate_state(group.size))
         ]
         count = group.size * scenario.lanes_per_worker
-        self.lanes = [Lane(self._bus) for _ in range(count)]
         self._by_name = {worker.name: worker for worker in self.workers}
         self._owned: dict[str, frozenset[int]] = assign_lanes(count, {name: Claim() for name in self._by_name})
+        back = scenario.answers or scenario.bus
+        self._paths = {name: Paths(scenario.bus, back, self._rng) for name in self._by_name}
+        owners = {number: name for name, numbers in self._owned.items() for number in numbers}
+        self.lanes = [Lane(self._paths[owners[number]]) for number in range(count)]
         for name, numbers in self._owned.items():
             for number in numbers:
                 self.lanes[number].owner = self._by_name[name]
@@ -116,7 +119,7 @@ class Fleet:
         )  # fmt: skip
         self.requests.append(request)
         if self._scenario.mode == "relay":
-            self.timeline.at(self.lanes[arrival.lane].events.arrival(now), partial(self._decide, request))
+            self.timeline.at(self.lanes[arrival.lane].paths.to_trigger.arrival(now), partial(self._decide, request))
         self.timeline.at(request.rank_at, partial(self._rank, request))
 
     def _decide(self, request: Request, now: float) -> None:
@@ -125,8 +128,8 @@ class Fleet:
             return
         lane = self.lanes[request.lane]
         offset, lane.end = lane.end, lane.end + 1
-        at = lane.signals.arrival(now)
-        self.timeline.at(now + self._bus.draw(), partial(self._acknowledge, request.lane, pending, offset))
+        at = lane.paths.to_worker.arrival(now)
+        self.timeline.at(lane.paths.to_trigger.arrival(now), partial(self._acknowledge, request.lane, pending, offset))
         self.timeline.at(at, partial(self._arrive, lane, partial(self._signal, request, now)))
 
     def _acknowledge(self, lane: int, pending: Pending, offset: int, now: float) -> None:
@@ -135,7 +138,9 @@ class Fleet:
     def _rank(self, request: Request, now: float) -> None:
         """The client asks for the scores."""
         lane = self.lanes[request.lane]
-        self.timeline.at(lane.rankings.arrival(now), partial(self._arrive, lane, partial(self._ranking, request)))
+        self.timeline.at(
+            lane.paths.to_worker.arrival(now), partial(self._arrive, lane, partial(self._ranking, request))
+        )
 
     def _arrive(self, lane: Lane, message: Deliver, now: float) -> None:
         """A message is there for the lane's owner, or its next one."""
@@ -166,7 +171,7 @@ class Fleet:
             self._suffix,
             self._candidates,
             arrived=now,
-            deadline=request.rank_at + self._settings.client.timeout_ms / 1e3,
+            deadline=request.rank_at + due_ms(self._settings.client.timeout_ms, self._settings.worker.reply_ms) / 1e3,
             full=self._scenario.mode == "full",
             origin=request,
         )
@@ -182,9 +187,10 @@ class Fleet:
         timeout_s = self._settings.client.timeout_ms / 1e3
         for answer in answers:
             request: Request = answer.task.origin
-            self.lanes[request.lane].ranking.discard(answer.task)
+            lane = self.lanes[request.lane]
+            lane.ranking.discard(answer.task)
             request.answers += 1
-            latency_s = now + self._bus.draw() - request.rank_at
+            latency_s = lane.paths.to_client.arrival(now) - request.rank_at
             if request.status is None and latency_s <= timeout_s:
                 request.status = answer.status
                 request.outcome = answer.task.outcome if answer.status == "ok" else None
@@ -205,7 +211,7 @@ class Fleet:
 
     def _publish(self, status: WorkerStatus, now: float) -> None:
         if self._rng.random() >= self._scenario.status_loss:
-            self.timeline.at(now + self._bus.draw(), lambda _: self._trigger.take(status))
+            self.timeline.at(self._paths[status.name].to_trigger.arrival(now), lambda _: self._trigger.take(status))
 
     # ---- faults ----
 
@@ -244,13 +250,3 @@ class Fleet:
         backlog, lane.backlog = lane.backlog, []
         for message in [*again, *backlog]:
             message(worker, now)
-
-
-def lanes_after_failure(workers: int, lanes_per_worker: int, dead: int) -> tuple[int, int]:
-    """Lanes that move when `dead` of `workers` die, and the most that one survivor then has, by the real assignor."""
-    lanes = workers * lanes_per_worker
-    before = assign_lanes(lanes, {f"w{index}": Claim() for index in range(workers)})
-    survivors = {name: Claim(owned, 1) for name, owned in list(before.items())[dead:]}
-    after = assign_lanes(lanes, survivors)
-    moved = sum(len(owned - survivors[name].lanes) for name, owned in after.items())
-    return moved, max(len(owned) for owned in after.values())

@@ -21,11 +21,13 @@ from relaygr_stream.cache.memory import ALIGNMENT
 from relaygr_stream.cache.tiers import capacity_for
 from relaygr_stream.errors import CapacityError
 from relaygr_stream.simulate.memory import bytes_for, reuse_bytes
-from relaygr_stream.simulate.run import run_scenario
 from relaygr_stream.simulate.scenario import Scenario
 from relaygr_stream.simulate.story import ALLOWED_LATE, Story, late_share
 from relaygr_stream.simulate.traffic import Part, arrivals
 from relaygr_stream.trigger.decision import REASONS
+
+#: Simulates one fleet.
+Simulate = Callable[[Scenario], Story]
 
 #: The bracket of the search: the fleet that holds is at most this much larger than one that fails.
 TOLERANCE: Final = 1.05
@@ -63,14 +65,14 @@ class Memory:
     reuse: int  # cached prefix KV for the share of hits asked for
 
 
-def search(scenario: Scenario, processes: int, report: Callable[[Probe], None]) -> Probe:
+def search(scenario: Scenario, simulate: Simulate, report: Callable[[Probe], None]) -> Probe:
     """The smallest fleet that holds. Raises CapacityError if none of those tried does."""
     passed: Probe | None = None
     failed = 0
     workers = _guess(scenario)
     for _ in range(MOST_PROBES):
         tried = dataclasses.replace(scenario, workers=workers, failure=None)
-        probe = Probe(tried, run_scenario(tried, processes))
+        probe = Probe(tried, simulate(tried))
         report(probe)
         if probe.holds:
             passed = probe
@@ -95,7 +97,7 @@ def search(scenario: Scenario, processes: int, report: Callable[[Probe], None]) 
     return passed
 
 
-def size(best: Probe, hit_target: float, processes: int, report: Callable[[Probe], None]) -> tuple[Memory, Probe]:
+def size(best: Probe, hit_target: float, simulate: Simulate, report: Callable[[Probe], None]) -> tuple[Memory, Probe]:
     """The memory that this fleet needs, and the fleet with it. hit_target: among returns, what caches are to find.
 
     HBM stays as configured if nothing smaller holds.
@@ -114,7 +116,7 @@ def size(best: Probe, hit_target: float, processes: int, report: Callable[[Probe
         hbm = min(hbm, settings.worker.hbm_bytes)
         worker = msgspec.structs.replace(settings.worker, hbm_bytes=hbm, dram_bytes=dram)
         tried = dataclasses.replace(scenario, settings=msgspec.structs.replace(settings, worker=worker))
-        probe = Probe(tried, run_scenario(tried, processes))
+        probe = Probe(tried, simulate(tried))
         report(probe)
         if probe.holds or hbm == settings.worker.hbm_bytes:
             break

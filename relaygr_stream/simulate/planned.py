@@ -7,9 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from relaygr_stream.simulate.plan import Memory, Probe, search, size
+from relaygr_stream.simulate.plan import Memory, Probe, Simulate, search, size
 from relaygr_stream.simulate.report import render, render_bytes, summary, table
-from relaygr_stream.simulate.run import run_scenario
 from relaygr_stream.simulate.scenario import Failure, Scenario
 from relaygr_stream.simulate.story import Story, hit_share, late_share, p99
 
@@ -42,10 +41,10 @@ class Planned:
         }
 
 
-def plan(scenario: Scenario, hit_target: float, processes: int, report: Callable[[Probe], None]) -> Planned:
+def plan(scenario: Scenario, hit_target: float, simulate: Simulate, report: Callable[[Probe], None]) -> Planned:
     """Search, size, verify, fail. Raises CapacityError where no fleet will do."""
-    best = search(scenario, processes, report)
-    needed, verified = size(best, hit_target, processes, report)
+    best = search(scenario, simulate, report)
+    needed, verified = size(best, hit_target, simulate, report)
     failure = scenario.failure or Failure(share=RACK, at=RACK_AT_S)
     failing = dataclasses.replace(
         verified.scenario,
@@ -53,7 +52,7 @@ def plan(scenario: Scenario, hit_target: float, processes: int, report: Callable
         sample=max(scenario.sample, round(1 / failure.share)),
         seconds=max(scenario.seconds, failure.at + AFTER_RACK_S),
     )
-    return Planned(best, needed, verified, failing, run_scenario(failing, processes), hit_target)
+    return Planned(best, needed, verified, failing, simulate(failing), hit_target)
 
 
 def render_probe(probe: Probe) -> str:

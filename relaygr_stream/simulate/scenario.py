@@ -49,6 +49,7 @@ class Scenario:
     warm_s: float = 60.0  # before that: caches fill, nothing is counted
     mode: Mode = "relay"
     bus: BusLatency = field(default_factory=BusLatency)
+    answers: BusLatency | None = None  # from the worker back to the client; None: as `bus`
     status_loss: float = 0.0  # share of worker statuses that never arrive
     failure: Failure | None = None
     seed: int = 7

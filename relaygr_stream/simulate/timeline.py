@@ -32,7 +32,8 @@ class Timeline:
 
     def at(self, time: float, action: Action) -> None:
         """Have `action(time)` happen then, or now if that is over."""
-        heapq.heappush(self._actions, (max(time, self.clock.now), next(self._order), action))
+        now = self.clock.now
+        heapq.heappush(self._actions, (time if time > now else now, next(self._order), action))
 
     def run(self, until: float) -> None:
         """Let everything up to `until` happen; the clock then stands there."""

@@ -49,7 +49,7 @@ class SimulatedWorker:
         self.alive = True
         self._timeline = timeline
         self._clock = Clock(timeline.clock.now)
-        self._step_s = costs.step_ms / 1e3
+        self._step_s, self._answer_s = costs.step_ms / 1e3, costs.answer_ms / 1e3
         self._on_answers = on_answers
         self._inbox: list[Call] = []
         self._answers: list[Answer] = []
@@ -114,12 +114,11 @@ class SimulatedWorker:
             call(core, now)
         worked = core.step(now)
         if worked or self._answers:
-            clock.now += self._step_s
+            clock.now += self._step_s + len(self._answers) * self._answer_s
         self._free_at = end = clock.now
         if self._answers:
-            answers = self._answers[:]
+            self._on_answers(self._answers, end)
             self._answers.clear()
-            self._on_answers(answers, end)
         if worked:
             self._wake(end)
         elif (timer := core.next_timer()) is not None:

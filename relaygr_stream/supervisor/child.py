@@ -70,7 +70,8 @@ class Child:
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(signal.SIGTERM)
         try:
-            await asyncio.wait_for(process.wait(), within_s)
+            async with asyncio.timeout(within_s):
+                await process.wait()
         except TimeoutError:
             self.kill()
             await process.wait()

@@ -20,6 +20,7 @@ import msgspec
 import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
 
+from relaygr_stream.printable import printable
 from relaygr_stream.settings import SECRET_SHOWN, Telemetry
 from relaygr_stream.telemetry.limiter import LogLimiter
 
@@ -59,6 +60,7 @@ def configure_logging(telemetry: Telemetry, process: str, **bound: Any) -> None:
     if as_json:
         processors += [_first_things_first, structlog.processors.JSONRenderer(serializer=_to_json)]
     else:
+        processors.append(_without_controls)
         processors.append(structlog.dev.ConsoleRenderer(colors=_is_terminal(), sort_keys=False))
     structlog.configure(
         processors=processors,
@@ -174,6 +176,14 @@ def _with_fields(fields: dict[str, Any]) -> Processor:
         return event
 
     return processor
+
+
+def _without_controls(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+    """What a message brought (ids, an error's words) must not steer the terminal; JSON escapes it anyway."""
+    return {
+        name: printable(value) if isinstance(value, str) and name != "exception" else value
+        for name, value in event.items()
+    }
 
 
 def _first_things_first(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:

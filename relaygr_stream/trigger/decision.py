@@ -10,6 +10,8 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
+import msgspec
+
 from relaygr_stream.messages import CostModel, RequestEvent
 from relaygr_stream.owners import Claim
 from relaygr_stream.settings import Settings
@@ -54,8 +56,7 @@ class Policy:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(msgspec.Struct, frozen=True):  # made for every event; a frozen dataclass takes a microsecond more
     """What was decided and the numbers behind it; those that were not reached are 0."""
 
     reason: Reason
@@ -114,7 +115,7 @@ def decide(
     event. now_s: our monotonic clock. Changes nothing.
     """
     tokens = len(event.prefix)
-    unfit = _unfit(event, policy, lane, age_ms, now_s)
+    unfit = _unfit(event, tokens, policy, lane, age_ms, now_s)
     if unfit is not None:
         return Decision(unfit, tokens, age_ms)
     if owner is None:
@@ -129,9 +130,14 @@ def decide(
         reason = "over_footprint"
     elif not lane.bucket.allows(cost_ms, now_s):
         reason = "over_load"
-    elif owner.worker.pre_infer_wait_ms > _time_left_ms(event, policy, age_ms):
+    elif _wait_ms(owner, now_s) > _time_left_ms(event, policy, age_ms):
         reason = "too_late"
     return Decision(reason, tokens, age_ms, predicted_ms, nbytes, cost_ms)
+
+
+def _wait_ms(owner: Claim, now_s: float) -> float:
+    """What waits at the owner now, if it has worked on since it stated that, up to a quarter of a second ago."""
+    return max(0.0, owner.worker.pre_infer_wait_ms - owner.age_ms(now_s))
 
 
 def _time_left_ms(event: RequestEvent, policy: Policy, age_ms: float) -> float:
@@ -143,9 +149,10 @@ def _time_left_ms(event: RequestEvent, policy: Policy, age_ms: float) -> float:
     return max(0.0, (event.rank_in_ms or policy.life_ms) - age_ms)
 
 
-def _unfit(event: RequestEvent, policy: Policy, lane: LaneState, age_ms: float, now_s: float) -> Reason | None:
+def _unfit(
+    event: RequestEvent, tokens: int, policy: Policy, lane: LaneState, age_ms: float, now_s: float
+) -> Reason | None:
     """Why the event deserves no pre-inference, whoever owns the lane."""
-    tokens = len(event.prefix)
     if tokens == 0:
         return "empty_prefix"
     if tokens > policy.max_prefix_tokens:

@@ -9,25 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final, TypeVar
 
 import structlog
 
 from relaygr_stream.bus.dead_letter import dead_letter_headers
-from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.records import Record
 from relaygr_stream.errors import BrokerError, DecodeError
-from relaygr_stream.messages import PreInferSignal, RequestEvent, decode, encode
-from relaygr_stream.owners import OwnerDirectory
+from relaygr_stream.messages import RequestEvent, RequestEventInPlace, check_times, decode
 from relaygr_stream.telemetry.limiter import LogLimiter
-from relaygr_stream.topics import TopicSet, lane_of
-from relaygr_stream.trigger.decision import Decision, LaneState, Policy, decide
-from relaygr_stream.trigger.ledger import Pending
-from relaygr_stream.trigger.log_ends import AgeBounds, LogEnd, LogEnds
-from relaygr_stream.trigger.metrics import TriggerMetrics
+from relaygr_stream.topics import lane_of
+from relaygr_stream.trigger.decision import Decision, LaneState, decide
+from relaygr_stream.trigger.log_ends import AgeBounds, LogEnd
+from relaygr_stream.trigger.signals import LaneSignals
+from relaygr_stream.trigger.surroundings import Surroundings
 
 T = TypeVar("T")
 
@@ -42,38 +39,26 @@ RETRY_FIRST_S: Final = 0.1
 RETRY_MOST_S: Final = 2.0
 
 
-@dataclass(frozen=True)
-class Surroundings:
-    """What all lanes of a trigger share."""
-
-    policy: Policy
-    topics: TopicSet
-    owners: OwnerDirectory
-    producer: Producer
-    ends: LogEnds
-    metrics: TriggerMetrics
-    done: Callable[[Record], None]
-    log_decisions: bool = False  # a log line per decision costs more than the decision, even one that is dropped
-
-
 class LaneTrigger:
     """Decides on one lane's events, from when the lane is ours until `run` is cancelled."""
 
     def __init__(self, number: int, shared: Surroundings) -> None:
         self._number = number
         self._shared = shared
-        self._events: asyncio.Queue[Record] = asyncio.Queue()
+        self._events: deque[Record] = deque()
+        self._arrived = asyncio.Event()
         self._ages = AgeBounds()
         self.state: LaneState | None = None  # None until the end of the lane's log is known
 
     @property
     def backlog(self) -> int:
         """Events read and not yet decided."""
-        return self._events.qsize()
+        return len(self._events)
 
     def put(self, record: Record) -> None:
         """A new event."""
-        self._events.put_nowait(record)
+        self._events.append(record)
+        self._arrived.set()
 
     def sample_age(self, end: LogEnd) -> None:
         """Where the lane's events ended just now."""
@@ -94,25 +79,32 @@ class LaneTrigger:
         )
         end = ends[self._number]
         self.state = LaneState(self._shared.policy, end.offset, pre_infer.retention_ms / 1000, end.answered_s)
-        turn = 0
+        signals = LaneSignals(self._number, self._shared, self.state.ledger)
         while True:
-            await self._handle(await self._events.get(), self.state)
-            turn = (turn + 1) % EVENTS_PER_TURN
-            if turn == 0:
-                await asyncio.sleep(0)
+            if not self._events:
+                self._arrived.clear()
+                await self._arrived.wait()
+            await self._turn(self.state, signals)
+            await asyncio.sleep(0)
 
-    async def _handle(self, record: Record, state: LaneState) -> None:
-        try:
-            event = decode(RequestEvent, record.value, self._shared.topics.retrieval.max_message_bytes)
-            self._check_lane(event)
-        except DecodeError as error:
-            await self._dead_letter(record, error)
-            return
-        decision = self._decide(event, record, state)
-        if decision.admit:
-            await self._signal(event, record, state, decision)
-        else:
-            self._shared.done(record)
+    async def _turn(self, state: LaneState, signals: LaneSignals) -> None:
+        """Decide on what waits, up to a bound; the signals travel together."""
+        for _ in range(min(len(self._events), EVENTS_PER_TURN)):
+            record = self._events.popleft()
+            try:
+                event = decode(RequestEventInPlace, record.value, self._shared.topics.retrieval.max_message_bytes)
+                check_times(event.prefix, "prefix")  # else its signal would be a dead letter of the worker's
+                self._check_lane(event)
+            except DecodeError as error:
+                await signals.flush()  # which must not wait for a dead letter
+                await self._dead_letter(record, error)
+                continue
+            decision = self._decide(event, record, state)
+            if decision.admit:
+                signals.add(event, record, state.admit(event, decision, time.monotonic()))
+            else:
+                self._shared.done(record)
+        await signals.flush()
 
     def _check_lane(self, event: RequestEvent) -> None:
         """Bounds are kept per lane, so an event must have come by the lane that its user's signal will take."""
@@ -152,52 +144,6 @@ class LaneTrigger:
         if event.sent_ms and abs(age_ms - stated) > CLOCK_TOLERANCE_MS:
             self._shared.metrics.ages_clamped.inc()
         return age_ms
-
-    async def _signal(self, event: RequestEvent, record: Record, state: LaneState, decision: Decision) -> None:
-        pending = state.admit(event, decision, time.monotonic())
-        signal = PreInferSignal(
-            request_id=event.request_id,
-            user_id=event.user_id,
-            prefix=event.prefix,
-            admitted_ms=int(time.time() * 1000),
-            life_ms=self._shared.policy.life_ms,
-            rank_in_ms=event.rank_in_ms,
-        )
-        topic, key = self._shared.topics.pre_infer.name, event.user_id.encode()
-        try:
-            sent = await self._shared.producer.send(topic, encode(signal), key=key, partition=self._number)
-        except BrokerError as error:
-            self._not_sent(event, record, state, pending, error)
-        else:
-            sent.add_done_callback(partial(self._sent, event, record, state, pending))
-
-    def _sent(
-        self, event: RequestEvent, record: Record, state: LaneState, pending: Pending, sent: asyncio.Future[int]
-    ) -> None:
-        if sent.cancelled():
-            return  # the producer was stopped; the event stays undone
-        error = sent.exception()
-        if error is not None:
-            self._not_sent(event, record, state, pending, error)
-            return
-        state.ledger.acknowledged(pending, sent.result(), time.monotonic())
-        self._shared.done(record)
-
-    def _not_sent(
-        self, event: RequestEvent, record: Record, state: LaneState, pending: Pending, error: BaseException
-    ) -> None:
-        """No acknowledgement within the request timeout: by now the request was ranked without us."""
-        state.ledger.failed(pending, time.monotonic())
-        self._shared.metrics.signals_failed.inc()
-        limited(log.warning, "signal not sent")(
-            "signal not sent",
-            request_id=event.request_id,
-            user_id=event.user_id,
-            lane=self._number,
-            outcome="not_sent",
-            error=str(error),
-        )
-        self._shared.done(record)
 
     async def _dead_letter(self, record: Record, error: DecodeError) -> None:
         topic, headers = self._shared.topics.dead_letter.name, dead_letter_headers(record, error)

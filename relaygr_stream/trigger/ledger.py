@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from relaygr_stream.messages import LaneStatus
 
@@ -36,11 +36,11 @@ class Pending:
     failed_s: float | None = None  # when the producer gave up: it may or may not be in the log
 
 
-@dataclass(order=True, slots=True)
-class _Logged:
+class _Logged(NamedTuple):
     offset: int
     nbytes: int
     at_s: float
+    batch: int  # the offset at which its batch begins
 
 
 class LaneLedger:
@@ -97,13 +97,17 @@ class LaneLedger:
         self._pending_bytes += nbytes
         return pending
 
-    def acknowledged(self, pending: Pending, offset: int, now_s: float) -> None:
-        """The signal is in the log at this offset."""
+    def acknowledged(self, pending: Pending, offset: int, now_s: float, batch: int | None = None) -> None:
+        """The signal is in the log at this offset. batch: where the batch begins that it is in; None: it is alone."""
         self._settle(pending)
         if offset > self._log_end:  # someone else's signals lie in between
             self._unknown_below, self._unknown_s = offset, now_s
         self._log_end = max(self._log_end, offset + 1)
-        insort(self._logged, _Logged(offset, pending.nbytes, now_s))
+        logged = _Logged(offset, pending.nbytes, now_s, offset if batch is None else batch)
+        if not self._logged or offset > self._logged[-1].offset:
+            self._logged.append(logged)
+        else:
+            insort(self._logged, logged)
         if offset >= self._read_to:
             self._unread_bytes += pending.nbytes
 
@@ -115,33 +119,49 @@ class LaneLedger:
         """Compare with the log's true end, as asked for at asked_s; returns how many signals turned out lost.
 
         Without this, signals that the log lost (a crashed broker, a topic made anew) would count for ever, since
-        nobody can read them. A failed one is below this end or nowhere.
+        nobody can read them. A failed one is below this end or nowhere. A log has a batch whole or not at all; an end
+        in the middle of one (the embedded broker says that the log ends behind the first of the last batch) is
+        somewhat early, and nothing of that batch is lost.
         """
-        settled_s = asked_s - SETTLE_S
-        lost = [entry for entry in self._logged if entry.offset >= log_end and entry.at_s <= settled_s]
-        for entry in lost:
-            self._logged.remove(entry)
+        settled_s, forget_s = asked_s - SETTLE_S, asked_s - self._keep_s
+        if (
+            log_end == self._log_end
+            and not self._pending
+            and (not self._logged or self._logged[0].at_s > forget_s)
+            and (not self._unknown_below or self._unknown_s > forget_s)
+        ):
+            return 0  # as known: so most lanes are, most of the time
+        # The log keeps a minute of signals: only what lies behind its end, or in the past, is looked at.
+        behind = self._logged[self._index(log_end) :]
+        kept = [entry for entry in behind if entry.at_s > settled_s or entry.batch < log_end]
+        if behind:
+            self._logged[-len(behind) :] = kept
         for pending in [p for p in self._pending if p.failed_s is not None and p.failed_s <= settled_s]:
             self._settle(pending)
             if log_end > 0:
-                insort(self._logged, _Logged(log_end - 1, pending.nbytes, asked_s))
+                insort(self._logged, _Logged(log_end - 1, pending.nbytes, asked_s, log_end - 1))
         known_end = max(log_end, self._logged[-1].offset + 1 if self._logged else 0)
         self._log_end = min(self._log_end, known_end)
         self._unknown_below = min(self._unknown_below, known_end)
         if not self._pending and log_end > self._log_end:  # none of ours is on its way there: someone else's
             self._unknown_below = self._log_end = log_end
             self._unknown_s = asked_s
-        forget_s = asked_s - self._keep_s
-        self._logged = [entry for entry in self._logged if entry.at_s > forget_s]
+        forgotten = 0  # they were acknowledged in about the order of their offsets
+        while forgotten < len(self._logged) and self._logged[forgotten].at_s <= forget_s:
+            forgotten += 1
+        del self._logged[:forgotten]
         if self._unknown_s <= forget_s:
             self._unknown_below = 0
         self._recount()
-        return len(lost)
+        return len(behind) - len(kept)
 
     def _settle(self, pending: Pending) -> None:
         self._pending.remove(pending)
         self._pending_bytes -= pending.nbytes
 
     def _recount(self) -> None:
-        first_unread = bisect_left(self._logged, self._read_to, key=lambda entry: entry.offset)
-        self._unread_bytes = sum(entry.nbytes for entry in self._logged[first_unread:])
+        self._unread_bytes = sum(entry.nbytes for entry in self._logged[self._index(self._read_to) :])
+
+    def _index(self, offset: int) -> int:
+        """Where the signals at this offset and beyond begin."""
+        return bisect_left(self._logged, offset, key=lambda entry: entry.offset)

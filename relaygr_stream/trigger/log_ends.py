@@ -18,7 +18,7 @@ from typing import Any, Final, Self
 from aiokafka import AIOKafkaConsumer, TopicPartition
 
 from relaygr_stream.bus.connection import client_options, typed_errors
-from relaygr_stream.bus.ending import end
+from relaygr_stream.bus.ending import end_consumer
 from relaygr_stream.settings import Kafka
 
 #: Samples remembered per lane: enough to tell ages apart over the last few seconds; older records are just old.
@@ -72,7 +72,7 @@ class LogEnds:
             with typed_errors(self._kafka, "ask where the lanes end"):
                 await consumer.start()
         except BaseException:
-            await end("the reader of the logs' ends", consumer.stop)
+            await end_consumer("the reader of the logs' ends", consumer)
             raise
         self._consumer = consumer
         return self
@@ -80,7 +80,7 @@ class LogEnds:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await end("the reader of the logs' ends", self._consumer.stop)
+        await end_consumer("the reader of the logs' ends", self._consumer)
 
     async def ask(self, topic: str, lanes: Iterable[int]) -> dict[int, LogEnd]:
         """The end of each lane of the topic. Raises BrokerUnavailable, BrokerError."""

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from bisect import bisect_left
+from collections.abc import Iterator
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Metric
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from relaygr_stream.trigger.decision import REASONS, Reason
 
@@ -14,16 +21,8 @@ class TriggerMetrics:
     """The trigger's metrics in one registry."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.decisions = Counter(
-            "relaygr_trigger_decisions", "Request events by what was decided.", ["reason"], registry=registry
-        )
-        self._by_reason = {reason: self.decisions.labels(reason) for reason in REASONS}  # looked up on every event
-        self.decision_seconds = Histogram(
-            "relaygr_trigger_decision_seconds",
-            "Time to decide on one event, decoding excluded.",
-            buckets=DECISION_BUCKETS,
-            registry=registry,
-        )
+        self._decisions = _Decisions()
+        registry.register(self._decisions)
         self.ages_clamped = Counter(
             "relaygr_trigger_ages_clamped",
             "Events whose stated sending time cannot be true: skewed clocks.",
@@ -57,5 +56,33 @@ class TriggerMetrics:
 
     def decided(self, reason: Reason, seconds: float) -> None:
         """One event was decided on, in so much time."""
-        self._by_reason[reason].inc()
-        self.decision_seconds.observe(seconds)
+        self._decisions.add(reason, seconds)
+
+
+class _Decisions(Collector):
+    """Counts and times of decisions: kept as plain numbers, since prometheus_client's own take 3 µs an event."""
+
+    def __init__(self) -> None:
+        self._counts = dict.fromkeys(REASONS, 0)
+        self._buckets = [0] * (len(DECISION_BUCKETS) + 1)
+        self._seconds = 0.0
+
+    def add(self, reason: Reason, seconds: float) -> None:
+        self._counts[reason] += 1
+        self._buckets[bisect_left(DECISION_BUCKETS, seconds)] += 1
+        self._seconds += seconds
+
+    def collect(self) -> Iterator[Metric]:
+        decisions = CounterMetricFamily(
+            "relaygr_trigger_decisions", "Request events by what was decided.", labels=["reason"]
+        )
+        for reason, count in self._counts.items():
+            decisions.add_metric([reason], count)
+        yield decisions
+        bounds = [*map(floatToGoString, DECISION_BUCKETS), "+Inf"]
+        yield HistogramMetricFamily(
+            "relaygr_trigger_decision_seconds",
+            "Time to decide on one event, decoding excluded.",
+            buckets=list(zip(bounds, accumulate(self._buckets), strict=True)),
+            sum_value=self._seconds,
+        )

@@ -5,7 +5,6 @@ Arithmetic on the numbers that the lane's owner states. Knows nothing of budgets
 
 from __future__ import annotations
 
-import math
 from typing import Final
 
 from relaygr_stream.messages import CostModel, WorkerStatus
@@ -17,12 +16,18 @@ from relaygr_stream.messages import CostModel, WorkerStatus
 FALLBACK_COSTS: Final = CostModel(c0=1.0, c1=0.02, c2=2e-5, c3=4e-5, c4=0.02)
 
 
+#: No coefficient is larger: an hour a token, or a token squared, is no measurement. It keeps sums of products with
+#: token counts far from where a float overflows to infinity, whose product with 0 is NaN, which passes any bound.
+MAX_COEFFICIENT: Final = 3.6e6
+
+
 def usable_costs(costs: CostModel) -> CostModel:
     """The stated costs if they can be reckoned with, else FALLBACK_COSTS."""
     coefficients = (costs.c0, costs.c1, costs.c2, costs.c3, costs.c4)
-    if all(math.isfinite(c) and c >= 0 for c in coefficients) and any(coefficients):
-        return costs
-    return FALLBACK_COSTS
+    for coefficient in coefficients:
+        if not 0 <= coefficient <= MAX_COEFFICIENT:
+            return FALLBACK_COSTS
+    return costs if any(coefficients) else FALLBACK_COSTS
 
 
 def prefix_bytes(tokens: int, owner: WorkerStatus) -> int:

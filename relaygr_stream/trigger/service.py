@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import structlog
 
+from relaygr_stream.bus.dead_letter import check_dead_letters_fit
 from relaygr_stream.bus.lanes import LaneConsumer
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.records import Record
@@ -25,9 +26,10 @@ from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.telemetry.process import ProcessContext
 from relaygr_stream.topics import load_topics, verify_topics
 from relaygr_stream.trigger.decision import Policy
-from relaygr_stream.trigger.lane import LaneTrigger, Surroundings
+from relaygr_stream.trigger.lane import LaneTrigger
 from relaygr_stream.trigger.log_ends import LogEnds
 from relaygr_stream.trigger.metrics import TriggerMetrics
+from relaygr_stream.trigger.surroundings import Surroundings
 
 log = structlog.get_logger(__name__)
 limited = LogLimiter().limited
@@ -41,6 +43,10 @@ STATUS_PERIODS: Final = 2
 #: Events waiting, over all lanes, at which this process counts as stuck and gives its lanes up (after
 #: kafka.max_poll_ms). An event of 4,096 behaviours has 53 KB, so this is half a gigabyte at worst.
 BACKLOG_LIMIT: Final = 10_000
+#: The broker checked each batch as it took it, TCP checks what travels; what is left is a disk that changes bits. An
+#: event changed by one is a dead letter, or at worst a pre-inference of a prefix that no ranking asks for: a ranking's
+#: own sequence is compared with an entry's, token by token. `benchmarks/trigger.py rate` has what reading costs.
+CHECK_CRCS: Final = False
 #: On SIGTERM: events already read take milliseconds, signals in flight at most the request timeout; supervisors kill
 #: after 10 s by default.
 DRAIN_S: Final = 8.0
@@ -54,6 +60,7 @@ async def run_trigger(context: ProcessContext) -> None:
     """
     settings = context.settings
     topics = load_topics(settings.kafka)
+    check_dead_letters_fit(topics)
     await verify_topics(settings.kafka)
     member = f"trigger-{socket.gethostname()}-{os.getpid()}"
     max_bytes = max(topics.pre_infer.max_message_bytes, topics.dead_letter.max_message_bytes)
@@ -80,6 +87,7 @@ async def run_trigger(context: ProcessContext) -> None:
             member=member,
             on_records=lanes.on_records,
             on_lanes=lanes.on_lanes,
+            check_crcs=CHECK_CRCS,
             progressing=lambda: lanes.backlog < BACKLOG_LIMIT,
         )
         # By then every worker alive has stated itself, so that the first events find their lanes' owners.

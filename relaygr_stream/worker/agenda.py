@@ -44,11 +44,12 @@ class Agenda(Generic[T]):
 
     def first(self) -> tuple[float, T] | None:
         """The earliest item and its time, left in place."""
-        while self._heap:
-            time, _, item = self._heap[0]
+        heap = self._heap
+        while heap:
+            time, _, item = heap[0]
             if not self._over(item):
                 return time, item
-            heapq.heappop(self._heap)
+            heapq.heappop(heap)
         return None
 
     def pop(self) -> T:

@@ -11,7 +11,7 @@ Knows nothing of Kafka or of clocks.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -42,18 +42,20 @@ class LaneShares:
         if not owned:
             return {}
         keep = DEMAND_DECAY**seconds
-        demand = {}
+        demand, active = {}, 0
         for lane in owned:
-            total = asked.get(lane, 0)
-            new = max(0, total - self._seen.get(lane, 0))
+            total, left = asked.get(lane, 0), self._demand.get(lane, 0.0) * keep
+            seen = self._seen.get(lane, 0)
+            if total > seen:
+                left += total - seen
             self._seen[lane] = total
-            demand[lane] = self._demand.get(lane, 0.0) * keep + new
+            demand[lane] = left
+            active += left > 0
         self._demand = demand
-        active = [lane for lane in owned if demand[lane] > 0]
         if not active:
             return dict.fromkeys(owned, 1.0 / len(owned))
-        mean = sum(demand.values()) / len(active)
-        weights = {lane: demand[lane] + mean if demand[lane] > 0 else QUIET_WEIGHT * mean for lane in owned}
+        mean = sum(demand.values()) / active
+        weights = {lane: left + mean if left > 0 else QUIET_WEIGHT * mean for lane, left in demand.items()}
         whole = sum(weights.values())
         return {lane: weight / whole for lane, weight in weights.items()}
 
@@ -67,10 +69,18 @@ class _Granted:
     """What a lane was told it may have pinned. Earlier grants count until no trigger can act on them any more."""
 
     now: int = 0
-    before: list[tuple[float, int]] = field(default_factory=list)  # (when superseded, bytes)
+    before: list[tuple[float, int]] = field(default_factory=list)  # (when superseded, bytes), each fewer than the last
+
+    def grant(self, nbytes: int, now_s: float) -> None:
+        """Supersede the present grant; those before it that were not larger count no more: they end sooner."""
+        if nbytes != self.now:
+            while self.before and self.before[-1][1] <= self.now:
+                del self.before[-1]
+            self.before.append((now_s, self.now))
+            self.now = nbytes
 
     def most(self) -> int:
-        return max([self.now, *(nbytes for _, nbytes in self.before)])
+        return max(self.now, self.before[0][1]) if self.before else self.now
 
 
 class LaneBudgets:
@@ -107,30 +117,35 @@ class LaneBudgets:
         """
         self._forget(shares.keys(), now_s)
         targets = self._targets(shares, largest, set(asked), now_s)
-        held = {lane: max(pinned.get(lane, 0), self._granted[lane].most()) for lane in shares}
+        held = {}
+        for lane, granted in self._granted.items():
+            bound, most = pinned.get(lane, 0), granted.most()
+            held[lane] = bound if bound > most else most
         room = max(0, self._whole - sum(held.values()))
         budgets = {}
         for lane in self._queue:
-            more = min(room, max(0, targets[lane] - held[lane]))
-            room -= more
-            budgets[lane] = min(targets[lane], held[lane] + more)
-            if lane in self._served_s and budgets[lane] >= largest[lane]:
-                self._served_s[lane] = min(self._served_s[lane], now_s)
-            granted = self._granted[lane]
-            if budgets[lane] != granted.now:
-                granted.before.append((now_s, granted.now))
-                granted.now = budgets[lane]
+            budget, already = targets[lane], held[lane]
+            if budget > already:
+                budget = min(budget, already + room)
+                room -= budget - already
+            budgets[lane] = budget
+            if budget >= largest[lane] and self._served_s.get(lane) == math.inf:
+                self._served_s[lane] = now_s
+            self._granted[lane].grant(budget, now_s)
         return budgets
 
-    def _forget(self, lanes: Iterable[int], now_s: float) -> None:
+    def _forget(self, lanes: Set[int], now_s: float) -> None:
         """Lanes that are gone, and grants that no trigger can act on any more."""
-        owned = set(lanes)
-        self._granted = {lane: self._granted.get(lane, _Granted()) for lane in owned}
         for granted in self._granted.values():
-            granted.before = [grant for grant in granted.before if now_s - grant[0] <= self._hold_s]
-        self._served_s = {lane: at for lane, at in self._served_s.items() if lane in owned}
-        known = [lane for lane in self._queue if lane in owned]
-        self._queue = known + sorted(owned - set(known))
+            before = granted.before
+            while before and now_s - before[0][0] > self._hold_s:
+                del before[0]
+        if lanes == self._granted.keys():
+            return
+        self._granted = {lane: self._granted.get(lane, _Granted()) for lane in lanes}
+        self._served_s = {lane: at for lane, at in self._served_s.items() if lane in lanes}
+        known = [lane for lane in self._queue if lane in lanes]
+        self._queue = known + sorted(lanes - set(known))
 
     def _targets(
         self, shares: Mapping[int, float], largest: Mapping[int, int], asked: set[int], now_s: float
@@ -164,6 +179,8 @@ class LaneBudgets:
 
     def _next_turns(self, now_s: float) -> None:
         """Lanes that have room keep it until their turn is over; then those that wait longest come first."""
+        if not self._served_s:
+            return
         over = [lane for lane, since in self._served_s.items() if now_s - since >= self._turn_s]
         for lane in over:
             del self._served_s[lane]

@@ -40,20 +40,31 @@ class Inside:
     alloc_bytes: int
 
 
-def build(
-    settings: Settings,
-    deliver: Callable[[Answer], None],
-    report_audit: Callable[[RankTask, float, float], None],
-    wake: Callable[[], None],
-) -> Inside:
-    """Model, tiers and core on the configured device. Raises ConfigError, ModelError, DeviceError or CapacityError."""
+def load_engine(settings: Settings) -> Engine:
+    """The configured model on the configured device. Raises ConfigError, ModelError or DeviceError."""
     worker = settings.worker
     device = select_device(worker.device)
     if device.type == "cpu":
         torch.set_num_threads(worker.threads)
     dtype = getattr(torch, worker.dtype)
     model = load_model(settings.model, settings.relay, device=device, dtype=dtype, kernels=worker.kernels)
-    engine = Engine(model, device)
+    return Engine(model, device)
+
+
+def build(
+    settings: Settings,
+    deliver: Callable[[Answer], None],
+    report_audit: Callable[[RankTask, float, float], None],
+    wake: Callable[[], None],
+    settled: Callable[[], None] = lambda: None,
+) -> Inside:
+    """Model, tiers and core on the configured device. Raises ConfigError, ModelError, DeviceError or CapacityError.
+
+    settled: called when what is left to do is timed, and short.
+    """
+    worker = settings.worker
+    engine = load_engine(settings)
+    model, device = engine.model, engine.device
     host = torch.device("cpu")
     hbm = TierMemory(worker.hbm_bytes, device, setting="worker.hbm_bytes")
     dram = None
@@ -63,7 +74,7 @@ def build(
     copier = CopyEngine(device, wake)
     inside = assemble(settings, engine, hbm, dram, copier, deliver, report_audit)
     scratch = inside.cache.scratch.borrow()
-    engine.warm_up(scratch)
+    engine.warm_up(scratch, settled)
     if dram is not None and worker.dram_storage == "int8":
         storage = make_storage(worker.dram_storage, model.layout)
         deviation = check_rounding(engine, copier, storage, scratch, worker.dram_int8_deviation)

@@ -137,8 +137,8 @@ class RelayCore:
 
     def next_timer(self) -> float | None:
         """When something will have to be done even if nothing comes in."""
-        times = (self.pins.next_end, self.rankings.next_deadline)
-        return min((time for time in times if time is not None), default=None)
+        end, deadline = self.pins.next_end, self.rankings.next_deadline
+        return deadline if end is None or (deadline is not None and deadline < end) else end
 
     # ---- what is to be seen ----
 
@@ -199,11 +199,14 @@ class RelayCore:
 
     def _advance(self, flight: Flight, now: float) -> None:
         """Give a flight a slice of device time, and do what follows if it was the last."""
-        self.rankings.started((task for task in flight.waiters if not task.answered), now)
+        if flight.waiters:
+            self.rankings.started((task for task in flight.waiters if not task.answered), now)
         ms = self._flights.advance(flight, now)
+        full = False
         for task in flight.waiters:
             task.device_ms += ms
-        if any(task.outcome == "full" for task in flight.waiters):
+            full = full or task.outcome == "full"
+        if full:
             self.time.full_ms += ms
         else:
             self.time.pre_infer_ms += ms

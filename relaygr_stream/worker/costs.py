@@ -9,10 +9,9 @@ from __future__ import annotations
 import math
 from typing import Final
 
-import numpy as np
-
 from relaygr_stream.messages import CostModel
 from relaygr_stream.worker.fit import Features, OnlineFit
+from relaygr_stream.worker.quadratic import relative_quadratic
 
 #: Tokens are counted in thousands inside the fit, so that its matrices stay well-conditioned.
 SCALE: Final = 1 / 1024
@@ -35,6 +34,8 @@ class Costs:
         self._score = OnlineFit((0.1, 1.0, 1.0))
         self._suffix = 0.0  # running mean of its length, which triggers do not know
         self._horizon = LEAST_HORIZON
+        self._told: Features = (0.0, 0.0, 0.0)  # what triggers were told last, and what it follows from
+        self._told_of: tuple[int, int, float | None] | None = None
 
     def extended(self, position: int, tokens: int, ms: float) -> None:
         """One extend took so long."""
@@ -63,16 +64,7 @@ class Costs:
 
     def chunk(self, position: int, budget_ms: float) -> int:
         """Most tokens that extend in budget_ms behind `position`, at least MIN_CHUNK: the root of the cost above."""
-        e0, e1, e2 = self._extend.coefficients
-        linear = (e1 + e2 * position * SCALE) * SCALE
-        quadratic = e2 * SCALE * SCALE / 2
-        room = budget_ms - e0
-        if room <= 0:
-            return MIN_CHUNK
-        # The root in the form that neither cancels nor divides by a coefficient that may be next to nothing.
-        slope = linear + math.sqrt(linear * linear + 4 * quadratic * room)
-        tokens = min(MAX_CHUNK, 2 * room / slope) if slope > 0 else MAX_CHUNK
-        return max(MIN_CHUNK, int(tokens) // MIN_CHUNK * MIN_CHUNK)
+        return _chunk(self._extend.coefficients, position, budget_ms)
 
     def model(self, chunk_ms: float | None = None) -> CostModel:
         """As triggers read it. chunk_ms: prefixes are computed in chunks of that long (None: whole), and each chunk
@@ -89,42 +81,53 @@ class Costs:
 
     def _prefix_quadratic(self, chunk_ms: float | None) -> tuple[float, float, float]:
         """(a, b, c) of a + b·n + c·n²: the time of a prefix of n tokens."""
-        e0, e1, e2 = self._extend.coefficients
-        if chunk_ms is None:
-            return e0, e1 * SCALE, e2 * SCALE * SCALE / 2
-        lengths, times = [], []
-        done, spent, length = 0, 0.0, float(FIRST_LENGTH)
-        while length <= self._horizon:
-            n = int(length)
-            while done + (chunk := self.chunk(done, chunk_ms)) <= n:
-                spent += self.extend_ms(done, chunk)
-                done += chunk
-            lengths.append(n)
-            times.append(spent + (self.extend_ms(done, n - done) if n > done else 0.0))
-            length *= LENGTH_STEP
-        return _relative_quadratic(np.array(lengths, np.float64), np.array(times))
+        state = (self._extend.samples, self._horizon, chunk_ms)
+        if state != self._told_of:
+            self._told = _prefix_quadratic(self._extend.coefficients, self._horizon, chunk_ms)
+            self._told_of = state
+        return self._told
 
 
-def _relative_quadratic(n: Features, ms: Features) -> tuple[float, float, float]:
-    """The quadratic with coefficients ≥ 0 nearest to the points in relative terms."""
-    weights = 1 / np.maximum(ms, 1e-6)
-    columns = np.stack([np.ones_like(n), n * SCALE, (n * SCALE) ** 2], axis=1) * weights[:, None]
-    fitted = np.zeros(3)
-    used = [0, 1, 2]
-    while used:
-        fitted[:] = 0.0
-        fitted[used] = np.linalg.lstsq(columns[:, used], np.ones_like(n), rcond=None)[0]
-        if not (fitted < 0).any():
-            break
-        used.remove(int(np.argmin(fitted)))
-    return float(fitted[0]), float(fitted[1] * SCALE), float(fitted[2] * SCALE * SCALE)
+def _chunk(extend: Features, position: int, budget_ms: float) -> int:
+    e0, e1, e2 = extend
+    room = budget_ms - e0
+    if room <= 0:
+        return MIN_CHUNK
+    quadratic = e2 * SCALE * SCALE
+    linear = e1 * SCALE + quadratic * position
+    # The root in the form that neither cancels nor divides by a coefficient that may be next to nothing.
+    slope = linear + math.sqrt(linear * linear + 2 * quadratic * room)
+    if 2 * room >= MAX_CHUNK * slope:
+        return MAX_CHUNK
+    tokens = int(2 * room / slope)
+    return tokens - tokens % MIN_CHUNK if tokens > MIN_CHUNK else MIN_CHUNK
+
+
+def _prefix_quadratic(extend: Features, horizon: int, chunk_ms: float | None) -> Features:
+    e0, e1, e2 = extend
+    if chunk_ms is None:
+        return e0, e1 * SCALE, e2 * SCALE * SCALE / 2
+
+    points = []
+    done, chunks, length = 0, 0, float(FIRST_LENGTH)
+    while length <= horizon:
+        n = int(length)
+        while done + (chunk := _chunk(extend, done, chunk_ms)) <= n:
+            done += chunk
+            chunks += 1
+        x = n * SCALE
+        # However it is cut, linear layers and attention cost the same in all; each chunk costs its e0.
+        points.append((x, e0 * (chunks + (n > done)) + e1 * x + e2 * x * x / 2))
+        length *= LENGTH_STEP
+    c0, c1, c2 = relative_quadratic(points)
+    return c0, c1 * SCALE, c2 * SCALE * SCALE
 
 
 def _extend_features(position: int, tokens: int) -> Features:
     k = tokens * SCALE
-    return np.array((1.0, k, k * (position * SCALE + k / 2)))
+    return 1.0, k, k * (position * SCALE + k / 2)
 
 
 def _score_features(prefix: int, rows: int) -> Features:
     m = rows * SCALE
-    return np.array((1.0, m, m * prefix * SCALE))
+    return 1.0, m, m * prefix * SCALE

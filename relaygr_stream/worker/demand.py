@@ -34,7 +34,8 @@ class Demand:
 
     def largest(self, lane: int) -> int:
         """Bytes of the largest prefix of the last EPOCH_S to 2·EPOCH_S; 0: none came."""
-        return max(self._now.get(lane, 0), self._before.get(lane, 0))
+        now, before = self._now.get(lane, 0), self._before.get(lane, 0)
+        return now if now > before else before
 
     def lanes_lost(self, lanes: Iterable[int]) -> None:
         """Other workers own these lanes now."""

@@ -44,6 +44,7 @@ class Engine:
         self.model = model
         self.device = device
         self._clock = clock
+        self._asynchronous = device.type != "cpu"
         self._steps = 1  # of a chunk, about equal in time
         self.costs = Costs()
         self.failures = 0
@@ -100,8 +101,9 @@ class Engine:
         self.failed_in_a_row = 0
         return scored
 
-    def warm_up(self, region: KVRegion) -> None:
-        """First-use costs (allocations, compilation) and a first fit of the costs, with `region` as scratch.
+    def warm_up(self, region: KVRegion, settled: Callable[[], None] = lambda: None) -> None:
+        """First-use costs (allocations, compilation), then settled(), then a first fit of the costs, with `region` as
+        scratch.
 
         Raises CapacityError when the device has no memory for it beside the tiers.
         """
@@ -109,6 +111,7 @@ class Engine:
             if hasattr(type(self.model), "warm_up"):
                 cast(WarmedModel, self.model).warm_up(min(MAX_CHUNK, region.capacity))
             self._warm_round(region, times=2)
+            settled()
             self.costs = Costs()  # what ran so far paid for first uses: fit again from a second, warm round
             self._warm_round(region, times=1)
         except torch.OutOfMemoryError as error:
@@ -165,7 +168,7 @@ class Engine:
                 short_of_memory = True
             if short_of_memory and again is not None:
                 # Not in the handler: the error's traceback keeps alive what the operation had allocated.
-                if self.device.type != "cpu":
+                if self._asynchronous:
                     torch.accelerator.empty_cache()
                 result = again()
         except Exception as error:
@@ -176,7 +179,7 @@ class Engine:
         return result
 
     def _synchronize(self) -> None:
-        if self.device.type != "cpu":
+        if self._asynchronous:
             torch.accelerator.synchronize(self.device)
 
 

@@ -7,6 +7,7 @@ device likes. Knows nothing of entries or of who waits.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Final
 
 import torch
@@ -41,7 +42,8 @@ class Extension:
         Out of memory: the chunk begins once more, with half as many tokens where the model takes fewer. Raises what
         the model raises; region.length is then as before the chunk.
         """
-        return self._engine.attempt(lambda: self._slice(bound_ms), lambda: self._slice(bound_ms))
+        work = partial(self._slice, bound_ms)
+        return self._engine.attempt(work, work)
 
     def _slice(self, bound_ms: float) -> float:
         chunk = self._chunk

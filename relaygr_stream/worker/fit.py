@@ -16,10 +16,8 @@ import math
 from collections import deque
 from typing import Final
 
-import numpy as np
-import numpy.typing as npt
-
-Features = npt.NDArray[np.float64]
+#: Three of them: numpy takes longer to be called than a few dozen multiplications take.
+Features = tuple[float, float, float]
 
 #: Weight of a sample after each further one: 0.99 keeps about the last hundred, some seconds of traffic.
 FORGETTING: Final = 0.99
@@ -34,6 +32,8 @@ LEVEL_SAMPLES: Final = 15
 LEVEL_SHIFT: Final = 1.25
 #: How fast the median deviation is followed (share of a step per sample), and the least it is taken for.
 DEVIATION_STEP: Final = 0.05
+RISE: Final = math.exp(DEVIATION_STEP)
+FALL: Final = math.exp(-DEVIATION_STEP)
 LEAST_DEVIATION: Final = 0.02
 FIRST_DEVIATION: Final = 0.3
 #: Uncertainty at the start, per coefficient; and the most that forgetting without excitation may inflate their sum to.
@@ -46,64 +46,91 @@ LEAST_MS: Final = 1e-3
 class OnlineFit:
     """θ·features = milliseconds, θ ≥ 0. prior: θ before any sample."""
 
-    def __init__(self, prior: tuple[float, float, float]) -> None:
-        self._theta: Features = np.array(prior, np.float64)
-        self._variance: Features = np.eye(3) * FIRST_VARIANCE
+    def __init__(self, prior: Features) -> None:
+        self._theta = prior
+        #: Of θ, the upper triangle row by row.
+        self._variance = (FIRST_VARIANCE, 0.0, 0.0, FIRST_VARIANCE, 0.0, FIRST_VARIANCE)
         self._deviation = FIRST_DEVIATION
         self._ratios: deque[float] = deque(maxlen=LEVEL_SAMPLES)
         self.samples = 0
 
     @property
-    def coefficients(self) -> tuple[float, float, float]:
-        """Not negative."""
-        a, b, c = self._theta
-        return float(a), float(b), float(c)
+    def coefficients(self) -> Features:
+        """θ: none is negative."""
+        return self._theta
 
     def predict(self, features: Features) -> float:
         """The fitted value."""
-        return float(self._theta @ features)
+        a, b, c = self._theta
+        x, y, z = features
+        return a * x + b * y + c * z
 
     def add(self, features: Features, value: float) -> None:
         """Learn from one measurement."""
         value = max(value, LEAST_MS)
         settled = self.samples >= FREE_SAMPLES
         self.samples += 1
+        unit = value  # what errors are relative to
         if settled:
-            self._follow_level(value / max(self.predict(features), LEAST_MS))
-        predicted = max(self.predict(features), LEAST_MS)
-        unit = predicted if settled else value  # what errors are relative to
-        scaled = features / unit
-        error = value / unit - float(self._theta @ scaled)
+            unit = max(self.predict(features), LEAST_MS)
+            if self._level_changed(value / unit):
+                unit = max(self.predict(features), LEAST_MS)
+        x, y, z = features
+        x, y, z = x / unit, y / unit, z / unit
+        a, b, c = self._theta
+        error = value / unit - (a * x + b * y + c * z)
         if settled:
-            limit = OUTLIER * self._deviation
-            self._deviation = max(
-                LEAST_DEVIATION, self._deviation * math.exp(math.copysign(DEVIATION_STEP, abs(error) - self._deviation))
-            )
-            error = min(max(error, -limit), limit)
-        gain = self._variance @ scaled
-        gain /= FORGETTING + float(scaled @ gain)
-        theta = self._theta + gain * error
-        self._variance = (self._variance - np.outer(gain, scaled @ self._variance)) / FORGETTING
+            deviation = self._deviation
+            limit, off = OUTLIER * deviation, abs(error)
+            deviation *= RISE if off >= deviation else FALL
+            self._deviation = deviation if deviation > LEAST_DEVIATION else LEAST_DEVIATION
+            if off > limit:
+                error = math.copysign(limit, error)
+        xx, xy, xz, yy, yz, zz = self._variance
+        u, v, w = xx * x + xy * y + xz * z, xy * x + yy * y + yz * z, xz * x + yz * y + zz * z  # variance · features
+        gain = 1.0 / (FORGETTING + x * u + y * v + z * w)
+        xx, xy, xz = xx - gain * u * u, xy - gain * u * v, xz - gain * u * w
+        yy, yz, zz = yy - gain * v * v, yz - gain * v * w, zz - gain * w * w
         # Forgetting without excitation inflates the variance without bound; keep it where it started.
-        trace = float(np.trace(self._variance))
+        grow = 1.0 / FORGETTING
+        trace = (xx + yy + zz) * grow
         if trace > MOST_VARIANCE:
-            self._variance *= MOST_VARIANCE / trace
-        self._theta = _not_negative(theta, self._variance)  # one assignment: another thread may be reading
+            grow *= MOST_VARIANCE / trace
+        self._variance = (xx * grow, xy * grow, xz * grow, yy * grow, yz * grow, zz * grow)
+        step = gain * error
+        a, b, c = a + u * step, b + v * step, c + w * step
+        if a < 0 or b < 0 or c < 0:
+            a, b, c = _not_negative((a, b, c), self._variance)
+        self._theta = (a, b, c)  # one assignment: another thread may be reading
 
-    def _follow_level(self, ratio: float) -> None:
-        """The device became faster or slower for good: everything costs so much more or less."""
-        self._ratios.append(ratio)
-        if len(self._ratios) < LEVEL_SAMPLES:
-            return
-        median = sorted(self._ratios)[LEVEL_SAMPLES // 2]
-        if not 1 / LEVEL_SHIFT <= median <= LEVEL_SHIFT:
-            self._theta = self._theta * median
-            self._ratios.clear()
+    def _level_changed(self, ratio: float) -> bool:
+        """Whether the device became faster or slower for good; then everything costs so much more or less."""
+        ratios = self._ratios
+        before = len(ratios)
+        ratios.append(ratio)
+        # The median of a full window was not off, else it would be empty: one more that is not off leaves it so.
+        if before < LEVEL_SAMPLES - 1 or (before == LEVEL_SAMPLES and 1 / LEVEL_SHIFT <= ratio <= LEVEL_SHIFT):
+            return False
+        median = sorted(ratios)[LEVEL_SAMPLES // 2]
+        if 1 / LEVEL_SHIFT <= median <= LEVEL_SHIFT:
+            return False
+        a, b, c = self._theta
+        self._theta = (a * median, b * median, c * median)
+        ratios.clear()
+        return True
 
 
-def _not_negative(theta: Features, variance: Features) -> Features:
+def _not_negative(theta: Features, variance: tuple[float, ...]) -> Features:
     """The best fit without the coefficients that came out negative: the others take over what those explained."""
-    for index in range(len(theta)):
-        if theta[index] < 0 and variance[index, index] > 0:
-            theta = theta - variance[:, index] * (theta[index] / variance[index, index])
-    return np.maximum(theta, 0.0)
+    a, b, c = theta
+    xx, xy, xz, yy, yz, zz = variance
+    if a < 0 < xx:
+        part = a / xx
+        a, b, c = 0.0, b - xy * part, c - xz * part
+    if b < 0 < yy:
+        part = b / yy
+        a, b, c = a - xy * part, 0.0, c - yz * part
+    if c < 0 < zz:
+        part = c / zz
+        a, b, c = a - xz * part, b - yz * part, 0.0
+    return max(a, 0.0), max(b, 0.0), max(c, 0.0)

@@ -97,7 +97,8 @@ class Flights:
         (`flight.error`) and the end of everyone's interest. Waiters are left in the flight, those answered meanwhile
         taken out.
         """
-        flight.waiters = [task for task in flight.waiters if not task.answered]
+        if flight.waiters:
+            flight.waiters = [task for task in flight.waiters if not task.answered]
         if not flight.wanted:
             self._end(flight, now)
             return 0.0

@@ -19,6 +19,12 @@ FORGETTING: Final = 0.98
 OUTLIER: Final = 5.0
 #: A ranking that nothing waits before is refused only if its own work takes this many times the time that it has.
 CLEARLY: Final = 1.5
+#: A ranking behind others must be done within this share of its time. Under overload whatever is accepted is the last
+#: that fits, so that without it each error of a prediction, and the answer's way back, makes accepted rankings late.
+SURE: Final = 0.9
+#: The same for one that another worker could have answered, a forwarded one or a hedge: the last places in the queue
+#: are for those whose prefix KV may be here.
+GUESTS: Final = 0.75
 
 
 class Calibration:
@@ -77,7 +83,8 @@ class Forecast:
         left, own = (task.deadline - now) * 1e3, task.expected_ms
         if not self._order:
             return f"it takes {own:.0f} ms, and has {left:.0f}" if own > CLEARLY * left else ""
-        if self._expected_ms + own <= min(left, (self._order[0][0] - now) * 1e3):
+        sure = left * (GUESTS if task.hops else SURE)
+        if self._expected_ms + own <= min(sure, (self._order[0][0] - now) * 1e3):
             return ""
         ahead = behind = 0.0
         for deadline, _, waiting in self._order:
@@ -89,6 +96,6 @@ class Forecast:
             spare = (deadline - now) * 1e3 - ahead - behind
             if 0.0 <= spare < own:  # one that is late anyway is no reason
                 return f"it takes {own:.0f} ms, which would make a ranking late that was accepted before"
-        if ahead + own > (left if ahead else CLEARLY * left):
+        if ahead + own > (sure if ahead else CLEARLY * left):
             return f"the rankings before it take {ahead:.0f} ms, it takes {own:.0f}, and has {left:.0f}"
         return ""

@@ -20,9 +20,9 @@ from relaygr_stream.messages import (
     HEADER_REPLY_PARTITION,
     ITEM_DTYPE,
     MAX_CORRELATION_BYTES,
-    Behaviours,
     PreInferSignal,
     RankingRequest,
+    check_times,
     decode,
 )
 from relaygr_stream.models.tokens import Tokens
@@ -34,8 +34,8 @@ from relaygr_stream.worker.tasks import PreInferTask, RankTask
 MAX_PARTITION_DIGITS: Final = 10
 #: A stated age that misses what the log's order allows by more than this is a clock that is off; NTP leaves that much.
 CLOCK_TOLERANCE_MS: Final = 100.0
-#: Times beyond this (some 146 million years) have differences that an int64 does not hold.
-MAX_TIME_MS: Final = 1 << 62
+#: Of a short timeout, an answer's way is taken to be this part at most.
+REPLY_SHARE: Final = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class TooMuch(Exception):
 class Intake:
     """Decodes records; times become seconds of the monotonic clock.
 
-    clamped(): called for each request whose sender's clock cannot be right.
+    clamped(): called for each request whose sender's clock cannot be right. reply_ms: an answer's way to its client.
     """
 
     def __init__(
@@ -69,8 +69,10 @@ class Intake:
         reply_partitions: int,
         max_bytes: int,
         clamped: Callable[[], object],
+        reply_ms: float = 0.0,
     ) -> None:
         self._relay = relay
+        self._reply_ms = reply_ms
         self._default_timeout_ms = default_timeout_ms
         self._reply_partitions = reply_partitions
         self._max_bytes = max_bytes
@@ -96,7 +98,7 @@ class Intake:
                 "invalid",
                 f"{len(signal.prefix)} prefix tokens, relay.max_prefix_tokens is {self._relay.max_prefix_tokens}",
             )
-        _check_times(signal.prefix, "prefix")
+        check_times(signal.prefix, "prefix")
         now = time.monotonic()
         age = self._age_ms(record, signal.admitted_ms, now)
         life = min(signal.life_ms, self._relay.life_window_ms) - age
@@ -142,8 +144,8 @@ class Intake:
             if count > limit:
                 message = f"{count} {what}, this worker takes {limit} ({setting})"
                 raise TooMuch(message, request.request_id, request.user_id)
-        _check_times(request.prefix, "prefix")
-        _check_times(request.suffix, "suffix")
+        check_times(request.prefix, "prefix")
+        check_times(request.suffix, "suffix")
         now = time.monotonic()
         timeout = request.timeout_ms or self._default_timeout_ms
         age_ms = self._age_ms(record, request.sent_ms, now)
@@ -157,9 +159,11 @@ class Intake:
             suffix=Tokens.of(request.suffix, previous_ms=last),
             candidates=np.frombuffer(request.candidates, ITEM_DTYPE).astype(np.int64),
             arrived=now,
-            deadline=now + (timeout - age_ms) / 1e3,
+            deadline=now + (due_ms(timeout, self._reply_ms) - age_ms) / 1e3,
             age_ms=age_ms,
+            timeout_ms=timeout,
             full=request.mode == "full",
+            hops=request.hops,
             origin=origin,
         )
 
@@ -177,9 +181,10 @@ class Intake:
         return age
 
 
-def _check_times(behaviours: Behaviours, what: str) -> None:
-    """Times never go back, so the first and the last bound them all."""
-    for raw in (behaviours.times[:8], behaviours.times[-8:]):
-        at = int.from_bytes(raw, "little", signed=True)
-        if abs(at) > MAX_TIME_MS:
-            raise DecodeError("invalid", f"the {what} has a behaviour at {at} ms; times are Unix milliseconds")
+def due_ms(timeout_ms: float, reply_ms: float) -> float:
+    """Milliseconds after which scores have to leave to be there within the timeout.
+
+    Scores that leave at the deadline are late: under overload, when most finish close to it, a tenth of the device's
+    work was for nobody (docs/decisions.md).
+    """
+    return timeout_ms - min(reply_ms, REPLY_SHARE * timeout_ms)

@@ -62,6 +62,12 @@ class WorkerMetrics:
         self.audit_deviation = gauge(
             "relaygr_audit_deviation_max", "Largest relative deviation of relayed from full scores", "storage"
         )
+        self.forwards = counter(
+            "relaygr_forwards", "Rankings refused here: sent to another worker, or why not", "result"
+        )
+        self.rankings_read = counter(
+            "relaygr_rankings_read", "Ranking requests read, by how often they were forwarded before", "hops"
+        )
         self.dead_letters = counter("relaygr_dead_letters", "Messages that could not be read, by reason", "reason")
         self.clock_clamped = counter("relaygr_clock_clamped", "Requests whose sender's clock cannot be right")
         self.reply_failures = counter("relaygr_reply_failures", "Answers that could not be produced at once")

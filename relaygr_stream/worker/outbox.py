@@ -1,11 +1,11 @@
-"""What leaves a worker about single requests: answers, refusals, dead letters. A record is done once its answer, or
-its dead letter, is acknowledged."""
+"""What leaves a worker about single requests: answers, forwards, refusals, dead letters. A record is done once one of
+these is acknowledged."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from itertools import chain, repeat
 from typing import Any, Final
 
@@ -14,26 +14,34 @@ import structlog
 from relaygr_stream.bus.dead_letter import dead_letter_headers
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.records import Record
-from relaygr_stream.errors import BrokerError, DecodeError
+from relaygr_stream.errors import BrokerError, ConfigError, DecodeError
 from relaygr_stream.messages import HEADER_CORRELATION, SCORE_DTYPE, ScoreReply, Timings, encode
 from relaygr_stream.models.protocol import RankingModel
 from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.telemetry.logs import request_log_fields
 from relaygr_stream.topics import TopicSet
+from relaygr_stream.worker.forwarding import WHY, Forwarding, next_hop
 from relaygr_stream.worker.intake import Origin, TooMuch
 from relaygr_stream.worker.metrics import WorkerMetrics
 from relaygr_stream.worker.tasks import Answer
 
 log = structlog.get_logger(__name__)
 
-#: Pauses between tries to get an answer or a dead letter out, in seconds; the last one repeats for dead letters. An
-#: answer is given up after these: by then (7.75 s) its client has timed out.
+#: Pauses between tries to get an answer or a dead letter out, in seconds; the last one repeats.
 RETRY_S: Final = (0.25, 0.5, 1.0, 2.0, 4.0)
+#: An answer is given up after this long, or when its client waits no more if that is later, at most after MOST_S: until
+#: then it holds its request in memory and its lane's commits back. One try alone may take kafka.request_timeout_ms.
+ANSWER_S: Final = 8.0
+MOST_S: Final = 60.0
+#: What an answer has beside scores, their columns' names and the model's version: an id (256 characters of up to
+#: 4 bytes), the worker's name, headers, the record batch's own.
+REST_BYTES: Final = 2048
 
 
 class Outbox:
-    """Produces answers on `scores` and dead letters, and marks records done.
+    """Produces answers on `scores`, forwards and dead letters, and marks records done.
 
+    forwarding: finds other workers for rankings that are refused here; None: they are answered `overloaded` at once.
     failed: never completes unless the outbox cannot go on; then it raises why.
     """
 
@@ -46,6 +54,7 @@ class Outbox:
         worker: str,
         model: RankingModel,
         done: Callable[[Record], None],
+        forwarding: Forwarding | None = None,
     ) -> None:
         self._topics = topics
         self._scores = scores
@@ -54,14 +63,28 @@ class Outbox:
         self._worker = worker
         self._model = model
         self._done = done
+        self._forwarding = forwarding
         self._under_way: set[asyncio.Task[None]] = set()
+        self.burying = 0  # dead letters that their topic has not taken yet
         self._closed = False
         self._limiter = LogLimiter()
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.failed.add_done_callback(lambda failed: failed.cancelled() or failed.exception())  # may go unwatched
 
-    def answer(self, answer: Answer) -> None:
-        """Send what the device has to say to a ranking."""
+    def settle(self, answer: Answer) -> None:
+        """Send what the device has to say to a ranking; one that it refuses goes to a worker that is in time."""
+        if answer.status == "overloaded" and self._forwarding is not None:
+            task = answer.task
+            left_ms = (task.deadline - time.monotonic()) * 1e3
+            lane = self._forwarding.elsewhere(task.user_id, len(task.tokens), len(task.candidates), task.hops, left_ms)
+            if isinstance(lane, int):
+                self._spawn(self._forward(answer, lane))
+                return
+            self._metrics.forwards.labels(lane).inc()
+            answer.detail = f"{answer.detail}; {WHY[lane]}"
+        self._answer(answer)
+
+    def _answer(self, answer: Answer) -> None:
         task, now = answer.task, time.monotonic()
         queued = max(0.0, (task.started or now) - task.arrived)
         outcome = task.outcome if answer.status == "ok" else None
@@ -93,7 +116,8 @@ class Outbox:
             detail=answer.detail,
         )
         assert isinstance(task.origin, Origin)
-        self._spawn(self._send(task.origin, reply))
+        waits_s = task.arrived + (task.timeout_ms - task.age_ms) / 1e3 - now
+        self._spawn(self._send(task.origin, reply, within_s=min(MOST_S, max(ANSWER_S, waits_s))))
 
     def refuse(self, origin: Origin, cause: TooMuch) -> None:
         """Answer a well-formed request that is more than this worker takes; its record is done with that."""
@@ -116,6 +140,7 @@ class Outbox:
         )
         if origin is not None:
             self._reject(origin, "", str(error), done=False)  # the dead letter finishes the record
+        self.burying += 1
         self._spawn(self._bury(record, error))
 
     async def flush(self, timeout_s: float) -> None:
@@ -138,7 +163,7 @@ class Outbox:
             model_version=self._model.version,
             worker=self._worker,
         )
-        self._spawn(self._send(origin, reply, done=done))
+        self._spawn(self._send(origin, reply, within_s=ANSWER_S, done=done))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         if self._closed:
@@ -153,30 +178,64 @@ class Outbox:
         if not task.cancelled() and (error := task.exception()) is not None and not self.failed.done():
             self.failed.set_exception(error)  # a defect: its record would hold up the lane's commits for ever
 
-    async def _send(self, origin: Origin, reply: ScoreReply, *, done: bool = True) -> None:
+    async def _send(self, origin: Origin, reply: ScoreReply, *, within_s: float, done: bool = True) -> None:
+        try:
+            async with asyncio.timeout(within_s):
+                await self._deliver(origin, reply)
+        except TimeoutError:
+            self._limiter.limited(log.warning, "given up")(
+                "answer given up", **self._about(origin, reply), after_s=round(within_s, 1)
+            )
+        if done:
+            self._done(origin.record)
+
+    async def _deliver(self, origin: Origin, reply: ScoreReply) -> None:
         value = encode(reply)
         headers = [(HEADER_CORRELATION, origin.correlation)]
-        for pause in RETRY_S:
+        for pause in _pauses():
             try:
                 await self._scores.send_and_wait(
                     self._topics.scores.name, value, partition=origin.reply_partition, headers=headers
                 )
-                break
+                return
             except BrokerError as error:
                 self._metrics.reply_failures.inc()
                 self._limiter.limited(log.warning, "reply")(
-                    "answer not delivered yet",
-                    **request_log_fields(reply.request_id, user_of(origin.record), origin.record.lane, reply.status),
-                    error=str(error),
+                    "answer not delivered yet", **self._about(origin, reply), error=str(error)
                 )
                 await asyncio.sleep(pause)
-        if done:
-            self._done(origin.record)
+
+    def _about(self, origin: Origin, reply: ScoreReply) -> dict[str, Any]:
+        return request_log_fields(reply.request_id, user_of(origin.record), origin.record.lane, reply.status)
+
+    async def _forward(self, answer: Answer, lane: int) -> None:
+        """To that lane, as it came but for one hop more; it is refused here after all where the broker does not take
+        it, or it cannot be written again."""
+        task, record = answer.task, answer.task.origin.record
+        # Its age, not its deadline, tells when it was sent: the next worker takes off its answer's way by itself.
+        age_ms = task.age_ms + (time.monotonic() - task.arrived) * 1e3
+        sent_ms = max(0, int(time.time() * 1e3 - age_ms))
+        fields = request_log_fields(task.request_id, task.user_id, task.lane, "forwarded")
+        try:
+            await self._others.send_and_wait(
+                self._topics.ranking.name,
+                next_hop(record.value, task.hops + 1, sent_ms, task.timeout_ms),
+                key=record.key,
+                partition=lane,
+                headers=record.headers,
+            )
+        except (BrokerError, DecodeError) as error:
+            self._metrics.forwards.labels("unsent").inc()
+            self._limiter.limited(log.warning, "forward")("not forwarded", **fields, to=lane, error=str(error))
+            self._answer(answer)
+            return
+        self._metrics.forwards.labels("sent").inc()
+        log.debug("forwarded", **fields, to=lane, detail=answer.detail)
+        self._done(record)
 
     async def _bury(self, record: Record, error: DecodeError) -> None:
         """Until it is acknowledged: the lane's committed offset waits for it, so nothing is skipped silently."""
-        pauses = chain(RETRY_S, repeat(RETRY_S[-1]))
-        while True:
+        for pause in _pauses():
             try:
                 await self._others.send_and_wait(
                     self._topics.dead_letter.name,
@@ -191,8 +250,29 @@ class Outbox:
                     **request_log_fields("", user_of(record), record.lane, "rejected"),
                     error=str(failure),
                 )
-                await asyncio.sleep(next(pauses))
+                await asyncio.sleep(pause)
+        self.burying -= 1
         self._done(record)
+
+
+def check_answers_fit(topics: TopicSet, candidates: int, model: RankingModel) -> None:
+    """An answer that its topic does not take would never come: ConfigError for a model with so many score columns.
+
+    candidates: the most in a request.
+    """
+    scores = bytes(SCORE_DTYPE.itemsize * candidates * len(model.tasks))
+    largest = ScoreReply(request_id="", status="ok", scores=scores, tasks=model.tasks, model_version=model.version)
+    needed, takes = len(encode(largest)) + REST_BYTES, topics.scores.max_message_bytes
+    if needed > takes:
+        raise ConfigError(
+            f"topic {topics.scores.name} takes {takes} bytes, the scores of {candidates} candidates "
+            f"(relay.max_candidates) in {len(model.tasks)} columns (model {model.version}) up to {needed}; raise "
+            f"max_message_bytes of the former, or lower relay.max_candidates"
+        )
+
+
+def _pauses() -> Iterator[float]:
+    return chain(RETRY_S, repeat(RETRY_S[-1]))
 
 
 def user_of(record: Record) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from relaygr_stream.cache.entry import Coverage, Entry
+from relaygr_stream.cache.entry import Coverage, Entry, Found
 from relaygr_stream.cache.prefix_cache import PrefixCache
 from relaygr_stream.messages import Outcome, Status
 from relaygr_stream.models.kv import KVRegion
@@ -79,13 +79,15 @@ class Rankings:
             self._answer(task, "deadline_exceeded", "the deadline passed before the worker read the request")
         elif len(self._waiting) >= self._limit:
             self._answer(task, "overloaded", f"{len(self._waiting)} rankings are waiting (worker.queue_limit)")
-        elif refusal := self._refusal(task, now):
-            self._answer(task, "overloaded", refusal)
         else:
+            found = self._cache.find(task.user_id, task.tokens)
+            if refusal := self._refusal(task, found, now):
+                self._answer(task, "overloaded", refusal)
+                return
             self._waiting[task] = None
             self._deadlines.add(task.deadline, task)
             self._forecast.add(task)
-            self._place(task)
+            self._place(task, found)
 
     def expire(self, now: float) -> None:
         """Answer those whose deadline has passed."""
@@ -127,7 +129,7 @@ class Rankings:
             self._set_ready(task, _first(held.region, len(task.tokens)), "hbm")
         else:
             self._let_go(task)
-            self._place(task)
+            self._place(task, self._cache.find(task.user_id, task.tokens))
 
     def score(self, batch: list[RankTask], now: float) -> float:
         """Score these, which are ready, and answer; returns the milliseconds it took."""
@@ -164,11 +166,11 @@ class Rankings:
 
     # ---- in time? ----
 
-    def _refusal(self, task: RankTask, now: float) -> str:
+    def _refusal(self, task: RankTask, found: Found, now: float) -> str:
         """Why not to take this ranking; "" also as long as predictions have not been compared with measurements."""
         if not self._calibration.trusted:
             return ""
-        infer_ms = self._infer_ms(task)
+        infer_ms = self._infer_ms(task, found)
         if infer_ms and not self._flights.calibration.trusted:
             return ""
         task.expected_ms = infer_ms + self._score_ms(task) * self._calibration.factor
@@ -177,9 +179,9 @@ class Rankings:
     def _score_ms(self, task: RankTask) -> float:
         return self._engine.costs.score_ms(len(task.tokens), len(task.suffix) + len(task.candidates))
 
-    def _infer_ms(self, task: RankTask) -> float:
+    def _infer_ms(self, task: RankTask, found: Found) -> float:
         """Predicted device time until there is something to score against; a flight that others wait for is theirs."""
-        entry, coverage = self._cache.find(task.user_id, task.tokens)
+        entry, coverage = found
         tokens, suffix = len(task.tokens), 0 if self._engine.model.incremental else len(task.suffix)
         if entry is None or coverage is Coverage.NONE or task.full or suffix:
             return self._flights.extend_ms(0, tokens + suffix)
@@ -192,8 +194,8 @@ class Rankings:
 
     # ---- placing ----
 
-    def _place(self, task: RankTask) -> None:
-        """Find what this ranking can be scored against; may be called again when something it waited for is over."""
+    def _place(self, task: RankTask, found: Found) -> None:
+        """What this ranking can be scored against; may be called again when something it waited for is over."""
         incremental = self._engine.model.incremental
         if len(task.tokens) == 0 and (len(task.suffix) == 0 or incremental):
             self._set_ready(task, self._empty, "full")
@@ -201,7 +203,7 @@ class Rankings:
         if task.full or (len(task.suffix) and not incremental):
             self._full(task, in_cache=False)
             return
-        entry, coverage = self._cache.find(task.user_id, task.tokens)
+        entry, coverage = found
         if entry is None or coverage is Coverage.NONE:
             self._full(task, in_cache=True)
         elif coverage is Coverage.COVERS and entry.load is None and _computed(entry) >= len(task.tokens):

@@ -1,7 +1,8 @@
 """The worker process: lanes in, answers and status out, around one device thread.
 
 pre-infer ─┐                          ┌─► scores (the client's partition)
-ranking   ─┴─► intake ─► device ─► ───┼─► worker-status
+ranking   ─┴─► intake ─► device ─► ───┼─► ranking (another worker's lane: too late here, not there)
+                 │                    ├─► worker-status
                  └── cannot be read ──┴─► dead-letter
 """
 
@@ -10,59 +11,68 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import time
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any, Final
 
 import structlog
 
+from relaygr_stream.bus.dead_letter import check_dead_letters_fit
 from relaygr_stream.bus.ending import end
 from relaygr_stream.bus.lanes import LaneConsumer
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.records import Record
-from relaygr_stream.errors import BrokerError, ConfigError, DecodeError, DeviceError, Superseded
+from relaygr_stream.errors import BrokerError, DecodeError, DeviceError, Superseded
+from relaygr_stream.handover.build import make_handover
+from relaygr_stream.handover.service import Handover
+from relaygr_stream.owners import OwnerDirectory
 from relaygr_stream.settings import Settings
-from relaygr_stream.telemetry.logs import request_log_fields
 from relaygr_stream.telemetry.process import ProcessContext
 from relaygr_stream.topics import TopicSet, load_topics, verify_topics
 from relaygr_stream.trigger.log_ends import LogEnds
+from relaygr_stream.worker.audit_report import AuditReport
 from relaygr_stream.worker.build import Inside, build
 from relaygr_stream.worker.core import RelayCore
 from relaygr_stream.worker.device import DeviceThread
+from relaygr_stream.worker.forwarding import Forwarding
 from relaygr_stream.worker.intake import Intake, Origin, TooMuch
 from relaygr_stream.worker.metrics import WorkerMetrics
-from relaygr_stream.worker.outbox import Outbox
+from relaygr_stream.worker.outbox import Outbox, check_answers_fit
 from relaygr_stream.worker.status import StatusReporter
 from relaygr_stream.worker.tasks import Answer, PreInferTask, RankTask
 from relaygr_stream.worker.watch import Watch
 
 log = structlog.get_logger(__name__)
 
-#: A relayed score may differ from full inference by this much, relative (DESIGN §8: 1e-5 in float32). In half
-#: precision the two paths round differently; a hundredth is two bfloat16 steps.
-AUDIT_TOLERANCE: Final = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-2}
 #: Ages of requests are bounded from samples of where the lanes end, taken this often.
 AGES_S: Final = 0.25
 #: A worker whose device failed gives its last answers this long to leave: a send takes milliseconds, and its lanes'
 #: next owners wait for it to end.
 LAST_ANSWERS_S: Final = 2.0
+#: Dead letters waiting for their topic at which this process counts as stuck and gives its lanes up (after
+#: kafka.max_poll_ms): each keeps its message, of up to 1 MiB, and bad ones come as fast as others.
+BURYING_LIMIT: Final = 1000
 #: A connection ends within milliseconds; without a broker aiokafka would wait for the timeouts of its requests.
 CLOSE_S: Final = 2.0
-#: What a dead letter's headers add to the original: reason, detail and origin are below 2 KiB.
-DEAD_LETTER_HEADERS: Final = 4096
 
 
-async def run_worker(context: ProcessContext) -> None:
-    """Serve until `context.stop` is set, then drain. Raises RelayError where the process must end otherwise."""
-    await Worker(context).run()
+async def run_worker(context: ProcessContext, settled: Callable[[], None] = lambda: None) -> None:
+    """Serve until `context.stop` is set, then drain. Raises RelayError where the process must end otherwise.
+
+    settled: called on the device thread once the heavy part of the start is over.
+    """
+    await Worker(context, settled).run()
 
 
 class Worker:
     """One worker process."""
 
-    def __init__(self, context: ProcessContext) -> None:
+    def __init__(self, context: ProcessContext, settled: Callable[[], None] = lambda: None) -> None:
         settings = context.settings
         self._context = context
+        self._settled = settled
         self._settings: Settings = settings
         self._topics: TopicSet = load_topics(settings.kafka)
         self._metrics = WorkerMetrics(context.registry)
@@ -76,24 +86,30 @@ class Worker:
             self._topics.scores.partitions,
             self._topics.ranking.max_message_bytes,
             self._metrics.clock_clamped.inc,
+            settings.worker.reply_ms,
         )
+        self._peers = OwnerDirectory(settings.client.silence_ms)
         self._in_flight: set[RankTask] = set()
         self._consumer: LaneConsumer | None = None
         self._inside: Inside | None = None
         self._outbox: Outbox | None = None
+        self._handover: Handover | None = None
 
     async def run(self) -> None:
         """Start, serve, drain."""
         settings, context, topics = self._settings, self._context, self._topics
         context.set_ready(False, "loading the model")
-        _check_dead_letters_fit(topics)
+        check_dead_letters_fit(topics)
         try:
             await verify_topics(settings.kafka)
             await self._device.start(self._build)
+            assert self._inside is not None
+            check_answers_fit(topics, settings.relay.max_candidates, self._inside.model)
             context.set_ready(False, "joining the group")
             max_bytes = max(topics.dead_letter.max_message_bytes, topics.worker_status.max_message_bytes)
             async with AsyncExitStack() as stack:
-                scores = Producer(settings.kafka, client_id=f"{self._name}-scores", acks=1)
+                takes = topics.scores.max_message_bytes
+                scores = Producer(settings.kafka, client_id=f"{self._name}-scores", acks=1, max_bytes=takes)
                 others = Producer(settings.kafka, client_id=f"{self._name}-others", max_bytes=max_bytes)
                 for producer in (scores, others):
                     await producer.start()
@@ -119,14 +135,31 @@ class Worker:
             on_records=self._on_records,
             on_lanes=self._on_lanes,
             capacity=settings.worker.capacity,
-            progressing=lambda: self._watch.progressing,
+            progressing=lambda: self._watch.progressing and outbox.burying < BURYING_LIMIT,
         )
         model = self._inside.model
-        self._outbox = outbox = Outbox(topics, scores, others, self._metrics, self._name, model, consumer.done)
-        reporter = StatusReporter(
-            settings, topics, self._name, self._host, self._inside, self._device, self._metrics, others
+        forwarding = Forwarding(self._name, self._peers, topics.lanes) if settings.worker.forward else None
+        self._outbox = outbox = Outbox(
+            topics, scores, others, self._metrics, self._name, model, consumer.done, forwarding
         )
-        async with reporter:
+        self._handover = handover = await self._start_handover()
+        address = "" if handover is None else handover.address
+        reporter = StatusReporter(
+            settings,
+            topics,
+            self._name,
+            self._host,
+            self._inside,
+            self._device,
+            self._metrics,
+            others,
+            self._peers,
+            address,
+        )
+        async with AsyncExitStack() as stack:
+            if handover is not None:
+                stack.push_async_callback(handover.stop)
+            await stack.enter_async_context(reporter)
             await consumer.start()
             context.started = True
             watch = asyncio.create_task(self._watch.run(consumer))
@@ -137,10 +170,12 @@ class Worker:
                     {self._device.failed, watch, consumer.failed, reporter.failed, outbox.failed, ages}
                 )
                 watch.cancel()
+                drained_by = time.monotonic() + settings.worker.drain_ms / 1e3
                 context.set_ready(False, "draining")
                 await reporter.announce("draining")
                 if not await consumer.drain(settings.worker.drain_ms / 1e3):
                     log.warning("drain time is over", records_left=consumer.undone, setting="worker.drain_ms")
+                left = consumer.lanes
             except Exception as error:
                 if isinstance(error, DeviceError) or self._device.failed.done():
                     context.set_ready(False, str(error))
@@ -152,6 +187,8 @@ class Worker:
                 outbox.close()
                 # It commits where each lane stands, for half a session timeout at most, and leaves the group.
                 await end("the consumer", consumer.stop, settings.kafka.session_timeout_ms / 2e3 + CLOSE_S)
+            if handover is not None:
+                await handover.farewell(left, drained_by - time.monotonic())
             await reporter.announce("stopped")
 
     async def _until_stopped(self, parts: set[asyncio.Future[Any]]) -> None:
@@ -187,8 +224,21 @@ class Worker:
 
     # ---- parts ----
 
+    async def _start_handover(self) -> Handover | None:
+        """None: it is off, for want of a secret."""
+        settings, inside = self._settings, self._inside
+        if not settings.handover.secret:
+            return None
+        assert inside is not None
+        handover = make_handover(
+            settings, self._name, inside, self._device, self._topics.lanes, self._peers, self._context.registry
+        )
+        await handover.start()
+        return handover
+
     def _build(self) -> RelayCore:
-        inside = build(self._settings, self._device.deliver, self._report_audit, self._device.wake)
+        report = AuditReport(self._settings.worker, self._metrics)
+        inside = build(self._settings, self._device.deliver, report, self._device.wake, self._settled)
         self._inside = inside
         self._metrics.model_info.labels(inside.model.version, inside.model.note).set(1)
         describe = log.warning if inside.model.note else log.info
@@ -201,6 +251,8 @@ class Worker:
         self._metrics.lane_changes.labels("gained").inc(len(gained))
         self._metrics.lane_changes.labels("lost").inc(len(lost))
         log.info("lanes changed", gained=sorted(gained), lost=sorted(lost))
+        if self._handover is not None:
+            self._handover.lanes_changed(gained, lost)
         if lost:
             self._intake.lanes_lost(lost)
             self._device.submit(lambda core, now: core.lanes_lost(lost))
@@ -230,7 +282,9 @@ class Worker:
         origin: Origin | None = None
         try:
             origin = self._intake.route(record)
-            return self._intake.ranking(record, origin)
+            task = self._intake.ranking(record, origin)
+            self._metrics.rankings_read.labels(str(task.hops)).inc()
+            return task
         except TooMuch as error:
             assert origin is not None
             self._outbox.refuse(origin, error)
@@ -249,39 +303,7 @@ class Worker:
         for answer in answers:
             if answer.task in self._in_flight:  # else it was answered here when the device failed
                 self._in_flight.remove(answer.task)
-                self._outbox.answer(answer)
-
-    def _report_audit(self, task: RankTask, deviation: float, ms: float) -> None:
-        """Called on the device thread; prometheus_client's objects take that."""
-        worker = self._settings.worker
-        tolerance, storage = AUDIT_TOLERANCE[worker.dtype], "exact"
-        if task.approximate:
-            tolerance, storage = max(tolerance, worker.dram_int8_deviation), "int8"
-        agreed = deviation <= tolerance
-        self._metrics.audits.labels("agreed" if agreed else "deviated", storage).inc()
-        self._metrics.device_seconds.labels("audit").inc(ms / 1e3)
-        assert self._inside is not None
-        auditor = self._inside.core.auditor
-        self._metrics.audit_deviation.labels(storage).set(auditor.worst_rounded if task.approximate else auditor.worst)
-        if not agreed:
-            log.error(
-                "a relayed score deviates from full inference",
-                **request_log_fields(task.request_id, task.user_id, task.lane, task.outcome),
-                deviation=deviation,
-                tolerance=tolerance,
-                storage=storage,
-            )
-
-
-def _check_dead_letters_fit(topics: TopicSet) -> None:
-    """A dead letter that its topic does not take would hold up its lane's commits for ever."""
-    for topic in (topics.ranking, topics.pre_infer):
-        if topics.dead_letter.max_message_bytes < topic.max_message_bytes + DEAD_LETTER_HEADERS:
-            raise ConfigError(
-                f"topic {topics.dead_letter.name} takes {topics.dead_letter.max_message_bytes} bytes, {topic.name} "
-                f"{topic.max_message_bytes}: a dead letter has up to {DEAD_LETTER_HEADERS} more than its original; "
-                f"raise max_message_bytes of the former"
-            )
+                self._outbox.settle(answer)
 
 
 def _take(signals: list[PreInferTask], rankings: list[RankTask], core: RelayCore, now: float) -> None:

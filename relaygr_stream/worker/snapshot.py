@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Collection
+
+import msgspec
 
 from relaygr_stream.worker.core import RelayCore
 
 
-@dataclass(frozen=True)
-class Snapshot:
+class Snapshot(msgspec.Struct, frozen=True):  # made for every statement; a frozen dataclass takes a microsecond more
     """Plain numbers; lane_bytes, largest: pinned, and of the largest prefix lately, for each lane asked for; demand,
     totals, cache: running totals by lane or name."""
 
@@ -31,13 +31,13 @@ class Snapshot:
     pre_infer_late_s: float
 
 
-def snapshot(core: RelayCore, lanes: Iterable[int], now: float) -> Snapshot:
+def snapshot(core: RelayCore, lanes: Collection[int], now: float) -> Snapshot:
     """The numbers now; the queue delay is that since the last snapshot."""
     cache = core.cache
     return Snapshot(
-        lane_bytes={lane: core.pins.lane_bytes(lane) for lane in lanes},
+        lane_bytes=dict(zip(lanes, map(core.pins.lane_bytes, lanes), strict=True)),
         demand=dict(core.demand.totals),
-        largest={lane: core.demand.largest(lane) for lane in lanes},
+        largest=dict(zip(lanes, map(core.demand.largest, lanes), strict=True)),
         totals=core.totals(),
         cache=cache.counters.as_dict(),
         hbm_used=cache.hbm_used,

@@ -10,6 +10,7 @@ from relaygr_stream.messages import LaneStatus, WorkerStatus
 from relaygr_stream.settings import Settings
 from relaygr_stream.worker.budgets import LaneBudgets, LaneShares
 from relaygr_stream.worker.build import Inside
+from relaygr_stream.worker.busy import BusyShare
 from relaygr_stream.worker.extension import SHARE
 from relaygr_stream.worker.snapshot import Snapshot
 from relaygr_stream.worker.split import LoadSplit
@@ -28,6 +29,7 @@ class Identity:
     incarnation: int
     host: str
     pid: int
+    handover: str = ""  # HOST:PORT of its hand-over, if there is one
 
 
 class Statements:
@@ -44,6 +46,7 @@ class Statements:
             int(worker.pinned_share * worker.hbm_bytes), hold_s, turn_s=hold_s + settings.relay.life_window_ms / 1e3
         )
         self._split = LoadSplit(worker.pre_infer_share)
+        self._busy = BusyShare()
 
     def status(
         self,
@@ -88,7 +91,9 @@ class Statements:
             pre_infer_wait_ms=snapshot.pre_infer_waiting_ms / max(LEAST_FREE, 1.0 - self._split.ranking_share),
             model_version=inside.model.version,
             model_note=inside.model.note,
+            busy_share=self._busy.update(ranking_ms + snapshot.totals["pre_infer_ms"], seconds),
             device=str(inside.device),
+            handover=identity.handover,
             hbm_used_bytes=snapshot.hbm_used,
             hbm_bytes=worker.hbm_bytes,
             dram_used_bytes=snapshot.dram_used,

@@ -18,6 +18,7 @@ from relaygr_stream.bus.records import Record
 from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.errors import BrokerError, DecodeError, DeviceError, Superseded
 from relaygr_stream.messages import WorkerStatus, decode, encode
+from relaygr_stream.owners import OwnerDirectory
 from relaygr_stream.settings import Settings
 from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.topics import TopicSet
@@ -37,7 +38,10 @@ ANNOUNCE_S: Final = 1.0
 
 
 class StatusReporter:
-    """Publishes WorkerStatus and keeps the metrics current, as an async context; `failed` tells why it ended."""
+    """Publishes WorkerStatus and keeps the metrics current, as an async context; `failed` tells why it ended.
+
+    peers: takes what the workers state from now on, ourselves included. handover: HOST:PORT of our hand-over, or "".
+    """
 
     def __init__(
         self,
@@ -49,8 +53,12 @@ class StatusReporter:
         device: DeviceThread,
         metrics: WorkerMetrics,
         producer: Producer,
+        peers: OwnerDirectory,
+        handover: str,
     ) -> None:
         self._settings = settings
+        self._peers = peers
+        self._handover = handover
         self._topics = topics
         self._name = name
         self._incarnation = 0  # until the statuses that were there before us are read
@@ -124,13 +132,14 @@ class StatusReporter:
         taken: list[Snapshot] = []
         self._metrics.device_stall_seconds.set(self._device.stalled_for)
         ask = self._device.ask(lambda core, now: taken.append(snapshot(core, positions, now)))
-        await asyncio.wait_for(ask, SNAPSHOT_S)
+        async with asyncio.timeout(SNAPSHOT_S):
+            await ask
         self._export(taken[0], len(positions))
         status = self._status(taken[0], positions)
         await self._producer.send_and_wait(self._topics.worker_status.name, encode(status), key=self._name.encode())
 
     def _status(self, now: Snapshot, positions: dict[int, int]) -> WorkerStatus:
-        identity = Identity(self._name, self._incarnation, self._host, os.getpid())
+        identity = Identity(self._name, self._incarnation, self._host, os.getpid(), self._handover)
         return self._statements.status(identity, self._state, now, positions, time.monotonic(), int(time.time() * 1e3))
 
     def _export(self, now: Snapshot, lanes: int) -> None:
@@ -146,6 +155,8 @@ class StatusReporter:
                 metrics.advance(metrics.device_seconds, name.removesuffix("_ms"), total / 1e3)
         for name, total in now.cache.items():
             metrics.advance(metrics.cache_events, name, total)
+        metrics.audit_deviation.labels("exact").set(now.totals["audit_deviation"])
+        metrics.audit_deviation.labels("int8").set(now.totals["audit_deviation_int8"])
         worker = self._settings.worker
         for gauge, kind, value in (
             (metrics.hbm_bytes, "used", now.hbm_used),
@@ -167,6 +178,8 @@ class StatusReporter:
 
     def _on_statuses(self, records: list[Record]) -> None:
         """Two processes of one name: the later incarnation serves, the earlier gives way (DESIGN §5)."""
+        if self._incarnation:  # what was there before us may be of any age
+            self._peers.on_records(records)
         for record in records:
             if record.key != self._name.encode():
                 continue

@@ -43,6 +43,7 @@ class RankTask:
     arrived: float
     deadline: float
     full: bool  # ignore prefix KV
+    hops: int = 0  # times it was forwarded, or 1: a hedge
     origin: Any = None
     outcome: Outcome | None = None  # where the prefix was first found
     entry: Entry | None = None  # held while set
@@ -51,6 +52,7 @@ class RankTask:
     started: float = 0.0  # when the device first worked for it
     finished: float = 0.0  # when the device was done with it; 0: it was answered without the device thread
     age_ms: float = 0.0  # when it arrived, since it was sent
+    timeout_ms: float = 0.0  # since then, for its client: as stated, or the default
     expected_ms: float = 0.0  # device time, predicted when it came
     device_ms: float = 0.0
     computed_tokens: int = 0

@@ -91,6 +91,8 @@ class WarmUp:
 
     def step(self, now: float) -> bool:
         """The device has nothing to do: start one reload, if a user is expected. False: there was none to start."""
+        if not self._enabled:
+            return False
         self._count_waste()
         if self._cache.copying:  # one at a time, and behind those that requests wait for
             return False

@@ -11,6 +11,7 @@ from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.records import Record
 from relaygr_stream.settings import Kafka
 from relaygr_stream.topics import TopicSet
+from tests.waiting import until
 
 
 class Member:
@@ -65,14 +66,6 @@ class Member:
 
     async def __aexit__(self, *_: object) -> None:
         await self.consumer.stop()
-
-
-async def until(condition: Callable[[], bool], what: str, timeout_s: float = 30.0) -> None:
-    """Wait for a condition, or fail saying what did not happen."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"within {timeout_s:.0f} s: not {what}"
-        await asyncio.sleep(0.01)
 
 
 async def shared_out(topics: TopicSet, *members: Member) -> None:

@@ -16,7 +16,7 @@ import pytest
 import trustme
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, load_pem_private_key
 
-from relaygr_stream.bus.local import kafka_home
+from relaygr_stream.bus.distribution import kafka_home
 from relaygr_stream.bus.probe import check_connection
 from relaygr_stream.errors import BrokerError
 from relaygr_stream.settings import Kafka
@@ -71,10 +71,13 @@ class SecureKafka:
 
 
 @contextmanager
-def secure_kafka(folder: Path, *, users: Sequence[str] = (USER,), authorize: bool = False) -> Iterator[SecureKafka]:
+def secure_kafka(
+    folder: Path, *, users: Sequence[str] = (USER,), authorize: bool = False, reauthenticate_ms: int = 0
+) -> Iterator[SecureKafka]:
     """Runs for the duration of the block, with these users, all of one password. Needs KAFKA_HOME.
 
-    authorize: what nobody granted is refused, but to who comes by the plain listener inside.
+    authorize: what nobody granted is refused, but to who comes by the plain listener inside. reauthenticate_ms: a
+    connection is closed after this long; 0: never.
     """
     sasl_port, tls_port, inside, controller = free_ports(4)
     ca, other = trustme.CA(), trustme.CA()
@@ -86,8 +89,9 @@ def secure_kafka(folder: Path, *, users: Sequence[str] = (USER,), authorize: boo
     secure = SecureKafka(folder, sasl_port, tls_port, inside, paths["ca"], paths["other_ca"], paths["client"])
     properties = folder / "server.properties"
     properties.write_text(_properties(secure, paths["server"], controller), encoding="utf-8")
-    if authorize:
-        with properties.open("a", encoding="utf-8") as file:
+    with properties.open("a", encoding="utf-8") as file:
+        file.write(f"connections.max.reauth.ms={reauthenticate_ms}\n")
+        if authorize:
             file.write(AUTHORIZER)
     environment = os.environ | {"LOG_DIR": str(folder / "logs"), "KAFKA_HEAP_OPTS": "-Xms128m -Xmx512m"}
     home = kafka_home()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator
+from functools import partial
 
 import msgspec
 import pytest
@@ -18,8 +19,9 @@ from relaygr_stream.bus.records import Record
 from relaygr_stream.errors import BrokerUnavailable, ConfigError
 from relaygr_stream.settings import Kafka
 from relaygr_stream.topics import TopicSet, apply_topics, load_topics
-from tests.bus.members import Member, Stream, shared_out, until
+from tests.bus.members import Member, Stream, shared_out
 from tests.conftest import AnyBroker
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -101,11 +103,19 @@ async def test_commits_do_not_wait_for_the_end(kafka_settings: Kafka, topics: To
 
 
 async def _flows_to_the_owners_of_both_topics(topics: TopicSet, *members: Member) -> None:
-    seen = [len(member.records) for member in members]
-    await asyncio.sleep(0.3)
-    for member, start in zip(members, seen, strict=True):
+    """Kept lanes flow at once; a moved one as soon as its new owner has found the partition's leader."""
+    start = [len(member.records) for member in members]
+
+    def flowing(member: Member, since: int, topic: str) -> set[int]:
+        return {record.lane for record in member.records[since:] if record.topic == topic}
+
+    def flows(member: Member, since: int, topic: str) -> bool:
+        return flowing(member, since, topic) >= member.lanes
+
+    for member, since in zip(members, start, strict=True):
         for topic in (topics.pre_infer.name, topics.ranking.name):
-            assert {record.lane for record in member.records[start:] if record.topic == topic} == member.lanes
+            await until(partial(flows, member, since, topic), f"{topic} does not flow to {member.name}")
+            assert flowing(member, since, topic) == member.lanes
 
 
 async def test_joins_and_leaves(kafka_settings: Kafka, topics: TopicSet, producer: Producer) -> None:

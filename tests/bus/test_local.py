@@ -14,15 +14,17 @@ import pytest
 from relaygr_stream.bus.local import BrokerKind, local_broker
 from relaygr_stream.errors import BrokerUnavailable
 from relaygr_stream.settings import Kafka
-from tests.bus.members import until
 from tests.conftest import KAFKA_HINT
+from tests.waiting import until
 
 KINDS = ["embedded", pytest.param("kafka", marks=pytest.mark.kafka)]
 
 OWNER = """
-import asyncio, sys
+import asyncio, signal, sys
 from pathlib import Path
 from relaygr_stream.bus.local import local_broker
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 
 async def main():
     async with local_broker(sys.argv[1], folder=Path(sys.argv[2])) as broker:

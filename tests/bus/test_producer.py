@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Literal
 
 import msgspec
 import pytest
+from aiokafka import AIOKafkaConsumer, TopicPartition
 
 from relaygr_stream.bus.local import local_broker
-from relaygr_stream.bus.producer import Producer
+from relaygr_stream.bus.producer import Producer, Sent
 from relaygr_stream.errors import BrokerError, BrokerUnavailable, TopicError
 from relaygr_stream.settings import Kafka
 from relaygr_stream.topics import apply_topics, load_topics
@@ -26,6 +28,76 @@ async def test_offsets_count_up_per_partition(kafka_settings: Kafka) -> None:
             sent = [await producer.send(topic, b"x", partition=2) for _ in range(50)]
             await producer.flush()
             assert [future.result() for future in sent] == list(range(first + 1, first + 51))
+
+
+async def test_messages_sent_together_are_acknowledged_one_by_one(kafka_settings: Kafka) -> None:
+    await apply_topics(kafka_settings)
+    topic = load_topics(kafka_settings).scores.name
+    sizes = [100, 40_000, 40_000, 0, 90_000, 200_000, 7, *([1000] * 200)]  # of one batch 64 KiB; the sixth is too large
+    messages = [(f"key-{number}".encode(), bytes([number]) * size) for number, size in enumerate(sizes)]
+    settled: dict[int, Sent | BrokerError] = {}
+
+    def settle(index: int, outcome: Sent | BrokerError) -> None:
+        assert index not in settled
+        settled[index] = outcome
+
+    async with Producer(kafka_settings, client_id="test", max_bytes=100_000) as producer:
+        first = await producer.send_and_wait(topic, b"0", partition=1)
+        await producer.send_together(topic, messages, partition=1, settled=settle)
+        beside = await producer.send(topic, b"beside", partition=1)
+        await producer.flush()
+        assert await beside == first + len(messages)  # sent after them, not into a batch of theirs
+        await producer.send_together(topic, [], partition=1, settled=settle)
+    refused = settled.pop(5)
+    assert isinstance(refused, BrokerError)
+    assert re.search(r"200000 bytes .* exceed the 100000", str(refused))
+    sent = [one for _, one in sorted(settled.items()) if isinstance(one, Sent)]
+    assert [one.offset for one in sent] == list(range(first + 1, first + len(messages)))
+    begins = sorted({one.batch for one in sent})
+    assert [one.batch for one in sent] == [max(at for at in begins if at <= one.offset) for one in sent]
+    assert len(begins) > 3, "40 KB twice do not fit one batch"
+    assert sent[4].batch == sent[4].offset, "90 KB go alone"
+    assert sent[-1].batch < sent[-1].offset
+    consumer = AIOKafkaConsumer(bootstrap_servers=kafka_settings.bootstrap, group_id=None)
+    await consumer.start()
+    try:
+        partition = TopicPartition(topic, 1)
+        consumer.assign([partition])
+        consumer.seek(partition, first + 1)
+        read = [await asyncio.wait_for(consumer.getone(), 10) for _ in range(len(messages) - 1)]
+    finally:
+        await consumer.stop()
+    assert [(each.key, each.value) for each in read] == messages[:5] + messages[6:]
+
+
+async def test_messages_that_cannot_be_sent_together_each_say_why() -> None:
+    async with local_broker("embedded") as broker:
+        kafka = broker.kafka_settings(Kafka(request_timeout_ms=500))
+        await apply_topics(kafka)
+        topic = load_topics(kafka).scores.name
+        async with Producer(kafka, client_id="test") as producer:
+            settled: list[tuple[int, Sent | BrokerError]] = []
+
+            async def send(partition: int) -> list[tuple[int, Sent | BrokerError]]:
+                settled.clear()
+                both = asyncio.Event()
+
+                def settle(index: int, outcome: Sent | BrokerError) -> None:
+                    settled.append((index, outcome))
+                    if len(settled) == 2:
+                        both.set()
+
+                await producer.send_together(topic, [(b"k", b"v"), (None, b"w")], partition=partition, settled=settle)
+                await asyncio.wait_for(both.wait(), 10)
+                return settled
+
+            assert [(index, type(outcome)) for index, outcome in await send(99)] == [(0, TopicError), (1, TopicError)]
+            assert await send(0) == [(0, Sent(0, 0)), (1, Sent(1, 0))]
+            broker.stop()
+            assert [(index, type(outcome)) for index, outcome in await send(0)] == [
+                (0, BrokerUnavailable),
+                (1, BrokerUnavailable),
+            ]
 
 
 async def test_what_cannot_be_sent_says_why(broker: AnyBroker, kafka_settings: Kafka) -> None:

@@ -14,9 +14,10 @@ from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.errors import AccessDenied, BrokerUnavailable
 from relaygr_stream.settings import Kafka
 from relaygr_stream.topics import apply_topics, load_topics, verify_topics
-from tests.bus.members import Member, until
+from tests.bus.members import Member
 from tests.bus.secure_kafka import PASSWORD, SecureKafka, secure_kafka
 from tests.conftest import KAFKA_HINT
+from tests.waiting import until
 
 pytestmark = pytest.mark.kafka
 

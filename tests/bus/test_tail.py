@@ -17,8 +17,8 @@ from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.errors import BrokerUnavailable
 from relaygr_stream.settings import Kafka
 from relaygr_stream.topics import apply_topics, load_topics
-from tests.bus.members import until
 from tests.conftest import AnyBroker
+from tests.waiting import until
 
 
 async def test_earliest_has_everything_when_started_and_follows(kafka_settings: Kafka) -> None:

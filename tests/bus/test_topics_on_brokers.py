@@ -12,8 +12,9 @@ from relaygr_stream.bus.producer import Producer
 from relaygr_stream.errors import BrokerUnavailable, CoPartitionError, TopicError
 from relaygr_stream.settings import Kafka
 from relaygr_stream.topics import apply_topics, describe_topics, lane_of, load_topics, verify_topics
-from tests.bus.members import Member, until
+from tests.bus.members import Member
 from tests.conftest import AnyBroker
+from tests.waiting import until
 
 
 async def _create(kafka: Kafka, name: str, partitions: int, **configs: str) -> None:

@@ -13,11 +13,11 @@ from typing import NamedTuple
 import msgspec
 import pytest
 
-from relaygr_stream.bus.local import kafka_home
+from relaygr_stream.bus.distribution import kafka_home
 from relaygr_stream.bus.tail import TopicTail
+from relaygr_stream.children import Child, settings_as_toml
 from relaygr_stream.client import RelayClient
 from relaygr_stream.dead_letters.read import read_letters
-from relaygr_stream.demo.processes import Child, settings_as_toml
 from relaygr_stream.errors import BrokerError
 from relaygr_stream.settings import Kafka, Settings
 from relaygr_stream.topics import apply_topics

@@ -22,7 +22,8 @@ from relaygr_stream.messages import (
     decode,
 )
 from relaygr_stream.settings import Kafka
-from tests.e2e.fleet import serving_fleet, traffic, until
+from tests.e2e.fleet import serving_fleet, traffic
+from tests.waiting import until
 
 ROUTE = [(HEADER_CORRELATION, b"me-1"), (HEADER_REPLY_PARTITION, b"2")]
 
@@ -31,6 +32,11 @@ ROUTE = [(HEADER_CORRELATION, b"me-1"), (HEADER_REPLY_PARTITION, b"2")]
 async def test_bad_messages_are_answered_and_buried(embedded_settings: Kafka, tmp_path: Path) -> None:
     dead: list[Record] = []
     replies: list[Record] = []
+
+    def on_scores(records: list[Record]) -> None:
+        # The client below may have chosen the same partition for its own.
+        replies.extend(record for record in records if dict(record.headers)[HEADER_CORRELATION] == b"me-1")
+
     async with serving_fleet(embedded_settings, tmp_path, "w1") as fleet:
         topics = fleet.topics
         good = traffic(seconds=1, rate=5)[0]
@@ -42,7 +48,7 @@ async def test_bad_messages_are_answered_and_buried(embedded_settings: Kafka, tm
         }
         async with (
             TopicTail(embedded_settings, topics.dead_letter.name, [0], "latest", dead.extend),
-            TopicTail(embedded_settings, topics.scores.name, [2], "latest", replies.extend),
+            TopicTail(embedded_settings, topics.scores.name, [2], "latest", on_scores),
             Producer(embedded_settings, client_id="bad") as producer,
             RelayClient(settings=fleet.settings) as client,
         ):
@@ -69,4 +75,3 @@ async def test_bad_messages_are_answered_and_buried(embedded_settings: Kafka, tm
     origins = {dict(record.headers)[HEADER_ORIGIN_TOPIC].decode() for record in dead}
     assert origins == {topics.ranking.name, topics.retrieval.name, topics.pre_infer.name}
     assert {decode(ScoreReply, record.value).status for record in replies} == {"rejected"}
-    assert all(dict(record.headers)[HEADER_CORRELATION] == b"me-1" for record in replies)

@@ -14,7 +14,8 @@ from relaygr_stream.exactness import relative_deviation
 from relaygr_stream.settings import Kafka
 from relaygr_stream.workload.driver import drive
 from tests.conftest import AnyBroker
-from tests.e2e.fleet import Fleet, Results, serving_fleet, traffic, until
+from tests.e2e.fleet import Fleet, Results, serving_fleet, traffic
+from tests.waiting import until
 
 
 async def co_owned(fleet: Fleet) -> None:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import io
 import json
+from typing import Any
 
 import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from relaygr_stream.bus.dead_letter import dead_letter_headers
 from relaygr_stream.bus.records import Record
 from relaygr_stream.dead_letters.letter import Letter, letters_of, show_value
 from relaygr_stream.dead_letters.read import choose
 from relaygr_stream.dead_letters.replay import verdict_before
-from relaygr_stream.dead_letters.table import as_json
+from relaygr_stream.dead_letters.table import as_json, line_of, print_letter, print_letters
 from relaygr_stream.errors import DecodeError, InputError
-from relaygr_stream.messages import HEADER_REASON, HEADER_REPLAY_OF, HEADER_REPLAYS
+from relaygr_stream.messages import HEADER_DETAIL, HEADER_REASON, HEADER_REPLAY_OF, HEADER_REPLAYS
 from relaygr_stream.settings import Kafka
 from relaygr_stream.topics import load_topics
 
@@ -103,3 +106,44 @@ def test_nested_headers_are_refused_rather_than_built() -> None:
     bomb = b"\xdd\xff\xff\xff\xff" * 400
     assert "not MessagePack" in show_value(bomb)
     assert "not MessagePack" in show_value(b"\x91" * 5000)
+
+
+@pytest.mark.parametrize("nested", [b"\x91", b"\x81\xa1a"])
+def test_what_nests_as_deeply_as_can_be_unpacked_is_shown_to_some_depth(nested: bytes) -> None:
+    shown = json.dumps(show_value(nested * 500 + b"\x01"))
+    assert "(1 more, nested)" in shown
+
+
+def test_headers_without_a_value_are_taken_for_empty_ones() -> None:
+    """Kafka allows null; whoever may write to the topic can send it."""
+    null: Any = [(HEADER_REASON, None), ("trace", None)]
+    (letter,) = letters_of([record(3, null)])
+    assert (letter.reason, letter.headers) == ("", (("trace", b""),))
+    assert json.loads(as_json(letter, value=True))["headers"] == {"trace": ""}
+
+
+@pytest.mark.parametrize("timestamp_ms", [-(1 << 63), (1 << 63) - 1, -1])
+def test_any_clock_can_be_shown(timestamp_ms: int) -> None:
+    line = as_json(Letter(0, 1, timestamp_ms, b"u", b"v"), value=False)
+    assert json.loads(line)["time"]
+
+
+def test_numbers_that_json_lacks_are_words() -> None:
+    assert show_value(msgpack.packb([float("nan"), float("-inf"), 1.5])) == ["nan", "-inf", 1.5]
+
+
+def test_a_letter_cannot_steer_the_terminal_of_its_reader() -> None:
+    """Clear the screen, set the title, begin a line that looks like ours; in 7 and in 8 bits."""
+    evil = "\x1b[2J\x1b]0;owned\x07\r\n\x9b31m"
+    letter = Letter(0, 1, 0, evil.encode(), msgpack.packb(evil), reason=evil, detail=evil, origin_topic=evil)
+    out = io.StringIO()
+    console = Console(file=out, width=400, force_terminal=False)
+    print_letters(console, [letter])
+    print_letter(console, letter)
+    out.write(line_of(letter, "no origin", evil) + as_json(letter, value=True))
+    assert not [each for each in out.getvalue() if each != "\n" and (ord(each) < 32 or 127 <= ord(each) < 160)]
+
+
+def test_a_detail_that_is_no_unicode_can_be_buried() -> None:
+    headers = dead_letter_headers(record(1, []), DecodeError("invalid", "user \ud800"))
+    assert (HEADER_DETAIL, b"user \\ud800") in headers

@@ -148,6 +148,9 @@ def _samples() -> dict[str, set[str]]:
             if isinstance(metric, MetricWrapperBase):
                 (family,) = metric.describe()
                 samples |= {family.name + suffix: set(metric._labelnames) for suffix in suffixes[family.type]}
+    for family in registry.collect():  # those that are collected from plain numbers
+        for sample in family.samples:
+            samples.setdefault(sample.name, set()).update(sample.labels)
     return samples
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
@@ -10,14 +11,14 @@ import pytest
 
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.client import RelayClient
-from relaygr_stream.client.hedges import SLOW_BURST, SLOW_SHARE, Hedges
+from relaygr_stream.client.hedges import LAST_WORDS_MS, SLOW_BURST, SLOW_SHARE, Hedges
 from relaygr_stream.errors import DeadlineExceeded, Overloaded
 from relaygr_stream.messages import CostModel, LaneStatus, RankingRequest, ScoreReply, WorkerStatus, encode
 from relaygr_stream.owners import OwnerDirectory
 from relaygr_stream.settings import Kafka
 from relaygr_stream.topics import lane_of, load_topics
-from tests.bus.members import until
 from tests.unit.client_peers import Responder, client_on, count, request, responder_on, scored
+from tests.waiting import until
 
 LANES = 8
 OURS = lane_of("u", LANES)
@@ -194,5 +195,40 @@ def test_the_less_loaded_of_two_gets_it_and_never_one_that_was_tried() -> None:
     assert {hedges.elsewhere([0]) for _ in range(50)} == {4, 5}
     assert {hedges.elsewhere([0, 4]) for _ in range(50)} == {2, 3}
     assert hedges.elsewhere([0, 2, 4]) is None
-    assert not hedges.silent(0)
-    assert hedges.silent(7)
+    assert hedges.cut_off(0) is None
+    assert hedges.cut_off(7) == "silent"
+
+
+def test_idle_workers_get_equal_parts() -> None:
+    """Queues are often exactly 0: what else is compared then must not prefer anybody."""
+    idle = directory(status("a", [0]), status("b", [1]), status("c", [2]))
+    hedges = Hedges(idle, busy_ms=50.0, seed=7)
+    asked = Counter(hedges.elsewhere([7]) for _ in range(300))
+    assert min(asked[lane] for lane in (0, 1, 2)) >= 60
+
+
+def test_a_lane_that_no_broker_takes_is_left_and_never_chosen() -> None:
+    hedges = Hedges(
+        directory(status("a", [0, 1]), status("b", [2, 3]), status("c", [4])), 50.0, stuck={0, 2, 4}.__contains__
+    )
+    assert hedges.cut_off(0) == "unsent"
+    assert hedges.cut_off(1) is None
+    assert {hedges.elsewhere([0]) for _ in range(50)} == {3}
+
+
+def test_when_all_fall_silent_at_once_what_they_stated_last_counts() -> None:
+    """It is their topic that stands still: a broker died. One that is silent alone is gone."""
+    now = [100.0]
+    owners = OwnerDirectory(1000.0, clock=lambda: now[0])
+    hedges = Hedges(owners, 50.0, seed=1)
+    for each in (status("a", MINE), status("b", YOURS)):
+        owners.take(each)
+    now[0] += 0.9
+    owners.take(status("b", YOURS))
+    now[0] += 0.9
+    assert hedges.cut_off(OURS) == "silent", "b speaks, a does not"
+    now[0] += 0.9
+    assert hedges.cut_off(OURS) is None, "nobody speaks: a is as good as b"
+    assert hedges.elsewhere([OURS]) in YOURS
+    now[0] += LAST_WORDS_MS / 1e3
+    assert hedges.elsewhere([OURS]) is None

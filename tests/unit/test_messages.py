@@ -7,6 +7,7 @@ import tracemalloc
 from typing import Any
 
 import msgpack
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from relaygr_stream.errors import DecodeError
 from relaygr_stream.messages import (
+    MAX_DETAIL,
     MAX_MESSAGE_BYTES,
     SCHEMA_VERSION,
     Behaviours,
@@ -23,6 +25,7 @@ from relaygr_stream.messages import (
     PreInferSignal,
     RankingRequest,
     RequestEvent,
+    RequestEventInPlace,
     ScoreReply,
     Timings,
     WorkerStatus,
@@ -36,7 +39,7 @@ KINDS: list[Any] = [RequestEvent, PreInferSignal, RankingRequest, ScoreReply, Wo
 ids = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=256)
 unix_ms = st.integers(0, 2**53 - 1)
 millis = st.floats(0, 3.6e6)
-finite = st.floats(allow_nan=False)
+finite = st.floats(allow_nan=False, allow_infinity=False)
 
 
 @st.composite
@@ -186,6 +189,23 @@ def test_a_foreign_client_writes_a_request_event_by_the_documented_layout() -> N
     assert (event.sent_ms, event.rank_in_ms) == (0, 0.0)
 
 
+@given(events, st.integers(0, 2**32))
+def test_an_event_read_in_place_is_the_event_and_its_faults_the_same(event: RequestEvent, seed: int) -> None:
+    data = encode(event)
+    in_place = decode(RequestEventInPlace, data)
+    assert encode(in_place) == data
+    assert len(in_place.prefix) == len(event.prefix)
+    signal = PreInferSignal(
+        request_id="r", user_id="u", prefix=in_place.prefix, admitted_ms=1, life_ms=2.0, rank_in_ms=in_place.rank_in_ms
+    )
+    assert encode(signal) == encode(msgspec.structs.replace(signal, prefix=event.prefix))
+    damaged = bytearray(data)
+    damage = random.Random(seed)
+    for _ in range(damage.randint(1, 4)):
+        damaged[damage.randrange(len(damaged))] = damage.randrange(256)
+    assert verdict(RequestEventInPlace, bytes(damaged)) == verdict(RequestEvent, bytes(damaged))
+
+
 @given(messages, st.integers(0, 2**32))
 def test_a_damaged_message_is_a_message_or_a_decode_error(message: Message, seed: int) -> None:
     data = bytearray(encode(message))
@@ -332,3 +352,18 @@ def test_costs_follow_their_formula(n: int, m: int) -> None:
     costs = CostModel(c0=1.0, c1=0.5, c2=0.25, c3=0.125)
     assert costs.full_ms(n, m) == 1.0 + 0.5 * n + 0.25 * n * n + 0.125 * n * m
     assert costs.pre_infer_ms(n) == costs.full_ms(n, 0)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_times_of_an_answer_are_finite(value: float) -> None:
+    """One that is not would spoil whatever is summed from it."""
+    reply = msgspec.to_builtins(ScoreReply(request_id="r", status="failed"), builtin_types=(bytes,))
+    reply["timings"]["device_ms"] = value
+    with pytest.raises(DecodeError, match="device_ms"):
+        decode(ScoreReply, msgpack.packb(reply))
+
+
+def test_a_detail_does_not_carry_the_message() -> None:
+    with pytest.raises(DecodeError) as refused:
+        decode(ScoreReply, msgpack.packb({"request_id": "r", "status": "x" * 100_000}))
+    assert len(refused.value.detail) <= MAX_DETAIL

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+from structlog.testing import capture_logs
 
 from relaygr_stream.bus.records import Record
 from relaygr_stream.messages import CostModel, LaneStatus, WorkerStatus, encode
@@ -132,6 +133,17 @@ def test_unreadable_statuses_are_counted_and_skipped() -> None:
     )
     assert world.unreadable == 2 + len(nonsense)
     assert world.owner(0) == "a#1"
+
+
+def test_a_worker_that_nobody_understands_does_not_flood_the_log() -> None:
+    """While versions are mixed, every client reads four such statuses a second from every new worker."""
+    world = World()
+    with capture_logs() as lines:
+        for _ in range(100):
+            world.directory.on_records([record(b"\xc1")])
+    assert world.unreadable == 100
+    assert 1 <= len(lines) <= 10
+    assert all(line["event"] == "worker status unreadable" for line in lines)
 
 
 def test_workers_of_long_ago_are_forgotten() -> None:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from aiokafka.errors import NodeNotReadyError, TopicAuthorizationFailedError
+from aiokafka.partitioner import murmur2 as aiokafka_murmur2
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relaygr_stream.errors import ConfigError, CoPartitionError
+from relaygr_stream import topics
+from relaygr_stream.bus.murmur2 import murmur2
+from relaygr_stream.errors import BrokerError, ConfigError, CoPartitionError
 from relaygr_stream.files import packaged_dir
 from relaygr_stream.settings import Kafka
 from relaygr_stream.topics import LANE_TOPICS, lane_of, load_topics
@@ -91,7 +97,7 @@ def test_a_missing_file_is_named(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "murmur2"),
+    ("key", "hashed"),
     # From Apache Kafka's own test of Utils.murmur2 (UtilsTest.testMurmur2).
     [
         ("21", -973932308),
@@ -101,11 +107,49 @@ def test_a_missing_file_is_named(folder: Path) -> None:
         ("lkjh234lh9fiuh90y23oiuhsafujhadof229phr9h19h89h8", -58897971),
     ],
 )
-def test_lanes_are_those_of_kafkas_java_client(key: str, murmur2: int) -> None:
+def test_lanes_are_those_of_kafkas_java_client(key: str, hashed: int) -> None:
     for lanes in (1, 7, 16, 10_000):
-        assert lane_of(key, lanes) == (murmur2 & 0x7FFFFFFF) % lanes
+        assert lane_of(key, lanes) == (hashed & 0x7FFFFFFF) % lanes
+
+
+@given(st.binary(max_size=40))
+def test_the_hash_is_aiokafkas(key: bytes) -> None:
+    assert murmur2(key) == aiokafka_murmur2(key)
 
 
 @given(st.text(min_size=1, max_size=30), st.integers(1, 10_000))
 def test_a_lane_is_a_lane(user: str, lanes: int) -> None:
     assert 0 <= lane_of(user, lanes) < lanes
+
+
+class Cluster:
+    """An admin client that fails with each of these in turn, and then answers."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *failures: Exception) -> None:
+        self.asked, self._failures = 0, failures
+        monkeypatch.setattr(topics, "_admin", self._admin)
+        monkeypatch.setattr(topics, "_describe", self._describe)
+        monkeypatch.setattr(topics, "RETRY_S", 0.0)
+
+    @asynccontextmanager
+    async def _admin(self, kafka: Kafka) -> AsyncIterator[None]:
+        self.asked += 1
+        if self.asked <= len(self._failures):
+            raise BrokerError("cannot look at the topics") from self._failures[self.asked - 1]
+        yield
+
+    async def _describe(self, admin: None, described: object) -> tuple[topics.TopicRow, ...]:
+        return ()
+
+
+async def test_a_start_while_a_dead_broker_is_still_named_asks_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(monkeypatch, NodeNotReadyError("node 3"), NodeNotReadyError("node 3"))
+    assert await topics.describe_topics(Kafka()) == ()
+    assert cluster.asked == 3
+
+
+async def test_what_will_not_pass_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(monkeypatch, TopicAuthorizationFailedError("no"))
+    with pytest.raises(BrokerError):
+        await topics.describe_topics(Kafka())
+    assert cluster.asked == 1

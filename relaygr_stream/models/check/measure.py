@@ -1,8 +1,9 @@
 """How far results may be from full inference (DESIGN §8), as one number against one limit.
 
-float32: the largest deviation relative to the largest expected value, at most 1e-5. Half precision: no further from the
-float32 truth than full inference in half precision is. There, both are roundings of the same truth, so single values
-say nothing; root mean squares over many scores do. Knows nothing of models.
+float32: the largest deviation relative to the largest expected value, at most 1e-5, over all results together: one
+candidate's scores may nearly cancel, and float32's own rounding is then a larger part of them. Half precision: no
+further from the float32 truth than full inference in half precision is. There, both are roundings of the same truth, so
+single values say nothing; root mean squares over many scores do. Knows nothing of models.
 """
 
 from __future__ import annotations
@@ -50,14 +51,19 @@ class Deviations:
         self._half = half
         self._limit = limit
         self._half_limit = half_limit
-        self._worst = 0.0
+        self._worst = 0.0  # absolute
+        self._largest = float(np.finfo(np.float32).tiny)
         self._found = 0.0  # sums of squares, each result relative to its largest true value
         self._full = 0.0
         self._count = 0
 
     def add(self, found: Scores, full: Scores, truth: Scores) -> None:
         """found: what was computed another way; full: by full inference in the same type; truth: that in float32."""
-        self._worst = max(self._worst, relative_deviation(found, full))
+        if math.isinf(relative_deviation(found, full)):
+            self._worst = math.inf
+        else:
+            self._worst = max(self._worst, float(np.abs(found - full).max(initial=0.0)))
+            self._largest = max(self._largest, float(np.abs(full).max(initial=0.0)))
         if not self._half:
             return
         scale = max(float(np.abs(truth).max(initial=0.0)), float(np.finfo(np.float32).tiny))
@@ -72,7 +78,7 @@ class Deviations:
     def measure(self) -> Measure:
         """Over all pairs so far."""
         if not self._half:
-            return Measure(self._worst, self._limit)
+            return Measure(self._worst / self._largest, self._limit)
         count = max(self._count, 1)
         found, full = math.sqrt(self._found / count), math.sqrt(self._full / count)
         # A model that computes in float32 after all is held to float32's bound, not to a ratio of next to nothing.

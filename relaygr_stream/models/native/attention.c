@@ -1,161 +1,76 @@
-/* SiLU attention, and what stands around it in a layer, in bfloat16 on x86-64 with AMX: scores live in the first-level cache only, and never as a matrix.
+/* SiLU attention in bfloat16 on x86-64 with AMX: scores live in the first-level cache only, and never as a matrix.
  *
  * One block of rows at a time: K and V of a panel of columns are packed as the tile unit wants its right operand, then
- * for 32 rows: scores of 32 columns by tiles -> SiLU by vectors (while the tiles compute the next 32) -> as bfloat16
- * into the left operand of the second product, which sums in float32 over all columns. attention.py says what the
- * arguments mean; it compiles this file and calls it. Knows nothing of layers.
+ * for 16 rows after another: scores of 32 columns by tiles -> SiLU by vectors, between the tile instructions of the
+ * next scores and of the last product -> as bfloat16 into the left operand of the second product, which sums in float32
+ * over all columns.
+ * arguments.py says what the arguments mean. Knows nothing of layers.
  */
-#include <immintrin.h>
-#include <stdint.h>
-#include <string.h>
-#include <sys/syscall.h>
-#include <unistd.h>
+#include "columns.h"
+#include "parts.h"
+#include "silu_table.h"
 
 enum {
-    TILE = 16,    /* rows of a tile, and float32 columns */
-    PAIR = 32,    /* bfloat16 columns of a tile, and the rows and columns of one step */
-    PANEL = 256,  /* columns packed together: 16 KiB of scores for 32 rows stay in the first-level cache */
-    ROWS = 512,   /* rows that share a packed panel */
-    WIDTH = 128   /* largest dqk and dv */
+    ROWS = 512,  /* rows that share what is packed */
+    PANEL = 512, /* columns packed together: with 64 wide heads K and V take 128 KiB of the second-level cache */
+    /* Up to so many rows read it so few times that getting it there and back costs more than what smaller panels cost:
+     * with these, packed K and V, 16 KiB, stay in the first-level cache. */
+    FEW_ROWS = 96,
+    SMALL_PANEL = 64
 };
 
-typedef uint16_t bf16;
-
+/* K and V of the next panel, on their way to the second-level cache while this one is computed. */
 typedef struct {
-    const bf16 *q, *k, *v;
-    bf16 *out;
-    int64_t q_head, q_row, k_head, k_row, v_head, v_row, out_head, out_row; /* strides in elements */
-    int64_t heads, rows, columns, dqk, dv;
-    int64_t causal_from, causal; /* row r sees columns below max(causal_from, causal + r) */
-    int64_t recent_to, recent;   /* and from min(recent_to, recent + r) on */
-    float scale, weight;
-    int32_t accumulate;
-} Attention;
-
-typedef struct {
-    uint8_t palette, start_row, reserved[14];
-    uint16_t bytes[16];
-    uint8_t rows[16];
-} TileConfig;
+    const char *at[2];
+    int64_t lines; /* of each, FETCHES times in a step; 0 when all are on their way */
+    int64_t steps; /* until then */
+} Ahead;
 
 static _Thread_local struct {
-    _Alignas(64) bf16 k[PANEL * WIDTH];  /* [column tile][dqk / 2][16 columns][2] */
-    _Alignas(64) bf16 v[PANEL * WIDTH];  /* [column pair / 16][dv tile][16 pairs][16 dv][2] */
-    _Alignas(64) bf16 q[ROWS * WIDTH];   /* [row][dqk], rows up to a multiple of 32 are zeros */
-    _Alignas(64) bf16 scores[PAIR * PANEL];
-    _Alignas(64) float products[2][PAIR * PAIR];  /* [row tile][column tile][16][16] */
+    _Alignas(64) bf16 k[PANEL * WIDTH], v[PANEL * WIDTH]; /* packed */
+    _Alignas(64) bf16 q[ROWS * WIDTH];                    /* [row][dqk], rows up to a multiple of 16 are zeros */
+    _Alignas(64) bf16 scores[2][PANEL * TILE];            /* of two steps, or tiles of rows: [step][row][column] */
+    _Alignas(64) float products[2][2 * TILE * TILE];      /* of two steps: [column tile][16 rows][16 columns] */
     _Alignas(64) float sums[ROWS * WIDTH];
+    SiluTable silu;
+    Ahead ahead;
 } room;
 
-/* The compiler does not know that tile instructions read memory: stores before this line come before them. */
-static inline void stores_done(void) { __asm__ volatile("" ::: "memory"); }
+/* Memory stands still while nobody asks, and the tiles do not ask for what comes behind their panel: asked for a
+ * few lines at a time, the next panel comes while this one is computed. Fetching behind the end does no harm. Not where
+ * many rows share a panel: what is in flight there keeps tiles from the second-level cache, which costs more. */
+enum { FETCHES = TILE / 2 /* in a step */ };
 
-static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-static int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
-
-/* Ask Linux for the tile registers (ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA). 0: this process may use them. */
-int relaygr_request_tiles(void) { return syscall(SYS_arch_prctl, 0x1023, 18) ? 1 : 0; }
-
-static inline __m512 load(const bf16 *from) {
-    return (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from)), 16);
-}
-
-static inline void store(bf16 *to, __m512 x) { _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh(x)); }
-
-static void transpose(__m512i r[16]) {
-    __m512i t[16];
-    for (int i = 0; i < 8; i++) {
-        t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
-        t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
-    }
-    for (int i = 0; i < 4; i++) {
-        r[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
-        r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
-        r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
-        r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
-    }
-    for (int i = 0; i < 4; i++) {
-        t[i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0x88);
-        t[4 + i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0xdd);
-        t[8 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0x88);
-        t[12 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0xdd);
-    }
-    for (int i = 0; i < 4; i++) {
-        r[i] = _mm512_shuffle_i32x4(t[i], t[8 + i], 0x88);
-        r[8 + i] = _mm512_shuffle_i32x4(t[i], t[8 + i], 0xdd);
-        r[4 + i] = _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0x88);
-        r[12 + i] = _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0xdd);
+static inline void fetch_ahead(const Ahead *ahead, int64_t part) {
+    for (int64_t line = part * ahead->lines; line < (part + 1) * ahead->lines; line++) {
+        fetch(ahead->at[0] + line * LINE);
+        fetch(ahead->at[1] + line * LINE);
     }
 }
 
-/* Columns behind the last are zeros: what lies there in memory may be anything, and is not read. */
-static void pack_keys(const Attention *a, int64_t head, int64_t from, int64_t count) {
-    const bf16 *k = a->k + head * a->k_head + from * a->k_row;
-    for (int64_t tile = 0; tile * TILE < (count + PAIR - 1) / PAIR * PAIR; tile++)
-        for (int64_t d = 0; d < a->dqk; d += PAIR) {
-            __m512i r[16];
-            for (int64_t i = 0; i < TILE; i++) {
-                int64_t column = tile * TILE + i;
-                r[i] = column < count ? _mm512_loadu_si512(k + column * a->k_row + d) : _mm512_setzero_si512();
-            }
-            transpose(r);
-            bf16 *to = room.k + tile * TILE * a->dqk + d * TILE;
-            for (int i = 0; i < 16; i++) _mm512_store_si512(to + i * PAIR, r[i]);
-        }
+/* The panel behind this one: of this head, or the first of the next. */
+static void look_ahead(
+    const Attention *a, int64_t head, int64_t from, int64_t low, int64_t high, int64_t panel, int64_t rows
+) {
+    room.ahead.lines = 0;
+    if (panel == PANEL) return;
+    if (from + panel < high)
+        from += panel;
+    else if (++head < a->heads)
+        from = low;
+    else
+        return;
+    int64_t bytes = least(panel, high - from) * most(a->dqk, a->dv) * 2, steps = rows / TILE * (panel / PAIR);
+    room.ahead.at[0] = (const char *)(a->k + head * a->k_head + from * a->k_row);
+    room.ahead.at[1] = (const char *)(a->v + head * a->v_head + from * a->v_row);
+    room.ahead.lines = round_up(bytes, LINE * FETCHES * steps) / (LINE * FETCHES * steps);
+    room.ahead.steps = round_up(bytes, LINE * FETCHES * room.ahead.lines) / (LINE * FETCHES * room.ahead.lines);
 }
 
-static void pack_values(const Attention *a, int64_t head, int64_t from, int64_t count) {
-    const bf16 *v = a->v + head * a->v_head + from * a->v_row;
-    __m512i spread = _mm512_set_epi64(7, 3, 6, 2, 5, 1, 4, 0);
-    for (int64_t column = 0; column < (count + PAIR - 1) / PAIR * PAIR; column += 2)
-        for (int64_t d = 0; d < a->dv; d += PAIR) {
-            __m512i zero = _mm512_setzero_si512();
-            __m512i even = column < count ? _mm512_loadu_si512(v + column * a->v_row + d) : zero;
-            __m512i odd = column + 1 < count ? _mm512_loadu_si512(v + (column + 1) * a->v_row + d) : zero;
-            even = _mm512_permutexvar_epi64(spread, even);
-            odd = _mm512_permutexvar_epi64(spread, odd);
-            bf16 *to = room.v + column / PAIR * PAIR * a->dv + d / TILE * TILE * PAIR + column % PAIR / 2 * PAIR;
-            _mm512_store_si512(to, _mm512_unpacklo_epi16(even, odd));
-            _mm512_store_si512(to + TILE * PAIR, _mm512_unpackhi_epi16(even, odd));
-        }
-}
-
-/* x / (1 + exp(-x)) of x = scale * score. 2^f for f in [0, 1) by a polynomial of degree 4 (relative error 4e-6), the
- * reciprocal to 2^-14: far below the 2^-9 to which bfloat16 rounds the result. */
-static inline __m512 silu(__m512 score, __m512 scale, __m512 exponent) {
-    __m512 t = _mm512_mul_ps(score, exponent);
-    __m512 f = _mm512_reduce_ps(t, _MM_FROUND_TO_NEG_INF);
-    __m512 p = _mm512_fmadd_ps(_mm512_set1_ps(1.3534167e-2f), f, _mm512_set1_ps(5.2011464e-2f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(2.4144275e-1f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(6.9300383e-1f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0000026f));
-    __m512 e = _mm512_scalef_ps(p, t); /* p * 2^floor(t): infinite and zero where exp is */
-    __m512 r = _mm512_rcp14_ps(_mm512_add_ps(_mm512_set1_ps(1.0f), e));
-    return _mm512_mul_ps(_mm512_mul_ps(score, scale), r);
-}
-
-/* Scores of 32 rows and 32 columns of the panel -> products. */
-static inline void multiply_scores(const Attention *a, int64_t row, int64_t column, float *products) {
-    const bf16 *q = room.q + row * a->dqk, *k = room.k + column * a->dqk;
-    stores_done();
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    for (int64_t d = 0; d < a->dqk; d += PAIR) {
-        _tile_loadd(4, q + d, a->dqk * 2);
-        _tile_loadd(5, q + TILE * a->dqk + d, a->dqk * 2);
-        _tile_loadd(6, k + d * TILE, 64);
-        _tile_loadd(7, k + TILE * a->dqk + d * TILE, 64);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_dpbf16ps(3, 5, 7);
-    }
-    _tile_stored(0, products, 128);
-    _tile_stored(1, products + TILE, 128);
-    _tile_stored(2, products + TILE * PAIR, 128);
-    _tile_stored(3, products + TILE * PAIR + TILE, 128);
+static inline void fetched_ahead(void) {
+    if (!room.ahead.lines) return;
+    for (int part = 0; part < 2; part++) room.ahead.at[part] += LINE * FETCHES * room.ahead.lines;
+    if (!--room.ahead.steps) room.ahead.lines = 0;
 }
 
 /* Columns of the panel that row r of the block sees: [*low, *high). */
@@ -166,125 +81,251 @@ static inline void visible(const Attention *a, int64_t r, int64_t from, int64_t 
 
 static inline uint32_t bits_below(int64_t n) { return n <= 0 ? 0 : n >= PAIR ? ~0u : (1u << n) - 1; }
 
-/* Products of 32 rows and columns -> scores. */
-static inline void activate(const Attention *a, int64_t row, int64_t from, int64_t column, const float *products) {
-    __m512 scale = _mm512_set1_ps(a->scale), exponent = _mm512_set1_ps(-1.44269504f * a->scale);
-    int64_t low, high, first_low, last_low, first_high, last_high;
-    visible(a, row, from, &first_low, &first_high);
-    visible(a, row + PAIR - 1, from, &last_low, &last_high);
-    bf16 *to = room.scores + column;
-    if (last_low <= column && first_high >= column + PAIR) {
-        for (int i = 0; i < PAIR; i++) {
-            __m512 left = silu(_mm512_load_ps(products + i * PAIR), scale, exponent);
-            __m512 right = silu(_mm512_load_ps(products + i * PAIR + TILE), scale, exponent);
-            _mm512_store_si512(to + i * PANEL, (__m512i)_mm512_cvtne2ps_pbh(right, left));
-        }
-        return;
+/* Rows from ... to - 1 of a step: products of 32 columns -> scores. Unrolled, so that vectors wait for no branch. */
+static inline __attribute__((always_inline)) void activate(
+    const float *products, bf16 *scores, int64_t from, int64_t to, const SiluTable *silu, const Ahead *ahead
+) {
+#pragma GCC unroll 16
+    for (int64_t i = from; i < to; i++) {
+        if (i % 2 == 0) fetch_ahead(ahead, i / 2);
+        __m512 left = silu_of_scores(_mm512_load_ps(products + i * TILE), silu);
+        __m512 right = silu_of_scores(_mm512_load_ps(products + (TILE + i) * TILE), silu);
+        _mm512_store_si512(scores + i * PAIR, (__m512i)_mm512_cvtne2ps_pbh(right, left));
     }
-    for (int i = 0; i < PAIR; i++) {
+}
+
+/* Scores of 16 rows from `row` on and 32 columns from `column` of the panel on: 0 where a row does not see. */
+static void hide(const Attention *a, int64_t row, int64_t from, int64_t column, bf16 *scores) {
+    for (int64_t i = 0; i < TILE; i++) {
+        int64_t low, high;
         visible(a, row + i, from, &low, &high);
-        uint32_t seen = bits_below(high - column) & ~bits_below(low - column);
-        __m512 left = silu(_mm512_load_ps(products + i * PAIR), scale, exponent);
-        __m512 right = silu(_mm512_load_ps(products + i * PAIR + TILE), scale, exponent);
-        __m512i both = (__m512i)_mm512_cvtne2ps_pbh(right, left);
-        _mm512_store_si512(to + i * PANEL, _mm512_maskz_mov_epi16(seen, both));
+        __mmask32 seen = bits_below(high - column) & ~bits_below(low - column);
+        _mm512_store_si512(scores + i * PAIR, _mm512_maskz_loadu_epi16(seen, scores + i * PAIR));
     }
 }
 
-/* sums of 32 rows += their scores x V, over columns begin ... end of the panel. */
-static inline void multiply_values(const Attention *a, int64_t row, int64_t begin, int64_t end) {
+/* Tiles 4 and 5 (+)= 32 of the depth of q x k. */
+static inline void multiply_scores(const bf16 *q, const bf16 *k, int64_t dqk, int64_t d) {
+    _tile_loadd(6, q + d, dqk * 2);
+    _tile_loadd(7, k + d * TILE, LINE);
+    _tile_dpbf16ps(4, 6, 7);
+    _tile_loadd(7, k + TILE * dqk + d * TILE, LINE);
+    _tile_dpbf16ps(5, 6, 7);
+}
+
+static inline void store_products(float *products) {
+    _tile_stored(4, products, LINE);
+    _tile_stored(5, products + TILE * TILE, LINE);
+}
+
+/* The first product's next step, the second product's last step, and between their instructions SiLU of the step that
+ * lies between them: a core has tiles and vectors busy at once only if both are among the few hundred instructions that
+ * it looks at. Tiles 0 to 3 keep the sums of the first 64 of dv. */
+static inline __attribute__((always_inline)) void step(
+    const float *products, bf16 *scores, const bf16 *q, const bf16 *next_k, float *next_products,
+    const bf16 *last_scores, const bf16 *last_v, const int64_t dqk, const int64_t dv
+) {
+    const SiluTable silu = room.silu;
+    const Ahead ahead = room.ahead;
+    const int64_t half = TILE / 2;
     stores_done();
-    for (int64_t d = 0; d < a->dv; d += PAIR) {
-        float *sums = room.sums + row * a->dv + d;
-        int64_t stride = a->dv * 4;
-        _tile_loadd(0, sums, stride);
-        _tile_loadd(1, sums + TILE, stride);
-        _tile_loadd(2, sums + TILE * a->dv, stride);
-        _tile_loadd(3, sums + TILE * a->dv + TILE, stride);
-        for (int64_t column = begin; column < end; column += PAIR) {
-            const bf16 *v = room.v + column * a->dv + d / TILE * TILE * PAIR;
-            _tile_loadd(4, room.scores + column, PANEL * 2);
-            _tile_loadd(5, room.scores + TILE * PANEL + column, PANEL * 2);
-            _tile_loadd(6, v, 64);
-            _tile_loadd(7, v + TILE * PAIR, 64);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_dpbf16ps(1, 4, 7);
-            _tile_dpbf16ps(2, 5, 6);
-            _tile_dpbf16ps(3, 5, 7);
-        }
-        _tile_stored(0, sums, stride);
-        _tile_stored(1, sums + TILE, stride);
-        _tile_stored(2, sums + TILE * a->dv, stride);
-        _tile_stored(3, sums + TILE * a->dv + TILE, stride);
+    _tile_zero(4);
+    _tile_zero(5);
+#pragma GCC unroll 4
+    for (int64_t d = 0; d < WIDTH; d += PAIR) {
+        if (next_k && d < dqk) multiply_scores(q, next_k, dqk, d);
+        activate(products, scores, half * d / WIDTH, half * (d + PAIR) / WIDTH, &silu, &ahead);
+    }
+    if (last_scores) {
+        _tile_loadd(6, last_scores, LINE);
+        _tile_loadd(7, last_v, LINE);
+        _tile_dpbf16ps(0, 6, 7);
+    }
+    activate(products, scores, half, half + 2, &silu, &ahead);
+    if (last_scores) {
+        _tile_loadd(7, last_v + TILE * PAIR, LINE);
+        _tile_dpbf16ps(1, 6, 7);
+    }
+    activate(products, scores, half + 2, half + 4, &silu, &ahead);
+    if (last_scores && dv > 2 * TILE) {
+        _tile_loadd(7, last_v + 2 * TILE * PAIR, LINE);
+        _tile_dpbf16ps(2, 6, 7);
+    }
+    activate(products, scores, half + 4, half + 6, &silu, &ahead);
+    if (last_scores && dv > 2 * TILE) {
+        _tile_loadd(7, last_v + 3 * TILE * PAIR, LINE);
+        _tile_dpbf16ps(3, 6, 7);
+    }
+    activate(products, scores, half + 6, TILE, &silu, &ahead);
+    if (next_k) store_products(next_products);
+}
+
+/* Tiles 0 ... 3 from or to the sums of 16 rows, columns d ... d + 63 of dv, as far as there are so many. */
+static inline void load_sums(const float *sums, int64_t dv, int64_t d) {
+    _tile_loadd(0, sums + d, dv * 4);
+    _tile_loadd(1, sums + d + TILE, dv * 4);
+    if (dv - d <= 2 * TILE) return;
+    _tile_loadd(2, sums + d + 2 * TILE, dv * 4);
+    _tile_loadd(3, sums + d + 3 * TILE, dv * 4);
+}
+
+static inline void store_sums(float *sums, int64_t dv, int64_t d) {
+    _tile_stored(0, sums + d, dv * 4);
+    _tile_stored(1, sums + d + TILE, dv * 4);
+    if (dv - d <= 2 * TILE) return;
+    _tile_stored(2, sums + d + 2 * TILE, dv * 4);
+    _tile_stored(3, sums + d + 3 * TILE, dv * 4);
+}
+
+/* Tiles 0 ... 3 += scores x V over 32 columns. */
+static inline void multiply_values(const bf16 *scores, const bf16 *v, int64_t dv) {
+    stores_done();
+    _tile_loadd(6, scores, LINE);
+    _tile_loadd(7, v, LINE);
+    _tile_dpbf16ps(0, 6, 7);
+    _tile_loadd(7, v + TILE * PAIR, LINE);
+    _tile_dpbf16ps(1, 6, 7);
+    if (dv <= 2 * TILE) return;
+    _tile_loadd(7, v + 2 * TILE * PAIR, LINE);
+    _tile_dpbf16ps(2, 6, 7);
+    _tile_loadd(7, v + 3 * TILE * PAIR, LINE);
+    _tile_dpbf16ps(3, 6, 7);
+}
+
+/* What is left of the second product where dv is above 64. */
+static void multiply_further_values(const bf16 *scores, float *sums, int64_t begin, int64_t end, int64_t dv) {
+    for (int64_t d = 4 * TILE; d < dv; d += 4 * TILE) {
+        load_sums(sums, dv, d);
+        for (int64_t column = begin; column < end; column += PAIR)
+            multiply_values(scores + column * TILE, room.v + column * dv + d * PAIR, dv - d);
+        store_sums(sums, dv, d);
     }
 }
 
-/* The panel's part of 32 rows. `row` counts in the block, `first` is the block's first row. */
-static void attend_rows(const Attention *a, int64_t first, int64_t row, int64_t from, int64_t count) {
-    int64_t low, high, unused, begin, end;
-    visible(a, first + row, from, &low, &unused);
-    visible(a, first + row + PAIR - 1, from, &unused, &high);
-    begin = low / PAIR * PAIR;
-    end = least(count, high);
-    if (begin >= end) return;
-    int64_t column = begin;
-    multiply_scores(a, row, column, room.products[0]);
-    for (int turn = 0; column < end; column += PAIR, turn ^= 1) {
-        if (column + PAIR < end) multiply_scores(a, row, column + PAIR, room.products[turn ^ 1]);
-        activate(a, first + row, from, column, room.products[turn]);
+/* Where a step is: 16 rows of the block from `row` on, which see columns begin ... end - 1 of the panel; those from
+ * `column` on. */
+typedef struct {
+    int64_t row, begin, end, column;
+    int64_t all_from, all_to; /* the columns that all of the rows see */
+} Place;
+
+typedef struct {
+    const Attention *attention;
+    int64_t first, rows, from, count; /* of the block, of the panel */
+} Panel;
+
+/* The first step of the first rows from `row` on that see anything of the panel; whether there are any. */
+static int begin_rows(const Panel *of, int64_t row, Place *at) {
+    for (; row < of->rows; row += TILE) {
+        int64_t low, high;
+        visible(of->attention, of->first + row, of->from, &low, &at->all_to);
+        visible(of->attention, of->first + row + TILE - 1, of->from, &at->all_from, &high);
+        at->row = row;
+        at->begin = at->column = low / PAIR * PAIR;
+        at->end = least(of->count, high);
+        if (at->begin < at->end) return 1;
     }
-    multiply_values(a, row, begin, end);
+    return 0;
+}
+
+static inline int advance(const Panel *of, Place *at) {
+    at->column += PAIR;
+    return at->column < at->end || begin_rows(of, at->row + TILE, at);
+}
+
+/* All rows of the block over the panel's columns, one step after the other without a pause between rows: the first
+ * product is a step ahead of SiLU, the second one behind. */
+static inline __attribute__((always_inline)) void attend_panel(
+    const Panel *of, const int64_t dqk, const int64_t dv
+) {
+    Place next, last = {0};
+    const bf16 *last_scores = NULL;
+    int turn = 0, more = begin_rows(of, 0, &next);
+    if (!more) return;
+    stores_done();
+    _tile_zero(4);
+    _tile_zero(5);
+    for (int64_t d = 0; d < dqk; d += PAIR)
+        multiply_scores(room.q + next.row * dqk, room.k + next.column * dqk, dqk, d);
+    store_products(room.products[turn]);
+    load_sums(room.sums + next.row * dv, dv, 0);
+    for (; more; turn ^= 1) {
+        Place now = next;
+        more = advance(of, &next);
+        bf16 *of_rows = room.scores[now.row / TILE % 2];
+        bf16 *scores = dv > 4 * TILE ? of_rows + now.column * TILE : room.scores[turn];
+        step(
+            room.products[turn], scores, room.q + next.row * dqk, more ? room.k + next.column * dqk : NULL,
+            room.products[turn ^ 1], last_scores, room.v + last.column * dv, dqk, dv
+        );
+        if (now.all_from > now.column || now.all_to < now.column + PAIR)
+            hide(of->attention, of->first + now.row, of->from, now.column, scores);
+        fetched_ahead();
+        if (last_scores && last.row != now.row) { /* what the tiles hold is complete but for dv above 64 */
+            store_sums(room.sums + last.row * dv, dv, 0);
+            load_sums(room.sums + now.row * dv, dv, 0);
+        }
+        last_scores = scores;
+        last = now;
+        if (dv > 4 * TILE && (!more || next.row != now.row)) {
+            store_sums(room.sums + now.row * dv, dv, 0);
+            multiply_further_values(of_rows, room.sums + now.row * dv, now.begin, now.end, dv);
+            load_sums(room.sums + now.row * dv, dv, 0);
+        }
+    }
+    multiply_values(last_scores, room.v + last.column * dv, dv);
+    store_sums(room.sums + last.row * dv, dv, 0);
 }
 
 static void write_rows(const Attention *a, int64_t head, int64_t first, int64_t rows) {
     __m512 weight = _mm512_set1_ps(a->weight);
     for (int64_t r = 0; r < rows; r++) {
         bf16 *out = a->out + head * a->out_head + (first + r) * a->out_row;
-        for (int64_t d = 0; d < a->dv; d += TILE) {
-            __m512 sum = _mm512_mul_ps(_mm512_load_ps(room.sums + r * a->dv + d), weight);
-            if (a->accumulate) sum = _mm512_add_ps(sum, load(out + d));
-            store(out + d, sum);
-        }
-    }
-}
-
-void relaygr_attend(const Attention *a) {
-    TileConfig ours = {.palette = 1}, before;
-    for (int tile = 0; tile < 8; tile++) {
-        ours.bytes[tile] = 64;
-        ours.rows[tile] = TILE;
-    }
-    /* oneDNN remembers, per thread, which configuration it loaded last, and does not load it again. */
-    _tile_storeconfig(&before);
-    _tile_loadconfig(&ours);
-    for (int64_t head = 0; head < a->heads; head++)
-        for (int64_t first = 0; first < a->rows; first += ROWS) {
-            int64_t rows = least(ROWS, a->rows - first), padded = (rows + PAIR - 1) / PAIR * PAIR, low, high, unused;
-            for (int64_t r = 0; r < rows; r++)
-                memcpy(room.q + r * a->dqk, a->q + head * a->q_head + (first + r) * a->q_row, a->dqk * 2);
-            memset(room.q + rows * a->dqk, 0, (padded - rows) * a->dqk * 2);
-            memset(room.sums, 0, padded * a->dv * 4);
-            visible(a, first, 0, &low, &unused);
-            visible(a, first + rows - 1, 0, &unused, &high);
-            for (int64_t from = low / PAIR * PAIR; from < high; from += PANEL) {
-                int64_t count = least(PANEL, high - from);
-                pack_keys(a, head, from, count);
-                pack_values(a, head, from, count);
-                for (int64_t row = 0; row < rows; row += PAIR) attend_rows(a, first, row, from, count);
+        for (int64_t d = 0; d < a->dv; d += PAIR) {
+            const float *from = room.sums + r * a->dv + d;
+            __m512 sums[2] = {_mm512_load_ps(from), _mm512_load_ps(from + TILE)};
+            in_order(sums);
+            for (int part = 0; part < 2; part++, out += TILE) {
+                __m512 sum = _mm512_mul_ps(sums[part], weight);
+                store(out, a->accumulate ? _mm512_add_ps(sum, load(out)) : sum);
             }
-            write_rows(a, head, first, rows);
         }
-    if (before.palette)
-        _tile_loadconfig(&before);
-    else
-        _tile_release();
+    }
 }
 
-/* out += weights[row] (NULL: weight) * SiLU(scale * q.k) * v of each row with itself. `columns` and what is visible do
- * not matter. */
-void relaygr_attend_to_self(const Attention *a, const float *weights) {
+static void attend_head(const Attention *a, int64_t head, int64_t first, int64_t rows) {
+    int64_t padded = round_up(rows, TILE), panel = rows > FEW_ROWS ? PANEL : SMALL_PANEL, low, high, unused;
+    for (int64_t r = 0; r < rows; r++)
+        memcpy(room.q + r * a->dqk, a->q + head * a->q_head + (first + r) * a->q_row, a->dqk * 2);
+    memset(room.q + rows * a->dqk, 0, (padded - rows) * a->dqk * 2);
+    memset(room.sums, 0, padded * a->dv * 4);
+    visible(a, first, 0, &low, &unused);
+    visible(a, first + rows - 1, 0, &unused, &high);
+    low = low / PAIR * PAIR;
+    for (int64_t from = low; from < high; from += panel) {
+        Panel part = {a, first, rows, from, least(panel, high - from)};
+        pack_keys(a->k + head * a->k_head + from * a->k_row, a->k_row, part.count, a->dqk, room.k);
+        pack_values(a->v + head * a->v_head + from * a->v_row, a->v_row, part.count, a->dv, room.v);
+        look_ahead(a, head, from, low, high, panel, padded);
+        if (a->dqk == 64 && a->dv == 64) /* the usual width, known to the compiler */
+            attend_panel(&part, 64, 64);
+        else
+            attend_panel(&part, a->dqk, a->dv);
+    }
+    write_rows(a, head, first, rows);
+}
+
+void attend(const Attention *a) {
+    make_silu_table(&room.silu, a->scale);
+    for (int64_t first = 0; first < a->rows; first += ROWS)
+        for (int64_t head = 0; head < a->heads; head++)
+            attend_head(a, head, first, least(ROWS, a->rows - first));
+}
+
+/* `columns`, `weight` and what is visible do not matter. */
+void attend_to_self(const Attention *a, const float *weights) {
     for (int64_t row = 0; row < a->rows; row++) {
-        __m512 weight = _mm512_set1_ps(weights ? weights[row] : a->weight);
+        __m512 weight = _mm512_set1_ps(weights[row]);
         for (int64_t head = 0; head < a->heads; head++) {
             const bf16 *q = a->q + head * a->q_head + row * a->q_row, *k = a->k + head * a->k_head + row * a->k_row;
             const bf16 *v = a->v + head * a->v_head + row * a->v_row;
@@ -292,38 +333,10 @@ void relaygr_attend_to_self(const Attention *a, const float *weights) {
             __m512 sum = _mm512_setzero_ps();
             for (int64_t d = 0; d < a->dqk; d += TILE) sum = _mm512_fmadd_ps(load(q + d), load(k + d), sum);
             __m512 product = _mm512_set1_ps(_mm512_reduce_add_ps(sum));
-            __m512 own = silu(product, _mm512_set1_ps(a->scale), _mm512_set1_ps(-1.44269504f * a->scale));
+            __m512 own = silu(_mm512_mul_ps(product, _mm512_set1_ps(a->scale)));
             own = _mm512_mul_ps(own, weight);
             for (int64_t d = 0; d < a->dv; d += TILE)
                 store(out + d, _mm512_fmadd_ps(own, load(v + d), load(out + d)));
-        }
-    }
-}
-
-/* Rows of [u, o, u * LayerNorm(o)], each `width` wide: the first and the last from `before`, which is not activated
- * yet, and from o, which is there. Strides in elements. */
-void relaygr_gate(
-    const bf16 *before, int64_t before_row, bf16 *room, int64_t room_row, int64_t rows, int64_t width,
-    const bf16 *norm_weight, const bf16 *norm_bias, float eps
-) {
-    __m512 one = _mm512_set1_ps(1.0f), exponent = _mm512_set1_ps(-1.44269504f);
-    for (int64_t row = 0; row < rows; row++, before += before_row, room += room_row) {
-        bf16 *o = room + width, *gated = o + width;
-        __m512 sum = _mm512_setzero_ps(), squares = _mm512_setzero_ps();
-        for (int64_t d = 0; d < width; d += TILE) sum = _mm512_add_ps(sum, load(o + d));
-        __m512 mean = _mm512_set1_ps(_mm512_reduce_add_ps(sum) / width);
-        for (int64_t d = 0; d < width; d += TILE) {
-            __m512 off = _mm512_sub_ps(load(o + d), mean);
-            squares = _mm512_fmadd_ps(off, off, squares);
-        }
-        float variance = _mm512_reduce_add_ps(squares) / width;
-        __m512 inverse = _mm512_div_ps(one, _mm512_sqrt_ps(_mm512_set1_ps(variance + eps)));
-        for (int64_t d = 0; d < width; d += TILE) {
-            __m512 u = silu(load(before + d), one, exponent);
-            __m512 normed = _mm512_mul_ps(_mm512_sub_ps(load(o + d), mean), inverse);
-            normed = _mm512_fmadd_ps(normed, load(norm_weight + d), load(norm_bias + d));
-            store(room + d, u);
-            store(gated + d, _mm512_mul_ps(u, normed));
         }
     }
 }

@@ -19,11 +19,11 @@ import structlog
 
 log = structlog.get_logger(__name__)
 
-SOURCE: Final = Path(__file__).with_name("attention.c")
+FOLDER: Final = Path(__file__).parent
 #: Names as Linux has them in /proc/cpuinfo; the compiler's are the same but for the underscores.
 INSTRUCTIONS: Final = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "amx_tile", "amx_bf16")
 _FLAGS: Final = [f"-m{name.replace('avx512_', 'avx512').replace('_', '-')}" for name in INSTRUCTIONS]
-#: It takes half a second; a compiler behind a slow network file system, some.
+#: It takes a second; a compiler behind a slow network file system, some.
 COMPILE_TIMEOUT_S: Final = 60.0
 
 
@@ -33,16 +33,14 @@ def library() -> ctypes.CDLL | None:
     if not set(INSTRUCTIONS) <= _instructions(Path("/proc/cpuinfo")):
         return None  # an ordinary CPU is nothing to report
     try:
-        loaded = _compile(SOURCE, os.environ.get("CC", "cc"))
+        loaded = _compile(sorted(FOLDER.glob("*.c")), os.environ.get("CC", "cc"))
     except (OSError, subprocess.SubprocessError) as error:
-        log.warning(
-            "native_attention_unavailable", reason=_reason(error), remedy="install a C compiler, or set CC to it"
-        )
+        log.warning("native_layers_unavailable", reason=_reason(error), remedy="install a C compiler, or set CC to it")
         return None
     if loaded.relaygr_request_tiles():
-        log.warning("native_attention_unavailable", reason="the kernel does not grant this process the AMX registers")
+        log.warning("native_layers_unavailable", reason="the kernel does not grant this process the AMX registers")
         return None
-    log.info("native_attention_loaded", instructions="amx_bf16")
+    log.info("native_layers_loaded", instructions="amx_bf16")
     return loaded
 
 
@@ -54,10 +52,10 @@ def _instructions(cpuinfo: Path) -> set[str]:
     return next((set(line.partition(":")[2].split()) for line in text.splitlines() if line.startswith("flags")), set())
 
 
-def _compile(source: Path, compiler: str) -> ctypes.CDLL:
+def _compile(sources: list[Path], compiler: str) -> ctypes.CDLL:
     """Raises OSError or SubprocessError."""
     with tempfile.TemporaryDirectory(prefix="relaygr-") as folder:
-        target = Path(folder) / "attention.so"
+        target = Path(folder) / "native.so"
         command = [
             *shlex.split(compiler),
             "-O3",
@@ -65,7 +63,7 @@ def _compile(source: Path, compiler: str) -> ctypes.CDLL:
             "-fPIC",
             "-shared",
             *_FLAGS,
-            str(source),
+            *map(str, sources),
             "-o",
             str(target),
         ]

@@ -20,6 +20,7 @@ WORLD = World(
     workers=1,
     longest=8000,
 )
+BUS = {"in": Spread(2.0, 5.0), "out": Spread(2.0, 4.0), "both": Spread(5.0, 9.0), "wakes": Spread(0.6, 3.0)}
 
 
 def probe(mode: Mode, rate: float, *, passed: bool, length: int = 512, revisit: float = 0.0, **changes: Any) -> Probe:
@@ -71,8 +72,7 @@ def length_cell(rate: float, passing: int, failing: int) -> Cell:
 
 def report(cells: list[Cell] | None = None, **changes: Any) -> SloReport:
     cells = cells or [cell(FULL, 10.0, 11.5), cell(RELAY, 30.0, 34.0), length_cell(10.0, 1536, 1760)]
-    founds, ratios = [judge.found(one, WORLD) for one in cells], judge.ratios(cells, WORLD)
-    bus = Spread(5.0, 9.0)
+    founds, ratios = [judge.found(one, [WORLD]) for one in cells], judge.ratios(cells, [WORLD])
     values: dict[str, Any] = {
         "conditions": {"words": {"model": "HSTU"}, "slo_ms": 50.0, "preset": "quick", "length": 512},
         "probes": [probe for one in cells for probe in one.probes],
@@ -81,10 +81,10 @@ def report(cells: list[Cell] | None = None, **changes: Any) -> SloReport:
         "costs": {"c0": 4.0},
         "memory": [Memory(1.0, "relay-0", 1 << 20, 1 << 19, 0), Memory(2.0, "relay-0", 2 << 20, 1 << 19, 1 << 20)],
         "budgets": {"relay-0": {"hbm": 8 << 20, "dram": 16 << 20}},
-        "bus": {"in": bus, "out": bus, "both": bus},
+        "bus": BUS,
         "hits": {"admitted": 100, "hit": 100},
         "skipped": {"relay-warm": "this version has no such setting"},
-        "missed": judge.missed(ratios, founds, bus, (100, 100)),
+        "missed": judge.missed(ratios, founds, BUS, (100, 100)),
         "wall_s": 100.0,
     }
     return SloReport(**{**values, **changes})

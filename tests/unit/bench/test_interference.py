@@ -3,10 +3,13 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from typing import Any
 
 import pytest
 
-from relaygr_stream.bench.interference import CpuTimes
+from relaygr_stream.bench.interference import CpuTimes, disturbance_of
+from relaygr_stream.bench.modes import RELAY
+from tests.unit.bench.reports import probe
 
 BURN = "import time\nend = time.monotonic() + 30\nwhile time.monotonic() < end: pass"
 
@@ -34,3 +37,21 @@ def test_others_are_what_is_left() -> None:
     before, after = CpuTimes(10.0, 100.0, 50.0), CpuTimes(20.0, 115.0, 60.0)
     assert after.others_since(before) == pytest.approx(0.5)
     assert CpuTimes(20.0, 105.0, 60.0).others_since(before) == 0.0  # ticks are counted coarsely
+
+
+@pytest.mark.parametrize(
+    ("changes", "private", "words"),
+    [
+        ({}, True, ""),
+        ({"others_cores": 0.7}, True, "other processes used 0.7 cores"),
+        ({"others_cores": 0.7}, False, ""),
+        ({"others_cores": None}, True, ""),
+        ({"stalled_ms": 180.0, "others_cores": 0.7}, False, "the machine stood still for 180 ms"),
+        ({"stalled_ms": 9.0}, True, ""),
+    ],
+)
+def test_a_failed_probe_is_disturbed_by_others_or_by_a_machine_that_stood_still(
+    changes: dict[str, Any], private: bool, words: str
+) -> None:
+    assert disturbance_of(probe(RELAY, 3.0, passed=False, **changes), private=private) == words
+    assert disturbance_of(probe(RELAY, 3.0, passed=True, **changes), private=private) == ""

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 
@@ -7,22 +9,31 @@ from relaygr_stream.bench import judge
 from relaygr_stream.bench.cells import Cell
 from relaygr_stream.bench.modes import FULL, RELAY
 from relaygr_stream.bench.results import SloReport, Spread
-from tests.unit.bench.reports import WORLD, cell, length_cell, probe, report
+from tests.unit.bench.reports import BUS, WORLD, cell, length_cell, probe, report
 
-FINE = Spread(5.0, 9.0)
+SLOW_BUS = BUS | {"both": Spread(5.0, 12.0), "in": Spread(2.0, 8.0)}
 
 
 def test_ratios_are_to_what_full_inference_reached() -> None:
-    rate, length = judge.ratios([cell(FULL, 10.0, 11.5), cell(RELAY, 30.0, 34.0), length_cell(10.0, 1536, 1760)], WORLD)
+    rate, length = judge.ratios(
+        [cell(FULL, 10.0, 11.5), cell(RELAY, 30.0, 34.0), length_cell(10.0, 1536, 1760)], [WORLD]
+    )
     assert (rate.value, rate.target) == (3.0, judge.RATE_TARGETS[0.0])
     assert (length.value, length.target) == (3.0, judge.LENGTH_TARGET)
     assert rate.work == pytest.approx(1.0)
     assert rate.bound == pytest.approx(1e3 / WORLD.cost(512, 0.0).full / 10.0)
 
 
+def test_the_bound_is_the_device_at_its_best() -> None:
+    slow = replace(WORLD, costs=msgspec.structs.replace(WORLD.costs, c1=3 * WORLD.costs.c1))
+    cells = [cell(FULL, 10.0, 11.5), cell(RELAY, 30.0, 34.0)]
+    (alone,), (beside,) = judge.ratios(cells, [WORLD]), judge.ratios(cells, [WORLD, slow])
+    assert beside.bound == alone.bound > judge.ratios(cells, [slow])[0].bound
+
+
 def test_without_a_baseline_there_is_no_ratio_and_that_is_said() -> None:
     nothing = Cell("rate", FULL, 0.0, 512, 1.2)
-    assert judge.ratios([nothing, cell(RELAY, 30.0, 34.0)], WORLD) == []
+    assert judge.ratios([nothing, cell(RELAY, 30.0, 34.0)], [WORLD]) == []
     [line] = report([nothing, cell(RELAY, 30.0, 34.0)]).missed
     assert "no rate kept the SLO" in line
 
@@ -37,6 +48,12 @@ def test_a_missed_target_says_stage_and_bounds() -> None:
     assert "busy 90%" in line
 
 
+def test_a_machine_that_stood_still_is_named() -> None:
+    [why] = [line for line in judge.explain(probe(RELAY, 3.0, passed=False, stalled_ms=180.0)) if "still" in line]
+    assert why == "the machine stood still: a process that only slept woke 180 ms late"
+    assert not [line for line in judge.explain(probe(RELAY, 3.0, passed=False, stalled_ms=9.0)) if "still" in line]
+
+
 def test_a_ratio_beyond_its_bound_is_called_a_defect() -> None:
     cells = [cell(FULL, 10.0, 11.5), cell(RELAY, 200.0, 230.0)]
     assert any("is a defect of this bench" in line for line in report(cells).missed)
@@ -48,16 +65,21 @@ def test_everything_met_misses_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("bus", "hits", "words"),
-    [(Spread(5.0, 12.0), (100, 100), "12.0 ms at P99"), (FINE, (100, 98), "98 of 100 admitted requests hit")],
+    [
+        (SLOW_BUS, (100, 100), "12.0 ms at P99"),
+        (SLOW_BUS, (100, 100), "8.0 ms from publish to the worker's read, 4.0 ms back"),
+        (SLOW_BUS, (100, 100), "waking its threads alone takes 3.0 ms"),
+        (BUS, (100, 98), "98 of 100 admitted requests hit"),
+    ],
 )
-def test_bus_and_hits_are_judged(bus: Spread, hits: tuple[int, int], words: str) -> None:
+def test_bus_and_hits_are_judged(bus: dict[str, Spread], hits: tuple[int, int], words: str) -> None:
     [line] = judge.missed([], [], bus, hits)
     assert words in line
 
 
 def test_a_probe_that_passed_nothing_is_a_missed_target() -> None:
     failing = Cell("rate", RELAY, 0.0, 512, 1.2)
-    failing.begin_repeat(WORLD)
+    failing.begin_repeat([WORLD])
     failing.record(probe(RELAY, 3.0, passed=False))
     lines = report([cell(FULL, 10.0, 11.5), failing]).missed
     assert any("no value found" in line for line in lines)
@@ -69,7 +91,7 @@ def test_the_report_survives_its_json() -> None:
 
 
 def test_pooled_requests_give_the_interval() -> None:
-    one = judge.found(cell(FULL, 10.0, 11.5), WORLD)
+    one = judge.found(cell(FULL, 10.0, 11.5), [WORLD])
     assert (one.requests, one.bad) == (100, 0)
     assert one.bad_share[1] == pytest.approx(0.0362, abs=1e-3)
     assert one.settled

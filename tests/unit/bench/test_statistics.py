@@ -40,7 +40,7 @@ def test_bounds_enclose_the_observed_share(case: tuple[int, int]) -> None:
     assert 0 <= low <= bad / requests <= high <= 1
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(20, 100), st.floats(0.001, 0.2))
 def test_bounds_cover_the_truth_as_often_as_they_say(requests: int, share: float) -> None:
     covered = 0.0

@@ -12,6 +12,8 @@ import torch
 from relaygr_stream.cache.entry import Coverage, Entry, EntryState
 from relaygr_stream.cache.prefix_cache import PrefixCache
 from relaygr_stream.cache.storage import StorageKind
+from relaygr_stream.cache.tiers import capacity_for
+from relaygr_stream.cache.transit import Arrival, Loan
 from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.models.tokens import Tokens
 from tests.unit.cache.worlds import GRANULE_BYTES, LAYOUT, MOST, Copies, holds, make, sequence, write
@@ -28,6 +30,8 @@ class Play:
         self.copier = copier
         self.cache: PrefixCache = make(hbm, dram, copier, incremental=incremental, storage=storage)
         self.readers: list[tuple[Entry, KVRegion, Tokens]] = []
+        self.loans: list[Loan] = []
+        self.arrivals: list[Arrival] = []
         self.seen: set[EntryState] = set()
         self._incremental = incremental
         self._rounds = storage == "int8"
@@ -103,6 +107,43 @@ class Play:
         assert not self.cache.scratch.free
         self.cache.scratch.give_back(region)
 
+    def lend(self, user: int) -> None:
+        """Another worker asks for the user's entry."""
+        loan = self.cache.transit.lend(f"u{user}")
+        if isinstance(loan, Loan):
+            self.loans.append(loan)
+
+    def give_back(self, which: int) -> None:
+        if self.loans:
+            self.cache.transit.give_back(self.loans.pop(which % len(self.loans)))
+
+    def expect(self, user: int, version: int, length: int) -> None:
+        """Another worker offers an entry of the user."""
+        if not self.cache.has_dram:
+            return
+        before = self.cache.find(f"u{user}", sequence(user, version, length))
+        arrival = self.cache.transit.expect(f"u{user}", sequence(user, version, length), capacity_for(length))
+        if isinstance(arrival, Arrival):
+            assert before[1] is not Coverage.COVERS
+            self.arrivals.append(arrival)
+
+    def arrive(self, which: int, *, whole: bool) -> None:
+        """A copy that was expected is there, or breaks off half way."""
+        if not self.arrivals:
+            return
+        arrival = self.arrivals.pop(which % len(self.arrivals))
+        capacity = arrival.copy.capacity
+        region = KVRegion(LAYOUT, torch.zeros(capacity * LAYOUT.elements_per_token), capacity)
+        write(region, arrival.tokens)
+        dram = self.cache._dram
+        assert dram is not None
+        dram.storage.spill(arrival.data, region.storage)
+        if not whole:
+            arrival.data[len(arrival.data) // 2 :] = 255
+            self.cache.transit.discard(arrival)
+        elif self.cache.transit.arrived(arrival):
+            assert self.cache.find(arrival.user_id, arrival.tokens)[1] is Coverage.COVERS
+
     # ---- what must hold ----
 
     def check_books(self) -> None:
@@ -118,6 +159,8 @@ class Play:
         """Everyone reads their own: readers, entries in HBM, copies at rest in DRAM."""
         for _, region, tokens in self.readers:
             assert holds(region, tokens.slice(0, region.length))
+        for loan in self.loans:
+            assert self._stored_holds(loan.data, loan.capacity, loan.tokens)
         for entry in self.entries():
             self.seen.add(entry.state)
             if entry.region is not None and entry.load is None and not entry.failed:
@@ -125,10 +168,8 @@ class Play:
             if entry.stored is not None and entry.spill is None:
                 dram = self.cache._dram
                 assert dram is not None
-                elements = torch.empty(entry.stored.capacity * LAYOUT.elements_per_token)
-                dram.storage.reload(elements, dram.view(entry.stored))
-                copy = KVRegion(LAYOUT, elements, entry.stored.capacity, entry.stored.length)
-                assert holds(copy, entry.tokens)
+                tokens = entry.tokens.slice(0, entry.stored.length)
+                assert self._stored_holds(dram.view(entry.stored), entry.stored.capacity, tokens)
 
     def end(self) -> None:
         """Everyone lets go, copies come to rest: nothing is held any more."""
@@ -137,6 +178,12 @@ class Play:
         for entry, _, _ in self.readers:
             self.cache.unpin(entry)
         self.readers.clear()
+        for loan in self.loans:
+            self.cache.transit.give_back(loan)
+        for arrival in self.arrivals:
+            self.cache.transit.discard(arrival)
+        self.loans.clear()
+        self.arrivals.clear()
         while self.cache.copying:
             self.poll(100)
         self.check_books()
@@ -146,6 +193,13 @@ class Play:
         self.cache.close()
 
     # ---- inside ----
+
+    def _stored_holds(self, data: torch.Tensor, capacity: int, tokens: Tokens) -> bool:
+        dram = self.cache._dram
+        assert dram is not None
+        elements = torch.empty(capacity * LAYOUT.elements_per_token)
+        dram.storage.reload(elements, data)
+        return holds(KVRegion(LAYOUT, elements, capacity, len(tokens)), tokens)
 
     def _place(self, user: int, version: int, length: int) -> None:
         tokens = sequence(user, version, length)

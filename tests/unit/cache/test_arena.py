@@ -169,7 +169,7 @@ class ArenaAgainstModel(RuleBasedStateMachine):
 
 
 TestArenaAgainstModel = ArenaAgainstModel.TestCase
-TestArenaAgainstModel.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestArenaAgainstModel.settings = settings(max_examples=60, stateful_step_count=40)
 
 
 @given(sizes=st.lists(st.integers(1, 50), min_size=1, max_size=30), order=st.randoms(use_true_random=False))

@@ -49,6 +49,22 @@ class CacheMachine(RuleBasedStateMachine):
     def let_go(self, which: int) -> None:
         self.play.let_go(which)
 
+    @rule(user=st.integers(0, 4))
+    def lend(self, user: int) -> None:
+        self.play.lend(user)
+
+    @rule(which=WHICH)
+    def give_back(self, which: int) -> None:
+        self.play.give_back(which)
+
+    @rule(user=st.integers(0, 4), version=st.sampled_from([0, 0, 1]), length=st.integers(1, MOST))
+    def expect(self, user: int, version: int, length: int) -> None:
+        self.play.expect(user, version, length)
+
+    @rule(which=WHICH, whole=st.sampled_from([True, True, False]))
+    def arrive(self, which: int, whole: bool) -> None:
+        self.play.arrive(which, whole=whole)
+
     @rule(copies=st.sampled_from([100, 100, 1, 0]))
     def poll(self, copies: int) -> None:
         self.play.poll(copies)
@@ -91,7 +107,7 @@ class CopiedByThreads(CacheMachine):
     copies = Slow
 
 
-SETTINGS = settings(max_examples=60, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck))
+SETTINGS = settings(max_examples=60, stateful_step_count=50, suppress_health_check=list(HealthCheck))
 TestCache = CacheMachine.TestCase
 TestCache.settings = SETTINGS
 TestWholeSequencesOnly = WholeSequencesOnly.TestCase

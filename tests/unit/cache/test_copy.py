@@ -46,7 +46,7 @@ def copy_one(engine: CopyEngine, *, urgent: bool = False) -> tuple[CopyTicket, t
     return engine.submit(target, torch.ones(8), urgent=urgent), target
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     copies=st.lists(
         st.tuples(st.integers(1, 5000), st.sampled_from(["spill", "reload", "fail"])), min_size=1, max_size=30

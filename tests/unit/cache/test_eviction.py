@@ -12,14 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from relaygr_stream.cache.arena import Arena, Extent
-from relaygr_stream.cache.eviction import (
-    LOOKED_AT,
-    MIN_REMEMBERED,
-    SEEDS,
-    CostAwarePolicy,
-    Evictor,
-    FadingFrequency,
-)
+from relaygr_stream.cache.eviction import LOOKED_AT, SEEDS, Evictor
+from relaygr_stream.cache.fading import CostAwarePolicy, FadingFrequency
+from relaygr_stream.cache.trial import MIN_REMEMBERED
 
 KEYS = st.integers(0, 7)
 BYTES = st.integers(1, 10_000)
@@ -84,7 +79,7 @@ class FadingFrequencyAgainstModel(RuleBasedStateMachine):
 
 
 TestFadingFrequencyAgainstModel = FadingFrequencyAgainstModel.TestCase
-TestFadingFrequencyAgainstModel.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestFadingFrequencyAgainstModel.settings = settings(max_examples=60, stateful_step_count=40)
 
 
 def test_frequent_dear_and_small_stay() -> None:
@@ -167,7 +162,7 @@ def crowded_arenas(draw: st.DrawFn) -> tuple[Arena, Evictor[int], dict[int, Exte
     return arena, evictor, extent_of
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(state=crowded_arenas(), nbytes=st.integers(1, 400), odd_only=st.booleans())
 def test_victims_make_room_and_nothing_else(
     state: tuple[Arena, Evictor[int], dict[int, Extent]], nbytes: int, odd_only: bool

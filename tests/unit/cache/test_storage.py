@@ -40,7 +40,7 @@ def rows(layout: KVLayout, region: torch.Tensor) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data(), seed=st.integers(0, 1000), scale=st.integers(-20, 12))
 def test_int8_is_off_by_half_a_step_at_most_and_rounds_only_once(
     dtype: torch.dtype, data: st.DataObject, seed: int, scale: int
@@ -61,7 +61,7 @@ def test_int8_is_off_by_half_a_step_at_most_and_rounds_only_once(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(data=st.data())
 def test_exact_comes_back_bit_for_bit(dtype: torch.dtype, data: st.DataObject) -> None:
     layout, capacity = data.draw(layouts(dtype)), data.draw(st.integers(1, 5))

@@ -154,3 +154,20 @@ def compute(cache: PrefixCache, user: int, length: int, version: int = 0) -> Ent
     write(entry.region, entry.tokens)
     cache.finish(entry)
     return entry
+
+
+def settle(cache: PrefixCache, copier: Flaky) -> list[Entry]:
+    """Let the copies under way end, and those that follow; returns the entries that arrived."""
+    arrived = []
+    for _ in range(4):
+        copier.settle()
+        arrived += cache.poll()
+    return arrived
+
+
+def spilled(cache: PrefixCache, copier: Flaky, entries: int) -> None:
+    """Copies are made until there are so many in DRAM."""
+    while cache.counters.spilled < entries:
+        cache._moves.write_back()
+        copier.settle()
+        cache.poll()

@@ -104,10 +104,40 @@ def test_a_small_scale_does_not_underflow_in_float16() -> None:
 
 
 def test_scratch_memory_is_bounded_whatever_the_prefix() -> None:
-    for device in (torch.device("cpu"), torch.device("meta")):
-        few, many = block_rows(device, 4, 256), block_rows(device, 4, 1 << 24)
+    for device, dtype in ((torch.device("cpu"), torch.bfloat16), (torch.device("meta"), torch.float32)):
+        few, many = block_rows(device, dtype, 4, 256), block_rows(device, dtype, 4, 1 << 24)
         assert many < few
         assert many >= 32
+
+
+@given(rules, st.integers(0, 30), st.integers(0, 4), st.integers(1, 12), st.integers(1, 20))
+def test_pieces_of_a_block_are_the_block(
+    visibility: Visibility, history: int, candidates: int, rows: int, most: int
+) -> None:
+    """In float32 on the CPU a long block goes over its columns in pieces: each column once, hidden as before."""
+    history += visibility.contextual
+    for block in visibility.blocks(0, history + candidates, 0, history, history, rows):
+        seen = torch.zeros(block.row_stop - block.row_start, block.col_stop - block.col_start)
+        for piece in block.pieces(most):
+            part = torch.ones(len(seen), piece.col_stop - piece.col_start)
+            if piece.causal is not None:
+                part[:, piece.causal_from :].tril_(piece.causal)
+            if piece.recent is not None:
+                part[:, : piece.recent_to].triu_(piece.recent)
+            seen[:, piece.col_start - block.col_start : piece.col_stop - block.col_start] += part
+        expected = torch.ones_like(seen)
+        if block.causal is not None:
+            expected[:, block.causal_from :].tril_(block.causal)
+        if block.recent is not None:
+            expected[:, : block.recent_to].triu_(block.recent)
+        assert torch.equal(seen, expected)
+
+
+def test_a_piece_has_no_more_columns_than_asked_for_but_along_the_diagonal() -> None:
+    (*_, block) = Visibility().blocks(0, 256, 0, 4096, 4096, 64)
+    pieces = list(block.pieces(100))
+    assert [piece.col_stop - piece.col_start for piece in pieces[:-1]] == [100, 93]
+    assert pieces[-1].col_stop - pieces[-1].col_start == 63  # below it, the first row sees all
 
 
 def test_a_ranking_reads_its_prefix_once() -> None:

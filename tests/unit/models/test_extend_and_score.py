@@ -32,7 +32,7 @@ seeds = st.integers(0, 2**32 - 1)
 #: The bound of DESIGN §8. Products of other shapes round differently: up to 3e-6 was seen, a leak would show as 1e-2.
 ROUNDING = 1e-5
 #: No deadline: other processes share the machine.
-PROPERTY = settings(max_examples=60, deadline=None)
+PROPERTY = settings(max_examples=60)
 
 
 def test_the_model_keeps_the_protocol() -> None:

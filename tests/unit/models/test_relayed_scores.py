@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
@@ -129,8 +129,14 @@ def relay(shape: settings.Model, seed: int, dtype: torch.dtype = torch.float32) 
     return Relay(own, true, random.Random(seed))
 
 
-@hypothesis_settings(max_examples=25, deadline=None)
+#: One of its rankings has a single candidate whose two scores nearly cancel (0.017): relayed and full ones are 9.0e-6
+#: and 6.2e-6 of that from float64's, to either side.
+CANCELLING = settings.Model(layers=2, dim=16, heads=2, dqk=12, dv=8, vocab=50, max_positions=400, scale_tokens=16)
+
+
+@hypothesis_settings(max_examples=25)
 @given(shapes, st.integers(0, 2**32 - 1))
+@example(CANCELLING, 4891)
 def test_relayed_scores_equal_full_inference(shape: settings.Model, seed: int) -> None:
     world = relay(shape, seed)
     for _ in range(12):

@@ -29,7 +29,7 @@ CONFIG = TransformerConfig(
 MODEL = Transformer(CONFIG, 3, CPU, torch.float32)
 
 
-@hypothesis_settings(max_examples=60, deadline=None)
+@hypothesis_settings(max_examples=60)
 @given(splits(), st.integers(1, 9), seeds)
 def test_scores_are_those_of_the_formulas_however_history_is_cut(
     split: tuple[int, tuple[int, ...]], count: int, seed: int

@@ -1,4 +1,4 @@
-"""Costs travel through files, and noise has the quantiles it was given."""
+"""Costs travel through files, and are what was measured."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from relaygr_stream.errors import InputError
-from relaygr_stream.simulate.bus import Bus, BusLatency, Log
-from relaygr_stream.simulate.calibrate import calibrate, fit_relative
-from relaygr_stream.simulate.costs import DeviceCosts, Noise
+from relaygr_stream.simulate.calibrate import Samples, calibrate, fit_relative
+from relaygr_stream.simulate.costs import DeviceCosts
 from tests.unit.simulate.scenes import COSTS, scenario
 
 
@@ -40,23 +39,6 @@ def test_a_bad_file_is_told_by_name(tmp_path: Path, text: str, words: str) -> No
         DeviceCosts.read(tmp_path / "missing.toml")
 
 
-def test_noise_has_the_quantiles_given() -> None:
-    noise = Noise((0.5, 1.0, 3.0), np.random.default_rng(1))
-    drawn = [noise.draw() for _ in range(20_000)]
-    assert np.quantile(drawn, [0.25, 0.5, 0.75]) == pytest.approx([0.75, 1.0, 2.0], abs=0.05)
-    assert Noise((1.5,), np.random.default_rng(1)).draw() == 1.5
-
-
-def test_the_bus_keeps_order_and_its_quantiles() -> None:
-    bus = Bus(BusLatency(1.0, 5.0), np.random.default_rng(1))
-    drawn = [bus.draw() * 1e3 for _ in range(50_000)]
-    assert np.quantile(drawn, [0.5, 0.99]) == pytest.approx([1.0, 5.0], rel=0.05)
-    log = Log(bus)
-    arrivals = [log.arrival(sent / 1e4) for sent in range(1000)]
-    assert arrivals == sorted(arrivals)
-    assert Bus(BusLatency(0.0, 0.0), np.random.default_rng(1)).draw() == 0.0
-
-
 def test_the_fit_finds_coefficients_and_drops_negative_ones() -> None:
     rng = np.random.default_rng(5)
     n = rng.uniform(10, 1000, 400)
@@ -79,3 +61,13 @@ def test_calibration_measures_the_configured_model() -> None:
     assert costs.extend(0, 128) > 0 and costs.score([(128, 32)]) > 0
     assert costs.step_ms > 0 and costs.reload_bytes_per_s > 1e6
     assert "cpu" in costs.source
+
+
+def test_the_rarest_are_among_the_quantiles() -> None:
+    samples = Samples()
+    for number in range(1000):
+        tokens = float(number % 97)
+        samples.add((1.0, tokens, tokens * tokens), (1.0 + 0.1 * tokens) * (1.0 if number % 50 else 5.0))
+    _, factors = samples.fit()
+    assert factors[97] / factors[50] == pytest.approx(1.0, abs=0.2)
+    assert factors[-1] / factors[50] == pytest.approx(5.0, abs=1.0)  # one in fifty

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from relaygr_stream.simulate.fleet import Fleet, lanes_after_failure
+from relaygr_stream.simulate.fleet import Fleet
 from relaygr_stream.simulate.run import run_group, run_scenario
 from relaygr_stream.simulate.scenario import Failure
 from relaygr_stream.simulate.story import hit_share, late_share, latencies, percentile
@@ -133,8 +133,3 @@ def test_a_slower_bus_shows() -> None:
     )
     difference = percentile(latencies(slow), 0.5) - percentile(latencies(fast), 0.5)
     assert 17.0 < difference < 21.0  # two ways, 9.5 ms more each
-
-
-def test_the_real_assignor_tells_what_a_failure_moves() -> None:
-    assert lanes_after_failure(10, 8, 2) == (16, 10)
-    assert lanes_after_failure(10, 1, 2) == (2, 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from relaygr_stream.cli import main
 from relaygr_stream.errors import CapacityError
 from relaygr_stream.simulate.memory import bytes_for, reuse_bytes
 from relaygr_stream.simulate.plan import Probe, search
+from relaygr_stream.simulate.run import run_scenario
 from relaygr_stream.simulate.story import Window, recovery_s
 from relaygr_stream.simulate.traffic import Arrival
 from tests.unit.simulate.scenes import COSTS, SETTINGS, scenario
@@ -50,7 +52,7 @@ def test_bytes_for_a_share() -> None:
 def test_the_search_brackets_the_smallest_fleet() -> None:
     scene = scenario(rate=300.0, workers=1, sample=4, seconds=3.0)
     probes: list[Probe] = []
-    best = search(scene, 1, probes.append)
+    best = search(scene, partial(run_scenario, processes=1), probes.append)
     assert best.holds
     failed = [probe.scenario.workers for probe in probes if not probe.holds]
     held = [probe.scenario.workers for probe in probes if probe.holds]
@@ -61,7 +63,7 @@ def test_the_search_brackets_the_smallest_fleet() -> None:
 def test_a_request_that_is_too_long_by_itself_is_said_so() -> None:
     scene = scenario({"relay.slo_ms": "1"}, sample=2, seconds=0.5, warm_s=0.2, mode="full")
     with pytest.raises(CapacityError, match=r"relay\.slo_ms"):
-        search(scene, 1, lambda probe: None)
+        search(scene, partial(run_scenario, processes=1), lambda probe: None)
 
 
 def test_recovered_is_three_good_seconds_in_a_row() -> None:

@@ -55,6 +55,14 @@ def test_console_lines_are_for_reading(capsys: pytest.CaptureFixture[str]) -> No
     assert "\x1b" not in err, "no colour codes where stderr is not a terminal"
 
 
+def test_what_a_message_brought_does_not_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging(Telemetry(log_format="console"), "trigger")
+    structlog.get_logger().warning("refused\x1b[2J", user_id="\x9b31m\x07", detail="a\r\nlevel=error")
+    written = capsys.readouterr().err
+    assert written.count("\n") == 1
+    assert not [each for each in written[:-1] if ord(each) < 32 or 127 <= ord(each) < 160]
+
+
 def test_auto_means_json_where_stderr_is_no_terminal_and_console_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:

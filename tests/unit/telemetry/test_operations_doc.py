@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry
 from relaygr_stream import config
 from relaygr_stream.client.metrics import ClientMetrics
 from relaygr_stream.config_table import render_settings_markdown, render_settings_table
+from relaygr_stream.handover.metrics import HandoverMetrics
 from relaygr_stream.settings import Settings, Telemetry
 from relaygr_stream.telemetry.process import process
 from relaygr_stream.trigger.metrics import TriggerMetrics
@@ -26,8 +27,9 @@ def test_the_settings_table_is_the_generated_one() -> None:
 
 async def test_the_metrics_tables_name_every_metric_and_no_other() -> None:
     async with process(Settings(telemetry=Telemetry(log_level="error")), "worker") as ctx:
-        registries = [ctx.registry, *(CollectorRegistry() for _ in range(3))]
-        for metrics, registry in zip((WorkerMetrics, TriggerMetrics, ClientMetrics), registries[1:], strict=True):
+        kinds = (WorkerMetrics, HandoverMetrics, TriggerMetrics, ClientMetrics)
+        registries = [ctx.registry, *(CollectorRegistry() for _ in kinds)]
+        for metrics, registry in zip(kinds, registries[1:], strict=True):
             metrics(registry)
         ours = {
             family.name + {"counter": "_total", "info": "_info"}.get(family.type, "")

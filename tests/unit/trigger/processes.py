@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
 
@@ -29,15 +28,9 @@ from relaygr_stream.topics import TopicSet, apply_topics, lane_of, load_topics
 from relaygr_stream.trigger.decision import REASONS
 from relaygr_stream.trigger.service import run_trigger
 from tests.unit.trigger.parts import worker_status
+from tests.waiting import until
 
 PATIENCE_S = 20.0
-
-
-async def until(true: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not true():
-        assert time.monotonic() < deadline, "waited in vain"
-        await asyncio.sleep(0.02)
 
 
 def user_on(lane: int, lanes: int) -> str:

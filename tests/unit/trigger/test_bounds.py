@@ -18,7 +18,7 @@ from tests.unit.trigger.simulation import Lane
 STEPS = 400
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.integers(0, 2**32))
 def test_both_bounds_hold_and_nothing_is_counted_for_ever(seed: int) -> None:
     Lane(seed).run(STEPS)
@@ -116,7 +116,7 @@ def test_without_one_part_of_a_bound_some_run_breaks_it(
         run_seeds(3000)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 2**32))
 def test_an_owners_lanes_together_stay_within_its_share_while_budgets_move(seed: int) -> None:
     Owner(seed).run(10.0)

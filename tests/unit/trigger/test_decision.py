@@ -21,7 +21,7 @@ class OneLane:
     def __init__(self, budget: int = 10_000, rate: float = 1000.0, **status: Any) -> None:
         self.now = 100.0
         self.state = LaneState(POLICY, log_end=0, keep_s=60.0, now_s=self.now)
-        self.owner: Claim | None = claim(worker_status(lane_status(budget=budget, rate=rate), **status))
+        self.owner: Claim | None = claim(worker_status(lane_status(budget=budget, rate=rate), **status), self.now)
         self.state.observe(self.owner, self.now)
 
     def decide(self, event: RequestEvent, age_ms: float = 0.0) -> Decision:
@@ -103,6 +103,8 @@ def test_what_would_not_begin_before_its_ranking_is_shed() -> None:
     assert lane.decide(soon, age_ms=1.0).reason == "too_late"
     assert lane.decide(event(25)).admit, "nobody said when its ranking comes: within the life window"
     assert OneLane(pre_infer_wait_ms=POLICY.life_ms + 1).decide(event(25)).reason == "too_late"
+    lane.now += 0.001
+    assert lane.decide(soon, age_ms=1.0).admit, "the owner has worked since it said so"
 
 
 def test_what_was_not_admitted_is_no_duplicate() -> None:
@@ -139,6 +141,7 @@ def test_bytes_are_whole_allocation_units() -> None:
         CostModel(c0=1, c1=-0.1, c2=0, c3=0),
         CostModel(c0=float("nan"), c1=1, c2=0, c3=0),
         CostModel(c0=1, c1=float("inf"), c2=0, c3=0),
+        CostModel(c0=1, c1=1e308, c2=1e308, c3=0),
     ],
 )
 def test_costs_that_cannot_be_reckoned_with_are_replaced(costs: CostModel) -> None:

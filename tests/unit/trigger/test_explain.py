@@ -16,7 +16,8 @@ from relaygr_stream.topics import lane_of
 from relaygr_stream.trigger.explain import as_json, summary
 from relaygr_stream.trigger.explain_live import explain_live
 from tests.unit.trigger.parts import event
-from tests.unit.trigger.processes import peer_on, trigger_on, until
+from tests.unit.trigger.processes import peer_on, trigger_on
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -100,7 +101,9 @@ def test_options_before_the_subcommand_are_refused_not_ignored() -> None:
 
 async def test_a_live_sample_sees_what_the_running_trigger_does_and_disturbs_nothing(embedded_settings: Kafka) -> None:
     async with peer_on(embedded_settings) as peer, trigger_on(embedded_settings) as trigger:
-        settings = Settings(kafka=embedded_settings, trigger=Trigger(silence_ms=10_000, stale_ms=3000))
+        # Room for all at once: events that waited for a busy machine come so.
+        policy = Trigger(silence_ms=10_000, stale_ms=3000, load_burst_ms=60_000)
+        settings = Settings(kafka=embedded_settings, trigger=policy)
         looking = asyncio.create_task(explain_live(settings, 4.0))
         await asyncio.sleep(1.5)
         sent = 0

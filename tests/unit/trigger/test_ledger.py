@@ -107,6 +107,19 @@ def test_our_own_signals_on_their_way_are_not_taken_for_someone_elses() -> None:
     assert not ledger.on_hold
 
 
+def test_an_end_within_a_batch_loses_nothing_of_it() -> None:
+    """The embedded broker says so of every last batch; the log has it whole all the same."""
+    ledger = fresh(budget=100)
+    for offset in range(3):
+        ledger.acknowledged(ledger.admit(20), offset, 1.0, batch=0)
+    ledger.acknowledged(ledger.admit(10), 3, 1.0, batch=3)
+    assert ledger.reconcile(1, 1.0 + SETTLE_S) == 1, "the log never had the second batch"
+    assert ledger.outstanding == 60
+    assert ledger.reconcile(1, 2.0 + SETTLE_S) == 0
+    assert ledger.reconcile(0, 3.0 + SETTLE_S) == 3, "nor the first"
+    assert ledger.outstanding == 0
+
+
 def test_signals_that_the_log_lost_stop_counting() -> None:
     ledger = fresh(budget=100)
     admit(ledger, 30, 0, now_s=1.0)

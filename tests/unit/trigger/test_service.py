@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from itertools import count
 from pathlib import Path
@@ -11,9 +12,10 @@ import msgspec
 import pytest
 from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient
+from prometheus_client import CollectorRegistry
 
 from relaygr_stream.bus.local import local_broker
-from relaygr_stream.errors import BrokerUnavailable, TopicError
+from relaygr_stream.errors import BrokerUnavailable, ConfigError, TopicError
 from relaygr_stream.messages import (
     HEADER_DETAIL,
     HEADER_ORIGIN_OFFSET,
@@ -25,9 +27,12 @@ from relaygr_stream.messages import (
     encode,
 )
 from relaygr_stream.settings import Kafka, Relay, Settings
+from relaygr_stream.telemetry.process import ProcessContext
 from relaygr_stream.topics import apply_topics, lane_of
+from relaygr_stream.trigger.service import run_trigger
 from tests.unit.trigger.parts import event
-from tests.unit.trigger.processes import RunningTrigger, peer_on, trigger_on, until, user_on
+from tests.unit.trigger.processes import RunningTrigger, peer_on, trigger_on, user_on
+from tests.waiting import until
 
 
 def now_ms() -> int:
@@ -71,7 +76,7 @@ async def test_what_is_not_worth_it_is_skipped_counted_and_committed(embedded_se
             await until(lambda: trigger.decisions("duplicate"))
             for reason in ("empty_prefix", "not_at_risk", "too_long", "admitted", "duplicate"):
                 assert trigger.decisions(reason) == 1, reason
-        assert peer.signalled == ["same"]
+        await until(lambda: peer.signalled == ["same"])
         lane = lane_of("u", peer.topics.lanes)
         assert await committed(embedded_settings, peer.topics.retrieval.name, lane) == 5
 
@@ -107,7 +112,7 @@ async def test_the_owners_budget_bounds_the_signals(embedded_settings: Kafka) ->
             for number in range(4):
                 await peer.publish(event(25, str(number), "u"))  # 300 bytes each
             await until(lambda: trigger.decisions("over_footprint") == 2)
-            assert peer.signalled == ["0", "1"]
+            await until(lambda: peer.signalled == ["0", "1"])
             # The owner has read both signals, and their rankings are over.
             peer.read_to[lane_of("u", peer.topics.lanes)] = 2
             number = 4
@@ -202,6 +207,7 @@ async def test_two_triggers_share_the_lanes_and_hand_them_over(kafka_settings: K
             assert first.decisions("admitted") > 0
             assert second.decisions("admitted") > 0
         await until(lambda: first.count("lanes") == peer.topics.lanes)
+        await until(lambda: len(peer.signalled) >= 40)
     assert sorted(peer.signalled) == sorted(str(number) for number in range(40))
 
 
@@ -253,3 +259,16 @@ async def test_while_dead_letters_cannot_be_sent_their_lane_waits_and_the_others
             assert trigger.count("dead_letters_total", reason="malformed") == 1
         finally:
             await admin.close()
+
+
+async def test_a_trigger_refuses_a_dead_letter_topic_that_would_hold_up_its_lanes(tmp_path: Path) -> None:
+    """It would try for ever to bury an event that its topic takes and the dead letters' does not."""
+    for file in (Path(__file__).parents[3] / "topics").glob("*.toml"):
+        text = file.read_text(encoding="utf-8")
+        if file.stem == "retrieval":
+            text = re.sub(r"max_message_bytes = \S+", "max_message_bytes = 4_000_000", text)
+        (tmp_path / file.name).write_text(text, encoding="utf-8")
+    settings = Settings(kafka=Kafka(bootstrap="127.0.0.1:1", topics_dir=str(tmp_path)))
+    context = ProcessContext(settings, asyncio.Event(), CollectorRegistry(), lambda: None)
+    with pytest.raises(ConfigError, match=r"dead-letter takes 2097152 bytes, relaygr\.retrieval 4000000"):
+        await run_trigger(context)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -35,6 +35,7 @@ from relaygr_stream.telemetry.process import ProcessContext, process
 from relaygr_stream.topics import apply_topics, lane_of, load_topics
 from relaygr_stream.worker import service
 from tests.unit.worker.worlds import TOY, Wrapped, toy_model
+from tests.waiting import until
 
 MIB = 1 << 20
 REPLY_PARTITION = 1
@@ -217,12 +218,3 @@ def history(user: str, length: int) -> Behaviours:
 
 def now_ms() -> int:
     return int(time.time() * 1000)
-
-
-async def until(condition: Callable[[], object], what: str = "not in time", seconds: float = 30.0) -> None:
-    """Wait for a condition; seconds: a bound against hanging, not a claim of speed."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            raise AssertionError(what)
-        await asyncio.sleep(0.01)

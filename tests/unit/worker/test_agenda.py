@@ -16,7 +16,7 @@ class Item:
     over: bool = False
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.sampled_from(["add", "add", "end", "first", "pop"]), st.integers(0, 9)), max_size=120))
 def test_earliest_first_and_only_what_is_not_over(moves: list[tuple[str, int]]) -> None:
     agenda: Agenda[Item] = Agenda(lambda item: item.over)

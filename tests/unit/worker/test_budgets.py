@@ -16,7 +16,7 @@ LANES = st.sets(st.integers(0, 15), max_size=8)
 HOLD_S, TURN_S = 3.0, 5.0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(
         st.tuples(LANES, st.dictionaries(st.integers(0, 15), st.integers(0, 1 << 40)), st.floats(0.001, 100)),
@@ -132,7 +132,7 @@ class Owner:
             call()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.integers(0, 2**32))
 def test_pinned_bytes_never_exceed_the_whole_whatever_triggers_heard(seed: int) -> None:
     Owner(seed).run(300)

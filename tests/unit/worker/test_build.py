@@ -84,6 +84,27 @@ def test_int8_within_bounds_serves_and_without_a_tier_is_not_asked() -> None:
     built(settings_of(dram_storage="int8", dram_int8_deviation=1e-6, dram_bytes=0))
 
 
+def test_costs_are_fitted_to_what_ran_after_the_start_had_settled() -> None:
+    """Until then the process may be nice, and slower than it will be."""
+    now, step = 0.0, 1e-2
+
+    def clock() -> float:
+        nonlocal now
+        now += step
+        return now
+
+    def settled() -> None:
+        nonlocal step
+        step = 1e-4
+
+    model = toy_model()
+    engine = Engine(model, CPU, clock)
+    region = KVRegion(model.layout, torch.empty(MAX_TOKENS * model.layout.elements_per_token), MAX_TOKENS)
+    engine.warm_up(region, settled)
+    assert engine.costs.extend_ms(0, 64) < 1
+    assert engine.costs.score_ms(64, 16) < 1
+
+
 def checked(model: RankingModel, allowed: float = 0.03) -> float:
     engine, copier = Engine(model, CPU), CopyEngine(CPU)
     scratch = KVRegion(model.layout, torch.empty(MAX_TOKENS * model.layout.elements_per_token), MAX_TOKENS)

@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
-from tests.unit.worker.worlds import GRANULE_BYTES, MAX_TOKENS, World
-
-
-@contextmanager
-def world(**options: Any) -> Iterator[World]:
-    made = World(**options)
-    yield made
-    made.settle()
-    made.check_scores()
-    made.core.check_integrity()
-    made.close()
+from tests.unit.worker.worlds import GRANULE_BYTES, MAX_TOKENS, world
 
 
 def test_pre_inferred_prefix_is_hit_in_hbm() -> None:

@@ -63,7 +63,7 @@ class CoreMachine(RuleBasedStateMachine):
 
     @rule(fails=st.sampled_from([0, 1, 2]))
     def next_copies_fail(self, fails: int) -> None:
-        copier = self.world.cache._copier
+        copier = self.world.cache._moves._copier
         assert isinstance(copier, Flaky)
         copier.fail_next = fails
 
@@ -101,9 +101,7 @@ class CoreMachine(RuleBasedStateMachine):
 
 
 TestCore = CoreMachine.TestCase
-TestCore.settings = settings(
-    max_examples=40, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
-)
+TestCore.settings = settings(max_examples=40, stateful_step_count=50, suppress_health_check=list(HealthCheck))
 
 
 @pytest.mark.long
@@ -111,6 +109,4 @@ TestCore.settings = settings(
 class TestCoreForLong(CoreMachine.TestCase):  # type: ignore[misc, valid-type]
     """Tens of thousands of operations, in longer lives."""
 
-    settings = settings(
-        max_examples=300, stateful_step_count=200, deadline=None, suppress_health_check=list(HealthCheck)
-    )
+    settings = settings(max_examples=300, stateful_step_count=200, suppress_health_check=list(HealthCheck))

@@ -51,7 +51,7 @@ def fitted(
 COEFFICIENTS = st.tuples(st.floats(0.05, 2), st.floats(0.5, 50), st.floats(0, 20))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(extend=COEFFICIENTS, score=COEFFICIENTS, seed=st.integers(0, 9))
 def test_known_coefficients_are_found(
     extend: tuple[float, float, float], score: tuple[float, float, float], seed: int
@@ -97,7 +97,7 @@ def test_a_model_whose_costs_change_their_shape_is_learnt_anew() -> None:
         assert costs.extend_ms(position, tokens) == pytest.approx(extend_ms(other, position, tokens), rel=0.15)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(extend=COEFFICIENTS, chunk_ms=st.floats(2, 20), suffix=st.integers(0, 200))
 def test_triggers_are_told_the_time_of_chunked_inference_suffix_included(
     extend: tuple[float, float, float], chunk_ms: float, suffix: int
@@ -117,7 +117,7 @@ def test_triggers_are_told_the_time_of_chunked_inference_suffix_included(
         assert model.full_ms(prefix, candidates) == pytest.approx(taken, rel=0.2)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.lists(st.tuples(st.integers(0, 100_000), st.integers(1, 100_000), st.floats(0, 1e6)), min_size=1, max_size=60)
 )
@@ -143,7 +143,7 @@ def test_the_same_work_for_ever_does_not_unsettle_the_fit() -> None:
     assert costs.extend_ms(0, 2048) == pytest.approx(extend_ms((0.4, 6.0, 3.0), 0, 2048), rel=0.05)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(extend=COEFFICIENTS, position=st.integers(0, 8192), budget=st.floats(0.1, 50))
 def test_a_chunk_fits_its_budget_and_fills_it(extend: tuple[float, float, float], position: int, budget: float) -> None:
     costs = fitted(extend, (0.1, 1.0, 1.0), samples=120)
@@ -158,6 +158,6 @@ def test_a_chunk_fits_its_budget_and_fills_it(extend: tuple[float, float, float]
 @pytest.mark.parametrize("coefficients", [(0.0, 0.0, 0.0), (0.0, 1e-300, 0.0), (0.0, 0.0, 1e-300), (9.0, 1.0, 1.0)])
 def test_chunks_of_odd_fits(coefficients: tuple[float, float, float]) -> None:
     costs = Costs()
-    costs._extend._theta[:] = coefficients
+    costs._extend._theta = coefficients
     free = coefficients[0] < 5.0
     assert costs.chunk(0, 5.0) == (MAX_CHUNK if free else MIN_CHUNK)

@@ -36,9 +36,9 @@ HOUR_MS = 3_600_000
 class Desk(Intake):
     """An intake that counts clocks that are off."""
 
-    def __init__(self) -> None:
+    def __init__(self, reply_ms: float = 0.0) -> None:
         self.clamped = 0
-        super().__init__(LIMITS, 1000.0, reply_partitions=4, max_bytes=10_000, clamped=self._count)
+        super().__init__(LIMITS, 1000.0, 4, max_bytes=10_000, clamped=self._count, reply_ms=reply_ms)
 
     def _count(self) -> None:
         self.clamped += 1
@@ -83,6 +83,14 @@ def test_a_ranking_becomes_a_task() -> None:
 def test_without_a_timeout_the_default_counts() -> None:
     task = Desk().ranking(record(encode(request())), Origin(record(b""), 0, b"c"))
     assert task.deadline - task.arrived == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(("timeout_ms", "due_ms"), [(300.0, 293.0), (10.0, 8.0)])
+def test_scores_leave_so_early_that_they_are_there_in_time(timeout_ms: float, due_ms: float) -> None:
+    """Of a short timeout, only a part is left for the way."""
+    whole = record(encode(request(timeout_ms=timeout_ms)))
+    task = Desk(reply_ms=7.0).ranking(whole, Origin(whole, 0, b"c"))
+    assert (task.deadline - task.arrived) * 1e3 == pytest.approx(due_ms)
 
 
 def test_a_signal_becomes_a_task_with_its_window_capped() -> None:
@@ -161,6 +169,15 @@ def test_times_whose_differences_do_not_fit_are_refused() -> None:
 
 
 # ---- clocks ----
+
+
+def test_times_at_the_bound_itself_are_refused() -> None:
+    """Two of them are 2⁶³ ms apart, which once ended the process with an OverflowError."""
+    first, last = Behaviours.of([1], [0], [-(1 << 62)]), Behaviours.of([1], [0], [1 << 62])
+    desk = Desk()
+    bad = record(encode(request(prefix=first, suffix=last)))
+    with pytest.raises(DecodeError, match="times are Unix milliseconds"):
+        desk.ranking(bad, desk.route(bad))
 
 
 def now_ms() -> int:
@@ -249,7 +266,7 @@ PARTS = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     data=st.binary(max_size=200)
     | st.builds(

@@ -12,7 +12,7 @@ import torch
 from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.models.protocol import RankingModel, ScoreInput
 from relaygr_stream.models.tokens import Tokens
-from relaygr_stream.worker.forecast import CLEARLY, ENOUGH, Calibration, Forecast
+from relaygr_stream.worker.forecast import CLEARLY, ENOUGH, GUESTS, SURE, Calibration, Forecast
 from relaygr_stream.worker.tasks import RankTask
 from tests.unit.worker.worlds import World
 
@@ -149,9 +149,9 @@ def test_a_full_inference_that_cannot_be_in_time_is_refused_as_it_comes() -> Non
 # ---- the arithmetic ----
 
 
-def waiting(deadline: float, expected_ms: float) -> RankTask:
+def waiting(deadline: float, expected_ms: float, hops: int = 0) -> RankTask:
     nothing = Tokens(np.zeros((3, 0), np.int64))
-    task = RankTask("r", "u", 0, nothing, nothing, np.zeros(1, np.int64), 0.0, deadline, full=False)
+    task = RankTask("r", "u", 0, nothing, nothing, np.zeros(1, np.int64), 0.0, deadline, full=False, hops=hops)
     task.expected_ms = expected_ms
     return task
 
@@ -176,6 +176,18 @@ def test_a_forecast_counts_what_comes_before_and_protects_what_was_accepted() ->
     forecast.remove(last)
     assert not forecast.refusal(waiting(0.020, CLEARLY * 20.0), 0.0)
     assert forecast.refusal(waiting(0.020, CLEARLY * 20.0 + 1.0), 0.0)
+
+
+def test_the_last_places_of_a_queue_are_for_no_one_and_those_before_for_its_own() -> None:
+    forecast = Forecast()
+    forecast.add(waiting(0.010, 8.0))
+    own = SURE * 20.0 - 8.0
+    assert not forecast.refusal(waiting(0.020, own - 0.1), 0.0)
+    assert forecast.refusal(waiting(0.020, own + 0.1), 0.0)
+    for hops in (1, 2):
+        guest = GUESTS * 20.0 - 8.0
+        assert not forecast.refusal(waiting(0.020, guest - 0.1, hops), 0.0)
+        assert forecast.refusal(waiting(0.020, guest + 0.1, hops), 0.0)
 
 
 def test_a_ranking_that_is_late_anyway_is_no_reason_to_refuse_others() -> None:

@@ -74,9 +74,7 @@ class PinMachine(RuleBasedStateMachine):
 
 
 TestPins = PinMachine.TestCase
-TestPins.settings = settings(
-    max_examples=30, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
-)
+TestPins.settings = settings(max_examples=30, stateful_step_count=30, suppress_health_check=list(HealthCheck))
 
 
 def test_a_request_that_pins_again_gets_its_whole_life_window() -> None:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import re
 import socket
 import time
-from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 from structlog.testing import capture_logs
 
+from relaygr_stream.bus.dead_letter import check_dead_letters_fit
 from relaygr_stream.bus.local import local_broker
-from relaygr_stream.demo.processes import Child, settings_as_toml
-from relaygr_stream.errors import ConfigError, DeviceError, Superseded
+from relaygr_stream.children import Child, settings_as_toml
+from relaygr_stream.errors import BrokerError, ConfigError, DeviceError, Superseded
 from relaygr_stream.messages import (
     HEADER_CORRELATION,
     HEADER_ORIGIN_TOPIC,
@@ -22,15 +25,22 @@ from relaygr_stream.messages import (
     HEADER_REPLY_PARTITION,
     Behaviours,
     CostModel,
+    RankingRequest,
     WorkerStatus,
+    encode,
+    pack_items,
 )
+from relaygr_stream.models.protocol import RankingModel
 from relaygr_stream.settings import Kafka
 from relaygr_stream.telemetry.process import START_END_S
 from relaygr_stream.topics import apply_topics, load_topics
 from relaygr_stream.trigger.ledger import LaneLedger
-from relaygr_stream.worker.service import CLOSE_S, _check_dead_letters_fit
+from relaygr_stream.worker import service
+from relaygr_stream.worker.outbox import check_answers_fit
+from relaygr_stream.worker.service import CLOSE_S
 from relaygr_stream.worker.status import ANNOUNCE_S, is_later
-from tests.unit.worker.services import MIB, Peer, committed, until, worker_on, worker_settings
+from tests.unit.worker.services import MIB, Peer, committed, owned, worker_on, worker_settings
+from tests.waiting import until
 
 
 async def test_signals_are_pinned_rankings_answered_and_both_committed(kafka_settings: Kafka) -> None:
@@ -153,12 +163,66 @@ async def test_messages_that_would_end_a_worker_do_not(embedded_settings: Kafka)
     assert [line["request_id"] for line in about_requests if line["event"] == "refused"] == ["too-much"]
 
 
-def test_dead_letters_must_fit_their_topic() -> None:
+async def test_a_worker_that_cannot_bury_any_more_reads_no_more_until_it_can(
+    embedded_settings: Kafka, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else bad messages pile up in its memory for as long as the dead letters' topic is away."""
+    monkeypatch.setattr(service, "BURYING_LIMIT", 3)
+    settings = worker_settings(msgspec.structs.replace(embedded_settings, max_poll_ms=1000))
+    async with Peer(embedded_settings) as peer, worker_on(settings) as w:
+        outbox = w.worker._outbox
+        assert outbox is not None
+        with monkeypatch.context() as away:
+            away.setattr(outbox._others, "send_and_wait", refused)
+            for _ in range(3):
+                await peer.send_ranking(b"\xc1")
+            await until(lambda: owned(w) == 0, "lanes given up")
+        await until(lambda: outbox.burying == 0 and owned(w) == 8, "buried, and the lanes back")
+        assert (await peer.reply(await peer.rank("fine", "u", 20))).status == "ok"
+        await until(lambda: len(peer.dead) >= 3, "those that were read again buried again")
+
+
+async def refused(topic: str, *_: object, **__: object) -> int:
+    raise BrokerError(f"cannot send to {topic}")
+
+
+@pytest.mark.parametrize("name", ["ranking", "pre_infer", "retrieval"])
+def test_dead_letters_must_fit_their_topic(name: str) -> None:
     topics = load_topics(Kafka())
-    _check_dead_letters_fit(topics)
-    clash = replace(topics, ranking=replace(topics.ranking, max_message_bytes=2_097_000))
-    with pytest.raises(ConfigError, match=r"dead-letter takes 2097152 bytes, relaygr\.ranking 2097000"):
-        _check_dead_letters_fit(clash)
+    check_dead_letters_fit(topics)
+    topic = msgspec.structs.replace(getattr(topics, name), max_message_bytes=2_097_000)
+    with pytest.raises(ConfigError, match=rf"dead-letter takes 2097152 bytes, {re.escape(topic.name)} 2097000"):
+        check_dead_letters_fit(dataclasses.replace(topics, **{name: topic}))
+
+
+def test_the_largest_answer_must_fit_its_topic() -> None:
+    topics = load_topics(Kafka())
+    check_answers_fit(topics, 2048, model_with(100))
+    with pytest.raises(ConfigError, match=r"scores takes 1048576 bytes, the scores of 2048 candidates .* 140 columns"):
+        check_answers_fit(topics, 2048, model_with(140))
+
+
+def model_with(columns: int) -> RankingModel:
+    tasks = tuple(f"task-{number}" for number in range(columns))
+    return SimpleNamespace(tasks=tasks, version="m")
+
+
+async def test_an_answer_may_be_as_large_as_its_topic_says(embedded_settings: Kafka, tmp_path: Path) -> None:
+    many = 150_000  # candidates, of two scores each: 1.2 MB
+    for file in (Path(__file__).parents[3] / "topics").glob("*.toml"):
+        text = file.read_text(encoding="utf-8")
+        if file.stem == "scores":
+            text = re.sub(r"max_message_bytes = \S+", "max_message_bytes = 2_000_000", text)
+        (tmp_path / file.name).write_text(text, encoding="utf-8")
+    kafka = msgspec.structs.replace(embedded_settings, topics_dir=str(tmp_path))
+    settings = worker_settings(kafka)
+    settings = msgspec.structs.replace(settings, relay=msgspec.structs.replace(settings.relay, max_candidates=many))
+    async with Peer(kafka) as peer, worker_on(settings):
+        request = RankingRequest(
+            request_id="r", user_id="u", prefix=Behaviours(), candidates=pack_items(range(many)), timeout_ms=60_000.0
+        )
+        reply = await peer.reply(await peer.send_ranking(encode(request)))
+    assert (reply.status, len(reply.matrix())) == ("ok", many)
 
 
 async def test_a_worker_whose_clock_is_ahead_expires_nothing(
@@ -210,7 +274,7 @@ async def test_a_defect_ends_the_worker_and_its_request_is_not_read_again(
     async with Peer(embedded_settings) as peer, worker_on(worker_settings(embedded_settings)) as w:
         inside = w.worker._inside
         assert inside is not None
-        monkeypatch.setattr(inside.core.rankings, "_place", lambda task: 1 / 0)
+        monkeypatch.setattr(inside.core.rankings, "_place", lambda task, found: 1 / 0)
         correlation = await peer.rank("poison", "u", 60)
         with pytest.raises(ZeroDivisionError):
             await asyncio.wait_for(w.task, 20)
@@ -224,12 +288,13 @@ async def test_stopping_finishes_what_was_accepted(embedded_settings: Kafka) -> 
         await until(lambda: w.worker._in_flight or len(peer.replies) == 12)
         await w.end()
         assert w.worker._in_flight == set()
-        answered = [each for each in correlations if each in peer.replies]
-        assert answered
         await until(lambda: peer.statuses[-1].state == "stopped")
         assert "draining" in [status.state for status in peer.statuses]
         # What had not been read is left to the lanes' next owners, and nothing else is.
-        assert await committed(embedded_settings, peer.topics.ranking.name) == len(answered)
+        accepted = await committed(embedded_settings, peer.topics.ranking.name)
+        assert accepted
+        await until(lambda: sum(each in peer.replies for each in correlations) >= accepted, "all accepted answered")
+        assert sum(each in peer.replies for each in correlations) == accepted
 
 
 async def test_the_later_of_one_name_serves_even_if_its_clock_is_behind(

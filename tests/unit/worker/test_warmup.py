@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from relaygr_stream.cache.eviction import FadingFrequency
+from relaygr_stream.cache.fading import FadingFrequency
 from relaygr_stream.worker import warmup
 from tests.unit.worker.worlds import LIMITS, World
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -218,3 +219,17 @@ class World:
 
     def close(self) -> None:
         self.cache.close()
+
+
+@contextmanager
+def world(**options: Any) -> Iterator[World]:
+    """A world whose books, scores and pins are checked at the end."""
+    made = World(**options)
+    yield made
+    made.settle()
+    made.check_scores()
+    made.core.check_integrity()
+    made.now += 100.0
+    made.settle()
+    assert made.cache.pinned_bytes == 0
+    made.close()

@@ -168,7 +168,7 @@ LINES = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(lines=st.lists(LINES, max_size=12), name=st.sampled_from([None, *FORMATS]), zipped=st.booleans())
 def test_random_garbage_never_crashes_and_counts_add_up(
     tmp_path: Path, lines: list[bytes], name: Format | None, zipped: bool

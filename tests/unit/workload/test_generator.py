@@ -32,7 +32,7 @@ def test_the_same_seed_gives_the_same_requests_and_another_seed_others() -> None
     assert first[0][3] != other[0].request
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     seed=st.integers(0, 1000),
     suffix=st.integers(0, 10),

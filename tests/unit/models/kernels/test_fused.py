@@ -27,7 +27,7 @@ MODELS = [(fused_model(**changes), plain_model(**changes)) for changes in SHAPES
 rankings = st.tuples(st.integers(0, 40), st.integers(0, 12), st.integers(0, 6), st.integers(1, 40))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.sampled_from(MODELS), st.lists(rankings, min_size=1, max_size=3), st.integers(0, 2**32 - 1))
 def test_prefix_and_scores_are_those_of_torch(
     models: tuple[HSTUModel, HSTUModel], shapes: list[tuple[int, int, int, int]], seed: int

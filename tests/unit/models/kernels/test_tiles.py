@@ -24,7 +24,7 @@ groups = st.builds(
 windows = st.sampled_from([0, 1, 7, 300])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(groups, max_size=3), st.sampled_from([16, 64]), windows)
 def test_each_row_covers_what_it_sees_once(batch: list[RankingRows], block: int, window: int) -> None:
     table = tile_table(batch, block, window)
@@ -44,7 +44,7 @@ def test_each_row_covers_what_it_sees_once(batch: list[RankingRows], block: int,
         first += count
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(groups, max_size=3), windows)
 def test_parts_follow_each_other(batch: list[RankingRows], window: int) -> None:
     table = tile_table(batch, 64, window)

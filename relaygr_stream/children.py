@@ -1,4 +1,4 @@
-"""Our own processes as children of the demo: started, watched, stopped, never left behind."""
+"""Our own processes as children of a demo, a benchmark or a test: started, watched, stopped, never left behind."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Child:
         while time.monotonic() < deadline:
             if self.exit_code is not None:
                 raise RelayError(f"{self.name} ended with exit code {self.exit_code} at its start:\n{self.log_tail()}")
-            if await asyncio.to_thread(self._answers):
+            if await asyncio.to_thread(self.ready):
                 return
             await asyncio.sleep(0.1)
         raise RelayError(f"{self.name} was not ready within {START_TIMEOUT_S:.0f} s:\n{self.log_tail()}")
@@ -82,6 +82,14 @@ class Child:
         """Ask it to drain and end."""
         if self.exit_code is None:
             self._process.send_signal(signal.SIGTERM)
+
+    def healthy(self) -> bool:
+        """Whether /healthz says yes."""
+        return self._get("/healthz") is not None
+
+    def ready(self) -> bool:
+        """Whether /readyz says yes."""
+        return self._get("/readyz") is not None
 
     def kill(self) -> None:
         """End it as a crash would."""
@@ -99,9 +107,6 @@ class Child:
         """The last lines it wrote."""
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
         return "\n".join(lines[-LOG_TAIL_LINES:])
-
-    def _answers(self) -> bool:
-        return self._get("/readyz") is not None
 
     def _get(self, path: str) -> str | None:
         try:

@@ -1,0 +1,103 @@
+"""What `relaygr bench slo` measured (its report.json) over the real pipeline, beside a simulation of the same traffic.
+
+Of every probe that ran to its end undisturbed: rate, length, returns, delays and settings as there; costs and ways as
+measured in the same probe (slo_fit.py). A probe's P99 is that of a hundred requests, so it is set beside the P99 of as
+many simulated ones: the median over twenty simulated probes, which begin as fresh as the real one did, and the range
+that nine of ten fall in. The bench cuts a probe short that misses the SLO, so real ones here have all met it: simulated
+ones that miss it are left out as well, and how many of the twenty are left is printed.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import median
+from typing import Final
+
+import msgspec
+import numpy as np
+from slo_fit import ROWS, Fit, Probe
+
+from relaygr_stream.bench.options import SloOptions
+from relaygr_stream.bench.run import LANES_PER_WORKER
+from relaygr_stream.bench.statistics import passes
+from relaygr_stream.settings import Settings
+from relaygr_stream.simulate.calibrate import calibrate
+from relaygr_stream.simulate.costs import DeviceCosts
+from relaygr_stream.simulate.run import run_group
+from relaygr_stream.simulate.scenario import Mode, Scenario
+from relaygr_stream.simulate.story import Story, hit_share, joined, latencies, percentile
+from relaygr_stream.simulate.traffic import Traffic
+from relaygr_stream.workload.items import StageDelay
+
+#: Simulations of each probe. Not one that is twenty times as long: in that, more users than a probe has come by.
+PROBES: Final = 20
+MODES: Final[dict[str, Mode]] = {"full": "full", "cache": "cache", "relay": "relay", "relay-hbm": "relay"}
+#: The presets'.
+STAGE_DELAY: Final = StageDelay(150.0, 0.1)
+
+
+def compare(report: Path, costs_file: Path | None, within: float) -> list[str]:
+    """Print both; returns the targets missed."""
+    found = json.loads(report.read_text())
+    settings = msgspec.convert(found["conditions"]["settings"], Settings)
+    probes = [p for p in found["probes"] if not (p["cut_short"] or p["set_aside"]) and p["mode"] in MODES]
+    if not ({"full"} <= {p["mode"] for p in probes} and {"relay"} & {p["mode"] for p in probes}):
+        return [f"beside bench slo: in {report} no probe of `full` and of `relay` ran to its end undisturbed"]
+    costs = calibrate(settings, probes[0]["length"], ROWS) if costs_file is None else DeviceCosts.read(costs_file)
+    fit = Fit(costs, settings, probes)
+    print(f"{'':42}P50 ms{'':13}P99 ms{'':27}hits")
+    print(f"{'mode':>10} {'returns':>7} {'tokens':>6} {'per s':>6} {'real':>8} {'simulated':>9} {'real':>8} "
+          f"{'simulated':>20} {'pass':>5} {'real':>6} {'simulated':>9}")  # fmt: skip
+    errors: dict[str, list[float]] = {"P50": [], "P99": [], "hits": []}
+    for probe in probes:
+        scenarios = [_scenario(probe, settings, fit, seed) for seed in range(PROBES)]
+        stories = [run_group(scenario, scenario.groups[0]) for scenario in scenarios]
+        kept = [story for story in stories if passes(len(story.at), _bad(story, settings.relay.slo_ms))]
+        p99s = [percentile(latencies(one), 0.99) for one in kept or stories]
+        story = joined(kept or stories)
+        low, mid, high = np.quantile(p99s, [0.05, 0.5, 0.95], method="nearest")  # some are infinite: no answer
+        p50 = percentile(latencies(story), 0.5)
+        scored = sum(probe["outcomes"].values())
+        real_hits, hits = 1 - probe["outcomes"].get("full", 0) / scored, hit_share(story).value
+        errors["P50"].append(p50 / probe["p50"] - 1)
+        errors["P99"].append(float(mid) / probe["p99"] - 1)
+        errors["hits"].append(hits - real_hits)
+        print(
+            f"{probe['mode']:>10} {probe['revisit']:7.0%} {probe['length']:6} {probe['rate']:6.1f} {probe['p50']:8.1f} "
+            f"{p50:9.1f} {probe['p99']:8.1f} {mid:6.1f} ({low:5.1f}-{high:5.1f}) {len(kept):2}/{PROBES} "
+            f"{real_hits:6.1%} {hits:9.1%}",
+            flush=True,
+        )
+    missed = []
+    for name, off in errors.items():
+        near = sum(abs(one) <= within for one in off)
+        print(f"{name:>10}: median error {median(off):+.1%}, largest {max(off, key=abs):+.1%}, "
+              f"{near} of {len(off)} within {within:.0%}")  # fmt: skip
+        if not abs(median(off)) <= within:
+            missed.append(f"beside bench slo: {name} off by {median(off):+.1%}, target ±{within:.0%}")
+    return missed
+
+
+def _bad(story: Story, slo_ms: float) -> int:
+    return int((latencies(story) > slo_ms).sum())
+
+
+def _scenario(probe: Probe, settings: Settings, fit: Fit, seed: int) -> Scenario:
+    if probe["mode"] == "relay-hbm":
+        worker = msgspec.structs.replace(settings.worker, dram_bytes=0)
+        settings = msgspec.structs.replace(settings, worker=worker)
+    options = SloOptions
+    returns = probe["rate"] * probe["revisit"]
+    traffic = Traffic(
+        rate=probe["rate"], users=10**6, revisit=probe["revisit"], length=float(probe["length"]), sigma=options.sigma,
+        return_s=options.users / returns if returns else 1.0, growth=options.growth,
+        max_prefix=settings.relay.max_prefix_tokens, suffix=options.suffix, candidates=options.candidates,
+        delay=STAGE_DELAY,
+    )  # fmt: skip
+    there, back = fit.ways(probe)
+    return Scenario(
+        settings=settings, costs=fit.costs(probe), traffic=traffic, workers=1, sample=1,
+        lanes_per_worker=LANES_PER_WORKER, seconds=probe["requests"] / probe["rate"], warm_s=3 * traffic.return_s + 2.0,
+        mode=MODES[probe["mode"]], bus=there, answers=back, seed=seed,
+    )  # fmt: skip

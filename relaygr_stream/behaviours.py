@@ -1,0 +1,100 @@
+"""A user's behaviours, and other arrays, as they travel in messages: little-endian bytes. Knows nothing of messages."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from relaygr_stream.errors import DecodeError
+
+ITEM_DTYPE: Final = np.dtype("<u4")
+ACTION_DTYPE: Final = np.dtype("u1")
+TIME_DTYPE: Final = np.dtype("<i8")  # Unix time in milliseconds
+#: Times from this on (some 146 million years) have differences that an int64 does not hold.
+MAX_TIME_MS: Final = 1 << 62
+
+
+class Behaviours(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
+    """A user's behaviours, oldest first: three parallel arrays of the same length n, as little-endian bytes."""
+
+    items: bytes = b""  # n × uint32: item ids
+    actions: bytes = b""  # n × uint8: action types
+    times: bytes = b""  # n × int64: Unix time in milliseconds, non-decreasing
+
+    @classmethod
+    def of(cls, items: npt.ArrayLike, actions: npt.ArrayLike, times: npt.ArrayLike) -> Behaviours:
+        """Pack three arrays of one length; a value outside its wire type is a ValueError."""
+        packed = [
+            _pack(items, ITEM_DTYPE, "items"),
+            _pack(actions, ACTION_DTYPE, "actions"),
+            _pack(times, TIME_DTYPE, "times"),
+        ]
+        return cls(packed[0], packed[1], packed[2]).checked(ValueError)
+
+    def __len__(self) -> int:
+        return len(self.items) // ITEM_DTYPE.itemsize
+
+    def arrays(self) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+        """Read-only views (items, actions, times), each of length n."""
+        return (
+            np.frombuffer(self.items, ITEM_DTYPE),
+            np.frombuffer(self.actions, ACTION_DTYPE),
+            np.frombuffer(self.times, TIME_DTYPE),
+        )
+
+    def slice(self, start: int, stop: int) -> Behaviours:
+        """The behaviours start:stop, copied."""
+        return Behaviours(self.items[start * 4 : stop * 4], self.actions[start:stop], self.times[start * 8 : stop * 8])
+
+    def checked(self, error: type[Exception]) -> Behaviours:
+        """Self, if the three arrays have one length and the times never go back; otherwise raises `error`."""
+        n, rest = divmod(len(self.items), ITEM_DTYPE.itemsize)
+        if rest or len(self.actions) != n or len(self.times) != n * TIME_DTYPE.itemsize:
+            raise error(
+                f"items, actions and times must be parallel arrays of uint32, uint8 and int64; "
+                f"got {len(self.items)}, {len(self.actions)} and {len(self.times)} bytes"
+            )
+        times = np.frombuffer(self.times, TIME_DTYPE)
+        if n > 1 and (times[1:] < times[:-1]).any():  # the method: np.any costs a microsecond more on every event
+            at = int(np.argmax(times[1:] < times[:-1])) + 1
+            raise error(f"times must not go back; behaviour {at} is at {times[at]} after {times[at - 1]}")
+        return self
+
+
+class BehavioursInPlace(Behaviours, frozen=True, forbid_unknown_fields=False):
+    """Views into the message, which stays in memory as long as they do."""
+
+    items: memoryview = memoryview(b"")  # type: ignore[assignment]
+    actions: memoryview = memoryview(b"")  # type: ignore[assignment]
+    times: memoryview = memoryview(b"")  # type: ignore[assignment]
+
+
+def check_times(behaviours: Behaviours, what: str) -> None:
+    """Raise DecodeError where gaps between behaviours would not fit an int64; for whoever is going to compute them.
+
+    Times never go back, so the first and the last bound them all.
+    """
+    for raw in (behaviours.times[:8], behaviours.times[-8:]):
+        at = int.from_bytes(raw, "little", signed=True)
+        if abs(at) >= MAX_TIME_MS:
+            raise DecodeError("invalid", f"the {what} has a behaviour at {at} ms; times are Unix milliseconds")
+
+
+def _pack(values: npt.ArrayLike, dtype: np.dtype[Any], name: str) -> bytes:
+    array = np.asarray(values)
+    if array.ndim != 1:
+        raise ValueError(f"{name} must be one-dimensional, got shape {array.shape}")
+    if array.size and not np.issubdtype(array.dtype, np.integer):
+        raise ValueError(f"{name} must be integers, got {array.dtype}")
+    limits = np.iinfo(dtype)
+    if array.size and (int(array.min()) < limits.min or int(array.max()) > limits.max):
+        raise ValueError(f"{name} must be within {limits.min}…{limits.max}, got {array.min()}…{array.max()}")
+    return array.astype(dtype).tobytes()
+
+
+def pack_items(values: npt.ArrayLike) -> bytes:
+    """Item ids as uint32 little-endian bytes; a value that does not fit is a ValueError."""
+    return _pack(values, ITEM_DTYPE, "item ids")

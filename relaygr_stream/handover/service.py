@@ -1,0 +1,242 @@
+"""A worker's hand-over: gives prefix KV of lanes it lost to whoever asks, and asks for those of lanes it gained.
+
+The new owner pulls: it knows when it has the lanes, what room it has and what that holds, and it stops when it has
+enough. It asks every worker that states an address, not only the last owner it heard of: what a lane's users left
+behind may lie with several (lanes that moved twice, requests served elsewhere), and who has nothing says so at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Final
+
+import structlog
+
+from relaygr_stream.errors import ConfigError, DeviceError
+from relaygr_stream.handover.bandwidth import Bandwidth
+from relaygr_stream.handover.channel import ANSWER_S, Channel, PeerError
+from relaygr_stream.handover.desk import Desk
+from relaygr_stream.handover.giver import Giver, Handed
+from relaygr_stream.handover.metrics import HandoverMetrics
+from relaygr_stream.handover.taker import Taker
+from relaygr_stream.handover.wire import SLICE_BYTES, Identity
+from relaygr_stream.messages import WorkerStatus
+from relaygr_stream.settings import Handover as HandoverSettings
+from relaygr_stream.telemetry.limiter import LogLimiter
+
+log = structlog.get_logger(__name__)
+limited = LogLimiter().limited
+
+#: Sessions served at once; each holds one copy and two slices. More workers than this gain lanes at once only when a
+#: whole fleet starts, and then there is nothing to fetch: who is turned away asks again.
+MAX_SESSIONS: Final = 32
+#: Gained lanes are asked for this long: workers state themselves every worker.status_ms (250 ms), and one that started
+#: just now has heard none.
+ASK_FOR_S: Final = 5.0
+LOOK_S: Final = 0.05
+#: After a session that failed, the same worker is asked again no sooner.
+RETRY_S: Final = 1.0
+#: Bytes that may go at once after a pause: a thirtieth of a second of the bandwidth, at least one slice.
+BURST_S: Final = 1 / 30
+MIB: Final = 1 << 20
+
+
+class Handover:
+    """Serving and asking, from `start` to `stop`. peers: the newest status of every worker that is not silent."""
+
+    def __init__(
+        self,
+        settings: HandoverSettings,
+        name: str,
+        identity: Identity,
+        desk: Desk,
+        peers: Callable[[], dict[str, WorkerStatus]],
+        metrics: HandoverMetrics,
+        max_tokens: int,
+        nbytes_of: Callable[[int], int],
+    ) -> None:
+        self._settings = settings
+        self._name = name
+        self._peers = peers
+        self._metrics = metrics
+        bytes_per_s = settings.mib_per_s * MIB
+        bandwidth = Bandwidth(bytes_per_s, max(SLICE_BYTES, int(BURST_S * bytes_per_s)))
+        self._giver = Giver(settings.secret, identity, desk, bandwidth, metrics)
+        self._taker = Taker(settings.secret, name, identity, desk, metrics, max_tokens, nbytes_of)
+        self._server: asyncio.Server | None = None
+        self._sessions: set[asyncio.Task[None]] = set()
+        self._asking: asyncio.Task[None] | None = None
+        self._wanted: dict[int, float] = {}  # gained lanes → until when they are asked for
+        self._asked: defaultdict[tuple[str, int], set[int]] = defaultdict(set)  # name, incarnation → lanes asked for
+        self._not_before: dict[str, float] = {}  # workers with whom a session failed → when to ask again
+        self._owned: set[int] = set()
+        self._left: set[int] = set()  # of the lanes that we leave, those not fetched
+        self.address = ""
+
+    async def start(self) -> None:
+        """Listen. Raises ConfigError when the address cannot be bound."""
+        settings = self._settings
+        try:
+            self._server = await asyncio.start_server(self._accept, settings.host, settings.port, limit=SLICE_BYTES)
+        except (OSError, OverflowError, UnicodeError) as error:
+            raise ConfigError(
+                f"cannot hand over on {settings.host}:{settings.port}: {error}; set handover.host and handover.port "
+                f"(port 0: any free one)"
+            ) from error
+        port = self._server.sockets[0].getsockname()[1]
+        self.address = f"{_bracketed(advertised_host(settings))}:{port}"
+        log.info("hand-over serves", address=self.address, mib_per_s=settings.mib_per_s)
+
+    async def stop(self) -> None:
+        """Break off what is under way; the books balance."""
+        if self._server is not None:
+            self._server.close()
+        tasks = [*self._sessions, *([self._asking] if self._asking is not None else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # ---- lanes that come ----
+
+    def lanes_changed(self, gained: Iterable[int], lost: Iterable[int]) -> None:
+        """Ask for what others have of the gained lanes' users; for the lost ones no more."""
+        self._owned.update(gained)
+        for lane in lost:
+            self._owned.discard(lane)
+            self._wanted.pop(lane, None)
+            for asked in self._asked.values():
+                asked.discard(lane)
+        until = time.monotonic() + ASK_FOR_S
+        self._wanted.update(dict.fromkeys(gained, until))
+        if self._wanted and (self._asking is None or self._asking.done()):
+            self._asking = asyncio.create_task(self._ask_peers(), name="hand-over")
+
+    async def _ask_peers(self) -> None:
+        """Ask everyone for everything wanted, one after the other, until it is over."""
+        while self._wanted:
+            now = time.monotonic()
+            for peer in self._reachable():
+                lanes = frozenset(self._wanted) - self._asked[peer.name, peer.incarnation]
+                if lanes and self._not_before.get(peer.name, 0.0) <= now:
+                    await self._take_from(peer, lanes)
+            self._wanted = {lane: until for lane, until in self._wanted.items() if until > now}
+            await asyncio.sleep(LOOK_S)
+        self._asked.clear()
+        self._not_before.clear()
+
+    def _reachable(self) -> list[WorkerStatus]:
+        return [
+            status
+            for name, status in sorted(self._peers().items())
+            if status.handover and name != self._name and status.state != "stopped"
+        ]
+
+    async def _take_from(self, peer: WorkerStatus, lanes: frozenset[int]) -> None:
+        handed, start = Handed(peer.name), time.monotonic()
+        asked = self._asked[peer.name, peer.incarnation]
+        asked |= lanes
+        try:
+            channel = await _connect(peer.handover)
+            try:
+                await self._taker.take(channel, lanes, self._owned, handed)
+            finally:
+                await channel.close()
+        except (PeerError, DeviceError) as error:
+            asked -= lanes
+            self._not_before[peer.name] = time.monotonic() + RETRY_S
+            self._metrics.failed.labels("taken").inc()
+            limited(log.warning, "taken")(
+                "hand-over failed", peer=peer.name, address=peer.handover, error=str(error), entries=handed.entries
+            )
+        finally:
+            self._report("taken", handed, time.monotonic() - start)
+
+    # ---- lanes that go ----
+
+    async def farewell(self, lanes: Iterable[int], seconds: float) -> None:
+        """We left, and these lanes were ours: stay until their new owners have fetched what they want, at most so long.
+
+        Returns at once where nobody would ask: no other worker serves, or none hands over.
+        """
+        self._left = set(lanes)
+        if not (self._left and self._others_serve()):
+            return
+        start = busy = time.monotonic()
+        while self._left and self._others_serve() and time.monotonic() < min(start + seconds, busy + ASK_FOR_S):
+            await asyncio.sleep(LOOK_S)
+            busy = time.monotonic() if self._sessions else busy
+        waited = round(time.monotonic() - start, 3)
+        if self._left:
+            log.warning("left before all lanes were handed over", lanes=sorted(self._left), waited_s=waited)
+        else:
+            log.info("all lanes handed over", waited_s=waited)
+
+    def _others_serve(self) -> bool:
+        return any(peer.state == "serving" for peer in self._reachable())
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        if len(self._sessions) >= MAX_SESSIONS:
+            writer.transport.abort()
+            return
+        self._sessions.add(task)
+        try:
+            await self._serve(Channel(reader, writer))
+        except asyncio.CancelledError:
+            writer.transport.abort()  # asyncio's server would log a cancelled session as an error
+        finally:
+            self._sessions.discard(task)
+
+    async def _serve(self, channel: Channel) -> None:
+        handed, start = Handed(), time.monotonic()
+        try:
+            await self._giver.serve(channel, handed)
+        except (PeerError, DeviceError) as error:
+            self._metrics.failed.labels("given").inc()
+            limited(log.warning, "given")(
+                "hand-over failed", peer=handed.peer or channel.peer, error=str(error), entries=handed.entries
+            )
+        finally:
+            self._report("given", handed, time.monotonic() - start)
+        await channel.close()
+        if handed.ended:
+            self._left -= handed.lanes
+
+    def _report(self, way: str, handed: Handed, seconds: float) -> None:
+        self._metrics.seconds.labels(way).inc(seconds)
+        write = log.info if handed.entries else log.debug
+        write(
+            f"prefix KV {way}",
+            peer=handed.peer,
+            lanes=len(handed.lanes),
+            entries=handed.entries,
+            mib=round(handed.nbytes / MIB, 3),
+            seconds=round(seconds, 3),
+            whole=handed.ended,
+        )
+
+
+async def _connect(address: str) -> Channel:
+    host, _, port = address.rpartition(":")
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            reader, writer = await asyncio.open_connection(host.strip("[]"), int(port), limit=SLICE_BYTES)
+    except (OSError, ValueError, OverflowError, TimeoutError) as error:
+        raise PeerError(f"cannot be reached: {str(error) or type(error).__name__}") from error
+    return Channel(reader, writer)
+
+
+def advertised_host(settings: HandoverSettings) -> str:
+    """The host by which others reach us: as set, or where we listen; on any address, this host's name."""
+    if settings.advertise:
+        return settings.advertise
+    return socket.gethostname() if settings.host in ("0.0.0.0", "::", "") else settings.host
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

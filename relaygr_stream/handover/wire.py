@@ -1,0 +1,154 @@
+"""What two workers say to each other, and how it lies on the wire. Knows no sockets and no cache.
+
+    new owner → Hello            old owner → Welcome                     in the clear: two nonces
+    new owner → Ask              old owner → Refused | Offer … | End     sealed from here on, both ways
+    per Offer: new owner → Take | Skip | Enough; after Take the old owner sends the copy's bytes
+
+A frame: length of the payload (4 bytes, big-endian), kind (1 byte), payload, seal (16 bytes, none before Welcome).
+The payload of a message is MessagePack; bytes of a copy travel as they are.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Annotated, Final
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from relaygr_stream.errors import DecodeError
+from relaygr_stream.messages import Id
+from relaygr_stream.models.tokens import Tokens
+
+VERSION: Final = 1
+NONCE_BYTES: Final = 16
+HEADER: Final = struct.Struct(">IB")
+MESSAGE, COPY = 0, 1
+#: Hello and Welcome: a nonce and a version.
+MAX_GREETING: Final = 64
+#: Ask at its largest: 10,000 lanes (settings' bound) of 3 bytes, and an identity.
+MAX_ASK: Final = 64 * 1024
+#: A copy goes in slices of this size: 30 µs of memory copies and 200 µs of sealing on the event loop at a time.
+SLICE_BYTES: Final = 128 * 1024
+#: int64 item, action and gap.
+TOKEN_BYTES: Final = 24
+
+Nonce = Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
+MAX_TEXT: Final = 512
+Text = Annotated[str, Meta(max_length=MAX_TEXT)]
+
+
+class Identity(msgspec.Struct, frozen=True, kw_only=True):
+    """What two workers must have in common for prefix KV of one to serve at the other."""
+
+    model_version: Text
+    layers: int
+    heads: int
+    dqk: int
+    dv: int
+    dtype: Text
+    storage: Text
+    device: Text
+    lanes: int
+
+    def difference(self, other: Identity) -> str:
+        """In words, or "" if there is none; `self` speaks."""
+        for name in self.__struct_fields__:
+            ours, theirs = getattr(self, name), getattr(other, name)
+            if ours != theirs:
+                return f"{name.replace('_', ' ')} is {ours} here and {theirs} there"
+        return ""
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """The new owner begins."""
+
+    version: int
+    nonce: Nonce
+
+
+class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
+    """The old owner's half of the session's key."""
+
+    version: int
+    nonce: Nonce
+
+
+class Ask(msgspec.Struct, frozen=True, tag="ask"):
+    """Entries of users of these lanes, please."""
+
+    worker: Id
+    identity: Identity
+    lanes: Annotated[tuple[int, ...], Meta(max_length=10_000)]
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """No entries from here, and why."""
+
+    reason: Text
+
+
+class Offer(msgspec.Struct, frozen=True, tag="offer"):
+    """One entry; the most valuable first. tokens: (3, length) int64, little-endian, row-major."""
+
+    user_id: Id
+    capacity: Annotated[int, Meta(ge=1)]
+    tokens: bytes
+    nbytes: Annotated[int, Meta(ge=1)]
+
+    @classmethod
+    def of(cls, user_id: str, tokens: Tokens, capacity: int, nbytes: int) -> Offer:
+        """The offer of a copy."""
+        return cls(user_id, capacity, tokens.array.astype("<i8").tobytes(), nbytes)
+
+    def sequence(self, max_tokens: int) -> Tokens:
+        """Its tokens. DecodeError unless there are 1 to max_tokens, and no more than its capacity."""
+        length, rest = divmod(len(self.tokens), TOKEN_BYTES)
+        if rest or not 1 <= length <= min(max_tokens, self.capacity):
+            raise DecodeError(
+                "invalid",
+                f"an offer has {len(self.tokens)} bytes of tokens and capacity for {self.capacity}; at {TOKEN_BYTES} "
+                f"bytes a token it must have 1 to {max_tokens}, and no more than its capacity",
+            )
+        return Tokens(np.frombuffer(self.tokens, "<i8").astype(np.int64).reshape(3, length))
+
+
+class Take(msgspec.Struct, frozen=True, tag="take"):
+    """Send it."""
+
+
+class Skip(msgspec.Struct, frozen=True, tag="skip"):
+    """Not this one."""
+
+
+class Enough(msgspec.Struct, frozen=True, tag="enough"):
+    """Neither this one nor any after it."""
+
+
+class End(msgspec.Struct, frozen=True, tag="end"):
+    """There are no more."""
+
+
+Message = Hello | Welcome | Ask | Refused | Offer | Take | Skip | Enough | End
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+def encode(message: Message) -> bytes:
+    """The payload of a message."""
+    return _encoder.encode(message)
+
+
+def decode(payload: bytes) -> Message:
+    """Raises DecodeError for bytes that are no message of this protocol."""
+    try:
+        return _decoder.decode(payload)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise DecodeError("malformed", str(error)) from error
+
+
+def max_offer_bytes(max_tokens: int) -> int:
+    """The largest payload of an offer, and of anything else that the old owner sends but copies."""
+    return max_tokens * TOKEN_BYTES + 2048

@@ -1,0 +1,147 @@
+/* Layers of an HSTU stack, one call for all of them: nothing but rows, weights and K/V moves between the parts.
+ *
+ * Of all rows, LayerNorm and [v | k], into the region or beside it. Then rows pass in chunks that stay in the
+ * second-level cache: LayerNorm -> [u | q], u activated -> attention -> gate -> product + x -> x. layers.py says what the
+ * arguments mean.
+ */
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "parts.h"
+
+/* Rows that pass together: their 512 x 768 gates in bfloat16 are 768 KiB, which leave as much of the second-level cache
+ * to weights, K and V. With fewer, K and V are packed more often; more are no faster. */
+enum { CHUNK = 512 };
+
+typedef struct {
+    int64_t dim, heads, dqk, dv, norm_group;
+    float eps;
+} Shape;
+
+typedef struct {
+    const bf16 *norm_weight, *norm_bias, *uvqk, *uvqk_bias, *gate_weight, *gate_bias, *output;
+} Layer;
+
+typedef struct {
+    bf16 *x;                   /* (rows, dim), from and to each layer */
+    bf16 *normed, *gates, *q;  /* for a chunk: (CHUNK, dim), (CHUNK, 3 H dv), (CHUNK, H dqk) */
+    bf16 *k, *v;               /* where the rows' own K and V go, in layer 0 */
+    int64_t k_head, k_row, v_head, v_row, k_layer, v_layer, rows;
+    const Attention *attentions; /* one after the other in every layer, K and V as in layer 0; no q and out */
+    int64_t count;
+    const float *self_weights; /* of each row's column of its own; NULL: 0 */
+    float scale;
+} Rows;
+
+/* Ask Linux for the tile registers (ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA). 0: this process may use them. */
+int relaygr_request_tiles(void) { return syscall(SYS_arch_prctl, 0x1023, 18) ? 1 : 0; }
+
+void relaygr_pack(const bf16 *weights, int64_t row, int64_t depth, int64_t columns, bf16 *packed) {
+    pack_weights(weights, row, depth, columns, packed);
+}
+
+static void normalize_chunk(const Shape *s, const Layer *w, const Rows *r, int64_t first, int64_t rows) {
+    normalize(r->x + first * s->dim, s->dim, r->normed, s->dim, rows, s->dim, w->norm_weight, w->norm_bias, s->eps);
+}
+
+/* normed x columns of W_uvqk from `column` on -> out. */
+static void project(
+    const Shape *s, const Layer *w, const Rows *r, int64_t rows, int64_t column, int64_t columns, bf16 *out,
+    int64_t out_row, int activated
+) {
+    Product p = {
+        .a = r->normed, .weights = w->uvqk + column * s->dim, .a_row = s->dim, .rows = rows, .depth = s->dim,
+        .columns = columns, .bias = w->uvqk_bias + column, .out = out, .out_row = out_row, .activated = activated
+    };
+    multiply(&p);
+}
+
+static void project_kv(const Shape *s, const Layer *w, const Rows *r, int64_t layer, int64_t first, int64_t rows) {
+    int64_t v_column = s->heads * s->dv, k_column = 2 * v_column + s->heads * s->dqk;
+    bf16 *v = r->v + layer * r->v_layer + first * r->v_row, *k = r->k + layer * r->k_layer + first * r->k_row;
+    for (int64_t head = 0; head < s->heads; head++)
+        project(s, w, r, rows, v_column + head * s->dv, s->dv, v + head * r->v_head, r->v_row, 0);
+    for (int64_t head = 0; head < s->heads; head++)
+        project(s, w, r, rows, k_column + head * s->dqk, s->dqk, k + head * r->k_head, r->k_row, 0);
+}
+
+/* The rows of `a` that are in the chunk, if any. */
+static void attend_chunk(
+    const Shape *s, const Rows *r, const Attention *a, int64_t layer, int64_t first, int64_t rows
+) {
+    int64_t begin = most(a->first, first), end = least(a->first + a->rows, first + rows), skipped = begin - a->first;
+    if (begin >= end) return;
+    Attention part = *a;
+    part.rows = end - begin;
+    part.causal += skipped;
+    part.recent += skipped;
+    part.k += layer * a->k_layer;
+    part.v += layer * a->v_layer;
+    part.q_head = s->dqk, part.q_row = s->heads * s->dqk;
+    part.out_head = s->dv, part.out_row = 3 * s->heads * s->dv;
+    part.q = r->q + (begin - first) * part.q_row;
+    part.out = r->gates + s->heads * s->dv + (begin - first) * part.out_row;
+    attend(&part);
+}
+
+static void attend_chunk_to_self(const Shape *s, const Rows *r, int64_t first, int64_t rows) {
+    int64_t width = s->heads * s->dv;
+    Attention a = {
+        .q = r->q, .k = r->k + first * r->k_row, .v = r->v + first * r->v_row, .out = r->gates + width,
+        .q_head = s->dqk, .q_row = s->heads * s->dqk, .k_head = r->k_head, .k_row = r->k_row, .v_head = r->v_head,
+        .v_row = r->v_row, .out_head = s->dv, .out_row = 3 * width, .heads = s->heads, .rows = rows, .dqk = s->dqk,
+        .dv = s->dv, .scale = r->scale
+    };
+    attend_to_self(&a, r->self_weights + first);
+}
+
+static void run_chunk(const Shape *s, const Layer *w, const Rows *r, int64_t layer, int64_t first, int64_t rows) {
+    int64_t width = s->heads * s->dv, q_width = s->heads * s->dqk;
+    bf16 *x = r->x + first * s->dim;
+    project(s, w, r, rows, 0, width, r->gates, 3 * width, 1);
+    project(s, w, r, rows, 2 * width, q_width, r->q, q_width, 0);
+    for (int64_t i = 0; i < r->count; i++) attend_chunk(s, r, r->attentions + i, layer, first, rows);
+    if (r->self_weights) attend_chunk_to_self(s, r, first, rows);
+    gate(r->gates, 3 * width, rows, width, s->norm_group, w->gate_weight, w->gate_bias, s->eps);
+    Product p = {
+        .a = r->gates, .weights = w->output, .a_row = 3 * width, .rows = rows, .depth = 3 * width, .columns = s->dim,
+        .before = x, .out = x, .out_row = s->dim
+    };
+    multiply(&p);
+}
+
+/* Where the chunk of row `first` ends: before a ranking that would be cut, since K and V are packed for each of its
+ * parts, but only a ranking longer than a chunk is. */
+static int64_t chunk_end(const Rows *r, int64_t first) {
+    int64_t end = least(first + CHUNK, r->rows), before = first;
+    for (int64_t i = 0; i < r->count; i++) {
+        int64_t start = r->attentions[i].first;
+        if (start < end && start + r->attentions[i].rows > end) before = most(before, start);
+    }
+    return before > first ? before : end;
+}
+
+/* K and V of all rows come before the attention of any: contextual rows see later ones. */
+static void run_layer(const Shape *s, const Layer *w, const Rows *r, int64_t layer, int only_kv) {
+    for (int64_t first = 0; first < r->rows; first += CHUNK) {
+        normalize_chunk(s, w, r, first, least(CHUNK, r->rows - first));
+        project_kv(s, w, r, layer, first, least(CHUNK, r->rows - first));
+    }
+    if (only_kv) return;
+    for (int64_t first = 0, end; first < r->rows; first = end) {
+        end = chunk_end(r, first);
+        if (r->rows > CHUNK) normalize_chunk(s, w, r, first, end - first);
+        run_chunk(s, w, r, layer, first, end - first);
+    }
+}
+
+/* Layers first ... stop - 1; only_kv: of the last of them nothing but K and V. */
+void relaygr_layers(
+    const Shape *shape, const Layer *layers, const Rows *rows, int64_t first, int64_t stop, int32_t only_kv
+) {
+    TileConfig before;
+    begin_tiles(&before);
+    for (int64_t layer = first; layer < stop; layer++)
+        run_layer(shape, layers + layer, rows, layer, only_kv && layer == stop - 1);
+    end_tiles(&before);
+}

@@ -1,0 +1,83 @@
+"""One lane's signals on their way: gathered over a turn, sent together, accounted for one by one.
+
+In a batch a message costs some 8 µs less than sent alone. Knows nothing of how events are decided on; the footprint
+is booked before a signal comes here (ledger.py).
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Final, NamedTuple
+
+import structlog
+
+from relaygr_stream.bus.producer import Sent
+from relaygr_stream.bus.records import Record
+from relaygr_stream.errors import BrokerError
+from relaygr_stream.messages import PreInferSignal, RequestEvent, encode
+from relaygr_stream.telemetry.limiter import LogLimiter
+from relaygr_stream.trigger.ledger import LaneLedger, Pending
+from relaygr_stream.trigger.surroundings import Surroundings
+
+log = structlog.get_logger(__name__)
+limited: Final = LogLimiter().limited
+
+
+class _Signal(NamedTuple):
+    event: RequestEvent
+    record: Record
+    pending: Pending
+
+
+class LaneSignals:
+    """Signals of one lane; what became of each is told to `ledger`, and its event is done then."""
+
+    def __init__(self, lane: int, shared: Surroundings, ledger: LaneLedger) -> None:
+        self._lane = lane
+        self._shared = shared
+        self._ledger = ledger
+        self._signals: list[_Signal] = []
+        self._messages: list[tuple[bytes | None, bytes]] = []
+
+    def add(self, event: RequestEvent, record: Record, pending: Pending) -> None:
+        """Leaves with the next `flush`."""
+        signal = PreInferSignal(
+            request_id=event.request_id,
+            user_id=event.user_id,
+            prefix=event.prefix,
+            admitted_ms=int(time.time() * 1000),
+            life_ms=self._shared.policy.life_ms,
+            rank_in_ms=event.rank_in_ms,
+        )
+        self._signals.append(_Signal(event, record, pending))
+        self._messages.append((event.user_id.encode(), encode(signal)))
+
+    async def flush(self) -> None:
+        """Hand everything to the producer; waits while what was handed over before has not left."""
+        if not self._signals:
+            return
+        signals, messages = self._signals, self._messages
+        self._signals, self._messages = [], []
+
+        def settled(index: int, outcome: Sent | BrokerError) -> None:
+            self._settled(signals[index], outcome)
+
+        await self._shared.producer.send_together(
+            self._shared.topics.pre_infer.name, messages, partition=self._lane, settled=settled
+        )
+
+    def _settled(self, signal: _Signal, outcome: Sent | BrokerError) -> None:
+        if isinstance(outcome, BrokerError):  # not within the request timeout: by now it was ranked without us
+            self._ledger.failed(signal.pending, time.monotonic())
+            self._shared.metrics.signals_failed.inc()
+            limited(log.warning, "signal not sent")(
+                "signal not sent",
+                request_id=signal.event.request_id,
+                user_id=signal.event.user_id,
+                lane=self._lane,
+                outcome="not_sent",
+                error=str(outcome),
+            )
+        else:
+            self._ledger.acknowledged(signal.pending, outcome.offset, time.monotonic(), outcome.batch)
+        self._shared.done(signal.record)

@@ -1,0 +1,28 @@
+"""What all lanes of a trigger share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from relaygr_stream.bus.producer import Producer
+from relaygr_stream.bus.records import Record
+from relaygr_stream.owners import OwnerDirectory
+from relaygr_stream.topics import TopicSet
+from relaygr_stream.trigger.decision import Policy
+from relaygr_stream.trigger.log_ends import LogEnds
+from relaygr_stream.trigger.metrics import TriggerMetrics
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """The parts that a lane's trigger works with."""
+
+    policy: Policy
+    topics: TopicSet
+    owners: OwnerDirectory
+    producer: Producer
+    ends: LogEnds
+    metrics: TriggerMetrics
+    done: Callable[[Record], None]
+    log_decisions: bool = False  # a log line per decision costs more than the decision, even one that is dropped

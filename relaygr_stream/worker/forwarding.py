@@ -1,0 +1,164 @@
+"""Where a ranking goes that its own worker would answer too late: to a worker that is in time, by what it states.
+
+    refused here ─► a hop left? ─► a peer in time, within its room ─► one of its lanes
+                         └── no ───────────────┴── no ─► answered `overloaded`, once
+
+Statuses come a few times a second, rankings a thousand times: what was sent to a peer meanwhile counts as waiting
+there, and is worked off no faster than the spare share of the peer's device allows. Knows nothing of Kafka.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import msgspec
+
+from relaygr_stream.errors import DecodeError
+from relaygr_stream.messages import WorkerStatus
+from relaygr_stream.owners import OwnerDirectory
+from relaygr_stream.topics import lane_of
+from relaygr_stream.worker.busy import AVERAGE_S
+
+#: A request that was refused twice has met two workers without room: a third search costs it more than it finds.
+MOST_HOPS: Final = 2
+#: The forward and the answer go through a broker, 5 ms each at P99 (DESIGN §5).
+TRAVEL_MS: Final = 10.0
+#: A peer must be done within this share of the time left, by its own numbers, for the first hop and for the second: its
+#: queue is a mean of some moments ago. A ranking that a first forward has failed goes on only to a clear place.
+IN_TIME: Final = (0.7, 0.5)
+#: Rankings of others fill a peer's device up to this share; the rest is what its own vary by within a second.
+FILL: Final = 0.85
+#: A peer with less to spare gets nothing: a share this small is not told from none by an average over a second.
+LEAST_SPARE: Final = 0.05
+
+#: Peers looked at for one ranking, chosen at random: where every fifth has room, 3 of 100 searches find none.
+#: Looking at all of 100 took 0.8 ms, which a hot lane's refusals would take from the loop hundreds of times a second.
+LOOKED_AT: Final = 16
+#: What we sent to a peer is forgotten when it was not looked at for so long: it is worked off, or the peer is gone.
+FORGET_S: Final = 60.0
+
+#: Why a ranking was not forwarded: `hops` used up, `alone` (no other worker), `late` (none of them would be in time).
+Kept = Literal["hops", "alone", "late"]
+WHY: Final[dict[Kept, str]] = {
+    "hops": "it was forwarded twice",
+    "alone": "there is no other worker to ask",
+    "late": "no other worker would be in time",
+}
+
+
+@dataclass(slots=True)
+class _Account:
+    """What we sent to one peer, in milliseconds of its device by its own costs."""
+
+    at: float
+    status: WorkerStatus | None = None  # its newest when we looked last
+    spare: float = 0.0  # share of its device that others' rankings may use, as of that status
+    waiting_ms: float = 0.0  # sent and not worked off yet
+    lately_ms: float = 0.0  # a sum of what was sent that fades with AVERAGE_S, as the peer's own average does
+    stated_ms: float = 0.0  # the same as of that status
+
+    def advance(self, now: float, status: WorkerStatus) -> None:
+        """Time passes: the peer works off what it has room for."""
+        seconds, before = max(0.0, now - self.at), self.spare
+        self.at = now
+        self.lately_ms *= math.exp(-seconds / AVERAGE_S)
+        if status is not self.status:
+            # Its device is busy with our rankings, too; but not yet with those that we sent since its last status.
+            ours = min(self.lately_ms, self.stated_ms) / (AVERAGE_S * 1e3)
+            self.status, self.stated_ms = status, self.lately_ms
+            self.spare = min(FILL, max(0.0, FILL + ours - status.busy_share))
+        # What it could spare changed at some time in between: count on the lesser of both.
+        self.waiting_ms = max(0.0, self.waiting_ms - min(before, self.spare) * seconds * 1e3)
+
+    def send(self, ms: float) -> None:
+        self.waiting_ms += ms
+        self.lately_ms += ms
+
+
+class Forwarding:
+    """One worker's view of its peers. name: its own; lanes: how many there are."""
+
+    def __init__(
+        self,
+        name: str,
+        peers: OwnerDirectory,
+        lanes: int,
+        clock: Callable[[], float] = time.monotonic,
+        seed: int | None = None,
+    ) -> None:
+        self._name = name
+        self._peers = peers
+        self._lanes = lanes
+        self._clock = clock
+        self._random = random.Random(seed)
+        self._accounts: dict[str, _Account] = {}
+
+    def elsewhere(self, user_id: str, prefix: int, candidates: int, hops: int, left_ms: float) -> int | Kept:
+        """A lane of a worker that will answer in time, in full, and is charged with it; or why there is none.
+
+        prefix, candidates: their numbers; hops: how often it was forwarded up to now; left_ms: until its deadline.
+        """
+        if hops >= MOST_HOPS:
+            return "hops"
+        now, home = self._clock(), self._peers.owner(lane_of(user_id, self._lanes))
+        # The owner of the user's lane had it first, or will read it there: so two hops never lead back.
+        been = {self._name} if home is None else {self._name, home.worker.name}
+        found = self._peers.some(LOOKED_AT, self._random)
+        peers = [s for s in found if s.state == "serving" and s.lanes and s.name not in been]
+        if not peers:
+            return "alone"
+        in_time: list[tuple[float, float, WorkerStatus]] = []
+        for peer in peers:
+            cost_ms = peer.costs.full_ms(prefix, candidates)
+            done_ms = self._done_ms(peer, cost_ms, now)
+            if 0.0 <= done_ms <= IN_TIME[hops] * left_ms and cost_ms >= 0.0:
+                in_time.append((done_ms, cost_ms, peer))
+        # The better of two at random: all workers that forward now would find the same one the best.
+        two = self._random.sample(in_time, min(2, len(in_time)))
+        for _, cost_ms, peer in sorted(two, key=lambda each: each[0]):
+            lanes = [lane.lane for lane in peer.lanes if self._owns(peer.name, lane.lane)]
+            if lanes:
+                self._accounts[peer.name].send(cost_ms)
+                return self._random.choice(lanes)
+        return "late"
+
+    def _done_ms(self, peer: WorkerStatus, cost_ms: float, now: float) -> float:
+        """Milliseconds until its answer is with the client, behind what waits there and what we sent."""
+        account = self._accounts.get(peer.name)
+        if account is None:
+            self._accounts = {name: known for name, known in self._accounts.items() if now - known.at <= FORGET_S}
+            account = self._accounts[peer.name] = _Account(now)
+        account.advance(now, peer)
+        if account.spare < LEAST_SPARE:
+            return math.inf
+        return TRAVEL_MS + peer.queue_ms + account.waiting_ms / account.spare + cost_ms
+
+    def _owns(self, name: str, lane: int) -> bool:
+        claim = self._peers.owner(lane)
+        return claim is not None and claim.worker.name == name
+
+
+def next_hop(value: bytes, hops: int, sent_ms: int, timeout_ms: float) -> bytes:
+    """The ranking request in `value` as it travels on; fields that we do not know stay as they are.
+
+    sent_ms, timeout_ms: restated, since a request may say nothing of either, or what cannot be true. DecodeError where
+    it cannot be written again: one that decodes may bring a field that we do not know, with a name that is not UTF-8.
+    """
+    try:
+        fields = _fields.decode(value)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise DecodeError(
+            "malformed", f"a field that this program does not know cannot be passed on: {error}"
+        ) from error
+    for name, new in (("hops", hops), ("sent_ms", sent_ms), ("timeout_ms", timeout_ms)):
+        fields[name] = msgspec.Raw(_encoder.encode(new))
+    return _encoder.encode(fields)
+
+
+_fields = msgspec.msgpack.Decoder(dict[str, msgspec.Raw])
+_encoder = msgspec.msgpack.Encoder()

@@ -1,0 +1,82 @@
+"""A lane that is too much for its worker, with real processes: other workers answer, in full, each request once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from relaygr_stream.bus.records import Record
+from relaygr_stream.bus.tail import TopicTail
+from relaygr_stream.client import Ranking, RelayClient
+from relaygr_stream.exactness import relative_deviation
+from relaygr_stream.messages import RankingRequest, ScoreReply, decode
+from relaygr_stream.settings import Client, Kafka
+from relaygr_stream.topics import lane_of
+from tests.e2e.fleet import Fleet, traffic
+from tests.waiting import until
+
+
+class Ledger:
+    """Every copy of a request, and every answer."""
+
+    def __init__(self) -> None:
+        self.hops: defaultdict[str, list[int]] = defaultdict(list)
+        self.answers: Counter[str] = Counter()
+
+    def on_rankings(self, records: list[Record]) -> None:
+        for record in records:
+            request = decode(RankingRequest, record.value)
+            self.hops[request.request_id].append(request.hops)
+
+    def on_scores(self, records: list[Record]) -> None:
+        self.answers.update(decode(ScoreReply, record.value).request_id for record in records)
+
+
+@pytest.mark.timeout(240)
+async def test_an_overloaded_workers_requests_get_scores_from_another(kafka_settings: Kafka, tmp_path: Path) -> None:
+    async with Fleet(kafka_settings, tmp_path) as fleet:
+        # A queue of one makes w1 refuse what comes while a ranking waits.
+        fleet.start("worker", "w1", "worker.queue_limit=1")
+        fleet.start("worker", "w2")
+        await fleet.ready("w1", "w2")
+        await fleet.lanes_settled("w1", "w2")
+        topics, ledger = fleet.topics, Ledger()
+        hot = {lane.lane for lane in fleet.statuses["w1"].lanes}
+        requests = [
+            item.request for item in traffic(seconds=4, rate=60) if lane_of(item.request.user_id, topics.lanes) in hot
+        ]
+        answers: list[Ranking] = []
+        async with (
+            TopicTail(kafka_settings, topics.ranking.name, range(topics.lanes), "latest", ledger.on_rankings),
+            TopicTail(kafka_settings, topics.scores.name, range(topics.scores.partitions), "latest", ledger.on_scores),
+            # Hedges would be copies, too.
+            RelayClient(settings=msgspec.structs.replace(fleet.settings, client=Client(hedge_ms=0))) as client,
+        ):
+            for wave in batched(requests, 12):
+                answers += await asyncio.gather(*(client.rank(request, timeout=20.0) for request in wave))
+            by = Counter(answer.worker for answer in answers)
+            assert by["w2"] >= len(requests) // 4, by
+            hops = ledger.hops
+            # The ledger reads on its own, and may be behind the client.
+            await until(lambda: ledger.answers.total() >= len(requests), "all answers")
+            await until(lambda: sum(map(len, hops.values())) >= len(requests) + by["w2"], "all copies")
+            assert ledger.answers == {request.request_id: 1 for request in requests}
+            for answer in answers:
+                copies = hops[answer.request_id]
+                assert sorted(copies) == list(range(len(copies)))  # one copy of each hop, and no other
+                assert len(copies) <= 3
+                assert (answer.worker == "w2") == (len(copies) == 2)
+            for request, answer in zip(requests, answers, strict=True):
+                if answer.worker == "w2":
+                    truth = await client.rank(msgspec.structs.replace(request, mode="full"), timeout=20.0)
+                    assert relative_deviation(answer.scores, truth.scores) <= 1e-5
+        assert f'relaygr_forwards_total{{result="sent"}} {by["w2"]}.0' in fleet.children["w1"].metrics()
+        assert f'relaygr_rankings_read_total{{hops="1"}} {by["w2"]}.0' in fleet.children["w2"].metrics()
+
+
+def batched(requests: list[RankingRequest], size: int) -> list[list[RankingRequest]]:
+    return [requests[start : start + size] for start in range(0, len(requests), size)]

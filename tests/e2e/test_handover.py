@@ -1,0 +1,91 @@
+"""Real workers: prefix KV move with their lanes, when a worker joins and when one leaves."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from relaygr_stream.client import RelayClient
+from relaygr_stream.client.answers import Ranking
+from relaygr_stream.exactness import relative_deviation
+from relaygr_stream.messages import Behaviours, RankingRequest, pack_items
+from relaygr_stream.settings import Client, Handover, Kafka
+from relaygr_stream.topics import lane_of
+from tests.e2e.fleet import Fleet
+from tests.waiting import until
+
+USERS = 24
+TOKENS = 200
+
+
+def request(user: int, number: int, mode: str = "auto") -> RankingRequest:
+    rng = np.random.default_rng(user)
+    times = np.cumsum(rng.integers(1, 1000, TOKENS))
+    return RankingRequest(
+        request_id=f"{mode}-{user}-{number}",
+        user_id=f"user-{user}",
+        prefix=Behaviours.of(rng.integers(0, 5000, TOKENS), rng.integers(1, 4, TOKENS), times),
+        candidates=pack_items(np.arange(20)),
+        mode=mode,  # type: ignore[arg-type]
+    )
+
+
+async def rank_all(client: RelayClient, number: int, mode: str = "auto") -> dict[int, Ranking]:
+    answers = await asyncio.gather(*(client.rank(request(user, number, mode), timeout=30.0) for user in range(USERS)))
+    return dict(enumerate(answers))
+
+
+def given(fleet: Fleet, name: str, way: str) -> int:
+    for line in fleet.children[name].metrics().splitlines():
+        if line.startswith(f'relaygr_handover_entries_total{{way="{way}"}}'):
+            return int(float(line.split()[-1]))
+    return 0
+
+
+def handing_over(fleet: Fleet) -> Fleet:
+    """Before it is entered: with a secret, and without hedges, so that each lane's owner answers."""
+    fleet.settings = msgspec.structs.replace(
+        fleet.settings,
+        handover=Handover(secret="of these tests alone"),
+        client=Client(hedge_ms=0.0, silence_ms=60_000.0),
+    )
+    return fleet
+
+
+@pytest.mark.timeout(240)
+async def test_prefix_kv_move_with_their_lanes(kafka_settings: Kafka, tmp_path: Path) -> None:
+    async with handing_over(Fleet(kafka_settings, tmp_path)) as fleet:
+        fleet.start("worker", "w1")
+        await fleet.ready("w1")
+        await fleet.lanes_settled("w1")
+        async with RelayClient(settings=fleet.settings) as client:
+            await rank_all(client, 1)
+            fleet.start("worker", "w2")
+            await fleet.ready("w2")
+            await fleet.lanes_settled("w1", "w2")
+            lanes = {lane.lane for lane in fleet.statuses["w2"].lanes}
+            moved = {user for user in range(USERS) if lane_of(f"user-{user}", fleet.topics.lanes) in lanes}
+            assert moved
+            await until(lambda: given(fleet, "w2", "taken") >= len(moved), "entries of the moved users")
+
+            joined = await rank_all(client, 2)
+            assert {joined[user].worker for user in moved} == {"w2"}
+            assert all(joined[user].outcome in ("hbm", "dram") for user in range(USERS))
+            assert sum(answer.timings.computed_tokens for answer in joined.values()) == 0
+
+            fleet.children["w1"].terminate()
+            assert await fleet.children["w1"].wait() == 0, fleet.children["w1"].log_tail()
+            assert "all lanes handed over" in fleet.children["w1"].log.read_text()
+            await fleet.lanes_settled("w2")
+            left = await rank_all(client, 3)
+            assert {answer.worker for answer in left.values()} == {"w2"}
+            assert sum(answer.timings.computed_tokens for answer in left.values()) == 0
+
+            truth = await rank_all(client, 4, mode="full")
+        for user in range(USERS):
+            for answers in (joined, left):
+                assert relative_deviation(answers[user].scores, truth[user].scores) <= 1e-5

@@ -1,0 +1,166 @@
+"""Steady requests through a fault, and what the fault cost those who made them.
+
+Knows nothing of faults nor of how they are injected.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from relaygr_stream.client import RelayClient
+from relaygr_stream.workload.driver import Result, drive
+from relaygr_stream.workload.generator import Generator, GeneratorOptions
+from relaygr_stream.workload.items import WorkItem
+from tests.faults.witness import Witness
+
+#: A request without scores by then ends with a typed error; several times what a hedge takes on a crowded machine.
+TIMEOUT_S: Final = 3.0
+#: A second counts as disturbed while more than this share of its requests got no scores in time: a machine with two
+#: cores and a dozen processes is late now and then without any fault.
+DISTURBED_SHARE: Final = 0.1
+#: So many seconds in a row without disturbance, and the fault is over.
+CALM_SECONDS: Final = 3
+
+
+@dataclass(frozen=True)
+class Note:
+    """One request; times in seconds of the event loop's clock."""
+
+    result: Result
+    sent: float
+    ended: float
+
+    @property
+    def user(self) -> str:
+        return self.result.item.request.user_id
+
+    @property
+    def scored(self) -> bool:
+        return self.result.error is None
+
+
+class Load:
+    """Requests at a steady rate until stopped; each ends in one note and in the witness's ledger."""
+
+    def __init__(
+        self, client: RelayClient, witness: Witness, rate: float, *, seed: int = 1, timeout_s: float = TIMEOUT_S
+    ) -> None:
+        self.notes: list[Note] = []
+        self._client = client
+        self._witness = witness
+        self._timeout_s = timeout_s
+        self._stopped = False
+        self._generator = Generator(
+            GeneratorOptions(
+                seed=seed,
+                rate=rate,
+                users=60,
+                items=5000,
+                length_median=150.0,
+                revisit=0.7,
+                candidates=20,
+                suffix=4,
+                max_prefix=400,
+                run=f"load{seed}",
+            )
+        )
+        self._task = asyncio.create_task(self._run())
+
+    async def answered(self, count: int) -> None:
+        """Until so many more have got scores."""
+        goal = sum(note.scored for note in self.notes) + count
+        while sum(note.scored for note in self.notes) < goal:
+            if self._task.done():
+                self._task.result()
+            await asyncio.sleep(0.05)
+
+    async def stop(self) -> None:
+        """Send no more and wait until every request has ended."""
+        self._stopped = True
+        await self._task
+
+    async def _run(self) -> None:
+        items = self._witness.ledger.sending(self._items())
+        await drive(self._client, items, timeout=self._timeout_s, on_result=self._on_result)
+
+    def _items(self) -> Iterator[WorkItem]:
+        for item in self._generator:
+            if self._stopped:
+                return
+            yield item
+
+    def _on_result(self, result: Result) -> None:
+        ended = asyncio.get_running_loop().time()
+        self.notes.append(Note(result, ended - result.latency_ms / 1000, ended))
+        self._witness.result(result)
+
+
+@dataclass(frozen=True)
+class Impact:
+    """What a fault cost. A request is in time if it got scores within `patience_s` of when it was due."""
+
+    patience_s: float  # one hedge delay past the P99 before the fault
+    recovery_s: float  # from the fault to the last request that was not in time, before the first CALM_SECONDS
+    sent: int  # in the window: from the fault to when it was over
+    scored: int  # of them, with scores within their deadline
+    in_time: int
+    silence_s: float  # longest time from a user's request to that user's next scores, of requests in the window
+    errors: dict[str, int]  # the most frequent, of requests in the window without scores
+
+
+def impact(notes: Sequence[Note], fault: float, over: float, hedge_s: float) -> Impact:
+    """fault, over: when it was injected, and when its cause had gone (lanes owned again, a broker back)."""
+    healthy = [note.ended - note.sent for note in notes if note.scored and note.ended < fault]
+    assert len(healthy) >= 20, "too few requests before the fault to know what is healthy"
+    patience = hedge_s + float(np.quantile(healthy, 0.99))
+    seconds: defaultdict[int, list[Note]] = defaultdict(list)
+    for note in notes:
+        if note.sent >= fault:
+            seconds[int(note.sent - fault)].append(note)
+    window = [note for note in notes if fault <= note.sent <= over]
+    errors = Counter(f"{n.result.error}: {n.result.detail}" for n in window if n.result.error is not None)
+    return Impact(
+        patience_s=patience,
+        recovery_s=_recovery(seconds, patience, fault),
+        sent=len(window),
+        scored=sum(note.scored for note in window),
+        in_time=sum(_in_time(note, patience) for note in window),
+        silence_s=_silence(notes, window),
+        errors=dict(errors.most_common(5)),
+    )
+
+
+def _recovery(seconds: Mapping[int, Sequence[Note]], patience_s: float, fault: float) -> float:
+    last, calm = 0.0, 0
+    for second in range(max(seconds, default=-1) + 1):
+        made = seconds.get(second, ())
+        late = [note.sent - fault for note in made if not _in_time(note, patience_s)]
+        if made and len(late) <= DISTURBED_SHARE * len(made):
+            calm += 1
+            if calm == CALM_SECONDS:
+                break
+        else:
+            last, calm = max(late, default=second + 1.0), 0
+    return last
+
+
+def _in_time(note: Note, patience_s: float) -> bool:
+    return note.scored and note.ended - note.sent <= patience_s
+
+
+def _silence(notes: Sequence[Note], window: Sequence[Note]) -> float:
+    answers: defaultdict[str, list[float]] = defaultdict(list)
+    for note in notes:
+        if note.scored:
+            answers[note.user].append(note.ended)
+    last = max((note.ended for note in notes), default=0.0)
+    return max(
+        (min((a for a in answers[note.user] if a >= note.sent), default=last) - note.sent for note in window),
+        default=0.0,
+    )

@@ -1,0 +1,145 @@
+"""What the relay makes of brokers that die, hang, and come back: three of Apache Kafka, real processes, steady load."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from relaygr_stream.client.sender import SILENT_S
+from relaygr_stream.errors import BrokerUnavailable
+from tests.faults.cluster import Node, ThreeBrokers, relay_topics
+from tests.faults.load import TIMEOUT_S
+from tests.faults.proxy import links
+from tests.faults.scene import Scene, relay_on, scene
+from tests.waiting import until
+
+pytestmark = [pytest.mark.faults, pytest.mark.kafka, pytest.mark.timeout(400)]
+
+#: Of the requests sent while some lanes have no owner or no leader, so many get scores, the others end typed.
+SERVED = 0.99
+#: A process may take this much more while the brokers are away: buffers of aiokafka, and what was under way.
+GROWTH_BYTES = 64 << 20
+DEAD_S = 8.0
+
+
+def nobody_restarted(stage: Scene) -> None:
+    ended = {name: child.exit_code for name, child in stage.fleet.children.items() if child.exit_code is not None}
+    assert not ended, f"ended: {ended}"
+
+
+@pytest.mark.parametrize("copies", [1, 3])
+async def test_a_lanes_leader_is_killed(cluster: ThreeBrokers, tmp_path: Path, copies: int) -> None:
+    """One copy of what lives for milliseconds: its lanes stand still until the broker is back, and hedges serve their
+    users. Three copies: every lane stands still until the dead broker is fenced (DESIGN §5)."""
+    kafka = relay_on(cluster, relay_topics(tmp_path / "topics") if copies == 1 else None)
+    async with scene(cluster, kafka, tmp_path, "w1", "w2", "w3") as stage:
+        victim = await cluster.leader(stage.fleet.topics.ranking.name, 0)
+        stage.begins()
+        cluster.brokers[victim].kill()
+        await asyncio.sleep(DEAD_S)
+        stage.ends()
+        await cluster.heal()
+        await stage.calm()
+        await stage.owned("w1", "w2", "w3")
+        nobody_restarted(stage)
+        cost = await stage.cost(f"leader of lanes killed, {copies} of each ranking")
+        if copies == 1:  # with three, all lanes wait for the fencing, which takes as long as the requests' timeout
+            assert cost.scored >= SERVED * cost.sent, cost
+
+
+async def test_the_coordinator_of_the_workers_is_killed(cluster: ThreeBrokers, tmp_path: Path) -> None:
+    kafka = relay_on(cluster, relay_topics(tmp_path / "topics"))
+    async with scene(cluster, kafka, tmp_path, "w1", "w2", "w3") as stage:
+        victim = await cluster.coordinator(f"{kafka.prefix}workers")
+        stage.begins()
+        cluster.brokers[victim].kill()
+        await asyncio.sleep(DEAD_S)
+        stage.ends()
+        # With another coordinator the group works on: one joins now, and gets lanes; those that the dead broker leads
+        # have nowhere to be read from until it is back.
+        stage.fleet.start("worker", "w4")
+        await stage.fleet.ready("w4")
+        await cluster.heal()
+        await stage.owned("w1", "w2", "w3", "w4")
+        await stage.calm()
+        nobody_restarted(stage)
+        cost = await stage.cost("group coordinator killed")
+        assert cost.scored >= SERVED * cost.sent, cost
+
+
+async def test_brokers_are_restarted_one_by_one(cluster: ThreeBrokers, tmp_path: Path) -> None:
+    """As an upgrade does it; every topic has three copies."""
+    async with scene(cluster, relay_on(cluster), tmp_path, "w1", "w2") as stage:
+        stage.begins()
+        for broker in cluster.brokers.values():
+            await broker.terminate()
+            await cluster.heal()
+        stage.ends()
+        await stage.calm()
+        nobody_restarted(stage)
+        cost = await stage.cost("rolling restart of all brokers")
+        assert cost.scored >= SERVED * cost.sent, cost
+
+
+@pytest.mark.parametrize("how", [Node.kill, Node.pause], ids=["killed", "paused"])
+async def test_all_brokers_are_away(
+    cluster: ThreeBrokers, tmp_path: Path, how: Callable[[Node], None], request: pytest.FixtureRequest
+) -> None:
+    away_s: float = request.config.getoption("--away-seconds")
+    async with scene(cluster, relay_on(cluster), tmp_path, "w1", "w2") as stage:
+        children = stage.fleet.children.values()
+        before = {child.name: psutil.Process(child.pid).memory_info().rss for child in children}
+        stage.begins()
+        for broker in cluster.brokers.values():
+            how(broker)
+        await until(lambda: not any(child.ready() for child in children), "readiness false", away_s)
+        await asyncio.sleep(max(0.0, away_s - stage.since_fault()))
+        assert all(child.healthy() for child in children), "liveness must not fail for the brokers' sake"
+        after = {child.name: psutil.Process(child.pid).memory_info().rss for child in children}
+        assert all(after[name] - before[name] < GROWTH_BYTES for name in before), (before, after)
+        await cluster.heal()
+        stage.ends()
+        await stage.calm()
+        await until(lambda: all(child.ready() for child in children), "readiness true again")
+        await stage.owned("w1", "w2")
+        nobody_restarted(stage)
+        await stage.cost(f"all brokers {request.node.callspec.id} for {away_s:g} s")
+        # One in a while is let through to find out whether the brokers are back; the others fail at once.
+        silent_s, back_s = stage.fault_s + TIMEOUT_S + SILENT_S, stage.fault_s + away_s
+        away = [note for note in stage.load.notes if silent_s < note.sent < back_s - TIMEOUT_S]
+        assert all(note.result.error for note in away)
+        assert all(note.ended - note.sent <= 3.5 for note in away), "a request outlived its deadline"
+        at_once = [note for note in away if note.result.error == BrokerUnavailable.__name__]
+        assert len(at_once) > 0.8 * len(away), "not failed fast"
+
+
+@pytest.mark.parametrize("fault", ["stalled", "cut", "slow"])
+async def test_a_workers_network(cluster: ThreeBrokers, tmp_path: Path, fault: str) -> None:
+    """One worker's connections to all brokers stand still, break, or take 100 ms longer in each direction."""
+    kafka = relay_on(cluster)
+    async with links(cluster.links) as opened, scene(cluster, kafka, tmp_path, "w1", "w2") as stage:
+        through = cluster.kafka_settings(kafka, linked=True).bootstrap
+        stage.fleet.start("worker", "w3", f"kafka.bootstrap={through}")
+        await stage.fleet.ready("w3")
+        await stage.fleet.lanes_settled("w1", "w2", "w3")
+        await stage.load.answered(60)
+        stage.begins()
+        for link in opened.values():
+            if fault == "slow":
+                link.delay_s = 0.1
+            else:
+                link.stall() if fault == "stalled" else link.cut()
+        owned_s = None if fault == "slow" else await stage.owned("w1", "w2")
+        await asyncio.sleep(DEAD_S if fault == "slow" else 1.0)
+        stage.ends()
+        for link in opened.values():
+            link.mend()
+        await stage.owned("w1", "w2", "w3")
+        await stage.calm()
+        nobody_restarted(stage)
+        cost = await stage.cost(f"a worker's connections {fault}", owned_s)
+        assert cost.scored >= SERVED * cost.sent, cost

@@ -1,0 +1,136 @@
+"""The bad cable of the fault tests loses, delays and reorders what it says; else they would test nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from tests.faults.network import HERE, HINT, Network, network, permitted
+
+pytestmark = pytest.mark.faults
+
+PORT = 9
+PACKETS = 2000
+LOSS = 0.1
+#: After the last packet was sent, so long without one means that no more will come.
+SILENCE_S = 1.0
+DELAY_S, JITTER_S = 0.03, 0.01
+#: Standard deviations that chance may take a share of 2,000 packets from what was asked: one run in 10⁶ goes further.
+CHANCE = 5
+
+
+@pytest.fixture
+def machines() -> Iterator[Network]:
+    if not permitted():
+        pytest.skip(HINT)
+    with network("far") as found:
+        yield found
+
+
+def flight(machines: Network, packets: int = PACKETS) -> tuple[list[int], list[float]]:
+    """Numbers of the packets that arrived, in the order of their arrival, and the seconds that each took."""
+    numbers: list[int] = []
+    took: list[float] = []
+    address = (machines.address("far"), PORT)
+    with machines.inside("far"):
+        there = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    with there, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as ours:
+        there.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4 << 20)
+        there.bind(address)
+        there.settimeout(0.1)
+
+        def send() -> None:
+            for number in range(packets):
+                ours.sendto(f"{number} {time.monotonic()}".encode(), address)
+                time.sleep(0.0002)
+
+        sending = threading.Thread(target=send)
+        sending.start()
+        heard = time.monotonic()
+        while sending.is_alive() or time.monotonic() - heard < SILENCE_S:
+            try:
+                number, sent = there.recv(100).split()
+            except TimeoutError:
+                continue
+            heard = time.monotonic()
+            numbers.append(int(number))
+            took.append(heard - float(sent))
+    return numbers, took
+
+
+def known(machines: Network) -> None:
+    """The far machine's address is asked for and answered: what waits for that may be dropped by the sender itself."""
+    while not flight(machines, packets=1)[0]:
+        pass
+
+
+def test_as_new_everything_arrives_in_order(machines: Network) -> None:
+    machines.splice("far")
+    known(machines)
+    numbers, _ = flight(machines)
+    assert numbers == list(range(PACKETS))
+
+
+def test_worn_it_loses_its_share(machines: Network) -> None:
+    cable = machines.splice("far", seed=7)
+    known(machines)
+    cable.wear(loss=LOSS)
+    numbers, _ = flight(machines)
+    lost = 1 - len(numbers) / PACKETS
+    assert abs(lost - LOSS) < CHANCE * (LOSS * (1 - LOSS) / PACKETS) ** 0.5, lost
+    assert numbers == sorted(numbers), "without jitter nobody overtakes"
+    cable.mend()
+    numbers, _ = flight(machines)
+    assert len(numbers) == PACKETS, "mended, nothing is lost"
+
+
+def test_worn_it_delays_and_reorders(machines: Network) -> None:
+    cable = machines.splice(HERE)
+    known(machines)
+    cable.wear(delay_s=DELAY_S, jitter_s=JITTER_S)
+    numbers, took = flight(machines)
+    assert sorted(numbers) == list(range(PACKETS)), "delay loses nothing"
+    assert numbers != sorted(numbers), "jitter lets packets overtake each other"
+    # From below only: a crowded machine delays more.
+    assert min(took) >= DELAY_S - JITTER_S
+    assert float(np.median(took)) >= DELAY_S - JITTER_S / 4
+
+
+def test_connections_survive_it_whole(machines: Network) -> None:
+    """Large writes come as frames that fit, with checksums, and TCP makes good what is lost."""
+    cable = machines.splice("far")
+    cable.wear(delay_s=0.002, jitter_s=0.001, loss=0.02)
+    sent = os.urandom(2 << 20)
+    with machines.inside("far"):
+        listener = socket.create_server((machines.address("far"), PORT))
+    received = bytearray()
+
+    def take() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            while chunk := connection.recv(1 << 16):
+                received.extend(chunk)
+
+    taking = threading.Thread(target=take)
+    taking.start()
+    with socket.create_connection((machines.address("far"), PORT), timeout=60) as ours:
+        ours.sendall(sent)
+    taking.join(60)
+    listener.close()
+    assert hashlib.sha256(received).digest() == hashlib.sha256(sent).digest()
+
+
+def test_spliced_it_can_still_be_pulled(machines: Network) -> None:
+    machines.splice("far")
+    known(machines)
+    machines.cut("far")
+    assert flight(machines, packets=10) == ([], [])
+    machines.join("far")
+    known(machines)

@@ -1,0 +1,45 @@
+"""A short soak on a broker that stays: workers and triggers come, go, hang and die under load, and nothing is lost."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tests.faults.soak.run import Options, save, soak
+from tests.faults.soak.traffic import Note, disturbed, silence
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(300)
+async def test_a_short_soak_loses_nothing(tmp_path: Path) -> None:
+    options = Options(seconds=40.0, seed=3, rate=15.0, brokers="embedded", folder=tmp_path / "soak")
+    soaked = await soak(options, Console(quiet=True))
+    assert not soaked.broken, soaked.broken  # whether targets are met is a matter of the machine
+    figures = soaked.figures
+    assert figures["faults"] >= 1
+    assert figures["sent"] == sum(figures["ends"].values())
+    assert figures["compared"] == figures["ends"]["scores"]
+    save(soaked, tmp_path / "out" / "soak.json")
+    assert json.loads((tmp_path / "out" / "soak.json").read_text())["seed"] == 3
+
+
+def notes(*sent_and_error: tuple[float, str | None]) -> list[Note]:
+    return [Note(sent, sent + 0.1, "u", 0, error) for sent, error in sent_and_error]
+
+
+def test_recovery_lasts_until_the_last_disturbed_second_before_the_next_fault() -> None:
+    bad = "DeadlineExceeded"
+    seen = notes((9.5, bad), (10.2, None), (11.4, bad), (11.6, None), (12.5, None), (13.5, bad))
+    assert disturbed(seen, 10.0, 13.0) == 2.0  # what came before the fault or after the next one is not its own
+    assert disturbed(seen, 10.0, 11.0) == 0.0
+    assert disturbed(seen, 10.0, 14.0) == 4.0
+
+
+def test_silence_is_from_a_request_to_the_next_scores_of_its_user() -> None:
+    bad = "DeadlineExceeded"
+    assert silence(notes((1.0, None), (2.0, bad), (5.0, None)), "user") == pytest.approx(3.1)
+    assert silence(notes((1.0, None), (2.0, bad), (5.0, bad)), "user") == pytest.approx(3.1)  # then nobody asked
+    assert silence(notes((1.0, None)), "lane") == pytest.approx(0.1)

@@ -1,0 +1,188 @@
+"""Sees a run for the ledger: reads every topic along, compares scores, and looks at what is left when all is quiet.
+
+async with Witness(settings) as witness:
+    await drive(client, witness.ledger.sending(items), timeout=…, on_result=witness.result)
+    witness.expect_exits(await stop_all(children))     # after `await witness.rest()`, while the workers still live
+witness.ledger.check()
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
+from types import TracebackType
+from typing import Final, Self
+
+from aiokafka import AIOKafkaConsumer, TopicPartition
+from aiokafka.admin import AIOKafkaAdminClient
+
+from relaygr_stream.bus.producer import Producer
+from relaygr_stream.bus.records import Record
+from relaygr_stream.bus.tail import TopicTail
+from relaygr_stream.dead_letters.letter import letters_of
+from relaygr_stream.errors import DecodeError
+from relaygr_stream.messages import HEADER_CORRELATION, RankingRequest, WorkerStatus, decode
+from relaygr_stream.settings import Settings
+from relaygr_stream.topics import lane_of, load_topics
+from relaygr_stream.workload.driver import Result
+from tests.faults.ledger import Ledger
+from tests.faults.truth import Truth
+
+#: A lane's last commit comes within kafka.commit_ms, a status within worker.status_ms; a lane of a worker that died
+#: meanwhile is read again by another. A bound against hanging, not a claim of speed.
+REST_S: Final = 60.0
+
+
+class Witness:
+    """Sees everything from when it is entered, which must be before the first request, on topics that exist.
+
+    answers_may_be_lost: brokers die in this run (see Ledger).
+    """
+
+    def __init__(self, settings: Settings, *, answers_may_be_lost: bool = False) -> None:
+        self._settings = settings
+        self._topics = load_topics(settings.kafka)
+        self._truth = Truth(settings)
+        worker = settings.worker
+        self.ledger: Final = Ledger(
+            self._truth.version, int(worker.pinned_share * worker.hbm_bytes), answers_may_be_lost
+        )
+        self.statuses: Final[dict[str, WorkerStatus]] = {}  # the newest of each worker
+        self._uncompared: deque[Result] = deque()
+        self._thread = ThreadPoolExecutor(1, "truth")  # torch lets go of the GIL: the loop goes on meanwhile
+        self._comparing: asyncio.Task[None] | None = None
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        kafka, topics = self._settings.kafka, self._topics
+        async with AsyncExitStack() as stack:
+            for topic, on_records in (
+                (topics.ranking, self._on_rankings),
+                (topics.scores, self._on_scores),
+                (topics.worker_status, self._on_statuses),
+                (topics.dead_letter, self._on_letters),
+            ):
+                tail = TopicTail(kafka, topic.name, range(topic.partitions), "latest", on_records)
+                await stack.enter_async_context(tail)
+            self._bad = await stack.enter_async_context(
+                Producer(kafka, client_id="bad", max_bytes=topics.dead_letter.max_message_bytes)
+            )
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._comparing is not None:
+            await self._comparing
+        self._thread.shutdown()
+        await self._stack.aclose()
+
+    def result(self, result: Result) -> None:
+        """A request has ended; its scores, if any, will be compared with full inference."""
+        self.ledger.result(result)
+        if result.scores is not None:
+            self._uncompared.append(result)
+            if self._comparing is None or self._comparing.done():
+                self._comparing = asyncio.create_task(self._compare())
+
+    async def send_bad(
+        self, topic: str, value: bytes, reason: str, *, key: bytes, headers: list[tuple[str, bytes]]
+    ) -> None:
+        """Send what nobody can read, and note where a dead letter of which reason must come from."""
+        lane = lane_of(key.decode(), self._topics.lanes)
+        offset = await self._bad.send_and_wait(topic, value, key=key, partition=lane, headers=headers)
+        self.ledger.bad[topic, lane, offset] = reason
+
+    def expect_exits(self, codes: Mapping[str, int], due: int = 0) -> None:
+        """These processes have ended: a worker's code tells whether its books balanced."""
+        self.ledger.exits += [(name, code, due) for name, code in codes.items()]
+
+    async def rest(self) -> None:
+        """Once no request is under way, and while the workers still live: wait until nothing is pinned, every lane is
+        committed to its end and every bad message is buried, or REST_S is over; the ledger then has what is left."""
+        if self._comparing is not None:
+            await self._comparing
+        deadline = time.monotonic() + REST_S
+        while True:
+            self._note_pins()
+            await self._note_offsets()
+            if self._quiet() or time.monotonic() > deadline:
+                return
+            await asyncio.sleep(0.25)
+
+    def _quiet(self) -> bool:
+        ledger = self.ledger
+        return (
+            not any(ledger.pinned_at_rest.values())
+            and all(ledger.committed.get(key, 0) >= end for key, end in ledger.log_ends.items())
+            and all(reason in ledger.letters.get(place, ()) for place, reason in ledger.bad.items())
+        )
+
+    def _note_pins(self) -> None:
+        self.ledger.pinned_at_rest = {
+            status.name: sum(lane.pinned_bytes for lane in status.lanes)
+            for status in self.statuses.values()
+            if status.state == "serving" and self._fresh(status)
+        }
+
+    def _fresh(self, status: WorkerStatus) -> bool:
+        return time.time() * 1e3 - status.sent_ms < self._settings.trigger.silence_ms
+
+    async def _note_offsets(self) -> None:
+        """Where the workers' lanes are committed, and where they end."""
+        kafka, topics = self._settings.kafka, self._topics
+        lanes = [
+            TopicPartition(t.name, lane) for t in (topics.pre_infer, topics.ranking) for lane in range(t.partitions)
+        ]
+        admin = AIOKafkaAdminClient(bootstrap_servers=kafka.bootstrap)
+        reader = AIOKafkaConsumer(bootstrap_servers=kafka.bootstrap)
+        try:
+            await admin.start()
+            await reader.start()
+            group = kafka.prefix + self._settings.worker.group
+            found = await admin.list_consumer_group_offsets(group, partitions=lanes)
+            ends = await reader.end_offsets(lanes)
+        finally:
+            await admin.close()
+            await reader.stop()
+        ledger = self.ledger
+        ledger.committed = {(p.topic, p.partition): max(0, at.offset) for p, at in found.items()}  # -1: never
+        # The embedded broker's ends may miss what came in the last batch, all but its first record (measured).
+        ledger.log_ends = {(p.topic, p.partition): end for p, end in ends.items()}
+
+    async def _compare(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self._uncompared:
+            result = self._uncompared.popleft()
+            assert result.scores is not None
+            request = result.item.request
+            found = await loop.run_in_executor(self._thread, self._truth.deviation, request, result.scores)
+            self.ledger.deviations[request.request_id] = found
+
+    def _on_rankings(self, records: list[Record]) -> None:
+        for record in records:
+            try:
+                request = decode(RankingRequest, record.value).request_id
+            except DecodeError:
+                continue  # a bad message: its place is noted by whoever sent it
+            correlation = dict(record.headers).get(HEADER_CORRELATION, b"")
+            self.ledger.rankings[record.topic, record.lane, record.offset] = (correlation, request)
+
+    def _on_scores(self, records: list[Record]) -> None:
+        self.ledger.replied |= {dict(record.headers).get(HEADER_CORRELATION, b"") for record in records}
+
+    def _on_statuses(self, records: list[Record]) -> None:
+        for record in records:
+            status = decode(WorkerStatus, record.value)
+            self.statuses[status.name] = status
+            self.ledger.status(status)
+
+    def _on_letters(self, records: list[Record]) -> None:
+        for letter in letters_of(records):
+            origin = (letter.origin_topic, letter.origin_partition, letter.origin_offset)
+            self.ledger.letters[origin].append(letter.reason)

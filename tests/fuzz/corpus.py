@@ -1,0 +1,88 @@
+"""Valid messages to start from: every kind, as plain maps, and the headers that a ranking request comes with."""
+
+from __future__ import annotations
+
+import random
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from relaygr_stream.messages import (
+    HEADER_CORRELATION,
+    HEADER_REPLY_PARTITION,
+    Behaviours,
+    CostModel,
+    LaneStatus,
+    Message,
+    PreInferSignal,
+    RankingRequest,
+    RequestEvent,
+    ScoreReply,
+    WorkerStatus,
+    pack_items,
+)
+
+#: The first behaviour is somewhere in 2023.
+EPOCH_MS: Final = 1_700_000_000_000
+Headers = list[tuple[str, bytes | None]]
+
+
+def behaviours(rng: random.Random, size: int, first_ms: int = EPOCH_MS) -> Behaviours:
+    """`size` random behaviours, 100 ms apart."""
+    items = [rng.randrange(1 << 32) for _ in range(size)]
+    actions = [rng.randrange(256) for _ in range(size)]
+    return Behaviours.of(items, actions, first_ms + 100 * np.arange(size)) if size else Behaviours()
+
+
+def message(kind: type[Message], rng: random.Random) -> Message:
+    """A valid message of that kind, small: what is wrong with large ones is their size."""
+    request, user = f"r{rng.randrange(1000)}", f"u{rng.randrange(50)}"
+    size = rng.randrange(1, 12)
+    prefix = behaviours(rng, size)
+    if kind is RequestEvent:
+        return RequestEvent(request_id=request, user_id=user, prefix=prefix, candidates=rng.randrange(100))
+    if kind is PreInferSignal:
+        return PreInferSignal(
+            request_id=request, user_id=user, prefix=prefix, admitted_ms=EPOCH_MS, life_ms=1e3, rank_in_ms=50.0
+        )
+    if kind is RankingRequest:
+        suffix = behaviours(rng, rng.randrange(4), EPOCH_MS + 100 * size)
+        candidates = pack_items([rng.randrange(1 << 32) for _ in range(rng.randrange(1, 8))])
+        return RankingRequest(request_id=request, user_id=user, prefix=prefix, suffix=suffix, candidates=candidates)
+    if kind is ScoreReply:
+        scores = np.ones(2 * rng.randrange(1, 5), "<f4").tobytes()
+        return ScoreReply(request_id=request, status="ok", outcome="hbm", scores=scores, tasks=("click", "like"))
+    lanes = tuple(
+        LaneStatus(lane=lane, budget_bytes=1 << 30, pinned_bytes=0, pre_infer_offset=0, device_ms_per_s=500.0)
+        for lane in range(rng.randrange(4))
+    )
+    return WorkerStatus(
+        name=f"w{rng.randrange(3)}",
+        incarnation=rng.randrange(4),
+        host="h",
+        pid=1,
+        sent_ms=EPOCH_MS,
+        state="serving",
+        lanes=lanes,
+        costs=CostModel(c0=1.0, c1=0.1, c2=1e-4, c3=1e-4),
+        bytes_per_token=2048,
+        alloc_bytes=65536,
+        queue_ms=rng.random(),
+        model_version="m1",
+        counters={"signals": 1.0},
+    )
+
+
+def plain(kind: type[Message], rng: random.Random) -> dict[str, Any]:
+    """The same as a map, to be mutated."""
+    found: dict[str, Any] = msgspec.to_builtins(message(kind, rng), builtin_types=(bytes,))
+    return found
+
+
+def route(rng: random.Random, partitions: int) -> Headers:
+    """Headers of a ranking request that says where to answer."""
+    return [
+        (HEADER_CORRELATION, rng.randbytes(16)),
+        (HEADER_REPLY_PARTITION, str(rng.randrange(partitions)).encode()),
+    ]

@@ -1,0 +1,244 @@
+"""What is fed with bad input, and what must hold: no error but the typed ones, and nothing absurd gets through.
+
+Each target takes one input from a stream of random numbers and raises `Finding` (or whatever escaped) where something
+does not hold. Targets keep what the process they stand for would keep (directories, books), so that what piles up shows
+as memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import random
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, Final
+
+import msgspec
+from prometheus_client import CollectorRegistry
+
+from relaygr_stream.bus.dead_letter import dead_letter_headers
+from relaygr_stream.bus.records import Record
+from relaygr_stream.client.answers import Answers, ranking_of
+from relaygr_stream.client.metrics import ClientMetrics
+from relaygr_stream.dead_letters.letter import letters_of
+from relaygr_stream.dead_letters.replay import verdict_before
+from relaygr_stream.dead_letters.table import as_json, line_of
+from relaygr_stream.errors import DecodeError, RelayError
+from relaygr_stream.messages import (
+    HEADER_CORRELATION,
+    MAX_CORRELATION_BYTES,
+    Message,
+    PreInferSignal,
+    RankingRequest,
+    RequestEvent,
+    ScoreReply,
+    WorkerStatus,
+    decode,
+    encode,
+)
+from relaygr_stream.owners import OwnerDirectory
+from relaygr_stream.settings import Kafka, Relay, Settings
+from relaygr_stream.topics import Topic, load_topics
+from relaygr_stream.trigger.decision import LaneState, Policy, decide
+from relaygr_stream.worker.intake import Intake, Origin, TooMuch
+from tests.fuzz.corpus import plain, route
+from tests.fuzz.mutate import Mutator
+
+Target = Callable[[random.Random], None]
+
+REPLIES: Final = 8
+MAX_BYTES: Final = 1 << 20
+#: Limits small enough for mutations to pass them.
+RELAY: Final = Relay(max_prefix_tokens=64, max_suffix_tokens=8, max_candidates=64)
+TOPICS: Final = load_topics(Kafka())
+REASONS: Final = {"oversized", "malformed", "unknown_version", "invalid"}
+
+
+class Finding(Exception):
+    """Something got through that must not."""
+
+
+def holds(condition: object, what: str) -> None:
+    """Raise Finding unless the condition holds."""
+    if not condition:
+        raise Finding(what)
+
+
+def targets(stack: ExitStack) -> dict[str, Target]:
+    """Every target by its name, each with fresh state; what they opened is closed with the stack."""
+    kinds: tuple[type[Any], ...] = (RequestEvent, PreInferSignal, RankingRequest, ScoreReply, WorkerStatus)
+    return {
+        **{f"decode {kind.__name__}": _decode(kind) for kind in kinds},
+        "worker intake": _Intake(),
+        "trigger": _Trigger(),
+        "client": _Client(stack),
+        "dead letters": _dead_letters,
+    }
+
+
+def _decode(kind: type[Any]) -> Target:
+    def target(rng: random.Random) -> None:
+        raw = Mutator(rng).value(plain(kind, rng))
+        message = _decoded(kind, raw)
+        if message is not None:
+            if kind is not WorkerStatus:  # whose readers refuse or replace what they cannot reckon with: see `trigger`
+                holds(_all_finite(msgspec.to_builtins(message, builtin_types=(bytes,))), f"not finite in {message}")
+            again = encode(message)
+            holds(encode(decode(kind, again)) == again, f"{message} does not survive the wire")
+
+    return target
+
+
+def _decoded(kind: type[Any], raw: bytes) -> Message | None:
+    try:
+        found: Message = decode(kind, raw, MAX_BYTES)
+    except DecodeError as error:
+        holds(error.reason in REASONS, f"reason {error.reason}")
+        holds(len(error.detail) < 2000, f"a detail of {len(error.detail)} characters")
+        return None
+    return found
+
+
+def _all_finite(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(map(_all_finite, value.values()))
+    if isinstance(value, (list, tuple)):
+        return all(map(_all_finite, value))
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+class _Intake:
+    """A worker's reading of both its topics, from headers to tasks."""
+
+    def __init__(self) -> None:
+        self._intake = Intake(RELAY, 1000.0, REPLIES, MAX_BYTES, lambda: None)
+        self._offset = 0
+
+    def __call__(self, rng: random.Random) -> None:
+        mutator = Mutator(rng)
+        kinds: list[tuple[type[Any], Topic]] = [(RankingRequest, TOPICS.ranking), (PreInferSignal, TOPICS.pre_infer)]
+        kind, topic = rng.choice(kinds)
+        value = mutator.value(plain(kind, rng)) if rng.random() < 0.95 else None
+        headers: Any = tuple(mutator.headers(route(rng, REPLIES)))
+        self._offset += 1
+        record = Record(topic.name, rng.randrange(8), self._offset, 0, mutator.key(), value, headers)
+        try:
+            if kind is PreInferSignal:
+                task: Any = self._intake.signal(record)
+                holds(math.isfinite(task.due) and math.isfinite(task.expires), f"due {task.due}, {task.expires}")
+            else:
+                origin = self._intake.route(record)
+                self._check(origin)
+                task = self._intake.ranking(record, origin)
+                holds(math.isfinite(task.deadline), f"deadline {task.deadline}")
+                holds((task.suffix.array[2] >= 0).all(), "a gap of the suffix below 0")
+                holds(0 < len(task.candidates) <= RELAY.max_candidates, "candidates")
+            holds((task.tokens.array[2] >= 0).all(), "a gap of the prefix below 0")
+            holds(len(task.tokens) <= RELAY.max_prefix_tokens, "prefix too long")
+        except (DecodeError, TooMuch):
+            return
+
+    def _check(self, origin: Origin) -> None:
+        holds(0 <= origin.reply_partition < REPLIES, f"reply partition {origin.reply_partition}")
+        holds(1 <= len(origin.correlation) <= MAX_CORRELATION_BYTES, "correlation id")
+
+
+class _Trigger:
+    """What workers state, and what is decided on events from that: bounds hold whatever anybody says."""
+
+    #: Decisions after which a lane is taken over anew; its recent requests would be dropped by age meanwhile.
+    FRESH: Final = 2000
+
+    def __init__(self) -> None:
+        self._policy = Policy.of(Settings(relay=RELAY))
+        self._owners = OwnerDirectory(1e6)
+        self._count = 0
+        self._lane = LaneState(self._policy, 0, 60.0, 0.0)
+
+    def __call__(self, rng: random.Random) -> None:
+        mutator = Mutator(rng)
+        self._count += 1
+        now = time.monotonic()
+        if self._count % self.FRESH == 0:
+            self._owners = OwnerDirectory(1e6)
+            self._lane = LaneState(self._policy, 0, 60.0, now)
+        status = mutator.value(plain(WorkerStatus, rng))
+        self._owners.on_records([Record("s", 0, self._count, 0, None, status, ())])
+        owner = self._owners.owner(rng.randrange(4))
+        self._lane.observe(owner, now)
+        event = _decoded(RequestEvent, mutator.value(plain(RequestEvent, rng)))
+        if not isinstance(event, RequestEvent):
+            return
+        decision = decide(event, policy=self._policy, lane=self._lane, owner=owner, age_ms=0.0, now_s=now)
+        holds(math.isfinite(decision.predicted_ms) and decision.predicted_ms >= 0, f"predicted {decision}")
+        holds(math.isfinite(decision.cost_ms) and decision.cost_ms >= 0, f"cost {decision}")
+        if decision.admit:
+            holds(decision.nbytes > 0, f"admitted for nothing: {decision}")
+            pending = self._lane.admit(event, decision, now)
+            self._lane.ledger.acknowledged(pending, self._count, now)
+            self._lane.ledger.reconcile(self._count + 1, now)
+            ledger = self._lane.ledger
+            holds(ledger.outstanding <= ledger.budget, f"{ledger.outstanding} outstanding, budget {ledger.budget}")
+
+
+class _Client:
+    """Answers as a client reads them, to a call of its own as often as not."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._loop = asyncio.new_event_loop()
+        stack.callback(self._loop.close)
+        self._answers = Answers(ClientMetrics(CollectorRegistry()), MAX_BYTES)
+
+    def __call__(self, rng: random.Random) -> None:
+        self._loop.run_until_complete(self._one(rng))
+
+    async def _one(self, rng: random.Random) -> None:
+        mutator = Mutator(rng)
+        call = self._answers.expect()
+        call.attempts = 1
+        headers: Any = [(HEADER_CORRELATION, call.correlation)]
+        if rng.random() < 0.3:
+            headers = mutator.headers(headers)
+        value = mutator.value(plain(ScoreReply, rng))
+        self._answers.on_records([Record("scores", 0, 0, 0, mutator.key(), value, tuple(headers))])
+        try:
+            if call.reply.done():
+                ranking = ranking_of(call.reply.result(), rng.randrange(5), 1.0)
+                holds(ranking.scores.ndim == 2, f"scores of shape {ranking.scores.shape}")
+        except RelayError:
+            pass
+        finally:
+            self._answers.forget(call)
+
+
+def _dead_letters(rng: random.Random) -> None:
+    """What is buried can be listed, shown and judged: as JSON that any program reads, and harmless to a terminal."""
+    mutator = Mutator(rng)
+    kinds: list[type[Any]] = [RequestEvent, PreInferSignal, RankingRequest]
+    kind = rng.choice(kinds)
+    value = mutator.value(plain(kind, rng))
+    when = rng.choice([0, -1, 1 << 41, 1 << 62, -(1 << 62)])
+    headers: Any = tuple(mutator.headers(route(rng, REPLIES)))
+    bad = Record(rng.choice([TOPICS.ranking.name, "\x1b[2J"]), 3, 17, when, mutator.key(), value, headers)
+    error = DecodeError("invalid", rng.choice(["no map", "\x1b[2J", "\ud800", "é" * 999]))
+    buried: Any = tuple(dead_letter_headers(bad, error)) if rng.random() < 0.8 else headers
+    buried = tuple(mutator.headers(list(buried))) if rng.random() < 0.5 else buried
+    for letter in letters_of([Record("d", 0, 5, when, bad.key, value, buried)]):
+        line = as_json(letter, value=True)
+        json.loads(line, parse_constant=_no_constant)
+        holds(_printable(line), f"control characters in {line!r}")
+        holds(len(line) < 100_000 + 4 * len(value), f"a line of {len(line)} characters")
+        verdict = verdict_before(letter, TOPICS, again=False)
+        shown = line_of(letter, verdict, letter.detail)
+        holds(_printable(shown), f"control characters in {shown!r}")
+
+
+def _printable(text: str) -> bool:
+    return not any(ord(each) < 32 or 127 <= ord(each) < 160 for each in text)
+
+
+def _no_constant(name: str) -> None:
+    raise Finding(f"{name} in JSON")

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from relaygr_stream.bench.probe import STAGES_AT_MOST, Judgement, _Staged, _Tally
+from relaygr_stream.bench.statistics import passes
+from relaygr_stream.bench.traffic import Population
+from relaygr_stream.workload.driver import Result
+from relaygr_stream.workload.items import WorkItem
+from tests.unit.bench.test_traffic import OPTIONS
+
+JUDGEMENT = Judgement(slo_ms=50.0, samples=100, least_s=0.5, warm_up_s=0.2)
+
+
+def staged() -> _Staged:
+    return _Staged(Population("p", 16, 0.0, OPTIONS), 400.0, JUDGEMENT)
+
+
+STAGE = staged().requests(1)
+DUE = sorted(item.at for item in staged() if item.at >= JUDGEMENT.warm_up_s)
+
+
+def result(item: WorkItem, latency_ms: float) -> Result:
+    answer = cast(Any, object())  # only whether there is one is looked at
+    return Result(item, "full", None, "", latency_ms, None, answer)
+
+
+def play(bad: set[int], order: int = 0) -> tuple[_Tally, int]:
+    """Send until decided, the results of each 40 requests in a random order; bad: judged requests that are late."""
+    traffic = staged()
+    tally = _Tally(JUDGEMENT, traffic, lambda requests, late: None)
+    rng = np.random.default_rng(order)
+    sent = judged = 0
+    flying: list[Result] = []
+
+    def land() -> None:
+        for index in rng.permutation(len(flying)):
+            tally(flying[index])
+        flying.clear()
+
+    for item in traffic:
+        if tally.decided.is_set():
+            break
+        late = False
+        if item.at >= JUDGEMENT.warm_up_s:
+            late, judged = judged in bad, judged + 1
+        sent += 1
+        flying.append(result(item, 60.0 if late else 10.0))
+        if len(flying) == 40:
+            land()
+    land()
+    return tally, sent
+
+
+def test_one_stage_decides_where_nothing_is_late() -> None:
+    tally, sent = play(set())
+    assert not tally.hopeless
+    assert len(tally.judged()) == STAGE <= sent <= 2 * STAGE
+
+
+def test_a_hiccup_is_judged_with_the_stages_that_follow() -> None:
+    few = {10 + i for i in range(STAGE // 100 + 1)}  # one too many for one stage
+    assert not passes(STAGE, len(few))
+    tally, _ = play(few)
+    assert not tally.hopeless
+    assert len(tally.judged()) > STAGE
+    assert sum(map(tally.is_bad, tally.judged())) == len(few)
+
+
+def test_what_cannot_pass_any_more_is_cut_short() -> None:
+    tally, sent = play(set(range(50, 80)))
+    assert tally.hopeless
+    assert sent < STAGE
+    assert not passes(len(tally.judged()), sum(map(tally.is_bad, tally.judged())))
+
+
+@settings(max_examples=15)
+@given(st.sets(st.integers(0, 599), max_size=12), st.integers(0, 1000))
+def test_a_verdict_is_that_of_the_requests_it_is_about(bad: set[int], order: int) -> None:
+    tally, _ = play(bad, order)
+    judged = tally.judged()
+    assert tally.decided.is_set()
+    assert passes(len(judged), sum(map(tally.is_bad, judged))) is not tally.hopeless
+    if not tally.hopeless:
+        assert len(judged) in [STAGE * stages for stages in range(1, STAGES_AT_MOST + 1)]
+        assert sorted(one.item.at for one in judged) == pytest.approx(DUE[: len(judged)])

@@ -1,0 +1,188 @@
+"""The DRAM tier: small ones, rounding ones, and copies that the end meets half-way."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import closing
+
+import pytest
+import torch
+
+from relaygr_stream.cache.copy import Convert, CopyEngine, CopyTicket, unchanged
+from relaygr_stream.cache.entry import EntryState
+from relaygr_stream.cache.prefix_cache import PrefixCache
+from relaygr_stream.cache.storage import StorageKind
+from relaygr_stream.cache.tiers import GRANULE_TOKENS
+from relaygr_stream.errors import CapacityError
+from tests.unit.cache.worlds import (
+    CPU,
+    GRANULE_BYTES,
+    MOST,
+    Flaky,
+    compute,
+    holds,
+    make,
+    sequence,
+    settle,
+    spilled,
+    write,
+)
+
+
+def test_write_backs_end_where_dram_is_smaller_than_what_should_be_reclaimable() -> None:
+    """Forgetting a clean entry's copy for another's would go round for ever."""
+    copier = Flaky()
+    cache = make(30, 3, copier)
+    for user in range(27):
+        compute(cache, user, GRANULE_TOKENS)
+    for _ in range(50):
+        copier.settle()
+        cache.poll()
+    assert cache.counters.spilled == 3
+    assert cache.counters.forgotten == 0
+    assert not cache.copying
+    # Once clean entries have left HBM, their copies may be forgotten for others.
+    for user in range(30, 40):
+        compute(cache, user, GRANULE_TOKENS)
+        copier.settle()
+        cache.poll()
+    assert cache.counters.evicted_clean > 0
+    assert cache.counters.forgotten > 0
+    cache.check_integrity()
+    cache.close()
+
+
+@pytest.mark.parametrize(("storage", "granules"), [("exact", 3), ("int8", 2)])
+def test_a_dram_tier_that_cannot_hold_one_entry_is_refused(storage: StorageKind, granules: int) -> None:
+    with pytest.raises(CapacityError) as caught, closing(Flaky()) as copier:
+        make(9, granules - 1, copier, storage=storage)
+    for part in (
+        f"worker.dram_bytes = {(granules - 1) * GRANULE_BYTES}",
+        f"{MOST} tokens",
+        f"it takes {3 * GRANULE_BYTES // (1 if storage == 'exact' else 2)} bytes",
+        repr(storage),
+        "relay.max_prefix_tokens",
+    ):
+        assert part in str(caught.value)
+    make(9, granules, storage=storage).close()
+
+
+def test_int8_holds_more_and_says_that_it_rounded() -> None:
+    held = {}
+    for storage in ("exact", "int8"):
+        copier = Flaky()
+        cache = make(30, 6, copier, storage=storage)
+        for user in range(30):
+            compute(cache, user, 2 * GRANULE_TOKENS)
+            settle(cache, copier)
+        held[storage] = sum(1 for entry in cache._holdings._entries.values() if entry.stored is not None)
+        cache.check_integrity()
+        cache.close()
+    assert held == {"exact": 3, "int8": 6}
+
+
+@pytest.mark.parametrize("storage", ["exact", "int8"])
+def test_rounded_stays_rounded_until_computed_anew(storage: StorageKind) -> None:
+    copier = Flaky()
+    cache = make(9, 12, copier, storage=storage)
+    rounds = storage == "int8"
+    entry = compute(cache, 1, 100)
+    compute(cache, 2, MOST)
+    spilled(cache, copier, 1)
+    assert not entry.approximate  # HBM still has what was computed
+    cache._holdings._evict(entry)
+    assert entry.state is EntryState.DRAM
+    assert cache.load(entry)
+    settle(cache, copier)
+    assert entry.approximate == rounds
+    same = cache.extend(entry, sequence(1, 0, 110))
+    assert same is entry
+    assert entry.region is not None
+    write(entry.region, entry.tokens)
+    cache.finish(entry)
+    assert entry.approximate == rounds
+    grown = cache.extend(entry, sequence(1, 0, 150))
+    assert grown is not None
+    assert grown is not entry
+    assert grown.approximate == rounds
+    cache.abort(grown)
+    assert not compute(cache, 1, 100).approximate
+    cache.check_integrity()
+    cache.close()
+
+
+# ---- the end ----
+
+
+class Gated(CopyEngine):
+    """Copies that wait for the gate; `entered` counts those that a thread has begun."""
+
+    def __init__(self) -> None:
+        super().__init__(CPU)
+        self.gate = threading.Event()
+        self.entered = threading.Semaphore(0)
+
+    def submit(
+        self, dst: torch.Tensor, src: torch.Tensor, *, urgent: bool = False, convert: Convert = unchanged
+    ) -> CopyTicket:
+        def when_open(dst: torch.Tensor, src: torch.Tensor) -> None:
+            self.entered.release()
+            self.gate.wait(30)
+            convert(dst, src)
+
+        return super().submit(dst, src, urgent=urgent, convert=when_open)
+
+    def begun(self, copies: int) -> None:
+        """Wait until threads have begun so many more."""
+        for _ in range(copies):
+            assert self.entered.acquire(timeout=30)
+
+
+def at_rest(cache: PrefixCache) -> None:
+    """Wait for the copies under way."""
+    for _ in range(3000):
+        cache.poll()
+        if not cache.copying:
+            return
+        time.sleep(0.01)
+    raise AssertionError("copies go on for ever")
+
+
+def test_closed_in_the_middle_of_copies_the_books_hold_and_nobody_waits_for_ever() -> None:
+    copier = Gated()
+    cache = make(9, 20, copier)
+    copier.gate.set()
+    for user in (1, 2, 3):
+        compute(cache, user, 2 * GRANULE_TOKENS)
+    at_rest(cache)
+    for user in (4, 5):
+        compute(cache, user, 2 * GRANULE_TOKENS)  # in place of the two that have copies
+    away = [entry for entry in cache._holdings._entries.values() if entry.state is EntryState.DRAM]
+    assert len(away) == 2
+    copier.begun(2)
+    copier.gate.clear()
+    assert cache.load(away[0])
+    cache.pin(away[0])
+    cache.poll()
+    spilling = [entry for entry in cache._holdings._entries.values() if entry.state is EntryState.SPILLING]
+    assert len(spilling) == 2
+    copier.begun(2)  # the load, and one of the spills: the other waits
+    closing_ = threading.Thread(target=cache.close)
+    closing_.start()
+    cache.check_integrity()
+    copier.gate.set()
+    closing_.join(30)
+    assert not closing_.is_alive()
+    at_rest(cache)
+    assert away[0].state is EntryState.PINNED
+    assert holds(away[0].region or pytest.fail("no region"), away[0].tokens)
+    assert [entry.stored is not None for entry in spilling] == [True, False]
+    assert cache.counters.copy_failures == 1
+    cache.check_integrity()
+    cache.unpin(away[0])
+    assert cache.load(away[1])  # whatever is asked for now fails, in good order
+    at_rest(cache)
+    assert away[1].state is EntryState.GONE
+    cache.check_integrity()
+    assert cache.pinned_bytes == 0

@@ -1,0 +1,225 @@
+"""Copies lent to and coming from other workers: whose room they take, what may happen meanwhile, and how they end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from relaygr_stream.cache.entry import Coverage, Entry, EntryState
+from relaygr_stream.cache.prefix_cache import PrefixCache
+from relaygr_stream.cache.tiers import GRANULE_TOKENS, capacity_for
+from relaygr_stream.cache.transit import Arrival, Loan
+from relaygr_stream.models.kv import KVRegion
+from relaygr_stream.models.tokens import Tokens
+from tests.unit.cache.worlds import GRANULE_BYTES, LAYOUT, MOST, Flaky, compute, holds, make, sequence, write
+
+Pair = tuple[PrefixCache, Flaky]
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    """DRAM for six granules: two entries of the longest sequence."""
+    copier = Flaky()
+    cache = make(24, 6, copier)
+    yield cache, copier
+    cache.check_integrity()
+    cache.close()
+
+
+def lend(cache: PrefixCache, copier: Flaky, user: int) -> Loan:
+    for _ in range(3):
+        loan = cache.transit.lend(f"u{user}")
+        if isinstance(loan, Loan):
+            return loan
+        assert loan == "soon"
+        copier.settle()
+        cache.poll()
+    raise AssertionError("never lent")
+
+
+def lent_holds(loan: Loan) -> bool:
+    region = KVRegion(LAYOUT, loan.data.view(torch.float32), loan.capacity, len(loan.tokens))
+    return holds(region, loan.tokens)
+
+
+def bring(cache: PrefixCache, user: int, tokens: Tokens) -> bool:
+    """A copy comes from elsewhere; whether it was taken."""
+    arrival = cache.transit.expect(f"u{user}", tokens, capacity_for(len(tokens)))
+    if not isinstance(arrival, Arrival):
+        return False
+    fill(arrival)
+    return cache.transit.arrived(arrival)
+
+
+def fill(arrival: Arrival) -> None:
+    region = KVRegion(LAYOUT, torch.zeros(arrival.copy.capacity * LAYOUT.elements_per_token), arrival.copy.capacity)
+    write(region, arrival.tokens)
+    arrival.data.copy_(region.storage.view(torch.uint8))
+
+
+def found(cache: PrefixCache, user: int) -> Entry:
+    entry = cache._holdings.get(f"u{user}")
+    assert entry is not None
+    return entry
+
+
+def test_what_is_only_in_hbm_is_copied_out_first(pair: Pair) -> None:
+    cache, copier = pair
+    entry = compute(cache, 1, 100)
+    assert cache.transit.lend("u1") == "soon"
+    assert entry.state is EntryState.SPILLING
+    loan = lend(cache, copier, 1)
+    assert lent_holds(loan)
+    assert len(loan.tokens) == 100
+    cache.transit.give_back(loan)
+    assert entry.clean
+
+
+def test_who_has_nothing_lends_nothing(pair: Pair) -> None:
+    cache, _ = pair
+    assert cache.transit.lend("u1") == "never"
+    computing = cache.open("u1", sequence(1, 0, 10))
+    assert computing is not None
+    assert cache.transit.lend("u1") == "never"
+    cache.abort(computing)
+
+
+def test_a_lent_copy_is_not_forgotten_for_others(pair: Pair) -> None:
+    cache, copier = pair
+    for user in (1, 2):
+        compute(cache, user, MOST)
+        cache.transit.give_back(lend(cache, copier, user))
+        cache._holdings._evict(found(cache, user))
+    loan = lend(cache, copier, 1)
+    for user in (3, 4, 5):
+        bring(cache, user, sequence(user, 0, MOST))
+        assert lent_holds(loan)
+    assert found(cache, 1).stored is not None
+    cache.transit.give_back(loan)
+
+
+def test_a_user_may_come_back_with_another_sequence_meanwhile(pair: Pair) -> None:
+    cache, copier = pair
+    compute(cache, 1, MOST)
+    loan = lend(cache, copier, 1)
+    compute(cache, 1, MOST, 1)
+    compute(cache, 2, MOST)
+    cache.transit.give_back(lend(cache, copier, 2))
+    assert lent_holds(loan)
+    assert cache.dram_used == 6 * GRANULE_BYTES
+    cache.transit.give_back(loan)
+    assert cache.dram_used == 3 * GRANULE_BYTES
+
+
+@pytest.mark.parametrize("length", [80, 150], ids=["in place", "by move"])
+def test_a_lent_copy_stays_as_it_is_while_its_sequence_grows(pair: Pair, length: int) -> None:
+    cache, copier = pair
+    entry = compute(cache, 1, 70)
+    loan = lend(cache, copier, 1)
+    grown = cache.extend(entry, sequence(1, 0, length))
+    assert grown is not None
+    assert grown.region is not None
+    write(grown.region, grown.tokens)
+    cache.finish(grown)
+    again, stored = lend(cache, copier, 1), entry.stored
+    for user in range(2, 8):
+        compute(cache, user, MOST)  # so little of HBM is free that idle entries are written back
+    for _ in range(3):
+        cache.poll()
+        copier.settle()
+    assert entry.stored is stored
+    assert lent_holds(loan)
+    assert len(loan.tokens) == 70
+    assert lent_holds(again)
+    cache.transit.give_back(loan)
+    cache.transit.give_back(again)
+
+
+def test_what_came_serves_its_user(pair: Pair) -> None:
+    cache, copier = pair
+    tokens = sequence(1, 0, 100)
+    assert bring(cache, 1, tokens)
+    entry, coverage = cache.find("u1", sequence(1, 0, 90))
+    assert coverage is Coverage.COVERS
+    assert cache.find("u1", sequence(1, 1, 90))[1] is Coverage.NONE
+    assert entry is not None
+    assert cache.load(entry)
+    copier.settle()
+    assert cache.poll() == [entry]
+    assert entry.region is not None
+    assert holds(entry.region, tokens)
+
+
+def test_what_is_here_stays_unless_it_is_less_of_the_same(pair: Pair) -> None:
+    cache, _ = pair
+    assert bring(cache, 1, sequence(1, 0, 100))
+    assert not bring(cache, 1, sequence(1, 0, 100))
+    assert not bring(cache, 1, sequence(1, 0, 90))
+    assert not bring(cache, 1, sequence(1, 1, 120))
+    assert bring(cache, 1, sequence(1, 0, 120))
+    assert cache.dram_used == 2 * GRANULE_BYTES
+    entry = found(cache, 1)
+    assert cache.load(entry)  # somebody uses it
+    assert not bring(cache, 1, sequence(1, 0, 150))
+
+
+def test_what_was_computed_meanwhile_stays(pair: Pair) -> None:
+    cache, _ = pair
+    arrival = cache.transit.expect("u1", sequence(1, 0, 100), 128)
+    assert isinstance(arrival, Arrival)
+    entry = compute(cache, 1, 100)
+    assert not cache.transit.arrived(arrival)
+    assert found(cache, 1) is entry
+    assert cache.dram_used == 0
+
+
+def test_what_broke_off_leaves_nothing(pair: Pair) -> None:
+    cache, _ = pair
+    arrival = cache.transit.expect("u1", sequence(1, 0, 100), 128)
+    assert isinstance(arrival, Arrival)
+    assert cache.dram_used == cache.transit.arriving_bytes == 2 * GRANULE_BYTES
+    cache.check_integrity()
+    cache.transit.discard(arrival)
+    assert cache.dram_used == cache.entries == 0
+
+
+def two_in_dram(pair: Pair) -> PrefixCache:
+    """DRAM is full with the copies of u1, whose use fades, and of u2, who was here just now."""
+    cache, copier = pair
+    for user in (1, 2):
+        compute(cache, user, MOST)
+        cache.transit.give_back(lend(cache, copier, user))
+        cache._holdings._evict(found(cache, user))
+    return cache
+
+
+def test_only_what_is_worth_less_goes_for_it(pair: Pair) -> None:
+    cache = two_in_dram(pair)
+    assert cache.transit.expect("u3", sequence(3, 0, 2), GRANULE_TOKENS) == "full"
+    assert cache.counters.forgotten == 0
+    assert bring(cache, 4, sequence(4, 0, MOST))
+    assert cache._holdings.users() == ["u2", "u4"]
+
+
+def test_nobody_who_stays_is_forgotten_for_a_copy_that_is_worth_less(pair: Pair) -> None:
+    cache = two_in_dram(pair)
+    compute(cache, 3, 2)
+    assert cache.transit.lend("u3") == "never"
+    assert cache.counters.forgotten == 0
+
+
+def test_worth_follows_use_and_cost(pair: Pair) -> None:
+    cache, _ = pair
+    compute(cache, 1, 50)
+    for _ in range(3):
+        entry = compute(cache, 2, 50)
+        cache.pin(entry)
+        cache.unpin(entry)
+    computing = cache.open("u3", sequence(3, 0, 50))
+    assert computing is not None
+    worth = cache.transit.worth(["u1", "u2", "u3", "u4"])
+    assert sorted(worth) == ["u1", "u2"]
+    assert worth["u2"] > worth["u1"]
+    cache.abort(computing)

@@ -1,0 +1,84 @@
+"""A half-life's trial against what it stands for: a cache of keys in the order of `FadingFrequency`."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from relaygr_stream.cache import trial as trial_module
+from relaygr_stream.cache.fading import FadingFrequency
+from relaygr_stream.cache.trial import MIN_REMEMBERED, SPARE, Trial
+
+
+class Reference:
+    """The same by a sorted list of all keys."""
+
+    def __init__(self, half_life: float) -> None:
+        self.order: FadingFrequency[int] = FadingFrequency(half_life)
+        self.saved_ms = 0.0
+
+    def use(self, key: int, nbytes: int, cost_ms: float, budget: float, kept: float) -> None:
+        self.saved_ms *= kept
+        if key in self.order:
+            self.saved_ms += cost_ms
+        self.order.add(key, nbytes, cost_ms)
+        while self.order.nbytes > budget and len(self.order) > 1:
+            self.order.remove(next(self.order.cheapest()))
+
+    def leave_out(self, divisor: int) -> None:
+        for key in [key for key in self.order.cheapest() if key % divisor]:
+            self.order.remove(key)
+
+
+def compare(seed: int, steps: int = 600) -> None:
+    """The same uses in both, which must hold the same keys in the same order and have saved the same."""
+    rng = random.Random(seed)
+    half_life, keys = rng.choice([0.25, 1.0, 16.0]), rng.choice([5, 60, 2000])
+    trial, reference = Trial(half_life), Reference(half_life)
+    budget = rng.choice([0.0, 3000.0, 60_000.0])
+    for _ in range(steps):
+        # Few sizes and costs, so that ranks tie.
+        use = (rng.randrange(keys), rng.choice([100, 200, 1000]), rng.choice([1.0, 2.0, 7.5]), budget, 0.999)
+        trial.use(*use)
+        reference.use(*use)
+        if rng.random() < 0.01:
+            budget *= rng.choice([0.5, 2.0])
+        if rng.random() < 0.005:
+            trial.leave_out(lambda key: key % 2 != 0)
+            reference.leave_out(2)
+        assert trial.saved_ms == reference.saved_ms, "saved"
+        assert list(trial) == list(reference.order.cheapest()), "held"
+
+
+def compare_seeds(count: int) -> None:
+    for seed in range(count):
+        compare(seed)
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 2**32))
+def test_a_trial_holds_and_saves_what_the_policy_would(seed: int) -> None:
+    compare(seed)
+
+
+@pytest.mark.parametrize(
+    ("name", "broken"),
+    [("one_more", lambda uses, clock: clock), ("remember", lambda remembered, identity, uses, held: None)],
+    ids=["only the last use counts", "nothing is remembered"],
+)
+def test_the_comparison_notices(name: str, broken: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial_module, name, broken)
+    with pytest.raises(AssertionError, match=r"saved|held"):
+        compare_seeds(50)
+
+
+def test_what_a_trial_keeps_is_bounded() -> None:
+    trial = Trial(4.0)
+    for number in range(20 * MIN_REMEMBERED):
+        trial.use(number % 3 if number % 2 else number, 100, 1.0, 1000.0, 0.999)
+    assert len(list(trial)) == 10
+    assert len(trial._heap) <= 2 * 10 + SPARE
+    assert len(trial._remembered) <= MIN_REMEMBERED

@@ -1,0 +1,143 @@
+"""Workers' caches on their own device threads, with a hand-over each, for tests of sessions between them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from relaygr_stream.cache.storage import StorageKind, make_storage
+from relaygr_stream.handover.channel import Channel
+from relaygr_stream.handover.desk import Desk
+from relaygr_stream.handover.metrics import HandoverMetrics
+from relaygr_stream.handover.service import Handover
+from relaygr_stream.handover.wire import Identity
+from relaygr_stream.messages import CostModel, WorkerStatus
+from relaygr_stream.settings import Handover as HandoverSettings
+from relaygr_stream.worker.core import RelayCore
+from relaygr_stream.worker.device import DeviceThread
+from relaygr_stream.worker.tasks import Answer
+from tests.unit.worker.worlds import MAX_TOKENS, World
+from tests.waiting import until
+
+LANES = 8
+SECRET = "sixteen or more characters"
+ALL = frozenset(range(LANES))
+
+
+class Peer:
+    """A worker's cache, device thread and hand-over; `known` are the statuses it has heard."""
+
+    def __init__(
+        self, name: str, secret: str = SECRET, storage: StorageKind = "exact", rate: float = 1e3, dram: int = 30
+    ) -> None:
+        self.name = name
+        self.answers: list[Answer] = []
+        self.world = World(hbm=30, dram=dram, storage=storage)
+        self.thread = DeviceThread(asyncio.get_running_loop(), self.answers.extend)
+        self.world.core._deliver = self.thread.deliver
+        self.known: dict[str, WorkerStatus] = {}
+        self.registry = CollectorRegistry()
+        layout = self.world.truth.layout
+        self.identity = Identity(
+            model_version=self.world.truth.version,
+            layers=layout.layers,
+            heads=layout.heads,
+            dqk=layout.dqk,
+            dv=layout.dv,
+            dtype="float32",
+            storage=storage,
+            device="cpu",
+            lanes=LANES,
+        )
+        self.handover = Handover(
+            HandoverSettings(secret=secret, mib_per_s=rate),
+            name,
+            self.identity,
+            Desk(self.thread, LANES),
+            lambda: self.known,
+            HandoverMetrics(self.registry),
+            MAX_TOKENS,
+            make_storage(storage, layout).nbytes,
+        )
+
+    async def on_core(self, call: Callable[[RelayCore], Any]) -> Any:
+        got: list[Any] = []
+        await self.thread.ask(lambda core, _: got.append(call(core)))
+        return got[0]
+
+    async def rank(self, user: int, length: int) -> Answer:
+        request = f"r{len(self.answers)}"
+        self.thread.submit(lambda core, now: _rank(self.world, now, request, user, length))
+        await until(lambda: any(answer.task.request_id == request for answer in self.answers))
+        return self.answers[-1]
+
+    async def users(self) -> set[str]:
+        return set(await self.on_core(lambda core: core.cache.transit.users()))
+
+    async def at_rest(self) -> None:
+        """Books balance, and nothing is lent, or on its way here."""
+
+        def look(core: RelayCore) -> bool:
+            core.check_integrity()
+            entries = core.cache._holdings._entries.values()
+            return not (core.cache.transit.arriving_bytes or any(entry.lent for entry in entries))
+
+        for _ in range(500):
+            if await self.on_core(look):
+                return
+            await asyncio.sleep(0.01)
+        raise AssertionError("something is still lent or expected")
+
+    def total(self, name: str, **labels: str) -> float:
+        return self.registry.get_sample_value(f"relaygr_handover_{name}_total", labels) or 0.0
+
+
+def _rank(world: World, now: float, request: str, user: int, length: int) -> None:
+    world.now = now
+    world.rank(request, user, length, timeout=30.0)
+
+
+def status(peer: Peer, state: Any = "serving", address: str | None = None) -> WorkerStatus:
+    return WorkerStatus(
+        name=peer.name,
+        incarnation=1,
+        host="h",
+        pid=1,
+        sent_ms=1,
+        state=state,
+        lanes=(),
+        costs=CostModel(c0=1, c1=0, c2=0, c3=0),
+        bytes_per_token=1,
+        alloc_bytes=1,
+        queue_ms=0,
+        model_version="m",
+        handover=peer.handover.address if address is None else address,
+    )
+
+
+@asynccontextmanager
+async def peers(**second: Any) -> AsyncIterator[tuple[Peer, Peer]]:
+    """An old owner who served some users, and a new one who knows of it. Both end with balanced books."""
+    old, new = Peer("old", storage=second.get("storage", "exact")), Peer("new", **second)
+    for peer in (old, new):
+        await peer.thread.start(lambda peer=peer: peer.world.core)  # type: ignore[misc]
+        await peer.handover.start()
+    new.known = {"old": status(old), "new": status(new)}
+    try:
+        for user in range(6):
+            await old.rank(user, 60 + 20 * user)
+        yield old, new
+    finally:
+        for peer in (old, new):
+            await peer.handover.stop()
+            await peer.at_rest()
+            assert await peer.thread.stop(10)
+            peer.thread.failed.done() and peer.thread.failed.result()
+
+
+async def connect(peer: Peer) -> Channel:
+    return Channel(*await asyncio.open_connection("127.0.0.1", int(peer.handover.address.rpartition(":")[2])))

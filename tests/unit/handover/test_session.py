@@ -1,0 +1,157 @@
+"""Two workers' caches on their own device threads, over a real connection: what is handed over, and what never is."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+
+from relaygr_stream.cache.storage import StorageKind
+from relaygr_stream.handover.channel import PeerError
+from relaygr_stream.handover.giver import Handed
+from relaygr_stream.handover.service import advertised_host
+from relaygr_stream.settings import Handover as HandoverSettings
+from relaygr_stream.topics import lane_of
+from tests.unit.handover.peers import ALL, LANES, connect, peers, status
+from tests.unit.worker.worlds import World
+from tests.waiting import until
+
+
+@pytest.mark.parametrize("storage", ["exact", "int8"])
+async def test_users_of_moved_lanes_are_served_without_computing(storage: StorageKind) -> None:
+    async with peers(storage=storage) as (old, new):
+        moved = frozenset(lane_of(f"u{user}", LANES) for user in (1, 2, 3))
+        theirs = [user for user in range(6) if lane_of(f"u{user}", LANES) in moved]
+        new.handover.lanes_changed(moved, ())
+        await until(lambda: new.total("entries", way="taken") == len(theirs))
+        await new.at_rest()
+        assert await new.users() == {f"u{user}" for user in theirs}
+        assert await old.users() == {f"u{user}" for user in range(6)}
+        for user in theirs:
+            answer = await new.rank(user, 60 + 20 * user)
+            assert answer.task.outcome == "dram"
+            assert answer.task.computed_tokens == 0
+        new.world.answers = new.answers
+        new.world.check_scores(1e-5 if storage == "exact" else 0.05)
+        assert old.total("bytes", way="given") == new.total("bytes", way="taken") > 0
+
+
+async def test_scores_are_the_old_owners_bit_for_bit() -> None:
+    async with peers() as (old, new):
+        before = await old.rank(3, 120)
+        new.handover.lanes_changed(ALL, ())
+        await until(lambda: new.total("entries", way="taken") == 6)
+        await new.at_rest()
+        after = await new.rank(3, 120)
+        assert before.scores is not None
+        assert after.scores is not None
+        assert after.task.outcome == "dram"
+        assert before.scores.tobytes() == after.scores.tobytes()
+
+
+async def test_another_sequence_of_the_user_is_computed() -> None:
+    async with peers() as (_, new):
+        new.handover.lanes_changed(ALL, ())
+        await until(lambda: new.total("entries", way="taken") == 6)
+        new.thread.submit(lambda core, now: _another(new.world, now))
+        await until(lambda: len(new.answers) == 1)
+        assert new.answers[0].task.outcome == "full"
+        new.world.answers = new.answers
+        new.world.check_scores()
+
+
+def _another(world: World, now: float) -> None:
+    world.now = now
+    world.rank("other", 3, 120, version=1, timeout=30.0)
+
+
+async def test_another_secret_gets_nothing_and_says_so() -> None:
+    async with peers(secret="another sixteen characters") as (old, new):
+        new.handover.lanes_changed(ALL, ())
+        await until(lambda: old.total("failed", way="given") > 0 and new.total("failed", way="taken") > 0)
+        assert await new.users() == set()
+        assert old.total("bytes", way="given") == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [({"model_version": "other"}, "model version"), ({"dtype": "bfloat16"}, "dtype"), ({"lanes": 16}, "lanes")],
+)
+async def test_what_would_not_serve_is_refused_in_words(changes: dict[str, Any], words: str) -> None:
+    async with peers() as (old, new):
+        taker = new.handover._taker
+        taker._identity = msgspec.structs.replace(taker._identity, **changes)
+        channel = await connect(old)
+        with pytest.raises(PeerError, match=f"refused: {words} is"):
+            await taker.take(channel, ALL, ALL, Handed())
+        await channel.close()
+        assert old.total("failed", way="given") == 1
+
+
+async def test_a_receiver_with_little_room_keeps_within_it_and_takes_the_best() -> None:
+    async with peers(dram=3) as (old, new):
+        for _ in range(3):
+            await old.rank(2, 100)
+        new.handover.lanes_changed(ALL, ())
+        await until(lambda: new.total("declined", reason="full") > 0)
+        await until(lambda: not new.handover._wanted or old.total("seconds", way="given") > 0)
+        await new.at_rest()
+        users = await new.users()
+        assert 1 <= len(users) < 6
+
+
+async def test_a_session_broken_off_leaves_the_books_balanced_and_is_tried_again() -> None:
+    async with peers() as (old, new):
+        old.handover._giver._bandwidth._rate = 50_000.0  # so that there is a middle: 60 tokens have 16 KiB
+        new.handover.lanes_changed(ALL, ())
+        await until(lambda: new.total("bytes", way="taken") > 0)
+        for task in list(old.handover._sessions):
+            task.cancel()
+        await until(lambda: new.total("failed", way="taken") == 1)
+        old.handover._giver._bandwidth._rate = 1e9
+        old.handover._giver._bandwidth._level = 0.0
+        await until(lambda: len(old.handover._sessions) == 0)
+        await until(lambda: new.total("entries", way="taken") >= 6)
+
+
+async def test_lanes_lost_again_are_not_fetched_further() -> None:
+    async with peers() as (_, new):
+        new.handover.lanes_changed(ALL, ())
+        new.handover.lanes_changed((), ALL)
+        await asyncio.sleep(0.2)
+        assert await new.users() == set()
+
+
+async def test_who_leaves_waits_until_all_was_fetched() -> None:
+    async with peers() as (old, new):
+        old.known = {"new": status(new), "old": status(old, "draining")}
+        leaving = asyncio.create_task(old.handover.farewell(ALL, 20.0))
+        await asyncio.sleep(0.1)
+        assert not leaving.done()
+        new.handover.lanes_changed(ALL, ())
+        await asyncio.wait_for(leaving, 10)
+        assert new.total("entries", way="taken") == 6
+
+
+@pytest.mark.parametrize("state", ["draining", "stopped", "nobody"])
+async def test_who_leaves_last_waits_for_nobody(state: str) -> None:
+    async with peers() as (old, new):
+        old.known = {} if state == "nobody" else {"new": status(new, state)}
+        await asyncio.wait_for(old.handover.farewell(ALL, 60.0), 1)
+
+
+async def test_an_address_that_is_none_does_no_harm() -> None:
+    async with peers() as (old, new):
+        for name, address in (("a", "nonsense"), ("b", "127.0.0.1:1"), ("c", "host:99999")):
+            new.known[name] = msgspec.structs.replace(status(old, address=address), name=name)
+        new.handover.lanes_changed(ALL, ())
+        await until(lambda: new.total("entries", way="taken") == 6)
+
+
+def test_the_address_that_others_get() -> None:
+    assert advertised_host(HandoverSettings()) == "127.0.0.1"
+    assert advertised_host(HandoverSettings(host="10.0.0.7")) == "10.0.0.7"
+    assert advertised_host(HandoverSettings(host="0.0.0.0", advertise="pod-1")) == "pod-1"
+    assert advertised_host(HandoverSettings(host="0.0.0.0")) not in ("", "0.0.0.0")

@@ -1,0 +1,254 @@
+"""Models that break one property each, for tests of the checker; `Plain` breaks none."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from relaygr_stream.models.kv import KVRegion
+from relaygr_stream.models.protocol import ScoreInput
+from relaygr_stream.models.tokens import Tokens
+from relaygr_stream.models.transformer import Transformer, TransformerConfig
+
+CPU = torch.device("cpu")
+CONFIG = TransformerConfig(
+    layers=2, dim=16, heads=2, dqk=8, dv=8, vocab=50, max_positions=200, tasks=("click", "like")
+)  # fmt: skip
+
+Batch = Sequence[ScoreInput]
+
+
+class Plain(Transformer):
+    def __init__(self, dtype: torch.dtype, seed: int = 3) -> None:
+        super().__init__(CONFIG, seed, CPU, dtype)
+
+
+class NoAdvance(Plain):
+    def extend(self, kv: KVRegion, tokens: Tokens) -> None:
+        super().extend(kv, tokens)
+        kv.length -= len(tokens)
+
+
+class HalfScores(Plain):
+    def score(self, batch: Batch) -> list[torch.Tensor]:
+        return [scores.half() for scores in super().score(batch)]
+
+
+class Transposed(Plain):
+    def score(self, batch: Batch) -> list[torch.Tensor]:
+        return [scores.T for scores in super().score(batch)]
+
+
+class Dropout(Plain):
+    def score(self, batch: Batch) -> list[torch.Tensor]:
+        return [scores + 0.01 * torch.rand(()) for scores in super().score(batch)]
+
+
+class OneVersion(Plain):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(dtype)
+        self.version = "v1"
+
+
+class Unseeded(Plain):
+    made = 0
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        type(self).made += 1
+        super().__init__(dtype, seed=self.made)
+        self.version = f"v1-{dtype}"
+
+
+class ReadsSlack(Plain):
+    def score(self, batch: Batch) -> list[torch.Tensor]:
+        hidden = [one.kv.storage.sum() * 0 for one in batch]
+        return [scores + zero for scores, zero in zip(super().score(batch), hidden, strict=True)]
+
+
+class WritesSuffix(Plain):
+    def score(self, batch: Batch) -> list[torch.Tensor]:
+        for one in batch:
+            one.kv.layer(1)[0][:, one.kv.length : one.kv.length + len(one.suffix)] = 1.0
+        return super().score(batch)
+
+
+class Touches(Plain):
+    """Moves earlier keys by one rounding: too little for any score, and still a write where others read."""
+
+    def extend(self, kv: KVRegion, tokens: Tokens) -> None:
+        start = kv.length
+        super().extend(kv, tokens)
+        keys = kv.layer(0)[0][:, :start]
+        keys.copy_(torch.nextafter(keys, torch.full_like(keys, math.inf)))
+
+
+class FromTheEnd(Plain):
+    """Positions counted back from the newest behaviour."""
+
+    def extend(self, kv: KVRegion, tokens: Tokens) -> None:
+        start, ends = kv.length, kv.length + len(tokens)
+        behaviours = self.embedding.behaviours
+        self.embedding.behaviours = lambda wanted, first: behaviours(wanted, 200 - ends + first - start)  # type: ignore[method-assign,assignment]
+        super().extend(kv, tokens)
+        self.embedding.behaviours = behaviours  # type: ignore[method-assign]
+
+
+class Acausal(Plain):
+    """Contextual tokens that see what follows: the first token's K takes in the mean of the call's items."""
+
+    def extend(self, kv: KVRegion, tokens: Tokens) -> None:
+        start = kv.length
+        super().extend(kv, tokens)
+        if start == 0 and len(tokens):
+            kv.layer(1)[0][:, 0] += 0.1 * float(tokens.array[0].mean())
+
+
+class ForgetsChunks(Plain):
+    """A chunk sees only itself."""
+
+    def extend(self, kv: KVRegion, tokens: Tokens) -> None:
+        own = KVRegion(kv.layout, torch.zeros_like(kv.storage), kv.capacity)
+        super().extend(own, tokens)
+        start, kv.length = kv.length, kv.length + len(tokens)
+        for layer in range(kv.layout.layers):
+            for target, source in zip(kv.layer(layer), own.layer(layer), strict=True):
+                target[:, start : kv.length] = source[:, : len(tokens)]
+
+
+class RefusesChunks(Plain):
+    def extend(self, kv: KVRegion, tokens: Tokens) -> None:
+        if kv.length and len(tokens):
+            raise RuntimeError("only from the start")
+        super().extend(kv, tokens)
+
+
+class RemembersLength(Plain):
+    """What it scored once, it takes to have that length for ever."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(dtype)
+        self.seen: dict[int, tuple[KVRegion, int]] = {}
+
+    def score(self, batch: Batch) -> list[torch.Tensor]:
+        stale = []
+        for one in batch:
+            _, length = self.seen.setdefault(id(one.kv), (one.kv, one.kv.length))
+            kv = KVRegion(one.kv.layout, one.kv.storage, one.kv.capacity, length)
+            stale.append(ScoreInput(kv, one.suffix, one.candidates))
+        return super().score(stale)
+
+
+class StateOutside(Plain):
+    """A feature of the history that is kept beside the region."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(dtype)
+        self.sums: dict[int, tuple[KVRegion, int]] = {}
+
+    def extend(self, kv: KVRegion, tokens: Tokens) -> None:
+        before = self.sums.get(id(kv), (kv, 0))[1] if kv.length else 0
+        super().extend(kv, tokens)
+        self.sums[id(kv)] = (kv, before + int(tokens.array[0].sum()))
+
+    def score(self, batch: Batch) -> list[torch.Tensor]:
+        sums = [self.sums.get(id(one.kv), (one.kv, 0))[1] + int(one.suffix.array[0].sum()) for one in batch]
+        return [scores + 0.1 * total for scores, total in zip(super().score(batch), sums, strict=True)]
+
+
+class SuffixAnew(Plain):
+    """Positions of a suffix start at 0."""
+
+    def score(self, batch: Batch) -> list[torch.Tensor]:
+        rankings = self.embedding.rankings
+        self.embedding.rankings = lambda wanted: rankings(  # type: ignore[method-assign,assignment]
+            [(suffix, 0 if len(suffix) else first, candidates) for suffix, first, candidates in wanted]
+        )
+        scores = super().score(batch)
+        self.embedding.rankings = rankings  # type: ignore[method-assign]
+        return scores
+
+
+class CoarseSuffix(Plain):
+    """Exact in float32; in half precision, further off where there is a suffix."""
+
+    def score(self, batch: Batch) -> list[torch.Tensor]:
+        half = self.layout.dtype != torch.float32
+        rough = [
+            0.05 * float(torch.sin(one.candidates[0] * torch.ones(()))) * bool(half and len(one.suffix))
+            for one in batch
+        ]
+        return [scores + off for scores, off in zip(super().score(batch), rough, strict=True)]
+
+
+class SeeEachOther(Plain):
+    def score(self, batch: Batch) -> list[torch.Tensor]:
+        return [scores + 1e-3 * scores.mean(0) for scores in super().score(batch)]
+
+
+class ByOrder(Plain):
+    def score(self, batch: Batch) -> list[torch.Tensor]:
+        return [scores + 1e-3 * torch.arange(len(scores))[:, None] for scores in super().score(batch)]
+
+
+class ByBatchSize(Plain):
+    def score(self, batch: Batch) -> list[torch.Tensor]:
+        return [scores * (1 + 1e-3 * (len(batch) - 1)) for scores in super().score(batch)]
+
+
+class MaskedNeighbours(Plain):
+    """Multiplies what it must not see by 0, which hides numbers and neither NaN nor infinity."""
+
+    def score(self, batch: Batch) -> list[torch.Tensor]:
+        others = sum(one.kv.layer(0)[0][:, : one.kv.length].sum() for one in batch)
+        return [scores + 0 * others for scores in super().score(batch)]
+
+
+class NeedsHistory(Plain):
+    def score(self, batch: Batch) -> list[torch.Tensor]:
+        return [
+            scores if one.kv.length + len(one.suffix) else scores * math.nan
+            for scores, one in zip(super().score(batch), batch, strict=True)
+        ]
+
+
+class ShortTable(Plain):
+    def extend(self, kv: KVRegion, tokens: Tokens) -> None:
+        if kv.length + len(tokens) > 120:
+            raise IndexError("position 120 is out of range")
+        super().extend(kv, tokens)
+
+
+class Noise(Plain):
+    """In half precision, the same wrong scores whichever way."""
+
+    def score(self, batch: Batch) -> list[torch.Tensor]:
+        scores = super().score(batch)
+        return scores if self.layout.dtype == torch.float32 else [-one for one in scores]
+
+
+class EarlyLength(Plain):
+    """kv.length moves with the first step, the rest comes later."""
+
+    def extend_in_steps(self, kv: KVRegion, tokens: Tokens) -> Iterator[None]:
+        self.extend(kv, tokens)
+        yield
+
+
+class SharedWorkspace(Plain):
+    """A step leaves what the next one needs where score puts its own."""
+
+    scored = 0
+
+    def score(self, batch: Batch) -> list[torch.Tensor]:
+        self.scored += 1
+        return super().score(batch)
+
+    def extend_in_steps(self, kv: KVRegion, tokens: Tokens) -> Iterator[None]:
+        before = self.scored
+        yield
+        self.extend(kv, tokens)
+        if self.scored != before:
+            keys, _ = kv.layer(0)
+            keys[:, kv.length - len(tokens) : kv.length] += 1.0

@@ -1,0 +1,232 @@
+"""The functions in C against the same formulas in float32 by torch, and what happens on machines without them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from relaygr_stream.models.hstu import HSTUStack, RankingRows, StackConfig
+from relaygr_stream.models.kv import KVRegion
+from relaygr_stream.models.native import build
+from relaygr_stream.models.native.layers import CHUNK_ROWS, MAX_THREADS
+from relaygr_stream.models.protocol import ScoreInput
+from tests.unit.models.small_models import deviation, extended, full_scores, random_items, random_tokens, small_model
+
+CPU = torch.device("cpu")
+#: Of two layers, relative to the largest value; bfloat16 has 8 bits, and a dozen roundings follow each other.
+ROUNDING = 0.03
+
+needs_amx = pytest.mark.skipif(build.library() is None, reason="needs a CPU with AMX and a C compiler")
+
+
+@pytest.fixture
+def afresh() -> Iterator[None]:
+    """Whatever the process has compiled is forgotten, before and after."""
+    build.library.cache_clear()
+    yield
+    build.library.cache_clear()
+
+
+def stack_of(config: StackConfig, seed: int, dtype: torch.dtype) -> HSTUStack:
+    """Random weights that bfloat16 can say, so that the same stack in float32 is the truth."""
+    stack, random = HSTUStack(config), torch.Generator().manual_seed(seed)
+    for weight in stack.parameters():
+        weight.copy_((torch.randn(weight.shape, generator=random) * weight.shape[0] ** -0.5).bfloat16())
+    stack.place(CPU, dtype)
+    assert (stack._native is not None) == (dtype == torch.bfloat16)
+    return stack
+
+
+def region_of(config: StackConfig, dtype: torch.dtype, capacity: int) -> KVRegion:
+    layout = config.layout(dtype)
+    return KVRegion(layout, torch.full((capacity * layout.elements_per_token,), math.nan, dtype=dtype), capacity)
+
+
+def outputs(stack: HSTUStack, config: StackConfig, x: torch.Tensor, cuts: tuple[int, int, int]) -> list[torch.Tensor]:
+    """K and V, the last behaviours' outputs, and a ranking's, of rows x: prefix | more | suffix | candidates."""
+    first, second, third = cuts
+    region = region_of(config, x.dtype, second + 3)
+    if first:
+        stack.append(region, x[:first])
+    made = [stack.extend(region, x[first:second])] if second > first else []
+    made.append(stack.score([RankingRows(region, third - second, len(x) - third)], x[second:]))
+    return [*made, *(part[:, :second] for index in range(config.layers) for part in region.layer(index))]
+
+
+configs = st.builds(
+    StackConfig,
+    layers=st.just(2),
+    dim=st.sampled_from((32, 96)),
+    heads=st.sampled_from((1, 3)),
+    dqk=st.sampled_from((32, 64, 96)),
+    dv=st.sampled_from((32, 64, 128)),
+    scale_tokens=st.just(64),
+    contextual_seq_len=st.sampled_from((0, 0, 5, 300)),
+    max_attn_len=st.sampled_from((0, 0, 20, 300)),
+    group_norm=st.booleans(),
+)
+
+
+@needs_amx
+@settings(max_examples=25)
+@given(configs, st.integers(0, 600), st.integers(0, 300), st.integers(0, 40), st.integers(1, 300), st.integers(0, 999))
+def test_any_stack_is_the_formula(
+    config: StackConfig, prefix: int, more: int, suffix: int, candidates: int, seed: int
+) -> None:
+    if config.contextual_seq_len:
+        prefix, more, suffix = 0, prefix + more, 0
+    x = torch.randn(prefix + more + suffix + candidates, config.dim, generator=torch.Generator().manual_seed(seed))
+    x, cuts = x.bfloat16(), (prefix, prefix + more, prefix + more + suffix)
+    found = outputs(stack_of(config, seed, torch.bfloat16), config, x, cuts)
+    expected = outputs(stack_of(config, seed, torch.float32), config, x.float(), cuts)
+    for mine, true in zip(found, expected, strict=True):
+        assert deviation(mine, true) <= ROUNDING
+
+
+@needs_amx
+def test_nothing_stays_of_columns_that_were_not_numbers() -> None:
+    config = StackConfig(2, 64, 2, 64, 64, 64)
+    stack, x = stack_of(config, 1, torch.bfloat16), torch.randn(40, 64).bfloat16()
+    good, broken = (region_of(config, x.dtype, 40) for _ in range(2))
+    stack.append(good, x[:33])
+    expected = stack.score([RankingRows(good, 0, 7)], x[33:])
+    broken.length = 40  # all of it NaN
+    assert stack.score([RankingRows(broken, 0, 7)], x[33:]).isnan().all()
+    assert torch.equal(stack.score([RankingRows(good, 0, 7)], x[33:]), expected)
+
+
+@needs_amx
+def test_chunks_and_neighbours_change_no_bit() -> None:
+    config = StackConfig(2, 64, 2, 64, 64, 64)
+    stack, x = stack_of(config, 1, torch.bfloat16), torch.randn(900, 64).bfloat16()
+    whole, parts = (region_of(config, x.dtype, 700) for _ in range(2))
+    stack.append(whole, x[:640])
+    for start, stop in ((0, 1), (1, 65), (65, 400), (400, 640)):
+        stack.append(parts, x[start:stop])
+    for index in range(config.layers):
+        for mine, other in zip(whole.layer(index), parts.layer(index), strict=True):
+            assert torch.equal(mine[:, :640], other[:, :640])
+    batch = [RankingRows(whole, 3, 30), RankingRows(parts, 0, 227)]
+    together = stack.score(batch, x[640:])
+    assert torch.equal(together[:33], stack.score(batch[:1], x[640:673]))
+    assert torch.equal(together[33:], stack.score(batch[1:], x[673:]))
+
+
+@needs_amx
+@pytest.mark.parametrize("size", [1e-3, 1.0, 9.0, 30.0, 3e4])
+def test_silu_over_all_magnitudes(size: float) -> None:
+    # A layer of zeros but for q, the first unit vector, and the output: o passes through it.
+    config = StackConfig(1, 32, 1, 32, 32, 1)
+    stack = HSTUStack(config)
+    layer = stack.stu_layers()[0]
+    for weight in layer.parameters():
+        weight.zero_()
+    layer.uvqk_bias[64] = math.sqrt(32)
+    layer.output_weight[32:64] = torch.eye(32)
+    stack.place(CPU, torch.bfloat16)
+    scores, batch = torch.linspace(-size, size, 333).bfloat16(), []
+    for score in scores:
+        region = region_of(config, torch.bfloat16, 1)
+        region.storage.zero_()
+        keys, values = region.layer(0)
+        keys[0, 0, 0], values[0, 0], region.length = score, 1.0, 1
+        batch.append(RankingRows(region, 0, 1))
+    found = stack.score(batch, torch.zeros(333, 32, dtype=torch.bfloat16))[:, 0].float()
+    # sqrt(32) in bfloat16 is a little less than itself.
+    true = torch.nn.functional.silu(scores.float() * float(layer.uvqk_bias[64]) / math.sqrt(32))
+    assert torch.allclose(found, true, rtol=2**-7, atol=5e-4 if size > 10 else 1e-30)
+
+
+@needs_amx
+def test_products_of_torch_are_right_before_and_after() -> None:
+    # oneDNN keeps its tile configuration loaded between products, and does not look whether it still is.
+    config = StackConfig(1, 32, 1, 32, 32, 1)
+    stack, a = stack_of(config, 0, torch.bfloat16), torch.randint(-3, 4, (64, 32)).bfloat16()
+    for _ in range(3):
+        assert torch.equal((a @ a.t()).float(), a.float() @ a.float().t())
+        stack.append(region_of(config, a.dtype, 64), a)
+
+
+@needs_amx
+def test_the_model_in_bfloat16_relays_and_batches() -> None:
+    exact = small_model(dim=32, dqk=32, dv=32)
+    half, random = small_model(dim=32, dqk=32, dv=32).place(CPU, torch.bfloat16), np.random.default_rng(1)
+    batch, relayed_errors, full_errors = [], [], []
+    for length, prefix in ((300, 290), (90, 64), (40, 40), (513, 500)):
+        tokens, candidates = random_tokens(random, length), random_items(random, 33)
+        region = extended(half, tokens.slice(0, prefix), slack=3, chunks=(7, 31))
+        batch.append(ScoreInput(region, tokens.slice(prefix, length), candidates))
+        truth = full_scores(exact, tokens, candidates)
+        relayed_errors.append((half.score(batch[-1:])[0] - truth).flatten())
+        full_errors.append((full_scores(half, tokens, candidates) - truth).flatten())
+    relayed, full = (float(torch.cat(errors).square().mean().sqrt()) for errors in (relayed_errors, full_errors))
+    assert 0 < full < 0.1
+    assert relayed <= 1.15 * full  # 264 errors: their root mean square is known to about 7 %
+    for one, found in zip(batch, half.score(batch), strict=True):
+        assert deviation(found, half.score([one])[0]) <= ROUNDING
+
+
+@pytest.mark.usefixtures("afresh")
+def test_without_a_compiler_torch_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "_instructions", lambda _: set(build.INSTRUCTIONS))
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert build.library() is None
+    half = small_model(dim=32, dqk=32, dv=32).place(CPU, torch.bfloat16)
+    assert half.stack._native is None
+    random = np.random.default_rng(0)
+    assert bool(full_scores(half, random_tokens(random, 40), random_items(random, 5)).isfinite().all())
+
+
+@needs_amx
+def test_with_many_threads_torch_does_it() -> None:
+    half, threads = small_model(dim=32, dqk=32, dv=32).place(CPU, torch.bfloat16), torch.get_num_threads()
+    assert half.stack._native_now() is not None
+    try:
+        torch.set_num_threads(MAX_THREADS + 1)
+        assert half.stack._native_now() is None
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("afresh")
+def test_a_compiler_that_refuses_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "layers.c").write_text("this is no C", encoding="utf-8")
+    monkeypatch.setattr(build, "_instructions", lambda _: set(build.INSTRUCTIONS))
+    monkeypatch.setattr(build, "FOLDER", tmp_path)
+    assert build.library() is None
+
+
+def test_instructions_are_those_of_the_flags_line(tmp_path: Path) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    assert build._instructions(cpuinfo) == set()
+    cpuinfo.write_text("model name : amx_tile\nflags\t\t: fpu amx_bf16\nflags : other\n", encoding="utf-8")
+    assert build._instructions(cpuinfo) == {"fpu", "amx_bf16"}
+    cpuinfo.write_text("no flags here\n", encoding="utf-8")
+    assert build._instructions(cpuinfo) == set()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim", "dqk", "dv"),
+    [
+        (torch.float32, 32, 32, 32),
+        (torch.float16, 32, 32, 32),
+        (torch.bfloat16, 48, 32, 32),
+        (torch.bfloat16, 32, 40, 32),
+        (torch.bfloat16, 32, 32, 160),
+    ],
+)
+def test_what_does_not_fit(dtype: torch.dtype, dim: int, dqk: int, dv: int) -> None:
+    stack = HSTUStack(StackConfig(1, dim, 1, dqk, dv, 1))
+    stack.place(CPU, dtype)
+    assert stack._native is None
+
+
+def test_chunk_rows_are_those_of_the_c() -> None:
+    assert f"enum {{ CHUNK = {CHUNK_ROWS} }}" in (build.FOLDER / "layers.c").read_text(encoding="utf-8")

@@ -1,0 +1,319 @@
+"""Forwarding: only to a worker that is in time and has room, never back, never more than twice, one answer each."""
+
+from __future__ import annotations
+
+import math
+from itertools import groupby
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from relaygr_stream.messages import Behaviours, CostModel, LaneStatus, RankingRequest, WorkerStatus, decode, encode
+from relaygr_stream.owners import OwnerDirectory
+from relaygr_stream.worker.busy import AVERAGE_S, BusyShare
+from relaygr_stream.worker.forwarding import FILL, FORGET_S, IN_TIME, LOOKED_AT, TRAVEL_MS, Forwarding, next_hop
+from tests.unit.worker.simulated_fleet import Books, Fleet, Request, users_of
+
+LANES = 6
+
+
+class View:
+    """What worker `a` sees of its peers, on a clock that the test moves."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.peers = OwnerDirectory(1500.0, clock=lambda: self.now)
+        self.forwarding = Forwarding("a", self.peers, LANES, lambda: self.now, seed=1)
+        self.state("a", (0, 1))
+
+    def state(self, name: str, lanes: tuple[int, ...], **changes: Any) -> None:
+        """A status: 10 ms a ranking, nothing to do."""
+        plain = WorkerStatus(
+            name=name, incarnation=1, host="h", pid=1, sent_ms=0, state="serving",
+            lanes=tuple(LaneStatus(lane=lane, budget_bytes=1, pinned_bytes=0, pre_infer_offset=0, device_ms_per_s=1.0)
+                        for lane in lanes),
+            costs=CostModel(c0=10, c1=0, c2=0, c3=0),
+            bytes_per_token=1, alloc_bytes=1, queue_ms=0, model_version="m", busy_share=0.0,
+        )  # fmt: skip
+        self.peers.take(msgspec.structs.replace(plain, **changes))
+
+    def ask(self, left_ms: float = 100.0, hops: int = 0, home: int = 0, prefix: int = 50) -> int | str:
+        return self.forwarding.elsewhere(users_of(home, LANES, 1)[0], prefix, 5, hops, left_ms)
+
+
+def test_it_goes_to_a_lane_of_a_worker_that_is_in_time() -> None:
+    view = View()
+    assert view.ask() == "alone"
+    view.state("b", (2, 3))
+    assert view.ask() in (2, 3)
+    least = (TRAVEL_MS + 10) / IN_TIME[0]
+    view = View()
+    view.state("b", (2, 3))
+    assert view.ask(left_ms=least - 0.1) == "late"
+    assert view.ask(left_ms=least + 0.1) in (2, 3)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"queue_ms": 60.0},
+        {"costs": CostModel(c0=0, c1=2, c2=0, c3=0)},
+        {"costs": CostModel(c0=math.nan, c1=0, c2=0, c3=0)},
+        {"costs": CostModel(c0=-5, c1=0, c2=0, c3=0)},
+        {"busy_share": FILL},
+        {"busy_share": math.nan},
+    ],
+)
+def test_a_peer_that_states_no_room_gets_nothing(changes: dict[str, Any]) -> None:
+    view = View()
+    view.state("b", (2, 3), **changes)
+    assert view.ask() == "late"
+
+
+@pytest.mark.parametrize("state", ["starting", "draining", "stopped"])
+def test_only_a_serving_worker_is_asked(state: str) -> None:
+    view = View()
+    view.state("b", (2, 3), state=state)
+    assert view.ask() == "alone"
+
+
+def test_a_silent_worker_and_one_that_states_no_busy_share_get_nothing() -> None:
+    view = View()
+    view.state("b", (2, 3))
+    view.now += 1.6
+    assert view.ask() == "alone"
+    old = msgspec.msgpack.decode(encode(view.peers._workers["b"].status))
+    del old["busy_share"]
+    view.peers.take(decode(WorkerStatus, msgspec.msgpack.encode(old)))
+    assert view.ask() == "late"
+
+
+def test_two_hops_at_most_and_never_back_to_the_users_own_worker() -> None:
+    view = View()
+    view.state("b", (2, 3))
+    assert view.ask(hops=2) == "hops"
+    assert view.ask(hops=1, home=2) == "alone"
+    view.state("c", (4, 5))
+    assert {view.ask(hops=1, home=2) for _ in range(3)} <= {4, 5}
+
+
+def test_in_a_large_fleet_a_few_are_looked_at_and_all_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refusal is handled on the loop, where heartbeats live: its cost must not grow with the fleet."""
+    view = View()
+    looked: list[int] = []
+    for number in range(500):
+        view.state(f"p{number}", (100 + number,))
+    full_ms = CostModel.full_ms
+
+    def counted(costs: CostModel, prefix: int, candidates: int) -> float:
+        looked.append(prefix)
+        return full_ms(costs, prefix, candidates)
+
+    monkeypatch.setattr(CostModel, "full_ms", counted)
+    lanes = {view.ask() for _ in range(400)}
+    assert len(looked) <= 400 * LOOKED_AT
+    assert "late" not in lanes
+    assert len(lanes) > 200
+
+
+def test_what_was_sent_to_workers_of_long_ago_is_forgotten() -> None:
+    view = View()
+    for number in range(300):
+        view.state(f"pod-{number}", (2, 3))
+        assert view.ask() in (2, 3)
+        view.now += 10.0
+        view.state("a", (0, 1))
+    assert len(view.forwarding._accounts) <= 1 + FORGET_S / 10.0
+
+
+def test_the_second_hop_needs_a_clearer_place() -> None:
+    view = View()
+    view.state("b", (2, 3), queue_ms=40.0)
+    assert view.ask(hops=1) == "late"
+    assert view.ask(hops=0) in (2, 3)
+
+
+def test_a_lane_that_another_worker_claimed_since_is_not_used() -> None:
+    view = View()
+    view.state("b", (2, 3))
+    view.state("a", (0, 1, 2))
+    assert {view.ask() for _ in range(3)} == {3}
+    view.state("a", (0, 1, 2, 3))
+    assert view.ask() == "late"
+
+
+def test_what_was_sent_counts_until_it_is_worked_off() -> None:
+    view = View()
+    view.state("b", (2, 3))
+    # TRAVEL + waiting / FILL + 10 ≤ 70 ms: waiting ≤ 42.5 ms, and one more.
+    assert [view.ask() == "late" for _ in range(7)] == [False] * 5 + [True] * 2
+    view.state("b", (2, 3))
+    assert view.ask() == "late", "its next status says nothing of what is on its way"
+    view.now += 10 / FILL / 1e3 + 1e-6
+    assert view.ask() in (2, 3)
+    assert view.ask() == "late"
+
+
+def test_a_peer_that_is_busy_with_our_rankings_keeps_its_room() -> None:
+    """Nobody else asks it for anything: its whole device is for us, though it states that it is busy."""
+    view = View()
+    busy, given = 0.0, 0
+    for step in range(400):
+        if step % 25 == 0:
+            view.state("b", (2, 3), busy_share=busy)
+        sent = view.ask() in (2, 3)
+        given += sent
+        busy += 0.01 / AVERAGE_S * (sent - busy)
+        view.now += 0.01
+    assert 0.7 * 400 < given <= (FILL + 0.02) * 400 + 7
+
+
+def test_a_status_that_cannot_know_of_what_was_just_sent_gives_no_more_room() -> None:
+    view = View()
+    view.state("b", (2, 3), busy_share=0.5)
+    assert [view.ask() == "late" for _ in range(3)] == [False, False, True]
+    view.state("b", (2, 3), busy_share=0.5)
+    # TRAVEL + waiting / 0.35 + 10 ≤ 70 ms: waiting ≤ 17.5 of 20 ms, in 7.1 ms.
+    view.now += 6.5e-3
+    assert view.ask() == "late"
+    view.now += 1e-3
+    assert view.ask() in (2, 3)
+
+
+def test_unknown_fields_travel_along() -> None:
+    prefix = Behaviours.of([1, 2], [0, 0], [1, 2])
+    request = RankingRequest(request_id="r", user_id="u", prefix=prefix, candidates=b"1234", mode="full")
+    fields = msgspec.msgpack.decode(encode(request)) | {"new": [1, {"a": b"b"}]}
+    value = next_hop(msgspec.msgpack.encode(fields), 1, 1234, 56.5)
+    assert msgspec.msgpack.decode(value)["new"] == [1, {"a": b"b"}]
+    assert decode(RankingRequest, value) == msgspec.structs.replace(request, hops=1, sent_ms=1234, timeout_ms=56.5)
+
+
+def test_a_busy_share_follows_the_device_within_a_second() -> None:
+    busy = BusyShare()
+    total = 0.0
+    for _ in range(20):
+        total += 100.0
+        busy.update(total, 0.25)
+    assert busy.share == pytest.approx(0.4, abs=0.01)
+    assert busy.update(total + 1e6, 5.0) == 1.0
+    assert busy.update(total, 5.0) == 0.0
+
+
+@settings(max_examples=40)
+@given(busy_share=st.floats(0, 1), gap=st.floats(0.0005, 0.05), left_ms=st.floats(20, 500), seed=st.integers(0, 99))
+def test_between_two_statuses_no_peer_gets_more_than_its_room(
+    busy_share: float, gap: float, left_ms: float, seed: int
+) -> None:
+    view = View()
+    random = np.random.default_rng(seed)
+    view.state("b", (2, 3), busy_share=busy_share, costs=CostModel(c0=0, c1=1, c2=0, c3=0))
+    begun, sent_ms = view.now, 0
+    while (seconds := view.now - begun) < 0.5:
+        size = int(random.integers(1, max(2, int(left_ms / 4))))
+        if isinstance(view.ask(left_ms=left_ms, prefix=size), int):
+            sent_ms += size
+        assert sent_ms <= IN_TIME[0] * left_ms + max(0.0, FILL - busy_share) * seconds * 1e3 + 1e-6
+        view.now += random.exponential(gap)
+    if busy_share >= FILL:
+        assert not sent_ms
+
+
+# ---- a fleet ----
+
+
+@st.composite
+def loads(draw: st.DrawFn) -> tuple[list[float], int, list[Request]]:
+    """Workers of different speeds, and Poisson arrivals on some or all of their lanes, from idle to overload."""
+    speeds = draw(st.lists(st.sampled_from([0.1, 0.2, 0.4]), min_size=2, max_size=5))
+    each = draw(st.integers(1, 3))
+    lanes = len(speeds) * each
+    hot = draw(st.lists(st.integers(0, lanes - 1), min_size=1, max_size=lanes, unique=True))
+    random = np.random.default_rng(draw(st.integers(0, 1000)))
+    rate = draw(st.floats(0.2, 3.0)) * 50 * len(speeds) / 2
+    timeout_s = draw(st.sampled_from([0.05, 0.2, 0.5]))
+    users = {lane: users_of(lane, lanes, 5) for lane in hot}
+    requests, at = [], 101.0
+    for number in range(draw(st.integers(1, 200))):
+        at += random.exponential(1 / rate)
+        user = str(random.choice(users[int(random.choice(hot))]))
+        requests.append(Request(number, user, int(random.integers(20, 200)), at, timeout_s))
+    return speeds, each, requests
+
+
+def run(speeds: list[float], each: int, requests: list[Request], *, forward: bool = True) -> Books:
+    return Fleet(speeds, each, forward).run(requests)
+
+
+@settings(max_examples=40)
+@given(loads())
+def test_one_answer_each_and_no_loop_whatever_the_load(load: tuple[list[float], int, list[Request]]) -> None:
+    books = run(*load)
+    for request in load[2]:
+        assert len(books.answers[request.number]) == 1
+        visited = books.visited[request.number]
+        assert len(visited) == len(set(visited)) <= 3
+        assert books.computed[request.number] <= 1
+        if books.answers[request.number] == ["overloaded"]:
+            assert not books.computed[request.number]
+
+
+@settings(max_examples=40)
+@given(loads())
+def test_what_a_peer_is_sent_stays_within_its_room(load: tuple[list[float], int, list[Request]]) -> None:
+    books = run(*load)
+    for sent in books.sent.values():
+        for _, group in groupby(sorted(sent, key=lambda each: (each.to, each.at)), lambda each: id(each.status)):
+            since = list(group)
+            seconds = since[-1].at - since[0].at
+            room = IN_TIME[0] * max(each.left_ms for each in since) + FILL * seconds * 1e3
+            assert sum(each.ms for each in since) <= room
+
+
+@settings(max_examples=40)
+@given(loads())
+def test_the_device_works_more_by_no_more_than_what_was_forwarded(
+    load: tuple[list[float], int, list[Request]],
+) -> None:
+    speeds, each, requests = load
+    on, off = run(speeds, each, requests), run(speeds, each, requests, forward=False)
+    forwarded = sum(sent.ms for given in on.sent.values() for sent in given)
+    # Which of two requests was accepted may differ: one of the longest on each worker.
+    slack = sum(200 * speed for speed in speeds)
+    assert sum(on.device_ms.values()) <= sum(off.device_ms.values()) + forwarded + slack
+
+
+@settings(max_examples=30)
+@given(loads())
+def test_as_many_are_answered_in_time_as_without(load: tuple[list[float], int, list[Request]]) -> None:
+    speeds, each, requests = load
+    on, off = run(speeds, each, requests), run(speeds, each, requests, forward=False)
+    assert on.count("ok") >= off.count("ok") - max(2, 0.1 * off.count("ok"))
+
+
+def test_a_hot_lane_is_relieved_and_an_overload_stays_what_it_is() -> None:
+    """Four workers, 20 ms a request: one lane at twice its owner's capacity, then all of them."""
+
+    def arrivals(lanes: list[int], rate: float) -> list[Request]:
+        random = np.random.default_rng(5)
+        users = {lane: users_of(lane, 8, 20) for lane in lanes}
+        at, requests = 101.0, []
+        for number in range(1000):
+            at += random.exponential(1 / rate)
+            user = str(random.choice(users[int(random.choice(lanes))]))
+            requests.append(Request(number, user, 100, at, 0.2))
+        return requests
+
+    speeds = [0.2] * 4
+    hot = arrivals([0], rate=100)
+    assert run(speeds, 2, hot).count("ok") >= 950
+    assert run(speeds, 2, hot, forward=False).count("ok") <= 600
+    all_busy = arrivals(list(range(8)), rate=400)
+    on, off = run(speeds, 2, all_busy), run(speeds, 2, all_busy, forward=False)
+    assert on.count("ok") >= 0.95 * off.count("ok")
+    assert on.count("deadline_exceeded") <= 0.02 * len(all_busy)
+    assert sum(len(sent) for sent in on.sent.values()) <= 0.1 * len(all_busy)

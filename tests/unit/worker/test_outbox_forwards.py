@@ -1,0 +1,227 @@
+"""What becomes of a refusal: a forward that keeps key, headers and deadline, or the answer `overloaded`; never both."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from relaygr_stream.bus.records import Record
+from relaygr_stream.errors import BrokerError
+from relaygr_stream.messages import (
+    HEADER_CORRELATION,
+    HEADER_REPLY_PARTITION,
+    Behaviours,
+    RankingRequest,
+    ScoreReply,
+    Status,
+    decode,
+    encode,
+    pack_items,
+)
+from relaygr_stream.settings import Kafka, Relay
+from relaygr_stream.topics import load_topics
+from relaygr_stream.worker import outbox
+from relaygr_stream.worker.forwarding import Kept
+from relaygr_stream.worker.intake import Intake
+from relaygr_stream.worker.metrics import WorkerMetrics
+from relaygr_stream.worker.outbox import Outbox
+from relaygr_stream.worker.tasks import Answer
+
+TOPICS = load_topics(Kafka(partitions=8))
+HEADERS = ((HEADER_CORRELATION, b"c"), (HEADER_REPLY_PARTITION, b"1"), ("trace", b"t"))
+DEFAULT_TIMEOUT_MS = 900.0
+REPLY_MS = 40.0  # every worker takes it off the time that the client has given, each for itself
+#: What a request spends here before it is refused; and what readings of two clocks may be apart on a busy machine.
+SPENT_S, APART_MS = 0.2, 100.0
+
+
+class Producer:
+    """Keeps what is sent; fails where told to."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[str, bytes, dict[str, Any]]] = []
+        self.error: Exception | None = None
+
+    async def send_and_wait(self, topic: str, value: bytes, **more: Any) -> int:
+        if self.error is not None:
+            raise self.error
+        self.sent.append((topic, value, more))
+        return 0
+
+
+class World:
+    """An outbox between an intake and two producers; `where`: what forwarding says."""
+
+    def __init__(self, where: int | Kept) -> None:
+        self.scores, self.others = Producer(), Producer()
+        self.done: list[Record] = []
+        self.asked: list[tuple[Any, ...]] = []
+        self.registry = CollectorRegistry()
+
+        def elsewhere(*question: Any) -> int | Kept:
+            self.asked.append(question)
+            return where
+
+        self.outbox = Outbox(
+            TOPICS,
+            self.scores,  # type: ignore[arg-type]
+            self.others,  # type: ignore[arg-type]
+            WorkerMetrics(self.registry),
+            "w1",
+            SimpleNamespace(version="m", tasks=("click",)),
+            self.done.append,
+            SimpleNamespace(elsewhere=elsewhere),  # type: ignore[arg-type]
+        )
+
+    async def settle(
+        self, status: Status = "overloaded", *, as_sent: Callable[[bytes], bytes] = lambda value: value, **fields: Any
+    ) -> Record:
+        """A ranking request as it comes in, and what the device says to it."""
+        request = RankingRequest(
+            request_id="r",
+            user_id="u",
+            prefix=Behaviours.of([1, 2], [0, 0], [1, 2]),
+            candidates=pack_items([7]),
+            **fields,
+        )
+        record = Record(TOPICS.ranking.name, 5, 40, 0, b"u", as_sent(encode(request)), HEADERS)
+        intake = Intake(Relay(), DEFAULT_TIMEOUT_MS, 4, 1 << 20, lambda: None, reply_ms=REPLY_MS)
+        task = intake.ranking(record, intake.route(record))
+        await asyncio.sleep(SPENT_S)
+        self.outbox.settle(Answer(task, status, detail="no time"))
+        await self.outbox.flush(5.0)
+        await self.outbox.flush(5.0)  # what a forward that failed has left
+        return record
+
+    def forwards(self, result: str) -> float:
+        return self.registry.get_sample_value("relaygr_forwards_total", {"result": result}) or 0.0
+
+    def reply(self) -> ScoreReply:
+        ((_, value, _),) = self.scores.sent
+        return decode(ScoreReply, value)
+
+
+@pytest.mark.parametrize(
+    ("sent_ms_ago", "timeout_ms"), [(100.0, 800.0), (None, 800.0), (100.0, 0.0), (None, 0.0), (-300_000.0, 3.6e6)]
+)
+async def test_a_forward_is_the_request_with_one_hop_more_and_its_deadline(
+    sent_ms_ago: float | None, timeout_ms: float
+) -> None:
+    """Also where the request says nothing of its age, or what cannot be true: then our reading of it counts."""
+    world, begun_ms = World(3), time.time() * 1e3
+    sent_ms = 0 if sent_ms_ago is None else int(begun_ms - sent_ms_ago)
+    record = await world.settle(sent_ms=sent_ms, timeout_ms=timeout_ms, hops=1)
+    ((topic, value, more),) = world.others.sent
+    assert topic == TOPICS.ranking.name
+    assert more == {"key": b"u", "partition": 3, "headers": HEADERS}
+    forwarded, original = decode(RankingRequest, value), decode(RankingRequest, record.value)
+    assert forwarded.hops == 2
+    assert (forwarded.request_id, forwarded.prefix, forwarded.candidates) == (
+        original.request_id,
+        original.prefix,
+        original.candidates,
+    )
+    assert forwarded.timeout_ms == pytest.approx(timeout_ms or DEFAULT_TIMEOUT_MS)
+    known = sent_ms_ago is not None and sent_ms_ago >= 0
+    if known:
+        assert abs(forwarded.sent_ms - sent_ms) <= APART_MS
+    else:
+        assert begun_ms - 2 <= forwarded.sent_ms <= time.time() * 1e3 - 200 + APART_MS, (
+            "the time that it spent here counts"
+        )
+    assert world.done == [record]
+    assert not world.scores.sent
+    assert world.forwards("sent") == 1
+    ((user, prefix, candidates, hops, left_ms),) = world.asked
+    assert (user, prefix, candidates, hops) == ("u", 2, 1, 1)
+    assert left_ms <= (timeout_ms or DEFAULT_TIMEOUT_MS) - (100 if known else 0) - REPLY_MS - 195
+
+
+async def test_what_the_broker_does_not_take_is_refused_after_all() -> None:
+    world = World(3)
+    world.others.error = BrokerError("no leader")
+    record = await world.settle()
+    assert world.reply().status == "overloaded"
+    assert world.done == [record]
+    assert (world.forwards("unsent"), world.forwards("sent")) == (1, 0)
+
+
+async def test_a_request_that_cannot_be_written_again_is_refused_and_ends_nobody() -> None:
+    """It decodes, because names of unknown fields are not looked at; read again it would end the next worker, too."""
+
+    def with_a_name_that_is_not_utf8(value: bytes) -> bytes:
+        assert value[0] >> 4 == 0x8, "a MessagePack map of up to 15 fields"
+        return bytes([value[0] + 1]) + value[1:] + b"\xa2\xff\xfe\x01"
+
+    world = World(3)
+    record = await world.settle(as_sent=with_a_name_that_is_not_utf8)
+    assert not world.outbox.failed.done()
+    assert world.reply().status == "overloaded"
+    assert world.done == [record]
+    assert (world.forwards("unsent"), world.forwards("sent")) == (1, 0)
+
+
+@pytest.mark.parametrize("why", ["hops", "alone", "late"])
+async def test_without_another_worker_it_is_refused_once_with_the_reason(why: Kept) -> None:
+    world = World(why)
+    record = await world.settle()
+    reply = world.reply()
+    assert reply.status == "overloaded"
+    assert reply.detail.startswith("no time; ")
+    assert world.done == [record]
+    assert not world.others.sent
+    assert world.forwards(why) == 1
+
+
+@pytest.mark.parametrize(("timeout_ms", "given_up"), [(100.0, True), (60_000.0, False)])
+async def test_an_answer_that_nobody_takes_is_given_up_when_its_client_waits_no_more(
+    timeout_ms: float, given_up: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One try may take the request timeout; several of them would keep requests, and commits, for a minute."""
+    monkeypatch.setattr(outbox, "ANSWER_S", 0.2)
+    world, hold = World("alone"), asyncio.Event()
+
+    async def never(*_: Any, **__: Any) -> int:
+        await hold.wait()
+        return 0
+
+    world.scores.send_and_wait = never  # type: ignore[method-assign]
+    settling = asyncio.create_task(world.settle(timeout_ms=timeout_ms))
+    await asyncio.sleep(SPENT_S + 0.6)
+    assert bool(world.done) == given_up
+    hold.set()
+    assert world.done == [await settling]
+
+
+@pytest.mark.parametrize("status", ["failed", "deadline_exceeded"])
+async def test_nothing_else_is_forwarded(status: Status) -> None:
+    """A request that failed here might bring down the next worker; one that is late is late everywhere."""
+    world = World(3)
+    await world.settle(status)
+    assert world.reply().status == status
+    assert not world.asked
+    assert not world.others.sent
+
+
+async def test_a_forward_that_the_end_cuts_short_is_not_done() -> None:
+    """So its lane's next owner reads it again."""
+    world = World(3)
+    hold = asyncio.Event()
+
+    async def never(*_: Any, **__: Any) -> int:
+        await hold.wait()
+        return 0
+
+    world.others.send_and_wait = never  # type: ignore[method-assign]
+    settling = asyncio.create_task(world.settle())
+    await asyncio.sleep(0.1)
+    world.outbox.close()
+    await settling
+    assert not world.done
+    assert not world.scores.sent

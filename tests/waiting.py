@@ -1,0 +1,15 @@
+"""Waiting for what other tasks, threads or processes bring about."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+
+async def until(condition: Callable[[], object], what: str = "what was waited for", seconds: float = 60.0) -> None:
+    """Wait for a condition, or fail saying what did not; seconds: a bound against hanging, not a claim of speed."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"within {seconds:.0f} s: not {what}"
+        await asyncio.sleep(0.01)
