@@ -41,6 +41,8 @@ CALM_S: Final = 2.5
 TIMEOUT_S: Final = 20.0
 #: Of what a start adds to the delay of the neighbours' rankings, niceness may leave this share.
 MOST_LEFT: Final = 0.7
+#: Where a start adds less than this share of what there is without one, the cores had time for it: nothing to leave.
+LEAST_ADDED: Final = 0.2
 
 
 @dataclass
@@ -183,13 +185,17 @@ async def measure(options: argparse.Namespace) -> list[str]:
         print(f"{f'worker.start_nice = {nice}':<26}{seconds}{_row(starts.ms)}{others}")
     print("\nothers: cores that other programs kept busy meanwhile")
     missed = []
-    for nice in options.nice:
-        for what, figure in (("mean", np.mean), ("P99", lambda ms: np.percentile(ms, 99))):
-            added = {kind: float(figure(starts.ms) - figure(calm)) for kind, starts in found.items()}
-            share = added[nice] / max(added[0], 1e-3)
-            print(f"a start adds {added[0]:.1f} ms to the neighbours' {what}, with niceness {nice} {share:.2f} of it")
-            if share > MOST_LEFT:
-                missed.append(f"niceness {nice}: {share:.2f} of what a start adds to the neighbours' {what} is left")
+    for what, figure in (("mean", np.mean), ("P99", lambda ms: np.percentile(ms, 99))):
+        calmly = float(figure(calm))
+        added = {kind: float(figure(starts.ms)) - calmly for kind, starts in found.items()}
+        print(f"a start adds {added[0]:.1f} ms to the neighbours' {what} of {calmly:.1f} ms", end="")
+        if added[0] < LEAST_ADDED * calmly:
+            print(": too little for niceness to show")
+            continue
+        shares = {nice: added[nice] / added[0] for nice in options.nice}
+        print("".join(f", with niceness {nice} {share:.2f} of it" for nice, share in shares.items()))
+        left = ((nice, share) for nice, share in shares.items() if share > MOST_LEFT)
+        missed += [f"niceness {nice}: {share:.2f} of what a start adds to the {what} is left" for nice, share in left]
     if neighbours.failed:
         missed.append(f"{neighbours.failed} rankings failed")
     return missed
