@@ -34,7 +34,7 @@ async def explain_live(settings: Settings, seconds: float) -> list[Explanation]:
     async with AsyncExitStack() as stack:
         ends = await stack.enter_async_context(LogEnds(settings.kafka, "relaygr-explain"))
         log_ends = await ends.ask(topics.pre_infer.name, range(topics.lanes))
-        shadow = _Shadow(settings, topics, directory, {lane: end.offset for lane, end in log_ends.items()})
+        shadow = Shadow(settings, topics, directory, {lane: end.offset for lane, end in log_ends.items()})
         tails = []
         for topic, on_records in (
             (topics.worker_status, directory.on_records),
@@ -75,8 +75,8 @@ async def stated_by_a_worker(settings: Settings) -> WorkerStatus | None:
     return max(found, key=lambda status: status.sent_ms, default=None)
 
 
-class _Shadow:
-    """The lanes as a trigger would see them that had admitted what was signalled."""
+class Shadow:
+    """The lanes as a trigger would see them that had admitted what was signalled. The two topics come in any order."""
 
     def __init__(self, settings: Settings, topics: TopicSet, directory: OwnerDirectory, ends: dict[int, int]) -> None:
         self._policy = Policy.of(settings)
@@ -92,6 +92,7 @@ class _Shadow:
         self.looking = True
 
     def on_events(self, records: list[Record]) -> None:
+        """Read from `retrieval`: each is decided on while `looking`."""
         for record in records:
             try:
                 event = decode(RequestEvent, record.value, self._topics.retrieval.max_message_bytes)
@@ -118,6 +119,7 @@ class _Shadow:
         self._events[event.request_id] = event
 
     def on_signals(self, records: list[Record]) -> None:
+        """Read from `pre-infer`: each is booked as admitted."""
         for record in records:
             try:
                 signal = decode(PreInferSignal, record.value, self._topics.pre_infer.max_message_bytes)
@@ -129,6 +131,7 @@ class _Shadow:
     def _book(self, signal: PreInferSignal, record: Record) -> None:
         """The lane's trigger has admitted this."""
         now, state, owner = time.monotonic(), self._lanes[record.lane], self._directory.owner(record.lane)
+        state.observe(owner, now)  # before anything is taken from the lane's bucket, which this fills
         tokens = len(signal.prefix)
         nbytes = 0 if owner is None else prefix_bytes(tokens, owner.worker)
         admitted = Decision("admitted", tokens, 0.0, nbytes=nbytes, cost_ms=state.costs.pre_infer_ms(tokens))
@@ -141,4 +144,5 @@ class _Shadow:
         state.ledger.acknowledged(pending, record.offset, now)
 
     def explanations(self) -> list[Explanation]:
+        """Those of all events looked at, in the order of reading."""
         return [replace(row, signalled=row.request_id in self._signalled) for row in self._rows]

@@ -1,0 +1,37 @@
+"""What the live sample makes of records, in whichever order the topics are read."""
+
+from __future__ import annotations
+
+import pytest
+
+from relaygr_stream.bus.records import Record
+from relaygr_stream.messages import PreInferSignal, encode
+from relaygr_stream.owners import OwnerDirectory
+from relaygr_stream.settings import Settings
+from relaygr_stream.topics import load_topics
+from relaygr_stream.trigger.explain_live import Shadow
+from tests.unit.trigger.parts import behaviours, event, lane_status, worker_status
+
+TOKENS = 25
+LANE = 3
+
+
+def record(value: bytes, offset: int = 0) -> Record:
+    return Record("t", LANE, offset, 0, b"u", value, ())
+
+
+@pytest.mark.parametrize("signal_first", [False, True])
+def test_a_lane_s_first_event_is_decided_on_alike_whichever_topic_is_read_first(signal_first: bool) -> None:
+    settings = Settings()
+    topics = load_topics(settings.kafka)
+    directory = OwnerDirectory(silence_ms=10_000)
+    directory.on_records([record(encode(worker_status(lane_status(lane=LANE, rate=1000.0))))])
+    shadow = Shadow(settings, topics, directory, {LANE: 0})
+    signal = PreInferSignal(request_id="r", user_id="u", prefix=behaviours(TOKENS), admitted_ms=1, life_ms=2000.0)
+    reading = [(shadow.on_events, encode(event(TOKENS))), (shadow.on_signals, encode(signal))]
+    for read, value in reversed(reading) if signal_first else reading:
+        read([record(value)])
+    (row,) = shadow.explanations()
+    assert row.reason == "admitted"
+    assert row.signalled
+    assert row.level_ms >= TOKENS
