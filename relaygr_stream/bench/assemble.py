@@ -23,7 +23,7 @@ def assemble(bench: Bench, command: str) -> SloReport:
     """The report of a bench that has run. Raises RelayError if there was no time for a single probe."""
     if bench.world is None or not bench.measured:
         raise RelayError(f"no probe fitted into {bench.options.budget_s:g} s; give --budget more seconds")
-    reached = [cell for cell in bench.cells if cell.at is not None]
+    reached = [cell for cell in bench.cells if cell.given]
     founds = [judge.found(cell, bench.worlds) for cell in reached]
     ratios = judge.ratios(reached, bench.worlds)
     relayed = [one for one in bench.measured if one.probe.mode == RELAY.name and one.probe.passed]

@@ -65,9 +65,10 @@ class Cell:
     at: float | None
     tolerance: float
     searches: list[Search] = field(default_factory=list)
+    ats: list[float] = field(default_factory=list)  # of each search
     probes: list[Probe] = field(default_factory=list)
 
-    def begin_repeat(self, worlds: Sequence[World], alike: float | None = None) -> None:
+    def begin_search(self, worlds: Sequence[World], alike: float | None = None) -> None:
         """Begin another search: from the last one's result, from `alike`, or from arithmetic on the costs of `worlds`.
 
         Costs fitted while all requests had one length say little of another: a guess is made from the middling ones.
@@ -78,6 +79,7 @@ class Cell:
         middling = sorted(worlds, key=self.bound)[len(worlds) // 2]
         guess, step = (known[-1], self.tolerance) if known else (alike or self._guess(middling), FIRST_STEP)
         self.searches.append(Search(guess=guess, low=low, high=high, step=step, tolerance=self.tolerance))
+        self.ats.append(self.at)
 
     def next(self) -> tuple[int, float] | None:
         """(length, rate) of the next probe of the present search; None when it is over."""
@@ -95,17 +97,23 @@ class Cell:
         self.searches[-1].record(probe.rate if self.kind == "rate" else probe.length, probe.passed)
 
     @property
+    def given(self) -> list[float]:
+        """What was given of each search, or else is of the next; empty: not known yet."""
+        return self.ats or ([] if self.at is None else [self.at])
+
+    @property
     def values(self) -> list[float]:
         """The largest passing value of each search that has one."""
         return [search.passed for search in self.searches if search.passed is not None]
 
-    def bound(self, world: World) -> float:
-        """The largest value that the capacity arithmetic allows."""
-        assert self.at is not None
+    def bound(self, world: World, at: float | None = None) -> float:
+        """The largest value that the capacity arithmetic allows; at: in place of the present one."""
+        at = self.at if at is None else at
+        assert at is not None
         if self.kind == "rate":
-            return most_rate(self.mode, world.cost(self.at, self.revisit), self.revisit, world.workers)
+            return most_rate(self.mode, world.cost(at, self.revisit), self.revisit, world.workers)
         traffic = world.traffic(1, self.revisit)
-        return most_length(self.mode, world.costs, traffic, self.at, world.workers, world.slo_ms, world.longest)
+        return most_length(self.mode, world.costs, traffic, at, world.workers, world.slo_ms, world.longest)
 
     def _limits(self, world: World) -> tuple[float, float]:
         if self.kind == "length":

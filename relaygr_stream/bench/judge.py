@@ -29,15 +29,14 @@ WORTH_NAMING: Final = 0.05
 
 
 def found(cell: Cell, worlds: Sequence[World]) -> Found:
-    """What the cell's searches came to; its `at` is known."""
-    assert cell.at is not None
+    """What the cell's searches came to; something was given for them."""
     values = cell.values
     at_found = [probe for probe in cell.probes if probe.passed and _value(cell, probe) in values]
     return Found(
         kind=cell.kind,
         mode=cell.mode.name,
         revisit=cell.revisit,
-        at=cell.at,
+        given=cell.given,
         values=values,
         settled=bool(cell.searches) and all(search.settled for search in cell.searches),
         bound=_bound(cell, worlds),
@@ -93,15 +92,15 @@ def _missed(
 def _ratio(cell: Cell, cells: Sequence[Cell], worlds: Sequence[World]) -> Ratio | None:
     base = next((one for one in cells if one.mode is FULL and one.kind == cell.kind), None)
     rates = next((one for one in cells if one.mode is FULL and one.kind == "rate"), None)
-    if cell.at is None or rates is None or not rates.values:
+    if rates is None or not rates.values:
         return None
     # At the largest rate that full inference carries, its largest length is the one at which that was found.
-    full = [rates.at] * len(rates.values) if base is None and rates.at is not None else base.values if base else []
+    full = rates.given if base is None else base.values
     full = [value for value in full if value]
     if not full:
         return None
     mine, middle = cell.values, median(full)
-    length = cell.at if cell.kind == "rate" else median(full)
+    length = median(cell.given if cell.kind == "rate" else full)
     cost = worlds[-1].cost(length, cell.revisit)
     target = None
     if cell.mode is RELAY:
@@ -121,7 +120,8 @@ def _ratio(cell: Cell, cells: Sequence[Cell], worlds: Sequence[World]) -> Ratio 
 
 def _bound(cell: Cell, worlds: Sequence[World]) -> float:
     """What the device allows at its best: costs fitted beside other work are no bound to a quiet moment."""
-    return max(cell.bound(world) for world in worlds)
+    at = median(cell.given)
+    return max(cell.bound(world, at) for world in worlds)
 
 
 def _limits(cell: Cell) -> list[str]:

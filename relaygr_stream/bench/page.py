@@ -9,7 +9,7 @@ from typing import Final
 from relaygr_stream.bench import plots
 from relaygr_stream.bench.judge import BUS_TARGET_MS, HIT_TARGET, PAPER
 from relaygr_stream.bench.results import SloReport
-from relaygr_stream.bench.table import conditions, late_text, paper_rows, ratio_text
+from relaygr_stream.bench.table import conditions, given_text, late_text, paper_rows, ratio_text
 
 STYLE: Final = """
 :root{color-scheme:light;--ink:#1f2933;--soft:#64748b;--line:#e2e8f0;--good:#0f766e;--bad:#b45309}
@@ -122,7 +122,7 @@ def _found(report: SloReport) -> str:
             if one.kind != kind:
                 continue
             ratio = ratios.get((one.kind, one.mode, one.revisit))
-            unit, given = ("/s", f"{one.at:,.0f} tokens") if kind == "rate" else (" tokens", f"{one.at:,.1f}/s")
+            unit, given = ("/s", given_text(one, " tokens")) if kind == "rate" else (" tokens", given_text(one, "/s"))
             digits = 1 if kind == "rate" else 0
             value = "nothing passed" if one.value is None else f"{one.value:,.{digits}f}{unit}"
             rows.append(

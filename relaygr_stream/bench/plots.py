@@ -7,6 +7,7 @@ from typing import Final
 
 from relaygr_stream.bench.charts import Axis, Bar, Point, Series, bar_chart, line_chart
 from relaygr_stream.bench.results import DEVICE_WORK, STAGES, Found, Probe, SloReport
+from relaygr_stream.bench.table import given_text
 
 Chart = tuple[str, str, str]
 
@@ -47,17 +48,15 @@ def p99(report: SloReport) -> list[Chart]:
         charts.append((f"Against rate, {ratio:.0%} returning users", f"prefixes of {given:,} tokens", chart))
     lengths = [one for one in report.found if one.kind == "length"]
     if lengths:
-        at = lengths[0].at
+        one = lengths[0]
         near = [
             probe
             for probe in report.counted
-            if abs(probe.rate - at) < 1e-6 and (probe.mode == "full" or probe.revisit == lengths[0].revisit)
+            if probe.rate in one.given and (probe.mode == "full" or probe.revisit == one.revisit)
         ]
         series = _series(near, [float(probe.length) for probe in near], " tokens")
         chart = line_chart(series, Axis("prefix tokens", log=True), Axis("P99, ms", log=True), limit)
-        charts.append(
-            ("Against length", f"{at:,.1f} requests per second, {lengths[0].revisit:.0%} returning users", chart)
-        )
+        charts.append(("Against length", f"{given_text(one, '/s')}, {one.revisit:.0%} returning users", chart))
     return charts
 
 
@@ -179,7 +178,7 @@ def _best(report: SloReport, one: Found) -> Probe | None:
     mine = [
         probe
         for probe in report.counted
-        if probe.mode == one.mode and probe.revisit == one.revisit and abs(given(probe) - one.at) < 1e-6
+        if probe.mode == one.mode and probe.revisit == one.revisit and given(probe) in one.given
     ]
     passed = [probe for probe in mine if probe.passed]
     if passed:

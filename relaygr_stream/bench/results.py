@@ -97,13 +97,18 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     kind: Literal["rate", "length"]
     mode: str
     revisit: float
-    at: float  # the length (of a rate) or the rate (of a length) that was given
+    given: list[float]  # of each repeat: the length at which the rate was searched, or the rate for a length
     values: list[float]  # of each repeat that found one
     settled: bool  # every repeat bracketed it as closely as asked for
     bound: float  # by the capacity arithmetic: nothing beyond is possible
     requests: int  # judged at the found values, all repeats together
     bad: int
     limits: list[str]  # why it is not more, in words
+
+    @property
+    def at(self) -> float:
+        """The median of what was given."""
+        return median(self.given)
 
     @property
     def value(self) -> float | None:

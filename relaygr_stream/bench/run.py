@@ -101,12 +101,6 @@ class Bench:
         since = self._started + probe.started_s
         return self.wakes.late_ms(since, since + probe.seconds)
 
-    @property
-    def full_rate(self) -> float | None:
-        """The largest rate of full inference, as far as it is known."""
-        cell = next(cell for cell in self.cells if cell.mode is FULL and cell.kind == "rate")
-        return max(cell.values, default=None)
-
     def _check(self) -> None:
         relay, options = self.settings.relay, self.options
         longest = relay.max_prefix_tokens - LENGTH_STEP
@@ -132,6 +126,9 @@ class Bench:
             yield msgspec.structs.replace(self.settings, kafka=broker.kafka_settings(self.settings.kafka))
 
     async def _repeat(self, repeat: int, settings: Settings, folder: Path) -> None:
+        for cell in self.cells:
+            if cell.kind == "length":
+                cell.at = self.options.rate  # or else what full inference carries in this repeat
         groups = grouped(self.modes, settings)
         shares = [sum(cell.mode in modes for cell in self.cells) for _, modes in groups]
         for number, (name, modes) in enumerate(groups):
@@ -155,7 +152,7 @@ class Bench:
             populations = Populations(self.options, pipeline, self.options.seed + repeat, self.progress.live)
             if self.world is None:
                 await self._warm_up(pipeline, populations)
-            open_cells = [cell for cell in cells if cell.at is not None]
+            open_cells = self._opened(cells)
             while open_cells:
                 open_cells = [
                     cell for cell in open_cells if await self._turn(cell, pipeline, populations, repeat, until)
@@ -164,12 +161,20 @@ class Bench:
                     open_cells += self._now_given(cells)
             self._keep_history(pipeline, settings)
 
+    def _opened(self, cells: Sequence[Cell]) -> list[Cell]:
+        """Those for which something is given, each with a search begun."""
+        given = [cell for cell in cells if cell.at is not None]
+        for cell in given:
+            cell.begin_search(self.worlds, self._alike(cell))
+        return given
+
     def _now_given(self, cells: Sequence[Cell]) -> list[Cell]:
-        """Those that waited for the largest rate of full inference, if it has one."""
-        waiting = [cell for cell in cells if cell.at is None] if self.full_rate is not None else []
+        """Those that waited for the largest rate of full inference in this repeat, if it has one."""
+        full = next(cell for cell in self.cells if cell.mode is FULL and cell.kind == "rate")
+        waiting = [cell for cell in cells if cell.at is None] if full.searches[-1].passed is not None else []
         for cell in waiting:
-            cell.at = self.full_rate
-        return waiting
+            cell.at = full.searches[-1].passed
+        return self._opened(waiting)
 
     async def _warm_up(self, pipeline: Pipeline, populations: Populations) -> None:
         """A little of everything: workers fit their costs again from it, and first guesses are made from those."""
@@ -195,8 +200,6 @@ class Bench:
         """One probe of the cell; False when its search is over."""
         world = self.world
         assert world is not None
-        if len(cell.searches) <= repeat:
-            cell.begin_repeat(self.worlds, self._alike(cell))
         point = cell.next()
         judgement = self._judgement
         if point is None or time.monotonic() + judgement.seconds(point[1]) > until:

@@ -45,13 +45,20 @@ def _found(report: SloReport) -> Table:
 
 
 def _cells(one: Found) -> tuple[str, str]:
-    given = f"{one.at:,.0f}" if one.kind == "rate" else f"{one.at:,.1f}/s"
+    given = given_text(one, "" if one.kind == "rate" else "/s")
     if one.value is None:
         return given, "none"
     unit = "/s" if one.kind == "rate" else " tok"
     digits = 1 if one.kind == "rate" else 0
     spread = f" ({min(one.values):,.{digits}f}…{max(one.values):,.{digits}f})" if len(one.values) > 1 else ""
     return given, f"{'' if one.settled else '≥ '}{one.value:,.{digits}f}{unit}{spread}"
+
+
+def given_text(one: Found, unit: str) -> str:
+    """At which length or rate it was searched, with the range of the repeats."""
+    digits = 0 if one.kind == "rate" else 1
+    spread = f" ({min(one.given):,.{digits}f}…{max(one.given):,.{digits}f})" if len(set(one.given)) > 1 else ""
+    return f"{one.at:,.{digits}f}{unit}{spread}"
 
 
 def _ratio_cells(ratio: Ratio | None) -> tuple[str, str]:

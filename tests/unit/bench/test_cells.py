@@ -14,7 +14,7 @@ WILD = replace(WORLD, costs=msgspec.structs.replace(WORLD.costs, c1=0.0, c2=WORL
 
 def begun(*costs: object) -> float:
     cell = Cell("length", RELAY, 0.5, 10.0, 1.2)
-    cell.begin_repeat(costs)  # type: ignore[arg-type]
+    cell.begin_search(costs)  # type: ignore[arg-type]
     return cell.searches[0].guess
 
 
@@ -25,7 +25,7 @@ def test_a_guess_at_another_length_is_not_made_from_one_wild_fit() -> None:
 
 def test_a_repeat_begins_where_the_last_one_ended() -> None:
     cell = Cell("length", RELAY, 0.5, 10.0, 1.2)
-    cell.begin_repeat([WORLD])
+    cell.begin_search([WORLD])
     cell.searches[0].record(1760, passed=True)
-    cell.begin_repeat([WILD])
+    cell.begin_search([WILD])
     assert cell.searches[1].guess == 1760

@@ -5,10 +5,11 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from relaygr_stream.bench import judge
+from relaygr_stream.bench import judge, plots
 from relaygr_stream.bench.cells import Cell
 from relaygr_stream.bench.modes import FULL, RELAY
 from relaygr_stream.bench.results import SloReport, Spread
+from relaygr_stream.bench.table import given_text
 from tests.unit.bench.reports import BUS, WORLD, cell, length_cell, probe, report
 
 SLOW_BUS = BUS | {"both": Spread(5.0, 12.0), "in": Spread(2.0, 8.0)}
@@ -54,6 +55,25 @@ def test_a_machine_that_stood_still_is_named() -> None:
     assert not [line for line in judge.explain(probe(RELAY, 3.0, passed=False, stalled_ms=9.0)) if "still" in line]
 
 
+def test_each_repeat_searches_lengths_at_the_rate_that_full_inference_carries_in_it() -> None:
+    full = Cell("rate", FULL, 0.0, 512, 1.2)
+    longer = Cell("length", RELAY, 0.5, None, 1.2)
+    for rate, length in ((20.0, 640), (8.0, 2048), (10.0, 1536)):
+        full.begin_search([WORLD])
+        full.record(probe(FULL, rate, passed=True))
+        longer.at = rate
+        longer.begin_search([WORLD])
+        longer.record(probe(RELAY, rate, passed=True, length=length, revisit=0.5))
+    ratio = judge.ratios([full, longer], [WORLD])[0]
+    assert (ratio.low, ratio.value, ratio.high) == (640 / 512, 1536 / 512, 2048 / 512)
+    assert ratio.bound == longer.bound(WORLD, 10.0) / 512
+    one = judge.found(longer, [WORLD])
+    assert given_text(one, "/s") == "10.0/s (8.0…20.0)"
+    assert one.requests == 300
+    charts = {title: words for title, words, _ in plots.p99(report([full, longer]))}
+    assert charts["Against length"] == "10.0/s (8.0…20.0), 50% returning users"
+
+
 def test_a_ratio_beyond_its_bound_is_called_a_defect() -> None:
     cells = [cell(FULL, 10.0, 11.5), cell(RELAY, 200.0, 230.0)]
     assert any("is a defect of this bench" in line for line in report(cells).missed)
@@ -79,7 +99,7 @@ def test_bus_and_hits_are_judged(bus: dict[str, Spread], hits: tuple[int, int], 
 
 def test_a_probe_that_passed_nothing_is_a_missed_target() -> None:
     failing = Cell("rate", RELAY, 0.0, 512, 1.2)
-    failing.begin_repeat([WORLD])
+    failing.begin_search([WORLD])
     failing.record(probe(RELAY, 3.0, passed=False))
     lines = report([cell(FULL, 10.0, 11.5), failing]).missed
     assert any("no value found" in line for line in lines)
