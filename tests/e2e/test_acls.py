@@ -5,15 +5,21 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 import pytest
+from confluent_kafka.admin import (
+    AclBinding,
+    AclOperation,
+    AclPermissionType,
+    AdminClient,
+    ResourcePatternType,
+    ResourceType,
+)
 
-from relaygr_stream.bus.distribution import kafka_home
 from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.children import Child, settings_as_toml
 from relaygr_stream.client import RelayClient
@@ -56,17 +62,18 @@ def documented() -> dict[str, Grants]:
     return {USERS[name]: grants for name, grants in split.items()}
 
 
-def commands() -> Iterator[list[str]]:
-    """Arguments of kafka-acls.sh, one grant each."""
+def bindings() -> Iterator[AclBinding]:
+    """The same as Kafka takes them."""
     for user, grants in documented().items():
-        topics = [("Read", grants.read), ("Write", grants.write), ("Describe", grants.describe)]
-        for operation, names in topics:
-            if names:
-                yield [f"--allow-principal=User:{user}", f"--operation={operation}",
-                       *(f"--topic={PREFIX}{name}" for name in names)]  # fmt: skip
-        for group in grants.group:
-            yield [f"--allow-principal=User:{user}", "--operation=Read", f"--group={PREFIX}{group}"]
-    yield ["--allow-principal=User:admin", "--operation=Create", "--cluster"]
+        for operation, names in (("READ", grants.read), ("WRITE", grants.write), ("DESCRIBE", grants.describe)):
+            yield from (binding(user, operation, "TOPIC", f"{PREFIX}{name}") for name in names)
+        yield from (binding(user, "READ", "GROUP", f"{PREFIX}{group}") for group in grants.group)
+    yield binding("admin", "CREATE", "BROKER", "kafka-cluster")
+
+
+def binding(user: str, operation: str, kind: str, name: str) -> AclBinding:
+    literally = (ResourceType[kind], name, ResourcePatternType.LITERAL)
+    return AclBinding(*literally, f"User:{user}", "*", AclOperation[operation], AclPermissionType.ALLOW)
 
 
 @pytest.fixture(scope="module")
@@ -74,10 +81,9 @@ def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecureKafka]:
     if not os.environ.get("KAFKA_HOME"):
         pytest.skip(KAFKA_HINT)
     with secure_kafka(tmp_path_factory.mktemp("acls"), users=list(USERS.values()), authorize=True) as broker:
-        tool = str(kafka_home() / "bin" / "kafka-acls.sh")
-        for arguments in commands():
-            connect = f"--bootstrap-server=127.0.0.1:{broker.inside_port}"
-            subprocess.run([tool, connect, "--add", "--force", *arguments], check=True, capture_output=True)
+        kafka = AdminClient({"bootstrap.servers": f"127.0.0.1:{broker.inside_port}"})
+        for created in kafka.create_acls(list(bindings())).values():
+            created.result(timeout=60)
         yield broker
 
 
