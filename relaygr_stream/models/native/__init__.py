@@ -1,1 +1,1 @@
-"""Kernels in C for CPUs whose instructions torch does not use for this; compiled on the machine they run on."""
+"""Kernels in C for CPUs of which torch does not make as much for this; compiled on the machine they run on."""

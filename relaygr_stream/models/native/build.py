@@ -1,6 +1,7 @@
 """Compiles the C of this package with the machine's own compiler, as Triton does for GPUs, and loads it.
 
-Nothing stays on disk. Where there is no compiler, or no processor for it, callers go on without, and a log line says
+There is a library for each kind of number, from the files that all kinds share and those in its folder. Nothing stays
+on disk. Where there is no compiler, or no processor for it, callers go on without, and a log line says
 why. Knows nothing of what the functions do.
 """
 
@@ -20,27 +21,31 @@ import structlog
 log = structlog.get_logger(__name__)
 
 FOLDER: Final = Path(__file__).parent
-#: Names as Linux has them in /proc/cpuinfo; the compiler's are the same but for the underscores.
-INSTRUCTIONS: Final = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "amx_tile", "amx_bf16")
-_FLAGS: Final = [f"-m{name.replace('avx512_', 'avx512').replace('_', '-')}" for name in INSTRUCTIONS]
+CPUINFO: Final = Path("/proc/cpuinfo")
+#: Folder → the instructions it uses. Names as Linux has them in CPUINFO; the compiler's are the same but for the
+#: underscores.
+KINDS: Final = {
+    "avx512": ("avx512f", "avx512bw", "avx512vl", "avx512dq"),
+    "amx": ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "amx_tile", "amx_bf16"),
+}
 #: It takes a second; a compiler behind a slow network file system, some.
 COMPILE_TIMEOUT_S: Final = 60.0
 
 
 @cache
-def library() -> ctypes.CDLL | None:
-    """The compiled functions; None where this machine cannot have them. Compiles once per process."""
-    if not set(INSTRUCTIONS) <= _instructions(Path("/proc/cpuinfo")):
+def library(kind: str) -> ctypes.CDLL | None:
+    """The compiled functions of a kind; None where this machine cannot have them. Compiles once per process."""
+    if not set(KINDS[kind]) <= _instructions(CPUINFO):
         return None  # an ordinary CPU is nothing to report
     try:
-        loaded = _compile(sorted(FOLDER.glob("*.c")), os.environ.get("CC", "cc"))
+        loaded = _compile(kind, os.environ.get("CC", "cc"))
     except (OSError, subprocess.SubprocessError) as error:
         log.warning("native_layers_unavailable", reason=_reason(error), remedy="install a C compiler, or set CC to it")
         return None
-    if loaded.relaygr_request_tiles():
-        log.warning("native_layers_unavailable", reason="the kernel does not grant this process the AMX registers")
+    if loaded.relaygr_unavailable():
+        log.warning("native_layers_unavailable", reason=f"the kernel does not grant this process what {kind} needs")
         return None
-    log.info("native_layers_loaded", instructions="amx_bf16")
+    log.info("native_layers_loaded", instructions=kind)
     return loaded
 
 
@@ -52,22 +57,22 @@ def _instructions(cpuinfo: Path) -> set[str]:
     return next((set(line.partition(":")[2].split()) for line in text.splitlines() if line.startswith("flags")), set())
 
 
-def _compile(sources: list[Path], compiler: str) -> ctypes.CDLL:
+def _compile(kind: str, compiler: str) -> ctypes.CDLL:
     """Raises OSError or SubprocessError."""
-    with tempfile.TemporaryDirectory(prefix="relaygr-") as folder:
-        target = Path(folder) / "native.so"
+    folders = FOLDER, FOLDER / kind
+    # All in one: reading the intrinsics' headers for each file takes as long as compiling it.
+    source = "".join(f'#include "{file}"\n' for folder in folders for file in sorted(folder.glob("*.c")))
+    with tempfile.TemporaryDirectory(prefix="relaygr-") as temporary:
+        target = Path(temporary) / "native.so"
+        flags = [f"-m{name.replace('avx512_', 'avx512').replace('_', '-')}" for name in KINDS[kind]]
         command = [
             *shlex.split(compiler),
-            "-O3",
-            "-std=gnu11",
-            "-fPIC",
-            "-shared",
-            *_FLAGS,
-            *map(str, sources),
-            "-o",
-            str(target),
+            *("-O3", "-std=gnu11", "-fPIC", "-shared"),
+            *flags,
+            *(f"-I{folder}" for folder in folders),
+            *("-x", "c", "-", "-o", str(target)),
         ]
-        subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_TIMEOUT_S)
+        subprocess.run(command, check=True, input=source.encode(), capture_output=True, timeout=COMPILE_TIMEOUT_S)
         return ctypes.CDLL(str(target))
 
 

@@ -1,4 +1,4 @@
-/* What the files of this folder share: bfloat16 as numbers, SiLU, tiles. build.py compiles them. */
+/* What the files of this folder share. build.py compiles them once for each kind of number, with that kind's folder. */
 #ifndef RELAYGR_COMMON_H
 #define RELAYGR_COMMON_H
 
@@ -7,69 +7,19 @@
 #include <string.h>
 
 enum {
-    TILE = 16,   /* rows of a tile, and float32 columns */
-    PAIR = 32,   /* bfloat16 columns of a tile, and the rows and columns of one step */
-    LINE = 64,   /* bytes */
-    WIDTH = 128  /* largest dqk and dv */
+    TILE = 16,  /* float32 numbers of a vector */
+    LINE = 64,  /* bytes */
+    WIDTH = 128 /* largest dqk and dv */
 };
-
-typedef uint16_t bf16;
 
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 static inline int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
-/* The compiler does not know that tile instructions read memory: stores before this line come before them. */
-static inline void stores_done(void) { __asm__ volatile("" ::: "memory"); }
-
 /* Into the second-level cache. Not _mm_prefetch: GCC 12 takes a loop of nothing else for one without effect. */
 static inline void fetch(const char *line) { __asm__ volatile("prefetcht1 (%0)" : : "r"(line)); }
 
-static inline __m512 load(const bf16 *from) {
-    return (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from)), 16);
-}
-
-static inline void store(bf16 *to, __m512 x) { _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh(x)); }
-
-/* x / (1 + exp(-x)). 2^f for f in [0, 1) by a polynomial of degree 4 (relative error 4e-6), the reciprocal to 2^-14:
- * far below the 2^-9 to which bfloat16 rounds the result. */
-static inline __m512 silu(__m512 x) {
-    __m512 t = _mm512_mul_ps(x, _mm512_set1_ps(-1.44269504f));
-    __m512 f = _mm512_reduce_ps(t, _MM_FROUND_TO_NEG_INF);
-    __m512 p = _mm512_fmadd_ps(_mm512_set1_ps(1.3534167e-2f), f, _mm512_set1_ps(5.2011464e-2f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(2.4144275e-1f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(6.9300383e-1f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0000026f));
-    __m512 e = _mm512_scalef_ps(p, t); /* p * 2^floor(t): infinite and zero where exp is */
-    return _mm512_mul_ps(x, _mm512_rcp14_ps(_mm512_add_ps(_mm512_set1_ps(1.0f), e)));
-}
-
-typedef struct {
-    uint8_t palette, start_row, reserved[14];
-    uint16_t bytes[16];
-    uint8_t rows[16];
-} TileConfig;
-
-/* Not _tile_loadconfig: GCC 12 lets it read eight of the bytes, and leaves out what is stored to the others. */
-static inline void load_tiles(const TileConfig *config) { __asm__ volatile("ldtilecfg %0" : : "m"(*config)); }
-
-/* Eight full tiles. oneDNN remembers, per thread, which configuration it loaded last, and does not load it again: what
- * was there before comes back behind the work. */
-static inline void begin_tiles(TileConfig *before) {
-    TileConfig ours = {.palette = 1};
-    for (int tile = 0; tile < 8; tile++) {
-        ours.bytes[tile] = LINE;
-        ours.rows[tile] = TILE;
-    }
-    __asm__ volatile("sttilecfg %0" : "=m"(*before));
-    load_tiles(&ours);
-}
-
-static inline void end_tiles(const TileConfig *before) {
-    if (before->palette)
-        load_tiles(before);
-    else
-        _tile_release();
-}
+/* num, and vectors of them as float32: load, store, silu; what the processor needs before and behind a call. */
+#include "numbers.h"
 
 #endif

@@ -4,14 +4,7 @@
  * second-level cache: LayerNorm -> [u | q], u activated -> attention -> gate -> product + x -> x. layers.py says what the
  * arguments mean.
  */
-#include <sys/syscall.h>
-#include <unistd.h>
-
 #include "parts.h"
-
-/* Rows that pass together: their 512 x 768 gates in bfloat16 are 768 KiB, which leave as much of the second-level cache
- * to weights, K and V. With fewer, K and V are packed more often; more are no faster. */
-enum { CHUNK = 512 };
 
 typedef struct {
     int64_t dim, heads, dqk, dv, norm_group;
@@ -19,13 +12,13 @@ typedef struct {
 } Shape;
 
 typedef struct {
-    const bf16 *norm_weight, *norm_bias, *uvqk, *uvqk_bias, *gate_weight, *gate_bias, *output;
+    const num *norm_weight, *norm_bias, *uvqk, *uvqk_bias, *gate_weight, *gate_bias, *output;
 } Layer;
 
 typedef struct {
-    bf16 *x;                   /* (rows, dim), from and to each layer */
-    bf16 *normed, *gates, *q;  /* for a chunk: (CHUNK, dim), (CHUNK, 3 H dv), (CHUNK, H dqk) */
-    bf16 *k, *v;               /* where the rows' own K and V go, in layer 0 */
+    num *x;                  /* (rows, dim), from and to each layer */
+    num *normed, *gates, *q; /* for a chunk: (CHUNK, dim), (CHUNK, 3 H dv), (CHUNK, H dqk) */
+    num *k, *v;              /* where the rows' own K and V go, in layer 0 */
     int64_t k_head, k_row, v_head, v_row, k_layer, v_layer, rows;
     const Attention *attentions; /* one after the other in every layer, K and V as in layer 0; no q and out */
     int64_t count;
@@ -33,10 +26,13 @@ typedef struct {
     float scale;
 } Rows;
 
-/* Ask Linux for the tile registers (ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA). 0: this process may use them. */
-int relaygr_request_tiles(void) { return syscall(SYS_arch_prctl, 0x1023, 18) ? 1 : 0; }
+/* 0: this process may use the processor so. */
+int relaygr_unavailable(void) { return unavailable(); }
 
-void relaygr_pack(const bf16 *weights, int64_t row, int64_t depth, int64_t columns, bf16 *packed) {
+/* Rows of the buffers that `Rows` has. */
+int64_t relaygr_chunk_rows(void) { return CHUNK; }
+
+void relaygr_pack(const num *weights, int64_t row, int64_t depth, int64_t columns, num *packed) {
     pack_weights(weights, row, depth, columns, packed);
 }
 
@@ -46,7 +42,7 @@ static void normalize_chunk(const Shape *s, const Layer *w, const Rows *r, int64
 
 /* normed x columns of W_uvqk from `column` on -> out. */
 static void project(
-    const Shape *s, const Layer *w, const Rows *r, int64_t rows, int64_t column, int64_t columns, bf16 *out,
+    const Shape *s, const Layer *w, const Rows *r, int64_t rows, int64_t column, int64_t columns, num *out,
     int64_t out_row, int activated
 ) {
     Product p = {
@@ -58,7 +54,7 @@ static void project(
 
 static void project_kv(const Shape *s, const Layer *w, const Rows *r, int64_t layer, int64_t first, int64_t rows) {
     int64_t v_column = s->heads * s->dv, k_column = 2 * v_column + s->heads * s->dqk;
-    bf16 *v = r->v + layer * r->v_layer + first * r->v_row, *k = r->k + layer * r->k_layer + first * r->k_row;
+    num *v = r->v + layer * r->v_layer + first * r->v_row, *k = r->k + layer * r->k_layer + first * r->k_row;
     for (int64_t head = 0; head < s->heads; head++)
         project(s, w, r, rows, v_column + head * s->dv, s->dv, v + head * r->v_head, r->v_row, 0);
     for (int64_t head = 0; head < s->heads; head++)
@@ -97,7 +93,7 @@ static void attend_chunk_to_self(const Shape *s, const Rows *r, int64_t first, i
 
 static void run_chunk(const Shape *s, const Layer *w, const Rows *r, int64_t layer, int64_t first, int64_t rows) {
     int64_t width = s->heads * s->dv, q_width = s->heads * s->dqk;
-    bf16 *x = r->x + first * s->dim;
+    num *x = r->x + first * s->dim;
     project(s, w, r, rows, 0, width, r->gates, 3 * width, 1);
     project(s, w, r, rows, 2 * width, q_width, r->q, q_width, 0);
     for (int64_t i = 0; i < r->count; i++) attend_chunk(s, r, r->attentions + i, layer, first, rows);
@@ -110,7 +106,7 @@ static void run_chunk(const Shape *s, const Layer *w, const Rows *r, int64_t lay
     multiply(&p);
 }
 
-/* Where the chunk of row `first` ends: before a ranking that would be cut, since K and V are packed for each of its
+/* Where the chunk of row `first` ends: before a ranking that would be cut, since K and V are read for each of its
  * parts, but only a ranking longer than a chunk is. */
 static int64_t chunk_end(const Rows *r, int64_t first) {
     int64_t end = least(first + CHUNK, r->rows), before = first;
@@ -139,9 +135,9 @@ static void run_layer(const Shape *s, const Layer *w, const Rows *r, int64_t lay
 void relaygr_layers(
     const Shape *shape, const Layer *layers, const Rows *rows, int64_t first, int64_t stop, int32_t only_kv
 ) {
-    TileConfig before;
-    begin_tiles(&before);
+    Before before;
+    enter(&before);
     for (int64_t layer = first; layer < stop; layer++)
         run_layer(shape, layers + layer, rows, layer, only_kv && layer == stop - 1);
-    end_tiles(&before);
+    leave(&before);
 }

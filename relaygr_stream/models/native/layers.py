@@ -1,8 +1,10 @@
-"""The layers of an HSTU stack on CPUs with AMX, in bfloat16: all of them in one call of layers.c, scores never stored.
+"""The layers of an HSTU stack in one call of layers.c, scores never stored: bfloat16 on CPUs with AMX, float32 on those
+with AVX-512.
 
 oneDNN packs weights anew in every product, which at 64 rows takes as long as the product; torch computes SiLU at a
 third of the speed of its own instructions, and each of a layer's ten operators costs a call and a pass over memory.
-Here weights are packed once, when the model is placed. Sums are float32; what is stored between the parts is bfloat16.
+Here weights are packed once, when the model is placed. Sums are float32; what is stored between the parts is of the
+model's own dtype. Chunks and batches change no bit: each sum is made in the same order whatever is computed beside it.
 
 Knows nothing of embeddings or tasks, nor who may see whom: blocks say so. Checks, and kv.length, are the stack's.
 """
@@ -24,13 +26,13 @@ if TYPE_CHECKING:
     from relaygr_stream.models.hstu import RankingRows, StackConfig, STULayer
     from relaygr_stream.models.kv import KVRegion
 
-#: What tiles are made of, and the room that attention.c has for a head.
+#: Folders of build.py.
+KINDS: Final = {torch.bfloat16: "amx", torch.float32: "avx512"}
+#: What is computed at once, and the room that attention.c has for a head.
 TILE_WIDTH: Final = 32
 MAX_WIDTH: Final = 128
-#: CHUNK of layers.c.
-CHUNK_ROWS: Final = 512
-#: The functions run in the calling thread alone, at least 2.6 × as fast as torch in one thread; with more threads than
-#: this, torch is not slower.
+#: The functions run in the calling thread alone, at least 2.6 × (AMX) and 1.6 × as fast as torch in one thread, and not
+#: slower than in two; with more threads than this, torch is not slower.
 MAX_THREADS: Final = 2
 
 
@@ -39,11 +41,11 @@ def native_layers(config: StackConfig, layers: Sequence[STULayer], eps: float) -
     weight = layers[0].uvqk_weight
     fit = (
         weight.device.type == "cpu"
-        and weight.dtype == torch.bfloat16
+        and weight.dtype in KINDS
         and max(config.dqk, config.dv) <= MAX_WIDTH
         and not any(width % TILE_WIDTH for width in (config.dim, config.dqk, config.dv))
     )
-    compiled = library() if fit else None
+    compiled = library(KINDS[weight.dtype]) if fit else None
     return None if compiled is None else NativeLayers(compiled, config, layers, eps)
 
 
@@ -56,7 +58,8 @@ class NativeLayers:
         self._scale, self._weight = 1 / math.sqrt(config.dqk), 1 / config.scale_tokens
         # What a chunk's rows leave from one part of a layer to the next: normed, gates, q.
         widths = config.dim, 3 * config.heads * config.dv, config.heads * config.dqk
-        self._chunk = [torch.empty((CHUNK_ROWS, width), dtype=layers[0].uvqk_weight.dtype) for width in widths]
+        dtype, rows = layers[0].uvqk_weight.dtype, compiled.relaygr_chunk_rows()
+        self._chunk = [torch.empty((rows, width), dtype=dtype) for width in widths]
         group = config.dv if config.group_norm else config.heads * config.dv
         self._shape = arguments.Shape(config.dim, config.heads, config.dqk, config.dv, group, eps)
         self._weights = [self._of_layer(layer) for layer in layers]  # what the addresses below point to

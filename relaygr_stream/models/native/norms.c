@@ -1,15 +1,16 @@
 /* LayerNorm of rows, and the gate that is made of one: several rows at a time, as each waits for its own sums, and the
  * weights are then read once for all of them. Sums in float32, of what the row has beyond its first element: squares
  * about one of the elements exceed those about the mean at most `width` times, so that of 24 bits no more than
- * log2(width) are lost when the mean is taken away, and bfloat16 keeps 8. */
+ * log2(width) are lost when the mean is taken away, and bfloat16 keeps 8. Where all 24 count, squares are summed about
+ * the mean, in another pass. */
 #include "parts.h"
 
 enum { TOGETHER = 4 /* rows */ };
 
 /* `count` rows of LayerNorm(x) * weight + bias, and that times u where there is one (rows as far apart as x's). */
 static inline __attribute__((always_inline)) void normalize_rows(
-    const bf16 *x, const bf16 *u, int64_t x_row, bf16 *out, int64_t out_row, const int64_t count, int64_t width,
-    const bf16 *weight, const bf16 *bias, float eps
+    const num *x, const num *u, int64_t x_row, num *out, int64_t out_row, const int64_t count, int64_t width,
+    const num *weight, const num *bias, float eps
 ) {
     __m512 sum[TOGETHER], squares[TOGETHER], first[TOGETHER], mean[TOGETHER], inverse[TOGETHER];
 #pragma GCC unroll 4
@@ -27,8 +28,17 @@ static inline __attribute__((always_inline)) void normalize_rows(
 #pragma GCC unroll 4
     for (int64_t r = 0; r < count; r++) {
         float off = _mm512_reduce_add_ps(sum[r]) / width, of_all = _mm512_reduce_add_ps(squares[r]) / width;
-        __m512 variance = _mm512_max_ps(_mm512_set1_ps(of_all - off * off), _mm512_setzero_ps());
         mean[r] = _mm512_add_ps(first[r], _mm512_set1_ps(off));
+        if (BITS > 16) {
+            squares[r] = _mm512_setzero_ps();
+            for (int64_t d = 0; d < width; d += TILE) {
+                __m512 beyond = _mm512_sub_ps(load(x + r * x_row + d), mean[r]);
+                squares[r] = _mm512_fmadd_ps(beyond, beyond, squares[r]);
+            }
+            of_all = _mm512_reduce_add_ps(squares[r]) / width;
+            off = 0;
+        }
+        __m512 variance = _mm512_max_ps(_mm512_set1_ps(of_all - off * off), _mm512_setzero_ps());
         inverse[r] = _mm512_div_ps(_mm512_set1_ps(1), _mm512_sqrt_ps(_mm512_add_ps(variance, _mm512_set1_ps(eps))));
     }
     for (int64_t d = 0; d < width; d += TILE) {
@@ -43,8 +53,8 @@ static inline __attribute__((always_inline)) void normalize_rows(
 }
 
 void normalize(
-    const bf16 *x, int64_t x_row, bf16 *out, int64_t out_row, int64_t rows, int64_t width, const bf16 *weight,
-    const bf16 *bias, float eps
+    const num *x, int64_t x_row, num *out, int64_t out_row, int64_t rows, int64_t width, const num *weight,
+    const num *bias, float eps
 ) {
     int64_t row = 0;
     for (; row + TOGETHER <= rows; row += TOGETHER, x += TOGETHER * x_row, out += TOGETHER * out_row)
@@ -54,11 +64,11 @@ void normalize(
 }
 
 void gate(
-    bf16 *gates, int64_t row, int64_t rows, int64_t width, int64_t group, const bf16 *weight, const bf16 *bias,
+    num *gates, int64_t row, int64_t rows, int64_t width, int64_t group, const num *weight, const num *bias,
     float eps
 ) {
     for (int64_t first = 0; first < width; first += group) {
-        bf16 *u = gates + first;
+        num *u = gates + first;
         int64_t i = 0;
         for (; i + TOGETHER <= rows; i += TOGETHER, u += TOGETHER * row)
             normalize_rows(

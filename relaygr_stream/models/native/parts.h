@@ -1,12 +1,12 @@
-/* The parts of a layer, each in a file of its own, on tiles that `begin_tiles` has configured. */
+/* The parts of a layer, each in a file of its own, between `begin` and `end`. */
 #ifndef RELAYGR_PARTS_H
 #define RELAYGR_PARTS_H
 
 #include "common.h"
 
 typedef struct {
-    const bf16 *q, *k, *v;
-    bf16 *out;
+    const num *q, *k, *v;
+    num *out;
     int64_t q_head, q_row, k_head, k_row, v_head, v_row, out_head, out_row; /* strides in elements */
     int64_t heads, rows, columns, dqk, dv;
     int64_t causal_from, causal; /* row r sees columns below max(causal_from, causal + r) */
@@ -23,28 +23,28 @@ void attend(const Attention *a);
 void attend_to_self(const Attention *a, const float *weights);
 
 /* product.c: out = a x weights, and one of these: + bias, activated or not; + before. a has rows up to a multiple of 32
- * to read. */
+ * to read, and what is computed of them goes nowhere. */
 typedef struct {
-    const bf16 *a, *weights; /* (rows, depth); packed by pack_weights */
+    const num *a, *weights; /* (rows, depth); packed by pack_weights */
     int64_t a_row, rows, depth, columns;
-    const bf16 *bias, *before; /* NULL: none; `before` as `out`, and may be it */
-    bf16 *out;
+    const num *bias, *before; /* NULL: none; `before` as `out`, and may be it */
+    num *out;
     int64_t out_row;
     int activated;
 } Product;
 
 void multiply(const Product *p);
 /* weights (depth, columns), rows `row` elements apart, both multiples of 32 -> 32 columns after another. */
-void pack_weights(const bf16 *weights, int64_t row, int64_t depth, int64_t columns, bf16 *packed);
+void pack_weights(const num *weights, int64_t row, int64_t depth, int64_t columns, num *packed);
 
 /* norms.c: out = LayerNorm(x) * weight + bias, `width` elements of each row. */
 void normalize(
-    const bf16 *x, int64_t x_row, bf16 *out, int64_t out_row, int64_t rows, int64_t width, const bf16 *weight,
-    const bf16 *bias, float eps
+    const num *x, int64_t x_row, num *out, int64_t out_row, int64_t rows, int64_t width, const num *weight,
+    const num *bias, float eps
 );
 /* Rows of [u, o, u * Norm(o)], each `width` wide: the last from the others, with a mean and a variance per `group`. */
 void gate(
-    bf16 *gates, int64_t row, int64_t rows, int64_t width, int64_t group, const bf16 *weight, const bf16 *bias,
+    num *gates, int64_t row, int64_t rows, int64_t width, int64_t group, const num *weight, const num *bias,
     float eps
 );
 

@@ -1,4 +1,4 @@
-"""The functions in C against the same formulas in float32 by torch, and what happens on machines without them."""
+"""The functions in C against the same formulas in float64 by torch, and what happens on machines without them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,27 @@ from hypothesis import strategies as st
 from relaygr_stream.models.hstu import HSTUStack, RankingRows, StackConfig
 from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.models.native import build
-from relaygr_stream.models.native.layers import CHUNK_ROWS, MAX_THREADS
+from relaygr_stream.models.native.layers import KINDS, MAX_THREADS
 from relaygr_stream.models.protocol import ScoreInput
 from tests.unit.models.small_models import deviation, extended, full_scores, random_items, random_tokens, small_model
 
 CPU = torch.device("cpu")
-#: Of two layers, relative to the largest value; bfloat16 has 8 bits, and a dozen roundings follow each other.
-ROUNDING = 0.03
+#: Of two layers, relative to the largest value. bfloat16 has 8 bits, and a dozen roundings follow each other.
+ROUNDING = {torch.bfloat16: 0.03, torch.float32: 3e-6}
 
-needs_amx = pytest.mark.skipif(build.library() is None, reason="needs a CPU with AMX and a C compiler")
+needs_amx = pytest.mark.skipif(build.library("amx") is None, reason="needs a CPU with AMX and a C compiler")
+needs_avx512 = pytest.mark.skipif(build.library("avx512") is None, reason="needs a CPU with AVX-512 and a C compiler")
+in_each_dtype = pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.bfloat16, marks=needs_amx), pytest.param(torch.float32, marks=needs_avx512)]
+)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture
@@ -35,12 +47,12 @@ def afresh() -> Iterator[None]:
 
 
 def stack_of(config: StackConfig, seed: int, dtype: torch.dtype) -> HSTUStack:
-    """Random weights that bfloat16 can say, so that the same stack in float32 is the truth."""
+    """Random weights that bfloat16 can say, so that the same stack in float64 is the truth."""
     stack, random = HSTUStack(config), torch.Generator().manual_seed(seed)
     for weight in stack.parameters():
         weight.copy_((torch.randn(weight.shape, generator=random) * weight.shape[0] ** -0.5).bfloat16())
     stack.place(CPU, dtype)
-    assert (stack._native is not None) == (dtype == torch.bfloat16)
+    assert (stack._native is not None) == (dtype != torch.float64)
     return stack
 
 
@@ -74,26 +86,26 @@ configs = st.builds(
 )
 
 
-@needs_amx
+@in_each_dtype
 @settings(max_examples=25)
 @given(configs, st.integers(0, 600), st.integers(0, 300), st.integers(0, 40), st.integers(1, 300), st.integers(0, 999))
 def test_any_stack_is_the_formula(
-    config: StackConfig, prefix: int, more: int, suffix: int, candidates: int, seed: int
+    dtype: torch.dtype, config: StackConfig, prefix: int, more: int, suffix: int, candidates: int, seed: int
 ) -> None:
     if config.contextual_seq_len:
         prefix, more, suffix = 0, prefix + more, 0
     x = torch.randn(prefix + more + suffix + candidates, config.dim, generator=torch.Generator().manual_seed(seed))
-    x, cuts = x.bfloat16(), (prefix, prefix + more, prefix + more + suffix)
-    found = outputs(stack_of(config, seed, torch.bfloat16), config, x, cuts)
-    expected = outputs(stack_of(config, seed, torch.float32), config, x.float(), cuts)
+    x, cuts = x.to(dtype), (prefix, prefix + more, prefix + more + suffix)
+    found = outputs(stack_of(config, seed, dtype), config, x, cuts)
+    expected = outputs(stack_of(config, seed, torch.float64), config, x.double(), cuts)
     for mine, true in zip(found, expected, strict=True):
-        assert deviation(mine, true) <= ROUNDING
+        assert deviation(mine, true) <= ROUNDING[dtype]
 
 
-@needs_amx
-def test_nothing_stays_of_columns_that_were_not_numbers() -> None:
+@in_each_dtype
+def test_nothing_stays_of_columns_that_were_not_numbers(dtype: torch.dtype) -> None:
     config = StackConfig(2, 64, 2, 64, 64, 64)
-    stack, x = stack_of(config, 1, torch.bfloat16), torch.randn(40, 64).bfloat16()
+    stack, x = stack_of(config, 1, dtype), torch.randn(40, 64).to(dtype)
     good, broken = (region_of(config, x.dtype, 40) for _ in range(2))
     stack.append(good, x[:33])
     expected = stack.score([RankingRows(good, 0, 7)], x[33:])
@@ -102,10 +114,10 @@ def test_nothing_stays_of_columns_that_were_not_numbers() -> None:
     assert torch.equal(stack.score([RankingRows(good, 0, 7)], x[33:]), expected)
 
 
-@needs_amx
-def test_chunks_and_neighbours_change_no_bit() -> None:
+@in_each_dtype
+def test_chunks_and_neighbours_change_no_bit(dtype: torch.dtype) -> None:
     config = StackConfig(2, 64, 2, 64, 64, 64)
-    stack, x = stack_of(config, 1, torch.bfloat16), torch.randn(900, 64).bfloat16()
+    stack, x = stack_of(config, 1, dtype), torch.randn(900, 64).to(dtype)
     whole, parts = (region_of(config, x.dtype, 700) for _ in range(2))
     stack.append(whole, x[:640])
     for start, stop in ((0, 1), (1, 65), (65, 400), (400, 640)):
@@ -119,9 +131,9 @@ def test_chunks_and_neighbours_change_no_bit() -> None:
     assert torch.equal(together[33:], stack.score(batch[1:], x[673:]))
 
 
-@needs_amx
+@in_each_dtype
 @pytest.mark.parametrize("size", [1e-3, 1.0, 9.0, 30.0, 3e4])
-def test_silu_over_all_magnitudes(size: float) -> None:
+def test_silu_over_all_magnitudes(size: float, dtype: torch.dtype) -> None:
     # A layer of zeros but for q, the first unit vector, and the output: o passes through it.
     config = StackConfig(1, 32, 1, 32, 32, 1)
     stack = HSTUStack(config)
@@ -130,18 +142,21 @@ def test_silu_over_all_magnitudes(size: float) -> None:
         weight.zero_()
     layer.uvqk_bias[64] = math.sqrt(32)
     layer.output_weight[32:64] = torch.eye(32)
-    stack.place(CPU, torch.bfloat16)
-    scores, batch = torch.linspace(-size, size, 333).bfloat16(), []
+    stack.place(CPU, dtype)
+    scores, batch = torch.linspace(-size, size, 333).to(dtype), []
     for score in scores:
-        region = region_of(config, torch.bfloat16, 1)
+        region = region_of(config, dtype, 1)
         region.storage.zero_()
         keys, values = region.layer(0)
         keys[0, 0, 0], values[0, 0], region.length = score, 1.0, 1
         batch.append(RankingRows(region, 0, 1))
-    found = stack.score(batch, torch.zeros(333, 32, dtype=torch.bfloat16))[:, 0].float()
+    found = stack.score(batch, torch.zeros(333, 32, dtype=dtype))[:, 0].double()
     # sqrt(32) in bfloat16 is a little less than itself.
-    true = torch.nn.functional.silu(scores.float() * float(layer.uvqk_bias[64]) / math.sqrt(32))
-    assert torch.allclose(found, true, rtol=2**-7, atol=5e-4 if size > 10 else 1e-30)
+    true = torch.nn.functional.silu(scores.double() * float(layer.uvqk_bias[64]) / math.sqrt(32))
+    if dtype == torch.bfloat16:
+        assert torch.allclose(found, true, rtol=2**-7, atol=5e-4 if size > 10 else 1e-30)
+    else:
+        assert torch.allclose(found, true, rtol=2e-6, atol=1e-30)
 
 
 @needs_amx
@@ -170,37 +185,52 @@ def test_the_model_in_bfloat16_relays_and_batches() -> None:
     assert 0 < full < 0.1
     assert relayed <= 1.15 * full  # 264 errors: their root mean square is known to about 7 %
     for one, found in zip(batch, half.score(batch), strict=True):
-        assert deviation(found, half.score([one])[0]) <= ROUNDING
+        assert deviation(found, half.score([one])[0]) <= ROUNDING[torch.bfloat16]
+
+
+@needs_avx512
+@settings(max_examples=25)
+@given(
+    st.integers(1, 700), st.integers(0, 16), st.integers(1, 130), st.lists(st.integers(1, 200), max_size=5),
+    st.integers(0, 99),
+)  # fmt: skip
+def test_in_float32_a_relayed_score_is_that_of_full_inference_to_the_bit(
+    prefix: int, suffix: int, candidates: int, chunks: list[int], seed: int
+) -> None:
+    model, random = small_model(dim=32, dqk=32, dv=32), np.random.default_rng(seed)
+    tokens, items = random_tokens(random, prefix + suffix), random_items(random, candidates)
+    region = extended(model, tokens.slice(0, prefix), slack=3, chunks=tuple(chunks))
+    relayed = model.score([ScoreInput(region, tokens.slice(prefix, prefix + suffix), items)])[0]
+    assert torch.equal(relayed, full_scores(model, tokens, items))
 
 
 @pytest.mark.usefixtures("afresh")
-def test_without_a_compiler_torch_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "_instructions", lambda _: set(build.INSTRUCTIONS))
+@pytest.mark.parametrize("dtype", KINDS)
+def test_without_a_compiler_torch_does_it(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "_instructions", lambda _: set(build.KINDS["amx"]))
     monkeypatch.setenv("CC", "no-such-compiler")
-    assert build.library() is None
-    half = small_model(dim=32, dqk=32, dv=32).place(CPU, torch.bfloat16)
-    assert half.stack._native is None
+    assert build.library(KINDS[dtype]) is None
+    model = small_model(dim=32, dqk=32, dv=32).place(CPU, dtype)
+    assert model.stack._native is None
     random = np.random.default_rng(0)
-    assert bool(full_scores(half, random_tokens(random, 40), random_items(random, 5)).isfinite().all())
+    assert bool(full_scores(model, random_tokens(random, 40), random_items(random, 5)).isfinite().all())
 
 
-@needs_amx
-def test_with_many_threads_torch_does_it() -> None:
-    half, threads = small_model(dim=32, dqk=32, dv=32).place(CPU, torch.bfloat16), torch.get_num_threads()
-    assert half.stack._native_now() is not None
-    try:
-        torch.set_num_threads(MAX_THREADS + 1)
-        assert half.stack._native_now() is None
-    finally:
-        torch.set_num_threads(threads)
+@in_each_dtype
+def test_with_many_threads_torch_does_it(dtype: torch.dtype) -> None:
+    model = small_model(dim=32, dqk=32, dv=32).place(CPU, dtype)
+    assert model.stack._native_now() is not None
+    torch.set_num_threads(MAX_THREADS + 1)
+    assert model.stack._native_now() is None
 
 
 @pytest.mark.usefixtures("afresh")
 def test_a_compiler_that_refuses_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "layers.c").write_text("this is no C", encoding="utf-8")
-    monkeypatch.setattr(build, "_instructions", lambda _: set(build.INSTRUCTIONS))
+    monkeypatch.setattr(build, "_instructions", lambda _: set(build.KINDS["amx"]))
     monkeypatch.setattr(build, "FOLDER", tmp_path)
-    assert build.library() is None
+    for kind in build.KINDS:
+        assert build.library(kind) is None
 
 
 def test_instructions_are_those_of_the_flags_line(tmp_path: Path) -> None:
@@ -215,8 +245,10 @@ def test_instructions_are_those_of_the_flags_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("dtype", "dim", "dqk", "dv"),
     [
-        (torch.float32, 32, 32, 32),
+        (torch.float64, 32, 32, 32),
         (torch.float16, 32, 32, 32),
+        (torch.float32, 48, 32, 32),
+        (torch.float32, 32, 32, 160),
         (torch.bfloat16, 48, 32, 32),
         (torch.bfloat16, 32, 40, 32),
         (torch.bfloat16, 32, 32, 160),
@@ -226,7 +258,3 @@ def test_what_does_not_fit(dtype: torch.dtype, dim: int, dqk: int, dv: int) -> N
     stack = HSTUStack(StackConfig(1, dim, 1, dqk, dv, 1))
     stack.place(CPU, dtype)
     assert stack._native is None
-
-
-def test_chunk_rows_are_those_of_the_c() -> None:
-    assert f"enum {{ CHUNK = {CHUNK_ROWS} }}" in (build.FOLDER / "layers.c").read_text(encoding="utf-8")
