@@ -21,7 +21,7 @@ enum {
 static _Thread_local struct {
     _Alignas(LINE) float q[WIDTH * ROWS];      /* [dqk][row], rows up to a multiple of 16 are zeros */
     _Alignas(LINE) float scores[PANEL * ROWS]; /* [column][row] */
-    _Alignas(LINE) float k[COLUMNS * WIDTH];   /* the last columns, and zeros */
+    _Alignas(LINE) float k[COLUMNS * WIDTH];   /* the last columns */
 } room;
 
 /* Columns that row r of the block sees: [low, high). */
@@ -143,14 +143,13 @@ static void turn_over(const num *q, int64_t row, int64_t rows, int64_t padded, i
     }
 }
 
-/* K of 8 columns from `column` on; of the last ones, fewer, with zeros behind them: what lies there in memory may be
- * anything, and is not read. */
+/* K of 8 columns from `column` on; of the last ones, fewer, with room behind them: what lies there in memory may
+ * not be read, and what is made of the room is not. */
 static inline const num *columns_of(const Attention *a, const num *k, int64_t column, int64_t *row) {
     int64_t count = a->columns - column;
     *row = a->k_row;
     if (count >= COLUMNS) return k + column * a->k_row;
     for (int64_t c = 0; c < count; c++) memcpy(room.k + c * a->dqk, k + (column + c) * a->k_row, a->dqk * sizeof(num));
-    memset(room.k + count * a->dqk, 0, (COLUMNS - count) * a->dqk * sizeof(num));
     *row = a->dqk;
     return room.k;
 }
