@@ -178,6 +178,7 @@ class Worker:
                 left = consumer.lanes
             except Exception as error:
                 if isinstance(error, DeviceError) or self._device.failed.done():
+                    watch.cancel()  # which would find the worker ready
                     context.set_ready(False, str(error))
                     await self._fail_in_flight(error, outbox)
                 raise

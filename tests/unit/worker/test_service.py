@@ -39,6 +39,7 @@ from relaygr_stream.worker import service
 from relaygr_stream.worker.outbox import check_answers_fit
 from relaygr_stream.worker.service import CLOSE_S
 from relaygr_stream.worker.status import ANNOUNCE_S, is_later
+from relaygr_stream.worker.watch import WATCH_S
 from tests.unit.worker.services import MIB, Peer, committed, owned, worker_on, worker_settings
 from tests.waiting import until
 
@@ -239,8 +240,19 @@ async def test_a_worker_whose_clock_is_ahead_expires_nothing(
 # ---- ends ----
 
 
-async def test_a_device_that_always_fails_ends_the_worker_with_answers(embedded_settings: Kafka) -> None:
+async def test_a_device_that_always_fails_ends_the_worker_with_answers(
+    embedded_settings: Kafka, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with Peer(embedded_settings) as peer, worker_on(worker_settings(embedded_settings)) as w:
+        outbox = w.worker._outbox
+        assert outbox is not None
+        flush = outbox.flush
+
+        async def slowly(timeout_s: float) -> None:
+            await flush(timeout_s)
+            await asyncio.sleep(2 * WATCH_S)  # what watches it looks again, and must not find it ready
+
+        monkeypatch.setattr(outbox, "flush", slowly)
         w.model.fail_extend = 10**6
         correlations = [await peer.rank(f"r{number}", f"u{number}", 60) for number in range(8)]
         with pytest.raises(DeviceError, match="8 times in a row, at last with RuntimeError: the device is on fire"):
