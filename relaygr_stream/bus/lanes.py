@@ -86,7 +86,7 @@ class LaneConsumer:
         self._data: Any = None
         self._lanes: frozenset[int] = frozenset()
         self._ledgers: dict[tuple[str, int], OffsetLedger] = {}
-        self._reassigned = 0.0
+        self._asked_anew = 0.0  # when other lanes than before were last asked for, UNIX time in seconds
         self._reading = asyncio.Event()  # set while there are lanes to be read
         self._draining = False
         self._drained: asyncio.Event | None = None
@@ -110,10 +110,11 @@ class LaneConsumer:
         """Whether the consumer runs and a broker answers it; for readiness. False once it drains."""
         if self._failed is None or self._failed.done() or self._draining:
             return False
-        if not self._lanes:
-            return True  # nothing is fetched, so nothing can be told
-        answered = max(self._data.last_poll_timestamp(TopicPartition(*each)) or 0 for each in self._ledgers) / 1000
-        return time.time() - max(answered, self._reassigned) < SILENT_S + self._kafka.fetch_max_wait_ms / 1000
+        if not self._lanes and (self._starting is None or self._starting.done()):
+            return True  # nothing is asked for, so nothing can be told
+        answered = (self._data.last_poll_timestamp(TopicPartition(*each)) or 0 for each in self._ledgers)
+        last_heard = max(max(answered, default=0) / 1000, self._asked_anew)
+        return time.time() - last_heard < SILENT_S + self._kafka.fetch_max_wait_ms / 1000
 
     @property
     def rebalances(self) -> int:
@@ -208,6 +209,7 @@ class LaneConsumer:
         except Exception as error:  # aiokafka would log it and go on
             self._fail(error)
         if lanes != kept and not self._draining:
+            self._asked_anew = time.time()
             self._starting = asyncio.create_task(self._watched(partial(self._begin, lanes - kept)))
 
     def _cancel_start(self) -> None:
@@ -261,7 +263,7 @@ class LaneConsumer:
         self._data.assign(partitions)
         for partition in partitions:
             self._data.seek(partition, self._ledgers[partition].position)
-        self._reassigned = time.time()
+        self._asked_anew = time.time()
         self._reading.set()
 
     async def _fetch(self) -> None:

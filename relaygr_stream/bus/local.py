@@ -1,7 +1,7 @@
 """A private broker on this machine, for the demo and the tests: embedded (Tansu), or Apache Kafka from KAFKA_HOME.
 
-Loopback only, a free port, data in one folder. A keeper process (keeper.py) sees to it that neither the broker nor its
-folder outlives us, even if we are killed. Knows nothing of topics.
+Loopback only, a port of its own (ports.py), data in one folder. A keeper process (keeper.py) sees to it that neither
+the broker nor its folder outlives us, even if we are killed. Knows nothing of topics.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import asyncio
 import importlib.resources
 import os
 import shutil
-import socket
 import tempfile
 import time
 from collections.abc import AsyncIterator
@@ -32,6 +31,7 @@ from relaygr_stream.bus.distribution import (
     node_properties,
 )
 from relaygr_stream.bus.kept import KeptProcess
+from relaygr_stream.bus.ports import free_ports
 from relaygr_stream.errors import BrokerUnavailable
 from relaygr_stream.settings import Kafka
 
@@ -132,16 +132,6 @@ def _own_folder(kind: BrokerKind, parent: Path | None) -> Path:
     if parent is not None:
         parent.mkdir(parents=True, exist_ok=True)
     return Path(tempfile.mkdtemp(prefix=f"relaygr-{kind}-", dir=parent))
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports of the loopback that nobody listened on just now."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    try:
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
 
 
 async def answers_metadata(port: int) -> bool:

@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections.abc import AsyncIterator
 from functools import partial
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -14,6 +15,7 @@ from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.protocol.group import LeaveGroupRequest
 
 from relaygr_stream.bus.lanes import LaneConsumer
+from relaygr_stream.bus.local import local_broker
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.records import Record
 from relaygr_stream.errors import BrokerUnavailable, ConfigError
@@ -291,6 +293,19 @@ async def test_an_exception_in_a_callback_ends_the_consumer_visibly(
         with pytest.raises(ArithmeticError):
             await asyncio.wait_for(consumer.failed, 10)
         assert not consumer.healthy
+
+
+async def test_lanes_that_no_broker_lets_begin_are_no_good_health(tmp_path: Path) -> None:
+    async with local_broker("embedded", folder=tmp_path) as broker:
+        kafka = broker.kafka_settings(Kafka(prefix="begin.", partitions=2, request_timeout_ms=2000))
+        await apply_topics(kafka)
+        topics = load_topics(kafka)
+        async with Member(kafka, topics, "one") as one:
+            broker.stop()  # the lanes are assigned, where they start is not known yet
+            assert not one.lanes
+            await until(lambda: not one.consumer.healthy, "not healthy")
+            await broker.start()
+            await until(lambda: one.consumer.healthy and one.lanes == set(range(2)), "healthy again")
 
 
 async def test_no_broker_is_said_at_once(kafka_settings: Kafka, topics: TopicSet) -> None:

@@ -34,7 +34,7 @@ from relaygr_stream.bus.distribution import (
     node_properties,
 )
 from relaygr_stream.bus.kept import KeptProcess
-from relaygr_stream.bus.local import free_ports
+from relaygr_stream.bus.ports import free_ports
 from relaygr_stream.files import packaged_dir
 from relaygr_stream.settings import Kafka
 from relaygr_stream.topics import TopicSet
