@@ -56,7 +56,7 @@ def p99(report: SloReport) -> list[Chart]:
         ]
         series = _series(near, [float(probe.length) for probe in near], " tokens")
         chart = line_chart(series, Axis("prefix tokens", log=True), Axis("P99, ms", log=True), limit)
-        charts.append(("Against length", f"{given_text(one, '/s')}, {one.revisit:.0%} returning users", chart))
+        charts.append(("Against length", f"{given_text(one, ' requests/s')}, {one.revisit:.0%} returning users", chart))
     return charts
 
 

@@ -1,4 +1,4 @@
-/* The parts of a layer, each in a file of its own, between `begin` and `end`. */
+/* The parts of a layer, each in a file of its own; called between `enter` and `leave` (numbers.h). */
 #ifndef RELAYGR_PARTS_H
 #define RELAYGR_PARTS_H
 
@@ -19,11 +19,11 @@ typedef struct {
 
 /* attention.c: out (+)= weight * SiLU(scale * q.k) * v over the visible pairs. */
 void attend(const Attention *a);
-/* out += weights[row] * SiLU(scale * q.k) * v of each row with itself. */
+/* own.c: out += weights[row] * SiLU(scale * q.k) * v of each row with itself. */
 void attend_to_self(const Attention *a, const float *weights);
 
-/* product.c: out = a x weights, and one of these: + bias, activated or not; + before. a has rows up to a multiple of 32
- * to read, and what is computed of them goes nowhere. */
+/* product.c: out = a x weights, and one of these: + bias, activated or not; + before. For tiles a has
+ * rows up to a multiple of 32 to read, and what is computed of them goes nowhere. */
 typedef struct {
     const num *a, *weights; /* (rows, depth); packed by pack_weights */
     int64_t a_row, rows, depth, columns;

@@ -71,7 +71,7 @@ def test_each_repeat_searches_lengths_at_the_rate_that_full_inference_carries_in
     assert given_text(one, "/s") == "10.0/s (8.0…20.0)"
     assert one.requests == 300
     charts = {title: words for title, words, _ in plots.p99(report([full, longer]))}
-    assert charts["Against length"] == "10.0/s (8.0…20.0), 50% returning users"
+    assert charts["Against length"] == "10.0 requests/s (8.0…20.0), 50% returning users"
 
 
 def test_a_ratio_beyond_its_bound_is_called_a_defect() -> None:
