@@ -47,7 +47,7 @@ class Kafka(Section, frozen=True, kw_only=True):
     partitions: Annotated[int, Meta(ge=0, le=10_000), _doc("lanes; 0: as the topic files say")] = 0
     replication: Annotated[int, Meta(ge=0, le=9), _doc("copies of each topic; 0: as the topic files say")] = 0
     fetch_max_wait_ms: Annotated[
-        int, Meta(ge=1, le=10_000), _doc("long poll of the broker; 4 for the embedded one, which does not wake polls")
+        int, Meta(ge=1, le=10_000), _doc("long poll of the broker; 12 for the embedded one, which does not wake polls")
     ] = 50
     heartbeat_ms: Annotated[Positive, _doc("heartbeat of group members; moved lanes wait for the next one")] = 250
     session_timeout_ms: Annotated[Positive, _doc("a crashed member's lanes move after this; brokers bound it")] = 6000

@@ -37,8 +37,9 @@ from relaygr_stream.settings import Kafka
 
 BrokerKind = Literal["embedded", "kafka"]
 
-#: The embedded broker does not wake waiting fetches when a message arrives, so they must not wait long.
-EMBEDDED_FETCH_WAIT_MS: Final = 4
+#: The embedded broker does not wake waiting fetches when a message arrives, so they must not wait long; with 4 ms the
+#: polls of a demo's consumers kept a quarter of two slow cores busy, and everybody waited for those.
+EMBEDDED_FETCH_WAIT_MS: Final = 12
 #: Kafka takes 3 s on a free machine and ten times that on a crowded one; Tansu a tenth of a second.
 READY_TIMEOUT_S: Final = 60.0
 #: Lines of the broker's log shown when it does not start.

@@ -41,9 +41,6 @@ MEDIAN_TOKENS: Final = 700.0
 #: Requests before the measured ones, sent like them: first connections, first fetches, first memory; a broker in Java
 #: compiles what it has run often, which takes it longest.
 WARM_UP_S: Final = 5.0
-#: The embedded broker wakes no waiting fetch: with the 4 ms that tests wait, the polls of all consumers keep a quarter
-#: of two slow cores busy, and everybody waits for those.
-EMBEDDED_FETCH_WAIT_MS: Final = 12
 #: Workers state themselves every 250 ms; after the load, audits may still be running.
 SETTLE_S: Final = 1.5
 LANES_TIMEOUT_S: Final = 30.0
@@ -112,10 +109,7 @@ async def _cluster(
     name = "embedded broker (Tansu)" if options.broker == "embedded" else "Apache Kafka, one node"
     console.print(f"starting the {name} …")
     async with local_broker(options.broker, folder=folder) as broker:
-        kafka = broker.kafka_settings(settings.kafka)
-        if options.broker == "embedded":
-            kafka = msgspec.structs.replace(kafka, fetch_max_wait_ms=EMBEDDED_FETCH_WAIT_MS)
-        yield msgspec.structs.replace(settings, kafka=kafka), name
+        yield msgspec.structs.replace(settings, kafka=broker.kafka_settings(settings.kafka)), name
 
 
 async def _play(options: DemoOptions, settings: Settings, folder: Path, broker: str, console: Console) -> DemoResult:
