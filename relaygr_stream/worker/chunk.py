@@ -31,11 +31,19 @@ class Chunk:
         self.tokens = len(tokens)
         self.ms = 0.0  # spent so far
         self.steps = 0  # taken so far
+        self._last_ms = 0.0  # of the last of them
         self.finished = False
         self._region = region
         self._clock = clock
         self._synchronize = synchronize
         self._rest = _steps(model, region, tokens)
+
+    @property
+    def whole_steps(self) -> float:
+        """How many steps, such as those before the last one, the chunk so far is worth: the last one is what is left
+        to do, next to nothing or nearly as much as the others."""
+        before, ms = self.steps - 1, self.ms - self._last_ms
+        return before * self.ms / ms if before and ms > 0 else 1.0
 
     def step(self) -> float:
         """Take the next step and wait for the device; returns the milliseconds.
@@ -57,6 +65,7 @@ class Chunk:
             self._region.length = self.position
             raise
         ms = (self._clock() - start) * 1e3
+        self._last_ms = ms
         self.ms += ms
         self.steps += 1
         return ms

@@ -27,6 +27,8 @@ WARMUP_ROWS: Final = (16, 64, 128)
 #: After the device ran out of memory chunks stay half as long; so many chunks later they may double again. At some
 #: milliseconds each that is about a second: memory that others took is free again, or one more retry is paid.
 CALM_CHUNKS: Final = 256
+#: Weight of a new chunk in the running mean of how many steps a chunk is worth.
+STEPS_STEP: Final = 0.1
 
 _NONE = Tokens(np.zeros((3, 0), np.int64))
 
@@ -45,7 +47,7 @@ class Engine:
         self.device = device
         self._clock = clock
         self._asynchronous = device.type != "cpu"
-        self._steps = 1  # of a chunk, about equal in time
+        self._steps: float | None = None  # of a chunk, about equal in time
         self.costs = Costs()
         self.failures = 0
         self.failed_in_a_row = 0
@@ -64,7 +66,7 @@ class Engine:
 
     def chunk_ms(self, step_ms: float) -> float:
         """How long a chunk is meant to take whose steps take so long each."""
-        return step_ms * self._steps
+        return step_ms * (self._steps or 1.0)
 
     def candidates_within(self, region: KVRegion, suffix: Tokens, bound_ms: float) -> int:
         """Candidates that are scored within half of bound_ms (as extension.SHARE), by prediction; at least MIN_ROWS."""
@@ -81,8 +83,8 @@ class Engine:
         """The chunk is finished."""
         self.failed_in_a_row = 0
         self.costs.extended(chunk.position, chunk.tokens, chunk.ms)
-        # The last step of a model that yields between its layers is what is left to do: next to nothing.
-        self._steps = max(1, chunk.steps - 1)
+        steps = chunk.whole_steps
+        self._steps = steps if self._steps is None else self._steps + STEPS_STEP * (steps - self._steps)
         self._calm += 1
         if self._calm >= CALM_CHUNKS:
             self._calm, self._longest = 0, min(MAX_CHUNK, 2 * self._longest)
