@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,11 @@ from relaygr_stream.models.attention import ANY_ROWS, Block, Visibility, attend,
 from relaygr_stream.models.kv import KVLayout, KVRegion
 from relaygr_stream.models.native.layers import NativeLayers, native_layers
 from relaygr_stream.models.usual_rows import compiles_per_shape, with_usual_rows
+
+if TYPE_CHECKING:
+    from relaygr_stream.models.embeddings import TokenEmbedding
+    from relaygr_stream.models.head import TaskHead
+    from relaygr_stream.models.native.ends import NativeEnds
 
 NORM_EPS: Final = 1e-6
 
@@ -173,6 +178,15 @@ class HSTUStack(nn.Module):
         self._native = native_layers(self.config, self.stu_layers(), NORM_EPS)
 
     @property
+    def native(self) -> NativeLayers | None:
+        """The layers in C, where they are the faster ones now."""
+        return self._native if self._native and self._native.serve() else None
+
+    def native_ends(self, embedding: TokenEmbedding, head: TaskHead) -> NativeEnds | None:
+        """What lies before and behind the layers, where they have been compiled."""
+        return self._native.ends(embedding, head, NORM_EPS) if self._native else None
+
+    @property
     def incremental(self) -> bool:
         """Whether prefix KV stays valid when behaviours follow: not if early tokens see the whole history."""
         return self.config.contextual_seq_len == 0
@@ -211,7 +225,7 @@ class HSTUStack(nn.Module):
             x = self.fused.extend(self.stu_layers(), kv, x, outputs)
             kv.length = stop
             return x
-        count, native = len(x), self._native_now()
+        count, native = len(x), self.native
         rows = ANY_ROWS if native else block_rows(x.device, x.dtype, self.config.heads, stop)
         blocks = self._visibility.blocks(start, count, 0, stop, stop, rows)
         if native:
@@ -255,7 +269,7 @@ class HSTUStack(nn.Module):
         if self.fused is not None:
             return self.fused.score(self.stu_layers(), batch, x)
         plans = [self._plan(rows, x) for rows in batch]
-        native = self._native_now()
+        native = self.native
         if native:
             return native.score(batch, x, plans, self._self_weights(batch))
         self_weight = self._self_weight(batch, x.device)
@@ -280,7 +294,7 @@ class HSTUStack(nn.Module):
     def warm_up(self, most: int) -> None:
         """Meet every number of rows up to `most` that `with_usual_rows` makes, where meeting one first costs time."""
         weight = self.stu_layers()[0].uvqk_weight
-        if self._native_now() or not compiles_per_shape(weight):
+        if self.native or not compiles_per_shape(weight):
             return
         rows = 1
         while rows <= most:
@@ -295,23 +309,25 @@ class HSTUStack(nn.Module):
     def _plan(self, rows: RankingRows, x: torch.Tensor) -> tuple[list[Block], list[Block]]:
         """Blocks of one ranking's rows over the prefix, and over its suffix."""
         length, history, count = rows.kv.length, rows.kv.length + rows.suffix, rows.suffix + rows.candidates
-        together = ANY_ROWS if self._native_now() else block_rows(x.device, x.dtype, self.config.heads, history)
+        together = ANY_ROWS if self.native else block_rows(x.device, x.dtype, self.config.heads, history)
         on_prefix = self._visibility.blocks(length, count, 0, length, history, together)
         if not rows.suffix:
             return on_prefix, []
         return on_prefix, self._visibility.blocks(length, count, length, rows.suffix, history, together)
 
-    def _native_now(self) -> NativeLayers | None:
-        return self._native if self._native and self._native.serve() else None
-
     def _self_weight(self, batch: Sequence[RankingRows], device: torch.device) -> torch.Tensor | float:
         """Candidates see themselves here; a suffix row's own column is among those of the suffix."""
         if not any(rows.suffix for rows in batch):
             return self._weight
-        return self._self_weights(batch).view(-1, 1, 1).to(device, non_blocking=True)
+        return torch.from_numpy(self._self_weights(batch)).view(-1, 1, 1).to(device, non_blocking=True)
 
-    def _self_weights(self, batch: Sequence[RankingRows]) -> torch.Tensor:
-        return torch.tensor([w for one in batch for w in [0.0] * one.suffix + [self._weight] * one.candidates])
+    def _self_weights(self, batch: Sequence[RankingRows]) -> npt.NDArray[np.float32]:
+        weights = np.full(sum(one.suffix + one.candidates for one in batch), self._weight, np.float32)
+        start = 0
+        for one in batch:
+            weights[start : start + one.suffix] = 0
+            start += one.suffix + one.candidates
+        return weights
 
     def stu_layers(self) -> Sequence[STULayer]:
         """The layers, first to last."""

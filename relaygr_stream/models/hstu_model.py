@@ -21,6 +21,7 @@ from relaygr_stream.models.kernels.choice import Kernels, fused_stack
 from relaygr_stream.models.kernels.graphs import CudaRecorder, Recorder
 from relaygr_stream.models.kernels.recorded import RecordedScores
 from relaygr_stream.models.kv import KVLayout, KVRegion
+from relaygr_stream.models.native.ends import NativeEnds
 from relaygr_stream.models.protocol import ScoreInput
 from relaygr_stream.models.tokens import Tokens
 
@@ -84,6 +85,7 @@ class HSTUModel(nn.Module):
         self.incremental = self.stack.incremental
         self._digest = ""
         self._recorded: RecordedScores | None = None
+        self._ends: NativeEnds | None = None
 
     def load_weights(self, weights: dict[str, torch.Tensor], note: str) -> HSTUModel:
         """Take float32 weights of exactly the keys and shapes of `state_dict()`, and a version from their digest."""
@@ -102,6 +104,7 @@ class HSTUModel(nn.Module):
         self.embedding.to(device=device, dtype=dtype)
         self.stack.place(device, dtype)
         self.head.to(device=device)
+        self._ends = self.stack.native_ends(self.embedding, self.head)
         self.layout = self.config.stack.layout(dtype)
         self.version = version_of("hstu", self._digest, dtype)
         fused = fused_stack(self.config.stack, device, dtype, kernels)
@@ -122,12 +125,12 @@ class HSTUModel(nn.Module):
     @torch.no_grad()
     def extend(self, kv: KVRegion, tokens: Tokens) -> None:
         """Append the K/V of `tokens`; positions go on from kv.length. Errors as `HSTUStack.append`."""
-        self.stack.append(kv, self.embedding.behaviours(tokens, kv.length))
+        self.stack.append(kv, (self._ends or self.embedding).behaviours(tokens, kv.length))
 
     @torch.no_grad()
     def extend_in_steps(self, kv: KVRegion, tokens: Tokens) -> Iterator[None]:
         """As `extend`, a layer at a time."""
-        yield from self.stack.append_in_steps(kv, self.embedding.behaviours(tokens, kv.length))
+        yield from self.stack.append_in_steps(kv, (self._ends or self.embedding).behaviours(tokens, kv.length))
 
     @torch.no_grad()
     def score(self, batch: Sequence[ScoreInput]) -> list[torch.Tensor]:
@@ -141,6 +144,9 @@ class HSTUModel(nn.Module):
             logits = self._recorded.logits(tokens, rows)
             if logits is not None:
                 return list(torch.split(_of_candidates(logits, rows), counts))
+        if self._ends is not None:
+            out = self.stack.score(rows, self._ends.rankings(tokens))
+            return list(torch.split(self._ends.logits(tokens, out), counts))
         out = _of_candidates(self.stack.score(rows, self.embedding.rankings(tokens)), rows)
         return list(torch.split(self.head.logits(out), counts))
 

@@ -1,14 +1,14 @@
-"""The structures that layers.c takes, as ctypes; names and order are those of parts.h and layers.c."""
+"""The structures that the C takes, as ctypes; names and order are those there."""
 
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from relaygr_stream.models.attention import Block
+    from relaygr_stream.models.hstu import StackConfig
+    from relaygr_stream.models.kv import KVRegion
 
 
 class Attention(ctypes.Structure):
@@ -56,33 +56,78 @@ class Rows(ctypes.Structure):
     )
 
 
-def attention(
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    block: Block,
-    *,
-    first: int,
-    layer: int,
-    scale: float,
-    weight: float,
-    accumulate: bool,
-) -> Attention:
-    """One block over keys (heads, columns, dqk) and values (heads, columns, dv) of layer 0, width contiguous.
+class Tables(ctypes.Structure):
+    """Addresses of the embedding's tables, and how many rows those have that tokens may exceed."""
 
-    first: which of all rows is the block's row 0; layer: elements from a layer's K to the next one's, and from V to V.
-    q and out are left to layers.c.
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("item", "action", "position", "gap", "candidate")),
+        *((name, ctypes.c_int64) for name in ("vocab", "positions", "dim")),
+    )
+
+
+class Head(ctypes.Structure):
+    """Addresses of the head's weights; `weight` is (tasks, dim)."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("norm_weight", "norm_bias", "weight", "bias")),
+        *((name, ctypes.c_int64) for name in ("dim", "tasks")),
+        ("eps", ctypes.c_float),
+    )
+
+
+class Sequence(ctypes.Structure):
+    """Tokens: addresses of int64 numbers, how many behaviours and candidates, the first one's position."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("items", "actions", "gaps", "candidate_items")),
+        *((name, ctypes.c_int64) for name in ("behaviours", "candidates", "first")),
+    )
+
+
+class Columns(NamedTuple):
+    """K and V that rows attend to, in layer 0: addresses, and elements from one head, row or layer to the next."""
+
+    k: int
+    v: int
+    k_head: int
+    k_row: int
+    v_head: int
+    v_row: int
+    layer: int  # both of K and of V; 0: every layer's are the same
+    size: int  # bytes of an element
+
+    @classmethod
+    def of(cls, kv: KVRegion) -> Columns:
+        """A region's, worked out: views of its layers would take half a dozen operators of torch."""
+        layout, address = kv.layout, kv.storage.data_ptr()
+        k_head, v_head = kv.capacity * layout.dqk, kv.capacity * layout.dv
+        k_all, size = layout.heads * k_head, layout.dtype.itemsize
+        layer = k_all + layout.heads * v_head
+        return cls(address, address + k_all * size, k_head, layout.dqk, v_head, layout.dv, layer, size)
+
+    def behind(self, rows: int) -> Columns:
+        """The same from that row on."""
+        return self._replace(k=self.k + rows * self.k_row * self.size, v=self.v + rows * self.v_row * self.size)
+
+
+def attention(
+    columns: Columns, block: Block, config: StackConfig, *, first: int, scale: float, weight: float, accumulate: bool
+) -> Attention:
+    """One block over columns of as many heads, and as wide, as `config` has it.
+
+    first: which of all rows is the block's row 0. q and out are left to layers.c.
     """
-    columns = block.col_stop - block.col_start
-    causal_from, causal, recent_to, recent = columns, 0, 0, 0
+    count = block.col_stop - block.col_start
+    causal_from, causal, recent_to, recent = count, 0, 0, 0
     if block.causal is not None:
         causal_from, causal = block.causal_from, block.causal_from + block.causal + 1
     if block.recent is not None:
         recent_to, recent = block.recent_to, block.recent
-    k, v = (part.data_ptr() + block.col_start * part.stride(1) * part.element_size() for part in (keys, values))
+    seen = columns.behind(block.col_start)
     return Attention(
-        k=k, v=v, k_head=keys.stride(0), k_row=keys.stride(1), v_head=values.stride(0), v_row=values.stride(1),
-        heads=len(keys), rows=block.row_stop - block.row_start, columns=columns, dqk=keys.shape[2], dv=values.shape[2],
+        k=seen.k, v=seen.v, k_head=seen.k_head, k_row=seen.k_row, v_head=seen.v_head, v_row=seen.v_row,
+        heads=config.heads, rows=block.row_stop - block.row_start, columns=count, dqk=config.dqk, dv=config.dv,
         causal_from=causal_from, causal=causal, recent_to=recent_to, recent=recent,
-        k_layer=layer, v_layer=layer, first=first + block.row_start,
+        k_layer=seen.layer, v_layer=seen.layer, first=first + block.row_start,
         scale=scale, weight=weight, accumulate=accumulate,
     )  # fmt: skip

@@ -16,13 +16,19 @@ import math
 from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from relaygr_stream.models.native import arguments
+from relaygr_stream.models.native.arguments import Attention, Columns
 from relaygr_stream.models.native.build import library
+from relaygr_stream.models.native.ends import NativeEnds
 
 if TYPE_CHECKING:
     from relaygr_stream.models.attention import Block
+    from relaygr_stream.models.embeddings import TokenEmbedding
+    from relaygr_stream.models.head import TaskHead
     from relaygr_stream.models.hstu import RankingRows, StackConfig, STULayer
     from relaygr_stream.models.kv import KVRegion
 
@@ -60,11 +66,16 @@ class NativeLayers:
         widths = config.dim, 3 * config.heads * config.dv, config.heads * config.dqk
         dtype, rows = layers[0].uvqk_weight.dtype, compiled.relaygr_chunk_rows()
         self._chunk = [torch.empty((rows, width), dtype=dtype) for width in widths]
+        self._own = torch.empty(0, dtype=dtype)  # K and V of rows that are only scored
         group = config.dv if config.group_norm else config.heads * config.dv
         self._shape = arguments.Shape(config.dim, config.heads, config.dqk, config.dv, group, eps)
         self._weights = [self._of_layer(layer) for layer in layers]  # what the addresses below point to
         addresses = [arguments.Layer(*(part.data_ptr() for part in weights)) for weights in self._weights]
         self._layers = (arguments.Layer * len(layers))(*addresses)
+
+    def ends(self, embedding: TokenEmbedding, head: TaskHead, eps: float) -> NativeEnds:
+        """What lies before and behind the layers, of the same width and dtype."""
+        return NativeEnds(self._compiled, embedding, head, eps)
 
     @staticmethod
     def serve() -> bool:
@@ -76,10 +87,9 @@ class NativeLayers:
     ) -> Generator[None, None, torch.Tensor]:
         """Write the K/V of x behind kv.length, a layer at a time; returns the last layer's outputs if wanted."""
         x = x.clone(memory_format=torch.contiguous_format)
-        keys, values = kv.layer(0)
-        start, stride = kv.length, keys.numel() + values.numel()
-        attentions = [self._attention(keys, values, block, 0, stride) for block in blocks]
-        rows = self._rows(x, keys[:, start:], values[:, start:], stride, attentions)
+        columns = Columns.of(kv)
+        attentions = [self._attention(columns, block, 0) for block in blocks]
+        rows = self._rows(x, columns.behind(kv.length), attentions)
         for layer in range(len(self._layers)):
             last = layer == len(self._layers) - 1
             self._run(rows, layer, layer + 1, only_kv=last and not outputs)
@@ -92,57 +102,43 @@ class NativeLayers:
         batch: Sequence[RankingRows],
         x: torch.Tensor,
         plans: Sequence[tuple[list[Block], list[Block]]],
-        self_weights: torch.Tensor,
+        self_weights: npt.NDArray[np.float32],
     ) -> torch.Tensor:
         """As `HSTUStack.score`; plans: each ranking's blocks over its prefix, and over its suffix; self_weights (n,):
-        float32, of each row's column of its own.
+        of each row's column of its own.
         """
-        config = self._config
         x = x.clone(memory_format=torch.contiguous_format)
-        keys, values = (
-            torch.empty((len(x), config.heads, width), dtype=x.dtype).transpose(0, 1)
-            for width in (config.dqk, config.dv)
-        )
-        attentions, start = [], 0
+        own, attentions, start = self._own_columns(len(x)), [], 0
         for ranking, (on_prefix, on_suffix) in zip(batch, plans, strict=True):
-            region = ranking.kv.layer(0)
-            stride = sum(part.numel() for part in region)
-            own = keys[:, start:], values[:, start:]
-            attentions += [self._attention(*region, block, start, stride) for block in on_prefix]
-            attentions += [self._attention(*own, block, start, 0, accumulate=True) for block in on_suffix]
+            columns = Columns.of(ranking.kv)
+            attentions += [self._attention(columns, block, start) for block in on_prefix]
+            attentions += [self._attention(own.behind(start), block, start, accumulate=True) for block in on_suffix]
             start += ranking.suffix + ranking.candidates
-        rows = self._rows(x, keys, values, 0, attentions)
-        rows.self_weights = self_weights.data_ptr()
+        rows = self._rows(x, own, attentions)
+        rows.self_weights = self_weights.ctypes.data
         self._run(rows, 0, len(self._layers), only_kv=False)
         return x
 
-    def _attention(
-        self,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        block: Block,
-        first: int,
-        layer: int,
-        *,
-        accumulate: bool = False,
-    ) -> arguments.Attention:
+    def _own_columns(self, count: int) -> Columns:
+        """Room for the K and V of so many rows that are only scored: overwritten by each layer and each call."""
+        config = self._config
+        k_row, v_row = config.heads * config.dqk, config.heads * config.dv
+        if len(self._own) < count * (k_row + v_row):
+            self._own = self._own.new_empty(count * (k_row + v_row))
+        address, size = self._own.data_ptr(), self._own.itemsize
+        return Columns(address, address + count * k_row * size, config.dqk, k_row, config.dv, v_row, 0, size)
+
+    def _attention(self, columns: Columns, block: Block, first: int, *, accumulate: bool = False) -> Attention:
         return arguments.attention(
-            keys, values, block, first=first, layer=layer, scale=self._scale, weight=self._weight, accumulate=accumulate
+            columns, block, self._config, first=first, scale=self._scale, weight=self._weight, accumulate=accumulate
         )
 
-    def _rows(
-        self,
-        x: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        layer: int,
-        attentions: Sequence[arguments.Attention],
-    ) -> arguments.Rows:
-        """The rows' own K and V are written to `keys` and `values` of layer 0, `layer` elements on in each next one."""
+    def _rows(self, x: torch.Tensor, own: Columns, attentions: Sequence[Attention]) -> arguments.Rows:
+        """own: where the rows' own K and V are written."""
         return arguments.Rows(
-            *(part.data_ptr() for part in (x, *self._chunk, keys, values)),
-            *keys.stride()[:2], *values.stride()[:2], layer, layer, len(x),
-            (arguments.Attention * len(attentions))(*attentions), len(attentions), None, self._scale,
+            *(part.data_ptr() for part in (x, *self._chunk)), own.k, own.v,
+            own.k_head, own.k_row, own.v_head, own.v_row, own.layer, own.layer, len(x),
+            (Attention * len(attentions))(*attentions), len(attentions), None, self._scale,
         )  # fmt: skip
 
     def _run(self, rows: arguments.Rows, first: int, stop: int, *, only_kv: bool) -> None:

@@ -48,4 +48,10 @@ void gate(
     float eps
 );
 
+/* For embedding.c and head.c: behaviours at positions first, first + 1, …, and candidates, all behind them. */
+typedef struct {
+    const int64_t *items, *actions, *gaps, *candidate_items; /* at any address */
+    int64_t behaviours, candidates, first;
+} Sequence;
+
 #endif

@@ -219,9 +219,9 @@ def test_without_a_compiler_torch_does_it(dtype: torch.dtype, monkeypatch: pytes
 @in_each_dtype
 def test_with_many_threads_torch_does_it(dtype: torch.dtype) -> None:
     model = small_model(dim=32, dqk=32, dv=32).place(CPU, dtype)
-    assert model.stack._native_now() is not None
+    assert model.stack.native is not None
     torch.set_num_threads(MAX_THREADS + 1)
-    assert model.stack._native_now() is None
+    assert model.stack.native is None
 
 
 @pytest.mark.usefixtures("afresh")

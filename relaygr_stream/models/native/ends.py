@@ -1,0 +1,84 @@
+"""What lies before and behind the layers, in C beside them: tokens → vectors, and outputs → logits.
+
+As operators of torch these are a dozen small calls whose code and tables have left the caches by the time the next
+request comes: a third of a ranking on a short prefix. Knows nothing of attention or K/V; who stands where, callers say.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from relaygr_stream.models.native import arguments
+
+if TYPE_CHECKING:
+    from relaygr_stream.models.embeddings import RankingTokens, TokenEmbedding
+    from relaygr_stream.models.head import TaskHead
+    from relaygr_stream.models.tokens import Tokens
+
+
+class NativeEnds:
+    """The embedding and the head, with the weights that they have now; for the layers' dtype and width."""
+
+    def __init__(self, compiled: ctypes.CDLL, embedding: TokenEmbedding, head: TaskHead, eps: float) -> None:
+        self._compiled = compiled
+        self._dtype, (self._dim, self._tasks) = embedding.item.dtype, head.weight.shape
+        tables = embedding.item, embedding.action, embedding.position, embedding.gap, embedding.candidate
+        of_head = head.norm_weight, head.norm_bias, head.weight.t(), head.bias
+        self._weights = [part.contiguous() for part in (*tables, *of_head)]  # what the addresses below point to
+        addresses = [part.data_ptr() for part in self._weights]
+        self._tables = arguments.Tables(*addresses[: len(tables)], embedding.vocab, embedding.max_positions, self._dim)
+        self._head = arguments.Head(*addresses[len(tables) :], self._dim, self._tasks, eps)
+
+    def behaviours(self, tokens: Tokens, first: int) -> torch.Tensor:
+        """As `TokenEmbedding.behaviours`."""
+        return self.rankings([(tokens, first, _NOBODY)])
+
+    def rankings(self, batch: Sequence[RankingTokens]) -> torch.Tensor:
+        """As `TokenEmbedding.rankings`."""
+        sequences = _Sequences(batch)
+        x = torch.empty((sequences.rows, self._dim), dtype=self._dtype)
+        self._compiled.relaygr_embed(
+            ctypes.byref(self._tables), sequences.array, ctypes.c_int64(len(batch)), ctypes.c_void_p(x.data_ptr())
+        )
+        return x
+
+    def logits(self, batch: Sequence[RankingTokens], outputs: torch.Tensor) -> torch.Tensor:
+        """Logits (Σ candidates, tasks), float32, from the outputs of all rows that `rankings` made."""
+        sequences, outputs = _Sequences(batch), outputs.contiguous()
+        logits = torch.empty((sequences.candidates, self._tasks))
+        self._compiled.relaygr_logits(
+            ctypes.byref(self._head), sequences.array, ctypes.c_int64(len(batch)),
+            ctypes.c_void_p(outputs.data_ptr()), ctypes.c_void_p(logits.data_ptr()),
+        )  # fmt: skip
+        return logits
+
+
+class _Sequences:
+    """A batch as the C reads it; what it points to stays as long as this does."""
+
+    def __init__(self, batch: Sequence[RankingTokens]) -> None:
+        self.rows = self.candidates = 0
+        self._kept: list[npt.NDArray[np.int64]] = []
+        each = []
+        for tokens, first, candidates in batch:
+            pointers = [*map(self._address, tokens.array), self._address(candidates)]
+            each.append(arguments.Sequence(*pointers, len(tokens), len(candidates), first))
+            self.rows += len(tokens) + len(candidates)
+            self.candidates += len(candidates)
+        self.array = (arguments.Sequence * len(each))(*each)
+
+    def _address(self, numbers: npt.NDArray[np.int64]) -> int:
+        if not (numbers.dtype == np.int64 and numbers.strides == (8,)):
+            numbers = np.ascontiguousarray(numbers, np.int64)
+        self._kept.append(numbers)
+        address: int = numbers.__array_interface__["data"][0]
+        return address
+
+
+_NOBODY = np.empty(0, np.int64)

@@ -1,0 +1,85 @@
+"""Vectors and logits in C against the operators of torch that they stand for."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from relaygr_stream.models.hstu_model import HSTUModel
+from relaygr_stream.models.native import build
+from relaygr_stream.models.native.layers import KINDS
+from relaygr_stream.models.tokens import Tokens
+from tests.unit.models.small_models import deviation, small_model
+
+CPU = torch.device("cpu")
+
+in_each_dtype = pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param(dtype, marks=pytest.mark.skipif(build.library(kind) is None, reason=f"needs a CPU with {kind}"))
+        for dtype, kind in KINDS.items()
+    ],
+)
+#: Whatever a message may hold, the ends of its types and the tables' sizes among it.
+numbers = st.one_of(
+    st.integers(-(2**63), 2**63 - 1),
+    st.sampled_from((0, 1, -1, 49, 50, 255, 256, 2**41 - 1, 2**41, 2**63 - 1, -(2**63))),
+)
+
+
+@st.composite
+def rankings(draw: st.DrawFn) -> tuple[Tokens, int, npt.NDArray[np.int64]]:
+    """Numbers that lie close together, apart, or where no number of eight bytes should begin, as in a message."""
+    behaviours, candidates = draw(st.integers(0, 5)), draw(st.integers(0, 5))
+    each = np.array(draw(st.lists(numbers, min_size=3 * behaviours, max_size=3 * behaviours)), np.int64)
+    items = np.array(draw(st.lists(numbers, min_size=candidates, max_size=candidates)), np.int64)
+    if draw(st.booleans()):
+        items = np.frombuffer(b"odd" + items.tobytes(), np.int64, offset=3)
+    if draw(st.booleans()):
+        items = np.repeat(items, 2)[::2]
+    array = each.reshape(3, behaviours)
+    if draw(st.booleans()):
+        array = np.asfortranarray(array)
+    return Tokens(array), draw(st.sampled_from((0, 7, 38, 39, 40, 10**9))), items
+
+
+def model_of(dtype: torch.dtype) -> HSTUModel:
+    model = small_model(dim=32, dqk=32, dv=32).place(CPU, dtype)
+    assert model._ends is not None
+    return model
+
+
+@in_each_dtype
+@settings(max_examples=100)
+@given(batch=st.lists(rankings(), min_size=1, max_size=4))
+def test_vectors_are_those_of_torch_to_the_bit(
+    dtype: torch.dtype, batch: list[tuple[Tokens, int, npt.NDArray[np.int64]]]
+) -> None:
+    model = model_of(dtype)
+    assert model._ends is not None
+    assert torch.equal(model._ends.rankings(batch), model.embedding.rankings(batch))
+    tokens, first, _ = batch[0]
+    assert torch.equal(model._ends.behaviours(tokens, first), model.embedding.behaviours(tokens, first))
+
+
+@in_each_dtype
+@pytest.mark.parametrize("size", [1e-4, 1.0, 1e3])
+def test_logits_are_the_heads_of_candidates_alone(dtype: torch.dtype, size: float) -> None:
+    model, none = model_of(dtype), np.zeros(0, np.int64)
+    assert model._ends is not None
+    batch = [
+        (Tokens(np.zeros((3, n), np.int64)), 0, none if m == 0 else np.arange(m)) for n, m in ((2, 3), (0, 4), (5, 0))
+    ]
+    outputs = (size * torch.randn(14, 32, generator=torch.Generator().manual_seed(1)) + 5 * size).to(dtype)
+    # Rows 0, 1 are behaviours, 2 to 4 candidates, 5 to 8 candidates, 9 to 13 behaviours.
+    assert deviation(model._ends.logits(batch, outputs), model.head.logits(outputs[2:9])) <= 1e-5
+    spread = outputs.repeat_interleave(2, 1)[:, ::2]  # rows whose numbers do not lie side by side
+    assert torch.equal(model._ends.logits(batch, spread), model._ends.logits(batch, outputs))
+
+
+def test_models_that_the_layers_do_not_fit_have_none() -> None:
+    assert small_model(dim=16)._ends is None
