@@ -118,6 +118,11 @@ class Worker(Section, frozen=True, kw_only=True):
     pinned_share: Annotated[Share, _doc("share of hbm_bytes that admitted, not yet ranked requests may hold")] = 0.5
     pre_infer_share: Annotated[Share, _doc("share of device time that pre-inference may use")] = 0.7
     max_ranking_delay_ms: Annotated[Ms, _doc("longest a pre-infer chunk may keep a ranking request waiting")] = 5.0
+    lag_tokens: Annotated[
+        int,
+        Meta(ge=0, le=4096),
+        _doc("cached prefix KV that lack at most so many of the newest behaviours serve: those are scored as suffix"),
+    ] = 16
     batch: Annotated[Positive, _doc("most ranking requests scored in one step")] = 8
     audit_share: Annotated[Share, _doc("share of ranking requests also scored in full, to compare")] = 0.01
     warm_up: Annotated[

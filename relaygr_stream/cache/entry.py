@@ -28,7 +28,7 @@ class Coverage(enum.Enum):
 
     NONE = "none"  # no entry, or another sequence: never used
     PREFIX = "prefix"  # the entry holds a strict prefix of it: extend by the missing tokens
-    COVERS = "covers"  # the entry holds all of it (and maybe newer tokens, which causal KV lets us ignore)
+    COVERS = "covers"  # the entry holds all of it that matters (and maybe newer tokens, which causal KV lets us ignore)
 
 
 @dataclass(slots=True)
@@ -107,10 +107,11 @@ class Entry:
         """Its DRAM copy is whole, so that giving up its HBM loses nothing."""
         return self.stored is not None and self.spill is None and self.stored.length == len(self.tokens)
 
-    def coverage(self, tokens: Tokens, *, incremental: bool) -> Coverage:
+    def coverage(self, tokens: Tokens, *, incremental: bool, lag: int = 0) -> Coverage:
         """How its sequence, computed or being computed, relates to a request's prefix.
 
         incremental: whether K/V of a sequence's beginning are those of the whole; else only equal sequences match.
+        lag: newest behaviours that it may lack and yet cover the prefix.
         """
         held, wanted = self.tokens.array, tokens.array
         shared = min(held.shape[1], wanted.shape[1])
@@ -120,7 +121,7 @@ class Entry:
             return Coverage.COVERS
         if not incremental:
             return Coverage.NONE
-        return Coverage.COVERS if held.shape[1] > wanted.shape[1] else Coverage.PREFIX
+        return Coverage.COVERS if held.shape[1] + lag >= wanted.shape[1] else Coverage.PREFIX
 
 
 #: A user's entry, and how it relates to a request's prefix.

@@ -30,6 +30,7 @@ class PrefixCache:
 
     predict_ms(n): predicted device time of inferring n prefix tokens, what an eviction puts at stake. incremental:
     whether the model's K/V of a sequence's beginning stay valid as it grows; if not, only equal sequences match.
+    lag_tokens: newest behaviours that an entry may lack and yet cover a prefix, as its reader sees to them.
     scratch_tokens: the longest sequence; memory for one full inference of it is set aside.
 
     storage: the form of copies in DRAM; entries reloaded from one that rounds are `approximate` from then on, with
@@ -48,9 +49,11 @@ class PrefixCache:
         *,
         scratch_tokens: int,
         incremental: bool = True,
+        lag_tokens: int = 0,
         storage: StorageKind = "exact",
     ) -> None:
         self._incremental = incremental
+        self._lag = lag_tokens if incremental else 0
         self.counters = CacheCounters()
         self._holdings = Holdings(layout, hbm, dram, make_storage(storage, layout), predict_ms, self.counters)
         self._hbm, self._dram = self._holdings.hbm, self._holdings.dram
@@ -84,7 +87,11 @@ class PrefixCache:
 
     def coverage(self, entry: Entry, tokens: Tokens) -> Coverage:
         """How the entry's sequence, computed or being computed, relates to this prefix."""
-        return entry.coverage(tokens, incremental=self._incremental)
+        return entry.coverage(tokens, incremental=self._incremental, lag=self._lag)
+
+    def serves(self, entry: Entry, tokens: Tokens) -> bool:
+        """Whether what has been computed of the entry, which covers this prefix, is enough for it by now."""
+        return entry.region is not None and 0 < entry.region.length >= len(tokens) - self._lag
 
     @property
     def pinned_bytes(self) -> int:

@@ -103,6 +103,7 @@ def assemble(
         engine.costs_of_prefix,
         scratch_tokens=settings.relay.max_prefix_tokens + settings.relay.max_suffix_tokens,
         incremental=model.incremental,
+        lag_tokens=worker.lag_tokens,
         storage=worker.dram_storage,
     )
     pinned_bytes = _pinned_bytes(settings, cache)

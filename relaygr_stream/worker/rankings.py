@@ -206,7 +206,7 @@ class Rankings:
         entry, coverage = found
         if entry is None or coverage is Coverage.NONE:
             self._full(task, in_cache=True)
-        elif coverage is Coverage.COVERS and entry.load is None and _computed(entry) >= len(task.tokens):
+        elif coverage is Coverage.COVERS and entry.load is None and self._cache.serves(entry, task.tokens):
             assert entry.region is not None
             self._hold(task, entry)
             self._set_ready(task, _first(entry.region, len(task.tokens)), "hbm")
@@ -288,8 +288,12 @@ class Rankings:
 
 
 def _score_input(task: RankTask) -> ScoreInput:
+    """What the region lacks of the prefix, a few behaviours (worker.lag_tokens), comes before the suffix."""
     assert task.region is not None
-    return ScoreInput(task.region, task.suffix, task.candidates)
+    suffix, there = task.suffix, task.region.length
+    if there < len(task.tokens):
+        suffix = Tokens(np.concatenate([task.tokens.array[:, there:], suffix.array], axis=1))
+    return ScoreInput(task.region, suffix, task.candidates)
 
 
 def _computed(entry: Entry) -> int:
@@ -298,4 +302,4 @@ def _computed(entry: Entry) -> int:
 
 def _first(region: KVRegion, tokens: int) -> KVRegion:
     """The region as a request with so many prefix tokens sees it, even if the entry is extended meanwhile."""
-    return KVRegion(region.layout, region.storage, region.capacity, tokens)
+    return KVRegion(region.layout, region.storage, region.capacity, min(tokens, region.length))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.worker.worlds import GRANULE_BYTES, MAX_TOKENS, world
+from tests.unit.worker.worlds import CONTEXTUAL, GRANULE_BYTES, MAX_TOKENS, history, world
 
 
 def test_pre_inferred_prefix_is_hit_in_hbm() -> None:
@@ -62,6 +62,54 @@ def test_a_grown_history_is_extended_not_recomputed() -> None:
         w.settle()
         assert w.outcome("r2") == "hbm"
         assert w.outcome("r3") in ("hbm", "joined")
+
+
+def test_few_new_behaviours_are_scored_with_the_suffix_until_they_are_many() -> None:
+    with world(lag=16) as w:
+        w.signal("r1", 1, 100)
+        w.settle()
+        for number, length in enumerate((103, 110, 116), start=2):
+            w.signal(f"r{number}", 1, length)
+            w.rank(f"r{number}", 1, length)
+            w.settle()
+            assert w.outcome(f"r{number}") == "hbm"
+        assert w.core.signals.counters.signal_hbm == 3
+        w.rank("unannounced", 1, 116)
+        w.signal("r5", 1, 117)
+        w.rank("r5", 1, 117)
+        w.settle()
+        assert w.outcome("unannounced") == "hbm"
+        assert w.core.signals.counters.signal_extended == 1
+        entry, _ = w.cache.find("u1", history(1, 117))
+        assert entry is not None
+        assert len(entry.tokens) == 117
+
+
+def test_while_many_are_appended_those_that_lack_few_need_not_wait() -> None:
+    with world(lag=16) as w:
+        w.signal("r1", 1, 100)
+        w.settle()
+        w.signal("r2", 1, 180)
+        entry, _ = w.cache.find("u1", history(1, 180))
+        assert entry is not None
+        region = entry.region
+        assert region is not None
+        while region.length < 164:  # in chunks of 32
+            w.core.step(w.now)
+        assert region.length < 180
+        w.rank("r2", 1, 180)
+        w.core.step(w.now)
+        assert w.outcome("r2") == "hbm"
+        assert region.length < 180
+
+
+def test_a_model_that_wants_the_whole_sequence_lacks_nothing() -> None:
+    with world(lag=16, kind=CONTEXTUAL) as w:
+        w.signal("r1", 1, 100)
+        w.settle()
+        w.rank("r2", 1, 103, suffix=0)
+        w.settle()
+        assert w.outcome("r2") == "full"
 
 
 def test_another_history_of_the_same_user_is_never_used() -> None:

@@ -15,9 +15,11 @@ LENGTHS = st.integers(1, MAX_TOKENS)
 
 
 class CoreMachine(RuleBasedStateMachine):
+    lag = 0
+
     def __init__(self) -> None:
         super().__init__()
-        self.world = World(hbm=10, dram=9, audit_share=0.2, wrap=Wrapped, copier=Flaky)
+        self.world = World(hbm=10, dram=9, audit_share=0.2, lag=self.lag, wrap=Wrapped, copier=Flaky)
         self.answerable = 0
         self.sent = 0
         self.signalled: list[tuple[str, int, int, int]] = []
@@ -102,6 +104,16 @@ class CoreMachine(RuleBasedStateMachine):
 
 TestCore = CoreMachine.TestCase
 TestCore.settings = settings(max_examples=40, stateful_step_count=50, suppress_health_check=list(HealthCheck))
+
+
+class LaggingMachine(CoreMachine):
+    """Much of a prefix may be missing from what is cached."""
+
+    lag = 60
+
+
+TestCoreThatLags = LaggingMachine.TestCase
+TestCoreThatLags.settings = TestCore.settings
 
 
 @pytest.mark.long

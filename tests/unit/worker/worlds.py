@@ -123,6 +123,7 @@ class World:
     hbm: int = 9
     dram: int = 8
     audit_share: float = 0.0
+    lag: int = 0
     limits: Limits = LIMITS
     device: torch.device = CPU
     kind: Model = TOY
@@ -149,6 +150,7 @@ class World:
             engine.costs_of_prefix,
             scratch_tokens=MAX_TOKENS,
             incremental=self.model.incremental,
+            lag_tokens=self.lag,
             storage=self.storage,
         )
         auditor = Auditor(self.audit_share, lambda task, deviation, ms: self.audits.append((task, deviation)), seed=1)
