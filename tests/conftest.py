@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import os
 import uuid
 from collections.abc import Iterator
@@ -49,14 +48,15 @@ def pytest_configure() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # Real processes in real time: a machine that stands still for a second (CI's does) can break what a test arranges,
-    # not only what it asserts. Such a test has a second try, and the summary names it (RERUN). Logic has one try.
+    # not only what it asserts. Such a test has a second try, and the summary names it (RERUN). Logic has one try, and
+    # so have the fault tests: what is lost once in two runs is lost.
     for item in items:
         if isinstance(item, pytest.Function) and _in_real_time(item):
             item.add_marker(pytest.mark.flaky(reruns=1))
 
 
 def _in_real_time(item: pytest.Function) -> bool:
-    return inspect.iscoroutinefunction(item.obj) or "e2e" in item.path.parts or "brokers" in item.fixturenames
+    return "faults" not in item.path.parts and ("e2e" in item.path.parts or "brokers" in item.fixturenames)
 
 
 @pytest.fixture
