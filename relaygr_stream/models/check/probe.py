@@ -34,12 +34,16 @@ class Failed(Exception):  # it says what became of the property
 
 @dataclass(frozen=True)
 class Bounds:
-    """The largest request that the settings allow, and how many items there are."""
+    """The largest request that the settings allow, and how many items there are.
+
+    lag: tokens of the prefix that may come with the suffix (worker.lag_tokens).
+    """
 
     prefix: int
     suffix: int
     candidates: int
     items: int
+    lag: int = 0
 
 
 class Probe:

@@ -239,14 +239,16 @@ def edges(probe: Probe) -> Measure:
 
 
 def longest(probe: Probe) -> Measure:
-    """The largest request that the settings allow: max_prefix_tokens, max_suffix_tokens, max_candidates."""
+    """The largest request that the settings allow: max_prefix_tokens, max_suffix_tokens, max_candidates; and with as
+    much of the prefix in the suffix as cached prefix KV may lack: worker.lag_tokens."""
     deviations = probe.deviations(half_limit=ONE_HISTORY_LIMIT)
-    length, behind = probe.bounds.prefix, probe.bounds.suffix if probe.model.incremental else 0
-    history, candidates = probe.history(length + behind), probe.candidates(probe.bounds.candidates)
-    stops = tuple(range(LONG_CHUNK, length, LONG_CHUNK)) if probe.model.incremental else ()
-    region = probe.prefix(history.slice(0, length), stops=stops, slack=behind)
-    scores = probe.score(region, history.slice(length, length + behind), candidates)
-    probe.compare(deviations, scores, history, candidates)
+    bounds, incremental = probe.bounds, probe.model.incremental
+    total = bounds.prefix + (bounds.suffix if incremental else 0)
+    history, candidates = probe.history(total), probe.candidates(bounds.candidates)
+    for length in sorted({bounds.prefix - bounds.lag, bounds.prefix}) if incremental else (total,):
+        stops = tuple(range(LONG_CHUNK, length, LONG_CHUNK)) if incremental else ()
+        region = probe.prefix(history.slice(0, length), stops=stops, slack=total - length)
+        probe.compare(deviations, probe.score(region, history.slice(length, total), candidates), history, candidates)
     return deviations.measure
 
 

@@ -160,7 +160,8 @@ PROPERTIES: Final = (
     Property(
         "longest",
         "the largest request that the relay settings allow is scored, and as in full",
-        "a position table, mask or buffer that is shorter than relay.max_prefix_tokens + relay.max_suffix_tokens",
+        "a position table, mask or buffer that is shorter than relay.max_prefix_tokens + relay.max_suffix_tokens, or "
+        "for suffixes one that is shorter than relay.max_suffix_tokens + worker.lag_tokens",
         properties.longest,
     ),
 )

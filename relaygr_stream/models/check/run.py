@@ -42,7 +42,10 @@ def probe_for(settings: Settings, device: torch.device, dtype: torch.dtype, seed
     def make(wanted: torch.dtype) -> RankingModel:
         return load_model(settings.model, relay, device=device, dtype=wanted)
 
-    bounds = Bounds(relay.max_prefix_tokens, relay.max_suffix_tokens, relay.max_candidates, settings.model.vocab)
+    bounds = Bounds(
+        relay.max_prefix_tokens, relay.max_suffix_tokens, relay.max_candidates, settings.model.vocab,
+        min(settings.worker.lag_tokens, relay.max_prefix_tokens - 1),
+    )  # fmt: skip
     try:
         return Probe(make, device, dtype, bounds, seed)
     except RelayError:

@@ -41,6 +41,7 @@ from tests.unit.models.broken_models import (
     RemembersLength,
     SeeEachOther,
     SharedWorkspace,
+    ShortSuffix,
     ShortTable,
     StateOutside,
     SuffixAnew,
@@ -50,7 +51,7 @@ from tests.unit.models.broken_models import (
     WritesSuffix,
 )
 
-BOUNDS = Bounds(prefix=120, suffix=16, candidates=20, items=50)
+BOUNDS = Bounds(prefix=120, suffix=16, candidates=20, items=50, lag=9)
 SMALL = settings.Model(layers=2, dim=16, heads=2, dqk=8, dv=12, vocab=50, max_positions=200, scale_tokens=64)
 FLAGS = ("layers=2", "dim=16", "heads=2", "dqk=8", "dv=8", "vocab=50", "max_positions=200")
 SETTINGS = [word for flag in FLAGS for word in ("--set", f"model.{flag}")] + [
@@ -89,6 +90,7 @@ BROKEN: list[tuple[type[Plain], list[str]]] = [
     (MaskedNeighbours, ["batch apart"]),
     (NeedsHistory, ["edges"]),
     (ShortTable, ["longest"]),
+    (ShortSuffix, ["longest"]),
 ]
 
 
