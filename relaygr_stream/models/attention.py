@@ -107,8 +107,6 @@ class Visibility:
         rectangle cut along diagonals: no mask is ever stored.
         """
         end = row0 + rows
-        if 0 < rows <= block_rows and not self.window and not self.contextual:
-            return [self._block(row0, end, row0, col0, col0 + cols, history)]
         # Without a window, a candidate sees what any row behind the history would: no cut between them, since K is
         # read (and on the CPU repacked) once per block.
         kinds = {self.contextual, history, self._windowed_from} if self.window else {self.contextual}

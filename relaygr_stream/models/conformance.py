@@ -24,8 +24,9 @@ import torch
 
 from relaygr_stream.errors import InputError
 from relaygr_stream.models.check.measure import HALF_LIMIT
-from relaygr_stream.models.hstu import HSTUStack, RankingRows, StackConfig
+from relaygr_stream.models.hstu import HSTUStack, RankingRows
 from relaygr_stream.models.kv import KVRegion
+from relaygr_stream.models.stu import StackConfig
 
 #: Largest absolute deviation that conforms; outputs are about 20, so this is a few float32 roundings per layer.
 LIMIT: Final = 1e-4

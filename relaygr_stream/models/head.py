@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from relaygr_stream.models.hstu import NORM_EPS
+from relaygr_stream.models.stu import NORM_EPS
 
 
 class TaskHead(nn.Module):

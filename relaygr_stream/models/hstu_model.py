@@ -15,14 +15,15 @@ from torch import nn
 
 from relaygr_stream.models.embeddings import TokenEmbedding
 from relaygr_stream.models.head import TaskHead
-from relaygr_stream.models.hstu import FusedLayers, HSTUStack, RankingRows, StackConfig
+from relaygr_stream.models.hstu import FusedLayers, HSTUStack, RankingRows
 from relaygr_stream.models.identity import digest, version_of
 from relaygr_stream.models.kernels.choice import Kernels, fused_stack
 from relaygr_stream.models.kernels.graphs import CudaRecorder, Recorder
 from relaygr_stream.models.kernels.recorded import RecordedScores
 from relaygr_stream.models.kv import KVLayout, KVRegion
-from relaygr_stream.models.native.ends import NativeEnds
+from relaygr_stream.models.native.ends import NativeEnds, Sequences
 from relaygr_stream.models.protocol import ScoreInput
+from relaygr_stream.models.stu import StackConfig
 from relaygr_stream.models.tokens import Tokens
 
 Positive = Annotated[int, Meta(ge=1)]
@@ -145,8 +146,9 @@ class HSTUModel(nn.Module):
             if logits is not None:
                 return list(torch.split(_of_candidates(logits, rows), counts))
         if self._ends is not None:
-            out = self.stack.score(rows, self._ends.rankings(tokens))
-            return list(torch.split(self._ends.logits(tokens, out), counts))
+            sequences = Sequences(tokens)
+            out = self.stack.score(rows, self._ends.embed(sequences))
+            return list(torch.split(self._ends.logits(sequences, out), counts))
         out = _of_candidates(self.stack.score(rows, self.embedding.rankings(tokens)), rows)
         return list(torch.split(self.head.logits(out), counts))
 

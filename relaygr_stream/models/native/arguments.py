@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from relaygr_stream.models.attention import Block
-    from relaygr_stream.models.hstu import StackConfig
     from relaygr_stream.models.kv import KVRegion
+    from relaygr_stream.models.stu import StackConfig
 
 
 class Attention(ctypes.Structure):

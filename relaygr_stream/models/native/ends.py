@@ -37,29 +37,31 @@ class NativeEnds:
 
     def behaviours(self, tokens: Tokens, first: int) -> torch.Tensor:
         """As `TokenEmbedding.behaviours`."""
-        return self.rankings([(tokens, first, _NOBODY)])
+        return self.embed(Sequences([(tokens, first, _NOBODY)]))
 
-    def rankings(self, batch: Sequence[RankingTokens]) -> torch.Tensor:
+    def embed(self, sequences: Sequences) -> torch.Tensor:
         """As `TokenEmbedding.rankings`."""
-        sequences = _Sequences(batch)
         x = torch.empty((sequences.rows, self._dim), dtype=self._dtype)
         self._compiled.relaygr_embed(
-            ctypes.byref(self._tables), sequences.array, ctypes.c_int64(len(batch)), ctypes.c_void_p(x.data_ptr())
+            ctypes.byref(self._tables),
+            sequences.array,
+            ctypes.c_int64(len(sequences.array)),
+            ctypes.c_void_p(x.data_ptr()),
         )
         return x
 
-    def logits(self, batch: Sequence[RankingTokens], outputs: torch.Tensor) -> torch.Tensor:
-        """Logits (Σ candidates, tasks), float32, from the outputs of all rows that `rankings` made."""
-        sequences, outputs = _Sequences(batch), outputs.contiguous()
+    def logits(self, sequences: Sequences, outputs: torch.Tensor) -> torch.Tensor:
+        """Logits (Σ candidates, tasks), float32, from the layers' outputs of all rows that `embed` made."""
+        outputs = outputs.contiguous()
         logits = torch.empty((sequences.candidates, self._tasks))
         self._compiled.relaygr_logits(
-            ctypes.byref(self._head), sequences.array, ctypes.c_int64(len(batch)),
+            ctypes.byref(self._head), sequences.array, ctypes.c_int64(len(sequences.array)),
             ctypes.c_void_p(outputs.data_ptr()), ctypes.c_void_p(logits.data_ptr()),
         )  # fmt: skip
         return logits
 
 
-class _Sequences:
+class Sequences:
     """A batch as the C reads it; what it points to stays as long as this does."""
 
     def __init__(self, batch: Sequence[RankingTokens]) -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from relaygr_stream.models.hstu_model import HSTUModel
 from relaygr_stream.models.native import build
+from relaygr_stream.models.native.ends import Sequences
 from relaygr_stream.models.native.layers import KINDS
 from relaygr_stream.models.tokens import Tokens
 from tests.unit.models.small_models import deviation, small_model
@@ -61,7 +62,7 @@ def test_vectors_are_those_of_torch_to_the_bit(
 ) -> None:
     model = model_of(dtype)
     assert model._ends is not None
-    assert torch.equal(model._ends.rankings(batch), model.embedding.rankings(batch))
+    assert torch.equal(model._ends.embed(Sequences(batch)), model.embedding.rankings(batch))
     tokens, first, _ = batch[0]
     assert torch.equal(model._ends.behaviours(tokens, first), model.embedding.behaviours(tokens, first))
 
@@ -76,9 +77,9 @@ def test_logits_are_the_heads_of_candidates_alone(dtype: torch.dtype, size: floa
     ]
     outputs = (size * torch.randn(14, 32, generator=torch.Generator().manual_seed(1)) + 5 * size).to(dtype)
     # Rows 0, 1 are behaviours, 2 to 4 candidates, 5 to 8 candidates, 9 to 13 behaviours.
-    assert deviation(model._ends.logits(batch, outputs), model.head.logits(outputs[2:9])) <= 1e-5
+    assert deviation(model._ends.logits(Sequences(batch), outputs), model.head.logits(outputs[2:9])) <= 1e-5
     spread = outputs.repeat_interleave(2, 1)[:, ::2]  # rows whose numbers do not lie side by side
-    assert torch.equal(model._ends.logits(batch, spread), model._ends.logits(batch, outputs))
+    assert torch.equal(model._ends.logits(Sequences(batch), spread), model._ends.logits(Sequences(batch), outputs))
 
 
 def test_models_that_the_layers_do_not_fit_have_none() -> None:

@@ -1,0 +1,118 @@
+"""One STU layer, as in meta-recsys/generative-recommenders (no softmax, and only u is activated), and its shape.
+
+    xn = LayerNorm(x);  [u|v|q|k] = xn·W_uvqk + b;  u = SiLU(u)
+    A  = SiLU(q·kᵀ / √dqk) / N ⊙ visible;  o = A·v
+    out = [u, o, u ⊙ Norm(o)]·W_o + x            Norm: LayerNorm over H·dv, or per-head group norm
+
+Knows nothing of attention: A, and so who sees whom, is the stack's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from relaygr_stream.models.kv import KVLayout
+
+NORM_EPS: Final = 1e-6
+
+
+@dataclass(frozen=True)
+class StackConfig:
+    """The shape of a stack. scale_tokens is N; contextual_seq_len and max_attn_len: 0 for none."""
+
+    layers: int
+    dim: int
+    heads: int
+    dqk: int
+    dv: int
+    scale_tokens: int
+    contextual_seq_len: int = 0
+    max_attn_len: int = 0
+    group_norm: bool = False
+
+    def layout(self, dtype: torch.dtype) -> KVLayout:
+        """The prefix KV of one token."""
+        return KVLayout(self.layers, self.heads, self.dqk, self.dv, dtype)
+
+
+class Room:
+    """What one layer leaves to the next to overwrite, for n rows: memory taken anew would be cleared page by page.
+
+    uvqk (n, 2·H·dv + 2·H·dqk); gates: [u, o, u ⊙ Norm(o)] (n, 3·H·dv); o: its view (n, H, dv) for attention to write,
+    zeros in the rows from `used` on, which nobody writes.
+    """
+
+    def __init__(self, config: StackConfig, x: torch.Tensor, used: int | None = None) -> None:
+        width, rows = config.heads * config.dv, len(x)
+        self.uvqk = torch.empty((rows, 2 * width + 2 * config.heads * config.dqk), dtype=x.dtype, device=x.device)
+        self.gates = torch.empty((rows, 3 * width), dtype=x.dtype, device=x.device)
+        self.o = self.gates[:, width : 2 * width].view(rows, config.heads, config.dv)
+        if used is not None:
+            self.o[used:].zero_()
+
+
+class STULayer(nn.Module):
+    """Weights of one layer and everything in it but attention. uvqk columns in the order u, v, q, k."""
+
+    def __init__(self, config: StackConfig) -> None:
+        super().__init__()
+        heads, dv, dqk = config.heads, config.dv, config.dqk
+        self.group_norm = config.group_norm
+        self.shape = (heads, dv, dqk)
+        norm = heads if config.group_norm else heads * dv
+        self.input_norm_weight = _parameter(config.dim)
+        self.input_norm_bias = _parameter(config.dim)
+        self.uvqk_weight = _parameter(config.dim, 2 * heads * (dv + dqk))
+        self.uvqk_bias = _parameter(2 * heads * (dv + dqk))
+        self.output_norm_weight = _parameter(norm)
+        self.output_norm_bias = _parameter(norm)
+        self.output_weight = _parameter(3 * heads * dv, config.dim)
+
+    def project(self, x: torch.Tensor, room: Room) -> torch.Tensor:
+        """x (n, D) → room's u, v, q, k side by side (n, 2·H·dv + 2·H·dqk), nothing activated yet."""
+        return torch.addmm(self.uvqk_bias, self._normed(x), self.uvqk_weight, out=room.uvqk)
+
+    def project_kv(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Only k (H, n, dqk) and v (H, n, dv): all that the last layer owes the prefix KV."""
+        heads, dv, dqk = self.shape
+        normed = self._normed(x)
+        v_columns = slice(heads * dv, 2 * heads * dv)
+        k_columns = slice(2 * heads * dv + heads * dqk, None)
+        keys = torch.addmm(self.uvqk_bias[k_columns], normed, self.uvqk_weight[:, k_columns])
+        values = torch.addmm(self.uvqk_bias[v_columns], normed, self.uvqk_weight[:, v_columns])
+        return keys.view(-1, heads, dqk).transpose(0, 1), values.view(-1, heads, dv).transpose(0, 1)
+
+    def split(self, uvqk: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Views q (n, H, dqk), k (n, H, dqk), v (n, H, dv) of what `project` returned."""
+        heads, dv, dqk = self.shape
+        q_start, k_start = 2 * heads * dv, 2 * heads * dv + heads * dqk
+        q, k, v = uvqk[:, q_start:k_start], uvqk[:, k_start:], uvqk[:, heads * dv : q_start]
+        return q.view(-1, heads, dqk), k.view(-1, heads, dqk), v.view(-1, heads, dv)
+
+    def finish(self, x: torch.Tensor, room: Room) -> torch.Tensor:
+        """The layer's output (n, D); `room` holds o and what `project` wrote."""
+        heads, dv, _ = self.shape
+        width = heads * dv
+        uvqk, gates = room.uvqk, room.gates
+        u, o, gated = gates[:, :width], gates[:, width : 2 * width], gates[:, 2 * width :]
+        torch.ops.aten.silu.out(uvqk[:, :width], out=u)
+        if self.group_norm:
+            normed = functional.group_norm(
+                o.reshape(-1, heads, dv), heads, self.output_norm_weight, self.output_norm_bias, NORM_EPS
+            ).view(-1, width)
+        else:
+            normed = functional.layer_norm(o, (width,), self.output_norm_weight, self.output_norm_bias, NORM_EPS)
+        torch.mul(u, normed, out=gated)
+        return torch.addmm(x, gates, self.output_weight)
+
+    def _normed(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.layer_norm(x, x.shape[-1:], self.input_norm_weight, self.input_norm_bias, NORM_EPS)
+
+
+def _parameter(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape), requires_grad=False)
