@@ -47,8 +47,13 @@ class Kafka(Section, frozen=True, kw_only=True):
     partitions: Annotated[int, Meta(ge=0, le=10_000), _doc("lanes; 0: as the topic files say")] = 0
     replication: Annotated[int, Meta(ge=0, le=9), _doc("copies of each topic; 0: as the topic files say")] = 0
     fetch_max_wait_ms: Annotated[
-        int, Meta(ge=1, le=10_000), _doc("long poll of the broker; 12 for the embedded one, which does not wake polls")
+        int,
+        Meta(ge=1, le=10_000),
+        _doc("long poll for lanes, which moved ones wait for; 12 for the embedded broker, which wakes no poll"),
     ] = 50
+    tail_max_wait_ms: Annotated[
+        int, Meta(ge=1, le=10_000), _doc("the same where a fetch holds up nothing else: scores and worker-status")
+    ] = 500
     heartbeat_ms: Annotated[Positive, _doc("heartbeat of group members; moved lanes wait for the next one")] = 250
     session_timeout_ms: Annotated[Positive, _doc("a crashed member's lanes move after this; brokers bound it")] = 6000
     max_poll_ms: Annotated[Positive, _doc("a worker whose device makes no progress this long gives its lanes up")] = (
@@ -117,7 +122,9 @@ class Worker(Section, frozen=True, kw_only=True):
     ] = 0.03
     pinned_share: Annotated[Share, _doc("share of hbm_bytes that admitted, not yet ranked requests may hold")] = 0.5
     pre_infer_share: Annotated[Share, _doc("share of device time that pre-inference may use")] = 0.7
-    max_ranking_delay_ms: Annotated[Ms, _doc("longest a pre-infer chunk may keep a ranking request waiting")] = 5.0
+    max_ranking_delay_ms: Annotated[
+        Ms, _doc("longest a pre-infer chunk or a batch may keep a ranking request waiting")
+    ] = 5.0
     lag_tokens: Annotated[
         int,
         Meta(ge=0, le=4096),

@@ -48,7 +48,8 @@ class Pipeline:
         self.settings = msgspec.structs.replace(settings, kafka=kafka)
         self.topics = load_topics(kafka)
         self.client = RelayClient(settings=self.settings, client_id=f"bench-{name}")
-        self.admitted: set[str] = set()  # requests for which there was a pre-infer signal
+        self._admitted: set[str] = set()  # requests for which there was a pre-infer signal
+        self._signals: TopicTail
         self.history: list[tuple[float, WorkerStatus]] = []  # every status, with when it came on our monotonic clock
         self._latest: dict[str, WorkerStatus] = {}
         self._workers = [f"{name}-{number}" for number in range(1, workers + 1)]
@@ -63,11 +64,11 @@ class Pipeline:
             stack.push_async_callback(self._stop_children)
             kafka, topics = self.settings.kafka, self.topics
             await asyncio.gather(*(child.wait_ready() for child in self._children))
-            for tail in (
-                TopicTail(kafka, topics.worker_status.name, [0], "earliest", self._on_statuses),
-                TopicTail(kafka, topics.pre_infer.name, range(topics.lanes), "latest", self._on_signals),
-            ):
-                await stack.enter_async_context(tail)
+            statuses = TopicTail(kafka, topics.worker_status.name, [0], "earliest", self._on_statuses)
+            await stack.enter_async_context(statuses)
+            lanes = range(topics.lanes)
+            self._signals = TopicTail(kafka, topics.pre_infer.name, lanes, "latest", self._on_signals, relaxed=True)
+            await stack.enter_async_context(self._signals)
             await stack.enter_async_context(self.client)
             await self._wait_for_lanes()
             self._stack = stack.pop_all()
@@ -100,6 +101,11 @@ class Pipeline:
             for name, value in status.counters.items():
                 totals[name] = totals.get(name, 0.0) + value
         return totals
+
+    async def admitted(self) -> frozenset[str]:
+        """Requests for which there was a pre-infer signal up to now."""
+        await self._signals.catch_up()
+        return frozenset(self._admitted)
 
     async def decisions(self) -> dict[str, float]:
         """Running totals of the trigger's decisions by reason."""
@@ -168,6 +174,6 @@ class Pipeline:
     def _on_signals(self, records: Sequence[Record]) -> None:
         for record in records:
             try:
-                self.admitted.add(_signal_id.decode(record.value or b"").request_id)
+                self._admitted.add(_signal_id.decode(record.value or b"").request_id)
             except msgspec.MsgspecError:
                 continue  # the workers report it

@@ -98,7 +98,7 @@ async def run_probe(
     results = tally.judged()
     done = {result.item.request.request_id: result for result in results}
     announced = done.keys() if mode.announce else set()
-    admitted = announced & pipeline.admitted
+    admitted = announced & await pipeline.admitted()
     answered = sorted((one for one in results if one.ranking is not None), key=lambda one: one.latency_ms)
     slow = answered[-max(1, len(answered) // SLOW) :]
     stages = _stages(answered)

@@ -6,7 +6,7 @@ Commits nothing, shares with nobody. Knows nothing of what the records contain.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Final, Literal, Self
 
@@ -24,14 +24,19 @@ log = structlog.get_logger(__name__)
 
 #: How long one wait for records lasts; only how often an idle loop turns.
 WAIT_MS: Final = 1000
+#: A relaxed tail has its records so late, or as soon as there are so many bytes: a fetch costs the broker and us half a
+#: millisecond of a core each, whatever it brings.
+RELAXED_MS: Final = 300
+RELAXED_BYTES: Final = 256 * 1024
 
 
 class TopicTail:
     """Follows some partitions of one topic, over broker restarts.
 
     start: "earliest", or "latest" for what is produced after start() returned. on_records(records): in order per
-    partition (`Record.lane`), on the loop, quick. If the broker lost the offset (log expired, or begun anew), reading
-    goes on from the earliest record there is, so a record may come twice, and none is passed over that exists.
+    partition (`Record.lane`), on the loop, quick. relaxed: they may come RELAXED_MS late, many at a time. If the broker
+    lost the offset (log expired, or begun anew), reading goes on from the earliest record there is, so a record may come
+    twice, and none is passed over that exists.
     """
 
     def __init__(
@@ -41,12 +46,17 @@ class TopicTail:
         partitions: Sequence[int],
         start: Literal["earliest", "latest"],
         on_records: Callable[[list[Record]], None],
+        *,
+        relaxed: bool = False,
     ) -> None:
         self._kafka = kafka
+        self._wait_ms = RELAXED_MS if relaxed else kafka.tail_max_wait_ms
+        self._least_bytes = RELAXED_BYTES if relaxed else 1
         self._partitions = [TopicPartition(topic, partition) for partition in partitions]
         self._start = start
         self._on_records = on_records
         self._next: dict[TopicPartition, int] = {}  # offsets behind what was handed out
+        self._turned = asyncio.Event()  # something was read, or nothing will be any more
         self._consumer: Any = None
         self._task: asyncio.Task[None] | None = None
         self._failed: asyncio.Future[None] | None = None
@@ -70,26 +80,37 @@ class TopicTail:
             group_id=None,
             enable_auto_commit=False,
             auto_offset_reset="earliest",
-            fetch_max_wait_ms=self._kafka.fetch_max_wait_ms,
+            fetch_max_wait_ms=self._wait_ms,
+            fetch_min_bytes=self._least_bytes,
         )
         try:
             with typed_errors(self._kafka, f"read {topic}"):
                 await self._consumer.start()
-                self._consumer.assign(self._partitions)
+                # Before anything is fetched: what is asked on a connection waits for a fetch that waits for records.
                 ends = await self._consumer.end_offsets(self._partitions)
                 begins = ends
                 if self._start == "earliest":
                     begins = await self._consumer.beginning_offsets(self._partitions)
+                self._consumer.assign(self._partitions)
                 for partition, offset in begins.items():
                     self._consumer.seek(partition, offset)
                     self._next[partition] = offset
-                # By position, not by records: the last offsets of a compacted partition may hold none.
-                while any([await self._consumer.position(partition) < end for partition, end in ends.items()]):
+                while await self._behind(ends):
                     await self._read()
         except BaseException:
             await end_consumer(f"the reader of {topic}", self._consumer)
             raise
         self._task = asyncio.create_task(self._follow())
+
+    async def catch_up(self) -> None:
+        """Return when all that is there now has been handed out. Raises BrokerError, and what `failed` does."""
+        with typed_errors(self._kafka, f"read {self._partitions[0].topic}"):
+            ends = await self._consumer.end_offsets(self._partitions)
+            while not self.failed.done() and await self._behind(ends):
+                self._turned.clear()
+                await self._turned.wait()
+        if self.failed.done():
+            self.failed.result()
 
     async def stop(self) -> None:
         """Stop following and disconnect."""
@@ -109,6 +130,10 @@ class TopicTail:
     ) -> None:
         await self.stop()
 
+    async def _behind(self, ends: Mapping[TopicPartition, int]) -> bool:
+        """By position, not by records: the last offsets of a compacted partition may hold none."""
+        return any([await self._consumer.position(partition) < end for partition, end in ends.items()])
+
     async def _follow(self) -> None:
         try:
             while True:
@@ -118,12 +143,13 @@ class TopicTail:
             cause = broker_error(self._kafka, f"read {topic}", error) if isinstance(error, KafkaError) else error
             log.error("tail_failed", topic=topic, error=repr(cause))
             self.failed.set_exception(cause)
+            self._turned.set()
 
     async def _read(self) -> None:
         try:
             batches = await self._consumer.getmany(timeout_ms=WAIT_MS)
         except Unreadable:
-            wait_s = self._kafka.fetch_max_wait_ms / 1000
+            wait_s = self._wait_ms / 1000
             await read_around(self._consumer, lambda: self._partitions, self._next.__getitem__, self._take, wait_s)
             return
         self._take([as_record(message) for messages in batches.values() for message in messages])
@@ -133,3 +159,4 @@ class TopicTail:
             self._next[TopicPartition(record.topic, record.lane)] = record.offset + 1
         if records:
             self._on_records(records)
+        self._turned.set()

@@ -127,9 +127,8 @@ async def _play(options: DemoOptions, settings: Settings, folder: Path, broker: 
         await asyncio.gather(*(child.wait_ready() for child in children))
         async with AsyncExitStack() as stack:
             statuses = TopicTail(settings.kafka, topics.worker_status.name, [0], "earliest", seen.statuses)
-            signals = TopicTail(
-                settings.kafka, topics.pre_infer.name, range(topics.pre_infer.partitions), "latest", seen.signals
-            )
+            lanes = range(topics.pre_infer.partitions)
+            signals = TopicTail(settings.kafka, topics.pre_infer.name, lanes, "latest", seen.signals, relaxed=True)
             await stack.enter_async_context(statuses)
             await stack.enter_async_context(signals)
             client = await stack.enter_async_context(RelayClient(settings=settings, client_id="demo"))
@@ -147,6 +146,7 @@ async def _play(options: DemoOptions, settings: Settings, folder: Path, broker: 
             await _phase(client, settings, measured, live, full, mode="full")
             live.enter("audits")
             await asyncio.sleep(SETTLE_S)
+            await signals.catch_up()
     finally:
         codes = await stop_all(children)
     return _result(options, settings, broker, seen, relay, full, codes)

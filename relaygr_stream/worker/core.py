@@ -121,7 +121,8 @@ class RelayCore:
         self.rankings.feed_starved()
         work = self._queue.urgent()
         if isinstance(work, RankTask):
-            self.time.ranking_ms += self.rankings.score(self._queue.take_ready(self._limits.batch), now)
+            batch = self.rankings.take_batch(self._limits.batch, self._limits.max_ranking_delay_ms)
+            self.time.ranking_ms += self.rankings.score(batch, now)
         elif work is not None:
             self._advance(work, now)
         elif (flight := self._queue.background()) is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from relaygr_stream.worker.agenda import Agenda
 from relaygr_stream.worker.tasks import Flight, RankTask
@@ -32,10 +32,18 @@ class WorkQueue:
         first = self._urgent.first()
         return None if first is None else first[1]
 
-    def take_ready(self, most: int) -> list[RankTask]:
-        """Rankings from the front that can be scored now, up to the first flight: one batch."""
+    def take_ready(
+        self, most: int, cost: Callable[[RankTask], float] = lambda _: 0.0, within: float = 0.0, least: int = 1
+    ) -> list[RankTask]:
+        """Rankings from the front that can be scored now, up to the first flight: one batch.
+
+        It has `most` rankings at most, and as many as cost no more than `within` together, or `least`.
+        """
         batch: list[RankTask] = []
         while len(batch) < most and isinstance(task := self.urgent(), RankTask):
+            within -= cost(task)
+            if within < 0 and len(batch) >= least:
+                break
             self._urgent.pop()
             batch.append(task)
         return batch

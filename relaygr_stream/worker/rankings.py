@@ -22,7 +22,9 @@ from relaygr_stream.models.protocol import ScoreInput
 from relaygr_stream.models.tokens import Tokens
 from relaygr_stream.worker.agenda import Agenda
 from relaygr_stream.worker.audit import Auditor
+from relaygr_stream.worker.batching import TRIED, Batching
 from relaygr_stream.worker.engine import Engine, describe
+from relaygr_stream.worker.extension import SHARE
 from relaygr_stream.worker.flights import Flights
 from relaygr_stream.worker.forecast import Calibration, Forecast
 from relaygr_stream.worker.parked import Parked
@@ -60,6 +62,7 @@ class Rankings:
         self._delays = (0.0, 0)  # seconds and number of delays until the device took a ranking
         self._forecast = Forecast()
         self._calibration = Calibration()  # of scoring, in the batches that come
+        self._batching = Batching()
         layout = engine.model.layout
         self._empty = KVRegion(layout, torch.empty(0, dtype=layout.dtype, device=engine.device), 0)
 
@@ -131,6 +134,14 @@ class Rankings:
             self._let_go(task)
             self._place(task, self._cache.find(task.user_id, task.tokens))
 
+    def take_batch(self, most: int, bound_ms: float) -> list[RankTask]:
+        """The next rankings to score together: as many as there are where batches pay, else so few that they take no
+        longer than a chunk may, or two."""
+        if self._batching.pays:
+            return self._queue.take_ready(most)
+        factor = self._calibration.factor
+        return self._queue.take_ready(most, lambda task: factor * self._score_ms(task), SHARE * bound_ms, least=TRIED)
+
     def score(self, batch: list[RankTask], now: float) -> float:
         """Score these, which are ready, and answer; returns the milliseconds it took."""
         self.started(batch, now)
@@ -144,7 +155,9 @@ class Rankings:
         if failed:
             self._answer(batch[0], "failed", failed)
             return 0.0
-        self._calibration.add(sum(self._score_ms(task) for task in batch), ms)
+        predicted_ms = sum(self._score_ms(task) for task in batch)
+        self._calibration.add(predicted_ms, ms)
+        self._batching.add(predicted_ms, len(batch), ms)
         for task, rows in zip(batch, scores, strict=True):
             task.device_ms += ms / len(batch)
             task.approximate = task.entry is not None and task.entry.approximate

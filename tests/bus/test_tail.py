@@ -56,6 +56,24 @@ async def test_latest_has_what_comes_after_the_start_and_only_its_partitions(kaf
             assert [record.value for record in read] == [b"after"]
 
 
+async def test_a_relaxed_tail_has_everything_once_it_caught_up(kafka_settings: Kafka) -> None:
+    await apply_topics(kafka_settings)
+    topic = load_topics(kafka_settings).scores.name
+    read: list[Record] = []
+    async with (
+        Producer(kafka_settings, client_id="test") as producer,
+        TopicTail(kafka_settings, topic, [3, 4], "latest", read.extend, relaxed=True) as tail,
+    ):
+        for number in range(40):
+            await producer.send_and_wait(topic, str(number).encode(), partition=3 + number % 2)
+        seen_before = len(read)
+        await tail.catch_up()
+        assert sorted(int(record.value or b"") for record in read) == list(range(40))
+        assert seen_before < 40, "not relaxed"
+        await tail.catch_up()
+        assert len(read) == 40
+
+
 def _own_kafka(folder: Path) -> AbstractAsyncContextManager[LocalBroker]:
     if not os.environ.get("KAFKA_HOME"):
         pytest.skip("set KAFKA_HOME: a broker named by RELAYGR_TEST_BOOTSTRAP is not ours to restart")

@@ -64,6 +64,7 @@ async def stage_on(machines: Network, folder: Path) -> AsyncIterator[Scene]:
         session_timeout_ms=3000,
         bootstrap=f"{address}:{PORT}",
         fetch_max_wait_ms=EMBEDDED_FETCH_WAIT_MS,
+        tail_max_wait_ms=EMBEDDED_FETCH_WAIT_MS,
     )
     try:
         await listening(address)

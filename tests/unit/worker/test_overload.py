@@ -28,6 +28,8 @@ class Timed:
     def __init__(self, model: RankingModel) -> None:
         self.model = model
         self.now = 100.0
+        self.batch_ms, self.ranking_ms = BATCH_MS, RANKING_MS
+        self.batches: list[int] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
@@ -37,7 +39,8 @@ class Timed:
         self.now += len(tokens) * TOKEN_MS / 1e3
 
     def score(self, batch: Sequence[ScoreInput]) -> list[torch.Tensor]:
-        self.now += (BATCH_MS + RANKING_MS * len(batch)) / 1e3
+        self.now += (self.batch_ms + self.ranking_ms * len(batch)) / 1e3
+        self.batches.append(len(batch))
         return self.model.score(batch)
 
 
@@ -205,3 +208,16 @@ def test_a_calibration_corrects_and_does_not_believe_in_hangs() -> None:
     assert (calibration.trusted, calibration.factor) == (True, 0.5)
     calibration.add(2.0, 1e6)
     assert calibration.factor < 1.0
+
+
+@pytest.mark.parametrize(("batch_ms", "ranking_ms", "largest"), [(BATCH_MS, RANKING_MS, 4), (0.1, 0.9, 2)])
+def test_bursts_are_scored_together_where_that_is_sooner(batch_ms: float, ranking_ms: float, largest: int) -> None:
+    simulation = Simulation()
+    simulation.device.batch_ms, simulation.device.ranking_ms = batch_ms, ranking_ms
+    simulation.run(500, 200, seed=4)
+    simulation.device.batches.clear()
+    for _ in range(12):
+        simulation.rank(timeout=1.0)
+    while simulation.world.core.step(simulation.device.now):
+        pass
+    assert simulation.device.batches == [largest] * (12 // largest)

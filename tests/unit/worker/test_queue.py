@@ -23,6 +23,10 @@ def flight(due: float, *waiters: RankTask) -> Flight:
     return Flight(Extension(None, REGION, NOTHING), due, waiters=list(waiters))  # type: ignore[arg-type]  # never run
 
 
+def cost(task: RankTask) -> float:
+    return task.deadline
+
+
 def test_rankings_by_deadline_in_batches_up_to_the_next_flight() -> None:
     queue = WorkQueue()
     waiter = ranking("waiter", 3.0)
@@ -37,6 +41,23 @@ def test_rankings_by_deadline_in_batches_up_to_the_next_flight() -> None:
     joined.over = True
     assert [task.request_id for task in queue.take_ready(8)] == ["d"]
     assert queue.urgent() is None
+
+
+def test_a_batch_costs_no_more_than_it_may_but_has_one_ranking() -> None:
+    queue = WorkQueue()
+    for name, deadline in (("a", 2.0), ("b", 2.5), ("c", 3.0), ("d", 9.0)):
+        queue.ready(ranking(name, deadline))
+    assert [task.request_id for task in queue.take_ready(8, cost, 5.0)] == ["a", "b"]
+    assert [task.request_id for task in queue.take_ready(8, cost, 5.0)] == ["c"]
+    assert [task.request_id for task in queue.take_ready(8, cost, 5.0)] == ["d"]
+    assert queue.take_ready(8, cost, 5.0) == []
+
+
+def test_a_batch_has_as_many_as_are_asked_for_whatever_they_cost() -> None:
+    queue = WorkQueue()
+    for name in "abc":
+        queue.ready(ranking(name, 9.0))
+    assert [task.request_id for task in queue.take_ready(8, cost, 5.0, least=2)] == ["a", "b"]
 
 
 def test_ties_go_to_who_came_first() -> None:
