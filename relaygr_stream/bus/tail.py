@@ -34,9 +34,9 @@ class TopicTail:
     """Follows some partitions of one topic, over broker restarts.
 
     start: "earliest", or "latest" for what is produced after start() returned. on_records(records): in order per
-    partition (`Record.lane`), on the loop, quick. relaxed: they may come RELAXED_MS late, many at a time. If the broker
-    lost the offset (log expired, or begun anew), reading goes on from the earliest record there is, so a record may come
-    twice, and none is passed over that exists.
+    partition (`Record.lane`), on the loop, quick. relaxed: they may come RELAXED_MS late, many at a time. If the
+    broker lost the offset (log expired, or begun anew), reading goes on from the earliest record there is, so a record
+    may come twice, and none is passed over that exists.
     """
 
     def __init__(

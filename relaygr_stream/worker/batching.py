@@ -1,8 +1,8 @@
 """Whether rankings are better scored together or one after the other. Knows nothing of queues or models.
 
-A batch of n takes s0 + n·s1, a ranking alone s0 + s1. One after the other, n rankings are done after (n + 1)/2 times that
-on average; together, all of them after s0 + n·s1. That is sooner if s1 < s0, whatever n is: on accelerators, hardly on
-CPUs, where whoever is in a batch waits for all of it.
+A batch of n takes s0 + n·s1, a ranking alone s0 + s1. One after the other, n rankings are done after (n + 1)/2 times
+that on average; together, all of them after s0 + n·s1. That is sooner if s1 < s0, whatever n is: on accelerators,
+hardly on CPUs, where whoever is in a batch waits for all of it.
 """
 
 from __future__ import annotations
