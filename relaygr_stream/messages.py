@@ -244,6 +244,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     dram_used_bytes: int = 0
     dram_bytes: int = 0
     pre_infer_wait_ms: float = 0.0  # until the pre-inferences that wait now are done, ranking's share taken off
+    computed_share: float = 1.0  # of the prefix tokens that signals ask for: those not found in the cache, lately
     counters: dict[str, float] = {}  # running totals since start, for live views
     handover: Annotated[str, Meta(max_length=300)] = ""  # HOST:PORT where prefix KV of its lost lanes can be fetched
 

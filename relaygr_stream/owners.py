@@ -165,6 +165,8 @@ def _refuse_nonsense(status: WorkerStatus) -> None:
     for name, value in numbers.items():
         if not (math.isfinite(value) and value >= 0):
             raise DecodeError("invalid", f"{name} must be finite and not negative, got {value}")
+    if not 0 < status.computed_share <= 1:
+        raise DecodeError("invalid", f"computed_share must be above 0 and at most 1, got {status.computed_share}")
     if status.lanes and (status.bytes_per_token < 1 or status.alloc_bytes < 1):
         raise DecodeError(
             "invalid",

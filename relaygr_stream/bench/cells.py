@@ -24,6 +24,9 @@ from relaygr_stream.messages import CostModel
 
 #: First guesses come from fitted costs and a queueing formula; they miss by some tens of percent.
 FIRST_STEP: Final = 1.4
+#: On a small machine about so much of a guessed rate comes out, since broker, trigger and client share its cores; and a
+#: search does better to begin below what works: an overload takes longer to go away than a probe.
+GUESSED_SHARE: Final = 0.6
 #: Nothing is searched beyond what the device could do by the fitted costs, plus what these may be off by.
 HEADROOM: Final = 1.5
 LEAST_RATE: Final = 0.5
@@ -125,7 +128,7 @@ class Cell:
         if self.kind == "rate":
             traffic = world.traffic(self.at, self.revisit)
             cost = world.cost(self.at, self.revisit)
-            return predicted_rate(self.mode, cost, traffic, world.slo_ms, BUS_MS, world.workers)
+            return GUESSED_SHARE * predicted_rate(self.mode, cost, traffic, world.slo_ms, BUS_MS, world.workers)
         traffic = world.traffic(1, self.revisit)
         return predicted_length(
             self.mode, world.costs, traffic, self.at, world.slo_ms, BUS_MS, world.workers, world.longest

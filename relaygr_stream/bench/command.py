@@ -43,7 +43,7 @@ def bench_command() -> None:
 )
 @click.option("--rate", type=float, help="Requests/s at which the largest length is searched. [what `full` carries]")
 @click.option("--revisits", metavar="R,…", help="Shares of returning users. [0,0.5,0.9]")
-@click.option("--length-revisit", type=float, help="The same, for the search of lengths. [0.5]")
+@click.option("--length-revisits", metavar="R,…", help="The same, for the search of lengths. [0.5,0.9]")
 @click.option("--growth", type=float, help="Mean new behaviours of a returning user. [3]")
 @click.option("--stage-delay", type=float, metavar="MS", help="Median from announcement to ranking request. [150]")
 @click.option("--stage-sigma", type=float, help="Sigma of that log-normal delay. [0.1]")
@@ -115,11 +115,9 @@ def build_options(preset: str, *, private: bool, flags: dict[str, Any]) -> Any:
     broker = given.pop("broker", "kafka" if os.environ.get("KAFKA_HOME") else "embedded")
     if "modes" in given:
         given["modes"] = modes_named(given["modes"])
-    if "revisits" in given:
-        try:
-            given["revisits"] = tuple(float(ratio) for ratio in given["revisits"].split(","))
-        except ValueError:
-            raise click.UsageError(f"--revisits {given['revisits']}: write numbers, separated by commas") from None
+    for name in ("revisits", "length_revisits"):
+        if name in given:
+            given[name] = _ratios(f"--{name.replace('_', '-')}", given[name])
     if "budget" in given:
         given["budget_s"] = given.pop("budget")
     delay = {"median_ms": given.pop("stage_delay", None), "sigma": given.pop("stage_sigma", None)}
@@ -133,3 +131,10 @@ def build_options(preset: str, *, private: bool, flags: dict[str, Any]) -> Any:
     from dataclasses import replace
 
     return replace(options, delay=replace(options.delay, **changed))
+
+
+def _ratios(flag: str, text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(ratio) for ratio in text.split(","))
+    except ValueError:
+        raise click.UsageError(f"{flag} {text}: write numbers, separated by commas") from None

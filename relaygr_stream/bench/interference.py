@@ -40,6 +40,11 @@ class CpuTimes:
         work = sum(int(columns[column]) for column in WORK_COLUMNS)
         return cls(time.monotonic(), work / tick, _ours() / tick)
 
+    def busy_since(self, before: CpuTimes) -> float:
+        """Share of all cores' time that was work between the two."""
+        seconds = max(1e-3, self.at_s - before.at_s)
+        return (self.work_s - before.work_s) / seconds / (os.cpu_count() or 1)
+
     def others_since(self, before: CpuTimes) -> float:
         """Cores that others kept busy between the two, on average."""
         seconds = max(1e-3, self.at_s - before.at_s)

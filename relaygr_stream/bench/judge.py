@@ -24,6 +24,9 @@ BOUND_TOLERANCE: Final = 1.1
 BUSY: Final = 0.85
 #: One less busy than this leaves room for half as much again.
 IDLE: Final = 0.6
+#: With so much of all cores' time in use, threads wait for a core as often as not: device, broker, trigger and client
+#: share them.
+CROWDED: Final = 0.6
 #: Shares of events not admitted, and of slow requests without ready prefix KV, worth naming.
 WORTH_NAMING: Final = 0.05
 
@@ -147,6 +150,8 @@ def explain(probe: Probe) -> Iterator[str]:
         yield f"the device was busy {probe.busy:.0%} of the time"
     elif probe.busy <= IDLE:
         yield f"the device was busy only {probe.busy:.0%} of the time: waits beside it, not its capacity"
+    if probe.cores_busy is not None and probe.cores_busy >= CROWDED:
+        yield f"the machine's cores were busy {probe.cores_busy:.0%}: the relay's processes wait for each other's"
     decided = sum(probe.decisions.values())
     for reason, count in sorted(probe.decisions.items(), key=lambda pair: -pair[1]):
         if reason != "admitted" and decided and count / decided >= WORTH_NAMING:

@@ -25,7 +25,7 @@ class SloOptions:
     length: int | None = None  # prefix tokens at which rates are searched; None: as full inference just works with
     rate: float | None = None  # at which lengths are searched; None: the largest that full inference carries
     revisits: tuple[float, ...] = (0.0, 0.5, 0.9)
-    length_revisit: float = 0.5  # revisit ratio at which lengths are searched
+    length_revisits: tuple[float, ...] = (0.5, 0.9)  # revisit ratios at which lengths are searched
     every_cell: bool = False  # every mode at every ratio; else those that tell the modes apart
     delay: StageDelay = field(default_factory=lambda: StageDelay(150.0, 0.1))
     suffix: int = 8
@@ -45,8 +45,8 @@ class SloOptions:
     out: Path = Path("out/slo")
 
     def __post_init__(self) -> None:
-        if not self.revisits or not all(0 <= ratio < 1 for ratio in (*self.revisits, self.length_revisit)):
-            raise ConfigError(f"revisit ratios {self.revisits}, {self.length_revisit}: must be within 0…1, 1 excluded")
+        if not self.revisits or not all(0 <= ratio < 1 for ratio in (*self.revisits, *self.length_revisits)):
+            raise ConfigError(f"revisit ratios {self.revisits}, {self.length_revisits}: must be within 0…1, 1 excluded")
         if self.length is not None and self.length <= 0:
             raise ConfigError(f"length = {self.length}: must be above 0")
         for name in ("workers", "suffix", "candidates", "users", "samples", "repeats", "budget_s"):
@@ -72,8 +72,13 @@ class SloOptions:
     def length_cells(self) -> list[tuple[Mode, float]]:
         """The same for the largest length."""
         modes = self.modes if self.every_cell else [mode for mode in self.modes if mode in (FULL, RELAY)]
-        # At the largest rate of full inference, its largest length is the one of that rate.
-        return [(mode, self.length_revisit) for mode in modes if mode is not FULL or self.rate is not None]
+        cells: list[tuple[Mode, float]] = []
+        for mode in modes:
+            if mode.keeps:
+                cells += [(mode, ratio) for ratio in self.length_revisits]
+            elif self.rate is not None:  # else its largest length at its largest rate is the one of that rate
+                cells += [(mode, ratio) for ratio in self.length_revisits[:1]]
+        return cells
 
 
 #: Modes that share one pipeline: another one's start and users take more of three minutes than its search.

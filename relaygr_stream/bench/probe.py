@@ -126,6 +126,7 @@ async def run_probe(
         admitted_hits=sum(done[one].outcome not in (None, "full") for one in admitted),
         decisions={name: int(total - decisions.get(name, 0)) for name, total in decided.items()},
         others_cores=None if cpu is None or cpu_after is None else cpu_after.others_since(cpu),
+        cores_busy=None if cpu is None or cpu_after is None else cpu_after.busy_since(cpu),
         device_ms_per_s={name: (after.get(name, 0.0) - totals.get(name, 0.0)) / seconds for name in DEVICE_WORK},
     )
     return Measured(probe, stages["inbound"], stages["outbound"])

@@ -71,6 +71,7 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
     admitted_hits: int
     decisions: dict[str, int]  # of the trigger, by reason; warm-up included
     others_cores: float | None  # CPU cores that other processes of the machine used meanwhile; None: not known
+    cores_busy: float | None = None  # share of the machine's cores' time that was work of anyone's
     set_aside: bool = False  # disturbed by others, and probed again
     stalled_ms: float | None = None  # by so much too late a process that only slept woke meanwhile, at worst
     device_ms_per_s: dict[str, float]  # by DEVICE_WORK; warm-up included

@@ -17,7 +17,7 @@ from relaygr_stream.owners import Claim
 from relaygr_stream.settings import Settings
 from relaygr_stream.trigger.ledger import LaneLedger, Pending
 from relaygr_stream.trigger.load import LoadBucket
-from relaygr_stream.trigger.risk import FALLBACK_COSTS, prefix_bytes, usable_costs
+from relaygr_stream.trigger.risk import FALLBACK_COSTS, charge_ms, prefix_bytes, usable_costs
 
 Reason = Literal[
     "admitted",
@@ -64,7 +64,7 @@ class Decision(msgspec.Struct, frozen=True):  # made for every event; a frozen d
     age_ms: float
     predicted_ms: float = 0.0  # ranking in full, the owner's queue included; at risk above Policy.risk_ms
     nbytes: int = 0  # prefix KV
-    cost_ms: float = 0.0  # device time of the pre-inference
+    cost_ms: float = 0.0  # device time that the pre-inference is expected to take
 
     @property
     def admit(self) -> bool:
@@ -124,7 +124,7 @@ def decide(
     predicted_ms = costs.full_ms(tokens, event.candidates) + owner.worker.queue_ms
     if predicted_ms <= policy.risk_ms:
         return Decision("not_at_risk", tokens, age_ms, predicted_ms)
-    nbytes, cost_ms = prefix_bytes(tokens, owner.worker), costs.pre_infer_ms(tokens)
+    nbytes, cost_ms = prefix_bytes(tokens, owner.worker), charge_ms(costs, tokens, owner.worker)
     reason: Reason = "admitted"
     if not lane.ledger.fits(nbytes):
         reason = "over_footprint"

@@ -16,7 +16,7 @@ from rich.table import Table
 from relaygr_stream.messages import RequestEvent
 from relaygr_stream.owners import Claim
 from relaygr_stream.trigger.decision import Decision, LaneState, Policy, Reason, decide
-from relaygr_stream.trigger.risk import prefix_bytes
+from relaygr_stream.trigger.risk import charge_ms, prefix_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class Explanation:
     outstanding_bytes: int  # pinned or on its way to the owner, as far as known
     budget_bytes: int
     on_hold: bool  # there may be unread signals of unknown size
-    cost_ms: float | None  # device time of the pre-inference
+    cost_ms: float | None  # device time that the pre-inference is expected to take
     level_ms: float  # device time the lane may ask for now
     rate_ms_per_s: float | None  # and what refills it
     reason: Reason
@@ -77,7 +77,7 @@ def explain(
         outstanding_bytes=lane.ledger.outstanding,
         budget_bytes=lane.ledger.budget,
         on_hold=lane.ledger.on_hold,
-        cost_ms=None if owner is None else lane.costs.pre_infer_ms(tokens),
+        cost_ms=None if owner is None else charge_ms(lane.costs, tokens, owner.worker),
         level_ms=lane.bucket.level(now_s),
         rate_ms_per_s=None if owner is None else owner.lane.device_ms_per_s,
         reason=decision.reason,

@@ -18,7 +18,7 @@ from relaygr_stream.topics import TopicSet, load_topics, verify_topics
 from relaygr_stream.trigger.decision import Decision, LaneState, Policy
 from relaygr_stream.trigger.explain import Explanation, explain
 from relaygr_stream.trigger.log_ends import LogEnds
-from relaygr_stream.trigger.risk import prefix_bytes
+from relaygr_stream.trigger.risk import charge_ms, prefix_bytes
 
 #: An event's signal follows it within milliseconds; so long after the last event is waited for it.
 SIGNAL_S = 1.0
@@ -134,7 +134,8 @@ class Shadow:
         state.observe(owner, now)  # before anything is taken from the lane's bucket, which this fills
         tokens = len(signal.prefix)
         nbytes = 0 if owner is None else prefix_bytes(tokens, owner.worker)
-        admitted = Decision("admitted", tokens, 0.0, nbytes=nbytes, cost_ms=state.costs.pre_infer_ms(tokens))
+        cost_ms = 0.0 if owner is None else charge_ms(state.costs, tokens, owner.worker)
+        admitted = Decision("admitted", tokens, 0.0, nbytes=nbytes, cost_ms=cost_ms)
         event = self._events.get(signal.request_id)
         if event is not None:
             pending = state.admit(event, admitted, now)

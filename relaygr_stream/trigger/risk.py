@@ -30,6 +30,11 @@ def usable_costs(costs: CostModel) -> CostModel:
     return costs if any(coefficients) else FALLBACK_COSTS
 
 
+def charge_ms(costs: CostModel, tokens: int, owner: WorkerStatus) -> float:
+    """Device time that a pre-inference is expected to take: most of it is spared where the prefix may be cached."""
+    return costs.pre_infer_ms(tokens) * owner.computed_share
+
+
 def prefix_bytes(tokens: int, owner: WorkerStatus) -> int:
     """HBM that the prefix KV of so many tokens holds on that worker: whole allocation units."""
     return -(-tokens * owner.bytes_per_token // owner.alloc_bytes) * owner.alloc_bytes

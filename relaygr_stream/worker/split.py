@@ -6,8 +6,8 @@ full because too little was admitted, their full inference is ranking time: as l
 each grant is a little larger than the last, until all is admitted that is worth it; without, pre-inference is shed
 first.
 
-Triggers charge an admission with the time of the whole prefix, since they cannot know what is cached. The owner can:
-where most of what is asked for is there already, it grants so much more. Knows nothing of lanes or of Kafka.
+Triggers cannot know what is cached. The owner can: it states which share of what was asked for had to be computed
+lately, and an admission is charged with so much of its prefix. Knows nothing of lanes or of Kafka.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ RANKING_AVERAGE_S: Final = 1.0
 REUSE_AVERAGE_S: Final = 10.0
 #: A worker that has seen nothing takes everything for new; this many tokens of evidence outweigh that.
 PRIOR_TOKENS: Final = 10_000.0
-#: Grants are at most ten times the device's time: should all users be new from one moment to the next, ten times too
-#: much is admitted for some seconds, and waits behind ranking.
+#: No less is charged: should all users be new from one moment to the next, at most ten times too much is admitted for
+#: some seconds, and waits behind ranking.
 LEAST_COMPUTED: Final = 0.1
 
 
@@ -42,7 +42,7 @@ class LoadSplit:
         return min(1.0, max(LEAST_COMPUTED, share))
 
     def update(self, ranking_ms: float, asked: float, computed: float, seconds: float) -> float:
-        """The grant from now on, in milliseconds of whole prefixes a second.
+        """The grant from now on, in milliseconds a second.
 
         All running totals: device time of ranking (full inference included), prefix tokens that signals asked for,
         and those of them that had to be computed. seconds: since the last call.
@@ -54,4 +54,4 @@ class LoadSplit:
         self._computed = keep * self._computed + max(0.0, computed - self._last_computed)
         self._last_ranking_ms, self._last_asked, self._last_computed = ranking_ms, asked, computed
         free = max(0.0, min(self._cap, 1.0 - self.ranking_share))
-        return 1e3 * free / self.computed_share
+        return 1e3 * free

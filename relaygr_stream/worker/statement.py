@@ -89,6 +89,7 @@ class Statements:
             alloc_bytes=inside.alloc_bytes,
             queue_ms=snapshot.queue_ms,
             pre_infer_wait_ms=snapshot.pre_infer_waiting_ms / max(LEAST_FREE, 1.0 - self._split.ranking_share),
+            computed_share=self._split.computed_share,
             model_version=inside.model.version,
             model_note=inside.model.note,
             busy_share=self._busy.update(ranking_ms + snapshot.totals["pre_infer_ms"], seconds),

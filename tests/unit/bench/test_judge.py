@@ -97,6 +97,12 @@ def test_bus_and_hits_are_judged(bus: dict[str, Spread], hits: tuple[int, int], 
     assert words in line
 
 
+@pytest.mark.parametrize(("busy", "said"), [(0.9, True), (0.3, False), (None, False)])
+def test_cores_that_everyone_waits_for_are_named(busy: float | None, said: bool) -> None:
+    lines = list(judge.explain(probe(RELAY, 3.0, passed=False, cores_busy=busy)))
+    assert any("cores were busy 90%" in line for line in lines) is said
+
+
 def test_a_probe_that_passed_nothing_is_a_missed_target() -> None:
     failing = Cell("rate", RELAY, 0.0, 512, 1.2)
     failing.begin_search([WORLD])

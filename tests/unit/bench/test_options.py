@@ -30,9 +30,10 @@ def test_quick_searches_what_tells_modes_apart_and_paper_everything() -> None:
     assert (built().modes, built("paper").modes) == ((FULL, CACHE, RELAY), MODES)
     assert (CACHE, 0.0) not in built().rate_cells()
     assert [ratio for mode, ratio in built().rate_cells() if mode is RELAY] == [0.0, 0.5, 0.9]
-    assert [mode for mode, _ in built().length_cells()] == [RELAY]
-    assert [mode for mode, _ in built(rate=5.0).length_cells()] == [FULL, RELAY]
-    assert [mode for mode, _ in built("paper", rate=5.0).length_cells()] == list(MODES)
+    assert built().length_cells() == [(RELAY, 0.5), (RELAY, 0.9)]
+    assert built(rate=5.0, length_revisits="0.9").length_cells() == [(FULL, 0.9), (RELAY, 0.9)]
+    paper = built("paper", rate=5.0).length_cells()
+    assert paper == [(FULL, 0.5), *((mode, ratio) for mode in MODES[1:] for ratio in (0.5, 0.9))]
     assert len(built("paper").rate_cells()) == 1 + 3 * (len(MODES) - 1)
 
 

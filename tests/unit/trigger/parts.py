@@ -28,6 +28,7 @@ def worker_status(
     costs: CostModel = COSTS,
     queue_ms: float = 0.0,
     pre_infer_wait_ms: float = 0.0,
+    computed_share: float = 1.0,
     bytes_per_token: int = 10,
     alloc_bytes: int = 100,
 ) -> WorkerStatus:
@@ -44,6 +45,7 @@ def worker_status(
         alloc_bytes=alloc_bytes,
         queue_ms=queue_ms,
         pre_infer_wait_ms=pre_infer_wait_ms,
+        computed_share=computed_share,
         model_version="m",
     )
 

@@ -40,6 +40,16 @@ def test_a_request_at_risk_within_all_bounds_is_admitted() -> None:
     assert decision.admit
 
 
+def test_where_a_part_is_computed_a_part_is_charged() -> None:
+    lane = OneLane(computed_share=0.2, rate=50.0)  # the bucket begins with what a second refills
+    admitted = 0
+    while lane.decide(event(25, f"{admitted}")).admit:
+        assert lane.admit(event(25, f"{admitted}")).cost_ms == pytest.approx(5.0)
+        admitted += 1
+    assert admitted == 10
+    assert lane.decide(event(25, "more")).reason == "over_load"
+
+
 def test_an_empty_or_too_long_prefix_is_not_pre_inferred() -> None:
     lane = OneLane(budget=10**9, rate=1e9)
     assert lane.decide(event(0)).reason == "empty_prefix"
