@@ -79,7 +79,7 @@ class Fleet:
         self._arrivals = arrivals(scenario.traffic, part, int(seeds[2].generate_state(1)[0]))
         self.requests: list[Request] = []
         self._sequence = np.zeros((1, settings.relay.max_prefix_tokens), np.int8)
-        self._suffix = Tokens(np.zeros((1, scenario.traffic.suffix), np.int8))
+        self._suffix = self._tokens(scenario.traffic.suffix)
         self._candidates = np.zeros(scenario.traffic.candidates, np.int64)
         self.failed_at: float | None = None
         self.taken_over_at: float | None = None

@@ -69,7 +69,8 @@ class Sequences:
         self._kept: list[npt.NDArray[np.int64]] = []
         each = []
         for tokens, first, candidates in batch:
-            pointers = [*map(self._address, tokens.array), self._address(candidates)]
+            items, actions, gaps = tokens.array  # ValueError if it has other rows: the C would read past its end
+            pointers = map(self._address, (items, actions, gaps, candidates))
             each.append(arguments.Sequence(*pointers, len(tokens), len(candidates), first))
             self.rows += len(tokens) + len(candidates)
             self.candidates += len(candidates)

@@ -84,3 +84,9 @@ def test_logits_are_the_heads_of_candidates_alone(dtype: torch.dtype, size: floa
 
 def test_models_that_the_layers_do_not_fit_have_none() -> None:
     assert small_model(dim=16)._ends is None
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 4])
+def test_tokens_of_other_rows_are_refused_before_the_c_reads_them(rows: int) -> None:
+    with pytest.raises(ValueError, match="unpack"):
+        Sequences([(Tokens(np.zeros((rows, 5), np.int64)), 0, np.zeros(3, np.int64))])
