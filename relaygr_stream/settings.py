@@ -130,7 +130,7 @@ class Worker(Section, frozen=True, kw_only=True):
         Meta(ge=0, le=4096),
         _doc("cached prefix KV that lack at most so many of the newest behaviours serve: those are scored as suffix"),
     ] = 16
-    batch: Annotated[Positive, _doc("most ranking requests scored in one step")] = 8
+    batch: Annotated[Positive, _doc("most ranking requests scored in one step, where batches pay; two where not")] = 8
     audit_share: Annotated[Share, _doc("share of ranking requests also scored in full, to compare")] = 0.01
     warm_up: Annotated[
         bool, _doc("in idle time, bring prefix KV of users likely to return soon from DRAM back to HBM")

@@ -106,9 +106,10 @@ class TopicTail:
         """Return when all that is there now has been handed out. Raises BrokerError, and what `failed` does."""
         with typed_errors(self._kafka, f"read {self._partitions[0].topic}"):
             ends = await self._consumer.end_offsets(self._partitions)
+            self._turned.clear()
             while not self.failed.done() and await self._behind(ends):
-                self._turned.clear()
                 await self._turned.wait()
+                self._turned.clear()
         if self.failed.done():
             self.failed.result()
 
