@@ -122,7 +122,7 @@ class Bench:
             "embedded broker (Tansu)" if self.options.broker == "embedded" else "Apache Kafka, one node"
         )
         self.progress.say(f"starting the {self.about['broker']} …")
-        async with local_broker(self.options.broker, folder=folder) as broker:
+        async with local_broker(self.options.broker, folder=folder, one_relay=True) as broker:
             yield msgspec.structs.replace(self.settings, kafka=broker.kafka_settings(self.settings.kafka))
 
     async def _repeat(self, repeat: int, settings: Settings, folder: Path) -> None:

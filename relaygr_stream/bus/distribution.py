@@ -27,10 +27,6 @@ SMALL_NODE: Final = {
     "broker.session.timeout.ms": "2000",
     "broker.heartbeat.interval.ms": "500",
     "num.recovery.threads.per.data.dir": "2",
-    # 3 and 8 by default: on two cores each thread more is one more to be woken on a message's way.
-    "num.network.threads": "1",
-    "num.io.threads": "2",
-    "log.cleaner.dedupe.buffer.size": "4194304",  # of 128 MiB of heap by default
     "group.min.session.timeout.ms": "1000",  # so that a crash is noticed sooner than Kafka's 6 s allow
 }
 

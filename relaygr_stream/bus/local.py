@@ -40,9 +40,17 @@ BrokerKind = Literal["embedded", "kafka"]
 #: The embedded broker does not wake waiting fetches when a message arrives, so they must not wait long; with 4 ms the
 #: polls of a demo's consumers kept a quarter of two slow cores busy, and everybody waited for those.
 EMBEDDED_FETCH_WAIT_MS: Final = 12
-#: Java stands still for 15 to 60 ms to collect what short-lived objects left, on two busy cores: every 5 s with its own
-#: choice of memory at 60 requests/s, every 45 s with this one. Touched at the start, so that no page is missing later.
-ROOMY_HEAP: Final = "-Xms640m -Xmx640m -Xmn512m -XX:+AlwaysPreTouch"
+HEAP: Final = "-Xms128m -Xmx512m"
+#: For a single relay. Java stands still for 15 to 60 ms to collect what short-lived objects left, on two busy cores:
+#: every 5 s with the memory above at 60 requests/s, every 45 s with this. Touched at the start, so that no page is
+#: missing later. The 128 MiB that it leaves for the rest do not hold the topics of a hundred relays, as tests make them.
+ONE_RELAY_HEAP: Final = "-Xms640m -Xmx640m -Xmn512m -XX:+AlwaysPreTouch"
+ONE_RELAY_NODE: Final = {
+    # 3 and 8 by default: on two cores each thread more is one more to be woken on a message's way.
+    "num.network.threads": "1",
+    "num.io.threads": "2",
+    "log.cleaner.dedupe.buffer.size": "4194304",  # of 128 MiB of heap by default
+}
 #: Kafka takes 3 s on a free machine and ten times that on a crowded one; Tansu a tenth of a second.
 READY_TIMEOUT_S: Final = 60.0
 #: Lines of the broker's log shown when it does not start.
@@ -52,8 +60,9 @@ LOG_TAIL_LINES: Final = 15
 class LocalBroker:
     """One private broker process; `bootstrap` stays the same over `stop` and `start`."""
 
-    def __init__(self, kind: BrokerKind, folder: Path) -> None:
+    def __init__(self, kind: BrokerKind, folder: Path, *, one_relay: bool = False) -> None:
         self.kind: Final = kind
+        self._one_relay = one_relay
         self._folder = folder
         self._ports = free_ports(2)
         self._process: KeptProcess | None = None
@@ -84,7 +93,7 @@ class LocalBroker:
     def _spawn(self) -> KeptProcess:
         if self.kind == "embedded":
             return KeptProcess(self._folder, _embedded_command(self._folder, self._ports[0]), {}, self._log)
-        command, variables = _kafka_command(self._folder, self._ports)
+        command, variables = _kafka_command(self._folder, self._ports, self._one_relay)
         return KeptProcess(self._folder, command, variables, self._log)
 
     def stop(self) -> None:
@@ -119,14 +128,17 @@ class LocalBroker:
 
 
 @asynccontextmanager
-async def local_broker(kind: BrokerKind, *, folder: Path | None = None) -> AsyncIterator[LocalBroker]:
+async def local_broker(
+    kind: BrokerKind, *, folder: Path | None = None, one_relay: bool = False
+) -> AsyncIterator[LocalBroker]:
     """A private broker for the duration of the block; nothing of it is left afterwards.
 
     folder: where its data and log are kept meanwhile, in a folder of their own; default: the system's temporary one.
+    one_relay: it serves a single relay, whose messages are to be as quick as two cores allow.
     Raises BrokerUnavailable if there is no such broker on this machine or it does not start.
     """
     own = _own_folder(kind, folder)
-    broker = LocalBroker(kind, own)
+    broker = LocalBroker(kind, own, one_relay=one_relay)
     try:
         await broker.start()
         yield broker
@@ -183,13 +195,14 @@ def _embedded_command(folder: Path, port: int) -> list[str]:
     ]
 
 
-def _kafka_command(folder: Path, ports: list[int]) -> tuple[list[str], dict[str, str]]:
+def _kafka_command(folder: Path, ports: list[int], one_relay: bool) -> tuple[list[str], dict[str, str]]:
     """The command that serves, and its environment; formats the data folder on first use."""
     home = kafka_home()
     properties = folder / "server.properties"
-    variables = environment(folder, heap=ROOMY_HEAP)
+    variables = environment(folder, heap=ONE_RELAY_HEAP if one_relay else HEAP)
     if not properties.exists():
-        properties.write_text(node_properties(home, _single_node(folder, ports)), encoding="utf-8")
+        ours = _single_node(folder, ports) | (ONE_RELAY_NODE if one_relay else {})
+        properties.write_text(node_properties(home, ours), encoding="utf-8")
         format_storage(home, properties, new_cluster_id(), ["--standalone"], variables)
     return [str(home / "bin" / "kafka-server-start.sh"), str(properties)], variables
 

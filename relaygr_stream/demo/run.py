@@ -108,7 +108,7 @@ async def _cluster(
         return
     name = "embedded broker (Tansu)" if options.broker == "embedded" else "Apache Kafka, one node"
     console.print(f"starting the {name} …")
-    async with local_broker(options.broker, folder=folder) as broker:
+    async with local_broker(options.broker, folder=folder, one_relay=True) as broker:
         yield msgspec.structs.replace(settings, kafka=broker.kafka_settings(settings.kafka)), name
 
 
