@@ -43,7 +43,7 @@ EMBEDDED_FETCH_WAIT_MS: Final = 12
 HEAP: Final = "-Xms128m -Xmx512m"
 #: For a single relay. Java stands still for 15 to 60 ms to collect what short-lived objects left, on two busy cores:
 #: every 5 s with the memory above at 60 requests/s, every 45 s with this. Touched at the start, so that no page is
-#: missing later. The 128 MiB that it leaves for the rest do not hold the topics of a hundred relays, as tests make them.
+#: missing later. The 128 MiB that are left for the rest do not hold the topics of a hundred relays, as tests make them.
 ONE_RELAY_HEAP: Final = "-Xms640m -Xmx640m -Xmn512m -XX:+AlwaysPreTouch"
 ONE_RELAY_NODE: Final = {
     # 3 and 8 by default: on two cores each thread more is one more to be woken on a message's way.
