@@ -33,6 +33,11 @@ def test_a_child_is_ours_and_its_work_is_counted() -> None:
         child.wait()
 
 
+def test_busy_is_the_share_of_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    assert CpuTimes(20.0, 115.0, 60.0).busy_since(CpuTimes(10.0, 100.0, 50.0)) == pytest.approx(0.75)
+
+
 def test_others_are_what_is_left() -> None:
     before, after = CpuTimes(10.0, 100.0, 50.0), CpuTimes(20.0, 115.0, 60.0)
     assert after.others_since(before) == pytest.approx(0.5)
