@@ -200,6 +200,9 @@ class Client(Section, frozen=True, kw_only=True):
     hedge_ms: Annotated[
         float, Meta(ge=0, le=3.6e6), _doc("without an answer this long, another worker is asked as well; 0: never")
     ] = 200.0
+    announce_linger_ms: Annotated[
+        float, Meta(ge=0, le=1000), _doc("a request event waits this long for others, to travel with them")
+    ] = 10.0
     silence_ms: Annotated[Ms, _doc("a lane whose owner has said nothing this long is asked elsewhere at once")] = 1500.0
 
 

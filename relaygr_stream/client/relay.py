@@ -19,9 +19,11 @@ import msgspec
 import structlog
 from prometheus_client import CollectorRegistry
 
+from relaygr_stream.bus.ending import end
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.records import Record
 from relaygr_stream.bus.tail import TopicTail
+from relaygr_stream.client.announcements import Announcements, Message
 from relaygr_stream.client.answers import Answers, Call, Ranking, ranking_of
 from relaygr_stream.client.exchange import Exchange
 from relaygr_stream.client.hedges import Hedges
@@ -99,6 +101,7 @@ class RelayClient:
         self._owners = OwnerDirectory(settings.client.silence_ms)
         self._hedges = Hedges(self._owners, settings.relay.slo_ms, stuck=self._stuck)
         self._sender: Sender | None = None
+        self._announcements: Announcements | None = None
         self._stack = AsyncExitStack()
         self._ended: RelayError = RequestError("the client is not open: use `async with RelayClient(…) as relay`")
 
@@ -124,6 +127,8 @@ class RelayClient:
             producer = Producer(kafka, client_id=self._client_id, acks=1, max_bytes=max_bytes)
             await stack.enter_async_context(producer)
             self._sender = Sender(producer, kafka.bootstrap)
+            self._announcements = announcements = self._announcing(self._sender)
+            stack.push_async_callback(end, "announcing", announcements.flush, kafka.request_timeout_ms / 1000)
             self._stack = stack.pop_all()
         return self
 
@@ -140,16 +145,19 @@ class RelayClient:
     async def announce(self, event: RequestEvent) -> None:
         """Publish a request event as retrieval starts; `sent_ms` is stamped here.
 
-        Returns once the event is buffered: its loss costs speed, not scores, so nobody waits for the broker. Raises
-        Rejected (invalid or too large), BrokerUnavailable (the brokers are away), BrokerError.
+        Returns once the event is buffered: its loss costs speed, not scores, so nobody waits for the broker. It leaves
+        with others within client.announce_linger_ms. Raises Rejected (invalid or too large), BrokerUnavailable (the
+        brokers are away).
         """
         sender = self._open_sender()
+        assert self._announcements is not None
         event = msgspec.structs.replace(event, sent_ms=_now_ms())
         value, key = self._encoded(event, self._topics.retrieval)
         lane = lane_of(event.user_id, self._topics.lanes)
         try:
             async with asyncio.timeout(self._settings.client.timeout_ms / 1000):
-                await sender.send(self._topics.retrieval.name, value, key=key, partition=lane, settled=self._announced)
+                sender.check()
+                await self._announcements.add(lane, key, value)
         except TimeoutError:
             self._metrics.announcements.labels("BrokerUnavailable").inc()
             raise BrokerUnavailable(
@@ -276,6 +284,14 @@ class RelayClient:
         assert found is not None, "verified"
         chosen = self._settings.client.reply_partition
         return reply_partitions(found.leaders, None if chosen < 0 else chosen)
+
+    def _announcing(self, sender: Sender) -> Announcements:
+        topic = self._topics.retrieval.name
+
+        async def send(lane: int, events: list[Message]) -> None:
+            await sender.send_together(topic, events, partition=lane, settled=self._announced)
+
+        return Announcements(send, self._settings.client.announce_linger_ms / 1000)
 
     def _open_sender(self) -> Sender:
         if self._sender is None:

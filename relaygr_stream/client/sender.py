@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
 
-from relaygr_stream.bus.producer import Producer
+from relaygr_stream.bus.producer import Producer, Sent
 from relaygr_stream.errors import BrokerError, BrokerUnavailable
 
 #: No acknowledgement for this long, although some are due, means that the brokers are away: sends then fail at once,
@@ -46,6 +46,22 @@ class Sender:
         due = self._due.get((topic, partition))
         return due is not None and len(due) > 0 and self._loop.time() - next(iter(due.values())) > STUCK_S
 
+    def check(self, patience_s: float = 0.0) -> None:
+        """Raise BrokerUnavailable while the brokers are away, but once in a while: who passes must send.
+
+        patience_s: how long the caller would wait for them.
+        """
+        now = self._loop.time()
+        if self._unanswered_s is None or now - self._tried_s > FORGOTTEN_S:
+            self._unanswered_s = now
+        silent_s = now - self._unanswered_s
+        if silent_s > max(SILENT_S, patience_s) and now - self._tried_s < SILENT_S:
+            waiting = sum(map(len, self._due.values()))
+            raise BrokerUnavailable(
+                f"{self._bootstrap} has acknowledged nothing for {silent_s:.1f} s; {waiting} messages wait"
+            )
+        self._tried_s = now
+
     async def send(
         self,
         topic: str,
@@ -63,25 +79,40 @@ class Sender:
         message, or with the error. Raises BrokerUnavailable at once while the brokers are away, BrokerError if the
         message cannot be buffered.
         """
-        now = self._loop.time()
-        if self._unanswered_s is None or now - self._tried_s > FORGOTTEN_S:
-            self._unanswered_s = now
-        silent_s = now - self._unanswered_s
-        if silent_s > max(SILENT_S, patience_s) and now - self._tried_s < SILENT_S:
-            waiting = sum(map(len, self._due.values()))
-            raise BrokerUnavailable(
-                f"{self._bootstrap} has acknowledged nothing for {silent_s:.1f} s; {waiting} messages wait"
-            )
-        self._tried_s = now
-        number = next(self._count)
-        due = self._due[topic, partition]
-        due[number] = now
+        self.check(patience_s)
+        number, due = self._begin(topic, partition)
         try:
             sent = await self._producer.send(topic, value, key=key, partition=partition, headers=headers)
         except BaseException:
             del due[number]
             raise
         sent.add_done_callback(partial(self._settle, due, number, settled))
+
+    async def send_together(
+        self,
+        topic: str,
+        messages: Sequence[tuple[bytes | None, bytes]],
+        *,
+        partition: int,
+        settled: Callable[[BrokerError | None], None],
+    ) -> None:
+        """Buffer messages (key, value) of one partition in as few batches as hold them; each is settled as by `send`.
+
+        Waits where an earlier batch of the partition has not left yet. For what has passed `check`; raises nothing.
+        """
+        number, due = self._begin(topic, partition)
+
+        def each(_: int, outcome: Sent | BrokerError) -> None:
+            due.pop(number, None)
+            self._answered(outcome if isinstance(outcome, BrokerError) else None, settled)
+
+        await self._producer.send_together(topic, messages, partition=partition, settled=each)
+
+    def _begin(self, topic: str, partition: int) -> tuple[int, dict[int, float]]:
+        """Note a send: its number, and where it is noted."""
+        number, due = next(self._count), self._due[topic, partition]
+        due[number] = self._loop.time()
+        return number, due
 
     def _settle(
         self,
@@ -96,6 +127,9 @@ class Sender:
             error = BrokerUnavailable("the producer was closed before the message was sent")
         else:
             error = sent.exception()
+        self._answered(error if error is None or isinstance(error, BrokerError) else BrokerError(repr(error)), settled)
+
+    def _answered(self, error: BrokerError | None, settled: Callable[[BrokerError | None], None]) -> None:
         if not isinstance(error, BrokerUnavailable):  # a refusal is an answer, too
             self._unanswered_s = None
-        settled(error if error is None or isinstance(error, BrokerError) else BrokerError(repr(error)))
+        settled(error)
