@@ -17,6 +17,7 @@ from typing import Final
 
 import msgspec
 
+from relaygr_stream.bench.broker_warm_up import compile_broker
 from relaygr_stream.bench.capacity import most_rate
 from relaygr_stream.bench.cells import LENGTH_STEP, Cell, World
 from relaygr_stream.bench.interference import OTHERS_CORES, CpuTimes, disturbance_of
@@ -31,6 +32,7 @@ from relaygr_stream.bench.results import Memory, Probe
 from relaygr_stream.bench.wakes import Wakes
 from relaygr_stream.bench.warm_up import longest_working, warm_up
 from relaygr_stream.bus.local import local_broker
+from relaygr_stream.bus.nodes import LASTING_RELAY
 from relaygr_stream.errors import ConfigError
 from relaygr_stream.settings import Settings
 
@@ -122,8 +124,11 @@ class Bench:
             "embedded broker (Tansu)" if self.options.broker == "embedded" else "Apache Kafka, one node"
         )
         self.progress.say(f"starting the {self.about['broker']} …")
-        async with local_broker(self.options.broker, folder=folder, one_relay=True) as broker:
-            yield msgspec.structs.replace(self.settings, kafka=broker.kafka_settings(self.settings.kafka))
+        async with local_broker(self.options.broker, folder=folder, node=LASTING_RELAY) as broker:
+            settings = msgspec.structs.replace(self.settings, kafka=broker.kafka_settings(self.settings.kafka))
+            if self.options.broker == "kafka":
+                await compile_broker(settings.kafka, self.progress.live)
+            yield settings
 
     async def _repeat(self, repeat: int, settings: Settings, folder: Path) -> None:
         for cell in self.cells:

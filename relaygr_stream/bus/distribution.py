@@ -13,10 +13,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from relaygr_stream.bus.nodes import QUICK_COMPILER
 from relaygr_stream.errors import BrokerUnavailable
 
-#: A private node lives for minutes, in which Java's second compiler took up to 30 % of a core from the relay.
-QUICK_COMPILER: Final = "-XX:TieredStopAtLevel=1"
 #: Of every private node; what depends on the number of nodes is not among them.
 SMALL_NODE: Final = {
     "controller.listener.names": "CONTROLLER",
@@ -81,11 +80,11 @@ def format_storage(home: Path, properties: Path, cluster: str, role: Sequence[st
         raise BrokerUnavailable(f"Kafka's storage could not be formatted:\n{done.stdout}{done.stderr}")
 
 
-def environment(folder: Path, heap: str) -> dict[str, str]:
-    """What a node's scripts read; heap: Java's memory options. What the environment has of its own stays."""
+def environment(folder: Path, heap: str, compilers: str = QUICK_COMPILER) -> dict[str, str]:
+    """What a node's scripts read; heap, compilers: options of Java. What the environment has of its own stays."""
     found = {"LOG_DIR": str(folder / "logs")}
     if "KAFKA_HEAP_OPTS" not in os.environ:
         found["KAFKA_HEAP_OPTS"] = heap
     if "KAFKA_OPTS" not in os.environ:
-        found["KAFKA_OPTS"] = QUICK_COMPILER
+        found["KAFKA_OPTS"] = compilers
     return found

@@ -1,4 +1,4 @@
-"""A private broker on this machine, for the demo and the tests: embedded (Tansu), or Apache Kafka from KAFKA_HOME.
+"""A private broker on this machine, for demo, bench and tests: embedded (Tansu), or Apache Kafka from KAFKA_HOME.
 
 Loopback only, a port of its own (ports.py), data in one folder. A keeper process (keeper.py) sees to it that neither
 the broker nor its folder outlives us, even if we are killed. Knows nothing of topics.
@@ -31,6 +31,7 @@ from relaygr_stream.bus.distribution import (
     node_properties,
 )
 from relaygr_stream.bus.kept import KeptProcess
+from relaygr_stream.bus.nodes import ANYBODY, NodePlan
 from relaygr_stream.bus.ports import free_ports
 from relaygr_stream.errors import BrokerUnavailable
 from relaygr_stream.settings import Kafka
@@ -40,17 +41,6 @@ BrokerKind = Literal["embedded", "kafka"]
 #: The embedded broker does not wake waiting fetches when a message arrives, so they must not wait long; with 4 ms the
 #: polls of a demo's consumers kept a quarter of two slow cores busy, and everybody waited for those.
 EMBEDDED_FETCH_WAIT_MS: Final = 12
-HEAP: Final = "-Xms128m -Xmx512m"
-#: For a single relay. Java stands still for 15 to 60 ms to collect what short-lived objects left, on two busy cores:
-#: every 5 s with the memory above at 60 requests/s, every 45 s with this. Touched at the start, so that no page is
-#: missing later. The 128 MiB that are left for the rest do not hold the topics of a hundred relays, as tests make them.
-ONE_RELAY_HEAP: Final = "-Xms640m -Xmx640m -Xmn512m -XX:+AlwaysPreTouch"
-ONE_RELAY_NODE: Final = {
-    # 3 and 8 by default: on two cores each thread more is one more to be woken on a message's way.
-    "num.network.threads": "1",
-    "num.io.threads": "2",
-    "log.cleaner.dedupe.buffer.size": "4194304",  # of 128 MiB of heap by default
-}
 #: Kafka takes 3 s on a free machine and ten times that on a crowded one; Tansu a tenth of a second.
 READY_TIMEOUT_S: Final = 60.0
 #: Lines of the broker's log shown when it does not start.
@@ -60,9 +50,9 @@ LOG_TAIL_LINES: Final = 15
 class LocalBroker:
     """One private broker process; `bootstrap` stays the same over `stop` and `start`."""
 
-    def __init__(self, kind: BrokerKind, folder: Path, *, one_relay: bool = False) -> None:
+    def __init__(self, kind: BrokerKind, folder: Path, *, node: NodePlan = ANYBODY) -> None:
         self.kind: Final = kind
-        self._one_relay = one_relay
+        self._node = node
         self._folder = folder
         self._ports = free_ports(2)
         self._process: KeptProcess | None = None
@@ -93,7 +83,7 @@ class LocalBroker:
     def _spawn(self) -> KeptProcess:
         if self.kind == "embedded":
             return KeptProcess(self._folder, _embedded_command(self._folder, self._ports[0]), {}, self._log)
-        command, variables = _kafka_command(self._folder, self._ports, self._one_relay)
+        command, variables = _kafka_command(self._folder, self._ports, self._node)
         return KeptProcess(self._folder, command, variables, self._log)
 
     def stop(self) -> None:
@@ -129,16 +119,16 @@ class LocalBroker:
 
 @asynccontextmanager
 async def local_broker(
-    kind: BrokerKind, *, folder: Path | None = None, one_relay: bool = False
+    kind: BrokerKind, *, folder: Path | None = None, node: NodePlan = ANYBODY
 ) -> AsyncIterator[LocalBroker]:
     """A private broker for the duration of the block; nothing of it is left afterwards.
 
     folder: where its data and log are kept meanwhile, in a folder of their own; default: the system's temporary one.
-    one_relay: it serves a single relay, whose messages are to be as quick as two cores allow.
+    node: how it runs if it is Apache Kafka.
     Raises BrokerUnavailable if there is no such broker on this machine or it does not start.
     """
     own = _own_folder(kind, folder)
-    broker = LocalBroker(kind, own, one_relay=one_relay)
+    broker = LocalBroker(kind, own, node=node)
     try:
         await broker.start()
         yield broker
@@ -195,13 +185,13 @@ def _embedded_command(folder: Path, port: int) -> list[str]:
     ]
 
 
-def _kafka_command(folder: Path, ports: list[int], one_relay: bool) -> tuple[list[str], dict[str, str]]:
+def _kafka_command(folder: Path, ports: list[int], node: NodePlan) -> tuple[list[str], dict[str, str]]:
     """The command that serves, and its environment; formats the data folder on first use."""
     home = kafka_home()
     properties = folder / "server.properties"
-    variables = environment(folder, heap=ONE_RELAY_HEAP if one_relay else HEAP)
+    variables = environment(folder, node.heap, node.compilers)
     if not properties.exists():
-        ours = _single_node(folder, ports) | (ONE_RELAY_NODE if one_relay else {})
+        ours = {**_single_node(folder, ports), **node.properties}
         properties.write_text(node_properties(home, ours), encoding="utf-8")
         format_storage(home, properties, new_cluster_id(), ["--standalone"], variables)
     return [str(home / "bin" / "kafka-server-start.sh"), str(properties)], variables

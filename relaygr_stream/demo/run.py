@@ -19,6 +19,7 @@ import msgspec
 from rich.console import Console
 
 from relaygr_stream.bus.local import local_broker
+from relaygr_stream.bus.nodes import BRIEF_RELAY
 from relaygr_stream.bus.records import Record
 from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.children import Child, settings_as_toml, stop_all
@@ -108,7 +109,7 @@ async def _cluster(
         return
     name = "embedded broker (Tansu)" if options.broker == "embedded" else "Apache Kafka, one node"
     console.print(f"starting the {name} …")
-    async with local_broker(options.broker, folder=folder, one_relay=True) as broker:
+    async with local_broker(options.broker, folder=folder, node=BRIEF_RELAY) as broker:
         yield msgspec.structs.replace(settings, kafka=broker.kafka_settings(settings.kafka)), name
 
 

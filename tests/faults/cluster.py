@@ -77,14 +77,19 @@ class Node:
     def start(self) -> None:
         """Start the process; does not wait until it serves. No effect while it runs."""
         if not self.running:
-            self.kill()  # lets go of one that ended by itself
+            self.end()  # lets go of one that ended by itself
             command = [str(self._home / "bin" / "kafka-server-start.sh"), str(self._properties)]
             self._process = KeptProcess(self._folder, command, environment(self._folder, HEAP), self.log)
 
-    def kill(self) -> None:
-        """SIGKILL, as a crash; also of a paused one. No effect if it is not running."""
+    def end(self) -> None:
+        """SIGKILL, also of a paused one. No effect if it is not running."""
         if self._process is not None:
             self._process.kill()
+
+    async def kill(self) -> None:
+        """As `end`, in a thread: Java takes up to seconds to give its memory back, which is not the fault that the
+        clients of this loop are to feel."""
+        await asyncio.to_thread(self.end)
 
     async def terminate(self) -> None:
         """SIGTERM, and wait: leaders move first, then it ends."""
@@ -96,7 +101,7 @@ class Node:
             self._process.kill()
             raise AssertionError(f"node {self.node_id} did not end:\n{self._log_tail()}") from None
 
-    def pause(self) -> None:
+    async def pause(self) -> None:
         """SIGSTOP: connections stand, nothing is answered."""
         self._signal(signal.SIGSTOP)
 
@@ -174,7 +179,7 @@ class ThreeBrokers:
     def stop(self) -> None:
         """End everything at once."""
         for node in (*self.brokers.values(), self.controller):
-            node.kill()
+            node.end()
 
     async def heal(self) -> None:
         """Whatever was done: resume and start every node, and wait until every partition has all its copies."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from relaygr_stream.children import stop_all
+from relaygr_stream.children import Child, stop_all
 from relaygr_stream.client import RelayClient
 from relaygr_stream.settings import Kafka
 from tests.e2e.fleet import Fleet, serving_fleet
@@ -53,6 +53,17 @@ class Scene:
         """Until these workers own all lanes; seconds since the fault."""
         await self.fleet.lanes_settled(*workers)
         return self.since_fault()
+
+    async def asked(self, question: Callable[[Child], bool]) -> list[bool]:
+        """Every process of the fleet, in threads: who does not answer takes seconds, and the load is sent from here."""
+        return await asyncio.gather(*(asyncio.to_thread(question, child) for child in self.fleet.children.values()))
+
+    async def until_ready(self, ready: bool, seconds: float = 60.0) -> None:
+        """Until all processes of the fleet say so, or all say that they are not."""
+        deadline = self.since_fault() + seconds
+        while set(await self.asked(Child.ready)) != {ready}:
+            assert self.since_fault() < deadline, f"within {seconds:.0f} s: not all of them ready: {ready}"
+            await asyncio.sleep(0.1)
 
     async def calm(self, seconds: float = 3.0) -> None:
         """Until every request of the last seconds got its scores."""

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from relaygr_stream.children import Child
 from relaygr_stream.client.sender import SILENT_S
 from relaygr_stream.errors import BrokerUnavailable
 from tests.faults.cluster import Node, ThreeBrokers, relay_topics
 from tests.faults.load import TIMEOUT_S
 from tests.faults.proxy import links
 from tests.faults.scene import Scene, relay_on, scene
-from tests.waiting import until
 
 pytestmark = [pytest.mark.faults, pytest.mark.kafka, pytest.mark.timeout(400)]
 
@@ -39,7 +40,7 @@ async def test_a_lanes_leader_is_killed(cluster: ThreeBrokers, tmp_path: Path, c
     async with scene(cluster, kafka, tmp_path, "w1", "w2", "w3") as stage:
         victim = await cluster.leader(stage.fleet.topics.ranking.name, 0)
         stage.begins()
-        cluster.brokers[victim].kill()
+        await cluster.brokers[victim].kill()
         await asyncio.sleep(DEAD_S)
         stage.ends()
         await cluster.heal()
@@ -56,7 +57,7 @@ async def test_the_coordinator_of_the_workers_is_killed(cluster: ThreeBrokers, t
     async with scene(cluster, kafka, tmp_path, "w1", "w2", "w3") as stage:
         victim = await cluster.coordinator(f"{kafka.prefix}workers")
         stage.begins()
-        cluster.brokers[victim].kill()
+        await cluster.brokers[victim].kill()
         await asyncio.sleep(DEAD_S)
         stage.ends()
         # With another coordinator the group works on: one joins now, and gets lanes; those that the dead broker leads
@@ -87,24 +88,26 @@ async def test_brokers_are_restarted_one_by_one(cluster: ThreeBrokers, tmp_path:
 
 @pytest.mark.parametrize("how", [Node.kill, Node.pause], ids=["killed", "paused"])
 async def test_all_brokers_are_away(
-    cluster: ThreeBrokers, tmp_path: Path, how: Callable[[Node], None], request: pytest.FixtureRequest
+    cluster: ThreeBrokers,
+    tmp_path: Path,
+    how: Callable[[Node], Coroutine[Any, Any, None]],
+    request: pytest.FixtureRequest,
 ) -> None:
     away_s: float = request.config.getoption("--away-seconds")
     async with scene(cluster, relay_on(cluster), tmp_path, "w1", "w2") as stage:
         children = stage.fleet.children.values()
         before = {child.name: psutil.Process(child.pid).memory_info().rss for child in children}
         stage.begins()
-        for broker in cluster.brokers.values():
-            how(broker)
-        await until(lambda: not any(child.ready() for child in children), "readiness false", away_s)
+        await asyncio.gather(*map(how, cluster.brokers.values()))
+        await stage.until_ready(False, away_s)
         await asyncio.sleep(max(0.0, away_s - stage.since_fault()))
-        assert all(child.healthy() for child in children), "liveness must not fail for the brokers' sake"
+        assert all(await stage.asked(Child.healthy)), "liveness must not fail for the brokers' sake"
         after = {child.name: psutil.Process(child.pid).memory_info().rss for child in children}
         assert all(after[name] - before[name] < GROWTH_BYTES for name in before), (before, after)
         await cluster.heal()
         stage.ends()
         await stage.calm()
-        await until(lambda: all(child.ready() for child in children), "readiness true again")
+        await stage.until_ready(True)
         await stage.owned("w1", "w2")
         nobody_restarted(stage)
         await stage.cost(f"all brokers {request.node.callspec.id} for {away_s:g} s")

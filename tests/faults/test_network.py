@@ -85,7 +85,7 @@ async def stage_on(machines: Network, folder: Path) -> AsyncIterator[Scene]:
                 await witness.rest()
             witness.ledger.check()
     finally:
-        broker.kill()
+        await asyncio.to_thread(broker.kill)
 
 
 async def listening(address: str) -> None:

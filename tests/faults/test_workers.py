@@ -43,7 +43,7 @@ async def test_sigterm(cluster: ThreeBrokers, tmp_path: Path) -> None:
 async def test_sigkill(cluster: ThreeBrokers, tmp_path: Path) -> None:
     async with scene(cluster, relay_on(cluster), tmp_path, "w1", "w2", "w3") as stage:
         stage.begins()
-        stage.fleet.children.pop("w1").kill()
+        await asyncio.to_thread(stage.fleet.children.pop("w1").kill)
         owned_s = await stage.owned("w2", "w3")
         stage.ends()
         await stage.calm()
@@ -163,7 +163,7 @@ async def test_while_dead_letters_cannot_be_sent_their_lane_waits(cluster: Three
     async with scene(cluster, kafka, tmp_path, "w1", "w2") as stage:
         topics = stage.fleet.topics
         stage.begins()
-        cluster.brokers[await cluster.leader(topics.dead_letter.name)].kill()
+        await cluster.brokers[await cluster.leader(topics.dead_letter.name)].kill()
         await stage.calm()
         await stage.witness.send_bad(topics.ranking.name, b"\xc1", "invalid", key=b"u", headers=[])  # nowhere to answer
         ((_, lane, offset),) = stage.witness.ledger.bad

@@ -82,7 +82,7 @@ async def _terminate(stage: Stage, names: tuple[str, ...]) -> None:
 async def _kill(stage: Stage, names: tuple[str, ...]) -> None:
     name = stage.rng.choice(stage.up(names))
     stage.down.add(name)
-    stage.kill(name)
+    await stage.kill(name)
     stage.later(name, stage.back(name))
 
 
@@ -121,7 +121,7 @@ def _broker(number: int) -> str:
 
 async def _broker_kill(stage: Stage, number: int) -> None:
     assert stage.cluster is not None
-    stage.cluster.brokers[number].kill()
+    await stage.cluster.brokers[number].kill()
     stage.later(_broker(number), _broker_back(stage, stage.rng.uniform(1.0, 4.0)))
 
 

@@ -134,9 +134,9 @@ class Stage:
         if code:
             self.defects.append(f"{child.name} was asked to end and ended with {code}:\n{child.log_tail()}")
 
-    def kill(self, name: str) -> None:
+    async def kill(self, name: str) -> None:
         """SIGKILL."""
-        self._children.pop(name).kill()
+        await asyncio.to_thread(self._children.pop(name).kill)
 
     async def back(self, name: str) -> None:
         """A new process of this name, as a supervisor would start it; returns when it is ready."""

@@ -1,0 +1,38 @@
+"""The bench's own broker: it runs as a lasting one, and compiles itself on messages that nobody else sees."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import psutil
+import pytest
+
+from relaygr_stream.bench.broker_warm_up import LANES, compile_broker
+from relaygr_stream.bus.local import local_broker
+from relaygr_stream.bus.nodes import LASTING_RELAY
+from relaygr_stream.bus.tail import TopicTail
+from relaygr_stream.settings import Kafka
+from relaygr_stream.topics import apply_topics, load_topics
+from tests.conftest import KAFKA_HINT
+
+
+@pytest.mark.kafka
+async def test_a_lasting_node_carries_messages_beside_the_benchs_topics(tmp_path: Path) -> None:
+    if not os.environ.get("KAFKA_HOME"):
+        pytest.skip(KAFKA_HINT)
+    told: list[str] = []
+    async with local_broker("kafka", folder=tmp_path, node=LASTING_RELAY) as broker:
+        kafka = broker.kafka_settings(Kafka(prefix="bench."))
+        await apply_topics(kafka)
+        assert await compile_broker(kafka, told.append, seconds=1.0) >= LANES
+        (java,) = [
+            line for line in (process.info["cmdline"] or () for process in psutil.process_iter(["cmdline"]))
+            if line[:1] == ["java"] and any(str(tmp_path) in part for part in line)
+        ]  # fmt: skip
+        assert set(LASTING_RELAY.heap.split()) | {LASTING_RELAY.compilers} <= set(java)
+        seen: list[object] = []
+        ranking = load_topics(kafka).ranking
+        async with TopicTail(kafka, ranking.name, range(ranking.partitions), "earliest", seen.extend):
+            assert not seen
+    assert told and "left" in told[0]
