@@ -123,13 +123,15 @@ class Cell:
             return LEAST_LENGTH, world.longest
         return LEAST_RATE, max(2 * LEAST_RATE, HEADROOM * self.bound(world))
 
-    def _guess(self, world: World) -> float:
-        assert self.at is not None
+    def queue(self, world: World, at: float | None = None) -> float:
+        """The largest value with which a queue of Poisson arrivals keeps the SLO, by simulation; at: as of `bound`."""
+        at = self.at if at is None else at
+        assert at is not None
         if self.kind == "rate":
-            traffic = world.traffic(self.at, self.revisit)
-            cost = world.cost(self.at, self.revisit)
-            return GUESSED_SHARE * predicted_rate(self.mode, cost, traffic, world.slo_ms, BUS_MS, world.workers)
+            traffic, cost = world.traffic(at, self.revisit), world.cost(at, self.revisit)
+            return predicted_rate(self.mode, cost, traffic, world.slo_ms, BUS_MS, world.workers)
         traffic = world.traffic(1, self.revisit)
-        return predicted_length(
-            self.mode, world.costs, traffic, self.at, world.slo_ms, BUS_MS, world.workers, world.longest
-        )
+        return predicted_length(self.mode, world.costs, traffic, at, world.slo_ms, BUS_MS, world.workers, world.longest)
+
+    def _guess(self, world: World) -> float:
+        return self.queue(world) * (GUESSED_SHARE if self.kind == "rate" else 1.0)

@@ -75,7 +75,10 @@ def _missed(
         if ratio.target is not None and ratio.value is None:
             yield f"{what}: no value found, the target is {ratio.target:g}×; {why}"
         elif ratio.target is not None and ratio.value is not None and ratio.value < ratio.target:
-            allowed = f"the capacity arithmetic allows {ratio.bound:.2g}×"
+            allowed = (
+                f"the capacity arithmetic allows {ratio.bound:.2g}×, a queue of Poisson arrivals at the device about "
+                f"{ratio.queue:.2g}×"
+            )
             yield f"{what}: {ratio.value:.2f}×, the target is {ratio.target:g}×; {allowed}; {why}"
         if ratio.value is not None and ratio.value > BOUND_TOLERANCE * ratio.bound:
             yield (
@@ -116,6 +119,7 @@ def _ratio(cell: Cell, cells: Sequence[Cell], worlds: Sequence[World]) -> Ratio 
         low=min(mine) / max(full) if mine else None,
         high=max(mine) / min(full) if mine else None,
         bound=_bound(cell, worlds) / middle,
+        queue=_queue(cell, worlds) / middle,
         work=cost.full / device_ms(cell.mode, cost, cell.revisit),
         target=target,
     )
@@ -125,6 +129,13 @@ def _bound(cell: Cell, worlds: Sequence[World]) -> float:
     """What the device allows at its best: costs fitted beside other work are no bound to a quiet moment."""
     at = median(cell.given)
     return max(cell.bound(world, at) for world in worlds)
+
+
+def _queue(cell: Cell, worlds: Sequence[World]) -> float:
+    """By the middling costs: those of a quiet moment hold for a moment."""
+    at = median(cell.given)
+    by_bound = sorted(worlds, key=lambda world: cell.bound(world, at))
+    return cell.queue(by_bound[len(by_bound) // 2], at)
 
 
 def _limits(cell: Cell) -> list[str]:
@@ -149,7 +160,8 @@ def explain(probe: Probe) -> Iterator[str]:
     if probe.busy >= BUSY:
         yield f"the device was busy {probe.busy:.0%} of the time"
     elif probe.busy <= IDLE:
-        yield f"the device was busy only {probe.busy:.0%} of the time: waits beside it, not its capacity"
+        waits = "what comes together waits for each other" if slow and slow[0][0] == "queued" else "waits beside it"
+        yield f"the device was busy only {probe.busy:.0%} of the time: {waits}, not its capacity"
     if probe.cores_busy is not None and probe.cores_busy >= CROWDED:
         yield f"the machine's cores were busy {probe.cores_busy:.0%}: the relay's processes wait for each other's"
     decided = sum(probe.decisions.values())

@@ -134,6 +134,7 @@ class Ratio(msgspec.Struct, frozen=True, kw_only=True):
     low: float | None  # smallest of mode over largest of full, over the repeats
     high: float | None
     bound: float  # largest that the capacity arithmetic allows, given what full reached
+    queue: float  # largest with which a queue of Poisson arrivals at the device would keep the SLO, given the same
     work: float  # full cost ÷ the mode's cost: device time saved, without what pre-inference gains in waiting
     target: float | None
 

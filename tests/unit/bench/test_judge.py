@@ -8,7 +8,7 @@ import pytest
 from relaygr_stream.bench import judge, plots
 from relaygr_stream.bench.cells import Cell
 from relaygr_stream.bench.modes import FULL, RELAY
-from relaygr_stream.bench.results import SloReport, Spread
+from relaygr_stream.bench.results import DEVICE_WORK, STAGES, SloReport, Spread
 from relaygr_stream.bench.table import given_text
 from tests.unit.bench.reports import BUS, WORLD, cell, length_cell, probe, report
 
@@ -32,6 +32,23 @@ def test_the_bound_is_the_device_at_its_best() -> None:
     assert beside.bound == alone.bound > judge.ratios(cells, [slow])[0].bound
 
 
+def test_the_queue_is_one_that_a_bit_more_would_overflow_by_middling_costs() -> None:
+    slow = replace(WORLD, costs=msgspec.structs.replace(WORLD.costs, c1=3 * WORLD.costs.c1))
+    quick = replace(WORLD, costs=msgspec.structs.replace(WORLD.costs, c1=WORLD.costs.c1 / 3))
+    cells = [cell(FULL, 10.0, 11.5), cell(RELAY, 30.0, 34.0, revisit=0.5), length_cell(10.0, 1536, 1760)]
+    for one, mixed in zip(judge.ratios(cells, [WORLD]), judge.ratios(cells, [quick, WORLD, slow]), strict=True):
+        assert mixed.queue == one.queue
+        assert 1.0 < one.queue < one.bound
+
+
+@pytest.mark.parametrize(("slowest", "said"), [("queued", "waits for each other"), ("inbound", "waits beside it")])
+def test_an_idle_device_is_no_excuse_for_its_queue(slowest: str, said: str) -> None:
+    stages = {name: 5.0 + 30 * (name == slowest) for name in STAGES}
+    idle = probe(RELAY, 3.0, passed=False, slow_stages=stages, device_ms_per_s=dict.fromkeys(DEVICE_WORK, 100.0))
+    [line] = [line for line in judge.explain(idle) if "busy only 30%" in line]
+    assert said in line
+
+
 def test_without_a_baseline_there_is_no_ratio_and_that_is_said() -> None:
     nothing = Cell("rate", FULL, 0.0, 512, 1.2)
     assert judge.ratios([nothing, cell(RELAY, 30.0, 34.0)], [WORLD]) == []
@@ -43,6 +60,7 @@ def test_a_missed_target_says_stage_and_bounds() -> None:
     [line] = report([cell(FULL, 20.0, 23.0), cell(RELAY, 30.0, 34.0)]).missed
     assert "1.50×, the target is 1.8×" in line
     assert "capacity arithmetic allows" in line
+    assert "a queue of Poisson arrivals at the device about 2.7×" in line
     assert "waits for the device 35 ms" in line
     assert "did not admit 10% (over_load)" in line
     assert "100% of the slowest came while theirs was being computed" in line
