@@ -140,25 +140,36 @@ class Producer:
         """Buffer messages (key, value) of one partition, in as few batches as hold them: 8 µs less each than by `send`.
 
         Each message is settled once: settled(index, Sent) when the broker has acknowledged it, settled(index, error)
-        with an error as `send` raises it when that failed, be it before this returns. None is settled when the
-        producer was stopped meanwhile. Waits where an earlier batch of the partition has not left yet. Raises nothing
-        of the bus.
+        with an error as `send` raises it when that failed, be it before this returns. None of a batch is settled when
+        the producer was stopped while it was on its way. Waits where an earlier batch of the partition has not left
+        yet. Raises nothing of the bus.
         """
-        submit = partial(self._submit, topic, partition, settled)
-        first, batch = 0, self._producer.create_batch()
+        producer = self._producer
+        if producer is None:
+            for index in range(len(messages)):
+                settled(index, BrokerUnavailable(f"cannot send to {topic}: the producer is closed"))
+            return
+        submit = partial(self._submit, producer, topic, partition, settled)
+        first, batch = 0, producer.create_batch()
         for index, (key, value) in enumerate(messages):
             if DefaultRecordBatchBuilder.estimate_size_in_bytes(key, value, []) > self._max_bytes:
                 await submit(first, batch)
                 settled(index, self._typed(topic, len(value), MessageSizeTooLargeError()))
-                first, batch = index + 1, self._producer.create_batch()
+                first, batch = index + 1, producer.create_batch()
             elif batch.append(timestamp=None, key=key, value=value) is None:  # full
                 await submit(first, batch)
-                first, batch = index, self._producer.create_batch()
+                first, batch = index, producer.create_batch()
                 batch.append(timestamp=None, key=key, value=value)  # any one message fits an empty batch
         await submit(first, batch)
 
     async def _submit(
-        self, topic: str, partition: int, settled: Callable[[int, Sent | BrokerError], None], first: int, batch: Any
+        self,
+        producer: Any,
+        topic: str,
+        partition: int,
+        settled: Callable[[int, Sent | BrokerError], None],
+        first: int,
+        batch: Any,
     ) -> None:
         """Hand over a batch whose first message has the index `first`."""
         indices = range(first, first + batch.record_count())
@@ -183,7 +194,7 @@ class Producer:
                 settled(index, Sent(offset + index - first, offset))
 
         try:
-            acknowledged = await self._producer.send_batch(batch, topic, partition=partition)
+            acknowledged = await producer.send_batch(batch, topic, partition=partition)
         except AssertionError:
             fail(self._no_partition(topic, partition))
         except (KafkaError, OSError) as error:

@@ -128,7 +128,7 @@ class RelayClient:
             await stack.enter_async_context(producer)
             self._sender = Sender(producer, kafka.bootstrap)
             self._announcements = announcements = self._announcing(self._sender)
-            stack.push_async_callback(end, "announcing", announcements.flush, kafka.request_timeout_ms / 1000)
+            stack.push_async_callback(end, "announcing", announcements.flush)
             self._stack = stack.pop_all()
         return self
 

@@ -100,6 +100,13 @@ async def test_messages_that_cannot_be_sent_together_each_say_why() -> None:
             ]
 
 
+async def test_a_producer_that_is_closed_fails_what_comes_together() -> None:
+    settled: dict[int, object] = {}
+    producer = Producer(Kafka(), client_id="test")
+    await producer.send_together("t", [(b"k", b"v"), (None, b"w")], partition=0, settled=settled.__setitem__)
+    assert [type(settled[index]) for index in (0, 1)] == [BrokerUnavailable, BrokerUnavailable]
+
+
 async def test_what_cannot_be_sent_says_why(broker: AnyBroker, kafka_settings: Kafka) -> None:
     await apply_topics(kafka_settings)
     topic = load_topics(kafka_settings).scores.name
