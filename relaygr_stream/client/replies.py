@@ -15,6 +15,9 @@ from typing import Final
 #: Requests are out and nothing has come by the present partition for this long: the next ones name the other. Several
 #: times what an answer takes, and half of client.silence_ms: where the workers are the cause, changing costs nothing.
 UNHEARD_S: Final = 0.5
+#: What is known against the partition that is not the present one is forgotten so long after it was last named: its
+#: broker may be back. Until then a slow answer by the present one is no reason to try what was silent for longer.
+FORGOTTEN_S: Final = 2.0
 
 
 class ReplyRoute:
@@ -25,25 +28,33 @@ class ReplyRoute:
         self._clock = clock
         self._present, self._other = partitions[0], partitions[-1]
         self._since: dict[int, float] = {}  # partition → the oldest request since something came by it
+        self._named: dict[int, float] = {}  # partition → the latest request
 
     def choose(self) -> int:
         """For a new request."""
-        if self._waiting_s(self._present) > UNHEARD_S:
+        self._forget()
+        silent_s = self._waiting_s(self._present)
+        if silent_s > UNHEARD_S and self._waiting_s(self._other) < silent_s:
             self._present, self._other = self._other, self._present
-            self._since.pop(self._present, None)
         return self._name(self._present)
 
     def choose_again(self) -> int:
         """For a copy of a request that has got no answer: the one by which something came later, or is due for less
         long."""
-        return self._name(min(self._other, self._present, key=self._waiting_s))
+        self._forget()
+        return self._name(min(self._present, self._other, key=self._waiting_s))
 
     def heard(self, partition: int) -> None:
         """A record came by it."""
         self._since.pop(partition, None)
 
+    def _forget(self) -> None:
+        if self._clock() - self._named.get(self._other, math.inf) > FORGOTTEN_S:
+            self._since.pop(self._other, None)
+
     def _name(self, partition: int) -> int:
-        self._since.setdefault(partition, self._clock())
+        self._named[partition] = now = self._clock()
+        self._since.setdefault(partition, now)
         return partition
 
     def _waiting_s(self, partition: int) -> float:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from relaygr_stream.client.replies import UNHEARD_S, ReplyRoute, reply_partitions
+import heapq
+import itertools
+from collections.abc import Callable
+
+import pytest
+
+from relaygr_stream.client.replies import FORGOTTEN_S, UNHEARD_S, ReplyRoute, reply_partitions
 
 
 def test_the_two_partitions_are_of_different_brokers() -> None:
@@ -55,3 +61,58 @@ def test_where_there_is_only_one_it_is_named() -> None:
     assert route.choose() == route.choose_again() == 5
     now = 2 * UNHEARD_S
     assert route.choose() == route.choose_again() == 5
+
+
+DEAD, ALIVE = 5, 7
+EVERY_S, HEDGE_S = 0.05, 0.2
+
+
+def lost_with_one_dead(answer_s: float, seconds: float) -> list[float]:
+    """When those requests were made whose every copy named the dead partition; by the other, answers take so long."""
+    now = 0.0
+    route = ReplyRoute([DEAD, ALIVE], clock=lambda: now)
+    answered: dict[int, float] = {}
+    events: list[tuple[float, int, Callable[[], None]]] = []
+    order = itertools.count()
+
+    def at(when: float, what: Callable[[], None]) -> None:
+        heapq.heappush(events, (when, next(order), what))
+
+    def send(number: int, name: Callable[[], int], copies: int) -> None:
+        if number in answered:
+            return
+        if name() == ALIVE:
+
+            def answer() -> None:
+                route.heard(ALIVE)
+                answered.setdefault(number, now)
+
+            at(now + answer_s, answer)
+        if copies:
+            at(now + HEDGE_S, lambda: send(number, route.choose_again, copies - 1))
+
+    made = [EVERY_S * number for number in range(int(seconds / EVERY_S))]
+    for number, when in enumerate(made):
+        at(when, lambda number=number: send(number, route.choose, 2))  # type: ignore[misc]
+    while events:
+        now, _, what = heapq.heappop(events)
+        what()
+    return [when for number, when in enumerate(made) if number not in answered]
+
+
+@pytest.mark.parametrize("answer_s", [0.02, 0.3, 0.6, 0.9, 1.5])
+def test_with_one_dead_the_other_is_named_however_slow_it_is(answer_s: float) -> None:
+    assert lost_with_one_dead(answer_s, 30.0) == []
+
+
+def test_one_that_is_back_is_found_when_the_other_dies_in_turn() -> None:
+    now = 0.0
+    route = ReplyRoute([5, 7], clock=lambda: now)
+    assert route.choose() == 5
+    now = UNHEARD_S + 0.1
+    assert route.choose() == 7  # 5 is dead
+    now += FORGOTTEN_S
+    route.heard(7)
+    route.choose()
+    now += UNHEARD_S + 0.1  # 7 is dead, 5 is back
+    assert route.choose() == 5
