@@ -56,7 +56,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _in_real_time(item: pytest.Function) -> bool:
-    return "faults" not in item.path.parts and ("e2e" in item.path.parts or "brokers" in item.fixturenames)
+    on_brokers = {"brokers", "secure"} & set(item.fixturenames)
+    return "faults" not in item.path.parts and ("e2e" in item.path.parts or bool(on_brokers))
 
 
 @pytest.fixture
