@@ -56,8 +56,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _in_real_time(item: pytest.Function) -> bool:
-    on_brokers = {"brokers", "secure"} & set(item.fixturenames)
-    return "faults" not in item.path.parts and ("e2e" in item.path.parts or bool(on_brokers))
+    return "faults" not in item.path.parts and ("e2e" in item.path.parts or "brokers" in item.fixturenames)
 
 
 @pytest.fixture

@@ -5,13 +5,15 @@ Knows nothing of topics.
 
 from __future__ import annotations
 
+import asyncio
 import ssl
 from typing import Final
 
-from aiokafka.conn import create_conn
+from aiokafka.conn import AIOKafkaConnection, create_conn
 from aiokafka.errors import KafkaConnectionError, KafkaError, UnsupportedSaslMechanismError
 
 from relaygr_stream.bus.connection import bootstrap_addresses, client_options
+from relaygr_stream.bus.ending import CLOSE_S
 from relaygr_stream.errors import AccessDenied, BrokerUnavailable
 from relaygr_stream.settings import Kafka
 
@@ -31,18 +33,27 @@ async def check_connection(kafka: Kafka) -> None:
     options = client_options(kafka, "relaygr-probe")
     options = {name: options[name] for name in _OF_A_CONNECTION if name in options}
     denied, said = False, []
+    opened: list[AIOKafkaConnection] = []  # and closed again, by aiokafka or by us
+
+    def on_close(connection: AIOKafkaConnection, _: object) -> None:
+        opened.append(connection)
+
     for address in bootstrap_addresses(kafka):
         host, _, port = address.rpartition(":")
         try:
-            connection = await create_conn(host.strip("[]"), int(port), **options)
+            connection = await create_conn(host.strip("[]"), int(port), **options, on_close=on_close)
         except (OSError, KafkaError) as error:
             denied |= _is_denial(error)
             said.append(f"{address}: {_cause(kafka, error)}")
         except ValueError:
             said.append(f"{address}: write HOST:PORT")
         else:
-            await connection.close()
+            connection.close()
             return
+        finally:
+            # Over TLS the broker has a farewell to say, which aiokafka does not wait for where it was refused.
+            if opened:
+                await asyncio.wait({one.close() for one in opened}, timeout=CLOSE_S)
     if denied:
         raise AccessDenied(f"no Kafka broker lets us in ({'; '.join(said)})")
     raise BrokerUnavailable(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 
+import psutil
 import pytest
 
 from relaygr_stream.bus.probe import check_connection
@@ -64,6 +66,18 @@ async def test_a_wrong_password_is_said_and_not_shown(secure: SecureKafka, mecha
         await verify_topics(wrong)
     assert "not that one" not in str(raised.value)
     assert PASSWORD not in str(raised.value)
+
+
+async def test_a_refused_connection_is_closed_by_the_time_that_the_refusal_is_told(secure: SecureKafka) -> None:
+    def open_ones() -> int:
+        ours = psutil.Process().net_connections("tcp")
+        return sum(one.raddr != () and one.raddr.port == secure.sasl_port for one in ours)
+
+    before = open_ones()
+    for password, refused in (("not that one", True), (PASSWORD, False)):
+        with pytest.raises(AccessDenied) if refused else nullcontext():
+            await check_connection(secure.sasl(sasl_password=password))
+        assert open_ones() == before
 
 
 async def test_a_broker_of_another_authority_is_refused(secure: SecureKafka) -> None:
