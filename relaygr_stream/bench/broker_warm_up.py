@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -28,7 +28,11 @@ LANES: Final = 4
 
 
 async def compile_broker(kafka: Kafka, tell: Callable[[str], object], seconds: float = SECONDS) -> int:
-    """Send and read messages for so long; returns how many. Raises BrokerUnavailable, BrokerError."""
+    """Send and read messages for so long; returns how many. Raises BrokerUnavailable, BrokerError.
+
+    tell: shown once, as it takes longer than anything else before the first probe.
+    """
+    tell(f"the broker compiles what it will run, {seconds:.0f} s …")
     kafka = msgspec.structs.replace(kafka, prefix=f"{kafka.prefix}warm-up.", partitions=LANES)
     await apply_topics(kafka)
     topic = load_topics(kafka).ranking.name
@@ -41,8 +45,7 @@ async def compile_broker(kafka: Kafka, tell: Callable[[str], object], seconds: f
 
     async def send(lane: int) -> int:
         messages = 0
-        while (left := until - time.monotonic()) > 0:
-            tell(f"the broker compiles what it will run, {left:.0f} s left …")
+        while time.monotonic() < until:
             await producer.send_and_wait(topic, bytes(SIZES[messages % len(SIZES)]), partition=lane)
             await arrived[lane].wait()
             arrived[lane].clear()
@@ -51,6 +54,12 @@ async def compile_broker(kafka: Kafka, tell: Callable[[str], object], seconds: f
 
     async with (
         Producer(kafka, client_id="warm-up", acks=1) as producer,
-        TopicTail(kafka, topic, range(LANES), "latest", on_records),
+        TopicTail(kafka, topic, range(LANES), "latest", on_records) as tail,
     ):
-        return sum(await asyncio.gather(*map(send, range(LANES))))
+        sending = asyncio.gather(*map(send, range(LANES)))
+        ends: set[asyncio.Future[Any]] = {sending, tail.failed}
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if not sending.done():  # nothing arrives any more
+            sending.cancel()
+            tail.failed.result()
+        return sum(await sending)

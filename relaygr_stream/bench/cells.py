@@ -79,8 +79,7 @@ class Cell:
         assert self.at is not None
         known = [search.passed for search in self.searches if search.passed is not None]
         low, high = self._limits(worlds[-1])
-        middling = sorted(worlds, key=self.bound)[len(worlds) // 2]
-        guess, step = (known[-1], self.tolerance) if known else (alike or self._guess(middling), FIRST_STEP)
+        guess, step = (known[-1], self.tolerance) if known else (alike or self._guess(worlds), FIRST_STEP)
         self.searches.append(Search(guess=guess, low=low, high=high, step=step, tolerance=self.tolerance))
         self.ats.append(self.at)
 
@@ -123,15 +122,17 @@ class Cell:
             return LEAST_LENGTH, world.longest
         return LEAST_RATE, max(2 * LEAST_RATE, HEADROOM * self.bound(world))
 
-    def queue(self, world: World, at: float | None = None) -> float:
-        """The largest value with which a queue of Poisson arrivals keeps the SLO, by simulation; at: as of `bound`."""
+    def queue(self, worlds: Sequence[World], at: float | None = None) -> float:
+        """The largest value with which a queue of Poisson arrivals keeps the SLO, simulated with the middling costs of
+        `worlds`: those of a quiet moment hold for a moment. at: as of `bound`."""
         at = self.at if at is None else at
         assert at is not None
+        world = sorted(worlds, key=lambda each: self.bound(each, at))[len(worlds) // 2]
         if self.kind == "rate":
             traffic, cost = world.traffic(at, self.revisit), world.cost(at, self.revisit)
             return predicted_rate(self.mode, cost, traffic, world.slo_ms, BUS_MS, world.workers)
         traffic = world.traffic(1, self.revisit)
         return predicted_length(self.mode, world.costs, traffic, at, world.slo_ms, BUS_MS, world.workers, world.longest)
 
-    def _guess(self, world: World) -> float:
-        return self.queue(world) * (GUESSED_SHARE if self.kind == "rate" else 1.0)
+    def _guess(self, worlds: Sequence[World]) -> float:
+        return self.queue(worlds) * (GUESSED_SHARE if self.kind == "rate" else 1.0)

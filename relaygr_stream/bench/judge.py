@@ -119,7 +119,7 @@ def _ratio(cell: Cell, cells: Sequence[Cell], worlds: Sequence[World]) -> Ratio 
         low=min(mine) / max(full) if mine else None,
         high=max(mine) / min(full) if mine else None,
         bound=_bound(cell, worlds) / middle,
-        queue=_queue(cell, worlds) / middle,
+        queue=cell.queue(worlds, median(cell.given)) / middle,
         work=cost.full / device_ms(cell.mode, cost, cell.revisit),
         target=target,
     )
@@ -129,13 +129,6 @@ def _bound(cell: Cell, worlds: Sequence[World]) -> float:
     """What the device allows at its best: costs fitted beside other work are no bound to a quiet moment."""
     at = median(cell.given)
     return max(cell.bound(world, at) for world in worlds)
-
-
-def _queue(cell: Cell, worlds: Sequence[World]) -> float:
-    """By the middling costs: those of a quiet moment hold for a moment."""
-    at = median(cell.given)
-    by_bound = sorted(worlds, key=lambda world: cell.bound(world, at))
-    return cell.queue(by_bound[len(by_bound) // 2], at)
 
 
 def _limits(cell: Cell) -> list[str]:

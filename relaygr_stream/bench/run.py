@@ -127,7 +127,7 @@ class Bench:
         async with local_broker(self.options.broker, folder=folder, node=LASTING_RELAY) as broker:
             settings = msgspec.structs.replace(self.settings, kafka=broker.kafka_settings(self.settings.kafka))
             if self.options.broker == "kafka":
-                await compile_broker(settings.kafka, self.progress.live)
+                await compile_broker(settings.kafka, self.progress.say)
             yield settings
 
     async def _repeat(self, repeat: int, settings: Settings, folder: Path) -> None:

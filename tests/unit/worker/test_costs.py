@@ -6,7 +6,7 @@ import math
 import random
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relaygr_stream.worker.costs import MAX_CHUNK, MIN_CHUNK, Costs
@@ -102,9 +102,6 @@ def test_a_model_whose_costs_change_their_shape_is_learnt_anew() -> None:
 def test_triggers_are_told_the_time_of_chunked_inference_suffix_included(
     extend: tuple[float, float, float], chunk_ms: float, suffix: int
 ) -> None:
-    # Where an operation's constant takes nearly all of a chunk's time, chunks fall from hundreds of tokens to MIN_CHUNK
-    # at some length, and no quadratic does: a quarter was the largest error of 1,500 such models.
-    assume(chunk_ms >= 1.3 * extend[0])
     score = (0.3, 6.0, 4.0)
     costs = fitted(extend, score, samples=150)
     for _ in range(400):
@@ -116,8 +113,11 @@ def test_triggers_are_told_the_time_of_chunked_inference_suffix_included(
             count = min(costs.chunk(position, chunk_ms), prefix - position)
             taken += extend_ms(extend, position, count)
             position += count
-        # The quadratic smooths over the steps that the last chunk of a prefix and chunks' whole multiples make.
-        assert model.full_ms(prefix, candidates) == pytest.approx(taken, rel=0.25)
+        # The quadratic smooths over the steps that the last chunk of a prefix and chunks' whole multiples make. Where
+        # an operation's constant takes most of a chunk, chunks fall from hundreds of tokens to MIN_CHUNK at some
+        # length, which no quadratic does: of 4,000 models the largest error was 26 %, and 13 % from 2.5 constants on.
+        rel = 0.15 if chunk_ms >= 2.5 * extend[0] else 0.3
+        assert model.full_ms(prefix, candidates) == pytest.approx(taken, rel=rel)
 
 
 @settings(max_examples=40)
