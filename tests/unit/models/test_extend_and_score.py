@@ -107,7 +107,10 @@ def test_candidates_do_not_see_each_other(model: HSTUModel, prefix: int, suffix:
     (together,) = model.score([ScoreInput(region, later, candidates)])
     kept = random.permutation(count)[: random.integers(1, count + 1)]
     (some,) = model.score([ScoreInput(region, later, candidates[kept])])
-    assert deviation(some, together[kept]) <= ROUNDING
+    # Relative to the largest score of the whole ranking: of one candidate's two, both may nearly cancel.
+    alone = together.clone()
+    alone[kept] = some
+    assert deviation(alone, together) <= ROUNDING
     # What stands in another's place does not matter, to the bit: the products' shapes stay the same.
     others = candidates.copy()
     others[kept[0]] += 1
