@@ -27,6 +27,15 @@ ENV_PREFIX: Final = "RELAYGR_"
 ENV_CONFIG: Final = "RELAYGR_CONFIG"
 ENV_NOT_SETTINGS: Final = (ENV_CONFIG, "RELAYGR_TEST_")
 
+#: What Kubernetes (and Docker's links before it) puts into every pod for a service named `relaygr-…`; see
+#: "Discovering services" in its documentation. Name and value must both have the shape: a typo has not.
+_INJECTED: Final = (
+    (re.compile(r"_PORT(_\d+_(TCP|UDP|SCTP))?$"), re.compile(r"(tcp|udp|sctp)://")),
+    (re.compile(r"_PORT_\d+_(TCP|UDP|SCTP)_PROTO$"), re.compile(r"(tcp|udp|sctp)$")),
+    (re.compile(r"_PORT_\d+_(TCP|UDP|SCTP)_PORT$|_SERVICE_PORT(_\w+)?$"), re.compile(r"\d+$")),
+    (re.compile(r"_PORT_\d+_(TCP|UDP|SCTP)_ADDR$|_SERVICE_HOST$"), re.compile(r"\S+$")),
+)
+
 _UNITS: Final = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([KMGT]iB|B)?\s*$", re.IGNORECASE)
 
@@ -117,8 +126,9 @@ def load(
     for file in [*first, *files]:
         for key, raw, source in _read_file(file):
             merged[key] = _checked(key, raw, source)
+    ignored = frozenset(injected_names(environ))
     for name in sorted(environ):
-        if name.startswith(ENV_PREFIX) and not name.startswith(ENV_NOT_SETTINGS):
+        if name.startswith(ENV_PREFIX) and not name.startswith(ENV_NOT_SETTINGS) and name not in ignored:
             if name not in _BY_ENV:
                 raise ConfigError(f"environment {name}: no such setting{_did_you_mean(name, _BY_ENV)}")
             key = _BY_ENV[name].key
@@ -138,6 +148,18 @@ def load(
         section, name = key.split(".")
         sections.setdefault(section, {})[name] = value.value
     return Config(msgspec.convert(sections, Settings), tuple(merged.values()))
+
+
+def injected_names(environ: Mapping[str, str]) -> list[str]:
+    """Variables under our prefix that a cluster injects for a service of its own, by the shape of name and value.
+
+    A service `relaygr-telemetry` even claims the name of a setting, `RELAYGR_TELEMETRY_PORT=tcp://…`: still no setting.
+    """
+    return sorted(
+        name
+        for name, value in environ.items()
+        if name.startswith(ENV_PREFIX) and any(n.search(name) and v.match(value) for n, v in _INJECTED)
+    )
 
 
 def profile_path(name: str | Path) -> Path:

@@ -22,6 +22,7 @@ from typing import Any, Final
 import structlog
 from prometheus_client import CollectorRegistry, GCCollector, Info, ProcessCollector
 
+from relaygr_stream.config import injected_names
 from relaygr_stream.errors import ConfigError, RelayError, Superseded
 from relaygr_stream.settings import Settings
 from relaygr_stream.telemetry.limiter import flush_limiters
@@ -120,6 +121,8 @@ def run_process(name: str, settings: Settings, main: Main, *, registry: Collecto
     configure_logging(settings.telemetry, name)
     logging.captureWarnings(True)  # a library's warning is a log line, not stray text among JSON lines
     log = structlog.get_logger(__name__)
+    if ignored := injected_names(os.environ):
+        log.debug("environment variables that name a cluster's services are no settings", ignored=ignored)
 
     stop = asyncio.Event()
 

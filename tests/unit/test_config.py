@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from relaygr_stream.config import FIELDS, Config, load, profile_path
+from relaygr_stream.config import FIELDS, Config, injected_names, load, profile_path
 from relaygr_stream.errors import ConfigError
 from relaygr_stream.settings import Settings
 
@@ -157,3 +157,39 @@ def test_settings_are_frozen() -> None:
     with pytest.raises(AttributeError):
         setattr(Settings().relay, "slo_ms", 1)  # noqa: B010 - a plain assignment is what mypy forbids
     assert msgspec.structs.replace(Settings().relay, slo_ms=1).slo_ms == 1
+
+
+INJECTED = {  # Kubernetes, for the services relaygr, relaygr-trigger, relaygr-worker, relaygr-telemetry
+    "RELAYGR_PORT": "tcp://10.0.0.1:9400",
+    "RELAYGR_SERVICE_HOST": "10.0.0.1",
+    "RELAYGR_TRIGGER_PORT": "tcp://10.0.0.2:9400",
+    "RELAYGR_TRIGGER_PORT_9400_TCP": "tcp://10.0.0.2:9400",
+    "RELAYGR_TRIGGER_PORT_9400_TCP_PROTO": "tcp",
+    "RELAYGR_TRIGGER_PORT_9400_TCP_PORT": "9400",
+    "RELAYGR_TRIGGER_PORT_9400_TCP_ADDR": "10.0.0.2",
+    "RELAYGR_WORKER_SERVICE_HOST": "fd00::3",
+    "RELAYGR_WORKER_SERVICE_PORT": "9400",
+    "RELAYGR_WORKER_SERVICE_PORT_METRICS": "9400",
+    "RELAYGR_TELEMETRY_PORT": "tcp://10.0.0.4:9400",  # the name of a setting, but no port
+}
+
+
+def test_what_a_cluster_injects_for_its_services_stops_nobody() -> None:
+    config = load(environ={**INJECTED, "RELAYGR_HANDOVER_PORT": "9500"})
+    assert {value.source for value in config.values} == {"default", "environment RELAYGR_HANDOVER_PORT"}
+    assert config.settings.handover.port == 9500
+    assert injected_names(INJECTED) == sorted(INJECTED)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("RELAYGR_TELEMETRY_POTR", "9400"),
+        ("RELAYGR_TRIGGER_PORT", "9400"),
+        ("RELAYGR_WORKER_SERVICE_PORT", "high"),
+        ("RELAYGR_TRIGGER_PORT_TCP", "tcp://10.0.0.2:9400"),
+    ],
+)
+def test_what_only_resembles_that_is_still_a_mistake(name: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        load(environ={name: value})
