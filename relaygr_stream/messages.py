@@ -8,6 +8,7 @@ refused without building it; the size is checked before decoding. Knows nothing 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
@@ -21,6 +22,7 @@ from relaygr_stream.errors import DecodeError
 __all__ = [
     "HEADER_CORRELATION",
     "HEADER_DETAIL",
+    "HEADER_KIND",
     "HEADER_ORIGIN_OFFSET",
     "HEADER_ORIGIN_PARTITION",
     "HEADER_ORIGIN_TOPIC",
@@ -28,6 +30,7 @@ __all__ = [
     "HEADER_REPLAYS",
     "HEADER_REPLAY_OF",
     "HEADER_REPLY_PARTITION",
+    "HEADER_SIGNATURE",
     "ITEM_DTYPE",
     "MAX_CORRELATION_BYTES",
     "MAX_DETAIL",
@@ -38,6 +41,7 @@ __all__ = [
     "CostModel",
     "Finite",
     "Id",
+    "Label",
     "LaneStatus",
     "Message",
     "Millis",
@@ -54,6 +58,7 @@ __all__ = [
     "check_times",
     "decode",
     "encode",
+    "kind_of",
     "pack_items",
 ]
 
@@ -63,6 +68,10 @@ SCHEMA_VERSION: Final = 1
 # whose value it cannot decode.
 HEADER_CORRELATION: Final = "relaygr-correlation-id"  # 1–64 opaque bytes, echoed
 HEADER_REPLY_PARTITION: Final = "relaygr-reply-partition"  # ASCII decimal: the partition of `scores` to answer on
+
+# Headers that a record of any topic may have.
+HEADER_KIND: Final = "relaygr-kind"  # ASCII; without it: the topic's main message. Readers skip what they do not know
+HEADER_SIGNATURE: Final = "relaygr-signature"  # 32 bytes: HMAC-SHA256 with a secret that both sides have
 
 # Headers of a dead letter; its value and key are the original's.
 HEADER_REASON: Final = "relaygr-reason"
@@ -80,6 +89,8 @@ SCORE_DTYPE: Final = np.dtype("<f4")
 MAX_CORRELATION_BYTES: Final = 64
 
 Id = Annotated[str, Meta(min_length=1, max_length=256)]
+#: A name that others state: it goes into logs and keys, so it has neither control characters nor NUL.
+Label = Annotated[str, Meta(max_length=128, pattern=r"\A[^\x00-\x1f\x7f-\x9f]*\Z")]
 UnixMillis = Annotated[int, Meta(ge=0, lt=2**53)]
 Millis = Annotated[float, Meta(ge=0, le=3.6e6)]
 #: Neither NaN, which every comparison with a bound refuses, nor infinite.
@@ -100,6 +111,7 @@ class RequestEvent(msgspec.Struct, frozen=True, kw_only=True):
     candidates: Annotated[int, Meta(ge=0, le=1_000_000)]  # how many the ranking will bring, expected
     sent_ms: UnixMillis = 0  # the sender's clock when it published; 0: unknown, taken as just now
     rank_in_ms: Millis = 0.0  # the sender's guess of the time until the ranking request; 0 = unknown
+    tenant: Label = ""  # whose user it is: prefix KV are found under tenant and user id
 
     def validate(self) -> None:
         """Raise DecodeError where the types alone cannot tell that the message is wrong."""
@@ -122,6 +134,7 @@ class PreInferSignal(msgspec.Struct, frozen=True, kw_only=True):
     admitted_ms: UnixMillis  # the trigger's clock at admission
     life_ms: Millis  # the pin ends this long after the worker read the signal, consumed or not
     rank_in_ms: Millis = 0.0
+    tenant: Label = ""
 
     def validate(self) -> None:
         """Raise DecodeError where the types alone cannot tell that the message is wrong."""
@@ -143,6 +156,8 @@ class RankingRequest(msgspec.Struct, frozen=True, kw_only=True):
     timeout_ms: Millis = 0.0  # the answer is worthless this long after sent_ms; 0: the worker's client.timeout_ms
     mode: Literal["auto", "full"] = "auto"  # "full": infer prefix and suffix together, ignoring any prefix KV
     hops: Annotated[int, Meta(ge=0, le=2)] = 0  # times this request was forwarded to another lane
+    tenant: Label = ""  # as in the request event
+    client_id: Label = ""  # which client asks: claimed, not proven
 
     def validate(self) -> None:
         """Raise DecodeError where the types alone cannot tell that the message is wrong."""
@@ -180,6 +195,7 @@ class ScoreReply(msgspec.Struct, frozen=True, kw_only=True):
     model_version: str = ""
     worker: str = ""
     timings: Timings = Timings()
+    admission: Annotated[str, Meta(max_length=64)] = ""  # the trigger's reason; empty: the worker was told none
 
     def matrix(self) -> npt.NDArray[np.float32]:
         """Scores as (candidates, tasks)."""
@@ -272,6 +288,12 @@ _version_decoder = msgspec.msgpack.Decoder(_VersionOnly)
 MAX_MESSAGE_BYTES: Final = 4 * 1024 * 1024
 #: The decoder quotes what it did not expect, however long it is; this shows the place and the beginning.
 MAX_DETAIL: Final = 500
+
+
+def kind_of(headers: Iterable[tuple[str, bytes | None]]) -> str:
+    """What kind of message a record's headers say that it is; "": the topic's main one."""
+    found = next((value for name, value in headers if name == HEADER_KIND), None)
+    return (found or b"").decode("ascii", errors="backslashreplace")
 
 
 def encode(message: Message) -> bytes:

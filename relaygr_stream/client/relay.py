@@ -70,7 +70,7 @@ class RelayClient:
     """A connection to the relay, as an async context: `async with RelayClient("kafka:9092") as relay: …`
 
     bootstrap: brokers, HOST:PORT[,HOST:PORT…]; in place of settings.kafka.bootstrap. settings: by default what the
-    environment says (RELAYGR_…). client_id: how brokers' logs name this client. registry: where its metrics go;
+    environment says (RELAYGR_…). client_id: how brokers' logs and workers name this client. registry: where its metrics go;
     a new one by default.
 
     Raises ConfigError; entering it raises BrokerUnavailable, TopicError or CoPartitionError. Thousands of calls may run
@@ -190,7 +190,8 @@ class RelayClient:
         sender = self._open_sender()
         if timeout_s <= 0:
             raise DeadlineExceeded(f"the timeout is {timeout_s:g} s: too late before it was sent")
-        request = msgspec.structs.replace(request, sent_ms=_now_ms(), timeout_ms=timeout_s * 1000)
+        client_id = request.client_id or self._client_id
+        request = msgspec.structs.replace(request, sent_ms=_now_ms(), timeout_ms=timeout_s * 1000, client_id=client_id)
         value, key = self._encoded(request, self._topics.ranking)
         self._check_limits(request)
         most = self._settings.client.max_in_flight

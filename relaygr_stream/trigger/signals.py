@@ -48,6 +48,7 @@ class LaneSignals:
             admitted_ms=int(time.time() * 1000),
             life_ms=self._shared.policy.life_ms,
             rank_in_ms=event.rank_in_ms,
+            tenant=event.tenant,
         )
         self._signals.append(_Signal(event, record, pending))
         self._messages.append((event.user_id.encode(), encode(signal)))

@@ -37,6 +37,7 @@ from relaygr_stream.messages import (
 KINDS: list[Any] = [RequestEvent, PreInferSignal, RankingRequest, ScoreReply, WorkerStatus]
 
 ids = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=256)
+labels = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=128)
 unix_ms = st.integers(0, 2**53 - 1)
 millis = st.floats(0, 3.6e6)
 finite = st.floats(allow_nan=False, allow_infinity=False)
@@ -65,6 +66,8 @@ def rankings(draw: st.DrawFn) -> RankingRequest:
         timeout_ms=draw(millis),
         mode=draw(st.sampled_from(["auto", "full"])),
         hops=draw(st.integers(0, 2)),
+        tenant=draw(labels),
+        client_id=draw(labels),
     )
 
 
@@ -77,6 +80,7 @@ def replies(draw: st.DrawFn) -> ScoreReply:
         outcome=draw(st.sampled_from([None, "hbm", "dram", "joined", "full"])),
         scores=draw(st.binary(min_size=8, max_size=8)) * len(tasks),
         tasks=tasks,
+        admission=draw(st.text(max_size=64)),
         timings=draw(
             st.builds(
                 Timings,
@@ -126,6 +130,7 @@ events = st.builds(
     candidates=st.integers(0, 1_000_000),
     sent_ms=unix_ms,
     rank_in_ms=millis,
+    tenant=labels,
 )
 signals = st.builds(
     PreInferSignal,
@@ -136,6 +141,7 @@ signals = st.builds(
     admitted_ms=unix_ms,
     life_ms=millis,
     rank_in_ms=millis,
+    tenant=labels,
 )
 messages: st.SearchStrategy[Message] = st.one_of(events, signals, rankings(), replies(), statuses)
 
@@ -302,6 +308,12 @@ def plain_ranking(**changes: Any) -> bytes:
         ({"timeout_ms": float("nan")}, "malformed"),
         ({"timeout_ms": float("inf")}, "malformed"),
         ({"hops": 3}, "malformed"),
+        ({"tenant": "a\0b"}, "malformed"),
+        ({"tenant": "a\n"}, "malformed"),
+        ({"tenant": "\x9b"}, "malformed"),
+        ({"tenant": "x" * 129}, "malformed"),
+        ({"client_id": "\x1b[2J"}, "malformed"),
+        ({"client_id": "x" * 129}, "malformed"),
         ({"mode": "fast"}, "malformed"),
         ({"v": True}, "malformed"),
         ({"v": "1"}, "malformed"),
