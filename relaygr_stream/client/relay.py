@@ -70,8 +70,8 @@ class RelayClient:
     """A connection to the relay, as an async context: `async with RelayClient("kafka:9092") as relay: …`
 
     bootstrap: brokers, HOST:PORT[,HOST:PORT…]; in place of settings.kafka.bootstrap. settings: by default what the
-    environment says (RELAYGR_…). client_id: how brokers' logs and workers name this client. registry: where its metrics go;
-    a new one by default.
+    environment says (RELAYGR_…). client_id: how brokers' logs and workers name this client. registry: where its
+    metrics go; a new one by default.
 
     Raises ConfigError; entering it raises BrokerUnavailable, TopicError or CoPartitionError. Thousands of calls may run
     concurrently, on the event loop that entered the context.
