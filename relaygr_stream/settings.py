@@ -10,6 +10,9 @@ from msgspec import Meta, Struct, structs
 SECRETS = frozenset({"sasl_password", "tls_key_password", "hash_key", "secret"})
 SECRET_SHOWN = "********"
 
+#: Most lanes of a relay: what a consumer claims or states of each lane still fits into one message.
+MAX_LANES = 10_000
+
 BYTES = {"unit": "bytes"}  # such a setting also accepts "512MiB", "2GiB", …
 
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,128}$")]
@@ -44,7 +47,7 @@ class Kafka(Section, frozen=True, kw_only=True):
     topics_dir: Annotated[str, _doc("folder with one TOML file per topic; empty: those that come with the package")] = (
         ""
     )
-    partitions: Annotated[int, Meta(ge=0, le=10_000), _doc("lanes; 0: as the topic files say")] = 0
+    partitions: Annotated[int, Meta(ge=0, le=MAX_LANES), _doc("lanes; 0: as the topic files say")] = 0
     replication: Annotated[int, Meta(ge=0, le=9), _doc("copies of each topic; 0: as the topic files say")] = 0
     fetch_max_wait_ms: Annotated[
         int,

@@ -18,7 +18,7 @@ from msgspec import Meta
 from relaygr_stream.bus.murmur2 import partition_of
 from relaygr_stream.errors import ConfigError, CoPartitionError
 from relaygr_stream.files import packaged_dir
-from relaygr_stream.settings import Kafka
+from relaygr_stream.settings import MAX_LANES, Kafka
 
 CleanupPolicy = Literal["delete", "compact"]
 
@@ -35,7 +35,7 @@ class Topic(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     producers: tuple[str, ...]
     consumers: tuple[str, ...]
     lanes: bool
-    partitions: Annotated[int, Meta(ge=1, le=10_000)]
+    partitions: Annotated[int, Meta(ge=1, le=MAX_LANES)]
     replication: Annotated[int, Meta(ge=1, le=9)]
     retention_ms: Annotated[int, Meta(ge=1)]
     max_message_bytes: Annotated[int, Meta(ge=1024, le=64 * 1024 * 1024)]

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from relaygr_stream.simulate.plan import Memory, Probe, Simulate, search, size
 from relaygr_stream.simulate.report import render, render_bytes, summary, table
-from relaygr_stream.simulate.scenario import Failure, Scenario
+from relaygr_stream.simulate.scenario import SURVIVORS_AND_DEAD, Failure, Scenario
 from relaygr_stream.simulate.story import Story, hit_share, late_share, p99
 
 #: The rack that goes where none is named.
@@ -17,6 +17,9 @@ RACK: Final = 0.02
 RACK_AT_S: Final = 5.0
 #: After it: the session's end (6 s by default), and then as long again and more.
 AFTER_RACK_S: Final = 20.0
+ONE_WORKER: Final = (
+    "When a rack goes: not simulated. One worker is the whole fleet: while it is away nothing is answered; run two."
+)
 
 
 @dataclass(frozen=True)
@@ -26,8 +29,7 @@ class Planned:
     best: Probe
     memory: Memory
     verified: Probe
-    failing: Scenario
-    failed: Story
+    failing: tuple[Scenario, Story] | None  # None: of one worker nobody is left to take the lanes over
     hit_target: float
 
     def figures(self) -> dict[str, Any]:
@@ -37,7 +39,7 @@ class Planned:
             "memory": dataclasses.asdict(self.memory),
             "as_configured": summary(self.best.scenario, self.best.story),
             "with_planned_memory": summary(self.verified.scenario, self.verified.story),
-            "failure": summary(self.failing, self.failed),
+            "failure": None if self.failing is None else summary(*self.failing),
         }
 
 
@@ -45,14 +47,21 @@ def plan(scenario: Scenario, hit_target: float, simulate: Simulate, report: Call
     """Search, size, verify, fail. Raises CapacityError where no fleet will do."""
     best = search(scenario, simulate, report)
     needed, verified = size(best, hit_target, simulate, report)
-    failure = scenario.failure or Failure(share=RACK, at=RACK_AT_S)
+    return Planned(best, needed, verified, _fail(verified.scenario, scenario, simulate), hit_target)
+
+
+def _fail(fleet: Scenario, asked: Scenario, simulate: Simulate) -> tuple[Scenario, Story] | None:
+    """The found fleet when the rack that was asked for goes."""
+    if fleet.workers < SURVIVORS_AND_DEAD:
+        return None
+    failure = asked.failure or Failure(share=RACK, at=RACK_AT_S)
     failing = dataclasses.replace(
-        verified.scenario,
+        fleet,
         failure=failure,
-        sample=max(scenario.sample, round(1 / failure.share)),
-        seconds=max(scenario.seconds, failure.at + AFTER_RACK_S),
+        sample=max(SURVIVORS_AND_DEAD, asked.sample, round(1 / failure.share)),
+        seconds=max(asked.seconds, failure.at + AFTER_RACK_S),
     )
-    return Planned(best, needed, verified, failing, simulate(failing), hit_target)
+    return failing, simulate(failing)
 
 
 def render_probe(probe: Probe) -> str:
@@ -84,6 +93,6 @@ def render_plan(planned: Planned) -> str:
         [
             table(rows),
             "With this memory:\n" + render(planned.verified.scenario, planned.verified.story),
-            "When a rack goes:\n" + render(planned.failing, planned.failed),
+            "When a rack goes:\n" + render(*planned.failing) if planned.failing else ONE_WORKER,
         ]
     )

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from relaygr_stream.settings import MAX_LANES
 from relaygr_stream.simulate.scenario import Scenario
 from relaygr_stream.simulate.story import (
     ALLOWED_LATE,
@@ -90,6 +91,7 @@ def render(scenario: Scenario, story: Story, wall_s: float | None = None) -> str
     lanes = scenario.workers * scenario.lanes_per_worker
     rows: list[Row] = [
         ("fleet", f"{scenario.workers:,} workers, {lanes:,} lanes, mode {scenario.mode}"),
+        *([("note", _relays(lanes))] if lanes > MAX_LANES else []),
         *_traffic(scenario),
         ("costs", scenario.costs.source),
         ("simulated", f"{len(busy):,} workers for {scenario.seconds:g} s after {scenario.warm_s:g} s of warm-up"),
@@ -156,6 +158,15 @@ def table(rows: Sequence[Row]) -> str:
     """Names flush right, texts flush left."""
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:>{width}}  {text}".rstrip() for name, text in rows)
+
+
+def _relays(lanes: int) -> str:
+    """More lanes than topics may have."""
+    relays = -(-lanes // MAX_LANES)
+    return (
+        f"a relay has at most {MAX_LANES:,} lanes: this fleet is {relays} relays side by side, each with its own "
+        f"kafka.prefix and its share of the users"
+    )
 
 
 def _shares(found: dict[str, int]) -> str:

@@ -19,6 +19,8 @@ Mode = Literal["relay", "cache", "full"]
 GROUP: Final = 20
 #: … where some fail: enough that one in fifty is one.
 FAILING_GROUP: Final = 50
+#: Where some fail, one dies and one takes its lanes over.
+SURVIVORS_AND_DEAD: Final = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +68,11 @@ class Scenario:
                 raise ConfigError(
                     f"at = {self.failure.at:g} s: must lie within the {self.seconds:g} s that are measured"
                 )
-            if min(self.sample, self.workers) < 2:
-                raise ConfigError("fail-rack needs at least two simulated workers: somebody must take the lanes over")
+            if min(self.sample, self.workers) < SURVIVORS_AND_DEAD:
+                raise ConfigError(
+                    f"fail-rack = {self.failure.share:g} with workers = {self.workers:,} and sample = {self.sample}: "
+                    f"at least two workers must be simulated, one of which takes the other's lanes over"
+                )
 
     @property
     def groups(self) -> list[Group]:

@@ -106,6 +106,22 @@ def test_the_command_plans(tmp_path: Path) -> None:
     assert figures["failure"]["failure"]["dead"] >= 1
 
 
+@pytest.mark.parametrize("rack", [[], ["--fail-rack", "50%", "--at", "1"]])
+def test_where_one_worker_will_do_the_plan_says_what_its_loss_means(tmp_path: Path, rack: list[str]) -> None:
+    out = tmp_path / "out.json"
+    code, text = invoke(tmp_path, "--plan", "--rate", "2", "--users", "200", "--json", str(out), *rack)
+    assert code == 0, text
+    assert "One worker is the whole fleet" in text
+    figures = json.loads(out.read_text())
+    assert (figures["workers"], figures["failure"]) == (1, None)
+
+
+def test_a_fleet_with_more_lanes_than_topics_may_have_is_said_to_be_several(tmp_path: Path) -> None:
+    code, text = invoke(tmp_path, "--workers", "3992", "--sample", "1", "--rate", "400", "--users", "1000000")
+    assert code == 0, text
+    assert "31,936 lanes" in text and "at most 10,000 lanes: this fleet is 4 relays" in text
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
