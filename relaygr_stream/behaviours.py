@@ -37,6 +37,10 @@ class Behaviours(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     def __len__(self) -> int:
         return len(self.items) // ITEM_DTYPE.itemsize
 
+    def nbytes(self) -> int:
+        """Bytes of the three arrays."""
+        return len(self.items) + len(self.actions) + len(self.times)
+
     def arrays(self) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
         """Read-only views (items, actions, times), each of length n."""
         return (

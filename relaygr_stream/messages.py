@@ -1,15 +1,15 @@
 """What travels on the topics: typed messages, their codec, and `DecodeError` for everything else.
 
 MessagePack maps on the wire; every message carries its schema version `v`. Arrays are little-endian bytes
-(behaviours.py, whose names are imported from here as well). Decoding is typed (msgspec), so that hostile nesting is
-refused without building it; the size is checked before decoding. Knows nothing of Kafka but the names of the headers.
+(behaviours.py; its names and those of headers.py are imported from here as well). Decoding is typed (msgspec), so that
+hostile nesting is refused without building it; the size is checked before decoding. What later releases write is read
+as versions.py says. Knows nothing of Kafka.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar, get_args
 
 import msgspec
 import numpy as np
@@ -18,6 +18,22 @@ from msgspec import Meta
 
 from relaygr_stream.behaviours import ITEM_DTYPE, Behaviours, BehavioursInPlace, check_times, pack_items
 from relaygr_stream.errors import DecodeError
+from relaygr_stream.headers import (
+    HEADER_CORRELATION,
+    HEADER_DETAIL,
+    HEADER_KIND,
+    HEADER_ORIGIN_OFFSET,
+    HEADER_ORIGIN_PARTITION,
+    HEADER_ORIGIN_TOPIC,
+    HEADER_REASON,
+    HEADER_REPLAY_OF,
+    HEADER_REPLAYS,
+    HEADER_REPLY_PARTITION,
+    HEADER_SIGNATURE,
+    MAX_CORRELATION_BYTES,
+    kind_of,
+)
+from relaygr_stream.versions import NOT_DECODED, SCHEMA_VERSION, OpenEnum, VersionedDecoder
 
 __all__ = [
     "HEADER_CORRELATION",
@@ -35,6 +51,7 @@ __all__ = [
     "MAX_CORRELATION_BYTES",
     "MAX_DETAIL",
     "MAX_MESSAGE_BYTES",
+    "MAX_UNKNOWN_BYTES",
     "SCHEMA_VERSION",
     "SCORE_DTYPE",
     "Behaviours",
@@ -45,12 +62,14 @@ __all__ = [
     "LaneStatus",
     "Message",
     "Millis",
+    "Mode",
     "Outcome",
     "PreInferSignal",
     "RankingRequest",
     "RequestEvent",
     "RequestEventInPlace",
     "ScoreReply",
+    "State",
     "Status",
     "Timings",
     "UnixMillis",
@@ -62,31 +81,7 @@ __all__ = [
     "pack_items",
 ]
 
-SCHEMA_VERSION: Final = 1
-
-# Headers of a ranking request and of its answer. In headers, not in the value, so that a worker can answer a request
-# whose value it cannot decode.
-HEADER_CORRELATION: Final = "relaygr-correlation-id"  # 1–64 opaque bytes, echoed
-HEADER_REPLY_PARTITION: Final = "relaygr-reply-partition"  # ASCII decimal: the partition of `scores` to answer on
-
-# Headers that a record of any topic may have.
-HEADER_KIND: Final = "relaygr-kind"  # ASCII; without it: the topic's main message. Readers skip what they do not know
-HEADER_SIGNATURE: Final = "relaygr-signature"  # 32 bytes: HMAC-SHA256 with a secret that both sides have
-
-# Headers of a dead letter; its value and key are the original's.
-HEADER_REASON: Final = "relaygr-reason"
-HEADER_DETAIL: Final = "relaygr-detail"
-HEADER_ORIGIN_TOPIC: Final = "relaygr-origin-topic"
-HEADER_ORIGIN_PARTITION: Final = "relaygr-origin-partition"
-HEADER_ORIGIN_OFFSET: Final = "relaygr-origin-offset"
-
-# Headers of a replay: on the message, how often it was replayed; on the marker left in the dead-letter topic, which.
-HEADER_REPLAYS: Final = "relaygr-replays"  # ASCII decimal
-HEADER_REPLAY_OF: Final = "relaygr-replay-of"  # PARTITION:OFFSET of the letter
-
 SCORE_DTYPE: Final = np.dtype("<f4")
-
-MAX_CORRELATION_BYTES: Final = 64
 
 Id = Annotated[str, Meta(min_length=1, max_length=256)]
 #: A name that others state: it goes into logs and keys, so it has neither control characters nor NUL.
@@ -99,12 +94,17 @@ Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 #: Where a ranking found the prefix KV: ready in HBM, in DRAM (or on its way back), still being computed, nowhere.
 Outcome = Literal["hbm", "dram", "joined", "full"]
 Status = Literal["ok", "deadline_exceeded", "overloaded", "rejected", "failed"]
+Mode = Literal["auto", "full"]
+State = Literal["starting", "serving", "draining", "stopped"]
+#: The least schema version whose readers understand the message; 0: only those of its own version.
+LeastVersion = Annotated[int, Meta(ge=0)]
 
 
 class RequestEvent(msgspec.Struct, frozen=True, kw_only=True):
     """On `retrieval`, key = user id: retrieval starts for a request that will be ranked soon."""
 
     v: int = SCHEMA_VERSION
+    min_v: LeastVersion = 0
     request_id: Id
     user_id: Id
     prefix: Behaviours
@@ -128,6 +128,7 @@ class PreInferSignal(msgspec.Struct, frozen=True, kw_only=True):
     """On `pre-infer`, key = user id: an admitted request whose prefix KV is to be computed and pinned."""
 
     v: int = SCHEMA_VERSION
+    min_v: LeastVersion = 0
     request_id: Id
     user_id: Id
     prefix: Behaviours
@@ -147,6 +148,7 @@ class RankingRequest(msgspec.Struct, frozen=True, kw_only=True):
     """On `ranking`, key = user id: score candidates; the prefix travels along, so that any worker can answer."""
 
     v: int = SCHEMA_VERSION
+    min_v: LeastVersion = 0
     request_id: Id
     user_id: Id
     prefix: Behaviours
@@ -154,7 +156,7 @@ class RankingRequest(msgspec.Struct, frozen=True, kw_only=True):
     candidates: bytes  # m × uint32: item ids to score, m ≥ 1
     sent_ms: UnixMillis = 0  # the sender's clock when it published; 0: unknown, taken as just now
     timeout_ms: Millis = 0.0  # the answer is worthless this long after sent_ms; 0: the worker's client.timeout_ms
-    mode: Literal["auto", "full"] = "auto"  # "full": infer prefix and suffix together, ignoring any prefix KV
+    mode: Mode = "auto"  # "full": infer prefix and suffix together, ignoring any prefix KV
     hops: Annotated[int, Meta(ge=0, le=2)] = 0  # times this request was forwarded to another lane
     tenant: Label = ""  # as in the request event
     client_id: Label = ""  # which client asks: claimed, not proven
@@ -186,6 +188,7 @@ class ScoreReply(msgspec.Struct, frozen=True, kw_only=True):
     """On `scores`, on the requester's partition: the one typed answer. Scores are m × tasks, row-major."""
 
     v: int = SCHEMA_VERSION
+    min_v: LeastVersion = 0
     request_id: str
     status: Status
     outcome: Outcome | None = None  # None unless status is "ok"
@@ -240,12 +243,13 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """On `worker-status`, key = worker name: who owns which lanes, at what budgets, and how the worker fares."""
 
     v: int = SCHEMA_VERSION
+    min_v: LeastVersion = 0
     name: Id
     incarnation: int  # grows with each start of a worker of this name (start time in ns)
     host: str
     pid: int
     sent_ms: UnixMillis
-    state: Literal["starting", "serving", "draining", "stopped"]
+    state: State
     lanes: tuple[LaneStatus, ...]
     costs: CostModel
     bytes_per_token: int
@@ -272,28 +276,30 @@ Message = RequestEvent | PreInferSignal | RankingRequest | ScoreReply | WorkerSt
 M = TypeVar("M", RequestEvent, PreInferSignal, RankingRequest, ScoreReply, WorkerStatus)
 
 _encoder = msgspec.msgpack.Encoder()
-_decoders: dict[type, msgspec.msgpack.Decoder[Any]] = {
-    kind: msgspec.msgpack.Decoder(kind)
-    for kind in (RequestEvent, RequestEventInPlace, PreInferSignal, RankingRequest, ScoreReply, WorkerStatus)
+_decoders: dict[type, VersionedDecoder[Any]] = {
+    RequestEvent: VersionedDecoder(RequestEvent),
+    RequestEventInPlace: VersionedDecoder(RequestEventInPlace),
+    PreInferSignal: VersionedDecoder(PreInferSignal),
+    RankingRequest: VersionedDecoder(RankingRequest, {"mode": OpenEnum(get_args(Mode), "auto")}),
+    ScoreReply: VersionedDecoder(
+        ScoreReply,
+        {
+            "status": OpenEnum(get_args(Status), "failed", note="detail"),
+            "outcome": OpenEnum(get_args(Outcome), "full"),
+        },
+    ),
+    # What lists lanes serves them, in whatever state: taken for anything else, it would leave them without an owner.
+    # A status is read by every process of the fleet at once: one of a later version is for all, unless it says not.
+    WorkerStatus: VersionedDecoder(WorkerStatus, {"state": OpenEnum(get_args(State), "serving")}, min_v=1),
 }
-
-
-class _VersionOnly(msgspec.Struct):
-    v: int
-
-
-_version_decoder = msgspec.msgpack.Decoder(_VersionOnly)
 
 #: Sizes from the topics' files bound messages on the broker; this bounds what we even try to decode.
 MAX_MESSAGE_BYTES: Final = 4 * 1024 * 1024
+#: Fields that we do not know may take so much of a message: room for what a later release adds, not for a sender to
+#: fill our memory with.
+MAX_UNKNOWN_BYTES: Final = 4096
 #: The decoder quotes what it did not expect, however long it is; this shows the place and the beginning.
 MAX_DETAIL: Final = 500
-
-
-def kind_of(headers: Iterable[tuple[str, bytes | None]]) -> str:
-    """What kind of message a record's headers say that it is; "": the topic's main one."""
-    found = next((value for name, value in headers if name == HEADER_KIND), None)
-    return (found or b"").decode("ascii", errors="backslashreplace")
 
 
 def encode(message: Message) -> bytes:
@@ -304,8 +310,9 @@ def encode(message: Message) -> bytes:
 def decode(kind: type[M], data: bytes | None, max_bytes: int = MAX_MESSAGE_BYTES) -> M:
     """Decode and validate one message of the given kind.
 
-    Raises DecodeError with reason `oversized`, `malformed` (not MessagePack, or another shape), `unknown_version`
-    (an integer `v` other than ours) or `invalid` (well-formed but contradictory).
+    Raises DecodeError with reason `oversized` (as a whole, or in fields that we do not know), `malformed` (not
+    MessagePack, or another shape), `unknown_version` (for readers of a later version) or `invalid` (well-formed but
+    contradictory).
     """
     if data is None:
         raise DecodeError("malformed", "the message has no value")
@@ -313,23 +320,23 @@ def decode(kind: type[M], data: bytes | None, max_bytes: int = MAX_MESSAGE_BYTES
         raise DecodeError("oversized", f"{len(data)} bytes, the limit is {max_bytes}")
     try:
         message: M = _decoders[kind].decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        _refuse_unknown_version(data)
+    except NOT_DECODED as error:
         raise DecodeError("malformed", str(error)[:MAX_DETAIL]) from error
-    if message.v != SCHEMA_VERSION:
-        raise DecodeError("unknown_version", f"schema version {message.v}, this program speaks {SCHEMA_VERSION}")
+    if len(data) > MAX_UNKNOWN_BYTES:
+        _check_unknown(message, len(data))
     message.validate()
     return message
 
 
-def _refuse_unknown_version(data: bytes) -> None:
-    """A message of another version may have any shape; say that rather than which field surprised us."""
-    try:
-        version = _version_decoder.decode(data).v
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+def _check_unknown(message: Message, size: int) -> None:
+    """What the message takes beyond what we read from it is fields unknown to us, or known ones stated twice."""
+    arrays = message.prefix.nbytes() if isinstance(message, RequestEvent | PreInferSignal | RankingRequest) else 0
+    if size - arrays <= MAX_UNKNOWN_BYTES:  # so most are: all but the arrays is small
         return
-    if version != SCHEMA_VERSION:
-        raise DecodeError("unknown_version", f"schema version {version}, this program speaks {SCHEMA_VERSION}")
+    unknown = size - len(encode(message))
+    if unknown > MAX_UNKNOWN_BYTES:
+        what = f"{unknown} of {size} bytes are in fields that this program does not know"
+        raise DecodeError("oversized", f"{what}, the limit is {MAX_UNKNOWN_BYTES}")
 
 
 class _Invalid(DecodeError):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final
 
-from relaygr_stream.messages import LaneStatus, WorkerStatus
+from relaygr_stream.messages import LaneStatus, State, WorkerStatus
 from relaygr_stream.settings import Settings
 from relaygr_stream.worker.budgets import LaneBudgets, LaneShares
 from relaygr_stream.worker.build import Inside
@@ -17,8 +17,6 @@ from relaygr_stream.worker.split import LoadSplit
 
 #: Ranking has the device all to itself only for moments; a share below this is not told from none by the average.
 LEAST_FREE: Final = 0.02
-
-State = Literal["starting", "serving", "draining", "stopped"]
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.records import Record
 from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.errors import BrokerError, DecodeError, DeviceError, Superseded
-from relaygr_stream.messages import WorkerStatus, decode, encode
+from relaygr_stream.messages import State, WorkerStatus, decode, encode
 from relaygr_stream.owners import OwnerDirectory
 from relaygr_stream.settings import Settings
 from relaygr_stream.telemetry.limiter import LogLimiter
@@ -26,7 +26,7 @@ from relaygr_stream.worker.build import Inside
 from relaygr_stream.worker.device import DeviceThread
 from relaygr_stream.worker.metrics import WorkerMetrics
 from relaygr_stream.worker.snapshot import Snapshot, snapshot
-from relaygr_stream.worker.statement import Identity, State, Statements
+from relaygr_stream.worker.statement import Identity, Statements
 
 log = structlog.get_logger(__name__)
 limited = LogLimiter().limited
