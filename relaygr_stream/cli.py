@@ -46,7 +46,9 @@ class _Group(click.Group):
         try:
             return super().invoke(context)
         except RelayError as error:
-            click.echo(f"error: {error}", err=True)
+            from relaygr_stream.printable import printable_lines  # not every command pays for rich
+
+            click.echo(printable_lines(f"error: {error}"), err=True)
             context.exit(1)
 
 

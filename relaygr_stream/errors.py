@@ -32,10 +32,14 @@ class ConfigError(RelayError):
     """A setting is unknown, malformed or clashes with another; the message names it and its source."""
 
 
+#: Why bytes are no message, as slugs for metrics and dead letters.
+REASONS = ("oversized", "malformed", "unknown_version", "invalid")
+
+
 class DecodeError(RelayError):
     """Bytes that are not a valid message.
 
-    `reason` is a stable slug for metrics and dead letters: `oversized`, `malformed`, `unknown_version` or `invalid`.
+    `reason` is one of REASONS.
     """
 
     def __init__(self, reason: str, detail: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from relaygr_stream.printable import printable
 from relaygr_stream.topics import TopicRow
 
 _COLUMNS = ("topic", "key", "from → to", "partitions", "replication", "retention", "max bytes", "cleanup")
@@ -38,7 +39,7 @@ def _cells(row: TopicRow) -> tuple[str, ...]:
 def _both(file: object, cluster: object | None) -> str:
     if cluster is None:
         return f"{file} (cluster: not told)"
-    return str(file) if file == cluster else f"{file} → {cluster}"
+    return str(file) if file == cluster else f"{file} → {printable(str(cluster))}"
 
 
 def _seconds(milliseconds: int) -> str:

@@ -13,6 +13,7 @@ from relaygr_stream.bench.page import render_page
 from relaygr_stream.bench.progress import Progress
 from relaygr_stream.bench.run import Bench
 from relaygr_stream.bench.table import render_table
+from relaygr_stream.printable import SafeConsole
 from relaygr_stream.settings import Settings
 
 #: Columns in a file or a pipe: the table of several repeats needs so many, or it loses figures.
@@ -21,7 +22,7 @@ FILE_WIDTH: Final = 118
 
 async def run_slo(options: SloOptions, settings: Settings, command: str, console: Console | None = None) -> bool:
     """Measure, print and write the reports; returns whether every target was met. Raises RelayError."""
-    console = console or Console(width=None if sys.stdout.isatty() else FILE_WIDTH)
+    console = console or SafeConsole(width=None if sys.stdout.isatty() else FILE_WIDTH)
     with Progress(console) as progress:
         bench = Bench(options, settings, progress)
         await bench.run()

@@ -38,17 +38,16 @@ def dead_letters_command() -> None:
 @settings_options
 def list_command(settings: Settings, reason: str, origin: str, as_lines: bool) -> None:
     """List the letters, oldest first, with reason and origin."""
-    from rich.console import Console
-
     from relaygr_stream.dead_letters.read import choose, read_letters
     from relaygr_stream.dead_letters.table import as_json, print_letters
+    from relaygr_stream.printable import SafeConsole
 
     letters = choose(asyncio.run(read_letters(settings.kafka)), addresses=(), reason=reason, origin=origin)
     if as_lines:
         for letter in letters:
             click.echo(as_json(letter, value=False))
     else:
-        print_letters(Console(), letters)
+        print_letters(SafeConsole(), letters)
 
 
 @dead_letters_command.command()
@@ -56,13 +55,12 @@ def list_command(settings: Settings, reason: str, origin: str, as_lines: bool) -
 @settings_options
 def show(settings: Settings, addresses: tuple[str, ...]) -> None:
     """Show letters whole: headers, and the value unpacked whatever its schema is."""
-    from rich.console import Console
-
     from relaygr_stream.dead_letters.read import choose, read_letters
     from relaygr_stream.dead_letters.table import print_letter
+    from relaygr_stream.printable import SafeConsole
 
     for letter in choose(asyncio.run(read_letters(settings.kafka)), addresses=addresses, reason="", origin=""):
-        print_letter(Console(), letter)
+        print_letter(SafeConsole(), letter)
 
 
 @dead_letters_command.command()

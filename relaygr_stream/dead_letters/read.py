@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from relaygr_stream.bus.records import Record
 from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.dead_letters.letter import Letter, letters_of
-from relaygr_stream.errors import InputError
+from relaygr_stream.errors import REASONS, InputError
 from relaygr_stream.settings import Kafka
 from relaygr_stream.topics import verify_topics
 
@@ -24,8 +24,10 @@ async def read_letters(kafka: Kafka) -> list[Letter]:
 def choose(letters: Sequence[Letter], *, addresses: Sequence[str], reason: str, origin: str) -> list[Letter]:
     """Those of the given addresses (none: all), reason and origin topic ("": any; without the prefix will do).
 
-    Raises InputError for an address where no letter is.
+    Raises InputError for an address where no letter is, and for a reason that is neither known nor any letter's.
     """
+    if reason and reason not in (known := {*REASONS, *(letter.reason for letter in letters)} - {""}):
+        raise InputError(f"--reason {reason}: no such reason; there are {', '.join(sorted(known))}")
     by_address = {letter.address: letter for letter in letters}
     missing = [address for address in addresses if address not in by_address]
     if missing:

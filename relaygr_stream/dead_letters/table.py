@@ -3,53 +3,64 @@
 from __future__ import annotations
 
 import json
+import textwrap
+from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Final
 
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from relaygr_stream.dead_letters.letter import Letter, show_value
 from relaygr_stream.dead_letters.replay import Verdict
-from relaygr_stream.printable import printable
+from relaygr_stream.printable import printable, printable_json, readable_id
 
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
-#: DEL and the C1 control characters, which JSON leaves as they are.
-_JSON_CONTROLS: Final = {code: f"\\u{code:04x}" for code in range(0x7F, 0xA0)}
+_HEAD: Final = ("address", "when (UTC)", "reason", "from")
+#: A key longer than this is cut in a listing; `show` has it whole.
+KEY_CHARACTERS: Final = 48
 
 
 def print_letters(console: Console, letters: Sequence[Letter]) -> None:
-    """One line each, and how many there are for each reason."""
+    """Where each letter lies and came from, and how many there are for each reason.
+
+    On a terminal key and detail are indented below, folded to its width; in a pipe each letter is one whole line.
+    """
     if not letters:
         console.print("no dead letters")
         return
-    table = Table("address", "when (UTC)", "reason", "from", "key", "bytes", "replays", "detail")
-    for letter in letters:
-        table.add_row(*(Text(printable(cell)) for cell in _cells(letter)))
-    console.print(table)
-    reasons = {reason: sum(letter.reason == reason for letter in letters) for reason in sorted(_reasons(letters))}
-    counted = ", ".join(f"{n} {reason or 'unknown'}" for reason, n in reasons.items())
-    console.print(Text(printable(f"{len(letters)} letters: {counted}")))
+    rows = [_HEAD, *(_cells(letter) for letter in letters)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
+    for row, letter in zip(rows, [None, *letters], strict=True):
+        line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        more = "" if letter is None else _more(letter)
+        if console.is_terminal:
+            indent = " " * (widths[0] + 2)
+            folded = textwrap.wrap(more, console.width, initial_indent=indent, subsequent_indent=indent)
+            console.print("\n".join([line, *folded]), soft_wrap=True)
+        else:
+            console.print(f"{line}  {more}".rstrip(), soft_wrap=True)
+    reasons = Counter(letter.reason or "unknown" for letter in letters)
+    counted = ", ".join(f"{count} {printable(reason)}" for reason, count in sorted(reasons.items()))
+    console.print(f"{len(letters)} {'letter' if len(letters) == 1 else 'letters'}: {counted}", soft_wrap=True)
 
 
 def as_json(letter: Letter, *, value: bool) -> str:
-    """One line of JSON; value: with the value unpacked."""
+    """One line of JSON; value: with the value unpacked. Binary keys and headers are 0x and their digits."""
     known = {
         "address": letter.address,
-        "time": _when(letter),
+        "time": _when(letter, "milliseconds"),
         "reason": letter.reason,
         "detail": letter.detail,
         "origin": {"topic": letter.origin_topic, "partition": letter.origin_partition, "offset": letter.origin_offset},
-        "key": _key(letter),
+        "key": None if letter.key is None else readable_id(letter.key),
         "bytes": len(letter.value),
         "replays": letter.replays,
         "replayed": letter.replayed,
-        "headers": {name: value.decode("utf-8", "replace") for name, value in letter.headers},
+        "headers": {name: readable_id(value) for name, value in letter.headers},
     }
     line = json.dumps(known | ({"value": show_value(letter.value)} if value else {}), ensure_ascii=False)
-    return line.translate(_JSON_CONTROLS)
+    return printable_json(line)
 
 
 def print_letter(console: Console, letter: Letter) -> None:
@@ -66,31 +77,29 @@ def line_of(letter: Letter, verdict: Verdict, detail: str) -> str:
 
 def _cells(letter: Letter) -> tuple[str, ...]:
     origin = f"{letter.origin_topic}[{letter.origin_partition}]@{letter.origin_offset}" if letter.origin_topic else "?"
-    sent = f"{letter.replays}{', replayed' if letter.replayed else ''}"
-    return (
-        letter.address,
-        _when(letter),
-        letter.reason,
-        origin,
-        _key(letter),
-        str(len(letter.value)),
-        sent,
-        letter.detail,
-    )
+    cells = (letter.address, _when(letter, "seconds"), letter.reason or "unknown", origin)
+    return tuple(printable(cell) for cell in cells)
+
+
+def _more(letter: Letter) -> str:
+    """Key, size, what replays did, and the detail."""
+    parts = [f"key {_key(letter)}", f"{len(letter.value):,} bytes"]
+    if letter.replays:
+        parts.append(f"came back from replay {letter.replays}")
+    if letter.replayed:
+        parts.append("replayed")
+    return printable(", ".join(parts) + (f": {letter.detail}" if letter.detail else ""))
 
 
 def _key(letter: Letter) -> str:
-    return "–" if letter.key is None else letter.key.decode("utf-8", "backslashreplace")
+    key = "–" if letter.key is None else readable_id(letter.key)
+    return key if len(key) <= KEY_CHARACTERS else f"{key[:KEY_CHARACTERS]}…"
 
 
-def _when(letter: Letter) -> str:
+def _when(letter: Letter, precision: str) -> str:
     """The producer's clock, which may say anything that an int64 holds."""
     try:
         when = _EPOCH + timedelta(milliseconds=letter.timestamp_ms)
     except OverflowError:
         return f"{letter.timestamp_ms} ms"
-    return when.isoformat(timespec="milliseconds")
-
-
-def _reasons(letters: Sequence[Letter]) -> set[str]:
-    return {letter.reason for letter in letters}
+    return when.replace(tzinfo=None).isoformat(timespec=precision) + "Z"

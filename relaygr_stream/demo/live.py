@@ -20,6 +20,7 @@ from rich.text import Text
 
 from relaygr_stream.demo.report import quantile
 from relaygr_stream.messages import Outcome, WorkerStatus
+from relaygr_stream.printable import SafeConsole
 
 #: Rates and quantiles look back this far.
 WINDOW_S: Final = 5.0
@@ -86,7 +87,7 @@ class LiveView:
 
     def __init__(self, state: LiveState, console: Console | None = None) -> None:
         self._state = state
-        self._console = Console() if console is None else console
+        self._console = SafeConsole() if console is None else console
         self._live: Live | None = None
         self._task: asyncio.Task[None] | None = None
         # (when, events, rankings): what the rates are taken from

@@ -5,18 +5,18 @@ Knows nothing of how the run was done; every number is handed in.
 
 from __future__ import annotations
 
-import io
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from relaygr_stream.messages import Outcome
+from relaygr_stream.printable import render_plain
 
 #: Relayed and full scores may differ by this much relatively, in float32 (DESIGN §8).
 MAX_DEVIATION: Final = 1e-5
@@ -107,10 +107,7 @@ def render_table(result: DemoResult) -> RenderableType:
 
 def render_text(result: DemoResult, width: int = 100) -> str:
     """The same without colours, for a log or a file."""
-    console = Console(file=io.StringIO(), width=width, no_color=True, highlight=False)
-    with console.capture() as captured:
-        console.print(render_table(result))
-    return "\n".join(line.rstrip() for line in captured.get().splitlines()) + "\n"
+    return render_plain(render_table(result), width)
 
 
 def _faults(result: DemoResult) -> Iterator[str]:

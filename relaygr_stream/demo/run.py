@@ -30,6 +30,7 @@ from relaygr_stream.demo.report import PREPARED_WORDS, DemoResult, render_table,
 from relaygr_stream.errors import DecodeError, RelayError
 from relaygr_stream.exactness import relative_deviation
 from relaygr_stream.messages import PreInferSignal, WorkerStatus, decode
+from relaygr_stream.printable import SafeConsole
 from relaygr_stream.settings import Settings
 from relaygr_stream.topics import apply_topics, load_topics
 from relaygr_stream.workload.driver import DriveSummary, Result, drive
@@ -84,7 +85,7 @@ class Seen:
 
 async def run_demo(options: DemoOptions, settings: Settings, console: Console | None = None) -> int:
     """Run the demo; returns the exit code. Raises RelayError where it cannot run at all."""
-    console = console or Console()
+    console = console or SafeConsole()
     started = time.monotonic()
     options.out.parent.mkdir(parents=True, exist_ok=True)
     # Beside the picture, so that nothing is written outside the folder the user chose, whatever ends us.

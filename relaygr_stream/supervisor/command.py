@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from relaygr_stream.cli_options import parse_flags
+from relaygr_stream.printable import printable
 
 if TYPE_CHECKING:
     from relaygr_stream.supervisor.service import Supervised, Supervisor
@@ -92,4 +93,4 @@ def _say(process: Supervised) -> None:
     child, restarts = process.child, process.restarts.count
     pid = f"pid {child.pid}" if child.pid else "–"
     again = f"  restarts {restarts}" if restarts else ""
-    click.echo(f"{child.name:<20} {pid:<12} {process.state}{again}")
+    click.echo(f"{child.name:<20} {pid:<12} {printable(process.state)}{again}")

@@ -8,6 +8,7 @@ processes do, nor where the lines end up.
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import secrets
 import sys
@@ -20,7 +21,7 @@ import msgspec
 import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
 
-from relaygr_stream.printable import printable
+from relaygr_stream.printable import printable, printable_json, printable_lines
 from relaygr_stream.settings import SECRET_SHOWN, Telemetry
 from relaygr_stream.telemetry.limiter import LogLimiter
 
@@ -179,9 +180,9 @@ def _with_fields(fields: dict[str, Any]) -> Processor:
 
 
 def _without_controls(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
-    """What a message brought (ids, an error's words) must not steer the terminal; JSON escapes it anyway."""
+    """What a message brought (ids, an error's words) must not steer the terminal."""
     return {
-        name: printable(value) if isinstance(value, str) and name != "exception" else value
+        name: (printable_lines if name == "exception" else printable)(value) if isinstance(value, str) else value
         for name, value in event.items()
     }
 
@@ -202,7 +203,10 @@ def _keep_end(text: str, limit: int) -> str:
 
 
 def _to_json(event: EventDict, **_: Any) -> str:
-    return _encode(event).decode()
+    try:
+        return printable_json(_encode(event).decode())
+    except UnicodeEncodeError:  # a lone surrogate, which JSON can say and UTF-8 cannot
+        return json.dumps(event, default=str)
 
 
 # str for what JSON does not have (paths, exceptions, arrays): a line is better than an error about a line.

@@ -24,6 +24,7 @@ from prometheus_client import CollectorRegistry, GCCollector, Info, ProcessColle
 
 from relaygr_stream.config import injected_names
 from relaygr_stream.errors import ConfigError, RelayError, Superseded
+from relaygr_stream.printable import printable
 from relaygr_stream.settings import Settings
 from relaygr_stream.telemetry.limiter import flush_limiters
 from relaygr_stream.telemetry.logs import configure_logging
@@ -235,7 +236,7 @@ def _exit_code(error: BaseException, settings: Settings, log: Any) -> int:
         return EXIT_UNEXPECTED
     cause = next((c for c in causes if isinstance(c, Superseded)), causes[0])
     log_format = settings.telemetry.log_format
-    line = "error: " + " ".join(str(cause).split())
+    line = printable("error: " + " ".join(str(cause).split()))
     if log_format == "json" or (log_format == "auto" and not sys.stderr.isatty()):
         log.error(line, kind=type(cause).__name__)
     else:

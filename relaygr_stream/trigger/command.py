@@ -62,8 +62,7 @@ def explain_command(config: Config, only: str | None, as_json_lines: bool, **fla
     states on the Kafka of --bootstrap, or the ones that triggers take for a worker that has measured nothing. With
     --seconds, what really happens is looked on at: nothing is written, no group is joined.
     """
-    from rich.console import Console
-
+    from relaygr_stream.printable import SafeConsole
     from relaygr_stream.trigger.decision import REASONS
     from relaygr_stream.trigger.explain import as_json, as_table, summary
 
@@ -80,9 +79,9 @@ def explain_command(config: Config, only: str | None, as_json_lines: bool, **fla
         rows = _explain_events(config, **flags)
     shown = [row for row in rows if only is None or row.reason == only]
     if as_json_lines:
-        sys.stdout.write(as_json(shown).decode())
+        sys.stdout.write(as_json(shown))
         return
-    console = Console(width=None if sys.stdout.isatty() else 200, highlight=False)
+    console = SafeConsole(width=None if sys.stdout.isatty() else 200)
     console.print(as_table(shown))
     console.print(summary(rows))
 

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from relaygr_stream.messages import RequestEvent
 from relaygr_stream.owners import Claim
+from relaygr_stream.printable import printable, printable_json
 from relaygr_stream.trigger.decision import Decision, LaneState, Policy, Reason, decide
 from relaygr_stream.trigger.risk import charge_ms, prefix_bytes
 
@@ -85,9 +86,9 @@ def explain(
     return explanation, decision
 
 
-def as_json(rows: Sequence[Explanation]) -> bytes:
+def as_json(rows: Sequence[Explanation]) -> str:
     """One JSON object a line."""
-    return b"".join(msgspec.json.encode(asdict(row)) + b"\n" for row in rows)
+    return "".join(printable_json(msgspec.json.encode(asdict(row)).decode()) + "\n" for row in rows)
 
 
 def as_table(rows: Sequence[Explanation]) -> Table:
@@ -113,8 +114,8 @@ def as_table(rows: Sequence[Explanation]) -> Table:
     for row in rows:
         table.add_row(
             f"{row.at_s:.3f}",
-            row.request_id,
-            row.user_id,
+            printable(row.request_id),
+            printable(row.user_id),
             str(row.lane),
             str(row.tokens),
             f"{row.age_ms:.0f}",
@@ -122,7 +123,7 @@ def as_table(rows: Sequence[Explanation]) -> Table:
             "–" if row.nbytes is None else f"{row.nbytes / 1024:.0f}",
             f"{row.outstanding_bytes / 1024:.0f} / {row.budget_bytes / 1024:.0f}" + (" on hold" if row.on_hold else ""),
             f"{_number(row.cost_ms)} / {row.level_ms:.1f}",
-            row.owner or "–",
+            printable(row.owner or "–"),
             row.reason,
             *(["yes" if row.signalled else "no"] if live else []),
         )

@@ -10,9 +10,9 @@ from typing import Final, TextIO
 
 import msgspec
 import structlog
-from rich.console import Console
 from rich.table import Table
 
+from relaygr_stream.printable import SafeConsole, printable
 from relaygr_stream.workload.driver import DriveSummary
 from relaygr_stream.workload.metrics import Quality, QualityMeter
 
@@ -178,7 +178,7 @@ class LiveLine:
         """Replace the line, or log it."""
         self._next = time.monotonic() + self._every
         if self._terminal:
-            text = text[: shutil.get_terminal_size().columns - 1]  # a wrapped line could not be rewritten
+            text = printable(text)[: shutil.get_terminal_size().columns - 1]  # a wrapped line could not be rewritten
             self._stream.write("\r" + text.ljust(self._width))
             self._stream.flush()
             self._width = len(text)
@@ -195,4 +195,4 @@ class LiveLine:
 
 def print_report(report: PublishReport, stream: TextIO | None = None) -> None:
     """Write the table to stdout (or `stream`)."""
-    Console(file=stream, highlight=False).print(render(report))
+    SafeConsole(file=stream).print(render(report))

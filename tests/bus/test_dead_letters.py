@@ -60,10 +60,13 @@ async def test_list_and_show(kafka_settings: Kafka, letters: TopicSet) -> None:
     assert code == 0
     first, second = (json.loads(line) for line in out.splitlines())
     assert (first["reason"], first["key"], first["origin"]["topic"]) == ("malformed", "user-1", letters.ranking.name)
-    assert (second["reason"], second["key"], second["headers"]) == ("invalid", "–", {})
+    assert (second["reason"], second["key"], second["headers"]) == ("invalid", None, {})
     code, out = await call(kafka_settings, "list", "--reason", "invalid")
     assert code == 0
-    assert "1 letters: 1 invalid" in out
+    assert "1 letter: 1 invalid" in out
+    code, out = await call(kafka_settings, "list", "--reason", "luck")
+    assert code == 1
+    assert "--reason luck: no such reason; there are invalid, malformed" in out
     code, out = await call(kafka_settings, "show", first["address"])
     assert code == 0
     assert "not MessagePack" in out

@@ -20,6 +20,7 @@ from relaygr_stream.dead_letters.replay import verdict_before
 from relaygr_stream.dead_letters.table import as_json, line_of, print_letter, print_letters
 from relaygr_stream.errors import DecodeError, InputError
 from relaygr_stream.messages import HEADER_DETAIL, HEADER_REASON, HEADER_REPLAY_OF, HEADER_REPLAYS
+from relaygr_stream.printable import SafeConsole
 from relaygr_stream.settings import Kafka
 from relaygr_stream.topics import load_topics
 
@@ -142,6 +143,53 @@ def test_a_letter_cannot_steer_the_terminal_of_its_reader() -> None:
     print_letter(console, letter)
     out.write(line_of(letter, "no origin", evil) + as_json(letter, value=True))
     assert not [each for each in out.getvalue() if each != "\n" and (ord(each) < 32 or 127 <= ord(each) < 160)]
+
+
+def listed(letters: list[Letter], *, terminal: bool) -> list[str]:
+    out = io.StringIO()
+    print_letters(SafeConsole(file=out, width=80, force_terminal=terminal, no_color=True), letters)
+    return out.getvalue().splitlines()
+
+
+LONGEST = Letter(
+    15, 123_456_789, 1_700_000_000_000, bytes(range(250, 256)) * 8, b"v" * 1000, "unknown_version", "of a reader " * 15,
+    "relaygr.pre-infer", 127, 9_876_543_210,
+)  # fmt: skip
+
+
+def test_the_list_fits_a_terminal_of_80_columns_and_loses_nothing() -> None:
+    lines = listed([*letters_of([dead(1)]), LONGEST], terminal=True)
+    assert lines[0].split() == ["address", "when", "(UTC)", "reason", "from"]
+    assert lines[1].startswith("0:1 ") and "malformed" in lines[1] and "t.ranking[3]@17" in lines[1]
+    assert lines[2].split() == ["key", "u,", "1", "bytes:", "no", "map"]
+    assert max(len(line) for line in lines if "pre-infer" not in line) <= 80
+    text = " ".join(" ".join(lines).split())
+    assert text.count("of a reader") == 15
+    assert "key 0xfafbfcfdfeff" in text
+    assert lines[-1] == "2 letters: 1 malformed, 1 unknown_version"
+
+
+def test_in_a_pipe_each_letter_is_one_whole_line() -> None:
+    head, first, second, total = listed([*letters_of([dead(1)]), LONGEST], terminal=False)
+    assert head.split()[0] == "address"
+    assert first.split()[-5:] == ["u,", "1", "bytes:", "no", "map"]
+    assert second.count("of a reader") == 15
+    assert total == "2 letters: 1 malformed, 1 unknown_version"
+
+
+@pytest.mark.parametrize(
+    ("key", "text"), [(b"user-1", "user-1"), (b"\x00\x01", "0x0001"), (b"\xff", "0xff"), (None, None), (b"", "")]
+)
+def test_binary_ids_are_hexadecimal(key: bytes | None, text: str | None) -> None:
+    assert json.loads(as_json(Letter(0, 1, 0, key, b"v"), value=False))["key"] == text
+
+
+def test_a_reason_that_there_is_not_is_an_error() -> None:
+    letters = letters_of([dead(1)])
+    with pytest.raises(InputError, match=r"--reason malfromed: no such reason; there are invalid, malformed"):
+        choose(letters, addresses=(), reason="malfromed", origin="")
+    later = Letter(0, 9, 0, b"u", b"v", reason="of_a_later_release")
+    assert choose([*letters, later], addresses=(), reason="of_a_later_release", origin="") == [later]
 
 
 def test_a_detail_that_is_no_unicode_can_be_buried() -> None:
