@@ -142,7 +142,7 @@ class Device:
         self.tokens_per_ms = (after["tokens"] - before["tokens"]) / (after["pre_infer_ms"] - before["pre_infer_ms"])
 
     def _make(self) -> RelayCore:
-        self.inside = build(self.settings, self.thread.deliver, lambda *_: None, self.thread.wake)
+        self.inside = build(self.settings, self.thread.deliver, lambda *_: False, self.thread.wake)
         self.watched = Watched(self.inside.model)
         self.inside.engine.model = cast(RankingModel, self.watched)
         return self.inside.core

@@ -71,7 +71,7 @@ class LiveWorker:
         self._answers: list[Answer] = []
         self._on_answers = on_answers
         self._inbox: list[Callable[[RelayCore, float], None]] = []
-        self._inside = build(settings, self._answers.append, lambda *_: None, lambda: None)
+        self._inside = build(settings, self._answers.append, lambda *_: False, lambda: None)
         self.core = self._inside.core
         self.extends, self.scores = Samples(), Samples()
         self._record(self._inside.engine)

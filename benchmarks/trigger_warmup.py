@@ -48,7 +48,7 @@ def run(warm_up: bool, spread: float) -> Outcome:
         ),
     )
     answers: list[Answer] = []
-    core = build(settings, answers.append, lambda *_: None, lambda: None).core
+    core = build(settings, answers.append, lambda *_: False, lambda: None).core
     rng = random.Random(5)
     generator = np.random.default_rng(5)
     histories = [Tokens(np.stack([generator.integers(0, 1000, TOKENS), np.zeros(TOKENS, np.int64), np.arange(TOKENS)]))

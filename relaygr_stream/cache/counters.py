@@ -19,6 +19,7 @@ class CacheCounters:
     spilled_bytes: int = 0
     loaded: int = 0
     loaded_bytes: int = 0
+    distrusted: int = 0  # dropped from both tiers: an audit deviated, or scores from it were not finite
     forgotten: int = 0  # dropped from DRAM to make room there
     copy_failures: int = 0
     no_room: int = 0  # allocations that failed even after eviction

@@ -186,6 +186,21 @@ class PrefixCache:
         entry.failed = True
         self._holdings.retire(entry)
 
+    def evict(self, entry: Entry) -> None:
+        """any state → absent: what it holds, in both tiers, is not to be trusted. Memory that is in use goes back when
+        nobody holds it; who waits for the entry finds it `failed`."""
+        if not entry.retired:
+            self.counters.distrusted += 1
+        entry.failed = True
+        self._holdings.retire(entry)
+
+    def evict_user(self, user_id: str) -> Entry | None:
+        """The same for what the user has; returns it, None if there is nothing."""
+        entry = self._holdings.get(user_id)
+        if entry is not None:
+            self.evict(entry)
+        return entry
+
     # ---- holding ----
 
     def pin(self, entry: Entry) -> None:

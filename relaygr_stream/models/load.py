@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
+import structlog
 import torch
 
 from relaygr_stream import settings
@@ -16,6 +17,8 @@ from relaygr_stream.models.kernels.choice import Kernels
 from relaygr_stream.models.kv import KVLayout
 from relaygr_stream.models.protocol import RankingModel
 from relaygr_stream.models.random_weights import random_model
+
+log = structlog.get_logger(__name__)
 
 
 def load_model(
@@ -94,6 +97,8 @@ def _find_factory(name: str) -> Callable[..., Any]:
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # whatever a user's module raises while it is imported
+        if not (isinstance(error, ModuleNotFoundError) and error.name == module_name):
+            log.error("the model's module failed", module=module_name, exc_info=error)
         raise ModelError(
             f"`model.factory` = {name!r}: importing {module_name} failed: {type(error).__name__}: {error}; "
             f"is it installed, or its folder on PYTHONPATH?"
@@ -113,6 +118,7 @@ def _call(factory: Callable[..., Any], model: settings.Model, device: torch.devi
     except RelayError:
         raise
     except Exception as error:  # whatever a user's factory raises
+        log.error("the model's factory failed", factory=model.factory, exc_info=error)
         raise ModelError(
             f"`model.factory` = {model.factory!r} failed with {type(error).__name__}: {error}; "
             f"it is called with (settings.Model, torch.device, torch.dtype)"

@@ -212,7 +212,7 @@ def _step_ms(costs: DeviceCosts, settings: Settings) -> float:
         TierMemory(worker.dram_bytes, META) if worker.dram_bytes else None,
         SimulatedCopies(costs, clock, lambda at: None),
         lambda answer: None,
-        lambda task, deviation, ms: None,
+        lambda task, deviation, ms: False,
     ).core
     length = min(settings.relay.max_prefix_tokens, 512)
     tokens, none = Tokens(np.zeros((3, length), np.int64)), Tokens(np.zeros((3, 0), np.int64))

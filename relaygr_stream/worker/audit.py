@@ -30,12 +30,18 @@ log = structlog.get_logger(__name__)
 MAX_WAITING: Final = 8
 
 
-class Auditor:
-    """Compares relayed with full scores; `report(task, deviation, ms)` is called for each finished audit."""
+#: Told of each finished audit: the ranking, its deviation, milliseconds of device time. Returns whether it deviates by
+#: too much.
+Report = Callable[[RankTask, float, float], bool]
 
-    def __init__(self, share: float, report: Callable[[RankTask, float, float], None], seed: int | None = None) -> None:
+
+class Auditor:
+    """Compares relayed with full scores. evict(user_id): what is cached of this user deviates by too much."""
+
+    def __init__(self, share: float, report: Report, seed: int | None = None) -> None:
         self._share = share
         self._report = report
+        self.evict: Callable[[str], None] = lambda user_id: None
         self._random = random.Random(seed)
         self._waiting: deque[Audit] = deque()
         self.done = 0
@@ -89,7 +95,8 @@ class Auditor:
             self.worst_rounded = max(self.worst_rounded, deviation)
         else:
             self.worst = max(self.worst, deviation)
-        self._report(task, deviation, audit.ms)
+        if self._report(task, deviation, audit.ms):
+            self.evict(task.user_id)
         return True
 
     def give_up_scratch(self, scratch: Scratch) -> bool:

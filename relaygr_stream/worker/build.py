@@ -18,11 +18,11 @@ from relaygr_stream.models.devices import select_device
 from relaygr_stream.models.load import load_model
 from relaygr_stream.models.protocol import RankingModel
 from relaygr_stream.settings import Settings
-from relaygr_stream.worker.audit import Auditor
+from relaygr_stream.worker.audit import Auditor, Report
 from relaygr_stream.worker.core import Limits, RelayCore
 from relaygr_stream.worker.engine import Engine
 from relaygr_stream.worker.rounding import check_rounding
-from relaygr_stream.worker.tasks import Answer, RankTask
+from relaygr_stream.worker.tasks import Answer
 
 log = structlog.get_logger(__name__)
 
@@ -54,7 +54,7 @@ def load_engine(settings: Settings) -> Engine:
 def build(
     settings: Settings,
     deliver: Callable[[Answer], None],
-    report_audit: Callable[[RankTask, float, float], None],
+    report_audit: Report,
     wake: Callable[[], None],
     settled: Callable[[], None] = lambda: None,
 ) -> Inside:
@@ -90,7 +90,7 @@ def assemble(
     dram: TierMemory | None,
     copier: CopyEngine,
     deliver: Callable[[Answer], None],
-    report_audit: Callable[[RankTask, float, float], None],
+    report_audit: Report,
     audit_seed: int | None = None,
 ) -> Inside:
     """Cache and core over this engine and memory, as configured; also what `relaygr simulate` runs."""

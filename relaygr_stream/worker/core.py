@@ -71,6 +71,7 @@ class RelayCore:
         self.cache = cache
         self._limits = limits
         self.auditor = auditor
+        auditor.evict = self._evict
         self._deliver = deliver
         self._queue = WorkQueue()
         self._parked = Parked()
@@ -224,6 +225,12 @@ class RelayCore:
             else:
                 self.rankings.again(task)
         if entry.failed:
+            self.pins.release_entry(entry)
+
+    def _evict(self, user_id: str) -> None:
+        """What an audit found to deviate serves nobody any more: its admitted rankings will run in full."""
+        entry = self.cache.evict_user(user_id)
+        if entry is not None:
             self.pins.release_entry(entry)
 
     def _done(self, answer: Answer) -> None:

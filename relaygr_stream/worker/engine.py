@@ -8,6 +8,7 @@ from typing import Final, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
+import structlog
 import torch
 
 from relaygr_stream.errors import CapacityError, ModelError
@@ -16,6 +17,8 @@ from relaygr_stream.models.protocol import RankingModel, ScoreInput, WarmedModel
 from relaygr_stream.models.tokens import Tokens
 from relaygr_stream.worker.chunk import Chunk
 from relaygr_stream.worker.costs import MAX_CHUNK, MIN_CHUNK, Costs
+
+log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 
@@ -27,6 +30,8 @@ WARMUP_ROWS: Final = (16, 64, 128)
 #: After the device ran out of memory chunks stay half as long; so many chunks later they may double again. At some
 #: milliseconds each that is about a second: memory that others took is free again, or one more retry is paid.
 CALM_CHUNKS: Final = 256
+#: Kinds of errors whose traceback is logged; a model with more lines that raise says little with the next one.
+MAX_KINDS_SHOWN: Final = 64
 #: Weight of a new chunk in the running mean of how many steps a chunk is worth.
 STEPS_STEP: Final = 0.1
 
@@ -52,6 +57,7 @@ class Engine:
         self.failures = 0
         self.failed_in_a_row = 0
         self.last_error = ""
+        self._shown: set[tuple[str, str, int]] = set()
         self.out_of_memory = 0
         self._longest = MAX_CHUNK
         self._calm = 0
@@ -177,8 +183,23 @@ class Engine:
             self.failures += 1
             self.failed_in_a_row += 1
             self.last_error = describe(error)
+            self._show(error)
             raise
         return result
+
+    def _show(self, error: Exception) -> None:
+        """Its traceback, for who wrote the model: once per kind, which is its type and the line that raised it."""
+        trace = error.__traceback__
+        while trace is not None and trace.tb_next is not None:
+            trace = trace.tb_next
+        kind = (
+            type(error).__name__,
+            trace.tb_frame.f_code.co_filename if trace else "",
+            trace.tb_lineno if trace else 0,
+        )
+        if kind not in self._shown and len(self._shown) < MAX_KINDS_SHOWN:
+            self._shown.add(kind)
+            log.error("the model or its device failed", error=describe(error), exc_info=error)
 
     def _synchronize(self) -> None:
         if self._asynchronous:

@@ -160,10 +160,20 @@ class Rankings:
         self._batching.add(predicted_ms, len(batch), ms)
         for task, rows in zip(batch, scores, strict=True):
             task.device_ms += ms / len(batch)
+            if not np.isfinite(rows).all():
+                self._answer_not_finite(task, rows)
+                continue
             task.approximate = task.entry is not None and task.entry.approximate
             self._auditor.consider(task, rows)
             self._answer(task, "ok", scores=rows)
         return ms
+
+    def _answer_not_finite(self, task: RankTask, scores: npt.NDArray[np.float32]) -> None:
+        """Such scores order nothing. What they came from may be to blame, and would be for the user's next ranking."""
+        if task.entry is not None:
+            self._cache.evict(task.entry)
+        bad = int((~np.isfinite(scores)).sum())
+        self._answer(task, "failed", f"{bad} of {scores.size} scores are NaN or infinite")
 
     def take_queue_ms(self, now: float) -> float:
         """Delay until the device takes a ranking: the mean since the last call, or the longest wait if that is more."""

@@ -79,7 +79,8 @@ class Worker:
         self._host = socket.gethostname()
         self._name = settings.worker.name or f"{self._host}-{os.getpid()}"
         self._device = DeviceThread(asyncio.get_running_loop(), self._on_answers)
-        self._watch = Watch(context, self._device, settings.kafka.max_poll_ms / 1e3)
+        self._audits = AuditReport(settings.worker, self._metrics)
+        self._watch = Watch(context, self._device, settings.kafka.max_poll_ms / 1e3, lambda: self._audits.distrust)
         self._intake = Intake(
             settings.relay,
             settings.client.timeout_ms,
@@ -238,8 +239,7 @@ class Worker:
         return handover
 
     def _build(self) -> RelayCore:
-        report = AuditReport(self._settings.worker, self._metrics)
-        inside = build(self._settings, self._device.deliver, report, self._device.wake, self._settled)
+        inside = build(self._settings, self._device.deliver, self._audits, self._device.wake, self._settled)
         self._inside = inside
         self._metrics.model_info.labels(inside.model.version, inside.model.note).set(1)
         describe = log.warning if inside.model.note else log.info

@@ -1,8 +1,10 @@
-"""Whether the device thread and the brokers are alive, told to /readyz and /healthz, and when to give up."""
+"""Whether the device thread and the brokers are alive and the scores right, told to /readyz and /healthz, and when to
+give up."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Final
 
 from relaygr_stream.bus.lanes import LaneConsumer
@@ -17,9 +19,13 @@ STALL_SHARE: Final = 0.5
 
 
 class Watch:
-    """Looks at the device thread and the consumer several times a second."""
+    """Looks at the device thread and the consumer several times a second. distrust(): why scores are not to be relied
+    on; "" while they are."""
 
-    def __init__(self, context: ProcessContext, device: DeviceThread, limit_s: float) -> None:
+    def __init__(
+        self, context: ProcessContext, device: DeviceThread, limit_s: float, distrust: Callable[[], str] = str
+    ) -> None:
+        self._distrust = distrust
         self._context = context
         self._device = device
         self._limit_s = limit_s
@@ -45,7 +51,8 @@ class Watch:
             if not self.progressing:
                 self._context.set_ready(False, f"the device thread has not moved for {self._stuck_s:.1f} s")
             else:
-                self._context.set_ready(consumer.healthy, "no broker answers")
+                distrust = self._distrust()
+                self._context.set_ready(consumer.healthy and not distrust, distrust or "no broker answers")
             await asyncio.sleep(WATCH_S)
             moved, turns = self._device.turns != turns, self._device.turns
             self._stuck_s = 0.0 if moved else self._stuck_s + WATCH_S

@@ -44,7 +44,7 @@ class Simulated(World):
             engine.costs_of_prefix,
             scratch_tokens=MAX_TOKENS,
         )
-        auditor = Auditor(0.0, lambda task, deviation, ms: None)
+        auditor = Auditor(0.0, lambda task, deviation, ms: False)
         self.core = RelayCore(engine, self.cache, self.limits, auditor, self.answers.append)
 
     def settle(self, most: int = 10_000) -> None:

@@ -58,7 +58,7 @@ def test_a_deviation_is_found() -> None:
 
 
 def test_what_waits_is_bounded_and_the_newest_stay() -> None:
-    auditor = Auditor(1.0, lambda task, deviation, ms: None)
+    auditor = Auditor(1.0, lambda task, deviation, ms: False)
     w = World()
     tasks = [relayed(w, number) for number in range(MAX_WAITING + 3)]
     for task in tasks:

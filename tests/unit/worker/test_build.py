@@ -30,7 +30,7 @@ def settings_of(**worker: Any) -> Settings:
 
 
 def built(settings: Settings) -> Inside:
-    inside = build(settings, lambda answer: None, lambda task, deviation, ms: None, lambda: None)
+    inside = build(settings, lambda answer: None, lambda task, deviation, ms: False, lambda: None)
     inside.cache.close()
     return inside
 
