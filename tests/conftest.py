@@ -46,19 +46,6 @@ def pytest_configure() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # Real processes in real time: a machine that stands still for a second (CI's does) can break what a test arranges,
-    # not only what it asserts. Such a test has a second try, and the summary names it (RERUN). Logic has one try, and
-    # so have the fault tests: what is lost once in two runs is lost.
-    for item in items:
-        if isinstance(item, pytest.Function) and _in_real_time(item):
-            item.add_marker(pytest.mark.flaky(reruns=1))
-
-
-def _in_real_time(item: pytest.Function) -> bool:
-    return "faults" not in item.path.parts and ("e2e" in item.path.parts or "brokers" in item.fixturenames)
-
-
 @pytest.fixture
 def long_run(request: pytest.FixtureRequest) -> LongRun:
     """How long, and with which seed."""

@@ -59,7 +59,7 @@ async def on_small_disks(cluster: ThreeBrokers, *brokers: int) -> AsyncIterator[
             broker = cluster.brokers[number]
             await broker.terminate()
             disks.append(stack.enter_context(small_disk(broker.data, DISK_BYTES)))
-            stack.callback(broker.kill)
+            stack.push_async_callback(broker.kill)
         await cluster.heal()
         yield disks
 
