@@ -24,7 +24,7 @@ from relaygr_stream.bus.ending import end_consumer
 from relaygr_stream.bus.membership import Membership
 from relaygr_stream.bus.offsets import OffsetLedger
 from relaygr_stream.bus.records import Record, as_record
-from relaygr_stream.bus.unreadable import Unreadable, read_around
+from relaygr_stream.bus.unreadable import pass_unreadable
 from relaygr_stream.settings import Kafka
 
 log = structlog.get_logger(__name__)
@@ -158,6 +158,7 @@ class LaneConsumer:
         try:
             with typed_errors(self._kafka, "read lanes"):
                 await self._data.start()
+                pass_unreadable(self._data)
             await self._membership.start()
         except BaseException:
             await self.stop()
@@ -274,9 +275,6 @@ class LaneConsumer:
             except OffsetOutOfRangeError as error:
                 await self._restart_lane(error.args[0])
                 continue
-            except Unreadable:
-                await self._read_around()
-                continue
             self._take([as_record(message) for messages in batches.values() for message in messages])
 
     def _take(self, records: list[Record]) -> None:
@@ -288,22 +286,6 @@ class LaneConsumer:
                 new.append(record)
         if new:
             self._on_records(new)
-
-    async def _read_around(self) -> None:
-        def position(partition: TopicPartition) -> int | None:
-            ledger = self._ledgers.get(partition)
-            return None if ledger is None else ledger.position
-
-        try:
-            await read_around(
-                self._data,
-                lambda: [TopicPartition(*each) for each in self._ledgers],
-                position,
-                self._take,
-                self._kafka.fetch_max_wait_ms / 1000,
-            )
-        except OffsetOutOfRangeError as error:
-            await self._restart_lane(error.args[0])
 
     async def _restart_lane(self, out_of_range: dict[TopicPartition, int]) -> None:
         """The broker no longer has the offset, or not yet: its log was cut short, expired, or began anew."""

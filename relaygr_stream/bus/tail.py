@@ -17,7 +17,7 @@ from aiokafka.errors import KafkaError
 from relaygr_stream.bus.connection import broker_error, client_options, typed_errors
 from relaygr_stream.bus.ending import end_consumer
 from relaygr_stream.bus.records import Record, as_record
-from relaygr_stream.bus.unreadable import Unreadable, read_around
+from relaygr_stream.bus.unreadable import pass_unreadable
 from relaygr_stream.settings import Kafka
 
 log = structlog.get_logger(__name__)
@@ -86,6 +86,7 @@ class TopicTail:
         try:
             with typed_errors(self._kafka, f"read {topic}"):
                 await self._consumer.start()
+                pass_unreadable(self._consumer)
                 # Before anything is fetched: what is asked on a connection waits for a fetch that waits for records.
                 ends = await self._consumer.end_offsets(self._partitions)
                 begins = ends
@@ -147,12 +148,7 @@ class TopicTail:
             self._turned.set()
 
     async def _read(self) -> None:
-        try:
-            batches = await self._consumer.getmany(timeout_ms=WAIT_MS)
-        except Unreadable:
-            wait_s = self._wait_ms / 1000
-            await read_around(self._consumer, lambda: self._partitions, self._next.__getitem__, self._take, wait_s)
-            return
+        batches = await self._consumer.getmany(timeout_ms=WAIT_MS)
         self._take([as_record(message) for messages in batches.values() for message in messages])
 
     def _take(self, records: list[Record]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,6 +15,9 @@ from aiokafka.errors import MessageSizeTooLargeError
 from aiokafka.producer import message_accumulator
 from aiokafka.producer import producer as producer_module
 from aiokafka.record.default_records import _DefaultRecordBatchBuilderPy
+from aiokafka.record.util import calc_crc32c
+from confluent_kafka import Producer as ForeignProducer
+from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource, ResourceType
 
 from relaygr_stream.bus.local import LocalBroker
 from relaygr_stream.bus.producer import Producer
@@ -33,15 +38,29 @@ class NotUtf8(str):
         return b"\xff\xfe"
 
 
+class Mislabelled(_DefaultRecordBatchBuilderPy):  # type: ignore[misc]  # untyped
+    """Says of what is not compressed that it is; its checksum is right."""
+
+    codec = 0
+
+    def build(self) -> bytearray:
+        batch = bytearray(super().build())
+        struct.pack_into(">h", batch, 21, self.codec)
+        struct.pack_into(">I", batch, 17, calc_crc32c(bytes(batch[21:])))
+        return batch
+
+
 @asynccontextmanager
-async def hostile_producer(kafka: Kafka) -> AsyncIterator[AIOKafkaProducer]:
+async def hostile_producer(
+    kafka: Kafka, builder: type[_DefaultRecordBatchBuilderPy] = _DefaultRecordBatchBuilderPy
+) -> AsyncIterator[AIOKafkaProducer]:
     """aiokafka's batches are written in C, which checks names; in Python it does not."""
     producer = AIOKafkaProducer(bootstrap_servers=kafka.bootstrap)
     await producer.start()
     try:
         with pytest.MonkeyPatch.context() as patch:
             for module in (producer_module, message_accumulator):
-                patch.setattr(module, "DefaultRecordBatchBuilder", _DefaultRecordBatchBuilderPy)
+                patch.setattr(module, "DefaultRecordBatchBuilder", builder)
             yield producer
     finally:
         await producer.stop()
@@ -98,6 +117,57 @@ async def test_a_tail_reads_around_unreadable_records_from_the_start_and_later(k
             await until(lambda: len(read) == 5, "followed")
             assert [record.value for record in read if record.lane == 1] == [None, b"1-1"]
             assert not tail.failed.done()
+
+
+def keep_compressed(kafka: Kafka, topic: str) -> None:
+    """Apache Kafka then stores what it is sent as it is: a cluster of others, or one set up before us."""
+    entry = ConfigEntry("compression.type", "producer", incremental_operation=AlterConfigOpType.SET)
+    admin = AdminClient({"bootstrap.servers": kafka.bootstrap})
+    (changed,) = admin.incremental_alter_configs(
+        [ConfigResource(ResourceType.TOPIC, topic, incremental_configs=[entry])]
+    ).values()
+    changed.result(timeout=30)
+
+
+@pytest.mark.parametrize("codec", ["gzip", "snappy", "lz4", "zstd"])
+async def test_what_a_foreign_client_compressed_is_read(kafka_settings: Kafka, broker: AnyBroker, codec: str) -> None:
+    await apply_topics(kafka_settings)
+    topics = load_topics(kafka_settings)
+    if broker.kind == "kafka":
+        await asyncio.to_thread(keep_compressed, kafka_settings, topics.ranking.name)
+    foreign = ForeignProducer({"bootstrap.servers": kafka_settings.bootstrap, "compression.type": codec})
+    values = [bytes([number]) * 3000 for number in range(20)]
+    for value in values:
+        foreign.produce(topics.ranking.name, value, partition=1)
+    assert await asyncio.to_thread(foreign.flush, 30) == 0
+    async with Member(kafka_settings, topics, "one") as one:
+        await until(lambda: len(one.records) == len(values), "read")
+        assert [record.value for record in one.records] == values
+
+
+async def test_what_cannot_be_unpacked_holds_up_nobody(kafka_settings: Kafka, broker: AnyBroker) -> None:
+    if broker.kind != "embedded":
+        pytest.skip("Apache Kafka unpacks what it takes, and refuses what it cannot")
+    await apply_topics(kafka_settings)
+    topics = load_topics(kafka_settings)
+    ranking = topics.ranking.name
+    async with (
+        Producer(kafka_settings, client_id="test") as producer,
+        TopicTail(kafka_settings, ranking, [0, 1], "latest", (tailed := list[Record]()).extend) as tail,
+        Member(kafka_settings, topics, "one") as one,
+    ):
+        await shared_out(topics, one)
+        for codec in (1, 2, 3, 4):
+            async with hostile_producer(kafka_settings, type("Bad", (Mislabelled,), {"codec": codec})) as hostile:
+                await hostile.send_and_wait(ranking, b"not compressed", partition=0)
+            await producer.send_and_wait(ranking, b"good", partition=0)
+            await producer.send_and_wait(ranking, b"good", partition=1)
+        for records in (one.records, tailed):
+            await until(lambda records=records: len(records) == 12, "read")  # type: ignore[misc]
+            assert [record.value for record in records if record.lane == 0] == [None, b"good"] * 4
+            assert [record.value for record in records if record.lane == 1] == [b"good"] * 4
+        assert not tail.failed.done()
+        assert not one.consumer.failed.done()
 
 
 def change_on_disk(folder: Path, partition: str, value: bytes) -> None:

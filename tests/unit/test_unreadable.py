@@ -1,85 +1,204 @@
-"""Reading around unreadable records ends when they are passed: neither before, nor only when all is quiet.
+"""Whatever a broker's answer holds, a consumer gets past it: each offset is handed out once, as a record or a stand-in.
 
-On brokers: tests/bus/test_unreadable.py.
+Through aiokafka's own fetcher; the broker is played. On brokers: tests/bus/test_unreadable.py.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gzip
+import struct
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import cramjam
 import pytest
 from aiokafka import TopicPartition
+from aiokafka.consumer import fetcher
+from aiokafka.consumer.fetcher import Fetcher
+from aiokafka.consumer.subscription_state import SubscriptionState
+from aiokafka.record.default_records import _DefaultRecordBatchBuilderPy
+from aiokafka.record.util import calc_crc32c
+from hypothesis import given
+from hypothesis import strategies as st
 
-from relaygr_stream.bus import unreadable
-from relaygr_stream.bus.records import Record
-from relaygr_stream.bus.unreadable import read_around
+from relaygr_stream.bus.batches import HEADER, MOST_RECORDS, UNPACKED_BYTES
+from relaygr_stream.bus.unreadable import HEADER_UNREADABLE, STAND_INS, pass_unreadable
 
 HERE = TopicPartition("t", 0)
+#: Fetches after which a reader that has not come to the end goes round in circles.
+MOST_FETCHES = 100
 
 
-class Consumer:
-    """One partition. What a seek asks for comes after fetch_s; endless: there is always one more record."""
-
-    def __init__(self, bad: set[int], fetch_s: float, *, end: int, endless: bool = False) -> None:
-        self._bad = bad
-        self._fetch_s = fetch_s
-        self._end = end
-        self._endless = endless
-        self._position = 0
-        self._here_at = 0.0
-
-    def seek(self, partition: TopicPartition, offset: int) -> None:
-        assert partition == HERE
-        self._position = offset
-        self._here_at = asyncio.get_running_loop().time() + self._fetch_s
-
-    async def getmany(
-        self, *_: TopicPartition, timeout_ms: int, max_records: int | None
-    ) -> dict[TopicPartition, list[Any]]:
-        assert timeout_ms == 0
-        if asyncio.get_running_loop().time() < self._here_at:
-            return {}
-        end = self._position + 1 if self._endless or max_records else self._end
-        found: list[Any] = []
-        while self._position < min(end, self._end):
-            if self._position in self._bad:
-                raise UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
-            found.append(message(self._position))
-            self._position += 1
-        return {HERE: found} if found else {}
-
-
-def message(offset: int) -> Any:
-    return SimpleNamespace(
-        topic=HERE.topic, partition=HERE.partition, offset=offset, timestamp=0, key=None, value=b"v", headers=()
-    )
-
-
-class Reader:
-    """Hands out from offset 0 on."""
+class Log:
+    """A partition, and a broker's answers: from the batch on that holds the offset asked for."""
 
     def __init__(self) -> None:
-        self.records: list[Record] = []
+        self.batches: list[tuple[int, bytes]] = []  # where each ends, whatever its bytes say
+        self.end = 0
 
-    async def around(self, consumer: Consumer, fetch_wait_s: float) -> None:
-        async with asyncio.timeout(10.0):
-            await read_around(consumer, lambda: [HERE], lambda _: len(self.records), self.records.extend, fetch_wait_s)
+    def append(self, batch: bytes, records: int) -> None:
+        self.end += records
+        self.batches.append((self.end, batch))
 
-
-async def test_it_ends_under_steady_traffic(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every turn asks each partition, and records wait for a turn: no state to stay in for as long as users come."""
-    monkeypatch.setattr(unreadable, "PASSED_S", 0.05)
-    reader = Reader()
-    await reader.around(Consumer({3}, 0.0, end=1 << 62, endless=True), 0.0)
-    assert [record.offset for record in reader.records if record.value is None] == [3]
-    assert [record.offset for record in reader.records] == list(range(len(reader.records)))
+    def answer(self, offset: int) -> bytes:
+        return b"".join(batch for end, batch in self.batches if end > offset)
 
 
-async def test_it_waits_for_a_fetch_that_takes_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else ordinary reading would meet the same record again, and no lane would ever get on."""
-    monkeypatch.setattr(unreadable, "PASSED_S", 0.1)
-    reader = Reader()
-    await reader.around(Consumer({0, 2}, 0.3, end=4), 0.3)
-    assert [(record.offset, record.value) for record in reader.records] == [(0, None), (1, b"v"), (2, None), (3, b"v")]
+async def read(log: Log, *, check_crcs: bool) -> list[Any]:
+    """Everything, in as many fetches as it takes."""
+    subscriptions = SubscriptionState()
+    subscriptions.assign_from_user([HERE])
+    assignment = subscriptions.subscription.assignment
+
+    async def answer(node: int, request: Any) -> Any:
+        offset = assignment.state_value(HERE).position
+        content = [(HERE.partition, 0, log.end, log.end, None, log.answer(offset))]
+        return SimpleNamespace(API_VERSION=4, topics=[(HERE.topic, content)])
+
+    client = SimpleNamespace(_loop=asyncio.get_running_loop(), _metadata_max_age_ms=1, send=answer)
+    reader = Fetcher(client, subscriptions, check_crcs=check_crcs)
+    reader._fetch_task.cancel()  # one fetch at a time, by hand
+    pass_unreadable(SimpleNamespace(_fetcher=reader))
+    assignment.state_value(HERE).seek(0)
+    found: list[Any] = []
+    for _ in range(MOST_FETCHES):
+        position = assignment.state_value(HERE).position
+        if position >= log.end:
+            return found
+        request = SimpleNamespace(topics=[(HERE.topic, [(HERE.partition, position, 0)])])
+        assert await reader._proc_fetch_request(assignment, 0, request)
+        found += (await reader.fetched_records([HERE])).get(HERE, [])
+    raise AssertionError(f"at {assignment.state_value(HERE).position} after {MOST_FETCHES} fetches")
+
+
+def everything(log: Log, *, check_crcs: bool = True) -> list[Any]:
+    records = asyncio.run(read(log, check_crcs=check_crcs))
+    assert [record.offset for record in records[:-1]] == sorted({record.offset for record in records[:-1]})
+    return records
+
+
+def batch_of(values: list[bytes], base: int, codec: int = 0, header: str = "h") -> bytes:
+    builder = _DefaultRecordBatchBuilderPy(2, codec, 0, -1, -1, -1, 1 << 30)
+    for offset, value in enumerate(values):
+        builder.append(offset, 1_700_000_000_000, b"key", value, [(header, b"v")])
+    batch = bytearray(builder.build())
+    struct.pack_into(">q", batch, 0, base)
+    return bytes(batch)
+
+
+def log_of(*batches_: bytes) -> Log:
+    log = Log()
+    for batch in batches_:
+        log.append(batch, HEADER.unpack_from(batch)[6] + 1)
+    return log
+
+
+FIRST, SECOND = batch_of([b"a" * 40, b"b", b"c"], 0), batch_of([b"d", b"e", b"f"], 3)
+ALL = [b"a" * 40, b"b", b"c", b"d", b"e", b"f"]
+
+
+@pytest.mark.parametrize("check_crcs", [True, False])
+def test_any_flipped_bit_is_passed(check_crcs: bool) -> None:
+    """Without checksums (as the trigger reads) values may be wrong; offsets never are."""
+
+    async def flips() -> None:
+        for which, batch in enumerate((FIRST, SECOND)):
+            for bit in range(len(batch) * 8):
+                flipped = bytearray(batch)
+                flipped[bit // 8] ^= 1 << bit % 8
+                both = [bytes(FIRST), bytes(SECOND)]
+                both[which] = bytes(flipped)
+                log = Log()
+                for one in both:
+                    log.append(one, 3)
+                records = await read(log, check_crcs=check_crcs)
+                assert [record.offset for record in records] == list(range(6)), f"bit {bit} of batch {which}"
+                if check_crcs and bit >= 8 * 8:  # the base offset is the one field that nothing protects
+                    other = records[3:] if which == 0 else records[:3]
+                    assert [record.value for record in other] == (ALL[3:] if which == 0 else ALL[:3]), f"bit {bit}"
+
+    asyncio.run(flips())
+
+
+@given(
+    st.lists(st.one_of(st.binary(min_size=1, max_size=200), st.sampled_from([FIRST, SECOND, SECOND[:80]])), max_size=4)
+)
+def test_any_bytes_are_passed(parts: list[bytes]) -> None:
+    log = Log()
+    for part in parts:
+        log.append(part, 3)
+    for check_crcs in (True, False):
+        records = asyncio.run(read(log, check_crcs=check_crcs))
+        assert [record.offset for record in records] == sorted({record.offset for record in records})
+
+
+@pytest.mark.parametrize("codec", [1, 2, 3, 4])
+def test_every_codec_is_read(codec: int) -> None:
+    records = everything(log_of(batch_of(ALL[:3], 0, codec), SECOND))
+    assert [record.value for record in records] == ALL
+
+
+def test_snappy_as_librdkafka_writes_it_is_read() -> None:
+    """Without the Java client's frame."""
+    assert [r.value for r in everything(log_of(packed(FIRST, 2, cramjam.snappy.compress_raw), SECOND))] == ALL
+
+
+def packed(batch: bytes, codec: int, pack: Callable[[bytes], Any]) -> bytes:
+    """With these bytes in place of its records; its checksum is right."""
+    header = list(HEADER.unpack_from(batch))
+    body = bytes(pack(batch[HEADER.size :]))
+    header[1], header[5] = HEADER.size - 12 + len(body), codec
+    whole = bytearray(HEADER.pack(*header) + body)
+    struct.pack_into(">I", whole, 17, calc_crc32c(bytes(whole[21:])))
+    return bytes(whole)
+
+
+BOMB = bytes(UNPACKED_BYTES + 1)
+
+
+@pytest.mark.parametrize(
+    ("codec", "pack", "said"),
+    [
+        (1, lambda _: gzip.compress(BOMB, 1), "gzip"),
+        (2, lambda _: cramjam.snappy.compress_raw(BOMB), "snappy"),
+        (3, lambda _: cramjam.lz4.compress(BOMB), "lz4"),
+        (4, lambda _: cramjam.zstd.compress(BOMB, 1), "zstd"),
+        (1, lambda records: records, "gzip"),
+        (2, lambda records: b"\x82SNAPPY\0" + bytes(8) + b"\xff\xff\xff\xff" + records, "snappy"),
+        (3, lambda records: records, "lz4"),
+        (4, lambda records: records, "zstd"),
+        (5, lambda records: records, "codec 5"),
+        (7, lambda records: records, "codec 7"),
+    ],
+)
+def test_what_does_not_unpack_is_passed(codec: int, pack: Callable[[bytes], Any], said: str) -> None:
+    records = everything(log_of(packed(FIRST, codec, pack), SECOND), check_crcs=False)
+    assert [record.value for record in records] == [None, None, None, *ALL[3:]]
+    assert all(said in dict(record.headers)[HEADER_UNREADABLE].decode() for record in records[:3])
+
+
+def test_too_many_records_are_one_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two million records of seven bytes fit a compressed mebibyte; a stand-in for each would be a bomb in turn."""
+    many = MOST_RECORDS + 1
+    log = log_of(batch_of([b""] * many, 0, codec=4), batch_of([b"x"], many))
+    *stand_ins, last = everything(log)
+    assert (len(stand_ins), last.value) == (STAND_INS, b"x")
+    assert f"{many - STAND_INS + 1} records from here on" in dict(stand_ins[-1].headers)[HEADER_UNREADABLE].decode()
+
+
+def test_a_name_that_is_not_utf_8_is_told() -> None:
+    class NotUtf8(str):
+        def encode(self, *_: Any, **__: Any) -> bytes:
+            return b"\xff\xfe"
+
+    records = everything(log_of(batch_of([b"bad"], 0, header=NotUtf8("x")), batch_of([b"good"], 1)))
+    assert [record.value for record in records] == [None, b"good"]
+    assert b"not UTF-8" in dict(records[0].headers)[HEADER_UNREADABLE]
+
+
+def test_other_consumers_of_the_process_are_left_alone() -> None:
+    before = dict(vars(fetcher))
+    everything(log_of(FIRST))
+    assert vars(fetcher) == before
