@@ -19,11 +19,11 @@ import structlog
 from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.errors import KafkaError, OffsetOutOfRangeError
 
-from relaygr_stream.bus.connection import broker_error, client_options, typed_errors
-from relaygr_stream.bus.ending import end_consumer
+from relaygr_stream.bus.connection import broker_error, client_options
 from relaygr_stream.bus.membership import Membership
 from relaygr_stream.bus.offsets import OffsetLedger
 from relaygr_stream.bus.records import Record, as_record
+from relaygr_stream.bus.renewed import Renewed
 from relaygr_stream.bus.unreadable import pass_unreadable
 from relaygr_stream.settings import Kafka
 
@@ -83,7 +83,7 @@ class LaneConsumer:
             committable=lambda: {partition: ledger.committable for partition, ledger in self._ledgers.items()},
             progressing=progressing,
         )
-        self._data: Any = None
+        self._renewed = Renewed(kafka, "the lanes' reader", self._make, self._point, given_up=self._fail)
         self._lanes: frozenset[int] = frozenset()
         self._ledgers: dict[tuple[str, int], OffsetLedger] = {}
         self._asked_anew = 0.0  # when other lanes than before were last asked for, UNIX time in seconds
@@ -106,9 +106,14 @@ class LaneConsumer:
         return self._failed
 
     @property
+    def trouble(self) -> str | None:
+        """What ended inside, and is being made anew; the lanes stand still meanwhile."""
+        return self._renewed.trouble
+
+    @property
     def healthy(self) -> bool:
         """Whether the consumer runs and a broker answers it; for readiness. False once it drains."""
-        if self._failed is None or self._failed.done() or self._draining:
+        if self._failed is None or self._failed.done() or self._draining or self.trouble:
             return False
         if not self._lanes and (self._starting is None or self._starting.done()):
             return True  # nothing is asked for, so nothing can be told
@@ -146,7 +151,21 @@ class LaneConsumer:
         """Join the group; returns once lanes are assigned. Raises BrokerUnavailable, BrokerError, ConfigError."""
         self._failed = asyncio.get_running_loop().create_future()
         self._failed.add_done_callback(lambda failed: failed.cancelled() or failed.exception())  # may go unwatched
-        self._data = AIOKafkaConsumer(
+        try:
+            await self._renewed.start()
+            await self._membership.start()
+        except BaseException:
+            await self.stop()
+            raise
+        for work in (self._fetch, self._membership.poll, self._membership.commit):
+            self._tasks.append(asyncio.create_task(self._watched(work)))
+
+    @property
+    def _data(self) -> Any:
+        return self._renewed.client
+
+    def _make(self) -> Any:
+        return AIOKafkaConsumer(
             **client_options(self._kafka, self._member),
             group_id=None,
             enable_auto_commit=False,
@@ -155,16 +174,6 @@ class LaneConsumer:
             fetch_max_bytes=FETCH_BYTES,
             check_crcs=self._check_crcs,
         )
-        try:
-            with typed_errors(self._kafka, "read lanes"):
-                await self._data.start()
-                pass_unreadable(self._data)
-            await self._membership.start()
-        except BaseException:
-            await self.stop()
-            raise
-        for work in (self._fetch, self._membership.poll, self._membership.commit):
-            self._tasks.append(asyncio.create_task(self._watched(work)))
 
     async def drain(self, timeout_s: float) -> bool:
         """Stop reading, stay a member, and wait until every record handed out is done; False: some were not in time."""
@@ -188,8 +197,7 @@ class LaneConsumer:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks.clear()
         await self._membership.stop()
-        if self._data is not None:
-            await end_consumer("the lanes' reader", self._data)
+        await self._renewed.stop()
         self._drop(self._lanes)
 
     async def __aenter__(self) -> Self:
@@ -260,12 +268,21 @@ class LaneConsumer:
 
     def _reassign(self) -> None:
         """Point the data plane at our lanes, each at its own position. Without an await: no record falls between."""
-        partitions = [TopicPartition(topic, lane) for lane in sorted(self._lanes) for topic in self._topics]
-        self._data.assign(partitions)
-        for partition in partitions:
-            self._data.seek(partition, self._ledgers[partition].position)
-        self._asked_anew = time.time()
+        self._assign(self._data)
         self._reading.set()
+
+    async def _point(self, data: Any) -> None:
+        """Point a new reader at them, again without an await: it takes over right after."""
+        pass_unreadable(data)
+        if self._lanes and not self._draining:
+            self._assign(data)
+
+    def _assign(self, data: Any) -> None:
+        partitions = [TopicPartition(topic, lane) for lane in sorted(self._lanes) for topic in self._topics]
+        data.assign(partitions)
+        for partition in partitions:
+            data.seek(partition, self._ledgers[partition].position)
+        self._asked_anew = time.time()
 
     async def _fetch(self) -> None:
         while True:

@@ -26,6 +26,7 @@ from aiokafka.errors import (
 from relaygr_stream.bus.assignor import StickyLaneAssignor
 from relaygr_stream.bus.connection import RETRY_BACKOFF_MS, broker_error, client_options
 from relaygr_stream.bus.ending import end_consumer
+from relaygr_stream.bus.renewed import watch
 from relaygr_stream.errors import BrokerError, ConfigError
 from relaygr_stream.settings import Kafka
 
@@ -75,6 +76,7 @@ class Membership:
         self._progressing = progressing
         self._assignor = StickyLaneAssignor(capacity, self._on_assignment)
         self._consumer: Any = None
+        self._ended: str | None = None  # what must not end while we are a member, and has
         self._polled = 0.0
         self._gate_open = False
         self._commit_lock = asyncio.Lock()
@@ -109,6 +111,7 @@ class Membership:
         except BaseException:
             await end_consumer("the membership", self._consumer)
             raise
+        watch(self._consumer, self._note_end)
 
     async def stop(self) -> None:
         """Commit where each lane stands and leave the group."""
@@ -125,11 +128,13 @@ class Membership:
     async def poll(self) -> None:
         """Tell the group, for ever, that this member lives, while it makes progress. Raises what ends a membership."""
         while True:
+            if self._ended is not None:  # a successor would have to join anew: a new process does that as well
+                raise BrokerError(f"cannot take part in group {self._group}: {self._ended}")
             if self._progressing():
                 try:
                     await self._consumer.getmany(timeout_ms=0)  # all partitions are paused: always empty
-                except KafkaError as error:
-                    if not error.retriable:
+                except Exception as error:  # KafkaError, or whatever a background task of aiokafka's has ended with
+                    if not (isinstance(error, KafkaError) and error.retriable):
                         raise self._typed(error) from error
                     log.warning("group_error", group=self._group, member=self._member, error=repr(error))
                 self._polled = time.monotonic()
@@ -155,6 +160,9 @@ class Membership:
                 if not error.retriable:
                     raise self._typed(error) from error
                 await asyncio.sleep(RETRY_BACKOFF_MS / 1000)
+
+    def _note_end(self, why: str) -> None:
+        self._ended = self._ended or why
 
     def _on_assignment(self) -> int:
         # Paused from inside the assignment, so that the fetcher has had no chance to send a request.

@@ -14,6 +14,7 @@ from typing import Any, Final, Literal, NamedTuple, Self
 
 from aiokafka import AIOKafkaProducer
 from aiokafka.errors import (
+    KafkaConnectionError,
     KafkaError,
     KafkaTimeoutError,
     MessageSizeTooLargeError,
@@ -23,9 +24,10 @@ from aiokafka.errors import (
 )
 from aiokafka.record.default_records import DefaultRecordBatchBuilder
 
-from relaygr_stream.bus.connection import broker_error, client_options, typed_errors
-from relaygr_stream.bus.ending import CLOSE_S, end
+from relaygr_stream.bus.connection import broker_error, client_options
+from relaygr_stream.bus.ending import CLOSE_S
 from relaygr_stream.bus.murmur2 import partition_of
+from relaygr_stream.bus.renewed import Renewed
 from relaygr_stream.errors import BrokerError, BrokerUnavailable, TopicError
 from relaygr_stream.settings import Kafka
 
@@ -57,11 +59,10 @@ class Producer:
         self._client_id = client_id
         self._acks = acks
         self._max_bytes = max_bytes
-        self._producer: Any = None
+        self._renewed = Renewed(kafka, "a producer", self._make, leave=_fail_unsent)
 
-    async def start(self) -> None:
-        """Connect. Raises BrokerUnavailable."""
-        producer = AIOKafkaProducer(
+    def _make(self) -> Any:
+        return AIOKafkaProducer(
             **client_options(self._kafka, self._client_id),
             acks=self._acks,
             linger_ms=0,
@@ -69,19 +70,19 @@ class Producer:
             max_request_size=self._max_bytes,
             partitioner=murmur2_partition,
         )
-        try:
-            with typed_errors(self._kafka, "start a producer"):
-                await producer.start()
-        except BaseException:
-            await end("a producer", producer.stop)
-            raise
-        self._producer = producer
+
+    @property
+    def trouble(self) -> str | None:
+        """Why nothing can be sent: it has ended, and is made anew. Sends wait meanwhile."""
+        return self._renewed.trouble
+
+    async def start(self) -> None:
+        """Connect. Raises BrokerUnavailable."""
+        await self._renewed.start()
 
     async def stop(self) -> None:
         """Deliver what is buffered, within the request timeout, and disconnect."""
-        producer, self._producer = self._producer, None
-        if producer is not None:
-            await end("a producer", producer.stop, self._kafka.request_timeout_ms / 1000 + CLOSE_S)
+        await self._renewed.stop(self._kafka.request_timeout_ms / 1000 + CLOSE_S)
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -107,8 +108,9 @@ class Producer:
         (nobody answered within the request timeout), TopicError (no such topic or partition), BrokerError (too large,
         or refused).
         """
+        producer = await self._renewed.present()
         try:
-            acknowledged = await self._producer.send(topic, value, key, partition, None, list(headers))
+            acknowledged = await producer.send(topic, value, key, partition, None, list(headers))
         except AssertionError:
             raise self._no_partition(topic, partition) from None
         except (KafkaError, OSError) as error:
@@ -144,10 +146,11 @@ class Producer:
         the producer was stopped while it was on its way. Waits where an earlier batch of the partition has not left
         yet. Raises nothing of the bus.
         """
-        producer = self._producer
-        if producer is None:
+        try:
+            producer = await self._renewed.present()
+        except BrokerUnavailable as error:
             for index in range(len(messages)):
-                settled(index, BrokerUnavailable(f"cannot send to {topic}: the producer is closed"))
+                settled(index, BrokerUnavailable(f"cannot send to {topic}: {error}"))
             return
         submit = partial(self._submit, producer, topic, partition, settled)
         first, batch = 0, producer.create_batch()
@@ -204,7 +207,7 @@ class Producer:
 
     async def flush(self) -> None:
         """Wait until everything sent so far is acknowledged or failed."""
-        await self._producer.flush()
+        await (await self._renewed.present()).flush()
 
     def _acknowledge(self, sent: asyncio.Future[int], topic: str, size: int, done: asyncio.Future[Any]) -> None:
         if done.cancelled():
@@ -234,6 +237,11 @@ class Producer:
                 f"{self._kafka.request_timeout_ms} ms"
             )
         return broker_error(self._kafka, doing, error)
+
+
+def _fail_unsent(producer: Any) -> None:
+    """What a producer that has ended still holds is not going to be sent: whoever waits for it is told."""
+    producer._message_accumulator.fail_all(KafkaConnectionError("the producer has ended"))
 
 
 def murmur2_partition(key: bytes | None, partitions: list[int], available: list[int]) -> int:

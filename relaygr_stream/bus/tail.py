@@ -15,9 +15,10 @@ from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.errors import KafkaError
 
 from relaygr_stream.bus.connection import broker_error, client_options, typed_errors
-from relaygr_stream.bus.ending import end_consumer
 from relaygr_stream.bus.records import Record, as_record
+from relaygr_stream.bus.renewed import Renewed
 from relaygr_stream.bus.unreadable import pass_unreadable
+from relaygr_stream.errors import BrokerUnavailable
 from relaygr_stream.settings import Kafka
 
 log = structlog.get_logger(__name__)
@@ -36,7 +37,8 @@ class TopicTail:
     start: "earliest", or "latest" for what is produced after start() returned. on_records(records): in order per
     partition (`Record.lane`), on the loop, quick. relaxed: they may come RELAXED_MS late, many at a time. If the
     broker lost the offset (log expired, or begun anew), reading goes on from the earliest record there is, so a record
-    may come twice, and none is passed over that exists.
+    may come twice, and none is passed over that exists. A refusal, or the end of something inside aiokafka, is no end:
+    reading is tried again, less and less often, and goes on where it was.
     """
 
     def __init__(
@@ -56,57 +58,67 @@ class TopicTail:
         self._start = start
         self._on_records = on_records
         self._next: dict[TopicPartition, int] = {}  # offsets behind what was handed out
+        self._ends: dict[TopicPartition, int] = {}  # where the log ended at the start
         self._turned = asyncio.Event()  # something was read, or nothing will be any more
-        self._consumer: Any = None
+        self._renewed = Renewed(kafka, f"the reader of {topic}", self._make, self._begin)
         self._task: asyncio.Task[None] | None = None
         self._failed: asyncio.Future[None] | None = None
 
     @property
     def failed(self) -> asyncio.Future[None]:
-        """Never completes unless the tail ended by itself; then it raises why."""
+        """Never completes unless on_records failed; then it raises why."""
         assert self._failed is not None, "start() comes first"
         return self._failed
+
+    @property
+    def trouble(self) -> str | None:
+        """Why nothing is read at the moment."""
+        return self._renewed.trouble
 
     async def start(self) -> None:
         """Connect, and with "earliest" hand out everything there is before returning.
 
         Raises BrokerUnavailable, BrokerError.
         """
-        topic = self._partitions[0].topic
         self._failed = asyncio.get_running_loop().create_future()
         self._failed.add_done_callback(lambda failed: failed.cancelled() or failed.exception())  # may go unwatched
-        self._consumer = AIOKafkaConsumer(
-            **client_options(self._kafka, f"relaygr-tail-{topic}"),
+        await self._renewed.start()
+        ends = self._ends
+        try:
+            with typed_errors(self._kafka, f"read {self._partitions[0].topic}"):
+                while await self._behind(ends):
+                    await self._read(await self._renewed.present())
+        except BaseException:
+            await self._renewed.stop()
+            raise
+        self._task = asyncio.create_task(self._follow())
+
+    def _make(self) -> Any:
+        return AIOKafkaConsumer(
+            **client_options(self._kafka, f"relaygr-tail-{self._partitions[0].topic}"),
             group_id=None,
             enable_auto_commit=False,
             auto_offset_reset="earliest",
             fetch_max_wait_ms=self._wait_ms,
             fetch_min_bytes=self._least_bytes,
         )
-        try:
-            with typed_errors(self._kafka, f"read {topic}"):
-                await self._consumer.start()
-                pass_unreadable(self._consumer)
-                # Before anything is fetched: what is asked on a connection waits for a fetch that waits for records.
-                ends = await self._consumer.end_offsets(self._partitions)
-                begins = ends
-                if self._start == "earliest":
-                    begins = await self._consumer.beginning_offsets(self._partitions)
-                self._consumer.assign(self._partitions)
-                for partition, offset in begins.items():
-                    self._consumer.seek(partition, offset)
-                    self._next[partition] = offset
-                while await self._behind(ends):
-                    await self._read()
-        except BaseException:
-            await end_consumer(f"the reader of {topic}", self._consumer)
-            raise
-        self._task = asyncio.create_task(self._follow())
+
+    async def _begin(self, consumer: Any) -> None:
+        """Point a new consumer at where we are."""
+        pass_unreadable(consumer)
+        if not self._next:
+            # Before anything is fetched: what is asked on a connection waits for a fetch that waits for records.
+            self._ends = await consumer.end_offsets(self._partitions)
+            earliest = self._start == "earliest"
+            self._next = dict(await consumer.beginning_offsets(self._partitions) if earliest else self._ends)
+        consumer.assign(self._partitions)
+        for partition, offset in self._next.items():
+            consumer.seek(partition, offset)
 
     async def catch_up(self) -> None:
         """Return when all that is there now has been handed out. Raises BrokerError, and what `failed` does."""
         with typed_errors(self._kafka, f"read {self._partitions[0].topic}"):
-            ends = await self._consumer.end_offsets(self._partitions)
+            ends = await (await self._renewed.present()).end_offsets(self._partitions)
             self._turned.clear()
             while not self.failed.done() and await self._behind(ends):
                 await self._turned.wait()
@@ -120,8 +132,7 @@ class TopicTail:
         if task is not None:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-        if self._consumer is not None:
-            await end_consumer(f"the reader of {self._partitions[0].topic}", self._consumer)
+        await self._renewed.stop()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -134,21 +145,27 @@ class TopicTail:
 
     async def _behind(self, ends: Mapping[TopicPartition, int]) -> bool:
         """By position, not by records: the last offsets of a compacted partition may hold none."""
-        return any([await self._consumer.position(partition) < end for partition, end in ends.items()])
+        consumer = await self._renewed.present()
+        return any([await consumer.position(partition) < end for partition, end in ends.items()])
 
     async def _follow(self) -> None:
         try:
             while True:
-                await self._read()
+                try:
+                    consumer = await self._renewed.present()
+                    await self._read(consumer)
+                except BrokerUnavailable:
+                    continue  # it is told by `trouble`, and tried again
+                except (KafkaError, OSError) as error:
+                    if consumer is self._renewed.client:
+                        self._renewed.renew(str(broker_error(self._kafka, "read it", error)))
         except Exception as error:
-            topic = self._partitions[0].topic
-            cause = broker_error(self._kafka, f"read {topic}", error) if isinstance(error, KafkaError) else error
-            log.error("tail_failed", topic=topic, error=repr(cause))
-            self.failed.set_exception(cause)
+            log.error("tail_failed", topic=self._partitions[0].topic, error=repr(error))
+            self.failed.set_exception(error)
             self._turned.set()
 
-    async def _read(self) -> None:
-        batches = await self._consumer.getmany(timeout_ms=WAIT_MS)
+    async def _read(self, consumer: Any) -> None:
+        batches = await consumer.getmany(timeout_ms=WAIT_MS)
         self._take([as_record(message) for messages in batches.values() for message in messages])
 
     def _take(self, records: list[Record]) -> None:

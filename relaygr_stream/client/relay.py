@@ -10,7 +10,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from copy import copy
 from types import TracebackType
 from typing import Final, Self, TypeVar
@@ -22,6 +22,7 @@ from prometheus_client import CollectorRegistry
 from relaygr_stream.bus.ending import end
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.records import Record
+from relaygr_stream.bus.renewed import RenewalsCollector
 from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.client.announcements import Announcements, Message
 from relaygr_stream.client.answers import Answers, Call, Ranking, ranking_of
@@ -95,6 +96,8 @@ class RelayClient:
         self._topics = load_topics(settings.kafka)
         self.registry: Final = CollectorRegistry() if registry is None else registry
         self._metrics = ClientMetrics(self.registry)
+        with suppress(ValueError):  # the registry of a process has it
+            self.registry.register(RenewalsCollector())
         self._answers = Answers(self._metrics, self._topics.scores.max_message_bytes)
         self._check_reply_partition()
         self._route: ReplyRoute | None = None

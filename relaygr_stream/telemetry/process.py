@@ -22,6 +22,7 @@ from typing import Any, Final
 import structlog
 from prometheus_client import CollectorRegistry, GCCollector, Info, ProcessCollector
 
+from relaygr_stream.bus.renewed import RenewalsCollector
 from relaygr_stream.config import injected_names
 from relaygr_stream.errors import ConfigError, RelayError, Superseded
 from relaygr_stream.printable import printable
@@ -176,6 +177,7 @@ def _describe(registry: CollectorRegistry, name: str) -> None:
         {"version": version(), "process": name, "python": platform.python_version()}
     )
     ProcessCollector(registry=registry)
+    registry.register(RenewalsCollector())
     GCCollector(registry=registry)
 
 

@@ -18,7 +18,7 @@ from typing import Any, Final, Self
 from aiokafka import AIOKafkaConsumer, TopicPartition
 
 from relaygr_stream.bus.connection import client_options, typed_errors
-from relaygr_stream.bus.ending import end_consumer
+from relaygr_stream.bus.renewed import Renewed
 from relaygr_stream.settings import Kafka
 
 #: Samples remembered per lane: enough to tell ages apart over the last few seconds; older records are just old.
@@ -61,26 +61,20 @@ class LogEnds:
     def __init__(self, kafka: Kafka, client_id: str) -> None:
         self._kafka = kafka
         self._client_id = client_id
-        self._consumer: Any = None
+        self._renewed = Renewed(kafka, "the reader of the logs' ends", self._make)
+
+    def _make(self) -> Any:
+        return AIOKafkaConsumer(**client_options(self._kafka, self._client_id), group_id=None, enable_auto_commit=False)
 
     async def __aenter__(self) -> Self:
         """Connect. Raises BrokerUnavailable."""
-        consumer = AIOKafkaConsumer(
-            **client_options(self._kafka, self._client_id), group_id=None, enable_auto_commit=False
-        )
-        try:
-            with typed_errors(self._kafka, "ask where the lanes end"):
-                await consumer.start()
-        except BaseException:
-            await end_consumer("the reader of the logs' ends", consumer)
-            raise
-        self._consumer = consumer
+        await self._renewed.start()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await end_consumer("the reader of the logs' ends", self._consumer)
+        await self._renewed.stop()
 
     async def ask(self, topic: str, lanes: Iterable[int]) -> dict[int, LogEnd]:
         """The end of each lane of the topic. Raises BrokerUnavailable, BrokerError."""
@@ -89,6 +83,6 @@ class LogEnds:
             return {}
         asked_s = time.monotonic()
         with typed_errors(self._kafka, f"ask where {topic} ends"):
-            ends = await self._consumer.end_offsets(partitions)
+            ends = await (await self._renewed.present()).end_offsets(partitions)
         answered_s = time.monotonic()
         return {partition.partition: LogEnd(offset, asked_s, answered_s) for partition, offset in ends.items()}

@@ -96,7 +96,9 @@ async def run_trigger(context: ProcessContext) -> None:
         context.started = True
 
         async def tell_readiness() -> None:
-            context.set_ready(consumer.healthy, f"no Kafka broker answers at {settings.kafka.bootstrap}")
+            trouble = consumer.trouble or producer.trouble or tail.trouble
+            silence = f"no Kafka broker answers at {settings.kafka.bootstrap}"
+            context.set_ready(consumer.healthy and not trouble, trouble or silence)
 
         lanes.every(READINESS_S, tell_readiness)
         log.info("trigger ready", member=member, lanes=topics.lanes)

@@ -163,7 +163,7 @@ class Worker:
             await stack.enter_async_context(reporter)
             await consumer.start()
             context.started = True
-            watch = asyncio.create_task(self._watch.run(consumer))
+            watch = asyncio.create_task(self._watch.run(consumer, scores, others))
             ages = asyncio.create_task(self._sample_ages(consumer, ends))
             try:
                 reporter.serve(consumer)

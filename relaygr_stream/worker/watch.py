@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Final
 
 from relaygr_stream.bus.lanes import LaneConsumer
+from relaygr_stream.bus.producer import Producer
 from relaygr_stream.errors import DeviceError
 from relaygr_stream.telemetry.process import ProcessContext
 from relaygr_stream.worker.device import DeviceThread
@@ -36,7 +37,7 @@ class Watch:
         """The device thread moves, as far as the group is concerned."""
         return self._stuck_s < STALL_SHARE * self._limit_s
 
-    async def run(self, consumer: LaneConsumer) -> None:
+    async def run(self, consumer: LaneConsumer, *producers: Producer) -> None:
         """For ever. Raises DeviceError when the device thread has not moved for the limit.
 
         Time counts as it passes here: a process that was stopped and continued has not hung.
@@ -51,8 +52,9 @@ class Watch:
             if not self.progressing:
                 self._context.set_ready(False, f"the device thread has not moved for {self._stuck_s:.1f} s")
             else:
-                distrust = self._distrust()
-                self._context.set_ready(consumer.healthy and not distrust, distrust or "no broker answers")
+                troubles = [consumer.trouble, *(producer.trouble for producer in producers), self._distrust()]
+                trouble = next(filter(None, troubles), None)
+                self._context.set_ready(consumer.healthy and not trouble, trouble or "no broker answers")
             await asyncio.sleep(WATCH_S)
             moved, turns = self._device.turns != turns, self._device.turns
             self._stuck_s = 0.0 if moved else self._stuck_s + WATCH_S

@@ -1,0 +1,207 @@
+"""aiokafka's consumers and producers, made anew when one of their background tasks has ended.
+
+Each lives by tasks of its own (fetcher, sender, coordinator, metadata). One that ends by an error which aiokafka does
+not expect is not started again, and the calls do not fail: a consumer reads nothing, a producer sends nothing, for
+ever. Here the end of such a task is seen at once, and a new consumer or producer takes over. Knows nothing of what is
+read or sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable
+from contextlib import suppress
+from functools import partial
+from operator import attrgetter
+from typing import Any, Final
+
+import structlog
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
+
+from relaygr_stream.bus.connection import typed_errors
+from relaygr_stream.bus.ending import CLOSE_S, end, end_consumer
+from relaygr_stream.errors import BrokerError, BrokerUnavailable
+from relaygr_stream.settings import Kafka
+from relaygr_stream.telemetry.limiter import LogLimiter
+
+log = structlog.get_logger(__name__)
+limited: Final = LogLimiter().limited
+
+#: Where aiokafka 0.14 keeps its tasks that last as long as a consumer or producer. Heartbeats come and go; the
+#: coordinator looks after them.
+_TASKS: Final = {
+    "fetcher": "_fetcher._fetch_task",
+    "coordinator": "_coordinator._coordination_task",
+    "positions": "_coordinator._reset_committed_task",
+    "sender": "_sender.sender_task",
+    "metadata of the consumer": "_client._sync_task",
+    "metadata of the producer": "client._sync_task",
+}
+#: Pauses before a successor is made, in seconds; the last one repeats. The first end costs no time.
+PAUSES_S: Final = (0.0, 0.1, 0.5, 1.0, 2.0, 5.0)
+#: What has lived so long is sound: its end is a new matter.
+SOUND_S: Final = 30.0
+
+#: A reader that ends this often in a row ends by what it reads, or is part of a process that is broken: 3.6 s.
+MOST_ENDS: Final = 5
+
+#: How often each part (`Renewed.part`) of this process was made anew.
+renewals: Final[Counter[str]] = Counter()
+
+
+class RenewalsCollector(Collector):
+    """`renewals` for Prometheus; of one process, so a registry takes it once."""
+
+    def describe(self) -> Iterable[CounterMetricFamily]:
+        """The family without values, by which a registry finds duplicates."""
+        yield CounterMetricFamily(
+            "relaygr_parts_made_anew",
+            "Consumers and producers that were made anew because something inside them had ended, by part.",
+            labels=["part"],
+        )
+
+    def collect(self) -> Iterable[CounterMetricFamily]:
+        """The family as of now."""
+        for family in self.describe():
+            for part, count in sorted(renewals.items()):
+                family.add_metric([part], count)
+            yield family
+
+
+def background_tasks(client: Any) -> dict[str, asyncio.Task[None]]:
+    """Name → task, of a started AIOKafkaConsumer or AIOKafkaProducer."""
+    found = {}
+    for name, path in _TASKS.items():
+        try:
+            task = attrgetter(path)(client)
+        except AttributeError:  # the other kind, or a consumer without a group, or with one
+            continue
+        if task is not None:
+            found[name] = task
+    return found
+
+
+def watch(client: Any, ended: Callable[[str], None]) -> None:
+    """Call ended(why) for each background task that ends, also when the client is stopped."""
+
+    def done(name: str, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        ended(f"its {name} task ended" + ("" if error is None else f" ({error.__cause__ or error!r})"))
+
+    for name, task in background_tasks(client).items():
+        task.add_done_callback(partial(done, name))
+
+
+class Renewed:
+    """One consumer or producer (`client`), and its successors.
+
+    part: what it is, for logs, metrics and `trouble`. make(): a new one, not started. begin(client): readies one that
+    is started (assign, seek), and may fail as aiokafka does. leave(client): one that has ended is not used any more.
+    given_up(error): its successors have ended as well, MOST_ENDS in a row; None: go on for ever.
+    """
+
+    def __init__(
+        self,
+        kafka: Kafka,
+        part: str,
+        make: Callable[[], Any],
+        begin: Callable[[Any], Coroutine[Any, Any, None]] | None = None,
+        leave: Callable[[Any], None] = lambda client: None,
+        given_up: Callable[[BrokerError], None] | None = None,
+    ) -> None:
+        self._kafka = kafka
+        self.part = part
+        self._make = make
+        self._begin = begin
+        self._leave = leave
+        self._given_up = given_up
+        self._there = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._started_s = 0.0
+        self._ends = 0  # in a row, each soon after the one before
+        self.client: Any = None
+        #: What ended, while there is no successor; for readiness.
+        self.trouble: str | None = None
+
+    async def start(self) -> None:
+        """The first one. Raises BrokerUnavailable, BrokerError."""
+        await self._open()
+
+    async def present(self) -> Any:
+        """The one to use, once there is one. Raises BrokerUnavailable after the request timeout, or after `stop`."""
+        if not self._there.is_set() and self.client is not None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._kafka.request_timeout_ms / 1000):
+                    await self._there.wait()
+        if self.client is None or not self._there.is_set():
+            raise BrokerUnavailable(self.trouble or f"{self.part} is closed")
+        return self.client
+
+    async def stop(self, within_s: float = CLOSE_S) -> None:
+        """End it; a producer delivers what is buffered, within that time."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        client, self.client = self.client, None
+        self._there.set()  # who waits is told
+        await self._end(client, within_s)
+
+    def renew(self, why: str) -> None:
+        """Make a successor for the present one. No effect while one is being made, or after `stop`."""
+        if self.client is None or self._task is not None:
+            return
+        self._ends = self._ends + 1 if time.monotonic() - self._started_s < SOUND_S else 0
+        self.trouble = f"{self.part} is made anew: {why}"
+        limited(log.error, self.part)("ended, is made anew", part=self.part, why=why, in_a_row=self._ends + 1)
+        self._there.clear()
+        if self._given_up is not None and self._ends + 1 >= MOST_ENDS:
+            self._given_up(BrokerError(f"{self.part} has ended {self._ends + 1} times in a row: {why}"))
+            return
+        self._task = asyncio.create_task(self._replace(self.client), name=f"renew {self.part}")
+
+    async def _replace(self, old: Any) -> None:
+        self._leave(old)
+        last = len(PAUSES_S) - 1
+        for attempt in itertools.count(self._ends):
+            await asyncio.sleep(PAUSES_S[min(attempt, last)])
+            try:
+                await self._open()
+                break
+            except BrokerError as error:
+                self.trouble = f"{self.part} cannot be made anew: {error}"
+                limited(log.warning, f"no {self.part}")("cannot be made anew", part=self.part, error=str(error))
+        renewals[self.part] += 1
+        self.trouble = self._task = None
+        limited(log.warning, f"new {self.part}")("was made anew", part=self.part)
+        await self._end(old, CLOSE_S)
+
+    async def _open(self) -> None:
+        client = self._make()
+        try:
+            with typed_errors(self._kafka, f"make {self.part}"):
+                await client.start()
+                if self._begin is not None:
+                    await self._begin(client)
+        except BaseException:
+            await self._end(client, CLOSE_S)
+            raise
+        self.client, self._started_s = client, time.monotonic()
+        self._there.set()
+        watch(client, partial(self._ended, client))
+
+    def _ended(self, client: Any, why: str) -> None:
+        if client is self.client:  # else it was to end
+            self.renew(why)
+
+    async def _end(self, client: Any, within_s: float) -> None:
+        if client is None:
+            return
+        if hasattr(client, "_fetcher"):
+            await end_consumer(self.part, client)
+        else:
+            await end(self.part, client.stop, within_s)
