@@ -89,21 +89,26 @@ def topics() -> None:
 
 
 @topics.command()
+@click.option("--alter", is_flag=True, help="Change existing topics to what their files say; add partitions.")
 @settings_options
-def apply(settings: Settings) -> None:
-    """Create the topics that are missing; then verify all. Existing topics are left as they are."""
+def apply(settings: Settings, alter: bool) -> None:
+    """Create the topics that are missing; then verify all.
+
+    Existing topics are left as they are without --alter. Adding partitions to topics that share lanes moves users to
+    other lanes: stop everything first (docs/operations.md).
+    """
     from relaygr_stream.topics import apply_topics
 
-    click.echo(asyncio.run(apply_topics(settings.kafka)))
+    click.echo(asyncio.run(apply_topics(settings.kafka, alter=alter)))
 
 
 @topics.command()
 @settings_options
 def verify(settings: Settings) -> None:
-    """Check that every topic exists and that those sharing lanes have equal partition counts."""
+    """Check that every topic exists, and is in every setting as its file says; names each difference."""
     from relaygr_stream.topics import verify_topics
 
-    rows = asyncio.run(verify_topics(settings.kafka))
+    rows = asyncio.run(verify_topics(settings.kafka, strict=True))
     click.echo(f"all {len(rows)} topics are as described")
 
 

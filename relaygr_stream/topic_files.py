@@ -21,6 +21,7 @@ from relaygr_stream.files import packaged_dir
 from relaygr_stream.settings import MAX_LANES, Kafka
 
 CleanupPolicy = Literal["delete", "compact"]
+Compression = Literal["uncompressed", "producer", "gzip", "snappy", "lz4", "zstd"]
 
 
 class Topic(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -40,6 +41,25 @@ class Topic(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     retention_ms: Annotated[int, Meta(ge=1)]
     max_message_bytes: Annotated[int, Meta(ge=1024, le=64 * 1024 * 1024)]
     cleanup_policy: CleanupPolicy = "delete"
+    #: Only whole segments are deleted, and not the one that is written to: this, and the retention, is what is kept.
+    segment_ms: Annotated[int, Meta(ge=1)] | None = None
+    #: uncompressed: the broker unpacks what came compressed and holds the limit against that. Else a reader would have
+    #: to: 300 MB of zeros pass a limit of 1 MiB as 0.3 MB of gzip.
+    compression_type: Compression = "uncompressed"
+    min_insync_replicas: Annotated[int, Meta(ge=1, le=9)] | None = None
+
+    @property
+    def configs(self) -> dict[str, str]:
+        """What the file states of the topic, by Kafka's names."""
+        stated = {
+            "cleanup.policy": self.cleanup_policy,
+            "retention.ms": self.retention_ms,
+            "segment.ms": self.segment_ms,
+            "max.message.bytes": self.max_message_bytes,
+            "compression.type": self.compression_type,
+            "min.insync.replicas": self.min_insync_replicas,
+        }
+        return {name: str(value) for name, value in stated.items() if value is not None}
 
     @property
     def exact(self) -> bool:
@@ -102,6 +122,12 @@ def load_topics(kafka: Kafka) -> TopicSet:
         raise ConfigError(f"{folder}: no file describes {', '.join(missing)}; copy it from the packaged topics")
     topics = TopicSet(**{name.replace("-", "_"): found[name] for name in _NAMES})
     check_equal_counts((topic.name, topic.partitions) for topic in topics.all if topic.lanes)
+    for topic in topics.all:
+        if (topic.min_insync_replicas or 1) > topic.replication:
+            raise ConfigError(
+                f"topic {topic.name}: `min_insync_replicas` = {topic.min_insync_replicas}, of {topic.replication} "
+                f"copies (`replication`, kafka.replication): no message would be acknowledged"
+            )
     return topics
 
 

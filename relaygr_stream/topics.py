@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
-from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+import structlog
+from aiokafka.admin import AIOKafkaAdminClient, NewPartitions, NewTopic
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from aiokafka.errors import KafkaError, NoError, TopicAlreadyExistsError, for_code
 
@@ -20,7 +21,8 @@ from relaygr_stream.bus.connection import client_options, typed_errors
 from relaygr_stream.bus.probe import check_connection
 from relaygr_stream.errors import BrokerError, BrokerUnavailable, TopicError
 from relaygr_stream.settings import Kafka
-from relaygr_stream.topic_files import LANE_TOPICS, Topic, TopicSet, check_equal_counts, lane_of, load_topics
+from relaygr_stream.topic_check import Difference, FoundTopic, TopicRow, check_all, check_rows, differences
+from relaygr_stream.topic_files import LANE_TOPICS, Topic, TopicSet, lane_of, load_topics
 
 __all__ = [
     "LANE_TOPICS",
@@ -36,30 +38,16 @@ __all__ = [
     "verify_topics",
 ]
 
+log = structlog.get_logger(__name__)
+
+#: A config's value, and whether it was set for the topic, by its name.
+_Configs = dict[str, tuple[str, bool]]
+#: DYNAMIC_TOPIC_CONFIG among the sources of a config.
+TOPICS_OWN: Final = 1
 #: The cluster names a dead broker until it is fenced (`broker.session.timeout.ms`, 9 s by default): whoever starts just
 #: then, and is sent there, asks again until that is over.
 FENCING_S: Final = 10.0
 RETRY_S: Final = 0.5
-
-
-@dataclass(frozen=True)
-class FoundTopic:
-    """What the cluster says of a topic; None: it does not say (the embedded broker keeps few configs)."""
-
-    partitions: int
-    replication: int
-    retention_ms: int | None
-    max_message_bytes: int | None
-    cleanup_policy: str | None
-    leaders: Mapping[int, int]  # partition → broker; -1: nobody
-
-
-@dataclass(frozen=True)
-class TopicRow:
-    """A topic's description beside what the cluster has; `found` is None where the topic does not exist."""
-
-    topic: Topic
-    found: FoundTopic | None
 
 
 @dataclass(frozen=True)
@@ -69,9 +57,11 @@ class TopicReport:
     created: tuple[str, ...]
     existing: tuple[str, ...]
     rows: tuple[TopicRow, ...]
+    altered: tuple[Difference, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"created   {name}" for name in self.created] + [f"existing  {name}" for name in self.existing]
+        lines += [f"altered   {each.topic}: {each.setting} {each.cluster} → {each.file}" for each in self.altered]
         return "\n".join(lines)
 
 
@@ -92,55 +82,50 @@ async def describe_topics(kafka: Kafka) -> tuple[TopicRow, ...]:
         await asyncio.sleep(RETRY_S)
 
 
-async def verify_topics(kafka: Kafka) -> tuple[TopicRow, ...]:
+async def verify_topics(kafka: Kafka, *, strict: bool = False) -> tuple[TopicRow, ...]:
     """Check the cluster against the description; every process does so at its start.
 
-    Raises TopicError, CoPartitionError (naming both topics and both counts), BrokerUnavailable, ConfigError.
+    strict: any difference is refused; else what the relay can live with is a warning in the log. Raises TopicError,
+    CoPartitionError (naming both topics and both counts), BrokerUnavailable, ConfigError.
     """
     rows = await describe_topics(kafka)
-    _check(rows)
+    check_rows(rows)
+    try:
+        # Copies are the operator's matter; those who only use the topics need not know how many there are.
+        check_all(rows, but="" if strict else "replication")
+    except TopicError as error:
+        if strict:
+            raise
+        log.warning("topics differ from their files", detail=str(error))
     return rows
 
 
-async def apply_topics(kafka: Kafka) -> TopicReport:
-    """Create the topics that are missing, leave those that exist, then verify. Raises as `verify_topics` does."""
+async def apply_topics(kafka: Kafka, *, alter: bool = False) -> TopicReport:
+    """Create the topics that are missing, then verify strictly; raises as `verify_topics` does.
+
+    alter: topics that exist are changed to what their files say, too, and partitions added where there are fewer. More
+    lanes move users to others: nothing may run meanwhile (docs/operations.md).
+    """
     topics = load_topics(kafka)
     async with _admin(kafka) as admin:
         before = await _describe(admin, topics.all)
         missing = [row.topic for row in before if row.found is None]
-        # What exists must fit before anything is added to it.
-        _check([row for row in before if row.found is not None])
+        altered: tuple[Difference, ...] = ()
+        if alter:
+            altered = await _alter(admin, before)
+        else:  # what exists must fit before anything is added to it
+            check_rows([row for row in before if row.found is not None])
         if missing:
             await _create(admin, missing)
-        rows = await _describe_when_visible(admin, topics.all, kafka.request_timeout_ms / 1000)
-    _check(rows)
+        timeout_s = kafka.request_timeout_ms / 1000
+        rows = await _describe_when_visible(
+            admin, topics.all, timeout_s, {(each.topic, each.setting) for each in altered}
+        )
+    check_rows(rows)
+    check_all(rows)
     created = tuple(topic.name for topic in missing)
-    return TopicReport(created, tuple(row.topic.name for row in rows if row.topic.name not in created), rows)
-
-
-def _check(rows: Sequence[TopicRow]) -> None:
-    missing = [row.topic.name for row in rows if row.found is None]
-    if missing:
-        raise TopicError(f"missing on the cluster: {', '.join(missing)}; `relaygr topics apply` creates them")
-    found = [(row.topic, row.found) for row in rows if row.found is not None]
-    sharing = [(topic.name, has.partitions) for topic, has in found if topic.lanes]
-    if sharing:
-        check_equal_counts(sharing)
-    for topic, has in found:
-        if has.partitions < topic.partitions or (topic.exact and has.partitions != topic.partitions):
-            raise TopicError(
-                f"topic {topic.name} has {has.partitions} partitions, its description says {topic.partitions}; "
-                f"set {'kafka.partitions' if topic.lanes else 'its file'} to {has.partitions}, or delete and apply it"
-            )
-        if has.max_message_bytes is not None and has.max_message_bytes < topic.max_message_bytes:
-            raise TopicError(
-                f"topic {topic.name} takes messages up to {has.max_message_bytes} bytes (max.message.bytes), "
-                f"its file says {topic.max_message_bytes}; raise the one or lower the other"
-            )
-        if has.cleanup_policy is not None and topic.cleanup_policy not in has.cleanup_policy.split(","):
-            raise TopicError(
-                f"topic {topic.name} has cleanup.policy={has.cleanup_policy}, its file says {topic.cleanup_policy}"
-            )
+    existing = tuple(row.topic.name for row in rows if row.topic.name not in created)
+    return TopicReport(created, existing, rows, altered)
 
 
 @asynccontextmanager
@@ -170,24 +155,25 @@ async def _describe(admin: Any, topics: Sequence[Topic]) -> tuple[TopicRow, ...]
     )
 
 
-def _found(partitions: list[dict[str, Any]], config: dict[str, str]) -> FoundTopic:
+def _found(partitions: list[dict[str, Any]], config: _Configs) -> FoundTopic:
     return FoundTopic(
         partitions=len(partitions),
         replication=min(len(partition["replicas"]) for partition in partitions),
-        retention_ms=int(config["retention.ms"]) if "retention.ms" in config else None,
-        max_message_bytes=int(config["max.message.bytes"]) if "max.message.bytes" in config else None,
-        cleanup_policy=config.get("cleanup.policy"),
+        configs={name: value for name, (value, _) in config.items()},
+        own=frozenset(name for name, (_, own) in config.items() if own),
         leaders={partition["partition"]: partition["leader"] for partition in partitions},
     )
 
 
-async def _configs(admin: Any, names: Sequence[str]) -> dict[str, dict[str, str]]:
-    found: dict[str, dict[str, str]] = {}
+async def _configs(admin: Any, names: Sequence[str]) -> dict[str, _Configs]:
+    found: dict[str, _Configs] = {}
     responses = await admin.describe_configs([ConfigResource(ConfigResourceType.TOPIC, name) for name in names])
     for response in responses:
         for error_code, _, _, name, entries in response.resources:
             if error_code == NoError.errno:
-                found[name] = {entry[0]: entry[1] for entry in entries if entry[1]}
+                # The fourth says where a value is from (1: the topic), before version 1 whether it is a default.
+                own = (lambda source: not source) if response.API_VERSION == 0 else TOPICS_OWN.__eq__
+                found[name] = {entry[0]: (entry[1], own(entry[3])) for entry in entries if entry[1]}
     return found
 
 
@@ -197,14 +183,7 @@ async def _create(admin: Any, topics: Sequence[Topic]) -> None:
             name=topic.name,
             num_partitions=topic.partitions,
             replication_factor=topic.replication,
-            topic_configs={
-                "cleanup.policy": topic.cleanup_policy,
-                "retention.ms": str(topic.retention_ms),
-                "max.message.bytes": str(topic.max_message_bytes),
-                # The broker then unpacks what came compressed and holds the limit against that. Else a reader would
-                # have to: 300 MB of zeros pass a limit of 1 MiB as 0.3 MB of gzip.
-                "compression.type": "uncompressed",
-            },
+            topic_configs=topic.configs,
         )
         for topic in topics
     ]
@@ -216,11 +195,40 @@ async def _create(admin: Any, topics: Sequence[Topic]) -> None:
             raise TopicError(f"topic {name} could not be created: {error.__name__}: {detail[0] if detail else ''}")
 
 
-async def _describe_when_visible(admin: Any, topics: Sequence[Topic], timeout_s: float) -> tuple[TopicRow, ...]:
-    """A new topic takes a moment to show in every broker's metadata."""
+async def _alter(admin: Any, rows: Sequence[TopicRow]) -> tuple[Difference, ...]:
+    """Change what exists to what its file says, but for what cannot be: fewer partitions, other copies."""
+    found = [(row.topic, row.found) for row in rows if row.found is not None]
+    check_rows([row for row in rows if row.found is not None and row.found.partitions > row.topic.partitions])
+    changed = tuple(each for each in differences(rows) if each.setting != "replication")
+    resources, few = [], {}
+    for topic, has in found:
+        settings = {each.setting for each in changed if each.topic == topic.name}
+        if settings - {"partitions"}:
+            # This request of Kafka's replaces all that was set for the topic, so that is sent along.
+            configs = {name: has.configs[name] for name in has.own} | topic.configs
+            resources.append(ConfigResource(ConfigResourceType.TOPIC, topic.name, configs))
+        if "partitions" in settings:
+            few[topic.name] = NewPartitions(topic.partitions)
+    if resources:
+        for response in await admin.alter_configs(resources):
+            for error_code, message, _, name in response.resources:
+                if error_code != NoError.errno:
+                    raise TopicError(f"topic {name} could not be altered: {for_code(error_code).__name__}: {message}")
+    if few:
+        await admin.create_partitions(few)
+    return changed
+
+
+async def _describe_when_visible(
+    admin: Any, topics: Sequence[Topic], timeout_s: float, altered: set[tuple[str, str]]
+) -> tuple[TopicRow, ...]:
+    """A new topic, and what was altered, takes a moment to show in every broker's metadata."""
     deadline = time.monotonic() + timeout_s
     while True:
         rows = await _describe(admin, topics)
-        if all(row.found is not None for row in rows) or time.monotonic() > deadline:
+        waiting = any(row.found is None for row in rows) or not altered.isdisjoint(
+            (each.topic, each.setting) for each in differences(rows)
+        )
+        if not waiting or time.monotonic() > deadline:
             return rows
         await asyncio.sleep(0.05)

@@ -7,7 +7,19 @@ from collections.abc import Sequence
 from relaygr_stream.printable import printable
 from relaygr_stream.topics import TopicRow
 
-_COLUMNS = ("topic", "key", "from → to", "partitions", "replication", "retention", "max bytes", "cleanup")
+_COLUMNS = (
+    "topic",
+    "key",
+    "from → to",
+    "partitions",
+    "replication",
+    "retention",
+    "max bytes",
+    "cleanup",
+    "others that differ",
+)
+
+_SHOWN = ("retention.ms", "max.message.bytes", "cleanup.policy")
 
 
 def render_topics(rows: Sequence[TopicRow]) -> str:
@@ -23,16 +35,22 @@ def _cells(row: TopicRow) -> tuple[str, ...]:
     topic, found = row.topic, row.found
     way = f"{', '.join(topic.producers)} → {', '.join(topic.consumers)}"
     if found is None:
-        return (topic.name, topic.key, way, "missing: `relaygr topics apply` creates it", "", "", "", "")
+        return (topic.name, topic.key, way, "missing: `relaygr topics apply` creates it", "", "", "", "", "")
+    configs = found.configs
     return (
         topic.name,
         topic.key,
         way,
         _both(topic.partitions, found.partitions),
         _both(topic.replication, found.replication),
-        _both(_seconds(topic.retention_ms), None if found.retention_ms is None else _seconds(found.retention_ms)),
-        _both(topic.max_message_bytes, found.max_message_bytes),
-        _both(topic.cleanup_policy, found.cleanup_policy),
+        _both(_seconds(str(topic.retention_ms)), _seconds(configs.get("retention.ms"))),
+        _both(str(topic.max_message_bytes), configs.get("max.message.bytes")),
+        _both(topic.cleanup_policy, configs.get("cleanup.policy")),
+        ", ".join(
+            f"{name} {_both(value, configs.get(name))}"
+            for name, value in topic.configs.items()
+            if name not in _SHOWN and configs.get(name, value) != value
+        ),
     )
 
 
@@ -42,5 +60,5 @@ def _both(file: object, cluster: object | None) -> str:
     return str(file) if file == cluster else f"{file} → {printable(str(cluster))}"
 
 
-def _seconds(milliseconds: int) -> str:
-    return f"{milliseconds / 1000:g} s"
+def _seconds(milliseconds: str | None) -> str | None:
+    return None if milliseconds is None else f"{int(milliseconds) / 1000:g} s"

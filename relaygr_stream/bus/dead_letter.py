@@ -13,10 +13,9 @@ from relaygr_stream.messages import (
     HEADER_ORIGIN_TOPIC,
     HEADER_REASON,
 )
+from relaygr_stream.topic_check import DEAD_LETTER_HEADERS_BYTES
 from relaygr_stream.topics import TopicSet
 
-#: What these headers add to the original: reason, detail and origin are below 2 KiB.
-HEADERS_BYTES: Final = 4096
 MAX_DETAIL_BYTES: Final = 1000  # a decoder's message may quote the input
 
 
@@ -35,9 +34,9 @@ def dead_letter_headers(record: Record, error: DecodeError) -> list[tuple[str, b
 def check_dead_letters_fit(topics: TopicSet) -> None:
     """A dead letter that its topic does not take would hold up its lane's commits for ever: ConfigError."""
     for topic in (topics.retrieval, topics.ranking, topics.pre_infer):
-        if topics.dead_letter.max_message_bytes < topic.max_message_bytes + HEADERS_BYTES:
+        if topics.dead_letter.max_message_bytes < topic.max_message_bytes + DEAD_LETTER_HEADERS_BYTES:
             raise ConfigError(
                 f"topic {topics.dead_letter.name} takes {topics.dead_letter.max_message_bytes} bytes, {topic.name} "
-                f"{topic.max_message_bytes}: a dead letter has up to {HEADERS_BYTES} more than its original; "
-                f"raise max_message_bytes of the former"
+                f"{topic.max_message_bytes}: a dead letter has up to {DEAD_LETTER_HEADERS_BYTES} more than its "
+                f"original; raise max_message_bytes of the former"
             )

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import os
+import shutil
+from pathlib import Path
 
 import msgspec
 import pytest
+from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from structlog.testing import capture_logs
 
+from relaygr_stream.bus.local import local_broker
+from relaygr_stream.bus.nodes import ANYBODY
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.errors import BrokerUnavailable, CoPartitionError, TopicError
+from relaygr_stream.files import packaged_dir
 from relaygr_stream.settings import Kafka
 from relaygr_stream.topics import apply_topics, describe_topics, lane_of, load_topics, verify_topics
 from tests.bus.members import Member
-from tests.conftest import AnyBroker
+from tests.conftest import KAFKA_HINT, AnyBroker
 from tests.waiting import until
 
 
@@ -42,8 +51,11 @@ async def test_applied_topics_are_as_described(kafka_settings: Kafka) -> None:
 
     for row in await verify_topics(kafka_settings):
         assert row.found is not None
-        for what in ("partitions", "replication", "retention_ms", "max_message_bytes", "cleanup_policy"):
+        for what in ("partitions", "replication"):
             assert getattr(row.found, what) == getattr(row.topic, what), f"{row.topic.name} {what}"
+        for name, value in row.topic.configs.items():
+            assert row.found.configs.get(name) == value, f"{row.topic.name} {name}"
+    await verify_topics(kafka_settings, strict=True)
 
     again = await apply_topics(kafka_settings)
     assert (again.created, again.existing) == ((), names)
@@ -84,6 +96,78 @@ async def test_what_differs_is_refused(
     await _create(kafka_settings, name, partitions, **configs)
     with pytest.raises(TopicError, match=f"{name} .*{said}"):
         await apply_topics(kafka_settings)
+
+
+async def test_every_difference_is_named_with_both_values_and_altered_when_told_so(
+    kafka_settings: Kafka, broker: AnyBroker
+) -> None:
+    """A cluster of an earlier release: no segment.ms, producers' compression, larger messages than dead letters."""
+    lanes = {"retention_ms": "60000", "compression_type": "producer", "max_message_bytes": "8388608"}
+    await _create(kafka_settings, "ranking", 8, **lanes, segment_bytes="200000000")
+    ranking, dead_letter = f"{kafka_settings.prefix}ranking", f"{kafka_settings.prefix}dead-letter"
+    with pytest.raises(TopicError) as refused:
+        await apply_topics(kafka_settings)
+    for said in (
+        f"{ranking}: compression.type = producer on the cluster, uncompressed in its file",
+        f"{ranking}: max.message.bytes = 8388608 on the cluster, 1048576 in its file",
+        f"{ranking} takes messages of 8388608 bytes, {dead_letter} of 2097152",
+        "`relaygr topics apply --alter`",
+    ):
+        assert said in str(refused.value)
+    with capture_logs() as logs:  # those who start go on, and say so
+        await verify_topics(kafka_settings)
+    assert [line["log_level"] for line in logs if "differ" in line["event"]] == ["warning"]
+    with pytest.raises(TopicError, match=r"compression\.type = producer"):
+        await verify_topics(kafka_settings, strict=True)
+    if broker.kind == "embedded":
+        return  # it alters nothing
+    assert f"{ranking}: segment.ms = 604800000 on the cluster, 30000 in its file" in str(refused.value)
+    report = await apply_topics(kafka_settings, alter=True)
+    assert f"altered   {ranking}: segment.ms 604800000 → 30000" in str(report)
+    rows = {row.topic.name: row.found for row in await verify_topics(kafka_settings, strict=True)}
+    found = rows[ranking]
+    assert found is not None
+    assert found.configs["segment.bytes"] == "200000000", "what else was set for the topic stays"
+
+
+async def test_partitions_are_added_when_told_so(kafka_settings: Kafka, broker: AnyBroker) -> None:
+    if broker.kind == "embedded":
+        pytest.skip("the embedded broker adds no partitions")
+    await apply_topics(kafka_settings)
+    more = msgspec.structs.replace(kafka_settings, partitions=12)
+    with pytest.raises(TopicError, match=r"8 partitions, its description says 12.*--alter"):
+        await apply_topics(more)
+    await apply_topics(more, alter=True)
+    assert {row.found.partitions for row in await verify_topics(more) if row.found and row.topic.lanes} == {12}
+    with pytest.raises(TopicError, match="12 partitions, its description says 8"):
+        await apply_topics(kafka_settings, alter=True)  # Kafka takes none away
+
+
+@pytest.mark.kafka
+async def test_retention_is_kept_under_traffic(tmp_path: Path) -> None:
+    """Only whole segments expire: without segment.ms the one that is written to keeps everything for a week."""
+    if not os.environ.get("KAFKA_HOME"):
+        pytest.skip(KAFKA_HINT)
+    node = dataclasses.replace(ANYBODY, properties={"log.retention.check.interval.ms": "200"})
+    folder = tmp_path / "topics"
+    shutil.copytree(packaged_dir("topics"), folder)
+    file = folder / "ranking.toml"
+    text = file.read_text(encoding="utf-8").replace("retention_ms = 60_000", "retention_ms = 1_000")
+    file.write_text(text.replace("segment_ms = 30_000", "segment_ms = 500"), encoding="utf-8")
+    async with local_broker("kafka", folder=tmp_path, node=node) as own:
+        kafka = own.kafka_settings(Kafka(topics_dir=str(folder), partitions=1))
+        await apply_topics(kafka)
+        ranking = load_topics(kafka).ranking.name
+        partition = TopicPartition(ranking, 0)
+        async with (
+            Producer(kafka, client_id="traffic") as producer,
+            AIOKafkaConsumer(bootstrap_servers=kafka.bootstrap) as reader,
+        ):
+            first = 0
+            async with asyncio.timeout(60):
+                while not first:  # traffic without a pause
+                    await producer.send_and_wait(ranking, bytes(1000), partition=0)
+                    first = (await reader.beginning_offsets([partition]))[partition]
 
 
 async def test_another_lane_count_than_configured_is_refused(kafka_settings: Kafka) -> None:

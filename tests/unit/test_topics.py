@@ -51,6 +51,20 @@ def test_the_packaged_topics_load() -> None:
     assert {topic.name for topic in topics.all if topic.lanes} == {f"relaygr.{name}" for name in LANE_TOPICS}
 
 
+def test_the_packaged_topics_state_what_keeps_their_retention() -> None:
+    for topic in load_topics(Kafka()).all:
+        assert topic.segment_ms is not None
+        assert topic.segment_ms <= topic.retention_ms / 2
+        assert {"compression.type", "min.insync.replicas", "segment.ms"} <= topic.configs.keys()
+
+
+def test_more_acknowledging_copies_than_copies_are_refused(folder: Path) -> None:
+    _edit(folder, "retrieval", "min_insync_replicas = 1", "min_insync_replicas = 2")
+    with pytest.raises(ConfigError, match=r"retrieval: `min_insync_replicas` = 2, of 1 copies"):
+        load_topics(Kafka(topics_dir=str(folder)))
+    assert load_topics(Kafka(topics_dir=str(folder), replication=3)).retrieval.configs["min.insync.replicas"] == "2"
+
+
 def test_settings_override_lanes_copies_and_prefix() -> None:
     topics = load_topics(Kafka(prefix="x.", partitions=5, replication=3))
     assert topics.lanes == 5
