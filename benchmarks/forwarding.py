@@ -35,8 +35,9 @@ from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.children import Child, settings_as_toml, stop_all
 from relaygr_stream.client import RelayClient
 from relaygr_stream.errors import Overloaded, RelayError
-from relaygr_stream.messages import Behaviours, RankingRequest, WorkerStatus, decode, pack_items
+from relaygr_stream.messages import Behaviours, RankingRequest, decode, pack_items
 from relaygr_stream.settings import Client, Kafka, Model, Relay, Settings, Worker
+from relaygr_stream.status.reader import worker_statuses
 from relaygr_stream.topics import apply_topics, lane_of, load_topics
 
 WORKERS = ("w1", "w2", "w3")
@@ -96,7 +97,7 @@ class Lanes:
         self.shared_out = asyncio.Event()
 
     def take(self, records: list[Record]) -> None:
-        for status in (decode(WorkerStatus, record.value) for record in records):
+        for status in worker_statuses(records):
             self.of[status.name] = [each.lane for each in status.lanes]
         if [len(self.of.get(name, ())) for name in WORKERS] == [LANES // len(WORKERS)] * len(WORKERS):
             self.shared_out.set()

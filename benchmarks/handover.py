@@ -26,8 +26,9 @@ from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.children import Child, settings_as_toml, stop_all
 from relaygr_stream.client import RelayClient
 from relaygr_stream.errors import RelayError
-from relaygr_stream.messages import Behaviours, RankingRequest, WorkerStatus, decode, pack_items
+from relaygr_stream.messages import Behaviours, RankingRequest, WorkerStatus, pack_items
 from relaygr_stream.settings import Client, Handover, Kafka, Relay, Settings, Worker
+from relaygr_stream.status.reader import worker_statuses
 from relaygr_stream.topics import apply_topics, lane_of, load_topics
 
 MIB: Final = 1 << 20
@@ -188,8 +189,7 @@ class ScaleOut:
                         self.run.entries = int(sample.value)
 
     def _on_statuses(self, records: list[Record]) -> None:
-        for record in records:
-            status = decode(WorkerStatus, record.value)
+        for status in worker_statuses(records):
             if status.state == "serving":
                 self._statuses[status.name] = status
 

@@ -28,8 +28,9 @@ from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.children import Child, settings_as_toml, stop_all
 from relaygr_stream.client import RelayClient
 from relaygr_stream.errors import RelayError
-from relaygr_stream.messages import Behaviours, RankingRequest, WorkerStatus, decode, pack_items
+from relaygr_stream.messages import Behaviours, RankingRequest, pack_items
 from relaygr_stream.settings import Client, Kafka, Relay, Settings, Worker
+from relaygr_stream.status.reader import worker_statuses
 from relaygr_stream.topics import apply_topics, load_topics
 
 MIB: Final = 1 << 20
@@ -162,8 +163,7 @@ class Neighbours:
         self.asked.append((at, (time.monotonic() - at) * 1e3))
 
     def _on_statuses(self, records: list[Record]) -> None:
-        for record in records:
-            status = decode(WorkerStatus, record.value)
+        for status in worker_statuses(records):
             self._lanes[status.name] = len(status.lanes) if status.state == "serving" else 0
 
 

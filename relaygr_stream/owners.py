@@ -19,7 +19,8 @@ import structlog
 
 from relaygr_stream.bus.records import Record
 from relaygr_stream.errors import DecodeError
-from relaygr_stream.messages import LaneStatus, WorkerStatus, decode
+from relaygr_stream.messages import LaneStatus, WorkerStatus
+from relaygr_stream.status.reader import StatusReader, Tombstone
 from relaygr_stream.telemetry.limiter import LogLimiter
 
 _log = structlog.get_logger(__name__)
@@ -29,6 +30,9 @@ _limited = LogLimiter().limited
 #: which the same incarnation could speak again (it may: a later status of it is taken like a first one), it only keeps
 #: the directory from growing with every worker that ever lived.
 FORGET_S: Final = 600.0
+#: Names kept at once: twice as many as there can be lanes, since a worker started anew may have a new name. Beyond, the
+#: one that is silent longest is forgotten for each new one.
+MAX_NAMES: Final = 20_000
 
 
 class Claim(msgspec.Struct, frozen=True):  # one a lane for every status; a frozen dataclass takes four times as long
@@ -54,11 +58,12 @@ class _Worker:
 class OwnerDirectory:
     """Lane → the newest claim of its present owner.
 
-    Of two incarnations of one name the later one counts. Only a `serving` worker owns lanes. Of two workers that claim
-    one lane, the one whose status is the newer in the topic owns it.
+    Of two incarnations of one name the later one counts that serves: one that only starts, or ends, takes nothing from
+    another that serves. Only a `serving` worker owns lanes. Of two workers that claim one lane, the one whose status is
+    the newer in the topic owns it. A tombstone removes a name.
 
     silence_ms: an owner that stated nothing for longer is no owner. on_unreadable: called for each status that cannot
-    be read; it is skipped.
+    be read, on_unsigned for each that its reader does not believe; they are skipped.
     """
 
     def __init__(
@@ -66,6 +71,8 @@ class OwnerDirectory:
         silence_ms: float,
         on_unreadable: Callable[[], object] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
+        reader: StatusReader | None = None,
+        on_unsigned: Callable[[], object] = lambda: None,
     ) -> None:
         self._silence_ms = silence_ms
         self._clock = clock
@@ -74,30 +81,34 @@ class OwnerDirectory:
         self._order = 0
         self._heard_s = -math.inf
         self._on_unreadable = on_unreadable
+        self._on_unsigned = on_unsigned
+        self._reader = reader or StatusReader()
 
     def on_records(self, records: Iterable[Record]) -> None:
         """Take records of `worker-status`, in the topic's order; unreadable ones are skipped."""
         for record in records:
             try:
-                status = decode(WorkerStatus, record.value)
-                _refuse_nonsense(status)
+                found = self._reader.read(record)
             except DecodeError as error:
-                self._on_unreadable()
+                (self._on_unsigned if error.reason == "unsigned" else self._on_unreadable)()
                 _limited(_log.warning, error.reason)(
-                    "worker status unreadable",
+                    "worker status unsigned" if error.reason == "unsigned" else "worker status unreadable",
                     worker=(record.key or b"").decode(errors="replace"),
                     reason=error.reason,
                     detail=error.detail,
                     offset=record.offset,
                 )
                 continue
-            self.take(status)
+            if isinstance(found, Tombstone):
+                self._remove(found)
+            elif found is not None and not self._is_replay(found):
+                self.take(found)
 
     def take(self, status: WorkerStatus) -> None:
         """Take one status as received now."""
         now = self._clock()
         known = self._workers.get(status.name)
-        if known is not None and known.status.incarnation > status.incarnation:
+        if known is not None and not self._supersedes(status, known, now):
             return
         self._order += 1
         self._heard_s = now
@@ -143,32 +154,41 @@ class OwnerDirectory:
         else:
             del self._owners[lane]
 
-    def _forget(self, now: float) -> None:
-        gone = [name for name, worker in self._workers.items() if now - worker.received_s > FORGET_S]
-        for name in gone:
-            claims = self._workers.pop(name).claims
-            for lane in claims:
-                if self._owners[lane].worker.name == name:
-                    self._give_to_newest(lane)
+    def _supersedes(self, status: WorkerStatus, known: _Worker, now: float) -> bool:
+        """Whether a status counts from now on in place of the one known of its name."""
+        if status.incarnation == known.status.incarnation:
+            return True
+        silent = (now - known.received_s) * 1000.0 > self._silence_ms
+        serves, served = status.state == "serving", known.status.state == "serving"
+        return serves if serves != served and not silent else status.incarnation > known.status.incarnation
 
-
-def _refuse_nonsense(status: WorkerStatus) -> None:
-    """A status is arithmetic for the triggers: refuse one that would let a bound be computed away."""
-    numbers = {
-        "queue_ms": status.queue_ms,
-        "pre_infer_wait_ms": status.pre_infer_wait_ms,
-        "busy_share": status.busy_share,
-        **{f"device_ms_per_s of lane {lane.lane}": lane.device_ms_per_s for lane in status.lanes},
-        **{f"pinned_bytes of lane {lane.lane}": lane.pinned_bytes for lane in status.lanes},
-        **{f"pre_infer_offset of lane {lane.lane}": lane.pre_infer_offset for lane in status.lanes},
-    }
-    for name, value in numbers.items():
-        if not (math.isfinite(value) and value >= 0):
-            raise DecodeError("invalid", f"{name} must be finite and not negative, got {value}")
-    if not 0 < status.computed_share <= 1:
-        raise DecodeError("invalid", f"computed_share must be above 0 and at most 1, got {status.computed_share}")
-    if status.lanes and (status.bytes_per_token < 1 or status.alloc_bytes < 1):
-        raise DecodeError(
-            "invalid",
-            f"bytes_per_token and alloc_bytes must be ≥ 1, got {status.bytes_per_token}, {status.alloc_bytes}",
+    def _is_replay(self, status: WorkerStatus) -> bool:
+        """A signed status that was written before: signed ones of one incarnation have rising times."""
+        known = self._workers.get(status.name)
+        return (
+            self._reader.signer is not None
+            and known is not None
+            and known.status.incarnation == status.incarnation
+            and known.status.sent_ms >= status.sent_ms
         )
+
+    def _remove(self, tombstone: Tombstone) -> None:
+        """An incarnation that is not the one we know has not been heard of here, or not any more. Of a signed
+        tombstone without one nobody can tell whose it was."""
+        known = self._workers.get(tombstone.name)
+        incarnation = tombstone.incarnation
+        if known is None or (incarnation is None and self._reader.signer is not None):
+            return
+        if incarnation is None or known.status.incarnation == incarnation:
+            self._drop(tombstone.name)
+
+    def _forget(self, now: float) -> None:
+        for name in [name for name, worker in self._workers.items() if now - worker.received_s > FORGET_S]:
+            self._drop(name)
+        if len(self._workers) > MAX_NAMES:
+            self._drop(min(self._workers, key=lambda name: self._workers[name].received_s))
+
+    def _drop(self, name: str) -> None:
+        for lane in self._workers.pop(name).claims:
+            if self._owners[lane].worker.name == name:
+                self._give_to_newest(lane)

@@ -20,9 +20,10 @@ from relaygr_stream.bus.records import Record
 from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.children import Child, settings_as_toml, stop_all
 from relaygr_stream.client import RelayClient
-from relaygr_stream.errors import DecodeError, RelayError
-from relaygr_stream.messages import CostModel, WorkerStatus, decode
+from relaygr_stream.errors import RelayError
+from relaygr_stream.messages import CostModel, WorkerStatus
 from relaygr_stream.settings import Settings
+from relaygr_stream.status.reader import worker_statuses
 from relaygr_stream.topics import apply_topics, load_topics
 
 LANES_TIMEOUT_S: Final = 30.0
@@ -162,11 +163,7 @@ class Pipeline:
             await asyncio.sleep(0.05)
 
     def _on_statuses(self, records: Sequence[Record]) -> None:
-        for record in records:
-            try:
-                status = decode(WorkerStatus, record.value)
-            except DecodeError:
-                continue  # triggers count it
+        for status in worker_statuses(records):
             if status.name in self._workers:
                 self._latest[status.name] = status
                 self.history.append((time.monotonic(), status))

@@ -96,7 +96,7 @@ class Producer:
     async def send(
         self,
         topic: str,
-        value: bytes,
+        value: bytes | None,
         *,
         key: bytes | None = None,
         partition: int | None = None,
@@ -104,9 +104,9 @@ class Producer:
     ) -> asyncio.Future[int]:
         """Buffer a message; the future resolves to its offset once the broker has acknowledged it.
 
-        The partition is the given one, else the key's, else any. Raises, or sets on the future: BrokerUnavailable
-        (nobody answered within the request timeout), TopicError (no such topic or partition), BrokerError (too large,
-        or refused).
+        value None: a tombstone. The partition is the given one, else the key's, else any. Raises, or sets on the
+        future: BrokerUnavailable (nobody answered within the request timeout), TopicError (no such topic or partition),
+        BrokerError (too large, or refused).
         """
         producer = await self._renewed.present()
         try:
@@ -114,15 +114,15 @@ class Producer:
         except AssertionError:
             raise self._no_partition(topic, partition) from None
         except (KafkaError, OSError) as error:
-            raise self._typed(topic, len(value), error) from error
+            raise self._typed(topic, len(value or b""), error) from error
         sent: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        acknowledged.add_done_callback(partial(self._acknowledge, sent, topic, len(value)))
+        acknowledged.add_done_callback(partial(self._acknowledge, sent, topic, len(value or b"")))
         return sent
 
     async def send_and_wait(
         self,
         topic: str,
-        value: bytes,
+        value: bytes | None,
         *,
         key: bytes | None = None,
         partition: int | None = None,

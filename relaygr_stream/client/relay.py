@@ -54,6 +54,7 @@ from relaygr_stream.messages import (
 )
 from relaygr_stream.owners import OwnerDirectory
 from relaygr_stream.settings import Settings
+from relaygr_stream.status.reader import StatusReader
 from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.topics import Topic, TopicRow, lane_of, load_topics, verify_topics
 
@@ -101,7 +102,8 @@ class RelayClient:
         self._answers = Answers(self._metrics, self._topics.scores.max_message_bytes)
         self._check_reply_partition()
         self._route: ReplyRoute | None = None
-        self._owners = OwnerDirectory(settings.client.silence_ms)
+        self._reader = StatusReader.of(settings, self._topics)
+        self._owners = OwnerDirectory(settings.client.silence_ms, reader=self._reader)
         self._hedges = Hedges(self._owners, settings.relay.slo_ms, stuck=self._stuck)
         self._sender: Sender | None = None
         self._announcements: Announcements | None = None
@@ -123,6 +125,7 @@ class RelayClient:
             await stack.enter_async_context(tail)
             tail.failed.add_done_callback(self._tail_failed)
             if self._settings.client.hedge_ms:
+                await self._reader.prepare()
                 statuses = TopicTail(kafka, topics.worker_status.name, [0], "latest", self._owners.on_records)
                 await stack.enter_async_context(statuses)
                 statuses.failed.add_done_callback(self._tail_failed)

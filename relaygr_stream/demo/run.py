@@ -29,9 +29,10 @@ from relaygr_stream.demo.plot import save_plot
 from relaygr_stream.demo.report import PREPARED_WORDS, DemoResult, render_table, verdict
 from relaygr_stream.errors import DecodeError, RelayError
 from relaygr_stream.exactness import relative_deviation
-from relaygr_stream.messages import PreInferSignal, WorkerStatus, decode
+from relaygr_stream.messages import PreInferSignal, decode
 from relaygr_stream.printable import SafeConsole
 from relaygr_stream.settings import Settings
+from relaygr_stream.status.reader import worker_statuses
 from relaygr_stream.topics import apply_topics, load_topics
 from relaygr_stream.workload.driver import DriveSummary, Result, drive
 from relaygr_stream.workload.generator import Generator, GeneratorOptions
@@ -76,11 +77,8 @@ class Seen:
 
     def statuses(self, records: list[Record]) -> None:
         """Worker statuses, for the live view and the report."""
-        for record in records:
-            try:
-                self.live.worker(decode(WorkerStatus, record.value))
-            except DecodeError:
-                continue
+        for status in worker_statuses(records):
+            self.live.worker(status)
 
 
 async def run_demo(options: DemoOptions, settings: Settings, console: Console | None = None) -> int:

@@ -14,6 +14,7 @@ from relaygr_stream.errors import DecodeError
 from relaygr_stream.messages import PreInferSignal, RequestEvent, WorkerStatus, decode
 from relaygr_stream.owners import OwnerDirectory
 from relaygr_stream.settings import Settings
+from relaygr_stream.status.reader import StatusReader
 from relaygr_stream.topics import TopicSet, load_topics, verify_topics
 from relaygr_stream.trigger.decision import Decision, LaneState, Policy
 from relaygr_stream.trigger.explain import Explanation, explain
@@ -30,7 +31,7 @@ async def explain_live(settings: Settings, seconds: float) -> list[Explanation]:
     """Look on for so many seconds. Raises BrokerUnavailable, TopicError."""
     await verify_topics(settings.kafka)
     topics = load_topics(settings.kafka)
-    directory = OwnerDirectory(settings.trigger.silence_ms)
+    directory = OwnerDirectory(settings.trigger.silence_ms, reader=StatusReader.of(settings, topics))
     async with AsyncExitStack() as stack:
         ends = await stack.enter_async_context(LogEnds(settings.kafka, "relaygr-explain"))
         log_ends = await ends.ask(topics.pre_infer.name, range(topics.lanes))
@@ -58,21 +59,24 @@ async def explain_live(settings: Settings, seconds: float) -> list[Explanation]:
 async def stated_by_a_worker(settings: Settings) -> WorkerStatus | None:
     """The newest status of a serving worker on the topic, however old. Raises BrokerUnavailable, TopicError."""
     await verify_topics(settings.kafka)
-    topic = load_topics(settings.kafka).worker_status
-    found: list[WorkerStatus] = []
+    topics = load_topics(settings.kafka)
+    topic, reader = topics.worker_status, StatusReader.of(settings, topics)
+    found: dict[str, WorkerStatus] = {}  # the newest written last
 
     def on_records(records: list[Record]) -> None:
         for record in records:
             try:
-                status = decode(WorkerStatus, record.value)
+                status = reader.read(record, fresh=False)
             except DecodeError:
                 continue
-            if status.state == "serving":
-                found.append(status)
+            if status is not None:
+                found.pop(status.name, None)
+            if isinstance(status, WorkerStatus) and status.state == "serving":
+                found[status.name] = status
 
     async with TopicTail(settings.kafka, topic.name, range(topic.partitions), "earliest", on_records):
         pass
-    return max(found, key=lambda status: status.sent_ms, default=None)
+    return list(found.values())[-1] if found else None
 
 
 class Shadow:

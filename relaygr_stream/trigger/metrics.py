@@ -53,6 +53,11 @@ class TriggerMetrics:
         self.statuses_unreadable = Counter(
             "relaygr_trigger_statuses_unreadable", "Worker statuses that could not be read.", registry=registry
         )
+        self.statuses_unsigned = Counter(
+            "relaygr_trigger_statuses_unsigned",
+            "Worker statuses that nobody with our handover.secret wrote, or not just now.",
+            registry=registry,
+        )
 
     def decided(self, reason: Reason, seconds: float) -> None:
         """One event was decided on, in so much time."""

@@ -22,6 +22,7 @@ from relaygr_stream.bus.records import Record
 from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.errors import BrokerError
 from relaygr_stream.owners import OwnerDirectory
+from relaygr_stream.status.reader import StatusReader
 from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.telemetry.process import ProcessContext
 from relaygr_stream.topics import load_topics, verify_topics
@@ -65,7 +66,14 @@ async def run_trigger(context: ProcessContext) -> None:
     member = f"trigger-{socket.gethostname()}-{os.getpid()}"
     max_bytes = max(topics.pre_infer.max_message_bytes, topics.dead_letter.max_message_bytes)
     metrics = TriggerMetrics(context.registry)
-    owners = OwnerDirectory(settings.trigger.silence_ms, on_unreadable=metrics.statuses_unreadable.inc)
+    reader = StatusReader.of(settings, topics)
+    await reader.prepare()
+    owners = OwnerDirectory(
+        settings.trigger.silence_ms,
+        on_unreadable=metrics.statuses_unreadable.inc,
+        on_unsigned=metrics.statuses_unsigned.inc,
+        reader=reader,
+    )
     async with AsyncExitStack() as stack:
         producer = await stack.enter_async_context(Producer(settings.kafka, client_id=member, max_bytes=max_bytes))
         ends = await stack.enter_async_context(LogEnds(settings.kafka, member))

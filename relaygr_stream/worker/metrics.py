@@ -70,6 +70,12 @@ class WorkerMetrics:
         )
         self.dead_letters = counter("relaygr_dead_letters", "Messages that could not be read, by reason", "reason")
         self.clock_clamped = counter("relaygr_clock_clamped", "Requests whose sender's clock cannot be right")
+        self.statuses_unreadable = counter(
+            "relaygr_statuses_unreadable", "Other workers' statuses that could not be read or were out of bounds"
+        )
+        self.statuses_unsigned = counter(
+            "relaygr_statuses_unsigned", "Statuses that nobody with our handover.secret wrote, or not just now"
+        )
         self.reply_failures = counter("relaygr_reply_failures", "Answers that could not be produced at once")
         self.device_stall_seconds = gauge("relaygr_device_stall_seconds", "Time since the device thread last moved")
         self.model_info = gauge(

@@ -29,6 +29,7 @@ from relaygr_stream.handover.build import make_handover
 from relaygr_stream.handover.service import Handover
 from relaygr_stream.owners import OwnerDirectory
 from relaygr_stream.settings import Settings
+from relaygr_stream.status.reader import StatusReader
 from relaygr_stream.telemetry.process import ProcessContext
 from relaygr_stream.topics import TopicSet, load_topics, verify_topics
 from relaygr_stream.trigger.log_ends import LogEnds
@@ -89,7 +90,12 @@ class Worker:
             self._metrics.clock_clamped.inc,
             settings.worker.reply_ms,
         )
-        self._peers = OwnerDirectory(settings.client.silence_ms)
+        self._peers = OwnerDirectory(
+            settings.client.silence_ms,
+            on_unreadable=self._metrics.statuses_unreadable.inc,
+            on_unsigned=self._metrics.statuses_unsigned.inc,
+            reader=StatusReader.of(settings, self._topics),
+        )
         self._in_flight: set[RankTask] = set()
         self._consumer: LaneConsumer | None = None
         self._inside: Inside | None = None
@@ -192,6 +198,7 @@ class Worker:
             if handover is not None:
                 await handover.farewell(left, drained_by - time.monotonic())
             await reporter.announce("stopped")
+            await reporter.bury()
 
     async def _until_stopped(self, parts: set[asyncio.Future[Any]]) -> None:
         """Wait for the stop event, or for a part that failed for good, whose error is raised."""

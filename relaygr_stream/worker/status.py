@@ -17,9 +17,11 @@ from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.records import Record
 from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.errors import BrokerError, DecodeError, DeviceError, Superseded
-from relaygr_stream.messages import State, WorkerStatus, decode, encode
+from relaygr_stream.messages import State, WorkerStatus, encode
 from relaygr_stream.owners import OwnerDirectory
+from relaygr_stream.printable import printable
 from relaygr_stream.settings import Settings
+from relaygr_stream.status.reader import HEADER_INCARNATION, StatusReader
 from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.topics import TopicSet
 from relaygr_stream.worker.build import Inside
@@ -63,6 +65,8 @@ class StatusReporter:
         self._name = name
         self._incarnation = 0  # until the statuses that were there before us are read
         self._before_us = 0  # the latest incarnation among them
+        self._sent_ms = 0
+        self._reader = StatusReader.of(settings, topics)
         self._host = host
         self._device = device
         self._metrics = metrics
@@ -75,6 +79,7 @@ class StatusReporter:
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def __aenter__(self) -> Self:
+        await self._reader.prepare()
         await self._tail.start()
         self._tail.failed.add_done_callback(self._tail_ended)
         # Beyond every incarnation of our name so far: by the clock alone, one that had run on a host whose clock is
@@ -86,9 +91,7 @@ class StatusReporter:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await self._stop_publishing()
         await end("the tail of worker-status", self._tail.stop, ANNOUNCE_S)
         if self.failed.done() and not self.failed.cancelled():
             self.failed.exception()  # looked at: the caller has raised it
@@ -106,6 +109,21 @@ class StatusReporter:
                 await self._publish()
         except (BrokerError, DeviceError, TimeoutError) as error:
             log.warning("status not published", state=state, error=str(error) or type(error).__name__)
+
+    async def bury(self) -> None:
+        """Remove our name from the topic: we stopped in order, and nobody needs to hear of us. Not for longer than
+        ANNOUNCE_S."""
+        await self._stop_publishing()  # else a last status may come behind the tombstone
+        try:
+            async with asyncio.timeout(ANNOUNCE_S):
+                await self._send(None, [(HEADER_INCARNATION, str(self._incarnation).encode())])
+        except (BrokerError, TimeoutError) as error:
+            log.warning("name not removed from worker-status", error=str(error) or type(error).__name__)
+
+    async def _stop_publishing(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
 
     async def _run(self) -> None:
         """Publish for ever. A broker that is away, or a device thread that has ended (which tells so itself), only
@@ -136,11 +154,20 @@ class StatusReporter:
             await ask
         self._export(taken[0], len(positions))
         status = self._status(taken[0], positions)
-        await self._producer.send_and_wait(self._topics.worker_status.name, encode(status), key=self._name.encode())
+        await self._send(encode(status))
+
+    async def _send(self, value: bytes | None, headers: list[tuple[str, bytes]] | None = None) -> None:
+        topic, key, signer = self._topics.worker_status.name, self._name.encode(), self._reader.signer
+        headers = headers or []
+        if signer is not None:
+            headers = signer.sign(topic, key, value, headers)
+        await self._producer.send_and_wait(topic, value, key=key, headers=headers)
 
     def _status(self, now: Snapshot, positions: dict[int, int]) -> WorkerStatus:
         identity = Identity(self._name, self._incarnation, self._host, os.getpid(), self._handover)
-        return self._statements.status(identity, self._state, now, positions, time.monotonic(), int(time.time() * 1e3))
+        # Rising, whatever our clock does: a signed status that does not rise is taken for one that was written again.
+        self._sent_ms = max(int(time.time() * 1e3), self._sent_ms + 1)
+        return self._statements.status(identity, self._state, now, positions, time.monotonic(), self._sent_ms)
 
     def _export(self, now: Snapshot, lanes: int) -> None:
         metrics = self._metrics
@@ -177,23 +204,25 @@ class StatusReporter:
         metrics.lanes.set(lanes)
 
     def _on_statuses(self, records: list[Record]) -> None:
-        """Two processes of one name: the later incarnation serves, the earlier gives way (DESIGN §5)."""
+        """Two processes of one name: the later incarnation serves, the earlier gives way once it does (DESIGN §5)."""
         if self._incarnation:  # what was there before us may be of any age
             self._peers.on_records(records)
         for record in records:
             if record.key != self._name.encode():
                 continue
             try:
-                other = decode(WorkerStatus, record.value)
+                other = self._reader.read(record, fresh=self._incarnation > 0)
             except DecodeError:
                 continue  # not ours to judge; triggers count it
+            if not isinstance(other, WorkerStatus):
+                continue
             if not self._incarnation:
                 self._before_us = max(self._before_us, other.incarnation)
-            elif is_later(other, self._incarnation, self._host, os.getpid()) and not self.failed.done():
+            elif gives_way_to(other, self._incarnation, self._host, os.getpid()) and not self.failed.done():
                 self.failed.set_exception(
                     Superseded(
-                        f"another worker named {self._name!r} started later: host {other.host}, pid {other.pid}; "
-                        f"this one ends. Give each worker its own worker.name"
+                        f"another worker named {self._name!r} started later and serves: host {printable(other.host)}, "
+                        f"pid {other.pid}; this one ends. Give each worker its own worker.name"
                     )
                 )
 
@@ -203,9 +232,9 @@ class StatusReporter:
             self.failed.set_exception(error)
 
 
-def is_later(other: WorkerStatus, incarnation: int, host: str, pid: int) -> bool:
-    """Whether a worker of our name started after us.
+def gives_way_to(other: WorkerStatus, incarnation: int, host: str, pid: int) -> bool:
+    """Whether a worker of our name started after us, and serves: one that never comes to serve ends nobody.
 
     Two that started at once, from the same statuses, may have one incarnation: then host and pid decide.
     """
-    return (other.incarnation, other.host, other.pid) > (incarnation, host, pid)
+    return other.state == "serving" and (other.incarnation, other.host, other.pid) > (incarnation, host, pid)

@@ -16,6 +16,7 @@ from relaygr_stream.children import Child, settings_as_toml, stop_all
 from relaygr_stream.errors import DecodeError
 from relaygr_stream.messages import PreInferSignal, WorkerStatus, decode
 from relaygr_stream.settings import Kafka, Model, Relay, Settings, Trigger, Worker
+from relaygr_stream.status.reader import worker_statuses
 from relaygr_stream.topics import apply_topics, load_topics
 from relaygr_stream.workload.driver import Result
 from relaygr_stream.workload.generator import Generator, GeneratorOptions
@@ -89,8 +90,7 @@ class Fleet:
         await until(settled, f"lanes of {workers}: {self.statuses}")
 
     def _on_statuses(self, records: list[Record]) -> None:
-        for record in records:
-            status = decode(WorkerStatus, record.value)
+        for status in worker_statuses(records):
             self.statuses[status.name] = status
 
     def _on_signals(self, records: list[Record]) -> None:

@@ -27,6 +27,7 @@ from relaygr_stream.dead_letters.letter import letters_of
 from relaygr_stream.errors import DecodeError
 from relaygr_stream.messages import HEADER_CORRELATION, RankingRequest, WorkerStatus, decode
 from relaygr_stream.settings import Settings
+from relaygr_stream.status.reader import worker_statuses
 from relaygr_stream.topics import lane_of, load_topics
 from relaygr_stream.workload.driver import Result
 from tests.faults.ledger import Ledger
@@ -177,8 +178,7 @@ class Witness:
         self.ledger.replied |= {dict(record.headers).get(HEADER_CORRELATION, b"") for record in records}
 
     def _on_statuses(self, records: list[Record]) -> None:
-        for record in records:
-            status = decode(WorkerStatus, record.value)
+        for status in worker_statuses(records):
             self.statuses[status.name] = status
             self.ledger.status(status)
 

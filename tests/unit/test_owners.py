@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import pytest
 from structlog.testing import capture_logs
 
+from relaygr_stream import owners
 from relaygr_stream.bus.records import Record
 from relaygr_stream.messages import CostModel, LaneStatus, WorkerStatus, encode
 from relaygr_stream.owners import FORGET_S, OwnerDirectory
@@ -51,8 +53,8 @@ def status(name: str, lanes: tuple[int, ...], incarnation: int = 1, **changes: A
     return msgspec.structs.replace(plain, **changes)
 
 
-def record(value: bytes | None) -> Record:
-    return Record("worker-status", 0, 7, 0, b"w", value, ())
+def record(value: bytes | None, name: str = "b") -> Record:
+    return Record("worker-status", 0, 7, 0, name.encode(), value, ())
 
 
 def test_a_lane_has_the_owner_that_claims_it() -> None:
@@ -101,6 +103,41 @@ def test_the_later_incarnation_of_a_name_wins_for_good() -> None:
     assert (world.owner(0), world.owner(1)) == (None, "a#2")
 
 
+def test_a_later_incarnation_that_never_serves_takes_nothing() -> None:
+    for state in ("starting", "draining", "stopped"):
+        world = World()
+        world.directory.take(status("a", (0,), incarnation=1))
+        world.directory.take(status("a", (), incarnation=2, state=state))
+        assert world.owner(0) == "a#1"
+        world.directory.take(status("a", (0,), incarnation=1))
+        assert world.owner(0) == "a#1"
+        fresh = World()  # one that hears the later first
+        fresh.directory.take(status("a", (), incarnation=2, state=state))
+        fresh.directory.take(status("a", (0,), incarnation=1))
+        assert fresh.owner(0) == "a#1"
+        fresh.directory.take(status("a", (0,), incarnation=2))
+        assert fresh.owner(0) == "a#2"
+
+
+def test_a_start_after_a_crash_counts_once_the_crashed_one_is_silent() -> None:
+    world = World()
+    world.directory.take(status("a", (0,), incarnation=1))
+    world.now += SILENCE_MS / 1000 + 0.001
+    world.directory.take(status("a", (), incarnation=2, state="starting"))
+    assert world.directory.workers()["a"].incarnation == 2
+
+
+def test_names_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owners, "MAX_NAMES", 10)
+    world = World()
+    for number in range(100):
+        world.now += 0.001
+        world.directory.take(status(f"w{number}", (number % 4,)))
+        assert len(world.directory.workers()) <= 10
+    assert set(world.directory.workers()) == {f"w{number}" for number in range(90, 100)}
+    assert [world.owner(lane) for lane in range(4)] == ["w96#1", "w97#1", "w98#1", "w99#1"]
+
+
 def test_a_silent_owner_owns_nothing_until_it_speaks_again() -> None:
     world = World()
     world.directory.take(status("a", (0,), sent_ms=9_999_999_999_999))  # its clock does not matter
@@ -132,7 +169,7 @@ def test_unreadable_statuses_are_counted_and_skipped() -> None:
         msgspec.structs.replace(good, name="b", lanes=(msgspec.structs.replace(lane, pre_infer_offset=-1),)),
     ]
     world.directory.on_records(
-        [record(encode(good)), record(b"\xc1"), record(None), *(record(encode(bad)) for bad in nonsense)]
+        [record(encode(good), "a"), record(b"\xc1"), record(b""), *(record(encode(bad)) for bad in nonsense)]
     )
     assert world.unreadable == 2 + len(nonsense)
     assert world.owner(0) == "a#1"

@@ -31,6 +31,7 @@ from relaygr_stream.messages import (
     pack_items,
 )
 from relaygr_stream.settings import Kafka, Model, Relay, Settings, Telemetry, Worker
+from relaygr_stream.status.reader import worker_statuses
 from relaygr_stream.telemetry.process import ProcessContext, process
 from relaygr_stream.topics import apply_topics, lane_of, load_topics
 from relaygr_stream.worker import service
@@ -195,7 +196,7 @@ class Peer:
             self.replies.setdefault(correlation, []).append(decode(ScoreReply, record.value))
 
     def _on_statuses(self, records: list[Record]) -> None:
-        self.statuses += [decode(WorkerStatus, record.value) for record in records]
+        self.statuses += worker_statuses(records)
 
 
 async def committed(kafka: Kafka, topic: str) -> int:

@@ -15,7 +15,11 @@ import pytest
 from structlog.testing import capture_logs
 
 from relaygr_stream.bus.dead_letter import check_dead_letters_fit
+from relaygr_stream.bus.lanes import LaneConsumer
 from relaygr_stream.bus.local import local_broker
+from relaygr_stream.bus.producer import Producer
+from relaygr_stream.bus.records import Record
+from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.children import Child, settings_as_toml
 from relaygr_stream.errors import BrokerError, ConfigError, DeviceError, Superseded
 from relaygr_stream.messages import (
@@ -27,18 +31,20 @@ from relaygr_stream.messages import (
     CostModel,
     RankingRequest,
     WorkerStatus,
+    decode,
     encode,
     pack_items,
 )
 from relaygr_stream.models.protocol import RankingModel
-from relaygr_stream.settings import Kafka
+from relaygr_stream.settings import Handover, Kafka
+from relaygr_stream.status.reader import StatusReader, Tombstone
 from relaygr_stream.telemetry.process import START_END_S
 from relaygr_stream.topics import apply_topics, load_topics
 from relaygr_stream.trigger.ledger import LaneLedger
 from relaygr_stream.worker import service
 from relaygr_stream.worker.outbox import check_answers_fit
 from relaygr_stream.worker.service import CLOSE_S
-from relaygr_stream.worker.status import ANNOUNCE_S, is_later
+from relaygr_stream.worker.status import ANNOUNCE_S, gives_way_to
 from relaygr_stream.worker.watch import WATCH_S
 from tests.unit.worker.services import MIB, Peer, committed, owned, worker_on, worker_settings
 from tests.waiting import until
@@ -324,6 +330,65 @@ async def test_the_later_of_one_name_serves_even_if_its_clock_is_behind(
             assert (await peer.reply(await peer.rank("r", "u", 20))).status == "ok"
 
 
+async def test_a_later_one_of_the_name_that_never_serves_ends_nobody(
+    embedded_settings: Kafka, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = worker_settings(embedded_settings)
+    async with Peer(embedded_settings) as peer, worker_on(settings) as first:
+
+        async def refused(_: LaneConsumer) -> None:
+            """Not before the first one has heard of the second, as it starts."""
+            await until(lambda: len({status.incarnation for status in peer.statuses}) == 2)
+            heard = len(peer.statuses)
+            await until(lambda: len(peer.statuses) >= heard + 10)
+            raise ConfigError("kafka.session_timeout_ms: the broker refuses it")
+
+        monkeypatch.setattr(LaneConsumer, "start", refused)
+        with pytest.raises(ConfigError):
+            async with worker_on(settings):
+                pass
+        assert not first.task.done()
+        assert (await peer.reply(await peer.rank("r", "u", 20))).status == "ok"
+
+
+async def test_a_forged_status_ends_no_name_for_good_and_a_signed_fleet_believes_none(
+    embedded_settings: Kafka,
+) -> None:
+    """Of a name that a forger made end, the next start serves; where a secret is set it does not even end."""
+    secret = Handover(secret="a secret of the fleet")
+    plain = worker_settings(embedded_settings)
+    signed = msgspec.structs.replace(plain, handover=secret)
+    topic = load_topics(embedded_settings).worker_status.name
+    async with Peer(embedded_settings) as peer, Producer(embedded_settings, client_id="forger") as forger:
+        for settings, ends in ((plain, True), (signed, False)):
+            for most in (time.time_ns() + 86_000 * 10**9, 2**64 - 1):
+                async with worker_on(settings) as w:
+                    await until(lambda: peer.statuses and peer.statuses[-1].state == "serving")
+                    forged = msgspec.structs.replace(peer.statuses[-1], incarnation=most, host="evil", lanes=())
+                    await forger.send_and_wait(topic, encode(forged), key=b"w1")
+                    if ends and most < 2**63:
+                        with pytest.raises(Superseded):
+                            await w.task
+                        continue
+                    heard = len(peer.statuses)
+                    await until(lambda heard=heard: len(peer.statuses) >= heard + 10)  # type: ignore[misc]
+                    assert (await peer.reply(await peer.rank("r", "u", 20))).status == "ok"
+                    refused = "statuses_unreadable" if settings is plain else "statuses_unsigned"
+                    assert w.context.registry.get_sample_value(f"relaygr_{refused}_total")
+
+
+async def test_a_worker_that_stops_in_order_leaves_a_tombstone(embedded_settings: Kafka) -> None:
+    topic = load_topics(embedded_settings).worker_status.name
+    seen: list[Record] = []
+    async with Peer(embedded_settings), worker_on(worker_settings(embedded_settings)) as w:
+        await w.end()
+    async with TopicTail(embedded_settings, topic, [0], "earliest", seen.extend):
+        pass
+    last = [record for record in seen if record.key == b"w1"][-1]
+    assert last.value is None
+    assert StatusReader().read(last) == Tombstone("w1", decode(WorkerStatus, seen[0].value).incarnation)
+
+
 def test_two_that_start_at_once_agree_on_who_goes() -> None:
     def later(than: tuple[int, str, int], other: tuple[int, str, int]) -> bool:
         status = WorkerStatus(
@@ -340,7 +405,7 @@ def test_two_that_start_at_once_agree_on_who_goes() -> None:
             queue_ms=0,
             model_version="m",
         )
-        return is_later(status, *than)
+        return gives_way_to(status, *than)
 
     ours = (5, "host-b", 7)
     assert not later(ours, ours)  # our own status, read back

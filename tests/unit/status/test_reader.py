@@ -1,0 +1,190 @@
+"""Records of `worker-status` from those who mean harm: out of bounds, unsigned, forged, written again."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from relaygr_stream.bus.records import Record
+from relaygr_stream.errors import DecodeError
+from relaygr_stream.messages import CostModel, LaneStatus, WorkerStatus, encode
+from relaygr_stream.owners import OwnerDirectory
+from relaygr_stream.status.reader import HEADER_INCARNATION, MAX_AHEAD_S, MAX_SKEW_S, StatusReader, Tombstone
+from relaygr_stream.status.signature import Signer
+
+TOPIC = "relaygr.worker-status"
+SECRET = "a secret of the fleet"
+LANES = 4
+NOW_S = 1_800_000_000.0
+LANE = LaneStatus(lane=0, budget_bytes=1, pinned_bytes=0, pre_infer_offset=0, device_ms_per_s=1.0)
+
+
+def status(name: str = "w1", **changes: Any) -> WorkerStatus:
+    plain = WorkerStatus(
+        name=name,
+        incarnation=int(NOW_S * 1e9),
+        host="h",
+        pid=1,
+        sent_ms=int(NOW_S * 1e3),
+        state="serving",
+        lanes=(LANE,),
+        costs=CostModel(c0=1, c1=0, c2=0, c3=0),
+        bytes_per_token=1,
+        alloc_bytes=1,
+        queue_ms=0,
+        model_version="m",
+    )
+    return msgspec.structs.replace(plain, **changes)
+
+
+def of_lane(**changes: Any) -> dict[str, Any]:
+    return {"lanes": (msgspec.structs.replace(LANE, **changes),)}
+
+
+def record(
+    value: bytes | None, key: bytes = b"w1", signer: Signer | None = None, *headers: tuple[str, bytes]
+) -> Record:
+    signed = tuple(signer.sign(TOPIC, key, value, headers)) if signer else headers
+    return Record(TOPIC, 0, 7, 0, key, value, signed)
+
+
+def reader(signer: Signer | None = None) -> StatusReader:
+    return StatusReader(LANES, signer, wall=lambda: NOW_S)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"incarnation": 2**64 - 1}, "incarnation"),
+        ({"incarnation": int((NOW_S + MAX_AHEAD_S + 1) * 1e9)}, "incarnation"),
+        ({"incarnation": -1}, "incarnation"),
+        ({"queue_ms": float("nan")}, "queue_ms"),
+        ({"queue_ms": 1e300}, "queue_ms"),
+        ({"pre_infer_wait_ms": float("inf")}, "pre_infer_wait_ms"),
+        ({"busy_share": 1.5}, "busy_share"),
+        ({"busy_share": float("nan")}, "busy_share"),
+        ({"computed_share": 0.0}, "computed_share"),
+        ({"bytes_per_token": 0}, "bytes_per_token"),
+        ({"bytes_per_token": 2**60}, "bytes_per_token"),
+        ({"alloc_bytes": -1}, "alloc_bytes"),
+        ({"hbm_bytes": 2**63}, "hbm_bytes"),
+        ({"counters": {f"c{n}": 1.0 for n in range(10_000)}}, "counters"),
+        ({"counters": {"c": float("nan")}}, "counter 'c'"),
+        ({"counters": {"c" * 1000: 1.0}}, "name of a counter"),
+        ({"host": "h" * 10_000}, "host"),
+        ({"lanes": (LANE,) * 2}, "twice"),
+        ({"lanes": tuple(msgspec.structs.replace(LANE, lane=lane) for lane in range(LANES + 1))}, "lanes"),
+        (of_lane(lane=LANES), "lane=4"),
+        (of_lane(lane=-1), "lane=-1"),
+        (of_lane(budget_bytes=2**62), "budget_bytes"),
+        (of_lane(pinned_bytes=-5), "pinned_bytes=-5"),
+        (of_lane(pre_infer_offset=2**63), "pre_infer_offset"),
+        (of_lane(device_ms_per_s=float("inf")), "device_ms_per_s=inf"),
+    ],
+)
+def test_a_number_or_text_out_of_bounds_is_refused_and_named(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(DecodeError, match=named):
+        reader().read(record(encode(status(**changes))))
+
+
+def test_a_status_under_another_key_speaks_for_nobody() -> None:
+    with pytest.raises(DecodeError, match=r"the key is 'w2', the status that of 'w1'"):
+        reader().read(record(encode(status()), key=b"w2"))
+
+
+def test_records_of_another_kind_are_of_no_worker() -> None:
+    assert reader().read(record(b"\xc1", b"trigger/t", None, ("relaygr-kind", b"trigger"))) is None
+
+
+def test_with_a_secret_only_who_has_it_is_believed() -> None:
+    ours, theirs = Signer(SECRET), Signer("another secret of 16")
+    good = record(encode(status()), signer=ours)
+    assert reader(ours).read(good) == status()
+    assert reader().read(good) == status()  # who has no secret believes everybody
+    for forged in (
+        record(encode(status())),
+        record(encode(status()), signer=theirs),
+        good._replace(value=encode(status(queue_ms=1.0))),
+        good._replace(key=b"w2"),
+        good._replace(topic="other.worker-status"),
+        good._replace(value=None),
+        good._replace(headers=(*good.headers, (HEADER_INCARNATION, b"7"))),
+        good._replace(headers=(*good.headers, *good.headers)),
+    ):
+        with pytest.raises(DecodeError) as refused:
+            reader(ours).read(forged)
+        assert refused.value.reason == "unsigned"
+
+
+@given(st.binary(max_size=40), st.one_of(st.none(), st.binary(max_size=80)), st.integers(0, 1000))
+def test_no_changed_bit_of_a_signed_record_is_believed(key: bytes, value: bytes | None, at: int) -> None:
+    signer = Signer(SECRET)
+    whole = record(value, key, signer, (HEADER_INCARNATION, b"12"))
+    assert signer.verifies(whole)
+    part = at % 3
+    if part == 0 and key:
+        place = at % len(key)
+        assert not signer.verifies(whole._replace(key=key[:place] + bytes([key[place] ^ 1]) + key[place + 1 :]))
+    elif part == 1 and value:
+        place = at % len(value)
+        assert not signer.verifies(whole._replace(value=value[:place] + bytes([value[place] ^ 1]) + value[place + 1 :]))
+    else:
+        assert not signer.verifies(whole._replace(headers=((HEADER_INCARNATION, b"13"), *whole.headers[1:])))
+        assert not signer.verifies(
+            whole._replace(key=key + b"1", headers=((HEADER_INCARNATION, b"2"), *whole.headers[1:]))
+        )
+
+
+def test_a_signed_status_that_was_recorded_counts_no_second_time() -> None:
+    signer, now, unsigned = Signer(SECRET), [0.0], []
+    directory = OwnerDirectory(
+        3000.0, clock=lambda: now[0], reader=reader(signer), on_unsigned=lambda: unsigned.append(1)
+    )
+
+    def said(at_ms: int, **changes: Any) -> Record:
+        return record(encode(status(sent_ms=int(NOW_S * 1e3) + at_ms, **changes)), signer=signer)
+
+    first, second = said(0), said(250, lanes=())
+    directory.on_records([first, second])
+    assert directory.owner(0) is None
+    directory.on_records([first])  # written again, to give the lane an owner that does not have it any more
+    assert directory.owner(0) is None
+    old = said(-int(1e3 * (MAX_SKEW_S + 1)), name="w1", incarnation=1)
+    directory.on_records([old])
+    assert unsigned == [1]
+
+
+def test_a_forged_incarnation_ends_no_name_for_good() -> None:
+    """The largest that is believed is within a day: the next start of the name is later, and counts again."""
+    directory = OwnerDirectory(3000.0, reader=StatusReader(LANES))
+    forged = int((time.time() + MAX_AHEAD_S - 60) * 1e9)
+    directory.on_records([record(encode(status(incarnation=forged, lanes=())))])
+    directory.on_records([record(encode(status(incarnation=forged + 1)))])
+    claim = directory.owner(0)
+    assert claim is not None
+    assert claim.worker.incarnation == forged + 1
+
+
+def test_a_tombstone_removes_the_incarnation_that_it_names() -> None:
+    directory = OwnerDirectory(3000.0, reader=reader())
+    good = record(encode(status()))
+    directory.on_records([good])
+    directory.on_records([record(None, b"w1", None, (HEADER_INCARNATION, b"5"))])  # an earlier one, that never served
+    assert directory.owner(0) is not None
+    directory.on_records([record(None, b"w1", None, (HEADER_INCARNATION, str(status().incarnation).encode()))])
+    assert directory.owner(0) is None
+    directory.on_records([good])
+    assert directory.owner(0) is not None
+    directory.on_records([record(None)])
+    assert directory.workers() == {}
+
+
+def test_what_a_tombstone_says() -> None:
+    for text, incarnation in ((b"17", 17), (b"", -1), (b"1e5", -1), (b"9" * 40, -1)):
+        found = reader().read(record(None, b"w1", None, (HEADER_INCARNATION, text)))
+        assert found == Tombstone("w1", incarnation)
