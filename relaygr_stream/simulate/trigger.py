@@ -14,6 +14,7 @@ from relaygr_stream.simulate.traffic import Traffic
 from relaygr_stream.topics import TopicSet
 from relaygr_stream.trigger.decision import LaneState, Policy, decide
 from relaygr_stream.trigger.ledger import Pending
+from relaygr_stream.trigger.load import OwnerLoads
 
 #: As in trigger/service.py.
 RECONCILE_S: Final = 1.0
@@ -29,7 +30,8 @@ class SimulatedTrigger:
         self._owners = OwnerDirectory(settings.trigger.silence_ms, clock=timeline.clock)
         now = timeline.clock.now
         keep_s = topics.pre_infer.retention_ms / 1e3
-        self._lanes = [LaneState(self._policy, 0, keep_s, now) for _ in range(lanes)]
+        loads = OwnerLoads()
+        self._lanes = [LaneState(self._policy, 0, keep_s, now, lane, loads) for lane in range(lanes)]
         self._zeros = bytes(4 * settings.relay.max_prefix_tokens)
 
     def take(self, status: WorkerStatus) -> None:

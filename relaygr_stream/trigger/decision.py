@@ -16,7 +16,7 @@ from relaygr_stream.messages import CostModel, RequestEvent
 from relaygr_stream.owners import Claim
 from relaygr_stream.settings import Settings
 from relaygr_stream.trigger.ledger import LaneLedger, Pending
-from relaygr_stream.trigger.load import LoadBucket
+from relaygr_stream.trigger.load import LoadBucket, OwnerLoads
 from relaygr_stream.trigger.risk import FALLBACK_COSTS, charge_ms, prefix_bytes, usable_costs
 
 Reason = Literal[
@@ -73,11 +73,22 @@ class Decision(msgspec.Struct, frozen=True):  # made for every event; a frozen d
 
 
 class LaneState:
-    """One lane's bounds and its recently admitted requests."""
+    """One lane's bounds and its recently admitted requests. loads: of all lanes of this trigger."""
 
-    def __init__(self, policy: Policy, log_end: int, keep_s: float, now_s: float) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        log_end: int,
+        keep_s: float,
+        now_s: float,
+        number: int = 0,
+        loads: OwnerLoads | None = None,
+    ) -> None:
         self.ledger = LaneLedger(log_end, keep_s, now_s)
         self.bucket = LoadBucket(policy.burst_ms)
+        self._number = number
+        self._loads = OwnerLoads() if loads is None else loads
+        self._owner_bucket: LoadBucket | None = None
         self.costs: CostModel = FALLBACK_COSTS  # as the owner stated them, if they can be reckoned with
         self._life_s = policy.life_ms / 1000.0
         self._recent: OrderedDict[str, float] = OrderedDict()  # request id → when admitted
@@ -87,9 +98,27 @@ class LaneState:
         """Take the present owner's newest claim, if it is news."""
         if claim is not None and claim is not self._claim:
             self.ledger.observe(claim.lane)
-            self.bucket.set_rate(claim.lane.device_ms_per_s, now_s)
+            rate = claim.lane.device_ms_per_s
+            self.bucket.set_rate(rate, now_s)
+            self._owner_bucket = self._loads.observe(self._number, claim.worker.name, rate, now_s)
             self.costs = usable_costs(claim.worker.costs)
             self._claim = claim
+
+    def load_allows(self, cost_ms: float, now_s: float) -> bool:
+        """Whether the lane's grant, and its owner's for all lanes of this trigger, leave so much device time."""
+        owner = self._owner_bucket
+        return owner is not None and self.bucket.allows(cost_ms, now_s) and owner.allows(cost_ms, now_s)
+
+    def load_left_ms(self, now_s: float) -> float:
+        """Device milliseconds that the lane may ask for now."""
+        owner = self._owner_bucket
+        return 0.0 if owner is None else min(self.bucket.level(now_s), owner.level(now_s))
+
+    def charge(self, cost_ms: float, now_s: float) -> None:
+        """Take device time from the lane's grant and its owner's."""
+        self.bucket.take(cost_ms, now_s)
+        if self._owner_bucket is not None:
+            self._owner_bucket.take(cost_ms, now_s)
 
     def admitted_recently(self, request_id: str, now_s: float) -> bool:
         """Whether this request was admitted within the life window."""
@@ -102,7 +131,7 @@ class LaneState:
             self._recent.popitem(last=False)
         self._recent[event.request_id] = now_s
         self._recent.move_to_end(event.request_id)
-        self.bucket.take(decision.cost_ms, now_s)
+        self.charge(decision.cost_ms, now_s)
         return self.ledger.admit(decision.nbytes)
 
 
@@ -128,7 +157,7 @@ def decide(
     reason: Reason = "admitted"
     if not lane.ledger.fits(nbytes):
         reason = "over_footprint"
-    elif not lane.bucket.allows(cost_ms, now_s):
+    elif not lane.load_allows(cost_ms, now_s):
         reason = "over_load"
     elif _wait_ms(owner, now_s) > _time_left_ms(event, policy, age_ms):
         reason = "too_late"

@@ -79,7 +79,7 @@ def explain(
         budget_bytes=lane.ledger.budget,
         on_hold=lane.ledger.on_hold,
         cost_ms=None if owner is None else charge_ms(lane.costs, tokens, owner.worker),
-        level_ms=lane.bucket.level(now_s),
+        level_ms=lane.load_left_ms(now_s),
         rate_ms_per_s=None if owner is None else owner.lane.device_ms_per_s,
         reason=decision.reason,
     )

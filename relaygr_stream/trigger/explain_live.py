@@ -18,6 +18,7 @@ from relaygr_stream.status.reader import StatusReader
 from relaygr_stream.topics import TopicSet, load_topics, verify_topics
 from relaygr_stream.trigger.decision import Decision, LaneState, Policy
 from relaygr_stream.trigger.explain import Explanation, explain
+from relaygr_stream.trigger.load import OwnerLoads
 from relaygr_stream.trigger.log_ends import LogEnds
 from relaygr_stream.trigger.risk import charge_ms, prefix_bytes
 
@@ -88,7 +89,8 @@ class Shadow:
         self._directory = directory
         now = time.monotonic()
         keep_s = topics.pre_infer.retention_ms / 1e3
-        self._lanes = {lane: LaneState(self._policy, end, keep_s, now) for lane, end in ends.items()}
+        loads = OwnerLoads()
+        self._lanes = {lane: LaneState(self._policy, end, keep_s, now, lane, loads) for lane, end in ends.items()}
         self._start = now
         self._rows: list[Explanation] = []
         self._events: dict[str, RequestEvent] = {}
@@ -144,7 +146,7 @@ class Shadow:
         if event is not None:
             pending = state.admit(event, admitted, now)
         else:  # read before its event, which must not be taken for a duplicate
-            state.bucket.take(admitted.cost_ms, now)
+            state.charge(admitted.cost_ms, now)
             pending = state.ledger.admit(nbytes)
         state.ledger.acknowledged(pending, record.offset, now)
 

@@ -18,6 +18,7 @@ from relaygr_stream.settings import Settings
 from relaygr_stream.topics import lane_of
 from relaygr_stream.trigger.decision import LaneState, Policy
 from relaygr_stream.trigger.explain import Explanation, explain
+from relaygr_stream.trigger.load import OwnerLoads
 from relaygr_stream.trigger.risk import prefix_bytes
 from relaygr_stream.worker.budgets import LaneBudgets, LaneShares
 from relaygr_stream.worker.demand import Demand
@@ -113,7 +114,8 @@ def explain_log(items: Iterable[WorkItem], settings: Settings, fleet: Fleet) -> 
         budgets = LaneBudgets(int(worker.pinned_share * worker.hbm_bytes), hold_s, hold_s + policy.life_ms / 1e3)
         owners.append(_Owner(f"worker-{number}", lanes, budgets))
     owner_of = {lane: owner for owner in owners for lane in owner.lanes}
-    states = {lane: LaneState(policy, 0, KEEP_S, 0.0) for lane in range(fleet.lanes)}
+    loads = OwnerLoads()
+    states = {lane: LaneState(policy, 0, KEEP_S, 0.0, lane, loads) for lane in range(fleet.lanes)}
     rankings: list[tuple[float, int, int]] = []  # (when, lane, bytes): what owners learn of demand
     next_status = 0.0
     for item in items:

@@ -78,7 +78,14 @@ class LaneTrigger:
             lambda: self._shared.ends.ask(pre_infer.name, [self._number]), "ask where the lane's signals end"
         )
         end = ends[self._number]
-        self.state = LaneState(self._shared.policy, end.offset, pre_infer.retention_ms / 1000, end.answered_s)
+        self.state = LaneState(
+            self._shared.policy,
+            end.offset,
+            pre_infer.retention_ms / 1000,
+            end.answered_s,
+            self._number,
+            self._shared.loads,
+        )
         signals = LaneSignals(self._number, self._shared, self.state.ledger)
         while True:
             if not self._events:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import time
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from typing import Any, Final
@@ -86,7 +87,9 @@ async def run_trigger(context: ProcessContext) -> None:
             consumer.done(record)  # which needs the lanes first
 
         verbose = settings.telemetry.log_level == "debug"
-        lanes = TriggerLanes(Surroundings(Policy.of(settings), topics, owners, producer, ends, metrics, done, verbose))
+        lanes = TriggerLanes(
+            Surroundings(Policy.of(settings), topics, owners, producer, ends, metrics, done, log_decisions=verbose)
+        )
         stack.push_async_callback(lanes.close)
         consumer = LaneConsumer(
             settings.kafka,
@@ -139,6 +142,7 @@ class TriggerLanes:
         """Lanes came or went; events of a lost lane that were not decided are its next trigger's."""
         for number in lost:
             self._running.pop(self._lanes.pop(number)).cancel()
+            self._shared.loads.lost(number, time.monotonic())
         for number in gained:
             self._lanes[number] = lane = LaneTrigger(number, self._shared)
             self._running[lane] = self._task(lane.run())

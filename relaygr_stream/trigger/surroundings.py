@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.records import Record
 from relaygr_stream.owners import OwnerDirectory
 from relaygr_stream.topics import TopicSet
 from relaygr_stream.trigger.decision import Policy
+from relaygr_stream.trigger.load import OwnerLoads
 from relaygr_stream.trigger.log_ends import LogEnds
 from relaygr_stream.trigger.metrics import TriggerMetrics
 
@@ -25,4 +26,5 @@ class Surroundings:
     ends: LogEnds
     metrics: TriggerMetrics
     done: Callable[[Record], None]
+    loads: OwnerLoads = field(default_factory=OwnerLoads)
     log_decisions: bool = False  # a log line per decision costs more than the decision, even one that is dropped

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from relaygr_stream.trigger import load
 from relaygr_stream.trigger.decision import LaneState
 from relaygr_stream.trigger.ledger import LaneLedger
 from relaygr_stream.trigger.load import LoadBucket
@@ -61,18 +62,10 @@ def forgetting_what_was_read(original: Callable[..., None]) -> Callable[..., Non
     return observe
 
 
-def without_settling(bucket: LoadBucket, ms_per_s: float, now_s: float) -> None:
-    if bucket._at_s is None:
-        bucket._level_ms, bucket._at_s = min(bucket._burst_ms, ms_per_s), now_s
+def without_settling(bucket: LoadBucket, ms_per_s: float, now_s: float, more_ms: float = 0.0) -> None:
     bucket._rate = ms_per_s
-
-
-def with_a_full_bucket(original: Callable[..., None]) -> Callable[..., None]:
-    def create(lane: LaneState, *arguments: object, **named: object) -> None:
-        original(lane, *arguments, **named)
-        lane.bucket._level_ms, lane.bucket._at_s = lane.bucket._burst_ms, 0.0
-
-    return create
+    if bucket._at_s is None:
+        bucket._level_ms, bucket._at_s = min(bucket.depth, ms_per_s), now_s
 
 
 @pytest.mark.parametrize(
@@ -89,7 +82,7 @@ def with_a_full_bucket(original: Callable[..., None]) -> Callable[..., None]:
         (LoadBucket, "allows", lambda bucket, cost_ms, now_s: True, "load"),
         (LoadBucket, "take", lambda bucket, cost_ms, now_s: None, "load"),
         (LoadBucket, "set_rate", without_settling, "load"),
-        (LaneState, "__init__", with_a_full_bucket(LaneState.__init__), "load since the start"),
+        (load, "START_S", 1000.0, "load since the start"),
         (LaneState, "admitted_recently", lambda lane, request_id, now_s: False, "admitted twice"),
     ],
     ids=[
@@ -109,7 +102,7 @@ def with_a_full_bucket(original: Callable[..., None]) -> Callable[..., None]:
     ],
 )
 def test_without_one_part_of_a_bound_some_run_breaks_it(
-    owner: type, name: str, broken: object, complaint: str, monkeypatch: pytest.MonkeyPatch
+    owner: object, name: str, broken: object, complaint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(owner, name, broken)
     with pytest.raises(AssertionError, match=complaint):

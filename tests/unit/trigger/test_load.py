@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relaygr_stream.trigger.load import START_S, LoadBucket
+from relaygr_stream.trigger.load import LANE_S, LEAST_MS_PER_S, OWNER_S, START_S, LoadBucket, OwnerLoads
 
 steps = st.lists(st.tuples(st.floats(0, 3), st.floats(0.1, 300)), max_size=60)
 
@@ -21,16 +21,17 @@ def test_a_new_bucket_holds_a_seconds_refill_not_a_burst() -> None:
     bucket.set_rate(40.0, 10.0)
     assert bucket.level(10.0) == 40.0 * START_S
     assert bucket.level(11.0) == 80.0
-    assert bucket.level(1000.0) == 500.0
+    assert bucket.level(1000.0) == 40.0 * LANE_S
+    bucket.set_rate(400.0, 1000.0)
+    assert bucket.level(1001.0) == 500.0  # nor more than the burst
 
 
 def test_a_new_rate_counts_from_now_on() -> None:
     bucket = LoadBucket(500.0)
     bucket.set_rate(40.0, 0.0)
-    bucket.set_rate(0.0, 1.0)
-    assert bucket.level(9.0) == 80.0
-    bucket.set_rate(10.0, 9.0)
-    assert bucket.level(10.0) == 90.0
+    assert bucket.level(1.0) == 80.0
+    bucket.set_rate(10.0, 1.0)
+    assert bucket.level(2.0) == 90.0
 
 
 def test_a_request_larger_than_a_burst_needs_a_full_bucket_and_leaves_a_debt() -> None:
@@ -61,3 +62,83 @@ def test_over_any_interval_no_more_than_burst_and_refill_is_taken(asked: list[tu
             total += cost
             excess = max(0.0, cost - burst)
             assert total <= burst + rate * (at - taken[first][0]) + excess + 1e-6
+
+
+def test_a_grant_that_is_withdrawn_is_withdrawn() -> None:
+    bucket = LoadBucket(100.0)
+    bucket.set_rate(50.0, 0.0)
+    assert bucket.allows(30.0, 60.0)
+    bucket.set_rate(0.0, 60.0)
+    assert bucket.level(60.0) == 0.0
+    assert not bucket.allows(30.0, 60.0)
+    assert not bucket.allows(0.0, 60.0)
+
+
+class Trigger:
+    """Some lanes' buckets in front of those of their owners."""
+
+    def __init__(self, lanes: int) -> None:
+        self.loads = OwnerLoads()
+        self.lanes = [LoadBucket(100.0) for _ in range(lanes)]
+        self.owners: dict[int, LoadBucket] = {}
+
+    def observe(self, lane: int, rate: float, now: float, owner: str = "w") -> None:
+        self.lanes[lane].set_rate(rate, now)
+        self.owners[lane] = self.loads.observe(lane, owner, rate, now)
+
+    def admit(self, lane: int, cost: float, now: float) -> bool:
+        mine, owners = self.lanes[lane], self.owners[lane]
+        allowed = mine.allows(cost, now) and owners.allows(cost, now)
+        if allowed:
+            mine.take(cost, now)
+            owners.take(cost, now)
+        return allowed
+
+
+def test_after_a_quiet_minute_an_owner_is_asked_for_a_second_of_its_grant_however_many_its_lanes() -> None:
+    for lanes in (1, 16, 256):
+        trigger = Trigger(lanes)
+        for lane in range(lanes):
+            trigger.observe(lane, 700.0 / lanes, 0.0)
+        admitted = sum(30.0 * trigger.admit(lane, 30.0, 60.0) for _ in range(100) for lane in range(lanes))
+        assert 90.0 <= admitted <= 700.0 * OWNER_S
+        for lane in range(lanes):
+            trigger.observe(lane, 0.0, 120.0)
+        assert not any(trigger.admit(lane, 30.0, 180.0) for lane in range(lanes))
+
+
+operations = st.lists(
+    st.tuples(
+        st.sampled_from(["event", "event", "event", "rate", "lost"]),
+        st.integers(0, 5),
+        st.floats(0, 2),
+        st.sampled_from([0.0, 3.0, 40.0, 300.0]),
+        st.sampled_from("ab"),
+    ),
+    max_size=120,
+)
+
+
+@given(operations)
+def test_an_owners_lanes_take_no_more_than_their_rates_give_and_a_second_and_one_prefix(play: list[tuple]) -> None:  # type: ignore[type-arg]
+    """Lanes come and go, and so do rates: no owner is asked for more than what it granted since the play began."""
+    trigger, now, cost = Trigger(6), 0.0, 30.0
+    rates: dict[int, tuple[str, float]] = {}
+    given, taken = {"a": 0.0, "b": 0.0}, {"a": 0.0, "b": 0.0}
+    for what, lane, pause, rate, owner in play:
+        now += pause
+        for name, known in rates.values():
+            given[name] += known * pause
+        if what == "rate":
+            if rates.get(lane, ("",))[0] != owner:
+                given[owner] += rate * START_S
+            rates[lane] = owner, rate
+            trigger.observe(lane, rate, now, owner)
+        elif what == "lost" and lane in rates:
+            del rates[lane]
+            trigger.loads.lost(lane, now)
+            trigger.lanes[lane], _ = LoadBucket(100.0), trigger.owners.pop(lane)
+        elif lane in rates and trigger.admit(lane, cost, now):
+            taken[rates[lane][0]] += cost
+            assert rates[lane][1] >= LEAST_MS_PER_S
+    assert all(taken[name] <= most + cost + 1e-6 for name, most in given.items())
