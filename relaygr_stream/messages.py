@@ -33,6 +33,7 @@ from relaygr_stream.headers import (
     MAX_CORRELATION_BYTES,
     kind_of,
 )
+from relaygr_stream.settings import LABEL
 from relaygr_stream.versions import NOT_DECODED, SCHEMA_VERSION, OpenEnum, VersionedDecoder
 
 __all__ = [
@@ -79,13 +80,14 @@ __all__ = [
     "encode",
     "kind_of",
     "pack_items",
+    "tenant_key",
+    "without_tenant",
 ]
 
 SCORE_DTYPE: Final = np.dtype("<f4")
 
 Id = Annotated[str, Meta(min_length=1, max_length=256)]
-#: A name that others state: it goes into logs and keys, so it has neither control characters nor NUL.
-Label = Annotated[str, Meta(max_length=128, pattern=r"\A[^\x00-\x1f\x7f-\x9f]*\Z")]
+Label = Annotated[str, LABEL]
 UnixMillis = Annotated[int, Meta(ge=0, lt=2**53)]
 Millis = Annotated[float, Meta(ge=0, le=3.6e6)]
 #: Neither NaN, which every comparison with a bound refuses, nor infinite.
@@ -300,6 +302,19 @@ MAX_MESSAGE_BYTES: Final = 4 * 1024 * 1024
 MAX_UNKNOWN_BYTES: Final = 4096
 #: The decoder quotes what it did not expect, however long it is; this shows the place and the beginning.
 MAX_DETAIL: Final = 500
+
+
+def tenant_key(tenant: str, of: str) -> str:
+    """One text for an id under its tenant: `of` alone where the tenant is empty, else both with a NUL between them.
+
+    No two pairs have the same key, since a tenant has no NUL.
+    """
+    return f"{tenant}\0{of}" if tenant or "\0" in of else of
+
+
+def without_tenant(key: str) -> str:
+    """The id in a tenant_key."""
+    return key.partition("\0")[2] if "\0" in key else key
 
 
 def encode(message: Message) -> bytes:

@@ -15,6 +15,8 @@ MAX_LANES = 10_000
 
 BYTES = {"unit": "bytes"}  # such a setting also accepts "512MiB", "2GiB", …
 
+#: A text without control characters and NUL, which goes into logs and keys.
+LABEL = Meta(max_length=128, pattern=r"\A[^\x00-\x1f\x7f-\x9f]*\Z")
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,128}$")]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Positive = Annotated[int, Meta(ge=1)]
@@ -206,6 +208,7 @@ class Client(Section, frozen=True, kw_only=True):
     announce_linger_ms: Annotated[
         float, Meta(ge=0, le=1000), _doc("a request event waits this long for others, to travel with them")
     ] = 10.0
+    tenant: Annotated[str, LABEL, _doc("whose users they are, where a request does not say")] = ""
     silence_ms: Annotated[Ms, _doc("a lane whose owner has said nothing this long is asked elsewhere at once")] = 1500.0
 
 

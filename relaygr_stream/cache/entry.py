@@ -49,7 +49,7 @@ class Entry:
     )  # fmt: skip
 
     def __init__(self, user_id: str, tokens: Tokens) -> None:
-        self.user_id = user_id
+        self.user_id = user_id  # under its tenant: messages.tenant_key
         self.tokens = tokens  # the sequence it stands for once computed; kept to decide coverage exactly
         self.extent: Extent | None = None  # in the HBM tier
         self.region: KVRegion | None = None  # over that extent; region.length tokens are computed
@@ -63,6 +63,10 @@ class Entry:
         self.failed = False  # its region's contents are worth nothing; retired as well
         self.retired = False  # replaced by a newer sequence of the user: freed when nobody holds it
         self.unspillable = False  # copying it failed: not tried again
+
+    def __str__(self) -> str:
+        """For errors, which reach answers and logs: it does not name the user."""
+        return f"an entry of {len(self.tokens)} tokens"
 
     @property
     def state(self) -> EntryState:

@@ -146,7 +146,7 @@ class Holdings:
         if self.dram is not None:
             self.dram.check_integrity(everyone, arriving_bytes)
         for entry in everyone:
-            who = f"the entry of {entry.user_id!r}"
+            who = str(entry)
             if (entry.extent is None) != (entry.region is None):
                 raise CacheCorruption(f"{who} has a region without memory or the reverse")
             if entry.retired != (entry in self._retired) or (

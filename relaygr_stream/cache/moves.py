@@ -79,10 +79,10 @@ class Moves:
         """Raise CacheCorruption where an entry is not being copied as these lists say."""
         for entry in self._loading:
             if entry.load is None or entry.region is None or entry.stored is None:
-                raise CacheCorruption(f"the entry of {entry.user_id!r} is being loaded, and is {entry.state}")
+                raise CacheCorruption(f"{entry} is being loaded, and is {entry.state}")
         for entry in self._spilling:
             if entry.spill is None or entry.region is None or entry.stored is None:
-                raise CacheCorruption(f"the entry of {entry.user_id!r} is being spilled, and is {entry.state}")
+                raise CacheCorruption(f"{entry} is being spilled, and is {entry.state}")
 
     def _over(self, ticket: CopyTicket) -> bool | None:
         """None: still copying; else whether it succeeded."""

@@ -157,7 +157,7 @@ class HbmTier:
             raise CacheCorruption(f"HBM: entries and scratch hold {self._bytes} + {others}, {self.used} were lent")
         for entry, (_, extent) in found.items():
             if extent not in self._memory.arena:
-                raise CacheCorruption(f"HBM: the entry of {entry.user_id!r} holds {extent}, which was not lent")
+                raise CacheCorruption(f"HBM: {entry} holds {extent}, which was not lent")
         idle = {entry.user_id: entry for entry, standing in found.items() if _is_idle(standing)}
         if idle != self._idle or set(self._evictor.cheapest()) != idle.keys():
             raise CacheCorruption("HBM: the eviction order does not hold exactly the idle entries")
@@ -257,7 +257,7 @@ class DramTier:
             raise CacheCorruption(f"DRAM: entries and arrivals hold {total} + {others} bytes, {self.used} were lent")
         for entry, extent in copies.items():
             if extent not in self._memory.arena:
-                raise CacheCorruption(f"DRAM: the copy of {entry.user_id!r} is in {extent}, which was not lent")
+                raise CacheCorruption(f"DRAM: the copy of {entry} is in {extent}, which was not lent")
         offered = {entry.user_id: entry for entry in copies if entry.forgettable}
         if offered != self._offered or set(self._evictor.cheapest()) != offered.keys():
             raise CacheCorruption("DRAM: the order of forgetting does not hold exactly the copies at rest")

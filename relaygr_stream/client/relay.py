@@ -157,7 +157,7 @@ class RelayClient:
         """
         sender = self._open_sender()
         assert self._announcements is not None
-        event = msgspec.structs.replace(event, sent_ms=_now_ms())
+        event = msgspec.structs.replace(event, sent_ms=_now_ms(), tenant=event.tenant or self._settings.client.tenant)
         value, key = self._encoded(event, self._topics.retrieval)
         lane = lane_of(event.user_id, self._topics.lanes)
         try:
@@ -196,8 +196,13 @@ class RelayClient:
         sender = self._open_sender()
         if timeout_s <= 0:
             raise DeadlineExceeded(f"the timeout is {timeout_s:g} s: too late before it was sent")
-        client_id = request.client_id or self._client_id
-        request = msgspec.structs.replace(request, sent_ms=_now_ms(), timeout_ms=timeout_s * 1000, client_id=client_id)
+        request = msgspec.structs.replace(
+            request,
+            sent_ms=_now_ms(),
+            timeout_ms=timeout_s * 1000,
+            tenant=request.tenant or self._settings.client.tenant,
+            client_id=request.client_id or self._client_id,
+        )
         value, key = self._encoded(request, self._topics.ranking)
         self._check_limits(request)
         most = self._settings.client.max_in_flight

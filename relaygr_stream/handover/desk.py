@@ -11,6 +11,7 @@ from functools import partial
 from typing import Final, Literal, TypeVar
 
 from relaygr_stream.cache.transit import Arrival, Loan, Transit
+from relaygr_stream.messages import without_tenant
 from relaygr_stream.models.tokens import Tokens
 from relaygr_stream.topics import lane_of
 from relaygr_stream.worker.device import DeviceThread
@@ -37,7 +38,11 @@ class Desk:
         everyone = await self._ask(Transit.users)
         runs = []  # sorted each, and merged as they are needed: sorting all at once would hold up the loop
         for start in range(0, len(everyone), AT_ONCE):
-            theirs = [user for user in everyone[start : start + AT_ONCE] if lane_of(user, self._lanes) in lanes]
+            theirs = [
+                user
+                for user in everyone[start : start + AT_ONCE]
+                if lane_of(without_tenant(user), self._lanes) in lanes
+            ]
             if theirs:
                 runs.append(sorted(await self._ask(partial(_worth, theirs)), reverse=True))
             else:

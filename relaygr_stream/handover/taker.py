@@ -19,6 +19,7 @@ from relaygr_stream.handover.desk import Desk
 from relaygr_stream.handover.giver import Handed
 from relaygr_stream.handover.metrics import HandoverMetrics
 from relaygr_stream.handover.wire import Ask, End, Enough, Identity, Offer, Refused, Skip, Take, max_offer_bytes
+from relaygr_stream.messages import without_tenant
 from relaygr_stream.topics import lane_of
 
 #: Until the first offer the old owner looks through its entries: at 2 µs each and some milliseconds between slices of
@@ -66,7 +67,7 @@ class Taker:
             if not lanes & set(wanted) or full >= FULL_IN_A_ROW:
                 await channel.send(Enough())
                 break
-            lane = lane_of(said.user_id, self._identity.lanes)
+            lane = lane_of(without_tenant(said.user_id), self._identity.lanes)
             if lane not in lanes:
                 raise PeerError(f"offered an entry of lane {lane}, which was not asked for")
             if lane in wanted:

@@ -37,6 +37,8 @@ TOKEN_BYTES: Final = 24
 Nonce = Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 MAX_TEXT: Final = 512
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
+#: messages.tenant_key: a tenant of 128 characters, NUL, a user id of 256.
+UserKey = Annotated[str, Meta(min_length=1, max_length=385)]
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,7 +94,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 class Offer(msgspec.Struct, frozen=True, tag="offer"):
     """One entry; the most valuable first. tokens: (3, length) int64, little-endian, row-major."""
 
-    user_id: Id
+    user_id: UserKey
     capacity: Annotated[int, Meta(ge=1)]
     tokens: bytes
     nbytes: Annotated[int, Meta(ge=1)]

@@ -12,7 +12,7 @@ from typing import Final, Literal, get_args
 
 import msgspec
 
-from relaygr_stream.messages import CostModel, RequestEvent
+from relaygr_stream.messages import CostModel, RequestEvent, tenant_key
 from relaygr_stream.owners import Claim
 from relaygr_stream.settings import Settings
 from relaygr_stream.trigger.ledger import LaneLedger, Pending
@@ -91,7 +91,7 @@ class LaneState:
         self._owner_bucket: LoadBucket | None = None
         self.costs: CostModel = FALLBACK_COSTS  # as the owner stated them, if they can be reckoned with
         self._life_s = policy.life_ms / 1000.0
-        self._recent: OrderedDict[str, float] = OrderedDict()  # request id → when admitted
+        self._recent: OrderedDict[str, float] = OrderedDict()  # tenant_key of request id → when admitted
         self._claim: Claim | None = None
 
     def observe(self, claim: Claim | None, now_s: float) -> None:
@@ -120,17 +120,18 @@ class LaneState:
         if self._owner_bucket is not None:
             self._owner_bucket.take(cost_ms, now_s)
 
-    def admitted_recently(self, request_id: str, now_s: float) -> bool:
-        """Whether this request was admitted within the life window."""
-        at_s = self._recent.get(request_id)
+    def admitted_recently(self, request: str, now_s: float) -> bool:
+        """Whether this request (tenant_key of its id) was admitted within the life window."""
+        at_s = self._recent.get(request)
         return at_s is not None and now_s - at_s <= self._life_s
 
     def admit(self, event: RequestEvent, decision: Decision, now_s: float) -> Pending:
         """Book an admitted request; what is returned belongs to its signal."""
         while self._recent and now_s - next(iter(self._recent.values())) > self._life_s:
             self._recent.popitem(last=False)
-        self._recent[event.request_id] = now_s
-        self._recent.move_to_end(event.request_id)
+        request = tenant_key(event.tenant, event.request_id)
+        self._recent[request] = now_s
+        self._recent.move_to_end(request)
         self.charge(decision.cost_ms, now_s)
         return self.ledger.admit(decision.nbytes)
 
@@ -188,4 +189,4 @@ def _unfit(
         return "too_long"
     if age_ms > policy.stale_ms:
         return "stale"
-    return "duplicate" if lane.admitted_recently(event.request_id, now_s) else None
+    return "duplicate" if lane.admitted_recently(tenant_key(event.tenant, event.request_id), now_s) else None

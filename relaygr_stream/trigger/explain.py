@@ -26,6 +26,7 @@ class Explanation:
 
     request_id: str
     user_id: str
+    tenant: str = ""
     lane: int
     at_s: float  # since the first event
     tokens: int
@@ -64,6 +65,7 @@ def explain(
     explanation = Explanation(
         request_id=event.request_id,
         user_id=event.user_id,
+        tenant=event.tenant,
         lane=lane_number,
         at_s=at_s,
         tokens=tokens,

@@ -11,7 +11,7 @@ from dataclasses import replace
 from relaygr_stream.bus.records import Record
 from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.errors import DecodeError
-from relaygr_stream.messages import PreInferSignal, RequestEvent, WorkerStatus, decode
+from relaygr_stream.messages import PreInferSignal, RequestEvent, WorkerStatus, decode, tenant_key
 from relaygr_stream.owners import OwnerDirectory
 from relaygr_stream.settings import Settings
 from relaygr_stream.status.reader import StatusReader
@@ -122,7 +122,7 @@ class Shadow:
             at_s=now - self._start,
         )
         self._rows.append(row)
-        self._events[event.request_id] = event
+        self._events[tenant_key(event.tenant, event.request_id)] = event
 
     def on_signals(self, records: list[Record]) -> None:
         """Read from `pre-infer`: each is booked as admitted."""
@@ -131,7 +131,7 @@ class Shadow:
                 signal = decode(PreInferSignal, record.value, self._topics.pre_infer.max_message_bytes)
             except DecodeError:
                 continue
-            self._signalled.add(signal.request_id)
+            self._signalled.add(tenant_key(signal.tenant, signal.request_id))
             self._book(signal, record)
 
     def _book(self, signal: PreInferSignal, record: Record) -> None:
@@ -142,7 +142,7 @@ class Shadow:
         nbytes = 0 if owner is None else prefix_bytes(tokens, owner.worker)
         cost_ms = 0.0 if owner is None else charge_ms(state.costs, tokens, owner.worker)
         admitted = Decision("admitted", tokens, 0.0, nbytes=nbytes, cost_ms=cost_ms)
-        event = self._events.get(signal.request_id)
+        event = self._events.get(tenant_key(signal.tenant, signal.request_id))
         if event is not None:
             pending = state.admit(event, admitted, now)
         else:  # read before its event, which must not be taken for a duplicate
@@ -152,4 +152,4 @@ class Shadow:
 
     def explanations(self) -> list[Explanation]:
         """Those of all events looked at, in the order of reading."""
-        return [replace(row, signalled=row.request_id in self._signalled) for row in self._rows]
+        return [replace(row, signalled=tenant_key(row.tenant, row.request_id) in self._signalled) for row in self._rows]

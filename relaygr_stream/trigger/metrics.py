@@ -44,6 +44,11 @@ class TriggerMetrics:
         self.dead_letters = Counter(
             "relaygr_trigger_dead_letters", "Events nobody could read, by reason.", ["reason"], registry=registry
         )
+        self.records_skipped = Counter(
+            "relaygr_trigger_records_skipped",
+            "Records of a kind (header relaygr-kind) that this release does not know.",
+            registry=registry,
+        )
         self.signals_failed = Counter(
             "relaygr_trigger_signals_failed", "Signals that no broker acknowledged.", registry=registry
         )

@@ -92,14 +92,14 @@ class RelayCore:
 
     def signal(self, task: PreInferTask, now: float) -> None:
         """Take an admitted request."""
-        self.warm_up.asked(task.user_id)
+        self.warm_up.asked(task.user_key)
         self.signals.take(task, now)
 
     def rank(self, task: RankTask, now: float) -> None:
         """Take a ranking request; it gets exactly one answer."""
         self.demand.ask(task.lane, self.cache.nbytes(len(task.tokens)), now)
-        self.warm_up.asked(task.user_id)
-        self.warm_up.seen(task.user_id, now)
+        self.warm_up.asked(task.user_key)
+        self.warm_up.seen(task.user_key, now)
         self.rankings.take(task, now)
 
     def lanes_lost(self, lanes: Iterable[int]) -> None:
@@ -188,9 +188,9 @@ class RelayCore:
         holds = self.pins.holds() + self.rankings.holds()
         for entry, pins in self.cache.pins().items():
             if holds.pop(entry, 0) != pins:
-                raise CacheCorruption(f"the entry of {entry.user_id!r} has {pins} pins, requests know of others")
+                raise CacheCorruption(f"{entry} has {pins} pins, requests know of others")
         if holds:
-            raise CacheCorruption(f"requests hold entries of {[entry.user_id for entry in holds]}, which are gone")
+            raise CacheCorruption(f"requests hold what is gone: {', '.join(map(str, holds))}")
 
     def close(self) -> None:
         """The end: finish copies under way, and check the books once more."""
@@ -234,7 +234,7 @@ class RelayCore:
             self.pins.release_entry(entry)
 
     def _done(self, answer: Answer) -> None:
-        request_id = answer.task.request_id
-        self.pins.release(request_id)
-        self._answered.add(request_id)
+        request = answer.task.request_key
+        self.pins.release(request)
+        self._answered.add(request)
         self._deliver(answer)

@@ -109,6 +109,7 @@ class Intake:
             tokens=Tokens.of(signal.prefix),
             due=now + max(0.0, (signal.rank_in_ms or signal.life_ms) - age) / 1e3,
             expires=now + life / 1e3,
+            tenant=signal.tenant,
         )
 
     def route(self, record: Record) -> Origin:
@@ -163,6 +164,7 @@ class Intake:
             age_ms=age_ms,
             timeout_ms=timeout,
             full=request.mode == "full",
+            tenant=request.tenant,
             hops=request.hops,
             origin=origin,
         )

@@ -68,6 +68,9 @@ class WorkerMetrics:
         self.rankings_read = counter(
             "relaygr_rankings_read", "Ranking requests read, by how often they were forwarded before", "hops"
         )
+        self.records_skipped = counter(
+            "relaygr_records_skipped", "Records of a kind (header relaygr-kind) that this release does not know"
+        )
         self.dead_letters = counter("relaygr_dead_letters", "Messages that could not be read, by reason", "reason")
         self.clock_clamped = counter("relaygr_clock_clamped", "Requests whose sender's clock cannot be right")
         self.statuses_unreadable = counter(

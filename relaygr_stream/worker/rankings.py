@@ -83,7 +83,7 @@ class Rankings:
         elif len(self._waiting) >= self._limit:
             self._answer(task, "overloaded", f"{len(self._waiting)} rankings are waiting (worker.queue_limit)")
         else:
-            found = self._cache.find(task.user_id, task.tokens)
+            found = self._cache.find(task.user_key, task.tokens)
             if refusal := self._refusal(task, found, now):
                 self._answer(task, "overloaded", refusal)
                 return
@@ -132,7 +132,7 @@ class Rankings:
             self._set_ready(task, _first(held.region, len(task.tokens)), "hbm")
         else:
             self._let_go(task)
-            self._place(task, self._cache.find(task.user_id, task.tokens))
+            self._place(task, self._cache.find(task.user_key, task.tokens))
 
     def take_batch(self, most: int, bound_ms: float) -> list[RankTask]:
         """The next rankings to score together: as many as there are where batches pay, else so few that they take no
@@ -253,7 +253,7 @@ class Rankings:
     def _full(self, task: RankTask, *, in_cache: bool) -> None:
         """Infer the whole sequence for this ranking: into the cache where it may stay, else into scratch."""
         task.outcome = "full"
-        if in_cache and (entry := self._cache.open(task.user_id, task.tokens)) is not None:
+        if in_cache and (entry := self._cache.open(task.user_key, task.tokens)) is not None:
             task.computed_tokens = len(task.tokens)
             self._flights.start(entry, task.deadline, pre_infer=False)
             self._join(task, entry)

@@ -27,6 +27,7 @@ from relaygr_stream.bus.records import Record
 from relaygr_stream.errors import BrokerError, DecodeError, DeviceError, Superseded
 from relaygr_stream.handover.build import make_handover
 from relaygr_stream.handover.service import Handover
+from relaygr_stream.messages import kind_of
 from relaygr_stream.owners import OwnerDirectory
 from relaygr_stream.settings import Settings
 from relaygr_stream.status.reader import StatusReader
@@ -271,7 +272,10 @@ class Worker:
         rankings: list[RankTask] = []
         assert self._consumer is not None
         for record in records:
-            if record.topic == self._topics.pre_infer.name:
+            if kind_of(record.headers):  # of a later release
+                self._metrics.records_skipped.inc()
+                self._consumer.done(record)
+            elif record.topic == self._topics.pre_infer.name:
                 try:
                     signals.append(self._intake.signal(record))
                 except DecodeError as error:

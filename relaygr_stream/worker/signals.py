@@ -61,9 +61,9 @@ class Signals:
     def take(self, task: PreInferTask, now: float) -> None:
         """A signal came."""
         self.counters.signals += 1
-        if task.request_id in self._pins:
+        if task.request_key in self._pins:
             self.counters.signal_duplicate += 1
-        elif task.request_id in self._answered:
+        elif task.request_key in self._answered:
             self.counters.signal_ranked += 1
         elif task.expires <= now:
             self.counters.signal_expired += 1
@@ -72,18 +72,18 @@ class Signals:
 
     def again(self, task: PreInferTask) -> None:
         """What the signal waited for is over. If its pin is gone (expired, ranked, lane lost), so is the signal."""
-        if self._pins.release(task.request_id):
+        if self._pins.release(task.request_key):
             self._place(task)
 
     def _place(self, task: PreInferTask) -> None:
-        entry, coverage = self._cache.find(task.user_id, task.tokens)
+        entry, coverage = self._cache.find(task.user_key, task.tokens)
         if self._cache.pinned_bytes + self._more(task, entry, coverage) > self._footprint:
             self.counters.signal_over_footprint += 1  # the last guard, behind the trigger's own
         elif entry is not None and coverage is Coverage.COVERS:
             self._use(task, entry)
         elif entry is not None and coverage is Coverage.PREFIX and self._continue(task, entry):
             self.counters.signal_extended += 1
-        elif (fresh := self._cache.open(task.user_id, task.tokens)) is not None:
+        elif (fresh := self._cache.open(task.user_key, task.tokens)) is not None:
             self.counters.signal_computed += 1
             self._compute(task, fresh)
         else:
@@ -123,7 +123,7 @@ class Signals:
 
     def _pin(self, task: PreInferTask, entry: Entry) -> None:
         self.counters.tokens_asked += len(task.tokens)
-        self._pins.add(task.request_id, task.lane, entry, task.expires, self._cache.nbytes(len(task.tokens)))
+        self._pins.add(task.request_key, task.lane, entry, task.expires, self._cache.nbytes(len(task.tokens)))
 
     def _more(self, task: PreInferTask, entry: Entry | None, coverage: Coverage) -> int:
         """HBM that this signal would hold beyond what is held now."""

@@ -12,14 +12,33 @@ import numpy as np
 import numpy.typing as npt
 
 from relaygr_stream.cache.entry import Entry
-from relaygr_stream.messages import Outcome, Status
+from relaygr_stream.messages import Outcome, Status, tenant_key
 from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.models.tokens import Tokens
 from relaygr_stream.worker.extension import Extension
 
 
+class Asked:
+    """Whose a task is. Tenants share neither users nor requests, whatever their ids."""
+
+    __slots__ = ()
+    request_id: str
+    user_id: str
+    tenant: str
+
+    @property
+    def user_key(self) -> str:
+        """The user, as the cache names it."""
+        return tenant_key(self.tenant, self.user_id)
+
+    @property
+    def request_key(self) -> str:
+        """The request, as pins and recent answers name it."""
+        return tenant_key(self.tenant, self.request_id)
+
+
 @dataclass(slots=True, eq=False)
-class PreInferTask:
+class PreInferTask(Asked):
     """An admitted request whose prefix KV is to be ready, and pinned, before its ranking comes."""
 
     request_id: str
@@ -28,10 +47,11 @@ class PreInferTask:
     tokens: Tokens
     due: float  # when its ranking is expected
     expires: float  # end of the life window
+    tenant: str = ""
 
 
 @dataclass(slots=True, eq=False)
-class RankTask:
+class RankTask(Asked):
     """A ranking request on its way to an answer."""
 
     request_id: str
@@ -43,6 +63,7 @@ class RankTask:
     arrived: float
     deadline: float
     full: bool  # ignore prefix KV
+    tenant: str = ""
     hops: int = 0  # times it was forwarded, or 1: a hedge
     origin: Any = None
     outcome: Outcome | None = None  # where the prefix was first found

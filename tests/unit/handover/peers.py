@@ -69,9 +69,9 @@ class Peer:
         await self.thread.ask(lambda core, _: got.append(call(core)))
         return got[0]
 
-    async def rank(self, user: int, length: int) -> Answer:
+    async def rank(self, user: int, length: int, tenant: str = "") -> Answer:
         request = f"r{len(self.answers)}"
-        self.thread.submit(lambda core, now: _rank(self.world, now, request, user, length))
+        self.thread.submit(lambda core, now: _rank(self.world, now, request, user, length, tenant))
         await until(lambda: any(answer.task.request_id == request for answer in self.answers))
         return self.answers[-1]
 
@@ -96,9 +96,9 @@ class Peer:
         return self.registry.get_sample_value(f"relaygr_handover_{name}_total", labels) or 0.0
 
 
-def _rank(world: World, now: float, request: str, user: int, length: int) -> None:
+def _rank(world: World, now: float, request: str, user: int, length: int, tenant: str) -> None:
     world.now = now
-    world.rank(request, user, length, timeout=30.0)
+    world.rank(request, user, length, timeout=30.0, tenant=tenant)
 
 
 def status(peer: Peer, state: Any = "serving", address: str | None = None) -> WorkerStatus:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from relaygr_stream.messages import Behaviours, CostModel, LaneStatus, RequestEvent, WorkerStatus
@@ -58,5 +60,6 @@ def behaviours(count: int) -> Behaviours:
     return Behaviours.of(np.arange(count), np.zeros(count, np.uint8), np.arange(count))
 
 
-def event(tokens: int, request_id: str = "r", user_id: str = "u", candidates: int = 0) -> RequestEvent:
-    return RequestEvent(request_id=request_id, user_id=user_id, prefix=behaviours(tokens), candidates=candidates)
+def event(tokens: int, request_id: str = "r", user_id: str = "u", candidates: int = 0, **extra: Any) -> RequestEvent:
+    prefix = behaviours(tokens)
+    return RequestEvent(request_id=request_id, user_id=user_id, prefix=prefix, candidates=candidates, **extra)

@@ -25,7 +25,7 @@ def test_a_lane_s_first_event_is_decided_on_alike_whichever_topic_is_read_first(
     settings = Settings()
     topics = load_topics(settings.kafka)
     directory = OwnerDirectory(silence_ms=10_000)
-    directory.on_records([record(encode(worker_status(lane_status(lane=LANE, rate=1000.0))))])
+    directory.take(worker_status(lane_status(lane=LANE, rate=1000.0)))
     shadow = Shadow(settings, topics, directory, {LANE: 0})
     signal = PreInferSignal(request_id="r", user_id="u", prefix=behaviours(TOKENS), admitted_ms=1, life_ms=2000.0)
     reading = [(shadow.on_events, encode(event(TOKENS))), (shadow.on_signals, encode(signal))]

@@ -150,7 +150,7 @@ class Peer:
     async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
 
-    async def signal(self, request: str, user: str, length: int) -> int:
+    async def signal(self, request: str, user: str, length: int, **extra: Any) -> int:
         """Admit a request; returns the signal's offset in its lane."""
         message = PreInferSignal(
             request_id=request,
@@ -159,6 +159,7 @@ class Peer:
             admitted_ms=now_ms(),
             life_ms=60_000.0,
             rank_in_ms=80.0,
+            **extra,
         )
         return await self._producer.send_and_wait(self.topics.pre_infer.name, encode(message), key=user.encode())
 

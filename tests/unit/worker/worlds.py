@@ -160,9 +160,11 @@ class World:
         self.audits.append((task, deviation))
         return deviation > 0.1  # more than int8 copies deviate by
 
-    def signal(self, request: str, user: int, length: int, *, version: int = 0, life: float = 2.0) -> None:
+    def signal(
+        self, request: str, user: int, length: int, *, version: int = 0, life: float = 2.0, tenant: str = ""
+    ) -> None:
         tokens = history(user, length, version)
-        task = PreInferTask(request, f"u{user}", user % 4, tokens, self.now + 0.1, self.now + life)
+        task = PreInferTask(request, f"u{user}", user % 4, tokens, self.now + 0.1, self.now + life, tenant)
         self.core.signal(task, self.now)
 
     def rank(
@@ -176,6 +178,7 @@ class World:
         full: bool = False,
         timeout: float = 1.0,
         candidates: int = 5,
+        tenant: str = "",
     ) -> RankTask:
         tokens = history(user, length, version)
         after = Tokens(np.full((3, suffix), 7, np.int64))
@@ -189,6 +192,7 @@ class World:
             arrived=self.now,
             deadline=self.now + timeout,
             full=full,
+            tenant=tenant,
         )
         self.suffixes[task] = after
         self.core.rank(task, self.now)
