@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import msgpack
 
+from relaygr_stream.bus.dead_letter import HEADER_DIGEST
 from relaygr_stream.bus.records import Record
 from relaygr_stream.messages import (
     HEADER_DETAIL,
@@ -25,6 +26,7 @@ from relaygr_stream.messages import (
 
 _OURS: Final = frozenset(
     {HEADER_REASON, HEADER_DETAIL, HEADER_ORIGIN_TOPIC, HEADER_ORIGIN_PARTITION, HEADER_ORIGIN_OFFSET, HEADER_REPLAYS}
+    | {HEADER_DIGEST}
 )
 #: Longest list or map that is unpacked for a person to look at. Headers nested to msgpack's own limit of 511 levels
 #: then claim 511 × 1,000 × 8 bytes, 4 MB.
@@ -50,6 +52,7 @@ class Letter:
     origin_topic: str = ""
     origin_partition: int = -1
     origin_offset: int = -1
+    digest: str = ""  # of an original that did not fit; then the value is not here, but in the origin's log
     replays: int = 0  # how often it had been replayed before it came here
     headers: tuple[tuple[str, bytes], ...] = ()  # the original's own; of those without a value, an empty one
     replayed: bool = field(default=False)  # from here, by a marker behind it
@@ -100,6 +103,7 @@ def _letter(record: Record, headers: dict[str, bytes]) -> Letter:
         origin_topic=_text(headers.get(HEADER_ORIGIN_TOPIC, b"")),
         origin_partition=_number(headers.get(HEADER_ORIGIN_PARTITION), -1),
         origin_offset=_number(headers.get(HEADER_ORIGIN_OFFSET), -1),
+        digest=_text(headers.get(HEADER_DIGEST, b"")),
         replays=_number(headers.get(HEADER_REPLAYS), 0),
         headers=tuple((name, value or b"") for name, value in record.headers if name not in _OURS),
     )

@@ -17,13 +17,15 @@ from relaygr_stream.messages import HEADER_REPLAY_OF, HEADER_REPLAYS
 from relaygr_stream.settings import Kafka
 from relaygr_stream.topics import TopicSet
 
-Verdict = Literal["replayed", "would replay", "replayed before", "came back", "no origin", "refused"]
+Verdict = Literal["replayed", "would replay", "replayed before", "came back", "no origin", "no value", "refused"]
 
 
 def verdict_before(letter: Letter, topics: TopicSet, *, again: bool) -> Verdict:
     """Whether the letter would be replayed, and if not, why. again: also what was replayed already."""
     if letter.origin_topic not in {topic.name for topic in topics.all if topic.name != topics.dead_letter.name}:
         return "no origin"
+    if letter.digest:
+        return "no value"
     if letter.replayed and not again:
         return "replayed before"
     if letter.replays and not again:

@@ -55,6 +55,7 @@ def as_json(letter: Letter, *, value: bool) -> str:
         "origin": {"topic": letter.origin_topic, "partition": letter.origin_partition, "offset": letter.origin_offset},
         "key": None if letter.key is None else readable_id(letter.key),
         "bytes": len(letter.value),
+        "digest": letter.digest,
         "replays": letter.replays,
         "replayed": letter.replayed,
         "headers": {name: readable_id(value) for name, value in letter.headers},
@@ -83,7 +84,7 @@ def _cells(letter: Letter) -> tuple[str, ...]:
 
 def _more(letter: Letter) -> str:
     """Key, size, what replays did, and the detail."""
-    parts = [f"key {_key(letter)}", f"{len(letter.value):,} bytes"]
+    parts = [f"key {_key(letter)}", letter.digest or f"{len(letter.value):,} bytes"]
     if letter.replays:
         parts.append(f"came back from replay {letter.replays}")
     if letter.replayed:

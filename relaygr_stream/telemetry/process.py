@@ -49,6 +49,7 @@ class ProcessContext:
 
     settings: the effective ones. stop: set by the first SIGTERM or SIGINT; finish what was accepted, then return.
     registry: where the process registers its metrics. log: a bound structlog logger. metrics_port: the chosen one.
+    conditions: each says, from any thread and at once, why the process is not ready although `set_ready` was called.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class ProcessContext:
         self.log: Any = structlog.get_logger(__name__).bind()
         self.metrics_port = 0
         self.started = False  # set by main, or by its first readiness: from then on it ends in its own time
+        self.conditions: list[Callable[[], str | None]] = []
         self._stalled = stalled
         self._not_ready: str | None = "starting"
         self._not_live: str | None = None
@@ -75,7 +77,9 @@ class ProcessContext:
 
     def why_not_ready(self) -> str | None:
         """What keeps the process from taking work, or None."""
-        return "stopping" if self.stop.is_set() else self._not_ready or self.why_not_live()
+        if self.stop.is_set():
+            return "stopping"
+        return self._not_ready or self.why_not_live() or next(filter(None, (why() for why in self.conditions)), None)
 
     def why_not_live(self) -> str | None:
         """What makes the process worth restarting, or None."""

@@ -1,7 +1,7 @@
 """One lane's trigger: its queue of events, and a task that decides on them in order.
 
-An event is done once it was skipped, or its signal or dead letter was acknowledged. The task may wait (for the end of
-the lane's log, for the dead-letter topic); no other lane waits with it. Knows nothing of how the decision is made
+An event is done once it was skipped, or its signal or dead letter was acknowledged. The task may wait for the end of
+the lane's log; no other lane waits with it. Knows nothing of how the decision is made
 (decision.py), nor of the consumer group.
 """
 
@@ -15,7 +15,6 @@ from typing import Any, Final, TypeVar
 
 import structlog
 
-from relaygr_stream.bus.dead_letter import dead_letter_headers
 from relaygr_stream.bus.records import Record
 from relaygr_stream.errors import BrokerError, DecodeError
 from relaygr_stream.messages import RequestEvent, RequestEventInPlace, check_times, decode, kind_of
@@ -107,8 +106,7 @@ class LaneTrigger:
                 check_times(event.prefix, "prefix")  # else its signal would be a dead letter of the worker's
                 self._check_lane(event)
             except DecodeError as error:
-                await signals.flush()  # which must not wait for a dead letter
-                await self._dead_letter(record, error)
+                self._dead_letter(record, error)
                 continue
             decision = self._decide(event, record, state)
             if decision.admit:
@@ -156,18 +154,12 @@ class LaneTrigger:
             self._shared.metrics.ages_clamped.inc()
         return age_ms
 
-    async def _dead_letter(self, record: Record, error: DecodeError) -> None:
-        topic, headers = self._shared.topics.dead_letter.name, dead_letter_headers(record, error)
-        value = record.value or b""
-        await self._persist(
-            lambda: self._shared.producer.send_and_wait(topic, value, key=record.key, headers=headers),
-            "send a dead letter",
-        )
+    def _dead_letter(self, record: Record, error: DecodeError) -> None:
+        self._shared.letters.send(record, error)
         self._shared.metrics.dead_letters.labels(error.reason).inc()
         limited(log.warning, error.reason)(
             "event unreadable", lane=self._number, offset=record.offset, outcome=error.reason, detail=error.detail
         )
-        self._shared.done(record)
 
     async def _persist(self, attempt: Callable[[], Coroutine[Any, Any, T]], doing: str) -> T:
         """Try until it works: nothing is skipped because a broker is away."""

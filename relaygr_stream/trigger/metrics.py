@@ -49,6 +49,9 @@ class TriggerMetrics:
             "Records of a kind (header relaygr-kind) that this release does not know.",
             registry=registry,
         )
+        self.dead_letters_waiting = Gauge(
+            "relaygr_trigger_dead_letters_waiting", "Dead letters that their topic has not taken.", registry=registry
+        )
         self.signals_failed = Counter(
             "relaygr_trigger_signals_failed", "Signals that no broker acknowledged.", registry=registry
         )

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import structlog
 
-from relaygr_stream.bus.dead_letter import check_dead_letters_fit
+from relaygr_stream.bus.dead_letter import DeadLetters, check_dead_letters_fit
 from relaygr_stream.bus.lanes import LaneConsumer
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.records import Record
@@ -86,9 +86,14 @@ async def run_trigger(context: ProcessContext) -> None:
         def done(record: Record) -> None:
             consumer.done(record)  # which needs the lanes first
 
+        letters = DeadLetters(producer, topics.dead_letter, done, metrics.dead_letters_waiting)
+        stack.callback(letters.close)
+        context.conditions.append(letters.why_not_taken)
         verbose = settings.telemetry.log_level == "debug"
         lanes = TriggerLanes(
-            Surroundings(Policy.of(settings), topics, owners, producer, ends, metrics, done, log_decisions=verbose)
+            Surroundings(
+                Policy.of(settings), topics, owners, producer, letters, ends, metrics, done, log_decisions=verbose
+            )
         )
         stack.push_async_callback(lanes.close)
         consumer = LaneConsumer(
@@ -99,7 +104,7 @@ async def run_trigger(context: ProcessContext) -> None:
             on_records=lanes.on_records,
             on_lanes=lanes.on_lanes,
             check_crcs=CHECK_CRCS,
-            progressing=lambda: lanes.backlog < BACKLOG_LIMIT,
+            progressing=lambda: lanes.backlog < BACKLOG_LIMIT and not letters.full,
         )
         # By then every worker alive has stated itself, so that the first events find their lanes' owners.
         await asyncio.sleep(STATUS_PERIODS * settings.worker.status_ms / 1000)
@@ -113,7 +118,7 @@ async def run_trigger(context: ProcessContext) -> None:
 
         lanes.every(READINESS_S, tell_readiness)
         log.info("trigger ready", member=member, lanes=topics.lanes)
-        await _first_of(context.stop, consumer.failed, tail.failed, lanes.failed)
+        await _first_of(context.stop, consumer.failed, tail.failed, lanes.failed, letters.failed)
         if not await consumer.drain(DRAIN_S):
             log.warning("trigger stopped with events undecided", undone=consumer.undone)
 

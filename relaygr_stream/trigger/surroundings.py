@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from relaygr_stream.bus.dead_letter import DeadLetters
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.records import Record
 from relaygr_stream.owners import OwnerDirectory
@@ -23,6 +24,7 @@ class Surroundings:
     topics: TopicSet
     owners: OwnerDirectory
     producer: Producer
+    letters: DeadLetters
     ends: LogEnds
     metrics: TriggerMetrics
     done: Callable[[Record], None]

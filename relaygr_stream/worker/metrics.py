@@ -72,6 +72,7 @@ class WorkerMetrics:
             "relaygr_records_skipped", "Records of a kind (header relaygr-kind) that this release does not know"
         )
         self.dead_letters = counter("relaygr_dead_letters", "Messages that could not be read, by reason", "reason")
+        self.dead_letters_waiting = gauge("relaygr_dead_letters_waiting", "Dead letters that their topic has not taken")
         self.clock_clamped = counter("relaygr_clock_clamped", "Requests whose sender's clock cannot be right")
         self.statuses_unreadable = counter(
             "relaygr_statuses_unreadable", "Other workers' statuses that could not be read or were out of bounds"

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import structlog
 
-from relaygr_stream.bus.dead_letter import dead_letter_headers
+from relaygr_stream.bus.dead_letter import RETRY_S, DeadLetters
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.records import Record
 from relaygr_stream.errors import BrokerError, ConfigError, DecodeError
@@ -27,8 +27,6 @@ from relaygr_stream.worker.tasks import Answer
 
 log = structlog.get_logger(__name__)
 
-#: Pauses between tries to get an answer or a dead letter out, in seconds; the last one repeats.
-RETRY_S: Final = (0.25, 0.5, 1.0, 2.0, 4.0)
 #: An answer is given up after this long, or when its client waits no more if that is later, at most after MOST_S: until
 #: then it holds its request in memory and its lane's commits back. One try alone may take kafka.request_timeout_ms.
 ANSWER_S: Final = 8.0
@@ -65,7 +63,7 @@ class Outbox:
         self._done = done
         self._forwarding = forwarding
         self._under_way: set[asyncio.Task[None]] = set()
-        self.burying = 0  # dead letters that their topic has not taken yet
+        self.letters: Final = DeadLetters(others, topics.dead_letter, done, metrics.dead_letters_waiting)
         self._closed = False
         self._limiter = LogLimiter()
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -140,17 +138,18 @@ class Outbox:
         )
         if origin is not None:
             self._reject(origin, "", str(error), done=False)  # the dead letter finishes the record
-        self.burying += 1
-        self._spawn(self._bury(record, error))
+        if not self._closed:
+            self.letters.send(record, error)
 
     async def flush(self, timeout_s: float) -> None:
         """Wait until everything handed in so far has left, or the time is over."""
-        if self._under_way:
-            await asyncio.wait(set(self._under_way), timeout=timeout_s)
+        letters = asyncio.ensure_future(self.letters.flush(timeout_s))
+        await asyncio.wait({letters, *self._under_way}, timeout=timeout_s)
 
     def close(self) -> None:
         """Send nothing more, and give up what is under way; its records are not done, so they are read again."""
         self._closed = True
+        self.letters.close()
         for task in self._under_way:
             task.cancel()
 
@@ -231,27 +230,6 @@ class Outbox:
             return
         self._metrics.forwards.labels("sent").inc()
         log.debug("forwarded", **fields, to=lane, detail=answer.detail)
-        self._done(record)
-
-    async def _bury(self, record: Record, error: DecodeError) -> None:
-        """Until it is acknowledged: the lane's committed offset waits for it, so nothing is skipped silently."""
-        for pause in _pauses():
-            try:
-                await self._others.send_and_wait(
-                    self._topics.dead_letter.name,
-                    record.value if record.value is not None else b"",
-                    key=record.key,
-                    headers=dead_letter_headers(record, error),
-                )
-                break
-            except BrokerError as failure:
-                self._limiter.limited(log.error, "dead letter")(
-                    "dead letter not delivered yet",
-                    **request_log_fields("", user_of(record), record.lane, "rejected"),
-                    error=str(failure),
-                )
-                await asyncio.sleep(pause)
-        self.burying -= 1
         self._done(record)
 
 

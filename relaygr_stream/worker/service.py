@@ -53,9 +53,6 @@ AGES_S: Final = 0.25
 #: A worker whose device failed gives its last answers this long to leave: a send takes milliseconds, and its lanes'
 #: next owners wait for it to end.
 LAST_ANSWERS_S: Final = 2.0
-#: Dead letters waiting for their topic at which this process counts as stuck and gives its lanes up (after
-#: kafka.max_poll_ms): each keeps its message, of up to 1 MiB, and bad ones come as fast as others.
-BURYING_LIMIT: Final = 1000
 #: A connection ends within milliseconds; without a broker aiokafka would wait for the timeouts of its requests.
 CLOSE_S: Final = 2.0
 
@@ -143,13 +140,14 @@ class Worker:
             on_records=self._on_records,
             on_lanes=self._on_lanes,
             capacity=settings.worker.capacity,
-            progressing=lambda: self._watch.progressing and outbox.burying < BURYING_LIMIT,
+            progressing=lambda: self._watch.progressing and not outbox.letters.full,
         )
         model = self._inside.model
         forwarding = Forwarding(self._name, self._peers, topics.lanes) if settings.worker.forward else None
         self._outbox = outbox = Outbox(
             topics, scores, others, self._metrics, self._name, model, consumer.done, forwarding
         )
+        context.conditions.append(outbox.letters.why_not_taken)
         self._handover = handover = await self._start_handover()
         address = "" if handover is None else handover.address
         reporter = StatusReporter(
@@ -174,9 +172,8 @@ class Worker:
             ages = asyncio.create_task(self._sample_ages(consumer, ends))
             try:
                 reporter.serve(consumer)
-                await self._until_stopped(
-                    {self._device.failed, watch, consumer.failed, reporter.failed, outbox.failed, ages}
-                )
+                parts = {self._device.failed, watch, consumer.failed, reporter.failed, outbox.failed, ages}
+                await self._until_stopped({*parts, outbox.letters.failed})
                 watch.cancel()
                 drained_by = time.monotonic() + settings.worker.drain_ms / 1e3
                 context.set_ready(False, "draining")

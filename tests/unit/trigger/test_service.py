@@ -14,7 +14,9 @@ from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient
 from prometheus_client import CollectorRegistry
 
+from relaygr_stream.bus.dead_letter import HEADER_DIGEST
 from relaygr_stream.bus.local import local_broker
+from relaygr_stream.bus.producer import Producer
 from relaygr_stream.errors import BrokerUnavailable, ConfigError, TopicError
 from relaygr_stream.messages import (
     HEADER_DETAIL,
@@ -240,7 +242,7 @@ async def test_at_the_start_a_missing_broker_or_topic_is_an_error(
 
 # The embedded broker makes a missing topic anew when it is written to.
 @pytest.mark.parametrize("broker", [pytest.param("kafka", marks=pytest.mark.kafka)], indirect=True)
-async def test_while_dead_letters_cannot_be_sent_their_lane_waits_and_the_others_go_on(kafka_settings: Kafka) -> None:
+async def test_while_dead_letters_cannot_be_sent_every_lane_goes_on_uncommitted(kafka_settings: Kafka) -> None:
     async with peer_on(kafka_settings, letters=False) as peer, trigger_on(kafka_settings) as trigger:
         admin = AIOKafkaAdminClient(bootstrap_servers=kafka_settings.bootstrap)
         await admin.start()
@@ -250,15 +252,29 @@ async def test_while_dead_letters_cannot_be_sent_their_lane_waits_and_the_others
             await peer.publish_raw(b"\xc1", lane)
             await peer.publish(event(25, "behind", user))
             await peer.publish(event(25, "beside", user_on(lane + 1, peer.topics.lanes)))
-            await until(lambda: peer.signalled == ["beside"])
-            await asyncio.sleep(0.5)
-            assert peer.signalled == ["beside"]
-            assert trigger.count("dead_letters_total", reason="malformed") == 0
+            await until(lambda: sorted(peer.signalled) == ["behind", "beside"])
+            assert trigger.count("dead_letters_waiting") == 1
+            retrieval = peer.topics.retrieval.name
+            await until(lambda: "dead letters wait" in (trigger.context.why_not_ready() or ""), "readiness tells")
+            assert not await committed(kafka_settings, retrieval, lane)
             await apply_topics(kafka_settings)
-            await until(lambda: peer.signalled == ["beside", "behind"])
-            assert trigger.count("dead_letters_total", reason="malformed") == 1
+            await until(lambda: trigger.count("dead_letters_waiting") == 0)
         finally:
             await admin.close()
+    assert await committed(kafka_settings, retrieval, lane) == 2
+
+
+async def test_an_event_larger_than_dead_letters_may_be_holds_up_nothing(embedded_settings: Kafka) -> None:
+    """Brokers may take more than the files say; the letter was then refused for ever, and so was the lane."""
+    async with peer_on(embedded_settings) as peer, trigger_on(embedded_settings):
+        lane, user = 3, user_on(3, peer.topics.lanes)
+        async with Producer(embedded_settings, client_id="large", max_bytes=4 << 20) as producer:
+            await producer.send_and_wait(peer.topics.retrieval.name, bytes(3 << 20), partition=lane)
+        await peer.publish(event(25, "behind", user))
+        await until(lambda: peer.signalled == ["behind"] and len(peer.letters) == 1)
+        assert dict(peer.letters[0].headers)[HEADER_REASON] == b"oversized"
+        assert b"value 3145728 bytes" in dict(peer.letters[0].headers)[HEADER_DIGEST]
+    assert await committed(embedded_settings, peer.topics.retrieval.name, lane) == 2
 
 
 async def test_a_trigger_refuses_a_dead_letter_topic_that_would_hold_up_its_lanes(tmp_path: Path) -> None:

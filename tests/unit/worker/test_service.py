@@ -14,7 +14,8 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
-from relaygr_stream.bus.dead_letter import check_dead_letters_fit
+from relaygr_stream.bus import dead_letter
+from relaygr_stream.bus.dead_letter import HEADER_DIGEST, check_dead_letters_fit
 from relaygr_stream.bus.lanes import LaneConsumer
 from relaygr_stream.bus.local import local_broker
 from relaygr_stream.bus.producer import Producer
@@ -41,7 +42,6 @@ from relaygr_stream.status.reader import StatusReader, Tombstone
 from relaygr_stream.telemetry.process import START_END_S
 from relaygr_stream.topics import apply_topics, load_topics
 from relaygr_stream.trigger.ledger import LaneLedger
-from relaygr_stream.worker import service
 from relaygr_stream.worker.outbox import check_answers_fit
 from relaygr_stream.worker.service import CLOSE_S
 from relaygr_stream.worker.status import ANNOUNCE_S, gives_way_to
@@ -170,11 +170,24 @@ async def test_messages_that_would_end_a_worker_do_not(embedded_settings: Kafka)
     assert [line["request_id"] for line in about_requests if line["event"] == "refused"] == ["too-much"]
 
 
+async def test_what_is_larger_than_dead_letters_may_be_holds_up_no_lane(embedded_settings: Kafka) -> None:
+    """Brokers may take more than the files say; the letter was then refused for ever, and the lane never committed."""
+    async with Peer(embedded_settings) as peer, worker_on(worker_settings(embedded_settings)):
+        before = await committed(embedded_settings, peer.topics.ranking.name)
+        async with Producer(embedded_settings, client_id="large", max_bytes=4 * MIB) as producer:
+            for topic in (peer.topics.ranking.name, peer.topics.pre_infer.name):
+                await producer.send_and_wait(topic, bytes(3 * MIB), key=b"u")
+        await until(lambda: len(peer.dead) == 2)
+        assert all(b"value 3145728 bytes" in dict(letter.headers)[HEADER_DIGEST] for letter in peer.dead)
+        assert (await peer.reply(await peer.rank("fine", "u", 20))).status == "ok"
+    assert await committed(embedded_settings, peer.topics.ranking.name) == before + 2
+
+
 async def test_a_worker_that_cannot_bury_any_more_reads_no_more_until_it_can(
     embedded_settings: Kafka, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else bad messages pile up in its memory for as long as the dead letters' topic is away."""
-    monkeypatch.setattr(service, "BURYING_LIMIT", 3)
+    monkeypatch.setattr(dead_letter, "WAITING_LIMIT", 3)
     settings = worker_settings(msgspec.structs.replace(embedded_settings, max_poll_ms=1000))
     async with Peer(embedded_settings) as peer, worker_on(settings) as w:
         outbox = w.worker._outbox
@@ -184,7 +197,7 @@ async def test_a_worker_that_cannot_bury_any_more_reads_no_more_until_it_can(
             for _ in range(3):
                 await peer.send_ranking(b"\xc1")
             await until(lambda: owned(w) == 0, "lanes given up")
-        await until(lambda: outbox.burying == 0 and owned(w) == 8, "buried, and the lanes back")
+        await until(lambda: outbox.letters.waiting == 0 and owned(w) == 8, "buried, and the lanes back")
         assert (await peer.reply(await peer.rank("fine", "u", 20))).status == "ok"
         await until(lambda: len(peer.dead) >= 3, "those that were read again buried again")
 

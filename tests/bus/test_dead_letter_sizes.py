@@ -1,0 +1,134 @@
+"""A dead letter that does not fit is buried as a digest; one that cannot be delivered holds up no lane, and is told."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Gauge
+
+from relaygr_stream.bus import dead_letter
+from relaygr_stream.bus.dead_letter import (
+    HEADER_DIGEST,
+    DeadLetters,
+    check_dead_letters_fit,
+    digest_of,
+    fits,
+    letter_of,
+)
+from relaygr_stream.bus.producer import Producer
+from relaygr_stream.bus.records import Record
+from relaygr_stream.bus.tail import TopicTail
+from relaygr_stream.dead_letters.letter import letters_of
+from relaygr_stream.dead_letters.replay import verdict_before
+from relaygr_stream.errors import BrokerError, BrokerUnavailable, DecodeError
+from relaygr_stream.messages import HEADER_REASON
+from relaygr_stream.settings import Kafka
+from relaygr_stream.topic_check import DEAD_LETTER_HEADERS_BYTES
+from relaygr_stream.topics import apply_topics, load_topics
+from tests.waiting import until
+
+MIB = 1 << 20
+ERROR = DecodeError("oversized", "for the test")
+
+
+def record(value: bytes, key: bytes | None = b"user", headers: tuple[tuple[str, Any], ...] = ()) -> Record:
+    return Record(load_topics(Kafka()).ranking.name, 3, 17, 0, key, value, headers)
+
+
+headers = st.lists(st.tuples(st.text(max_size=3000), st.none() | st.binary(max_size=3000)), max_size=5).map(tuple)
+
+
+@given(st.binary(max_size=200) | st.none(), st.integers(0, 5000), headers)
+def test_a_digest_always_fits(key: bytes | None, repeat: int, headers: Any) -> None:
+    one = record(b"v" * repeat, None if key is None else key * repeat, headers)
+    kept_key, value, kept = digest_of(one, ERROR)
+    size = sum(len(name.encode()) + len(content or b"") + 10 for name, content in kept)
+    assert len(kept_key or b"") + len(value) + size <= DEAD_LETTER_HEADERS_BYTES
+    if fits(one, 4 * MIB):
+        _, value, kept = letter_of(one, ERROR)
+        size = sum(len(name.encode()) + len(content or b"") + 10 for name, content in kept)
+        assert len(one.key or b"") + len(value) + size <= 4 * MIB
+
+
+async def test_what_does_not_fit_is_there_as_a_digest(kafka_settings: Kafka) -> None:
+    await apply_topics(kafka_settings)
+    topics = load_topics(kafka_settings)
+    done: list[Record] = []
+    found: list[Record] = []
+    takes = topics.dead_letter.max_message_bytes
+    large, fitting = record(b"x" * (3 * MIB), headers=(("trace", b"t1"),)), record(b"y" * MIB)
+    long_key, many = record(b"z", key=b"k" * 3 * MIB), record(b"z", headers=(("h", b"v" * 3 * MIB),))
+    async with (
+        TopicTail(kafka_settings, topics.dead_letter.name, [0], "latest", found.extend),
+        Producer(kafka_settings, client_id="test", max_bytes=takes) as producer,
+    ):
+        letters = DeadLetters(producer, topics.dead_letter, done.append, gauge())
+        for one in (large, fitting, long_key, many):
+            letters.send(one, ERROR)
+        await until(lambda: len(found) == 4 and letters.waiting == 0, "buried")
+    assert len(done) == 4
+    by_digest = {letter.digest.split(" sha256")[0]: letter for letter in letters_of(found)}
+    assert by_digest.keys() == {"", f"value {3 * MIB} bytes", "value 1 bytes"}
+    letter = by_digest[f"value {3 * MIB} bytes"]
+    assert hashlib.sha256(large.value or b"").hexdigest() in letter.digest
+    assert (letter.key, letter.value, letter.headers) == (b"user", b"", (("trace", b"t1"),))
+    assert (letter.reason, letter.origin_partition, letter.origin_offset) == ("oversized", 3, 17)
+    assert verdict_before(letter, topics, again=True) in ("no value", "no origin")
+    assert by_digest[""].value == fitting.value
+
+
+def gauge() -> Gauge:
+    return Gauge("waiting", "", registry=CollectorRegistry())
+
+
+class Refusing:
+    """A producer in whose place letters fail."""
+
+    def __init__(self, *errors: BrokerError) -> None:
+        self.errors = list(errors)
+        self.sent: list[dict[str, Any]] = []
+
+    async def send_and_wait(self, topic: str, value: bytes, *, key: bytes | None, headers: list[Any]) -> int:
+        if self.errors:
+            raise self.errors.pop(0) if len(self.errors) > 1 else self.errors[0]
+        self.sent.append({"value": value, "headers": dict(headers)})
+        return 0
+
+
+async def test_a_cluster_that_takes_less_than_the_file_says_gets_the_digest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dead_letter, "RETRY_S", (0.0,))
+    producer = Refusing(BrokerUnavailable("away"), BrokerError("MESSAGE_TOO_LARGE"), BrokerError("…"))
+    done: list[Record] = []
+    letters = DeadLetters(producer, load_topics(Kafka()).dead_letter, done.append, gauge())  # type: ignore[arg-type]
+    letters.send(record(b"value"), ERROR)
+    await until(lambda: len(producer.errors) == 1)
+    producer.errors.clear()
+    await until(lambda: len(done) == 1)
+    ((letter),) = producer.sent
+    assert letter["value"] == b""
+    assert letter["headers"][HEADER_DIGEST].startswith(b"value 5 bytes sha256 ")
+    assert letter["headers"][HEADER_REASON] == b"oversized"
+
+
+async def test_what_cannot_be_delivered_is_told_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RETRY_S", (0.0,)), ("FAILING_S", 0.0), ("WAITING_LIMIT", 2)):
+        monkeypatch.setattr(dead_letter, name, value)
+    producer, waiting = Refusing(BrokerError("TOPIC_AUTHORIZATION_FAILED")), gauge()
+    done: list[Record] = []
+    letters = DeadLetters(producer, load_topics(Kafka()).dead_letter, done.append, waiting)  # type: ignore[arg-type]
+    assert letters.why_not_taken() is None
+    for _ in range(2):
+        letters.send(record(b"value"), ERROR)
+    await until(lambda: "TOPIC_AUTHORIZATION_FAILED" in (letters.why_not_taken() or ""))
+    assert (letters.full, len(done), waiting._value.get()) == (True, 0, 2)
+    producer.errors.clear()
+    await until(lambda: len(done) == 2)
+    assert (letters.full, letters.why_not_taken(), waiting._value.get()) == (False, None, 0)
+
+
+def test_the_packaged_topics_fit() -> None:
+    check_dead_letters_fit(load_topics(Kafka()))
