@@ -162,8 +162,16 @@ class Handover(Section, frozen=True, kw_only=True):
     secret: Annotated[
         str,
         Meta(pattern=r"^$|^.{16,}$", extra={"secret": True}),
-        _doc("what workers prove to each other they know, 16 characters or more; empty: nothing is handed over"),
+        _doc("shared by all workers, 16 characters or more; without it and tls_certificate nothing is handed over"),
     ] = ""
+    tls_ca: Annotated[str, _doc("PEM file of the workers' authority, in place of one made from the secret")] = ""
+    tls_certificate: Annotated[
+        str, _doc("PEM file of this worker's certificate by it: URI:relaygr://worker/NAME, and its advertised host")
+    ] = ""
+    tls_key: Annotated[str, _doc("PEM file of its key; empty: in the certificate's file")] = ""
+    networks: Annotated[
+        str, _doc("networks of workers, in CIDR form, comma-separated: others are not connected to, nor let in")
+    ] = "127.0.0.0/8,::1/128,10.0.0.0/8,172.16.0.0/12,192.168.0.0/16,fc00::/7"
     host: Annotated[str, _doc("address on which other workers fetch prefix KV of lanes that they took over")] = (
         "127.0.0.1"
     )

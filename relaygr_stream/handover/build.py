@@ -16,6 +16,18 @@ from relaygr_stream.worker.build import Inside
 from relaygr_stream.worker.device import DeviceThread
 
 
+def hands_over(settings: Settings) -> bool:
+    """Whether the settings ask for it. ConfigError where they name a part of the TLS files only."""
+    handover = settings.handover
+    given = [name for name in ("tls_ca", "tls_certificate", "tls_key") if getattr(handover, name)]
+    if given and not (handover.tls_ca and handover.tls_certificate):
+        raise ConfigError(
+            f"of the hand-over's TLS files {', '.join(f'`handover.{name}`' for name in given)} alone: give both "
+            f"handover.tls_ca and handover.tls_certificate, or neither"
+        )
+    return bool(handover.secret or handover.tls_certificate)
+
+
 def make_handover(
     settings: Settings,
     name: str,
@@ -25,7 +37,7 @@ def make_handover(
     peers: OwnerDirectory,
     registry: CollectorRegistry,
 ) -> Handover:
-    """The hand-over of this worker. ConfigError without a DRAM tier: it is what copies leave from and come to."""
+    """The hand-over of this worker. ConfigError for settings that clash."""
     if not settings.worker.dram_bytes:
         raise ConfigError(
             "`handover.secret` is set and `worker.dram_bytes` = 0: prefix KV are handed over from DRAM tier to DRAM "

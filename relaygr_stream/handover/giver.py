@@ -1,4 +1,4 @@
-"""The old owner's side of a session: who asks is proven, then entries of his lanes are offered, the best first.
+"""The old owner's side of a session: entries of the lanes asked for are offered, the best first.
 
 One copy at a time is held and sent, in slices, within the bandwidth. Knows nothing of when and why lanes move.
 """
@@ -15,7 +15,7 @@ from relaygr_stream.handover.desk import Desk
 from relaygr_stream.handover.metrics import HandoverMetrics
 from relaygr_stream.handover.wire import (
     MAX_ASK,
-    MAX_GREETING,
+    MAX_CHOICE,
     MAX_TEXT,
     SLICE_BYTES,
     Ask,
@@ -46,10 +46,7 @@ class Handed:
 class Giver:
     """Serves sessions, one `serve` each."""
 
-    def __init__(
-        self, secret: str, identity: Identity, desk: Desk, bandwidth: Bandwidth, metrics: HandoverMetrics
-    ) -> None:
-        self._secret = secret
+    def __init__(self, identity: Identity, desk: Desk, bandwidth: Bandwidth, metrics: HandoverMetrics) -> None:
         self._identity = identity
         self._desk = desk
         self._bandwidth = bandwidth
@@ -57,9 +54,8 @@ class Giver:
 
     async def serve(self, channel: Channel, handed: Handed) -> None:
         """One session, noted in `handed` as it goes. Raises PeerError."""
-        await channel.greet(self._secret, "giver")
         ask = await channel.receive(Ask, MAX_ASK)
-        handed.peer, handed.lanes = ask.worker, frozenset(ask.lanes)
+        handed.lanes = frozenset(ask.lanes)
         if difference := self._identity.difference(ask.identity):
             await channel.send(Refused(difference[:MAX_TEXT]))
             raise PeerError(f"was refused: {difference}")
@@ -75,7 +71,7 @@ class Giver:
         """Offer one, and send it if it is wanted. False: enough."""
         nbytes = loan.data.numel()
         await channel.send(Offer.of(user_id, loan.tokens, loan.capacity, nbytes))
-        choice = await channel.receive(Take | Skip | Enough, MAX_GREETING, CHOICE_S)
+        choice = await channel.receive(Take | Skip | Enough, MAX_CHOICE, CHOICE_S)
         if isinstance(choice, Take):
             data = loan.data.numpy()
             for start in range(0, nbytes, SLICE_BYTES):

@@ -35,16 +35,12 @@ class Taker:
 
     def __init__(
         self,
-        secret: str,
-        name: str,
         identity: Identity,
         desk: Desk,
         metrics: HandoverMetrics,
         max_tokens: int,
         nbytes_of: Callable[[int], int],
     ) -> None:
-        self._secret = secret
-        self._name = name
         self._identity = identity
         self._desk = desk
         self._metrics = metrics
@@ -53,8 +49,7 @@ class Taker:
 
     async def take(self, channel: Channel, lanes: frozenset[int], wanted: Collection[int], handed: Handed) -> None:
         """One session, noted in `handed` as it goes. wanted: the lanes that are still ours. Raises PeerError."""
-        await channel.greet(self._secret, "taker")
-        await channel.send(Ask(self._name, self._identity, tuple(sorted(lanes))))
+        await channel.send(Ask(self._identity, tuple(sorted(lanes))))
         handed.lanes = lanes
         full = 0
         while True:

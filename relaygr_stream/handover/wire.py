@@ -1,11 +1,11 @@
 """What two workers say to each other, and how it lies on the wire. Knows no sockets and no cache.
 
-    new owner → Hello            old owner → Welcome                     in the clear: two nonces
-    new owner → Ask              old owner → Refused | Offer … | End     sealed from here on, both ways
+    new owner → Ask              old owner → Refused | Offer … | End
     per Offer: new owner → Take | Skip | Enough; after Take the old owner sends the copy's bytes
 
-A frame: length of the payload (4 bytes, big-endian), kind (1 byte), payload, seal (16 bytes, none before Welcome).
-The payload of a message is MessagePack; bytes of a copy travel as they are.
+Who they are, and that nobody else reads or changes it, is TLS's business (connection.py), and so is the version. A
+frame: length of the payload (4 bytes, big-endian), kind (1 byte), payload. The payload of a message is MessagePack;
+bytes of a copy travel as they are, in slices of SLICE_BYTES and a last one of what is left.
 """
 
 from __future__ import annotations
@@ -21,20 +21,17 @@ from relaygr_stream.errors import DecodeError
 from relaygr_stream.messages import Id
 from relaygr_stream.models.tokens import Tokens
 
-VERSION: Final = 1
-NONCE_BYTES: Final = 16
 HEADER: Final = struct.Struct(">IB")
 MESSAGE, COPY = 0, 1
-#: Hello and Welcome: a nonce and a version.
-MAX_GREETING: Final = 64
+#: Take, Skip and Enough: a tag alone.
+MAX_CHOICE: Final = 64
 #: Ask at its largest: 10,000 lanes (settings' bound) of 3 bytes, and an identity.
 MAX_ASK: Final = 64 * 1024
-#: A copy goes in slices of this size: 30 µs of memory copies and 200 µs of sealing on the event loop at a time.
+#: A copy goes in slices of this size: some 100 µs of encryption on the event loop at a time.
 SLICE_BYTES: Final = 128 * 1024
 #: int64 item, action and gap.
 TOKEN_BYTES: Final = 24
 
-Nonce = Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 MAX_TEXT: Final = 512
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 #: messages.tenant_key: a tenant of 128 characters, NUL, a user id of 256.
@@ -63,24 +60,9 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
         return ""
 
 
-class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """The new owner begins."""
-
-    version: int
-    nonce: Nonce
-
-
-class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
-    """The old owner's half of the session's key."""
-
-    version: int
-    nonce: Nonce
-
-
 class Ask(msgspec.Struct, frozen=True, tag="ask"):
     """Entries of users of these lanes, please."""
 
-    worker: Id
     identity: Identity
     lanes: Annotated[tuple[int, ...], Meta(max_length=10_000)]
 
@@ -132,7 +114,7 @@ class End(msgspec.Struct, frozen=True, tag="end"):
     """There are no more."""
 
 
-Message = Hello | Welcome | Ask | Refused | Offer | Take | Skip | Enough | End
+Message = Ask | Refused | Offer | Take | Skip | Enough | End
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

@@ -25,7 +25,7 @@ from relaygr_stream.bus.lanes import LaneConsumer
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.records import Record
 from relaygr_stream.errors import BrokerError, DecodeError, DeviceError, Superseded
-from relaygr_stream.handover.build import make_handover
+from relaygr_stream.handover.build import hands_over, make_handover
 from relaygr_stream.handover.service import Handover
 from relaygr_stream.messages import kind_of
 from relaygr_stream.owners import OwnerDirectory
@@ -232,9 +232,9 @@ class Worker:
     # ---- parts ----
 
     async def _start_handover(self) -> Handover | None:
-        """None: it is off, for want of a secret."""
+        """None: it is off, for want of a secret or certificates."""
         settings, inside = self._settings, self._inside
-        if not settings.handover.secret:
+        if not hands_over(settings):
             return None
         assert inside is not None
         handover = make_handover(

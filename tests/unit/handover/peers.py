@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from prometheus_client import CollectorRegistry
 
 from relaygr_stream.cache.storage import StorageKind, make_storage
-from relaygr_stream.handover.channel import Channel
+from relaygr_stream.handover.certificates import Credentials, make_credentials
+from relaygr_stream.handover.channel import Channel, PeerError
+from relaygr_stream.handover.connection import connect
 from relaygr_stream.handover.desk import Desk
 from relaygr_stream.handover.metrics import HandoverMetrics
+from relaygr_stream.handover.networks import Networks
 from relaygr_stream.handover.service import Handover
-from relaygr_stream.handover.wire import Identity
+from relaygr_stream.handover.wire import Ask, Identity
 from relaygr_stream.messages import CostModel, WorkerStatus
 from relaygr_stream.settings import Handover as HandoverSettings
 from relaygr_stream.worker.core import RelayCore
@@ -26,6 +30,7 @@ from tests.waiting import until
 LANES = 8
 SECRET = "sixteen or more characters"
 ALL = frozenset(range(LANES))
+NETWORKS = Networks(HandoverSettings().networks)
 
 
 class Peer:
@@ -126,6 +131,7 @@ async def peers(**second: Any) -> AsyncIterator[tuple[Peer, Peer]]:
     for peer in (old, new):
         await peer.thread.start(lambda peer=peer: peer.world.core)  # type: ignore[misc]
         await peer.handover.start()
+    old.known = {"new": status(new)}
     new.known = {"old": status(old), "new": status(new)}
     try:
         for user in range(6):
@@ -139,5 +145,30 @@ async def peers(**second: Any) -> AsyncIterator[tuple[Peer, Peer]]:
             peer.thread.failed.done() and peer.thread.failed.result()
 
 
-async def connect(peer: Peer) -> Channel:
-    return Channel(*await asyncio.open_connection("127.0.0.1", int(peer.handover.address.rpartition(":")[2])))
+def credentials(name: str, secret: str = SECRET, host: str = "127.0.0.1") -> Credentials:
+    """As a worker of that name and host has them."""
+    return make_credentials(HandoverSettings(secret=secret), name, host)
+
+
+async def connected(peer: Peer, by: str = "new") -> Channel:
+    """A channel to that worker, by a worker whose hand-over is not asked."""
+    return await connect(peer.handover.address, peer.name, credentials(by), NETWORKS)
+
+
+@asynccontextmanager
+async def giver(talk: Callable[[Channel], Awaitable[None]], name: str) -> AsyncIterator[str]:
+    """The address of a worker that knows the secret and answers to this name, but does as `talk` says once asked."""
+    trusted = credentials(name)
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        channel = Channel(reader, writer)
+        with suppress(PeerError):
+            await channel.receive(Ask, 10**5)
+            await talk(channel)
+        await channel.close()
+
+    server = await asyncio.start_server(accept, "127.0.0.1", 0, ssl=trusted.context(ssl.Purpose.CLIENT_AUTH))
+    try:
+        yield "{}:{}".format(*server.sockets[0].getsockname())
+    finally:
+        server.close()

@@ -2,58 +2,55 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 
 import pytest
 
 from relaygr_stream.handover.channel import Channel, PeerError
+from relaygr_stream.handover.connection import connect
 from relaygr_stream.handover.giver import Handed
-from relaygr_stream.handover.wire import HEADER, MESSAGE, Ask, End, Hello, Offer, Take, encode
+from relaygr_stream.handover.wire import COPY, HEADER, MESSAGE, Ask, End, Offer, Take, encode
 from relaygr_stream.models.tokens import Tokens
 from relaygr_stream.topics import lane_of
-from tests.unit.handover.peers import ALL, LANES, SECRET, connect, peers
+from tests.unit.handover.peers import ALL, LANES, NETWORKS, connected, credentials, giver, peers
 from tests.unit.worker.worlds import history
 from tests.waiting import until
 
 # ---- hostile takers ----
 
 
-@pytest.mark.parametrize(
-    "opening",
-    [
-        b"GET / HTTP/1.1\r\n\r\n",
-        HEADER.pack(2**32 - 1, MESSAGE),
-        HEADER.pack(10, 7) + b"x" * 10,
-        HEADER.pack(5, MESSAGE) + b"\xc1\xc1\xc1\xc1\xc1",
-        HEADER.pack(len(encode(End())), MESSAGE) + encode(End()),
-        HEADER.pack(len(encode(Hello(99, b"n" * 16))), MESSAGE) + encode(Hello(99, b"n" * 16)),
-        b"",
-    ],
-    ids=["http", "4 GiB", "kind", "garbage", "out of turn", "version", "nothing"],
-)
-async def test_a_stranger_is_hung_up_on(opening: bytes) -> None:
-    async with peers() as (old, _):
-        reader, writer = await asyncio.open_connection("127.0.0.1", int(old.handover.address.rpartition(":")[2]))
-        writer.write(opening)
-        writer.write_eof()
-        with suppress(ConnectionResetError):
-            await asyncio.wait_for(reader.read(-1), 10)
-        writer.close()
-        await until(lambda: old.total("failed", way="given") == 1 and not old.handover._sessions)
-        assert old.total("bytes", way="given") == 0
-
-
 async def test_a_taker_that_vanishes_lets_go_of_what_was_lent() -> None:
     async with peers() as (old, _):
-        channel = await connect(old)
-        await channel.greet(SECRET, "taker")
-        await channel.send(Ask("w", old.identity, tuple(ALL)))
+        channel = await connected(old)
+        await channel.send(Ask(old.identity, tuple(ALL)))
         assert isinstance(await channel.receive(Offer, 10**6), Offer)
         await channel.close()
         await until(lambda: old.total("failed", way="given") == 1)
         await old.at_rest()
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        HEADER.pack(2**32 - 1, MESSAGE),
+        HEADER.pack(10, 7) + b"x" * 10,
+        HEADER.pack(5, MESSAGE) + b"\xc1\xc1\xc1\xc1\xc1",
+        HEADER.pack(len(encode(End())), MESSAGE) + encode(End()),
+        b"",
+    ],
+    ids=["4 GiB", "kind", "garbage", "out of turn", "nothing"],
+)
+async def test_a_proven_taker_that_sends_nonsense_is_hung_up_on(frames: bytes) -> None:
+    async with peers() as (old, _):
+        channel = await connected(old)
+        channel._writer.write(frames)
+        if not frames:
+            channel.abort()
+        with pytest.raises(PeerError, match="hung up"):
+            await channel.receive(Offer, 10**6)
+        await channel.close()
+        await until(lambda: old.total("failed", way="given") == 1)
+        assert old.total("bytes", way="given") == 0
 
 
 # ---- hostile givers ----
@@ -73,23 +70,21 @@ def an_offer(user: str, tokens: Tokens = SIXTY_FOUR, capacity: int = 64, nbytes:
 async def half_a_copy(channel: Channel) -> None:
     await channel.send(an_offer(user_of(0)))
     await channel.receive(Take, 100)
-    await channel.send_copy(bytes(8 * 1024))
+    channel._writer.write(HEADER.pack(16 * 1024, COPY) + bytes(8 * 1024))
 
 
 async def too_much(channel: Channel) -> None:
     await channel.send(an_offer(user_of(0)))
     await channel.receive(Take, 100)
-    for _ in range(3):
-        await channel.send_copy(bytes(8 * 1024 - 1))
+    await channel.send_copy(bytes(16 * 1024 + 1))
     await channel.receive(Take, 100)  # until it hangs up
 
 
-async def forged(channel: Channel) -> None:
+async def byte_by_byte(channel: Channel) -> None:
     await channel.send(an_offer(user_of(0)))
     await channel.receive(Take, 100)
-    assert channel._ours is not None
-    channel._ours._count += 1
-    await channel.send_copy(bytes(8 * 1024))
+    await channel.send_copy(bytes(1))
+    await channel.receive(Take, 100)  # until it hangs up
 
 
 def offering(offer: Offer) -> Callable[[Channel], Awaitable[None]]:
@@ -104,8 +99,8 @@ def offering(offer: Offer) -> Callable[[Channel], Awaitable[None]]:
     ("talk", "words"),
     [
         (half_a_copy, "hung up"),
-        (too_much, "expected 1 and 2"),
-        (forged, "wrong seal"),
+        (too_much, "16385 bytes, expected 1 and 16384"),
+        (byte_by_byte, "a slice of 1 bytes, expected 16384"),
         (offering(an_offer(user_of(1))), "not asked for"),
         (offering(an_offer(user_of(0), nbytes=64 * 256 + 1)), "bytes with room for"),
         (offering(an_offer(user_of(0), capacity=10**9, nbytes=10**9 * 256)), "bytes with room for"),
@@ -113,27 +108,13 @@ def offering(offer: Offer) -> Callable[[Channel], Awaitable[None]]:
         (offering(Offer(user_of(0), 64, b"123", 64 * 256)), "an offer that is none"),
         (offering(Offer(user_of(0), 64, bytes(10**6), 64 * 256)), "a frame of kind 0 and 1000"),
     ],
-    ids=["half", "more", "forged", "lane", "bytes", "huge", "long", "shape", "frame"],
+    ids=["half", "more", "trickle", "lane", "bytes", "huge", "long", "shape", "frame"],
 )
 async def test_a_false_giver_brings_nothing_in(talk: Callable[[Channel], Awaitable[None]], words: str) -> None:
-    over = asyncio.Event()
-
-    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        channel = Channel(reader, writer)
-        with suppress(PeerError):
-            await channel.greet(SECRET, "giver")
-            await channel.receive(Ask, 10**5)
-            await talk(channel)
-        await channel.close()
-        over.set()
-
-    async with peers() as (_, new):
-        server = await asyncio.start_server(accept, "127.0.0.1", 0)
-        channel = Channel(*await asyncio.open_connection(*server.sockets[0].getsockname()))
+    async with peers() as (_, new), giver(talk, "false") as address:
+        channel = await connect(address, "false", credentials("new"), NETWORKS)
         with pytest.raises(PeerError, match=words):
             await new.handover._taker.take(channel, frozenset({0}), {0}, Handed())
         await channel.close()
-        await over.wait()
-        server.close()
         await new.at_rest()
         assert await new.users() == set()

@@ -14,7 +14,7 @@ from relaygr_stream.handover.giver import Handed
 from relaygr_stream.handover.service import advertised_host
 from relaygr_stream.settings import Handover as HandoverSettings
 from relaygr_stream.topics import lane_of
-from tests.unit.handover.peers import ALL, LANES, connect, peers, status
+from tests.unit.handover.peers import ALL, LANES, connected, peers, status
 from tests.unit.worker.worlds import World
 from tests.waiting import until
 
@@ -83,7 +83,7 @@ async def test_what_would_not_serve_is_refused_in_words(changes: dict[str, Any],
     async with peers() as (old, new):
         taker = new.handover._taker
         taker._identity = msgspec.structs.replace(taker._identity, **changes)
-        channel = await connect(old)
+        channel = await connected(old)
         with pytest.raises(PeerError, match=f"refused: {words} is"):
             await taker.take(channel, ALL, ALL, Handed())
         await channel.close()
@@ -107,12 +107,12 @@ async def test_a_session_broken_off_leaves_the_books_balanced_and_is_tried_again
         old.handover._giver._bandwidth._rate = 50_000.0  # so that there is a middle: 60 tokens have 16 KiB
         new.handover.lanes_changed(ALL, ())
         await until(lambda: new.total("bytes", way="taken") > 0)
-        for task in list(old.handover._sessions):
-            task.cancel()
+        await old.handover.stop()
         await until(lambda: new.total("failed", way="taken") == 1)
         old.handover._giver._bandwidth._rate = 1e9
         old.handover._giver._bandwidth._level = 0.0
-        await until(lambda: len(old.handover._sessions) == 0)
+        await old.handover.start()
+        new.known["old"] = status(old)
         await until(lambda: new.total("entries", way="taken") >= 6)
 
 

@@ -1,0 +1,227 @@
+"""Who a worker is to other workers: TLS 1.3 with a certificate on both sides, which names the worker and its host.
+
+The certificates' authority is either the fleet's secret, from which each worker makes the same authority and issues
+itself a certificate of a day, in memory; or what the settings name files of. A certificate names its worker in a URI,
+so that one which the same authority issued for something else opens nothing here.
+"""
+
+from __future__ import annotations
+
+import os
+import ssl
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime, timedelta
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any, Final
+
+import structlog
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from relaygr_stream.errors import ConfigError
+from relaygr_stream.fleet_secret import purpose_key
+from relaygr_stream.handover.networks import parsed
+from relaygr_stream.settings import Handover
+
+#: What both ends must speak, by TLS's own negotiation (ALPN). 1 had a seal on each frame instead.
+PROTOCOL: Final = "relaygr-handover/2"
+PURPOSE: Final = "hand-over authority 1"
+NAME_URI: Final = "relaygr://worker/"
+#: A certificate that leaks is of no use after a day. Clocks of workers may be an hour apart.
+LIFETIME: Final = timedelta(days=1)
+CLOCKS: Final = timedelta(hours=1)
+#: Contexts older than this are made anew at their next use: with a fresh certificate, or with what the files hold now.
+RENEW_S: Final = 3600.0
+
+Pem = bytes
+_log = structlog.get_logger(__name__)
+
+
+class Credentials:
+    """TLS contexts for both ends. make: the authority's certificate, and ours with chain and key."""
+
+    def __init__(self, make: Callable[[], tuple[Pem, Pem]], clock: Callable[[], float] = time.monotonic) -> None:
+        self._make = make
+        self._clock = clock
+        self._renew()
+
+    def context(self, purpose: ssl.Purpose) -> ssl.SSLContext:
+        """SERVER_AUTH: for who connects; CLIENT_AUTH: for who is connected to."""
+        if self._clock() > self._made_s + RENEW_S:
+            try:
+                self._renew()
+            except (OSError, ValueError) as error:
+                _log.warning("certificates not renewed; those from before stay", error=str(error))
+        return self._contexts[purpose]
+
+    def _renew(self) -> None:
+        self._made_s = self._clock()
+        authority, own = self._make()
+        self._contexts = {
+            purpose: _context(protocol, authority, own)
+            for purpose, protocol in (
+                (ssl.Purpose.SERVER_AUTH, ssl.PROTOCOL_TLS_CLIENT),
+                (ssl.Purpose.CLIENT_AUTH, ssl.PROTOCOL_TLS_SERVER),
+            )
+        }
+
+
+def make_credentials(settings: Handover, name: str, host: str) -> Credentials:
+    """As the settings say. host: by which others reach us. Takes a second of CPU with a secret: call it on a thread.
+
+    Raises ConfigError for files that are missing, are no certificates, or do not name this worker and host.
+    """
+    if not settings.tls_certificate:
+        key = Ed25519PrivateKey.from_private_bytes(purpose_key(settings.secret, PURPOSE))
+        authority = _authority(key)
+        return Credentials(lambda: (_pem(authority), _issue(authority, key, name, host)))
+    try:
+        return Credentials(lambda: _from_files(settings, name, host))
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+        raise ConfigError(
+            f"`handover.tls_ca` = {settings.tls_ca!r}, `handover.tls_certificate` = {settings.tls_certificate!r}, "
+            f"`handover.tls_key` = {settings.tls_key!r}: {error}"
+        ) from error
+
+
+def stranger(certificate: Mapping[str, Any] | None, name: str, host: str) -> str:
+    """Why the other end, with this certificate (as ssl tells it), is not the worker of that name at that host; "" if
+    it is. Beside the authority, which TLS has checked, names are all that tells one worker from another."""
+    found = tuple((certificate or {}).get("subjectAltName", ()))
+    if ("URI", NAME_URI + name) not in found:
+        said = ", ".join(text for kind, text in found if kind == "URI") or "no worker"
+        return f"its certificate names {said} and not {NAME_URI}{name}"
+    if not any(_same_host(kind, text, host) for kind, text in found):
+        said = ", ".join(text for kind, text in found if kind != "URI") or "no host"
+        return f"its certificate is made out to {said} and not to {host}, which `worker-status` states"
+    return ""
+
+
+def named(certificate: Mapping[str, Any] | None) -> str:
+    """The worker that the certificate names; "" if none, or several."""
+    found = [text for kind, text in (certificate or {}).get("subjectAltName", ()) if kind == "URI"]
+    return found[0].removeprefix(NAME_URI) if len(found) == 1 and found[0].startswith(NAME_URI) else ""
+
+
+def _same_host(kind: str, text: str, host: str) -> bool:
+    if kind == "DNS":
+        return text.lower() == host.lower()
+    try:
+        return kind == "IP Address" and parsed(text.strip()) == parsed(host)
+    except ValueError:
+        return False
+
+
+def _context(protocol: int, authority: Pem, own: Pem) -> ssl.SSLContext:
+    context = ssl.SSLContext(protocol)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False  # `stranger` compares host and name, alike at both ends
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.verify_flags |= ssl.VERIFY_X509_STRICT
+    context.load_verify_locations(cadata=authority.decode("ascii"))
+    _load(context, own)
+    context.set_alpn_protocols([PROTOCOL])
+    if protocol == ssl.PROTOCOL_TLS_SERVER:
+        context.num_tickets = 0  # each session proves itself anew
+    return context
+
+
+def _load(context: ssl.SSLContext, own: Pem) -> None:
+    """OpenSSL reads keys from files only: on Linux from one in memory, elsewhere from one that only we can read."""
+    if hasattr(os, "memfd_create"):
+        with os.fdopen(os.memfd_create("certificate"), "wb") as memory:
+            memory.write(own)
+            memory.flush()
+            context.load_cert_chain(f"/proc/self/fd/{memory.fileno()}")
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "certificate.pem"
+            file.touch(mode=0o600)
+            file.write_bytes(own)
+            context.load_cert_chain(file)
+
+
+# ---- from the secret ----
+
+
+def _authority(key: Ed25519PrivateKey) -> x509.Certificate:
+    """The fleet's, the same bytes at every worker: nothing in it is random, nor of today."""
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "relaygr fleet")])
+    public = key.public_key()
+    return (
+        x509.CertificateBuilder(subject, subject, public, 1, datetime(2020, 1, 1), datetime(2120, 1, 1))
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_usage(key_cert_sign=True), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
+        .sign(key, None)
+    )
+
+
+def _issue(authority: x509.Certificate, key: Ed25519PrivateKey, name: str, host: str) -> Pem:
+    """A certificate and its new key, for a day."""
+    own, now = Ed25519PrivateKey.generate(), datetime.now(UTC)
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "relaygr worker")])
+    both = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+    issued = (
+        x509.CertificateBuilder(authority.subject, subject, own.public_key(), x509.random_serial_number())
+        .not_valid_before(now - CLOCKS)
+        .not_valid_after(now + LIFETIME)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_usage(digital_signature=True), critical=True)
+        .add_extension(x509.ExtendedKeyUsage(both), critical=False)
+        .add_extension(
+            x509.SubjectAlternativeName([x509.UniformResourceIdentifier(NAME_URI + name), _host_name(host)]),
+            critical=False,
+        )
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(key.public_key()), critical=False)
+        .sign(key, None)
+    )
+    return _pem(issued) + own.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+
+
+def _host_name(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ip_address(host.partition("%")[0]))
+    except ValueError:
+        pass
+    try:
+        return x509.DNSName(host)
+    except ValueError as error:
+        raise ConfigError(
+            f"{host!r} cannot be named in a certificate ({error}); set handover.advertise to a host name or an address"
+        ) from error
+
+
+def _usage(*, digital_signature: bool = False, key_cert_sign: bool = False) -> x509.KeyUsage:
+    return x509.KeyUsage(digital_signature, False, False, False, False, key_cert_sign, False, False, False)
+
+
+def _pem(certificate: x509.Certificate) -> Pem:
+    return certificate.public_bytes(Encoding.PEM)
+
+
+# ---- from files ----
+
+
+def _from_files(settings: Handover, name: str, host: str) -> tuple[Pem, Pem]:
+    authority = Path(settings.tls_ca).read_bytes()
+    own = Path(settings.tls_certificate).read_bytes()
+    if settings.tls_key:
+        own += b"\n" + Path(settings.tls_key).read_bytes()
+    leaf = x509.load_pem_x509_certificate(own)
+    try:
+        names = leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        names = x509.SubjectAlternativeName([])
+    kinds: dict[type, str] = {x509.UniformResourceIdentifier: "URI", x509.DNSName: "DNS", x509.IPAddress: "IP Address"}
+    found = [(kinds[type(each)], str(each.value)) for each in names if type(each) in kinds]
+    if problem := stranger({"subjectAltName": found}, name, host):
+        raise ValueError(
+            f"{problem}; let its subjectAltName have URI:{NAME_URI}{name} and the host by which others reach it"
+        )
+    return authority, own
