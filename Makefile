@@ -15,7 +15,7 @@ export MPLCONFIGDIR := $(CURDIR)/.cache/matplotlib
 export HYPOTHESIS_STORAGE_DIRECTORY := $(CURDIR)/.cache/hypothesis
 export TRITON_CACHE_DIR := $(CURDIR)/.cache/triton
 
-.PHONY: help setup demo test test-kafka test-long test-device recoveries check format clean soak fuzz
+.PHONY: help setup demo test test-repeat test-kafka test-long test-device recoveries check format clean soak fuzz
 .PHONY: bench-cache bench-engine bench-forwarding bench-handover bench-scheduler bench-simulate bench-slo bench-start bench-trigger
 
 help: ## list the targets
@@ -34,6 +34,9 @@ demo: $(STAMP) ## run the whole relay on an embedded broker and show what it doe
 
 test: $(STAMP) ## unit tests, bus tests on every broker at hand, end to end with real processes
 	$(BIN)/pytest -n $(TEST_WORKERS) --dist loadfile $(ARGS)
+
+test-repeat: $(STAMP) ## make test N times beside BUSY busy loops, and what failed (N=20 BUSY=0; Ctrl-C lists what there is)
+	$(BIN)/python -m tests.repeat --times $(or $(N),20) --busy $(or $(BUSY),0) -- -n $(TEST_WORKERS) --dist loadfile $(ARGS)
 
 test-long: $(STAMP) ## a million random operations, the books checked after each (ARGS="--long-operations N --long-seed N")
 	$(BIN)/pytest -m long -s $(ARGS)

@@ -61,6 +61,7 @@ class Node:
         self._home, self._folder = home, folder
         self._properties = folder / "node.properties"
         self._process: KeptProcess | None = None
+        self._away_s: float | None = None  # since when nobody was served: Unix time
         folder.mkdir(parents=True)
         ours = {**properties, "node.id": str(node_id), "log.dirs": str(self.data)}
         self._properties.write_text(node_properties(home, ours), encoding="utf-8")
@@ -83,6 +84,7 @@ class Node:
 
     def end(self) -> None:
         """SIGKILL, also of a paused one. No effect if it is not running."""
+        self.goes()
         if self._process is not None:
             self._process.kill()
 
@@ -93,6 +95,7 @@ class Node:
 
     async def terminate(self) -> None:
         """SIGTERM, and wait: leaders move first, then it ends."""
+        self.goes()
         self._signal(signal.SIGTERM)
         assert self._process is not None
         try:
@@ -103,11 +106,21 @@ class Node:
 
     async def pause(self) -> None:
         """SIGSTOP: connections stand, nothing is answered."""
+        self.goes()
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
         """SIGCONT."""
         self._signal(signal.SIGCONT)
+
+    def goes(self) -> None:
+        """From now on it may not serve: for a fault that comes from elsewhere."""
+        self._away_s = time.time() if self._away_s is None else self._away_s
+
+    def returned(self) -> float | None:
+        """It serves again: since when it did not, Unix time; None if it was never away."""
+        since, self._away_s = self._away_s, None
+        return since
 
     def _signal(self, number: int) -> None:
         assert self._process is not None and self.running, f"node {self.node_id} is not running:\n{self._log_tail()}"
@@ -142,6 +155,7 @@ class ThreeBrokers:
             "controller.quorum.bootstrap.servers": f"127.0.0.1:{controller}",
         }
         self.folder: Final = folder
+        self.absences: Final[list[tuple[float, float]]] = []  # of single brokers, from when to when: Unix time
         self.controller: Final = Node(CONTROLLER, home, folder / "controller", _controller(quorum, controller))
         self.brokers: Final = {
             node: Node(node, home, folder / f"broker-{node}", self._broker(quorum, node)) for node in BROKERS
@@ -188,6 +202,9 @@ class ThreeBrokers:
                 node.resume()
         await self.start()
         await self._until(self._whole, "every copy in sync")
+        for broker in self.brokers.values():
+            if (since := broker.returned()) is not None:
+                self.absences.append((since, time.time()))
 
     async def forget(self, topics: TopicSet) -> None:
         """Delete a test's topics: a killed broker looks through all its logs before it serves again."""

@@ -32,12 +32,23 @@ TYPED: Final = frozenset(
         errors.BrokerError,
     )
 )
-#: Of those, the ones for which nobody heard of an answer.
-UNHEARD: Final = frozenset({"DeadlineExceeded", "BrokerUnavailable", "BrokerError"})
+#: An answer may go with a broker that dies this long after its request was sent: a request has 3 s, and a lane whose
+#: owner has gone finds the next one within the session timeout of 3 s.
+ANSWERED_WITHIN_S: Final = 6.0
 #: Examples named in a complaint.
 SHOWN: Final = 5
 
 Place: TypeAlias = tuple[str, int, int]  # topic, partition, offset
+
+
+@dataclass(frozen=True)
+class Copy:
+    """One record on `ranking`. A request has several where its client hedges: all with one correlation id."""
+
+    correlation: bytes
+    request: str
+    sent_s: float = 0.0  # Unix time at which it was produced
+    hops: int = 0  # 1 or more: a hedge, or a forward, which takes the place of the copy that it was made of
 
 
 @dataclass
@@ -45,19 +56,20 @@ class Ledger:
     """What was sent, answered, buried and committed.
 
     model_version: of the model whose full inference is the truth. pinned_bytes: most that a worker may have pinned.
-    answers_may_be_lost: brokers die in this run, so an answer that its worker has sent (`scores` has acks = 1) may be
-    lost on its way, or given up after the retries of worker/outbox.py; its client must then have ended typed.
+    absences: from when to when (Unix time) a broker was dead or out of everybody's reach. An answer that its worker
+    sent then (`scores` has acks = 1) may be lost with it, or given up after the retries of worker/outbox.py.
     """
 
     model_version: str
     pinned_bytes: int
-    answers_may_be_lost: bool = False
+    absences: list[tuple[float, float]] = field(default_factory=list)
     sent: Counter[str] = field(default_factory=Counter)  # request id → times
     ends: defaultdict[str, list[str]] = field(default_factory=lambda: defaultdict(list))  # → "scores" or the error
     deviations: dict[str, float] = field(default_factory=dict)  # of answers with scores, from full inference
     strangers: list[str] = field(default_factory=list)  # answers that are not of their request
-    rankings: dict[Place, tuple[bytes, str]] = field(default_factory=dict)  # → correlation id, request id
-    replied: set[bytes] = field(default_factory=set)  # correlation ids seen on `scores`
+    rankings: dict[Place, Copy] = field(default_factory=dict)
+    from_clients: set[Place] = field(default_factory=set)  # of those, the ones that are no forwards
+    replied: Counter[bytes] = field(default_factory=Counter)  # correlation id → answers seen on `scores`
     letters: defaultdict[Place, list[str]] = field(default_factory=lambda: defaultdict(list))  # origin → reasons
     bad: dict[Place, str] = field(default_factory=dict)  # bad messages sent → the reason that they deserve
     committed: dict[tuple[str, int], int] = field(default_factory=dict)
@@ -66,7 +78,7 @@ class Ledger:
     worst_audit: float = 0.0  # largest deviation that a worker found by itself
     pinned_at_rest: dict[str, int] = field(default_factory=dict)  # worker → bytes after the last life window
     exits: list[tuple[str, int, int]] = field(default_factory=list)  # process, its exit code, the one it should have
-    lost_answers: int = 0  # excused: see answers_may_be_lost
+    lost_answers: int = 0  # excused: see absences
 
     # ---- what is seen ----
 
@@ -125,8 +137,8 @@ class Ledger:
 
     @property
     def lost(self) -> list[str]:
-        """Requests that ended neither with scores nor with a typed error."""
-        return [request for request in self.sent if not self.ends.get(request)]
+        """Requests without an end, and copies on `ranking` that nobody answered or buried, committed or not."""
+        return [*self._endless, *self._unanswered(self.rankings)]
 
     @property
     def wrong(self) -> list[str]:
@@ -136,20 +148,40 @@ class Ledger:
     @property
     def skipped(self) -> list[str]:
         """Ranking records below the committed offset that nobody answered or buried: promised, and not done."""
-        skipped, self.lost_answers = [], 0
-        for (topic, lane, offset), (correlation, request) in self.rankings.items():
-            if offset >= self.committed.get((topic, lane), 0) or correlation in self.replied:
-                continue
-            if (topic, lane, offset) in self.letters or "scores" in self.ends.get(request, ()):
-                continue
-            if self.answers_may_be_lost and UNHEARD.intersection(self.ends.get(request, ())):
-                self.lost_answers += 1
-                continue
-            skipped.append(f"{request} at {topic}[{lane}] {offset}")
-        return skipped
+        return self._unanswered(place for place in self.rankings if place[2] < self.committed.get(place[:2], 0))
+
+    @property
+    def _endless(self) -> list[str]:
+        return [request for request in self.sent if not self.ends.get(request)]
+
+    def _unanswered(self, places: Iterable[Place]) -> list[str]:
+        """Each copy has its own answer, whatever became of the others: one that was scored excuses none. Only a
+        broker's absence does."""
+        owed: defaultdict[bytes, list[Place]] = defaultdict(list)
+        for place in places:
+            copy = self.rankings[place]
+            if place not in self.letters and (not copy.hops or place in self.from_clients):
+                owed[copy.correlation].append(place)
+        unanswered, self.lost_answers = list[str](), 0
+        for correlation, copies in owed.items():
+            missing = len(copies) - self.replied[correlation]
+            # Which of them has no answer, nobody knows: one that a broker may have lost, if there is such a one.
+            copies.sort(key=lambda place: not self._may_be_lost(self.rankings[place]))
+            for place in copies[: max(0, missing)]:
+                if self._may_be_lost(self.rankings[place]):
+                    self.lost_answers += 1
+                else:
+                    topic, lane, offset = place
+                    unanswered.append(f"{self.rankings[place].request} at {topic}[{lane}] {offset}")
+        return unanswered
+
+    def _may_be_lost(self, copy: Copy) -> bool:
+        """Whether its answer may have gone with a broker; its client must have been told something all the same."""
+        near = any(start - ANSWERED_WITHIN_S <= copy.sent_s <= end for start, end in self.absences)
+        return near and bool(self.ends.get(copy.request))
 
     def _one_end_each(self) -> Iterator[str]:
-        yield from _named("requests lost: no scores, no typed error", self.lost)
+        yield from _named("requests lost: no scores, no typed error", self._endless)
         yield from _named("requests sent twice under one id", [key for key, times in self.sent.items() if times > 1])
         yield from _named("requests with several ends", [
             f"{key}: {ends}" for key, ends in self.ends.items() if len(ends) > 1

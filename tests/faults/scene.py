@@ -99,8 +99,7 @@ async def scene(
     the ledger is checked (ledger.py). one_model: False where answers of another model are what is tested."""
     async with (
         serving_fleet(kafka, folder, *workers) as fleet,
-        # Brokers die, and `scores` has acks = 1: an answer may be lost on its way, its request ends typed.
-        Witness(fleet.settings, answers_may_be_lost=True) as witness,
+        Witness(fleet.settings) as witness,
     ):
         async with RelayClient(settings=fleet.settings) as relay:
             running = Load(relay, witness, rate)
@@ -113,5 +112,6 @@ async def scene(
         await witness.rest()
         witness.expect_exits(await stop_all(list(fleet.children.values())))
     await cluster.forget(fleet.topics)
+    witness.ledger.absences = cluster.absences
     if one_model:
         witness.ledger.check()

@@ -67,14 +67,15 @@ async def on_small_disks(cluster: ThreeBrokers, *brokers: int) -> AsyncIterator[
 async def filled(cluster: ThreeBrokers, stage: Scene, disks: list[SmallDisk], *brokers: int) -> None:
     """Full for FULL_S after the last of these brokers has stopped; then there is room, and they are started again."""
     stage.begins()
-    for disk in disks:
-        disk.fill()
+    for number, disk in zip(brokers, disks, strict=True):
+        cluster.brokers[number].goes()
+        await asyncio.to_thread(disk.fill)  # the load is sent from here
     await until(lambda: not any(cluster.brokers[n].running for n in brokers), f"brokers {brokers} stopped", STOPS_S)
     print(f"\nstopped after {stage.since_fault():.1f} s")
     await asyncio.sleep(FULL_S)
     stage.ends()
     for disk in disks:
-        disk.free()
+        await asyncio.to_thread(disk.free)
     await cluster.heal()
     await stage.calm()
     await stage.owned("w1", "w2", "w3")

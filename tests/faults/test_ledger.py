@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,11 +25,11 @@ from relaygr_stream.settings import Kafka
 from relaygr_stream.workload.driver import Result, drive
 from relaygr_stream.workload.items import WorkItem
 from tests.e2e.fleet import TEST_SETTINGS, serving_fleet, traffic
-from tests.faults.ledger import Ledger
+from tests.faults.ledger import Copy, Ledger
 from tests.faults.truth import Truth
 from tests.faults.witness import Witness
 
-ITEMS = traffic(seconds=0.5, rate=10)
+ITEMS = traffic(seconds=1, rate=10)
 RANKING, LANE = "ranking", 3
 
 
@@ -53,8 +54,8 @@ def healthy() -> Ledger:
     ledger = Ledger("m1", pinned_bytes=100)
     for at, item in enumerate(ledger.sending(ITEMS)):
         request = item.request.request_id
-        ledger.rankings[RANKING, LANE, at] = (request.encode(), request)
-        ledger.replied.add(request.encode())
+        ledger.rankings[RANKING, LANE, at] = Copy(request.encode(), request, sent_s=at)
+        ledger.replied[request.encode()] += 1
         ledger.result(ended(item, error="DeadlineExceeded" if at == 1 else None))
         if at != 1:
             ledger.deviations[request] = 1e-6
@@ -85,7 +86,7 @@ DOCTORED: list[tuple[str, Callable[[Ledger], object]]] = [
     ("bytes pinned", lambda ledger: ledger.status(status(pinned=101))),
     ("granted to triggers", lambda ledger: ledger.status(status(budget=101))),
     ("pins leaked", lambda ledger: ledger.pinned_at_rest.update(w1=64)),
-    ("committed and not done", lambda ledger: ledger.replied.discard(TIMED_OUT.encode())),
+    ("committed and not done", lambda ledger: ledger.replied.pop(TIMED_OUT.encode())),
     ("stand still", lambda ledger: ledger.committed.update({(RANKING, LANE): 1})),
     ("without their dead letter", lambda ledger: ledger.letters.clear()),
     ("without their dead letter", lambda ledger: ledger.bad.update({(RANKING, LANE, len(ITEMS)): "oversized"})),
@@ -112,14 +113,46 @@ def test_each_broken_promise_is_named(complaint: str, doctor: Callable[[Ledger],
         ledger.check()
 
 
-def test_an_answer_that_a_broker_lost_is_excused_only_where_brokers_die_and_its_client_ended_typed() -> None:
+def test_a_copy_is_answered_though_another_was_scored() -> None:
+    """As after a hedge: two copies of one request, one answer."""
     ledger = healthy()
-    ledger.replied.discard(TIMED_OUT.encode())
-    ledger.answers_may_be_lost = True
+    original, hedge = ledger.rankings[RANKING, LANE, 0], (RANKING, LANE + 1, 0)
+    ledger.rankings[hedge] = dataclasses.replace(original, hops=1)
+    ledger.from_clients.add(hedge)
+    ledger.committed[RANKING, LANE + 1] = 1
+    with pytest.raises(AssertionError, match="1 records committed and not done"):
+        ledger.check()
+    ledger.replied[original.correlation] += 1
     ledger.check()
-    assert ledger.lost_answers == 1
+
+
+def test_lost_is_what_has_no_end_and_what_nobody_answered_committed_or_not() -> None:
+    ledger = healthy()
+    assert not ledger.lost
+    ledger.ends.pop(FIRST)
+    ledger.rankings["ranking", LANE + 1, 7] = Copy(b"never read", "never read")
+    assert ledger.lost == [FIRST, f"never read at ranking[{LANE + 1}] 7"]
+    assert not ledger.skipped
+
+
+def test_a_forward_takes_the_place_of_the_copy_it_was_made_of() -> None:
+    ledger = healthy()
+    ledger.rankings[RANKING, LANE + 1, 0] = dataclasses.replace(ledger.rankings[RANKING, LANE, 0], hops=1)
+    ledger.committed[RANKING, LANE + 1] = 1
+    ledger.check()
+
+
+def test_a_copy_without_an_answer_is_excused_only_where_a_broker_was_away_and_its_client_was_told() -> None:
+    ledger = healthy()
+    ledger.replied.clear()
+    ledger.absences.append((-1.0, ledger.rankings[RANKING, LANE, 1].sent_s))  # of ITEMS 0 and 1
+    with pytest.raises(AssertionError, match=f"{len(ITEMS) - 2} records committed and not done"):
+        ledger.check()
+    assert ledger.lost_answers == 2
+    ledger.absences.append((0.0, 1e9))
+    ledger.check()
     ledger.ends.pop(TIMED_OUT)
-    with pytest.raises(AssertionError, match="committed and not done"):
+    with pytest.raises(AssertionError, match="1 records committed and not done"):
         ledger.check()
 
 

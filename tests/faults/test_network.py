@@ -7,6 +7,7 @@ On the embedded broker: what is seen is the network's fault alone, and a broker'
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -74,7 +75,7 @@ async def stage_on(machines: Network, folder: Path) -> AsyncIterator[Scene]:
                     fleet.start("trigger" if name == "trigger" else "worker", name)
             await until(lambda: fleet.statuses.keys() >= {"w1", "w2"}, "workers that speak", START_S)
             await fleet.lanes_settled("w1", "w2")
-            async with Witness(fleet.settings, answers_may_be_lost=True) as witness:
+            async with Witness(fleet.settings) as witness:
                 async with RelayClient(settings=fleet.settings) as relay:
                     load = Load(relay, witness, RATE)
                     try:
@@ -112,6 +113,8 @@ async def test_cut_off_and_back(machines: Network, tmp_path: Path, machine: str)
         await asyncio.sleep(max(0.0, CUT_S - stage.since_fault()))
         machines.join(machine)
         stage.ends()
+        if machine == "broker":
+            stage.witness.ledger.absences.append((time.time() - stage.since_fault(), time.time()))
         await stage.fleet.lanes_settled("w1", "w2")
         await stage.calm()
         await stage.cost(f"{NAMES[machine]} cut off for {CUT_S:.0f} s (namespaces)", owned_s)

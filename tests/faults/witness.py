@@ -11,13 +11,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, contextmanager
 from types import TracebackType
-from typing import Final, Self
+from typing import Any, Final, Self
 
-from aiokafka import AIOKafkaConsumer, TopicPartition
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient
 
 from relaygr_stream.bus.producer import Producer
@@ -30,7 +30,7 @@ from relaygr_stream.settings import Settings
 from relaygr_stream.status.reader import worker_statuses
 from relaygr_stream.topics import lane_of, load_topics
 from relaygr_stream.workload.driver import Result
-from tests.faults.ledger import Ledger
+from tests.faults.ledger import Copy, Ledger
 from tests.faults.truth import Truth
 
 #: A lane's last commit comes within kafka.commit_ms, a status within worker.status_ms; a lane of a worker that died
@@ -39,19 +39,14 @@ REST_S: Final = 60.0
 
 
 class Witness:
-    """Sees everything from when it is entered, which must be before the first request, on topics that exist.
+    """Sees everything from when it is entered, which must be before the first request, on topics that exist."""
 
-    answers_may_be_lost: brokers die in this run (see Ledger).
-    """
-
-    def __init__(self, settings: Settings, *, answers_may_be_lost: bool = False) -> None:
+    def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._topics = load_topics(settings.kafka)
         self._truth = Truth(settings)
         worker = settings.worker
-        self.ledger: Final = Ledger(
-            self._truth.version, int(worker.pinned_share * worker.hbm_bytes), answers_may_be_lost
-        )
+        self.ledger: Final = Ledger(self._truth.version, int(worker.pinned_share * worker.hbm_bytes))
         self.statuses: Final[dict[str, WorkerStatus]] = {}  # the newest of each worker
         self._uncompared: deque[Result] = deque()
         self._thread = ThreadPoolExecutor(1, "truth")  # torch lets go of the GIL: the loop goes on meanwhile
@@ -61,6 +56,7 @@ class Witness:
     async def __aenter__(self) -> Self:
         kafka, topics = self._settings.kafka, self._topics
         async with AsyncExitStack() as stack:
+            stack.enter_context(_told_of_sends(self._on_sent))
             for topic, on_records in (
                 (topics.ranking, self._on_rankings),
                 (topics.scores, self._on_scores),
@@ -111,7 +107,7 @@ class Witness:
         deadline = time.monotonic() + REST_S
         while True:
             self._note_pins()
-            await self._note_offsets()
+            await self.note_offsets()
             if self._quiet() or time.monotonic() > deadline:
                 return
             await asyncio.sleep(0.25)
@@ -134,7 +130,7 @@ class Witness:
     def _fresh(self, status: WorkerStatus) -> bool:
         return time.time() * 1e3 - status.sent_ms < self._settings.trigger.silence_ms
 
-    async def _note_offsets(self) -> None:
+    async def note_offsets(self) -> None:
         """Where the workers' lanes are committed, and where they end."""
         kafka, topics = self._settings.kafka, self._topics
         lanes = [
@@ -168,14 +164,20 @@ class Witness:
     def _on_rankings(self, records: list[Record]) -> None:
         for record in records:
             try:
-                request = decode(RankingRequest, record.value).request_id
+                request = decode(RankingRequest, record.value)
             except DecodeError:
                 continue  # a bad message: its place is noted by whoever sent it
             correlation = dict(record.headers).get(HEADER_CORRELATION, b"")
-            self.ledger.rankings[record.topic, record.lane, record.offset] = (correlation, request)
+            copy = Copy(correlation, request.request_id, record.timestamp_ms / 1e3, request.hops)
+            self.ledger.rankings[record.topic, record.lane, record.offset] = copy
+
+    def _on_sent(self, sent: asyncio.Future[Any]) -> None:
+        if not sent.cancelled() and sent.exception() is None:
+            place = sent.result()
+            self.ledger.from_clients.add((place.topic, place.partition, place.offset))
 
     def _on_scores(self, records: list[Record]) -> None:
-        self.ledger.replied |= {dict(record.headers).get(HEADER_CORRELATION, b"") for record in records}
+        self.ledger.replied.update(dict(record.headers).get(HEADER_CORRELATION, b"") for record in records)
 
     def _on_statuses(self, records: list[Record]) -> None:
         for status in worker_statuses(records):
@@ -186,3 +188,20 @@ class Witness:
         for letter in letters_of(records):
             origin = (letter.origin_topic, letter.origin_partition, letter.origin_offset)
             self.ledger.letters[origin].append(letter.reason)
+
+
+@contextmanager
+def _told_of_sends(note: Callable[[asyncio.Future[Any]], None]) -> Iterator[None]:
+    """Where the producers of this process, which are clients', put each message: a forward's is in a worker."""
+    send = AIOKafkaProducer.send
+
+    async def noting(*arguments: Any, **options: Any) -> asyncio.Future[Any]:
+        sent: asyncio.Future[Any] = await send(*arguments, **options)
+        sent.add_done_callback(note)
+        return sent
+
+    AIOKafkaProducer.send = noting
+    try:
+        yield
+    finally:
+        AIOKafkaProducer.send = send

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Final
@@ -165,12 +166,14 @@ async def _stall(stage: Stage) -> None:
 
 
 async def _without(stage: Stage, fault: Callable[[Link], None]) -> None:
-    link = stage.links[stage.rng.choice(BROKERS)]
+    assert stage.cluster is not None
+    link, since = stage.links[stage.rng.choice(BROKERS)], time.time()
     fault(link)
     try:
         await asyncio.sleep(stage.rng.uniform(0.1, 2.0))
     finally:
         link.mend()
+        stage.cluster.absences.append((since, time.time()))
 
 
 # ---- messages ----

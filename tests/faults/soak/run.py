@@ -73,9 +73,9 @@ async def soak(options: Options, console: Console) -> Soaked:
         fleet.settings = msgspec.structs.replace(soak_settings(), kafka=direct)
         await stack.enter_async_context(fleet)
         fleet.use(msgspec.structs.replace(fleet.settings, kafka=linked))
-        witness = await stack.enter_async_context(
-            Witness(msgspec.structs.replace(fleet.settings, kafka=direct), answers_may_be_lost=cluster is not None)
-        )
+        witness = await stack.enter_async_context(Witness(msgspec.structs.replace(fleet.settings, kafka=direct)))
+        if cluster is not None:
+            witness.ledger.absences = cluster.absences
         clients = await stack.enter_async_context(Clients(fleet.settings))
         traffic = Traffic(clients, witness, fleet.topics.lanes, options.rate, options.seed)
         stage = Stage(fleet, traffic, clients, witness, random.Random(options.seed), cluster, opened, direct)

@@ -1,0 +1,108 @@
+"""The ledger finds workers that break a promise although every request gets its scores: real ones, with a fault built
+in at the edge to aiokafka, and hedges that make good what they lose."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from relaygr_stream.client import RelayClient
+from relaygr_stream.settings import Client, Kafka
+from relaygr_stream.workload.driver import drive
+from tests.e2e.fleet import serving_fleet, traffic
+from tests.faults.witness import Witness
+
+#: Run by every Python process that has its folder on its path, before anything else (site.py).
+DISCARDS_EVERY_THIRD = """
+import sys
+
+if "worker" in sys.orig_argv:
+    from aiokafka import AIOKafkaConsumer
+
+    getmany = AIOKafkaConsumer.getmany
+
+    async def without_every_third(self, *partitions, **options):
+        found = await getmany(self, *partitions, **options)
+        kept = {p: [r for r in records if "ranking" not in p.topic or r.offset % 3] for p, records in found.items()}
+        return {p: records for p, records in kept.items() if records}
+
+    AIOKafkaConsumer.getmany = without_every_third
+"""
+#: Its answers hang, too, so that it dies between a commit and the answer.
+COMMITS_WHAT_IT_READ = """
+import asyncio
+import sys
+
+if "worker.name=w1" in sys.orig_argv:
+    from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
+
+    getmany, commit, send = AIOKafkaConsumer.getmany, AIOKafkaConsumer.commit, AIOKafkaProducer.send
+    read = {}
+
+    async def noting(self, *partitions, **options):
+        found = await getmany(self, *partitions, **options)
+        for partition, records in found.items():
+            read[partition] = records[-1].offset + 1
+        return found
+
+    async def commit_what_was_read(self, offsets=None):
+        await commit(self, {**(offsets or {}), **{p: at for p, at in read.items() if p in self.assignment()}})
+
+    async def hang_with_scores(self, topic, *arguments, **options):
+        if topic.endswith("scores"):
+            await asyncio.sleep(3600)
+        return await send(self, topic, *arguments, **options)
+
+    AIOKafkaConsumer.getmany, AIOKafkaConsumer.commit = noting, commit_what_was_read
+    AIOKafkaProducer.send = hang_with_scores
+"""
+
+
+@pytest.fixture
+def mutant(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers started from now on have this fault."""
+    folder = tmp_path / "mutant"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(request.param)
+    monkeypatch.setenv("PYTHONPATH", str(folder), prepend=":")
+
+
+@pytest.mark.parametrize("mutant", [DISCARDS_EVERY_THIRD], indirect=True, ids=["discards"])
+@pytest.mark.timeout(240)
+async def test_a_worker_that_discards_rankings_is_found(mutant: None, embedded_settings: Kafka, tmp_path: Path) -> None:
+    async with serving_fleet(embedded_settings, tmp_path, "w1", "w2") as fleet:
+        settings = msgspec.structs.replace(fleet.settings, client=Client(hedge_ms=50.0))
+        async with Witness(fleet.settings) as witness, RelayClient(settings=settings) as client:
+            await drive(
+                client, witness.ledger.sending(traffic(seconds=3, rate=15)), timeout=20.0, on_result=witness.result
+            )
+            await witness.rest()
+        ledger = witness.ledger
+        assert sum("scores" in ends for ends in ledger.ends.values()) > len(ledger.ends) / 2, "hedges made it good"
+        with pytest.raises(AssertionError, match="records committed and not done"):
+            ledger.check()
+
+
+@pytest.mark.parametrize("mutant", [COMMITS_WHAT_IT_READ], indirect=True, ids=["commits"])
+@pytest.mark.timeout(240)
+async def test_a_worker_that_commits_what_it_has_read_is_found(
+    mutant: None, embedded_settings: Kafka, tmp_path: Path
+) -> None:
+    async with serving_fleet(embedded_settings, tmp_path, "w1", "w2") as fleet:
+        async with Witness(fleet.settings) as witness, RelayClient(settings=fleet.settings) as client:
+            ledger, victim = witness.ledger, fleet.children.pop("w1")
+            lanes = {(fleet.topics.ranking.name, lane.lane) for lane in fleet.statuses["w1"].lanes}
+            items = ledger.sending(traffic(seconds=6, rate=15))
+            load = asyncio.create_task(drive(client, items, timeout=20.0, on_result=witness.result))
+            while not any(ledger.committed.get(lane) for lane in lanes):
+                await witness.note_offsets()
+            await asyncio.to_thread(victim.kill)
+            await fleet.lanes_settled("w2")
+            await load
+            await witness.rest()
+        assert {*map(tuple, ledger.ends.values())} == {("scores",)}, "hedges made it good"
+        with pytest.raises(AssertionError, match="records committed and not done"):
+            ledger.check()
