@@ -222,10 +222,13 @@ class RelayClient:
     def _exchange(self, sender: Sender, call: Call, request: RankingRequest, value: bytes, key: bytes) -> Exchange:
         topic, route = self._topics.ranking.name, self._route
         assert route is not None
-        first = route.choose()
+        first, began_ms = route.choose(), time.perf_counter() * 1000
 
         async def send(lane: int, hops: int, settled: Callable[[BrokerError | None], None]) -> None:
-            copy_of_it = value if not hops else encode(msgspec.structs.replace(request, hops=hops))
+            copy_of_it = value
+            if hops:  # a worker knows its age since now alone: it is told the time that is left
+                left_ms = max(1.0, request.timeout_ms + began_ms - time.perf_counter() * 1000)
+                copy_of_it = encode(msgspec.structs.replace(request, hops=hops, sent_ms=_now_ms(), timeout_ms=left_ms))
             reply_to = route.choose_again() if hops else first
             headers = [(HEADER_CORRELATION, call.correlation), (HEADER_REPLY_PARTITION, str(reply_to).encode())]
             try:

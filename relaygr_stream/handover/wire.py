@@ -18,7 +18,6 @@ import numpy as np
 from msgspec import Meta
 
 from relaygr_stream.errors import DecodeError
-from relaygr_stream.messages import Id
 from relaygr_stream.models.tokens import Tokens
 
 HEADER: Final = struct.Struct(">IB")

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from relaygr_stream.bus.records import Record
 from relaygr_stream.bus.tail import TopicTail
-from relaygr_stream.errors import DecodeError
+from relaygr_stream.errors import BrokerUnavailable, DecodeError
 from relaygr_stream.messages import PreInferSignal, RequestEvent, WorkerStatus, decode, tenant_key
 from relaygr_stream.owners import OwnerDirectory
 from relaygr_stream.settings import Settings
@@ -36,6 +36,8 @@ async def explain_live(settings: Settings, seconds: float) -> list[Explanation]:
     async with AsyncExitStack() as stack:
         ends = await stack.enter_async_context(LogEnds(settings.kafka, "relaygr-explain"))
         log_ends = await ends.ask(topics.pre_infer.name, range(topics.lanes))
+        if silent := set(range(topics.lanes)) - log_ends.keys():
+            raise BrokerUnavailable(f"no broker says where partitions {sorted(silent)} of {topics.pre_infer.name} end")
         shadow = Shadow(settings, topics, directory, {lane: end.offset for lane, end in log_ends.items()})
         tails = []
         for topic, on_records in (

@@ -30,8 +30,6 @@ T = TypeVar("T")
 log = structlog.get_logger(__name__)
 limited = LogLimiter().limited
 
-#: A sender's clock this far off is not worth counting: NTP leaves that much.
-CLOCK_TOLERANCE_MS: Final = 100.0
 #: A lane's task lets the others run after this many events in a row: a few milliseconds.
 EVENTS_PER_TURN: Final = 64
 RETRY_FIRST_S: Final = 0.1
@@ -46,7 +44,7 @@ class LaneTrigger:
         self._shared = shared
         self._events: deque[Record] = deque()
         self._arrived = asyncio.Event()
-        self._ages = AgeBounds()
+        self._ages = AgeBounds(shared.lag)
         self.state: LaneState | None = None  # None until the end of the lane's log is known
 
     @property
@@ -148,11 +146,11 @@ class LaneTrigger:
         return decision
 
     def _age_ms(self, event: RequestEvent, offset: int, now_s: float) -> float:
-        stated = time.time() * 1000 - event.sent_ms if event.sent_ms else 0.0
-        age_ms = self._ages.clamp(stated, offset, now_s)
-        if event.sent_ms and abs(age_ms - stated) > CLOCK_TOLERANCE_MS:
+        stated = time.time() * 1000 - event.sent_ms if event.sent_ms else None
+        age = self._ages.age(stated, offset, now_s)
+        if age.clock_off:
             self._shared.metrics.ages_clamped.inc()
-        return age_ms
+        return age.sure_ms
 
     def _dead_letter(self, record: Record, error: DecodeError) -> None:
         self._shared.letters.send(record, error)

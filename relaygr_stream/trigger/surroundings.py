@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from relaygr_stream.bus.dead_letter import DeadLetters
 from relaygr_stream.bus.producer import Producer
@@ -12,7 +13,7 @@ from relaygr_stream.owners import OwnerDirectory
 from relaygr_stream.topics import TopicSet
 from relaygr_stream.trigger.decision import Policy
 from relaygr_stream.trigger.load import OwnerLoads
-from relaygr_stream.trigger.log_ends import LogEnds
+from relaygr_stream.trigger.log_ends import LogEnds, SenderLag
 from relaygr_stream.trigger.metrics import TriggerMetrics
 
 
@@ -28,5 +29,8 @@ class Surroundings:
     ends: LogEnds
     metrics: TriggerMetrics
     done: Callable[[Record], None]
+    # Until it knows more, a trigger believes: what waited while there was none is old, and a fresh event that a clock
+    # makes stale costs a pre-inference. A worker does not: there it would cost the answer.
+    lag: SenderLag = field(default_factory=partial(SenderLag, 0.0))
     loads: OwnerLoads = field(default_factory=OwnerLoads)
     log_decisions: bool = False  # a log line per decision costs more than the decision, even one that is dropped

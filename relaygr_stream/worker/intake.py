@@ -9,6 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -27,13 +28,11 @@ from relaygr_stream.messages import (
 )
 from relaygr_stream.models.tokens import Tokens
 from relaygr_stream.settings import Relay
-from relaygr_stream.trigger.log_ends import AgeBounds, LogEnd
+from relaygr_stream.trigger.log_ends import Age, AgeBounds, LogEnd, SenderLag
 from relaygr_stream.worker.tasks import PreInferTask, RankTask
 
 #: Decimal digits of the largest partition number (int32).
 MAX_PARTITION_DIGITS: Final = 10
-#: A stated age that misses what the log's order allows by more than this is a clock that is off; NTP leaves that much.
-CLOCK_TOLERANCE_MS: Final = 100.0
 #: Of a short timeout, an answer's way is taken to be this part at most.
 REPLY_SHARE: Final = 0.2
 
@@ -77,7 +76,7 @@ class Intake:
         self._reply_partitions = reply_partitions
         self._max_bytes = max_bytes
         self._clamped = clamped
-        self._ages: defaultdict[tuple[str, int], AgeBounds] = defaultdict(AgeBounds)
+        self._ages: defaultdict[tuple[str, int], AgeBounds] = defaultdict(partial(AgeBounds, SenderLag()))
 
     def sample_ages(self, topic: str, ends: Mapping[int, LogEnd]) -> None:
         """Where lanes of a topic ended just now: it bounds the age of records that are read from now on."""
@@ -100,7 +99,7 @@ class Intake:
             )
         check_times(signal.prefix, "prefix")
         now = time.monotonic()
-        age = self._age_ms(record, signal.admitted_ms, now)
+        age = self._age(record, signal.admitted_ms, now).sure_ms
         life = min(signal.life_ms, self._relay.life_window_ms) - age
         return PreInferTask(
             request_id=signal.request_id,
@@ -149,7 +148,7 @@ class Intake:
         check_times(request.suffix, "suffix")
         now = time.monotonic()
         timeout = request.timeout_ms or self._default_timeout_ms
-        age_ms = self._age_ms(record, request.sent_ms, now)
+        age = self._age(record, request.sent_ms, now)
         prefix_times = request.prefix.times
         last = int.from_bytes(prefix_times[-8:], "little", signed=True) if prefix_times else None
         return RankTask(
@@ -160,8 +159,9 @@ class Intake:
             suffix=Tokens.of(request.suffix, previous_ms=last),
             candidates=np.frombuffer(request.candidates, ITEM_DTYPE).astype(np.int64),
             arrived=now,
-            deadline=now + (due_ms(timeout, self._reply_ms) - age_ms) / 1e3,
-            age_ms=age_ms,
+            deadline=now + (due_ms(timeout, self._reply_ms) - age.sure_ms) / 1e3,
+            age_ms=age.sure_ms,
+            inbound_ms=age.stated_ms,
             timeout_ms=timeout,
             full=request.mode == "full",
             tenant=request.tenant,
@@ -169,17 +169,11 @@ class Intake:
             origin=origin,
         )
 
-    def _age_ms(self, record: Record, sent_ms: int, now: float) -> float:
-        """Age by the sender's clock, if the log's order allows it; else the least age that it allows.
-
-        A clock that is off must not expire requests: what we know of such a one is that it is no older than that.
-        """
-        bounds = self._ages[record.topic, record.lane]
-        stated = time.time() * 1e3 - sent_ms if sent_ms else 0.0
-        age = bounds.clamp(stated, record.offset, now)
-        if sent_ms and abs(age - stated) > CLOCK_TOLERANCE_MS:
+    def _age(self, record: Record, sent_ms: int, now: float) -> Age:
+        stated = time.time() * 1e3 - sent_ms if sent_ms else None
+        age = self._ages[record.topic, record.lane].age(stated, record.offset, now)
+        if age.clock_off:
             self._clamped()
-            return bounds.clamp(0.0, record.offset, now)
         return age
 
 

@@ -31,6 +31,8 @@ log = structlog.get_logger(__name__)
 #: then it holds its request in memory and its lane's commits back. One try alone may take kafka.request_timeout_ms.
 ANSWER_S: Final = 8.0
 MOST_S: Final = 60.0
+#: A timeout of 0 on the wire means the default.
+LEAST_MS: Final = 1.0
 #: What an answer has beside scores, their columns' names and the model's version: an id (256 characters of up to
 #: 4 bytes), the worker's name, headers, the record batch's own.
 REST_BYTES: Final = 2048
@@ -96,7 +98,7 @@ class Outbox:
             model_version=self._model.version,
             worker=self._worker,
             timings=Timings(
-                inbound_ms=task.age_ms,
+                inbound_ms=task.inbound_ms,
                 queued_ms=queued * 1e3,
                 device_ms=task.device_ms,
                 worker_ms=((task.finished or now) - task.arrived) * 1e3,
@@ -208,24 +210,26 @@ class Outbox:
         return request_log_fields(reply.request_id, user_of(origin.record), origin.record.lane, reply.status)
 
     async def _forward(self, answer: Answer, lane: int) -> None:
-        """To that lane, as it came but for one hop more; it is refused here after all where the broker does not take
-        it, or it cannot be written again."""
-        task, record = answer.task, answer.task.origin.record
-        # Its age, not its deadline, tells when it was sent: the next worker takes off its answer's way by itself.
-        age_ms = task.age_ms + (time.monotonic() - task.arrived) * 1e3
-        sent_ms = max(0, int(time.time() * 1e3 - age_ms))
+        """To that lane, as it came but for one hop more and the time that is left; it is refused here after all where
+        no broker takes it within that, or it cannot be written again."""
+        task, record, now = answer.task, answer.task.origin.record, time.monotonic()
+        # The next worker knows its age since now alone: no clock of ours or of the sender's has to be right. And it
+        # takes off its answer's way by itself.
+        left_ms = max(LEAST_MS, task.timeout_ms - task.age_ms - (now - task.arrived) * 1e3)
         fields = request_log_fields(task.request_id, task.user_id, task.lane, "forwarded")
         try:
-            await self._others.send_and_wait(
-                self._topics.ranking.name,
-                next_hop(record.value, task.hops + 1, sent_ms, task.timeout_ms),
-                key=record.key,
-                partition=lane,
-                headers=record.headers,
-            )
-        except (BrokerError, DecodeError) as error:
+            async with asyncio.timeout(task.deadline - now):
+                await self._others.send_and_wait(
+                    self._topics.ranking.name,
+                    next_hop(record.value, task.hops + 1, int(time.time() * 1e3), left_ms),
+                    key=record.key,
+                    partition=lane,
+                    headers=record.headers,
+                )
+        except (BrokerError, DecodeError, TimeoutError) as error:
+            why = str(error) or "no broker took it in its time"
             self._metrics.forwards.labels("unsent").inc()
-            self._limiter.limited(log.warning, "forward")("not forwarded", **fields, to=lane, error=str(error))
+            self._limiter.limited(log.warning, "forward")("not forwarded", **fields, to=lane, error=why)
             self._answer(answer)
             return
         self._metrics.forwards.labels("sent").inc()

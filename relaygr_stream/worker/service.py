@@ -222,11 +222,13 @@ class Worker:
     async def _sample_ages(self, consumer: LaneConsumer, ends: LogEnds) -> None:
         """Ask, for ever, where our lanes end: what is read beyond is younger than that (Intake)."""
         while True:
-            for topic in (self._topics.pre_infer.name, self._topics.ranking.name):
-                try:
-                    self._intake.sample_ages(topic, await ends.ask(topic, consumer.lanes))
-                except BrokerError:
-                    break  # readiness and the other clients tell of it
+            topics = self._topics.pre_infer.name, self._topics.ranking.name
+            asked = (ends.ask(topic, consumer.lanes) for topic in topics)
+            for topic, answer in zip(topics, await asyncio.gather(*asked, return_exceptions=True), strict=True):
+                if isinstance(answer, dict):
+                    self._intake.sample_ages(topic, answer)
+                elif not isinstance(answer, BrokerError):  # of which readiness and the other clients tell
+                    raise answer
             await asyncio.sleep(AGES_S)
 
     # ---- parts ----

@@ -72,7 +72,8 @@ class RankTask(Asked):
     borrowed: bool = False  # region is the scratch region, to be given back
     started: float = 0.0  # when the device first worked for it
     finished: float = 0.0  # when the device was done with it; 0: it was answered without the device thread
-    age_ms: float = 0.0  # when it arrived, since it was sent
+    age_ms: float = 0.0  # when it arrived, since it was sent: what is sure (trigger/log_ends.py)
+    inbound_ms: float = 0.0  # the same, as its sender states it
     timeout_ms: float = 0.0  # since then, for its client: as stated, or the default
     expected_ms: float = 0.0  # device time, predicted when it came
     device_ms: float = 0.0

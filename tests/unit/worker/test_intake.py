@@ -200,7 +200,12 @@ NOWHERE = Origin(record(b""), 0, b"c")
 
 
 def test_age_counts_against_the_deadline() -> None:
+    """In a lane that was another's there are no samples yet; what other lanes' senders state tells how old it is."""
     desk = Desk()
+    assert left_s(desk, now_ms() - 5000) == pytest.approx(1.0, abs=0.05), "nothing is known of the senders yet"
+    end_of_log(desk, 7, ago_s=0.2)
+    assert left_s(desk, now_ms() - 10, offset=7) == pytest.approx(1.0, abs=0.05)  # fresh
+    desk.lanes_lost([2])
     assert left_s(desk, now_ms() - 400) == pytest.approx(0.6, abs=0.05)
     assert left_s(desk, now_ms() - 5000) < 0  # in a backlog: expired
     assert left_s(desk, 0) == pytest.approx(1.0)
@@ -215,7 +220,7 @@ def test_a_fresh_request_from_a_clock_that_is_off_is_not_expired(skew_ms: int) -
     assert left_s(desk, now_ms() + skew_ms, offset=7) == pytest.approx(1.0, abs=0.05)
     assert desk.clamped == 1
     task = desk.signal(record(encode(signal(admitted_ms=now_ms() + skew_ms)), topic="pre-infer"))
-    assert (task.expires > time.monotonic()) == (skew_ms > -2000)  # that lane's end is not known yet
+    assert task.expires > time.monotonic()  # that lane's end is not known yet
 
 
 def test_an_old_request_is_old_whatever_its_sender_says() -> None:
@@ -226,12 +231,16 @@ def test_an_old_request_is_old_whatever_its_sender_says() -> None:
     assert left_s(desk, 0, offset=7) < -1.9
 
 
-def test_a_clock_that_is_right_is_believed() -> None:
+@pytest.mark.parametrize("behind_ms", [60, 150, 250, 340, 500])
+@pytest.mark.parametrize("timeout_ms", [100.0, 200.0])
+def test_a_clock_that_is_a_little_behind_expires_nothing(behind_ms: int, timeout_ms: float) -> None:
+    """Up to 62 % were late on arrival: the ages of a quarter of a second were what the sender said."""
     desk = Desk()
-    end_of_log(desk, 5, ago_s=0.5)
-    assert left_s(desk, now_ms() - 300, offset=7) == pytest.approx(0.7, abs=0.05)
-    assert left_s(desk, now_ms() + 50, offset=7) == pytest.approx(1.0, abs=0.05)
-    assert desk.clamped == 0
+    end_of_log(desk, 5, ago_s=0.25)
+    for offset in range(5, 25):
+        due = record(encode(request(sent_ms=now_ms() - behind_ms, timeout_ms=timeout_ms)), offset=offset)
+        task = desk.ranking(due, NOWHERE)
+        assert task.deadline - task.arrived > 0.6 * timeout_ms / 1e3
 
 
 def test_what_a_lane_told_is_forgotten_with_the_lane() -> None:
