@@ -1,34 +1,40 @@
-"""/metrics, /healthz and /readyz over HTTP, from a thread of its own, so that a stuck event loop is still reported.
+"""/metrics, /healthz and /readyz over HTTP, from a thread with an event loop of its own: a stuck one is still reported.
 
-Knows nothing of what makes a process alive or ready: two callbacks say so, from any thread and without waiting.
+Clients are bounded in number and in time, whatever they send or leave unsent. Knows nothing of what makes a process
+alive or ready: two callbacks say so, from any thread and without waiting.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
 from collections.abc import Callable, Iterable
-from socketserver import ThreadingMixIn
-from typing import TYPE_CHECKING, Any, Final
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+from typing import Any, Final
+from urllib.parse import unquote
 
 import structlog
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
 from relaygr_stream.errors import ConfigError
-
-if TYPE_CHECKING:
-    from wsgiref.types import StartResponse, WSGIEnvironment
+from relaygr_stream.listener import Known, Listener
 
 #: Says why not, or None when all is well.
 Check = Callable[[], str | None]
 
-#: A client that sends nothing for this long is let go. Scrapers and probes send at once.
-CLIENT_TIMEOUT_S: Final = 5.0
+#: From a client's connection to the end of its answer. Scrapers and probes send at once and take milliseconds.
+REQUEST_S: Final = 5.0
+#: Clients at once, each with a request of 8 KiB at most and an answer of some hundred KiB.
+MAX_CLIENTS: Final = 32
+#: Of so many, none younger than this is hung up on.
+GRACE_S: Final = 0.25
+MAX_REQUEST: Final = 8192
 PATHS: Final = ("/metrics", "/healthz", "/readyz")
 _JSON: Final = "application/json"
 _TEXT: Final = "text/plain; charset=utf-8"
+
+Answer = tuple[str, list[tuple[str, str]], bytes]
 
 
 class TelemetryServer:
@@ -42,22 +48,17 @@ class TelemetryServer:
         self._metrics = make_wsgi_app(registry)
         self._checks: dict[str, Check] = {"/healthz": live, "/readyz": ready}
         try:
-            self._server = _server_class(host)((host, port), _Handler)
+            self._listener = Listener(host, port, self._serve, MAX_CLIENTS, GRACE_S)
         except (OSError, OverflowError, UnicodeError) as error:
             raise ConfigError(
                 f"cannot serve metrics on {host}:{port}: {error}; set telemetry.host and telemetry.port "
                 f"(port 0: any free one)"
             ) from error
-        self._server.set_app(self._answer)
         self.host = host
-        self.port: int = self._server.server_address[1]
-        self._thread = threading.Thread(
-            # The server looks for a request to stop this often; it is what `stop` waits for.
-            target=self._server.serve_forever,
-            kwargs={"poll_interval": 0.1},
-            name="telemetry",
-            daemon=True,
-        )
+        self.port = self._listener.port
+        self._loop = asyncio.new_event_loop()
+        self._running = self._loop.create_task(self._listener.run())
+        self._thread = threading.Thread(target=self._run, name="telemetry", daemon=True)
 
     @property
     def address(self) -> str:
@@ -70,27 +71,74 @@ class TelemetryServer:
 
     def stop(self) -> None:
         """Stop serving and free the port. Waits a moment for the thread; may be called twice."""
+        if self._loop.is_closed():
+            return
         if self._thread.is_alive():
-            self._server.shutdown()
+            self._loop.call_soon_threadsafe(self._running.cancel)
             self._thread.join()
-        self._server.server_close()
+        else:  # never started
+            self._running.cancel()
+            self._run()
 
-    def _answer(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
-        method, path = environ["REQUEST_METHOD"], environ.get("PATH_INFO", "/")
+    def _run(self) -> None:
+        try:
+            self._loop.run_until_complete(asyncio.gather(self._running, return_exceptions=True))
+        finally:
+            self._listener.close()
+            self._loop.close()
+
+    async def _serve(self, connection: socket.socket, _: Known) -> None:
+        """One request, one answer."""
+        writer = None
+        try:
+            async with asyncio.timeout(REQUEST_S):
+                reader, writer = await asyncio.open_connection(sock=connection, limit=MAX_REQUEST)
+                status, headers, body = self._answer(await reader.readuntil(b"\r\n\r\n"))
+                lines = [f"HTTP/1.1 {status}", "Connection: close", *(f"{name}: {value}" for name, value in headers)]
+                writer.write("\r\n".join([*lines, "", ""]).encode("latin-1") + body)
+                await writer.drain()
+                writer.close()
+                await writer.wait_closed()
+        except (OSError, EOFError, asyncio.LimitOverrunError) as error:  # hung up, late or endless: no news
+            structlog.get_logger(__name__).debug("telemetry client failed", error=repr(error))
+        finally:
+            if writer is not None:
+                writer.transport.abort()
+            else:
+                connection.close()
+
+    def _answer(self, request: bytes) -> Answer:
+        line, *rest = request.decode("latin-1").split("\r\n")
+        method, _, target = line.partition(" ")
+        path, _, query = target.partition(" ")[0].partition("?")
+        path = unquote(path)
+        headers = {name.strip().lower(): value.strip() for name, _, value in (each.partition(":") for each in rest)}
         if method not in ("GET", "HEAD"):
-            return _respond(start_response, "405 Method Not Allowed", _TEXT, "Only GET and HEAD.\n", allow="GET, HEAD")
+            return _respond("405 Method Not Allowed", _TEXT, "Only GET and HEAD.\n", allow="GET, HEAD")
         if path == "/metrics":
-            if method == "HEAD":
-                return _respond(start_response, "200 OK", _TEXT, "")
-            body: Iterable[bytes] = self._metrics(environ, start_response)
-            return body
-        if path in self._checks:
+            status, found, body = self._exposition(query, headers)
+        elif path in self._checks:
             reason = _reason(self._checks[path])
-            status = "503 Service Unavailable" if reason else "200 OK"
             text = json.dumps({"status": "unavailable", "reason": reason} if reason else {"status": "ok"}) + "\n"
+            status, found, body = _respond("503 Service Unavailable" if reason else "200 OK", _JSON, text)
         else:
-            status, text = "404 Not Found", f"Nothing at {path!r}. There are {', '.join(PATHS)}.\n"
-        return _respond(start_response, status, _JSON if path in self._checks else _TEXT, text, method == "GET")
+            text = f"Nothing at {path!r}. There are {', '.join(PATHS)}.\n"
+            status, found, body = _respond("404 Not Found", _TEXT, text)
+        return status, found, body if method == "GET" else b""
+
+    def _exposition(self, query: str, headers: dict[str, str]) -> Answer:
+        """Prometheus's own application chooses the format and packs it."""
+        answered: list[Any] = []
+        environ = {
+            "REQUEST_METHOD": "GET",
+            "PATH_INFO": "/metrics",
+            "QUERY_STRING": query,
+            "HTTP_ACCEPT": headers.get("accept", ""),
+            "HTTP_ACCEPT_ENCODING": headers.get("accept-encoding", ""),
+        }
+        parts: Iterable[bytes] = self._metrics(environ, lambda status, found: answered.extend((status, found)))
+        body = b"".join(parts)
+        return answered[0], [*answered[1], ("Content-Length", str(len(body)))], body
 
 
 def _reason(check: Check) -> str | None:
@@ -100,46 +148,7 @@ def _reason(check: Check) -> str | None:
         return f"the check itself failed: {type(error).__name__}: {error}"
 
 
-def _respond(
-    start_response: StartResponse, status: str, kind: str, text: str, with_body: bool = True, allow: str = ""
-) -> list[bytes]:
-    body = text.encode()
+def _respond(status: str, kind: str, text: str, allow: str = "") -> Answer:
+    body = text.encode(errors="replace")
     headers = [("Content-Type", kind), ("Content-Length", str(len(body))), ("Cache-Control", "no-store")]
-    start_response(status, [*headers, ("Allow", allow)] if allow else headers)
-    return [body] if with_body else []
-
-
-class _Server(ThreadingMixIn, WSGIServer):
-    daemon_threads = True
-    block_on_close = False  # a slow client must not hold up the end of the process
-
-    def server_bind(self) -> None:
-        # http.server asks the DNS for the host's full name here, which can take seconds and is used for nothing.
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self.socket.bind(self.server_address)
-        self.server_address = self.socket.getsockname()
-        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
-        self.setup_environ()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002
-        """A client that hangs up or times out is no news."""
-        structlog.get_logger(__name__).debug("telemetry client failed", client=str(client_address), exc_info=True)
-
-
-class _ServerV6(_Server):
-    address_family = socket.AF_INET6
-
-
-def _server_class(host: str) -> type[_Server]:
-    return _ServerV6 if ":" in host else _Server
-
-
-class _Handler(WSGIRequestHandler):
-    timeout = CLIENT_TIMEOUT_S
-
-    def address_string(self) -> str:
-        return str(self.client_address[0])
-
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
-        """Scrapes come every few seconds: only for who debugs."""
-        structlog.get_logger(__name__).debug("telemetry request", client=self.address_string(), line=format % args)
+    return status, [*headers, ("Allow", allow)] if allow else headers, body

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import ssl
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -85,7 +86,7 @@ def test_contexts_are_made_anew_each_hour_and_stay_where_that_fails() -> None:
         return issued("w", "h")
 
     credentials = Credentials(make, lambda: now[0])
-    purpose = certificates.ssl.Purpose.SERVER_AUTH
+    purpose = ssl.Purpose.SERVER_AUTH
     first = credentials.context(purpose)
     now[0] = RENEW_S - 1
     assert credentials.context(purpose) is first

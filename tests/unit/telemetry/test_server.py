@@ -3,7 +3,10 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import select
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -13,7 +16,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from relaygr_stream.errors import ConfigError
-from relaygr_stream.telemetry.server import TelemetryServer
+from relaygr_stream.telemetry.server import MAX_CLIENTS, MAX_REQUEST, TelemetryServer
 
 
 class Checks:
@@ -155,3 +158,66 @@ def test_ipv6() -> None:
         connection.close()
     finally:
         server.stop()
+
+
+def test_clients_that_never_end_their_request_keep_nobody_out(server: TelemetryServer) -> None:
+    """Each sends a byte now and then, which no timeout on silence ends; there are more of them than are held."""
+    with contextlib.ExitStack() as stack:
+        slow = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", server.port))) for _ in range(MAX_CLIENTS + 20)
+        ]
+        threads = threading.active_count()
+        for path in ("/healthz", "/readyz", "/metrics"):
+            for client in slow:
+                with contextlib.suppress(OSError):
+                    client.sendall(b"GET /metrics HTTP/1.1\r\nX: a")
+            assert request(server, path)[0] == 200
+        assert threading.active_count() == threads
+
+
+def test_a_request_has_a_time_in_all(server: TelemetryServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("relaygr_stream.telemetry.server.REQUEST_S", 0.2)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as client, contextlib.suppress(OSError):
+        while True:  # until it hangs up, which `send` tells of
+            client.sendall(b"X")
+            if select.select([client], [], [], 0.01)[0]:
+                assert client.recv(1) == b""
+                break
+
+
+def test_an_endless_header_is_hung_up_on(server: TelemetryServer) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as client, contextlib.suppress(OSError):
+        client.sendall(b"GET / HTTP/1.1\r\n" + b"X: a\r\n" * MAX_REQUEST)
+        assert client.recv(1) == b""
+
+
+OUT_OF_DESCRIPTORS = """
+import http.client, os, resource, socket, time
+from prometheus_client import CollectorRegistry
+from relaygr_stream.telemetry.server import MAX_CLIENTS, MAX_REQUEST, TelemetryServer
+server = TelemetryServer(CollectorRegistry(), "127.0.0.1", 0, lambda: None, lambda: None)
+server.start()
+client = socket.socket()
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+taken = []
+try:
+    while True:
+        taken.append(os.open(os.devnull, os.O_RDONLY))
+except OSError:
+    pass
+client.connect(("127.0.0.1", server.port))  # the kernel takes it; nobody can accept it
+client.sendall(b"GET /healthz HTTP/1.0\\r\\n\\r\\n")
+before = time.process_time()
+time.sleep(1.0)  # it may not spin meanwhile
+spent = time.process_time() - before
+for each in taken:
+    os.close(each)
+print(client.recv(12).decode(), "busy" if spent > 0.5 else "idle")
+client.close()
+server.stop()
+"""
+
+
+def test_where_descriptors_end_it_waits_and_serves_again() -> None:
+    ran = subprocess.run([sys.executable, "-c", OUT_OF_DESCRIPTORS], capture_output=True, text=True, check=True)
+    assert "HTTP/1.1 200 idle" in ran.stdout, ran.stdout + ran.stderr
