@@ -144,6 +144,17 @@ class Worker(Section, frozen=True, kw_only=True):
         float, Meta(ge=0, le=1e4), _doc("rankings are due so long before their deadline: an answer's way to its client")
     ] = 5.0
     queue_limit: Annotated[Positive, _doc("ranking requests waiting; more are answered `overloaded` at once")] = 2048
+    waiting_bytes: Annotated[
+        int,
+        Meta(ge=1 << 20, extra=BYTES),
+        _doc(
+            "memory of requests read and not answered, with tokens and scores; more are answered `overloaded` at once. "
+            "256 MiB are 1000 of the longest that relay.max_… allow by default: 10 s of a device that takes 10 ms each"
+        ),
+    ] = 256 << 20
+    max_timeout_ms: Annotated[
+        Ms, _doc("a ranking whose sender waits for longer is given up after this; no answer is worth more memory")
+    ] = 60_000.0
     forward: Annotated[
         bool, _doc("send rankings that would be late here to a worker that is in time, instead of refusing them")
     ] = True

@@ -36,12 +36,12 @@ Report = Callable[[RankTask, float, float], bool]
 
 
 class Auditor:
-    """Compares relayed with full scores. evict(user_id): what is cached of this user deviates by too much."""
+    """Compares relayed with full scores. evict(user_key): what is cached of this user deviates by too much."""
 
     def __init__(self, share: float, report: Report, seed: int | None = None) -> None:
         self._share = share
         self._report = report
-        self.evict: Callable[[str], None] = lambda user_id: None
+        self.evict: Callable[[str], None] = lambda user_key: None
         self._random = random.Random(seed)
         self._waiting: deque[Audit] = deque()
         self.done = 0
@@ -96,7 +96,7 @@ class Auditor:
         else:
             self.worst = max(self.worst, deviation)
         if self._report(task, deviation, audit.ms):
-            self.evict(task.user_id)
+            self.evict(task.user_key)
         return True
 
     def give_up_scratch(self, scratch: Scratch) -> bool:

@@ -21,6 +21,7 @@ from relaygr_stream.settings import Settings
 from relaygr_stream.worker.audit import Auditor, Report
 from relaygr_stream.worker.core import Limits, RelayCore
 from relaygr_stream.worker.engine import Engine
+from relaygr_stream.worker.held import CORE_SHARE
 from relaygr_stream.worker.rounding import check_rounding
 from relaygr_stream.worker.tasks import Answer
 
@@ -115,6 +116,7 @@ def assemble(
             max_ranking_delay_ms=worker.max_ranking_delay_ms,
             batch=worker.batch,
             queue_limit=worker.queue_limit,
+            waiting_bytes=int(CORE_SHARE * worker.waiting_bytes),
             warm_up=worker.warm_up,
         ),
         Auditor(worker.audit_share, report_audit, audit_seed),

@@ -15,7 +15,9 @@ from typing import Final
 from relaygr_stream.cache.entry import Entry
 from relaygr_stream.cache.prefix_cache import PrefixCache
 from relaygr_stream.errors import CacheCorruption, DeviceError
+from relaygr_stream.worker.admission import Admission
 from relaygr_stream.worker.audit import Auditor
+from relaygr_stream.worker.clients import SLACK_SLICES, Clients
 from relaygr_stream.worker.demand import Demand
 from relaygr_stream.worker.engine import Engine
 from relaygr_stream.worker.flights import Flights
@@ -44,6 +46,7 @@ class Limits:
     max_ranking_delay_ms: float
     batch: int
     queue_limit: int
+    waiting_bytes: int = 1 << 62  # of rankings that wait for an answer
     warm_up: bool = False
 
 
@@ -73,7 +76,8 @@ class RelayCore:
         self.auditor = auditor
         auditor.evict = self._evict
         self._deliver = deliver
-        self._queue = WorkQueue()
+        clients = Clients(SLACK_SLICES * limits.max_ranking_delay_ms)
+        self._queue = WorkQueue(clients)
         self._parked = Parked()
         self._answered = RecentIds(ANSWERED)
         self._flights = Flights(engine, cache, self._queue, limits.max_ranking_delay_ms)
@@ -84,8 +88,9 @@ class RelayCore:
         self.signals = Signals(
             cache, self._flights, self._parked, self.pins, self._answered, footprint=limits.pinned_bytes
         )
+        self.admission = Admission(engine, self._flights, clients, limits.queue_limit, limits.waiting_bytes)
         self.rankings = Rankings(
-            engine, cache, self._queue, self._flights, self._parked, auditor, limits.queue_limit, self._done
+            engine, cache, self._queue, self._flights, self._parked, auditor, self.admission, self._done
         )
 
     # ---- what comes in ----
@@ -185,6 +190,7 @@ class RelayCore:
     def check_integrity(self) -> None:
         """Raise CacheCorruption where cache, pins and requests disagree. Takes time in proportion to the entries."""
         self.cache.check_integrity()
+        self.admission.clients.check(list(self.admission.waiting))
         holds = self.pins.holds() + self.rankings.holds()
         for entry, pins in self.cache.pins().items():
             if holds.pop(entry, 0) != pins:
@@ -207,6 +213,7 @@ class RelayCore:
         full = False
         for task in flight.waiters:
             task.device_ms += ms
+            task.account.served_ms += ms / len(flight.waiters)
             full = full or task.outcome == "full"
         if full:
             self.time.full_ms += ms

@@ -57,7 +57,7 @@ class Flights:
         work = Extension(self._engine, self._cache.scratch.borrow(), tokens)
         flight = Flight(work, task.deadline, waiters=[task])
         flight.expected_ms = self._predicted_ms(flight)
-        self._queue.urge(flight, task.deadline)
+        self._queue.urge(flight, task)
 
     def join(self, task: RankTask, entry: Entry) -> None:
         """The ranking waits for the entry's flight."""
@@ -66,7 +66,7 @@ class Flights:
             flight.joined = True
             self.counters.flight_joined += 1
         flight.waiters.append(task)
-        self._queue.urge(flight, task.deadline)
+        self._queue.urge(flight, task)
 
     def of(self, entry: Entry) -> Flight | None:
         """What computes this entry now."""

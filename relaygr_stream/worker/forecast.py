@@ -6,9 +6,12 @@ Milliseconds of device time, predicted and then corrected by what came of earlie
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import defaultdict
+from dataclasses import dataclass
 from itertools import count
 from typing import Final
 
+from relaygr_stream.worker.clients import Account, Clients, Measure
 from relaygr_stream.worker.tasks import RankTask
 
 #: Predictions of one kind to be compared with measurements before anything is refused because of them.
@@ -52,13 +55,27 @@ class Calibration:
         return self._measured / self._predicted if self.trusted and self._predicted > 0 else 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class Full:
+    """There is not enough of something for a ranking: why, in words.
+
+    before: rankings with a later deadline are not in its way. hopeless: not even without all other clients' rankings.
+    """
+
+    measure: Measure
+    reason: str
+    before: float = float("inf")
+    hopeless: bool = False
+
+
 class Forecast:
     """Rankings that are to be answered in time, by deadline, and whether another one can be.
 
-    `refusal` takes time in proportion to the rankings that wait, unless all of them have time to spare.
+    `full` takes time in proportion to the rankings that wait, unless all of them have time to spare.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clients: Clients | None = None) -> None:
+        self._clients = Clients() if clients is None else clients
         self._order: list[tuple[float, int, RankTask]] = []
         self._keys: dict[RankTask, tuple[float, int]] = {}
         self._numbers = count()
@@ -78,24 +95,48 @@ class Forecast:
             del self._order[bisect_left(self._order, key)]
             self._expected_ms = self._expected_ms - task.expected_ms if self._order else 0.0
 
-    def refusal(self, task: RankTask, now: float) -> str:
-        """Why this ranking cannot be answered in time, or only at the cost of one accepted before it; else ""."""
+    def latest(self, account: Account, before: float) -> RankTask | None:
+        """The client's ranking with the latest deadline up to `before` that the device has not begun with."""
+        for deadline, _, task in reversed(self._order):
+            if deadline <= before and task.account is account and not task.started:
+                return task
+        return None
+
+    def full(self, task: RankTask, now: float) -> Full | None:
+        """Why this ranking cannot be answered in time, or only at the cost of one accepted before it; None: it can."""
         left, own = (task.deadline - now) * 1e3, task.expected_ms
         if not self._order:
-            return f"it takes {own:.0f} ms, and has {left:.0f}" if own > CLEARLY * left else ""
+            return (
+                Full("ms", f"it takes {own:.0f} ms, and has {left:.0f}", hopeless=True)
+                if own > CLEARLY * left
+                else None
+            )
         sure = left * (GUESTS if task.hops else SURE)
         if self._expected_ms + own <= min(sure, (self._order[0][0] - now) * 1e3):
-            return ""
+            return None
+        before: defaultdict[Account, float] = defaultdict(float)  # work with an earlier deadline, by client
         ahead = behind = 0.0
         for deadline, _, waiting in self._order:
             theirs = max(0.0, waiting.expected_ms - waiting.device_ms)
             if deadline <= task.deadline:
                 ahead += theirs
+                before[waiting.account] += theirs
                 continue
             behind += theirs
             spare = (deadline - now) * 1e3 - ahead - behind
             if 0.0 <= spare < own:  # one that is late anyway is no reason
-                return f"it takes {own:.0f} ms, which would make a ranking late that was accepted before"
+                return Full(
+                    "ms", f"it takes {own:.0f} ms, which would make a ranking late that was accepted before", deadline
+                )
+        mine = before.pop(task.account, 0.0)
+        ahead = mine + self._in_turn(task.account, mine + own, before)
         if ahead + own > (sure if ahead else CLEARLY * left):
-            return f"the rankings before it take {ahead:.0f} ms, it takes {own:.0f}, and has {left:.0f}"
-        return ""
+            reason = f"the rankings before it take {ahead:.0f} ms, it takes {own:.0f}, and has {left:.0f}"
+            return Full("ms", reason, task.deadline, hopeless=mine + own > sure)
+        return None
+
+    def _in_turn(self, account: Account, ms: float, others: dict[Account, float]) -> float:
+        """Of what others have to do, how much is done before this client was given so many milliseconds."""
+        served = max(account.served_ms, self._clients.floor_ms)
+        until = served + ms + self._clients.slack_ms
+        return sum(min(work, max(0.0, until - other.served_ms)) for other, work in others.items())

@@ -5,6 +5,7 @@ A record that cannot become a task is reported with its reason; what to do about
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -21,6 +22,7 @@ from relaygr_stream.messages import (
     HEADER_REPLY_PARTITION,
     ITEM_DTYPE,
     MAX_CORRELATION_BYTES,
+    SCORE_DTYPE,
     PreInferSignal,
     RankingRequest,
     check_times,
@@ -33,6 +35,10 @@ from relaygr_stream.worker.tasks import PreInferTask, RankTask
 
 #: Decimal digits of the largest partition number (int32).
 MAX_PARTITION_DIGITS: Final = 10
+#: A token decoded: item, action and gap, as int64.
+TOKEN_BYTES: Final = 24
+#: Python's objects around a waiting ranking: task, record, headers, arrays, entries of heaps and tables.
+OBJECT_BYTES: Final = 4096
 #: Of a short timeout, an answer's way is taken to be this part at most.
 REPLY_SHARE: Final = 0.2
 
@@ -59,6 +65,7 @@ class Intake:
     """Decodes records; times become seconds of the monotonic clock.
 
     clamped(): called for each request whose sender's clock cannot be right. reply_ms: an answer's way to its client.
+    max_timeout_ms: a request that waits for longer has so long. score_columns: of the model.
     """
 
     def __init__(
@@ -69,7 +76,10 @@ class Intake:
         max_bytes: int,
         clamped: Callable[[], object],
         reply_ms: float = 0.0,
+        max_timeout_ms: float = math.inf,
     ) -> None:
+        self.score_columns = 1
+        self._max_timeout_ms = max_timeout_ms
         self._relay = relay
         self._reply_ms = reply_ms
         self._default_timeout_ms = default_timeout_ms
@@ -109,6 +119,7 @@ class Intake:
             due=now + max(0.0, (signal.rank_in_ms or signal.life_ms) - age) / 1e3,
             expires=now + life / 1e3,
             tenant=signal.tenant,
+            nbytes=OBJECT_BYTES + TOKEN_BYTES * len(signal.prefix),
         )
 
     def route(self, record: Record) -> Origin:
@@ -147,7 +158,7 @@ class Intake:
         check_times(request.prefix, "prefix")
         check_times(request.suffix, "suffix")
         now = time.monotonic()
-        timeout = request.timeout_ms or self._default_timeout_ms
+        timeout = min(request.timeout_ms or self._default_timeout_ms, self._max_timeout_ms)
         age = self._age(record, request.sent_ms, now)
         prefix_times = request.prefix.times
         last = int.from_bytes(prefix_times[-8:], "little", signed=True) if prefix_times else None
@@ -165,9 +176,21 @@ class Intake:
             timeout_ms=timeout,
             full=request.mode == "full",
             tenant=request.tenant,
+            client=request.client_id or f"on reply partition {origin.reply_partition}",
+            nbytes=self._nbytes(record, request),
             hops=request.hops,
             origin=origin,
         )
+
+    def _nbytes(self, record: Record, request: RankingRequest) -> int:
+        """Memory of a ranking from now on: as it came, decoded, and its scores, which are there twice while they are
+        written."""
+        headers = sum(len(name) + len(value or b"") for name, value in record.headers)
+        came = len(record.value or b"") + len(record.key or b"") + headers
+        candidates = len(request.candidates) // ITEM_DTYPE.itemsize
+        scores = 2 * SCORE_DTYPE.itemsize * self.score_columns
+        decoded = TOKEN_BYTES * (len(request.prefix) + len(request.suffix)) + (8 + scores) * candidates
+        return OBJECT_BYTES + came + decoded
 
     def _age(self, record: Record, sent_ms: int, now: float) -> Age:
         stated = time.time() * 1e3 - sent_ms if sent_ms else None

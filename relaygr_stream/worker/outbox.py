@@ -23,7 +23,7 @@ from relaygr_stream.topics import TopicSet
 from relaygr_stream.worker.forwarding import WHY, Forwarding, next_hop
 from relaygr_stream.worker.intake import Origin, TooMuch
 from relaygr_stream.worker.metrics import WorkerMetrics
-from relaygr_stream.worker.tasks import Answer
+from relaygr_stream.worker.tasks import Answer, RankTask
 
 log = structlog.get_logger(__name__)
 
@@ -83,6 +83,13 @@ class Outbox:
             self._metrics.forwards.labels(lane).inc()
             answer.detail = f"{answer.detail}; {WHY[lane]}"
         self._answer(answer)
+
+    def decline(self, task: RankTask, why: str) -> None:
+        """Answer a ranking for which there is no memory `overloaded`, here and now: nothing of it is kept."""
+        origin = task.origin
+        assert isinstance(origin, Origin)
+        task.origin = Origin(origin.record._replace(value=None), origin.reply_partition, origin.correlation)
+        self._answer(Answer(task, "overloaded", detail=why))
 
     def _answer(self, answer: Answer) -> None:
         task, now = answer.task, time.monotonic()

@@ -1,35 +1,40 @@
-"""The order of the device's work: rankings and what they wait for by deadline, then pre-inference by due time."""
+"""The order of the device's work: rankings and what they wait for, then pre-inference by due time.
+
+A deadline is no priority: it decides among clients that were given about as much device time (clients.py).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
 from relaygr_stream.worker.agenda import Agenda
+from relaygr_stream.worker.clients import Account, Clients
 from relaygr_stream.worker.tasks import Flight, RankTask
 
 
 class WorkQueue:
-    """Earliest deadline first within ranking, ranking before pre-inference."""
+    """Earliest deadline first within ranking, in turn among clients, ranking before pre-inference."""
 
-    def __init__(self) -> None:
-        self._urgent: Agenda[RankTask | Flight] = Agenda(_dropped)
+    def __init__(self, clients: Clients | None = None) -> None:
+        self._clients = Clients() if clients is None else clients
+        self._urgent: dict[Account, Agenda[RankTask | Flight]] = {}
         self._background: Agenda[Flight] = Agenda(lambda flight: flight.over)
 
     def ready(self, task: RankTask) -> None:
         """This ranking can be scored."""
-        self._urgent.add(task.deadline, task)
+        self._of(task.account).add(task.deadline, task)
 
     def flight(self, flight: Flight) -> None:
         """This flight has no ranking waiting (yet)."""
         self._background.add(flight.due, flight)
 
-    def urge(self, flight: Flight, deadline: float) -> None:
-        """A ranking with this deadline waits for the flight."""
-        self._urgent.add(deadline, flight)
+    def urge(self, flight: Flight, task: RankTask) -> None:
+        """The ranking waits for the flight."""
+        self._of(task.account).add(task.deadline, flight)
 
     def urgent(self) -> RankTask | Flight | None:
         """The most urgent ranking work, left in place."""
-        first = self._urgent.first()
+        first = self._first()
         return None if first is None else first[1]
 
     def take_ready(
@@ -40,11 +45,11 @@ class WorkQueue:
         It has `most` rankings at most, and as many as cost no more than `within` together, or `least`.
         """
         batch: list[RankTask] = []
-        while len(batch) < most and isinstance(task := self.urgent(), RankTask):
+        while len(batch) < most and (first := self._first()) is not None and isinstance(task := first[1], RankTask):
             within -= cost(task)
             if within < 0 and len(batch) >= least:
                 break
-            self._urgent.pop()
+            first[0].pop()
             batch.append(task)
         return batch
 
@@ -56,6 +61,32 @@ class WorkQueue:
     def pre_inferences(self) -> Iterator[Flight]:
         """Those not finished that somebody still waits for, in no order."""
         return (flight for flight in self._background if flight.pre_infer and flight.wanted)
+
+    def _of(self, account: Account) -> Agenda[RankTask | Flight]:
+        """The client's work, who from now on has some ready."""
+        found = self._urgent.get(account)
+        if found is None:
+            found = self._urgent[account] = Agenda(_dropped)
+            self._clients.ready(account)
+        return found
+
+    def _first(self) -> tuple[Agenda[RankTask | Flight], RankTask | Flight] | None:
+        """The most urgent ranking work and the agenda that it is first in."""
+        heads = []
+        for account, agenda in list(self._urgent.items()):
+            first = agenda.first()
+            if first is None:
+                del self._urgent[account]
+            else:
+                heads.append((first[0], account, agenda, first[1]))
+        if not heads:
+            return None
+        clients = self._clients
+        clients.floor_ms = least = max(clients.floor_ms, min(head[1].served_ms for head in heads))
+        if len(heads) == 1:
+            return heads[0][2:]
+        in_turn = [head for head in heads if head[1].served_ms <= least + clients.slack_ms]
+        return min(in_turn, key=lambda head: head[0])[2:]
 
     @property
     def background_depth(self) -> int:

@@ -20,13 +20,13 @@ from relaygr_stream.messages import Outcome, Status
 from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.models.protocol import ScoreInput
 from relaygr_stream.models.tokens import Tokens
+from relaygr_stream.worker.admission import LOST, Admission
 from relaygr_stream.worker.agenda import Agenda
 from relaygr_stream.worker.audit import Auditor
 from relaygr_stream.worker.batching import TRIED, Batching
 from relaygr_stream.worker.engine import Engine, describe
 from relaygr_stream.worker.extension import SHARE
 from relaygr_stream.worker.flights import Flights
-from relaygr_stream.worker.forecast import Calibration, Forecast
 from relaygr_stream.worker.parked import Parked
 from relaygr_stream.worker.queue import WorkQueue
 from relaygr_stream.worker.tasks import Answer, Flight, RankTask
@@ -45,7 +45,7 @@ class Rankings:
         flights: Flights,
         parked: Parked,
         auditor: Auditor,
-        limit: int,
+        admission: Admission,
         done: Callable[[Answer], None],
     ) -> None:
         self._engine = engine
@@ -54,21 +54,18 @@ class Rankings:
         self._flights = flights
         self._parked = parked
         self._auditor = auditor
-        self._limit = limit
+        self._admission = admission
         self._done = done
-        self._waiting: dict[RankTask, None] = {}  # in the order they came
         self._deadlines: Agenda[RankTask] = Agenda(lambda task: task.answered)
         self._starved: Agenda[RankTask] = Agenda(lambda task: task.answered)  # full inferences without memory
         self._delays = (0.0, 0)  # seconds and number of delays until the device took a ranking
-        self._forecast = Forecast()
-        self._calibration = Calibration()  # of scoring, in the batches that come
         self._batching = Batching()
         layout = engine.model.layout
         self._empty = KVRegion(layout, torch.empty(0, dtype=layout.dtype, device=engine.device), 0)
 
     def __len__(self) -> int:
         """Rankings without an answer."""
-        return len(self._waiting)
+        return len(self._admission.waiting)
 
     @property
     def next_deadline(self) -> float | None:
@@ -80,17 +77,18 @@ class Rankings:
         """A ranking request came; it gets exactly one answer."""
         if task.deadline <= now:
             self._answer(task, "deadline_exceeded", "the deadline passed before the worker read the request")
-        elif len(self._waiting) >= self._limit:
-            self._answer(task, "overloaded", f"{len(self._waiting)} rankings are waiting (worker.queue_limit)")
-        else:
-            found = self._cache.find(task.user_key, task.tokens)
-            if refusal := self._refusal(task, found, now):
-                self._answer(task, "overloaded", refusal)
+            return
+        found = self._cache.find(task.user_key, task.tokens)
+        self._admission.book(task, found)
+        while (full := self._admission.full(task, now)) is not None:
+            loser = self._admission.loser(task, full)
+            if loser is None:
+                self._answer(task, "overloaded", full.reason)
                 return
-            self._waiting[task] = None
-            self._deadlines.add(task.deadline, task)
-            self._forecast.add(task)
-            self._place(task, found)
+            self._answer(loser, "overloaded", f"{full.reason}, and {LOST[full.measure]}")
+        self._admission.add(task)
+        self._deadlines.add(task.deadline, task)
+        self._place(task, self._cache.find(task.user_key, task.tokens))
 
     def expire(self, now: float) -> None:
         """Answer those whose deadline has passed."""
@@ -139,8 +137,10 @@ class Rankings:
         longer than a chunk may, or two."""
         if self._batching.pays:
             return self._queue.take_ready(most)
-        factor = self._calibration.factor
-        return self._queue.take_ready(most, lambda task: factor * self._score_ms(task), SHARE * bound_ms, least=TRIED)
+        admission, factor = self._admission, self._admission.calibration.factor
+        return self._queue.take_ready(
+            most, lambda task: factor * admission.score_ms(task), SHARE * bound_ms, least=TRIED
+        )
 
     def score(self, batch: list[RankTask], now: float) -> float:
         """Score these, which are ready, and answer; returns the milliseconds it took."""
@@ -155,11 +155,12 @@ class Rankings:
         if failed:
             self._answer(batch[0], "failed", failed)
             return 0.0
-        predicted_ms = sum(self._score_ms(task) for task in batch)
-        self._calibration.add(predicted_ms, ms)
+        predicted_ms = sum(self._admission.score_ms(task) for task in batch)
+        self._admission.calibration.add(predicted_ms, ms)
         self._batching.add(predicted_ms, len(batch), ms)
         for task, rows in zip(batch, scores, strict=True):
             task.device_ms += ms / len(batch)
+            task.account.served_ms += ms / len(batch)
             if not np.isfinite(rows).all():
                 self._answer_not_finite(task, rows)
                 continue
@@ -179,41 +180,13 @@ class Rankings:
         """Delay until the device takes a ranking: the mean since the last call, or the longest wait if that is more."""
         total, number = self._delays
         self._delays = (0.0, 0)
-        oldest = next((task for task in self._waiting if not task.started), None)
+        oldest = next((task for task in self._admission.waiting if not task.started), None)
         waited = 0.0 if oldest is None else now - oldest.arrived
         return max(total / number if number else 0.0, waited) * 1e3
 
     def holds(self) -> Counter[Entry]:
         """How often each entry is pinned from here."""
-        return Counter(task.entry for task in self._waiting if task.entry is not None)
-
-    # ---- in time? ----
-
-    def _refusal(self, task: RankTask, found: Found, now: float) -> str:
-        """Why not to take this ranking; "" also as long as predictions have not been compared with measurements."""
-        if not self._calibration.trusted:
-            return ""
-        infer_ms = self._infer_ms(task, found)
-        if infer_ms and not self._flights.calibration.trusted:
-            return ""
-        task.expected_ms = infer_ms + self._score_ms(task) * self._calibration.factor
-        return self._forecast.refusal(task, now)
-
-    def _score_ms(self, task: RankTask) -> float:
-        return self._engine.costs.score_ms(len(task.tokens), len(task.suffix) + len(task.candidates))
-
-    def _infer_ms(self, task: RankTask, found: Found) -> float:
-        """Predicted device time until there is something to score against; a flight that others wait for is theirs."""
-        entry, coverage = found
-        tokens, suffix = len(task.tokens), 0 if self._engine.model.incremental else len(task.suffix)
-        if entry is None or coverage is Coverage.NONE or task.full or suffix:
-            return self._flights.extend_ms(0, tokens + suffix)
-        flight = self._flights.of(entry)
-        begun = self._flights.remaining_ms(flight) if flight is not None and not flight.waiters else 0.0
-        if coverage is Coverage.COVERS:
-            return begun
-        there = len(entry.tokens)
-        return begun + self._flights.extend_ms(there, tokens - there)
+        return Counter(task.entry for task in self._admission.waiting if task.entry is not None)
 
     # ---- placing ----
 
@@ -295,8 +268,7 @@ class Rankings:
         """The one answer: release what the request held, then say so."""
         assert not task.answered
         task.answered = True
-        self._waiting.pop(task, None)
-        self._forecast.remove(task)
+        self._admission.remove(task)
         self._let_go(task)
         self._done(Answer(task, status, scores, detail))
 

@@ -39,6 +39,7 @@ from relaygr_stream.worker.build import Inside, build
 from relaygr_stream.worker.core import RelayCore
 from relaygr_stream.worker.device import DeviceThread
 from relaygr_stream.worker.forwarding import Forwarding
+from relaygr_stream.worker.held import Held
 from relaygr_stream.worker.intake import Intake, Origin, TooMuch
 from relaygr_stream.worker.metrics import WorkerMetrics
 from relaygr_stream.worker.outbox import Outbox, check_answers_fit
@@ -87,7 +88,9 @@ class Worker:
             self._topics.ranking.max_message_bytes,
             self._metrics.clock_clamped.inc,
             settings.worker.reply_ms,
+            settings.worker.max_timeout_ms,
         )
+        self._held = Held(settings.worker.waiting_bytes)
         self._peers = OwnerDirectory(
             settings.client.silence_ms,
             on_unreadable=self._metrics.statuses_unreadable.inc,
@@ -143,10 +146,9 @@ class Worker:
             progressing=lambda: self._watch.progressing and not outbox.letters.full,
         )
         model = self._inside.model
+        self._intake.score_columns = len(model.tasks)
         forwarding = Forwarding(self._name, self._peers, topics.lanes) if settings.worker.forward else None
-        self._outbox = outbox = Outbox(
-            topics, scores, others, self._metrics, self._name, model, consumer.done, forwarding
-        )
+        self._outbox = outbox = Outbox(topics, scores, others, self._metrics, self._name, model, self._done, forwarding)
         context.conditions.append(outbox.letters.why_not_taken)
         self._handover = handover = await self._start_handover()
         address = "" if handover is None else handover.address
@@ -276,7 +278,11 @@ class Worker:
                 self._consumer.done(record)
             elif record.topic == self._topics.pre_infer.name:
                 try:
-                    signals.append(self._intake.signal(record))
+                    signal = self._intake.signal(record)
+                    if self._held.signal(signal.nbytes):
+                        signals.append(signal)
+                    else:
+                        self._metrics.signals.labels("no_memory").inc()
                 except DecodeError as error:
                     self._dead_letter(record, error)
                 else:
@@ -286,7 +292,7 @@ class Worker:
                 rankings.append(task)
                 self._in_flight.add(task)
         if signals or rankings:
-            self._device.submit(partial(_take, signals, rankings))
+            self._device.submit(partial(_take, signals, rankings, self._held))
 
     def _ranking(self, record: Record) -> RankTask | None:
         assert self._outbox is not None
@@ -295,13 +301,23 @@ class Worker:
             origin = self._intake.route(record)
             task = self._intake.ranking(record, origin)
             self._metrics.rankings_read.labels(str(task.hops)).inc()
-            return task
+            if self._held.ranking(record.lane, record.offset, task.nbytes):
+                return task
+            self._outbox.decline(
+                task, f"requests of {self._held.nbytes >> 20} MiB wait for their answers (worker.waiting_bytes)"
+            )
         except TooMuch as error:
             assert origin is not None
             self._outbox.refuse(origin, error)
         except DecodeError as error:
             self._dead_letter(record, error, origin)
         return None
+
+    def _done(self, record: Record) -> None:
+        assert self._consumer is not None
+        if record.topic == self._topics.ranking.name:
+            self._held.over(record.lane, record.offset)
+        self._consumer.done(record)
 
     def _dead_letter(self, record: Record, error: DecodeError, origin: Origin | None = None) -> None:
         assert self._outbox is not None
@@ -317,7 +333,8 @@ class Worker:
                 self._outbox.settle(answer)
 
 
-def _take(signals: list[PreInferTask], rankings: list[RankTask], core: RelayCore, now: float) -> None:
+def _take(signals: list[PreInferTask], rankings: list[RankTask], held: Held, core: RelayCore, now: float) -> None:
+    held.taken(sum(signal.nbytes for signal in signals))
     for task in rankings:
         core.rank(task, now)
     for signal in signals:

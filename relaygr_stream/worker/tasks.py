@@ -15,6 +15,7 @@ from relaygr_stream.cache.entry import Entry
 from relaygr_stream.messages import Outcome, Status, tenant_key
 from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.models.tokens import Tokens
+from relaygr_stream.worker.clients import NOBODY, Account
 from relaygr_stream.worker.extension import Extension
 
 
@@ -48,6 +49,7 @@ class PreInferTask(Asked):
     due: float  # when its ranking is expected
     expires: float  # end of the life window
     tenant: str = ""
+    nbytes: int = 0  # memory of its tokens
 
 
 @dataclass(slots=True, eq=False)
@@ -64,6 +66,10 @@ class RankTask(Asked):
     deadline: float
     full: bool  # ignore prefix KV
     tenant: str = ""
+    client: str = ""  # who asks, as the request says
+    nbytes: int = 0  # memory from when it was read until its answer has left
+    account: Account = NOBODY  # the client's books, once it was taken
+    cost_ms: float = 0.0  # device time, predicted when it came
     hops: int = 0  # times it was forwarded, or 1: a hedge
     origin: Any = None
     outcome: Outcome | None = None  # where the prefix was first found
@@ -75,7 +81,7 @@ class RankTask(Asked):
     age_ms: float = 0.0  # when it arrived, since it was sent: what is sure (trigger/log_ends.py)
     inbound_ms: float = 0.0  # the same, as its sender states it
     timeout_ms: float = 0.0  # since then, for its client: as stated, or the default
-    expected_ms: float = 0.0  # device time, predicted when it came
+    expected_ms: float = 0.0  # cost_ms where predictions of its kind have proved good, else 0
     device_ms: float = 0.0
     computed_tokens: int = 0
     approximate: bool = False  # scored against prefix KV that had been rounded in DRAM

@@ -86,7 +86,7 @@ class Worker:
             fleet.now, fleet.now + left_s, full=False, hops=hops, origin=request,
         )  # fmt: skip
         task.expected_ms = request.tokens * self.ms_per_token
-        if not self.forecast.refusal(task, fleet.now):
+        if not self.forecast.full(task, fleet.now):
             self.forecast.add(task)
             heapq.heappush(self.queue, (task.deadline, request.number, task))
             self.next()

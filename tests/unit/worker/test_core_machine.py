@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from tests.unit.worker.worlds import GRANULE_BYTES, MAX_TOKENS, Flaky, World, Wrapped
+from tests.unit.worker.worlds import GRANULE_BYTES, LIMITS, MAX_TOKENS, Flaky, World, Wrapped
 
 USERS = st.integers(0, 3)
 LENGTHS = st.integers(1, MAX_TOKENS)
+CLIENTS = st.sampled_from(["", "a", "b"])
 
 
 class CoreMachine(RuleBasedStateMachine):
@@ -19,7 +22,8 @@ class CoreMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.world = World(hbm=10, dram=9, audit_share=0.2, lag=self.lag, wrap=Wrapped, copier=Flaky)
+        limits = dataclasses.replace(LIMITS, queue_limit=12, waiting_bytes=20)
+        self.world = World(hbm=10, dram=9, audit_share=0.2, lag=self.lag, limits=limits, wrap=Wrapped, copier=Flaky)
         self.answerable = 0
         self.sent = 0
         self.signalled: list[tuple[str, int, int, int]] = []
@@ -31,19 +35,19 @@ class CoreMachine(RuleBasedStateMachine):
         self.world.signal(request, user, length, version=version, life=life)
         self.signalled.append((request, user, length, version))
 
-    @rule(data=st.data(), timeout=st.floats(0.05, 2))
-    def rank_signalled(self, data: st.DataObject, timeout: float) -> None:
+    @rule(data=st.data(), timeout=st.floats(0.05, 2), client=CLIENTS, nbytes=st.integers(0, 8))
+    def rank_signalled(self, data: st.DataObject, timeout: float, client: str, nbytes: int) -> None:
         if self.signalled:
             at = data.draw(st.integers(0, len(self.signalled) - 1))
             request, user, length, version = self.signalled[at]  # which leaves it there for a duplicate
             self.answerable += 1
-            self.world.rank(request, user, length, version=version, timeout=timeout)
+            self.world.rank(request, user, length, version=version, timeout=timeout, client=client, nbytes=nbytes)
 
-    @rule(user=USERS, length=st.integers(0, MAX_TOKENS), full=st.booleans(), suffix=st.integers(0, 4))
-    def rank_unannounced(self, user: int, length: int, full: bool, suffix: int) -> None:
+    @rule(user=USERS, length=st.integers(0, MAX_TOKENS), full=st.booleans(), suffix=st.integers(0, 4), client=CLIENTS)
+    def rank_unannounced(self, user: int, length: int, full: bool, suffix: int, client: str) -> None:
         self.sent += 1
         self.answerable += 1
-        self.world.rank(f"r{self.sent}", user, length, full=full, suffix=suffix)
+        self.world.rank(f"r{self.sent}", user, length, full=full, suffix=suffix, client=client, nbytes=2)
 
     @rule(steps=st.integers(1, 12))
     def step(self, steps: int) -> None:
@@ -87,6 +91,8 @@ class CoreMachine(RuleBasedStateMachine):
         assert len({answer.task for answer in world.answers}) == len(world.answers)
         assert world.cache.hbm_used <= 10 * GRANULE_BYTES
         assert world.cache.dram_used <= 9 * GRANULE_BYTES
+        assert len(world.core.rankings) <= world.limits.queue_limit
+        assert world.core.admission.clients.nbytes <= world.limits.waiting_bytes
 
     def teardown(self) -> None:
         world = self.world

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import torch
 from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.models.protocol import RankingModel, ScoreInput
 from relaygr_stream.models.tokens import Tokens
-from relaygr_stream.worker.forecast import CLEARLY, ENOUGH, GUESTS, SURE, Calibration, Forecast
+from relaygr_stream.worker.forecast import CLEARLY, ENOUGH, GUESTS, SURE, Calibration, Forecast, Full
 from relaygr_stream.worker.tasks import RankTask
 from tests.unit.worker.worlds import World
 
@@ -47,8 +47,8 @@ class Timed:
 class Simulation:
     """A world on the clock of its device."""
 
-    def __init__(self) -> None:
-        self.world = World(wrap=Timed, clock=lambda: self.device.now)
+    def __init__(self, device: Callable[[RankingModel], Any] = Timed) -> None:
+        self.world = World(wrap=device, clock=lambda: self.device.now)
         self.device: Timed = self.world.model  # type: ignore[assignment]
         for user in range(USERS):
             self.world.signal(f"s{user}", user, TOKENS, life=1e6)
@@ -56,10 +56,10 @@ class Simulation:
             pass
         self.sent = 0
 
-    def rank(self, timeout: float = TIMEOUT_S) -> RankTask:
+    def rank(self, timeout: float = TIMEOUT_S, client: str = "") -> RankTask:
         self.world.now = self.device.now
         self.sent += 1
-        return self.world.rank(f"r{self.sent}", self.sent % USERS, TOKENS, timeout=timeout)
+        return self.world.rank(f"r{self.sent}", self.sent % USERS, TOKENS, timeout=timeout, client=client)
 
     def run(self, rate: float, requests: int, seed: int, timeout: float = TIMEOUT_S) -> tuple[list[RankTask], int]:
         """Poisson arrivals; the rankings sent, and how many were answered `overloaded` as they came."""
@@ -163,40 +163,38 @@ def test_a_forecast_counts_what_comes_before_and_protects_what_was_accepted() ->
     forecast = Forecast()
     first, last = waiting(0.010, 6.0), waiting(0.030, 8.0)
     for task in (last, first):
-        assert not forecast.refusal(task, 0.0)
+        assert not forecast.full(task, 0.0)
         forecast.add(task)
-    assert (
-        forecast.refusal(waiting(0.009, 5.0), 0.0)
-        == "it takes 5 ms, which would make a ranking late that was accepted before"
-    )
-    assert not forecast.refusal(waiting(0.009, 3.0), 0.0)
-    assert not forecast.refusal(waiting(0.020, 12.0), 0.0)
-    assert "before it take 6 ms" in forecast.refusal(waiting(0.020, 15.0), 0.0)
+    full = forecast.full(waiting(0.009, 5.0), 0.0)
+    assert full == Full("ms", "it takes 5 ms, which would make a ranking late that was accepted before", 0.010)
+    assert not forecast.full(waiting(0.009, 3.0), 0.0)
+    assert not forecast.full(waiting(0.020, 12.0), 0.0)
+    assert "before it take 6 ms" in str(forecast.full(waiting(0.020, 15.0), 0.0))
     first.device_ms = 6.0
-    assert not forecast.refusal(waiting(0.020, 15.0), 0.0)
+    assert not forecast.full(waiting(0.020, 15.0), 0.0)
     forecast.remove(first)
     forecast.remove(first)
     forecast.remove(last)
-    assert not forecast.refusal(waiting(0.020, CLEARLY * 20.0), 0.0)
-    assert forecast.refusal(waiting(0.020, CLEARLY * 20.0 + 1.0), 0.0)
+    assert not forecast.full(waiting(0.020, CLEARLY * 20.0), 0.0)
+    assert forecast.full(waiting(0.020, CLEARLY * 20.0 + 1.0), 0.0)
 
 
 def test_the_last_places_of_a_queue_are_for_no_one_and_those_before_for_its_own() -> None:
     forecast = Forecast()
     forecast.add(waiting(0.010, 8.0))
     own = SURE * 20.0 - 8.0
-    assert not forecast.refusal(waiting(0.020, own - 0.1), 0.0)
-    assert forecast.refusal(waiting(0.020, own + 0.1), 0.0)
+    assert not forecast.full(waiting(0.020, own - 0.1), 0.0)
+    assert forecast.full(waiting(0.020, own + 0.1), 0.0)
     for hops in (1, 2):
         guest = GUESTS * 20.0 - 8.0
-        assert not forecast.refusal(waiting(0.020, guest - 0.1, hops), 0.0)
-        assert forecast.refusal(waiting(0.020, guest + 0.1, hops), 0.0)
+        assert not forecast.full(waiting(0.020, guest - 0.1, hops), 0.0)
+        assert forecast.full(waiting(0.020, guest + 0.1, hops), 0.0)
 
 
 def test_a_ranking_that_is_late_anyway_is_no_reason_to_refuse_others() -> None:
     forecast = Forecast()
     forecast.add(waiting(0.010, 50.0))
-    assert not forecast.refusal(waiting(0.005, 1.0), 0.0)
+    assert not forecast.full(waiting(0.005, 1.0), 0.0)
 
 
 def test_a_calibration_corrects_and_does_not_believe_in_hangs() -> None:

@@ -33,7 +33,7 @@ def test_rankings_by_deadline_in_batches_up_to_the_next_flight() -> None:
     joined = flight(9.0, waiter)
     for name, deadline in (("d", 4.0), ("b", 2.0), ("a", 1.0), ("c", 2.5)):
         queue.ready(ranking(name, deadline))
-    queue.urge(joined, waiter.deadline)
+    queue.urge(joined, waiter)
     assert [task.request_id for task in queue.take_ready(2)] == ["a", "b"]
     assert [task.request_id for task in queue.take_ready(8)] == ["c"]
     assert queue.urgent() is joined
@@ -81,7 +81,7 @@ def test_a_flight_is_urgent_only_while_someone_waits() -> None:
     waiter = ranking("a", 1.0)
     shared = flight(5.0, waiter)
     queue.flight(shared)
-    queue.urge(shared, waiter.deadline)
+    queue.urge(shared, waiter)
     assert queue.urgent() is shared
     shared.waiters.clear()
     assert queue.urgent() is None

@@ -179,6 +179,8 @@ class World:
         timeout: float = 1.0,
         candidates: int = 5,
         tenant: str = "",
+        client: str = "",
+        nbytes: int = 0,
     ) -> RankTask:
         tokens = history(user, length, version)
         after = Tokens(np.full((3, suffix), 7, np.int64))
@@ -193,6 +195,8 @@ class World:
             deadline=self.now + timeout,
             full=full,
             tenant=tenant,
+            client=client,
+            nbytes=nbytes,
         )
         self.suffixes[task] = after
         self.core.rank(task, self.now)

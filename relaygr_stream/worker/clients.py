@@ -1,0 +1,127 @@
+"""Whose rankings wait: what each client has waiting, and how much device time it was given.
+
+    full ─► the client with the most of what is scarce loses its latest ranking
+    device free ─► clients within SLACK of the least served one, by deadline
+
+A client is who a request says it is (RankingRequest.client_id): claimed, not proven. Under many names one client gets
+many shares, so names are bounded in number, and those beyond share one account. Knows nothing of models or of Kafka.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Final, Literal
+
+from relaygr_stream.errors import CacheCorruption
+
+if TYPE_CHECKING:
+    from relaygr_stream.worker.tasks import RankTask
+
+#: Clients told apart at once, 200 bytes each: more than a fleet of recommenders has instances that talk to one worker
+#: within the same moment. The device thread looks at each that has work ready: 256 take 20 µs.
+MOST_CLIENTS: Final = 256
+#: A client may be given this much more device time than the least served client that waits, while deadlines decide: so
+#: many slices of worker.max_ranking_delay_ms. Less would break up batches and deadlines among honest clients, more is
+#: how long each client with nearer deadlines can hold up another one.
+SLACK_SLICES: Final = 4
+
+#: What can be scarce: places in the queue, memory, device time.
+Measure = Literal["waiting", "nbytes", "ms"]
+
+
+class Account:
+    """One client's books. waiting, nbytes, ms: rankings without an answer, their memory, their predicted device time.
+
+    served_ms: device time it was given, counted from no earlier than that of the clients it met when it came.
+    """
+
+    __slots__ = ("ms", "name", "nbytes", "served_ms", "waiting")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.served_ms = 0.0
+        self.waiting = 0
+        self.nbytes = 0
+        self.ms = 0.0
+
+    def of(self, measure: Measure) -> float:
+        """How much of it this client holds."""
+        return self.waiting if measure == "waiting" else self.nbytes if measure == "nbytes" else self.ms
+
+
+#: Of tasks that no worker has taken yet.
+NOBODY: Final = Account("")
+
+
+class Clients:
+    """The accounts of those who have rankings waiting, or were served more than others lately."""
+
+    def __init__(self, slack_ms: float = float("inf")) -> None:
+        self.slack_ms = slack_ms
+        self.floor_ms = 0.0  # served_ms of the least served client that had work ready, lately
+        self.nbytes = 0  # of all rankings that wait
+        self._accounts: dict[str, Account] = {}
+        self._rest = Account("")
+
+    def __len__(self) -> int:
+        return len(self._accounts)
+
+    def account(self, name: str) -> Account:
+        """Where this client's rankings are booked."""
+        found = self._accounts.get(name)
+        if found is None:
+            if len(self._accounts) >= MOST_CLIENTS:
+                self._drop_settled()
+            if len(self._accounts) >= MOST_CLIENTS:
+                return self._rest
+            found = self._accounts[name] = Account(name)
+        return found
+
+    def add(self, task: RankTask) -> None:
+        """It waits from now on; its account, nbytes and cost_ms stay as they are until `remove`."""
+        account = task.account
+        account.waiting += 1
+        account.nbytes += task.nbytes
+        account.ms += task.cost_ms
+        self.nbytes += task.nbytes
+
+    def remove(self, task: RankTask) -> None:
+        """It has its answer."""
+        account = task.account
+        account.waiting -= 1
+        account.nbytes -= task.nbytes
+        account.ms = account.ms - task.cost_ms if account.waiting else 0.0
+        self.nbytes -= task.nbytes
+
+    def ready(self, account: Account) -> None:
+        """It has work ready after a time without: what others were given meanwhile it cannot claim."""
+        account.served_ms = max(account.served_ms, self.floor_ms)
+
+    def heavier(self, measure: Measure, task: RankTask) -> Account | None:
+        """The client with the most of it, if that is more than this one would have with the task; else None."""
+        most = max(self._everyone(), key=lambda account: account.of(measure))
+        own = {"waiting": 1, "nbytes": task.nbytes, "ms": task.cost_ms}[measure]
+        return most if most.of(measure) > task.account.of(measure) + own else None
+
+    def check(self, tasks: list[RankTask]) -> None:
+        """Raise CacheCorruption where the books are not those of these rankings."""
+        for account in self._everyone():
+            mine = [task.nbytes for task in tasks if task.account is account]
+            if (account.waiting, account.nbytes) != (len(mine), sum(mine)):
+                raise CacheCorruption(
+                    f"client {account.name!r} is booked for {account.waiting} rankings, has {len(mine)}"
+                )
+        if self.nbytes != sum(task.nbytes for task in tasks):
+            raise CacheCorruption(f"{self.nbytes} bytes of rankings are booked, {len(tasks)} wait")
+
+    def _everyone(self) -> Iterator[Account]:
+        yield self._rest
+        yield from self._accounts.values()
+
+    def _drop_settled(self) -> None:
+        """Those who have nothing waiting and nothing ahead of others."""
+        self._accounts = {
+            name: account
+            for name, account in self._accounts.items()
+            if account.waiting or account.served_ms > self.floor_ms
+        }

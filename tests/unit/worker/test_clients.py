@@ -1,0 +1,175 @@
+"""Clients share a worker: none takes places, memory or device time from others by asking more, sooner or longer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from relaygr_stream.models.kv import KVRegion
+from relaygr_stream.models.protocol import ScoreInput
+from relaygr_stream.models.tokens import Tokens
+from relaygr_stream.worker.clients import MOST_CLIENTS, NOBODY, Account, Clients
+from relaygr_stream.worker.queue import WorkQueue
+from relaygr_stream.worker.tasks import RankTask
+from tests.unit.worker.test_overload import CAPACITY_PER_S, TOKEN_MS, Simulation, Timed
+from tests.unit.worker.test_queue import ranking
+from tests.unit.worker.worlds import LIMITS, World, world
+
+#: What one well-behaved client asks for: a tenth of what the device can do.
+LIGHT_PER_S, LIGHT_TIMEOUT_S = 0.1 * CAPACITY_PER_S, 0.1
+REQUESTS = 100
+
+
+class Idle(Timed):
+    """Takes the time, and computes nothing."""
+
+    def extend(self, kv: KVRegion, tokens: Tokens) -> None:
+        kv.length += len(tokens)
+        self.now += len(tokens) * TOKEN_MS / 1e3
+
+    def score(self, batch: Sequence[ScoreInput]) -> list[torch.Tensor]:
+        self.now += (self.batch_ms + self.ranking_ms * len(batch)) / 1e3
+        return [torch.zeros(len(one.candidates), len(self.model.tasks)) for one in batch]
+
+
+def beside(hog_timeout_s: float, hog_load: float, hog_name: Callable[[int], str] = lambda _: "hog") -> Simulation:
+    """A light client beside one that asks for `hog_load` times what the device can do; both at even distances."""
+    simulation = Simulation(Idle)
+    simulation.run(0.5 * CAPACITY_PER_S, 100, seed=1)  # predictions are compared with measurements
+    begun, hogs = simulation.device.now, 0
+    for number in range(REQUESTS):
+        at = begun + number / LIGHT_PER_S
+        while simulation.device.now < at:
+            while begun + hogs / (hog_load * CAPACITY_PER_S) <= simulation.device.now:
+                hogs += 1
+                simulation.rank(hog_timeout_s, hog_name(hogs))
+            if not simulation.world.core.step(simulation.device.now):
+                simulation.device.now += 1 / (hog_load * CAPACITY_PER_S)
+        simulation.rank(LIGHT_TIMEOUT_S, "light")
+    while simulation.world.core.step(simulation.device.now):
+        pass
+    return simulation
+
+
+def served(simulation: Simulation, client: str) -> tuple[float, float]:
+    """The share of its rankings that have scores, and the median of their waits in seconds."""
+    answers = [answer for answer in simulation.world.answers if answer.task.client == client]
+    waits = sorted(answer.task.started - answer.task.arrived for answer in answers if answer.status == "ok")
+    return len(waits) / len(answers), waits[len(waits) // 2] if waits else float("inf")
+
+
+@pytest.mark.parametrize("hog_timeout_s", [0.004, 0.02, 0.1, 0.5, 60.0])
+def test_one_client_cannot_starve_another_whatever_its_deadlines(hog_timeout_s: float) -> None:
+    simulation = beside(hog_timeout_s, hog_load=4.0)
+    share, wait_s = served(simulation, "light")
+    assert share >= 0.99
+    assert wait_s <= 0.01, "it waits its turn, not until its deadline"
+
+
+def test_alone_the_greedy_client_has_the_whole_device() -> None:
+    simulation = beside(0.02, hog_load=4.0)
+    done = sum(answer.status == "ok" for answer in simulation.world.answers[100:])
+    seconds = REQUESTS / LIGHT_PER_S
+    assert done >= 0.85 * CAPACITY_PER_S * seconds
+
+
+def test_who_has_most_waiting_loses_its_latest_ranking_when_places_are_out() -> None:
+    with world(limits=dataclasses.replace(LIMITS, queue_limit=8)) as w:
+        for number in range(8):
+            w.rank(f"h{number}", number, 20, timeout=60.0 + number, client="hog")
+        w.rank("late", 9, 20, timeout=90.0, client="hog")
+        assert w.answer("late").status == "overloaded"
+        w.rank("l1", 9, 20, client="light")
+        assert w.answer("h7").status == "overloaded"
+        assert "its client has the most rankings waiting" in w.answer("h7").detail
+        for number in range(3):
+            w.rank(f"m{number}", 9, 20, client="other")
+        w.rank("enough", 9, 20, client="other")  # four each: nobody has more than it would have
+        w.settle()
+        assert {w.answer(name).status for name in ("l1", "m0", "m1", "m2")} == {"ok"}
+
+
+def test_who_has_most_memory_waiting_loses_when_bytes_are_out_however_cheap_its_rankings() -> None:
+    with world(limits=dataclasses.replace(LIMITS, waiting_bytes=1000)) as w:
+        for number in range(2):
+            w.rank(f"h{number}", number, 1, client="hog", nbytes=450)  # a byte of work, much of padding
+        for number in range(10):
+            w.rank(f"l{number}", number, 60, client="light", nbytes=20)
+        assert [answer.task.request_id for answer in w.answers] == ["h1"]
+        w.rank("whole", 3, 1, client="third", nbytes=1001)
+        assert w.answer("whole").status == "overloaded"
+        w.settle()
+        assert w.core.admission.clients.nbytes == 0
+
+
+def test_names_are_bounded_in_number_and_the_rest_share_one_account() -> None:
+    clients = Clients(20.0)
+    named = [clients.account(f"c{number}") for number in range(MOST_CLIENTS)]
+    for account in named:
+        account.served_ms = 1.0
+    assert len({*named}) == MOST_CLIENTS
+    rest = {clients.account(f"x{number}") for number in range(1000)}
+    assert len(rest) == 1
+    clients.floor_ms = 1.0  # all others have been given as much by now
+    assert clients.account("new") not in rest
+    assert len(clients) == 1
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(0.0, 1.0), st.floats(0.1, 5.0)), min_size=1, max_size=60))
+def test_nobody_with_work_ready_falls_behind_by_more_than_the_slack(work: list[tuple[str, float, float]]) -> None:
+    clients = Clients(20.0)
+    queue = WorkQueue(clients)
+    costs: dict[RankTask, float] = {}
+    waiting: dict[Account, int] = {}
+    for number, (name, deadline, ms) in enumerate(work):
+        task = ranking(f"r{number}", deadline)
+        task.account = clients.account(name)
+        queue.ready(task)
+        costs[task] = ms
+        waiting[task.account] = waiting.get(task.account, 0) + 1
+    while (task := queue.urgent()) is not None:  # type: ignore[assignment]
+        assert isinstance(task, RankTask)
+        ready = [account for account, left in waiting.items() if left]
+        least = min(account.served_ms for account in ready)
+        assert task.account.served_ms <= least + clients.slack_ms
+        queue.take_ready(1)
+        task.account.served_ms += costs[task]
+        waiting[task.account] -= 1
+    assert not any(waiting.values())
+
+
+def test_of_one_client_the_nearest_deadline_goes_first_whatever_it_was_given() -> None:
+    queue = WorkQueue(Clients(20.0))
+    for deadline in (3.0, 1.0, 2.0):
+        queue.ready(ranking(str(deadline), deadline))
+    NOBODY.served_ms += 1e6
+    assert [task.deadline for task in queue.take_ready(8)] == [1.0, 2.0, 3.0]
+
+
+def test_a_client_that_was_away_cannot_claim_what_others_were_given_meanwhile() -> None:
+    clients = Clients(20.0)
+    queue = WorkQueue(clients)
+    busy, new = ranking("busy", 1.0), ranking("new", 2.0)
+    busy.account, new.account = clients.account("busy"), clients.account("new")
+    busy.account.served_ms = 5000.0
+    queue.ready(busy)
+    assert queue.urgent() is busy
+    queue.ready(new)
+    assert new.account.served_ms == 5000.0
+    assert queue.urgent() is busy
+    busy.account.served_ms += 20.1
+    assert queue.urgent() is new
+
+
+def test_a_world_without_clients_has_one_account() -> None:
+    w: World = World()
+    for number in range(5):
+        w.rank(f"r{number}", number, 20)
+    assert len(w.core.admission.clients) == 1
+    w.settle()
+    w.close()
