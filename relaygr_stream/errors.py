@@ -8,6 +8,7 @@ RelayError
 │   ├── AccessDenied         the broker refuses our credentials, or we its certificate
 │   ├── TopicError           a topic is missing or has other properties than its file says
 │   └── CoPartitionError     topics that must share lanes have unequal partition counts
+│       └── LanesChanged     the cluster has another number of lanes than this process serves or sends to
 ├── ModelError               a model or checkpoint cannot be loaded or does not keep the contract
 ├── CapacityError            the memory budget cannot hold what the settings ask for
 ├── CacheCorruption          the cache's books and its memory disagree: a bug here
@@ -22,6 +23,8 @@ RelayError
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 
 class RelayError(Exception):
@@ -66,6 +69,23 @@ class TopicError(BrokerError):
 
 class CoPartitionError(BrokerError):
     """Topics that must share lanes have unequal partition counts; the message names topics and counts."""
+
+
+class LanesChanged(CoPartitionError):
+    """The cluster has another number of lanes than this process serves or sends to; the message names both."""
+
+    def __init__(self, counts: Mapping[str, int], served: int) -> None:
+        found = ", ".join(f"{name} has {count} partitions" for name, count in counts.items())
+        super().__init__(
+            f"{found}, this process knows {served} lanes: users are sent to lanes that nobody serves. Stop everything "
+            f"and start it with the new number (kafka.partitions, or topics/*.toml); docs/operations.md, "
+            f"'Changing the number of lanes'"
+        )
+        self.counts = dict(counts)
+        self.served = served
+
+    def __reduce__(self) -> tuple[type[LanesChanged], tuple[dict[str, int], int]]:
+        return type(self), (self.counts, self.served)  # each caller of a client raises its own copy
 
 
 class ModelError(RelayError):

@@ -24,7 +24,7 @@ from aiokafka.errors import (
 )
 from aiokafka.record.default_records import DefaultRecordBatchBuilder
 
-from relaygr_stream.bus.connection import broker_error, client_options
+from relaygr_stream.bus.connection import broker_error, client_options, typed_errors
 from relaygr_stream.bus.ending import CLOSE_S
 from relaygr_stream.bus.murmur2 import partition_of
 from relaygr_stream.bus.renewed import Renewed
@@ -204,6 +204,19 @@ class Producer:
             fail(self._typed(topic, size, error))
         else:
             acknowledged.add_done_callback(acknowledge)
+
+    async def partitions(self, topics: Sequence[str]) -> dict[str, int]:
+        """How many partitions the topics have now, 0 for those that are away; new ones can be sent to from then on.
+
+        Raises BrokerUnavailable.
+        """
+        client = (await self._renewed.present()).client
+        for topic in topics:
+            client.add_topic(topic)
+        with typed_errors(self._kafka, "ask for partitions"):
+            async with asyncio.timeout(self._kafka.request_timeout_ms / 1000):
+                await client.force_metadata_update()
+        return {topic: len(client.cluster.partitions_for_topic(topic) or ()) for topic in topics}
 
     async def flush(self) -> None:
         """Wait until everything sent so far is acknowledged or failed."""

@@ -19,6 +19,7 @@ import msgspec
 import structlog
 from prometheus_client import CollectorRegistry
 
+from relaygr_stream.bus.counts import PartitionCounts
 from relaygr_stream.bus.ending import end
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.records import Record
@@ -100,7 +101,7 @@ class RelayClient:
         with suppress(ValueError):  # the registry of a process has it
             self.registry.register(RenewalsCollector())
         self._answers = Answers(self._metrics, self._topics.scores.max_message_bytes)
-        self._check_reply_partition()
+        self._counts: PartitionCounts | None = None
         self._route: ReplyRoute | None = None
         self._reader = StatusReader.of(settings, self._topics)
         self._owners = OwnerDirectory(settings.client.silence_ms, reader=self._reader)
@@ -133,6 +134,8 @@ class RelayClient:
             producer = Producer(kafka, client_id=self._client_id, acks=1, max_bytes=max_bytes)
             await stack.enter_async_context(producer)
             self._sender = Sender(producer, kafka.bootstrap)
+            self._counts = PartitionCounts(topics, producer)
+            stack.callback(asyncio.create_task(self._counts.run()).cancel)
             self._announcements = announcements = self._announcing(self._sender)
             stack.push_async_callback(end, "announcing", announcements.flush)
             self._stack = stack.pop_all()
@@ -153,7 +156,7 @@ class RelayClient:
 
         Returns once the event is buffered: its loss costs speed, not scores, so nobody waits for the broker. It leaves
         with others within client.announce_linger_ms. Raises Rejected (invalid or too large), BrokerUnavailable (the
-        brokers are away).
+        brokers are away), LanesChanged (the cluster has another number of lanes than these settings say).
         """
         sender = self._open_sender()
         assert self._announcements is not None
@@ -179,8 +182,8 @@ class RelayClient:
 
         timeout: seconds; None: client.timeout_ms. Raises DeadlineExceeded (no answer in time, or the worker said so),
         Overloaded (by the worker, or client.max_in_flight calls are under way), Rejected (invalid, too large, or
-        beyond a limit, which it names), WorkerFailed, BrokerUnavailable or BrokerError (not sent), RequestError (the
-        client was closed).
+        beyond a limit, which it names), WorkerFailed, BrokerUnavailable or BrokerError (not sent), LanesChanged (the
+        cluster has another number of lanes than these settings say), RequestError (the client was closed).
         """
         try:
             ranking = await self._rank(request, self._settings.client.timeout_ms / 1000 if timeout is None else timeout)
@@ -287,17 +290,15 @@ class RelayClient:
     def _stuck(self, lane: int) -> bool:
         return self._sender is not None and self._sender.stuck(self._topics.ranking.name, lane)
 
-    def _check_reply_partition(self) -> None:
-        chosen, partitions = self._settings.client.reply_partition, self._topics.scores.partitions
-        if chosen >= partitions:
-            raise ConfigError(
-                f"`client.reply_partition` = {chosen}: {self._topics.scores.name} has partitions 0…{partitions - 1}"
-            )
-
     def _reply_partitions(self, rows: Sequence[TopicRow]) -> list[int]:
         found = next(row.found for row in rows if row.topic.name == self._topics.scores.name)
         assert found is not None, "verified"
         chosen = self._settings.client.reply_partition
+        if chosen >= found.partitions:  # the cluster's count counts: it may have more than the file says
+            raise ConfigError(
+                f"`client.reply_partition` = {chosen}: {self._topics.scores.name} has partitions "
+                f"0…{found.partitions - 1}"
+            )
         return reply_partitions(found.leaders, None if chosen < 0 else chosen)
 
     def _announcing(self, sender: Sender) -> Announcements:
@@ -311,6 +312,8 @@ class RelayClient:
     def _open_sender(self) -> Sender:
         if self._sender is None:
             raise copy(self._ended)  # each caller's own traceback
+        if self._counts is not None and self._counts.error is not None:
+            raise copy(self._counts.error)
         return self._sender
 
     def _end(self, error: RelayError) -> None:

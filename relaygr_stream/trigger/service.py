@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import structlog
 
+from relaygr_stream.bus.counts import PartitionCounts
 from relaygr_stream.bus.dead_letter import DeadLetters, check_dead_letters_fit
 from relaygr_stream.bus.lanes import LaneConsumer
 from relaygr_stream.bus.producer import Producer
@@ -117,6 +118,9 @@ async def run_trigger(context: ProcessContext) -> None:
             context.set_ready(consumer.healthy and not trouble, trouble or silence)
 
         lanes.every(READINESS_S, tell_readiness)
+        counts = PartitionCounts(topics, producer)
+        context.conditions.append(counts.why_not_ready)
+        lanes.run(counts.run())
         log.info("trigger ready", member=member, lanes=topics.lanes)
         await _first_of(context.stop, consumer.failed, tail.failed, lanes.failed, letters.failed)
         if not await consumer.drain(DRAIN_S):
@@ -181,9 +185,13 @@ class TriggerLanes:
         metrics.lanes_on_hold.set(sum(ledger.on_hold for ledger in ledgers))
         metrics.backlog.set(self.backlog)
 
+    def run(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do that until `close`."""
+        self._background.append(self._task(work))
+
     def every(self, seconds: float, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Do `work` now and again after so many seconds, until `close`."""
-        self._background.append(self._task(self._repeat(seconds, work)))
+        self.run(self._repeat(seconds, work))
 
     async def _repeat(self, seconds: float, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         while True:

@@ -88,6 +88,10 @@ class Intake:
         self._clamped = clamped
         self._ages: defaultdict[tuple[str, int], AgeBounds] = defaultdict(partial(AgeBounds, SenderLag()))
 
+    def set_reply_partitions(self, count: int) -> None:
+        """The cluster has so many partitions of `scores` now: clients choose among those, whatever the file says."""
+        self._reply_partitions = count
+
     def sample_ages(self, topic: str, ends: Mapping[int, LogEnd]) -> None:
         """Where lanes of a topic ended just now: it bounds the age of records that are read from now on."""
         for lane, end in ends.items():

@@ -19,6 +19,7 @@ from typing import Any, Final
 
 import structlog
 
+from relaygr_stream.bus.counts import PartitionCounts
 from relaygr_stream.bus.dead_letter import check_dead_letters_fit
 from relaygr_stream.bus.ending import end
 from relaygr_stream.bus.lanes import LaneConsumer
@@ -149,7 +150,9 @@ class Worker:
         self._intake.score_columns = len(model.tasks)
         forwarding = Forwarding(self._name, self._peers, topics.lanes) if settings.worker.forward else None
         self._outbox = outbox = Outbox(topics, scores, others, self._metrics, self._name, model, self._done, forwarding)
-        context.conditions.append(outbox.letters.why_not_taken)
+        counts = PartitionCounts(topics, scores, self._intake.set_reply_partitions)
+        await counts.ask()
+        context.conditions += [outbox.letters.why_not_taken, counts.why_not_ready]
         self._handover = handover = await self._start_handover()
         address = "" if handover is None else handover.address
         reporter = StatusReporter(
@@ -172,10 +175,11 @@ class Worker:
             context.started = True
             watch = asyncio.create_task(self._watch.run(consumer, scores, others))
             ages = asyncio.create_task(self._sample_ages(consumer, ends))
+            counting = asyncio.create_task(counts.run())
             try:
                 reporter.serve(consumer)
                 parts = {self._device.failed, watch, consumer.failed, reporter.failed, outbox.failed, ages}
-                await self._until_stopped({*parts, outbox.letters.failed})
+                await self._until_stopped({*parts, outbox.letters.failed, counting})
                 watch.cancel()
                 drained_by = time.monotonic() + settings.worker.drain_ms / 1e3
                 context.set_ready(False, "draining")
@@ -192,6 +196,7 @@ class Worker:
             finally:
                 watch.cancel()
                 ages.cancel()
+                counting.cancel()
                 outbox.close()
                 # It commits where each lane stands, for half a session timeout at most, and leaves the group.
                 await end("the consumer", consumer.stop, settings.kafka.session_timeout_ms / 2e3 + CLOSE_S)

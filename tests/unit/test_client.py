@@ -311,8 +311,9 @@ async def test_a_client_checks_broker_topics_and_settings_at_its_start(
         await client_on(embedded_settings).__aenter__()
     with pytest.raises(BrokerUnavailable, match="no Kafka broker answers"):
         await RelayClient(f"127.0.0.1:{unused_tcp_port}", settings=Settings(kafka=embedded_settings)).__aenter__()
+    await apply_topics(embedded_settings)
     with pytest.raises(ConfigError, match=r"`client.reply_partition` = 16: .*scores has partitions 0…15"):
-        client_on(embedded_settings, reply_partition=16)
+        await client_on(embedded_settings, reply_partition=16).__aenter__()
 
 
 async def test_calls_with_more_patience_than_the_silence_wait_for_the_broker(tmp_path: Path) -> None:

@@ -1,0 +1,83 @@
+"""How many partitions there are, asked again and again. On a cluster: tests/e2e/test_lane_count.py."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from copy import copy
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from relaygr_stream.bus.counts import PartitionCounts
+from relaygr_stream.bus.producer import Producer
+from relaygr_stream.client import RelayClient
+from relaygr_stream.errors import ConfigError, CoPartitionError
+from relaygr_stream.files import packaged_dir
+from relaygr_stream.messages import RankingRequest, pack_items
+from relaygr_stream.settings import Client, Kafka
+from relaygr_stream.topics import apply_topics, load_topics
+from tests.unit.worker.services import history, worker_on, worker_settings
+
+TOPICS = load_topics(Kafka(partitions=4))
+
+
+class Cluster:
+    """In place of a producer: what it would say."""
+
+    def __init__(self) -> None:
+        self.counts = {topic.name: topic.partitions for topic in TOPICS.all}
+
+    async def partitions(self, topics: Sequence[str]) -> dict[str, int]:
+        return {topic: self.counts[topic] for topic in topics}
+
+
+async def test_another_number_of_lanes_is_told_with_both_counts() -> None:
+    cluster, replies = Cluster(), list[int]()
+    counts = PartitionCounts(TOPICS, cluster, replies.append)  # type: ignore[arg-type]
+    await counts.ask()
+    assert (counts.error, counts.why_not_ready()) == (None, None)
+    cluster.counts |= {TOPICS.ranking.name: 8, TOPICS.scores.name: 32, TOPICS.retrieval.name: 0}
+    await counts.ask()
+    said = counts.why_not_ready() or ""
+    assert f"{TOPICS.ranking.name} has 8 partitions, this process knows 4 lanes" in said
+    assert TOPICS.pre_infer.name not in said
+    assert TOPICS.retrieval.name not in said, "a topic that is away is another matter"
+    assert replies == [TOPICS.scores.partitions, 32]
+    assert isinstance(counts.error, CoPartitionError)
+    assert str(copy(counts.error)) == said
+    cluster.counts[TOPICS.ranking.name] = 4
+    await counts.ask()
+    assert counts.why_not_ready() is None
+
+
+async def test_a_producer_tells_how_many_there_are(kafka_settings: Kafka) -> None:
+    await apply_topics(kafka_settings)
+    topics = load_topics(kafka_settings)
+    async with Producer(kafka_settings, client_id="test") as producer:
+        found = await producer.partitions([topics.ranking.name, topics.scores.name])
+        assert found == {topics.ranking.name: 8, topics.scores.name: 16}
+
+
+async def test_clients_are_answered_on_every_partition_that_the_cluster_has(
+    embedded_settings: Kafka, tmp_path: Path
+) -> None:
+    """`scores` may have more than its file says: workers refused those, and the client timed out."""
+    folder = tmp_path / "topics"
+    shutil.copytree(packaged_dir("topics"), folder)
+    file = folder / "scores.toml"
+    file.write_text(file.read_text(encoding="utf-8").replace("partitions = 16", "partitions = 32"), encoding="utf-8")
+    await apply_topics(msgspec.structs.replace(embedded_settings, topics_dir=str(folder)))
+    settings = worker_settings(embedded_settings)
+    async with worker_on(settings):
+        for partition in (3, 31):
+            mine = msgspec.structs.replace(settings, client=Client(reply_partition=partition))
+            async with RelayClient(settings=mine) as client:
+                request = RankingRequest(
+                    request_id="r", user_id="u", prefix=history("u", 20), candidates=pack_items(range(5))
+                )
+                assert (await client.rank(request, timeout=20)).scores.shape[0] == 5
+        beyond = msgspec.structs.replace(settings, client=Client(reply_partition=32))
+        with pytest.raises(ConfigError, match=r"`client.reply_partition` = 32: .*scores has partitions 0…31"):
+            await RelayClient(settings=beyond).__aenter__()
