@@ -23,6 +23,7 @@ _ELSEWHERE: Final = {
     "demo": "relaygr_stream.demo.command:demo_command",
     "publish": "relaygr_stream.workload.command:publish_command",
     "simulate": "relaygr_stream.simulate.command:simulate_command",
+    "status": "relaygr_stream.status.command:status_command",
     "trigger": "relaygr_stream.trigger.command:trigger_command",
     "up": "relaygr_stream.supervisor.command:up_command",
 }

@@ -269,6 +269,8 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     computed_share: float = 1.0  # of the prefix tokens that signals ask for: those not found in the cache, lately
     counters: dict[str, float] = {}  # running totals since start, for live views
     handover: Annotated[str, Meta(max_length=300)] = ""  # HOST:PORT where prefix KV of its lost lanes can be fetched
+    version: Label = ""  # of the package that runs
+    lag: int = 0  # records of its lanes that it has not read
 
     def validate(self) -> None:
         """Every value of the right type is a valid status."""

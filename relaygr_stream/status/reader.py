@@ -151,6 +151,7 @@ class StatusReader:
         yield "pre_infer_wait_ms", status.pre_infer_wait_ms, 0, MAX_MS
         yield "busy_share", status.busy_share, 0, 1
         yield "computed_share", status.computed_share, 0, 1
+        yield "lag", status.lag, 0, MAX_OFFSET
         yield "counters", len(status.counters), 0, MAX_COUNTERS
         least = 1 if status.lanes else 0  # a worker without lanes may not have a model yet
         yield "bytes_per_token", status.bytes_per_token, least, MAX_BYTES

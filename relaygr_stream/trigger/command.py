@@ -60,7 +60,8 @@ def explain_command(config: Config, only: str | None, as_json_lines: bool, **fla
 
     With --events, time is the log's, and the workers are simulated; their costs are those given, or those that a worker
     states on the Kafka of --bootstrap, or the ones that triggers take for a worker that has measured nothing. With
-    --seconds, what really happens is looked on at: nothing is written, no group is joined.
+    --seconds, what really happens is looked on at: nothing is written, no group is joined. Where a trigger runs on that
+    Kafka, its settings decide, and otherwise those given here; stderr says which.
     """
     from relaygr_stream.printable import SafeConsole
     from relaygr_stream.trigger.decision import REASONS
@@ -72,9 +73,11 @@ def explain_command(config: Config, only: str | None, as_json_lines: bool, **fla
         raise click.UsageError(f"--only {only}: one of {', '.join(REASONS)}")
     seconds = flags.pop("seconds")
     if seconds is not None:
-        from relaygr_stream.trigger.explain_live import explain_live
+        from relaygr_stream.trigger.explain_live import explain_live, running_policy
 
-        rows = asyncio.run(explain_live(config.settings, seconds))
+        policy, whose = asyncio.run(running_policy(config.settings))
+        click.echo(whose, err=True)
+        rows = asyncio.run(explain_live(config.settings, policy, seconds))
     else:
         rows = _explain_events(config, **flags)
     shown = [row for row in rows if only is None or row.reason == only]
@@ -98,7 +101,7 @@ def _explain_events(
     costs: str | None,
 ) -> list[Any]:
     from relaygr_stream.topics import load_topics
-    from relaygr_stream.trigger.explain_live import stated_by_a_worker
+    from relaygr_stream.trigger.explain_live import running_policy, stated_by_a_worker
     from relaygr_stream.trigger.explain_log import GRANULE_TOKENS, Fleet, built_in_bytes_per_token, explain_log
     from relaygr_stream.trigger.risk import FALLBACK_COSTS
     from relaygr_stream.workload.logs import read_log
@@ -106,13 +109,15 @@ def _explain_events(
 
     if speed is not None and rate is not None:
         raise click.UsageError("--speed keeps the log's times, --rate replaces them; give one of them")
-    settings = config.settings
+    settings, policy = config.settings, None
     model, per_token, queue_ms = FALLBACK_COSTS, built_in_bytes_per_token(settings), 0.0
     alloc = GRANULE_TOKENS * per_token
     if any(value.field.key == "kafka.bootstrap" and value.source != "default" for value in config.values):
         status = asyncio.run(stated_by_a_worker(settings))
         if status is None:
             raise ConfigError(f"no worker states itself at {settings.kafka.bootstrap}; start one, or leave it out")
+        policy, whose = asyncio.run(running_policy(settings))
+        click.echo(whose, err=True)
         model, per_token, alloc, queue_ms = status.costs, status.bytes_per_token, status.alloc_bytes, status.queue_ms
     if costs is not None:
         model = _cost_model(costs)
@@ -125,7 +130,7 @@ def _explain_events(
         **shape,  # type: ignore[arg-type]
     )
     fleet = Fleet(workers, load_topics(settings.kafka).lanes, model, per_token, alloc, queue_ms)
-    return list(explain_log(Replay(read_log(events), options), settings, fleet))
+    return list(explain_log(Replay(read_log(events), options), settings, fleet, policy))
 
 
 def _cost_model(text: str) -> CostModel:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 
 from relaygr_stream.bus.records import Record
@@ -14,13 +14,15 @@ from relaygr_stream.errors import BrokerUnavailable, DecodeError
 from relaygr_stream.messages import PreInferSignal, RequestEvent, WorkerStatus, decode, tenant_key
 from relaygr_stream.owners import OwnerDirectory
 from relaygr_stream.settings import Settings
-from relaygr_stream.status.reader import StatusReader
+from relaygr_stream.status.reader import MAX_SKEW_S, StatusReader
+from relaygr_stream.status.triggers import TriggerStatus, read_trigger
 from relaygr_stream.topics import TopicSet, load_topics, verify_topics
 from relaygr_stream.trigger.decision import Decision, LaneState, Policy
 from relaygr_stream.trigger.explain import Explanation, explain
 from relaygr_stream.trigger.load import OwnerLoads
 from relaygr_stream.trigger.log_ends import LogEnds
 from relaygr_stream.trigger.risk import charge_ms, prefix_bytes
+from relaygr_stream.trigger.statement import stated_policy
 
 #: An event's signal follows it within milliseconds; so long after the last event is waited for it.
 SIGNAL_S = 1.0
@@ -28,7 +30,7 @@ SIGNAL_S = 1.0
 STATUS_PERIODS = 2
 
 
-async def explain_live(settings: Settings, seconds: float) -> list[Explanation]:
+async def explain_live(settings: Settings, policy: Policy, seconds: float) -> list[Explanation]:
     """Look on for so many seconds. Raises BrokerUnavailable, TopicError."""
     await verify_topics(settings.kafka)
     topics = load_topics(settings.kafka)
@@ -38,7 +40,7 @@ async def explain_live(settings: Settings, seconds: float) -> list[Explanation]:
         log_ends = await ends.ask(topics.pre_infer.name, range(topics.lanes))
         if silent := set(range(topics.lanes)) - log_ends.keys():
             raise BrokerUnavailable(f"no broker says where partitions {sorted(silent)} of {topics.pre_infer.name} end")
-        shadow = Shadow(settings, topics, directory, {lane: end.offset for lane, end in log_ends.items()})
+        shadow = Shadow(policy, topics, directory, {lane: end.offset for lane, end in log_ends.items()})
         tails = []
         for topic, on_records in (
             (topics.worker_status, directory.on_records),
@@ -82,11 +84,41 @@ async def stated_by_a_worker(settings: Settings) -> WorkerStatus | None:
     return list(found.values())[-1] if found else None
 
 
+async def running_policy(settings: Settings) -> tuple[Policy, str]:
+    """What the running triggers decide with, and a line that says so; without any, what is configured here.
+
+    Raises BrokerUnavailable, TopicError.
+    """
+    await verify_topics(settings.kafka)
+    topics = load_topics(settings.kafka)
+    topic, reader = topics.worker_status, StatusReader.of(settings, topics)
+    await reader.prepare()
+    found: dict[str, TriggerStatus] = {}  # the newest stated last
+
+    def on_records(records: list[Record]) -> None:
+        for record in records:
+            with suppress(DecodeError):
+                status = read_trigger(record, reader, fresh=False)
+                if status is not None:
+                    found.pop(status.name, None)
+                    found[status.name] = status
+
+    async with TopicTail(settings.kafka, topic.name, range(topic.partitions), "earliest", on_records):
+        pass
+    lately_ms = (time.time() - MAX_SKEW_S) * 1e3  # one that was killed is not running
+    running = [status for status in found.values() if status.state == "serving" and status.sent_ms >= lately_ms]
+    if not running:
+        return Policy.of(settings), "no trigger runs there: decided with the settings given here"
+    others = sum(status.policy != running[-1].policy for status in running)
+    differ = f"; {others} others run with other settings" if others else ""
+    return stated_policy(running[-1].policy), f"decided with the settings of {running[-1].name}, which runs{differ}"
+
+
 class Shadow:
     """The lanes as a trigger would see them that had admitted what was signalled. The two topics come in any order."""
 
-    def __init__(self, settings: Settings, topics: TopicSet, directory: OwnerDirectory, ends: dict[int, int]) -> None:
-        self._policy = Policy.of(settings)
+    def __init__(self, policy: Policy, topics: TopicSet, directory: OwnerDirectory, ends: dict[int, int]) -> None:
+        self._policy = policy
         self._topics = topics
         self._directory = directory
         now = time.monotonic()

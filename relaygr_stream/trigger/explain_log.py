@@ -101,9 +101,11 @@ class _Owner:
         )
 
 
-def explain_log(items: Iterable[WorkItem], settings: Settings, fleet: Fleet) -> Iterator[Explanation]:
-    """What a trigger decides on each request, in the order of time."""
-    policy, worker = Policy.of(settings), settings.worker
+def explain_log(
+    items: Iterable[WorkItem], settings: Settings, fleet: Fleet, policy: Policy | None = None
+) -> Iterator[Explanation]:
+    """What a trigger decides on each request, in the order of time. policy: of the settings by default."""
+    policy, worker = policy or Policy.of(settings), settings.worker
     period_s = worker.status_ms / 1e3
     hold_s = settings.trigger.silence_ms / 1e3 + period_s
     now = 0.0

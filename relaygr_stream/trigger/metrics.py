@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Metric
@@ -67,6 +67,11 @@ class TriggerMetrics:
             registry=registry,
         )
 
+    @property
+    def decisions(self) -> Mapping[Reason, int]:
+        """Events by what was decided, since the start."""
+        return self._decisions.counts
+
     def decided(self, reason: Reason, seconds: float) -> None:
         """One event was decided on, in so much time."""
         self._decisions.add(reason, seconds)
@@ -76,12 +81,12 @@ class _Decisions(Collector):
     """Counts and times of decisions: kept as plain numbers, since prometheus_client's own take 3 µs an event."""
 
     def __init__(self) -> None:
-        self._counts = dict.fromkeys(REASONS, 0)
+        self.counts = dict.fromkeys(REASONS, 0)
         self._buckets = [0] * (len(DECISION_BUCKETS) + 1)
         self._seconds = 0.0
 
     def add(self, reason: Reason, seconds: float) -> None:
-        self._counts[reason] += 1
+        self.counts[reason] += 1
         self._buckets[bisect_left(DECISION_BUCKETS, seconds)] += 1
         self._seconds += seconds
 
@@ -89,7 +94,7 @@ class _Decisions(Collector):
         decisions = CounterMetricFamily(
             "relaygr_trigger_decisions", "Request events by what was decided.", labels=["reason"]
         )
-        for reason, count in self._counts.items():
+        for reason, count in self.counts.items():
             decisions.add_metric([reason], count)
         yield decisions
         bounds = [*map(floatToGoString, DECISION_BUCKETS), "+Inf"]

@@ -10,8 +10,8 @@ import asyncio
 import os
 import socket
 import time
-from collections.abc import Callable, Coroutine
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Collection, Coroutine
+from contextlib import AsyncExitStack, suppress
 from typing import Any, Final
 
 import structlog
@@ -25,6 +25,7 @@ from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.errors import BrokerError
 from relaygr_stream.owners import OwnerDirectory
 from relaygr_stream.status.reader import StatusReader
+from relaygr_stream.status.triggers import STATUS_S
 from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.telemetry.process import ProcessContext
 from relaygr_stream.topics import load_topics, verify_topics
@@ -32,6 +33,7 @@ from relaygr_stream.trigger.decision import Policy
 from relaygr_stream.trigger.lane import LaneTrigger
 from relaygr_stream.trigger.log_ends import LogEnds
 from relaygr_stream.trigger.metrics import TriggerMetrics
+from relaygr_stream.trigger.statement import Statements
 from relaygr_stream.trigger.surroundings import Surroundings
 
 log = structlog.get_logger(__name__)
@@ -50,6 +52,8 @@ BACKLOG_LIMIT: Final = 10_000
 #: event changed by one is a dead letter, or at worst a pre-inference of a prefix that no ranking asks for: a ranking's
 #: own sequence is compared with an entry's, token by token. `benchmarks/trigger.py rate` has what reading costs.
 CHECK_CRCS: Final = False
+#: The last status takes milliseconds; without a broker it has no reader, and stopping must not wait for one.
+LAST_WORD_S: Final = 1.0
 #: On SIGTERM: events already read take milliseconds, signals in flight at most the request timeout; supervisors kill
 #: after 10 s by default.
 DRAIN_S: Final = 8.0
@@ -107,6 +111,17 @@ async def run_trigger(context: ProcessContext) -> None:
             check_crcs=CHECK_CRCS,
             progressing=lambda: lanes.backlog < BACKLOG_LIMIT and not letters.full,
         )
+        statements = Statements(
+            settings,
+            status.name,
+            member,
+            producer,
+            reader,
+            lanes=lambda: lanes.numbers,
+            decisions=lambda: metrics.decisions,
+            backlog=lambda: lanes.backlog,
+            on_hold=lambda: lanes.on_hold,
+        )
         # By then every worker alive has stated itself, so that the first events find their lanes' owners.
         await asyncio.sleep(STATUS_PERIODS * settings.worker.status_ms / 1000)
         await stack.enter_async_context(consumer)
@@ -121,10 +136,15 @@ async def run_trigger(context: ProcessContext) -> None:
         counts = PartitionCounts(topics, producer)
         context.conditions.append(counts.why_not_ready)
         lanes.run(counts.run())
+        lanes.every(STATUS_S, statements.publish)
         log.info("trigger ready", member=member, lanes=topics.lanes)
         await _first_of(context.stop, consumer.failed, tail.failed, lanes.failed, letters.failed)
         if not await consumer.drain(DRAIN_S):
             log.warning("trigger stopped with events undecided", undone=consumer.undone)
+        await lanes.close()  # whose last status would come behind the tombstone
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LAST_WORD_S):
+                await statements.leave()
 
 
 class TriggerLanes:
@@ -146,6 +166,16 @@ class TriggerLanes:
     def backlog(self) -> int:
         """Events read and not yet decided."""
         return sum(lane.backlog for lane in self._lanes.values())
+
+    @property
+    def numbers(self) -> Collection[int]:
+        """The lanes."""
+        return self._lanes.keys()
+
+    @property
+    def on_hold(self) -> int:
+        """Lanes without admissions until their owner has read signals of unknown size."""
+        return sum(lane.state is not None and lane.state.ledger.on_hold for lane in self._lanes.values())
 
     def on_lanes(self, gained: frozenset[int], lost: frozenset[int]) -> None:
         """Lanes came or went; events of a lost lane that were not decided are its next trigger's."""

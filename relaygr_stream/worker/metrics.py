@@ -85,7 +85,15 @@ class WorkerMetrics:
         self.model_info = gauge(
             "relaygr_model_info", "1; the model's version and a note on its weights", "version", "note"
         )
+        self.answered: dict[str, float] = {}  # running totals by status and by outcome, for `worker-status`
         self._totals: dict[tuple[Counter, str | None], float] = {}
+
+    def answer(self, status: str, outcome: str | None) -> None:
+        """An answer leaves; outcome: None without scores."""
+        self.answers.labels(status, outcome or "none").inc()
+        for name in (f"answers_{status}", f"outcome_{outcome}" if outcome else ""):
+            if name:
+                self.answered[name] = self.answered.get(name, 0.0) + 1.0
 
     def advance(self, counter: Counter, label: str | None, total: float) -> None:
         """Bring a counter (of one label, or none) up to a running total kept elsewhere."""

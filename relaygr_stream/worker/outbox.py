@@ -112,7 +112,7 @@ class Outbox:
                 computed_tokens=task.computed_tokens,
             ),
         )
-        self._metrics.answers.labels(answer.status, outcome or "none").inc()
+        self._metrics.answer(answer.status, outcome)
         if answer.status == "ok":
             self._metrics.ranking_seconds.labels(outcome).observe(now - task.arrived)
             self._metrics.queued_seconds.observe(queued)
@@ -163,7 +163,7 @@ class Outbox:
             task.cancel()
 
     def _reject(self, origin: Origin, request_id: str, detail: str, *, done: bool) -> None:
-        self._metrics.answers.labels("rejected", "none").inc()
+        self._metrics.answer("rejected", None)
         reply = ScoreReply(
             request_id=request_id,
             status="rejected",

@@ -174,7 +174,7 @@ class Worker:
             await consumer.start()
             context.started = True
             watch = asyncio.create_task(self._watch.run(consumer, scores, others))
-            ages = asyncio.create_task(self._sample_ages(consumer, ends))
+            ages = asyncio.create_task(self._sample_ages(consumer, ends, reporter))
             counting = asyncio.create_task(counts.run())
             try:
                 reporter.serve(consumer)
@@ -226,7 +226,7 @@ class Worker:
             self._on_answers([Answer(task, "failed", detail=str(error))])
         await outbox.flush(LAST_ANSWERS_S)
 
-    async def _sample_ages(self, consumer: LaneConsumer, ends: LogEnds) -> None:
+    async def _sample_ages(self, consumer: LaneConsumer, ends: LogEnds, reporter: StatusReporter) -> None:
         """Ask, for ever, where our lanes end: what is read beyond is younger than that (Intake)."""
         while True:
             topics = self._topics.pre_infer.name, self._topics.ranking.name
@@ -234,6 +234,9 @@ class Worker:
             for topic, answer in zip(topics, await asyncio.gather(*asked, return_exceptions=True), strict=True):
                 if isinstance(answer, dict):
                     self._intake.sample_ages(topic, answer)
+                    owned = consumer.lanes & answer.keys()
+                    ahead = (answer[lane].offset - consumer.position(topic, lane) for lane in owned)
+                    reporter.lag[topic] = sum(max(0, each) for each in ahead)
                 elif not isinstance(answer, BrokerError):  # of which readiness and the other clients tell
                     raise answer
             await asyncio.sleep(AGES_S)

@@ -6,9 +6,11 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from importlib.metadata import version
 from types import TracebackType
 from typing import Final, Self
 
+import msgspec
 import structlog
 
 from relaygr_stream.bus.ending import end
@@ -33,6 +35,7 @@ from relaygr_stream.worker.statement import Identity, Statements
 log = structlog.get_logger(__name__)
 limited = LogLimiter().limited
 
+VERSION: Final = version("relaygr-stream")
 #: A hung device must not hold the status task for ever; it is silent meanwhile, and triggers stop admitting.
 SNAPSHOT_S: Final = 1.0
 #: A last word takes milliseconds; without a broker it has no listener, and stopping must not wait for one.
@@ -66,6 +69,7 @@ class StatusReporter:
         self._incarnation = 0  # until the statuses that were there before us are read
         self._before_us = 0  # the latest incarnation among them
         self._sent_ms = 0
+        self.lag: dict[str, int] = {}  # by topic: records of our lanes not yet read
         self._reader = StatusReader.of(settings, topics)
         self._host = host
         self._device = device
@@ -167,7 +171,9 @@ class StatusReporter:
         identity = Identity(self._name, self._incarnation, self._host, os.getpid(), self._handover)
         # Rising, whatever our clock does: a signed status that does not rise is taken for one that was written again.
         self._sent_ms = max(int(time.time() * 1e3), self._sent_ms + 1)
-        return self._statements.status(identity, self._state, now, positions, time.monotonic(), self._sent_ms)
+        status = self._statements.status(identity, self._state, now, positions, time.monotonic(), self._sent_ms)
+        counters = {**status.counters, **self._metrics.answered}
+        return msgspec.structs.replace(status, counters=counters, lag=sum(self.lag.values()), version=VERSION)
 
     def _export(self, now: Snapshot, lanes: int) -> None:
         metrics = self._metrics

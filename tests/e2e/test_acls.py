@@ -40,7 +40,7 @@ USERS = {
     "`relaygr trigger`": "trigger",
     "`relaygr worker`": "worker",
     "`RelayClient`, `relaygr publish`": "client",
-    "`relaygr dead-letters`": "operator",
+    "`relaygr dead-letters`, `relaygr status`": "operator",
     "`relaygr topics apply`": "admin",
 }
 

@@ -11,10 +11,11 @@ import pytest
 from click.testing import CliRunner, Result
 
 from relaygr_stream.cli import main
-from relaygr_stream.settings import Kafka, Settings, Trigger
+from relaygr_stream.settings import Kafka, Relay, Settings, Trigger
 from relaygr_stream.topics import lane_of
+from relaygr_stream.trigger.decision import Policy
 from relaygr_stream.trigger.explain import as_json, summary
-from relaygr_stream.trigger.explain_live import explain_live
+from relaygr_stream.trigger.explain_live import explain_live, running_policy
 from tests.unit.trigger.parts import event
 from tests.unit.trigger.processes import peer_on, trigger_on
 from tests.waiting import until
@@ -102,9 +103,10 @@ def test_options_before_the_subcommand_are_refused_not_ignored() -> None:
 async def test_a_live_sample_sees_what_the_running_trigger_does_and_disturbs_nothing(embedded_settings: Kafka) -> None:
     async with peer_on(embedded_settings) as peer, trigger_on(embedded_settings) as trigger:
         # Room for all at once: events that waited for a busy machine come so.
-        policy = Trigger(silence_ms=10_000, stale_ms=3000, load_burst_ms=60_000)
-        settings = Settings(kafka=embedded_settings, trigger=policy)
-        looking = asyncio.create_task(explain_live(settings, 4.0))
+        room = Trigger(silence_ms=10_000, stale_ms=3000, load_burst_ms=60_000)
+        settings = Settings(kafka=embedded_settings, trigger=room)
+        policy = Policy.of(settings)
+        looking = asyncio.create_task(explain_live(settings, policy, 4.0))
         await asyncio.sleep(1.5)
         sent = 0
         while not looking.done() and sent < 40:
@@ -122,6 +124,41 @@ async def test_a_live_sample_sees_what_the_running_trigger_does_and_disturbs_not
         assert (row.owner, row.predicted_ms) == ("w", float(row.tokens))
     assert summary(found).startswith(f"{len(found)} requests")
     assert len(as_json(found).splitlines()) == len(found)
+
+
+async def test_the_running_triggers_settings_decide_and_without_one_those_given_here(embedded_settings: Kafka) -> None:
+    """And a trigger shows itself, with what it decided, until it stops in order."""
+    here = Settings(kafka=embedded_settings)
+    flags = ["--bootstrap", embedded_settings.bootstrap, "--set", f"kafka.prefix={embedded_settings.prefix}"]
+    flags += ["--set", f"kafka.partitions={embedded_settings.partitions}"]
+
+    def shown() -> dict[str, Any]:
+        result = CliRunner().invoke(main, ["status", "--json", *flags])
+        assert result.exit_code == 0, result.output
+        found: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+        return found
+
+    async with peer_on(embedded_settings) as peer:
+        assert await running_policy(here) == (
+            Policy.of(here),
+            "no trigger runs there: decided with the settings given here",
+        )
+        relay = Relay(slo_ms=40.0, max_prefix_tokens=77)
+        async with trigger_on(embedded_settings, relay=relay, trigger=Trigger(risk_fraction=0.25)) as trigger:
+            await peer.publish(event(25, "r", "u"))
+            await until(lambda: trigger.decided == 1)
+            overview = await asyncio.to_thread(shown)
+            (stated,) = overview["triggers"]
+            assert stated["lanes"] == list(range(peer.topics.lanes))
+            assert stated["decisions"] == {"admitted": 1.0}
+            assert [each["name"] for each in overview["workers"]] == ["w"]
+            policy, whose = await running_policy(here)
+            assert (policy.risk_ms, policy.max_prefix_tokens) == (10.0, 77)
+            assert whose == f"decided with the settings of {stated['name']}, which runs"
+        assert "no trigger runs" in (await running_policy(here))[1]
+        gone = await asyncio.to_thread(shown)
+        assert (gone["triggers"], gone["silent"]) == ([], [])
+        assert "no trigger runs: nothing is pre-inferred, and every answer is full" in gone["odd"]
 
 
 async def test_costs_come_from_a_worker_where_there_is_one(embedded_settings: Kafka, log: Path) -> None:

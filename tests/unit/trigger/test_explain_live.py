@@ -9,6 +9,7 @@ from relaygr_stream.messages import PreInferSignal, encode
 from relaygr_stream.owners import OwnerDirectory
 from relaygr_stream.settings import Settings
 from relaygr_stream.topics import load_topics
+from relaygr_stream.trigger.decision import Policy
 from relaygr_stream.trigger.explain_live import Shadow
 from tests.unit.trigger.parts import behaviours, event, lane_status, worker_status
 
@@ -26,7 +27,7 @@ def test_a_lane_s_first_event_is_decided_on_alike_whichever_topic_is_read_first(
     topics = load_topics(settings.kafka)
     directory = OwnerDirectory(silence_ms=10_000)
     directory.take(worker_status(lane_status(lane=LANE, rate=1000.0)))
-    shadow = Shadow(settings, topics, directory, {LANE: 0})
+    shadow = Shadow(Policy.of(settings), topics, directory, {LANE: 0})
     signal = PreInferSignal(request_id="r", user_id="u", prefix=behaviours(TOKENS), admitted_ms=1, life_ms=2000.0)
     reading = [(shadow.on_events, encode(event(TOKENS))), (shadow.on_signals, encode(signal))]
     for read, value in reversed(reading) if signal_first else reading:

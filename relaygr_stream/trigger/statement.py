@@ -1,0 +1,103 @@
+"""States, once a second, what this trigger does: its lanes, its settings, its decisions by reason. Nobody waits for it:
+a broker that is away only makes it silent."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Collection, Mapping
+from importlib.metadata import version
+
+import structlog
+
+from relaygr_stream.bus.producer import Producer
+from relaygr_stream.errors import BrokerError
+from relaygr_stream.messages import HEADER_KIND
+from relaygr_stream.settings import Settings
+from relaygr_stream.status.reader import StatusReader
+from relaygr_stream.status.triggers import KEY_PREFIX, KIND, PolicyStatus, TriggerStatus, encode_trigger
+from relaygr_stream.telemetry.limiter import LogLimiter
+from relaygr_stream.trigger.decision import Policy, Reason
+
+log = structlog.get_logger(__name__)
+limited = LogLimiter().limited
+
+
+class Statements:
+    """What is stated, from numbers kept elsewhere; lanes(), decisions(), backlog(): at the moment."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        topic: str,
+        name: str,
+        producer: Producer,
+        reader: StatusReader,
+        *,
+        lanes: Callable[[], Collection[int]],
+        decisions: Callable[[], Mapping[Reason, int]],
+        backlog: Callable[[], int],
+        on_hold: Callable[[], int],
+    ) -> None:
+        self._group = settings.kafka.prefix + settings.trigger.group
+        self._policy = policy_status(Policy.of(settings))
+        self._topic, self._name, self._producer, self._reader = topic, name, producer, reader
+        self._lanes, self._decisions, self._backlog, self._on_hold = lanes, decisions, backlog, on_hold
+        self._started_ms = self._sent_ms = int(time.time() * 1e3)
+
+    async def publish(self, state: str = "serving") -> None:
+        """State it now."""
+        self._sent_ms = max(int(time.time() * 1e3), self._sent_ms + 1)
+        status = TriggerStatus(
+            name=self._name,
+            incarnation=self._started_ms,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            sent_ms=self._sent_ms,
+            state=state,
+            group=self._group,
+            lanes=tuple(sorted(self._lanes())) if state == "serving" else (),
+            policy=self._policy,
+            version=version("relaygr-stream"),
+            decisions={reason: float(count) for reason, count in self._decisions().items() if count},
+            backlog=self._backlog(),
+            lanes_on_hold=self._on_hold(),
+        )
+        await self._send(encode_trigger(status))
+
+    async def leave(self) -> None:
+        """The last word, and then none: the trigger stops in order."""
+        await self.publish("stopped")
+        await self._send(None)
+
+    async def _send(self, value: bytes | None) -> None:
+        key, headers = (KEY_PREFIX + self._name).encode(), [(HEADER_KIND, KIND.encode())]
+        if self._reader.signer is not None:
+            headers = self._reader.signer.sign(self._topic, key, value, headers)
+        try:
+            await self._producer.send_and_wait(self._topic, value, key=key, headers=headers)
+        except BrokerError as error:
+            limited(log.warning, "silent")("trigger status not published", error=str(error))
+
+
+def policy_status(policy: Policy) -> PolicyStatus:
+    """As it is stated."""
+    return PolicyStatus(
+        risk_ms=policy.risk_ms,
+        stale_ms=policy.stale_ms,
+        life_ms=policy.life_ms,
+        burst_ms=policy.burst_ms,
+        max_prefix_tokens=policy.max_prefix_tokens,
+    )
+
+
+def stated_policy(status: PolicyStatus) -> Policy:
+    """As a trigger decides with it."""
+    return Policy(
+        risk_ms=status.risk_ms,
+        stale_ms=status.stale_ms,
+        life_ms=status.life_ms,
+        burst_ms=status.burst_ms,
+        max_prefix_tokens=status.max_prefix_tokens,
+    )

@@ -1,0 +1,159 @@
+"""What `relaygr status` shows of a fleet, and what it finds odd."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from relaygr_stream.bus.records import Record
+from relaygr_stream.messages import CostModel, LaneStatus, WorkerStatus, encode
+from relaygr_stream.printable import render_plain
+from relaygr_stream.settings import Kafka, Settings
+from relaygr_stream.status.odd import oddities
+from relaygr_stream.status.overview import Overview
+from relaygr_stream.status.reader import StatusReader
+from relaygr_stream.status.table import as_json, render
+from relaygr_stream.status.triggers import PolicyStatus, TriggerStatus, encode_trigger
+from relaygr_stream.topics import load_topics
+
+MIB = 1 << 20
+SETTINGS = Settings(kafka=Kafka(partitions=4))
+LANES = range(4)
+
+
+def worker(name: str = "w1", lanes: range = LANES, budget: int = 128 * MIB, **changes: Any) -> WorkerStatus:
+    plain = WorkerStatus(
+        name=name,
+        incarnation=1,
+        host="h",
+        pid=1,
+        sent_ms=1,
+        state="serving",
+        lanes=tuple(
+            LaneStatus(lane=lane, budget_bytes=budget, pinned_bytes=MIB, pre_infer_offset=0, device_ms_per_s=1.0)
+            for lane in lanes
+        ),
+        costs=CostModel(c0=1, c1=1, c2=0, c3=0),
+        bytes_per_token=4096,
+        alloc_bytes=4096,
+        queue_ms=1.25,
+        model_version="m1",
+        version="0.1.0",
+        hbm_bytes=1 << 30,
+        hbm_used_bytes=1 << 29,
+        dram_bytes=2 << 30,
+        counters={"signals": 8.0, "outcome_hbm": 6.0, "outcome_dram": 1.0, "outcome_full": 3.0, "answers_ok": 10.0},
+    )
+    return msgspec.structs.replace(plain, **changes)
+
+
+def trigger(name: str = "t1", lanes: range = LANES, **changes: Any) -> TriggerStatus:
+    policy = PolicyStatus(risk_ms=10.0, stale_ms=1000.0, life_ms=2000.0, burst_ms=100.0, max_prefix_tokens=4096)
+    plain = TriggerStatus(
+        name=name,
+        incarnation=1,
+        host="h",
+        pid=1,
+        sent_ms=1,
+        state="serving",
+        group="relaygr.trigger",
+        lanes=tuple(lanes),
+        policy=policy,
+        version="0.1.0",
+        decisions={"admitted": 3.0, "not_at_risk": 1.0},
+    )
+    return msgspec.structs.replace(plain, **changes)
+
+
+def record(status: WorkerStatus | TriggerStatus, **changes: Any) -> Record:
+    if isinstance(status, WorkerStatus):
+        return Record("s", 0, 0, 0, status.name.encode(), encode(status), ())
+    key = f"trigger/{status.name}".encode()
+    return Record("s", 0, 0, 0, key, encode_trigger(status), (("relaygr-kind", b"trigger"),))
+
+
+def overview(*statuses: WorkerStatus | TriggerStatus) -> Overview:
+    view = Overview(SETTINGS, load_topics(SETTINGS.kafka), StatusReader(len(LANES)), clock=lambda: 100.0)
+    view.live = True
+    view.on_records([record(status) for status in statuses])
+    return view
+
+
+def test_a_fleet_as_it_should_be_is_not_odd_and_reads_well_at_80_columns() -> None:
+    view = overview(worker("w1", range(2)), worker("w2", range(2, 4)), trigger("trigger-some-host-12345"))
+    text = render_plain(render(view), 80)
+    assert "nothing is odd" in text
+    assert "1 trigger(s), 2 worker(s), 4 lanes" in text
+    lines = text.splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    (first,) = [line.split() for line in lines if line.startswith("w1")]
+    assert first == ["w1", "serving", "2", "70%", "100%", "1.2", "0", "50%", "of", "1G", "0%", "of", "2G"]
+    (shown,) = [line.split() for line in lines if line.startswith("trigger-some-host-12345")]
+    assert shown == ["trigger-some-host-12345", "relaygr.trigger", "4", "75%", "4", "0"]
+    assert render_plain(render(view), 200).count("\n") == len(lines)
+
+
+def test_hits_are_those_since_we_look_on() -> None:
+    later = worker(counters={"outcome_hbm": 6.0, "outcome_dram": 1.0, "outcome_full": 13.0})
+    view = overview(worker(), later, trigger())
+    (shown,) = json.loads(as_json(view))["workers"]
+    assert (shown["hit_rate"], shown["hit_rate_now"]) == (0.35, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("statuses", "line"),
+    [
+        ([trigger()], "no worker is ready: nothing is answered"),
+        ([worker(state="starting", lanes=range(0)), trigger()], "no worker serves yet"),
+        ([worker()], "no trigger runs: nothing is pre-inferred, and every answer is full"),
+        (
+            [worker(), trigger(), trigger("t2", group="relaygr.other")],
+            "triggers in 2 groups (relaygr.other, relaygr.trigger): each admits on its own, so bounds are exceeded",
+        ),
+        ([worker(), trigger(), trigger("t2", range(2))], "lanes 0–1 are decided by t1 and t2"),
+        ([worker(lanes=range(1, 3)), trigger()], "lanes without an owner: 0, 3; their rankings wait"),
+        ([worker(), trigger(lanes=range(3))], "lanes that no trigger decides for: 3; their answers are full"),
+        ([worker(), trigger(version="0.2.0")], "2 versions run: 0.1.0, 0.2.0"),
+        ([worker(lanes=range(2)), worker("w2", range(2, 4), model_version="m2"), trigger()], "2 models score: m1, m2"),
+        (
+            [worker(budget=3 * MIB), trigger()],
+            "w1: its whole pinned share, 12.0 MiB, holds no longest prefix (4096 tokens: 16.0 MiB); raise "
+            "worker.hbm_bytes or worker.pinned_share",
+        ),
+        ([worker(budget=8 * MIB), trigger()], "w1: lanes 0–3 are asked, and have no room for a longest prefix now"),
+        (
+            [worker(costs=CostModel(c0=0.5, c1=0.001, c2=0, c3=0)), trigger()],
+            "w1: no request is ever at risk: the longest (4096 tokens, 2048 candidates) takes 4.6 ms in full, the "
+            "threshold is 10.0 ms (trigger.risk_fraction × relay.slo_ms), so every answer is full",
+        ),
+        (
+            [worker(lanes=range(2)), worker("w2", range(2, 4), counters={}), trigger()],
+            "w2: nobody asks its lanes, since its start",
+        ),
+        ([worker(), trigger(), worker("w2", queue_ms=-1.0)], "1 records of worker-status are invalid, and ignored"),
+    ],
+)  # fmt: skip
+def test_what_is_odd_is_named(statuses: list[WorkerStatus | TriggerStatus], line: str) -> None:
+    assert oddities(overview(*statuses)) == [line]
+
+
+def test_who_ended_without_a_word_is_named_for_ten_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_ms = 10**12
+    monkeypatch.setattr("relaygr_stream.status.overview.time.time", lambda: now_ms / 1e3)
+    view = Overview(SETTINGS, load_topics(SETTINGS.kafka), StatusReader(len(LANES)), clock=lambda: 100.0)
+    ago_ms = now_ms - 1000
+    killed: list[WorkerStatus | TriggerStatus]
+    killed = [worker("w9", range(0), sent_ms=ago_ms), trigger("t9", sent_ms=ago_ms)]
+    long_ago = [worker("w8", range(0), sent_ms=now_ms - 700_000)]
+    stopped = [worker("w7", range(0), sent_ms=now_ms - 1000, state="stopped")]
+    view.on_records([record(status) for status in [*killed, *long_ago, *stopped]])
+    view.live = True
+    fine: list[WorkerStatus | TriggerStatus] = [worker(), trigger()]
+    view.on_records([record(status) for status in fine])
+    assert [line.split()[0] for line in oddities(view)] == ["w9", "trigger/t9"]
+    tombstone = Record("s", 0, 0, 0, b"trigger/t9", None, (("relaygr-kind", b"trigger"),))
+    view.on_records([tombstone, Record("s", 0, 0, 0, b"w9", None, ())])
+    assert oddities(view) == []
