@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -82,13 +82,15 @@ async def describe_topics(kafka: Kafka) -> tuple[TopicRow, ...]:
         await asyncio.sleep(RETRY_S)
 
 
-async def verify_topics(kafka: Kafka, *, strict: bool = False) -> tuple[TopicRow, ...]:
+async def verify_topics(kafka: Kafka, *, strict: bool = False, optional: Collection[str] = ()) -> tuple[TopicRow, ...]:
     """Check the cluster against the description; every process does so at its start.
 
-    strict: any difference is refused; else what the relay can live with is a warning in the log. Raises TopicError,
-    CoPartitionError (naming both topics and both counts), BrokerUnavailable, ConfigError.
+    strict: any difference is refused; else what the relay can live with is a warning in the log. optional: names of
+    topics that may be missing. Raises TopicError, CoPartitionError (naming both topics and both counts),
+    BrokerUnavailable, ConfigError.
     """
-    rows = await describe_topics(kafka)
+    described = await describe_topics(kafka)
+    rows = tuple(row for row in described if row.found is not None or row.topic.name not in optional)
     check_rows(rows)
     try:
         # Copies are the operator's matter; those who only use the topics need not know how many there are.

@@ -12,7 +12,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Final, Literal, NamedTuple, Self
 
-from aiokafka import AIOKafkaProducer
+from aiokafka import AIOKafkaProducer, TopicPartition
 from aiokafka.errors import (
     KafkaConnectionError,
     KafkaError,
@@ -92,6 +92,14 @@ class Producer:
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         await self.stop()
+
+    def broker_of(self, topic: str, partition: int) -> int | None:
+        """The id of the broker that leads a partition, as far as it is known; -1: nobody leads it."""
+        client = self._renewed.client
+        leader = (
+            None if client is None else client.client.cluster.leader_for_partition(TopicPartition(topic, partition))
+        )
+        return None if leader is None else int(leader)
 
     async def send(
         self,

@@ -6,7 +6,9 @@ and nobody is sent what would only wait. Knows nothing of how requests are sent.
 
 from __future__ import annotations
 
+import math
 import random
+import time
 from collections.abc import Callable, Collection
 from typing import Final, Literal
 
@@ -24,7 +26,8 @@ LAST_WORDS_MS: Final = 15_000.0
 
 class Hedges:
     """What the statuses of the workers say about other ways. busy_ms: a worker whose queue is longer gets no hedges.
-    stuck(lane): no broker takes what is sent there.
+    stuck(lane): no broker takes what is sent there. silence_ms: an owner that was not heard in so long a time of
+    listening is silent; one that was not heard yet may speak any moment.
     """
 
     def __init__(
@@ -33,7 +36,11 @@ class Hedges:
         busy_ms: float,
         seed: int | None = None,
         stuck: Callable[[int], bool] = lambda lane: False,
+        silence_ms: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
+        self._all_heard_s = clock() + silence_ms / 1000.0
         self._owners = owners
         self._busy_ms = busy_ms
         self._stuck = stuck
@@ -47,9 +54,12 @@ class Hedges:
     def cut_off(self, lane: int) -> Literal["silent", "unsent"] | None:
         """Why nothing sent on the lane would be answered: nobody speaks for it, though other workers do, or no broker
         takes it. None: it is as good as any."""
-        if self._owners.owner(lane, self._patience_ms) is None and self._serving():
+        if self._owners.owner(lane, self._patience_ms) is None and self._known(lane) and self._serving():
             return "silent"
         return "unsent" if self._stuck(lane) else None
+
+    def _known(self, lane: int) -> bool:
+        return self._clock() >= self._all_heard_s or self._owners.owner(lane, math.inf) is not None
 
     def elsewhere(self, tried: Collection[int]) -> int | None:
         """A lane of a worker that lives, has time and owns none of the lanes tried; None where there is none."""

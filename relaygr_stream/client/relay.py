@@ -43,6 +43,7 @@ from relaygr_stream.errors import (
     Rejected,
     RelayError,
     RequestError,
+    TopicError,
 )
 from relaygr_stream.messages import (
     HEADER_CORRELATION,
@@ -106,6 +107,7 @@ class RelayClient:
         self._reader = StatusReader.of(settings, self._topics)
         self._owners = OwnerDirectory(settings.client.silence_ms, reader=self._reader)
         self._hedges = Hedges(self._owners, settings.relay.slo_ms, stuck=self._stuck)
+        self._tail: TopicTail | None = None
         self._sender: Sender | None = None
         self._announcements: Announcements | None = None
         self._stack = AsyncExitStack()
@@ -119,17 +121,15 @@ class RelayClient:
     async def __aenter__(self) -> Self:
         kafka, topics = self._settings.kafka, self._topics
         async with AsyncExitStack() as stack:
-            rows = await verify_topics(kafka)
+            rows = await verify_topics(kafka, optional=(topics.worker_status.name,))
             self._route = route = ReplyRoute(self._reply_partitions(rows))
             # The tail stands before anything is sent, so that no answer is missed.
             tail = TopicTail(kafka, topics.scores.name, route.partitions, "latest", self._on_answers)
             await stack.enter_async_context(tail)
             tail.failed.add_done_callback(self._tail_failed)
+            self._tail = tail
             if self._settings.client.hedge_ms:
-                await self._reader.prepare()
-                statuses = TopicTail(kafka, topics.worker_status.name, [0], "latest", self._owners.on_records)
-                await stack.enter_async_context(statuses)
-                statuses.failed.add_done_callback(self._tail_failed)
+                await self._listen(stack, any(row.topic.name == topics.worker_status.name for row in rows))
             max_bytes = max(topics.retrieval.max_message_bytes, topics.ranking.max_message_bytes)
             producer = Producer(kafka, client_id=self._client_id, acks=1, max_bytes=max_bytes)
             await stack.enter_async_context(producer)
@@ -165,7 +165,7 @@ class RelayClient:
         lane = lane_of(event.user_id, self._topics.lanes)
         try:
             async with asyncio.timeout(self._settings.client.timeout_ms / 1000):
-                sender.check()
+                sender.check(self._topics.retrieval.name, lane)
                 await self._announcements.add(lane, key, value)
         except TimeoutError:
             self._metrics.announcements.labels("BrokerUnavailable").inc()
@@ -216,6 +216,8 @@ class RelayClient:
             async with asyncio.timeout(timeout_s):
                 reply = await self._exchange(sender, call, request, value, key).run()
         except TimeoutError:
+            if self._tail is not None and (trouble := self._tail.trouble) is not None:
+                raise BrokerError(f"no answer within {timeout_s * 1000:g} ms: {trouble}") from None
             raise DeadlineExceeded(f"no answer within {timeout_s * 1000:g} ms") from None
         finally:
             self._answers.forget(call)
@@ -319,6 +321,23 @@ class RelayClient:
     def _end(self, error: RelayError) -> None:
         self._sender, self._ended = None, error
         self._answers.fail_all(error)
+
+    async def _listen(self, stack: AsyncExitStack, there: bool) -> None:
+        """Hear what workers state, which only hedges need: without it there are none, and everything else goes on.
+
+        there: the topic is, as far as we are let see."""
+        settings, name = self._settings, self._topics.worker_status.name
+        await self._reader.prepare()
+        statuses = TopicTail(settings.kafka, name, [0], "latest", self._owners.on_records)
+        try:
+            if not there:
+                raise TopicError(f"there is no topic {name}, or we are not let see it")
+            await stack.enter_async_context(statuses)
+        except BrokerError as error:
+            log.warning("requests are not hedged: what workers state cannot be read", topic=name, error=str(error))
+        else:
+            silence_ms = settings.client.silence_ms
+            self._hedges = Hedges(self._owners, settings.relay.slo_ms, stuck=self._stuck, silence_ms=silence_ms)
 
     def _tail_failed(self, failed: asyncio.Future[None]) -> None:
         if not failed.cancelled() and (error := failed.exception()) is not None:

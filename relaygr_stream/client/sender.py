@@ -9,16 +9,17 @@ import asyncio
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
 from relaygr_stream.bus.producer import Producer, Sent
 from relaygr_stream.errors import BrokerError, BrokerUnavailable
 
-#: No acknowledgement for this long, although some are due, means that the brokers are away: sends then fail at once,
-#: but for one in as long a time, which finds out whether they are back. An acknowledgement takes milliseconds; a
-#: broker's clean stop holds them up for 1.1 s at most (DESIGN §5). Who has more patience than the silence has lasted
-#: may well see its end, and waits.
+#: No acknowledgement for this long, although some are due, means that a broker is away: sends to the partitions that it
+#: leads then fail at once, but for one in as long a time, which finds out whether it is back. An acknowledgement takes
+#: milliseconds; a broker's clean stop holds them up for 1.1 s at most (DESIGN §5). Who has more patience than the
+#: silence has lasted may well see its end, and waits.
 SILENT_S: Final = 1.5
 #: After so long without a call nobody knows whether the silence went on, and it counts anew: while calls come, one is
 #: let through every SILENT_S.
@@ -26,6 +27,14 @@ FORGOTTEN_S: Final = 3 * SILENT_S
 #: A partition whose oldest send is due this long is stuck: most likely its leader is gone. An acknowledgement takes
 #: 5 ms (P99, DESIGN §5); a hundred times that is no crowded machine's doing.
 STUCK_S: Final = 0.5
+
+
+@dataclass(slots=True)
+class _Silence:
+    """Of one broker."""
+
+    since_s: float | None = None  # the first send after which it has answered none
+    tried_s: float = 0.0  # when a send was last let through
 
 
 class Sender:
@@ -38,29 +47,31 @@ class Sender:
         # Partition → the sends due there → when each was made, oldest first.
         self._due: defaultdict[tuple[str, int], dict[int, float]] = defaultdict(dict)
         self._count = itertools.count()
-        self._unanswered_s: float | None = None  # the first send after which no broker has answered any
-        self._tried_s = 0.0  # when a send was last let through
+        self._silences: defaultdict[int | None, _Silence] = defaultdict(_Silence)  # by broker
 
     def stuck(self, topic: str, partition: int) -> bool:
         """Whether what was sent there waits for its acknowledgement for too long."""
         due = self._due.get((topic, partition))
         return due is not None and len(due) > 0 and self._loop.time() - next(iter(due.values())) > STUCK_S
 
-    def check(self, patience_s: float = 0.0) -> None:
-        """Raise BrokerUnavailable while the brokers are away, but once in a while: who passes must send.
+    def check(self, topic: str, partition: int, patience_s: float = 0.0) -> None:
+        """Raise BrokerUnavailable while the partition's broker is away, but once in a while: who passes must send.
 
-        patience_s: how long the caller would wait for them.
+        patience_s: how long the caller would wait for it.
         """
         now = self._loop.time()
-        if self._unanswered_s is None or now - self._tried_s > FORGOTTEN_S:
-            self._unanswered_s = now
-        silent_s = now - self._unanswered_s
-        if silent_s > max(SILENT_S, patience_s) and now - self._tried_s < SILENT_S:
+        broker = self._producer.broker_of(topic, partition)
+        silence = self._silences[broker]
+        if silence.since_s is None or now - silence.tried_s > FORGOTTEN_S:
+            silence.since_s = now
+        silent_s = now - silence.since_s
+        if silent_s > max(SILENT_S, patience_s) and now - silence.tried_s < SILENT_S:
             waiting = sum(map(len, self._due.values()))
             raise BrokerUnavailable(
-                f"{self._bootstrap} has acknowledged nothing for {silent_s:.1f} s; {waiting} messages wait"
+                f"broker {'?' if broker is None else broker} of {self._bootstrap} has acknowledged nothing for "
+                f"{silent_s:.1f} s; {waiting} messages wait"
             )
-        self._tried_s = now
+        silence.tried_s = now
 
     async def send(
         self,
@@ -75,18 +86,19 @@ class Sender:
     ) -> None:
         """Buffer a message; waits only while the buffer is full.
 
-        patience_s: how long the caller would wait for the brokers. settled: called with None once the broker has the
-        message, or with the error. Raises BrokerUnavailable at once while the brokers are away, BrokerError if the
+        patience_s: how long the caller would wait for its broker. settled: called with None once the broker has the
+        message, or with the error. Raises BrokerUnavailable at once while that is away, BrokerError if the
         message cannot be buffered.
         """
-        self.check(patience_s)
+        self.check(topic, partition, patience_s)
         number, due = self._begin(topic, partition)
+        silence = self._silence(topic, partition)
         try:
             sent = await self._producer.send(topic, value, key=key, partition=partition, headers=headers)
         except BaseException:
             del due[number]
             raise
-        sent.add_done_callback(partial(self._settle, due, number, settled))
+        sent.add_done_callback(partial(self._settle, due, number, silence, settled))
 
     async def send_together(
         self,
@@ -101,10 +113,11 @@ class Sender:
         Waits where an earlier batch of the partition has not left yet. For what has passed `check`; raises nothing.
         """
         number, due = self._begin(topic, partition)
+        silence = self._silence(topic, partition)
 
         def each(_: int, outcome: Sent | BrokerError) -> None:
             due.pop(number, None)
-            self._answered(outcome if isinstance(outcome, BrokerError) else None, settled)
+            self._answered(outcome if isinstance(outcome, BrokerError) else None, silence, settled)
 
         await self._producer.send_together(topic, messages, partition=partition, settled=each)
 
@@ -114,10 +127,14 @@ class Sender:
         due[number] = self._loop.time()
         return number, due
 
+    def _silence(self, topic: str, partition: int) -> _Silence:
+        return self._silences[self._producer.broker_of(topic, partition)]
+
     def _settle(
         self,
         due: dict[int, float],
         number: int,
+        silence: _Silence,
         settled: Callable[[BrokerError | None], None],
         sent: asyncio.Future[int],
     ) -> None:
@@ -127,9 +144,12 @@ class Sender:
             error = BrokerUnavailable("the producer was closed before the message was sent")
         else:
             error = sent.exception()
-        self._answered(error if error is None or isinstance(error, BrokerError) else BrokerError(repr(error)), settled)
+        told = error if error is None or isinstance(error, BrokerError) else BrokerError(repr(error))
+        self._answered(told, silence, settled)
 
-    def _answered(self, error: BrokerError | None, settled: Callable[[BrokerError | None], None]) -> None:
+    def _answered(
+        self, error: BrokerError | None, silence: _Silence, settled: Callable[[BrokerError | None], None]
+    ) -> None:
         if not isinstance(error, BrokerUnavailable):  # a refusal is an answer, too
-            self._unanswered_s = None
+            silence.since_s = None
         settled(error)

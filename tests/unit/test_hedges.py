@@ -111,8 +111,9 @@ async def test_a_quick_answer_is_not_hedged_and_a_late_second_one_is_dropped(emb
 
 
 async def test_where_nobody_speaks_for_the_lane_it_is_asked_elsewhere_at_once(embedded_settings: Kafka) -> None:
-    async with world(embedded_settings, only_elsewhere, hedge_ms=15_000.0) as w:
+    async with world(embedded_settings, only_elsewhere, hedge_ms=15_000.0, silence_ms=3000.0) as w:
         await w.say(status("a", MINE, state="stopped"), status("b", YOURS))
+        await until(lambda: w.relay._hedges.cut_off(OURS), "listened for long enough")
         await w.relay.rank(request(), timeout=20)
         ((lane, hops),) = w.sent
         assert lane in YOURS
@@ -214,6 +215,23 @@ def test_a_lane_that_no_broker_takes_is_left_and_never_chosen() -> None:
     assert hedges.cut_off(0) == "unsent"
     assert hedges.cut_off(1) is None
     assert {hedges.elsewhere([0]) for _ in range(50)} == {3}
+
+
+def test_an_owner_that_was_not_heard_yet_is_not_silent() -> None:
+    """A new client has heard those who happened to speak first: it asked them what others' pinned KV were for."""
+    now = [100.0]
+    owners = OwnerDirectory(1000.0, clock=lambda: now[0])
+    hedges = Hedges(owners, 50.0, silence_ms=1000.0, clock=lambda: now[0])
+    owners.take(status("b", YOURS))
+    assert hedges.cut_off(OURS) is None, "a may speak any moment"
+    now[0] += 0.5
+    owners.take(status("a", MINE))
+    assert hedges.cut_off(OURS) is None
+    now[0] += 0.9
+    owners.take(status("b", YOURS))
+    assert hedges.cut_off(OURS) is None
+    now[0] += 0.2
+    assert hedges.cut_off(OURS) == "silent", "it spoke, and does not any more"
 
 
 def test_when_all_fall_silent_at_once_what_they_stated_last_counts() -> None:

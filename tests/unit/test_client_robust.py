@@ -1,0 +1,132 @@
+"""A client goes on when one of its parts does not: a refusal, an end inside aiokafka, no `worker-status`, one broker of
+several away."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import structlog
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
+from aiokafka.admin import AIOKafkaAdminClient
+from aiokafka.errors import TopicAuthorizationFailedError
+
+from relaygr_stream.client import RelayClient
+from relaygr_stream.client.sender import SILENT_S, Sender
+from relaygr_stream.errors import BrokerUnavailable
+from relaygr_stream.settings import Kafka
+from relaygr_stream.topics import load_topics
+from tests.unit.client_peers import client_on, request, responder_on
+from tests.waiting import until
+
+
+def tails_of(relay: RelayClient, topic: str) -> list[AIOKafkaConsumer]:
+    """The readers of a topic that are open in this process; the responder has none of what a client reads."""
+    consumers = [each for each in gc.get_objects() if type(each) is AIOKafkaConsumer and not each._closed]
+    return [each for each in consumers if {tp.topic for tp in each.assignment()} == {topic}]
+
+
+def refuse(consumer: AIOKafkaConsumer, topic: str) -> asyncio.Event:
+    """The next read is refused, once."""
+    real, refused = consumer.getmany, asyncio.Event()
+
+    async def getmany(*partitions: TopicPartition, **options: Any) -> Any:
+        if refused.is_set():
+            return await real(*partitions, **options)
+        refused.set()
+        raise TopicAuthorizationFailedError(topic)
+
+    consumer.getmany = getmany
+    return refused
+
+
+@pytest.mark.parametrize("kind", ["scores", "worker_status"])
+async def test_a_refusal_ends_no_client(embedded_settings: Kafka, kind: str) -> None:
+    """One refusal on `worker-status`, which only hedges need, ended every later call."""
+    topic = getattr(load_topics(embedded_settings), kind).name
+    async with responder_on(embedded_settings), client_on(embedded_settings, timeout_ms=30_000.0) as relay:
+        await relay.rank(request(0))
+        (reader,) = tails_of(relay, topic)
+        refused = refuse(reader, topic)
+        await asyncio.wait_for(refused.wait(), 30)
+        for number in range(1, 4):
+            assert (await relay.rank(request(number))).outcome == "hbm"
+        await until(lambda: tails_of(relay, topic) not in ([], [reader]), "read on by another")
+
+
+async def test_ends_inside_aiokafka_end_no_client(embedded_settings: Kafka) -> None:
+    async with responder_on(embedded_settings), client_on(embedded_settings, timeout_ms=30_000.0) as relay:
+        await relay.rank(request(0))
+        (reader,) = tails_of(relay, load_topics(embedded_settings).scores.name)
+        reader._fetcher._fetch_task.cancel()
+        assert (await relay.rank(request(1))).outcome == "hbm"
+        (producer,) = (
+            each
+            for each in gc.get_objects()
+            if type(each) is AIOKafkaProducer and each.client._client_id == relay._client_id
+        )
+        producer._sender.sender_task.cancel()
+        await until(lambda: producer._closed, "given up for another")
+        assert (await relay.rank(request(2))).outcome == "hbm"
+        made_anew = relay.registry.get_sample_value("relaygr_parts_made_anew_total", {"part": "a producer"})
+        assert made_anew is not None
+
+
+async def test_without_worker_status_a_client_only_stops_hedging(embedded_settings: Kafka) -> None:
+    topic = load_topics(embedded_settings).worker_status.name
+    async with responder_on(embedded_settings):
+        admin = AIOKafkaAdminClient(bootstrap_servers=embedded_settings.bootstrap)
+        await admin.start()
+        await admin.delete_topics([topic])
+        await admin.close()
+        with structlog.testing.capture_logs() as logs:
+            async with client_on(embedded_settings) as relay:
+                for number in range(3):
+                    assert (await relay.rank(request(number), timeout=30.0)).outcome == "hbm"
+        assert [entry["topic"] for entry in logs if "not hedged" in entry["event"]] == [topic]
+
+
+class ThreeBrokers:
+    """A producer whose partitions 0, 1 and 2 are led by brokers of these numbers; some answer nothing."""
+
+    def __init__(self, silent: Sequence[int]) -> None:
+        self.silent = silent
+
+    def broker_of(self, topic: str, partition: int) -> int:
+        return partition
+
+    async def send(self, topic: str, value: bytes, *, partition: int, **_: object) -> asyncio.Future[int]:
+        sent: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        if partition not in self.silent:
+            sent.set_result(0)
+        return sent
+
+
+async def test_silence_of_one_broker_is_not_that_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    producer = ThreeBrokers(silent=[0])
+    sender = Sender(producer, "b0,b1,b2")  # type: ignore[arg-type]
+    now = 100.0
+    monkeypatch.setattr(sender, "_loop", type("Clock", (), {"time": staticmethod(lambda: now)}))
+    errors: list[object] = []
+
+    async def send(partition: int) -> None:
+        await sender.send("ranking", b"", key=b"", partition=partition, patience_s=1.0, settled=errors.append)
+
+    for _ in range(3):
+        await send(0)
+        now += 0.6
+    assert now - 100.0 > SILENT_S
+    for partition in (1, 2, 1):
+        await send(partition)
+        await asyncio.sleep(0)
+    assert errors == [None, None, None]
+    with pytest.raises(BrokerUnavailable, match=r"broker 0 of b0,b1,b2 has .* nothing for 1\.8 s; 3 messages"):
+        await send(0)
+    producer.silent = []
+    now += SILENT_S
+    await send(0)  # the one that finds out
+    await asyncio.sleep(0)
+    await send(0)
