@@ -55,6 +55,6 @@ def signature(secret: str, *parts: bytes) -> bytes:
     return hmac.digest(secret.encode(), framed, "sha256")
 
 
-def signed(secret: str, claimed: bytes, *parts: bytes) -> bool:
-    """Whether `claimed` is that signature; takes the same time wherever they differ."""
-    return hmac.compare_digest(claimed, signature(secret, *parts))
+def answer_signature(secret: str, correlation: bytes, value: bytes) -> bytes:
+    """The signature of an answer to that call."""
+    return signature(secret, b"answer", correlation, value)

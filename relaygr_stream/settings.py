@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct, structs
 
 #: Settings that no log, error or traceback may show; each is marked as such where it stands.
-SECRETS = frozenset({"sasl_password", "tls_key_password", "hash_key", "secret"})
+SECRETS = frozenset({"answer_secret", "sasl_password", "tls_key_password", "hash_key", "secret"})
 SECRET_SHOWN = "********"
 
 #: Most lanes of a relay: what a consumer claims or states of each lane still fits into one message.
@@ -90,6 +90,11 @@ class Relay(Section, frozen=True, kw_only=True):
     max_prefix_tokens: Annotated[Positive, _doc("longest prefix; a longer one is refused")] = 4096
     max_suffix_tokens: Annotated[int, Meta(ge=0), _doc("longest suffix; a longer one is refused")] = 256
     max_candidates: Annotated[Positive, _doc("most candidates in a request")] = 2048
+    answer_secret: Annotated[
+        str,
+        Meta(pattern=r"^$|^.{16,}$", extra={"secret": True}),
+        _doc("workers sign answers with it, clients that have it take no others; ≥ 16 characters, empty: unsigned"),
+    ] = ""
 
 
 class Trigger(Section, frozen=True, kw_only=True):

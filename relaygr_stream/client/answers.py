@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
+import hmac
 import secrets
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -13,6 +13,7 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+import structlog
 
 from relaygr_stream.bus.records import Record
 from relaygr_stream.client.metrics import ClientMetrics
@@ -25,12 +26,17 @@ from relaygr_stream.errors import (
     RequestError,
     WorkerFailed,
 )
-from relaygr_stream.messages import HEADER_CORRELATION, Outcome, ScoreReply, Status, Timings, decode
+from relaygr_stream.headers import HEADER_SIGNATURE, answer_signature, header
+from relaygr_stream.messages import HEADER_CORRELATION, Outcome, ScoreReply, Status, Timings, decode, kind_of
+from relaygr_stream.telemetry.limiter import LogLimiter
 
-#: Correlation ids are this client's nonce and a counter; 8 random bytes keep clients of one reply partition apart.
-NONCE_BYTES: Final = 8
-COUNTER_BYTES: Final = 8
-#: Answered calls remembered, to tell a duplicate answer from a late one: a second's worth at some thousand a second.
+log = structlog.get_logger(__name__)
+_limited = LogLimiter().limited
+
+#: Random for each call: keeps clients of one reply partition apart, and who has seen ids cannot tell the next.
+CORRELATION_BYTES: Final = 16
+#: Ended calls remembered, to tell duplicate and late answers from foreign ones: a second's worth at some thousand a
+#: second.
 REMEMBERED: Final = 4096
 
 _ERRORS: Final[dict[Status, type[RequestError]]] = {
@@ -60,6 +66,7 @@ class Call:
     """One ranking request under way."""
 
     correlation: bytes
+    request_id: str
     reply: asyncio.Future[ScoreReply]
     attempts: int = 0  # copies that may still bring an answer
     settled_for: ScoreReply | None = None  # what it ends with if no other attempt brings scores
@@ -89,24 +96,27 @@ class Call:
 
 
 class Answers:
-    """Matches answers with calls by correlation id; the first answer to a call counts."""
+    """Matches answers with calls by correlation id; the first answer to a call counts.
 
-    def __init__(self, metrics: ClientMetrics, max_bytes: int) -> None:
+    secret: answers that are not signed with it are dropped; empty: nobody signs. An answer that is not one to the call
+    is dropped as well, and the call goes on waiting.
+    """
+
+    def __init__(self, metrics: ClientMetrics, max_bytes: int, secret: str = "") -> None:
         self._metrics = metrics
         self._max_bytes = max_bytes
-        self._nonce = secrets.token_bytes(NONCE_BYTES)
-        self._count = itertools.count()
+        self._secret = secret
         self._calls: dict[bytes, Call] = {}
-        self._answered: OrderedDict[bytes, None] = OrderedDict()
+        self._ended: OrderedDict[bytes, str] = OrderedDict()  # correlation → what an answer from now on is
 
     def __len__(self) -> int:
         """Calls under way."""
         return len(self._calls)
 
-    def expect(self) -> Call:
+    def expect(self, request_id: str) -> Call:
         """A new call; the caller must `forget` it."""
-        correlation = self._nonce + next(self._count).to_bytes(COUNTER_BYTES, "big")
-        call = Call(correlation, asyncio.get_running_loop().create_future())
+        correlation = secrets.token_bytes(CORRELATION_BYTES)
+        call = Call(correlation, request_id, asyncio.get_running_loop().create_future())
         self._calls[correlation] = call
         self._metrics.in_flight.set(len(self._calls))
         return call
@@ -114,6 +124,7 @@ class Answers:
     def forget(self, call: Call) -> None:
         """The caller waits no more; an answer from now on is late."""
         self._calls.pop(call.correlation, None)
+        self._end(call.correlation, "late")
         self._metrics.in_flight.set(len(self._calls))
 
     def fail_all(self, error: RelayError) -> None:
@@ -124,25 +135,49 @@ class Answers:
     def on_records(self, records: Iterable[Record]) -> None:
         """Records of the reply partition."""
         for record in records:
-            found = (value for name, value in record.headers if name == HEADER_CORRELATION)
-            correlation = next(found, b"") or b""  # Kafka allows null for a header's value
+            correlation = header(record.headers, HEADER_CORRELATION)
             call = self._calls.get(correlation)
             if call is None or call.reply.done():
-                self._metrics.answers_dropped.labels(self._why_unexpected(correlation)).inc()
-                continue
-            try:
-                call.take(decode(ScoreReply, record.value, self._max_bytes))
-            except DecodeError as error:
-                call.lost(WorkerFailed(f"the worker's answer cannot be read: {error}"))
-            if call.reply.done():
-                self._answered[correlation] = None
-                if len(self._answered) > REMEMBERED:
-                    self._answered.popitem(last=False)
+                self._drop(self._ended.get(correlation, "foreign"))
+            elif kind_of(record.headers):
+                self._drop("kind")
+            elif self._secret and not self._is_signed(record, correlation):
+                self._drop("forged")
+                _limited(log.warning, "forged")(
+                    "an answer is not signed, or not with this relay.answer_secret; it is dropped",
+                    partition=record.lane,
+                    offset=record.offset,
+                )
+            else:
+                self._take(call, record)
 
-    def _why_unexpected(self, correlation: bytes) -> str:
-        if not correlation.startswith(self._nonce):
-            return "foreign"
-        return "duplicate" if correlation in self._answered else "late"
+    def _take(self, call: Call, record: Record) -> None:
+        try:
+            reply = decode(ScoreReply, record.value, self._max_bytes)
+            # One that could not read the request does not know its id.
+            if reply.request_id != call.request_id and (reply.request_id or reply.status != "rejected"):
+                self._drop("forged")
+                return
+            if not np.isfinite(reply.matrix()).all():
+                raise DecodeError("invalid", f"worker {reply.worker or '?'} answered scores that are NaN or infinite")
+            call.take(reply)
+        except DecodeError as error:
+            call.lost(WorkerFailed(f"the worker's answer cannot be read: {error}"))
+        if call.reply.done():
+            self._end(call.correlation, "duplicate")
+
+    def _is_signed(self, record: Record, correlation: bytes) -> bool:
+        expected = answer_signature(self._secret, correlation, record.value or b"")
+        return hmac.compare_digest(header(record.headers, HEADER_SIGNATURE), expected)
+
+    def _end(self, correlation: bytes, then: str) -> None:
+        """An answer from now on is `then`, if it was not that of an earlier end."""
+        self._ended.setdefault(correlation, then)
+        if len(self._ended) > REMEMBERED:
+            self._ended.popitem(last=False)
+
+    def _drop(self, reason: str) -> None:
+        self._metrics.answers_dropped.labels(reason).inc()
 
 
 def ranking_of(reply: ScoreReply, candidates: int, latency_ms: float) -> Ranking:

@@ -34,7 +34,8 @@ class ClientMetrics:
         )
         self.answers_dropped = Counter(
             "relaygr_client_answers_dropped",
-            "Answers nobody waits for: late (the call is over), duplicate, or foreign (another client's).",
+            "Answers dropped: late (the call is over), duplicate, foreign (another client's), forged (not signed as "
+            "set, or with another request's id), kind (of a later release).",
             ["reason"],
             registry=registry,
         )

@@ -101,7 +101,7 @@ class RelayClient:
         self._metrics = ClientMetrics(self.registry)
         with suppress(ValueError):  # the registry of a process has it
             self.registry.register(RenewalsCollector())
-        self._answers = Answers(self._metrics, self._topics.scores.max_message_bytes)
+        self._answers = Answers(self._metrics, self._topics.scores.max_message_bytes, settings.relay.answer_secret)
         self._counts: PartitionCounts | None = None
         self._route: ReplyRoute | None = None
         self._reader = StatusReader.of(settings, self._topics)
@@ -211,7 +211,7 @@ class RelayClient:
         most = self._settings.client.max_in_flight
         if len(self._answers) >= most:
             raise Overloaded(f"{most} calls are under way (client.max_in_flight)")
-        call = self._answers.expect()
+        call = self._answers.expect(request.request_id)
         try:
             async with asyncio.timeout(timeout_s):
                 reply = await self._exchange(sender, call, request, value, key).run()

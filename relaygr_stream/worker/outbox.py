@@ -15,6 +15,7 @@ from relaygr_stream.bus.dead_letter import RETRY_S, DeadLetters
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.records import Record
 from relaygr_stream.errors import BrokerError, ConfigError, DecodeError
+from relaygr_stream.headers import HEADER_SIGNATURE, answer_signature
 from relaygr_stream.messages import HEADER_CORRELATION, SCORE_DTYPE, ScoreReply, Timings, encode
 from relaygr_stream.models.protocol import RankingModel
 from relaygr_stream.telemetry.limiter import LogLimiter
@@ -42,6 +43,7 @@ class Outbox:
     """Produces answers on `scores`, forwards and dead letters, and marks records done.
 
     forwarding: finds other workers for rankings that are refused here; None: they are answered `overloaded` at once.
+    secret: signs answers; empty: they are not signed.
     failed: never completes unless the outbox cannot go on; then it raises why.
     """
 
@@ -55,6 +57,7 @@ class Outbox:
         model: RankingModel,
         done: Callable[[Record], None],
         forwarding: Forwarding | None = None,
+        secret: str = "",
     ) -> None:
         self._topics = topics
         self._scores = scores
@@ -64,6 +67,7 @@ class Outbox:
         self._model = model
         self._done = done
         self._forwarding = forwarding
+        self._secret = secret
         self._under_way: set[asyncio.Task[None]] = set()
         self.letters: Final = DeadLetters(others, topics.dead_letter, done, metrics.dead_letters_waiting)
         self._closed = False
@@ -200,6 +204,8 @@ class Outbox:
     async def _deliver(self, origin: Origin, reply: ScoreReply) -> None:
         value = encode(reply)
         headers = [(HEADER_CORRELATION, origin.correlation)]
+        if self._secret:
+            headers.append((HEADER_SIGNATURE, answer_signature(self._secret, origin.correlation, value)))
         for pause in _pauses():
             try:
                 await self._scores.send_and_wait(

@@ -149,7 +149,17 @@ class Worker:
         model = self._inside.model
         self._intake.score_columns = len(model.tasks)
         forwarding = Forwarding(self._name, self._peers, topics.lanes) if settings.worker.forward else None
-        self._outbox = outbox = Outbox(topics, scores, others, self._metrics, self._name, model, self._done, forwarding)
+        self._outbox = outbox = Outbox(
+            topics,
+            scores,
+            others,
+            self._metrics,
+            self._name,
+            model,
+            self._done,
+            forwarding,
+            settings.relay.answer_secret,
+        )
         counts = PartitionCounts(topics, scores, self._intake.set_reply_partitions)
         await counts.ask()
         context.conditions += [outbox.letters.why_not_taken, counts.why_not_ready]

@@ -197,12 +197,13 @@ class _Client:
 
     async def _one(self, rng: random.Random) -> None:
         mutator = Mutator(rng)
-        call = self._answers.expect()
+        fields = plain(ScoreReply, rng)
+        call = self._answers.expect(fields["request_id"])
         call.attempts = 1
         headers: Any = [(HEADER_CORRELATION, call.correlation)]
         if rng.random() < 0.3:
             headers = mutator.headers(headers)
-        value = mutator.value(plain(ScoreReply, rng))
+        value = mutator.value(fields)
         self._answers.on_records([Record("scores", 0, 0, 0, mutator.key(), value, tuple(headers))])
         try:
             if call.reply.done():

@@ -1,0 +1,148 @@
+"""What others write on a client's reply partition never becomes an answer: it is dropped, counted, and the call waits
+on for the true one."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from relaygr_stream.bus.records import Record
+from relaygr_stream.bus.tail import TopicTail
+from relaygr_stream.client import RelayClient
+from relaygr_stream.errors import DeadlineExceeded, WorkerFailed
+from relaygr_stream.headers import answer_signature
+from relaygr_stream.messages import (
+    HEADER_CORRELATION,
+    HEADER_KIND,
+    HEADER_REPLY_PARTITION,
+    HEADER_SIGNATURE,
+    RankingRequest,
+    ScoreReply,
+    encode,
+)
+from relaygr_stream.settings import Client, Kafka, Relay, Settings
+from relaygr_stream.topics import load_topics
+from tests.unit.client_peers import Responder, client_on, count, request, responder_on, scored, scores_for
+from tests.unit.worker.services import Peer, history, worker_on, worker_settings
+from tests.waiting import until
+
+PATIENCE_S = 20.0
+SECRET = "sixteen characters and more"
+
+
+async def send(peer: Responder, to: Record, value: bytes, *headers: tuple[str, bytes]) -> None:
+    """Answer a request as anyone can who may read `ranking` and write `scores`."""
+    route = dict(to.headers)
+    await peer.producer.send_and_wait(
+        peer.scores,
+        value,
+        partition=int(route[HEADER_REPLY_PARTITION]),
+        headers=[(HEADER_CORRELATION, route[HEADER_CORRELATION]), *headers],
+    )
+
+
+def forged(request: RankingRequest, **changes: Any) -> ScoreReply:
+    scores = np.full_like(scores_for(request), 666.0).tobytes()
+    return msgspec.structs.replace(scored(request), scores=scores, worker="forger", **changes)
+
+
+async def test_one_call_s_correlation_id_does_not_tell_the_next(embedded_settings: Kafka) -> None:
+    async with responder_on(embedded_settings) as peer, client_on(embedded_settings) as relay:
+        for number in range(50):
+            await relay.rank(request(number), timeout=PATIENCE_S)
+        found = [dict(record.headers)[HEADER_CORRELATION] for record, _ in peer.requests]
+        assert {len(each) for each in found} == {16}
+        for part in (slice(0, 8), slice(8, 16)):  # it was a nonce and a counter
+            assert len({each[part] for each in found}) == 50
+
+
+async def test_an_answer_to_another_request_is_dropped_and_the_call_waits_on(embedded_settings: Kafka) -> None:
+    async with responder_on(embedded_settings) as peer, client_on(embedded_settings) as relay:
+        peer.hold = True
+        ranking = asyncio.create_task(relay.rank(request(1), timeout=PATIENCE_S))
+        await until(lambda: len(peer.held) == 1)
+        record, sent = peer.held[0]
+        await send(peer, record, encode(forged(sent, request_id="another")))
+        await send(peer, record, encode(forged(sent, request_id="")))
+        await send(peer, record, encode(ScoreReply(request_id="another", status="rejected")))
+        await send(peer, record, encode(forged(sent)), (HEADER_KIND, b"progress"))
+        await until(lambda: count(relay, "answers_dropped", reason="forged") == 3)
+        await until(lambda: count(relay, "answers_dropped", reason="kind") == 1)
+        assert not ranking.done()
+        peer.release()
+        assert (await ranking).worker == "peer"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+async def test_scores_that_are_no_numbers_are_a_failure_of_the_worker(embedded_settings: Kafka, value: float) -> None:
+    def spoiled(request: RankingRequest) -> list[ScoreReply | bytes]:
+        scores = scores_for(request)
+        scores[1, 0] = value
+        return [msgspec.structs.replace(scored(request), scores=scores.tobytes(), worker="w9")]
+
+    async with responder_on(embedded_settings, spoiled), client_on(embedded_settings) as relay:
+        with pytest.raises(WorkerFailed, match="w9 answered scores that are NaN or infinite"):
+            await relay.rank(request(), timeout=PATIENCE_S)
+
+
+def client_with(kafka: Kafka, secret: str, **client: Any) -> RelayClient:
+    return RelayClient(settings=Settings(kafka=kafka, relay=Relay(answer_secret=secret), client=Client(**client)))
+
+
+async def test_with_a_secret_only_signed_answers_count(embedded_settings: Kafka) -> None:
+    async with responder_on(embedded_settings) as peer, client_with(embedded_settings, SECRET, hedge_ms=0.0) as relay:
+        peer.hold = True
+        ranking = asyncio.create_task(relay.rank(request(1), timeout=PATIENCE_S))
+        await until(lambda: len(peer.held) == 1)
+        record, sent = peer.held[0]
+        correlation = dict(record.headers)[HEADER_CORRELATION]
+        evil, true = encode(forged(sent)), encode(scored(sent))
+        for signature in (
+            None,
+            b"",
+            answer_signature("another secret of sixteen", correlation, evil),
+            answer_signature(SECRET, b"another call", evil),
+            answer_signature(SECRET, correlation, true),
+            answer_signature(SECRET, correlation, evil)[:31],
+        ):
+            await send(peer, record, evil, *([] if signature is None else [(HEADER_SIGNATURE, signature)]))
+        await send(peer, record, b"\xc1")
+        await until(lambda: count(relay, "answers_dropped", reason="forged") == 7)
+        assert not ranking.done()
+        await send(peer, record, true, (HEADER_SIGNATURE, answer_signature(SECRET, correlation, true)))
+        assert (await ranking).worker == "peer"
+
+
+async def test_a_worker_signs_as_documented_and_its_clients_believe_it(embedded_settings: Kafka) -> None:
+    settings = worker_settings(embedded_settings)
+    settings = msgspec.structs.replace(settings, relay=msgspec.structs.replace(settings.relay, answer_secret=SECRET))
+    answers: list[Record] = []
+    topic = load_topics(embedded_settings).scores
+    async with (
+        Peer(embedded_settings),
+        worker_on(settings),
+        TopicTail(embedded_settings, topic.name, range(topic.partitions), "latest", answers.extend),
+    ):
+        asked = RankingRequest(request_id="r", user_id="u", prefix=history("u", 40), candidates=bytes(8))
+        async with RelayClient(settings=settings) as relay:
+            assert (await relay.rank(asked, timeout=PATIENCE_S)).scores.shape == (2, 2)
+        (answer,) = answers
+        headers = dict(answer.headers)
+        parts = (b"answer", headers[HEADER_CORRELATION], answer.value or b"")
+        framed = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
+        assert headers[HEADER_SIGNATURE] == hmac.new(SECRET.encode(), framed, "sha256").digest()
+        async with client_with(embedded_settings, "another secret of sixteen", hedge_ms=0.0) as stranger:
+            waiting = asyncio.create_task(stranger.rank(asked, timeout=5.0))
+            await until(lambda: count(stranger, "answers_dropped", reason="forged") == 1)
+            with pytest.raises(DeadlineExceeded):
+                await waiting
+
+
+def test_the_secret_is_shown_nowhere() -> None:
+    assert SECRET not in repr(Relay(answer_secret=SECRET))
+    assert SECRET not in str(Settings(relay=Relay(answer_secret=SECRET)))
