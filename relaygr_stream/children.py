@@ -38,7 +38,7 @@ class Child:
         self.log = folder / f"{name}.log"
         self._port_file = folder / f"{name}.port"
         command = [
-            *(sys.executable, "-m", "relaygr_stream.cli", *arguments),
+            *(sys.executable, "-P", "-m", "relaygr_stream.cli", *arguments),
             *("--set", f"telemetry.port_file={self._port_file}"),
         ]
         with self.log.open("wb") as log:

@@ -180,7 +180,7 @@ def model_check(settings: Settings, factory: str, device: str | None, dtype: str
     \b
     Examples:
       relaygr model check relaygr_stream.models.transformer:make
-      relaygr model check my_model:make --set model.layers=2 --dtype bfloat16
+      relaygr model check my_model:make --set model.path=. --dtype bfloat16
     """
     from relaygr_stream.models.check.command import run_check
 
@@ -188,4 +188,6 @@ def model_check(settings: Settings, factory: str, device: str | None, dtype: str
 
 
 if __name__ == "__main__":
+    if not sys.flags.safe_path and Path(sys.path[0]) == Path.cwd():
+        del sys.path[0]  # `python -m` put it there: a torch.py in the working directory is not torch
     main()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar
@@ -20,7 +21,8 @@ def parse_flags(assignments: tuple[str, ...]) -> dict[str, str]:
     for assignment in assignments:
         key, separator, value = assignment.partition("=")
         if not separator:
-            raise ConfigError(f"flag --set {assignment}: write --set section.key=value")
+            shown = re.match(r"[\w.-]*", assignment)[0]  # type: ignore[index]  # what follows may be a secret
+            raise ConfigError(f"flag --set {shown}: write --set section.key=value")
         flags[key.strip()] = value.strip()
     return flags
 

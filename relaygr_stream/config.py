@@ -11,6 +11,7 @@ import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from dataclasses import field as dataclass_field
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final, get_type_hints
@@ -25,6 +26,10 @@ from relaygr_stream.settings import SECRET_SHOWN, Settings
 ENV_PREFIX: Final = "RELAYGR_"
 #: Names under the prefix that are not settings: the file to read, and what only tests use.
 ENV_CONFIG: Final = "RELAYGR_CONFIG"
+#: Behind a secret's variable: the value is in the file of that name.
+ENV_FILE: Final = "_FILE"
+#: A secret is a line of text; a file larger than this is another one, named by mistake.
+MAX_SECRET_FILE: Final = 64 << 10
 ENV_NOT_SETTINGS: Final = (ENV_CONFIG, "RELAYGR_TEST_")
 
 #: What Kubernetes (and Docker's links before it) puts into every pod for a service named `relaygr-…`; see
@@ -62,7 +67,7 @@ class Value:
     """A setting's effective value and where it came from."""
 
     field: Field
-    value: Any
+    value: Any = dataclass_field(repr=False)  # may be a secret
     source: str  # "default", "FILE", "environment RELAYGR_…", "flag --set …"
 
     @property
@@ -129,6 +134,9 @@ def load(
     ignored = frozenset(injected_names(environ))
     for name in sorted(environ):
         if name.startswith(ENV_PREFIX) and not name.startswith(ENV_NOT_SETTINGS) and name not in ignored:
+            if (base := _BY_ENV.get(name.removesuffix(ENV_FILE))) and base.is_secret and name.endswith(ENV_FILE):
+                merged[base.key] = _from_secret_file(base, name, environ)
+                continue
             if name not in _BY_ENV:
                 raise ConfigError(f"environment {name}: no such setting{_did_you_mean(name, _BY_ENV)}")
             key = _BY_ENV[name].key
@@ -148,6 +156,26 @@ def load(
         section, name = key.split(".")
         sections.setdefault(section, {})[name] = value.value
     return Config(msgspec.convert(sections, Settings), tuple(merged.values()))
+
+
+def _from_secret_file(field: Field, name: str, environ: Mapping[str, str]) -> Value:
+    """The secret in the file that the variable names, without the line's end. Raises ConfigError, which quotes none."""
+    path, source = environ[name], f"environment {name} ({environ[name]})"
+    if environ.get(field.env):
+        raise ConfigError(f"both {field.env} and {name} are set: unset one")
+    try:
+        with Path(path).open("rb") as file:
+            raw = file.read(MAX_SECRET_FILE + 1)
+        if len(raw) > MAX_SECRET_FILE:
+            raise ConfigError(f"{source}: more than {MAX_SECRET_FILE >> 10} KiB, which is no secret")
+        text = raw.decode().rstrip("\r\n")
+    except UnicodeDecodeError:
+        raise ConfigError(f"{source}: not text in UTF-8") from None  # that error holds the bytes
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{source}: cannot be read: {error}") from error
+    if not text:
+        raise ConfigError(f"{source}: the file is empty; it is to hold `{field.key}`")
+    return _checked(field.key, text, source)
 
 
 def injected_names(environ: Mapping[str, str]) -> list[str]:
@@ -207,7 +235,8 @@ def _checked(key: str, raw: Any, source: str) -> Value:
         # Text (environment, flags) may stand for numbers and booleans; a TOML value has its type already.
         value = msgspec.convert(value, field.kind, strict=not isinstance(raw, str))
     except msgspec.ValidationError as error:
-        shown = SECRET_SHOWN if field.is_secret else repr(raw)
+        # A password that strayed into a URL is one as well.
+        shown = SECRET_SHOWN if field.is_secret or "@" in str(raw) else repr(raw)
         raise ConfigError(f"{source}: `{key}` = {shown}: {error}; it is: {field.description}") from error
     return Value(field, value, source)
 

@@ -33,16 +33,20 @@ class Section(Struct, frozen=True, kw_only=True):
 
     def __repr__(self) -> str:
         shown = (
-            f"{name}={SECRET_SHOWN if name in SECRETS and value else repr(value)}"
+            f"{name}={SECRET_SHOWN if _is_secret(name, value) else repr(value)}"
             for name, value in structs.asdict(self).items()
         )
         return f"{type(self).__name__}({', '.join(shown)})"
 
 
+def _is_secret(name: str, value: object) -> bool:
+    return (name in SECRETS and bool(value)) or (name == "bootstrap" and "@" in str(value))
+
+
 class Kafka(Section, frozen=True, kw_only=True):
     """How to reach Kafka, and the timings of its group protocol."""
 
-    bootstrap: Annotated[str, _doc("brokers, HOST:PORT[,HOST:PORT…]")] = "localhost:9092"
+    bootstrap: Annotated[str, Meta(pattern=r"^[^@/]*$"), _doc("brokers, HOST:PORT[,HOST:PORT…]")] = "localhost:9092"
     prefix: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{0,64}$"), _doc("prefix of every topic and group name")] = (
         "relaygr."
     )
@@ -72,6 +76,9 @@ class Kafka(Section, frozen=True, kw_only=True):
     sasl_mechanism: Annotated[
         Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"], _doc("how the password is shown; PLAIN only within TLS")
     ] = "SCRAM-SHA-512"
+    plain_without_tls: Annotated[
+        bool, _doc("let PLAIN send the password over SASL_PLAINTEXT, where everybody on the way can read it")
+    ] = False
     sasl_username: Annotated[str, _doc("user of SASL_PLAINTEXT and SASL_SSL")] = ""
     sasl_password: Annotated[str, Meta(extra={"secret": True}), _doc("its password")] = ""
     tls_ca: Annotated[str, _doc("PEM file of the authority that signed the brokers; empty: the system's")] = ""
@@ -202,6 +209,9 @@ class Model(Section, frozen=True, kw_only=True):
     """The model: a user's own factory, a checkpoint, or a seeded random HSTU of this shape."""
 
     factory: Annotated[str, _doc("module:factory of a user's own model; empty: the built-in HSTU")] = ""
+    path: Annotated[
+        str, _doc("folders to find that module in, separated as in PYTHONPATH; empty: where packages are installed")
+    ] = ""
     checkpoint: Annotated[str, _doc("folder with config.json and model.safetensors; empty: random weights")] = ""
     seed: Annotated[int, _doc("seed of random weights")] = 7
     layers: Annotated[Positive, _doc("STU layers")] = 4

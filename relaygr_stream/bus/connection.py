@@ -9,19 +9,34 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
-from aiokafka.errors import KafkaConnectionError, KafkaError
+from aiokafka.errors import (
+    ClusterAuthorizationFailedError,
+    GroupAuthorizationFailedError,
+    KafkaConnectionError,
+    KafkaError,
+    TopicAuthorizationFailedError,
+)
 
 import relaygr_stream.bus.lost_connection  # noqa: F401  # before any client is made
 from relaygr_stream.bus.security import security_options
-from relaygr_stream.errors import BrokerError, BrokerUnavailable
+from relaygr_stream.errors import AccessDenied, BrokerError, BrokerUnavailable, ConfigError
 from relaygr_stream.settings import Kafka
 
 #: Wait between attempts. A broker's restart takes seconds; ten attempts a second from each client are no load.
 RETRY_BACKOFF_MS: Final = 100
 
+_NOT_GRANTED: Final = (
+    TopicAuthorizationFailedError, GroupAuthorizationFailedError, ClusterAuthorizationFailedError
+)  # fmt: skip
+
 
 def bootstrap_addresses(kafka: Kafka) -> list[str]:
-    """HOST:PORT of each broker named."""
+    """HOST:PORT of each broker named. ConfigError where it is a URL, which may hold a password: it is not quoted."""
+    if "@" in kafka.bootstrap or "/" in kafka.bootstrap:
+        raise ConfigError(
+            "`kafka.bootstrap` is a URL, or holds a password: write HOST:PORT[,HOST:PORT…], the user in "
+            "kafka.sasl_username and the password in RELAYGR_KAFKA_SASL_PASSWORD_FILE"
+        )
     return [address.strip() for address in kafka.bootstrap.split(",") if address.strip()]
 
 
@@ -51,5 +66,10 @@ def broker_error(kafka: Kafka, doing: str, error: BaseException) -> BrokerError:
         return BrokerUnavailable(
             f"cannot {doing}: no Kafka broker answers at {kafka.bootstrap}; start one there, or name another with "
             f"kafka.bootstrap (RELAYGR_KAFKA_BOOTSTRAP)"
+        )
+    if isinstance(error, _NOT_GRANTED):
+        return AccessDenied(
+            f"cannot {doing}: user {kafka.sasl_username or 'of this certificate or address'!r} lacks an ACL "
+            f"({type(error).__name__}: {error}); docs/security.md lists the grants of each process"
         )
     return BrokerError(f"cannot {doing} (brokers at {kafka.bootstrap}): {error!r}")

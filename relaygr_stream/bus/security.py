@@ -26,6 +26,11 @@ def security_options(kafka: Kafka) -> dict[str, Any]:
                 f"`kafka.security_protocol` = {protocol} needs `kafka.sasl_username` and `kafka.sasl_password` "
                 f"(RELAYGR_KAFKA_SASL_PASSWORD, or a settings file that others cannot read)"
             )
+        if kafka.sasl_mechanism == "PLAIN" and not tls and not kafka.plain_without_tls:
+            raise ConfigError(
+                f"`kafka.sasl_mechanism` = PLAIN with `kafka.security_protocol` = {protocol} sends the password in the "
+                f"clear; use SASL_SSL or SCRAM-SHA-512, or allow it with kafka.plain_without_tls = true"
+            )
         options |= {
             "sasl_mechanism": kafka.sasl_mechanism,
             "sasl_plain_username": kafka.sasl_username,

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -82,12 +85,25 @@ def _refuse_suffix_with_contextual(built_in: HSTUModel, model: settings.Model, r
 
 
 def _from_factory(model: settings.Model, device: torch.device, dtype: torch.dtype) -> RankingModel:
+    _add_folders(model.path)
     made = _call(_find_factory(model.factory), model, device, dtype)
     problem = _contract_problem(made)
     if problem:
         raise ModelError(f"`model.factory` = {model.factory!r} returned a {type(made).__name__}, but {problem}")
     assert isinstance(made, RankingModel)
     return made
+
+
+def _add_folders(path: str) -> None:
+    """Let modules be found in these folders, after all installed ones: a file there takes no library's name.
+
+    The working directory is none of them unless it is named. Raises ConfigError for what is no folder.
+    """
+    for folder in filter(None, path.split(os.pathsep)):
+        if not Path(folder).is_dir():
+            raise ConfigError(f"`model.path` = {path!r}: {folder!r} is no folder (seen from {Path.cwd()})")
+        if (found := str(Path(folder).resolve())) not in sys.path:
+            sys.path.append(found)
 
 
 def _find_factory(name: str) -> Callable[..., Any]:
@@ -101,7 +117,7 @@ def _find_factory(name: str) -> Callable[..., Any]:
             log.error("the model's module failed", module=module_name, exc_info=error)
         raise ModelError(
             f"`model.factory` = {name!r}: importing {module_name} failed: {type(error).__name__}: {error}; "
-            f"is it installed, or its folder on PYTHONPATH?"
+            f"is it installed, or its folder in `model.path`?"
         ) from error
     try:
         factory = getattr(module, attribute)

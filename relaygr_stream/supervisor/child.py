@@ -26,7 +26,7 @@ class Child:
         self.name = name
         self._port_file = folder / f"{name}.port"
         self._command = [
-            *(sys.executable, "-m", "relaygr_stream.cli", *arguments),
+            *(sys.executable, "-P", "-m", "relaygr_stream.cli", *arguments),
             *("--set", f"telemetry.port_file={self._port_file}"),
         ]
         self._process: asyncio.subprocess.Process | None = None

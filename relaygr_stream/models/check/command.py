@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import click
 from msgspec.structs import replace
 
@@ -31,8 +28,6 @@ def run_check(settings: Settings, factory: str, device: str | None, dtype: str |
 
     if on.type == "cpu":
         torch.set_num_threads(settings.worker.threads)
-    if str(Path.cwd()) not in sys.path:  # a model beside the shell's prompt is found, as with `python -m`
-        sys.path.insert(0, str(Path.cwd()))
     probe = probe_for(settings, on, getattr(torch, name), seed)
     note = f", {probe.model.note}" if probe.model.note else ""
     click.echo(f"{factory or settings.model.factory or 'built-in HSTU'}: version {probe.model.version} on {on}{note}\n")

@@ -179,7 +179,7 @@ def test_a_users_own_model(users_module: str) -> None:
         ("{}", "write module:factory"),
         (":make", "write module:factory"),
         ("{}:", "write module:factory"),
-        ("{}_absent:make", "importing .*_absent failed: ModuleNotFoundError.*PYTHONPATH"),
+        ("{}_absent:make", "importing .*_absent failed: ModuleNotFoundError.*model\\.path"),
         ("{}_fails:make", "importing .* failed: ModuleNotFoundError: No module named 'a_package_that_is_not_there'"),
         ("{}:other", "has no `other`"),
         ("{}:not_callable", "`not_callable` is a int, not callable"),

@@ -1,0 +1,61 @@
+"""Our processes import nothing from the working directory, unless a setting names it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from relaygr_stream import children
+from relaygr_stream.supervisor import child as supervised
+
+#: Names that a start imports early and late; each says that it was imported, and ends the process.
+SHADOWS = ("click", "msgspec", "torch", "tomllib", "my_model")
+
+
+@pytest.fixture
+def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with files that are called like libraries."""
+    for name in SHADOWS:
+        (tmp_path / f"{name}.py").write_text(f"raise SystemExit('imported ./{name}.py')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    return tmp_path
+
+
+async def test_children_import_no_library_from_the_working_directory(trap: Path) -> None:
+    child = children.Child("show", ["config", "show"], trap)
+    assert await child.wait() == 0, child.log_tail()
+    again = supervised.Child("show", ["config", "show"], trap)
+    await again.start()
+    assert await again.ended() == 0
+
+
+def relaygr(*arguments: str) -> str:
+    """`python -m`, as somebody may call it by hand, without -P; what it said."""
+    # What runpy itself needs of these is imported before our code can help it.
+    for early in ("click", "msgspec", "tomllib"):
+        Path(f"{early}.py").unlink()
+    command = [sys.executable, "-m", "relaygr_stream.cli", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout + done.stderr
+
+
+def test_a_model_is_found_by_the_setting_alone(trap: Path) -> None:
+    assert "imported" not in (without := relaygr("model", "check", "my_model:make"))
+    assert "importing my_model failed: ModuleNotFoundError" in without
+    assert "`model.path`" in without
+    (trap / "my_model.py").write_text("from relaygr_stream.models.transformer import make")
+    for early in ("click", "msgspec", "tomllib"):
+        Path(f"{early}.py").touch()
+    shape = ("--set=model.layers=1", "--set=model.dim=16", "--set=relay.max_prefix_tokens=64")
+    found = relaygr("model", "check", "my_model:make", "--set=model.path=.", *shape)
+    assert "version transformer-" in found, found
+    assert "imported ./torch.py" not in found
+
+
+def test_a_path_that_is_no_folder_is_refused(trap: Path) -> None:
+    said = relaygr("model", "check", "my_model:make", "--set=model.path=nowhere")
+    assert "error: `model.path` = 'nowhere': 'nowhere' is no folder" in said
