@@ -110,14 +110,24 @@ def hide_and_shorten(_logger: WrappedLogger, _method: str, event: EventDict) -> 
             event[name] = SECRET_SHOWN
         elif name == "exception":
             event[name] = _keep_end(str(value), MAX_TRACEBACK)
-        elif isinstance(value, bytes | bytearray | memoryview):
-            event[name] = f"<{len(value)} bytes>"
-        elif isinstance(value, msgspec.Struct):
-            # Settings hold secrets, messages hold user ids and behaviours.
-            event[name] = f"<{type(value).__name__}>"
         elif not isinstance(value, int | float | None):
-            event[name] = _shorten(value)
+            event[name] = _shorten(_hidden(value))
     return event
+
+
+def _hidden(value: Any) -> Any:
+    """Settings hold secrets, messages hold user ids: within lists and tables, too, which JSON would unfold."""
+    match value:
+        case bytes() | bytearray() | memoryview():
+            return f"<{len(value)} bytes>"
+        case msgspec.Struct():
+            return f"<{type(value).__name__}>"
+        case dict():
+            secret = {name for name in value if any(word in str(name).lower() for word in SECRET_WORDS)}
+            return {name: SECRET_SHOWN if name in secret else _hidden(inner) for name, inner in value.items()}
+        case list() | tuple() | set() | frozenset():
+            return [_hidden(inner) for inner in value]
+    return value
 
 
 class _StderrLogger:

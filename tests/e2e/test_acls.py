@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 import pytest
@@ -20,11 +19,12 @@ from confluent_kafka.admin import (
     ResourceType,
 )
 
+from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.children import Child, settings_as_toml
 from relaygr_stream.client import RelayClient
 from relaygr_stream.dead_letters.read import read_letters
-from relaygr_stream.errors import BrokerError
+from relaygr_stream.errors import AccessDenied, BrokerError
 from relaygr_stream.settings import Kafka, Settings
 from relaygr_stream.topics import apply_topics
 from relaygr_stream.workload.driver import drive
@@ -34,41 +34,24 @@ from tests.e2e.fleet import TEST_SETTINGS, Results, traffic
 
 pytestmark = pytest.mark.kafka
 
-DOC = Path(__file__).parents[2] / "docs" / "operations.md"
+DOC = Path(__file__).parents[2] / "docs" / "security.md"
 PREFIX = "acl."
-USERS = {
-    "`relaygr trigger`": "trigger",
-    "`relaygr worker`": "worker",
-    "`RelayClient`, `relaygr publish`": "client",
-    "`relaygr dead-letters`, `relaygr status`": "operator",
-    "`relaygr topics apply`": "admin",
-}
-
-
-class Grants(NamedTuple):
-    read: list[str]
-    write: list[str]
-    describe: list[str]
-    group: list[str]
-
-
-def documented() -> dict[str, Grants]:
-    """User → grants, from the table."""
-    table = DOC.read_text(encoding="utf-8").partition("| group to READ |")[2]
-    rows = re.findall(r"^\| (`.*?) \|(.*)\|(.*)\|(.*)\|(.*)\|$", table.partition("\n\n")[0], re.M)
-    split = {name: Grants(*([word.strip() for word in cell.split(",") if word.strip()] for cell in cells))
-             for name, *cells in rows}  # fmt: skip
-    assert set(split) == set(USERS)
-    return {USERS[name]: grants for name, grants in split.items()}
+ROLES = ["client", "retrieval", "trigger", "worker", "operator", "admin"]
 
 
 def bindings() -> Iterator[AclBinding]:
-    """The same as Kafka takes them."""
-    for user, grants in documented().items():
-        for operation, names in (("READ", grants.read), ("WRITE", grants.write), ("DESCRIBE", grants.describe)):
-            yield from (binding(user, operation, "TOPIC", f"{PREFIX}{name}") for name in names)
-        yield from (binding(user, "READ", "GROUP", f"{PREFIX}{group}") for group in grants.group)
-    yield binding("admin", "CREATE", "BROKER", "kafka-cluster")
+    """The documented table, as Kafka takes it."""
+    header, _, *rows = re.findall(r"^\|.*\|$", DOC.read_text(encoding="utf-8").partition("## Grants")[2], re.M)
+    assert [cell.strip() for cell in header.split("|")[2:-1]] == ROLES
+    for row in rows[: next(i for i, row in enumerate(rows) if row.startswith("| cluster")) + 1]:
+        resource, *cells = (cell.strip() for cell in row.split("|")[1:-1])
+        kind, _, name = resource.replace("`", "").partition(" ")
+        for user, cell in zip(ROLES, cells, strict=True):
+            for operation in filter(None, (word.strip() for word in cell.split(","))):
+                if kind == "cluster":
+                    yield binding(user, operation, "BROKER", "kafka-cluster")
+                else:
+                    yield binding(user, operation, kind.upper(), f"{PREFIX}{name}")
 
 
 def binding(user: str, operation: str, kind: str, name: str) -> AclBinding:
@@ -80,7 +63,7 @@ def binding(user: str, operation: str, kind: str, name: str) -> AclBinding:
 def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecureKafka]:
     if not os.environ.get("KAFKA_HOME"):
         pytest.skip(KAFKA_HINT)
-    with secure_kafka(tmp_path_factory.mktemp("acls"), users=list(USERS.values()), authorize=True) as broker:
+    with secure_kafka(tmp_path_factory.mktemp("acls"), users=ROLES, authorize=True) as broker:
         kafka = AdminClient({"bootstrap.servers": f"127.0.0.1:{broker.inside_port}"})
         for created in kafka.create_acls(list(bindings())).values():
             created.result(timeout=60)
@@ -117,8 +100,45 @@ async def test_with_the_documented_grants_the_relay_serves_and_without_it_does_n
         codes = [await child.wait() for child in children]
     assert codes == [0, 0], [child.log_tail() for child in children]
     assert await read_letters(as_user(secure, "operator")) == []
-    for user, topic in (("trigger", "scores"), ("operator", "scores"), ("client", "pre-infer")):
-        kafka = as_user(secure, user)
-        with pytest.raises(BrokerError, match="Authorization"):
-            async with TopicTail(kafka, f"{PREFIX}{topic}", [0], "earliest", lambda records: None) as tail:
-                await asyncio.wait_for(tail.failed, 30)
+
+
+@pytest.mark.parametrize(
+    ("user", "topic"),
+    [
+        ("client", "scores"),
+        ("client", "worker-status"),
+        ("client", "pre-infer"),
+        ("retrieval", "ranking"),
+        ("retrieval", "worker-status"),
+        ("trigger", "scores"),
+        ("trigger", "ranking"),
+        ("worker", "pre-infer"),
+        ("worker", "retrieval"),
+        ("operator", "scores"),
+        ("admin", "retrieval"),
+    ],
+)
+async def test_a_write_that_is_not_granted_is_refused_by_name(secure: SecureKafka, user: str, topic: str) -> None:
+    await apply_topics(as_user(secure, "admin"))
+    async with Producer(as_user(secure, user), client_id="test") as producer:
+        with pytest.raises(
+            AccessDenied, match=rf"user '{user}' lacks an ACL.*{re.escape(PREFIX + topic)}.*security\.md"
+        ):
+            await producer.send_and_wait(f"{PREFIX}{topic}", b"x", key=b"k")
+
+
+async def test_who_only_announces_may_write_retrieval(secure: SecureKafka) -> None:
+    await apply_topics(as_user(secure, "admin"))
+    async with Producer(as_user(secure, "retrieval"), client_id="test") as producer:
+        await producer.send_and_wait(f"{PREFIX}retrieval", b"x", key=b"k")
+
+
+@pytest.mark.parametrize(
+    ("user", "topic"),
+    [("trigger", "scores"), ("operator", "scores"), ("client", "pre-infer"), ("retrieval", "scores")],
+)
+async def test_a_read_that_is_not_granted_is_refused(secure: SecureKafka, user: str, topic: str) -> None:
+    await apply_topics(as_user(secure, "admin"))
+    with pytest.raises(BrokerError, match=r"Authorization|lacks an ACL"):
+        async with TopicTail(as_user(secure, user), f"{PREFIX}{topic}", [0], "earliest", lambda records: None) as tail:
+            await asyncio.wait_for(tail.failed, 30)

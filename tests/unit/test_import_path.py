@@ -7,8 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from relaygr_stream import children
+from relaygr_stream.errors import ConfigError
+from relaygr_stream.models.load import load_model
+from relaygr_stream.settings import Model, Relay
 from relaygr_stream.supervisor import child as supervised
 
 #: Names that a start imports early and late; each says that it was imported, and ends the process.
@@ -56,6 +60,7 @@ def test_a_model_is_found_by_the_setting_alone(trap: Path) -> None:
     assert "imported ./torch.py" not in found
 
 
-def test_a_path_that_is_no_folder_is_refused(trap: Path) -> None:
-    said = relaygr("model", "check", "my_model:make", "--set=model.path=nowhere")
-    assert "error: `model.path` = 'nowhere': 'nowhere' is no folder" in said
+def test_a_path_that_is_no_folder_is_refused() -> None:
+    model = Model(factory="my_model:make", path="nowhere")
+    with pytest.raises(ConfigError, match=r"`model\.path` = 'nowhere': 'nowhere' is no folder"):
+        load_model(model, Relay(), device=torch.device("cpu"), dtype=torch.float32)
