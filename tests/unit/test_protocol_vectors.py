@@ -1,0 +1,65 @@
+"""docs/protocol-vectors.json and docs/protocol.md say what the codec does: for whoever writes another client."""
+
+from __future__ import annotations
+
+import hmac
+import json
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import msgspec
+import pytest
+
+from relaygr_stream import headers, versions
+from relaygr_stream.headers import answer_signature
+from relaygr_stream.messages import MAX_UNKNOWN_BYTES, decode, encode
+from relaygr_stream.topics import lane_of
+from tests.unit.test_versions import KINDS, meaning, plain
+
+DOCS = Path(__file__).parents[2] / "docs"
+VECTORS = json.loads((DOCS / "protocol-vectors.json").read_text(encoding="utf-8"))
+PROTOCOL = (DOCS / "protocol.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("vector", VECTORS["messages"], ids=lambda vector: str(vector["about"]))
+def test_a_message_is_what_its_vector_says(vector: dict[str, Any]) -> None:
+    data = bytes.fromhex(vector["message"])
+    message = decode(KINDS[vector["kind"]], data)
+    assert meaning(message) == vector["means"]
+    assert encode(message) == data
+    assert plain(msgpack.unpackb(data)) == vector["means"]  # with nothing of this package
+
+
+def test_every_kind_has_a_vector_with_every_field() -> None:
+    for name, kind in KINDS.items():
+        written = [set(each["means"]) for each in VECTORS["messages"] if each["kind"] == name]
+        assert written
+        assert all(fields == {field.name for field in msgspec.structs.fields(kind)} for fields in written)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_field_is_documented_where_its_message_is(kind: str) -> None:
+    section = PROTOCOL.split(f"### {kind}, on ", 1)[1].split("\n### ", 1)[0]
+    for field in msgspec.structs.fields(KINDS[kind]):
+        assert f"`{field.name}`" in section, f"{kind}.{field.name}"
+
+
+def test_the_signature_of_an_answer_is_a_plain_hmac() -> None:
+    vector = VECTORS["answer_signature"]
+    correlation, value = bytes.fromhex(vector["correlation"]), bytes.fromhex(vector["value"])
+    framed = b"".join(len(part).to_bytes(4, "big") + part for part in (b"answer", correlation, value))
+    found = hmac.new(vector["secret"].encode(), framed, "sha256").hexdigest()
+    assert found == vector["signature"] == answer_signature(vector["secret"], correlation, value).hex()
+
+
+def test_lanes_are_those_of_the_vectors() -> None:
+    for vector in VECTORS["lanes"]:
+        assert lane_of(vector["user_id"], vector["partitions"]) == vector["lane"]
+
+
+def test_headers_reserved_names_and_bounds_are_documented() -> None:
+    names = [value for name, value in vars(headers).items() if name.startswith(("HEADER_", "KIND_"))]
+    for name in [*names, *versions.RESERVED_FIELDS]:
+        assert f"`{name}`" in PROTOCOL, name
+    assert f"{MAX_UNKNOWN_BYTES:,} bytes" in PROTOCOL
