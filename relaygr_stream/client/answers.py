@@ -59,6 +59,7 @@ class Ranking:
     timings: Timings  # on the worker
     worker: str
     model_version: str
+    admission: str = ""  # what the trigger decided: `admitted`, or why not; empty: unknown
 
 
 @dataclass(eq=False, slots=True)
@@ -199,4 +200,5 @@ def ranking_of(reply: ScoreReply, candidates: int, latency_ms: float) -> Ranking
         timings=reply.timings,
         worker=reply.worker,
         model_version=reply.model_version,
+        admission=reply.admission,
     )

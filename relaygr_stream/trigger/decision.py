@@ -104,6 +104,11 @@ class LaneState:
             self.costs = usable_costs(claim.worker.costs)
             self._claim = claim
 
+    @property
+    def owner(self) -> str:
+        """Who stated the lane last; empty: nobody yet."""
+        return "" if self._claim is None else self._claim.worker.name
+
     def load_allows(self, cost_ms: float, now_s: float) -> bool:
         """Whether the lane's grant, and its owner's for all lanes of this trigger, leave so much device time."""
         owner = self._owner_bucket

@@ -11,7 +11,7 @@ from dataclasses import replace
 from relaygr_stream.bus.records import Record
 from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.errors import BrokerUnavailable, DecodeError
-from relaygr_stream.messages import PreInferSignal, RequestEvent, WorkerStatus, decode, tenant_key
+from relaygr_stream.messages import PreInferSignal, RequestEvent, WorkerStatus, decode, kind_of, tenant_key
 from relaygr_stream.owners import OwnerDirectory
 from relaygr_stream.settings import Settings
 from relaygr_stream.status.reader import MAX_SKEW_S, StatusReader
@@ -161,6 +161,10 @@ class Shadow:
     def on_signals(self, records: list[Record]) -> None:
         """Read from `pre-infer`: each is booked as admitted."""
         for record in records:
+            if kind_of(record.headers):  # no signal, but its offset is known to the trigger that wrote it
+                ledger = self._lanes[record.lane].ledger
+                ledger.acknowledged(ledger.admit(0), record.offset, time.monotonic())
+                continue
             try:
                 signal = decode(PreInferSignal, record.value, self._topics.pre_infer.max_message_bytes)
             except DecodeError:

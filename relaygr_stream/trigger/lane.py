@@ -22,6 +22,7 @@ from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.topics import lane_of
 from relaygr_stream.trigger.decision import Decision, LaneState, decide
 from relaygr_stream.trigger.log_ends import AgeBounds, LogEnd
+from relaygr_stream.trigger.refused import UNTOLD
 from relaygr_stream.trigger.signals import LaneSignals
 from relaygr_stream.trigger.surroundings import Surroundings
 
@@ -110,6 +111,9 @@ class LaneTrigger:
             if decision.admit:
                 signals.add(event, record, state.admit(event, decision, time.monotonic()))
             else:
+                if state.owner and decision.reason not in UNTOLD:
+                    refused = self._shared.refused
+                    refused.add(state.owner, self._number, state.ledger, event.request_id, decision.reason)
                 self._shared.done(record)
         await signals.flush()
 

@@ -33,6 +33,7 @@ from relaygr_stream.trigger.decision import Policy
 from relaygr_stream.trigger.lane import LaneTrigger
 from relaygr_stream.trigger.log_ends import LogEnds
 from relaygr_stream.trigger.metrics import TriggerMetrics
+from relaygr_stream.trigger.refused import FLUSH_S, Refused
 from relaygr_stream.trigger.statement import Statements
 from relaygr_stream.trigger.surroundings import Surroundings
 
@@ -97,7 +98,16 @@ async def run_trigger(context: ProcessContext) -> None:
         verbose = settings.telemetry.log_level == "debug"
         lanes = TriggerLanes(
             Surroundings(
-                Policy.of(settings), topics, owners, producer, letters, ends, metrics, done, log_decisions=verbose
+                Policy.of(settings),
+                topics,
+                owners,
+                producer,
+                letters,
+                ends,
+                metrics,
+                done,
+                Refused(topics.pre_infer.name, producer),
+                log_decisions=verbose,
             )
         )
         stack.push_async_callback(lanes.close)
@@ -161,6 +171,7 @@ class TriggerLanes:
         self._background: list[asyncio.Task[None]] = []
         self.every(sample_s, self._sample_ages)
         self.every(RECONCILE_S, self._reconcile)
+        self.every(FLUSH_S, shared.refused.flush)
 
     @property
     def backlog(self) -> int:

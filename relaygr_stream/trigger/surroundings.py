@@ -15,6 +15,7 @@ from relaygr_stream.trigger.decision import Policy
 from relaygr_stream.trigger.load import OwnerLoads
 from relaygr_stream.trigger.log_ends import LogEnds, SenderLag
 from relaygr_stream.trigger.metrics import TriggerMetrics
+from relaygr_stream.trigger.refused import Refused
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Surroundings:
     ends: LogEnds
     metrics: TriggerMetrics
     done: Callable[[Record], None]
+    refused: Refused
     # Until it knows more, a trigger believes: what waited while there was none is old, and a fresh event that a clock
     # makes stale costs a pre-inference. A worker does not: there it would cost the answer.
     lag: SenderLag = field(default_factory=partial(SenderLag, 0.0))

@@ -18,6 +18,7 @@ from relaygr_stream.errors import BrokerError, ConfigError, DecodeError
 from relaygr_stream.headers import HEADER_SIGNATURE, answer_signature
 from relaygr_stream.messages import HEADER_CORRELATION, SCORE_DTYPE, ScoreReply, Timings, encode
 from relaygr_stream.models.protocol import RankingModel
+from relaygr_stream.refusals import Reasons
 from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.telemetry.logs import request_log_fields
 from relaygr_stream.topics import TopicSet
@@ -58,12 +59,14 @@ class Outbox:
         done: Callable[[Record], None],
         forwarding: Forwarding | None = None,
         secret: str = "",
+        reasons: Reasons | None = None,
     ) -> None:
         self._topics = topics
         self._scores = scores
         self._others = others
         self._metrics = metrics
         self._worker = worker
+        self._reasons = reasons or Reasons(0.0)
         self._model = model
         self._done = done
         self._forwarding = forwarding
@@ -108,6 +111,7 @@ class Outbox:
             detail=answer.detail,
             model_version=self._model.version,
             worker=self._worker,
+            admission=self._reasons.take(task.request_id),
             timings=Timings(
                 inbound_ms=task.inbound_ms,
                 queued_ms=queued * 1e3,

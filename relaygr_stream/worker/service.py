@@ -13,7 +13,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from functools import partial
 from typing import Any, Final
 
@@ -30,6 +30,8 @@ from relaygr_stream.handover.build import hands_over, make_handover
 from relaygr_stream.handover.service import Handover
 from relaygr_stream.messages import kind_of
 from relaygr_stream.owners import OwnerDirectory
+from relaygr_stream.refusals import KIND as REFUSALS
+from relaygr_stream.refusals import Reasons
 from relaygr_stream.settings import Settings
 from relaygr_stream.status.reader import StatusReader
 from relaygr_stream.telemetry.process import ProcessContext
@@ -98,6 +100,7 @@ class Worker:
             on_unsigned=self._metrics.statuses_unsigned.inc,
             reader=StatusReader.of(settings, self._topics),
         )
+        self._reasons = Reasons(settings.relay.life_window_ms)
         self._in_flight: set[RankTask] = set()
         self._consumer: LaneConsumer | None = None
         self._inside: Inside | None = None
@@ -159,6 +162,7 @@ class Worker:
             self._done,
             forwarding,
             settings.relay.answer_secret,
+            self._reasons,
         )
         counts = PartitionCounts(topics, scores, self._intake.set_reply_partitions)
         await counts.ask()
@@ -291,12 +295,18 @@ class Worker:
         rankings: list[RankTask] = []
         assert self._consumer is not None
         for record in records:
-            if kind_of(record.headers):  # of a later release
+            kind = kind_of(record.headers)
+            if kind == REFUSALS and record.topic == self._topics.pre_infer.name:
+                with suppress(DecodeError):  # nothing depends on it
+                    self._reasons.read(record)
+                self._consumer.done(record)
+            elif kind:  # of a later release
                 self._metrics.records_skipped.inc()
                 self._consumer.done(record)
             elif record.topic == self._topics.pre_infer.name:
                 try:
                     signal = self._intake.signal(record)
+                    self._reasons.admitted(signal.request_id)
                     if self._held.signal(signal.nbytes):
                         signals.append(signal)
                     else:

@@ -21,6 +21,7 @@ from relaygr_stream.messages import (
     WorkerStatus,
     decode,
     encode,
+    kind_of,
 )
 from relaygr_stream.settings import Kafka, Settings, Trigger
 from relaygr_stream.telemetry.process import ProcessContext
@@ -45,6 +46,7 @@ class Peer:
         self.topics: TopicSet = load_topics(kafka)
         self.producer = producer
         self.signals: list[Record] = []
+        self.others: list[Record] = []  # on `pre-infer`, and no signals
         self.letters: list[Record] = []
         self.read_to = dict.fromkeys(range(self.topics.lanes), 0)
         self.reading = True
@@ -52,7 +54,7 @@ class Peer:
 
     def on_signals(self, records: list[Record]) -> None:
         for record in records:
-            self.signals.append(record)
+            (self.others if kind_of(record.headers) else self.signals).append(record)
             if self.reading:
                 self.read_to[record.lane] = record.offset + 1
 

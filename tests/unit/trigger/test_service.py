@@ -28,6 +28,7 @@ from relaygr_stream.messages import (
     decode,
     encode,
 )
+from relaygr_stream.refusals import Reasons
 from relaygr_stream.settings import Kafka, Relay, Settings
 from relaygr_stream.telemetry.process import ProcessContext
 from relaygr_stream.topics import apply_topics, lane_of
@@ -49,6 +50,31 @@ async def committed(kafka: Kafka, topic: str, lane: int) -> int | None:
         return offset
     finally:
         await consumer.stop()
+
+
+async def test_the_owner_is_told_why_a_request_was_not_admitted(embedded_settings: Kafka) -> None:
+    """And the lane goes on: what tells it has its place in the books of the lane's signals."""
+    async with peer_on(embedded_settings) as peer, trigger_on(embedded_settings) as trigger:
+        sent = {"admitted": [], "not_at_risk": [], "empty_prefix": [], "too_long": []}  # type: ignore[var-annotated]
+        for number in range(40):
+            reason, tokens = list(zip(sent, (25, 5, 0, 5000), strict=True))[number % 4]
+            sent[reason].append(f"r{number}")
+            await peer.publish(event(tokens, f"r{number}", f"u{number}"))
+        reasons = Reasons(60_000.0)
+        await until(lambda: trigger.decided == 40 and len(peer.signals) == 10, "all decided, 10 signalled")
+        told: dict[str, str] = {}
+
+        def all_told() -> bool:
+            for record in peer.others:
+                reasons.read(record)
+            peer.others.clear()
+            told.update({each: reason for ids in sent.values() for each in ids if (reason := reasons.take(each))})
+            return len(told) == 30
+
+        await until(all_told, "all refusals told")
+        assert told == {each: reason for reason, ids in sent.items() if reason != "admitted" for each in ids}
+        await peer.publish(event(25, "last", "u1"))
+        await until(lambda: "last" in peer.signalled, "the lane of refusals admits again")
 
 
 async def test_a_request_at_risk_is_signalled_on_its_users_lane(kafka_settings: Kafka) -> None:

@@ -37,6 +37,7 @@ from relaygr_stream.messages import (
     pack_items,
 )
 from relaygr_stream.models.protocol import RankingModel
+from relaygr_stream.refusals import encode_refusals
 from relaygr_stream.settings import Handover, Kafka
 from relaygr_stream.status.reader import StatusReader, Tombstone
 from relaygr_stream.telemetry.process import START_END_S
@@ -388,6 +389,23 @@ async def test_a_forged_status_ends_no_name_for_good_and_a_signed_fleet_believes
                     assert (await peer.reply(await peer.rank("r", "u", 20))).status == "ok"
                     refused = "statuses_unreadable" if settings is plain else "statuses_unsigned"
                     assert w.context.registry.get_sample_value(f"relaygr_{refused}_total")
+
+
+async def test_an_answer_carries_what_the_trigger_decided(embedded_settings: Kafka) -> None:
+    async with Peer(embedded_settings) as peer, worker_on(worker_settings(embedded_settings)) as w:
+        signalled = await peer.signal("r-in", "u1", 40)
+        async with Producer(embedded_settings, client_id="trigger") as trigger:
+            refused = encode_refusals([("r-out", "not_at_risk"), ("r-full", "over_load")])
+            topic, headers = peer.topics.pre_infer.name, [("relaygr-kind", b"refusals")]
+            for value in (refused, b"\xc1"):
+                await trigger.send_and_wait(topic, value, partition=peer.lane("u1"), headers=headers)
+        consumer = w.worker._consumer
+        assert consumer is not None
+        await until(lambda: consumer.position(topic, peer.lane("u1")) == signalled + 3)
+        for request, admission in (("r-in", "admitted"), ("r-out", "not_at_risk"), ("r-full", "over_load"), ("r", "")):
+            reply = await peer.reply(await peer.rank(request, "u1", 40))
+            assert (reply.status, reply.admission) == ("ok", admission)
+        assert not peer.dead
 
 
 async def test_a_worker_that_stops_in_order_leaves_a_tombstone(embedded_settings: Kafka) -> None:

@@ -1,0 +1,49 @@
+"""What a worker remembers of the trigger's word on requests: once each, bounded, nothing that is late."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from relaygr_stream.bus.records import Record
+from relaygr_stream.errors import DecodeError
+from relaygr_stream.refusals import MOST_IDS, REMEMBERED, Reasons, encode_refusals
+
+NOW_S = 1_800_000_000.0
+
+
+def record(value: bytes, age_ms: int = 0) -> Record:
+    return Record("pre-infer", 0, 0, int(NOW_S * 1e3) - age_ms, None, value, (("relaygr-kind", b"refusals"),))
+
+
+def reasons() -> Reasons:
+    return Reasons(2000.0, wall=lambda: NOW_S)
+
+
+@given(st.lists(st.tuples(st.text(min_size=1, max_size=5), st.sampled_from(["over_load", "stale"])), max_size=MOST_IDS))
+def test_each_word_is_told_once(refused: list[tuple[str, str]]) -> None:
+    known = reasons()
+    known.read(record(encode_refusals(refused)))
+    for request_id in {each for each, _ in refused}:
+        assert known.take(request_id) in {reason for each, reason in refused if each == request_id}
+        assert known.take(request_id) == ""
+
+
+def test_what_is_late_or_older_than_what_is_remembered_tells_nothing() -> None:
+    known = reasons()
+    known.read(record(encode_refusals([("r", "stale")]), age_ms=2001))
+    assert known.take("r") == ""
+    known.admitted("first")
+    for number in range(REMEMBERED):
+        known.admitted(str(number))
+    assert known.take("first") == ""
+    assert known.take("0") == "admitted"
+
+
+@pytest.mark.parametrize(
+    "value", [b"", b"\xc1", b"\x80", encode_refusals([(str(n), "stale") for n in range(MOST_IDS + 1)])]
+)
+def test_what_cannot_be_read_or_names_too_many_is_refused(value: bytes) -> None:
+    with pytest.raises(DecodeError):
+        reasons().read(record(value))
