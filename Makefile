@@ -15,7 +15,7 @@ export MPLCONFIGDIR := $(CURDIR)/.cache/matplotlib
 export HYPOTHESIS_STORAGE_DIRECTORY := $(CURDIR)/.cache/hypothesis
 export TRITON_CACHE_DIR := $(CURDIR)/.cache/triton
 
-.PHONY: help setup demo test test-repeat test-kafka test-long test-device recoveries check format clean soak fuzz
+.PHONY: help setup demo test test-repeat test-kafka test-faults test-long test-device recoveries check format clean soak fuzz
 .PHONY: bench-cache bench-engine bench-forwarding bench-handover bench-scheduler bench-simulate bench-slo bench-start bench-trigger
 
 help: ## list the targets
@@ -50,6 +50,9 @@ soak: $(STAMP) ## random faults under load on three brokers of Apache Kafka (MIN
 test-kafka: $(STAMP) ## on Apache Kafka (KAFKA_HOME, or RELAYGR_TEST_BOOTSTRAP): the bus suite, then faults on three brokers (20 minutes)
 	@[ -n "$$KAFKA_HOME$$RELAYGR_TEST_BOOTSTRAP" ] || echo "make: neither KAFKA_HOME nor RELAYGR_TEST_BOOTSTRAP is set: everything is skipped"
 	$(BIN)/pytest -m "kafka and not faults and not long" tests/bus tests/unit tests/e2e
+	$(MAKE) test-faults
+
+test-faults: $(STAMP) ## the faults of test-kafka alone: three brokers, real processes, steady load
 	$(BIN)/pytest -m faults tests/faults $(ARGS)
 
 recoveries: $(STAMP) ## what the fault tests have measured so far: recovery times, requests served, per fault

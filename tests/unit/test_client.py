@@ -363,7 +363,8 @@ async def test_while_the_broker_is_away_every_call_ends_typed_and_it_recovers_by
                 await asyncio.sleep(0.05)
             assert len(errors) == 200
             assert {type(error) for error in errors} <= {DeadlineExceeded, BrokerUnavailable}
-            at_once = [seconds for seconds in took if seconds < 0.2]
+            # One that waits takes its timeout of 0.4 s at least.
+            at_once = [seconds for seconds in took if seconds < 0.4]
             assert len(at_once) > 100  # after the first ones have waited in vain
             assert relay.in_flight == 0
 

@@ -176,7 +176,7 @@ async def test_without_an_owner_nothing_is_signalled(embedded_settings: Kafka) -
         async with trigger_on(embedded_settings) as trigger:
             peer.lane["budget_bytes"] = 0
             peer.read_to.pop(3)  # the peer claims the other lanes only
-            await asyncio.sleep(0.3)
+            await until(lambda: trigger.count("budget_bytes") <= 10**9, "heard of it: all but lane 3 state 0")
             await peer.publish(event(25, "r", user_on(3, peer.topics.lanes)))
             await until(lambda: trigger.decisions("no_owner") == 1)
         assert peer.signals == []

@@ -33,6 +33,7 @@ from relaygr_stream.worker.intake import Intake
 from relaygr_stream.worker.metrics import WorkerMetrics
 from relaygr_stream.worker.outbox import Outbox
 from relaygr_stream.worker.tasks import Answer
+from tests.waiting import until
 
 TOPICS = load_topics(Kafka(partitions=8))
 HEADERS = ((HEADER_CORRELATION, b"c"), (HEADER_REPLY_PARTITION, b"1"), ("trace", b"t"))
@@ -203,10 +204,14 @@ async def test_an_answer_that_nobody_takes_is_given_up_when_its_client_waits_no_
 
     world.scores.send_and_wait = never  # type: ignore[method-assign]
     settling = asyncio.create_task(world.settle(timeout_ms=timeout_ms))
-    await asyncio.sleep(SPENT_S + 0.6)
-    assert bool(world.done) == given_up
+    if given_up:
+        await until(lambda: world.done, "given up")
+    else:
+        await asyncio.sleep(SPENT_S + 0.6)
+        assert not world.done
     hold.set()
-    assert world.done == [await settling]
+    record = await settling
+    await until(lambda: world.done == [record], "done")
 
 
 @pytest.mark.parametrize("status", ["failed", "deadline_exceeded"])
