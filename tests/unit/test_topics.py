@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -124,6 +125,15 @@ def test_a_missing_file_is_named(folder: Path) -> None:
 def test_lanes_are_those_of_kafkas_java_client(key: str, hashed: int) -> None:
     for lanes in (1, 7, 16, 10_000):
         assert lane_of(key, lanes) == (hashed & 0x7FFFFFFF) % lanes
+
+
+def test_the_lanes_in_the_protocol_are_right() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(.+)` \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|$", text, re.MULTILINE)
+    assert len(rows) == 4
+    for key, hashed, *lanes in rows:
+        assert murmur2(key.encode()) == int(hashed)
+        assert [lane_of(key, count) for count in (8, 16, 100)] == [int(lane) for lane in lanes]
 
 
 @given(st.binary(max_size=40))
