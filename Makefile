@@ -15,7 +15,7 @@ export MPLCONFIGDIR := $(CURDIR)/.cache/matplotlib
 export HYPOTHESIS_STORAGE_DIRECTORY := $(CURDIR)/.cache/hypothesis
 export TRITON_CACHE_DIR := $(CURDIR)/.cache/triton
 
-.PHONY: help setup demo test test-repeat test-kafka test-faults test-long test-device recoveries check format clean soak fuzz
+.PHONY: help setup demo test test-repeat test-kafka test-faults test-long test-device recoveries check format lock clean soak fuzz
 .PHONY: bench-cache bench-engine bench-forwarding bench-handover bench-scheduler bench-simulate bench-slo bench-start bench-trigger
 
 help: ## list the targets
@@ -98,6 +98,13 @@ bench-slo: $(STAMP) ## how much longer, how much more at the same P99: table, JS
 	$(BIN)/relaygr bench slo $(ARGS)
 
 include docker/testbed.mk
+
+lock: $(STAMP) ## docker/*.lock anew, after a change of dependencies: what images install, with hashes (torch excepted)
+	@for what in requirements build; do \
+	  { echo "# Made by make lock: what images install, by hash ($$what). torch comes from an index of its choice."; \
+	    $(BIN)/python docker/locked.py $$what | $(BIN)/uv pip compile - --constraint constraints.txt --generate-hashes --universal \
+	      --python-version 3.11 --no-header --no-annotate --no-emit-index-url --quiet; } > docker/$$what.lock || exit 1; \
+	done
 
 clean: ## remove what make made
 	rm -rf $(VENV) .cache .mypy_cache .ruff_cache .pytest_cache out build dist

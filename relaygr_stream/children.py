@@ -10,8 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -21,6 +19,7 @@ import msgspec
 from relaygr_stream.config import ENV_PREFIX
 from relaygr_stream.errors import RelayError
 from relaygr_stream.settings import Settings
+from relaygr_stream.telemetry.probe import probe, read_port
 
 #: Loading torch and a model takes seconds on a free machine, several times that when three processes share two cores.
 START_TIMEOUT_S: Final = 90.0
@@ -38,7 +37,7 @@ class Child:
         self.log = folder / f"{name}.log"
         self._port_file = folder / f"{name}.port"
         command = [
-            *(sys.executable, "-P", "-m", "relaygr_stream.cli", *arguments),
+            *(sys.executable, "-P", "-m", "relaygr_stream", *arguments),
             *("--set", f"telemetry.port_file={self._port_file}"),
         ]
         with self.log.open("wb") as log:
@@ -109,12 +108,9 @@ class Child:
         return "\n".join(lines[-LOG_TAIL_LINES:])
 
     def _get(self, path: str) -> str | None:
-        try:
-            port = int(self._port_file.read_text(encoding="ascii"))
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=2) as answer:
-                return str(answer.read().decode())
-        except (OSError, ValueError, urllib.error.URLError):
-            return None
+        port = read_port(self._port_file)
+        answer = None if port is None else probe(port, path)
+        return answer.body if answer is not None and answer.ok else None
 
 
 async def stop_all(children: Sequence[Child]) -> dict[str, int]:

@@ -7,18 +7,20 @@ import sys
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import click
 
 from relaygr_stream.cli_options import config_options, settings_options
 from relaygr_stream.config import Config
 from relaygr_stream.errors import RelayError
+from relaygr_stream.files import FILE_TROUBLE, discard_output
 from relaygr_stream.settings import Settings
 
 #: Commands with a module of their own, imported when asked for: `relaygr worker` does not pay for `relaygr bench`.
 _ELSEWHERE: Final = {
     "bench": "relaygr_stream.bench.command:bench_command",
+    "broker": "relaygr_stream.bus.command:broker_command",
     "dead-letters": "relaygr_stream.dead_letters.command:dead_letters_command",
     "demo": "relaygr_stream.demo.command:demo_command",
     "publish": "relaygr_stream.workload.command:publish_command",
@@ -43,14 +45,33 @@ class _Group(click.Group):
         assert isinstance(command, click.Command)
         return command
 
+    def main(self, *args: Any, **options: Any) -> Any:
+        try:
+            return super().main(*args, **options)
+        except OSError as error:
+            if error.errno not in FILE_TROUBLE:
+                raise
+            discard_output()
+            self._tell(error)
+            sys.exit(1)
+
     def invoke(self, context: click.Context) -> object:
         try:
-            return super().invoke(context)
-        except RelayError as error:
-            from relaygr_stream.printable import printable_lines  # not every command pays for rich
+            result = super().invoke(context)
+            sys.stdout.flush()  # a full disk behind a pipe or a file is told here, not by the interpreter at its end
+        except KeyboardInterrupt as interrupt:
+            from relaygr_stream.stopping import stopped
 
-            click.echo(printable_lines(f"error: {error}"), err=True)
+            stopped("stopped", *interrupt.args)
+        except RelayError as error:
+            self._tell(error)
             context.exit(1)
+        return result
+
+    def _tell(self, error: Exception) -> None:
+        from relaygr_stream.printable import printable_lines  # not every command pays for rich
+
+        click.echo(printable_lines(f"error: {error}"), err=True)
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
@@ -188,6 +209,6 @@ def model_check(settings: Settings, factory: str, device: str | None, dtype: str
 
 
 if __name__ == "__main__":
-    if not sys.flags.safe_path and Path(sys.path[0]) == Path.cwd():
-        del sys.path[0]  # `python -m` put it there: a torch.py in the working directory is not torch
-    main()
+    from relaygr_stream.__main__ import run_as_module
+
+    run_as_module()

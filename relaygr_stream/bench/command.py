@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shlex
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import click
 from relaygr_stream.bench.options import PRESETS
 from relaygr_stream.cli_options import parse_flags
 from relaygr_stream.config import load
+from relaygr_stream.files import check_writable
 
 
 @click.group(name="bench")
@@ -85,23 +84,14 @@ def slo_command(
     overrides = {"kafka.bootstrap": bootstrap, "worker.device": device, "relay.slo_ms": slo}
     settings = load([f"slo-{preset}", *files], {**overrides, **parse_flags(assignments)}).settings
     options = build_options(preset, private=bootstrap is None, flags=flags)
+    for name in ("report.json", "report.html"):
+        check_writable(options.out / name, "--out")
     from relaygr_stream.bench.slo import run_slo
+    from relaygr_stream.stopping import run_until_stopped
     from relaygr_stream.telemetry.process import loop_factory
 
     command = f"relaygr {shlex.join(sys.argv[1:])}"
-
-    async def whole() -> bool:
-        task = asyncio.current_task()
-        assert task is not None
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-        return await run_slo(options, settings, command)
-
-    try:
-        with asyncio.Runner(loop_factory=loop_factory()) as runner:
-            met = runner.run(whole())
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        click.echo(f"stopped; nothing is left behind{os.linesep}", err=True, nl=False)
-        sys.exit(130)
+    met = run_until_stopped(run_slo(options, settings, command), loop_factory())
     sys.exit(int(not met and os.environ.get("CHECK") == "1"))
 
 

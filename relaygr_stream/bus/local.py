@@ -32,7 +32,7 @@ from relaygr_stream.bus.distribution import (
 )
 from relaygr_stream.bus.kept import KeptProcess
 from relaygr_stream.bus.nodes import ANYBODY, NodePlan
-from relaygr_stream.bus.ports import free_ports
+from relaygr_stream.bus.ports import free_ports, nobody_listens
 from relaygr_stream.errors import BrokerUnavailable
 from relaygr_stream.settings import Kafka
 
@@ -45,16 +45,21 @@ EMBEDDED_FETCH_WAIT_MS: Final = 12
 READY_TIMEOUT_S: Final = 60.0
 #: Lines of the broker's log shown when it does not start.
 LOG_TAIL_LINES: Final = 15
+#: How soon the end of a broker that somebody watches is noticed.
+WATCH_S: Final = 0.5
 
 
 class LocalBroker:
     """One private broker process; `bootstrap` stays the same over `stop` and `start`."""
 
-    def __init__(self, kind: BrokerKind, folder: Path, *, node: NodePlan = ANYBODY) -> None:
+    def __init__(
+        self, kind: BrokerKind, folder: Path, *, node: NodePlan = ANYBODY, port: int = 0, data: Path | None = None
+    ) -> None:
         self.kind: Final = kind
         self._node = node
         self._folder = folder
-        self._ports = free_ports(2)
+        self._data = folder / "data" if data is None else data.absolute() / "data"
+        self._ports = [port, *free_ports(1)] if port else free_ports(2)
         self._process: KeptProcess | None = None
 
     @property
@@ -83,7 +88,7 @@ class LocalBroker:
     def _spawn(self) -> KeptProcess:
         if self.kind == "embedded":
             return KeptProcess(self._folder, _embedded_command(self._folder, self._ports[0]), {}, self._log)
-        command, variables = _kafka_command(self._folder, self._ports, self._node)
+        command, variables = _kafka_command(self._folder, self._ports, self._node, self._data)
         return KeptProcess(self._folder, command, variables, self._log)
 
     def stop(self) -> None:
@@ -91,6 +96,16 @@ class LocalBroker:
         process, self._process = self._process, None
         if process is not None:
             process.kill()
+
+    async def ended(self) -> None:
+        """Wait until the process ends by itself, which it should not: BrokerUnavailable with its log."""
+        while True:
+            code = None if self._process is None else self._process.exit_code
+            if code is not None:
+                raise BrokerUnavailable(
+                    f"the {self.kind} broker ended with status {code}; its log ends with\n" + self._log_tail()
+                )
+            await asyncio.sleep(WATCH_S)
 
     @property
     def _log(self) -> Path:
@@ -119,21 +134,30 @@ class LocalBroker:
 
 @asynccontextmanager
 async def local_broker(
-    kind: BrokerKind, *, folder: Path | None = None, node: NodePlan = ANYBODY
+    kind: BrokerKind,
+    *,
+    folder: Path | None = None,
+    node: NodePlan = ANYBODY,
+    port: int = 0,
+    data: Path | None = None,
 ) -> AsyncIterator[LocalBroker]:
-    """A private broker for the duration of the block; nothing of it is left afterwards.
+    """A private broker for the duration of the block; nothing of it is left afterwards but `data`.
 
     folder: where its data and log are kept meanwhile, in a folder of their own; default: the system's temporary one.
-    node: how it runs if it is Apache Kafka.
-    Raises BrokerUnavailable if there is no such broker on this machine or it does not start.
+    node: how it runs if it is Apache Kafka. port: 0: any free one. data: keep Apache Kafka's messages there.
+    Raises BrokerUnavailable if there is no such broker on this machine, the port is taken or it does not start.
     """
+    if port and not nobody_listens(port):
+        raise BrokerUnavailable(f"port {port} of 127.0.0.1 is taken; is a broker running already? name another port")
     own = _own_folder(kind, folder)
-    broker = LocalBroker(kind, own, node=node)
     try:
+        broker = LocalBroker(kind, own, node=node, port=port, data=data)
         await broker.start()
-        yield broker
+        try:
+            yield broker
+        finally:
+            broker.stop()
     finally:
-        broker.stop()
         shutil.rmtree(own, ignore_errors=True)
 
 
@@ -185,19 +209,20 @@ def _embedded_command(folder: Path, port: int) -> list[str]:
     ]
 
 
-def _kafka_command(folder: Path, ports: list[int], node: NodePlan) -> tuple[list[str], dict[str, str]]:
+def _kafka_command(folder: Path, ports: list[int], node: NodePlan, data: Path) -> tuple[list[str], dict[str, str]]:
     """The command that serves, and its environment; formats the data folder on first use."""
     home = kafka_home()
     properties = folder / "server.properties"
     variables = environment(folder, node.heap, node.compilers)
     if not properties.exists():
-        ours = {**_single_node(folder, ports), **node.properties}
+        ours = {**_single_node(data, ports), **node.properties}
         properties.write_text(node_properties(home, ours), encoding="utf-8")
-        format_storage(home, properties, new_cluster_id(), ["--standalone"], variables)
+        if not (data / "meta.properties").exists():
+            format_storage(home, properties, new_cluster_id(), ["--standalone"], variables)
     return [str(home / "bin" / "kafka-server-start.sh"), str(properties)], variables
 
 
-def _single_node(folder: Path, ports: list[int]) -> dict[str, str]:
+def _single_node(data: Path, ports: list[int]) -> dict[str, str]:
     broker, controller = (f"127.0.0.1:{port}" for port in ports)
     return {
         **SMALL_NODE,
@@ -209,5 +234,5 @@ def _single_node(folder: Path, ports: list[int]) -> dict[str, str]:
         "controller.quorum.bootstrap.servers": controller,
         "inter.broker.listener.name": "PLAINTEXT",
         "listener.security.protocol.map": "PLAINTEXT:PLAINTEXT,CONTROLLER:PLAINTEXT",
-        "log.dirs": str(folder / "data"),
+        "log.dirs": str(data),
     }

@@ -32,14 +32,15 @@ def free_ports(count: int, handed_out_from: int | None = None) -> list[int]:
     for port in random.SystemRandom().sample(range(FIRST, end), end - FIRST):
         if len(free) == count:
             break
-        if _nobody_listens(port):
+        if nobody_listens(port):
             free.append(port)
     else:
         raise OSError(f"of the ports {FIRST} to {end - 1}, fewer than {count} are free")
     return free
 
 
-def _nobody_listens(port: int) -> bool:
+def nobody_listens(port: int) -> bool:
+    """Whether a server could take this loopback port."""
     try:
         socket.create_server(("127.0.0.1", port)).close()
     except OSError:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
-import signal
 import sys
 from pathlib import Path
 
@@ -12,6 +9,7 @@ import click
 
 from relaygr_stream.cli_options import parse_flags
 from relaygr_stream.config import load
+from relaygr_stream.files import check_writable
 
 
 @click.command(name="demo")
@@ -54,8 +52,12 @@ def demo_command(
 
     Example: relaygr demo --broker kafka --seconds 10
     """
+    from relaygr_stream.demo.plot import check_can_draw
     from relaygr_stream.demo.run import DemoOptions, run_demo
+    from relaygr_stream.stopping import run_until_stopped
 
+    check_writable(out, "--out")
+    check_can_draw(out)
     config = load(["demo", *files], {"kafka.bootstrap": bootstrap, **parse_flags(assignments)})
     options = DemoOptions(
         broker=None if bootstrap else ("kafka" if broker == "kafka" else "embedded"),
@@ -64,15 +66,4 @@ def demo_command(
         seed=seed,
         out=out,
     )
-
-    async def whole() -> int:
-        task = asyncio.current_task()
-        assert task is not None
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-        return await run_demo(options, config.settings)
-
-    try:
-        sys.exit(asyncio.run(whole()))
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        click.echo(f"stopped; nothing is left behind{os.linesep}", err=True, nl=False)
-        sys.exit(130)
+    sys.exit(run_until_stopped(run_demo(options, config.settings)))

@@ -35,15 +35,22 @@ DPI: Final = 150
 TITLE_WIDTH: Final = 130  # characters at the subtitle's font size
 
 
-def save_plot(result: DemoResult, path: Path) -> Path:
-    """Draw the run into a PNG, making its folder. Raises ConfigError when matplotlib is missing."""
+def check_can_draw(path: Path) -> None:
+    """Raises ConfigError when matplotlib is missing: before a run rather than after it."""
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
-        from matplotlib.figure import Figure  # noqa: PLC0415
+        import matplotlib.figure  # noqa: F401, PLC0415
     except ImportError as error:
         raise ConfigError(
             f"cannot draw {path}: matplotlib is missing; install it with: pip install 'relaygr-stream[plot]'"
         ) from error
+
+
+def save_plot(result: DemoResult, path: Path) -> Path:
+    """Draw the run into a PNG, making its folder. Raises ConfigError when matplotlib is missing."""
+    check_can_draw(path)
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
+    from matplotlib.figure import Figure  # noqa: PLC0415
+
     figure = Figure(figsize=SIZE_INCHES, dpi=DPI, layout="constrained")
     FigureCanvasAgg(figure)
     latencies, hits = figure.subplots(1, 2, width_ratios=(1.6, 1))

@@ -14,7 +14,9 @@ import click
 from relaygr_stream.cli_options import parse_flags
 from relaygr_stream.config import load
 from relaygr_stream.errors import ConfigError
+from relaygr_stream.files import check_writable
 from relaygr_stream.simulate.bus import BusLatency
+from relaygr_stream.stopping import interruptible
 
 if TYPE_CHECKING:
     from relaygr_stream.settings import Settings
@@ -121,11 +123,19 @@ def simulate_command(**given: Any) -> None:  # fmt: skip
 
     Example: relaygr simulate --workers 10000 --users 100000000 --rate 100000 --fail-rack 2%
     """
+    flags = {"worker.hbm_bytes": given["hbm"], "worker.dram_bytes": given["dram"], **parse_flags(given["assignments"])}
+    settings = load(given["files"], flags).settings
+    for option, name in (("--save-costs", "save_costs"), ("--json", "json_file")):
+        if given[name]:
+            check_writable(given[name], option)
+    with interruptible():
+        _simulate(settings, given)
+
+
+def _simulate(settings: Settings, given: dict[str, Any]) -> None:
     from relaygr_stream.simulate.report import render, summary
     from relaygr_stream.simulate.run import run_scenario
 
-    flags = {"worker.hbm_bytes": given["hbm"], "worker.dram_bytes": given["dram"], **parse_flags(given["assignments"])}
-    settings = load(given["files"], flags).settings
     scenario = _scenario(given, settings)
     if given["save_costs"]:
         given["save_costs"].write_text(scenario.costs.as_toml())

@@ -15,6 +15,7 @@ import torch
 from relaygr_stream.simulate.fleet import Fleet
 from relaygr_stream.simulate.scenario import Group, Scenario
 from relaygr_stream.simulate.story import Story, joined, story_of
+from relaygr_stream.stopping import signals_later
 
 #: report(groups done, groups in all)
 Report = Callable[[int, int], None]
@@ -56,7 +57,8 @@ def _stories(scenario: Scenario, groups: list[Group], processes: int) -> Iterato
         return
     # Not forked: torch's threads would not survive that.
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), initializer=_one_thread) as pool:
-        futures = {pool.submit(partial(run_group, scenario), group): group.index for group in groups}
+        with signals_later():  # the first submission starts the processes
+            futures = {pool.submit(partial(run_group, scenario), group): group.index for group in groups}
         try:
             for future in as_completed(futures):
                 yield futures[future], future.result()

@@ -8,25 +8,39 @@ import ctypes
 import signal
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from relaygr_stream.telemetry.probe import probe, read_port
+
 PR_SET_PDEATHSIG: Final = 1  # <linux/prctl.h>
-#: /readyz answers from a thread of its own in milliseconds; longer means that the process hangs or is gone.
-PROBE_TIMEOUT_S: Final = 2.0
+#: Imports before a process has a port, on the slowest machine: some ten times what they take on two slow cores. A
+#: process that is stuck in them answers nothing that could be asked.
+START_S: Final = 120.0
+
+
+@dataclass(frozen=True)
+class Health:
+    """not_ready, not_live: what /readyz and /healthz say against it; None: nothing."""
+
+    not_ready: str | None
+    not_live: str | None
 
 
 class Child:
-    """`relaygr ARGUMENTS…` in a session of its own, its log on our stderr; ends with us."""
+    """`relaygr ARGUMENTS…` in a session of its own, its log on our stderr; ends with us.
 
-    def __init__(self, name: str, arguments: Sequence[str], folder: Path) -> None:
+    host: of its telemetry.
+    """
+
+    def __init__(self, name: str, arguments: Sequence[str], folder: Path, host: str = "127.0.0.1") -> None:
         self.name = name
+        self._host = host
         self._port_file = folder / f"{name}.port"
         self._command = [
-            *(sys.executable, "-P", "-m", "relaygr_stream.cli", *arguments),
+            *(sys.executable, "-P", "-m", "relaygr_stream", *arguments),
             *("--set", f"telemetry.port_file={self._port_file}"),
         ]
         self._process: asyncio.subprocess.Process | None = None
@@ -58,8 +72,8 @@ class Child:
         assert self._process is not None
         return await self._process.wait()
 
-    async def why_not_ready(self) -> str | None:
-        """What /readyz says against it, None when it is ready."""
+    async def health(self) -> Health:
+        """What it says of itself, or that it says nothing."""
         return await asyncio.to_thread(self._probe)
 
     async def stop(self, within_s: float) -> None:
@@ -82,19 +96,17 @@ class Child:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
 
-    def _probe(self) -> str | None:
-        try:
-            port = int(self._port_file.read_text(encoding="ascii"))
-        except (OSError, ValueError):
-            return "starting"
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz", timeout=PROBE_TIMEOUT_S):
-                return None
-        except urllib.error.HTTPError as error:
-            with error:
-                return error.read().decode("utf-8", "replace").strip() or "not ready"
-        except OSError as error:
-            return f"does not answer ({error})"
+    def _probe(self) -> Health:
+        port = read_port(self._port_file)
+        if port is None:
+            late = f"has no port after {START_S:.0f} s" if self.ran_s > START_S else None
+            return Health("starting", late)
+        live = probe(port, "/healthz", self._host)
+        if not live.ok:
+            why = live.body.strip() or "not live"
+            return Health(why, why)
+        ready = probe(port, "/readyz", self._host)
+        return Health(None if ready.ok else ready.body.strip() or "not ready", None)
 
 
 def _end_with_parent() -> None:

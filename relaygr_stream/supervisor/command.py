@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from relaygr_stream.cli_options import parse_flags
+from relaygr_stream.errors import ConfigError
 from relaygr_stream.printable import printable
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 #: What a process gets beyond worker.drain_ms before it is killed: leaving the group, closing clients.
 BEYOND_DRAIN_S = 5.0
+MAX_PORT = 65_535
 
 
 @click.command(name="up")
@@ -45,9 +47,9 @@ def up_command(
 ) -> None:
     """Run a trigger and workers on this host, and keep them running.
 
-    A process that fails is started again, after a pause that doubles up to 30 s. The first SIGTERM or Ctrl-C stops all
-    in order: the trigger, then the workers, who drain; a second one kills them. Logs of all go to stderr, what each is
-    doing to stdout.
+    A process that fails or hangs is started again, after a pause that doubles up to 30 s. The first SIGTERM or Ctrl-C
+    stops all in order: the trigger, then the workers, who drain; a second one kills them. Logs of all go to stderr,
+    what each is doing to stdout. Of telemetry.port and handover.port the first process gets N, the next N+1, and so on.
 
     Example: relaygr up --workers 2 --profile cpu --bootstrap kafka:9092
     """
@@ -64,15 +66,30 @@ def up_command(
         *(argument for assignment in assignments for argument in ("--set", assignment)),
         *(("--bootstrap", bootstrap) if bootstrap else ()),
     ]
-    with tempfile.TemporaryDirectory(prefix="relaygr-up-") as folder:
-        children = [Child("trigger", ["trigger", *shared], Path(folder))] if trigger else []
-        for index in range(workers):
-            own = ["--set", f"worker.name={name}-{index}"]
-            if devices:
-                own += ["--set", f"worker.device={devices.split(',')[index % len(devices.split(','))].strip()}"]
-            children.append(Child(f"{name}-{index}", ["worker", *shared, *own], Path(folder)))
+    names = [*(["trigger"] if trigger else []), *(f"{name}-{index}" for index in range(workers))]
+    telemetry = _ports("telemetry.port", settings.telemetry.port, len(names))
+    handover = _ports("handover.port", settings.handover.port, workers)
+    with tempfile.TemporaryDirectory(prefix="relaygr-up-", ignore_cleanup_errors=True) as folder:
+        children = []
+        for index, child in enumerate(names):
+            role, own = "trigger", telemetry[index]
+            if (number := index - (len(names) - workers)) >= 0:
+                role, own = "worker", [*own, *handover[number], "--set", f"worker.name={child}"]
+                if devices:
+                    own += ["--set", f"worker.device={devices.split(',')[number % len(devices.split(','))].strip()}"]
+            children.append(Child(child, [role, *shared, *own], Path(folder), settings.telemetry.host))
         supervisor = Service(children, settings.worker.drain_ms / 1e3 + BEYOND_DRAIN_S, _say)
-        sys.exit(0 if asyncio.run(_run(supervisor)) else 1)
+        ended_well = asyncio.run(_run(supervisor))
+    sys.exit(0 if ended_well else 1)
+
+
+def _ports(key: str, first: int, count: int) -> list[list[str]]:
+    """Flags that give so many processes ports from `first` on; none where each takes a free one (0)."""
+    if first + count > MAX_PORT + 1:
+        raise ConfigError(
+            f"{key} = {first}: {count} processes need ports {first}…{first + count - 1}, beyond {MAX_PORT}"
+        )
+    return [["--set", f"{key}={first + index}"] if first else [] for index in range(count)]
 
 
 async def _run(supervisor: Supervisor) -> bool:

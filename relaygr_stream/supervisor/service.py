@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 from relaygr_stream.supervisor.child import Child
 from relaygr_stream.supervisor.restarts import Restarts
 
 #: How often readiness is looked at: often enough for a person who watches, nothing beside the heartbeats.
 PROBE_S: Final = 0.5
+#: Probes of /healthz in a row that fail before a process is killed: 13 s where nothing answers within 2 s, and 2.5 s
+#: beyond telemetry.stall_ms where the event loop is stuck. Counted, not timed: a suspended machine fails one.
+PROBES_UNTIL_HUNG: Final = 5
 
 
 @dataclass(eq=False)
@@ -35,16 +38,15 @@ class Supervisor:
     async def run(self, stop: asyncio.Event) -> bool:
         """Until `stop` is set or all have ended for good; stops in the order given. Whether all ended in order."""
         keeping = [asyncio.create_task(self._keep(process), name=process.child.name) for process in self.processes]
-        everyone: asyncio.Future[Any] = asyncio.gather(*keeping)
-        stopping: asyncio.Future[Any] = asyncio.ensure_future(stop.wait())
+        stopping = asyncio.create_task(stop.wait())
+        # Not gathered: a gathering that is cancelled reports its children's cancellation as an exception nobody took.
+        everyone = asyncio.create_task(asyncio.wait(keeping, return_when=asyncio.FIRST_EXCEPTION))
         try:
             await asyncio.wait([stopping, everyone], return_when=asyncio.FIRST_COMPLETED)
-            if everyone.done():
-                everyone.result()  # or the defect that ended it
         finally:
-            stopping.cancel()
-            everyone.cancel()
-            await asyncio.gather(stopping, *keeping, return_exceptions=True)
+            for task in (stopping, everyone, *keeping):
+                task.cancel()
+            ends = await asyncio.gather(stopping, everyone, *keeping, return_exceptions=True)
             # The first ones alone: no trigger admits work for workers that are leaving.
             for process in self.processes:
                 if process.child.pid:
@@ -52,6 +54,9 @@ class Supervisor:
             first, *rest = self.processes
             await first.child.stop(self._stop_s)
             await asyncio.gather(*(process.child.stop(self._stop_s) for process in rest))
+        for end in ends:
+            if isinstance(end, Exception):  # the defect that ended a task
+                raise end
         return all(process.final in (None, 0) for process in self.processes)
 
     def kill(self) -> None:
@@ -79,9 +84,16 @@ class Supervisor:
             await asyncio.sleep(pause)
 
     async def _watch(self, process: Supervised) -> None:
+        """Say how it fares; kill it when it hangs, so that it is started again as after any other end."""
+        failures = 0
         while True:
-            problem = await process.child.why_not_ready()
-            self._say(process, "ready" if problem is None else problem)
+            health = await process.child.health()
+            failures = 0 if health.not_live is None else failures + 1
+            if failures == PROBES_UNTIL_HUNG:
+                self._say(process, f"hangs ({health.not_live}), is killed")
+                process.child.kill()
+                return
+            self._say(process, "ready" if health.not_ready is None else health.not_ready)
             await asyncio.sleep(PROBE_S)
 
     def _say(self, process: Supervised, state: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from relaygr_stream.cli_options import settings_options
-from relaygr_stream.errors import ConfigError
+from relaygr_stream.files import check_writable
 from relaygr_stream.settings import Settings
 from relaygr_stream.telemetry.process import ProcessContext, run_process
 from relaygr_stream.workload.columns import ColumnMap
@@ -93,8 +93,8 @@ def publish_command(settings: Settings, json_path: Path | None, **flags: Any) ->
       relaygr publish --generate --rate 100 --requests 5000 --json out/report.json
     """
     options = build_options(settings, flags)
-    if json_path is not None and not json_path.parent.is_dir():
-        raise ConfigError(f"--json {json_path}: the folder {json_path.parent} does not exist")
+    if json_path is not None:
+        check_writable(json_path, "--json")
     reports: list[PublishReport] = []
 
     async def main(ctx: ProcessContext) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 
 from relaygr_stream.children import settings_as_toml
 from relaygr_stream.settings import Kafka
+from relaygr_stream.telemetry.probe import probe
 from relaygr_stream.topics import apply_topics
 from relaygr_stream.yielding import SESSION
 from tests.e2e.fleet import TEST_SETTINGS
@@ -54,10 +56,11 @@ async def up(kafka: Kafka, folder: Path, *arguments: str) -> AsyncIterator[Up]:
     config.write_text(settings_as_toml(msgspec.structs.replace(TEST_SETTINGS, kafka=kafka)), encoding="utf-8")
     with (folder / "up.log").open("wb") as log:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "relaygr_stream.cli", "up", "--config", str(config), *arguments),
+            *(sys.executable, "-m", "relaygr_stream", "up", "--config", str(config), *arguments),
             stdout=asyncio.subprocess.PIPE,
             stderr=log,
-            env=os.environ | {"PYTHONUNBUFFERED": "1"},
+            # A proxy is no way to this machine's own processes.
+            env=os.environ | {"PYTHONUNBUFFERED": "1", "http_proxy": "http://127.0.0.1:9", "no_proxy": ""},
         )
     running = Up(process)
     reading = asyncio.create_task(running.read())
@@ -84,6 +87,50 @@ async def test_all_come_up_a_killed_one_comes_back_and_all_go(embedded_settings:
         running.process.send_signal(signal.SIGTERM)
         assert await asyncio.wait_for(running.process.wait(), 60) == 0, (tmp_path / "up.log").read_text()[-2000:]
         assert not [pid for pid in pids if psutil.pid_exists(pid)]
+
+
+@pytest.mark.timeout(180)
+async def test_a_process_that_hangs_is_killed_and_started_again(embedded_settings: Kafka, tmp_path: Path) -> None:
+    async with up(embedded_settings, tmp_path, "--workers", "0") as running:
+        await until(lambda: running.ready("trigger"), "ready")
+        hung = running.pid("trigger")
+        os.kill(hung, signal.SIGSTOP)
+        await until(lambda: any("hangs (does not answer" in line for line in running.lines), "the hang noticed")
+        await until(lambda: running.ready("trigger") and running.pid("trigger") != hung, "ready again")
+        assert running.last("trigger").endswith("restarts 1")
+
+
+@pytest.mark.timeout(180)
+async def test_the_first_process_gets_the_port_and_the_next_ones_those_after_it(
+    embedded_settings: Kafka, tmp_path: Path
+) -> None:
+    first = consecutive_ports(2)
+    arguments = ("--workers", "1", "--name", "w", "--set", f"telemetry.port={first}")
+    async with up(embedded_settings, tmp_path, *arguments) as running:
+        await until(lambda: running.ready("trigger", "w-0"), "both ready")
+        trigger, worker = (probe(first + index, "/metrics").body for index in (0, 1))
+        assert 'process="trigger"' in trigger
+        assert 'process="worker"' in worker
+
+
+@pytest.mark.timeout(60)
+async def test_ports_beyond_the_last_are_refused(embedded_settings: Kafka, tmp_path: Path) -> None:
+    arguments = ("--workers", "2", "--set", "telemetry.port=65534")
+    async with up(embedded_settings, tmp_path, *arguments) as running:
+        assert await running.process.wait() == 1
+    assert "telemetry.port = 65534: 3 processes need ports" in (tmp_path / "up.log").read_text()
+
+
+def consecutive_ports(count: int) -> int:
+    """The first of so many that are free now."""
+    while True:
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError, OverflowError):
+            sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+            sockets[0].bind(("127.0.0.1", 0))
+            first = int(sockets[0].getsockname()[1])
+            for index, each in enumerate(sockets[1:], 1):
+                each.bind(("127.0.0.1", first + index))
+            return first
 
 
 @pytest.mark.skipif(not SESSION.exists(), reason="this kernel has no autogroups")

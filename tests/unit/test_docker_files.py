@@ -5,6 +5,7 @@ The compose file is read line by line: it is written so that this suffices, and 
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import shutil
@@ -24,6 +25,10 @@ from relaygr_stream.trigger.metrics import TriggerMetrics
 from relaygr_stream.worker.metrics import WorkerMetrics
 
 ROOT = Path(__file__).resolve().parents[2]
+spec = importlib.util.spec_from_file_location("locked", ROOT / "docker" / "locked.py")
+assert spec is not None and spec.loader is not None
+locked_py = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(locked_py)
 DOCKER = ROOT / "docker"
 COMPOSE = (DOCKER / "compose.yaml").read_text()
 DOCKERFILE = (DOCKER / "Dockerfile").read_text()
@@ -69,6 +74,44 @@ def test_one_image_name_everywhere() -> None:
 def test_the_dockerfile_has_the_three_targets() -> None:
     stages = re.findall(r"^FROM \S+ AS (\S+)$", DOCKERFILE, re.MULTILINE)
     assert [stage for stage in stages if stage in ("cpu", "cuda", "npu")] == ["cpu", "cuda", "npu"]
+
+
+def _lock(what: str) -> dict[str, tuple[str, list[str]]]:
+    """Version and hashes by package."""
+    text = (DOCKER / f"{what}.lock").read_text(encoding="utf-8")
+    assert "http" not in text, "a lock file names no index"
+    found = re.findall(r"^([\w.-]+)==(\S+)([^\n]*\n(?:    --hash=sha256:[0-9a-f]{64}[^\n]*\n)+)", text, re.MULTILINE)
+    lines = [line for line in text.splitlines() if line and line[0] not in " #"]
+    assert len(lines) == len(found), "each package has hashes"
+    return {_normal(name): (version, re.findall("sha256:([0-9a-f]+)", hashes)) for name, version, hashes in found}
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+@pytest.mark.parametrize("what", ["requirements", "build"])
+def test_images_install_what_the_program_depends_on_by_hash(what: str) -> None:
+    locked = _lock(what)
+    wanted = {_normal(re.split(r"[<>=!~;\[ ]", line)[0]) for line in locked_py.wanted(what)}
+    assert wanted and wanted <= set(locked), f"make lock: {wanted - set(locked)} are not in docker/{what}.lock"
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    other = {name: pin for name, pin in pins.items() if locked.get(_normal(name), (pin,))[0] != pin}
+    assert not other, f"make lock: constraints.txt has {other}"
+    assert "torch" not in locked
+
+
+def test_what_is_copied_into_images_reaches_the_builder() -> None:
+    allowed = (ROOT / ".dockerignore").read_text().splitlines()
+    copied = {name for line in re.findall(r"^COPY (?!--)(.*) \S+$", DOCKERFILE, re.MULTILINE) for name in line.split()}
+    assert not [name for name in copied if f"!{name.removeprefix('./')}" not in allowed]
+
+
+def test_nothing_but_torch_is_installed_without_hashes() -> None:
+    steps = re.findall(r"pip install (.*)", DOCKERFILE)
+    free = [step for step in steps if "--require-hashes" not in step and "--no-deps" not in step]
+    assert [re.findall(r"torch|npu", step)[-1] for step in free] == ["torch", "torch", "npu"]
+    assert "--no-build-isolation" in re.findall(r"pip wheel (.*)", DOCKERFILE)[0]
 
 
 def test_every_image_has_a_version() -> None:

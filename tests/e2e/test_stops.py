@@ -1,0 +1,152 @@
+"""Whenever a command is stopped, and wherever it cannot write: one line, the right exit code, no traceback."""
+
+from __future__ import annotations
+
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+linux = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="looks into /proc")
+NOWHERE = ("--bootstrap", "127.0.0.1:1")
+#: Moments at which a command is stopped, from its first line on: imports take a second, more on a busy machine.
+MOMENTS = (0.0, 0.1, 0.4, 1.0, 2.0)
+
+
+def start(*arguments: str, **options: Any) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "relaygr_stream", *arguments],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, **options,
+    )  # fmt: skip
+
+
+def has_begun(process: subprocess.Popen[str]) -> bool:
+    """It catches SIGTERM, which Python by itself does not; before that the interpreter starts, which is not ours."""
+    status = Path(f"/proc/{process.pid}/status").read_text(encoding="ascii")
+    caught = int(next(line for line in status.splitlines() if line.startswith("SigCgt")).split()[1], 16)
+    return bool(caught >> (signal.SIGTERM - 1) & 1)
+
+
+@linux
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("up", "--workers", "2", *NOWHERE),
+        ("worker", *NOWHERE),
+        ("trigger", *NOWHERE),
+        ("publish", "--generate", *NOWHERE),
+        ("demo", "--seconds", "5", "--out", "demo.png"),
+        ("bench", "slo", "--out", "slo"),
+        ("simulate", "--seconds", "60", "--json", "out.json"),
+        ("dead-letters", "list", *NOWHERE),
+        ("trigger", "explain", "--seconds", "5", *NOWHERE),
+    ],
+    ids=lambda command: " ".join(command[:2]),
+)
+@pytest.mark.timeout(300)
+def test_a_command_can_be_stopped_at_any_moment(
+    command: tuple[str, ...], number: signal.Signals, tmp_path: Path
+) -> None:
+    moment = random.Random(" ".join(command) + number.name).choice(MOMENTS)
+    with start(*command, cwd=tmp_path) as process:
+        while process.poll() is None and not has_begun(process):
+            time.sleep(0.005)
+        time.sleep(moment)  # the stimulus: any moment will do
+        process.send_signal(number)
+        _, err = process.communicate(timeout=120)
+    assert "Traceback" not in err and "Exception ignored" not in err, err
+    assert process.returncode in (0, 1, 128 + number), (process.returncode, err)
+    if process.returncode == 1:  # it had found out by itself that no broker is there
+        assert "error: " in err
+    elif command[0] not in ("up", "worker", "trigger", "publish"):  # those log more than a line
+        assert len(err.splitlines()) <= 2, err
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()], "something is left behind"
+
+
+@linux
+@pytest.mark.timeout(120)
+def test_the_processes_of_a_simulation_end_with_it(tmp_path: Path) -> None:
+    with start(
+        "simulate",
+        "--seconds",
+        "100000",
+        "--users",
+        "100000",
+        "--rate",
+        "100",
+        "--costs",
+        str(costs(tmp_path)),
+        "--processes",
+        "2",
+    ) as process:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        while process.poll() is None and len(children.read_text().split()) < 3:  # two and multiprocessing's tracker
+            time.sleep(0.05)
+        pids = children.read_text().split()
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert (process.returncode, err.splitlines()[-1]) == (130, "stopped"), err
+    assert "Traceback" not in err
+    deadline = time.monotonic() + 60
+    while left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
+        assert time.monotonic() < deadline, f"still there: {left}"
+        time.sleep(0.05)
+
+
+def costs(folder: Path) -> Path:
+    from tests.unit.simulate.scenes import COSTS
+
+    path = folder / "costs.toml"
+    path.write_text(COSTS.as_toml())
+    return path
+
+
+WRITING = [
+    ("publish", "--generate", *NOWHERE, "--json", "{}/report.json"),
+    ("demo", "--out", "{}/demo.png"),
+    ("bench", "slo", "--out", "{}/slo"),
+    ("simulate", "--json", "{}/out.json"),
+    ("simulate", "--save-costs", "{}/costs.toml"),
+]
+
+
+@pytest.mark.parametrize("command", WRITING, ids=lambda command: f"{command[0]} {command[-2]}")
+@pytest.mark.timeout(120)
+def test_where_it_cannot_write_a_command_does_not_begin(command: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    here = [argument.format(tmp_path / "file") for argument in command]
+    with start(*here, cwd=tmp_path) as process:
+        out, err = process.communicate(timeout=100)
+    assert process.returncode == 1
+    assert err.startswith(f"error: {command[-2]} {tmp_path / 'file'}/") and len(err.splitlines()) == 1, err
+    assert "cannot be written" in err
+    assert out == ""
+
+
+@pytest.mark.timeout(120)
+def test_a_disk_that_has_no_room_for_the_report_is_told_before_anything_is_sent(tmp_path: Path) -> None:
+    def full() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (65_536, 65_536))
+
+    with start("publish", "--generate", *NOWHERE, "--json", str(tmp_path / "r.json"), preexec_fn=full) as process:
+        _, err = process.communicate(timeout=100)
+    assert process.returncode == 1
+    assert err == f"error: --json {tmp_path / 'r.json'}: cannot be written: File too large\n"
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="has no /dev/full")
+@pytest.mark.parametrize("command", [("config", "show"), ("topics", "--help"), ("--version",)])
+def test_output_that_cannot_be_written_is_one_line(command: tuple[str, ...]) -> None:
+    with Path("/dev/full").open("w", encoding="ascii") as full:
+        line = [sys.executable, "-m", "relaygr_stream", *command]
+        done = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "error: [Errno 28] No space left on device\n"
