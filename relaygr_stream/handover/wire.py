@@ -129,7 +129,7 @@ def decode(payload: bytes) -> Message:
     try:
         return _decoder.decode(payload)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise DecodeError("malformed", str(error)) from error
+        raise DecodeError("malformed", str(error)[:MAX_TEXT]) from error  # it quotes what came
 
 
 def max_offer_bytes(max_tokens: int) -> int:

@@ -45,6 +45,7 @@ from relaygr_stream.topics import Topic, load_topics
 from relaygr_stream.trigger.decision import LaneState, Policy, decide
 from relaygr_stream.worker.intake import Intake, Origin, TooMuch
 from tests.fuzz.corpus import plain, route
+from tests.fuzz.handover import Handover
 from tests.fuzz.mutate import Mutator
 
 Target = Callable[[random.Random], None]
@@ -76,6 +77,7 @@ def targets(stack: ExitStack) -> dict[str, Target]:
         "trigger": _Trigger(),
         "client": _Client(stack),
         "dead letters": _dead_letters,
+        "hand-over": Handover(stack, holds),
     }
 
 

@@ -1,0 +1,117 @@
+"""What a worker reads from another one: frames of the hand-over, bad in their lengths, kinds, messages and order.
+
+A proven worker may still be a broken one. Whatever comes, the reader ends with a typed error, takes no more than it
+allowed, and what it accepts can be used: an offer's tokens have a length that its capacity holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, Final
+from unittest.mock import Mock
+
+import msgspec
+import numpy as np
+
+from relaygr_stream.errors import DecodeError
+from relaygr_stream.handover.certificates import named, stranger
+from relaygr_stream.handover.channel import Channel, PeerError
+from relaygr_stream.handover.wire import (
+    COPY,
+    HEADER,
+    MAX_ASK,
+    MAX_CHOICE,
+    MESSAGE,
+    Ask,
+    End,
+    Enough,
+    Identity,
+    Message,
+    Offer,
+    Refused,
+    Skip,
+    Take,
+    encode,
+    max_offer_bytes,
+)
+from relaygr_stream.models.tokens import Tokens
+from tests.fuzz.mutate import NUMBERS, TEXTS, Mutator
+
+MAX_TOKENS: Final = 64
+IDENTITY: Final = Identity(
+    model_version="m", layers=1, heads=1, dqk=4, dv=4, dtype="float32", storage="exact", device="cpu", lanes=8
+)
+#: What is read in each state of a session, and how much of it.
+STATES: Final[list[tuple[Any, int]]] = [
+    (Ask, MAX_ASK),
+    (Offer | End | Refused, max_offer_bytes(MAX_TOKENS)),
+    (Take | Skip | Enough, MAX_CHOICE),
+]
+
+
+class Handover:
+    """Feeds a few frames to one end's reader, in each of its states."""
+
+    def __init__(self, stack: ExitStack, holds: Callable[[object, str], None]) -> None:
+        self._loop = asyncio.new_event_loop()
+        stack.callback(self._loop.close)
+        self._holds = holds
+
+    def __call__(self, rng: random.Random) -> None:
+        self._loop.run_until_complete(self._one(rng))
+        names = (("URI", rng.choice(TEXTS)), ("DNS", rng.choice(TEXTS)), ("IP Address", rng.choice(TEXTS)))
+        self._holds(named({"subjectAltName": names[: rng.randrange(4)]}) == "", "a name out of nothing")
+        self._holds(stranger({"subjectAltName": names}, "w", rng.choice(TEXTS)), "somebody else is nobody strange")
+
+    async def _one(self, rng: random.Random) -> None:
+        reader = asyncio.StreamReader(limit=1 << 16)
+        reader.feed_data(b"".join(_frame(rng) for _ in range(rng.randrange(1, 4))))
+        reader.feed_eof()
+        channel = Channel(reader, Mock())
+        try:
+            while True:
+                kind, most = rng.choice(STATES)
+                if rng.random() < 0.2:
+                    left = rng.randrange(1, 300)
+                    self._holds(len(await channel.receive_copy(left)) == left, "a slice of another length")
+                    continue
+                message = await channel.receive(kind, most)
+                self._holds(len(encode(message)) <= 2 * most, "a message larger than allowed")
+                if isinstance(message, Offer):
+                    tokens = message.sequence(MAX_TOKENS)
+                    self._holds(1 <= len(tokens) <= min(MAX_TOKENS, message.capacity), "an offer's tokens")
+        except (PeerError, DecodeError) as error:
+            self._holds(len(str(error)) < 2000, f"an error of {len(str(error))} characters")
+
+
+def _frame(rng: random.Random) -> bytes:
+    if rng.random() < 0.2:
+        data = rng.randbytes(rng.randrange(300))
+        return HEADER.pack(rng.choice([len(data), *_lengths(len(data))]), COPY) + data
+    payload = encode(_message(rng))
+    if rng.random() < 0.7:
+        payload = Mutator(rng).value(dict(msgspec.msgpack.decode(payload)))
+    kind = MESSAGE if rng.random() < 0.9 else rng.randrange(256)
+    length = len(payload) if rng.random() < 0.8 else rng.choice(_lengths(len(payload)))
+    frame = HEADER.pack(length, kind) + payload
+    return Mutator(rng).garbled(frame) if rng.random() < 0.2 else frame
+
+
+def _lengths(true: int) -> list[int]:
+    return [0, 1, max(0, true - 1), true + 1, MAX_ASK, MAX_ASK + 1, (1 << 31) - 1, (1 << 32) - 1]
+
+
+def _message(rng: random.Random) -> Message:
+    length = rng.randrange(1, MAX_TOKENS + 2)
+    tokens = Tokens(np.full((3, length), rng.randrange(-(1 << 62), 1 << 62), np.int64))
+    capacity = rng.choice([length, 64, 1, *(n for n in NUMBERS if isinstance(n, int) and 0 < n < 1 << 62)])
+    messages: list[Message] = [
+        Ask(IDENTITY, tuple(rng.randrange(8) for _ in range(rng.randrange(9)))),
+        Offer.of(f"u{rng.randrange(9)}", tokens, capacity, rng.randrange(1, 1 << 40)),
+        Refused(rng.choice(["another model", "x" * 512])),
+        *(Take(), Skip(), Enough(), End()),
+    ]
+    return rng.choice(messages)
