@@ -118,6 +118,16 @@ class RelayClient:
         """Calls of rank() without an answer yet."""
         return len(self._answers)
 
+    async def worker_serves(self, within_s: float) -> bool:
+        """Whether a worker states that it serves, waiting so long for one. True where client.hedge_ms is 0: then the
+        client does not listen to them."""
+        give_up = time.monotonic() + within_s
+        while self._settings.client.hedge_ms and time.monotonic() < give_up:
+            if any(status.state == "serving" for status in self._owners.workers().values()):
+                return True
+            await asyncio.sleep(0.05)
+        return not self._settings.client.hedge_ms
+
     async def __aenter__(self) -> Self:
         kafka, topics = self._settings.kafka, self._topics
         async with AsyncExitStack() as stack:

@@ -34,7 +34,7 @@ from relaygr_stream.trigger.lane import LaneTrigger
 from relaygr_stream.trigger.log_ends import LogEnds
 from relaygr_stream.trigger.metrics import TriggerMetrics
 from relaygr_stream.trigger.refused import FLUSH_S, Refused
-from relaygr_stream.trigger.statement import Statements
+from relaygr_stream.trigger.statement import NeverAtRisk, Statements
 from relaygr_stream.trigger.surroundings import Surroundings
 
 log = structlog.get_logger(__name__)
@@ -147,6 +147,7 @@ async def run_trigger(context: ProcessContext) -> None:
         context.conditions.append(counts.why_not_ready)
         lanes.run(counts.run())
         lanes.every(STATUS_S, statements.publish)
+        lanes.every(STATUS_S, NeverAtRisk(settings, owners).tell)
         log.info("trigger ready", member=member, lanes=topics.lanes)
         await _first_of(context.stop, consumer.failed, tail.failed, lanes.failed, letters.failed)
         if not await consumer.drain(DRAIN_S):

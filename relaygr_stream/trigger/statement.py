@@ -14,7 +14,9 @@ import structlog
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.errors import BrokerError
 from relaygr_stream.messages import HEADER_KIND
+from relaygr_stream.owners import OwnerDirectory
 from relaygr_stream.settings import Settings
+from relaygr_stream.status.odd import never_at_risk
 from relaygr_stream.status.reader import StatusReader
 from relaygr_stream.status.triggers import KEY_PREFIX, KIND, PolicyStatus, TriggerStatus, encode_trigger
 from relaygr_stream.telemetry.limiter import LogLimiter
@@ -79,6 +81,24 @@ class Statements:
             await self._producer.send_and_wait(self._topic, value, key=key, headers=headers)
         except BrokerError as error:
             limited(log.warning, "silent")("trigger status not published", error=str(error))
+
+
+class NeverAtRisk:
+    """Warns, once for each worker, of a model so quick that nothing is ever at risk: every answer is full then."""
+
+    def __init__(self, settings: Settings, owners: OwnerDirectory) -> None:
+        self._policy, self._candidates, self._owners = Policy.of(settings), settings.relay.max_candidates, owners
+        self._warned: set[str] = set()
+
+    async def tell(self) -> None:
+        """Look at what the workers state now."""
+        for name, status in self._owners.workers().items():
+            if name in self._warned:
+                continue
+            why = never_at_risk(status, self._policy.max_prefix_tokens, self._candidates, self._policy.risk_ms)
+            if why is not None:
+                self._warned.add(name)
+                log.warning("nothing will be pre-inferred", worker=name, reason=why)
 
 
 def policy_status(policy: Policy) -> PolicyStatus:

@@ -10,7 +10,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
+
+import structlog
 
 from relaygr_stream.client import RelayClient
 from relaygr_stream.errors import ConfigError, InputError
@@ -25,6 +27,11 @@ from relaygr_stream.workload.logs import InteractionLog, read_log
 from relaygr_stream.workload.metrics import QualityMeter
 from relaygr_stream.workload.replay import Replay, ReplayOptions
 from relaygr_stream.workload.report import LIVE_EVERY_S, LiveLine, PublishReport, live_line, make_report
+
+log = structlog.get_logger(__name__)
+
+#: Workers state themselves four times a second; a reader's poll may hold that back for half a second.
+LISTEN_S: Final = 1.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +83,12 @@ async def publish(options: PublishOptions, ctx: ProcessContext) -> PublishReport
         line.close()
     async with RelayClient(settings=ctx.settings, registry=ctx.registry) as relay:
         ctx.set_ready(True)
+        if not await relay.worker_serves(LISTEN_S):
+            log.warning(
+                "no worker is ready: nothing is answered until one is; `relaygr worker` starts one, `relaygr status` "
+                "shows what runs",
+                bootstrap=ctx.settings.kafka.bootstrap,
+            )
         return await send(relay, workload, options, ctx.settings, ctx.stop, line)
 
 

@@ -55,6 +55,7 @@ from tests.unit.client_peers import (
     scored,
     scores_for,
 )
+from tests.unit.trigger.parts import worker_status
 from tests.waiting import until
 
 PATIENCE_S = 20.0
@@ -399,3 +400,16 @@ async def test_settings_come_from_the_environment_unless_given(
     monkeypatch.setenv("RELAYGR_KAFKA_PARTITIONS", "8")
     async with RelayClient(embedded_settings.bootstrap) as relay:
         await relay.announce(event())
+
+
+async def test_a_client_knows_whether_a_worker_serves(embedded_settings: Kafka) -> None:
+    async with responder_on(embedded_settings), client_on(embedded_settings) as relay:
+        assert not await relay.worker_serves(0.2)
+        async with Producer(embedded_settings, client_id="w") as producer:
+            topic = load_topics(embedded_settings).worker_status.name
+            waiting = asyncio.create_task(relay.worker_serves(60.0))
+            for state in ("starting", "serving"):
+                status = worker_status(name="w")
+                status = msgspec.structs.replace(status, state=state)
+                await producer.send_and_wait(topic, encode(status), key=b"w")
+            assert await waiting

@@ -13,6 +13,7 @@ import pytest
 from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient
 from prometheus_client import CollectorRegistry
+from structlog.testing import capture_logs
 
 from relaygr_stream.bus.dead_letter import HEADER_DIGEST
 from relaygr_stream.bus.local import local_broker
@@ -50,6 +51,17 @@ async def committed(kafka: Kafka, topic: str, lane: int) -> int | None:
         return offset
     finally:
         await consumer.stop()
+
+
+async def test_a_model_that_is_never_at_risk_is_warned_of_once(embedded_settings: Kafka) -> None:
+    async with peer_on(embedded_settings):
+        with capture_logs() as lines:
+            relay = Relay(max_prefix_tokens=5)  # of a millisecond each; 10 ms are a risk
+            async with trigger_on(embedded_settings, relay=relay):
+                await until(lambda: any(line["event"] == "nothing will be pre-inferred" for line in lines))
+        (warning,) = [line for line in lines if line["event"] == "nothing will be pre-inferred"]
+        assert warning["worker"] == "w"
+        assert "takes 5.0 ms in full, the threshold is 10.0 ms" in warning["reason"]
 
 
 async def test_the_owner_is_told_why_a_request_was_not_admitted(embedded_settings: Kafka) -> None:
