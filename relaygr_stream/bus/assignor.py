@@ -29,16 +29,21 @@ class Claim:
     lanes: frozenset[int] = frozenset()
     generation: int = 0
     capacity: float = 1.0
+    draining: bool = False  # it is about to leave and reads nothing more
 
 
 def assign_lanes(lanes: int, claims: Mapping[str, Claim]) -> dict[str, frozenset[int]]:
     """Share the lanes 0…lanes−1 among the members (the keys of `claims`).
 
-    Each lane has exactly one owner. A member gets its share lanes·capacity/Σcapacity, rounded down or up. A lane moves
+    Each lane has exactly one owner; none that drains, unless all do. A member gets its share lanes·capacity/Σcapacity
+    (of those that stay), rounded down or up. A lane moves
     only if its owner left or has more than it may keep, which with equal capacities is at most ⌈lanes/n⌉ moves when
     one of n members joins or leaves. Of two claims to a lane the later generation holds. Depends on nothing but its
     arguments, and not on their order.
     """
+    staying = {member: claim for member, claim in claims.items() if not claim.draining}
+    if 0 < len(staying) < len(claims):
+        return {**dict.fromkeys(claims, frozenset[int]()), **assign_lanes(lanes, staying)}
     if not claims:
         return {}
     members = sorted(claims)
@@ -95,6 +100,7 @@ class _UserData(msgspec.Struct, array_like=True):
     generation: Annotated[int, Meta(ge=0, le=MAX_GENERATION)]
     lanes: Annotated[list[Annotated[int, Meta(ge=0, lt=10_000)]], Meta(max_length=10_000)]
     capacity: Annotated[float, Meta(gt=0, le=1e6)]
+    draining: bool = False
 
 
 _decode_claim = msgspec.msgpack.Decoder(_UserData).decode
@@ -103,7 +109,7 @@ _DECODE_ERRORS: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionErro
 
 def encode_claim(claim: Claim) -> bytes:
     """The claim as user data."""
-    return msgspec.msgpack.encode(_UserData(claim.generation, sorted(claim.lanes), claim.capacity))
+    return msgspec.msgpack.encode(_UserData(claim.generation, sorted(claim.lanes), claim.capacity, claim.draining))
 
 
 def decode_claim(data: bytes | None) -> Claim:
@@ -114,7 +120,7 @@ def decode_claim(data: bytes | None) -> Claim:
         claim = _decode_claim(data)
     except _DECODE_ERRORS:
         return Claim()
-    return Claim(frozenset(claim.lanes), claim.generation, claim.capacity)
+    return Claim(frozenset(claim.lanes), claim.generation, claim.capacity, claim.draining)
 
 
 class StickyLaneAssignor(AbstractPartitionAssignor):  # type: ignore[misc]  # aiokafka is untyped
@@ -131,13 +137,14 @@ class StickyLaneAssignor(AbstractPartitionAssignor):  # type: ignore[misc]  # ai
         """on_assignment: called at each assignment, before anything else notices it; returns the group's generation."""
         self._capacity = capacity
         self._on_assignment = on_assignment
+        self.draining = False  # to be said at the next assignment
         self.generation = 0
         self.continuous = False
         self.lanes: frozenset[int] = frozenset()
 
     def metadata(self, topics: Iterable[str]) -> Any:
         """This member's claim, sent when it joins."""
-        claim = Claim(self.lanes, self.generation, self._capacity)
+        claim = Claim(self.lanes, self.generation, self._capacity, self.draining)
         return ConsumerProtocolMemberMetadata(PROTOCOL_VERSION, sorted(topics), encode_claim(claim))
 
     def assign(self, cluster: Any, members: Mapping[str, Any]) -> dict[str, Any]:

@@ -86,7 +86,8 @@ class LaneConsumer:
         self._renewed = Renewed(kafka, "the lanes' reader", self._make, self._point, given_up=self._fail)
         self._lanes: frozenset[int] = frozenset()
         self._ledgers: dict[tuple[str, int], OffsetLedger] = {}
-        self._asked_anew = 0.0  # when other lanes than before were last asked for, UNIX time in seconds
+        self._answered_ms = 0  # when a broker last answered, by aiokafka's clock, which may be set
+        self._heard_s = 0.0  # when that was seen to change, or other lanes than before were asked for; monotonic
         self._reading = asyncio.Event()  # set while there are lanes to be read
         self._draining = False
         self._drained: asyncio.Event | None = None
@@ -117,9 +118,10 @@ class LaneConsumer:
             return False
         if not self._lanes and (self._starting is None or self._starting.done()):
             return True  # nothing is asked for, so nothing can be told
-        answered = (self._data.last_poll_timestamp(TopicPartition(*each)) or 0 for each in self._ledgers)
-        last_heard = max(max(answered, default=0) / 1000, self._asked_anew)
-        return time.time() - last_heard < SILENT_S + self._kafka.fetch_max_wait_ms / 1000
+        answers = (self._data.last_poll_timestamp(TopicPartition(*each)) or 0 for each in self._ledgers)
+        if (answered_ms := max(answers, default=0)) != self._answered_ms:
+            self._answered_ms, self._heard_s = answered_ms, time.monotonic()
+        return time.monotonic() - self._heard_s < SILENT_S + self._kafka.fetch_max_wait_ms / 1000
 
     @property
     def rebalances(self) -> int:
@@ -176,8 +178,12 @@ class LaneConsumer:
         )
 
     async def drain(self, timeout_s: float) -> bool:
-        """Stop reading, stay a member, and wait until every record handed out is done; False: some were not in time."""
+        """Stop reading, stay a member that is given no more lanes, and wait until every record handed out is done.
+
+        False: some were not in time.
+        """
         self._draining = True
+        self._membership.draining()
         self._reading.clear()
         self._cancel_start()
         self._data.assign([])
@@ -218,7 +224,7 @@ class LaneConsumer:
         except Exception as error:  # aiokafka would log it and go on
             self._fail(error)
         if lanes != kept and not self._draining:
-            self._asked_anew = time.time()
+            self._heard_s = time.monotonic()
             self._starting = asyncio.create_task(self._watched(partial(self._begin, lanes - kept)))
 
     def _cancel_start(self) -> None:
@@ -282,7 +288,7 @@ class LaneConsumer:
         data.assign(partitions)
         for partition in partitions:
             data.seek(partition, self._ledgers[partition].position)
-        self._asked_anew = time.time()
+        self._heard_s = time.monotonic()
 
     async def _fetch(self) -> None:
         while True:

@@ -125,6 +125,10 @@ class Membership:
             await asyncio.wait({self._last_commit})
         await end_consumer("the membership", self._consumer)
 
+    def draining(self) -> None:
+        """From the next assignment on this member has no lanes, unless all others drain as well."""
+        self._assignor.draining = True
+
     async def poll(self) -> None:
         """Tell the group, for ever, that this member lives, while it makes progress. Raises what ends a membership."""
         while True:

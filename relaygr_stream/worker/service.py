@@ -12,7 +12,7 @@ import asyncio
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AsyncExitStack, suppress
 from functools import partial
 from typing import Any, Final
@@ -198,7 +198,7 @@ class Worker:
                 drained_by = time.monotonic() + settings.worker.drain_ms / 1e3
                 context.set_ready(False, "draining")
                 await reporter.announce("draining")
-                if not await consumer.drain(settings.worker.drain_ms / 1e3):
+                if not await self._drained(consumer):
                     log.warning("drain time is over", records_left=consumer.undone, setting="worker.drain_ms")
                 left = consumer.lanes
             except Exception as error:
@@ -226,11 +226,18 @@ class Worker:
             done, _ = await asyncio.wait({stop, *parts}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             stop.cancel()
-        errors = [error for part in done - {stop} if (error := part.exception()) is not None]
-        for error in sorted(errors, key=lambda error: not isinstance(error, Superseded | DeviceError)):
-            if isinstance(error, RuntimeError):  # as torch raises what happens to a device outside of a request's work
-                raise DeviceError(f"the device thread failed: {error}") from error
-            raise error
+        _raise_first(done - {stop})
+
+    async def _drained(self, consumer: LaneConsumer) -> bool:
+        """As LaneConsumer.drain, but what ends the device thread meanwhile is raised: it would answer nothing more."""
+        drain = asyncio.create_task(consumer.drain(self._settings.worker.drain_ms / 1e3))
+        ends: set[asyncio.Future[Any]] = {drain, self._device.failed}
+        try:
+            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            _raise_first(done - {drain})
+            return await drain
+        finally:
+            drain.cancel()
 
     async def _fail_in_flight(self, error: Exception, outbox: Outbox) -> None:
         """Every request that the device will not answer gets its answer here, and is not read again by others: one
@@ -359,6 +366,15 @@ class Worker:
             if answer.task in self._in_flight:  # else it was answered here when the device failed
                 self._in_flight.remove(answer.task)
                 self._outbox.settle(answer)
+
+
+def _raise_first(parts: Iterable[asyncio.Future[Any]]) -> None:
+    """Raise what one of them failed with: what explains the others before them."""
+    errors = [error for part in parts if (error := part.exception()) is not None]
+    for error in sorted(errors, key=lambda error: not isinstance(error, Superseded | DeviceError)):
+        if isinstance(error, RuntimeError):  # as torch raises what happens to a device outside of a request's work
+            raise DeviceError(f"the device thread failed: {error}") from error
+        raise error
 
 
 def _take(signals: list[PreInferTask], rankings: list[RankTask], held: Held, core: RelayCore, now: float) -> None:

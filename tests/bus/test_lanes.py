@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
@@ -218,6 +219,31 @@ async def test_a_drain_waits_for_work_and_the_next_owner_repeats_none(
     async with Member(kafka_settings, topics, "two") as two:
         await until(lambda: len(two.records) == 1, "read")
         assert two.values == [b"1"]
+
+
+async def test_who_drains_is_given_no_lanes(kafka_settings: Kafka, topics: TopicSet, producer: Producer) -> None:
+    """It reads nothing any more: what it was given stood still until it had left."""
+    async with Member(kafka_settings, topics, "one", finish=False) as one:
+        await shared_out(topics, one)
+        await producer.send_and_wait(topics.ranking.name, b"0", partition=1)
+        await until(lambda: len(one.records) == 1, "read")
+        drain = asyncio.create_task(one.consumer.drain(60.0))
+        async with Member(kafka_settings, topics, "two") as two:
+            await until(lambda: two.lanes == set(range(topics.lanes)), "all lanes with the one that stays")
+            assert not one.lanes
+            await drain
+
+
+async def test_health_is_no_matter_of_the_clock(
+    kafka_settings: Kafka, topics: TopicSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with Member(kafka_settings, topics, "one") as one:
+        await shared_out(topics, one)
+        await until(lambda: one.consumer.healthy, "healthy")
+        real = time.time
+        for step_s in (3600.0, -3600.0):
+            monkeypatch.setattr(time, "time", lambda step_s=step_s: real() + step_s)
+            assert one.consumer.healthy
 
 
 async def test_a_record_of_a_lane_lost_meanwhile_counts_for_nothing(

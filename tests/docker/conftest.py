@@ -20,6 +20,9 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "docker" / "testbed.sh"
 HINT = "`make test-docker` runs this; it needs a Docker engine with compose (docs/testbed.md says how to get one)"
 
+#: Without the proxy that the environment may name.
+LOOPBACK = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
 
 class Testbed:
     """What `make testbed` brings up, beside one that may already run here."""
@@ -50,7 +53,7 @@ class Testbed:
     def query(self, expression: str) -> list[Any]:
         """What Prometheus has for an expression now; one that it cannot read is an error, one without values is []."""
         url = f"http://127.0.0.1:{self._prometheus}/api/v1/query?{urlencode({'query': expression})}"
-        with contextlib.suppress(ConnectionError, TimeoutError), urllib.request.urlopen(url, timeout=5) as response:
+        with contextlib.suppress(ConnectionError, TimeoutError), LOOPBACK.open(url, timeout=5) as response:
             result = json.load(response)["data"]["result"]
             assert isinstance(result, list)
             return result

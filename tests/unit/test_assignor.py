@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from types import SimpleNamespace
 
@@ -56,6 +57,23 @@ def test_the_order_of_members_does_not_matter(lanes: int, claims: dict[str, Clai
     shuffled = list(claims.items())
     random.shuffle(shuffled)  # type: ignore[attr-defined]
     assert assign_lanes(lanes, dict(shuffled)) == assign_lanes(lanes, claims)
+
+
+@given(LANES, CLAIMS, st.data())
+def test_who_drains_gets_no_lanes_unless_all_do(lanes: int, claims: dict[str, Claim], data: st.DataObject) -> None:
+    draining = data.draw(st.sets(st.sampled_from(sorted(claims))))
+    said = {name: dataclasses.replace(claim, draining=name in draining) for name, claim in claims.items()}
+    result = assign_lanes(lanes, said)
+    assert sorted(lane for owned in result.values() for lane in owned) == list(range(lanes))
+    assert result.keys() == claims.keys()
+    if draining != set(claims):
+        assert not any(result[name] for name in draining)
+
+
+def test_draining_is_said_on_the_wire_and_not_by_older_members() -> None:
+    claim = Claim(frozenset([1, 2]), 3, 0.5, draining=True)
+    assert decode_claim(encode_claim(claim)) == claim
+    assert decode_claim(msgspec.msgpack.encode([3, [1, 2], 0.5])) == dataclasses.replace(claim, draining=False)
 
 
 @given(LANES, CLAIMS)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 from typing import Any
 
+import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 
+from relaygr_stream.errors import DeviceError
 from relaygr_stream.settings import Kafka
+from relaygr_stream.worker.core import RelayCore
 from tests.unit.worker.services import Peer, owned, worker_on, worker_settings
 from tests.waiting import until
 
@@ -53,3 +57,27 @@ async def test_a_worker_whose_producer_ended_answers_on(embedded_settings: Kafka
         peer.statuses.clear()
         await until(lambda: peer.statuses, "a status")
         await until(lambda: w.ready, "ready again")
+
+
+async def test_a_device_that_dies_while_the_worker_drains_leaves_no_request_without_an_answer(
+    embedded_settings: Kafka,
+) -> None:
+    """It drained for its whole time, and what it had read got no answer."""
+    settings = worker_settings(embedded_settings, drain_ms=60_000)
+    async with Peer(embedded_settings) as peer, worker_on(settings) as w:
+        w.model.hang = True
+        correlations = [await peer.rank(f"r{number}", f"u{number}", 60) for number in range(3)]
+        await until(lambda: len(w.worker._in_flight) == 3, "read")
+        w.context.stop.set()
+        consumer = w.worker._consumer
+        assert consumer is not None
+        await until(lambda: consumer._draining, "drains")
+
+        def die(core: RelayCore, now: float) -> None:
+            raise DeviceError("a defect")
+
+        w.worker._device.submit(die)
+        w.model.hang = False
+        with pytest.raises(DeviceError, match="a defect"):
+            await asyncio.wait_for(w.task, 30)
+        assert {(await peer.reply(each)).status for each in correlations} <= {"ok", "failed"}
