@@ -1,0 +1,57 @@
+"""model.factory = "tests.e2e.gated:gated": a tiny model that waits, and one that takes its process along."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from relaygr_stream.models.load import load_model
+from relaygr_stream.models.protocol import RankingModel, ScoreInput
+from relaygr_stream.settings import Model, Relay
+
+#: While the file that this variable of the environment names exists, scoring waits.
+GATE = "TESTS_GATE"
+#: A candidate that kills the process which scores it.
+POISON = 666
+
+
+class Gated:
+    """The built-in model, and what the variables above say."""
+
+    def __init__(self, model: RankingModel) -> None:
+        self.model = model
+        self._gate = Path(os.environ[GATE]) if os.environ.get(GATE) else None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def score(self, batch: Sequence[ScoreInput]) -> list[torch.Tensor]:
+        """Wait at the gate, die of poison, or score."""
+        self._wait()
+        if any((one.candidates == POISON).any() for one in batch):
+            os._exit(9)
+        return self.model.score(batch)
+
+    def extend(self, kv: Any, tokens: Any) -> None:
+        """As the model does; behind a gate nothing is computed, so that long prefixes cost a test nothing."""
+        if self._gate is None:
+            self.model.extend(kv, tokens)
+        else:
+            self._wait()
+            kv.length += len(tokens)
+
+    def _wait(self) -> None:
+        while self._gate is not None and self._gate.exists():
+            time.sleep(0.01)
+
+
+def gated(model: Model, device: torch.device, dtype: torch.dtype) -> RankingModel:
+    """The model of the settings behind the gate."""
+    built_in = Model(layers=model.layers, dim=model.dim, heads=model.heads, dqk=model.dqk, dv=model.dv)
+    made: Any = Gated(load_model(built_in, Relay(), device=device, dtype=dtype))
+    return made  # type: ignore[no-any-return]
