@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -33,12 +33,14 @@ OUTCOME_WORDS: Final[dict[Outcome, str]] = {
 }
 
 
-#: What a pre-infer signal took, in words.
+#: Outcomes that count as a prefix hit, in a word each.
+HITS: Final[dict[Outcome, str]] = {"hbm": "ready", "dram": "reloaded", "joined": "joined"}
+#: What a pre-infer signal took, in words: what lies behind `ready`, a reload or an extension ahead of its ranking too.
 PREPARED_WORDS: Final = {
     "computed": "computed",
     "extended": "extended",
     "hbm": "in HBM already",
-    "dram": "reloaded as they were",
+    "dram": "reloaded from DRAM",
     "joined": "joined another",
 }
 
@@ -56,6 +58,7 @@ class DemoResult:
     errors: dict[str, int] = field(default_factory=dict)  # requests without scores, by type of error
     admitted: int  # requests the trigger admitted
     admitted_hits: int  # of those, answered from a prefix hit: hbm, dram or joined
+    admitted_found: dict[str, int] = field(default_factory=dict)  # the same by outcome
     prepared: dict[str, int] = field(default_factory=dict)  # pre-infer signals by what they took; PREPARED_WORDS
     reloaded: int = 0  # prefix KV that came back from DRAM, for a pre-infer or a ranking
     spilled: int = 0  # and that went there
@@ -172,10 +175,15 @@ def _counts(result: DemoResult) -> Table:
     table.add_row(
         "admitted", f"{result.admitted:,}", f"{_share(result.admitted, result.announced)}  of those announced"
     )
-    table.add_row("  prefix hits", f"{result.admitted_hits:,}", _share(result.admitted_hits, result.admitted))
+    split = _split(result.admitted_found) if result.admitted_found else ""
+    share = _share(result.admitted_hits, result.admitted)
+    table.add_row("  prefix hits", f"{result.admitted_hits:,}", f"{share}  of those admitted{split}")
+    hits = sum(found[outcome] for outcome in HITS)
+    table.add_row("announced hits", f"{hits:,}", f"{_share(hits, result.announced)}  of all announced{_split(found)}")
     if result.prepared:
         ways = ", ".join(f"{result.prepared.get(name, 0):,} {words}" for name, words in PREPARED_WORDS.items())
-        table.add_row("pre-infers", f"{sum(result.prepared.values()):,}", f"{ways} (warm-up included)")
+        made = f"what made them ready: {ways} (warm-up included)"
+        table.add_row("pre-infers", f"{sum(result.prepared.values()):,}", made)
     table.add_row("DRAM tier", f"{result.reloaded:,}", f"reloads to HBM, {result.spilled:,} spills from it")
     table.add_section()
     table.add_row(
@@ -188,6 +196,10 @@ def _counts(result: DemoResult) -> Table:
     for note in result.notes:
         table.add_row("note", "", note)
     return table
+
+
+def _split(found: Mapping[str, int]) -> str:
+    return ": " + ", ".join(f"{found.get(outcome, 0):,} {word}" for outcome, word in HITS.items())
 
 
 def _ms(value: float | None) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -267,6 +268,7 @@ def _result(
         errors=errors,
         admitted=len(admitted),
         admitted_hits=len(hits),
+        admitted_found=Counter(str(answered[key].outcome) for key in hits),
         prepared={name: int(sum(totals.get(f"signal_{name}", 0) for totals in counters)) for name in PREPARED_WORDS},
         reloaded=int(sum(totals.get("cache_loaded", 0) for totals in counters)),
         spilled=int(sum(totals.get("cache_spilled", 0) for totals in counters)),

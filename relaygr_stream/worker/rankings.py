@@ -216,7 +216,7 @@ class Rankings:
         elif entry.region is None:
             self._full(task, in_cache=False)  # HBM is full of pinned entries: it cannot come back now
         elif (grown := self._cache.extend(entry, task.tokens)) is not None:
-            task.outcome = task.outcome or "hbm"
+            task.outcome = task.outcome or "joined"  # not ready: what it lacks is computed first
             task.computed_tokens = len(task.tokens) - _computed(grown)
             self._flights.start(grown, task.deadline, pre_infer=False)
             self._join(task, grown)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from relaygr_stream.demo.plot import save_plot
+from relaygr_stream.demo.plot import draw, save_plot
 from relaygr_stream.errors import ConfigError
 from tests.unit.demo.test_report import GOOD
 
@@ -34,6 +34,27 @@ def test_a_run_becomes_a_png(result: Any, tmp_path: Path) -> None:
     assert data.startswith(b"\x89PNG\r\n\x1a\n")
     width, height = int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")
     assert (width, height) == (1650, 735)
+
+
+@pytest.mark.parametrize(("answers", "named"), [(1, ""), (2, "● P50"), (99, "● P50"), (100, "● P50, ■ P99")])
+def test_quantiles_are_named_where_they_are_drawn(answers: int, named: str, tmp_path: Path) -> None:
+    few = replace(GOOD, relay_ms=GOOD.relay_ms[:answers], full_ms=GOOD.full_ms[:answers])
+    axes = draw(few, tmp_path / "x.png").axes[0]
+    title = axes.get_title().splitlines()[1]
+    assert title == f"{answers:,} answers, each also in full{'; ' if named else ''}{named}"
+    markers = {line.get_marker() for line in axes.get_lines()} - {"None"}
+    assert markers == {"o" for _ in named[:1]} | {"s" for _ in named if "P99" in named}
+
+
+def test_the_bars_show_where_rankings_found_it_and_what_made_it_ready(tmp_path: Path) -> None:
+    prepared = {"computed": 300, "extended": 40, "hbm": 500, "dram": 77, "joined": 3}
+    axes = draw(replace(GOOD, prepared=prepared), tmp_path / "x.png").axes[1]
+    texts = [text.get_text() for text in axes.texts]
+    assert "1,000 rankings" in texts and "920 pre-infer signals" in texts
+    named = dict(zip([label.get_text() for label in axes.get_yticklabels()], axes.patches, strict=True))
+    assert named["reloaded from DRAM"].get_width() == 77  # type: ignore[attr-defined]
+    assert named["in DRAM, reloaded"].get_width() == 150  # type: ignore[attr-defined]
+    assert "97.0% of 1,000 admitted requests hit, 97.0% of all 1,000" in axes.get_title()
 
 
 def test_two_runs_give_two_pictures(tmp_path: Path) -> None:

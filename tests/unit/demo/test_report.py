@@ -68,8 +68,15 @@ def test_the_table_has_quantiles_and_their_ratio() -> None:
     assert ["P50", "500.0", "2,000.0", "4.00×"] in cells
     assert ["P99.9", "999.0", "3,996.0", "4.00×"] in cells
     assert ["dram", "150", "15.0%", "in", "DRAM,", "reloaded"] in cells
-    assert ["prefix", "hits", "970", "97.0%"] in cells
+    assert ["prefix", "hits", "970", "97.0%", "of", "those", "admitted"] in cells
     assert "✓ every request answered, relayed scores equal full inference" in render_text(GOOD)
+
+
+def test_hits_are_stated_of_the_admitted_and_of_all_announced_by_what_they_were() -> None:
+    some = replace(GOOD, admitted=500, admitted_hits=480, admitted_found={"hbm": 400, "dram": 75, "joined": 5})
+    text = " ".join(render_text(some, width=200).replace("│", " ").split())
+    assert "prefix hits 480 96.0% of those admitted: 400 ready, 75 reloaded, 5 joined" in text
+    assert "announced hits 970 97.0% of all announced: 800 ready, 150 reloaded, 20 joined" in text
 
 
 def test_a_quantile_that_the_sample_cannot_tell_is_left_out() -> None:
