@@ -54,6 +54,10 @@ class Kafka(Section, frozen=True, kw_only=True):
         ""
     )
     partitions: Annotated[int, Meta(ge=0, le=MAX_LANES), _doc("lanes; 0: as the topic files say")] = 0
+    dead_letter_values: Annotated[
+        bool,
+        _doc("dead letters keep the whole message, its history too, which `replay` needs; else its size and SHA-256"),
+    ] = False
     replication: Annotated[int, Meta(ge=0, le=9), _doc("copies of each topic; 0: as the topic files say")] = 0
     fetch_max_wait_ms: Annotated[
         int,

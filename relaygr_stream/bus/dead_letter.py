@@ -34,7 +34,7 @@ log = structlog.get_logger(__name__)
 limited = LogLimiter().limited
 
 MAX_DETAIL_BYTES: Final = 1000  # a decoder's message may quote the input
-#: Header of a letter that would not fit its topic: sizes and SHA-256 of the original, which stays in its own log.
+#: Header of a letter without its message, which is not kept or would not fit: sizes and SHA-256 of the original.
 HEADER_DIGEST: Final = "relaygr-digest"
 #: A letter without its value keeps a key of so many bytes, and other headers of so many in all.
 KEPT_BYTES: Final = 1024
@@ -49,15 +49,25 @@ WAITING_LIMIT: Final = 1000
 
 class DeadLetters:
     """producer: takes messages as large as the topic does. done(record): its letter is acknowledged. waiting: a metric.
+    keep_values: letters have the whole message where it fits (kafka.dead_letter_values), else digests.
 
     failed: never completes unless something here broke; then it raises what.
     """
 
-    def __init__(self, producer: Producer, topic: Topic, done: Callable[[Record], None], waiting: Gauge) -> None:
+    def __init__(
+        self,
+        producer: Producer,
+        topic: Topic,
+        done: Callable[[Record], None],
+        waiting: Gauge,
+        *,
+        keep_values: bool,
+    ) -> None:
         self._producer = producer
         self._topic = topic
         self._done = done
         self._waiting = waiting
+        self._keep_values = keep_values
         self._tasks: dict[asyncio.Task[None], float] = {}  # since when each tries, oldest first
         self._refused = ""
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -98,7 +108,7 @@ class DeadLetters:
             task.cancel()
 
     async def _deliver(self, record: Record, error: DecodeError) -> None:
-        whole = fits(record, self._topic.max_message_bytes)
+        whole = self._keep_values and fits(record, self._topic.max_message_bytes)
         for pause in chain(RETRY_S, repeat(RETRY_S[-1])):
             key, value, headers = letter_of(record, error) if whole else digest_of(record, error)
             try:
@@ -134,7 +144,7 @@ def letter_of(record: Record, error: DecodeError) -> Letter:
 
 
 def digest_of(record: Record, error: DecodeError) -> Letter:
-    """What is left of a record that does not fit: reason and origin, sizes and SHA-256, a short key, short headers."""
+    """What is left of a record that is not kept or does not fit: reason, origin, sizes, SHA-256, short key, headers."""
     key, value = record.key or b"", record.value or b""
     size = _size(record.headers)
     digest = (

@@ -86,7 +86,7 @@ def replay(
     """
     from relaygr_stream.dead_letters.letter import Letter
     from relaygr_stream.dead_letters.read import choose, read_letters
-    from relaygr_stream.dead_letters.replay import Verdict, verdict_before
+    from relaygr_stream.dead_letters.replay import Verdict, verdict_before, why
     from relaygr_stream.dead_letters.replay import replay as send_again
     from relaygr_stream.dead_letters.table import line_of
     from relaygr_stream.topics import load_topics
@@ -105,7 +105,8 @@ def replay(
         if not dry_run:
             return await send_again(settings.kafka, topics, letters, again=again, report=report)
         for letter in letters:
-            report(letter, verdict_before(letter, topics, again=again), "")
+            verdict = verdict_before(letter, topics, again=again)
+            report(letter, verdict, why(verdict))
         return True
 
     clean = asyncio.run(run())

@@ -52,7 +52,7 @@ class Letter:
     origin_topic: str = ""
     origin_partition: int = -1
     origin_offset: int = -1
-    digest: str = ""  # of an original that did not fit; then the value is not here, but in the origin's log
+    digest: str = ""  # of an original whose message is not here (not kept, or too large), but in the origin's log
     replays: int = 0  # how often it had been replayed before it came here
     headers: tuple[tuple[str, bytes], ...] = ()  # the original's own; of those without a value, an empty one
     replayed: bool = field(default=False)  # from here, by a marker behind it

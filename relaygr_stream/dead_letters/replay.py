@@ -33,6 +33,13 @@ def verdict_before(letter: Letter, topics: TopicSet, *, again: bool) -> Verdict:
     return "would replay"
 
 
+def why(verdict: Verdict) -> str:
+    """What an operator can do about a verdict, where that is not clear."""
+    if verdict == "no value":
+        return "the message was not kept; kafka.dead_letter_values = true keeps those to come (docs/operations.md)"
+    return ""
+
+
 async def replay(
     kafka: Kafka,
     topics: TopicSet,
@@ -49,7 +56,8 @@ async def replay(
     largest = max(topic.max_message_bytes for topic in topics.all)
     async with Producer(kafka, client_id="relaygr-dead-letters", max_bytes=largest) as producer:
         for letter in letters:
-            verdict, detail = verdict_before(letter, topics, again=again), ""
+            verdict = verdict_before(letter, topics, again=again)
+            detail = why(verdict)
             if verdict == "would replay":
                 try:
                     await _send(producer, topics, letter)

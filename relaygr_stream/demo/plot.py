@@ -133,8 +133,8 @@ def _draw_hits(axes: Axes, result: DemoResult) -> None:
             at += 1
             count = counts.get(kind, 0)
             axes.barh([at], [count], color=colour, height=0.7)
-            share = f"{count:,}  {count / total:.1%}" if total else "0"
-            axes.text(count + 0.015 * longest, at, share, fontsize=8, va="center")
+            label = f"{count:,}  {count / total:.1%}" if total else "0"
+            axes.text(count + 0.015 * longest, at, label, fontsize=8, va="center")
             ticks.append((at, name))
         at += 1.3
     axes.set_yticks([where for where, _ in ticks], [name for _, name in ticks], fontsize=8)

@@ -92,7 +92,8 @@ async def run_trigger(context: ProcessContext) -> None:
         def done(record: Record) -> None:
             consumer.done(record)  # which needs the lanes first
 
-        letters = DeadLetters(producer, topics.dead_letter, done, metrics.dead_letters_waiting)
+        waiting, keep_values = metrics.dead_letters_waiting, settings.kafka.dead_letter_values
+        letters = DeadLetters(producer, topics.dead_letter, done, waiting, keep_values=keep_values)
         stack.callback(letters.close)
         context.conditions.append(letters.why_not_taken)
         verbose = settings.telemetry.log_level == "debug"

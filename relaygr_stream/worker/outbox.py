@@ -60,6 +60,7 @@ class Outbox:
         forwarding: Forwarding | None = None,
         secret: str = "",
         reasons: Reasons | None = None,
+        keep_letters: bool = False,
     ) -> None:
         self._topics = topics
         self._scores = scores
@@ -72,7 +73,9 @@ class Outbox:
         self._forwarding = forwarding
         self._secret = secret
         self._under_way: set[asyncio.Task[None]] = set()
-        self.letters: Final = DeadLetters(others, topics.dead_letter, done, metrics.dead_letters_waiting)
+        self.letters: Final = DeadLetters(
+            others, topics.dead_letter, done, metrics.dead_letters_waiting, keep_values=keep_letters
+        )
         self._closed = False
         self._limiter = LogLimiter()
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -163,6 +163,7 @@ class Worker:
             forwarding,
             settings.relay.answer_secret,
             self._reasons,
+            settings.kafka.dead_letter_values,
         )
         counts = PartitionCounts(topics, scores, self._intake.set_reply_partitions)
         await counts.ask()

@@ -23,7 +23,7 @@ from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.records import Record
 from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.dead_letters.letter import letters_of
-from relaygr_stream.dead_letters.replay import verdict_before
+from relaygr_stream.dead_letters.replay import verdict_before, why
 from relaygr_stream.errors import BrokerError, BrokerUnavailable, DecodeError
 from relaygr_stream.messages import HEADER_REASON
 from relaygr_stream.settings import Kafka
@@ -54,6 +54,28 @@ def test_a_digest_always_fits(key: bytes | None, repeat: int, headers: Any) -> N
         assert len(one.key or b"") + len(value) + size <= 4 * MIB
 
 
+async def test_a_message_is_kept_only_where_the_setting_says_so(embedded_settings: Kafka) -> None:
+    await apply_topics(embedded_settings)
+    topics = load_topics(embedded_settings)
+    found: list[Record] = []
+    done: list[Record] = []
+    secret = record(b"bought: a ring" * 10)
+    async with (
+        TopicTail(embedded_settings, topics.dead_letter.name, [0], "latest", found.extend),
+        Producer(embedded_settings, client_id="test") as producer,
+    ):
+        for keep_values in (False, True):
+            letters = DeadLetters(producer, topics.dead_letter, done.append, gauge(), keep_values=keep_values)
+            letters.send(secret, ERROR)
+            await until(lambda: letters.waiting == 0, "buried")  # noqa: B023
+        await until(lambda: len(found) == 2, "read")
+    digest, whole = letters_of(found)
+    assert (digest.value, whole.value) == (b"", secret.value)
+    assert hashlib.sha256(secret.value or b"").hexdigest() in digest.digest
+    assert verdict_before(digest, topics, again=True) in ("no value", "no origin")
+    assert "kafka.dead_letter_values" in why("no value")
+
+
 async def test_what_does_not_fit_is_there_as_a_digest(kafka_settings: Kafka) -> None:
     await apply_topics(kafka_settings)
     topics = load_topics(kafka_settings)
@@ -66,7 +88,7 @@ async def test_what_does_not_fit_is_there_as_a_digest(kafka_settings: Kafka) -> 
         TopicTail(kafka_settings, topics.dead_letter.name, [0], "latest", found.extend),
         Producer(kafka_settings, client_id="test", max_bytes=takes) as producer,
     ):
-        letters = DeadLetters(producer, topics.dead_letter, done.append, gauge())
+        letters = DeadLetters(producer, topics.dead_letter, done.append, gauge(), keep_values=True)
         for one in (large, fitting, long_key, many):
             letters.send(one, ERROR)
         await until(lambda: len(found) == 4 and letters.waiting == 0, "buried")
@@ -103,7 +125,7 @@ async def test_a_cluster_that_takes_less_than_the_file_says_gets_the_digest(monk
     monkeypatch.setattr(dead_letter, "RETRY_S", (0.0,))
     producer = Refusing(BrokerUnavailable("away"), BrokerError("MESSAGE_TOO_LARGE"), BrokerError("…"))
     done: list[Record] = []
-    letters = DeadLetters(producer, load_topics(Kafka()).dead_letter, done.append, gauge())  # type: ignore[arg-type]
+    letters = DeadLetters(producer, load_topics(Kafka()).dead_letter, done.append, gauge(), keep_values=True)  # type: ignore[arg-type]
     letters.send(record(b"value"), ERROR)
     await until(lambda: len(producer.errors) == 1)
     producer.errors.clear()
@@ -119,7 +141,7 @@ async def test_what_cannot_be_delivered_is_told_and_bounded(monkeypatch: pytest.
         monkeypatch.setattr(dead_letter, name, value)
     producer, waiting = Refusing(BrokerError("TOPIC_AUTHORIZATION_FAILED")), gauge()
     done: list[Record] = []
-    letters = DeadLetters(producer, load_topics(Kafka()).dead_letter, done.append, waiting)  # type: ignore[arg-type]
+    letters = DeadLetters(producer, load_topics(Kafka()).dead_letter, done.append, waiting, keep_values=True)  # type: ignore[arg-type]
     assert letters.why_not_taken() is None
     for _ in range(2):
         letters.send(record(b"value"), ERROR)
