@@ -14,7 +14,7 @@ import pytest
 from relaygr_stream.bus.records import Record
 from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.client import RelayClient
-from relaygr_stream.errors import DeadlineExceeded, WorkerFailed
+from relaygr_stream.errors import WorkerFailed
 from relaygr_stream.headers import answer_signature
 from relaygr_stream.messages import (
     HEADER_CORRELATION,
@@ -137,10 +137,11 @@ async def test_a_worker_signs_as_documented_and_its_clients_believe_it(embedded_
         framed = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
         assert headers[HEADER_SIGNATURE] == hmac.new(SECRET.encode(), framed, "sha256").digest()
         async with client_with(embedded_settings, "another secret of sixteen", hedge_ms=0.0) as stranger:
-            waiting = asyncio.create_task(stranger.rank(asked, timeout=5.0))
+            waiting = asyncio.create_task(stranger.rank(asked, timeout=60.0))
             await until(lambda: count(stranger, "answers_dropped", reason="forged") == 1)
-            with pytest.raises(DeadlineExceeded):
-                await waiting
+            assert not waiting.done()
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
 
 
 def test_the_secret_is_shown_nowhere() -> None:
