@@ -103,7 +103,14 @@ async def test_a_reader_that_always_ends_ends_the_consumer(
     monkeypatch.setattr(renewed, "PAUSES_S", (0.0,))
     async with Member(embedded_settings, topics, "one") as one:
         await shared_out(topics, one)
-        monkeypatch.setattr("aiokafka.consumer.fetcher.Fetcher._get_actions_per_node", unexpected)
+        begin = one.consumer._point
+
+        async def begin_to_end(data: Any) -> None:  # of the reader alone: the member's own consumer has a fetcher, too
+            await begin(data)
+            fail_fetcher(data)
+
+        monkeypatch.setattr(one.consumer._renewed, "_begin", begin_to_end)
+        fail_fetcher(one.consumer._data)
         with pytest.raises(BrokerError, match=r"lanes' reader has ended 5 times in a row: its fetcher .*KeyError"):
             await asyncio.wait_for(asyncio.shield(one.consumer.failed), 30)
         assert not one.consumer.healthy
