@@ -52,6 +52,7 @@ Target = Callable[[random.Random], None]
 
 REPLIES: Final = 8
 MAX_BYTES: Final = 1 << 20
+MAX_TIMEOUT_MS: Final = 5000.0
 #: Limits small enough for mutations to pass them.
 RELAY: Final = Relay(max_prefix_tokens=64, max_suffix_tokens=8, max_candidates=64)
 TOPICS: Final = load_topics(Kafka())
@@ -116,7 +117,7 @@ class _Intake:
     """A worker's reading of both its topics, from headers to tasks."""
 
     def __init__(self) -> None:
-        self._intake = Intake(RELAY, 1000.0, REPLIES, MAX_BYTES, lambda: None)
+        self._intake = Intake(RELAY, 1000.0, REPLIES, MAX_BYTES, lambda: None, max_timeout_ms=MAX_TIMEOUT_MS)
         self._offset = 0
 
     def __call__(self, rng: random.Random) -> None:
@@ -138,6 +139,10 @@ class _Intake:
                 holds(math.isfinite(task.deadline), f"deadline {task.deadline}")
                 holds((task.suffix.array[2] >= 0).all(), "a gap of the suffix below 0")
                 holds(0 < len(task.candidates) <= RELAY.max_candidates, "candidates")
+                holds(0 < task.timeout_ms <= MAX_TIMEOUT_MS, f"waits for {task.timeout_ms} ms")
+                holds(task.client, "a ranking of nobody")
+                held = len(value or b"") + task.tokens.array.nbytes + task.suffix.array.nbytes
+                holds(held < task.nbytes < held + MAX_BYTES, f"{task.nbytes} bytes counted of {held}")
             holds((task.tokens.array[2] >= 0).all(), "a gap of the prefix below 0")
             holds(len(task.tokens) <= RELAY.max_prefix_tokens, "prefix too long")
         except (DecodeError, TooMuch):
