@@ -1,0 +1,68 @@
+"""The docs name tests and files that exist, and docs/reliability.md misses no fault test."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))}
+#: `file.py::test`, `file.py`, `file.py -k word` or, for another of the file named before, `::test`.
+NAMED = re.compile(r"`([\w/.]*\.py)?(?:::(test_\w+))?(?: -k (\w+))?`")
+TEST_FILES = {path: path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py")}
+TESTS = {test for source in TEST_FILES.values() for test in re.findall(r"def (test_\w+)\(", source)}
+
+
+def _named(page: str) -> list[tuple[str, str, str]]:
+    """(file, test or nothing, -k's word or nothing), as the page writes them."""
+    named, file = [], ""
+    for path, test, word in NAMED.findall(PAGES[page]):
+        if path:
+            file = path
+        if path or test:
+            named.append((file, test, word))
+    return named
+
+
+def _found(file: str) -> Path:
+    """Tests without a folder are faults; other files are named from the root or from the package."""
+    folders = [ROOT / "tests" / "faults"] if file.startswith("test_") else [ROOT, ROOT / "relaygr_stream"]
+    if "/" not in file:
+        folders += [*{path.parent for path in ROOT.glob("tests/**/*.py")}, *(ROOT / "relaygr_stream").rglob("*/")]
+    return next((each / file for each in folders if (each / file).is_file()), ROOT / file)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_file_and_test_named_exists(page: str) -> None:
+    for file, test, word in _named(page):
+        path = _found(file)
+        if "/" in file or test or word:
+            assert path.is_file(), f"{page}: {file} does not exist"
+        if test or word:
+            tests = re.findall(r"def (test_\w+)\(", path.read_text(encoding="utf-8"))
+            assert not test or test in tests, f"{page}: {file} has no {test}"
+            assert any(word in each for each in tests), f"{page}: {file} has no test for -k {word}"
+    for test in re.findall(r"`(?:::)?(test_\w+)`", PAGES[page]):
+        assert test in TESTS, f"{page}: there is no {test}"
+
+
+def test_every_row_of_the_fault_table_names_a_test() -> None:
+    table = PAGES["reliability.md"].partition("| fault | outcome | tests |")[2].partition("\n\n")[0]
+    rows = table.splitlines()[2:]
+    assert len(rows) > 30
+    for row in rows:
+        assert NAMED.search(row.rsplit("|", 2)[1]), row
+
+
+def test_every_fault_test_is_named() -> None:
+    named = {test for _, test, _ in _named("reliability.md")}
+    for file in (ROOT / "tests" / "faults").glob("test_*.py"):
+        source = file.read_text(encoding="utf-8")
+        marked = (
+            ""
+            if re.search(r"^pytestmark = .*faults", source, re.M)
+            else r"@pytest\.mark\.faults\n(?:@.*\n)*(?:async )?"
+        )
+        assert set(re.findall(rf"{marked}def (test_\w+)\(", source)) <= named, file.name
