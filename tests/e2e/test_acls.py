@@ -1,4 +1,4 @@
-"""The grants that docs/operations.md lists are enough for each process, and none of them is too much."""
+"""The grants that docs/security.md lists are enough for each process, and none of them is too much."""
 
 from __future__ import annotations
 
