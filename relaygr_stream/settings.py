@@ -112,7 +112,7 @@ class Trigger(Section, frozen=True, kw_only=True):
     """Admission: which requests are worth a pre-inference (DESIGN §6)."""
 
     group: Annotated[Name, _doc("consumer group on `retrieval`, after the prefix")] = "trigger"
-    risk_fraction: Annotated[Share, _doc("at risk when predicted full inference exceeds this share of the SLO")] = 0.2
+    risk_fraction: Annotated[Share, _doc("at risk when predicted full inference exceeds this share of the SLO")] = 0.05
     stale_ms: Annotated[Ms, _doc("an event older than this is not worth admitting any more")] = 1000.0
     silence_ms: Annotated[Ms, _doc("an owner whose status is older than this gets no admissions")] = 3000.0
     load_burst_ms: Annotated[Ms, _doc("device time a lane may ask for at once, in milliseconds")] = 100.0

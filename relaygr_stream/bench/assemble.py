@@ -17,6 +17,7 @@ from relaygr_stream.bench.run import Bench
 from relaygr_stream.bench.statistics import fewest_samples, samples_for
 from relaygr_stream.bench.wakes import chain
 from relaygr_stream.errors import RelayError
+from relaygr_stream.workload.report import HITS
 
 
 def assemble(bench: Bench, command: str) -> SloReport:
@@ -31,7 +32,8 @@ def assemble(bench: Bench, command: str) -> SloReport:
     hits = {
         "admitted": sum(one.probe.admitted for one in relayed),
         "hit": sum(one.probe.admitted_hits for one in relayed),
-    }
+        "announced": sum(one.probe.announced for one in relayed),
+    } | {word: sum(one.probe.outcomes.get(found, 0) for one in relayed) for found, word in HITS.items()}
     return SloReport(
         conditions=_conditions(bench, command),
         probes=[one.probe for one in bench.measured],

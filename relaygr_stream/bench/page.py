@@ -9,7 +9,7 @@ from typing import Final
 from relaygr_stream.bench import plots
 from relaygr_stream.bench.judge import BUS_TARGET_MS, HIT_TARGET, PAPER
 from relaygr_stream.bench.results import SloReport
-from relaygr_stream.bench.table import conditions, given_text, late_text, paper_rows, ratio_text
+from relaygr_stream.bench.table import announced_text, conditions, given_text, late_text, paper_rows, ratio_text
 
 STYLE: Final = """
 :root{color-scheme:light;--ink:#1f2933;--soft:#64748b;--line:#e2e8f0;--good:#0f766e;--bad:#b45309}
@@ -89,7 +89,7 @@ def _cards(report: SloReport) -> str:
                 cards.append(_card(ratio_text(ratio, "×"), f"{words}, revisit {ratio.revisit:.0%}", notes, reached))
     admitted, hit = report.hits["admitted"], report.hits["hit"]
     if admitted:
-        notes = f"aim ≥ {HIT_TARGET:.0%} · paper {PAPER['hits']:.0%}"
+        notes = f"aim ≥ {HIT_TARGET:.0%} · paper {PAPER['hits']:.0%} · announced: {announced_text(report.hits)}"
         cards.append(_card(f"{hit / admitted:.1%}", "of admitted requests hit", notes, hit >= HIT_TARGET * admitted))
     both = report.bus["both"].p99
     if both is not None:

@@ -160,7 +160,9 @@ class SloReport(msgspec.Struct, frozen=True, kw_only=True):
     memory: list[Memory]
     budgets: dict[str, dict[str, int]]  # pipeline → tier → bytes
     bus: dict[str, Spread]  # in, out, both and wakes (see wakes.py) per request, over the passing probes of the relay
-    hits: dict[str, int]  # admitted, and of those answered from prefix KV, in the same probes
+    #: In the same probes: admitted, and of those answered from prefix KV (hit); announced, and of all of those answered
+    #: from prefix KV that were ready, reloaded or joined. The last four are missing in older reports.
+    hits: dict[str, int]
     skipped: dict[str, str]  # modes that did not run, with the reason
     missed: list[str]  # targets missed, and why
     wall_s: float

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -10,6 +12,7 @@ from rich.text import Text
 from relaygr_stream.bench.judge import BUS_TARGET_MS, HIT_TARGET, PAPER
 from relaygr_stream.bench.results import Found, Ratio, SloReport, Spread
 from relaygr_stream.bench.wakes import HOPS
+from relaygr_stream.workload.report import HITS
 
 
 def render_table(report: SloReport) -> RenderableType:
@@ -93,11 +96,20 @@ def paper_rows(report: SloReport) -> list[tuple[str, str, str, str]]:
     admitted, hit = report.hits["admitted"], report.hits["hit"]
     share = f"{hit / admitted:.1%} of {admitted:,}" if admitted else "–"
     rows.append(("admitted requests that hit", f"{PAPER['hits']:.0%}", share, f"≥ {HIT_TARGET:.0%}"))
+    rows.append(("announced requests that hit", "–", announced_text(report.hits), ""))
     rows.append(("bus there and back, P50 / P99", "–", spread_text(report.bus["both"]), f"≤ {BUS_TARGET_MS:g} ms"))
     rows.append(("  publish → worker's read", "–", spread_text(report.bus["in"]), ""))
     rows.append(("  engine end → caller", "–", spread_text(report.bus["out"]), ""))
     rows.append((f"  waking {HOPS} threads, estimate", "–", spread_text(report.bus["wakes"]), ""))
     return rows
+
+
+def announced_text(hits: Mapping[str, int]) -> str:
+    """Hits of all announced rankings, and what they found."""
+    announced = hits.get("announced", 0)
+    split = {word: hits.get(word, 0) for word in HITS.values()}
+    found = ", ".join(f"{count:,} {word}" for word, count in split.items())
+    return f"{sum(split.values()) / announced:.1%} of {announced:,}: {found}" if announced else "–"
 
 
 def spread_text(spread: Spread) -> str:

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from relaygr_stream.demo.report import HITS, DemoResult, hit_share, quantile, quantile_name
+from relaygr_stream.demo.report import DemoResult, hit_share, quantile, quantile_name
 from relaygr_stream.errors import ConfigError
+from relaygr_stream.workload.report import HITS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from relaygr_stream.messages import Outcome
 from relaygr_stream.printable import render_plain
+from relaygr_stream.workload.report import HITS, admission_text
 
 #: Relayed and full scores may differ by this much relatively, in float32 (DESIGN §8).
 MAX_DEVIATION: Final = 1e-5
@@ -32,9 +33,6 @@ OUTCOME_WORDS: Final[dict[Outcome, str]] = {
     "full": "nowhere: full inference",
 }
 
-
-#: Outcomes that count as a prefix hit, in a word each.
-HITS: Final[dict[Outcome, str]] = {"hbm": "ready", "dram": "reloaded", "joined": "joined"}
 #: What a pre-infer signal took, in words: what lies behind `ready`, a reload or an extension ahead of its ranking too.
 PREPARED_WORDS: Final = {
     "computed": "computed",
@@ -56,6 +54,7 @@ class DemoResult:
     announced: int  # of those, with a request event before: the relay's
     answered: int
     errors: dict[str, int] = field(default_factory=dict)  # requests without scores, by type of error
+    admissions: dict[str, int] = field(default_factory=dict)  # the relay's answers by the trigger's reason; "": unknown
     admitted: int  # requests the trigger admitted
     admitted_hits: int  # of those, answered from a prefix hit: hbm, dram or joined
     admitted_found: dict[str, int] = field(default_factory=dict)  # the same by outcome
@@ -172,6 +171,8 @@ def _counts(result: DemoResult) -> Table:
         table.add_row(f"    {outcome}", f"{found[outcome]:,}", f"{share}  {words}")
     for kind, count in sorted(result.errors.items()):
         table.add_row(f"  {kind}", f"{count:,}", f"{_share(count, result.requests)}  no scores")
+    if result.admissions:
+        table.add_row("admission", "", admission_text(result.admissions))
     table.add_row(
         "admitted", f"{result.admitted:,}", f"{_share(result.admitted, result.announced)}  of those announced"
     )

@@ -266,6 +266,7 @@ def _result(
         announced=len(relay),
         answered=len(answered) + sum(result.outcome is not None for result in full.values()),
         errors=errors,
+        admissions=Counter(one.ranking.admission for one in answered.values() if one.ranking is not None),
         admitted=len(admitted),
         admitted_hits=len(hits),
         admitted_found=Counter(str(answered[key].outcome) for key in hits),

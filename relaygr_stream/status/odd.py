@@ -81,9 +81,14 @@ def _bounds(view: Overview) -> Iterator[str]:
                 f"{name}: its whole pinned share, {whole / MIB:.1f} MiB, holds no longest prefix "
                 f"({longest} tokens: {needs / MIB:.1f} MiB); raise worker.hbm_bytes or worker.pinned_share"
             )
-        small = [lane.lane for lane in status.lanes if lane.pinned_bytes and lane.budget_bytes < needs <= whole]
-        if small:
-            yield f"{name}: lanes {_ranges(small)} are asked, and have no room for a longest prefix now"
+        asked = [lane for lane in status.lanes if lane.pinned_bytes] if needs <= whole else []
+        for room, least, most in (
+            ("no room for a longest prefix now", 0, needs),
+            ("room for one longest prefix now, not for two", needs, 2 * needs),
+        ):
+            if small := [lane.lane for lane in asked if least <= lane.budget_bytes < most]:
+                size = f"{longest} tokens: {needs / MIB:.1f} MiB"
+                yield f"{name}: lanes {_ranges(small)} are asked, and have {room} ({size})"
 
 
 def never_at_risk(status: WorkerStatus, tokens: int, candidates: int, risk_ms: float) -> str | None:

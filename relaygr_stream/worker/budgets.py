@@ -2,7 +2,8 @@
 
 Device time follows demand. Pinned bytes do so too, but a budget below a lane's largest prefix is worth nothing to that
 prefix: such a lane would never have it admitted. So each lane that is asked gets room for its largest prefix first, in
-turns where there is not room for all; lanes that nobody asks lend theirs; what is left follows demand.
+turns where there is not room for all, and then for a second one: with room for one, the next request waits until the
+first is ranked. Lanes that nobody asks lend theirs; what is left follows demand.
 
 Bytes granted to one lane are granted to another only once nobody can use them any more (`LaneBudgets`).
 Knows nothing of Kafka or of clocks.
@@ -21,8 +22,8 @@ DEMAND_DECAY: Final = 0.8
 ASKED_SHARE: Final = 0.05
 #: Weight of a lane that nobody asks, in parts of the mean weight of the others: its first request finds something.
 QUIET_WEIGHT: Final = 0.1
-#: What is left when the lanes that are asked have room for their largest prefix: so much of it makes room for the
-#: first prefix of lanes that nobody asks.
+#: What is left when the lanes that are asked have room for two of their largest prefixes: so much of it makes room for
+#: the first prefix of lanes that nobody asks.
 QUIET_PART: Final = 0.5
 
 
@@ -150,7 +151,7 @@ class LaneBudgets:
     def _targets(
         self, shares: Mapping[int, float], largest: Mapping[int, int], asked: set[int], now_s: float
     ) -> dict[int, int]:
-        """What each lane ought to have: room for its largest prefix, in turns, and its share of the rest."""
+        """What each lane ought to have: room for its largest prefix, in turns, for a second, and part of the rest."""
         self._next_turns(now_s)
         left = self._whole
         targets = dict.fromkeys(shares, 0)
@@ -161,6 +162,11 @@ class LaneBudgets:
                 self._served_s.setdefault(lane, math.inf)
             else:
                 self._served_s.pop(lane, None)
+        # The smallest first: the most lanes get theirs, and the same ones every time.
+        for lane in sorted((lane for lane, room in targets.items() if room), key=lambda lane: (largest[lane], lane)):
+            if largest[lane] <= left:
+                targets[lane] += largest[lane]
+                left -= largest[lane]
         usual = max((largest[lane] for lane in asked), default=0)
         for_quiet = int(QUIET_PART * left)
         for lane in [lane for lane in self._queue if lane not in asked]:

@@ -43,6 +43,11 @@ class Ranking(Protocol):
         """Of the model that scored."""
         ...
 
+    @property
+    def admission(self) -> str:
+        """What the trigger decided; empty: unknown."""
+        ...
+
 
 class RankingClient(Protocol):
     """What the driver asks of a client; RelayClient is one."""
@@ -75,6 +80,7 @@ class DriveSummary:
 
     sent: int = 0  # ranking requests whose time came
     outcomes: Counter[str] = field(default_factory=Counter)  # of answers
+    admissions: Counter[str] = field(default_factory=Counter)  # the same where announced, by the trigger's reason
     errors: Counter[str] = field(default_factory=Counter)  # of requests without scores, by error class
     announce_errors: Counter[str] = field(default_factory=Counter)  # events not published; their rankings went on
     latencies_ms: array[float] = field(default_factory=lambda: array("d"))  # of answers with scores
@@ -177,6 +183,8 @@ class _Drive:
         latency_ms = (self.clock() - scheduled) * 1000
         if ranking is not None:
             self.summary.outcomes[ranking.outcome] += 1
+            if self.announce:
+                self.summary.admissions[ranking.admission] += 1
             self.summary.latencies_ms.append(latency_ms)
         else:
             self.summary.errors[type(failure).__name__] += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Final, TextIO
 
@@ -12,6 +13,7 @@ import msgspec
 import structlog
 from rich.table import Table
 
+from relaygr_stream.messages import Outcome
 from relaygr_stream.printable import SafeConsole, printable
 from relaygr_stream.workload.driver import DriveSummary
 from relaygr_stream.workload.metrics import Quality, QualityMeter
@@ -22,6 +24,8 @@ OUTCOMES: Final = {
     "joined": "prefix KV still being computed, joined",
     "full": "full inference",
 }
+#: Outcomes that count as a prefix hit, in a word each.
+HITS: Final[dict[Outcome, str]] = {"hbm": "ready", "dram": "reloaded", "joined": "joined"}
 LIVE_EVERY_S: Final = 0.25  # on a terminal, where the line is rewritten
 LOGGED_EVERY_S: Final = 10.0  # elsewhere, where each line stays
 
@@ -37,6 +41,7 @@ class PublishReport:
     requests: int  # ranking requests sent
     answered: int  # of those, how many got scores
     outcomes: dict[str, int]
+    admissions: dict[str, int]  # answers by what the trigger decided: `admitted`, or why not; "": no word of it came
     models: list[str]  # versions of the models that scored
     errors: dict[str, int]  # requests without scores, by error class
     error_examples: dict[str, str]  # the first message of each
@@ -83,6 +88,7 @@ def make_report(
         requests=summary.sent,
         answered=summary.answered,
         outcomes=dict(summary.outcomes.most_common()),
+        admissions=dict(summary.admissions.most_common()),
         models=models,
         errors=dict(summary.errors.most_common()),
         error_examples=error_examples,
@@ -119,6 +125,8 @@ def render(report: PublishReport) -> Table:
     for name, text in OUTCOMES.items():
         if count := report.outcomes.get(name, 0):
             table.add_row(f"  {name}", f"{count} ({count / report.answered:.1%})  {text}")
+    if report.admissions:
+        table.add_row("  admission", admission_text(report.admissions))
     for kind, count in report.errors.items():
         table.add_row(f"  {kind}", f"{count} without scores; first: {report.error_examples.get(kind, '')}")
     for kind, count in report.announce_errors.items():
@@ -144,6 +152,13 @@ def render(report: PublishReport) -> Table:
         if compared:
             table.add_row(f"{name.upper()}@{report.k}", ", ".join(compared))
     return table
+
+
+def admission_text(admissions: Mapping[str, int]) -> str:
+    """What the trigger decided, the most frequent first: "admitted 90, not_at_risk 10"."""
+    return ", ".join(
+        f"{reason or 'unknown'} {count:,}" for reason, count in sorted(admissions.items(), key=lambda pair: -pair[1])
+    )
 
 
 def live_line(summary: DriveSummary, meter: QualityMeter, planned: int | None) -> str:

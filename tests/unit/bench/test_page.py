@@ -8,7 +8,8 @@ import pytest
 from relaygr_stream.bench.charts import Axis, Bar, Point, Series, bar_chart, line_chart
 from relaygr_stream.bench.modes import FULL, RELAY
 from relaygr_stream.bench.page import render_page
-from relaygr_stream.bench.table import render_table
+from relaygr_stream.bench.table import paper_rows, render_table
+from relaygr_stream.printable import render_plain
 from tests.unit.bench.reports import cell, report
 
 VOID = {"meta", "br", "hr", "img", "input"}
@@ -58,6 +59,15 @@ def test_hostile_text_stays_text() -> None:
     parsed(page)
     assert "<script>" not in page
     assert "&lt;b&gt;&amp;" in page
+
+
+def test_hits_are_stated_of_all_announced_beside_the_admitted() -> None:
+    hits = {"admitted": 80, "hit": 76, "announced": 100, "ready": 60, "reloaded": 12, "joined": 4}
+    made = report(hits=hits)
+    said = "76.0% of 100: 60 ready, 12 reloaded, 4 joined"
+    assert ("announced requests that hit", "–", said, "") in paper_rows(made)
+    assert f"announced: {said}" in render_page(made)
+    assert said in render_plain(render_table(made), 200)
 
 
 def test_a_run_in_which_nothing_passed_has_a_page_and_a_table() -> None:

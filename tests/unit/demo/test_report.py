@@ -79,6 +79,12 @@ def test_hits_are_stated_of_the_admitted_and_of_all_announced_by_what_they_were(
     assert "announced hits 970 97.0% of all announced: 800 ready, 150 reloaded, 20 joined" in text
 
 
+def test_what_the_trigger_decided_of_rankings_is_one_row() -> None:
+    some = replace(GOOD, admissions={"not_at_risk": 100, "admitted": 899, "": 1})
+    text = " ".join(render_text(some, width=200).replace("│", " ").split())
+    assert "admission admitted 899, not_at_risk 100, unknown 1 admitted" in text
+
+
 def test_a_quantile_that_the_sample_cannot_tell_is_left_out() -> None:
     few = replace(GOOD, relay_ms=[1.0] * 99, full_ms=[2.0] * 99, outcomes=["hbm"] * 99)
     text = render_text(few)

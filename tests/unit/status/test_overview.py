@@ -123,7 +123,14 @@ def test_hits_are_those_since_we_look_on() -> None:
             "w1: its whole pinned share, 12.0 MiB, holds no longest prefix (4096 tokens: 16.0 MiB); raise "
             "worker.hbm_bytes or worker.pinned_share",
         ),
-        ([worker(budget=8 * MIB), trigger()], "w1: lanes 0–3 are asked, and have no room for a longest prefix now"),
+        (
+            [worker(budget=8 * MIB), trigger()],
+            "w1: lanes 0–3 are asked, and have no room for a longest prefix now (4096 tokens: 16.0 MiB)",
+        ),
+        (
+            [worker(budget=31 * MIB), trigger()],
+            "w1: lanes 0–3 are asked, and have room for one longest prefix now, not for two (4096 tokens: 16.0 MiB)",
+        ),
         (
             [worker(costs=CostModel(c0=0.5, c1=0.001, c2=0, c3=0)), trigger()],
             "w1: no request is ever at risk: the longest (4096 tokens, 2048 candidates) takes 4.6 ms in full, the "

@@ -12,6 +12,7 @@ from relaygr_stream.owners import Claim
 from relaygr_stream.settings import Relay, Settings, Trigger
 from relaygr_stream.trigger.decision import REASONS, Decision, LaneState, Policy, decide
 from relaygr_stream.trigger.risk import FALLBACK_COSTS, prefix_bytes, usable_costs
+from relaygr_stream.workload.generator import GeneratorOptions
 from tests.unit.trigger.parts import POLICY, claim, event, lane_status, worker_status
 
 
@@ -38,6 +39,24 @@ def test_a_request_at_risk_within_all_bounds_is_admitted() -> None:
     decision = OneLane().decide(event(25))
     assert decision == Decision("admitted", tokens=25, age_ms=0.0, predicted_ms=25.0, nbytes=300, cost_ms=25.0)
     assert decision.admit
+
+
+def test_with_the_defaults_a_usual_prefix_is_at_risk_on_a_fast_core_and_a_tiny_one_is_not() -> None:
+    """A core of 160 Gflop/s: half the peak of two 512-bit units of float32 at 5 GHz."""
+    model, policy = Settings().model, Policy.of(Settings())
+    width = 2 * model.heads * (model.dqk + model.dv)
+    linear = model.layers * 2 * model.dim * (width + model.heads * model.dv)  # floating-point operations of a token
+    pair = model.layers * width  # and of a pair of tokens in attention
+    costs = CostModel(c0=0.0, c1=linear / 160e6, c2=pair / 2 / 160e6, c3=pair / 160e6, c4=linear / 160e6)
+    lane = OneLane(budget=10**9, rate=1e6, costs=costs)
+
+    def reason(tokens: int, candidates: int) -> str:
+        one = msgspec.structs.replace(event(tokens), candidates=candidates)
+        return decide(one, policy=policy, lane=lane.state, owner=lane.owner, age_ms=0.0, now_s=lane.now).reason
+
+    usual = GeneratorOptions()
+    assert reason(int(usual.length_median), usual.candidates) == "admitted"
+    assert reason(32, usual.candidates) == "not_at_risk"
 
 
 def test_where_a_part_is_computed_a_part_is_charged() -> None:

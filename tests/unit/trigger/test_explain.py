@@ -40,13 +40,13 @@ def rows(result: Result) -> list[dict[str, Any]]:
 
 
 def test_each_request_of_a_log_is_decided_on_with_the_numbers_shown(log: Path) -> None:
-    # Half a millisecond a token; at risk above 10 ms, so all are.
+    # Half a millisecond a token; at risk above 2.5 ms, so all are.
     result = rows(run("--events", str(log), "--requests", "20", "--costs", "0,0.5,0,0", "--speed", "1", "--json"))
     assert len(result) == 20
     for row in result:
         assert row["reason"] == "admitted"
         assert row["predicted_ms"] == row["cost_ms"] == row["tokens"] / 2
-        assert row["risk_ms"] == 10.0
+        assert row["risk_ms"] == 2.5
         assert row["lane"] == lane_of(row["user_id"], 16)
         assert row["outstanding_bytes"] + row["nbytes"] <= row["budget_bytes"]
         assert (row["owner"], row["signalled"]) == ("worker-0", None)
@@ -103,7 +103,7 @@ def test_options_before_the_subcommand_are_refused_not_ignored() -> None:
 async def test_a_live_sample_sees_what_the_running_trigger_does_and_disturbs_nothing(embedded_settings: Kafka) -> None:
     async with peer_on(embedded_settings) as peer, trigger_on(embedded_settings) as trigger:
         # Room for all at once: events that waited for a busy machine come so.
-        room = Trigger(silence_ms=10_000, stale_ms=3000, load_burst_ms=60_000)
+        room = Trigger(risk_fraction=0.2, silence_ms=10_000, stale_ms=3000, load_burst_ms=60_000)
         settings = Settings(kafka=embedded_settings, trigger=room)
         policy = Policy.of(settings)
         looking = asyncio.create_task(explain_live(settings, policy, 4.0))

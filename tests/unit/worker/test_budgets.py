@@ -177,6 +177,26 @@ def test_a_lane_has_room_for_its_largest_prefix_where_the_whole_affords_it() -> 
     assert sum(stated.values()) <= 1000
 
 
+@settings(max_examples=200)
+@given(
+    st.dictionaries(st.integers(0, 15), st.tuples(st.integers(1, 500), st.floats(0.001, 1), st.booleans()), min_size=1),
+    st.integers(0, 8000),
+)
+def test_busy_lanes_have_room_for_two_of_their_largest_prefixes_wherever_the_whole_affords_it(
+    lanes: dict[int, tuple[int, float, bool]], whole: int
+) -> None:
+    largest = {lane: nbytes for lane, (nbytes, _, _) in lanes.items()}
+    shares = {lane: share for lane, (_, share, _) in lanes.items()}
+    asked = {lane for lane, (_, _, busy) in lanes.items() if busy}
+    stated = LaneBudgets(whole, HOLD_S, TURN_S).update(shares, largest, asked, {}, 0.0)
+    assert sum(stated.values()) <= whole
+    left = whole - sum(largest[lane] for lane in asked)
+    for lane in sorted(asked if left >= 0 else (), key=lambda lane: (largest[lane], lane)):
+        if (left := left - largest[lane]) < 0:
+            break
+        assert stated[lane] >= 2 * largest[lane]
+
+
 def test_lanes_that_nobody_asks_lend_theirs_and_get_it_back() -> None:
     budgets = LaneBudgets(1000, HOLD_S, TURN_S)
     lent = settled(budgets, {0: 100, 1: 0, 2: 0, 3: 0}, {0})

@@ -21,6 +21,7 @@ class GivenRanking:
     scores: npt.NDArray[np.float32]
     outcome: Outcome
     model_version: str = "by-id"
+    admission: str = "admitted"
 
 
 class RecordingClient:

@@ -18,12 +18,13 @@ from structlog.testing import capture_logs
 
 from relaygr_stream.errors import ConfigError, InputError, Overloaded
 from relaygr_stream.messages import RankingRequest
+from relaygr_stream.printable import render_plain
 from relaygr_stream.settings import Model, Relay, Settings
 from relaygr_stream.workload.command import build_options, publish_command
 from relaygr_stream.workload.generator import GeneratorOptions
 from relaygr_stream.workload.publish import LogOptions, PublishOptions, Workload, prepare, send
 from relaygr_stream.workload.replay import ReplayOptions
-from relaygr_stream.workload.report import LiveLine, PublishReport, print_report
+from relaygr_stream.workload.report import LiveLine, PublishReport, print_report, render
 from tests.unit.workload.logs_for_tests import movielens_rows, write_udata
 from tests.unit.workload.recording_client import RecordingClient
 
@@ -54,6 +55,8 @@ async def test_from_udata_to_hit_rate(udata: Path) -> None:
     report = await run(replay_options(udata), RecordingClient())
     assert report.complete
     assert (report.requests, report.answered, report.outcomes) == (60, 60, {"hbm": 60})
+    assert report.admissions == {"admitted": 60}
+    assert "admission admitted 60" in " ".join(render_plain(render(report), 100).replace("│", " ").split())
     assert (report.lines, report.broken_lines) == (3002, 2)
     assert report.broken_examples[0].startswith(f"{udata}:1: 1 fields")
     assert report.chance is not None
