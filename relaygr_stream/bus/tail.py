@@ -107,6 +107,8 @@ class TopicTail:
         """Point a new consumer at where we are."""
         pass_unreadable(consumer)
         if not self._next:
+            # Raises at once where an ACL is missing; the offsets of such a topic would be asked for until the timeout.
+            await consumer._client._wait_on_metadata(self._partitions[0].topic)
             # Before anything is fetched: what is asked on a connection waits for a fetch that waits for records.
             self._ends = await consumer.end_offsets(self._partitions)
             earliest = self._start == "earliest"

@@ -343,7 +343,7 @@ async def test_calls_with_more_patience_than_the_silence_wait_for_the_broker(tmp
 @pytest.mark.timeout(240)
 async def test_while_the_broker_is_away_every_call_ends_typed_and_it_recovers_by_itself(tmp_path: Path) -> None:
     async with local_broker("embedded", folder=tmp_path) as broker:
-        kafka = broker.kafka_settings(Kafka(prefix="away.", partitions=2, request_timeout_ms=3000))
+        kafka = broker.kafka_settings(Kafka(prefix="away.", partitions=4, request_timeout_ms=3000))
         async with responder_on(kafka), client_on(kafka, timeout_ms=400) as relay:
             await relay.rank(request(), timeout=PATIENCE_S)
             broker.stop()
@@ -369,7 +369,9 @@ async def test_while_the_broker_is_away_every_call_ends_typed_and_it_recovers_by
             assert len(at_once) > 100  # after the first ones have waited in vain
             assert relay.in_flight == 0
 
-            await broker.start()  # with empty logs: what fills them up to where the readers were is lost, call by call
+            # With empty logs, and four partitions each, as the embedded broker makes topics anew: what fills them up to
+            # where the readers were is lost, call by call.
+            await broker.start()
             deadline = time.monotonic() + 4 * PATIENCE_S  # each of the lost ones waits for its timeout
             while errors:
                 assert time.monotonic() < deadline, errors

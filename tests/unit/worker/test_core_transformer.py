@@ -28,7 +28,12 @@ def test_the_transformer_is_served_by_the_same_core() -> None:
     world.settle()
     assert len(world.answers) == 300
     world.check_scores()
-    assert {answer.task.outcome for answer in world.answers} == {"hbm", "dram", "joined", "full"}
+    assert {answer.task.outcome for answer in world.answers if answer.status == "ok"} == {
+        "hbm",
+        "dram",
+        "joined",
+        "full",
+    }
     counters = world.cache.counters
     assert counters.loaded
     assert counters.extended_in_place
