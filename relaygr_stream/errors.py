@@ -36,7 +36,9 @@ class ConfigError(RelayError):
 
 
 #: Why bytes are no message, as slugs for metrics and dead letters.
-REASONS = ("oversized", "malformed", "unknown_version", "invalid")
+REASONS = ("oversized", "malformed", "unknown_version", "invalid", "crashed")
+#: The reason of a well-formed request that ended each worker which ran it.
+CRASHED = "crashed"
 
 
 class DecodeError(RelayError):

@@ -168,6 +168,9 @@ class Worker(Section, frozen=True, kw_only=True):
             "256 MiB are 1000 of the longest that relay.max_… allow by default: 10 s of a device that takes 10 ms each"
         ),
     ] = 256 << 20
+    crash_limit: Annotated[
+        int, Meta(ge=2, le=100), _doc("a ranking that so many workers in a row ended at is answered `failed`, not run")
+    ] = 3
     max_timeout_ms: Annotated[
         Ms, _doc("a ranking whose sender waits for longer is given up after this; no answer is worth more memory")
     ] = 60_000.0

@@ -20,6 +20,7 @@ from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.errors import KafkaError, OffsetOutOfRangeError
 
 from relaygr_stream.bus.connection import broker_error, client_options
+from relaygr_stream.bus.crashes import Crashes, Suspects
 from relaygr_stream.bus.membership import Membership
 from relaygr_stream.bus.offsets import OffsetLedger
 from relaygr_stream.bus.records import Record, as_record
@@ -50,7 +51,8 @@ class LaneConsumer:
     lost, then gained. capacity: this member's weight when lanes are shared out. check_crcs: whether to verify
     the checksum that each batch has had since its producer. progressing(): False while the process
     is stuck; after kafka.max_poll_ms of that the lanes go to others, and come back with progress. The callbacks run on
-    the loop and must be quick; an exception in one ends the consumer (`failed`).
+    the loop and must be quick; an exception in one ends the consumer (`failed`). crashes: whether to count how often
+    owners end while they work at a record, and what becomes of one that ended too many.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class LaneConsumer:
         capacity: float = 1.0,
         check_crcs: bool = True,
         progressing: Callable[[], bool] = lambda: True,
+        crashes: Crashes | None = None,
     ) -> None:
         self._kafka = kafka
         self._check_crcs = check_crcs
@@ -80,12 +83,17 @@ class LaneConsumer:
             capacity=capacity,
             on_assigned=self._assigned,
             on_left=lambda: self._assigned(frozenset(), False),
-            committable=lambda: {partition: ledger.committable for partition, ledger in self._ledgers.items()},
+            committable=self._committable,
             progressing=progressing,
         )
         self._renewed = Renewed(kafka, "the lanes' reader", self._make, self._point, given_up=self._fail)
         self._lanes: frozenset[int] = frozenset()
         self._ledgers: dict[tuple[str, int], OffsetLedger] = {}
+        self._suspects = (
+            None
+            if crashes is None
+            else Suspects(crashes, self._membership, self._ledgers, lambda: self._data, on_records)
+        )
         self._answered_ms = 0  # when a broker last answered, by aiokafka's clock, which may be set
         self._heard_s = 0.0  # when that was seen to change, or other lanes than before were asked for; monotonic
         self._reading = asyncio.Event()  # set while there are lanes to be read
@@ -143,6 +151,8 @@ class LaneConsumer:
         ledger = self._ledgers.get((record.topic, record.lane))
         if ledger is not None:
             ledger.done(record.offset)
+        if self._suspects is not None:
+            self._suspects.changed()
         self._note_drained()
 
     def position(self, topic: str, lane: int) -> int:
@@ -159,7 +169,10 @@ class LaneConsumer:
         except BaseException:
             await self.stop()
             raise
-        for work in (self._fetch, self._membership.poll, self._membership.commit):
+        works = [self._fetch, self._membership.poll, self._membership.commit]
+        if self._suspects is not None:
+            works.append(self._suspects.hand_out)
+        for work in works:
             self._tasks.append(asyncio.create_task(self._watched(work)))
 
     @property
@@ -243,16 +256,25 @@ class LaneConsumer:
             pending = {group.create_task(start_offsets(lane)) for lane in lanes}
             while pending:
                 done, pending = await asyncio.wait(pending, timeout=TOGETHER_S)
-                gained = set()
-                for lane, offsets in (task.result() for task in done):
-                    if None not in offsets:
-                        gained.add(lane)
-                        for topic, offset in zip(self._topics, offsets, strict=True):
-                            self._ledgers[topic, lane] = OffsetLedger(offset or 0)
+                known = {lane: found for lane, found in (task.result() for task in done) if None not in found}
+                if self._suspects is not None and known:
+                    which = self._topics.index(self._suspects.topic)
+                    await self._suspects.take_over({lane: offsets[which] or 0 for lane, offsets in known.items()})
+                for lane, offsets in known.items():
+                    for topic, offset in zip(self._topics, offsets, strict=True):
+                        self._ledgers[topic, lane] = OffsetLedger(offset or 0)
+                gained = frozenset(known)
                 if gained:
                     self._lanes |= gained
-                    self._on_lanes(frozenset(gained), frozenset())
+                    self._on_lanes(gained, frozenset())
                     self._reassign()
+
+    def _committable(self, leaving: bool) -> dict[tuple[str, int], tuple[int, str]]:
+        suspects = self._suspects
+        return {
+            each: (ledger.committable, "" if suspects is None else suspects.note(*each, leaving=leaving))
+            for each, ledger in self._ledgers.items()
+        }
 
     def _drop(self, lanes: frozenset[int]) -> None:
         if not self._draining:
@@ -261,6 +283,8 @@ class LaneConsumer:
         for topic in self._topics:
             for lane in lanes:
                 del self._ledgers[topic, lane]
+        if self._suspects is not None:
+            self._suspects.changed()
         self._lanes -= lanes
         if not self._lanes:
             self._reading.clear()
@@ -305,7 +329,9 @@ class LaneConsumer:
         new = []
         for record in records:
             ledger = self._ledgers.get((record.topic, record.lane))
-            if ledger is not None and ledger.read(record.offset):
+            if ledger is None or not ledger.read(record.offset):
+                continue
+            if self._suspects is None or not self._suspects.set_apart(record):
                 new.append(record)
         if new:
             self._on_records(new)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import structlog
@@ -43,7 +43,8 @@ class Membership:
 
     on_assigned(lanes, continuous): the lanes from now on; `continuous` tells whether the lanes held before were ours
     all the time, or may have been another's since. on_left(): this member is out of the group, all lanes are lost.
-    committable(): the offset to commit for each partition owned; it is asked just before a commit.
+    committable(leaving): what to commit for each partition owned, an offset and its metadata, asked just before;
+    leaving: the lanes may be another's right after.
     progressing(): whether the process gets on with its work; while it does not, the group is not told that we live.
     All are called on the loop and must be quick.
     """
@@ -58,7 +59,7 @@ class Membership:
         capacity: float,
         on_assigned: Callable[[frozenset[int], bool], None],
         on_left: Callable[[], None],
-        committable: Callable[[], Mapping[tuple[str, int], int]],
+        committable: Callable[[bool], Mapping[tuple[str, int], tuple[int, str]]],
         progressing: Callable[[], bool],
     ) -> None:
         if kafka.session_timeout_ms < 3 * kafka.heartbeat_ms:
@@ -81,7 +82,7 @@ class Membership:
         self._gate_open = False
         self._commit_lock = asyncio.Lock()
         self._last_commit: asyncio.Task[None] | None = None
-        self._committed: dict[tuple[str, int], int] = {}
+        self._committed: dict[tuple[str, int], tuple[int, str]] = {}
         self.rebalances = 0
         self.commits_refused = 0
 
@@ -197,21 +198,36 @@ class Membership:
 
         async def commit() -> None:
             async with self._commit_lock:  # the one in flight finishes first
-                await self._commit_changed()
+                await self._commit_changed(leaving=True)
 
         # Neither cancelled nor waited for without end: aiokafka retries while no coordinator answers, and the group
         # waits for this member meanwhile.
         self._last_commit = asyncio.create_task(commit())
         await asyncio.wait({self._last_commit}, timeout=self._kafka.session_timeout_ms / 2000)
 
-    async def _commit_changed(self) -> None:
-        changed = {
-            partition: offset
-            for partition, offset in self._committable().items()
-            if self._committed.get(partition) != offset
-        }
-        if not changed:
-            return
+    async def commit_now(self, offsets: Mapping[tuple[str, int], tuple[int, str]]) -> bool:
+        """Commit these; False: not possible now, as the group rebalances, or the broker refused. No timeout."""
+        async with self._commit_lock:
+            try:
+                return self._gate_open and await self._commit(offsets)
+            except IllegalStateError:  # a lane has moved on
+                return False
+
+    async def metadata(self, topic: str, lanes: Iterable[int]) -> dict[int, str]:
+        """What stands beside the committed offset of each of these lanes. No timeout; raises KafkaError."""
+        # aiokafka shows it nowhere else.
+        found = await self._consumer._coordinator.fetch_committed_offsets(
+            [TopicPartition(topic, lane) for lane in lanes]
+        )
+        return {partition.partition: kept.metadata for partition, kept in found.items()}
+
+    async def _commit_changed(self, *, leaving: bool = False) -> None:
+        offsets = self._committable(leaving)
+        changed = {each: offset for each, offset in offsets.items() if self._committed.get(each) != offset}
+        if changed:
+            await self._commit(changed)
+
+    async def _commit(self, changed: Mapping[tuple[str, int], tuple[int, str]]) -> bool:
         try:
             await self._consumer.commit({TopicPartition(*partition): offset for partition, offset in changed.items()})
         except CommitFailedError as error:
@@ -222,6 +238,8 @@ class Membership:
             log.warning("commit_failed", group=self._group, member=self._member, error=repr(error))
         else:
             self._committed.update(changed)
+            return True
+        return False
 
     def _typed(self, error: BaseException) -> BrokerError | ConfigError:
         if isinstance(error, InvalidSessionTimeoutError):

@@ -35,6 +35,10 @@ class OffsetLedger:
         """Every record below this offset that was read is done: what a next owner may start from."""
         return self._order[0] if self._order else self._position
 
+    def has(self, offset: int) -> bool:
+        """The record was read and is not done."""
+        return offset in self._undone
+
     def read(self, offset: int) -> bool:
         """Note that a record was read; False if it was read before, and must not be handed out again.
 

@@ -14,9 +14,9 @@ import structlog
 from relaygr_stream.bus.dead_letter import RETRY_S, DeadLetters
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.records import Record
-from relaygr_stream.errors import BrokerError, ConfigError, DecodeError
+from relaygr_stream.errors import CRASHED, BrokerError, ConfigError, DecodeError
 from relaygr_stream.headers import HEADER_SIGNATURE, answer_signature
-from relaygr_stream.messages import HEADER_CORRELATION, SCORE_DTYPE, ScoreReply, Timings, encode
+from relaygr_stream.messages import HEADER_CORRELATION, SCORE_DTYPE, ScoreReply, Status, Timings, encode
 from relaygr_stream.models.protocol import RankingModel
 from relaygr_stream.refusals import Reasons
 from relaygr_stream.telemetry.limiter import LogLimiter
@@ -157,7 +157,8 @@ class Outbox:
             detail=str(error),
         )
         if origin is not None:
-            self._reject(origin, "", str(error), done=False)  # the dead letter finishes the record
+            # The dead letter finishes the record.
+            self._reject(origin, "", str(error), done=False, status="failed" if error.reason == CRASHED else "rejected")
         if not self._closed:
             self.letters.send(record, error)
 
@@ -173,11 +174,11 @@ class Outbox:
         for task in self._under_way:
             task.cancel()
 
-    def _reject(self, origin: Origin, request_id: str, detail: str, *, done: bool) -> None:
-        self._metrics.answer("rejected", None)
+    def _reject(self, origin: Origin, request_id: str, detail: str, *, done: bool, status: Status = "rejected") -> None:
+        self._metrics.answer(status, None)
         reply = ScoreReply(
             request_id=request_id,
-            status="rejected",
+            status=status,
             detail=detail,
             model_version=self._model.version,
             worker=self._worker,

@@ -20,12 +20,13 @@ from typing import Any, Final
 import structlog
 
 from relaygr_stream.bus.counts import PartitionCounts
+from relaygr_stream.bus.crashes import Crashes
 from relaygr_stream.bus.dead_letter import check_dead_letters_fit
 from relaygr_stream.bus.ending import end
 from relaygr_stream.bus.lanes import LaneConsumer
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.records import Record
-from relaygr_stream.errors import BrokerError, DecodeError, DeviceError, Superseded
+from relaygr_stream.errors import CRASHED, BrokerError, DecodeError, DeviceError, Superseded
 from relaygr_stream.handover.build import hands_over, make_handover
 from relaygr_stream.handover.service import Handover
 from relaygr_stream.messages import kind_of
@@ -148,6 +149,7 @@ class Worker:
             on_lanes=self._on_lanes,
             capacity=settings.worker.capacity,
             progressing=lambda: self._watch.progressing and not outbox.letters.full,
+            crashes=Crashes(topics.ranking.name, settings.worker.crash_limit, self._on_crashed),
         )
         model = self._inside.model
         self._intake.score_columns = len(model.tasks)
@@ -348,6 +350,16 @@ class Worker:
         except DecodeError as error:
             self._dead_letter(record, error, origin)
         return None
+
+    def _on_crashed(self, record: Record) -> None:
+        """A ranking that each of its workers ended at: nobody runs it again."""
+        limit = self._settings.worker.crash_limit
+        detail = f"{limit} workers ended while they worked at this request (worker.crash_limit)"
+        try:
+            origin = self._intake.route(record)
+        except DecodeError:
+            origin = None
+        self._dead_letter(record, DecodeError(CRASHED, detail), origin)
 
     def _done(self, record: Record) -> None:
         assert self._consumer is not None

@@ -186,7 +186,7 @@ def test_binary_ids_are_hexadecimal(key: bytes | None, text: str | None) -> None
 
 def test_a_reason_that_there_is_not_is_an_error() -> None:
     letters = letters_of([dead(1)])
-    with pytest.raises(InputError, match=r"--reason malfromed: no such reason; there are invalid, malformed"):
+    with pytest.raises(InputError, match=r"--reason malfromed: no such reason; there are crashed, invalid, malformed"):
         choose(letters, addresses=(), reason="malfromed", origin="")
     later = Letter(0, 9, 0, b"u", b"v", reason="of_a_later_release")
     assert choose([*letters, later], addresses=(), reason="of_a_later_release", origin="") == [later]

@@ -1,0 +1,91 @@
+"""A request that ends every worker which runs it ends as many as the limit says, and then no more."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from relaygr_stream.bus.producer import Producer
+from relaygr_stream.bus.records import Record
+from relaygr_stream.bus.tail import TopicTail
+from relaygr_stream.messages import (
+    HEADER_CORRELATION,
+    HEADER_REASON,
+    HEADER_REPLY_PARTITION,
+    RankingRequest,
+    ScoreReply,
+    decode,
+    encode,
+    pack_items,
+)
+from relaygr_stream.settings import Kafka
+from tests.e2e.fleet import Fleet
+from tests.e2e.gated import POISON
+from tests.unit.worker.services import history
+from tests.waiting import until
+
+LIMIT = 3
+
+
+@pytest.mark.kafka
+@pytest.mark.parametrize("broker", ["kafka"], indirect=True)  # the embedded broker keeps no metadata with an offset
+@pytest.mark.timeout(400)
+async def test_a_request_that_ends_each_worker_is_answered_failed_after_so_many(
+    kafka_settings: Kafka, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replies: dict[bytes, list[ScoreReply]] = {}
+    dead: list[Record] = []
+
+    def on_scores(records: list[Record]) -> None:
+        for record in records:
+            replies.setdefault(dict(record.headers)[HEADER_CORRELATION], []).append(decode(ScoreReply, record.value))
+
+    def ranking(name: str, candidate: int) -> bytes:
+        # All of one user, and so of one lane; so long a timeout that every worker in turn would run it.
+        return encode(
+            RankingRequest(
+                request_id=name,
+                user_id="u",
+                prefix=history("u", 20),
+                candidates=pack_items([1, candidate]),
+                timeout_ms=3.6e6,
+            )
+        )
+
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    async with Fleet(kafka_settings, tmp_path) as fleet:
+        topics = fleet.topics
+        async with (
+            TopicTail(kafka_settings, topics.scores.name, [2], "latest", on_scores),
+            TopicTail(kafka_settings, topics.dead_letter.name, [0], "latest", dead.extend),
+            Producer(kafka_settings, client_id="client") as producer,
+        ):
+
+            async def send(name: str, candidate: int) -> None:
+                headers = [(HEADER_CORRELATION, name.encode()), (HEADER_REPLY_PARTITION, b"2")]
+                await producer.send_and_wait(topics.ranking.name, ranking(name, candidate), key=b"u", headers=headers)
+
+            def start(number: int) -> None:
+                fleet.start(
+                    "worker", f"w{number}", "worker.max_timeout_ms=3600000", "model.factory=tests.e2e.gated:gated"
+                )
+
+            start(0)
+            await fleet.ready("w0")
+            await fleet.lanes_settled("w0")
+            for name in ("before", "poison", "after"):
+                await send(name, POISON if name == "poison" else 2)
+            for number in range(LIMIT):
+                child = fleet.children[f"w{number}"]
+                await until(lambda: child.exit_code is not None, f"w{number} ended by the poison")  # noqa: B023
+                assert child.exit_code == 9
+                start(number + 1)
+            await until(lambda: {b"before", b"poison", b"after"} <= replies.keys(), f"answers {replies}")
+            (answer,) = replies[b"poison"]
+            assert answer.status == "failed"
+            assert "3 workers ended while they worked at this request" in answer.detail
+            assert {reply.status for name in (b"before", b"after") for reply in replies[name]} == {"ok"}
+            await until(lambda: dead, "the dead letter")
+            assert [dict(record.headers)[HEADER_REASON] for record in dead] == [b"crashed"]
+            assert fleet.children[f"w{LIMIT}"].exit_code is None
