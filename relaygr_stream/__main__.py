@@ -12,9 +12,8 @@ from types import FrameType
 
 def run() -> None:
     """The console script."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # started in the background of a script, or by nohup
-            signal.signal(number, _leave)
+    for number in (signal.SIGINT, signal.SIGTERM):  # also where a script's `&` had them ignored: commands do it later
+        signal.signal(number, _leave)
     from relaygr_stream.cli import main  # noqa: PLC0415  (what may be interrupted)
 
     main(prog_name="relaygr")

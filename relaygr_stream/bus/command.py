@@ -49,7 +49,7 @@ def broker_command(settings: Settings, kind: BrokerKind, port: int | None, data:
     if data is not None and kind == "embedded":
         raise click.UsageError("--data: the embedded broker keeps its messages in memory; --kind kafka can keep them")
     if data is not None:
-        check_writable(data / "data", "--data")
+        check_writable(data / "data" / "meta.properties", "--data")  # Kafka's own first file, there from the last time
     chosen = _port_of(settings.kafka.bootstrap) if port is None else port
 
     async def serve() -> None:

@@ -77,9 +77,11 @@ def test_it_says_where_it_serves_and_what_to_do_next_and_stops_clean(tmp_path: P
         ("--data here", "--kind kafka can keep them"),
         ("--bootstrap kafka.example:9092", "give --port"),
         ("--kind kafka", "KAFKA_HOME is not set"),
+        ("--kind kafka --data used", "KAFKA_HOME is not set"),  # a folder of the last time is no obstacle
     ],
 )
 def test_what_it_cannot_do_is_said_in_words(arguments: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "used" / "data").mkdir(parents=True)
     with running(f"relaygr broker {arguments}", tmp_path, KAFKA_HOME="") as broker:
         assert broker.wait(60) in (1, 2)
     assert words in (tmp_path / "broker.log").read_text()

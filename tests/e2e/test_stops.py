@@ -71,6 +71,27 @@ def test_a_command_can_be_stopped_at_any_moment(
 
 
 @linux
+def test_a_command_started_in_the_background_of_a_script_can_be_stopped_like_any_other(tmp_path: Path) -> None:
+    """There SIGINT is ignored, which a command inherits: before its imports were over it stayed so, later it did not.
+
+    (Not the parameters of the test above: whoever runs the tests in a script's background gives them this, too.)
+    """
+
+    def in_the_background() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    with start("worker", *NOWHERE, cwd=tmp_path, preexec_fn=in_the_background) as process:
+        while process.poll() is None and not has_begun(process):
+            time.sleep(0.005)
+        process.send_signal(signal.SIGINT)
+        try:
+            _, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert (process.returncode, err) == (130, "stopped\n")
+
+
+@linux
 @pytest.mark.timeout(120)
 def test_the_processes_of_a_simulation_end_with_it(tmp_path: Path) -> None:
     with start(
