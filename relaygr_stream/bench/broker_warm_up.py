@@ -28,7 +28,9 @@ LANES: Final = 4
 
 
 async def compile_broker(kafka: Kafka, tell: Callable[[str], object], seconds: float = SECONDS) -> int:
-    """Send and read messages for so long; returns how many. Raises BrokerUnavailable, BrokerError.
+    """Send and read messages for so long, one on each lane at least; returns how many.
+
+    Raises BrokerUnavailable, BrokerError.
 
     tell: shown once, as it takes longer than anything else before the first probe.
     """
@@ -36,7 +38,6 @@ async def compile_broker(kafka: Kafka, tell: Callable[[str], object], seconds: f
     kafka = msgspec.structs.replace(kafka, prefix=f"{kafka.prefix}warm-up.", partitions=LANES)
     await apply_topics(kafka)
     topic = load_topics(kafka).ranking.name
-    until = time.monotonic() + seconds
     arrived = [asyncio.Event() for _ in range(LANES)]
 
     def on_records(records: Sequence[Record]) -> None:
@@ -45,7 +46,7 @@ async def compile_broker(kafka: Kafka, tell: Callable[[str], object], seconds: f
 
     async def send(lane: int) -> int:
         messages = 0
-        while time.monotonic() < until:
+        while not messages or time.monotonic() < until:
             await producer.send_and_wait(topic, bytes(SIZES[messages % len(SIZES)]), partition=lane)
             await arrived[lane].wait()
             arrived[lane].clear()
@@ -56,6 +57,7 @@ async def compile_broker(kafka: Kafka, tell: Callable[[str], object], seconds: f
         Producer(kafka, client_id="warm-up", acks=1) as producer,
         TopicTail(kafka, topic, range(LANES), "latest", on_records) as tail,
     ):
+        until = time.monotonic() + seconds  # from here on: a busy machine connects for longer than that
         sending = asyncio.gather(*map(send, range(LANES)))
         ends: set[asyncio.Future[Any]] = {sending, tail.failed}
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
