@@ -24,7 +24,7 @@ from relaygr_stream.files import check_writable
 @click.option(
     "--seconds", type=click.FloatRange(2, 3600), default=30.0, show_default=True, help="Length of each phase."
 )
-@click.option("--rate", type=click.FloatRange(0.1, 10_000), default=8.0, show_default=True, help="Requests per second.")
+@click.option("--rate", type=click.FloatRange(0.1, 10_000), default=4.0, show_default=True, help="Requests per second.")
 @click.option("--seed", type=int, default=7, show_default=True, help="Seed of the traffic.")
 @click.option(
     "--out",
