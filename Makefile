@@ -29,7 +29,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-demo: $(STAMP) ## run the whole relay on an embedded broker and show what it does (under 2 minutes)
+demo: $(STAMP) ## run the whole relay on an embedded broker and show what it does (about 2 minutes)
 	$(BIN)/relaygr demo $(ARGS)
 
 test: $(STAMP) ## unit tests, bus tests on every broker at hand, end to end with real processes

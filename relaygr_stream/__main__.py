@@ -4,6 +4,7 @@ Until a command takes the signals over there is nothing to put in order. Which d
 what stopping.py runs.
 """
 
+import atexit
 import os
 import signal
 import sys
@@ -14,6 +15,7 @@ def run() -> None:
     """The console script."""
     for number in (signal.SIGINT, signal.SIGTERM):  # also where a script's `&` had them ignored: commands do it later
         signal.signal(number, _leave)
+    atexit.register(_keep_exit_code)
     from relaygr_stream.cli import main  # noqa: PLC0415  (what may be interrupted)
 
     main(prog_name="relaygr")
@@ -24,6 +26,12 @@ def run_as_module() -> None:
     if not sys.flags.safe_path and sys.path[0] == os.getcwd():  # noqa: PTH109  (pathlib is an import to wait for)
         del sys.path[0]
     run()
+
+
+def _keep_exit_code() -> None:
+    """The interpreter ends, with all threads joined: it would give signals their default back, and die of one."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _leave(number: int, _frame: FrameType | None) -> None:
