@@ -16,7 +16,7 @@ export HYPOTHESIS_STORAGE_DIRECTORY := $(CURDIR)/.cache/hypothesis
 export TRITON_CACHE_DIR := $(CURDIR)/.cache/triton
 
 .PHONY: help setup demo test test-repeat test-kafka test-faults test-long test-device recoveries check format lock clean soak fuzz
-.PHONY: bench-cache bench-engine bench-forwarding bench-handover bench-scheduler bench-simulate bench-slo bench-start bench-trigger
+.PHONY: bench-cache bench-engine bench-forwarding bench-handover bench-scheduler bench-simulate bench-slo bench-trigger
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -61,10 +61,11 @@ recoveries: $(STAMP) ## what the fault tests have measured so far: recovery time
 test-device: $(STAMP) ## the tests that want a CUDA device or an NPU, on a machine that has one
 	$(BIN)/pytest tests/device tests/unit/models $(ARGS)
 
-check: $(STAMP) ## ruff and mypy --strict
+check: $(STAMP) ## ruff, mypy --strict, and who may import whom (pyproject.toml, tool.importlinter)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache --no-logo
 
 format: $(STAMP) ## let ruff rewrite what it can
 	$(BIN)/ruff format .
@@ -90,9 +91,6 @@ bench-trigger: $(STAMP) ## predicted against measured costs, a decision's time, 
 
 bench-handover: $(STAMP) ## a planned scale-out with and without hand-over: hits, delays, bytes (2 minutes; CHECK=1 judges)
 	$(BIN)/python benchmarks/handover.py
-
-bench-start: $(STAMP) ## what a starting worker costs those beside it, with and without niceness (3 minutes; CHECK=1 judges)
-	$(BIN)/python benchmarks/start.py $(ARGS)
 
 bench-slo: $(STAMP) ## how much longer, how much more at the same P99: table, JSON, HTML (3 minutes; CHECK=1 judges)
 	$(BIN)/relaygr bench slo $(ARGS)

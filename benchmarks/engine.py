@@ -24,9 +24,8 @@ from floors import Floors, Machine, Work
 from targets import end
 
 from relaygr_stream import settings
+from relaygr_stream.models.api import KVRegion, ScoreInput
 from relaygr_stream.models.devices import select_device
-from relaygr_stream.models.kv import KVRegion
-from relaygr_stream.models.protocol import ScoreInput
 
 #: Where the targets below are judged: prefix tokens, candidates.
 PREFIX: Final = 2048

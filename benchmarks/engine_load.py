@@ -16,10 +16,8 @@ import numpy as np
 import torch
 
 from relaygr_stream import settings
-from relaygr_stream.models.kv import KVRegion
-from relaygr_stream.models.load import load_model
-from relaygr_stream.models.protocol import RankingModel, ScoreInput
-from relaygr_stream.models.tokens import Tokens
+from relaygr_stream.models.api import KVRegion, RankingModel, ScoreInput, Tokens
+from relaygr_stream.models.loading import load_model
 
 #: Together the copies of a prefix are so large that a ranking finds none of it in the processor's own caches.
 COLD_BYTES: Final = 256 << 20

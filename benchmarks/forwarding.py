@@ -29,16 +29,16 @@ import numpy as np
 from forwarding_model import ITEMS, RANKING_MS, TOKEN_MS
 from targets import end
 
-from relaygr_stream.bus.local import local_broker
-from relaygr_stream.bus.records import Record
 from relaygr_stream.bus.tail import TopicTail
-from relaygr_stream.children import Child, settings_as_toml, stop_all
+from relaygr_stream.bus.topics import apply_topics, lane_of, load_topics
 from relaygr_stream.client import RelayClient
 from relaygr_stream.errors import Overloaded, RelayError
-from relaygr_stream.messages import Behaviours, RankingRequest, decode, pack_items
-from relaygr_stream.settings import Client, Kafka, Model, Relay, Settings, Worker
-from relaygr_stream.status.reader import worker_statuses
-from relaygr_stream.topics import apply_topics, lane_of, load_topics
+from relaygr_stream.ops.brokers.local import local_broker
+from relaygr_stream.ops.children import Child, settings_as_toml, stop_all
+from relaygr_stream.settings.schema import Client, Kafka, Model, Relay, Settings, Worker
+from relaygr_stream.wire.messages import Behaviours, RankingRequest, decode, pack_items
+from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.worker_status import worker_statuses
 
 WORKERS = ("w1", "w2", "w3")
 LANES = 6
@@ -151,7 +151,7 @@ async def rank(client: RelayClient, user: str, items: np.ndarray, result: Load) 
         right = np.array_equal(answer.scores[:, 0], items.sum() + candidates)
         result.in_time += right
         result.wrong += not right
-        result.latencies.append(answer.latency_ms)
+        result.latencies.append(answer.latency_s * 1e3)
         result.device_ms.append(answer.timings.device_ms)
         result.answered_by[answer.worker] += 1
 

@@ -11,9 +11,7 @@ from typing import Any
 
 import torch
 
-from relaygr_stream.models.kv import KVLayout, KVRegion
-from relaygr_stream.models.protocol import ScoreInput
-from relaygr_stream.models.tokens import Tokens
+from relaygr_stream.models.api import KVLayout, KVRegion, ScoreInput, Tokens
 
 #: Milliseconds of the device. Slow, so that what the processor does for a request is little beside it.
 TOKEN_MS, RANKING_MS = 0.5, 2.5

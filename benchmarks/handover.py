@@ -20,16 +20,16 @@ import uvloop
 from prometheus_client.parser import text_string_to_metric_families
 from targets import end
 
-from relaygr_stream.bus.local import BrokerKind, local_broker
-from relaygr_stream.bus.records import Record
 from relaygr_stream.bus.tail import TopicTail
-from relaygr_stream.children import Child, settings_as_toml, stop_all
+from relaygr_stream.bus.topics import apply_topics, lane_of, load_topics
 from relaygr_stream.client import RelayClient
 from relaygr_stream.errors import RelayError
-from relaygr_stream.messages import Behaviours, RankingRequest, WorkerStatus, pack_items
-from relaygr_stream.settings import Client, Handover, Kafka, Relay, Settings, Worker
-from relaygr_stream.status.reader import worker_statuses
-from relaygr_stream.topics import apply_topics, lane_of, load_topics
+from relaygr_stream.ops.brokers.local import BrokerKind, local_broker
+from relaygr_stream.ops.children import Child, settings_as_toml, stop_all
+from relaygr_stream.settings.schema import Client, Handover, Kafka, Relay, Settings, Worker
+from relaygr_stream.wire.messages import Behaviours, RankingRequest, WorkerStatus, pack_items
+from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.worker_status import worker_statuses
 
 MIB: Final = 1 << 20
 LANES: Final = 16

@@ -31,16 +31,14 @@ import numpy as np
 import torch
 from targets import end
 
-from relaygr_stream.bus.records import Record
-from relaygr_stream.messages import Behaviours, PreInferSignal, RankingRequest, encode, pack_items
-from relaygr_stream.models.kv import KVRegion
-from relaygr_stream.models.protocol import RankingModel
-from relaygr_stream.models.tokens import Tokens
-from relaygr_stream.settings import Model, Relay, Settings, Worker
+from relaygr_stream.models.api import KVRegion, RankingModel, Tokens
+from relaygr_stream.settings.schema import Model, Relay, Settings, Worker
+from relaygr_stream.wire.messages import Behaviours, PreInferSignal, RankingRequest, encode, pack_items
+from relaygr_stream.wire.records import Record
 from relaygr_stream.worker.build import Inside, build
-from relaygr_stream.worker.core import RelayCore
 from relaygr_stream.worker.device import DeviceThread
 from relaygr_stream.worker.intake import Intake, Origin
+from relaygr_stream.worker.scheduler import RelayCore
 from relaygr_stream.worker.tasks import Answer
 
 #: Shares of the device's time that are asked for pre-inference.

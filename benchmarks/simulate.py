@@ -21,25 +21,23 @@ import numpy.typing as npt
 from simulate_slo import compare
 from targets import end
 
-from relaygr_stream.config import load
-from relaygr_stream.messages import WorkerStatus
-from relaygr_stream.models.protocol import ScoreInput
-from relaygr_stream.models.tokens import Tokens
-from relaygr_stream.settings import Settings
-from relaygr_stream.simulate.calibrate import Samples, calibrate, extend_features, score_features
-from relaygr_stream.simulate.costs import DeviceCosts
-from relaygr_stream.simulate.fleet import Fleet
-from relaygr_stream.simulate.run import run_group, run_scenario
-from relaygr_stream.simulate.scenario import Group, Mode, Scenario
-from relaygr_stream.simulate.story import Story, hit_share, latencies, percentile, story_of
-from relaygr_stream.simulate.timeline import Timeline
-from relaygr_stream.simulate.traffic import Traffic
-from relaygr_stream.simulate.worker import SimulatedWorker
+from relaygr_stream.lab.simulate.calibrate import Samples, calibrate, extend_features, score_features
+from relaygr_stream.lab.simulate.costs import DeviceCosts
+from relaygr_stream.lab.simulate.fleet import Fleet
+from relaygr_stream.lab.simulate.run import run_group, run_scenario
+from relaygr_stream.lab.simulate.scenario import Group, Mode, Scenario
+from relaygr_stream.lab.simulate.story import Story, hit_share, latencies, percentile, story_of
+from relaygr_stream.lab.simulate.timeline import Timeline
+from relaygr_stream.lab.simulate.traffic import Traffic
+from relaygr_stream.lab.simulate.worker import SimulatedWorker
+from relaygr_stream.models.api import ScoreInput, Tokens
+from relaygr_stream.settings.load import load_settings
+from relaygr_stream.settings.schema import Settings
+from relaygr_stream.wire.messages import WorkerStatus
 from relaygr_stream.worker.build import build
-from relaygr_stream.worker.core import RelayCore
-from relaygr_stream.worker.engine import Engine
-from relaygr_stream.worker.snapshot import snapshot
-from relaygr_stream.worker.statement import Identity, Statements
+from relaygr_stream.worker.executor import Engine
+from relaygr_stream.worker.scheduler import RelayCore
+from relaygr_stream.worker.statement import Identity, Statements, snapshot
 from relaygr_stream.worker.tasks import Answer
 
 #: Targets: the simulation's P99 and hit share are within this of the real core's, relative; and a thousand workers at
@@ -244,7 +242,7 @@ def main() -> None:
     parser.add_argument("--slo", type=Path, help="only: beside `relaygr bench slo`'s report.json")
     parser.add_argument("--costs", type=Path, help="with --slo: calibrated costs (default: calibrate now)")
     chosen = parser.parse_args()
-    settings = load([], SETTINGS).settings
+    settings = load_settings([], SETTINGS).settings
     missed = []
     if chosen.slo is not None:
         missed = compare(chosen.slo, chosen.costs, WITHIN)
@@ -253,7 +251,7 @@ def main() -> None:
         missed += validate("relay", chosen.rate, chosen.seconds, settings)
     if chosen.only not in ("truth", "slo"):
         costs = calibrate(settings, 1024, 108, rounds=30)
-        missed += speed(load([]).settings, costs, 27.0)
+        missed += speed(load_settings([]).settings, costs, 27.0)
     end(missed)
 
 

@@ -18,17 +18,17 @@ import msgspec
 import numpy as np
 from slo_fit import ROWS, Fit, Probe
 
-from relaygr_stream.bench.options import SloOptions
-from relaygr_stream.bench.run import LANES_PER_WORKER
-from relaygr_stream.bench.statistics import passes
-from relaygr_stream.settings import Settings
-from relaygr_stream.simulate.calibrate import calibrate
-from relaygr_stream.simulate.costs import DeviceCosts
-from relaygr_stream.simulate.run import run_group
-from relaygr_stream.simulate.scenario import Mode, Scenario
-from relaygr_stream.simulate.story import Story, hit_share, joined, latencies, percentile
-from relaygr_stream.simulate.traffic import Traffic
-from relaygr_stream.workload.items import StageDelay
+from relaygr_stream.lab.bench.options import SloOptions
+from relaygr_stream.lab.bench.run import LANES_PER_WORKER
+from relaygr_stream.lab.bench.statistics import passes
+from relaygr_stream.lab.simulate.calibrate import calibrate
+from relaygr_stream.lab.simulate.costs import DeviceCosts
+from relaygr_stream.lab.simulate.run import run_group
+from relaygr_stream.lab.simulate.scenario import Mode, Scenario
+from relaygr_stream.lab.simulate.story import Story, hit_share, joined, latencies, percentile
+from relaygr_stream.lab.simulate.traffic import Traffic
+from relaygr_stream.lab.workload.items import StageDelay
+from relaygr_stream.settings.schema import Settings
 
 #: Simulations of each probe. Not one that is twenty times as long: in that, more users than a probe has come by.
 PROBES: Final = 20

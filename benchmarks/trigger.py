@@ -18,11 +18,11 @@ from trigger_costs import CASES, WARM_UP, in_hindsight, measure, predict
 from trigger_rate import Mix, Rate, measure_rates
 from trigger_warmup import table as warm_up
 
-from relaygr_stream.bus.local import BrokerKind
-from relaygr_stream.messages import Behaviours, CostModel, LaneStatus, RequestEvent, WorkerStatus
-from relaygr_stream.owners import Claim
-from relaygr_stream.settings import Settings
+from relaygr_stream.ops.brokers.local import BrokerKind
+from relaygr_stream.settings.schema import Settings
 from relaygr_stream.trigger.decision import LaneState, Policy, decide
+from relaygr_stream.wire.fleet import Claim
+from relaygr_stream.wire.messages import Behaviours, CostModel, LaneStatus, RequestEvent, WorkerStatus
 
 MEDIAN_ERROR = 0.15
 DECISION_US = 20.0

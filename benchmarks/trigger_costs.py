@@ -12,15 +12,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from relaygr_stream.messages import CostModel
-from relaygr_stream.models.kv import KVRegion
-from relaygr_stream.models.load import load_model
-from relaygr_stream.models.protocol import ScoreInput
-from relaygr_stream.models.tokens import Tokens
-from relaygr_stream.settings import Settings
-from relaygr_stream.worker.costs import Costs
-from relaygr_stream.worker.engine import Engine
-from relaygr_stream.worker.extension import SHARE, Extension
+from relaygr_stream.models.api import KVRegion, ScoreInput, Tokens
+from relaygr_stream.models.loading import load_model
+from relaygr_stream.settings.schema import Settings
+from relaygr_stream.wire.messages import CostModel
+from relaygr_stream.worker.cost_model import Costs
+from relaygr_stream.worker.executor import SHARE, Engine, Extension
 
 CPU: Final = torch.device("cpu")
 #: Triggers learn new coefficients with each status, four times a second; at some 20–100 ms a request, so often.

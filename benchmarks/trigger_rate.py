@@ -18,16 +18,16 @@ import numpy as np
 import uvloop
 from aiokafka import AIOKafkaConsumer, TopicPartition
 
-from relaygr_stream.bus.connection import client_options
+from relaygr_stream.bus.ages import LogEnds
+from relaygr_stream.bus.aiokafka_compat import client_options
 from relaygr_stream.bus.lanes import FETCH_BYTES
-from relaygr_stream.bus.local import BrokerKind, local_broker
 from relaygr_stream.bus.producer import Producer
-from relaygr_stream.children import Child, settings_as_toml, stop_all
-from relaygr_stream.messages import Behaviours, CostModel, LaneStatus, RequestEvent, WorkerStatus, encode
-from relaygr_stream.settings import Kafka, Settings, Telemetry, Trigger
-from relaygr_stream.topics import TopicSet, apply_topics, load_topics
-from relaygr_stream.trigger.log_ends import LogEnds
+from relaygr_stream.bus.topics import TopicSet, apply_topics, load_topics
+from relaygr_stream.ops.brokers.local import BrokerKind, local_broker
+from relaygr_stream.ops.children import Child, settings_as_toml, stop_all
+from relaygr_stream.settings.schema import Kafka, Settings, Telemetry, Trigger
 from relaygr_stream.trigger.service import CHECK_CRCS
+from relaygr_stream.wire.messages import Behaviours, CostModel, LaneStatus, RequestEvent, WorkerStatus, encode
 
 LANES: Final = 16
 #: At risk or not is decided by the number of candidates alone, so that events of one size can be either.

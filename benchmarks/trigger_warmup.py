@@ -11,8 +11,8 @@ from typing import Final
 
 import numpy as np
 
-from relaygr_stream.models.tokens import Tokens
-from relaygr_stream.settings import Relay, Settings, Worker
+from relaygr_stream.models.api import Tokens
+from relaygr_stream.settings.schema import Relay, Settings, Worker
 from relaygr_stream.worker.build import build
 from relaygr_stream.worker.tasks import Answer, RankTask
 

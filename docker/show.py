@@ -14,9 +14,9 @@ import numpy as np
 from msgspec.structs import replace
 
 from relaygr_stream.client import RelayClient
-from relaygr_stream.config import load
 from relaygr_stream.errors import RequestError
-from relaygr_stream.workload.generator import Generator, GeneratorOptions
+from relaygr_stream.lab.workload.generator import Generator, GeneratorOptions
+from relaygr_stream.settings.load import load_settings
 
 REQUESTS = 8
 TOP = 3
@@ -24,7 +24,7 @@ TOP = 3
 
 async def main() -> int:
     """Announce, retrieve for a while, rank, print; one request after the other. Fails if none was answered."""
-    settings = load().settings
+    settings = load_settings().settings
     seed, answered = time.time_ns() % 2**32, 0
     options = GeneratorOptions(seed=seed, max_prefix=2048, candidates=50, run=f"show{seed}-")
     async with RelayClient(settings.kafka.bootstrap, settings=settings) as relay:

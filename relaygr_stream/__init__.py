@@ -1,27 +1,116 @@
-"""RelayGR Stream: relay-race inference for generative recommendation over Kafka."""
+"""RelayGR Stream: relay-race inference for generative recommendation over Kafka.
+
+Every name that a user needs is here: the client, what its messages are made of, settings, errors, and what a model is
+made of. All but the errors are imported when asked for: whoever writes a model pays for no Kafka client.
+"""
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
+from relaygr_stream.errors import (
+    AccessDenied,
+    BrokerError,
+    BrokerUnavailable,
+    CacheCorruption,
+    CapacityError,
+    ConfigError,
+    CoPartitionError,
+    DeadlineExceeded,
+    DecodeError,
+    DeviceError,
+    InputError,
+    LanesChanged,
+    ModelError,
+    Overloaded,
+    Rejected,
+    RelayError,
+    RequestError,
+    Superseded,
+    TopicError,
+    WorkerFailed,
+)
+
 if TYPE_CHECKING:
-    from relaygr_stream.client import Ranking, RelayClient
-    from relaygr_stream.messages import Behaviours, RankingRequest, RequestEvent
+    from relaygr_stream.client import Ranking, RelayClient, Request
+    from relaygr_stream.models.api import (
+        KVLayout,
+        KVRegion,
+        RankingModel,
+        ScoreInput,
+        SteppedModel,
+        Tokens,
+        WarmedModel,
+    )
+    from relaygr_stream.settings import Settings
+    from relaygr_stream.settings.load import load_settings
+    from relaygr_stream.wire.messages import Behaviours, RankingRequest, RequestEvent, pack_items
 
-__all__ = ["Behaviours", "Ranking", "RankingRequest", "RelayClient", "RequestEvent"]
+__all__ = [
+    "AccessDenied",
+    "Behaviours",
+    "BrokerError",
+    "BrokerUnavailable",
+    "CacheCorruption",
+    "CapacityError",
+    "CoPartitionError",
+    "ConfigError",
+    "DeadlineExceeded",
+    "DecodeError",
+    "DeviceError",
+    "InputError",
+    "KVLayout",
+    "KVRegion",
+    "LanesChanged",
+    "ModelError",
+    "Overloaded",
+    "Ranking",
+    "RankingModel",
+    "RankingRequest",
+    "Rejected",
+    "RelayClient",
+    "RelayError",
+    "Request",
+    "RequestError",
+    "RequestEvent",
+    "ScoreInput",
+    "Settings",
+    "SteppedModel",
+    "Superseded",
+    "Tokens",
+    "TopicError",
+    "WarmedModel",
+    "WorkerFailed",
+    "load_settings",
+    "pack_items",
+]
 
-# Imported when asked for: whoever needs one module (a model author, say) pays for no Kafka client.
-_HOME: Final = {
-    "Behaviours": "relaygr_stream.messages",
+_LAZY: Final = {
     "Ranking": "relaygr_stream.client",
-    "RankingRequest": "relaygr_stream.messages",
     "RelayClient": "relaygr_stream.client",
-    "RequestEvent": "relaygr_stream.messages",
+    "Request": "relaygr_stream.client",
+    "KVLayout": "relaygr_stream.models.api",
+    "KVRegion": "relaygr_stream.models.api",
+    "RankingModel": "relaygr_stream.models.api",
+    "ScoreInput": "relaygr_stream.models.api",
+    "SteppedModel": "relaygr_stream.models.api",
+    "Tokens": "relaygr_stream.models.api",
+    "WarmedModel": "relaygr_stream.models.api",
+    "Settings": "relaygr_stream.settings",
+    "load_settings": "relaygr_stream.settings.load",
+    "Behaviours": "relaygr_stream.wire.messages",
+    "RankingRequest": "relaygr_stream.wire.messages",
+    "RequestEvent": "relaygr_stream.wire.messages",
+    "pack_items": "relaygr_stream.wire.messages",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
+    return getattr(import_module(_LAZY[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -16,7 +16,7 @@ def run() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # also where a script's `&` had them ignored: commands do it later
         signal.signal(number, _leave)
     atexit.register(_keep_exit_code)
-    from relaygr_stream.cli import main  # noqa: PLC0415  (what may be interrupted)
+    from relaygr_stream.cli.main import main  # noqa: PLC0415  (signals first)
 
     main(prog_name="relaygr")
 

@@ -16,7 +16,7 @@ RelayError
 ├── InputError               a file given by the user has no usable content
 ├── Superseded               a later incarnation of this worker's name is alive
 └── RequestError             one request got no scores; the client raises these
-    ├── DeadlineExceeded     no answer, or the typed answer "too late", within the timeout
+    ├── DeadlineExceeded     no answer, or the typed answer "too late", within the timeout; a TimeoutError
     ├── Overloaded           the worker refused early rather than answer late
     ├── Rejected             the request itself is invalid; sending it again cannot help
     └── WorkerFailed         the worker failed while it held the request
@@ -118,7 +118,7 @@ class RequestError(RelayError):
     """One request got no scores."""
 
 
-class DeadlineExceeded(RequestError):
+class DeadlineExceeded(RequestError, TimeoutError):
     """No scores within the caller's timeout."""
 
 

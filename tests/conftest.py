@@ -14,8 +14,8 @@ import msgspec
 import pytest
 import structlog
 
-from relaygr_stream.bus.local import BrokerKind, LocalBroker, local_broker
-from relaygr_stream.settings import Kafka
+from relaygr_stream.ops.brokers.local import BrokerKind, LocalBroker, local_broker
+from relaygr_stream.settings.schema import Kafka
 from tests.longrun import LongRun
 
 KAFKA_HINT = (

@@ -15,7 +15,7 @@ import structlog
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.errors import BrokerError, LanesChanged
 from relaygr_stream.telemetry.limiter import LogLimiter
-from relaygr_stream.topic_files import TopicSet
+from relaygr_stream.wire.topic_files import TopicSet
 
 log = structlog.get_logger(__name__)
 limited = LogLimiter().limited

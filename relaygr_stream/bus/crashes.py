@@ -13,6 +13,7 @@ A broker that keeps no metadata (the embedded one) makes every owner the first o
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -22,8 +23,66 @@ from aiokafka import TopicPartition
 from aiokafka.errors import KafkaError
 
 from relaygr_stream.bus.membership import Membership
-from relaygr_stream.bus.offsets import OffsetLedger
-from relaygr_stream.bus.records import Record
+from relaygr_stream.wire.records import Record
+
+# What of one topic's lane was read, what is done, and therefore what may be committed. Knows nothing of Kafka.
+
+
+class OffsetLedger:
+    """Read and done offsets of one partition, from the offset at which this owner started.
+
+    `committable` never passes a record that was read and is not done, at any interleaving. A ledger lives as long as
+    the lane is owned without a break; the next ownership gets a new one, so that a record of the former ownership
+    that is done late counts for nothing, unless it was read anew.
+    """
+
+    __slots__ = ("_order", "_position", "_undone")
+
+    def __init__(self, start: int) -> None:
+        self._position = start
+        self._order: deque[int] = deque()  # offsets read, ascending, from the first undone one on
+        self._undone: set[int] = set()
+
+    @property
+    def position(self) -> int:
+        """The next offset to be read."""
+        return self._position
+
+    @property
+    def undone(self) -> int:
+        """Records read and not done."""
+        return len(self._undone)
+
+    @property
+    def committable(self) -> int:
+        """Every record below this offset that was read is done: what a next owner may start from."""
+        return self._order[0] if self._order else self._position
+
+    def has(self, offset: int) -> bool:
+        """The record was read and is not done."""
+        return offset in self._undone
+
+    def read(self, offset: int) -> bool:
+        """Note that a record was read; False if it was read before, and must not be handed out again.
+
+        Offsets ascend, with gaps where the topic is compacted.
+        """
+        if offset < self._position:
+            return False
+        self._position = offset + 1
+        self._order.append(offset)
+        self._undone.add(offset)
+        return True
+
+    def done(self, offset: int) -> bool:
+        """Note that a record needs no more work; False if it is not one of ours, or was done already."""
+        if offset not in self._undone:
+            return False
+        self._undone.remove(offset)
+        while self._order and self._order[0] not in self._undone:
+            self._order.popleft()
+        return True
+
 
 log = structlog.get_logger(__name__)
 

@@ -16,19 +16,19 @@ import structlog
 from prometheus_client import Gauge
 
 from relaygr_stream.bus.producer import Producer
-from relaygr_stream.bus.records import Record
+from relaygr_stream.bus.topic_check import DEAD_LETTER_HEADERS_BYTES
+from relaygr_stream.bus.topics import TopicSet
 from relaygr_stream.errors import BrokerError, BrokerUnavailable, ConfigError, DecodeError, TopicError
-from relaygr_stream.messages import (
+from relaygr_stream.telemetry.limiter import LogLimiter
+from relaygr_stream.wire.messages import (
     HEADER_DETAIL,
     HEADER_ORIGIN_OFFSET,
     HEADER_ORIGIN_PARTITION,
     HEADER_ORIGIN_TOPIC,
     HEADER_REASON,
 )
-from relaygr_stream.telemetry.limiter import LogLimiter
-from relaygr_stream.topic_check import DEAD_LETTER_HEADERS_BYTES
-from relaygr_stream.topic_files import Topic
-from relaygr_stream.topics import TopicSet
+from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.topic_files import Topic
 
 log = structlog.get_logger(__name__)
 limited = LogLimiter().limited

@@ -23,12 +23,11 @@ from aiokafka.errors import (
     KafkaError,
 )
 
+from relaygr_stream.bus.aiokafka_compat import RETRY_BACKOFF_MS, broker_error, client_options, end_consumer
 from relaygr_stream.bus.assignor import StickyLaneAssignor
-from relaygr_stream.bus.connection import RETRY_BACKOFF_MS, broker_error, client_options
-from relaygr_stream.bus.ending import end_consumer
 from relaygr_stream.bus.renewed import watch
 from relaygr_stream.errors import BrokerError, ConfigError
-from relaygr_stream.settings import Kafka
+from relaygr_stream.settings.schema import Kafka
 
 log = structlog.get_logger(__name__)
 

@@ -12,10 +12,9 @@ from typing import Final
 from aiokafka.conn import AIOKafkaConnection, create_conn
 from aiokafka.errors import KafkaConnectionError, KafkaError, UnsupportedSaslMechanismError
 
-from relaygr_stream.bus.connection import bootstrap_addresses, client_options
-from relaygr_stream.bus.ending import CLOSE_S
+from relaygr_stream.bus.aiokafka_compat import CLOSE_S, bootstrap_addresses, client_options
 from relaygr_stream.errors import AccessDenied, BrokerUnavailable
-from relaygr_stream.settings import Kafka
+from relaygr_stream.settings.schema import Kafka
 
 #: Options of `client_options` that a single connection takes.
 _OF_A_CONNECTION: Final = (

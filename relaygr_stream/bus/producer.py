@@ -24,12 +24,11 @@ from aiokafka.errors import (
 )
 from aiokafka.record.default_records import DefaultRecordBatchBuilder
 
-from relaygr_stream.bus.connection import broker_error, client_options, typed_errors
-from relaygr_stream.bus.ending import CLOSE_S
-from relaygr_stream.bus.murmur2 import partition_of
+from relaygr_stream.bus.aiokafka_compat import CLOSE_S, broker_error, client_options, typed_errors
 from relaygr_stream.bus.renewed import Renewed
 from relaygr_stream.errors import BrokerError, BrokerUnavailable, TopicError
-from relaygr_stream.settings import Kafka
+from relaygr_stream.settings.schema import Kafka
+from relaygr_stream.wire.partitioner import partition_of
 
 #: What a topic takes by default (its file's max_message_bytes).
 DEFAULT_MAX_BYTES: Final = 1_048_576

@@ -22,10 +22,9 @@ import structlog
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
-from relaygr_stream.bus.connection import typed_errors
-from relaygr_stream.bus.ending import CLOSE_S, end, end_consumer
+from relaygr_stream.bus.aiokafka_compat import CLOSE_S, end, end_consumer, typed_errors
 from relaygr_stream.errors import BrokerError, BrokerUnavailable
-from relaygr_stream.settings import Kafka
+from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.telemetry.limiter import LogLimiter
 
 log = structlog.get_logger(__name__)

@@ -14,12 +14,12 @@ import structlog
 from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.errors import KafkaError
 
-from relaygr_stream.bus.connection import broker_error, client_options, typed_errors
-from relaygr_stream.bus.records import Record, as_record
+from relaygr_stream.bus.aiokafka_compat import broker_error, client_options, typed_errors
 from relaygr_stream.bus.renewed import Renewed
 from relaygr_stream.bus.unreadable import pass_unreadable
 from relaygr_stream.errors import BrokerUnavailable
-from relaygr_stream.settings import Kafka
+from relaygr_stream.settings.schema import Kafka
+from relaygr_stream.wire.records import Record, as_record
 
 log = structlog.get_logger(__name__)
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from relaygr_stream.cache.arena import Extent
 from relaygr_stream.cache.copy import CopyTicket
-from relaygr_stream.models.kv import KVRegion
-from relaygr_stream.models.tokens import Tokens
+from relaygr_stream.models.api import KVRegion, Tokens
 
 
 class EntryState(enum.Enum):

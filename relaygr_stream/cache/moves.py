@@ -8,9 +8,8 @@ from __future__ import annotations
 from itertools import islice
 
 from relaygr_stream.cache.copy import CopyEngine, CopyTicket
-from relaygr_stream.cache.counters import CacheCounters
 from relaygr_stream.cache.entry import Entry, StoredCopy
-from relaygr_stream.cache.holdings import Holdings
+from relaygr_stream.cache.entry_table import CacheCounters, Holdings
 from relaygr_stream.cache.tiers import DramTier
 from relaygr_stream.errors import CacheCorruption, DeviceError
 

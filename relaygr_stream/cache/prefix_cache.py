@@ -11,18 +11,15 @@ from collections.abc import Callable
 
 from relaygr_stream.cache.arena import Extent
 from relaygr_stream.cache.copy import CopyEngine
-from relaygr_stream.cache.counters import CacheCounters
 from relaygr_stream.cache.entry import Coverage, Entry, Found
-from relaygr_stream.cache.holdings import Holdings
+from relaygr_stream.cache.entry_table import CacheCounters, Holdings
 from relaygr_stream.cache.memory import TierMemory
 from relaygr_stream.cache.moves import Moves
-from relaygr_stream.cache.scratch import Scratch
-from relaygr_stream.cache.storage import StorageKind, make_storage
+from relaygr_stream.cache.storage import Scratch, StorageKind, make_storage
 from relaygr_stream.cache.tiers import capacity_for
 from relaygr_stream.cache.transit import Transit
 from relaygr_stream.errors import CapacityError
-from relaygr_stream.models.kv import KVLayout, KVRegion
-from relaygr_stream.models.tokens import Tokens
+from relaygr_stream.models.api import KVLayout, KVRegion, Tokens
 
 
 class PrefixCache:
@@ -30,7 +27,7 @@ class PrefixCache:
 
     predict_ms(n): predicted device time of inferring n prefix tokens, what an eviction puts at stake. incremental:
     whether the model's K/V of a sequence's beginning stay valid as it grows; if not, only equal sequences match.
-    lag_tokens: newest behaviours that an entry may lack and yet cover a prefix, as its reader sees to them.
+    max_stale_tokens: newest behaviours that an entry may lack and yet cover a prefix, as its reader sees to them.
     scratch_tokens: the longest sequence; memory for one full inference of it is set aside.
 
     storage: the form of copies in DRAM; entries reloaded from one that rounds are `approximate` from then on, with
@@ -49,11 +46,11 @@ class PrefixCache:
         *,
         scratch_tokens: int,
         incremental: bool = True,
-        lag_tokens: int = 0,
+        max_stale_tokens: int = 0,
         storage: StorageKind = "exact",
     ) -> None:
         self._incremental = incremental
-        self._lag = lag_tokens if incremental else 0
+        self._lag = max_stale_tokens if incremental else 0
         self.counters = CacheCounters()
         self._holdings = Holdings(layout, hbm, dram, make_storage(storage, layout), predict_ms, self.counters)
         self._hbm, self._dram = self._holdings.hbm, self._holdings.dram

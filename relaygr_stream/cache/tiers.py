@@ -18,7 +18,7 @@ from relaygr_stream.cache.eviction import Evictor
 from relaygr_stream.cache.memory import TierMemory
 from relaygr_stream.cache.storage import Storage
 from relaygr_stream.errors import CacheCorruption
-from relaygr_stream.models.kv import KVLayout, KVRegion
+from relaygr_stream.models.api import KVLayout, KVRegion
 
 #: Regions hold a multiple of this many tokens. Half of it is lost per entry (1.6 % at 2048 tokens); the slack lets a
 #: returning user's few new behaviours be appended in place.

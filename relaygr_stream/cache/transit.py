@@ -16,9 +16,9 @@ import torch
 
 from relaygr_stream.cache.arena import Extent
 from relaygr_stream.cache.entry import Coverage, Entry, StoredCopy
-from relaygr_stream.cache.holdings import MIN_COST_MS, Holdings
+from relaygr_stream.cache.entry_table import MIN_COST_MS, Holdings
 from relaygr_stream.cache.tiers import DramTier
-from relaygr_stream.models.tokens import Tokens
+from relaygr_stream.models.api import Tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import math
+import random
 import secrets
+import time
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import Final
@@ -15,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 
-from relaygr_stream.bus.records import Record
 from relaygr_stream.client.metrics import ClientMetrics
 from relaygr_stream.errors import (
     DeadlineExceeded,
@@ -26,9 +28,19 @@ from relaygr_stream.errors import (
     RequestError,
     WorkerFailed,
 )
-from relaygr_stream.headers import HEADER_SIGNATURE, answer_signature, header
-from relaygr_stream.messages import HEADER_CORRELATION, Outcome, ScoreReply, Status, Timings, decode, kind_of
 from relaygr_stream.telemetry.limiter import LogLimiter
+from relaygr_stream.wire.headers import HEADER_SIGNATURE, answer_signature, header
+from relaygr_stream.wire.messages import (
+    HEADER_CORRELATION,
+    ITEM_DTYPE,
+    Outcome,
+    ScoreReply,
+    Status,
+    Timings,
+    decode,
+    kind_of,
+)
+from relaygr_stream.wire.records import Record
 
 log = structlog.get_logger(__name__)
 _limited = LogLimiter().limited
@@ -52,14 +64,27 @@ class Ranking:
     """The scores of one ranking request."""
 
     request_id: str
+    candidates: npt.NDArray[np.uint32]  # (m,) item ids, as they were given; read-only
     scores: npt.NDArray[np.float32]  # (m, tasks), rows in the order of the candidates; read-only
     tasks: tuple[str, ...]  # names of the columns
     outcome: Outcome  # where the worker found the prefix KV
-    latency_ms: float  # from the call of rank() to the answer, by this process's clock
+    latency_s: float  # from the call of rank() to the answer, by this process's clock
     timings: Timings  # on the worker
     worker: str
     model_version: str
     admission: str = ""  # what the trigger decided: `admitted`, or why not; empty: unknown
+
+    def top(self, count: int, *, task: str | None = None) -> npt.NDArray[np.uint32]:
+        """The item ids of the best `count` candidates by one task's score, best first; of equals, the earlier given.
+
+        task: may be left out where there is only one. Raises ValueError for an unknown task.
+        """
+        if task is None and len(self.tasks) == 1:
+            task = self.tasks[0]
+        if task not in self.tasks:
+            raise ValueError(f"task {task!r}: the model scores {', '.join(map(repr, self.tasks))}")
+        column = self.scores[:, self.tasks.index(task)]
+        return self.candidates[np.argsort(-column, kind="stable")[: max(0, count)]]
 
 
 @dataclass(eq=False, slots=True)
@@ -181,24 +206,90 @@ class Answers:
         self._metrics.answers_dropped.labels(reason).inc()
 
 
-def ranking_of(reply: ScoreReply, candidates: int, latency_ms: float) -> Ranking:
+def ranking_of(reply: ScoreReply, candidates: bytes, latency_s: float) -> Ranking:
     """The answer as the caller gets it; an answer without scores raises its RequestError."""
     if reply.status != "ok":
         raise _ERRORS[reply.status](reply.detail or f"worker {reply.worker or '?'} answered {reply.status}")
-    scores = reply.matrix()
-    if reply.outcome is None or len(scores) != candidates:
+    scores, items = reply.matrix(), np.frombuffer(candidates, ITEM_DTYPE)
+    if reply.outcome is None or len(scores) != len(items):
         raise WorkerFailed(
-            f"worker {reply.worker or '?'} answered {len(scores)} rows for {candidates} candidates, "
+            f"worker {reply.worker or '?'} answered {len(scores)} rows for {len(items)} candidates, "
             f"outcome {reply.outcome}"
         )
     return Ranking(
         request_id=reply.request_id,
+        candidates=items,
         scores=scores,
         tasks=reply.tasks,
         outcome=reply.outcome,
-        latency_ms=latency_ms,
+        latency_s=latency_s,
         timings=reply.timings,
         worker=reply.worker,
         model_version=reply.model_version,
         admission=reply.admission,
     )
+
+
+# Where our answers are to come to: of two partitions of `scores`, another when nothing comes by the present one. A
+# partition with one copy is served by one broker, and with it every answer of a client would stay away. Knows nothing
+# of what is answered.
+
+
+#: Requests are out and nothing has come by the present partition for this long: the next ones name the other. Several
+#: times what an answer takes, and half of client.silence_ms: where the workers are the cause, changing costs nothing.
+UNHEARD_S: Final = 0.5
+#: What is known against the partition that is not the present one is forgotten so long after it was last named: its
+#: broker may be back. Until then a slow answer by the present one is no reason to try what was silent for longer.
+FORGOTTEN_S: Final = 2.0
+
+
+class ReplyRoute:
+    """partitions: the present one first, then perhaps another."""
+
+    def __init__(self, partitions: Sequence[int], clock: Callable[[], float] = time.monotonic) -> None:
+        self.partitions: Final = tuple(partitions)
+        self._clock = clock
+        self._present, self._other = partitions[0], partitions[-1]
+        self._since: dict[int, float] = {}  # partition → the oldest request since something came by it
+        self._named: dict[int, float] = {}  # partition → the latest request
+
+    def choose(self) -> int:
+        """For a new request."""
+        self._forget()
+        silent_s = self._waiting_s(self._present)
+        if silent_s > UNHEARD_S and self._waiting_s(self._other) < silent_s:
+            self._present, self._other = self._other, self._present
+        return self._name(self._present)
+
+    def choose_again(self) -> int:
+        """For a copy of a request that has got no answer: the one by which something came later, or is due for less
+        long."""
+        self._forget()
+        return self._name(min(self._present, self._other, key=self._waiting_s))
+
+    def heard(self, partition: int) -> None:
+        """A record came by it."""
+        self._since.pop(partition, None)
+
+    def _forget(self) -> None:
+        if self._clock() - self._named.get(self._other, math.inf) > FORGOTTEN_S:
+            self._since.pop(self._other, None)
+
+    def _name(self, partition: int) -> int:
+        self._named[partition] = now = self._clock()
+        self._since.setdefault(partition, now)
+        return partition
+
+    def _waiting_s(self, partition: int) -> float:
+        return self._clock() - self._since.get(partition, math.inf)
+
+
+def reply_partitions(leaders: Mapping[int, int], chosen: int | None) -> list[int]:
+    """The chosen partition, or any that has a leader, and one that another broker leads, if there is one.
+
+    leaders: partition → broker; -1: nobody.
+    """
+    led = [partition for partition, broker in leaders.items() if broker >= 0] or list(leaders)
+    first = random.choice(led) if chosen is None else chosen
+    apart = [partition for partition in led if leaders[partition] != leaders[first]]
+    return [first, random.choice(apart)] if apart else [first]

@@ -6,12 +6,11 @@ from prometheus_client import CollectorRegistry
 
 from relaygr_stream.cache.storage import make_storage
 from relaygr_stream.errors import ConfigError
-from relaygr_stream.handover.desk import Desk
-from relaygr_stream.handover.metrics import HandoverMetrics
+from relaygr_stream.handover.desk import Desk, HandoverMetrics
 from relaygr_stream.handover.service import Handover
 from relaygr_stream.handover.wire import Identity
-from relaygr_stream.owners import OwnerDirectory
-from relaygr_stream.settings import Settings
+from relaygr_stream.settings.schema import Settings
+from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.worker.build import Inside
 from relaygr_stream.worker.device import DeviceThread
 
@@ -28,7 +27,7 @@ def hands_over(settings: Settings) -> bool:
     return bool(handover.secret or handover.tls_certificate)
 
 
-def make_handover(
+def handover_for(
     settings: Settings,
     name: str,
     inside: Inside,
@@ -36,8 +35,10 @@ def make_handover(
     lanes: int,
     peers: OwnerDirectory,
     registry: CollectorRegistry,
-) -> Handover:
-    """The hand-over of this worker. ConfigError for settings that clash."""
+) -> Handover | None:
+    """The hand-over of this worker; None where it is off. Raises ConfigError for settings that clash."""
+    if not hands_over(settings):
+        return None
     if not settings.worker.dram_bytes:
         raise ConfigError(
             "`handover.secret` is set and `worker.dram_bytes` = 0: prefix KV are handed over from DRAM tier to DRAM "

@@ -7,13 +7,14 @@ so that one which the same authority issued for something else opens nothing her
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import ssl
 import tempfile
 import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime, timedelta
-from ipaddress import ip_address
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,9 +25,45 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from relaygr_stream.errors import ConfigError
-from relaygr_stream.fleet_secret import purpose_key
-from relaygr_stream.handover.networks import parsed
-from relaygr_stream.settings import Handover
+from relaygr_stream.settings.schema import Handover
+from relaygr_stream.wire.signature import purpose_key
+
+# Which addresses workers may have: others are neither connected to nor let in. Knows no sockets.
+
+
+class Networks:
+    """`handover.networks`: networks in CIDR form, separated by commas. Raises ConfigError for what is none."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._networks: list[IPv4Network | IPv6Network] = []
+        for part in filter(None, (each.strip() for each in text.split(","))):
+            try:
+                self._networks.append(ipaddress.ip_network(part))
+            except ValueError as error:
+                raise ConfigError(
+                    f"`handover.networks` = {text!r}: {error}; write networks such as 10.0.0.0/8, separated by commas"
+                ) from error
+        if not self._networks:
+            raise ConfigError("`handover.networks` is empty: no worker could reach another; name their networks")
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __contains__(self, address: str) -> bool:
+        """Whether this address, as sockets write it, is in one of them."""
+        try:
+            found = parsed(address)
+        except ValueError:
+            return False
+        return any(found in network for network in self._networks)
+
+
+def parsed(address: str) -> IPv4Address | IPv6Address:
+    """The address, without a zone; an IPv4 one that comes mapped into IPv6 is what it is. Raises ValueError."""
+    found = ipaddress.ip_address(address.partition("%")[0])
+    return (found.ipv4_mapped or found) if isinstance(found, IPv6Address) else found
+
 
 #: What both ends must speak, by TLS's own negotiation (ALPN). 1 had a seal on each frame instead.
 PROTOCOL: Final = "relaygr-handover/2"

@@ -7,9 +7,8 @@ import socket
 import ssl
 from typing import Final
 
-from relaygr_stream.handover.certificates import PROTOCOL, Credentials, named, stranger
+from relaygr_stream.handover.certificates import PROTOCOL, Credentials, Networks, named, stranger
 from relaygr_stream.handover.channel import Channel, PeerError
-from relaygr_stream.handover.networks import Networks
 from relaygr_stream.handover.wire import SLICE_BYTES
 
 #: Connecting and TLS take a few milliseconds each side, on a loaded machine tens of them.

@@ -10,11 +10,36 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Final, Literal, TypeVar
 
+from prometheus_client import CollectorRegistry, Counter
+
+from relaygr_stream.bus.topics import lane_of
 from relaygr_stream.cache.transit import Arrival, Loan, Transit
-from relaygr_stream.messages import without_tenant
-from relaygr_stream.models.tokens import Tokens
-from relaygr_stream.topics import lane_of
+from relaygr_stream.models.api import Tokens
+from relaygr_stream.wire.messages import without_tenant
 from relaygr_stream.worker.device import DeviceThread
+
+# The hand-over's metrics. Their names are part of the interface: docs/operations.md has them.
+
+
+class HandoverMetrics:
+    """way: "given" to other workers or "taken" from them."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.entries = Counter("relaygr_handover_entries", "Prefix KV handed over", ["way"], registry=registry)
+        self.bytes = Counter("relaygr_handover_bytes", "Bytes of them", ["way"], registry=registry)
+        self.declined = Counter(
+            "relaygr_handover_declined",
+            "Offered prefix KV not taken: as good was held, or all there was worth more (full)",
+            ["reason"],
+            registry=registry,
+        )
+        self.seconds = Counter(
+            "relaygr_handover_seconds", "Time of sessions, waits included", ["way"], registry=registry
+        )
+        self.failed = Counter(
+            "relaygr_handover_failed", "Sessions that were refused or broke off", ["way"], registry=registry
+        )
+
 
 T = TypeVar("T")
 

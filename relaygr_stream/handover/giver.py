@@ -9,10 +9,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from relaygr_stream.cache.transit import Loan
-from relaygr_stream.handover.bandwidth import Bandwidth
-from relaygr_stream.handover.channel import Channel, PeerError
-from relaygr_stream.handover.desk import Desk
-from relaygr_stream.handover.metrics import HandoverMetrics
+from relaygr_stream.handover.channel import Bandwidth, Channel, PeerError
+from relaygr_stream.handover.desk import Desk, HandoverMetrics
 from relaygr_stream.handover.wire import (
     MAX_ASK,
     MAX_CHOICE,

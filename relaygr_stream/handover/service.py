@@ -18,20 +18,17 @@ from typing import Final
 import structlog
 
 from relaygr_stream.errors import ConfigError, DeviceError
-from relaygr_stream.handover.bandwidth import Bandwidth
-from relaygr_stream.handover.certificates import Credentials, make_credentials, stranger
-from relaygr_stream.handover.channel import Channel, PeerError
+from relaygr_stream.handover.certificates import Credentials, Networks, make_credentials, stranger
+from relaygr_stream.handover.channel import Bandwidth, Channel, PeerError
 from relaygr_stream.handover.connection import accept, connect
-from relaygr_stream.handover.desk import Desk
+from relaygr_stream.handover.desk import Desk, HandoverMetrics
 from relaygr_stream.handover.giver import Giver, Handed
-from relaygr_stream.handover.metrics import HandoverMetrics
-from relaygr_stream.handover.networks import Networks
 from relaygr_stream.handover.taker import Taker
 from relaygr_stream.handover.wire import SLICE_BYTES, Identity
-from relaygr_stream.listener import Known, Listener
-from relaygr_stream.messages import WorkerStatus
-from relaygr_stream.settings import Handover as HandoverSettings
+from relaygr_stream.settings.schema import Handover as HandoverSettings
 from relaygr_stream.telemetry.limiter import LogLimiter
+from relaygr_stream.telemetry.listener import Known, Listener
+from relaygr_stream.wire.messages import WorkerStatus
 
 log = structlog.get_logger(__name__)
 limited = LogLimiter().limited

@@ -11,16 +11,15 @@ from typing import Final
 
 import numpy as np
 
+from relaygr_stream.bus.topics import lane_of
 from relaygr_stream.cache.tiers import capacity_for
 from relaygr_stream.cache.transit import Arrival
 from relaygr_stream.errors import DecodeError
 from relaygr_stream.handover.channel import Channel, PeerError
-from relaygr_stream.handover.desk import Desk
+from relaygr_stream.handover.desk import Desk, HandoverMetrics
 from relaygr_stream.handover.giver import Handed
-from relaygr_stream.handover.metrics import HandoverMetrics
 from relaygr_stream.handover.wire import Ask, End, Enough, Identity, Offer, Refused, Skip, Take, max_offer_bytes
-from relaygr_stream.messages import without_tenant
-from relaygr_stream.topics import lane_of
+from relaygr_stream.wire.messages import without_tenant
 
 #: Until the first offer the old owner looks through its entries: at 2 µs each and some milliseconds between slices of
 #: 256, ten seconds for a million.

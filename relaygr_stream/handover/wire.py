@@ -18,7 +18,7 @@ import numpy as np
 from msgspec import Meta
 
 from relaygr_stream.errors import DecodeError
-from relaygr_stream.models.tokens import Tokens
+from relaygr_stream.models.api import Tokens
 
 HEADER: Final = struct.Struct(">IB")
 MESSAGE, COPY = 0, 1

@@ -23,10 +23,10 @@ import numpy.typing as npt
 import torch
 
 from relaygr_stream.errors import InputError
-from relaygr_stream.models.check.measure import HALF_LIMIT
-from relaygr_stream.models.hstu import HSTUStack, RankingRows
-from relaygr_stream.models.kv import KVRegion
-from relaygr_stream.models.stu import StackConfig
+from relaygr_stream.models.api import KVRegion
+from relaygr_stream.models.check.probe import HALF_LIMIT
+from relaygr_stream.models.hstu import HSTUStack
+from relaygr_stream.models.stu import RankingRows, StackConfig
 
 #: Largest absolute deviation that conforms; outputs are about 20, so this is a few float32 roundings per layer.
 LIMIT: Final = 1e-4

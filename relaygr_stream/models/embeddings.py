@@ -14,8 +14,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
+from torch.nn import functional
 
-from relaygr_stream.models.tokens import Tokens
+from relaygr_stream.models.api import Tokens
+from relaygr_stream.models.stu import NORM_EPS
 
 #: Action types are one byte on the wire.
 ACTIONS: Final = 256
@@ -102,3 +104,49 @@ class TokenEmbedding(nn.Module):
 
     def _add_behaviours(self, x: torch.Tensor, index: torch.Tensor) -> None:
         x.add_(self.action.index_select(0, index[2])).add_(self.gap.index_select(0, index[3]))
+
+
+# The multi-task head: the stack's output of a candidate → one logit per task. float32, whatever the stack runs in.
+
+
+class TaskHead(nn.Module):
+    """LayerNorm and one linear layer; its weights stay float32."""
+
+    def __init__(self, dim: int, tasks: int) -> None:
+        super().__init__()
+        self.norm_weight = nn.Parameter(torch.empty(dim), requires_grad=False)
+        self.norm_bias = nn.Parameter(torch.empty(dim), requires_grad=False)
+        self.weight = nn.Parameter(torch.empty(dim, tasks), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(tasks), requires_grad=False)
+
+    @torch.no_grad()
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """x (m, D) of any floating type → (m, tasks) float32."""
+        normed = functional.layer_norm(x.float(), x.shape[-1:], self.norm_weight, self.norm_bias, NORM_EPS)
+        return torch.addmm(self.bias, normed, self.weight)
+
+
+# Numbers of rows that come often: what has to be compiled per shape is compiled seldom. Knows nothing of layers.
+
+
+#: At most 31 rows are computed in vain up to 512, 127 above; 44 sizes up to 4,096.
+FEW_ROWS: Final = 512
+FEW_STEP: Final = 32
+MANY_STEP: Final = 128
+
+
+def with_usual_rows(x: torch.Tensor) -> torch.Tensor:
+    """x, with rows of zeros behind it up to a number of rows that comes often.
+
+    oneDNN compiles a product for each number of rows it meets: measured 2–9 ms in bfloat16, a hundred times what the
+    product takes. Requests have any number of rows, so they are rounded up: to 32, from 512 on to 128.
+    """
+    if not compiles_per_shape(x):
+        return x
+    step = FEW_STEP if len(x) <= FEW_ROWS else MANY_STEP
+    return functional.pad(x, (0, 0, 0, -len(x) % step))
+
+
+def compiles_per_shape(x: torch.Tensor) -> bool:
+    """Whether products with x are compiled for each number of rows: oneDNN's in half precision."""
+    return x.device.type == "cpu" and x.dtype != torch.float32

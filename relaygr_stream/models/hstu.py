@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -17,25 +16,15 @@ import torch
 from torch import nn
 
 from relaygr_stream.errors import ModelError
+from relaygr_stream.models.api import KVRegion
 from relaygr_stream.models.attention import ANY_ROWS, Block, Visibility, attend, attend_to_self, block_rows
-from relaygr_stream.models.kv import KVRegion
+from relaygr_stream.models.embeddings import compiles_per_shape, with_usual_rows
 from relaygr_stream.models.native.layers import NativeLayers, native_layers
-from relaygr_stream.models.stu import NORM_EPS, Room, StackConfig, STULayer
-from relaygr_stream.models.usual_rows import compiles_per_shape, with_usual_rows
+from relaygr_stream.models.stu import NORM_EPS, RankingRows, Room, StackConfig, STULayer
 
 if TYPE_CHECKING:
-    from relaygr_stream.models.embeddings import TokenEmbedding
-    from relaygr_stream.models.head import TaskHead
+    from relaygr_stream.models.embeddings import TaskHead, TokenEmbedding
     from relaygr_stream.models.native.ends import NativeEnds
-
-
-@dataclass(frozen=True)
-class RankingRows:
-    """The rows of one ranking in a batch: `suffix` behaviours behind kv.length, then `candidates`."""
-
-    kv: KVRegion
-    suffix: int
-    candidates: int
 
 
 class FusedLayers(Protocol):

@@ -13,18 +13,13 @@ import torch
 from msgspec import Meta
 from torch import nn
 
-from relaygr_stream.models.embeddings import TokenEmbedding
-from relaygr_stream.models.head import TaskHead
-from relaygr_stream.models.hstu import FusedLayers, HSTUStack, RankingRows
-from relaygr_stream.models.identity import digest, version_of
+from relaygr_stream.models.api import KVLayout, KVRegion, ScoreInput, Tokens, digest, version_of
+from relaygr_stream.models.embeddings import TaskHead, TokenEmbedding
+from relaygr_stream.models.hstu import FusedLayers, HSTUStack
 from relaygr_stream.models.kernels.choice import Kernels, fused_stack
-from relaygr_stream.models.kernels.graphs import CudaRecorder, Recorder
-from relaygr_stream.models.kernels.recorded import RecordedScores
-from relaygr_stream.models.kv import KVLayout, KVRegion
+from relaygr_stream.models.kernels.graphs import CudaRecorder, RecordedScores, Recorder
 from relaygr_stream.models.native.ends import NativeEnds, Sequences
-from relaygr_stream.models.protocol import ScoreInput
-from relaygr_stream.models.stu import StackConfig
-from relaygr_stream.models.tokens import Tokens
+from relaygr_stream.models.stu import RankingRows, StackConfig
 
 Positive = Annotated[int, Meta(ge=1)]
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from relaygr_stream.models.kv import KVLayout
+from relaygr_stream.models.api import KVLayout, KVRegion
 
 NORM_EPS: Final = 1e-6
 
@@ -116,3 +116,12 @@ class STULayer(nn.Module):
 
 def _parameter(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape), requires_grad=False)
+
+
+@dataclass(frozen=True)
+class RankingRows:
+    """The rows of one ranking in a batch: `suffix` behaviours behind kv.length, then `candidates`."""
+
+    kv: KVRegion
+    suffix: int
+    candidates: int

@@ -9,6 +9,7 @@ model is served, and ranks as chance does.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Annotated, Final
 
@@ -20,15 +21,61 @@ from torch.nn import functional
 
 from relaygr_stream import settings
 from relaygr_stream.errors import ConfigError
-from relaygr_stream.models.embeddings import TokenEmbedding
-from relaygr_stream.models.head import TaskHead
-from relaygr_stream.models.identity import digest, version_of
-from relaygr_stream.models.kv import KVLayout, KVRegion
-from relaygr_stream.models.load import parse_tasks
-from relaygr_stream.models.protocol import ScoreInput
-from relaygr_stream.models.random_weights import draw_weights
-from relaygr_stream.models.softmax import attend_to_history, attend_to_history_and_self
-from relaygr_stream.models.tokens import Tokens
+from relaygr_stream.models.api import KVLayout, KVRegion, ScoreInput, Tokens, digest, version_of
+from relaygr_stream.models.embeddings import TaskHead, TokenEmbedding
+from relaygr_stream.models.loading import draw_weights, parse_tasks
+
+# Softmax attention over per-head contiguous K/V, in blocks of rows; weights are normalised in float32. Device-neutral
+# torch, written to be read: the built-in HSTU's attention.py is the one made for speed. Knows nothing of layers or
+# regions.
+
+
+#: Rows computed together: their scores over 4,096 tokens and 4 heads are 16 MiB in float32.
+BLOCK_ROWS: Final = 256
+
+
+def attend_to_history(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Each row sees itself and what lies before: queries (H, n, dqk) are the last n of the columns.
+
+    keys (H, columns, dqk), values (H, columns, dv); returns (H, n, dv). Columns behind a block of rows are not read.
+    """
+    heads, rows, _ = queries.shape
+    out = torch.empty((heads, rows, values.shape[2]), dtype=values.dtype, device=values.device)
+    first = keys.shape[1] - rows
+    for start in range(0, rows, BLOCK_ROWS):
+        stop = min(start + BLOCK_ROWS, rows)
+        scores = _scores(queries[:, start:stop], keys[:, : first + stop])
+        hidden = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device).triu_(first + start + 1)
+        scores.masked_fill_(hidden, -math.inf)
+        out[:, start:stop] = _normalised(scores, values.dtype) @ values[:, : first + stop]
+    return out
+
+
+def attend_to_history_and_self(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, own_keys: torch.Tensor, own_values: torch.Tensor
+) -> torch.Tensor:
+    """Each row sees every column and itself, no other row: queries and own_keys (H, m, dqk), own_values (H, m, dv).
+
+    keys (H, columns, dqk) and values (H, columns, dv) are read in place; returns (H, m, dv).
+    """
+    columns = keys.shape[1]
+    out = torch.empty_like(own_values)
+    for start in range(0, queries.shape[1], BLOCK_ROWS):
+        block = slice(start, start + BLOCK_ROWS)
+        own = (queries[:, block].float() * own_keys[:, block].float()).sum(-1, keepdim=True)
+        own = (own / math.sqrt(queries.shape[2])).to(queries.dtype)
+        weights = _normalised(torch.cat((_scores(queries[:, block], keys), own), 2), values.dtype)
+        out[:, block] = weights[:, :, :columns] @ values + weights[:, :, columns:] * own_values[:, block]
+    return out
+
+
+def _scores(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    return (queries / math.sqrt(queries.shape[2])) @ keys.transpose(1, 2)
+
+
+def _normalised(scores: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.softmax(scores, dim=2, dtype=torch.float32).to(dtype)
+
 
 Positive = Annotated[int, Meta(ge=1)]
 

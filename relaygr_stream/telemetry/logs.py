@@ -21,9 +21,9 @@ import msgspec
 import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
 
-from relaygr_stream.printable import printable, printable_json, printable_lines
-from relaygr_stream.settings import SECRET_SHOWN, Telemetry
+from relaygr_stream.settings.schema import SECRET_SHOWN, Telemetry
 from relaygr_stream.telemetry.limiter import LogLimiter
+from relaygr_stream.telemetry.printable import printable, printable_json, printable_lines
 
 __all__ = ["LogLimiter", "configure_logging", "hash_user_ids", "hide_and_shorten", "request_log_fields"]
 

@@ -22,14 +22,13 @@ from typing import Any, Final
 import structlog
 from prometheus_client import CollectorRegistry, GCCollector, Info, ProcessCollector
 
-from relaygr_stream.bus.renewed import RenewalsCollector
-from relaygr_stream.config import injected_names
 from relaygr_stream.errors import ConfigError, RelayError, Superseded
-from relaygr_stream.printable import printable
-from relaygr_stream.settings import Settings
+from relaygr_stream.settings.load import injected_names
+from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.limiter import flush_limiters
 from relaygr_stream.telemetry.logs import configure_logging
 from relaygr_stream.telemetry.loopwatch import LoopWatch
+from relaygr_stream.telemetry.printable import printable
 from relaygr_stream.telemetry.server import TelemetryServer
 
 EXIT_OK: Final = 0
@@ -181,7 +180,6 @@ def _describe(registry: CollectorRegistry, name: str) -> None:
         {"version": version(), "process": name, "python": platform.python_version()}
     )
     ProcessCollector(registry=registry)
-    registry.register(RenewalsCollector())
     GCCollector(registry=registry)
 
 

@@ -18,7 +18,7 @@ import structlog
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
 from relaygr_stream.errors import ConfigError
-from relaygr_stream.listener import Known, Listener
+from relaygr_stream.telemetry.listener import Known, Listener
 
 #: Says why not, or None when all is well.
 Check = Callable[[], str | None]

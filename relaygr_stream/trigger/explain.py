@@ -13,11 +13,11 @@ import msgspec
 from rich import box
 from rich.table import Table
 
-from relaygr_stream.messages import RequestEvent
-from relaygr_stream.owners import Claim
-from relaygr_stream.printable import printable, printable_json
+from relaygr_stream.telemetry.printable import printable, printable_json
 from relaygr_stream.trigger.decision import Decision, LaneState, Policy, Reason, decide
-from relaygr_stream.trigger.risk import charge_ms, prefix_bytes
+from relaygr_stream.wire.costs import charge_ms, prefix_bytes
+from relaygr_stream.wire.fleet import Claim
+from relaygr_stream.wire.messages import RequestEvent
 
 
 @dataclass(frozen=True, kw_only=True)

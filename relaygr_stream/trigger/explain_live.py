@@ -8,21 +8,20 @@ import time
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 
-from relaygr_stream.bus.records import Record
+from relaygr_stream.bus.ages import LogEnds
 from relaygr_stream.bus.tail import TopicTail
+from relaygr_stream.bus.topics import TopicSet, load_topics, verify_topics
 from relaygr_stream.errors import BrokerUnavailable, DecodeError
-from relaygr_stream.messages import PreInferSignal, RequestEvent, WorkerStatus, decode, kind_of, tenant_key
-from relaygr_stream.owners import OwnerDirectory
-from relaygr_stream.settings import Settings
-from relaygr_stream.status.reader import MAX_SKEW_S, StatusReader
-from relaygr_stream.status.triggers import TriggerStatus, read_trigger
-from relaygr_stream.topics import TopicSet, load_topics, verify_topics
-from relaygr_stream.trigger.decision import Decision, LaneState, Policy
+from relaygr_stream.settings.schema import Settings
+from relaygr_stream.trigger.decision import Decision, LaneState, OwnerLoads, Policy
 from relaygr_stream.trigger.explain import Explanation, explain
-from relaygr_stream.trigger.load import OwnerLoads
-from relaygr_stream.trigger.log_ends import LogEnds
-from relaygr_stream.trigger.risk import charge_ms, prefix_bytes
 from relaygr_stream.trigger.statement import stated_policy
+from relaygr_stream.wire.costs import charge_ms, prefix_bytes
+from relaygr_stream.wire.fleet import OwnerDirectory
+from relaygr_stream.wire.messages import PreInferSignal, RequestEvent, WorkerStatus, decode, kind_of, tenant_key
+from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.trigger_status import TriggerStatus, read_trigger
+from relaygr_stream.wire.worker_status import MAX_SKEW_S, StatusReader
 
 #: An event's signal follows it within milliseconds; so long after the last event is waited for it.
 SIGNAL_S = 1.0

@@ -15,16 +15,15 @@ from typing import Any, Final, TypeVar
 
 import structlog
 
-from relaygr_stream.bus.records import Record
+from relaygr_stream.bus.ages import AgeBounds, LogEnd
+from relaygr_stream.bus.topics import lane_of
 from relaygr_stream.errors import BrokerError, DecodeError
-from relaygr_stream.messages import RequestEvent, RequestEventInPlace, check_times, decode, kind_of
 from relaygr_stream.telemetry.limiter import LogLimiter
-from relaygr_stream.topics import lane_of
 from relaygr_stream.trigger.decision import Decision, LaneState, decide
-from relaygr_stream.trigger.log_ends import AgeBounds, LogEnd
 from relaygr_stream.trigger.refused import UNTOLD
-from relaygr_stream.trigger.signals import LaneSignals
-from relaygr_stream.trigger.surroundings import Surroundings
+from relaygr_stream.trigger.signals import LaneSignals, Surroundings
+from relaygr_stream.wire.messages import RequestEvent, RequestEventInPlace, check_times, decode, kind_of
+from relaygr_stream.wire.records import Record
 
 T = TypeVar("T")
 

@@ -21,7 +21,7 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from relaygr_stream.messages import LaneStatus
+from relaygr_stream.wire.messages import LaneStatus
 
 #: Only signals acknowledged at least this long before we asked for the log's end are taken for lost when they lie
 #: behind it: the end may lag behind an acknowledgement while partition leadership moves, by milliseconds.

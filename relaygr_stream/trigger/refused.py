@@ -12,9 +12,9 @@ from typing import Final
 
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.errors import BrokerError
-from relaygr_stream.messages import HEADER_KIND
-from relaygr_stream.refusals import KIND, MOST_IDS, encode_refusals
 from relaygr_stream.trigger.ledger import LaneLedger, Pending
+from relaygr_stream.wire.messages import HEADER_KIND
+from relaygr_stream.wire.refusals import KIND, MOST_IDS, encode_refusals
 
 #: A ranking comes tens of milliseconds behind its event; records for fewer events each would cost the trigger more.
 FLUSH_S: Final = 0.02

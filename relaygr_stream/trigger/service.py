@@ -16,26 +16,27 @@ from typing import Any, Final
 
 import structlog
 
+from relaygr_stream.bus.ages import LogEnds
 from relaygr_stream.bus.counts import PartitionCounts
 from relaygr_stream.bus.dead_letter import DeadLetters, check_dead_letters_fit
 from relaygr_stream.bus.lanes import LaneConsumer
 from relaygr_stream.bus.producer import Producer
-from relaygr_stream.bus.records import Record
+from relaygr_stream.bus.renewed import RenewalsCollector
 from relaygr_stream.bus.tail import TopicTail
+from relaygr_stream.bus.topics import load_topics, verify_topics
 from relaygr_stream.errors import BrokerError
-from relaygr_stream.owners import OwnerDirectory
-from relaygr_stream.status.reader import StatusReader
-from relaygr_stream.status.triggers import STATUS_S
 from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.telemetry.process import ProcessContext
-from relaygr_stream.topics import load_topics, verify_topics
 from relaygr_stream.trigger.decision import Policy
 from relaygr_stream.trigger.lane import LaneTrigger
-from relaygr_stream.trigger.log_ends import LogEnds
 from relaygr_stream.trigger.metrics import TriggerMetrics
 from relaygr_stream.trigger.refused import FLUSH_S, Refused
+from relaygr_stream.trigger.signals import Surroundings
 from relaygr_stream.trigger.statement import NeverAtRisk, Statements
-from relaygr_stream.trigger.surroundings import Surroundings
+from relaygr_stream.wire.fleet import OwnerDirectory
+from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.trigger_status import STATUS_S
+from relaygr_stream.wire.worker_status import StatusReader
 
 log = structlog.get_logger(__name__)
 limited = LogLimiter().limited
@@ -73,6 +74,7 @@ async def run_trigger(context: ProcessContext) -> None:
     member = f"trigger-{socket.gethostname()}-{os.getpid()}"
     max_bytes = max(topics.pre_infer.max_message_bytes, topics.dead_letter.max_message_bytes)
     metrics = TriggerMetrics(context.registry)
+    context.registry.register(RenewalsCollector())
     reader = StatusReader.of(settings, topics)
     await reader.prepare()
     owners = OwnerDirectory(

@@ -7,17 +7,49 @@ is booked before a signal comes here (ledger.py).
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, NamedTuple
 
 import structlog
 
-from relaygr_stream.bus.producer import Sent
-from relaygr_stream.bus.records import Record
+from relaygr_stream.bus.ages import LogEnds, SenderLag
+from relaygr_stream.bus.dead_letter import DeadLetters
+from relaygr_stream.bus.producer import Producer, Sent
+from relaygr_stream.bus.topics import TopicSet
 from relaygr_stream.errors import BrokerError
-from relaygr_stream.messages import PreInferSignal, RequestEvent, encode
 from relaygr_stream.telemetry.limiter import LogLimiter
+from relaygr_stream.trigger.decision import OwnerLoads, Policy
 from relaygr_stream.trigger.ledger import LaneLedger, Pending
-from relaygr_stream.trigger.surroundings import Surroundings
+from relaygr_stream.trigger.metrics import TriggerMetrics
+from relaygr_stream.trigger.refused import Refused
+from relaygr_stream.wire.fleet import OwnerDirectory
+from relaygr_stream.wire.messages import PreInferSignal, RequestEvent, encode
+from relaygr_stream.wire.records import Record
+
+# What all lanes of a trigger share.
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """The parts that a lane's trigger works with."""
+
+    policy: Policy
+    topics: TopicSet
+    owners: OwnerDirectory
+    producer: Producer
+    letters: DeadLetters
+    ends: LogEnds
+    metrics: TriggerMetrics
+    done: Callable[[Record], None]
+    refused: Refused
+    # Until it knows more, a trigger believes: what waited while there was none is old, and a fresh event that a clock
+    # makes stale costs a pre-inference. A worker does not: there it would cost the answer.
+    lag: SenderLag = field(default_factory=partial(SenderLag, 0.0))
+    loads: OwnerLoads = field(default_factory=OwnerLoads)
+    log_decisions: bool = False  # a log line per decision costs more than the decision, even one that is dropped
+
 
 log = structlog.get_logger(__name__)
 limited: Final = LogLimiter().limited

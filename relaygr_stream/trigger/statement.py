@@ -13,14 +13,14 @@ import structlog
 
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.errors import BrokerError
-from relaygr_stream.messages import HEADER_KIND
-from relaygr_stream.owners import OwnerDirectory
-from relaygr_stream.settings import Settings
-from relaygr_stream.status.odd import never_at_risk
-from relaygr_stream.status.reader import StatusReader
-from relaygr_stream.status.triggers import KEY_PREFIX, KIND, PolicyStatus, TriggerStatus, encode_trigger
+from relaygr_stream.ops.status.odd import never_at_risk
+from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.trigger.decision import Policy, Reason
+from relaygr_stream.wire.fleet import OwnerDirectory
+from relaygr_stream.wire.messages import HEADER_KIND
+from relaygr_stream.wire.trigger_status import KEY_PREFIX, KIND, PolicyStatus, TriggerStatus, encode_trigger
+from relaygr_stream.wire.worker_status import StatusReader
 
 log = structlog.get_logger(__name__)
 limited = LogLimiter().limited

@@ -13,9 +13,9 @@ from typing import Final
 
 from relaygr_stream.cache.entry import Coverage, Found
 from relaygr_stream.worker.clients import Clients
-from relaygr_stream.worker.engine import Engine
-from relaygr_stream.worker.flights import Flights
+from relaygr_stream.worker.executor import Engine
 from relaygr_stream.worker.forecast import Calibration, Forecast, Full
+from relaygr_stream.worker.prefill import Flights
 from relaygr_stream.worker.tasks import RankTask
 
 #: What to say to a ranking that made room.

@@ -15,14 +15,78 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 import structlog
+import torch
 
-from relaygr_stream.cache.scratch import Scratch
-from relaygr_stream.exactness import relative_deviation
-from relaygr_stream.models.protocol import ScoreInput
+from relaygr_stream import settings
+from relaygr_stream.cache.copy import CopyEngine
+from relaygr_stream.cache.storage import Scratch, Storage
+from relaygr_stream.cache.tiers import capacity_for
+from relaygr_stream.errors import ConfigError, DeviceError, ModelError
+from relaygr_stream.models.api import KVRegion, ScoreInput, Tokens, relative_deviation
 from relaygr_stream.telemetry.logs import request_log_fields
-from relaygr_stream.worker.engine import Engine, describe
-from relaygr_stream.worker.extension import Extension
+from relaygr_stream.worker.executor import Engine, Extension, describe
+from relaygr_stream.worker.metrics import WorkerMetrics
 from relaygr_stream.worker.tasks import Audit, RankTask
+
+# How far a model's scores move when prefix KV come back from int8: measured on the worker's own model at start. Knows
+# nothing of the cache: a region goes through the copy engine and back as an entry would.
+
+
+#: Short prefixes deviate most: with few terms in a sum, roundings cancel less. The longest allowed prefix caps them.
+PROBE_TOKENS: Final = (64, 256, 1024)
+PROBE_CANDIDATES: Final = 64
+#: Ids in the probe are below this, so that a small vocabulary has them too.
+PROBE_IDS: Final = 1000
+#: A chunk of the probe may take as long as it takes: nobody waits yet.
+UNHURRIED_MS: Final = 1e5
+
+
+def check_rounding(engine: Engine, copier: CopyEngine, storage: Storage, scratch: KVRegion, allowed: float) -> float:
+    """The largest relative deviation of scores from prefix KV that went through `storage`, at most `allowed`.
+
+    ConfigError when it is more, ModelError when the model fails on the probe.
+    """
+    generator = np.random.default_rng(0)
+    worst = 0.0
+    for n in dict.fromkeys(min(n, scratch.capacity) for n in PROBE_TOKENS):
+        behaviours = [generator.integers(0, most, n) for most in (PROBE_IDS, 4, 10**6)]
+        candidates = generator.integers(0, PROBE_IDS, PROBE_CANDIDATES)
+        region = KVRegion(scratch.layout, scratch.storage, min(capacity_for(n), scratch.capacity))
+        try:
+            worst = max(worst, _deviation(engine, copier, storage, region, Tokens(np.stack(behaviours)), candidates))
+        except DeviceError:
+            raise
+        except Exception as error:  # a user's model may raise anything
+            raise ModelError(
+                f"the model failed on a probe of {n} behaviours with ids below {PROBE_IDS}, made for "
+                f'worker.dram_storage = "int8" ({describe(error)}); fix the model or set it to "exact"'
+            ) from error
+    if not worst <= allowed:
+        raise ConfigError(
+            f'worker.dram_storage = "int8" moves this model\'s scores by {worst:.2g}, relative to the largest, where '
+            f'worker.dram_int8_deviation allows {allowed:g}: set worker.dram_storage = "exact", or allow that much'
+        )
+    return worst
+
+
+def _deviation(
+    engine: Engine,
+    copier: CopyEngine,
+    storage: Storage,
+    region: KVRegion,
+    tokens: Tokens,
+    candidates: npt.NDArray[np.int64],
+) -> float:
+    work = Extension(engine, region, tokens)
+    while not work.done:
+        work.advance(UNHURRIED_MS)
+    ranking = ScoreInput(region, tokens.slice(0, 0), candidates)
+    exact = engine.score([ranking])[0][0]
+    stored = torch.empty(storage.nbytes(region.capacity), dtype=torch.uint8)
+    copier.submit(stored, region.storage, convert=storage.spill).wait()
+    copier.submit(region.storage, stored, urgent=True, convert=storage.reload).wait()
+    return relative_deviation(engine.score([ranking])[0][0], exact)
+
 
 log = structlog.get_logger(__name__)
 
@@ -111,3 +175,54 @@ class Auditor:
         assert audit.work is not None
         scratch.give_back(audit.work.region)
         self._waiting.popleft()
+
+
+# What an audit found, as metrics and, where scores deviate, as an error and a reason not to be ready. Knows nothing
+# of how audits are made.
+
+
+log = structlog.get_logger(__name__)
+
+#: A relayed score may differ from full inference by this much, relative (DESIGN §8: 1e-5 in float32). In half
+#: precision the two paths round differently; a hundredth is two bfloat16 steps.
+AUDIT_TOLERANCE: Final = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-2}
+#: Audits that deviate, of one process, at which it is not ready any more. A flipped bit spoils one user's prefix KV,
+#: which are evicted by the first audit that finds it; two may be chance. Three times means a device, a kernel or a
+#: model that computes something else each time. At the default share of 0.01 it takes about 300 relayed rankings.
+DEVIATIONS_TO_UNREADY: Final = 3
+
+
+class AuditReport:
+    """Called on the device thread after each audit; prometheus_client's objects take that."""
+
+    def __init__(self, worker: settings.Worker, metrics: WorkerMetrics) -> None:
+        self._tolerance = {"exact": AUDIT_TOLERANCE[worker.dtype]}
+        self._tolerance["int8"] = max(self._tolerance["exact"], worker.dram_int8_deviation)
+        self._metrics = metrics
+        self._deviated = 0
+
+    @property
+    def distrust(self) -> str:
+        """Why this worker's scores are not to be relied on; "" while they are. Stays until the process ends."""
+        if self._deviated < DEVIATIONS_TO_UNREADY:
+            return ""
+        return f"{self._deviated} audits deviated from full inference; see the log, then restart the worker"
+
+    def __call__(self, task: RankTask, deviation: float, ms: float) -> bool:
+        """Whether that is too much. deviation: of the relayed scores from full inference, relative. ms: device time
+        that the audit took."""
+        storage = "int8" if task.approximate else "exact"
+        tolerance = self._tolerance[storage]
+        agreed = deviation <= tolerance
+        self._metrics.audits.labels("agreed" if agreed else "deviated", storage).inc()
+        self._metrics.device_seconds.labels("audit").inc(ms / 1e3)
+        if not agreed:
+            self._deviated += 1
+            log.error(
+                "a relayed score deviates from full inference",
+                **request_log_fields(task.request_id, task.user_id, task.lane, task.outcome),
+                deviation=deviation,
+                tolerance=tolerance,
+                storage=storage,
+            )
+        return not agreed

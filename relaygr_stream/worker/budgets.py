@@ -12,6 +12,7 @@ Knows nothing of Kafka or of clocks.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Final
@@ -193,3 +194,117 @@ class LaneBudgets:
         serving = [lane for lane in self._queue if lane in self._served_s]
         waiting = [lane for lane in self._queue if lane not in self._served_s and lane not in over]
         self._queue = serving + waiting + over
+
+
+# What the rankings of each lane ask for, whether they were admitted or not: what budgets are divided by. Counted at
+# ranking, not at signals: a lane whose budget is too small for its prefixes gets no signals, and would never be given
+# more. Knows nothing of budgets.
+
+
+#: A lane's longest prefix is that of the present and the last so many seconds: some requests even of a quiet lane.
+EPOCH_S: Final = 30.0
+
+
+class Demand:
+    """Running totals of prefix bytes per lane, and each lane's largest recent prefix."""
+
+    def __init__(self) -> None:
+        self.totals: defaultdict[int, int] = defaultdict(int)  # lane → bytes asked for so far
+        self._epoch = 0
+        self._now: dict[int, int] = {}
+        self._before: dict[int, int] = {}
+
+    def ask(self, lane: int, nbytes: int, now: float) -> None:
+        """A ranking came whose prefix KV take so many bytes."""
+        epoch = int(now / EPOCH_S)
+        if epoch != self._epoch:
+            self._before = self._now if epoch == self._epoch + 1 else {}
+            self._now, self._epoch = {}, epoch
+        self.totals[lane] += nbytes
+        self._now[lane] = max(nbytes, self._now.get(lane, 0))
+
+    def largest(self, lane: int) -> int:
+        """Bytes of the largest prefix of the last EPOCH_S to 2·EPOCH_S; 0: none came."""
+        now, before = self._now.get(lane, 0), self._before.get(lane, 0)
+        return now if now > before else before
+
+    def lanes_lost(self, lanes: Iterable[int]) -> None:
+        """Other workers own these lanes now."""
+        for lane in lanes:
+            self.totals.pop(lane, None)
+            self._now.pop(lane, None)
+            self._before.pop(lane, None)
+
+
+# How the device's time is split between ranking and pre-inference: what triggers may ask for follows what ranking
+# leaves over, with nobody tuning it. Ranking takes what it needs, full inferences included; pre-inference gets the
+# rest, up to its cap. When requests run in full because too little was admitted, their full inference is ranking
+# time: as long as the device has time to spare, each grant is a little larger than the last, until all is admitted
+# that is worth it; without, pre-inference is shed first. Triggers cannot know what is cached. The owner can: it
+# states which share of what was asked for had to be computed lately, and an admission is charged with so much of its
+# prefix. Knows nothing of lanes or of Kafka.
+
+
+#: Ranking's share of the device is averaged over about a second; the share of prefix tokens that had to be computed
+#: over some ten seconds, since it depends on which users come.
+RANKING_AVERAGE_S: Final = 1.0
+REUSE_AVERAGE_S: Final = 10.0
+#: A worker that has seen nothing takes everything for new; this many tokens of evidence outweigh that.
+PRIOR_TOKENS: Final = 10_000.0
+#: No less is charged: should all users be new from one moment to the next, at most ten times too much is admitted for
+#: some seconds, and waits behind ranking.
+LEAST_COMPUTED: Final = 0.1
+
+
+class LoadSplit:
+    """Device milliseconds a second that triggers may ask for. cap: share of the device for pre-inference at most."""
+
+    def __init__(self, cap: float) -> None:
+        self._cap = cap
+        self.ranking_share = 0.0  # of the device's time, averaged over about a second
+        self._last_ranking_ms = 0.0
+        self._last_asked = self._last_computed = 0.0
+        self._asked = self._computed = 0.0
+
+    @property
+    def computed_share(self) -> float:
+        """Share of the tokens asked for that had to be computed, LEAST_COMPUTED…1."""
+        share = (PRIOR_TOKENS + self._computed) / (PRIOR_TOKENS + self._asked)
+        return min(1.0, max(LEAST_COMPUTED, share))
+
+    def update(self, ranking_ms: float, asked: float, computed: float, seconds: float) -> float:
+        """The grant from now on, in milliseconds a second.
+
+        All running totals: device time of ranking (full inference included), prefix tokens that signals asked for,
+        and those of them that had to be computed. seconds: since the last call.
+        """
+        busy = min(1.0, max(0.0, ranking_ms - self._last_ranking_ms) / (seconds * 1e3))
+        self.ranking_share += min(1.0, seconds / RANKING_AVERAGE_S) * (busy - self.ranking_share)
+        keep = max(0.0, 1.0 - seconds / REUSE_AVERAGE_S)
+        self._asked = keep * self._asked + max(0.0, asked - self._last_asked)
+        self._computed = keep * self._computed + max(0.0, computed - self._last_computed)
+        self._last_ranking_ms, self._last_asked, self._last_computed = ranking_ms, asked, computed
+        free = max(0.0, min(self._cap, 1.0 - self.ranking_share))
+        return 1e3 * free
+
+
+# How much of the device's time is used, averaged over about a second: what other workers may not count on.
+
+
+#: Long enough that single operations do not show, short enough that a rush of a few seconds does.
+AVERAGE_S: Final = 1.0
+
+
+class BusyShare:
+    """A share, 0…1, from a running total of device time."""
+
+    def __init__(self) -> None:
+        self.share = 0.0
+        self._last_ms = 0.0
+
+    def update(self, total_ms: float, seconds: float) -> float:
+        """total_ms: of all work, ever; seconds: since the last call. Returns the share from now on."""
+        busy = min(1.0, max(0.0, total_ms - self._last_ms) / (seconds * 1e3))
+        self._last_ms = total_ms
+        self.share += min(1.0, seconds / AVERAGE_S) * (busy - self.share)
+        return self.share

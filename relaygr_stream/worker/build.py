@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 import structlog
 import torch
@@ -14,16 +15,70 @@ from relaygr_stream.cache.prefix_cache import PrefixCache
 from relaygr_stream.cache.storage import make_storage
 from relaygr_stream.cache.tiers import GRANULE_TOKENS
 from relaygr_stream.errors import CapacityError
+from relaygr_stream.models.api import RankingModel
 from relaygr_stream.models.devices import select_device
-from relaygr_stream.models.load import load_model
-from relaygr_stream.models.protocol import RankingModel
-from relaygr_stream.settings import Settings
-from relaygr_stream.worker.audit import Auditor, Report
-from relaygr_stream.worker.core import Limits, RelayCore
-from relaygr_stream.worker.engine import Engine
-from relaygr_stream.worker.held import CORE_SHARE
-from relaygr_stream.worker.rounding import check_rounding
+from relaygr_stream.models.loading import load_model
+from relaygr_stream.settings.schema import Settings
+from relaygr_stream.worker.audit import Auditor, Report, check_rounding
+from relaygr_stream.worker.executor import Engine
+from relaygr_stream.worker.scheduler import Limits, RelayCore
 from relaygr_stream.worker.tasks import Answer
+
+# Memory of what was read and is not over: the bound that no sender, backlog or hanging device can pass. read ─► held
+# ─► device thread ─► answer or forward acknowledged ─► let go └── too much ─► `overloaded` at once, and nothing of
+# the request is kept Used by the event loop; only `taken` is called by the device thread. Knows nothing of what the
+# bytes are.
+
+
+#: Of worker.waiting_bytes, rankings that wait in the core may have this share, in which the client with the most gives
+#: way to others. The rest is for what the device thread has not taken yet and for answers on their way.
+CORE_SHARE: Final = 0.75
+
+
+class Held:
+    """Bytes of rankings without an acknowledged answer, and of signals that the device thread has not taken."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._rankings: dict[tuple[int, int], int] = {}
+        self._ranking_bytes = 0
+        # Two totals, each written by one thread: no lock is needed.
+        self._signals_read = 0
+        self._signals_taken = 0
+
+    @property
+    def nbytes(self) -> int:
+        """All of it."""
+        return self._ranking_bytes + self._signals_read - self._signals_taken
+
+    def ranking(self, lane: int, offset: int, nbytes: int) -> bool:
+        """A ranking was read; False (nothing changed): it is too much.
+
+        A lane that was lost and regained may bring one again whose first copy is not over: they count together, and
+        end together, with the first of them.
+        """
+        if self.nbytes + nbytes > self.limit:
+            return False
+        key = (lane, offset)
+        self._rankings[key] = self._rankings.get(key, 0) + nbytes
+        self._ranking_bytes += nbytes
+        return True
+
+    def over(self, lane: int, offset: int) -> None:
+        """The ranking needs no more work; one that was never held is no error."""
+        self._ranking_bytes -= self._rankings.pop((lane, offset), 0)
+
+    def signal(self, nbytes: int) -> bool:
+        """A signal was read; False (nothing changed): it is too much."""
+        if self.nbytes + nbytes > self.limit:
+            return False
+        self._signals_read += nbytes
+        return True
+
+    def taken(self, nbytes: int) -> None:
+        """The device thread took signals of so many bytes: from now on the cache bounds what they hold."""
+        self._signals_taken += nbytes
+
 
 log = structlog.get_logger(__name__)
 
@@ -57,12 +112,8 @@ def build(
     deliver: Callable[[Answer], None],
     report_audit: Report,
     wake: Callable[[], None],
-    settled: Callable[[], None] = lambda: None,
 ) -> Inside:
-    """Model, tiers and core on the configured device. Raises ConfigError, ModelError, DeviceError or CapacityError.
-
-    settled: called when what is left to do is timed, and short.
-    """
+    """Model, tiers and core on the configured device. Raises ConfigError, ModelError, DeviceError or CapacityError."""
     worker = settings.worker
     engine = load_engine(settings)
     model, device = engine.model, engine.device
@@ -75,7 +126,7 @@ def build(
     copier = CopyEngine(device, wake)
     inside = assemble(settings, engine, hbm, dram, copier, deliver, report_audit)
     scratch = inside.cache.scratch.borrow()
-    engine.warm_up(scratch, settled)
+    engine.warm_up(scratch)
     if dram is not None and worker.dram_storage == "int8":
         storage = make_storage(worker.dram_storage, model.layout)
         deviation = check_rounding(engine, copier, storage, scratch, worker.dram_int8_deviation)
@@ -104,7 +155,7 @@ def assemble(
         engine.costs_of_prefix,
         scratch_tokens=settings.relay.max_prefix_tokens + settings.relay.max_suffix_tokens,
         incremental=model.incremental,
-        lag_tokens=worker.lag_tokens,
+        max_stale_tokens=worker.max_stale_tokens,
         storage=worker.dram_storage,
     )
     pinned_bytes = _pinned_bytes(settings, cache)

@@ -9,13 +9,10 @@ many shares, so names are bounded in number, and those beyond share one account.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Final, Literal
+from collections.abc import Iterator, Sequence
+from typing import Final, Literal, Protocol
 
 from relaygr_stream.errors import CacheCorruption
-
-if TYPE_CHECKING:
-    from relaygr_stream.worker.tasks import RankTask
 
 #: Clients told apart at once. The device thread looks at each that has work ready: a ranking's queueing, forecast and
 #: booking take 9 µs with one client, 16 with 4, 68 with 64 and 306 with 256 of them ready at once.
@@ -49,6 +46,14 @@ class Account:
         return self.waiting if measure == "waiting" else self.nbytes if measure == "nbytes" else self.ms
 
 
+class Booked(Protocol):
+    """What is booked of a ranking: its client's account, its bytes, its predicted device time."""
+
+    account: Account
+    nbytes: int
+    cost_ms: float
+
+
 #: Of tasks that no worker has taken yet.
 NOBODY: Final = Account("")
 
@@ -77,7 +82,7 @@ class Clients:
             found = self._accounts[name] = Account(name)
         return found
 
-    def add(self, task: RankTask) -> None:
+    def add(self, task: Booked) -> None:
         """It waits from now on; its account, nbytes and cost_ms stay as they are until `remove`."""
         account = task.account
         account.waiting += 1
@@ -85,7 +90,7 @@ class Clients:
         account.ms += task.cost_ms
         self.nbytes += task.nbytes
 
-    def remove(self, task: RankTask) -> None:
+    def remove(self, task: Booked) -> None:
         """It has its answer."""
         account = task.account
         account.waiting -= 1
@@ -97,13 +102,13 @@ class Clients:
         """It has work ready after a time without: what others were given meanwhile it cannot claim."""
         account.served_ms = max(account.served_ms, self.floor_ms)
 
-    def heavier(self, measure: Measure, task: RankTask) -> Account | None:
+    def heavier(self, measure: Measure, task: Booked) -> Account | None:
         """The client with the most of it, if that is more than this one would have with the task; else None."""
         most = max(self._everyone(), key=lambda account: account.of(measure))
         own = {"waiting": 1, "nbytes": task.nbytes, "ms": task.cost_ms}[measure]
         return most if most.of(measure) > task.account.of(measure) + own else None
 
-    def check(self, tasks: list[RankTask]) -> None:
+    def check(self, tasks: Sequence[Booked]) -> None:
         """Raise CacheCorruption where the books are not those of these rankings."""
         for account in self._everyone():
             mine = [task.nbytes for task in tasks if task.account is account]

@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any, Final
 
 from relaygr_stream.errors import DeviceError
-from relaygr_stream.worker.core import RelayCore
+from relaygr_stream.worker.scheduler import RelayCore
 from relaygr_stream.worker.tasks import Answer
 
 #: The thread looks around at least this often, so that its pulse (`turns`) shows a hang, not idleness.

@@ -18,11 +18,11 @@ from typing import Final, Literal
 
 import msgspec
 
+from relaygr_stream.bus.topics import lane_of
 from relaygr_stream.errors import DecodeError
-from relaygr_stream.messages import WorkerStatus
-from relaygr_stream.owners import OwnerDirectory
-from relaygr_stream.topics import lane_of
-from relaygr_stream.worker.busy import AVERAGE_S
+from relaygr_stream.wire.fleet import OwnerDirectory
+from relaygr_stream.wire.messages import WorkerStatus
+from relaygr_stream.worker.budgets import AVERAGE_S
 
 #: A request that was refused twice has met two workers without room: a third search costs it more than it finds.
 MOST_HOPS: Final = 2

@@ -15,9 +15,11 @@ from typing import Final
 
 import numpy as np
 
-from relaygr_stream.bus.records import Record
+from relaygr_stream.bus.ages import Age, AgeBounds, LogEnd, SenderLag
 from relaygr_stream.errors import DecodeError
-from relaygr_stream.messages import (
+from relaygr_stream.models.api import Tokens
+from relaygr_stream.settings.schema import Relay
+from relaygr_stream.wire.messages import (
     HEADER_CORRELATION,
     HEADER_REPLY_PARTITION,
     ITEM_DTYPE,
@@ -28,9 +30,7 @@ from relaygr_stream.messages import (
     check_times,
     decode,
 )
-from relaygr_stream.models.tokens import Tokens
-from relaygr_stream.settings import Relay
-from relaygr_stream.trigger.log_ends import Age, AgeBounds, LogEnd, SenderLag
+from relaygr_stream.wire.records import Record
 from relaygr_stream.worker.tasks import PreInferTask, RankTask
 
 #: Decimal digits of the largest partition number (int32).

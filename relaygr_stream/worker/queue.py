@@ -5,11 +5,67 @@ A deadline is no priority: it decides among clients that were given about as muc
 
 from __future__ import annotations
 
+import heapq
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
+from itertools import count
+from typing import Final, Generic, TypeVar
 
-from relaygr_stream.worker.agenda import Agenda
+from relaygr_stream.cache.entry import Entry
 from relaygr_stream.worker.clients import Account, Clients
-from relaygr_stream.worker.tasks import Flight, RankTask
+from relaygr_stream.worker.tasks import Flight, PreInferTask, RankTask
+
+# Items by time: a heap from which items that are over disappear by themselves.
+
+
+T = TypeVar("T")
+
+#: Items kept before those that are over are looked for: a few pages, so that looking costs nothing next to adding.
+SPARE: Final = 64
+
+
+class Agenda(Generic[T]):
+    """Earliest first, ties to who came first. `over(item)`: the item is of no interest any more, and never will be.
+
+    An item that is over may hold much memory, and its time may be far away: all are dropped as soon as they could be
+    more than half of what is kept. Every operation is O(log n), amortised.
+    """
+
+    def __init__(self, over: Callable[[T], bool]) -> None:
+        self._over = over
+        self._heap: list[tuple[float, int, T]] = []
+        self._order = count()
+        self._limit = SPARE
+
+    def __len__(self) -> int:
+        """Items kept, some of which may be over."""
+        return len(self._heap)
+
+    def __iter__(self) -> Iterator[T]:
+        """Items that are not over, in no order."""
+        return (item for _, _, item in self._heap if not self._over(item))
+
+    def add(self, time: float, item: T) -> None:
+        """Put an item in; it may be there at several times."""
+        heapq.heappush(self._heap, (time, next(self._order), item))
+        if len(self._heap) > self._limit:
+            self._heap = [each for each in self._heap if not self._over(each[2])]
+            heapq.heapify(self._heap)
+            self._limit = 2 * len(self._heap) + SPARE
+
+    def first(self) -> tuple[float, T] | None:
+        """The earliest item and its time, left in place."""
+        heap = self._heap
+        while heap:
+            time, _, item = heap[0]
+            if not self._over(item):
+                return time, item
+            heapq.heappop(heap)
+        return None
+
+    def pop(self) -> T:
+        """Take out what `first` found."""
+        return heapq.heappop(self._heap)[2]
 
 
 class WorkQueue:
@@ -96,3 +152,45 @@ class WorkQueue:
 
 def _dropped(item: RankTask | Flight) -> bool:
     return item.answered if isinstance(item, RankTask) else item.over or not item.waiters
+
+
+# Tasks that wait at an entry for something to be over: a copy, or another's computation.
+
+
+class Parked:
+    """By entry, in the order they came."""
+
+    def __init__(self) -> None:
+        self._tasks: defaultdict[Entry, list[RankTask | PreInferTask]] = defaultdict(list)
+
+    def add(self, entry: Entry, task: RankTask | PreInferTask) -> None:
+        """Wait here until the entry is woken."""
+        self._tasks[entry].append(task)
+
+    def take(self, entry: Entry) -> list[RankTask | PreInferTask]:
+        """Everyone who waits at the entry, who wait no more."""
+        return self._tasks.pop(entry, [])
+
+
+# A bounded memory of request ids.
+
+
+class RecentIds:
+    """The last `limit` ids added."""
+
+    def __init__(self, limit: int) -> None:
+        self._order: deque[str] = deque()
+        self._ids: set[str] = set()
+        self._limit = limit
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._ids
+
+    def add(self, request_id: str) -> None:
+        """Remember an id; the oldest one goes when there are too many."""
+        if request_id in self._ids:
+            return
+        self._ids.add(request_id)
+        self._order.append(request_id)
+        if len(self._order) > self._limit:
+            self._ids.discard(self._order.popleft())

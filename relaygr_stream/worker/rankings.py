@@ -16,19 +16,14 @@ import torch
 
 from relaygr_stream.cache.entry import Coverage, Entry, Found
 from relaygr_stream.cache.prefix_cache import PrefixCache
-from relaygr_stream.messages import Outcome, Status
-from relaygr_stream.models.kv import KVRegion
-from relaygr_stream.models.protocol import ScoreInput
-from relaygr_stream.models.tokens import Tokens
+from relaygr_stream.models.api import KVRegion, ScoreInput, Tokens
+from relaygr_stream.wire.messages import Outcome, Status
 from relaygr_stream.worker.admission import LOST, Admission
-from relaygr_stream.worker.agenda import Agenda
 from relaygr_stream.worker.audit import Auditor
-from relaygr_stream.worker.batching import TRIED, Batching
-from relaygr_stream.worker.engine import Engine, describe
-from relaygr_stream.worker.extension import SHARE
-from relaygr_stream.worker.flights import Flights
-from relaygr_stream.worker.parked import Parked
-from relaygr_stream.worker.queue import WorkQueue
+from relaygr_stream.worker.executor import SHARE, Engine, describe
+from relaygr_stream.worker.forecast import TRIED, Batching
+from relaygr_stream.worker.prefill import Flights
+from relaygr_stream.worker.queue import Agenda, Parked, WorkQueue
 from relaygr_stream.worker.tasks import Answer, Flight, RankTask
 
 NO_TOKENS = Tokens(np.zeros((3, 0), np.int64))
@@ -283,7 +278,7 @@ class Rankings:
 
 
 def _score_input(task: RankTask) -> ScoreInput:
-    """What the region lacks of the prefix, a few behaviours (worker.lag_tokens), comes before the suffix."""
+    """What the region lacks of the prefix, a few behaviours (worker.max_stale_tokens), comes before the suffix."""
     assert task.region is not None
     suffix, there = task.suffix, task.region.length
     if there < len(task.tokens):

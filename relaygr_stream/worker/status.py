@@ -13,24 +13,23 @@ from typing import Final, Self
 import msgspec
 import structlog
 
-from relaygr_stream.bus.ending import end
+from relaygr_stream.bus.aiokafka_compat import end
 from relaygr_stream.bus.lanes import LaneConsumer
 from relaygr_stream.bus.producer import Producer
-from relaygr_stream.bus.records import Record
 from relaygr_stream.bus.tail import TopicTail
+from relaygr_stream.bus.topics import TopicSet
 from relaygr_stream.errors import BrokerError, DecodeError, DeviceError, Superseded
-from relaygr_stream.messages import State, WorkerStatus, encode
-from relaygr_stream.owners import OwnerDirectory
-from relaygr_stream.printable import printable
-from relaygr_stream.settings import Settings
-from relaygr_stream.status.reader import HEADER_INCARNATION, StatusReader
+from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.limiter import LogLimiter
-from relaygr_stream.topics import TopicSet
+from relaygr_stream.telemetry.printable import printable
+from relaygr_stream.wire.fleet import OwnerDirectory
+from relaygr_stream.wire.messages import State, WorkerStatus, encode
+from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.worker_status import HEADER_INCARNATION, StatusReader
 from relaygr_stream.worker.build import Inside
 from relaygr_stream.worker.device import DeviceThread
 from relaygr_stream.worker.metrics import WorkerMetrics
-from relaygr_stream.worker.snapshot import Snapshot, snapshot
-from relaygr_stream.worker.statement import Identity, Statements
+from relaygr_stream.worker.statement import Identity, Snapshot, Statements, snapshot
 
 log = structlog.get_logger(__name__)
 limited = LogLimiter().limited

@@ -12,11 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from relaygr_stream.cache.entry import Entry
-from relaygr_stream.messages import Outcome, Status, tenant_key
-from relaygr_stream.models.kv import KVRegion
-from relaygr_stream.models.tokens import Tokens
+from relaygr_stream.models.api import KVRegion, Tokens
+from relaygr_stream.wire.messages import Outcome, Status, tenant_key
 from relaygr_stream.worker.clients import NOBODY, Account
-from relaygr_stream.worker.extension import Extension
+from relaygr_stream.worker.executor import Extension
 
 
 class Asked:
@@ -78,7 +77,7 @@ class RankTask(Asked):
     borrowed: bool = False  # region is the scratch region, to be given back
     started: float = 0.0  # when the device first worked for it
     finished: float = 0.0  # when the device was done with it; 0: it was answered without the device thread
-    age_ms: float = 0.0  # when it arrived, since it was sent: what is sure (trigger/log_ends.py)
+    age_ms: float = 0.0  # when it arrived, since it was sent: what is sure (bus/ages.py)
     inbound_ms: float = 0.0  # the same, as its sender states it
     timeout_ms: float = 0.0  # since then, for its client: as stated, or the default
     expected_ms: float = 0.0  # cost_ms where predictions of its kind have proved good, else 0

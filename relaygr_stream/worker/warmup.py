@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from relaygr_stream.cache.prefix_cache import PrefixCache
-from relaygr_stream.worker.agenda import Agenda
+from relaygr_stream.worker.queue import Agenda
 
 #: Weight of the last gap in a user's mean gap: two visits back weighs half of the last one.
 GAP_STEP: Final = 0.5

@@ -16,11 +16,10 @@ import pytest
 import trustme
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, load_pem_private_key
 
-from relaygr_stream.bus.distribution import kafka_home
-from relaygr_stream.bus.ports import free_ports
 from relaygr_stream.bus.probe import check_connection
 from relaygr_stream.errors import BrokerError
-from relaygr_stream.settings import Kafka
+from relaygr_stream.ops.brokers.distribution import free_ports, kafka_home
+from relaygr_stream.settings.schema import Kafka
 
 USER, PASSWORD = "relay", "correct horse"
 CLUSTER = "MkU3OEVBNTcwNTJENDM2Qg"

@@ -20,15 +20,15 @@ from relaygr_stream.bus.dead_letter import (
     letter_of,
 )
 from relaygr_stream.bus.producer import Producer
-from relaygr_stream.bus.records import Record
 from relaygr_stream.bus.tail import TopicTail
-from relaygr_stream.dead_letters.letter import letters_of
-from relaygr_stream.dead_letters.replay import verdict_before, why
+from relaygr_stream.bus.topic_check import DEAD_LETTER_HEADERS_BYTES
+from relaygr_stream.bus.topics import apply_topics, load_topics
 from relaygr_stream.errors import BrokerError, BrokerUnavailable, DecodeError
-from relaygr_stream.messages import HEADER_REASON
-from relaygr_stream.settings import Kafka
-from relaygr_stream.topic_check import DEAD_LETTER_HEADERS_BYTES
-from relaygr_stream.topics import apply_topics, load_topics
+from relaygr_stream.ops.dead_letters.letter import letters_of
+from relaygr_stream.ops.dead_letters.replay import verdict_before, why
+from relaygr_stream.settings.schema import Kafka
+from relaygr_stream.wire.messages import HEADER_REASON
+from relaygr_stream.wire.records import Record
 from tests.waiting import until
 
 MIB = 1 << 20

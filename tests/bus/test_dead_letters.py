@@ -10,13 +10,13 @@ from click.testing import CliRunner
 
 from relaygr_stream.bus.dead_letter import dead_letter_headers
 from relaygr_stream.bus.producer import Producer
-from relaygr_stream.bus.records import Record
 from relaygr_stream.bus.tail import TopicTail
-from relaygr_stream.cli import main
+from relaygr_stream.bus.topics import TopicSet, apply_topics, lane_of, load_topics
+from relaygr_stream.cli.main import main
 from relaygr_stream.errors import DecodeError
-from relaygr_stream.messages import HEADER_REPLAYS
-from relaygr_stream.settings import Kafka
-from relaygr_stream.topics import TopicSet, apply_topics, lane_of, load_topics
+from relaygr_stream.settings.schema import Kafka
+from relaygr_stream.wire.messages import HEADER_REPLAYS
+from relaygr_stream.wire.records import Record
 
 
 async def bury(kafka: Kafka, record: Record, reason: str = "malformed") -> None:

@@ -6,10 +6,9 @@ import asyncio
 
 from aiokafka import AIOKafkaConsumer, TopicPartition
 
-from relaygr_stream.bus.connection import client_options
-from relaygr_stream.bus.ending import end_consumer
-from relaygr_stream.settings import Kafka
-from relaygr_stream.topics import apply_topics, load_topics
+from relaygr_stream.bus.aiokafka_compat import client_options, end_consumer
+from relaygr_stream.bus.topics import apply_topics, load_topics
+from relaygr_stream.settings.schema import Kafka
 from tests.waiting import until
 
 

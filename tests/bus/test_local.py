@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from relaygr_stream.bus.local import BrokerKind, local_broker
 from relaygr_stream.errors import BrokerUnavailable
-from relaygr_stream.settings import Kafka
+from relaygr_stream.ops.brokers.local import BrokerKind, local_broker
+from relaygr_stream.settings.schema import Kafka
 from tests.conftest import KAFKA_HINT
 from tests.waiting import until
 
@@ -22,7 +22,7 @@ KINDS = ["embedded", pytest.param("kafka", marks=pytest.mark.kafka)]
 OWNER = """
 import asyncio, signal, sys
 from pathlib import Path
-from relaygr_stream.bus.local import local_broker
+from relaygr_stream.ops.brokers.local import local_broker
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 

@@ -10,8 +10,7 @@ from aiokafka.conn import create_conn
 from aiokafka.errors import KafkaConnectionError
 from aiokafka.protocol.metadata import MetadataRequest
 
-import relaygr_stream.bus.connection  # noqa: F401  # what every client of ours imports
-from relaygr_stream.settings import Kafka
+from relaygr_stream.settings.schema import Kafka
 
 
 def test_a_request_on_it_fails_as_on_any_lost_connection(embedded_settings: Kafka) -> None:

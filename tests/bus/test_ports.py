@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from relaygr_stream.bus.ports import ENOUGH, FIRST, free_ports
+from relaygr_stream.ops.brokers.distribution import ENOUGH, FIRST, free_ports
 
 
 def listen(port: int) -> socket.socket:

@@ -10,11 +10,11 @@ import msgspec
 import pytest
 from aiokafka import AIOKafkaConsumer, TopicPartition
 
-from relaygr_stream.bus.local import local_broker
 from relaygr_stream.bus.producer import Producer, Sent
+from relaygr_stream.bus.topics import apply_topics, load_topics
 from relaygr_stream.errors import BrokerError, BrokerUnavailable, TopicError
-from relaygr_stream.settings import Kafka
-from relaygr_stream.topics import apply_topics, load_topics
+from relaygr_stream.ops.brokers.local import local_broker
+from relaygr_stream.settings.schema import Kafka
 from tests.conftest import AnyBroker
 
 

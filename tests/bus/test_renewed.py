@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from relaygr_stream.bus import renewed
+from relaygr_stream.bus.ages import LogEnds
 from relaygr_stream.bus.producer import Producer, Sent
-from relaygr_stream.bus.records import Record
 from relaygr_stream.bus.renewed import background_tasks, renewals
 from relaygr_stream.bus.tail import TopicTail
+from relaygr_stream.bus.topics import TopicSet, apply_topics, load_topics
 from relaygr_stream.errors import BrokerError
-from relaygr_stream.settings import Kafka
-from relaygr_stream.topics import TopicSet, apply_topics, load_topics
-from relaygr_stream.trigger.log_ends import LogEnds
+from relaygr_stream.settings.schema import Kafka
+from relaygr_stream.wire.records import Record
 from tests.bus.members import Member, shared_out
 from tests.waiting import until
 

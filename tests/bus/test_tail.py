@@ -10,13 +10,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from relaygr_stream.bus.local import LocalBroker, local_broker
 from relaygr_stream.bus.producer import Producer
-from relaygr_stream.bus.records import Record
 from relaygr_stream.bus.tail import TopicTail
+from relaygr_stream.bus.topics import apply_topics, load_topics
 from relaygr_stream.errors import BrokerUnavailable
-from relaygr_stream.settings import Kafka
-from relaygr_stream.topics import apply_topics, load_topics
+from relaygr_stream.ops.brokers.local import LocalBroker, local_broker
+from relaygr_stream.settings.schema import Kafka
+from relaygr_stream.wire.records import Record
 from tests.conftest import AnyBroker
 from tests.waiting import until
 

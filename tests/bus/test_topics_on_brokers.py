@@ -14,13 +14,13 @@ from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from structlog.testing import capture_logs
 
-from relaygr_stream.bus.local import local_broker
-from relaygr_stream.bus.nodes import ANYBODY
 from relaygr_stream.bus.producer import Producer
+from relaygr_stream.bus.topics import apply_topics, describe_topics, lane_of, load_topics, verify_topics
 from relaygr_stream.errors import BrokerUnavailable, CoPartitionError, TopicError
-from relaygr_stream.files import packaged_dir
-from relaygr_stream.settings import Kafka
-from relaygr_stream.topics import apply_topics, describe_topics, lane_of, load_topics, verify_topics
+from relaygr_stream.ops.brokers.distribution import ANYBODY
+from relaygr_stream.ops.brokers.local import local_broker
+from relaygr_stream.settings.files import packaged_dir
+from relaygr_stream.settings.schema import Kafka
 from tests.bus.members import Member
 from tests.conftest import KAFKA_HINT, AnyBroker
 from tests.waiting import until

@@ -10,8 +10,8 @@ import pytest
 import structlog
 import torch
 
+from relaygr_stream.models.api import ScoreInput
 from relaygr_stream.models.hstu_model import HSTUModel
-from relaygr_stream.models.protocol import ScoreInput
 from tests.unit.models.kernels.models import region_of
 from tests.unit.models.small_models import deviation, held, random_items, random_tokens, small_model
 

@@ -10,17 +10,17 @@ from typing import Self
 
 import msgspec
 
-from relaygr_stream.bus.records import Record
 from relaygr_stream.bus.tail import TopicTail
-from relaygr_stream.children import Child, settings_as_toml, stop_all
+from relaygr_stream.bus.topics import apply_topics, load_topics
 from relaygr_stream.errors import DecodeError
-from relaygr_stream.messages import PreInferSignal, WorkerStatus, decode
-from relaygr_stream.settings import Kafka, Model, Relay, Settings, Trigger, Worker
-from relaygr_stream.status.reader import worker_statuses
-from relaygr_stream.topics import apply_topics, load_topics
-from relaygr_stream.workload.driver import Result
-from relaygr_stream.workload.generator import Generator, GeneratorOptions
-from relaygr_stream.workload.items import WorkItem
+from relaygr_stream.lab.workload.driver import Result
+from relaygr_stream.lab.workload.generator import Generator, GeneratorOptions
+from relaygr_stream.lab.workload.items import WorkItem
+from relaygr_stream.ops.children import Child, settings_as_toml, stop_all
+from relaygr_stream.settings.schema import Kafka, Model, Relay, Settings, Trigger, Worker
+from relaygr_stream.wire.messages import PreInferSignal, WorkerStatus, decode
+from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.worker_status import worker_statuses
 from tests.waiting import until
 
 MIB = 1 << 20

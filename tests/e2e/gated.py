@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from relaygr_stream.models.load import load_model
-from relaygr_stream.models.protocol import RankingModel, ScoreInput
-from relaygr_stream.settings import Model, Relay
+from relaygr_stream.models.api import RankingModel, ScoreInput
+from relaygr_stream.models.loading import load_model
+from relaygr_stream.settings.schema import Model, Relay
 
 #: While the file that this variable of the environment names exists, scoring waits.
 GATE = "TESTS_GATE"

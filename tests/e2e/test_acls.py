@@ -21,13 +21,13 @@ from confluent_kafka.admin import (
 
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.tail import TopicTail
-from relaygr_stream.children import Child, settings_as_toml
+from relaygr_stream.bus.topics import apply_topics
 from relaygr_stream.client import RelayClient
-from relaygr_stream.dead_letters.read import read_letters
 from relaygr_stream.errors import AccessDenied, BrokerError
-from relaygr_stream.settings import Kafka, Settings
-from relaygr_stream.topics import apply_topics
-from relaygr_stream.workload.driver import drive
+from relaygr_stream.lab.workload.driver import drive
+from relaygr_stream.ops.children import Child, settings_as_toml
+from relaygr_stream.ops.dead_letters.replay import read_letters
+from relaygr_stream.settings.schema import Kafka, Settings
 from tests.bus.secure_kafka import SecureKafka, secure_kafka
 from tests.conftest import KAFKA_HINT
 from tests.e2e.fleet import TEST_SETTINGS, Results, traffic

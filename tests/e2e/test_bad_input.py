@@ -9,11 +9,11 @@ import msgspec
 import pytest
 
 from relaygr_stream.bus.producer import Producer
-from relaygr_stream.bus.records import Record
 from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.client import RelayClient
 from relaygr_stream.errors import Rejected
-from relaygr_stream.messages import (
+from relaygr_stream.settings.schema import Kafka
+from relaygr_stream.wire.messages import (
     HEADER_CORRELATION,
     HEADER_ORIGIN_TOPIC,
     HEADER_REASON,
@@ -21,7 +21,7 @@ from relaygr_stream.messages import (
     ScoreReply,
     decode,
 )
-from relaygr_stream.settings import Kafka
+from relaygr_stream.wire.records import Record
 from tests.e2e.fleet import serving_fleet, traffic
 from tests.waiting import until
 

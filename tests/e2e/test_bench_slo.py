@@ -8,11 +8,11 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from relaygr_stream.bench.modes import CACHE, FULL, RELAY
-from relaygr_stream.bench.options import SloOptions
-from relaygr_stream.bench.results import SloReport
-from relaygr_stream.bench.slo import run_slo
-from relaygr_stream.settings import Kafka, Settings
+from relaygr_stream.lab.bench.modes import CACHE, FULL, RELAY
+from relaygr_stream.lab.bench.options import SloOptions
+from relaygr_stream.lab.bench.results import SloReport
+from relaygr_stream.lab.bench.slo import run_slo
+from relaygr_stream.settings.schema import Kafka, Settings
 from tests.e2e.fleet import TEST_SETTINGS
 
 

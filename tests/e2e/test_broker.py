@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from relaygr_stream.bus.ports import free_ports
+from relaygr_stream.ops.brokers.distribution import free_ports
 
 README = Path(__file__).parents[2] / "README.md"
 #: These run until they are stopped.

@@ -7,10 +7,10 @@ import json
 import sys
 from pathlib import Path
 
-from relaygr_stream.bus.local import local_broker
-from relaygr_stream.children import settings_as_toml
-from relaygr_stream.settings import Client, Kafka, Settings
-from relaygr_stream.topics import apply_topics
+from relaygr_stream.bus.topics import apply_topics
+from relaygr_stream.ops.brokers.local import local_broker
+from relaygr_stream.ops.children import settings_as_toml
+from relaygr_stream.settings.schema import Client, Kafka, Settings
 
 MIB = 1 << 20
 LANES = 4
@@ -28,7 +28,7 @@ import numpy as np
 import psutil
 
 from relaygr_stream import Behaviours, RankingRequest, RelayClient, RequestEvent
-from relaygr_stream.config import load
+from relaygr_stream.settings.load import load_settings
 from relaygr_stream.errors import RelayError
 
 TOKENS, OFFERED = 4000, int(sys.argv[2])
@@ -49,7 +49,7 @@ async def call(relay, number):
 
 
 async def main():
-    async with RelayClient(settings=load([sys.argv[1]]).settings) as relay:
+    async with RelayClient(settings=load_settings([sys.argv[1]]).settings) as relay:
         await asyncio.gather(*(call(relay, n) for n in range(200)))
         process, numbers = psutil.Process(), iter(range(200, 200 + OFFERED // (2 * size)))
         print("up", flush=True)

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from relaygr_stream.bus.producer import Producer
-from relaygr_stream.bus.records import Record
 from relaygr_stream.bus.tail import TopicTail
-from relaygr_stream.messages import (
+from relaygr_stream.settings.schema import Kafka
+from relaygr_stream.wire.messages import (
     HEADER_CORRELATION,
     HEADER_REASON,
     HEADER_REPLY_PARTITION,
@@ -19,7 +19,7 @@ from relaygr_stream.messages import (
     encode,
     pack_items,
 )
-from relaygr_stream.settings import Kafka
+from relaygr_stream.wire.records import Record
 from tests.e2e.fleet import Fleet
 from tests.e2e.gated import POISON
 from tests.unit.worker.services import history

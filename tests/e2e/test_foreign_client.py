@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from relaygr_stream.settings import Kafka
+from relaygr_stream.settings.schema import Kafka
 from tests.e2e.fleet import serving_fleet
 
 PROTOCOL = Path(__file__).parents[2] / "docs" / "protocol.md"

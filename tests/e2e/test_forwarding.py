@@ -9,13 +9,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from relaygr_stream.bus.records import Record
 from relaygr_stream.bus.tail import TopicTail
+from relaygr_stream.bus.topics import lane_of
 from relaygr_stream.client import Ranking, RelayClient
-from relaygr_stream.exactness import relative_deviation
-from relaygr_stream.messages import RankingRequest, ScoreReply, decode
-from relaygr_stream.settings import Client, Kafka
-from relaygr_stream.topics import lane_of
+from relaygr_stream.models.api import relative_deviation
+from relaygr_stream.settings.schema import Client, Kafka
+from relaygr_stream.wire.messages import RankingRequest, ScoreReply, decode
+from relaygr_stream.wire.records import Record
 from tests.e2e.fleet import Fleet, traffic
 from tests.waiting import until
 

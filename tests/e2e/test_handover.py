@@ -9,12 +9,12 @@ import msgspec
 import numpy as np
 import pytest
 
+from relaygr_stream.bus.topics import lane_of
 from relaygr_stream.client import RelayClient
 from relaygr_stream.client.answers import Ranking
-from relaygr_stream.exactness import relative_deviation
-from relaygr_stream.messages import Behaviours, RankingRequest, pack_items
-from relaygr_stream.settings import Client, Handover, Kafka
-from relaygr_stream.topics import lane_of
+from relaygr_stream.models.api import relative_deviation
+from relaygr_stream.settings.schema import Client, Handover, Kafka
+from relaygr_stream.wire.messages import Behaviours, RankingRequest, pack_items
 from tests.e2e.fleet import Fleet
 from tests.waiting import until
 

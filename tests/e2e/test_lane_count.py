@@ -16,13 +16,14 @@ from aiokafka.admin import AIOKafkaAdminClient, NewPartitions
 from click.testing import CliRunner
 from confluent_kafka import Producer as ForeignProducer
 
-from relaygr_stream.bus.records import Record
 from relaygr_stream.bus.tail import TopicTail
-from relaygr_stream.children import Child, stop_all
-from relaygr_stream.cli import main
+from relaygr_stream.bus.topics import lane_of, load_topics
+from relaygr_stream.cli.main import main
 from relaygr_stream.client import RelayClient
 from relaygr_stream.errors import CoPartitionError, LanesChanged
-from relaygr_stream.messages import (
+from relaygr_stream.ops.children import Child, stop_all
+from relaygr_stream.settings.schema import Kafka
+from relaygr_stream.wire.messages import (
     HEADER_CORRELATION,
     HEADER_REPLY_PARTITION,
     RankingRequest,
@@ -30,8 +31,7 @@ from relaygr_stream.messages import (
     decode,
     encode,
 )
-from relaygr_stream.settings import Kafka
-from relaygr_stream.topics import lane_of, load_topics
+from relaygr_stream.wire.records import Record
 from tests.e2e.fleet import Fleet, serving_fleet, traffic
 from tests.waiting import until
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from relaygr_stream.settings import Kafka
+from relaygr_stream.settings.schema import Kafka
 from tests.e2e.fleet import serving_fleet
 
 
@@ -34,7 +34,7 @@ async def test_u_data_runs_from_file_to_hit_rate(embedded_settings: Kafka, tmp_p
     write_u_data(events)
     async with serving_fleet(embedded_settings, tmp_path, "w1"):
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "relaygr_stream.cli", "publish", "--events", str(events)),
+            *(sys.executable, "-m", "relaygr_stream", "publish", "--events", str(events)),
             *("--config", str(tmp_path / "settings.toml"), "--requests", "150", "--rate", "30", "--candidates", "50"),
             *("--timeout", "20", "--json", str(report)),
             stdout=asyncio.subprocess.PIPE,

@@ -16,11 +16,10 @@ import msgspec
 import psutil
 import pytest
 
-from relaygr_stream.children import settings_as_toml
-from relaygr_stream.settings import Kafka
+from relaygr_stream.bus.topics import apply_topics
+from relaygr_stream.ops.children import settings_as_toml
+from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.telemetry.probe import probe
-from relaygr_stream.topics import apply_topics
-from relaygr_stream.yielding import SESSION
 from tests.e2e.fleet import TEST_SETTINGS
 from tests.waiting import until
 
@@ -131,24 +130,6 @@ def consecutive_ports(count: int) -> int:
             for index, each in enumerate(sockets[1:], 1):
                 each.bind(("127.0.0.1", first + index))
             return first
-
-
-@pytest.mark.skipif(not SESSION.exists(), reason="this kernel has no autogroups")
-@pytest.mark.timeout(180)
-async def test_a_worker_is_nice_until_it_is_ready(embedded_settings: Kafka, tmp_path: Path) -> None:
-    async with up(embedded_settings, tmp_path, "--workers", "1", "--no-trigger", "--name", "w") as running:
-        await until(lambda: "starting" in running.last("w-0"), "started")
-        pid = running.pid("w-0")
-        await until(lambda: niceness(pid) == TEST_SETTINGS.worker.start_nice, "nice")
-        assert not running.ready("w-0")
-        await until(lambda: running.ready("w-0"), "ready")
-        assert niceness(pid) == 0
-        assert {psutil.Process(thread.id).nice() for thread in psutil.Process(pid).threads()} == {0}
-
-
-def niceness(pid: int) -> int:
-    """Of the session that it leads."""
-    return int((Path("/proc") / str(pid) / SESSION.name).read_text(encoding="ascii").split()[-1])
 
 
 @pytest.mark.timeout(120)

@@ -24,20 +24,20 @@ import psutil
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.errors import KafkaError
 
-from relaygr_stream.bus.distribution import (
+from relaygr_stream.bus.topics import TopicSet
+from relaygr_stream.ops.brokers.distribution import (
     SMALL_NODE,
     environment,
     format_storage,
+    free_ports,
     internal_replication,
     kafka_home,
     new_cluster_id,
     node_properties,
 )
-from relaygr_stream.bus.kept import KeptProcess
-from relaygr_stream.bus.ports import free_ports
-from relaygr_stream.files import packaged_dir
-from relaygr_stream.settings import Kafka
-from relaygr_stream.topics import TopicSet
+from relaygr_stream.ops.brokers.kept import KeptProcess
+from relaygr_stream.settings.files import packaged_dir
+from relaygr_stream.settings.schema import Kafka
 
 BROKERS: Final = (1, 2, 3)
 CONTROLLER: Final = 100

@@ -15,9 +15,9 @@ from typing import Final, TypeAlias
 
 from relaygr_stream import errors
 from relaygr_stream.client import Ranking
-from relaygr_stream.messages import WorkerStatus
-from relaygr_stream.workload.driver import Result
-from relaygr_stream.workload.items import WorkItem
+from relaygr_stream.lab.workload.driver import Result
+from relaygr_stream.lab.workload.items import WorkItem
+from relaygr_stream.wire.messages import WorkerStatus
 
 #: DESIGN §8, float32.
 TOLERANCE: Final = 1e-5
@@ -57,7 +57,7 @@ class Ledger:
 
     model_version: of the model whose full inference is the truth. pinned_bytes: most that a worker may have pinned.
     absences: from when to when (Unix time) a broker was dead or out of everybody's reach. An answer that its worker
-    sent then (`scores` has acks = 1) may be lost with it, or given up after the retries of worker/outbox.py.
+    sent then (`scores` has acks = 1) may be lost with it, or given up after the retries of worker/replies.py.
     """
 
     model_version: str

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from relaygr_stream.children import Child, stop_all
 from relaygr_stream.client import RelayClient
-from relaygr_stream.settings import Kafka
+from relaygr_stream.ops.children import Child, stop_all
+from relaygr_stream.settings.schema import Kafka
 from tests.e2e.fleet import Fleet, serving_fleet
 from tests.faults.cluster import ThreeBrokers
 from tests.faults.load import Impact, Load, impact

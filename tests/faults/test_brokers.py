@@ -10,9 +10,9 @@ from typing import Any
 import psutil
 import pytest
 
-from relaygr_stream.children import Child
 from relaygr_stream.client.sender import SILENT_S
 from relaygr_stream.errors import BrokerUnavailable
+from relaygr_stream.ops.children import Child
 from tests.faults.cluster import Node, ThreeBrokers, relay_topics
 from tests.faults.load import TIMEOUT_S
 from tests.faults.proxy import links

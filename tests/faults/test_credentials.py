@@ -11,9 +11,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from relaygr_stream.bus.distribution import kafka_home
 from relaygr_stream.client import RelayClient
 from relaygr_stream.errors import RelayError
+from relaygr_stream.ops.brokers.distribution import kafka_home
 from tests.bus.secure_kafka import PASSWORD, USER, SecureKafka, secure_kafka
 from tests.conftest import KAFKA_HINT
 from tests.e2e.fleet import serving_fleet, traffic

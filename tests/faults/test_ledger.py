@@ -11,9 +11,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from relaygr_stream.children import stop_all
 from relaygr_stream.client import Ranking, RelayClient
-from relaygr_stream.messages import (
+from relaygr_stream.lab.workload.driver import Result, drive
+from relaygr_stream.lab.workload.items import WorkItem
+from relaygr_stream.ops.children import stop_all
+from relaygr_stream.settings.schema import Kafka
+from relaygr_stream.wire.messages import (
     HEADER_CORRELATION,
     HEADER_REPLY_PARTITION,
     CostModel,
@@ -21,9 +24,6 @@ from relaygr_stream.messages import (
     Timings,
     WorkerStatus,
 )
-from relaygr_stream.settings import Kafka
-from relaygr_stream.workload.driver import Result, drive
-from relaygr_stream.workload.items import WorkItem
 from tests.e2e.fleet import TEST_SETTINGS, serving_fleet, traffic
 from tests.faults.ledger import Copy, Ledger
 from tests.faults.truth import Truth
@@ -35,7 +35,17 @@ RANKING, LANE = "ranking", 3
 
 def ended(item: WorkItem, *, error: str | None = None, request_id: str = "", version: str = "m1") -> Result:
     scores = np.ones((20, 2), np.float32)
-    ranking = Ranking(request_id or item.request.request_id, scores, ("a", "b"), "hbm", 1.0, Timings(), "w1", version)
+    ranking = Ranking(
+        request_id=request_id or item.request.request_id,
+        candidates=np.arange(20, dtype=np.uint32),
+        scores=scores,
+        tasks=("a", "b"),
+        outcome="hbm",
+        latency_s=1.0,
+        timings=Timings(),
+        worker="w1",
+        model_version=version,
+    )
     kept = None if error else ranking
     return Result(item, None if error else "hbm", error, "", 1.0, None if error else scores, kept)
 

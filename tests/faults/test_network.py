@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from relaygr_stream.bus.kept import KeptProcess
-from relaygr_stream.bus.local import EMBEDDED_FETCH_WAIT_MS, _embedded_command
 from relaygr_stream.client import RelayClient
-from relaygr_stream.settings import Kafka
+from relaygr_stream.ops.brokers.kept import KeptProcess
+from relaygr_stream.ops.brokers.local import EMBEDDED_FETCH_WAIT_MS, _embedded_command
+from relaygr_stream.settings.schema import Kafka
 from tests.e2e.fleet import Fleet
 from tests.faults.load import Load
 from tests.faults.network import HERE, HINT, Network, network, permitted

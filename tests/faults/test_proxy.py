@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from relaygr_stream.bus.ports import free_ports
+from relaygr_stream.ops.brokers.distribution import free_ports
 from tests.faults.proxy import Link, links
 
 

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from aiokafka import AIOKafkaConsumer, TopicPartition
 
-from relaygr_stream.bus.connection import client_options
+from relaygr_stream.bus.aiokafka_compat import client_options
 from relaygr_stream.client import relay
 from tests.e2e.test_relay import co_owned
 from tests.faults.cluster import ThreeBrokers, relay_topics

@@ -9,13 +9,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from relaygr_stream.exactness import relative_deviation
-from relaygr_stream.messages import ITEM_DTYPE, RankingRequest
-from relaygr_stream.models.kv import KVRegion
-from relaygr_stream.models.load import load_model
-from relaygr_stream.models.protocol import ScoreInput
-from relaygr_stream.models.tokens import Tokens
-from relaygr_stream.settings import Settings
+from relaygr_stream.models.api import KVRegion, ScoreInput, Tokens, relative_deviation
+from relaygr_stream.models.loading import load_model
+from relaygr_stream.settings.schema import Settings
+from relaygr_stream.wire.messages import ITEM_DTYPE, RankingRequest
 
 
 class Truth:

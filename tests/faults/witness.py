@@ -21,15 +21,15 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient
 
 from relaygr_stream.bus.producer import Producer
-from relaygr_stream.bus.records import Record
 from relaygr_stream.bus.tail import TopicTail
-from relaygr_stream.dead_letters.letter import letters_of
+from relaygr_stream.bus.topics import lane_of, load_topics
 from relaygr_stream.errors import DecodeError
-from relaygr_stream.messages import HEADER_CORRELATION, RankingRequest, WorkerStatus, decode
-from relaygr_stream.settings import Settings
-from relaygr_stream.status.reader import worker_statuses
-from relaygr_stream.topics import lane_of, load_topics
-from relaygr_stream.workload.driver import Result
+from relaygr_stream.lab.workload.driver import Result
+from relaygr_stream.ops.dead_letters.letter import letters_of
+from relaygr_stream.settings.schema import Settings
+from relaygr_stream.wire.messages import HEADER_CORRELATION, RankingRequest, WorkerStatus, decode
+from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.worker_status import worker_statuses
 from tests.faults.ledger import Copy, Ledger
 from tests.faults.truth import Truth
 

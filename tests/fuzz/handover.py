@@ -37,7 +37,7 @@ from relaygr_stream.handover.wire import (
     encode,
     max_offer_bytes,
 )
-from relaygr_stream.models.tokens import Tokens
+from relaygr_stream.models.api import Tokens
 from tests.fuzz.mutate import NUMBERS, TEXTS, Mutator
 
 MAX_TOKENS: Final = 64

@@ -18,10 +18,13 @@ import msgspec
 from prometheus_client import CollectorRegistry
 
 from relaygr_stream.bus.producer import Producer
-from relaygr_stream.bus.records import Record
 from relaygr_stream.bus.tail import TopicTail
+from relaygr_stream.bus.topics import Topic, apply_topics, lane_of, load_topics
 from relaygr_stream.errors import DecodeError
-from relaygr_stream.messages import (
+from relaygr_stream.settings.schema import Kafka, Settings
+from relaygr_stream.telemetry.process import process
+from relaygr_stream.trigger.service import run_trigger
+from relaygr_stream.wire.messages import (
     HEADER_CORRELATION,
     HEADER_ORIGIN_OFFSET,
     HEADER_ORIGIN_PARTITION,
@@ -34,10 +37,7 @@ from relaygr_stream.messages import (
     check_times,
     decode,
 )
-from relaygr_stream.settings import Kafka, Settings
-from relaygr_stream.telemetry.process import process
-from relaygr_stream.topics import Topic, apply_topics, lane_of, load_topics
-from relaygr_stream.trigger.service import run_trigger
+from relaygr_stream.wire.records import Record
 from relaygr_stream.worker.intake import Intake, TooMuch
 from tests.fuzz.corpus import plain, route
 from tests.fuzz.mutate import Mutator

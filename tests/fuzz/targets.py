@@ -20,14 +20,17 @@ import msgspec
 from prometheus_client import CollectorRegistry
 
 from relaygr_stream.bus.dead_letter import dead_letter_headers
-from relaygr_stream.bus.records import Record
+from relaygr_stream.bus.topics import Topic, load_topics
 from relaygr_stream.client.answers import Answers, ranking_of
 from relaygr_stream.client.metrics import ClientMetrics
-from relaygr_stream.dead_letters.letter import letters_of
-from relaygr_stream.dead_letters.replay import verdict_before
-from relaygr_stream.dead_letters.table import as_json, line_of
 from relaygr_stream.errors import DecodeError, RelayError
-from relaygr_stream.messages import (
+from relaygr_stream.ops.dead_letters.letter import letters_of
+from relaygr_stream.ops.dead_letters.replay import verdict_before
+from relaygr_stream.ops.dead_letters.table import as_json, line_of
+from relaygr_stream.settings.schema import Kafka, Relay, Settings
+from relaygr_stream.trigger.decision import LaneState, Policy, decide
+from relaygr_stream.wire.fleet import OwnerDirectory
+from relaygr_stream.wire.messages import (
     HEADER_CORRELATION,
     MAX_CORRELATION_BYTES,
     Message,
@@ -39,10 +42,7 @@ from relaygr_stream.messages import (
     decode,
     encode,
 )
-from relaygr_stream.owners import OwnerDirectory
-from relaygr_stream.settings import Kafka, Relay, Settings
-from relaygr_stream.topics import Topic, load_topics
-from relaygr_stream.trigger.decision import LaneState, Policy, decide
+from relaygr_stream.wire.records import Record
 from relaygr_stream.worker.intake import Intake, Origin, TooMuch
 from tests.fuzz.corpus import plain, route
 from tests.fuzz.handover import Handover
@@ -214,7 +214,7 @@ class _Client:
         self._answers.on_records([Record("scores", 0, 0, 0, mutator.key(), value, tuple(headers))])
         try:
             if call.reply.done():
-                ranking = ranking_of(call.reply.result(), rng.randrange(5), 1.0)
+                ranking = ranking_of(call.reply.result(), bytes(4 * rng.randrange(5)), 1.0)
                 holds(ranking.scores.ndim == 2, f"scores of shape {ranking.scores.shape}")
         except RelayError:
             pass

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from relaygr_stream.settings import Kafka
+from relaygr_stream.settings.schema import Kafka
 from tests.fuzz import run as fuzz
 from tests.fuzz.on_the_bus import bus, flood
 from tests.fuzz.run import run

@@ -10,10 +10,11 @@ import msgspec
 import numpy as np
 
 from relaygr_stream.bus.producer import Producer
-from relaygr_stream.bus.records import Record
 from relaygr_stream.bus.tail import TopicTail
+from relaygr_stream.bus.topics import apply_topics, load_topics
 from relaygr_stream.client import RelayClient
-from relaygr_stream.messages import (
+from relaygr_stream.settings.schema import Client, Kafka, Settings
+from relaygr_stream.wire.messages import (
     HEADER_CORRELATION,
     HEADER_REPLY_PARTITION,
     ITEM_DTYPE,
@@ -26,8 +27,7 @@ from relaygr_stream.messages import (
     encode,
     pack_items,
 )
-from relaygr_stream.settings import Client, Kafka, Settings
-from relaygr_stream.topics import apply_topics, load_topics
+from relaygr_stream.wire.records import Record
 
 TASKS = ("click", "like")
 PREFIX = Behaviours.of([1, 2], [0, 0], [10, 20])

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relaygr_stream.bus.tail import TopicTail
-from relaygr_stream.client.announcements import FULL_BYTES, MOST_BYTES, Announcements, Message
-from relaygr_stream.settings import Kafka
-from relaygr_stream.topics import lane_of, load_topics
+from relaygr_stream.bus.topics import lane_of, load_topics
+from relaygr_stream.client.sender import FULL_BYTES, MOST_BYTES, Announcements, Message
+from relaygr_stream.settings.schema import Kafka
 from tests.unit.client_peers import client_on, count, event, responder_on
 from tests.waiting import until
 

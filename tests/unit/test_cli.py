@@ -9,13 +9,13 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from relaygr_stream.cli import main
+from relaygr_stream.cli.main import main
 
 HEAVY = ("torch", "numpy", "aiokafka", "structlog", "prometheus_client")
 
 
 def test_finding_the_command_imports_nothing_heavy() -> None:
-    program = f"import sys, relaygr_stream.cli; print([name for name in {HEAVY} if name in sys.modules])"
+    program = f"import sys, relaygr_stream.cli.main; print([name for name in {HEAVY} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import subprocess
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -16,9 +14,8 @@ import numpy as np
 import psutil
 import pytest
 
-import relaygr_stream
-from relaygr_stream.bus.local import local_broker
 from relaygr_stream.bus.producer import Producer
+from relaygr_stream.bus.topics import apply_topics, lane_of, load_topics
 from relaygr_stream.client import Ranking, RelayClient
 from relaygr_stream.errors import (
     BrokerUnavailable,
@@ -31,7 +28,9 @@ from relaygr_stream.errors import (
     TopicError,
     WorkerFailed,
 )
-from relaygr_stream.messages import (
+from relaygr_stream.ops.brokers.local import local_broker
+from relaygr_stream.settings.schema import Kafka, Relay, Settings
+from relaygr_stream.wire.messages import (
     HEADER_CORRELATION,
     Behaviours,
     RankingRequest,
@@ -42,8 +41,6 @@ from relaygr_stream.messages import (
     encode,
     pack_items,
 )
-from relaygr_stream.settings import Kafka, Relay, Settings
-from relaygr_stream.topics import apply_topics, lane_of, load_topics
 from tests.unit.client_peers import (
     TASKS,
     Answers,
@@ -76,7 +73,7 @@ async def test_a_ranking_request_gets_its_scores(kafka_settings: Kafka) -> None:
         assert (ranking.tasks, ranking.outcome) == (TASKS, "hbm")
         assert (ranking.worker, ranking.model_version) == ("peer", "m-1")
         assert ranking.timings == Timings(queued_ms=1.5, device_ms=2.5, computed_tokens=3)
-        assert 0 < ranking.latency_ms < PATIENCE_S * 1000
+        assert 0 < ranking.latency_s < PATIENCE_S
         ((record, sent),) = peer.requests
         assert record.key == b"u"
         assert record.lane == lane_of("u", 8)
@@ -254,8 +251,8 @@ LIMITS = Relay(max_prefix_tokens=200_000, max_suffix_tokens=5, max_candidates=10
             {"suffix": msgspec.structs.replace(behaviours(6), times=b"\x7f" * 48)},
             r"6 suffix behaviours, .*relay.max_suffix_tokens",
         ),
-        ({"prefix": behaviours(200_001)}, "ranking takes 1048576|the limit is 1048576"),
-        ({"prefix": behaviours(90_000)}, "the limit is 1048576"),
+        ({"prefix": behaviours(200_001)}, "ranking takes 1048576"),
+        ({"prefix": behaviours(90_000)}, "ranking takes 1048576"),
         ({"prefix": Behaviours(items=b"abcd")}, "parallel arrays"),
         ({"user_id": ""}, "Expected `str` of length >= 1"),
         ({"user_id": "\ud800"}, "not a valid RankingRequest"),
@@ -378,20 +375,6 @@ async def test_while_the_broker_is_away_every_call_ends_typed_and_it_recovers_by
                 errors.clear()
                 await try_once(1, timeout=1.0)
                 await asyncio.sleep(0.05)
-
-
-def test_the_public_names_are_cheap_and_complete() -> None:
-    assert set(relaygr_stream.__all__) == {"Behaviours", "Ranking", "RankingRequest", "RelayClient", "RequestEvent"}
-    with pytest.raises(AttributeError, match="no attribute 'Nonsense'"):
-        _ = relaygr_stream.Nonsense
-    code = (
-        "import sys, relaygr_stream\n"
-        "assert 'aiokafka' not in sys.modules\n"
-        "for name in relaygr_stream.__all__: getattr(relaygr_stream, name)\n"
-        "import relaygr_stream.trigger.service\n"
-        "assert 'torch' not in sys.modules\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 async def test_settings_come_from_the_environment_unless_given(

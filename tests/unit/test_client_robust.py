@@ -14,11 +14,11 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.errors import TopicAuthorizationFailedError
 
+from relaygr_stream.bus.topics import load_topics
 from relaygr_stream.client import RelayClient
 from relaygr_stream.client.sender import SILENT_S, Sender
 from relaygr_stream.errors import BrokerUnavailable
-from relaygr_stream.settings import Kafka
-from relaygr_stream.topics import load_topics
+from relaygr_stream.settings.schema import Kafka
 from tests.unit.client_peers import client_on, request, responder_on
 from tests.waiting import until
 

@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from relaygr_stream.config import FIELDS, Config, injected_names, load, profile_path
 from relaygr_stream.errors import ConfigError
-from relaygr_stream.settings import Settings
+from relaygr_stream.settings.load import FIELDS, Config, injected_names, load_settings, profile_path
+from relaygr_stream.settings.schema import Settings
 
 
 def value_of(config: Config, key: str) -> tuple[Any, str]:
@@ -26,7 +26,7 @@ def write(folder: Path, text: str, name: str = "relay.toml") -> Path:
 
 
 def test_without_any_source_the_defaults_hold() -> None:
-    config = load(environ={})
+    config = load_settings(environ={})
     assert config.settings == Settings()
     assert {value.source for value in config.values} == {"default"}
     assert {value.field.key for value in config.values} == set(FIELDS)
@@ -38,7 +38,7 @@ def test_each_layer_beats_the_one_before_and_says_so(tmp_path: Path) -> None:
         tmp_path, "[relay]\nlife_window_ms = 22\nmax_candidates = 32\nmax_suffix_tokens = 42\n", "second.toml"
     )
     environ = {"RELAYGR_RELAY_MAX_CANDIDATES": "33", "RELAYGR_RELAY_MAX_SUFFIX_TOKENS": "43"}
-    config = load([first, second], {"relay.max_suffix_tokens": "44", "relay.slo_ms": None}, environ)
+    config = load_settings([first, second], {"relay.max_suffix_tokens": "44", "relay.slo_ms": None}, environ)
     assert value_of(config, "relay.slo_ms") == (11.0, str(first))
     assert value_of(config, "relay.life_window_ms") == (22.0, str(second))
     assert value_of(config, "relay.max_candidates") == (33, "environment RELAYGR_RELAY_MAX_CANDIDATES")
@@ -49,7 +49,7 @@ def test_each_layer_beats_the_one_before_and_says_so(tmp_path: Path) -> None:
 def test_a_file_named_by_the_environment_comes_first(tmp_path: Path) -> None:
     named = write(tmp_path, "[relay]\nslo_ms = 11\nmax_candidates = 31\n", "named.toml")
     given = write(tmp_path, "[relay]\nslo_ms = 12\n", "given.toml")
-    config = load([given], environ={"RELAYGR_CONFIG": str(named)})
+    config = load_settings([given], environ={"RELAYGR_CONFIG": str(named)})
     assert config.settings.relay.slo_ms == 12
     assert config.settings.relay.max_candidates == 31
 
@@ -58,7 +58,7 @@ def test_every_setting_can_be_set_by_its_environment_variable() -> None:
     for field in FIELDS.values():
         default = field.default
         text = str(default).lower() if isinstance(default, bool) else str(default)
-        config = load(environ={field.env: text})
+        config = load_settings(environ={field.env: text})
         assert value_of(config, field.key) == (default, f"environment {field.env}")
         assert field.description, field.key
 
@@ -68,9 +68,9 @@ def test_every_setting_can_be_set_by_its_environment_variable() -> None:
     [("1024", 1024), ("512MiB", 512 << 20), ("1.5 GiB", 3 << 29), ("2kib", 2048), ("7B", 7), ("1TiB", 1 << 40)],
 )
 def test_sizes_may_have_units(text: str, number: int, tmp_path: Path) -> None:
-    assert load(environ={"RELAYGR_WORKER_HBM_BYTES": text}).settings.worker.hbm_bytes == number
+    assert load_settings(environ={"RELAYGR_WORKER_HBM_BYTES": text}).settings.worker.hbm_bytes == number
     path = write(tmp_path, f'[worker]\nhbm_bytes = "{text}"\n')
-    assert load([path], environ={}).settings.worker.hbm_bytes == number
+    assert load_settings([path], environ={}).settings.worker.hbm_bytes == number
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_sizes_may_have_units(text: str, number: int, tmp_path: Path) -> None:
 )
 def test_a_mistake_in_the_environment_names_variable_and_value(environ: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
-        load(environ=environ)
+        load_settings(environ=environ)
 
 
 @pytest.mark.parametrize(
@@ -115,27 +115,27 @@ def test_a_mistake_in_the_environment_names_variable_and_value(environ: dict[str
 def test_a_mistake_in_a_file_names_file_and_key(text: str, message: str, tmp_path: Path) -> None:
     path = write(tmp_path, text)
     with pytest.raises(ConfigError, match=re.escape(message)) as caught:
-        load([path], environ={})
+        load_settings([path], environ={})
     assert str(path) in str(caught.value)
 
 
 def test_a_mistake_in_a_flag_names_it() -> None:
     with pytest.raises(ConfigError, match=r"flag for relay.slo_mss: no setting `relay.slo_mss`; did you mean"):
-        load(flags={"relay.slo_mss": "1"}, environ={})
+        load_settings(flags={"relay.slo_mss": "1"}, environ={})
 
 
 def test_secrets_are_neither_shown_nor_quoted_in_errors() -> None:
-    config = load(environ={"RELAYGR_TELEMETRY_HASH_KEY": "hunter2"})
+    config = load_settings(environ={"RELAYGR_TELEMETRY_HASH_KEY": "hunter2"})
     (value,) = [value for value in config.values if value.field.key == "telemetry.hash_key"]
     assert value.value == "hunter2"
     assert value.shown == "********"
     with pytest.raises(ConfigError) as caught:
-        load(flags={"telemetry.hash_key": 7}, environ={})
+        load_settings(flags={"telemetry.hash_key": 7}, environ={})
     assert "7" not in str(caught.value)
 
 
 def test_variables_for_tests_and_other_programs_are_left_alone() -> None:
-    assert load(environ={"RELAYGR_TEST_BOOTSTRAP": "x", "KAFKA_HOME": "y"}).settings == Settings()
+    assert load_settings(environ={"RELAYGR_TEST_BOOTSTRAP": "x", "KAFKA_HOME": "y"}).settings == Settings()
 
 
 @pytest.mark.parametrize("name", ["cpu", "cuda", "npu", "trigger", "workers/cpu.toml", "cpu.toml"])
@@ -144,13 +144,13 @@ def test_every_packaged_profile_is_valid_and_found_from_anywhere(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert profile_path(name).is_file()
-    load([name], environ={})
+    load_settings([name], environ={})
 
 
 def test_an_unknown_profile_lists_those_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"gpu: no such file, and no packaged profile .*cpu, cuda, .*npu, .*trigger"):
-        load(["gpu"], environ={})
+        load_settings(["gpu"], environ={})
 
 
 def test_settings_are_frozen() -> None:
@@ -175,7 +175,7 @@ INJECTED = {  # Kubernetes, for the services relaygr, relaygr-trigger, relaygr-w
 
 
 def test_what_a_cluster_injects_for_its_services_stops_nobody() -> None:
-    config = load(environ={**INJECTED, "RELAYGR_HANDOVER_PORT": "9500"})
+    config = load_settings(environ={**INJECTED, "RELAYGR_HANDOVER_PORT": "9500"})
     assert {value.source for value in config.values} == {"default", "environment RELAYGR_HANDOVER_PORT"}
     assert config.settings.handover.port == 9500
     assert injected_names(INJECTED) == sorted(INJECTED)
@@ -192,4 +192,22 @@ def test_what_a_cluster_injects_for_its_services_stops_nobody() -> None:
 )
 def test_what_only_resembles_that_is_still_a_mistake(name: str, value: str) -> None:
     with pytest.raises(ConfigError, match=name):
-        load(environ={name: value})
+        load_settings(environ={name: value})
+
+
+@pytest.mark.parametrize("given", ["file", "environment", "flag"])
+def test_a_former_name_is_taken_with_a_warning(given: str, tmp_path: Path) -> None:
+    file = tmp_path / "old.toml"
+    file.write_text("[worker]\nlag_tokens = 5\nstart_nice = 3\n" if given == "file" else "", encoding="utf-8")
+    environ = {"RELAYGR_WORKER_LAG_TOKENS": "5", "RELAYGR_WORKER_START_NICE": "3"} if given == "environment" else {}
+    flags = {"worker.lag_tokens": "5", "worker.start_nice": "3"} if given == "flag" else {}
+    with pytest.warns(FutureWarning) as warned:
+        assert load_settings([file], flags, environ).settings.worker.max_stale_tokens == 5
+    said = " ".join(str(each.message) for each in warned)
+    assert "`worker.lag_tokens` is now `worker.max_stale_tokens`" in said
+    assert "`worker.start_nice` is gone" in said
+
+
+def test_a_value_under_a_former_name_is_checked() -> None:
+    with pytest.warns(FutureWarning), pytest.raises(ConfigError, match=r"worker\.max_stale_tokens"):
+        load_settings([], {"worker.lag_tokens": "many"}, {})

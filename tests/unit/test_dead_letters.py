@@ -13,16 +13,15 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from relaygr_stream.bus.dead_letter import dead_letter_headers
-from relaygr_stream.bus.records import Record
-from relaygr_stream.dead_letters.letter import Letter, letters_of, show_value
-from relaygr_stream.dead_letters.read import choose
-from relaygr_stream.dead_letters.replay import verdict_before
-from relaygr_stream.dead_letters.table import as_json, line_of, print_letter, print_letters
+from relaygr_stream.bus.topics import load_topics
 from relaygr_stream.errors import DecodeError, InputError
-from relaygr_stream.messages import HEADER_DETAIL, HEADER_REASON, HEADER_REPLAY_OF, HEADER_REPLAYS
-from relaygr_stream.printable import SafeConsole
-from relaygr_stream.settings import Kafka
-from relaygr_stream.topics import load_topics
+from relaygr_stream.ops.dead_letters.letter import Letter, letters_of, show_value
+from relaygr_stream.ops.dead_letters.replay import choose, verdict_before
+from relaygr_stream.ops.dead_letters.table import as_json, line_of, print_letter, print_letters
+from relaygr_stream.settings.schema import Kafka
+from relaygr_stream.telemetry.printable import SafeConsole
+from relaygr_stream.wire.messages import HEADER_DETAIL, HEADER_REASON, HEADER_REPLAY_OF, HEADER_REPLAYS
+from relaygr_stream.wire.records import Record
 
 TOPICS = load_topics(Kafka(prefix="t."))
 

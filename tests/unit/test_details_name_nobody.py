@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from structlog.testing import capture_logs
 
+from relaygr_stream.bus.topics import lane_of
 from relaygr_stream.errors import CacheCorruption
-from relaygr_stream.messages import HEADER_DETAIL, encode
-from relaygr_stream.settings import Kafka
-from relaygr_stream.topics import lane_of
+from relaygr_stream.settings.schema import Kafka
+from relaygr_stream.wire.messages import HEADER_DETAIL, encode
 from tests.unit.trigger.parts import event
 from tests.unit.trigger.processes import peer_on, trigger_on
 from tests.unit.worker.worlds import World

@@ -18,9 +18,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics import MetricWrapperBase
 
-from relaygr_stream.cli import main
-from relaygr_stream.config import ENV_CONFIG, ENV_NOT_SETTINGS, FIELDS, load
-from relaygr_stream.settings import Settings
+from relaygr_stream.cli.main import main
+from relaygr_stream.settings.load import ENV_CONFIG, ENV_NOT_SETTINGS, FIELDS, load_settings
+from relaygr_stream.settings.schema import Settings
 from relaygr_stream.trigger.metrics import TriggerMetrics
 from relaygr_stream.worker.metrics import WorkerMetrics
 
@@ -134,7 +134,7 @@ def test_every_value_in_the_environment_is_accepted() -> None:
     pairs += re.findall(r"^(?:ENV)? +(RELAYGR_\w+)=(\S+)", DOCKERFILE, re.MULTILINE)
     assert len(pairs) >= 9
     for name, value in pairs:
-        load(environ={name: value})
+        load_settings(environ={name: value})
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)

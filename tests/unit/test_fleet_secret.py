@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from relaygr_stream import fleet_secret
-from relaygr_stream.fleet_secret import purpose_key
+from relaygr_stream.wire import signature as fleet_secret
+from relaygr_stream.wire.signature import purpose_key
 
 
 def test_a_key_depends_on_secret_and_purpose_alone() -> None:

@@ -11,12 +11,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from relaygr_stream.bus.records import Record
 from relaygr_stream.bus.tail import TopicTail
+from relaygr_stream.bus.topics import load_topics
 from relaygr_stream.client import RelayClient
 from relaygr_stream.errors import WorkerFailed
-from relaygr_stream.headers import answer_signature
-from relaygr_stream.messages import (
+from relaygr_stream.settings.schema import Client, Kafka, Relay, Settings
+from relaygr_stream.wire.headers import answer_signature
+from relaygr_stream.wire.messages import (
     HEADER_CORRELATION,
     HEADER_KIND,
     HEADER_REPLY_PARTITION,
@@ -25,8 +26,7 @@ from relaygr_stream.messages import (
     ScoreReply,
     encode,
 )
-from relaygr_stream.settings import Client, Kafka, Relay, Settings
-from relaygr_stream.topics import load_topics
+from relaygr_stream.wire.records import Record
 from tests.unit.client_peers import Responder, client_on, count, request, responder_on, scored, scores_for
 from tests.unit.worker.services import Peer, history, worker_on, worker_settings
 from tests.waiting import until

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from relaygr_stream import children
 from relaygr_stream.errors import ConfigError
-from relaygr_stream.models.load import load_model
-from relaygr_stream.settings import Model, Relay
-from relaygr_stream.supervisor import child as supervised
+from relaygr_stream.models.loading import load_model
+from relaygr_stream.ops import children
+from relaygr_stream.ops import supervisor as supervised
+from relaygr_stream.settings.schema import Model, Relay
 
 #: Names that a start imports early and late; each says that it was imported, and ends the process.
 SHADOWS = ("click", "msgspec", "torch", "tomllib", "my_model")
@@ -42,7 +42,7 @@ def relaygr(*arguments: str) -> str:
     # What runpy itself needs of these is imported before our code can help it.
     for early in ("click", "msgspec", "tomllib"):
         Path(f"{early}.py").unlink()
-    command = [sys.executable, "-m", "relaygr_stream.cli", *arguments]
+    command = [sys.executable, "-m", "relaygr_stream", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.stdout + done.stderr
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relaygr_stream.errors import DecodeError
-from relaygr_stream.messages import (
+from relaygr_stream.wire.messages import (
     MAX_DETAIL,
     MAX_MESSAGE_BYTES,
     SCHEMA_VERSION,

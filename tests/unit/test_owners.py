@@ -8,10 +8,10 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
-from relaygr_stream import owners
-from relaygr_stream.bus.records import Record
-from relaygr_stream.messages import CostModel, LaneStatus, WorkerStatus, encode
-from relaygr_stream.owners import FORGET_S, OwnerDirectory
+from relaygr_stream.wire import fleet as owners
+from relaygr_stream.wire.fleet import FORGET_S, OwnerDirectory
+from relaygr_stream.wire.messages import CostModel, LaneStatus, WorkerStatus, encode
+from relaygr_stream.wire.records import Record
 
 SILENCE_MS = 3000.0
 

@@ -11,10 +11,10 @@ import msgpack
 import msgspec
 import pytest
 
-from relaygr_stream import headers, versions
-from relaygr_stream.headers import answer_signature
-from relaygr_stream.messages import MAX_UNKNOWN_BYTES, decode, encode
-from relaygr_stream.topics import lane_of
+from relaygr_stream.bus.topics import lane_of
+from relaygr_stream.wire import headers, versions
+from relaygr_stream.wire.headers import answer_signature
+from relaygr_stream.wire.messages import MAX_UNKNOWN_BYTES, decode, encode
 from tests.unit.test_versions import KINDS, meaning, plain
 
 DOCS = Path(__file__).parents[2] / "docs"

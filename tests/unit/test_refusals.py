@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relaygr_stream.bus.records import Record
 from relaygr_stream.errors import DecodeError
-from relaygr_stream.refusals import MOST_IDS, REMEMBERED, Reasons, encode_refusals
+from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.refusals import MOST_IDS, REMEMBERED, Reasons, encode_refusals
 
 NOW_S = 1_800_000_000.0
 

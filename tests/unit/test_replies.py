@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from relaygr_stream.client.replies import FORGOTTEN_S, UNHEARD_S, ReplyRoute, reply_partitions
+from relaygr_stream.client.answers import FORGOTTEN_S, UNHEARD_S, ReplyRoute, reply_partitions
 
 
 def test_the_two_partitions_are_of_different_brokers() -> None:

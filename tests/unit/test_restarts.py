@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from relaygr_stream.supervisor.restarts import CALM_S, FIRST_S, MOST_S, Restarts
+from relaygr_stream.ops.supervisor import CALM_S, FIRST_S, MOST_S, Restarts
 
 
 def test_pauses_double_up_to_the_longest_and_start_over_after_a_calm_time() -> None:

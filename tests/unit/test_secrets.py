@@ -14,14 +14,13 @@ import structlog
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relaygr_stream.bus.connection import bootstrap_addresses, client_options
-from relaygr_stream.bus.security import security_options
-from relaygr_stream.cli_options import parse_flags
-from relaygr_stream.config import ENV_FILE, FIELDS, MAX_SECRET_FILE, load
-from relaygr_stream.config_table import render_settings_table
+from relaygr_stream.bus.aiokafka_compat import bootstrap_addresses, client_options, security_options
+from relaygr_stream.cli.config_table import render_settings_table
+from relaygr_stream.cli.options import parse_flags
 from relaygr_stream.errors import ConfigError
 from relaygr_stream.handover.certificates import make_credentials
-from relaygr_stream.settings import Handover, Kafka, Settings, Telemetry
+from relaygr_stream.settings.load import ENV_FILE, FIELDS, MAX_SECRET_FILE, load_settings
+from relaygr_stream.settings.schema import Handover, Kafka, Settings, Telemetry
 from relaygr_stream.telemetry.logs import configure_logging
 
 SECRET_KEYS = sorted(key for key, field in FIELDS.items() if field.is_secret)
@@ -40,7 +39,7 @@ def said(call: Callable[[], object]) -> str:
 @given(st.fixed_dictionaries(dict.fromkeys(SECRET_KEYS, VALUES)), st.sampled_from(["PLAINTEXT", "SASL_PLAINTEXT"]))
 def test_no_secret_is_shown_anywhere(secrets: dict[str, str], protocol: str) -> None:
     environ = {FIELDS[key].env: value for key, value in secrets.items()}
-    config = load(environ=environ | {"RELAYGR_KAFKA_SECURITY_PROTOCOL": protocol})
+    config = load_settings(environ=environ | {"RELAYGR_KAFKA_SECURITY_PROTOCOL": protocol})
     settings = config.settings
     shown = [
         repr(config),
@@ -50,9 +49,9 @@ def test_no_secret_is_shown_anywhere(secrets: dict[str, str], protocol: str) -> 
         *(repr(getattr(settings, section)) for section in settings.__struct_fields__),
         render_settings_table(config),
         said(lambda: security_options(settings.kafka) and None),
-        *(said(lambda key=key: load(flags={key: secrets[key]}, environ={})) for key in SECRET_KEYS),  # type: ignore[misc]
+        *(said(lambda key=key: load_settings(flags={key: secrets[key]}, environ={})) for key in SECRET_KEYS),  # type: ignore[misc]
         *(said(lambda key=key: parse_flags((f"{key} {secrets[key]}",))) for key in SECRET_KEYS),  # type: ignore[misc]
-        said(lambda: load(environ={FIELDS["handover.secret"].env: secrets["handover.secret"][:15]}))
+        said(lambda: load_settings(environ={FIELDS["handover.secret"].env: secrets["handover.secret"][:15]}))
         if len(set(secrets["handover.secret"][:15])) > 5
         else "",
         logged(settings),
@@ -82,8 +81,8 @@ PASSWORD = "correct-horse-battery"
 @pytest.mark.parametrize("url", [f"sasl://u:{PASSWORD}@kafka:9092", f"u:{PASSWORD}@kafka:9092"])
 def test_a_password_in_the_bootstrap_address_is_refused_and_not_quoted(url: str) -> None:
     for call in (
-        lambda: load(environ={"RELAYGR_KAFKA_BOOTSTRAP": url}),
-        lambda: load(flags={"kafka.bootstrap": url}, environ={}),
+        lambda: load_settings(environ={"RELAYGR_KAFKA_BOOTSTRAP": url}),
+        lambda: load_settings(flags={"kafka.bootstrap": url}, environ={}),
         lambda: bootstrap_addresses(Kafka(bootstrap=url)),
         lambda: client_options(Kafka(bootstrap=url), "me"),
     ):
@@ -106,7 +105,7 @@ def test_what_is_wrong_with_certificates_does_not_show_the_secret() -> None:
 def test_a_secret_comes_from_a_file_without_its_line_end(key: str, end: str, tmp_path: Path) -> None:
     file = tmp_path / "secret"
     file.write_bytes(f" {PASSWORD} ß{end}".encode())
-    config = load(environ={FIELDS[key].env + ENV_FILE: str(file)})
+    config = load_settings(environ={FIELDS[key].env + ENV_FILE: str(file)})
     section, _, name = key.partition(".")
     assert getattr(getattr(config.settings, section), name) == f" {PASSWORD} ß"
     assert PASSWORD not in render_settings_table(config)
@@ -130,21 +129,21 @@ def test_a_file_that_holds_no_secret_is_refused_by_name(content: bytes | None, w
         file.write_bytes(content)
     environ = {"RELAYGR_HANDOVER_SECRET_FILE": str(file)}
     with pytest.raises(ConfigError, match=rf"RELAYGR_HANDOVER_SECRET_FILE \({file}\).*{words}"):
-        load(environ=environ)
-    shown = said(lambda: load(environ=environ))
+        load_settings(environ=environ)
+    shown = said(lambda: load_settings(environ=environ))
     assert PASSWORD not in shown
     assert "too short" not in shown
 
 
 def test_both_forms_at_once_are_refused() -> None:
     with pytest.raises(ConfigError, match="both RELAYGR_HANDOVER_SECRET and RELAYGR_HANDOVER_SECRET_FILE"):
-        load(environ={"RELAYGR_HANDOVER_SECRET": PASSWORD, "RELAYGR_HANDOVER_SECRET_FILE": "/x"})
+        load_settings(environ={"RELAYGR_HANDOVER_SECRET": PASSWORD, "RELAYGR_HANDOVER_SECRET_FILE": "/x"})
 
 
 def test_only_secrets_come_from_files() -> None:
     with pytest.raises(ConfigError, match="RELAYGR_WORKER_NAME_FILE: no such setting"):
-        load(environ={"RELAYGR_WORKER_NAME_FILE": "/x"})
-    assert load(environ={"RELAYGR_TELEMETRY_PORT_FILE": "/x"}).settings.telemetry.port_file == "/x"
+        load_settings(environ={"RELAYGR_WORKER_NAME_FILE": "/x"})
+    assert load_settings(environ={"RELAYGR_TELEMETRY_PORT_FILE": "/x"}).settings.telemetry.port_file == "/x"
 
 
 # ---- a password in the clear ----

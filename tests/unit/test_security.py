@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import trustme
 
-from relaygr_stream.bus.security import security_options
-from relaygr_stream.config import FIELDS, load
-from relaygr_stream.config_table import render_settings_table
+from relaygr_stream.bus.aiokafka_compat import security_options
+from relaygr_stream.cli.config_table import render_settings_table
 from relaygr_stream.errors import ConfigError
-from relaygr_stream.settings import SECRETS, Kafka
+from relaygr_stream.settings.load import FIELDS, load_settings
+from relaygr_stream.settings.schema import SECRETS, Kafka
 
 
 @pytest.fixture
@@ -59,17 +59,19 @@ def test_what_clashes_is_refused(settings: dict[str, Any], message: str, pem: di
 
 
 def test_secrets_come_by_environment_or_file_never_by_flag(tmp_path: Path) -> None:
-    config = load(environ={"RELAYGR_KAFKA_SASL_PASSWORD": "geheim"})
+    config = load_settings(environ={"RELAYGR_KAFKA_SASL_PASSWORD": "geheim"})
     assert config.settings.kafka.sasl_password == "geheim"
     assert "geheim" not in render_settings_table(config)
     with pytest.raises(ConfigError, match="RELAYGR_KAFKA_SASL_PASSWORD") as raised:
-        load(flags={"kafka.sasl_password": "geheim"}, environ={})
+        load_settings(flags={"kafka.sasl_password": "geheim"}, environ={})
     assert "geheim" not in str(raised.value)
 
 
 def test_no_representation_shows_a_secret() -> None:
     assert {key.partition(".")[2] for key, field in FIELDS.items() if field.is_secret} == SECRETS
-    settings = load(environ={FIELDS[key].env: "geheim" * 3 for key in FIELDS if FIELDS[key].is_secret}).settings
+    settings = load_settings(
+        environ={FIELDS[key].env: "geheim" * 3 for key in FIELDS if FIELDS[key].is_secret}
+    ).settings
     assert "geheim" not in repr(settings)
     assert "sasl_password=********" in repr(settings)
     assert "sasl_password=''" in repr(Kafka())

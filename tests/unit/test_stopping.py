@@ -8,8 +8,8 @@ import signal
 
 import pytest
 
-from relaygr_stream import stopping
-from relaygr_stream.stopping import run_until_stopped
+from relaygr_stream.ops import stopping
+from relaygr_stream.ops.stopping import run_until_stopped
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

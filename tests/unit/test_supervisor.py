@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from relaygr_stream.supervisor import service
-from relaygr_stream.supervisor.child import Child, Health
-from relaygr_stream.supervisor.service import PROBES_UNTIL_HUNG, Supervised, Supervisor
+from relaygr_stream.ops import supervisor as service
+from relaygr_stream.ops.supervisor import PROBES_UNTIL_HUNG, Child, Health, Supervised, Supervisor
 from tests.waiting import until
 
 READY, STUCK = Health(None, None), Health("stuck", "stuck")

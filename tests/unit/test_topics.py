@@ -9,17 +9,18 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from aiokafka.errors import NodeNotReadyError, TopicAuthorizationFailedError
+from aiokafka.errors import KafkaConnectionError, NodeNotReadyError, TopicAuthorizationFailedError
 from aiokafka.partitioner import murmur2 as aiokafka_murmur2
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relaygr_stream import topics
-from relaygr_stream.bus.murmur2 import murmur2
-from relaygr_stream.errors import BrokerError, ConfigError, CoPartitionError
-from relaygr_stream.files import packaged_dir
-from relaygr_stream.settings import Kafka
-from relaygr_stream.topics import LANE_TOPICS, lane_of, load_topics
+from relaygr_stream.bus import topics
+from relaygr_stream.bus.aiokafka_compat import typed_errors
+from relaygr_stream.bus.topics import LANE_TOPICS, lane_of, load_topics
+from relaygr_stream.errors import BrokerError, BrokerUnavailable, ConfigError, CoPartitionError
+from relaygr_stream.settings.files import packaged_dir
+from relaygr_stream.settings.schema import Kafka
+from relaygr_stream.wire.partitioner import murmur2
 
 
 @pytest.fixture
@@ -151,6 +152,8 @@ class Cluster:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *failures: Exception) -> None:
         self.asked, self._failures = 0, failures
+        self.answers = True
+        monkeypatch.setattr(topics, "check_connection", self._check)
         monkeypatch.setattr(topics, "_admin", self._admin)
         monkeypatch.setattr(topics, "_describe", self._describe)
         monkeypatch.setattr(topics, "RETRY_S", 0.0)
@@ -159,8 +162,13 @@ class Cluster:
     async def _admin(self, kafka: Kafka) -> AsyncIterator[None]:
         self.asked += 1
         if self.asked <= len(self._failures):
-            raise BrokerError("cannot look at the topics") from self._failures[self.asked - 1]
+            with typed_errors(kafka, "look at the topics"):
+                raise self._failures[self.asked - 1]
         yield
+
+    async def _check(self, kafka: Kafka) -> None:
+        if not self.answers:
+            raise BrokerUnavailable("no Kafka broker answers")
 
     async def _describe(self, admin: None, described: object) -> tuple[topics.TopicRow, ...]:
         return ()
@@ -170,6 +178,21 @@ async def test_a_start_while_a_dead_broker_is_still_named_asks_again(monkeypatch
     cluster = Cluster(monkeypatch, NodeNotReadyError("node 3"), NodeNotReadyError("node 3"))
     assert await topics.describe_topics(Kafka()) == ()
     assert cluster.asked == 3
+
+
+@pytest.mark.parametrize("left", [KafkaConnectionError("closed"), ConnectionResetError(104, "reset"), TimeoutError()])
+async def test_a_start_that_meets_a_leaving_broker_asks_again(monkeypatch: pytest.MonkeyPatch, left: Exception) -> None:
+    cluster = Cluster(monkeypatch, left, left)
+    assert await topics.describe_topics(Kafka()) == ()
+    assert cluster.asked == 3
+
+
+async def test_that_no_broker_answers_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(monkeypatch)
+    cluster.answers = False
+    with pytest.raises(BrokerUnavailable):
+        await topics.describe_topics(Kafka())
+    assert cluster.asked == 0
 
 
 async def test_what_will_not_pass_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,8 +23,14 @@ from aiokafka.record.util import calc_crc32c
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relaygr_stream.bus.batches import HEADER, MOST_RECORDS, UNPACKED_BYTES
-from relaygr_stream.bus.unreadable import HEADER_UNREADABLE, STAND_INS, pass_unreadable
+from relaygr_stream.bus.unreadable import (
+    HEADER,
+    HEADER_UNREADABLE,
+    MOST_RECORDS,
+    STAND_INS,
+    UNPACKED_BYTES,
+    pass_unreadable,
+)
 
 HERE = TopicPartition("t", 0)
 #: Fetches after which a reader that has not come to the end goes round in circles.
@@ -37,6 +43,7 @@ class Log:
     def __init__(self) -> None:
         self.batches: list[tuple[int, bytes]] = []  # where each ends, whatever its bytes say
         self.end = 0
+        self.stated_end: int | None = None  # lower: the rest was committed while the broker answered
 
     def append(self, batch: bytes, records: int) -> None:
         self.end += records
@@ -54,7 +61,8 @@ async def read(log: Log, *, check_crcs: bool) -> list[Any]:
 
     async def answer(node: int, request: Any) -> Any:
         offset = assignment.state_value(HERE).position
-        content = [(HERE.partition, 0, log.end, log.end, None, log.answer(offset))]
+        stated = log.end if log.stated_end is None else log.stated_end
+        content = [(HERE.partition, 0, stated, stated, None, log.answer(offset))]
         return SimpleNamespace(API_VERSION=4, topics=[(HERE.topic, content)])
 
     client = SimpleNamespace(_loop=asyncio.get_running_loop(), _metadata_max_age_ms=1, send=answer)
@@ -97,6 +105,27 @@ def log_of(*batches_: bytes) -> Log:
 
 FIRST, SECOND = batch_of([b"a" * 40, b"b", b"c"], 0), batch_of([b"d", b"e", b"f"], 3)
 ALL = [b"a" * 40, b"b", b"c", b"d", b"e", b"f"]
+
+
+@pytest.mark.parametrize("check_crcs", [True, False])
+@pytest.mark.parametrize("stated_end", [0, 3, 5])
+def test_what_is_committed_while_the_broker_answers_is_read(stated_end: int, check_crcs: bool) -> None:
+    log = log_of(FIRST, SECOND)
+    log.stated_end = stated_end
+    assert [record.value for record in everything(log, check_crcs=check_crcs)] == ALL
+
+
+@pytest.mark.parametrize("flipped_bit", [8 * 25, 8 * 60])
+def test_what_lies_beyond_the_stated_end_is_read_only_with_its_checksum(flipped_bit: int) -> None:
+    changed = bytearray(SECOND)
+    changed[flipped_bit // 8] ^= 1 << flipped_bit % 8
+    log = Log()
+    for batch in (FIRST, bytes(changed)):
+        log.append(batch, 3)
+    log.stated_end = 3
+    values = [record.value for record in everything(log, check_crcs=False)]
+    assert values[:3] == ALL[:3]
+    assert set(values[3:]) == {None}
 
 
 @pytest.mark.parametrize("check_crcs", [True, False])

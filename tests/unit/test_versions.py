@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relaygr_stream import messages
-from relaygr_stream.bus.records import Record
 from relaygr_stream.errors import DecodeError
-from relaygr_stream.messages import (
+from relaygr_stream.wire import messages
+from relaygr_stream.wire.fleet import OwnerDirectory
+from relaygr_stream.wire.messages import (
     MAX_UNKNOWN_BYTES,
     Behaviours,
     Message,
@@ -28,8 +28,8 @@ from relaygr_stream.messages import (
     WorkerStatus,
     decode,
 )
-from relaygr_stream.owners import OwnerDirectory
-from relaygr_stream.versions import RESERVED_FIELDS
+from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.versions import RESERVED_FIELDS
 
 #: <release>.json: what that release writes; next.json: what one after this may write. Never edited, only added to.
 WIRE = Path(__file__).parents[1] / "data" / "wire"

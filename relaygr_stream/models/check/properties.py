@@ -12,11 +12,8 @@ from typing import Final
 import numpy as np
 import torch
 
-from relaygr_stream.models.check.measure import KV_LIMIT, Measure, Scores
-from relaygr_stream.models.check.probe import NO_TOKENS, Failed, Items, Probe
-from relaygr_stream.models.kv import KVRegion
-from relaygr_stream.models.protocol import ScoreInput
-from relaygr_stream.models.tokens import Tokens
+from relaygr_stream.models.api import KVRegion, ScoreInput, Tokens
+from relaygr_stream.models.check.probe import KV_LIMIT, NO_TOKENS, Failed, Items, Measure, Probe, Scores
 
 #: Candidates of a ranking: enough scores for root mean squares in half precision.
 CANDIDATES: Final = 12
@@ -240,7 +237,7 @@ def edges(probe: Probe) -> Measure:
 
 def longest(probe: Probe) -> Measure:
     """The largest request that the settings allow: max_prefix_tokens, max_suffix_tokens, max_candidates; and with as
-    much of the prefix in the suffix as cached prefix KV may lack: worker.lag_tokens."""
+    much of the prefix in the suffix as cached prefix KV may lack: worker.max_stale_tokens."""
     deviations = probe.deviations(half_limit=ONE_HISTORY_LIMIT)
     bounds, incremental = probe.bounds, probe.model.incremental
     total = bounds.prefix + (bounds.suffix if incremental else 0)

@@ -11,11 +11,11 @@ import torch
 from msgspec.structs import replace
 
 from relaygr_stream.errors import ConfigError, RelayError
+from relaygr_stream.models.api import RankingModel
 from relaygr_stream.models.check.probe import Bounds, Failed, Probe
 from relaygr_stream.models.check.registry import PROPERTIES, Property
-from relaygr_stream.models.load import load_model
-from relaygr_stream.models.protocol import RankingModel
-from relaygr_stream.settings import Settings
+from relaygr_stream.models.loading import load_model
+from relaygr_stream.settings.schema import Settings
 
 Verdict = Literal["passed", "FAILED", "not applicable", "not run"]
 
@@ -44,7 +44,7 @@ def probe_for(settings: Settings, device: torch.device, dtype: torch.dtype, seed
 
     bounds = Bounds(
         relay.max_prefix_tokens, relay.max_suffix_tokens, relay.max_candidates, settings.model.vocab,
-        min(settings.worker.lag_tokens, relay.max_prefix_tokens - 1),
+        min(settings.worker.max_stale_tokens, relay.max_prefix_tokens - 1),
     )  # fmt: skip
     try:
         return Probe(make, device, dtype, bounds, seed)

@@ -13,9 +13,9 @@ import structlog
 import torch
 
 from relaygr_stream.errors import ModelError
-from relaygr_stream.models.hstu import HSTUStack, RankingRows
-from relaygr_stream.models.kv import KVRegion
-from relaygr_stream.models.stu import StackConfig
+from relaygr_stream.models.api import KVRegion
+from relaygr_stream.models.hstu import HSTUStack
+from relaygr_stream.models.stu import RankingRows, StackConfig
 
 if TYPE_CHECKING:
     from relaygr_stream.models.kernels.fused import FusedStack

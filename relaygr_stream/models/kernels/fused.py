@@ -13,11 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from relaygr_stream.models.hstu import RankingRows
+from relaygr_stream.models.api import KVRegion
 from relaygr_stream.models.kernels.silu_attention import Shape, silu_attention
 from relaygr_stream.models.kernels.tiles import Field, tile_table
-from relaygr_stream.models.kv import KVRegion
-from relaygr_stream.models.stu import Room, StackConfig, STULayer
+from relaygr_stream.models.stu import RankingRows, Room, StackConfig, STULayer
 
 
 class FusedStack:

@@ -8,7 +8,7 @@ rounded up to buckets; what pads them computes nothing that anybody reads. Knows
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
 
@@ -17,7 +17,59 @@ import numpy.typing as npt
 import structlog
 import torch
 
+from relaygr_stream.models.embeddings import ACTIONS, GAP_BUCKETS, RankingTokens, TaskHead, TokenEmbedding
+from relaygr_stream.models.hstu import HSTUStack
 from relaygr_stream.models.kernels.tiles import Field
+from relaygr_stream.models.stu import RankingRows
+
+# A whole scoring call, from table rows to logits, as one recording per bucket of sizes (graphs.py). Knows nothing of
+# how launches are recorded.
+
+
+class RowEmbedding:
+    """`TokenEmbedding.rankings` in two steps. Holds copies of the two small tables: made after weights are placed."""
+
+    def __init__(self, embedding: TokenEmbedding) -> None:
+        self._embedding = embedding
+        self._action = torch.cat([embedding.action, embedding.candidate[None]])
+        self._gap = torch.cat([embedding.gap, torch.zeros_like(embedding.gap[:1])])
+
+    def rows(self, batch: Sequence[RankingTokens]) -> npt.NDArray[np.int64]:
+        """Rows of the tables (4, n): item, position, action, gap."""
+        rows, bounds = self._embedding.ranking_rows(batch)
+        for _, middle, stop in bounds:
+            rows[2, middle:stop] = ACTIONS
+            rows[3, middle:stop] = GAP_BUCKETS
+        return rows
+
+    def embed(self, rows: torch.Tensor) -> torch.Tensor:
+        """Vectors (n, D) of rows on the device."""
+        x = self._embedding.item.index_select(0, rows[0]).add_(self._embedding.position.index_select(0, rows[1]))
+        return x.add_(self._action.index_select(0, rows[2])).add_(self._gap.index_select(0, rows[3]))
+
+
+class RecordedScores:
+    """Embedding, stack and head of a placed model, replayed. The stack is a fused one: its launches fit any batch."""
+
+    def __init__(self, embedding: TokenEmbedding, stack: HSTUStack, head: TaskHead, recorder: Recorder) -> None:
+        assert stack.fused is not None
+        self._fused = stack.fused
+        self._layers = stack.stu_layers()
+        self._embedding = RowEmbedding(embedding)
+        self._head = head
+        weights = embedding.item
+        self._graphs = ScoreGraphs(self._logits, recorder, weights.device, LIMITS[weights.dtype])
+
+    def logits(self, tokens: Sequence[RankingTokens], batch: Sequence[RankingRows]) -> torch.Tensor | None:
+        """Logits (n, tasks) of all rows of a batch, suffix rows among them; None where no recording serves."""
+        if not self._graphs.on:
+            return None
+        return self._graphs.score(self._embedding.rows(tokens), self._fused.table(batch))
+
+    def _logits(self, rows: torch.Tensor, tiles: torch.Tensor) -> torch.Tensor:
+        x = self._embedding.embed(rows)
+        return self._head.logits(self._fused.run(self._layers, x, tiles, split=True))
+
 
 log = structlog.get_logger(__name__)
 

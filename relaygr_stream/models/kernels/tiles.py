@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from relaygr_stream.models.hstu import RankingRows
+from relaygr_stream.models.stu import RankingRows
 
 #: Columns of a part at least: four blocks of 64, so that a program has something to overlap its loads with.
 PART_COLUMNS: Final = 256

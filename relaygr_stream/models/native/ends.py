@@ -17,9 +17,8 @@ import torch
 from relaygr_stream.models.native import arguments
 
 if TYPE_CHECKING:
-    from relaygr_stream.models.embeddings import RankingTokens, TokenEmbedding
-    from relaygr_stream.models.head import TaskHead
-    from relaygr_stream.models.tokens import Tokens
+    from relaygr_stream.models.api import Tokens
+    from relaygr_stream.models.embeddings import RankingTokens, TaskHead, TokenEmbedding
 
 
 class NativeEnds:

@@ -26,12 +26,10 @@ from relaygr_stream.models.native.build import library
 from relaygr_stream.models.native.ends import NativeEnds
 
 if TYPE_CHECKING:
+    from relaygr_stream.models.api import KVRegion
     from relaygr_stream.models.attention import Block
-    from relaygr_stream.models.embeddings import TokenEmbedding
-    from relaygr_stream.models.head import TaskHead
-    from relaygr_stream.models.hstu import RankingRows
-    from relaygr_stream.models.kv import KVRegion
-    from relaygr_stream.models.stu import StackConfig, STULayer
+    from relaygr_stream.models.embeddings import TaskHead, TokenEmbedding
+    from relaygr_stream.models.stu import RankingRows, StackConfig, STULayer
 
 #: Folders of build.py.
 KINDS: Final = {torch.bfloat16: "amx", torch.float32: "avx512"}

@@ -20,9 +20,9 @@ from typing import Any, Final, Literal
 import msgspec
 from rich.console import Console
 
-from relaygr_stream.bus.local import local_broker
 from relaygr_stream.bus.tail import TopicTail
-from relaygr_stream.settings import Kafka
+from relaygr_stream.ops.brokers.local import local_broker
+from relaygr_stream.settings.schema import Kafka
 from tests.e2e.fleet import Fleet
 from tests.faults.cluster import ThreeBrokers, relay_topics, three_brokers
 from tests.faults.proxy import Link, links

@@ -16,10 +16,10 @@ from typing import Any, Final
 
 import msgspec
 
-from relaygr_stream.bus.records import Record
-from relaygr_stream.children import Child, stop_all
-from relaygr_stream.messages import WorkerStatus
-from relaygr_stream.settings import Kafka, Settings
+from relaygr_stream.ops.children import Child, stop_all
+from relaygr_stream.settings.schema import Kafka, Settings
+from relaygr_stream.wire.messages import WorkerStatus
+from relaygr_stream.wire.records import Record
 from tests.e2e.fleet import TEST_SETTINGS, Fleet
 from tests.faults.cluster import ThreeBrokers
 from tests.faults.proxy import Link

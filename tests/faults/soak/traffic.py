@@ -17,13 +17,13 @@ from typing import Any, Final
 
 import numpy as np
 
+from relaygr_stream.bus.topics import lane_of
 from relaygr_stream.client import Ranking, RelayClient
-from relaygr_stream.messages import RankingRequest, RequestEvent
-from relaygr_stream.settings import Settings
-from relaygr_stream.topics import lane_of
-from relaygr_stream.workload.driver import DriveSummary, Result, drive
-from relaygr_stream.workload.generator import Generator, GeneratorOptions
-from relaygr_stream.workload.items import WorkItem
+from relaygr_stream.lab.workload.driver import DriveSummary, Result, drive
+from relaygr_stream.lab.workload.generator import Generator, GeneratorOptions
+from relaygr_stream.lab.workload.items import WorkItem
+from relaygr_stream.settings.schema import Settings
+from relaygr_stream.wire.messages import RankingRequest, RequestEvent
 from tests.faults.witness import Witness
 
 #: A request without scores by then ends with a typed error.

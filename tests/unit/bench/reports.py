@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from relaygr_stream.bench import judge
-from relaygr_stream.bench.cells import Cell, World
-from relaygr_stream.bench.modes import FULL, RELAY, Mode
-from relaygr_stream.bench.results import DEVICE_WORK, STAGES, Memory, Probe, SloReport, Spread
-from relaygr_stream.bench.search import Search
-from relaygr_stream.messages import CostModel
+from relaygr_stream.lab.bench import judge
+from relaygr_stream.lab.bench.cells import Cell, World
+from relaygr_stream.lab.bench.modes import FULL, RELAY, Mode
+from relaygr_stream.lab.bench.results import DEVICE_WORK, STAGES, Memory, Probe, SloReport, Spread
+from relaygr_stream.lab.bench.search import Search
+from relaygr_stream.wire.messages import CostModel
 
 WORLD = World(
     costs=CostModel(c0=4.0, c1=0.018, c2=4e-6, c3=5e-5),

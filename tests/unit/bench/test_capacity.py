@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relaygr_stream.bench import capacity
-from relaygr_stream.bench.capacity import (
+from relaygr_stream.lab.bench import capacity
+from relaygr_stream.lab.bench.capacity import (
     RequestCost,
     Traffic,
     device_ms,
@@ -17,8 +17,8 @@ from relaygr_stream.bench.capacity import (
     most_rate,
     predicted_rate,
 )
-from relaygr_stream.bench.modes import CACHE, FULL, RELAY, Mode
-from relaygr_stream.messages import CostModel
+from relaygr_stream.lab.bench.modes import CACHE, FULL, RELAY, Mode
+from relaygr_stream.wire.messages import CostModel
 
 COSTS = CostModel(c0=4.0, c1=0.018, c2=4e-6, c3=5e-5)
 TRAFFIC = Traffic(length=512, revisit=0.5, growth=3, candidates=40, delay_ms=150)

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import msgspec
 
-from relaygr_stream.bench.cells import Cell
-from relaygr_stream.bench.modes import RELAY
+from relaygr_stream.lab.bench.cells import Cell
+from relaygr_stream.lab.bench.modes import RELAY
 from tests.unit.bench.reports import WORLD
 
 #: As fitted when all requests had 512 tokens: right there, and wild at any other length.

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from relaygr_stream.bench.interference import CpuTimes, disturbance_of
-from relaygr_stream.bench.modes import RELAY
+from relaygr_stream.lab.bench.interference import CpuTimes, disturbance_of
+from relaygr_stream.lab.bench.modes import RELAY
 from tests.unit.bench.reports import probe
 
 BURN = "import time\nend = time.monotonic() + 30\nwhile time.monotonic() < end: pass"

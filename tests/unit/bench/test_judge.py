@@ -5,11 +5,11 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from relaygr_stream.bench import judge, plots
-from relaygr_stream.bench.cells import Cell
-from relaygr_stream.bench.modes import FULL, RELAY
-from relaygr_stream.bench.results import DEVICE_WORK, STAGES, SloReport, Spread
-from relaygr_stream.bench.table import given_text
+from relaygr_stream.lab.bench import judge, plots
+from relaygr_stream.lab.bench.cells import Cell
+from relaygr_stream.lab.bench.modes import FULL, RELAY
+from relaygr_stream.lab.bench.results import DEVICE_WORK, STAGES, SloReport, Spread
+from relaygr_stream.lab.bench.table import given_text
 from tests.unit.bench.reports import BUS, WORLD, cell, length_cell, probe, report
 
 SLOW_BUS = BUS | {"both": Spread(5.0, 12.0), "in": Spread(2.0, 8.0)}

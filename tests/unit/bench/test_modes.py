@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from relaygr_stream.bench.modes import (
+from relaygr_stream.errors import ConfigError
+from relaygr_stream.lab.bench.modes import (
     CACHE,
     FULL,
     MODES,
@@ -13,8 +14,7 @@ from relaygr_stream.bench.modes import (
     missing_settings,
     modes_named,
 )
-from relaygr_stream.errors import ConfigError
-from relaygr_stream.settings import Settings, Worker
+from relaygr_stream.settings.schema import Settings, Worker
 
 
 def test_names_select_in_the_order_of_the_table() -> None:

@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from relaygr_stream.bench.command import build_options
-from relaygr_stream.bench.modes import CACHE, FULL, MODES, RELAY
-from relaygr_stream.bench.options import PRESETS, SloOptions
-from relaygr_stream.cli import main
-from relaygr_stream.config import load
+from relaygr_stream.cli.bench import build_options
+from relaygr_stream.cli.main import main
 from relaygr_stream.errors import ConfigError
+from relaygr_stream.lab.bench.modes import CACHE, FULL, MODES, RELAY
+from relaygr_stream.lab.bench.options import PRESETS, SloOptions
+from relaygr_stream.settings.load import load_settings
 
 
 def built(preset: str = "quick", **flags: Any) -> SloOptions:
@@ -21,7 +21,7 @@ def built(preset: str = "quick", **flags: Any) -> SloOptions:
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_has_options_and_settings_that_fit(preset: str) -> None:
-    options, settings = built(preset), load([f"slo-{preset}"]).settings
+    options, settings = built(preset), load_settings([f"slo-{preset}"]).settings
     assert options.candidates <= settings.relay.max_candidates
     assert options.suffix <= settings.relay.max_suffix_tokens
 

@@ -5,11 +5,11 @@ from html.parser import HTMLParser
 
 import pytest
 
-from relaygr_stream.bench.charts import Axis, Bar, Point, Series, bar_chart, line_chart
-from relaygr_stream.bench.modes import FULL, RELAY
-from relaygr_stream.bench.page import render_page
-from relaygr_stream.bench.table import paper_rows, render_table
-from relaygr_stream.printable import render_plain
+from relaygr_stream.lab.bench.charts import Axis, Bar, Point, Series, bar_chart, line_chart
+from relaygr_stream.lab.bench.modes import FULL, RELAY
+from relaygr_stream.lab.bench.page import render_page
+from relaygr_stream.lab.bench.table import paper_rows, render_table
+from relaygr_stream.telemetry.printable import render_plain
 from tests.unit.bench.reports import cell, report
 
 VOID = {"meta", "br", "hr", "img", "input"}

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relaygr_stream.bench.probe import STAGES_AT_MOST, Judgement, _Staged, _Tally
-from relaygr_stream.bench.statistics import passes
-from relaygr_stream.bench.traffic import Population
-from relaygr_stream.workload.driver import Result
-from relaygr_stream.workload.items import WorkItem
+from relaygr_stream.lab.bench.probe import STAGES_AT_MOST, Judgement, _Staged, _Tally
+from relaygr_stream.lab.bench.statistics import passes
+from relaygr_stream.lab.bench.traffic import Population
+from relaygr_stream.lab.workload.driver import Result
+from relaygr_stream.lab.workload.items import WorkItem
 from tests.unit.bench.test_traffic import OPTIONS
 
 JUDGEMENT = Judgement(slo_ms=50.0, samples=100, least_s=0.5, warm_up_s=0.2)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relaygr_stream.bench.search import Search
+from relaygr_stream.lab.bench.search import Search
 
 values = st.floats(1.0, 1000.0)
 

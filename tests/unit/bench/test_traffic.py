@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from relaygr_stream.bench.traffic import Population, TrafficOptions
-from relaygr_stream.workload.items import StageDelay
+from relaygr_stream.lab.bench.traffic import Population, TrafficOptions
+from relaygr_stream.lab.workload.items import StageDelay
 
 OPTIONS = TrafficOptions(
     items=5000,

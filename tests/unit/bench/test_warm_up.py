@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relaygr_stream.bench.cells import LEAST_LENGTH, LENGTH_STEP, World
-from relaygr_stream.bench.warm_up import FULL_SHARE, longest_working
-from relaygr_stream.messages import CostModel
+from relaygr_stream.lab.bench.cells import LEAST_LENGTH, LENGTH_STEP, World
+from relaygr_stream.lab.bench.warm_up import FULL_SHARE, longest_working
+from relaygr_stream.wire.messages import CostModel
 
 COSTS = CostModel(c0=2.0, c1=0.018, c2=4e-6, c3=5e-5)
 WORLD = World(costs=COSTS, slo_ms=50.0, delay_ms=150.0, candidates=40, growth=3.0, workers=1, longest=8160)

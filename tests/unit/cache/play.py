@@ -14,8 +14,7 @@ from relaygr_stream.cache.prefix_cache import PrefixCache
 from relaygr_stream.cache.storage import StorageKind
 from relaygr_stream.cache.tiers import capacity_for
 from relaygr_stream.cache.transit import Arrival, Loan
-from relaygr_stream.models.kv import KVRegion
-from relaygr_stream.models.tokens import Tokens
+from relaygr_stream.models.api import KVRegion, Tokens
 from tests.unit.cache.worlds import GRANULE_BYTES, LAYOUT, MOST, Copies, holds, make, sequence, write
 
 Going = Literal["finish", "part", "cut short", "abort"]

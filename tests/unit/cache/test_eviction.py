@@ -13,8 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from relaygr_stream.cache.arena import Arena, Extent
 from relaygr_stream.cache.eviction import LOOKED_AT, SEEDS, Evictor
-from relaygr_stream.cache.fading import CostAwarePolicy, FadingFrequency
-from relaygr_stream.cache.trial import MIN_REMEMBERED
+from relaygr_stream.cache.fading import MIN_REMEMBERED, CostAwarePolicy, FadingFrequency
 
 KEYS = st.integers(0, 7)
 BYTES = st.integers(1, 10_000)

@@ -11,8 +11,7 @@ from relaygr_stream.cache.entry import Coverage, Entry, EntryState
 from relaygr_stream.cache.prefix_cache import PrefixCache
 from relaygr_stream.cache.tiers import GRANULE_TOKENS, capacity_for
 from relaygr_stream.cache.transit import Arrival, Loan
-from relaygr_stream.models.kv import KVRegion
-from relaygr_stream.models.tokens import Tokens
+from relaygr_stream.models.api import KVRegion, Tokens
 from tests.unit.cache.worlds import GRANULE_BYTES, LAYOUT, MOST, Flaky, compute, holds, make, sequence, write
 
 Pair = tuple[PrefixCache, Flaky]

@@ -8,9 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relaygr_stream.cache import trial as trial_module
-from relaygr_stream.cache.fading import FadingFrequency
-from relaygr_stream.cache.trial import MIN_REMEMBERED, SPARE, Trial
+from relaygr_stream.cache.fading import MIN_REMEMBERED, SPARE, FadingFrequency, Trial
 
 
 class Reference:
@@ -66,11 +64,11 @@ def test_a_trial_holds_and_saves_what_the_policy_would(seed: int) -> None:
 
 @pytest.mark.parametrize(
     ("name", "broken"),
-    [("one_more", lambda uses, clock: clock), ("remember", lambda remembered, identity, uses, held: None)],
-    ids=["only the last use counts", "nothing is remembered"],
+    [("_leave", lambda self, key: self._held.pop(key)), ("__iter__", lambda self: iter(sorted(self._held)))],
+    ids=["what leaves keeps its bytes and is forgotten", "in another order"],
 )
 def test_the_comparison_notices(name: str, broken: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial_module, name, broken)
+    monkeypatch.setattr(Trial, name, broken)
     with pytest.raises(AssertionError, match=r"saved|held"):
         compare_seeds(50)
 

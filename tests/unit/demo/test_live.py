@@ -6,9 +6,9 @@ import io
 import pytest
 from rich.console import Console
 
-from relaygr_stream.demo import live
-from relaygr_stream.demo.live import LiveState, LiveView, ranges
-from relaygr_stream.messages import CostModel, LaneStatus, WorkerStatus
+from relaygr_stream.lab.demo import live
+from relaygr_stream.lab.demo.live import LiveState, LiveView, ranges
+from relaygr_stream.wire.messages import CostModel, LaneStatus, WorkerStatus
 
 
 class Clock:

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from relaygr_stream.demo.report import DemoResult, quantile, quantile_name, render_table, render_text, verdict
-from relaygr_stream.messages import Outcome
+from relaygr_stream.lab.demo.report import DemoResult, quantile, quantile_name, render_table, render_text, verdict
+from relaygr_stream.wire.messages import Outcome
 
 COUNTS: dict[Outcome, int] = {"hbm": 800, "dram": 150, "joined": 20, "full": 30}
 GOOD = DemoResult(

@@ -11,18 +11,16 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from relaygr_stream.cache.storage import StorageKind, make_storage
-from relaygr_stream.handover.certificates import Credentials, make_credentials
+from relaygr_stream.handover.certificates import Credentials, Networks, make_credentials
 from relaygr_stream.handover.channel import Channel, PeerError
 from relaygr_stream.handover.connection import connect
-from relaygr_stream.handover.desk import Desk
-from relaygr_stream.handover.metrics import HandoverMetrics
-from relaygr_stream.handover.networks import Networks
+from relaygr_stream.handover.desk import Desk, HandoverMetrics
 from relaygr_stream.handover.service import Handover
 from relaygr_stream.handover.wire import Ask, Identity
-from relaygr_stream.messages import CostModel, WorkerStatus
-from relaygr_stream.settings import Handover as HandoverSettings
-from relaygr_stream.worker.core import RelayCore
+from relaygr_stream.settings.schema import Handover as HandoverSettings
+from relaygr_stream.wire.messages import CostModel, WorkerStatus
 from relaygr_stream.worker.device import DeviceThread
+from relaygr_stream.worker.scheduler import RelayCore
 from relaygr_stream.worker.tasks import Answer
 from tests.unit.worker.worlds import MAX_TOKENS, World
 from tests.waiting import until

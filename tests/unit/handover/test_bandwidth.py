@@ -7,7 +7,7 @@ import asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relaygr_stream.handover.bandwidth import Bandwidth
+from relaygr_stream.handover.channel import Bandwidth
 
 
 class Clock:

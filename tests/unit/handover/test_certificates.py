@@ -17,9 +17,16 @@ from hypothesis import strategies as st
 from relaygr_stream.errors import ConfigError
 from relaygr_stream.handover import certificates
 from relaygr_stream.handover.build import hands_over
-from relaygr_stream.handover.certificates import NAME_URI, RENEW_S, Credentials, make_credentials, named, stranger
-from relaygr_stream.handover.networks import Networks
-from relaygr_stream.settings import Handover, Settings
+from relaygr_stream.handover.certificates import (
+    NAME_URI,
+    RENEW_S,
+    Credentials,
+    Networks,
+    make_credentials,
+    named,
+    stranger,
+)
+from relaygr_stream.settings.schema import Handover, Settings
 from tests.unit.handover.peers import ALL, SECRET, peers, status
 from tests.waiting import until
 

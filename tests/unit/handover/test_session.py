@@ -8,12 +8,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from relaygr_stream.bus.topics import lane_of
 from relaygr_stream.cache.storage import StorageKind
 from relaygr_stream.handover.channel import PeerError
 from relaygr_stream.handover.giver import Handed
 from relaygr_stream.handover.service import advertised_host
-from relaygr_stream.settings import Handover as HandoverSettings
-from relaygr_stream.topics import lane_of
+from relaygr_stream.settings.schema import Handover as HandoverSettings
 from tests.unit.handover.peers import ALL, LANES, connected, peers, status
 from tests.unit.worker.worlds import World
 from tests.waiting import until

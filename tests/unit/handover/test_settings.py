@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from relaygr_stream import config
 from relaygr_stream.errors import ConfigError
-from relaygr_stream.handover.build import make_handover
-from relaygr_stream.settings import Handover, Settings, Worker
+from relaygr_stream.handover.build import handover_for
+from relaygr_stream.settings import load as config
+from relaygr_stream.settings.schema import Handover, Settings, Worker
 
 SECRET = "sixteen or more characters"
 
@@ -20,14 +20,14 @@ def test_the_secret_is_not_shown() -> None:
 
 def test_a_command_line_is_no_place_for_it() -> None:
     with pytest.raises(ConfigError, match=r"handover\.secret") as refused:
-        config.load([], {"handover.secret": SECRET})
+        config.load_settings([], {"handover.secret": SECRET})
     assert SECRET not in str(refused.value)
 
 
 def test_a_short_one_is_refused_and_not_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RELAYGR_HANDOVER_SECRET", "guess me")
     with pytest.raises(ConfigError, match="16 characters") as refused:
-        config.load([], {})
+        config.load_settings([], {})
     assert "guess me" not in str(refused.value)
 
 
@@ -35,4 +35,4 @@ def test_without_a_dram_tier_there_is_nothing_to_hand_over_from() -> None:
     unused: Any = None
     settings = Settings(handover=Handover(secret=SECRET), worker=Worker(dram_bytes=0))
     with pytest.raises(ConfigError, match=r"worker\.dram_bytes"):
-        make_handover(settings, "w", unused, unused, 8, unused, unused)
+        handover_for(settings, "w", unused, unused, 8, unused, unused)

@@ -13,11 +13,11 @@ import msgspec
 import pytest
 
 from relaygr_stream.handover import connection, service
+from relaygr_stream.handover.certificates import Networks
 from relaygr_stream.handover.channel import PeerError
 from relaygr_stream.handover.connection import connect
-from relaygr_stream.handover.networks import Networks
 from relaygr_stream.handover.wire import HEADER, MESSAGE, Offer
-from relaygr_stream.messages import WorkerStatus
+from relaygr_stream.wire.messages import WorkerStatus
 from tests.unit.handover.peers import ALL, NETWORKS, Peer, connected, credentials, peers, status
 from tests.unit.worker.worlds import history
 from tests.waiting import until

@@ -26,7 +26,7 @@ from relaygr_stream.handover.wire import (
     encode,
     max_offer_bytes,
 )
-from relaygr_stream.models.tokens import Tokens
+from relaygr_stream.models.api import Tokens
 
 TEXT = st.text(max_size=64)
 IDS = st.text(min_size=1, max_size=256)

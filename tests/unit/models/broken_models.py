@@ -7,9 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from relaygr_stream.models.kv import KVRegion
-from relaygr_stream.models.protocol import ScoreInput
-from relaygr_stream.models.tokens import Tokens
+from relaygr_stream.models.api import KVRegion, ScoreInput, Tokens
 from relaygr_stream.models.transformer import Transformer, TransformerConfig
 
 CPU = torch.device("cpu")

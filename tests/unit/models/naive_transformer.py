@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional
 
-from relaygr_stream.models.tokens import Tokens
+from relaygr_stream.models.api import Tokens
 from relaygr_stream.models.transformer import Transformer, TransformerConfig
 
 

@@ -9,11 +9,9 @@ import numpy.typing as npt
 import torch
 from hypothesis import strategies as st
 
+from relaygr_stream.models.api import KVRegion, RankingModel, ScoreInput, Tokens
 from relaygr_stream.models.hstu_model import HSTUConfig, HSTUModel
-from relaygr_stream.models.kv import KVRegion
-from relaygr_stream.models.protocol import RankingModel, ScoreInput
-from relaygr_stream.models.random_weights import random_model
-from relaygr_stream.models.tokens import Tokens
+from relaygr_stream.models.loading import random_model
 
 SHAPE: dict[str, Any] = {
     "layers": 3, "dim": 16, "heads": 2, "dqk": 8, "dv": 12, "vocab": 50, "max_positions": 40, "scale_tokens": 32,

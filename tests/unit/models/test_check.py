@@ -12,13 +12,12 @@ from click.testing import CliRunner
 from msgspec.structs import replace
 
 from relaygr_stream import settings
-from relaygr_stream.cli import main
-from relaygr_stream.models.check.measure import Deviations, Measure
-from relaygr_stream.models.check.probe import Bounds, Probe
+from relaygr_stream.cli.main import main
+from relaygr_stream.models.api import RankingModel
+from relaygr_stream.models.check.probe import Bounds, Deviations, Measure, Probe
 from relaygr_stream.models.check.registry import PROPERTIES
 from relaygr_stream.models.check.run import check_model, run_properties
-from relaygr_stream.models.load import load_model
-from relaygr_stream.models.protocol import RankingModel
+from relaygr_stream.models.loading import load_model
 from tests.unit.models.broken_models import (
     CPU,
     Acausal,

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from relaygr_stream.errors import ModelError
-from relaygr_stream.models.checkpoint import load_checkpoint, save_checkpoint
+from relaygr_stream.models.loading import load_checkpoint, save_checkpoint
 from tests.unit.models.small_models import full_scores, random_items, random_tokens, small_model
 
 Weights = dict[str, torch.Tensor]

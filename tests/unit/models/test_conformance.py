@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from relaygr_stream.errors import InputError
-from relaygr_stream.models.check.measure import HALF_LIMIT
+from relaygr_stream.models.check.probe import HALF_LIMIT
 from relaygr_stream.models.conformance import COMPARISONS, FULL, LIMIT, META, format_table, run_conformance
 from tests.unit.models.naive_hstu import conformance_arrays
 

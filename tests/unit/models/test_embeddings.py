@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from relaygr_stream.models.api import Tokens
 from relaygr_stream.models.embeddings import GAP_BUCKETS, gap_buckets
-from relaygr_stream.models.tokens import Tokens
 from tests.unit.models.small_models import SHAPE, random_tokens, small_model
 
 

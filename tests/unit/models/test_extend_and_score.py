@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relaygr_stream.errors import ModelError
+from relaygr_stream.models.api import RankingModel, ScoreInput
 from relaygr_stream.models.hstu_model import HSTUModel
-from relaygr_stream.models.protocol import RankingModel, ScoreInput
 from tests.unit.models.small_models import (
     INCREMENTAL,
     deviation,

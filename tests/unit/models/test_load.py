@@ -15,10 +15,9 @@ from msgspec.structs import replace
 
 from relaygr_stream import settings
 from relaygr_stream.errors import ConfigError, ModelError
-from relaygr_stream.models.checkpoint import save_checkpoint
+from relaygr_stream.models.api import RankingModel
 from relaygr_stream.models.hstu_model import HSTUModel
-from relaygr_stream.models.load import load_model
-from relaygr_stream.models.protocol import RankingModel
+from relaygr_stream.models.loading import load_model, save_checkpoint
 from tests.unit.models.small_models import full_scores, random_items, random_tokens, small_model
 
 CPU = torch.device("cpu")
@@ -61,7 +60,7 @@ def test_one_seed_is_one_model_in_every_process() -> None:
     program = textwrap.dedent("""
         import hashlib, torch
         from relaygr_stream import settings
-        from relaygr_stream.models.load import load_model
+        from relaygr_stream.models.loading import load_model
         torch.manual_seed(2)
         shape = settings.Model(layers=1, dim=8, heads=2, dqk=4, dv=4, vocab=30, max_positions=20, tasks="click,buy")
         model = load_model(shape, settings.Relay(), device=torch.device("cpu"), dtype=torch.float32)
@@ -109,7 +108,7 @@ def test_a_checkpoint_brings_its_own_shape(tmp_path: Path) -> None:
 
 USERS_MODULE = """
 import torch
-from relaygr_stream.models.kv import KVLayout
+from relaygr_stream.models.api import KVLayout
 
 class Mine:
     layout = KVLayout(1, 1, 4, 4, torch.float32)

@@ -9,11 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from relaygr_stream.models.api import Tokens
 from relaygr_stream.models.hstu_model import HSTUModel
 from relaygr_stream.models.native import build
 from relaygr_stream.models.native.ends import Sequences
 from relaygr_stream.models.native.layers import KINDS
-from relaygr_stream.models.tokens import Tokens
 from tests.unit.models.small_models import deviation, small_model
 
 CPU = torch.device("cpu")

@@ -12,12 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relaygr_stream.models.hstu import HSTUStack, RankingRows
-from relaygr_stream.models.kv import KVRegion
+from relaygr_stream.models.api import KVRegion, ScoreInput
+from relaygr_stream.models.hstu import HSTUStack
 from relaygr_stream.models.native import build
 from relaygr_stream.models.native.layers import KINDS, MAX_THREADS
-from relaygr_stream.models.protocol import ScoreInput
-from relaygr_stream.models.stu import StackConfig
+from relaygr_stream.models.stu import RankingRows, StackConfig
 from tests.unit.models.small_models import deviation, extended, full_scores, random_items, random_tokens, small_model
 
 CPU = torch.device("cpu")

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from relaygr_stream.models.kv import KVRegion
-from relaygr_stream.models.protocol import ScoreInput
+from relaygr_stream.models.api import KVRegion, ScoreInput
 from tests.unit.models.small_models import INCREMENTAL, deviation, full_scores, random_items, random_tokens, small_model
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

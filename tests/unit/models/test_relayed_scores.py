@@ -19,11 +19,9 @@ from relaygr_stream.cache.entry import Coverage, Entry
 from relaygr_stream.cache.memory import TierMemory
 from relaygr_stream.cache.prefix_cache import PrefixCache
 from relaygr_stream.cache.tiers import GRANULE_TOKENS
-from relaygr_stream.models.check.measure import Deviations
-from relaygr_stream.models.kv import KVRegion
-from relaygr_stream.models.load import load_model
-from relaygr_stream.models.protocol import RankingModel, ScoreInput
-from relaygr_stream.models.tokens import Tokens
+from relaygr_stream.models.api import KVRegion, RankingModel, ScoreInput, Tokens
+from relaygr_stream.models.check.probe import Deviations
+from relaygr_stream.models.loading import load_model
 from tests.unit.models.small_models import full_scores, random_items, random_tokens
 
 CPU = torch.device("cpu")

@@ -12,10 +12,9 @@ from msgspec.structs import replace
 
 from relaygr_stream import settings
 from relaygr_stream.errors import ConfigError
-from relaygr_stream.models.load import load_model
-from relaygr_stream.models.protocol import RankingModel, ScoreInput
-from relaygr_stream.models.softmax import BLOCK_ROWS
-from relaygr_stream.models.transformer import Transformer, TransformerConfig
+from relaygr_stream.models.api import RankingModel, ScoreInput
+from relaygr_stream.models.loading import load_model
+from relaygr_stream.models.transformer import BLOCK_ROWS, Transformer, TransformerConfig
 from tests.unit.models.naive_transformer import naive_scores
 from tests.unit.models.small_models import deviation, extended, random_items, random_tokens, splits
 from tests.unit.models.test_check import SMALL

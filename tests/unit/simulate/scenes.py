@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from relaygr_stream.config import load
-from relaygr_stream.simulate.costs import KV, DeviceCosts
-from relaygr_stream.simulate.fleet import Fleet
-from relaygr_stream.simulate.scenario import Scenario
-from relaygr_stream.simulate.traffic import Traffic
+from relaygr_stream.lab.simulate.costs import KV, DeviceCosts
+from relaygr_stream.lab.simulate.fleet import Fleet
+from relaygr_stream.lab.simulate.scenario import Scenario
+from relaygr_stream.lab.simulate.traffic import Traffic
+from relaygr_stream.settings.load import load_settings
 
 #: 4 KiB a token; a prefix of 512 tokens takes about 8 ms, a ranking about 2 ms.
 COSTS = DeviceCosts(
@@ -33,7 +33,7 @@ SETTINGS = {
 
 def scenario(flags: dict[str, str] | None = None, *, rate: float = 60.0, **given: Any) -> Scenario:
     traffic = given.pop("traffic", {})
-    settings = load([], {**SETTINGS, **(flags or {})}).settings
+    settings = load_settings([], {**SETTINGS, **(flags or {})}).settings
     asked = Traffic(**{"rate": rate, "users": 10_000, "length": 512.0, "max_prefix": 1024, "return_s": 1.0, **traffic})
     values: dict[str, Any] = {"workers": 3, "lanes_per_worker": 4, "sample": 3, "seconds": 3.0, "warm_s": 1.0, **given}
     return Scenario(settings=settings, costs=COSTS, traffic=asked, **values)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from relaygr_stream.errors import InputError
-from relaygr_stream.simulate.calibrate import Samples, calibrate, fit_relative
-from relaygr_stream.simulate.costs import DeviceCosts
+from relaygr_stream.lab.simulate.calibrate import Samples, calibrate, fit_relative
+from relaygr_stream.lab.simulate.costs import DeviceCosts
 from tests.unit.simulate.scenes import COSTS, scenario
 
 

@@ -7,10 +7,10 @@ from collections import Counter
 
 import pytest
 
-from relaygr_stream.simulate.fleet import Fleet
-from relaygr_stream.simulate.run import run_group, run_scenario
-from relaygr_stream.simulate.scenario import Failure
-from relaygr_stream.simulate.story import hit_share, late_share, latencies, percentile
+from relaygr_stream.lab.simulate.fleet import Fleet
+from relaygr_stream.lab.simulate.run import run_group, run_scenario
+from relaygr_stream.lab.simulate.scenario import Failure
+from relaygr_stream.lab.simulate.story import hit_share, late_share, latencies, percentile
 from tests.unit.simulate.scenes import fleet_of, scenario, trace
 
 
@@ -126,7 +126,7 @@ def test_lost_statements_cost_admissions_and_break_nothing() -> None:
 
 
 def test_a_slower_bus_shows() -> None:
-    from relaygr_stream.simulate.bus import BusLatency
+    from relaygr_stream.lab.simulate.bus import BusLatency
 
     fast, slow = (
         run_group(scenario(bus=bus), scenario().groups[0]) for bus in (BusLatency(0.5, 0.6), BusLatency(10.0, 12.0))

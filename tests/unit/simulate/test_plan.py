@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from relaygr_stream.cli import main
+from relaygr_stream.cli.main import main
 from relaygr_stream.errors import CapacityError
-from relaygr_stream.simulate.memory import bytes_for, reuse_bytes
-from relaygr_stream.simulate.plan import Probe, search
-from relaygr_stream.simulate.run import run_scenario
-from relaygr_stream.simulate.story import Window, recovery_s
-from relaygr_stream.simulate.traffic import Arrival
+from relaygr_stream.lab.simulate.memory import bytes_for, reuse_bytes
+from relaygr_stream.lab.simulate.plan import Probe, search
+from relaygr_stream.lab.simulate.run import run_scenario
+from relaygr_stream.lab.simulate.story import Window, recovery_s
+from relaygr_stream.lab.simulate.traffic import Arrival
 from tests.unit.simulate.scenes import COSTS, SETTINGS, scenario
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from relaygr_stream.errors import ConfigError
-from relaygr_stream.simulate.traffic import EXACT_RANKS, Arrival, Part, Traffic, UserLaw, arrivals
+from relaygr_stream.lab.simulate.traffic import EXACT_RANKS, Arrival, Part, Traffic, UserLaw, arrivals
 
 WHOLE = Part(0, 8, 8)
 

@@ -8,16 +8,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from relaygr_stream.bus.records import Record
-from relaygr_stream.messages import CostModel, LaneStatus, WorkerStatus, encode
-from relaygr_stream.printable import render_plain
-from relaygr_stream.settings import Kafka, Settings
-from relaygr_stream.status.odd import oddities
-from relaygr_stream.status.overview import Overview
-from relaygr_stream.status.reader import StatusReader
-from relaygr_stream.status.table import as_json, render
-from relaygr_stream.status.triggers import PolicyStatus, TriggerStatus, encode_trigger
-from relaygr_stream.topics import load_topics
+from relaygr_stream.bus.topics import load_topics
+from relaygr_stream.ops.status.odd import oddities
+from relaygr_stream.ops.status.overview import Overview
+from relaygr_stream.ops.status.table import as_json, render
+from relaygr_stream.settings.schema import Kafka, Settings
+from relaygr_stream.telemetry.printable import render_plain
+from relaygr_stream.wire.messages import CostModel, LaneStatus, WorkerStatus, encode
+from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.trigger_status import PolicyStatus, TriggerStatus, encode_trigger
+from relaygr_stream.wire.worker_status import StatusReader
 
 MIB = 1 << 20
 SETTINGS = Settings(kafka=Kafka(partitions=4))
@@ -149,7 +149,7 @@ def test_what_is_odd_is_named(statuses: list[WorkerStatus | TriggerStatus], line
 
 def test_who_ended_without_a_word_is_named_for_ten_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
     now_ms = 10**12
-    monkeypatch.setattr("relaygr_stream.status.overview.time.time", lambda: now_ms / 1e3)
+    monkeypatch.setattr("relaygr_stream.ops.status.overview.time.time", lambda: now_ms / 1e3)
     view = Overview(SETTINGS, load_topics(SETTINGS.kafka), StatusReader(len(LANES)), clock=lambda: 100.0)
     ago_ms = now_ms - 1000
     killed: list[WorkerStatus | TriggerStatus]

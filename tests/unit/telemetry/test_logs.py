@@ -13,9 +13,9 @@ import structlog
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relaygr_stream.messages import Behaviours, RankingRequest
-from relaygr_stream.settings import Settings, Telemetry
+from relaygr_stream.settings.schema import Settings, Telemetry
 from relaygr_stream.telemetry.logs import configure_logging, hash_user_ids, hide_and_shorten, request_log_fields
+from relaygr_stream.wire.messages import Behaviours, RankingRequest
 
 JSON = Telemetry(log_format="json")
 

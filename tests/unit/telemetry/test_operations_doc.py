@@ -7,11 +7,12 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from relaygr_stream import config
+from relaygr_stream.bus.renewed import RenewalsCollector
+from relaygr_stream.cli.config_table import render_settings_markdown, render_settings_table
 from relaygr_stream.client.metrics import ClientMetrics
-from relaygr_stream.config_table import render_settings_markdown, render_settings_table
-from relaygr_stream.handover.metrics import HandoverMetrics
-from relaygr_stream.settings import Settings, Telemetry
+from relaygr_stream.handover.desk import HandoverMetrics
+from relaygr_stream.settings import load as config
+from relaygr_stream.settings.schema import Settings, Telemetry
 from relaygr_stream.telemetry.process import process
 from relaygr_stream.trigger.metrics import TriggerMetrics
 from relaygr_stream.worker.metrics import WorkerMetrics
@@ -31,6 +32,7 @@ async def test_the_metrics_tables_name_every_metric_and_no_other() -> None:
         registries = [ctx.registry, *(CollectorRegistry() for _ in kinds)]
         for metrics, registry in zip(kinds, registries[1:], strict=True):
             metrics(registry)
+        ctx.registry.register(RenewalsCollector())
         ours = {
             family.name + {"counter": "_total", "info": "_info"}.get(family.type, "")
             for registry in registries
@@ -42,7 +44,7 @@ async def test_the_metrics_tables_name_every_metric_and_no_other() -> None:
 
 
 def test_the_table_of_a_process_tells_values_sources_and_no_secret() -> None:
-    loaded = config.load(
+    loaded = config.load_settings(
         ["cpu"],
         {"worker.hbm_bytes": "512MiB"},
         {"RELAYGR_WORKER_BATCH": "3", "RELAYGR_TELEMETRY_HASH_KEY": "pepper"},

@@ -19,12 +19,12 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter
 
 from relaygr_stream.errors import ConfigError
-from relaygr_stream.settings import Settings, Telemetry
+from relaygr_stream.settings.schema import Settings, Telemetry
 from relaygr_stream.telemetry.process import process, run_process, version
 
 PROGRAM = """
 import asyncio, sys, time
-from relaygr_stream.config import load
+from relaygr_stream.settings.load import load_settings
 from relaygr_stream.errors import BrokerUnavailable, Superseded
 from relaygr_stream.telemetry.process import run_process
 
@@ -33,7 +33,7 @@ async def main(ctx):
     ctx.set_ready(True)
     WHAT
 
-sys.exit(run_process("worker", load().settings, main))
+sys.exit(run_process("worker", load_settings().settings, main))
 """
 PATIENCE_S = 30.0
 

@@ -11,23 +11,15 @@ import msgspec
 from prometheus_client import CollectorRegistry
 
 from relaygr_stream.bus.producer import Producer
-from relaygr_stream.bus.records import Record
 from relaygr_stream.bus.tail import TopicTail
+from relaygr_stream.bus.topics import TopicSet, apply_topics, lane_of, load_topics
 from relaygr_stream.errors import BrokerError
-from relaygr_stream.messages import (
-    LaneStatus,
-    PreInferSignal,
-    RequestEvent,
-    WorkerStatus,
-    decode,
-    encode,
-    kind_of,
-)
-from relaygr_stream.settings import Kafka, Settings, Trigger
+from relaygr_stream.settings.schema import Kafka, Settings, Trigger
 from relaygr_stream.telemetry.process import ProcessContext
-from relaygr_stream.topics import TopicSet, apply_topics, lane_of, load_topics
 from relaygr_stream.trigger.decision import REASONS
 from relaygr_stream.trigger.service import run_trigger
+from relaygr_stream.wire.messages import LaneStatus, PreInferSignal, RequestEvent, WorkerStatus, decode, encode, kind_of
+from relaygr_stream.wire.records import Record
 from tests.unit.trigger.parts import worker_status
 from tests.waiting import until
 

@@ -7,12 +7,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from relaygr_stream.messages import CostModel, RequestEvent
-from relaygr_stream.owners import Claim
-from relaygr_stream.settings import Relay, Settings, Trigger
+from relaygr_stream.lab.workload.generator import GeneratorOptions
+from relaygr_stream.settings.schema import Relay, Settings, Trigger
 from relaygr_stream.trigger.decision import REASONS, Decision, LaneState, Policy, decide
-from relaygr_stream.trigger.risk import FALLBACK_COSTS, prefix_bytes, usable_costs
-from relaygr_stream.workload.generator import GeneratorOptions
+from relaygr_stream.wire.costs import FALLBACK_COSTS, prefix_bytes, usable_costs
+from relaygr_stream.wire.fleet import Claim
+from relaygr_stream.wire.messages import CostModel, RequestEvent
 from tests.unit.trigger.parts import POLICY, claim, event, lane_status, worker_status
 
 

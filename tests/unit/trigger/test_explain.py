@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from relaygr_stream.cli import main
-from relaygr_stream.settings import Kafka, Relay, Settings, Trigger
-from relaygr_stream.topics import lane_of
+from relaygr_stream.bus.topics import lane_of
+from relaygr_stream.cli.main import main
+from relaygr_stream.settings.schema import Kafka, Relay, Settings, Trigger
 from relaygr_stream.trigger.decision import Policy
 from relaygr_stream.trigger.explain import as_json, summary
 from relaygr_stream.trigger.explain_live import explain_live, running_policy

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from relaygr_stream.bus.records import Record
-from relaygr_stream.messages import PreInferSignal, encode
-from relaygr_stream.owners import OwnerDirectory
-from relaygr_stream.settings import Settings
-from relaygr_stream.topics import load_topics
+from relaygr_stream.bus.topics import load_topics
+from relaygr_stream.settings.schema import Settings
 from relaygr_stream.trigger.decision import Policy
 from relaygr_stream.trigger.explain_live import Shadow
+from relaygr_stream.wire.fleet import OwnerDirectory
+from relaygr_stream.wire.messages import PreInferSignal, encode
+from relaygr_stream.wire.records import Record
 from tests.unit.trigger.parts import behaviours, event, lane_status, worker_status
 
 TOKENS = 25

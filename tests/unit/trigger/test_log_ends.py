@@ -11,11 +11,11 @@ from aiokafka import TopicPartition
 from hypothesis import given
 from hypothesis import strategies as st
 
+from relaygr_stream.bus.ages import WAY_MS, AgeBounds, LogEnd, LogEnds, SenderLag
 from relaygr_stream.bus.producer import Producer
+from relaygr_stream.bus.topics import apply_topics, load_topics
 from relaygr_stream.errors import BrokerUnavailable
-from relaygr_stream.settings import Kafka
-from relaygr_stream.topics import apply_topics, load_topics
-from relaygr_stream.trigger.log_ends import WAY_MS, AgeBounds, LogEnd, LogEnds, SenderLag
+from relaygr_stream.settings.schema import Kafka
 
 
 def bounds(*samples: tuple[int, float], lag_ms: float | None = None) -> AgeBounds:

@@ -17,10 +17,14 @@ from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
 from relaygr_stream.bus.dead_letter import HEADER_DIGEST
-from relaygr_stream.bus.local import local_broker
 from relaygr_stream.bus.producer import Producer
+from relaygr_stream.bus.topics import apply_topics, lane_of
 from relaygr_stream.errors import BrokerUnavailable, ConfigError, TopicError
-from relaygr_stream.messages import (
+from relaygr_stream.ops.brokers.local import local_broker
+from relaygr_stream.settings.schema import Kafka, Relay, Settings
+from relaygr_stream.telemetry.process import ProcessContext
+from relaygr_stream.trigger.service import run_trigger
+from relaygr_stream.wire.messages import (
     HEADER_DETAIL,
     HEADER_ORIGIN_OFFSET,
     HEADER_ORIGIN_PARTITION,
@@ -30,11 +34,7 @@ from relaygr_stream.messages import (
     decode,
     encode,
 )
-from relaygr_stream.refusals import Reasons
-from relaygr_stream.settings import Kafka, Relay, Settings
-from relaygr_stream.telemetry.process import ProcessContext
-from relaygr_stream.topics import apply_topics, lane_of
-from relaygr_stream.trigger.service import run_trigger
+from relaygr_stream.wire.refusals import Reasons
 from tests.unit.trigger.parts import event
 from tests.unit.trigger.processes import RunningTrigger, peer_on, trigger_on, user_on
 from tests.waiting import until

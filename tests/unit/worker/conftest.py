@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from relaygr_stream.bus.local import LocalBroker, local_broker
+from relaygr_stream.ops.brokers.local import LocalBroker, local_broker
 
 
 @pytest.fixture(scope="module")

@@ -16,9 +16,12 @@ from aiokafka import AIOKafkaConsumer, TopicPartition
 from prometheus_client import CollectorRegistry
 
 from relaygr_stream.bus.producer import Producer
-from relaygr_stream.bus.records import Record
 from relaygr_stream.bus.tail import TopicTail
-from relaygr_stream.messages import (
+from relaygr_stream.bus.topics import apply_topics, lane_of, load_topics
+from relaygr_stream.handover.build import handover_for
+from relaygr_stream.settings.schema import Kafka, Model, Relay, Settings, Telemetry, Worker
+from relaygr_stream.telemetry.process import ProcessContext, process
+from relaygr_stream.wire.messages import (
     HEADER_CORRELATION,
     HEADER_REPLY_PARTITION,
     Behaviours,
@@ -30,11 +33,9 @@ from relaygr_stream.messages import (
     encode,
     pack_items,
 )
-from relaygr_stream.settings import Kafka, Model, Relay, Settings, Telemetry, Worker
-from relaygr_stream.status.reader import worker_statuses
-from relaygr_stream.telemetry.process import ProcessContext, process
-from relaygr_stream.topics import apply_topics, lane_of, load_topics
-from relaygr_stream.worker import service
+from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.worker_status import worker_statuses
+from relaygr_stream.worker import process as worker_process
 from tests.unit.worker.worlds import TOY, Wrapped, toy_model
 from tests.waiting import until
 
@@ -75,11 +76,11 @@ def worker_settings(kafka: Kafka, **changes: Any) -> Settings:
 
 
 class RunningWorker:
-    """service.run_worker as a task."""
+    """process.run_worker as a task."""
 
     def __init__(self, context: ProcessContext) -> None:
         self.context = context
-        self.worker = service.Worker(context)
+        self.worker = worker_process.Worker(context, handover_for)
         self.task = asyncio.create_task(self.worker.run())
 
     @property

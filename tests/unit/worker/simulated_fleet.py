@@ -11,11 +11,11 @@ from functools import cache, partial
 
 import numpy as np
 
-from relaygr_stream.messages import CostModel, LaneStatus, WorkerStatus
-from relaygr_stream.models.tokens import Tokens
-from relaygr_stream.owners import OwnerDirectory
-from relaygr_stream.topics import lane_of
-from relaygr_stream.worker.busy import BusyShare
+from relaygr_stream.bus.topics import lane_of
+from relaygr_stream.models.api import Tokens
+from relaygr_stream.wire.fleet import OwnerDirectory
+from relaygr_stream.wire.messages import CostModel, LaneStatus, WorkerStatus
+from relaygr_stream.worker.budgets import BusyShare
 from relaygr_stream.worker.forecast import Forecast
 from relaygr_stream.worker.forwarding import Forwarding
 from relaygr_stream.worker.tasks import RankTask

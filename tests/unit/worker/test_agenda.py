@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relaygr_stream.worker.agenda import SPARE, Agenda
+from relaygr_stream.worker.queue import SPARE, Agenda
 
 
 @dataclass(eq=False)

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relaygr_stream.worker import budgets as budgets_module
-from relaygr_stream.worker.budgets import LaneBudgets, LaneShares
-from relaygr_stream.worker.demand import EPOCH_S, Demand
+from relaygr_stream.worker.budgets import EPOCH_S, Demand, LaneBudgets, LaneShares
 
 LANES = st.sets(st.integers(0, 15), max_size=8)
 HOLD_S, TURN_S = 3.0, 5.0

@@ -12,12 +12,11 @@ import torch
 from relaygr_stream.cache.copy import CopyEngine
 from relaygr_stream.cache.storage import Int8
 from relaygr_stream.errors import CapacityError, ConfigError, ModelError
-from relaygr_stream.models.kv import KVRegion
-from relaygr_stream.models.protocol import RankingModel, ScoreInput
-from relaygr_stream.settings import Relay, Settings, Worker
+from relaygr_stream.models.api import KVRegion, RankingModel, ScoreInput
+from relaygr_stream.settings.schema import Relay, Settings, Worker
+from relaygr_stream.worker.audit import PROBE_IDS, check_rounding
 from relaygr_stream.worker.build import Inside, build
-from relaygr_stream.worker.engine import Engine
-from relaygr_stream.worker.rounding import PROBE_IDS, check_rounding
+from relaygr_stream.worker.executor import Engine
 from tests.unit.worker.worlds import CONTEXTUAL, CPU, GRANULE_BYTES, MAX_TOKENS, TOY, Wrapped, toy_model
 
 #: Three granules for the longest sequence, as in the worlds; the longest prefix is two.
@@ -84,23 +83,20 @@ def test_int8_within_bounds_serves_and_without_a_tier_is_not_asked() -> None:
     built(settings_of(dram_storage="int8", dram_int8_deviation=1e-6, dram_bytes=0))
 
 
-def test_costs_are_fitted_to_what_ran_after_the_start_had_settled() -> None:
-    """Until then the process may be nice, and slower than it will be."""
-    now, step = 0.0, 1e-2
+def test_costs_are_not_fitted_to_first_uses() -> None:
+    """Whose allocations and compilations are paid once."""
+    now, model = 0.0, toy_model()
+    engine: Engine | None = None
 
     def clock() -> float:
         nonlocal now
-        now += step
+        now += 1e-2 if engine is None or engine.costs is first else 1e-4
         return now
 
-    def settled() -> None:
-        nonlocal step
-        step = 1e-4
-
-    model = toy_model()
     engine = Engine(model, CPU, clock)
+    first = engine.costs
     region = KVRegion(model.layout, torch.empty(MAX_TOKENS * model.layout.elements_per_token), MAX_TOKENS)
-    engine.warm_up(region, settled)
+    engine.warm_up(region)
     assert engine.costs.extend_ms(0, 64) < 1
     assert engine.costs.score_ms(64, 16) < 1
 

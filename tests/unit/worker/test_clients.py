@@ -10,9 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relaygr_stream.models.kv import KVRegion
-from relaygr_stream.models.protocol import ScoreInput
-from relaygr_stream.models.tokens import Tokens
+from relaygr_stream.models.api import KVRegion, ScoreInput, Tokens
 from relaygr_stream.worker.clients import MOST_CLIENTS, NOBODY, Account, Clients
 from relaygr_stream.worker.queue import WorkQueue
 from relaygr_stream.worker.tasks import RankTask

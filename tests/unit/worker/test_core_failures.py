@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from relaygr_stream.errors import DeviceError
-from relaygr_stream.worker.core import GIVE_UP_AFTER
-from relaygr_stream.worker.costs import MIN_CHUNK
-from relaygr_stream.worker.engine import CALM_CHUNKS
+from relaygr_stream.worker.cost_model import MIN_CHUNK
+from relaygr_stream.worker.executor import CALM_CHUNKS
+from relaygr_stream.worker.scheduler import GIVE_UP_AFTER
 from tests.unit.worker.worlds import MAX_TOKENS, World, Wrapped, world
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from relaygr_stream.errors import CacheCorruption, CapacityError, DeviceError
-from relaygr_stream.worker.core import RelayCore
 from relaygr_stream.worker.device import IDLE_WAIT_S, DeviceThread
+from relaygr_stream.worker.scheduler import RelayCore
 from relaygr_stream.worker.tasks import Answer
 from tests.unit.worker.worlds import World, Wrapped
 

@@ -12,10 +12,10 @@ import torch
 from structlog.testing import capture_logs
 
 from relaygr_stream.errors import ModelError
-from relaygr_stream.models.load import load_model
-from relaygr_stream.models.protocol import RankingModel, ScoreInput
-from relaygr_stream.settings import Kafka, Model, Relay
-from relaygr_stream.worker.audit_report import DEVIATIONS_TO_UNREADY
+from relaygr_stream.models.api import RankingModel, ScoreInput
+from relaygr_stream.models.loading import load_model
+from relaygr_stream.settings.schema import Kafka, Model, Relay
+from relaygr_stream.worker.audit import DEVIATIONS_TO_UNREADY
 from tests.unit.worker.services import Hangable, Peer, made, worker_on, worker_settings
 from tests.unit.worker.worlds import CPU, World, Wrapped, toy_model, world
 from tests.waiting import until

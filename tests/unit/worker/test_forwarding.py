@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relaygr_stream.messages import Behaviours, CostModel, LaneStatus, RankingRequest, WorkerStatus, decode, encode
-from relaygr_stream.owners import OwnerDirectory
-from relaygr_stream.worker.busy import AVERAGE_S, BusyShare
+from relaygr_stream.wire.fleet import OwnerDirectory
+from relaygr_stream.wire.messages import Behaviours, CostModel, LaneStatus, RankingRequest, WorkerStatus, decode, encode
+from relaygr_stream.worker.budgets import AVERAGE_S, BusyShare
 from relaygr_stream.worker.forwarding import FILL, FORGET_S, IN_TIME, LOOKED_AT, TRAVEL_MS, Forwarding, next_hop
 from tests.unit.worker.simulated_fleet import Books, Fleet, Request, users_of
 

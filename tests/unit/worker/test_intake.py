@@ -13,9 +13,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from relaygr_stream.bus.records import Record
+from relaygr_stream.bus.ages import LogEnd
 from relaygr_stream.errors import DecodeError
-from relaygr_stream.messages import (
+from relaygr_stream.settings.schema import Relay
+from relaygr_stream.wire.messages import (
     HEADER_CORRELATION,
     HEADER_REPLY_PARTITION,
     Behaviours,
@@ -24,8 +25,7 @@ from relaygr_stream.messages import (
     encode,
     pack_items,
 )
-from relaygr_stream.settings import Relay
-from relaygr_stream.trigger.log_ends import LogEnd
+from relaygr_stream.wire.records import Record
 from relaygr_stream.worker.intake import Intake, Origin, TooMuch
 
 LIMITS = Relay(max_prefix_tokens=8, max_suffix_tokens=4, max_candidates=5, life_window_ms=2000.0)

@@ -10,8 +10,8 @@ import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 
 from relaygr_stream.errors import DeviceError
-from relaygr_stream.settings import Kafka
-from relaygr_stream.worker.core import RelayCore
+from relaygr_stream.settings.schema import Kafka
+from relaygr_stream.worker.scheduler import RelayCore
 from tests.unit.worker.services import Peer, owned, worker_on, worker_settings
 from tests.waiting import until
 

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from relaygr_stream.bus.records import Record
+from relaygr_stream.bus.ages import WAY_MS
+from relaygr_stream.bus.topics import load_topics
 from relaygr_stream.errors import BrokerError
-from relaygr_stream.messages import (
+from relaygr_stream.settings.schema import Kafka, Relay
+from relaygr_stream.wire.messages import (
     HEADER_CORRELATION,
     HEADER_REPLY_PARTITION,
     Behaviours,
@@ -24,14 +26,12 @@ from relaygr_stream.messages import (
     encode,
     pack_items,
 )
-from relaygr_stream.settings import Kafka, Relay
-from relaygr_stream.topics import load_topics
-from relaygr_stream.trigger.log_ends import WAY_MS
-from relaygr_stream.worker import outbox
+from relaygr_stream.wire.records import Record
+from relaygr_stream.worker import replies as outbox
 from relaygr_stream.worker.forwarding import Kept
 from relaygr_stream.worker.intake import Intake
 from relaygr_stream.worker.metrics import WorkerMetrics
-from relaygr_stream.worker.outbox import Outbox
+from relaygr_stream.worker.replies import Outbox
 from relaygr_stream.worker.tasks import Answer
 from tests.waiting import until
 

@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from relaygr_stream.models.kv import KVRegion
-from relaygr_stream.models.protocol import RankingModel, ScoreInput
-from relaygr_stream.models.tokens import Tokens
+from relaygr_stream.models.api import KVRegion, RankingModel, ScoreInput, Tokens
 from relaygr_stream.worker.forecast import CLEARLY, ENOUGH, GUESTS, SURE, Calibration, Forecast, Full
 from relaygr_stream.worker.tasks import RankTask
 from tests.unit.worker.worlds import World

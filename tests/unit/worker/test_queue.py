@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from relaygr_stream.models.kv import KVLayout, KVRegion
-from relaygr_stream.models.tokens import Tokens
-from relaygr_stream.worker.extension import Extension
+from relaygr_stream.models.api import KVLayout, KVRegion, Tokens
+from relaygr_stream.worker.executor import Extension
 from relaygr_stream.worker.queue import WorkQueue
 from relaygr_stream.worker.tasks import Flight, RankTask
 

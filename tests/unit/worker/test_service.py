@@ -18,13 +18,17 @@ from structlog.testing import capture_logs
 from relaygr_stream.bus import dead_letter
 from relaygr_stream.bus.dead_letter import HEADER_DIGEST, check_dead_letters_fit
 from relaygr_stream.bus.lanes import LaneConsumer
-from relaygr_stream.bus.local import local_broker
 from relaygr_stream.bus.producer import Producer
-from relaygr_stream.bus.records import Record
 from relaygr_stream.bus.tail import TopicTail
-from relaygr_stream.children import Child, settings_as_toml
+from relaygr_stream.bus.topics import apply_topics, load_topics
 from relaygr_stream.errors import BrokerError, ConfigError, DeviceError, Superseded
-from relaygr_stream.messages import (
+from relaygr_stream.models.api import RankingModel
+from relaygr_stream.ops.brokers.local import local_broker
+from relaygr_stream.ops.children import Child, settings_as_toml
+from relaygr_stream.settings.schema import Handover, Kafka
+from relaygr_stream.telemetry.process import START_END_S
+from relaygr_stream.trigger.ledger import LaneLedger
+from relaygr_stream.wire.messages import (
     HEADER_CORRELATION,
     HEADER_ORIGIN_TOPIC,
     HEADER_REASON,
@@ -37,15 +41,11 @@ from relaygr_stream.messages import (
     encode,
     pack_items,
 )
-from relaygr_stream.models.protocol import RankingModel
-from relaygr_stream.refusals import encode_refusals
-from relaygr_stream.settings import Handover, Kafka
-from relaygr_stream.status.reader import StatusReader, Tombstone
-from relaygr_stream.telemetry.process import START_END_S
-from relaygr_stream.topics import apply_topics, load_topics
-from relaygr_stream.trigger.ledger import LaneLedger
-from relaygr_stream.worker.outbox import check_answers_fit
-from relaygr_stream.worker.service import CLOSE_S
+from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.refusals import encode_refusals
+from relaygr_stream.wire.worker_status import StatusReader, Tombstone
+from relaygr_stream.worker.process import CLOSE_S
+from relaygr_stream.worker.replies import check_answers_fit
 from relaygr_stream.worker.status import ANNOUNCE_S, gives_way_to
 from relaygr_stream.worker.watch import WATCH_S
 from tests.unit.worker.services import MIB, Peer, committed, owned, worker_on, worker_settings

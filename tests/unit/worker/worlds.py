@@ -16,16 +16,13 @@ from relaygr_stream.cache.copy import Convert, CopyEngine, CopyTicket, unchanged
 from relaygr_stream.cache.memory import TierMemory
 from relaygr_stream.cache.prefix_cache import PrefixCache
 from relaygr_stream.cache.storage import StorageKind
-from relaygr_stream.exactness import relative_deviation
-from relaygr_stream.models.kv import KVRegion
-from relaygr_stream.models.load import load_model
-from relaygr_stream.models.protocol import RankingModel, ScoreInput
-from relaygr_stream.models.tokens import Tokens
-from relaygr_stream.settings import Model, Relay
+from relaygr_stream.models.api import KVRegion, RankingModel, ScoreInput, Tokens, relative_deviation
+from relaygr_stream.models.loading import load_model
+from relaygr_stream.settings.schema import Model, Relay
 from relaygr_stream.worker.audit import Auditor
-from relaygr_stream.worker.core import Limits, RelayCore
-from relaygr_stream.worker.engine import Engine
+from relaygr_stream.worker.executor import Engine
 from relaygr_stream.worker.rankings import NO_TOKENS
+from relaygr_stream.worker.scheduler import Limits, RelayCore
 from relaygr_stream.worker.tasks import Answer, PreInferTask, RankTask
 
 CPU = torch.device("cpu")
@@ -150,7 +147,7 @@ class World:
             engine.costs_of_prefix,
             scratch_tokens=MAX_TOKENS,
             incremental=self.model.incremental,
-            lag_tokens=self.lag,
+            max_stale_tokens=self.lag,
             storage=self.storage,
         )
         auditor = Auditor(self.audit_share, self._audited, seed=1)

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from relaygr_stream.errors import RelayError
-from relaygr_stream.messages import Outcome, RankingRequest, RequestEvent
+from relaygr_stream.wire.messages import Outcome, RankingRequest, RequestEvent
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relaygr_stream.errors import ConfigError
-from relaygr_stream.messages import Behaviours, RankingRequest, RequestEvent, decode, encode
-from relaygr_stream.workload import generator as generator_module
-from relaygr_stream.workload.generator import Generator, GeneratorOptions
-from relaygr_stream.workload.items import StageDelay, WorkItem, sample_others
+from relaygr_stream.lab.workload import generator as generator_module
+from relaygr_stream.lab.workload.generator import Generator, GeneratorOptions
+from relaygr_stream.lab.workload.items import StageDelay, WorkItem, sample_others
+from relaygr_stream.wire.messages import Behaviours, RankingRequest, RequestEvent, decode, encode
 
 SMALL = GeneratorOptions(users=40, items=500, length_median=40, max_prefix=120, candidates=20, suffix=4)
 

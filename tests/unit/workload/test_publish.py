@@ -16,15 +16,15 @@ import pytest
 from click.testing import CliRunner
 from structlog.testing import capture_logs
 
+from relaygr_stream.cli.replay import build_options, publish_command
 from relaygr_stream.errors import ConfigError, InputError, Overloaded
-from relaygr_stream.messages import RankingRequest
-from relaygr_stream.printable import render_plain
-from relaygr_stream.settings import Model, Relay, Settings
-from relaygr_stream.workload.command import build_options, publish_command
-from relaygr_stream.workload.generator import GeneratorOptions
-from relaygr_stream.workload.publish import LogOptions, PublishOptions, Workload, prepare, send
-from relaygr_stream.workload.replay import ReplayOptions
-from relaygr_stream.workload.report import LiveLine, PublishReport, print_report, render
+from relaygr_stream.lab.workload.generator import GeneratorOptions
+from relaygr_stream.lab.workload.publish import LogOptions, PublishOptions, Workload, prepare, send
+from relaygr_stream.lab.workload.replay import ReplayOptions
+from relaygr_stream.lab.workload.report import LiveLine, PublishReport, print_report, render
+from relaygr_stream.settings.schema import Model, Relay, Settings
+from relaygr_stream.telemetry.printable import render_plain
+from relaygr_stream.wire.messages import RankingRequest
 from tests.unit.workload.logs_for_tests import movielens_rows, write_udata
 from tests.unit.workload.recording_client import RecordingClient
 
@@ -238,7 +238,7 @@ def test_help_has_examples() -> None:
 
 
 def test_an_unusable_file_is_one_line_and_exit_code_1(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", "from relaygr_stream.workload.command import publish_command as p; p()"]
+    command = [sys.executable, "-c", "from relaygr_stream.cli.replay import publish_command as p; p()"]
     done = subprocess.run([*command, "--events", str(tmp_path / "absent")], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "absent: no such file" in done.stderr
@@ -254,5 +254,5 @@ def test_two_runs_have_different_request_ids() -> None:
 
 
 def test_publishing_loads_no_torch() -> None:
-    code = "import sys, relaygr_stream.workload.command; sys.exit('torch' in sys.modules)"
+    code = "import sys, relaygr_stream.cli.replay; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

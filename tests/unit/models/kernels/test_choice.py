@@ -14,7 +14,7 @@ from relaygr_stream import settings
 from relaygr_stream.errors import ModelError
 from relaygr_stream.models.kernels import choice
 from relaygr_stream.models.kernels.choice import disagreement, fused_stack
-from relaygr_stream.models.load import load_model
+from relaygr_stream.models.loading import load_model
 from relaygr_stream.models.stu import StackConfig
 from tests.unit.models.kernels.interpreter import HINT
 from tests.unit.models.kernels.models import DEVICE

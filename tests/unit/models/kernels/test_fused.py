@@ -10,9 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from relaygr_stream.models.api import KVRegion, ScoreInput
 from relaygr_stream.models.hstu_model import HSTUModel
-from relaygr_stream.models.kv import KVRegion
-from relaygr_stream.models.protocol import ScoreInput
 from tests.unit.models.kernels.interpreter import HINT
 from tests.unit.models.kernels.models import DEVICE, fused_model, plain_model, region_of
 from tests.unit.models.small_models import INCREMENTAL, deviation, held, random_items, random_tokens
@@ -82,9 +81,9 @@ def test_half_precision_is_no_further_from_the_truth(dtype: torch.dtype, changes
 
 def test_neighbours_do_not_change_one_bit_of_attention() -> None:
     """Whether a neighbour is long enough to be cut decides which kernel writes; the sums are the same."""
-    from relaygr_stream.models.hstu import RankingRows
     from relaygr_stream.models.kernels.fused import FusedStack
     from relaygr_stream.models.kernels.silu_attention import silu_attention
+    from relaygr_stream.models.stu import RankingRows
 
     model = plain_model(max_positions=800)
     random = np.random.default_rng(2)

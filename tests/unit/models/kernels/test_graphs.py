@@ -13,18 +13,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from relaygr_stream.models.api import ScoreInput
 from relaygr_stream.models.kernels.graphs import (
     MAX_ROWS,
     MAX_TILES,
     MIN_BUCKET,
     Recording,
+    RowEmbedding,
     ScoreGraphs,
     bucket_rows,
     bucket_tiles,
-)  # fmt: skip
-from relaygr_stream.models.kernels.row_embedding import RowEmbedding
+)
 from relaygr_stream.models.kernels.tiles import Field
-from relaygr_stream.models.protocol import ScoreInput
 from tests.unit.models.kernels.models import CountingRecorder, fused_model, plain_model, region_of
 from tests.unit.models.small_models import deviation, random_items, random_tokens, small_model
 

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relaygr_stream.models.hstu import RankingRows
+from relaygr_stream.models.api import KVLayout, KVRegion
 from relaygr_stream.models.kernels.tiles import GROUP_TILES, PART_COLUMNS, Field, padded, tile_table
-from relaygr_stream.models.kv import KVLayout, KVRegion
+from relaygr_stream.models.stu import RankingRows
 from tests.unit.models.naive_hstu import valid_attention
 
 LAYOUT = KVLayout(1, 1, 4, 4, torch.float32)

@@ -1,0 +1,214 @@
+"""How a client shows a broker who it is, and checks who the broker is: SASL and TLS, from the settings.
+
+Knows nothing of connections. Secrets appear in no message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import structlog
+from aiokafka.conn import AIOKafkaConnection, CloseReason
+from aiokafka.errors import (
+    ClusterAuthorizationFailedError,
+    GroupAuthorizationFailedError,
+    KafkaConnectionError,
+    KafkaError,
+    TopicAuthorizationFailedError,
+)
+
+from relaygr_stream.errors import AccessDenied, BrokerError, BrokerUnavailable, ConfigError
+from relaygr_stream.settings.schema import Kafka
+
+# aiokafka on uvloop: a request to a connection that was closed a moment ago fails as any on a lost connection does.
+# asyncio's transports take what is written to them after they were closed, and drop it; uvloop's raise RuntimeError,
+# which aiokafka does not expect: it ended the task that sends heartbeats, and with it the process. Importing this
+# mends it.
+
+
+_send = AIOKafkaConnection.send
+
+
+def send(self: Any, request: Any, expect_response: bool = True) -> Any:
+    """As AIOKafkaConnection.send."""
+    try:
+        return _send(self, request, expect_response)
+    except RuntimeError as error:
+        if "closed" not in str(error):
+            raise
+        self.close(reason=CloseReason.CONNECTION_BROKEN)
+        raise KafkaConnectionError(f"Connection at {self.host}:{self.port} broken: {error}") from error
+
+
+AIOKafkaConnection.send = send
+
+
+_TLS_FILES: Final = ("tls_ca", "tls_certificate", "tls_key")
+
+
+def security_options(kafka: Kafka) -> dict[str, Any]:
+    """aiokafka's options for `kafka.security_protocol`. ConfigError where settings clash or a file is of no use."""
+    protocol = kafka.security_protocol
+    sasl, tls = protocol.startswith("SASL"), protocol.endswith("SSL")
+    options: dict[str, Any] = {"security_protocol": protocol}
+    if sasl:
+        if not (kafka.sasl_username and kafka.sasl_password):
+            raise ConfigError(
+                f"`kafka.security_protocol` = {protocol} needs `kafka.sasl_username` and `kafka.sasl_password` "
+                f"(RELAYGR_KAFKA_SASL_PASSWORD, or a settings file that others cannot read)"
+            )
+        if kafka.sasl_mechanism == "PLAIN" and not tls and not kafka.plain_without_tls:
+            raise ConfigError(
+                f"`kafka.sasl_mechanism` = PLAIN with `kafka.security_protocol` = {protocol} sends the password in the "
+                f"clear; use SASL_SSL or SCRAM-SHA-512, or allow it with kafka.plain_without_tls = true"
+            )
+        options |= {
+            "sasl_mechanism": kafka.sasl_mechanism,
+            "sasl_plain_username": kafka.sasl_username,
+            "sasl_plain_password": kafka.sasl_password,
+        }
+    elif kafka.sasl_username or kafka.sasl_password:
+        raise ConfigError(
+            f"`kafka.sasl_username` is set, but `kafka.security_protocol` = {protocol} sends no credentials; set it to "
+            f"SASL_SSL (or SASL_PLAINTEXT inside a trusted network)"
+        )
+    if tls:
+        options["ssl_context"] = _tls_context(kafka)
+    else:
+        given = [f"`kafka.{name}`" for name in _TLS_FILES if getattr(kafka, name)]
+        if given:
+            raise ConfigError(
+                f"{', '.join(given)} is set, but `kafka.security_protocol` = {protocol} does not encrypt; set it to "
+                f"{'SASL_SSL' if sasl else 'SSL'}"
+            )
+    return options
+
+
+def _tls_context(kafka: Kafka) -> ssl.SSLContext:
+    """Checks the broker's certificate and that it names the host we asked for; there is no setting against that."""
+    for name in _TLS_FILES:
+        path = getattr(kafka, name)
+        if path and not Path(path).is_file():
+            raise ConfigError(f"`kafka.{name}` = {path!r}: no such file")
+    try:
+        context = ssl.create_default_context(cafile=kafka.tls_ca or None)
+    except (ssl.SSLError, OSError) as error:
+        raise ConfigError(f"`kafka.tls_ca` = {kafka.tls_ca!r}: not certificates in PEM form ({error})") from error
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    if kafka.tls_key and not kafka.tls_certificate:
+        raise ConfigError("`kafka.tls_key` is set without `kafka.tls_certificate`")
+    if kafka.tls_certificate:
+        try:
+            context.load_cert_chain(
+                kafka.tls_certificate, kafka.tls_key or None, password=lambda: kafka.tls_key_password
+            )
+        except (ssl.SSLError, OSError, ValueError) as error:
+            raise ConfigError(
+                f"`kafka.tls_certificate` = {kafka.tls_certificate!r}, `kafka.tls_key` = {kafka.tls_key!r}: not a "
+                f"certificate and its key in PEM form, or `kafka.tls_key_password` is not the key's ({error})"
+            ) from error
+    return context
+
+
+# Ends connections within bounded time, whatever the brokers do.
+
+
+log = structlog.get_logger(__name__)
+
+#: A client without anything left to send disconnects in milliseconds, unless a broker does not answer its farewell: a
+#: TLS connection then waits 30 s for it (asyncio's ssl_shutdown_timeout, which aiokafka leaves alone).
+CLOSE_S: Final = 3.0
+
+_late: set[asyncio.Task[None]] = set()
+
+
+async def end(what: str, stop: Callable[[], Coroutine[Any, Any, None]], within_s: float = CLOSE_S) -> None:
+    """Await stop(), but not for longer than within_s, and never fail: what cannot be ended ends with the process.
+
+    As a task of its own, because aiokafka's stop() lets the cancellation of its own inner tasks escape to the caller
+    (seen when a broker is away, in aiokafka 0.14).
+    """
+    task = asyncio.create_task(stop(), name=f"end {what}")
+    await asyncio.wait({task}, timeout=within_s)
+    if not task.done():
+        _late.add(task)  # it goes on for as long as the process does
+        task.add_done_callback(_late.discard)
+        log.warning("does not end, and is left behind", what=what, after_s=within_s)
+    elif not task.cancelled() and (error := task.exception()) is not None:
+        log.warning("did not end in order", what=what, error=f"{type(error).__name__}: {error}")
+
+
+async def end_consumer(what: str, consumer: Any) -> None:
+    """As `end`, of an AIOKafkaConsumer, and its connections are closed in any case: where a fetch is waiting for a
+    broker, aiokafka lets its cancellation escape from stop() (as above), which then has not closed them yet.
+    """
+
+    async def stop() -> None:
+        try:
+            await consumer.stop()
+        finally:
+            await consumer._client.close()
+
+    await end(what, stop)
+
+
+# How this package's clients reach Kafka: the one place where aiokafka's connection options are set. Also turns
+# aiokafka's errors into ours. Knows nothing of topics, groups or messages.
+
+
+#: Wait between attempts. A broker's restart takes seconds; ten attempts a second from each client are no load.
+RETRY_BACKOFF_MS: Final = 100
+
+_NOT_GRANTED: Final = (
+    TopicAuthorizationFailedError, GroupAuthorizationFailedError, ClusterAuthorizationFailedError
+)  # fmt: skip
+
+
+def bootstrap_addresses(kafka: Kafka) -> list[str]:
+    """HOST:PORT of each broker named. ConfigError where it is a URL, which may hold a password: it is not quoted."""
+    if "@" in kafka.bootstrap or "/" in kafka.bootstrap:
+        raise ConfigError(
+            "`kafka.bootstrap` is a URL, or holds a password: write HOST:PORT[,HOST:PORT…], the user in "
+            "kafka.sasl_username and the password in RELAYGR_KAFKA_SASL_PASSWORD_FILE"
+        )
+    return [address.strip() for address in kafka.bootstrap.split(",") if address.strip()]
+
+
+def client_options(kafka: Kafka, client_id: str) -> dict[str, Any]:
+    """Keyword arguments that every aiokafka client (producer, consumer, admin) is made with. Raises ConfigError."""
+    return {
+        "bootstrap_servers": bootstrap_addresses(kafka),
+        "client_id": client_id,
+        "request_timeout_ms": kafka.request_timeout_ms,
+        "retry_backoff_ms": RETRY_BACKOFF_MS,
+        **security_options(kafka),
+    }
+
+
+@contextmanager
+def typed_errors(kafka: Kafka, doing: str) -> Iterator[None]:
+    """Raise aiokafka's errors as BrokerUnavailable or BrokerError; `doing` says what could not be done."""
+    try:
+        yield
+    except (KafkaError, OSError) as error:  # a TimeoutError is an OSError
+        raise broker_error(kafka, doing, error) from error
+
+
+def broker_error(kafka: Kafka, doing: str, error: BaseException) -> BrokerError:
+    """The error to raise in place of aiokafka's."""
+    if isinstance(error, (KafkaConnectionError, OSError)):
+        return BrokerUnavailable(
+            f"cannot {doing}: no Kafka broker answers at {kafka.bootstrap}; start one there, or name another with "
+            f"kafka.bootstrap (RELAYGR_KAFKA_BOOTSTRAP)"
+        )
+    if isinstance(error, _NOT_GRANTED):
+        return AccessDenied(
+            f"cannot {doing}: user {kafka.sasl_username or 'of this certificate or address'!r} lacks an ACL "
+            f"({type(error).__name__}: {error}); docs/security.md lists the grants of each process"
+        )
+    return BrokerError(f"cannot {doing} (brokers at {kafka.bootstrap}): {error!r}")

@@ -1,0 +1,132 @@
+"""What a cluster has, beside what the topics' files say: what breaks the relay is refused, other differences are named.
+
+Knows nothing of how the cluster is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from relaygr_stream.errors import TopicError
+from relaygr_stream.wire.topic_files import Topic, check_equal_counts
+
+#: What the headers of a dead letter add to the original: reason, detail and origin are below 2 KiB.
+DEAD_LETTER_HEADERS_BYTES: Final = 4096
+MEND: Final = "`relaygr topics apply --alter` sets the cluster's as the files say"
+
+
+@dataclass(frozen=True)
+class FoundTopic:
+    """What the cluster says of a topic. configs: by Kafka's names; the embedded broker tells few. own: those set for
+    this topic, which are not the cluster's defaults.
+    """
+
+    partitions: int
+    replication: int
+    configs: Mapping[str, str]
+    own: frozenset[str]
+    leaders: Mapping[int, int]  # partition → broker; -1: nobody
+
+
+@dataclass(frozen=True)
+class TopicRow:
+    """A topic's description beside what the cluster has; `found` is None where the topic does not exist."""
+
+    topic: Topic
+    found: FoundTopic | None
+
+
+class Difference(NamedTuple):
+    """One setting with both values."""
+
+    topic: str
+    setting: str
+    file: str
+    cluster: str
+
+    def __str__(self) -> str:
+        return f"{self.topic}: {self.setting} = {self.cluster} on the cluster, {self.file} in its file"
+
+
+def check_rows(rows: Sequence[TopicRow]) -> None:
+    """What every process needs at its start. Raises TopicError, CoPartitionError (both topics, both counts)."""
+    missing = [row.topic.name for row in rows if row.found is None]
+    if missing:
+        raise TopicError(f"missing on the cluster: {', '.join(missing)}; `relaygr topics apply` creates them")
+    found = [(row.topic, row.found) for row in rows if row.found is not None]
+    sharing = [(topic.name, has.partitions) for topic, has in found if topic.lanes]
+    if sharing:
+        check_equal_counts(sharing)
+    for topic, has in found:
+        _check_count(topic, has.partitions)
+        takes = int(has.configs.get("max.message.bytes", topic.max_message_bytes))
+        if takes < topic.max_message_bytes:
+            raise TopicError(
+                f"topic {topic.name} takes messages up to {takes} bytes (max.message.bytes), "
+                f"its file says {topic.max_message_bytes}; raise the one ({MEND}) or lower the other"
+            )
+        policy = has.configs.get("cleanup.policy", topic.cleanup_policy)
+        if topic.cleanup_policy not in policy.split(","):
+            raise TopicError(
+                f"topic {topic.name} has cleanup.policy={policy}, its file says {topic.cleanup_policy}; {MEND}"
+            )
+
+
+def _check_count(topic: Topic, count: int) -> None:
+    if count >= topic.partitions and not (topic.exact and count != topic.partitions):
+        return
+    mend = f"set {'kafka.partitions' if topic.lanes else 'its file'} to {count}"
+    if count < topic.partitions:
+        mend += ", or add partitions with `relaygr topics apply --alter` while nothing runs (docs/operations.md)"
+    raise TopicError(
+        f"topic {topic.name} has {count} partitions, its description says {topic.partitions}; {mend}, "
+        f"or delete and apply it"
+    )
+
+
+def differences(rows: Sequence[TopicRow]) -> list[Difference]:
+    """Every setting that the files state and the cluster has another value of, as far as it tells; more partitions
+    than stated are none, where nobody looks a key up.
+    """
+    return [
+        Difference(row.topic.name, setting, file, cluster)
+        for row in rows
+        if row.found is not None
+        for setting, file, cluster in [
+            ("partitions", str(row.topic.partitions), str(min(row.found.partitions, row.topic.partitions))),
+            ("replication", str(row.topic.replication), str(row.found.replication)),
+            *((name, value, row.found.configs.get(name, value)) for name, value in row.topic.configs.items()),
+        ]
+        if cluster != file
+    ]
+
+
+def check_all(rows: Sequence[TopicRow], *, but: str = "") -> None:
+    """No difference, and no topic takes what `dead-letter` does not. Raises TopicError, naming everything at once.
+
+    but: a setting that is left out.
+    """
+    said = [str(each) for each in differences(rows) if each.setting != but] + _too_large_for_dead_letters(rows)
+    if said:
+        raise TopicError(
+            f"{'; '.join(said)}. {MEND} (not replication: set kafka.replication), or the files (kafka.topics_dir)"
+        )
+
+
+def _too_large_for_dead_letters(rows: Sequence[TopicRow]) -> list[str]:
+    takes = {
+        row.topic.name: int(row.found.configs.get("max.message.bytes", row.topic.max_message_bytes))
+        for row in rows
+        if row.found is not None
+    }
+    lanes = [row.topic.name for row in rows if row.topic.lanes and row.topic.name in takes]
+    letters = [name for name in takes if name.endswith("dead-letter")]
+    return [
+        f"{lane} takes messages of {takes[lane]} bytes, {letter} of {takes[letter]}: a dead letter has up to "
+        f"{DEAD_LETTER_HEADERS_BYTES} bytes more than its original"
+        for letter in letters
+        for lane in lanes
+        if takes[letter] < takes[lane] + DEAD_LETTER_HEADERS_BYTES
+    ]

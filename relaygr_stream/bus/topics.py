@@ -1,0 +1,238 @@
+"""The topics on a cluster: created, and checked against what their files say (topic_files.py), at every start.
+
+What the files say is imported from here as well. Knows nothing of what the messages contain.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Collection, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import structlog
+from aiokafka.admin import AIOKafkaAdminClient, NewPartitions, NewTopic
+from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
+from aiokafka.errors import NoError, TopicAlreadyExistsError, for_code
+
+from relaygr_stream.bus.aiokafka_compat import client_options, typed_errors
+from relaygr_stream.bus.probe import check_connection
+from relaygr_stream.bus.topic_check import Difference, FoundTopic, TopicRow, check_all, check_rows, differences
+from relaygr_stream.errors import BrokerError, TopicError
+from relaygr_stream.settings.schema import Kafka
+from relaygr_stream.wire.topic_files import LANE_TOPICS, Topic, TopicSet, lane_of, load_topics
+
+__all__ = [
+    "LANE_TOPICS",
+    "FoundTopic",
+    "Topic",
+    "TopicReport",
+    "TopicRow",
+    "TopicSet",
+    "apply_topics",
+    "describe_topics",
+    "lane_of",
+    "load_topics",
+    "verify_topics",
+]
+
+log = structlog.get_logger(__name__)
+
+#: A config's value, and whether it was set for the topic, by its name.
+_Configs = dict[str, tuple[str, bool]]
+#: DYNAMIC_TOPIC_CONFIG among the sources of a config.
+TOPICS_OWN: Final = 1
+#: The cluster names a dead broker until it is fenced (`broker.session.timeout.ms`, 9 s by default): whoever starts just
+#: then, and is sent there, or to one that leaves, asks again until that is over.
+FENCING_S: Final = 10.0
+RETRY_S: Final = 0.5
+
+
+@dataclass(frozen=True)
+class TopicReport:
+    """What `apply_topics` did."""
+
+    created: tuple[str, ...]
+    existing: tuple[str, ...]
+    rows: tuple[TopicRow, ...]
+    altered: tuple[Difference, ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"created   {name}" for name in self.created] + [f"existing  {name}" for name in self.existing]
+        lines += [f"altered   {each.topic}: {each.setting} {each.cluster} → {each.file}" for each in self.altered]
+        return "\n".join(lines)
+
+
+async def describe_topics(kafka: Kafka) -> tuple[TopicRow, ...]:
+    """Each topic's description beside what the cluster has. Raises BrokerUnavailable, ConfigError.
+
+    Where no broker answers, this is said at once; once one has answered, brokers that leave are waited for.
+    """
+    topics = load_topics(kafka)
+    await check_connection(kafka)
+    gives_up = time.monotonic() + FENCING_S
+    while True:
+        try:
+            async with _admin(kafka) as admin:
+                return await _describe(admin, topics.all)
+        except BrokerError as error:
+            passing = isinstance(error.__cause__, OSError) or getattr(error.__cause__, "retriable", False)
+            if not passing or time.monotonic() > gives_up:
+                raise
+        await asyncio.sleep(RETRY_S)
+
+
+async def verify_topics(kafka: Kafka, *, strict: bool = False, optional: Collection[str] = ()) -> tuple[TopicRow, ...]:
+    """Check the cluster against the description; every process does so at its start.
+
+    strict: any difference is refused; else what the relay can live with is a warning in the log. optional: names of
+    topics that may be missing. Raises TopicError, CoPartitionError (naming both topics and both counts),
+    BrokerUnavailable, ConfigError.
+    """
+    described = await describe_topics(kafka)
+    rows = tuple(row for row in described if row.found is not None or row.topic.name not in optional)
+    check_rows(rows)
+    try:
+        # Copies are the operator's matter; those who only use the topics need not know how many there are.
+        check_all(rows, but="" if strict else "replication")
+    except TopicError as error:
+        if strict:
+            raise
+        log.warning("topics differ from their files", detail=str(error))
+    return rows
+
+
+async def apply_topics(kafka: Kafka, *, alter: bool = False) -> TopicReport:
+    """Create the topics that are missing, then verify strictly; raises as `verify_topics` does.
+
+    alter: topics that exist are changed to what their files say, too, and partitions added where there are fewer. More
+    lanes move users to others: nothing may run meanwhile (docs/operations.md).
+    """
+    topics = load_topics(kafka)
+    await check_connection(kafka)
+    async with _admin(kafka) as admin:
+        before = await _describe(admin, topics.all)
+        missing = [row.topic for row in before if row.found is None]
+        altered: tuple[Difference, ...] = ()
+        if alter:
+            altered = await _alter(admin, before)
+        else:  # what exists must fit before anything is added to it
+            check_rows([row for row in before if row.found is not None])
+        if missing:
+            await _create(admin, missing)
+        timeout_s = kafka.request_timeout_ms / 1000
+        rows = await _describe_when_visible(
+            admin, topics.all, timeout_s, {(each.topic, each.setting) for each in altered}
+        )
+    check_rows(rows)
+    check_all(rows)
+    created = tuple(topic.name for topic in missing)
+    existing = tuple(row.topic.name for row in rows if row.topic.name not in created)
+    return TopicReport(created, existing, rows, altered)
+
+
+@asynccontextmanager
+async def _admin(kafka: Kafka) -> AsyncIterator[Any]:
+    admin = AIOKafkaAdminClient(**client_options(kafka, "relaygr-topics"))
+    try:
+        with typed_errors(kafka, "look at the topics"):
+            await admin.start()
+            yield admin
+    finally:
+        await admin.close()
+
+
+async def _describe(admin: Any, topics: Sequence[Topic]) -> tuple[TopicRow, ...]:
+    # All topics are asked for, not ours by name: naming a missing one may make the broker create it.
+    listed = {
+        entry["topic"]: entry["partitions"]
+        for entry in await admin.describe_topics()
+        if entry["error_code"] == NoError.errno and entry["partitions"]
+    }
+    present = [topic.name for topic in topics if topic.name in listed]
+    configs = await _configs(admin, present) if present else {}
+    return tuple(
+        TopicRow(topic, _found(listed[topic.name], configs.get(topic.name, {})) if topic.name in listed else None)
+        for topic in topics
+    )
+
+
+def _found(partitions: list[dict[str, Any]], config: _Configs) -> FoundTopic:
+    return FoundTopic(
+        partitions=len(partitions),
+        replication=min(len(partition["replicas"]) for partition in partitions),
+        configs={name: value for name, (value, _) in config.items()},
+        own=frozenset(name for name, (_, own) in config.items() if own),
+        leaders={partition["partition"]: partition["leader"] for partition in partitions},
+    )
+
+
+async def _configs(admin: Any, names: Sequence[str]) -> dict[str, _Configs]:
+    found: dict[str, _Configs] = {}
+    responses = await admin.describe_configs([ConfigResource(ConfigResourceType.TOPIC, name) for name in names])
+    for response in responses:
+        for error_code, _, _, name, entries in response.resources:
+            if error_code == NoError.errno:
+                # The fourth says where a value is from (1: the topic), before version 1 whether it is a default.
+                own = (lambda source: not source) if response.API_VERSION == 0 else TOPICS_OWN.__eq__
+                found[name] = {entry[0]: (entry[1], own(entry[3])) for entry in entries if entry[1]}
+    return found
+
+
+async def _create(admin: Any, topics: Sequence[Topic]) -> None:
+    new = [
+        NewTopic(
+            name=topic.name,
+            num_partitions=topic.partitions,
+            replication_factor=topic.replication,
+            topic_configs=topic.configs,
+        )
+        for topic in topics
+    ]
+    response = await admin.create_topics(new)
+    for name, error_code, *detail in response.topic_errors:
+        error = for_code(error_code)
+        # Another process may have created it since we looked; the check afterwards tells whether it fits.
+        if error not in (NoError, TopicAlreadyExistsError):
+            raise TopicError(f"topic {name} could not be created: {error.__name__}: {detail[0] if detail else ''}")
+
+
+async def _alter(admin: Any, rows: Sequence[TopicRow]) -> tuple[Difference, ...]:
+    """Change what exists to what its file says, but for what cannot be: fewer partitions, other copies."""
+    found = [(row.topic, row.found) for row in rows if row.found is not None]
+    check_rows([row for row in rows if row.found is not None and row.found.partitions > row.topic.partitions])
+    changed = tuple(each for each in differences(rows) if each.setting != "replication")
+    resources, few = [], {}
+    for topic, has in found:
+        settings = {each.setting for each in changed if each.topic == topic.name}
+        if settings - {"partitions"}:
+            # This request of Kafka's replaces all that was set for the topic, so that is sent along.
+            configs = {name: has.configs[name] for name in has.own} | topic.configs
+            resources.append(ConfigResource(ConfigResourceType.TOPIC, topic.name, configs))
+        if "partitions" in settings:
+            few[topic.name] = NewPartitions(topic.partitions)
+    if resources:
+        for response in await admin.alter_configs(resources):
+            for error_code, message, _, name in response.resources:
+                if error_code != NoError.errno:
+                    raise TopicError(f"topic {name} could not be altered: {for_code(error_code).__name__}: {message}")
+    if few:
+        await admin.create_partitions(few)
+    return changed
+
+
+async def _describe_when_visible(
+    admin: Any, topics: Sequence[Topic], timeout_s: float, altered: set[tuple[str, str]]
+) -> tuple[TopicRow, ...]:
+    """A new topic, and what was altered, takes a moment to show in every broker's metadata."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        rows = await _describe(admin, topics)
+        waiting = any(row.found is None for row in rows) or not altered.isdisjoint(
+            (each.topic, each.setting) for each in differences(rows)
+        )
+        if not waiting or time.monotonic() > deadline:
+            return rows
+        await asyncio.sleep(0.05)

@@ -1,0 +1,1 @@
+"""The `relaygr` command: one module for each group of subcommands."""

@@ -1,0 +1,130 @@
+"""`relaygr bench` on the command line."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from relaygr_stream.cli.options import parse_flags
+from relaygr_stream.lab.bench.options import PRESETS
+from relaygr_stream.settings.files import check_writable
+from relaygr_stream.settings.load import load_settings
+
+
+@click.group(name="bench")
+def bench_command() -> None:
+    """Measure what this machine can do."""
+
+
+@bench_command.command(name="slo")
+@click.option("--preset", type=click.Choice(list(PRESETS)), default="quick", show_default=True, help="How closely.")
+@click.option(
+    "--broker",
+    type=click.Choice(["embedded", "kafka"]),
+    help="Private broker to start: the embedded one, or Apache Kafka from KAFKA_HOME. [kafka where KAFKA_HOME is set]",
+)
+@click.option("--bootstrap", metavar="HOST:PORT", help="Use this running cluster instead of a private broker.")
+@click.option("--workers", type=click.IntRange(1, 64), default=1, show_default=True, help="Worker processes.")
+@click.option("--device", metavar="cpu|cuda[:N]|npu[:N]", help="What the workers run on. [as the preset]")
+@click.option(
+    "--modes",
+    metavar="NAME,…",
+    help="What to compare: full (must be), cache, relay-hbm, relay, relay-warm. [quick: full,cache,relay]",
+)
+@click.option("--slo", type=float, metavar="MS", help="Ranking P99 to keep. [as the preset]")
+@click.option(
+    "--length", type=int, help="Prefix tokens at which the largest rate is searched. [full inference takes 0.4 SLO]"
+)
+@click.option("--rate", type=float, help="Requests/s at which the largest length is searched. [what `full` carries]")
+@click.option("--revisits", metavar="R,…", help="Shares of returning users. [0,0.5,0.9]")
+@click.option("--length-revisits", metavar="R,…", help="The same, for the search of lengths. [0.5,0.9]")
+@click.option("--growth", type=float, help="Mean new behaviours of a returning user. [3]")
+@click.option("--stage-delay", type=float, metavar="MS", help="Median from announcement to ranking request. [150]")
+@click.option("--stage-sigma", type=float, help="Sigma of that log-normal delay. [0.1]")
+@click.option("--candidates", type=int, help="Items to rank. [32]")
+@click.option("--samples", type=int, help="Requests judged in a probe.")
+@click.option("--repeats", type=int, help="Times that every search is repeated.")
+@click.option("--budget", type=float, metavar="SECONDS", help="No probe is begun that would end later.")
+@click.option("--seed", type=int, help="Of the traffic. [7]")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=Path("out/slo"),
+    show_default=True,
+    help="Folder for report.html and report.json.",
+)
+@click.option("--config", "files", multiple=True, metavar="FILE", help="TOML file with settings, over the preset's.")
+@click.option("--set", "assignments", multiple=True, metavar="SECTION.KEY=VALUE", help="One setting.")
+def slo_command(
+    preset: str,
+    bootstrap: str | None,
+    device: str | None,
+    slo: float | None,
+    files: tuple[str, ...],
+    assignments: tuple[str, ...],
+    **flags: Any,
+) -> None:
+    """How much longer sequences, and how much more traffic, within the same ranking P99?
+
+    Runs broker, trigger, workers and a client as real processes; searches, for every mode of serving, the largest rate
+    at a given length and the largest length at a given rate; writes a table, report.json and report.html. With CHECK=1
+    in the environment it exits 1 when a target is missed.
+
+    \b
+    Examples:
+      relaygr bench slo
+      relaygr bench slo --modes full,relay --slo 100 --length 2048
+      relaygr bench slo --preset paper --device cuda --bootstrap kafka:9092 --workers 4
+    """
+    overrides = {"kafka.bootstrap": bootstrap, "worker.device": device, "relay.slo_ms": slo}
+    settings = load_settings([f"slo-{preset}", *files], {**overrides, **parse_flags(assignments)}).settings
+    options = build_options(preset, private=bootstrap is None, flags=flags)
+    for name in ("report.json", "report.html"):
+        check_writable(options.out / name, "--out")
+    from relaygr_stream.lab.bench.slo import run_slo
+    from relaygr_stream.ops.stopping import run_until_stopped
+    from relaygr_stream.telemetry.process import loop_factory
+
+    command = f"relaygr {shlex.join(sys.argv[1:])}"
+    met = run_until_stopped(run_slo(options, settings, command), loop_factory())
+    sys.exit(int(not met and os.environ.get("CHECK") == "1"))
+
+
+def build_options(preset: str, *, private: bool, flags: dict[str, Any]) -> Any:
+    """The options that the flags ask for, over the preset's. Raises click.UsageError or ConfigError."""
+    from relaygr_stream.lab.bench.modes import modes_named
+    from relaygr_stream.lab.bench.options import SloOptions
+
+    given = {name: value for name, value in flags.items() if value is not None}
+    # The embedded broker grows slower as its log grows: after two minutes of this load a message takes twice as long.
+    broker = given.pop("broker", "kafka" if os.environ.get("KAFKA_HOME") else "embedded")
+    if "modes" in given:
+        given["modes"] = modes_named(given["modes"])
+    for name in ("revisits", "length_revisits"):
+        if name in given:
+            given[name] = _ratios(f"--{name.replace('_', '-')}", given[name])
+    if "budget" in given:
+        given["budget_s"] = given.pop("budget")
+    delay = {"median_ms": given.pop("stage_delay", None), "sigma": given.pop("stage_sigma", None)}
+    changed = {name: value for name, value in delay.items() if value is not None}
+    shape: dict[str, Any] = {**PRESETS[preset], **given}
+    options = SloOptions(preset=preset, broker=broker if private else None, **shape)
+    if not changed:
+        return options
+    if min(changed.values()) < 0:
+        raise click.UsageError("--stage-delay and --stage-sigma: must not be negative")
+    from dataclasses import replace
+
+    return replace(options, delay=replace(options.delay, **changed))
+
+
+def _ratios(flag: str, text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(ratio) for ratio in text.split(","))
+    except ValueError:
+        raise click.UsageError(f"{flag} {text}: write numbers, separated by commas") from None

@@ -1,0 +1,114 @@
+"""`relaygr dead-letters`: list, show, replay."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+from relaygr_stream.cli.options import settings_options
+from relaygr_stream.settings.schema import Settings
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _filters(command: F) -> F:
+    command = click.option("--reason", default="", help="Only letters with this reason (malformed, invalid, …).")(
+        command
+    )
+    return click.option(
+        "--from", "origin", default="", metavar="TOPIC", help="Only letters that came from this topic."
+    )(command)
+
+
+@click.group(name="dead-letters")
+def dead_letters_command() -> None:
+    """Messages that nobody could read: look at them, send them again.
+
+    A letter's address is PARTITION:OFFSET in the dead-letter topic.
+    """
+
+
+@dead_letters_command.command(name="list")
+@_filters
+@click.option("--json", "as_lines", is_flag=True, help="One JSON object per line.")
+@settings_options
+def list_command(settings: Settings, reason: str, origin: str, as_lines: bool) -> None:
+    """List the letters, oldest first, with reason and origin."""
+    from relaygr_stream.ops.dead_letters.replay import choose, read_letters
+    from relaygr_stream.ops.dead_letters.table import as_json, print_letters
+    from relaygr_stream.telemetry.printable import SafeConsole
+
+    letters = choose(asyncio.run(read_letters(settings.kafka)), addresses=(), reason=reason, origin=origin)
+    if as_lines:
+        for letter in letters:
+            click.echo(as_json(letter, value=False))
+    else:
+        print_letters(SafeConsole(), letters)
+
+
+@dead_letters_command.command()
+@click.argument("addresses", nargs=-1, required=True, metavar="ADDRESS…")
+@settings_options
+def show(settings: Settings, addresses: tuple[str, ...]) -> None:
+    """Show letters whole: headers, and the value unpacked whatever its schema is."""
+    from relaygr_stream.ops.dead_letters.replay import choose, read_letters
+    from relaygr_stream.ops.dead_letters.table import print_letter
+    from relaygr_stream.telemetry.printable import SafeConsole
+
+    for letter in choose(asyncio.run(read_letters(settings.kafka)), addresses=addresses, reason="", origin=""):
+        print_letter(SafeConsole(), letter)
+
+
+@dead_letters_command.command()
+@click.argument("addresses", nargs=-1, metavar="[ADDRESS…]")
+@_filters
+@click.option("--all", "everything", is_flag=True, help="All letters (that --reason and --from leave).")
+@click.option("--again", is_flag=True, help="Also letters that were replayed before, or came back from a replay.")
+@click.option("--dry-run", is_flag=True, help="Say what would be done, and do nothing.")
+@settings_options
+def replay(
+    settings: Settings,
+    addresses: tuple[str, ...],
+    reason: str,
+    origin: str,
+    everything: bool,
+    again: bool,
+    dry_run: bool,
+) -> None:
+    """Send letters to their original topic, with their original key and headers.
+
+    Each letter once: what was replayed, or came back from a replay, is left alone unless --again says otherwise.
+    Exits 1 if a letter was refused.
+    """
+    from relaygr_stream.bus.topics import load_topics
+    from relaygr_stream.ops.dead_letters.letter import Letter
+    from relaygr_stream.ops.dead_letters.replay import Verdict, choose, read_letters, verdict_before, why
+    from relaygr_stream.ops.dead_letters.replay import replay as send_again
+    from relaygr_stream.ops.dead_letters.table import line_of
+
+    if not (addresses or everything or reason or origin):
+        raise click.UsageError("name letters by ADDRESS, choose them with --reason or --from, or take --all")
+    topics = load_topics(settings.kafka)
+    told: list[Verdict] = []
+
+    def report(letter: Letter, verdict: Verdict, detail: str) -> None:
+        told.append(verdict)
+        click.echo(line_of(letter, verdict, detail))
+
+    async def run() -> bool:
+        letters = choose(await read_letters(settings.kafka), addresses=addresses, reason=reason, origin=origin)
+        if not dry_run:
+            return await send_again(settings.kafka, topics, letters, again=again, report=report)
+        for letter in letters:
+            verdict = verdict_before(letter, topics, again=again)
+            report(letter, verdict, why(verdict))
+        return True
+
+    clean = asyncio.run(run())
+    totals = {verdict: told.count(verdict) for verdict in dict.fromkeys(told)}
+    click.echo(", ".join(f"{count} {verdict}" for verdict, count in totals.items()) or "no letters to replay")
+    sys.exit(not clean)

@@ -1,0 +1,69 @@
+"""`relaygr demo` on the command line."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from relaygr_stream.cli.options import parse_flags
+from relaygr_stream.settings.files import check_writable
+from relaygr_stream.settings.load import load_settings
+
+
+@click.command(name="demo")
+@click.option(
+    "--broker",
+    type=click.Choice(["embedded", "kafka"]),
+    default="embedded",
+    show_default=True,
+    help="Private broker to start: the embedded one, or Apache Kafka from KAFKA_HOME.",
+)
+@click.option("--bootstrap", metavar="HOST:PORT", help="Use this running cluster instead of a private broker.")
+@click.option(
+    "--seconds", type=click.FloatRange(2, 3600), default=30.0, show_default=True, help="Length of each phase."
+)
+@click.option("--rate", type=click.FloatRange(0.1, 10_000), default=4.0, show_default=True, help="Requests per second.")
+@click.option("--seed", type=int, default=7, show_default=True, help="Seed of the traffic.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, dir_okay=False),
+    default=Path("out/relaygr-demo.png"),
+    show_default=True,
+    help="Where the picture goes.",
+)
+@click.option("--config", "files", multiple=True, metavar="FILE", help="TOML file with settings, over the demo's own.")
+@click.option("--set", "assignments", multiple=True, metavar="SECTION.KEY=VALUE", help="One setting.")
+def demo_command(
+    broker: str,
+    bootstrap: str | None,
+    seconds: float,
+    rate: float,
+    seed: int,
+    out: Path,
+    files: tuple[str, ...],
+    assignments: tuple[str, ...],
+) -> None:
+    """Run the whole relay on this machine and show what it does.
+
+    Starts a broker, a trigger, two workers and a client that plays a recommendation service: first with the relay, then
+    the same requests with full inference. Exits 0 only if every request was answered and no score deviated.
+
+    Example: relaygr demo --broker kafka --seconds 10
+    """
+    from relaygr_stream.lab.demo.plot import check_can_draw
+    from relaygr_stream.lab.demo.run import DemoOptions, run_demo
+    from relaygr_stream.ops.stopping import run_until_stopped
+
+    check_writable(out, "--out")
+    check_can_draw(out)
+    config = load_settings(["demo", *files], {"kafka.bootstrap": bootstrap, **parse_flags(assignments)})
+    options = DemoOptions(
+        broker=None if bootstrap else ("kafka" if broker == "kafka" else "embedded"),
+        seconds=seconds,
+        rate=rate,
+        seed=seed,
+        out=out,
+    )
+    sys.exit(run_until_stopped(run_demo(options, config.settings)))

@@ -1,0 +1,238 @@
+"""`relaygr simulate` on the command line."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from relaygr_stream.cli.options import parse_flags
+from relaygr_stream.errors import ConfigError
+from relaygr_stream.lab.simulate.bus import BusLatency
+from relaygr_stream.ops.stopping import interruptible
+from relaygr_stream.settings.files import check_writable
+from relaygr_stream.settings.load import load_settings
+
+if TYPE_CHECKING:
+    from relaygr_stream.lab.simulate.costs import DeviceCosts
+    from relaygr_stream.lab.simulate.plan import Probe
+    from relaygr_stream.lab.simulate.scenario import Scenario
+    from relaygr_stream.settings.schema import Settings
+
+
+def _share(_: click.Context, __: click.Parameter, value: str | None) -> float | None:
+    """A share: 0.02 or 2%."""
+    if value is None:
+        return None
+    try:
+        return float(value[:-1]) / 100 if value.endswith("%") else float(value)
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is not a share; write 0.02 or 2%") from None
+
+
+@click.command(name="simulate")
+@click.option(
+    "--workers", type=click.IntRange(1, 10_000_000), default=1000, show_default=True, help="Workers there are."
+)
+@click.option(
+    "--lanes-per-worker", type=click.IntRange(1, 1000), default=8, show_default=True, help="Partitions a worker."
+)
+@click.option("--users", type=click.IntRange(1, 10**12), default=10**6, show_default=True, help="Users there are.")
+@click.option("--rate", type=float, default=2000.0, show_default=True, help="Requests per second of all users.")
+@click.option("--zipf", type=float, default=0.0, show_default=True, help="Exponent of the law over users; 0: uniform.")
+@click.option(
+    "--revisit",
+    metavar="SHARE",
+    callback=_share,
+    default="50%",
+    show_default=True,
+    help="Share of requests that are returns.",
+)
+@click.option("--return-after", type=float, default=20.0, show_default=True, help="Mean seconds until a return.")
+@click.option("--length", type=float, default=1024.0, show_default=True, help="Median prefix tokens of a new user.")
+@click.option("--sigma", type=float, default=0.0, show_default=True, help="Of the log-normal law of lengths.")
+@click.option("--growth", type=float, default=3.0, show_default=True, help="Mean new behaviours at a return.")
+@click.option("--suffix", type=click.IntRange(0, 65536), default=8, show_default=True, help="Suffix tokens.")
+@click.option("--candidates", type=click.IntRange(1, 65536), default=100, show_default=True, help="Candidates.")
+@click.option("--delay", type=float, default=80.0, show_default=True, help="Median ms from the event to the ranking.")
+@click.option(
+    "--mode",
+    type=click.Choice(["relay", "cache", "full"]),
+    default="relay",
+    show_default=True,
+    help="cache: no pre-inference; full: no reuse either.",
+)
+@click.option("--hbm", metavar="BYTES", help="Short for --set worker.hbm_bytes=…, as 32GiB.")
+@click.option("--dram", metavar="BYTES", help="Short for --set worker.dram_bytes=…; 0: no DRAM tier.")
+@click.option(
+    "--costs",
+    default="calibrate",
+    show_default=True,
+    metavar="FILE|calibrate",
+    help="Device costs: a TOML file, or measure the configured model on this machine (15 s).",
+)
+@click.option("--save-costs", type=click.Path(path_type=Path, dir_okay=False), help="Write the costs to this file.")
+@click.option("--bus-p50", type=float, default=BusLatency.p50_ms, show_default=True, help="Produce to consume, ms.")
+@click.option("--bus-p99", type=float, default=BusLatency.p99_ms, show_default=True, help="Produce to consume, ms.")
+@click.option(
+    "--bus-lasting", type=float, default=BusLatency.lasting_ms, show_default=True, help="How long it stays slow, ms."
+)
+@click.option("--answer-p50", type=float, help="Produce to consume of answers, ms. [default: --bus-p50]")
+@click.option("--answer-p99", type=float, help="Produce to consume of answers, ms. [default: --bus-p99]")
+@click.option(
+    "--status-loss",
+    metavar="SHARE",
+    callback=_share,
+    default="0",
+    show_default=True,
+    help="Worker statuses that get lost.",
+)
+@click.option("--fail-rack", metavar="SHARE", callback=_share, help="Share of the workers that die at once, as 2%.")
+@click.option("--at", type=float, default=10.0, show_default=True, help="… so many seconds into what is measured.")
+@click.option("--seconds", type=float, default=30.0, show_default=True, help="Simulated time that is measured.")
+@click.option("--warm-up", type=float, help="Simulated time before that; default: three times --return-after.")
+@click.option("--sample", type=click.IntRange(1), default=40, show_default=True, help="Workers that are simulated.")
+@click.option(
+    "--plan", is_flag=True, help="Find the smallest fleet for this traffic, its memory, and what a failure does."
+)
+@click.option(
+    "--hit-target",
+    metavar="SHARE",
+    callback=_share,
+    default="90%",
+    show_default=True,
+    help="--plan: hits among returning users.",
+)
+@click.option("--processes", type=click.IntRange(0, 1024), default=0, show_default=True, help="0: one per core.")
+@click.option("--seed", type=click.IntRange(0), default=7, show_default=True, help="Of everything that is random.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write all figures there.")
+@click.option(
+    "--config", "--profile", "files", multiple=True, metavar="FILE", help="TOML file with settings, or a profile."
+)
+@click.option("--set", "assignments", multiple=True, metavar="SECTION.KEY=VALUE", help="One setting.")
+def simulate_command(**given: Any) -> None:  # fmt: skip
+    """Simulate a fleet: the real trigger, assignor, cache and scheduler, under simulated time.
+
+    Only --sample workers are simulated, with exactly their users: given their lanes, workers do not influence each
+    other. Results are for the whole fleet, with the error that the sample leaves.
+
+    Example: relaygr simulate --workers 10000 --users 100000000 --rate 100000 --fail-rack 2%
+    """
+    flags = {"worker.hbm_bytes": given["hbm"], "worker.dram_bytes": given["dram"], **parse_flags(given["assignments"])}
+    settings = load_settings(given["files"], flags).settings
+    for option, name in (("--save-costs", "save_costs"), ("--json", "json_file")):
+        if given[name]:
+            check_writable(given[name], option)
+    with interruptible():
+        _simulate(settings, given)
+
+
+def _simulate(settings: Settings, given: dict[str, Any]) -> None:
+    from relaygr_stream.lab.simulate.report import render, summary
+    from relaygr_stream.lab.simulate.run import run_scenario
+
+    scenario = _scenario(given, settings)
+    if given["save_costs"]:
+        given["save_costs"].write_text(scenario.costs.as_toml())
+        click.echo(f"costs written to {given['save_costs']}", err=True)
+    if given["plan"]:
+        figures = _plan(scenario, given)
+    else:
+        started = time.perf_counter()
+        story = run_scenario(scenario, given["processes"], _progress("groups of workers"))
+        click.echo(render(scenario, story, time.perf_counter() - started))
+        figures = summary(scenario, story)
+    if given["json_file"]:
+        given["json_file"].write_text(json.dumps(figures, indent=1, default=str) + "\n")
+        click.echo(f"all figures in {given['json_file']}", err=True)
+
+
+def _costs(given: dict[str, Any], settings: Settings) -> DeviceCosts:
+    from relaygr_stream.lab.simulate.costs import DeviceCosts
+
+    if given["costs"] != "calibrate":
+        return DeviceCosts.read(Path(given["costs"]))
+    from relaygr_stream.lab.simulate.calibrate import calibrate
+
+    click.echo(f"measuring {settings.worker.device}; nothing else should run meanwhile", err=True)
+    return calibrate(settings, round(given["length"]), given["suffix"] + given["candidates"])
+
+
+def _scenario(given: dict[str, Any], settings: Settings) -> Scenario:
+    from relaygr_stream.lab.simulate.scenario import Failure, Scenario
+    from relaygr_stream.lab.simulate.traffic import Traffic
+    from relaygr_stream.lab.workload.items import StageDelay
+
+    relay = settings.relay
+    for name, value, limit in (
+        ("suffix", given["suffix"], relay.max_suffix_tokens),
+        ("candidates", given["candidates"], relay.max_candidates),
+    ):
+        if value > limit:
+            raise ConfigError(f"--{name} {value}: relay.max_{name}{'_tokens' if name == 'suffix' else ''} is {limit}")
+    if not 0 < given["delay"] <= relay.life_window_ms:
+        raise ConfigError(f"--delay {given['delay']:g}: must be above 0, at most relay.life_window_ms")
+    traffic = Traffic(
+        rate=given["rate"],
+        users=given["users"],
+        exponent=given["zipf"],
+        revisit=given["revisit"],
+        return_s=given["return_after"],
+        length=given["length"],
+        sigma=given["sigma"],
+        growth=given["growth"],
+        max_prefix=relay.max_prefix_tokens,
+        suffix=given["suffix"],
+        candidates=given["candidates"],
+        delay=StageDelay(given["delay"]),
+    )
+    bus = BusLatency(given["bus_p50"], given["bus_p99"], given["bus_lasting"])
+    answer_p50, answer_p99 = given["answer_p50"], given["answer_p99"]
+    answers = BusLatency(
+        bus.p50_ms if answer_p50 is None else answer_p50, bus.p99_ms if answer_p99 is None else answer_p99
+    )
+    failure = None if given["fail_rack"] is None else Failure(share=given["fail_rack"], at=given["at"])
+    return Scenario(
+        settings=settings,
+        costs=_costs(given, settings),
+        traffic=traffic,
+        workers=given["workers"],
+        lanes_per_worker=given["lanes_per_worker"],
+        sample=given["sample"],
+        seconds=given["seconds"],
+        warm_s=3 * traffic.return_s if given["warm_up"] is None else given["warm_up"],
+        mode=given["mode"],
+        bus=bus,
+        answers=answers,
+        status_loss=given["status_loss"],
+        failure=failure,
+        seed=given["seed"],
+    )
+
+
+def _plan(scenario: Scenario, given: dict[str, Any]) -> dict[str, Any]:
+    from relaygr_stream.lab.simulate.planned import plan, render_plan, render_probe
+    from relaygr_stream.lab.simulate.run import run_scenario
+
+    def tried(probe: Probe) -> None:
+        click.echo(render_probe(probe), err=True)
+
+    simulate = partial(run_scenario, processes=given["processes"], report=_progress("groups of workers"))
+    planned = plan(scenario, given["hit_target"], simulate, tried)
+    click.echo(render_plan(planned))
+    return planned.figures()
+
+
+def _progress(what: str) -> Any:
+    """A line on stderr that tells how far it is; only where a person looks."""
+
+    def report(done: int, of: int) -> None:
+        if sys.stderr.isatty():
+            click.echo(f"\rsimulating: {done} of {of} {what}{chr(10) if done == of else ''}", err=True, nl=False)
+
+    return report

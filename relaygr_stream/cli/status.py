@@ -1,0 +1,111 @@
+"""`relaygr status`: what runs, and what is odd about it."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from contextlib import suppress
+
+import click
+
+from relaygr_stream.cli.options import settings_options
+from relaygr_stream.settings.schema import Settings
+
+
+@click.command(name="status")
+@click.option("--watch", is_flag=True, help="Go on, once a second, until Ctrl-C.")
+@click.option("--json", "as_json_line", is_flag=True, help="One JSON object (with --watch one a second, a line each).")
+@click.option("--forget", metavar="NAME", help="Only remove a name's record (trigger/NAME: a trigger's).")
+@settings_options
+def status_command(settings: Settings, watch: bool, as_json_line: bool, forget: str | None) -> None:
+    """Show what runs: triggers, workers, lanes, hits, queues, memory; and what is odd.
+
+    \b
+    Examples:
+      relaygr status --bootstrap kafka:9092
+      relaygr status --bootstrap kafka:9092 --watch
+
+    It listens for some seconds, joins no group and writes nothing. hits: rankings that found their prefix KV, of those
+    scored while it listened, or else since the worker's start. lag: records of its lanes that it has not read.
+    """
+    with suppress(KeyboardInterrupt):
+        if forget is not None:
+            asyncio.run(_forget(settings, forget))
+        else:
+            asyncio.run(_show(settings, watch, as_json_line))
+
+
+async def _show(settings: Settings, watch: bool, as_json_line: bool) -> None:
+    from rich.live import Live
+
+    from relaygr_stream.bus.tail import TopicTail
+    from relaygr_stream.bus.topics import load_topics, verify_topics
+    from relaygr_stream.ops.status.overview import LISTEN_S, Overview
+    from relaygr_stream.ops.status.table import as_json, render
+    from relaygr_stream.telemetry.printable import SafeConsole
+    from relaygr_stream.wire.worker_status import StatusReader
+
+    await verify_topics(settings.kafka)
+    topics = load_topics(settings.kafka)
+    reader = StatusReader.of(settings, topics)
+    await reader.prepare()
+    view = Overview(settings, topics, reader)
+    tail = TopicTail(settings.kafka, topics.worker_status.name, [0], "earliest", view.on_records)
+    console = SafeConsole()
+    async with tail:
+        view.live = True
+
+        async def listen(seconds: float) -> None:
+            await asyncio.wait([tail.failed], timeout=seconds)
+            if tail.failed.done():
+                tail.failed.result()
+
+        await listen(LISTEN_S)
+        if not watch:
+            click.echo(as_json(view)) if as_json_line else console.print(render(view))
+        elif as_json_line or not sys.stdout.isatty():
+            while True:
+                click.echo(as_json(view)) if as_json_line else console.print(render(view))
+                await listen(1.0)
+        else:
+            with Live(render(view), console=console, auto_refresh=False) as screen:
+                while True:
+                    await listen(1.0)
+                    screen.update(render(view), refresh=True)
+
+
+async def _forget(settings: Settings, name: str) -> None:
+    """Write a tombstone for the name's record as it is now."""
+    from relaygr_stream.bus.producer import Producer
+    from relaygr_stream.bus.tail import TopicTail
+    from relaygr_stream.bus.topics import load_topics, verify_topics
+    from relaygr_stream.errors import DecodeError
+    from relaygr_stream.wire.messages import HEADER_KIND, WorkerStatus, decode
+    from relaygr_stream.wire.records import Record
+    from relaygr_stream.wire.signature import Signer
+    from relaygr_stream.wire.trigger_status import KEY_PREFIX, KIND
+    from relaygr_stream.wire.worker_status import HEADER_INCARNATION
+
+    await verify_topics(settings.kafka)
+    topic, key = load_topics(settings.kafka).worker_status.name, name.encode()
+    found: list[Record] = []
+
+    def on_records(records: list[Record]) -> None:
+        found.extend(record for record in records if record.key == key)
+
+    async with TopicTail(settings.kafka, topic, [0], "earliest", on_records):
+        pass
+    if not found or found[-1].value is None:
+        raise click.UsageError(f"--forget {name}: worker-status has no record of that name")
+    headers: list[tuple[str, bytes]] = []
+    if name.startswith(KEY_PREFIX):
+        headers = [(HEADER_KIND, KIND.encode())]
+    else:
+        with suppress(DecodeError):  # a record that nobody can read is removed whatever it says
+            headers = [(HEADER_INCARNATION, str(decode(WorkerStatus, found[-1].value).incarnation).encode())]
+    signer = Signer.of(settings.handover.secret)
+    if signer is not None:
+        headers = signer.sign(topic, key, None, headers)
+    async with Producer(settings.kafka, client_id="relaygr-status") as producer:
+        await producer.send_and_wait(topic, None, key=key, headers=headers)
+    click.echo(f"removed the record of {name}; if it lives, it states itself again")

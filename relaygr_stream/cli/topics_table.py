@@ -1,0 +1,64 @@
+"""`relaygr topics show`: each topic's file beside what the cluster has, as text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from relaygr_stream.bus.topics import TopicRow
+from relaygr_stream.telemetry.printable import printable
+
+_COLUMNS = (
+    "topic",
+    "key",
+    "from → to",
+    "partitions",
+    "replication",
+    "retention",
+    "max bytes",
+    "cleanup",
+    "others that differ",
+)
+
+_SHOWN = ("retention.ms", "max.message.bytes", "cleanup.policy")
+
+
+def render_topics(rows: Sequence[TopicRow]) -> str:
+    """One line per topic; where the cluster differs from the file, both are shown: file → cluster."""
+    table = [_COLUMNS, *(_cells(row) for row in rows)]
+    widths = [max(len(line[column]) for line in table) for column in range(len(_COLUMNS))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in table
+    )
+
+
+def _cells(row: TopicRow) -> tuple[str, ...]:
+    topic, found = row.topic, row.found
+    way = f"{', '.join(topic.producers)} → {', '.join(topic.consumers)}"
+    if found is None:
+        return (topic.name, topic.key, way, "missing: `relaygr topics apply` creates it", "", "", "", "", "")
+    configs = found.configs
+    return (
+        topic.name,
+        topic.key,
+        way,
+        _both(topic.partitions, found.partitions),
+        _both(topic.replication, found.replication),
+        _both(_seconds(str(topic.retention_ms)), _seconds(configs.get("retention.ms"))),
+        _both(str(topic.max_message_bytes), configs.get("max.message.bytes")),
+        _both(topic.cleanup_policy, configs.get("cleanup.policy")),
+        ", ".join(
+            f"{name} {_both(value, configs.get(name))}"
+            for name, value in topic.configs.items()
+            if name not in _SHOWN and configs.get(name, value) != value
+        ),
+    )
+
+
+def _both(file: object, cluster: object | None) -> str:
+    if cluster is None:
+        return f"{file} (cluster: not told)"
+    return str(file) if file == cluster else f"{file} → {printable(str(cluster))}"
+
+
+def _seconds(milliseconds: str | None) -> str | None:
+    return None if milliseconds is None else f"{int(milliseconds) / 1000:g} s"

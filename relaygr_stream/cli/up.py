@@ -1,0 +1,113 @@
+"""`relaygr up`: a trigger and workers on this host."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from relaygr_stream.cli.options import parse_flags
+from relaygr_stream.errors import ConfigError
+from relaygr_stream.telemetry.printable import printable
+
+if TYPE_CHECKING:
+    from relaygr_stream.ops.supervisor import Supervised, Supervisor
+
+#: What a process gets beyond worker.drain_ms before it is killed: leaving the group, closing clients.
+BEYOND_DRAIN_S = 5.0
+MAX_PORT = 65_535
+
+
+@click.command(name="up")
+@click.option("--workers", default=1, show_default=True, type=click.IntRange(0, 256), help="Worker processes.")
+@click.option("--trigger/--no-trigger", default=True, show_default=True, help="Whether to run a trigger as well.")
+@click.option(
+    "--name",
+    default=socket.gethostname,
+    help="Workers are called NAME-0, NAME-1, …; default: the host's name.",
+)
+@click.option("--devices", metavar="DEVICE[,DEVICE…]", help="Given to the workers in turn, e.g. cuda:0,cuda:1.")
+@click.option("--config", "--profile", "files", multiple=True, metavar="FILE", help="As for `relaygr worker`.")
+@click.option("--set", "assignments", multiple=True, metavar="SECTION.KEY=VALUE", help="As for `relaygr worker`.")
+@click.option("--bootstrap", metavar="HOST:PORT", help="Kafka brokers; short for --set kafka.bootstrap=…")
+def up_command(
+    workers: int,
+    trigger: bool,
+    name: str,
+    devices: str | None,
+    files: tuple[str, ...],
+    assignments: tuple[str, ...],
+    bootstrap: str | None,
+) -> None:
+    """Run a trigger and workers on this host, and keep them running.
+
+    A process that fails or hangs is started again, after a pause that doubles up to 30 s. The first SIGTERM or Ctrl-C
+    stops all in order: the trigger, then the workers, who drain; a second one kills them. Logs of all go to stderr,
+    what each is doing to stdout. Of telemetry.port and handover.port the first process gets N, the next N+1, and so on.
+
+    Example: relaygr up --workers 2 --profile cpu --bootstrap kafka:9092
+    """
+    from relaygr_stream.ops.supervisor import Child
+    from relaygr_stream.ops.supervisor import Supervisor as Service
+    from relaygr_stream.settings.load import load_settings
+
+    if not (workers or trigger):
+        raise click.UsageError("nothing to run: --workers 0 and --no-trigger")
+    # Read here only so that a mistake is said once, not by every process; they read it themselves.
+    settings = load_settings(files, {"kafka.bootstrap": bootstrap, **parse_flags(assignments)}).settings
+    shared = [
+        *(argument for file in files for argument in ("--config", file)),
+        *(argument for assignment in assignments for argument in ("--set", assignment)),
+        *(("--bootstrap", bootstrap) if bootstrap else ()),
+    ]
+    names = [*(["trigger"] if trigger else []), *(f"{name}-{index}" for index in range(workers))]
+    telemetry = _ports("telemetry.port", settings.telemetry.port, len(names))
+    handover = _ports("handover.port", settings.handover.port, workers)
+    with tempfile.TemporaryDirectory(prefix="relaygr-up-", ignore_cleanup_errors=True) as folder:
+        children = []
+        for index, child in enumerate(names):
+            role, own = "trigger", telemetry[index]
+            if (number := index - (len(names) - workers)) >= 0:
+                role, own = "worker", [*own, *handover[number], "--set", f"worker.name={child}"]
+                if devices:
+                    own += ["--set", f"worker.device={devices.split(',')[number % len(devices.split(','))].strip()}"]
+            children.append(Child(child, [role, *shared, *own], Path(folder), settings.telemetry.host))
+        supervisor = Service(children, settings.worker.drain_ms / 1e3 + BEYOND_DRAIN_S, _say)
+        ended_well = asyncio.run(_run(supervisor))
+    sys.exit(0 if ended_well else 1)
+
+
+def _ports(key: str, first: int, count: int) -> list[list[str]]:
+    """Flags that give so many processes ports from `first` on; none where each takes a free one (0)."""
+    if first + count > MAX_PORT + 1:
+        raise ConfigError(
+            f"{key} = {first}: {count} processes need ports {first}…{first + count - 1}, beyond {MAX_PORT}"
+        )
+    return [["--set", f"{key}={first + index}"] if first else [] for index in range(count)]
+
+
+async def _run(supervisor: Supervisor) -> bool:
+    stop = asyncio.Event()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            supervisor.kill()
+        stop.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    return await supervisor.run(stop)
+
+
+def _say(process: Supervised) -> None:
+    child, restarts = process.child, process.restarts.count
+    pid = f"pid {child.pid}" if child.pid else "–"
+    again = f"  restarts {restarts}" if restarts else ""
+    click.echo(f"{child.name:<20} {pid:<12} {printable(process.state)}{again}")

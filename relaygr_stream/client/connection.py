@@ -1,0 +1,199 @@
+"""What an open client holds: the tail of its replies, its producer, what it hears of workers and of the lanes.
+
+A Connection exists only while all of these do. Requests enter with `announce` and `rank` as encoded messages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from copy import copy
+from functools import partial
+
+import structlog
+
+from relaygr_stream.bus.aiokafka_compat import end
+from relaygr_stream.bus.counts import PartitionCounts
+from relaygr_stream.bus.producer import Producer
+from relaygr_stream.bus.tail import TopicTail
+from relaygr_stream.bus.topics import TopicRow, TopicSet, lane_of, verify_topics
+from relaygr_stream.client.answers import Answers, ReplyRoute, reply_partitions
+from relaygr_stream.client.exchange import Copies, Exchange, Hedges
+from relaygr_stream.client.metrics import ClientMetrics
+from relaygr_stream.client.sender import Announcements, Sender
+from relaygr_stream.errors import BrokerError, BrokerUnavailable, ConfigError, DeadlineExceeded, RelayError, TopicError
+from relaygr_stream.settings.schema import Settings
+from relaygr_stream.telemetry.limiter import LogLimiter
+from relaygr_stream.wire.fleet import OwnerDirectory
+from relaygr_stream.wire.messages import RankingRequest, ScoreReply
+from relaygr_stream.wire.records import Record
+
+log = structlog.get_logger(__name__)
+limited = LogLimiter().limited
+
+
+@asynccontextmanager
+async def connected(
+    settings: Settings,
+    topics: TopicSet,
+    client_id: str,
+    answers: Answers,
+    owners: OwnerDirectory,
+    metrics: ClientMetrics,
+    on_failure: Callable[[RelayError], None],
+) -> AsyncIterator[Connection]:
+    """Connect; disconnects at the end, when what is buffered was sent.
+
+    on_failure(error): answers can be read no more. Raises BrokerUnavailable, TopicError, CoPartitionError, ConfigError.
+    """
+    kafka, client = settings.kafka, settings.client
+    async with AsyncExitStack() as stack:
+        rows = await verify_topics(kafka, optional=(topics.worker_status.name,))
+        route = ReplyRoute(_reply_partitions(rows, topics, client.reply_partition))
+
+        def on_replies(records: list[Record]) -> None:
+            for record in records:
+                route.heard(record.lane)
+            answers.on_records(records)
+
+        # The tail stands before anything is sent, so that no answer is missed.
+        replies = TopicTail(kafka, topics.scores.name, route.partitions, "latest", on_replies)
+        await stack.enter_async_context(replies)
+        replies.failed.add_done_callback(partial(_tell, on_failure))
+        listening = bool(client.hedge_ms) and await _listen(stack, settings, topics, owners, rows)
+        max_bytes = max(topics.retrieval.max_message_bytes, topics.ranking.max_message_bytes)
+        producer = Producer(kafka, client_id=client_id, acks=1, max_bytes=max_bytes)
+        sender = Sender(await stack.enter_async_context(producer), kafka.bootstrap)
+        counts = PartitionCounts(topics, producer)
+        stack.callback(asyncio.create_task(counts.run()).cancel)
+        connection = Connection(
+            settings,
+            topics,
+            answers,
+            replies,
+            route,
+            sender,
+            counts,
+            Hedges(
+                owners,
+                settings.relay.slo_ms,
+                stuck=partial(sender.stuck, topics.ranking.name),
+                silence_ms=client.silence_ms if listening else 0.0,
+            ),
+            metrics,
+        )
+        stack.push_async_callback(end, "announcing", connection.announcements.flush)
+        yield connection
+
+
+class Connection:
+    """One client's way to the brokers and back."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        topics: TopicSet,
+        answers: Answers,
+        replies: TopicTail,
+        route: ReplyRoute,
+        sender: Sender,
+        counts: PartitionCounts,
+        hedges: Hedges,
+        metrics: ClientMetrics,
+    ) -> None:
+        self._settings = settings
+        self._topics = topics
+        self._answers = answers
+        self._replies = replies
+        self._route = route
+        self._sender = sender
+        self._counts = counts
+        self._hedges = hedges
+        self._metrics = metrics
+        send = partial(sender.send_events, topics.retrieval.name, settled=self._announced)
+        self.announcements = Announcements(send, settings.client.announce_linger_ms / 1000)
+
+    def check_lanes(self) -> None:
+        """Raise LanesChanged where the cluster has another number of lanes than the settings say."""
+        if self._counts.error is not None:
+            raise copy(self._counts.error)  # each caller's own traceback
+
+    async def announce(self, user_id: str, key: bytes, value: bytes) -> None:
+        """Buffer a request event; raises BrokerError where its lane takes nothing."""
+        lane, client = lane_of(user_id, self._topics.lanes), self._settings.client
+        try:
+            async with asyncio.timeout(client.timeout_ms / 1000):
+                self._sender.check(self._topics.retrieval.name, lane)
+                await self.announcements.add(lane, key, value)
+        except TimeoutError:
+            self._metrics.announcements.labels("BrokerUnavailable").inc()
+            raise BrokerUnavailable(
+                f"the send buffer stayed full for {client.timeout_ms:g} ms (client.timeout_ms); "
+                f"brokers at {self._settings.kafka.bootstrap}"
+            ) from None
+        except BrokerError as error:
+            self._metrics.announcements.labels(type(error).__name__).inc()
+            raise
+
+    async def rank(self, request: RankingRequest, key: bytes, value: bytes) -> ScoreReply:
+        """Send a request, and copies of it where its lane does not answer; the first answer counts.
+
+        Raises DeadlineExceeded, BrokerError, or what the call was ended with.
+        """
+        call = self._answers.expect(request.request_id)
+        timeout_ms = request.timeout_ms
+        copies = Copies(self._sender, self._route, self._topics.ranking.name, request, key, value, call.correlation)
+        exchange = Exchange(
+            call,
+            lane_of(request.user_id, self._topics.lanes),
+            copies,
+            self._hedges,
+            self._settings.client.hedge_ms / 1000,
+            self._metrics,
+        )
+        try:
+            async with asyncio.timeout(timeout_ms / 1000):
+                return await exchange.run()
+        except TimeoutError:
+            if (trouble := self._replies.trouble) is not None:
+                raise BrokerError(f"no answer within {timeout_ms:g} ms: {trouble}") from None
+            raise DeadlineExceeded(f"no answer within {timeout_ms:g} ms") from None
+        finally:
+            self._answers.forget(call)
+
+    def _announced(self, error: BrokerError | None) -> None:
+        self._metrics.announcements.labels("sent" if error is None else type(error).__name__).inc()
+        if error is not None:
+            limited(log.warning, "announce")("a request event was not sent", error=str(error))
+
+
+async def _listen(
+    stack: AsyncExitStack, settings: Settings, topics: TopicSet, owners: OwnerDirectory, rows: Sequence[TopicRow]
+) -> bool:
+    """Hear what workers state, which only hedges need: False where it cannot be read, and everything else goes on."""
+    name = topics.worker_status.name
+    statuses = TopicTail(settings.kafka, name, [0], "latest", owners.on_records)
+    try:
+        if all(row.topic.name != name for row in rows):
+            raise TopicError(f"there is no topic {name}, or we are not let see it")
+        await stack.enter_async_context(statuses)
+    except BrokerError as error:
+        log.warning("requests are not hedged: what workers state cannot be read", topic=name, error=str(error))
+        return False
+    return True
+
+
+def _tell(on_failure: Callable[[RelayError], None], failed: asyncio.Future[None]) -> None:
+    if not failed.cancelled() and (error := failed.exception()) is not None:
+        on_failure(error if isinstance(error, RelayError) else BrokerError(f"answers cannot be read: {error!r}"))
+
+
+def _reply_partitions(rows: Sequence[TopicRow], topics: TopicSet, chosen: int) -> list[int]:
+    found = next(row.found for row in rows if row.topic.name == topics.scores.name)
+    assert found is not None, "verified"
+    if chosen >= found.partitions:  # the cluster's count counts: it may have more than the file says
+        raise ConfigError(
+            f"`client.reply_partition` = {chosen}: {topics.scores.name} has partitions 0…{found.partitions - 1}"
+        )
+    return reply_partitions(found.leaders, None if chosen < 0 else chosen)

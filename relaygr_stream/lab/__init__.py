@@ -1,0 +1,1 @@
+"""The laboratory: demo, workloads, benchmarks, simulation. It imports what serves, never the reverse."""

@@ -1,0 +1,105 @@
+"""From a finished run to its report."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from relaygr_stream.errors import RelayError
+from relaygr_stream.lab.bench import judge
+from relaygr_stream.lab.bench.modes import RELAY
+from relaygr_stream.lab.bench.probe import Measured
+from relaygr_stream.lab.bench.results import SloReport, Spread
+from relaygr_stream.lab.bench.run import Bench
+from relaygr_stream.lab.bench.statistics import fewest_samples, samples_for
+from relaygr_stream.lab.bench.wakes import chain
+from relaygr_stream.lab.workload.report import HITS
+
+
+def assemble(bench: Bench, command: str) -> SloReport:
+    """The report of a bench that has run. Raises RelayError if there was no time for a single probe."""
+    if bench.world is None or not bench.measured:
+        raise RelayError(f"no probe fitted into {bench.options.budget_s:g} s; give --budget more seconds")
+    reached = [cell for cell in bench.cells if cell.given]
+    founds = [judge.found(cell, bench.worlds) for cell in reached]
+    ratios = judge.ratios(reached, bench.worlds)
+    relayed = [one for one in bench.measured if one.probe.mode == RELAY.name and one.probe.passed]
+    bus = _bus(relayed) | {"wakes": chain([late for one in relayed for late in bench.wakes_in(one.probe)])}
+    hits = {
+        "admitted": sum(one.probe.admitted for one in relayed),
+        "hit": sum(one.probe.admitted_hits for one in relayed),
+        "announced": sum(one.probe.announced for one in relayed),
+    } | {word: sum(one.probe.outcomes.get(found, 0) for one in relayed) for found, word in HITS.items()}
+    return SloReport(
+        conditions=_conditions(bench, command),
+        probes=[one.probe for one in bench.measured],
+        found=founds,
+        ratios=ratios,
+        costs=msgspec.structs.asdict(bench.world.costs),
+        memory=bench.memory,
+        budgets=bench.budgets,
+        bus=bus,
+        hits=hits,
+        skipped=bench.skipped,
+        missed=judge.missed(ratios, founds, bus, (hits["admitted"], hits["hit"])),
+        wall_s=bench.clock(),
+    )
+
+
+def _bus(measured: Sequence[Measured]) -> dict[str, Spread]:
+    into = [ms for one in measured for ms in one.bus_in]
+    out = [ms for one in measured for ms in one.bus_out]
+    both = [sum(pair) for pair in zip(into, out, strict=True)]
+    return {"in": Spread.of(into), "out": Spread.of(out), "both": Spread.of(both)}
+
+
+def _conditions(bench: Bench, command: str) -> dict[str, Any]:
+    options, settings = bench.options, bench.settings
+    model, worker = settings.model, settings.worker
+    note = f", {bench.about['note']}" if bench.about.get("note") else ""
+    samples = options.samples
+    shape = f"HSTU, {model.layers} layers, D {model.dim}, {model.heads} heads of {model.dqk}"
+    device = bench.about.get("device", worker.device)
+    words = {
+        "model": f"{model.factory or model.checkpoint or shape}, {worker.dtype}{note}",
+        "machine": f"{os.cpu_count()} CPU cores, {platform.machine()}, {platform.system()}; {options.workers} "
+        f"worker(s) on {device}, {worker.threads} thread(s) an operator",
+        "memory": f"a worker has {worker.hbm_bytes >> 20:,} MiB HBM tier, {worker.dram_bytes >> 20:,} MiB DRAM tier",
+        "broker": bench.about["broker"],
+        "traffic": f"open loop, Poisson arrivals; {options.candidates} candidates, {options.suffix} suffix behaviours; "
+        f"a return brings {options.growth:g} new behaviours; {options.delay.describe()}",
+        "statistics": f"a probe judges about {samples} requests ({fewest_samples()} is the fewest that have a P99; "
+        f"{samples_for(0.95)}, all good, would show it with 95 % confidence) after {options.warm_up_s:g} s of warm-up; "
+        f"latencies count from the scheduled send time; values to within {options.tolerance - 1:.0%}; "
+        f"{options.repeats} repeat(s)",
+        "disturbance": _disturbance(bench),
+        "command": command,
+    }
+    return {
+        "words": words,
+        "slo_ms": settings.relay.slo_ms,
+        "preset": options.preset,
+        "length": bench.length,
+        "workers": options.workers,
+        "settings": msgspec.to_builtins(
+            {name: getattr(settings, name) for name in ("relay", "trigger", "worker", "model")}
+        ),
+    }
+
+
+def _disturbance(bench: Bench) -> str:
+    """What other processes did to the run."""
+    known = [one.probe for one in bench.measured if one.probe.others_cores is not None]
+    if not known:
+        return "what other processes used of the machine is not known here"
+    aside = sum(probe.set_aside for probe in known)
+    counted = [probe.others_cores or 0.0 for probe in known if not probe.set_aside]
+    return (
+        f"other processes used {sum(counted) / max(1, len(counted)):.2f} CPU cores on average over the probes that "
+        f"count, {max(counted, default=0.0):.2f} at most; {aside} of {len(known)} probes were set aside and repeated "
+        f"because of them, or because the machine stood still"
+    )

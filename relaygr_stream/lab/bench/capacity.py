@@ -1,0 +1,168 @@
+"""What the device allows, by arithmetic on the costs that the workers fitted: nothing measured may exceed it.
+
+A request's device time: a first visit costs the prefix, a return costs the extension by its new behaviours, and every
+ranking costs the hit (suffix and candidates against the prefix KV); full inference is prefix plus hit, each time.
+Reloads from DRAM run beside the device and are counted as free, which only loosens the bounds. Knows nothing of probes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from relaygr_stream.lab.bench.modes import Mode
+from relaygr_stream.lab.bench.statistics import QUANTILE
+from relaygr_stream.wire.messages import CostModel
+
+#: Requests of a simulated queue: two hundred of them beyond the 99th percentile.
+SIMULATED: Final = 20_000
+#: A guess is no lower than this share of what the devices could do: a probe at a low rate takes long, and the search
+#: goes down from there if it must.
+LEAST_BUSY: Final = 0.15
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What is asked: `length` prefix tokens, `revisit` share of returns that bring `growth` new behaviours each."""
+
+    length: float
+    revisit: float
+    growth: float
+    candidates: int
+    delay_ms: float  # between announcement and ranking, median
+
+
+@dataclass(frozen=True)
+class RequestCost:
+    """Device milliseconds."""
+
+    prefix: float
+    extension: float
+    hit: float
+    operation: float = 0.0  # of an operation, however short: known for full inference as a whole, so no part of a bound
+
+    @property
+    def full(self) -> float:
+        """Prefix and suffix together."""
+        return self.prefix + self.hit
+
+    @classmethod
+    def of(cls, costs: CostModel, traffic: Traffic) -> RequestCost:
+        """By the fitted T_full = c0 + c1·n + c2·n² + c3·n·m + c4·m; what is not the prefix's counts with the hit."""
+        n, old = traffic.length, max(0.0, traffic.length - traffic.growth)
+        prefix = costs.c1 * n + costs.c2 * n * n
+        return cls(
+            prefix=prefix,
+            extension=prefix - (costs.c1 * old + costs.c2 * old * old),
+            hit=costs.c0 + (costs.c3 * n + costs.c4) * traffic.candidates,
+            operation=costs.c0,
+        )
+
+
+def device_ms(mode: Mode, cost: RequestCost, revisit: float) -> float:
+    """Mean device time of a request, if every return finds its prefix KV."""
+    reuse = revisit if mode.keeps else 0.0
+    return (1 - reuse) * cost.prefix + reuse * cost.extension + cost.hit
+
+
+def most_rate(mode: Mode, cost: RequestCost, revisit: float, workers: int) -> float:
+    """Requests per second at which the devices are busy all the time."""
+    return 1e3 * workers / device_ms(mode, cost, revisit)
+
+
+def most_length(
+    mode: Mode, costs: CostModel, traffic: Traffic, rate: float, workers: int, slo_ms: float, longest: int
+) -> float:
+    """The longest prefix with which devices keep up and a first visit can be ready in time."""
+
+    def fits(length: float) -> bool:
+        cost = RequestCost.of(costs, _with_length(traffic, length))
+        slack = slack_ms(mode, traffic, slo_ms)
+        first = revisit_matters(mode, traffic.revisit)
+        return rate <= most_rate(mode, cost, traffic.revisit, workers) and (not first or cost.full <= slack)
+
+    return _longest(fits, longest)
+
+
+def longest_full(costs: CostModel, traffic: Traffic, full_ms: float, longest: int) -> float:
+    """The largest length whose full inference takes no longer than that; `longest` if all do, 0 if none does."""
+    return _longest(lambda length: RequestCost.of(costs, _with_length(traffic, length)).full <= full_ms, longest)
+
+
+def _longest(fits: Callable[[float], bool], longest: int) -> float:
+    low, high = 0.0, float(longest)
+    if fits(high):
+        return high
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def revisit_matters(mode: Mode, revisit: float) -> bool:
+    """Whether first visits are among the slowest 1 % at all."""
+    return not mode.keeps or 1 - revisit > 1 - QUANTILE
+
+
+def slack_ms(mode: Mode, traffic: Traffic, slo_ms: float) -> float:
+    """Time from when a request's work may begin to when its scores are due."""
+    return slo_ms + (traffic.delay_ms if mode.announce else 0.0)
+
+
+def predicted_rate(
+    mode: Mode, cost: RequestCost, traffic: Traffic, slo_ms: float, bus_ms: float, workers: int
+) -> float:
+    """A guess at the largest rate whose P99 is within the SLO: Poisson arrivals at one first-come-first-served device.
+
+    The queue is simulated (Lindley's recursion), a worker having its share of the rate. A place to start a search, not
+    a bound: what the bus takes is assumed, and pre-inference does not really come first come, first served.
+    """
+    rng = np.random.default_rng(0)  # the same arrivals for every rate: the guess must be monotone in it
+    gaps = rng.exponential(size=SIMULATED)
+    returns = rng.random(SIMULATED) < (traffic.revisit if mode.keeps else 0.0)
+    service = np.where(returns, cost.operation + cost.extension, cost.prefix) + cost.hit
+    slack = slack_ms(mode, traffic, slo_ms) - bus_ms
+
+    def in_time(busy: float) -> bool:
+        return float(np.quantile(_waits(gaps * service.mean() / busy, service) + service, QUANTILE)) <= slack
+
+    low, high = 0.0, 1.0  # share of the device's time
+    for _ in range(20):
+        middle = (low + high) / 2
+        low, high = (middle, high) if in_time(middle) else (low, middle)
+    return max(LEAST_BUSY, low) * 1e3 * workers / float(service.mean())
+
+
+def _waits(gaps: npt.NDArray[np.float64], service: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Waiting times of a single server: W[n+1] = max(0, W[n] + S[n] - A[n+1]), as a walk less its running minimum."""
+    walk = np.concatenate([[0.0], np.cumsum(service[:-1] - gaps[1:])])
+    return walk - np.minimum.accumulate(walk)
+
+
+def predicted_length(
+    mode: Mode,
+    costs: CostModel,
+    traffic: Traffic,
+    rate: float,
+    slo_ms: float,
+    bus_ms: float,
+    workers: int,
+    longest: int,
+) -> float:
+    """A guess at the largest length at a given rate: where `predicted_rate` falls below it."""
+    low, high = 1.0, float(longest)
+    for _ in range(12):
+        length = (low + high) / 2
+        shaped = _with_length(traffic, length)
+        cost = RequestCost.of(costs, shaped)
+        enough = predicted_rate(mode, cost, shaped, slo_ms, bus_ms, workers) >= rate
+        low, high = (length, high) if enough else (low, length)
+    return low
+
+
+def _with_length(traffic: Traffic, length: float) -> Traffic:
+    return Traffic(length, traffic.revisit, traffic.growth, traffic.candidates, traffic.delay_ms)

@@ -1,0 +1,138 @@
+"""Cells: one search each, for the largest rate or length of a mode at a revisit ratio, repeated.
+
+Knows which value to try next and where to begin; probing is somebody else's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+from relaygr_stream.lab.bench.capacity import (
+    RequestCost,
+    Traffic,
+    most_length,
+    most_rate,
+    predicted_length,
+    predicted_rate,
+)
+from relaygr_stream.lab.bench.modes import Mode
+from relaygr_stream.lab.bench.results import Probe
+from relaygr_stream.lab.bench.search import Search
+from relaygr_stream.wire.messages import CostModel
+
+#: First guesses come from fitted costs and a queueing formula; they miss by some tens of percent.
+FIRST_STEP: Final = 1.4
+#: On a small machine about so much of a guessed rate comes out, since broker, trigger and client share its cores; and a
+#: search does better to begin below what works: an overload takes longer to go away than a probe.
+GUESSED_SHARE: Final = 0.6
+#: Nothing is searched beyond what the device could do by the fitted costs, plus what these may be off by.
+HEADROOM: Final = 1.5
+LEAST_RATE: Final = 0.5
+LEAST_LENGTH: Final = 32
+#: Lengths are tried in whole blocks of tokens.
+LENGTH_STEP: Final = 32
+#: What the bus takes of the slack, for first guesses: the issue's own bound for it.
+BUS_MS: Final = 10.0
+
+
+@dataclass(frozen=True)
+class World:
+    """What first guesses are made from."""
+
+    costs: CostModel
+    slo_ms: float
+    delay_ms: float
+    candidates: int
+    growth: float
+    workers: int
+    longest: int  # tokens
+
+    def traffic(self, length: float, revisit: float) -> Traffic:
+        """Requests of this length."""
+        return Traffic(length, revisit, self.growth, self.candidates, self.delay_ms)
+
+    def cost(self, length: float, revisit: float) -> RequestCost:
+        """Device milliseconds of such a request."""
+        return RequestCost.of(self.costs, self.traffic(length, revisit))
+
+
+@dataclass(eq=False)
+class Cell:
+    """at: the length at which the rate is searched, or the rate at which the length is; None: not known yet."""
+
+    kind: Literal["rate", "length"]
+    mode: Mode
+    revisit: float
+    at: float | None
+    tolerance: float
+    searches: list[Search] = field(default_factory=list)
+    ats: list[float] = field(default_factory=list)  # of each search
+    probes: list[Probe] = field(default_factory=list)
+
+    def begin_search(self, worlds: Sequence[World], alike: float | None = None) -> None:
+        """Begin another search: from the last one's result, from `alike`, or from arithmetic on the costs of `worlds`.
+
+        Costs fitted while all requests had one length say little of another: a guess is made from the middling ones.
+        """
+        assert self.at is not None
+        known = [search.passed for search in self.searches if search.passed is not None]
+        low, high = self._limits(worlds[-1])
+        guess, step = (known[-1], self.tolerance) if known else (alike or self._guess(worlds), FIRST_STEP)
+        self.searches.append(Search(guess=guess, low=low, high=high, step=step, tolerance=self.tolerance))
+        self.ats.append(self.at)
+
+    def next(self) -> tuple[int, float] | None:
+        """(length, rate) of the next probe of the present search; None when it is over."""
+        assert self.at is not None
+        value = self.searches[-1].next()
+        if value is None:
+            return None
+        if self.kind == "rate":
+            return int(self.at), value
+        return max(LEAST_LENGTH, round(value / LENGTH_STEP) * LENGTH_STEP), self.at
+
+    def record(self, probe: Probe) -> None:
+        """What came of it."""
+        self.probes.append(probe)
+        self.searches[-1].record(probe.rate if self.kind == "rate" else probe.length, probe.passed)
+
+    @property
+    def given(self) -> list[float]:
+        """What was given of each search, or else is of the next; empty: not known yet."""
+        return self.ats or ([] if self.at is None else [self.at])
+
+    @property
+    def values(self) -> list[float]:
+        """The largest passing value of each search that has one."""
+        return [search.passed for search in self.searches if search.passed is not None]
+
+    def bound(self, world: World, at: float | None = None) -> float:
+        """The largest value that the capacity arithmetic allows; at: in place of the present one."""
+        at = self.at if at is None else at
+        assert at is not None
+        if self.kind == "rate":
+            return most_rate(self.mode, world.cost(at, self.revisit), self.revisit, world.workers)
+        traffic = world.traffic(1, self.revisit)
+        return most_length(self.mode, world.costs, traffic, at, world.workers, world.slo_ms, world.longest)
+
+    def _limits(self, world: World) -> tuple[float, float]:
+        if self.kind == "length":
+            return LEAST_LENGTH, world.longest
+        return LEAST_RATE, max(2 * LEAST_RATE, HEADROOM * self.bound(world))
+
+    def queue(self, worlds: Sequence[World], at: float | None = None) -> float:
+        """The largest value with which a queue of Poisson arrivals keeps the SLO, simulated with the middling costs of
+        `worlds`: those of a quiet moment hold for a moment. at: as of `bound`."""
+        at = self.at if at is None else at
+        assert at is not None
+        world = sorted(worlds, key=lambda each: self.bound(each, at))[len(worlds) // 2]
+        if self.kind == "rate":
+            traffic, cost = world.traffic(at, self.revisit), world.cost(at, self.revisit)
+            return predicted_rate(self.mode, cost, traffic, world.slo_ms, BUS_MS, world.workers)
+        traffic = world.traffic(1, self.revisit)
+        return predicted_length(self.mode, world.costs, traffic, at, world.slo_ms, BUS_MS, world.workers, world.longest)
+
+    def _guess(self, worlds: Sequence[World]) -> float:
+        return self.queue(worlds) * (GUESSED_SHARE if self.kind == "rate" else 1.0)

@@ -1,0 +1,174 @@
+"""From probes to conclusions: what was found, ratios to full inference and their bounds, why targets were missed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import median
+from typing import Final
+
+from relaygr_stream.lab.bench.capacity import device_ms
+from relaygr_stream.lab.bench.cells import Cell, World
+from relaygr_stream.lab.bench.modes import FULL, RELAY
+from relaygr_stream.lab.bench.results import STAGES, Found, Probe, Ratio, Spread
+
+#: Of the project, for a small CPU machine: the relay with DRAM against full inference.
+LENGTH_TARGET: Final = 4.0
+RATE_TARGETS: Final = {0.0: 1.8, 0.5: 3.6, 0.9: 7.0}
+HIT_TARGET: Final = 0.99
+BUS_TARGET_MS: Final = 10.0
+#: What the RelayGR paper (arXiv 2601.01712) reports, on its own hardware, models and traffic.
+PAPER: Final = {"length": 1.5, "rate": 3.6, "hits": 0.92}
+#: A ratio this far beyond its bound is a defect of the bench; less may be the fit of the costs.
+BOUND_TOLERANCE: Final = 1.1
+#: A device busier than this is what limits; the rest of its time goes into steps between operations.
+BUSY: Final = 0.85
+#: One less busy than this leaves room for half as much again.
+IDLE: Final = 0.6
+#: With so much of all cores' time in use, threads wait for a core as often as not: device, broker, trigger and client
+#: share them.
+CROWDED: Final = 0.6
+#: Shares of events not admitted, and of slow requests without ready prefix KV, worth naming.
+WORTH_NAMING: Final = 0.05
+
+
+def found(cell: Cell, worlds: Sequence[World]) -> Found:
+    """What the cell's searches came to; something was given for them."""
+    values = cell.values
+    at_found = [probe for probe in cell.probes if probe.passed and _value(cell, probe) in values]
+    return Found(
+        kind=cell.kind,
+        mode=cell.mode.name,
+        revisit=cell.revisit,
+        given=cell.given,
+        values=values,
+        settled=bool(cell.searches) and all(search.settled for search in cell.searches),
+        bound=_bound(cell, worlds),
+        requests=sum(probe.requests for probe in at_found),
+        bad=sum(probe.bad for probe in at_found),
+        limits=_limits(cell),
+    )
+
+
+def ratios(cells: Sequence[Cell], worlds: Sequence[World]) -> list[Ratio]:
+    """Every cell against full inference, where that has been found."""
+    return [ratio for cell in cells if cell.mode is not FULL and (ratio := _ratio(cell, cells, worlds)) is not None]
+
+
+def missed(
+    report_ratios: Sequence[Ratio], founds: Sequence[Found], bus: Mapping[str, Spread], hits: tuple[int, int]
+) -> list[str]:
+    """Targets that were missed, each with why; and ratios that cannot be."""
+    return list(_missed(report_ratios, founds, bus, hits))
+
+
+def _missed(
+    report_ratios: Sequence[Ratio], founds: Sequence[Found], bus: Mapping[str, Spread], hits: tuple[int, int]
+) -> Iterator[str]:
+    for one in founds:
+        if one.mode == FULL.name and one.value is None:
+            why = "; ".join(one.limits)
+            yield f"full inference: no {one.kind} kept the SLO, so there is nothing to compare with; {why}"
+    limits = {(one.kind, one.mode, one.revisit): one.limits for one in founds}
+    for ratio in report_ratios:
+        what = f"{'throughput' if ratio.kind == 'rate' else 'length'} of {ratio.mode} at revisit {ratio.revisit:.0%}"
+        why = "; ".join(limits.get((ratio.kind, ratio.mode, ratio.revisit), []))
+        if ratio.target is not None and ratio.value is None:
+            yield f"{what}: no value found, the target is {ratio.target:g}×; {why}"
+        elif ratio.target is not None and ratio.value is not None and ratio.value < ratio.target:
+            allowed = (
+                f"the capacity arithmetic allows {ratio.bound:.2g}×, a queue of Poisson arrivals at the device about "
+                f"{ratio.queue:.2g}×"
+            )
+            yield f"{what}: {ratio.value:.2f}×, the target is {ratio.target:g}×; {allowed}; {why}"
+        if ratio.value is not None and ratio.value > BOUND_TOLERANCE * ratio.bound:
+            yield (
+                f"{what}: {ratio.value:.2f}× is beyond the {ratio.bound:.2f}× that the capacity arithmetic allows; "
+                f"that is a defect of this bench or of the workers' fitted costs"
+            )
+    admitted, hit = hits
+    if admitted and hit < HIT_TARGET * admitted:
+        yield f"{hit} of {admitted} admitted requests hit ({hit / admitted:.1%}), the target is {HIT_TARGET:.0%}"
+    both, wakes = bus["both"].p99, bus["wakes"].p99
+    if both is not None and both > BUS_TARGET_MS:
+        parts = f"{bus['in'].p99:.1f} ms from publish to the worker's read, {bus['out'].p99:.1f} ms back"
+        floor = f"; waking its threads alone takes {wakes:.1f} ms on these cores under this load" if wakes else ""
+        yield f"the bus takes {both:.1f} ms at P99 (both ways), the target is {BUS_TARGET_MS:g} ms; {parts}{floor}"
+
+
+def _ratio(cell: Cell, cells: Sequence[Cell], worlds: Sequence[World]) -> Ratio | None:
+    base = next((one for one in cells if one.mode is FULL and one.kind == cell.kind), None)
+    rates = next((one for one in cells if one.mode is FULL and one.kind == "rate"), None)
+    if rates is None or not rates.values:
+        return None
+    # At the largest rate that full inference carries, its largest length is the one at which that was found.
+    full = rates.given if base is None else base.values
+    full = [value for value in full if value]
+    if not full:
+        return None
+    mine, middle = cell.values, median(full)
+    length = median(cell.given if cell.kind == "rate" else full)
+    cost = worlds[-1].cost(length, cell.revisit)
+    target = None
+    if cell.mode is RELAY:
+        target = LENGTH_TARGET if cell.kind == "length" else RATE_TARGETS.get(cell.revisit)
+    return Ratio(
+        kind=cell.kind,
+        mode=cell.mode.name,
+        revisit=cell.revisit,
+        value=median(mine) / middle if mine else None,
+        low=min(mine) / max(full) if mine else None,
+        high=max(mine) / min(full) if mine else None,
+        bound=_bound(cell, worlds) / middle,
+        queue=cell.queue(worlds, median(cell.given)) / middle,
+        work=cost.full / device_ms(cell.mode, cost, cell.revisit),
+        target=target,
+    )
+
+
+def _bound(cell: Cell, worlds: Sequence[World]) -> float:
+    """What the device allows at its best: costs fitted beside other work are no bound to a quiet moment."""
+    at = median(cell.given)
+    return max(cell.bound(world, at) for world in worlds)
+
+
+def _limits(cell: Cell) -> list[str]:
+    """Why a little more fails: the stage, the queue and the bound behind the smallest failing probe."""
+    failing = [probe for probe in cell.probes if not probe.passed]
+    if not cell.probes:
+        return ["not probed: the time was over"]
+    if not failing:
+        return ["nothing failed: the search ended at its limit or for want of time"]
+    probe = min(failing, key=lambda one: _value(cell, one))
+    return list(explain(probe))
+
+
+def explain(probe: Probe) -> Iterator[str]:
+    """What made a probe's slowest requests slow, most important first."""
+    slow = sorted(probe.slow_stages.items(), key=lambda pair: -pair[1])
+    parts = ", ".join(f"{STAGES[name]} {ms:.0f} ms" for name, ms in slow[:3] if ms >= 1)
+    if parts:
+        yield f"at {probe.rate:,.1f}/s with {probe.length:,} tokens the slowest requests spent: {parts}"
+    if probe.stalled:
+        yield f"the machine stood still: a process that only slept woke {probe.stalled_ms:.0f} ms late"
+    if probe.busy >= BUSY:
+        yield f"the device was busy {probe.busy:.0%} of the time"
+    elif probe.busy <= IDLE:
+        waits = "what comes together waits for each other" if slow and slow[0][0] == "queued" else "waits beside it"
+        yield f"the device was busy only {probe.busy:.0%} of the time: {waits}, not its capacity"
+    if probe.cores_busy is not None and probe.cores_busy >= CROWDED:
+        yield f"the machine's cores were busy {probe.cores_busy:.0%}: the relay's processes wait for each other's"
+    decided = sum(probe.decisions.values())
+    for reason, count in sorted(probe.decisions.items(), key=lambda pair: -pair[1]):
+        if reason != "admitted" and decided and count / decided >= WORTH_NAMING:
+            yield f"the trigger did not admit {count / decided:.0%} ({reason})"
+    slowest = sum(probe.slow_outcomes.values())
+    for outcome, words in (("full", "had no prefix KV"), ("joined", "came while theirs was being computed")):
+        count = probe.slow_outcomes.get(outcome, 0)
+        if slowest and count / slowest >= WORTH_NAMING and probe.announced:
+            yield f"{count / slowest:.0%} of the slowest {words}"
+    for error, count in sorted(probe.errors.items()):
+        yield f"{count} got no scores ({error})"
+
+
+def _value(cell: Cell, probe: Probe) -> float:
+    return probe.rate if cell.kind == "rate" else probe.length

@@ -1,0 +1,90 @@
+"""What is compared: ways of serving the same rankings, and the worker settings that each needs.
+
+Knows nothing of how they are measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+import msgspec
+
+from relaygr_stream.errors import ConfigError
+from relaygr_stream.settings.schema import Settings
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One way of serving. `overrides` are worker settings; modes with equal ones share their processes."""
+
+    name: str
+    words: str  # what it is, for a reader of the table
+    announce: bool  # whether request events are published, so that prefixes may be pre-inferred
+    request: Literal["auto", "full"]  # of the ranking requests
+    keeps: bool  # prefix KV outlives its ranking, so that returning users are cheaper
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+
+
+FULL: Final = Mode("full", "full inference at ranking, no relay", announce=False, request="full", keeps=False)
+CACHE: Final = Mode(
+    "cache", "prefix KV kept after ranking, no pre-inference", announce=False, request="auto", keeps=True
+)
+RELAY_HBM: Final = Mode(
+    "relay-hbm",
+    "relay without DRAM",
+    announce=True,
+    request="auto",
+    keeps=True,
+    overrides={"dram_bytes": 0},
+)
+RELAY: Final = Mode("relay", "relay with DRAM", announce=True, request="auto", keeps=True)
+RELAY_WARM: Final = Mode(
+    "relay-warm",
+    "relay with DRAM and warm-up of likely returns",
+    announce=True,
+    request="auto",
+    keeps=True,
+    overrides={"warm_up": True},
+)
+MODES: Final = (FULL, CACHE, RELAY_HBM, RELAY, RELAY_WARM)
+
+
+def modes_named(names: str) -> tuple[Mode, ...]:
+    """The modes of a comma-separated list, in the order of MODES. Raises ConfigError; `full` must be among them."""
+    asked = {name.strip() for name in names.split(",")}
+    unknown = asked - {mode.name for mode in MODES}
+    if unknown:
+        known = ", ".join(mode.name for mode in MODES)
+        raise ConfigError(f"modes {', '.join(sorted(unknown))}: no such mode; there are {known}")
+    if FULL.name not in asked:
+        raise ConfigError("modes: `full` is the baseline of every ratio and must be among them")
+    return tuple(mode for mode in MODES if mode.name in asked)
+
+
+def missing_settings(mode: Mode, settings: Settings) -> list[str]:
+    """Worker settings that the mode needs and this version does not have."""
+    return [name for name in mode.overrides if name not in settings.worker.__struct_fields__]
+
+
+def apply_mode(mode: Mode, settings: Settings) -> Settings:
+    """The settings that the mode's processes run with; what other modes switch on is off."""
+    others = {name for other in MODES for name, value in other.overrides.items() if value is True}
+    off = {name: False for name in others if name in settings.worker.__struct_fields__}
+    return msgspec.structs.replace(
+        settings, worker=msgspec.structs.replace(settings.worker, **{**off, **mode.overrides})
+    )
+
+
+def grouped(modes: Sequence[Mode], settings: Settings) -> list[tuple[str, list[Mode]]]:
+    """Modes that can share processes, named after one of them."""
+    groups: list[tuple[Settings, list[Mode]]] = []
+    for mode in modes:
+        wanted = apply_mode(mode, settings)
+        same = next((group for other, group in groups if other == wanted), None)
+        if same is None:
+            groups.append((wanted, [mode]))
+        else:
+            same.append(mode)
+    return [(group[-1].name, group) for _, group in groups]

@@ -1,0 +1,101 @@
+"""What is measured, and how closely: the presets, and what the command line changes of them.
+
+The settings of the processes (model, memory, SLO) are elsewhere: workers/slo-quick.toml and workers/slo-paper.toml.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from relaygr_stream.errors import ConfigError
+from relaygr_stream.lab.bench.modes import CACHE, FULL, MODES, RELAY, Mode
+from relaygr_stream.lab.workload.items import StageDelay
+
+
+@dataclass(frozen=True, kw_only=True)
+class SloOptions:
+    """Of one run. Raises ConfigError where the numbers make no sense."""
+
+    preset: str
+    broker: Literal["embedded", "kafka"] | None = None  # None: kafka.bootstrap names a running cluster
+    workers: int = 1
+    modes: tuple[Mode, ...] = MODES
+    length: int | None = None  # prefix tokens at which rates are searched; None: as full inference just works with
+    rate: float | None = None  # at which lengths are searched; None: the largest that full inference carries
+    revisits: tuple[float, ...] = (0.0, 0.5, 0.9)
+    length_revisits: tuple[float, ...] = (0.5, 0.9)  # revisit ratios at which lengths are searched
+    every_cell: bool = False  # every mode at every ratio; else those that tell the modes apart
+    delay: StageDelay = field(default_factory=lambda: StageDelay(150.0, 0.1))
+    suffix: int = 8
+    candidates: int = 32
+    growth: float = 3.0
+    users: int = 100  # with 512 tokens, in the population before the first probe of returning ones; fewer, if longer
+    recent: int = 400
+    sigma: float = 0.0
+    samples: int  # requests judged in a probe
+    least_s: float = 2.5
+    warm_up_s: float = 1.0
+    settle_s: float = 4.0  # users return for so long before the first probe of a population
+    tolerance: float
+    repeats: int
+    budget_s: float  # searches begin no probe that would end later
+    seed: int = 7
+    out: Path = Path("out/slo")
+
+    def __post_init__(self) -> None:
+        if not self.revisits or not all(0 <= ratio < 1 for ratio in (*self.revisits, *self.length_revisits)):
+            raise ConfigError(f"revisit ratios {self.revisits}, {self.length_revisits}: must be within 0…1, 1 excluded")
+        if self.length is not None and self.length <= 0:
+            raise ConfigError(f"length = {self.length}: must be above 0")
+        for name in ("workers", "suffix", "candidates", "users", "samples", "repeats", "budget_s"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name} = {getattr(self, name)}: must be above 0")
+        if self.rate is not None and self.rate <= 0:
+            raise ConfigError(f"rate = {self.rate:g}: must be above 0")
+        if self.tolerance <= 1:
+            raise ConfigError(f"tolerance = {self.tolerance:g}: is a factor above 1")
+
+    def rate_cells(self) -> list[tuple[Mode, float]]:
+        """Modes and revisit ratios for which the largest rate is searched."""
+        cells: list[tuple[Mode, float]] = []
+        for mode in self.modes:
+            ratios = self.revisits
+            if not mode.keeps:
+                ratios = self.revisits[:1]  # it computes everything each time, whoever asks
+            elif not self.every_cell and mode is not RELAY:
+                ratios = self.revisits[-1:]  # where keeping and tiers matter most
+            cells += [(mode, ratio) for ratio in ratios]
+        return cells
+
+    def length_cells(self) -> list[tuple[Mode, float]]:
+        """The same for the largest length."""
+        modes = self.modes if self.every_cell else [mode for mode in self.modes if mode in (FULL, RELAY)]
+        cells: list[tuple[Mode, float]] = []
+        for mode in modes:
+            if mode.keeps:
+                cells += [(mode, ratio) for ratio in self.length_revisits]
+            elif self.rate is not None:  # else its largest length at its largest rate is the one of that rate
+                cells += [(mode, ratio) for ratio in self.length_revisits[:1]]
+        return cells
+
+
+#: Modes that share one pipeline: another one's start and users take more of three minutes than its search.
+QUICK: Final[dict[str, Any]] = {
+    "modes": (FULL, CACHE, RELAY),
+    "samples": 100,
+    "tolerance": 1.2,
+    "repeats": 1,
+    "budget_s": 170.0,
+}
+PAPER: Final = {
+    "samples": 1000,
+    "tolerance": 1.05,
+    "repeats": 3,
+    "budget_s": 4 * 3600.0,
+    "every_cell": True,
+    "warm_up_s": 3.0,
+    "least_s": 10.0,
+}
+PRESETS: Final = {"quick": QUICK, "paper": PAPER}

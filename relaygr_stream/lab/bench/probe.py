@@ -1,0 +1,260 @@
+"""One probe: a stretch of open-loop traffic through a pipeline, and what became of it.
+
+The first `warm_up_s` are not judged. What a stage of so many requests leaves open, a second and a third decide: the P99
+of all of them together is judged, so that one hiccup of the machine does not. A probe that cannot pass any more is cut
+short, so that overload costs little time. Knows nothing of searches.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from typing import Final
+
+import numpy as np
+
+from relaygr_stream.client import Ranking
+from relaygr_stream.lab.bench.interference import CpuTimes
+from relaygr_stream.lab.bench.modes import Mode
+from relaygr_stream.lab.bench.pipeline import Pipeline
+from relaygr_stream.lab.bench.results import DEVICE_WORK, STAGES, Probe, Spread
+from relaygr_stream.lab.bench.statistics import allowed_bad, passes
+from relaygr_stream.lab.bench.traffic import Population
+from relaygr_stream.lab.demo.report import quantile
+from relaygr_stream.lab.workload.driver import Result, drive
+from relaygr_stream.lab.workload.items import WorkItem
+
+#: A ranking is given up after so many SLOs: late is late, but how late is worth knowing.
+TIMEOUT_SLOS: Final = 8.0
+#: A probe has so many stages of traffic at most.
+STAGES_AT_MOST: Final = 3
+#: The slowest of so many requests are looked at to tell what is slow.
+SLOW: Final = 20
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """How long a probe takes, and what it is judged by."""
+
+    slo_ms: float
+    samples: int  # requests judged, at least
+    least_s: float  # but for no shorter time than this
+    warm_up_s: float
+
+    def seconds(self, rate: float) -> float:
+        """Expected length of a probe at this rate that one stage decides, warm-up included."""
+        return self.warm_up_s + max(self.least_s, self.samples / rate)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A probe, and what the bus took of each answered request, in milliseconds."""
+
+    probe: Probe
+    bus_in: list[float]
+    bus_out: list[float]
+
+
+async def run_probe(
+    pipeline: Pipeline,
+    mode: Mode,
+    population: Population,
+    rate: float,
+    judgement: Judgement,
+    *,
+    repeat: int,
+    clock: Callable[[], float],
+    progress: Callable[[int, int], object] = lambda requests, bad: None,
+) -> Measured:
+    """Send `rate` requests per second for as long as the judgement needs.
+
+    clock: seconds since the run began. progress(requests, bad): called after each judged request.
+    """
+    traffic = _Staged(population, rate, judgement)
+    tally = _Tally(judgement, traffic, progress)
+    totals, decisions = pipeline.totals(), await pipeline.decisions()
+    cpu = CpuTimes.now()
+    started, began = clock(), time.monotonic()
+    with _no_collections():
+        await drive(
+            pipeline.client,
+            traffic,
+            mode=mode.request,
+            announce=mode.announce,
+            timeout=TIMEOUT_SLOS * judgement.slo_ms / 1e3,
+            on_result=tally,
+            stop=tally.decided,
+        )
+    await pipeline.fresh_statuses()
+    seconds = time.monotonic() - began
+    cpu_after = CpuTimes.now()
+    after, decided = pipeline.totals(), await pipeline.decisions()
+    results = tally.judged()
+    done = {result.item.request.request_id: result for result in results}
+    announced = done.keys() if mode.announce else set()
+    admitted = announced & await pipeline.admitted()
+    answered = sorted((one for one in results if one.ranking is not None), key=lambda one: one.latency_ms)
+    slow = answered[-max(1, len(answered) // SLOW) :]
+    stages = _stages(answered)
+    probe = Probe(
+        mode=mode.name,
+        revisit=population.revisit,
+        length=population.length,
+        rate=rate,
+        repeat=repeat,
+        started_s=started,
+        seconds=seconds,
+        requests=len(results),
+        bad=sum(map(tally.is_bad, results)),
+        cut_short=tally.hopeless,
+        p50=quantile(latencies := [one.latency_ms for one in results], 0.5),
+        p99=sorted(latencies)[-1 - allowed_bad(len(latencies))] if latencies else 0.0,
+        stages={name: Spread.of(values) for name, values in stages.items()},
+        stage_means=_means(stages),
+        slow_stages=_means(_stages(slow)),
+        slow_outcomes=_outcomes(slow),
+        errors=dict(Counter(one.error for one in results if one.error is not None)),
+        outcomes=_outcomes(answered),
+        announced=len(announced),
+        admitted=len(admitted),
+        admitted_hits=sum(done[one].outcome not in (None, "full") for one in admitted),
+        decisions={name: int(total - decisions.get(name, 0)) for name, total in decided.items()},
+        others_cores=None if cpu is None or cpu_after is None else cpu_after.others_since(cpu),
+        cores_busy=None if cpu is None or cpu_after is None else cpu_after.busy_since(cpu),
+        device_ms_per_s={name: (after.get(name, 0.0) - totals.get(name, 0.0)) / seconds for name in DEVICE_WORK},
+    )
+    return Measured(probe, stages["inbound"], stages["outbound"])
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """A full collection of the client's many requests takes tens of milliseconds, which would be laid to the relay."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+class _Staged:
+    """A probe's traffic, stage by stage; iterated over once.
+
+    The first stage is made beforehand: making requests takes processor time that the relay may need.
+    """
+
+    def __init__(self, population: Population, rate: float, judgement: Judgement) -> None:
+        self._population, self._rate, self._judgement = population, rate, judgement
+        since = judgement.warm_up_s
+        self._first = population.take(rate, count=judgement.samples, since=since, until=since + judgement.least_s)
+        self._stage = sum(item.at >= since for item in self._first)  # requests to be judged in each
+        #: When the last request of each stage that was sent to its end is due, in seconds since the probe began.
+        self.ended: Final[list[float]] = []
+
+    @property
+    def most(self) -> int:
+        """Requests to be judged in all stages together."""
+        return STAGES_AT_MOST * self._stage
+
+    def requests(self, stages: int) -> int:
+        """Requests to be judged in the first so many stages."""
+        return stages * self._stage
+
+    def __iter__(self) -> Iterator[WorkItem]:
+        yield from self._first
+        self.ended.append(self._first[-1].at)
+        rest = self._population.stream(self._rate, after=self._first[-1].at)
+        while len(self.ended) < STAGES_AT_MOST:
+            for item in islice(rest, self._stage):
+                yield item
+            self.ended.append(item.at)
+
+
+class _Tally:
+    """Judges results as they come; sets `decided` when there is a verdict.
+
+    A stage is judged when all of its requests, and of those before it, are over: the slow ones are the last to be.
+    """
+
+    def __init__(self, judgement: Judgement, traffic: _Staged, progress: Callable[[int, int], object]) -> None:
+        self._judgement = judgement
+        self._traffic = traffic
+        self._progress = progress
+        self._results: list[Result] = []
+        self._bad = 0
+        self._stage = 0  # the first that is not judged yet
+        self._accepted: float | None = None  # when the last request of the stage that passed was sent
+        self.decided = asyncio.Event()
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether it was decided before its end that the P99 is not within the SLO."""
+        return self.decided.is_set() and self._accepted is None
+
+    def is_bad(self, result: Result) -> bool:
+        """Without scores within the SLO."""
+        return result.ranking is None or result.latency_ms > self._judgement.slo_ms
+
+    def judged(self) -> list[Result]:
+        """The results that the verdict is about: those of the stages that decided it."""
+        if self._accepted is None:
+            return self._results
+        return [result for result in self._results if result.item.at <= self._accepted]
+
+    def __call__(self, result: Result) -> None:
+        if result.item.at < self._judgement.warm_up_s:
+            return
+        self._results.append(result)
+        self._bad += self.is_bad(result)
+        if not self.decided.is_set():
+            self._judge()
+        self._progress(len(self._results), self._bad)
+
+    def _judge(self) -> None:
+        """More bad ones than the whole probe may have, or a whole stage with few enough."""
+        if self._bad > allowed_bad(self._traffic.most):
+            self.decided.set()
+            return
+        for ended in self._traffic.ended[self._stage :]:
+            requests = self._traffic.requests(self._stage + 1)
+            if len(self._results) < requests:
+                return
+            over = [result for result in self._results if result.item.at <= ended]
+            if len(over) < requests:
+                return
+            if passes(requests, sum(map(self.is_bad, over))):
+                self._accepted = ended
+                self.decided.set()
+                return
+            self._stage += 1
+
+
+def _stages(answered: Sequence[Result]) -> dict[str, list[float]]:
+    """Milliseconds of each answered request in each stage."""
+    stages: dict[str, list[float]] = {name: [] for name in STAGES}
+    for result in answered:
+        assert isinstance(result.ranking, Ranking)
+        timings, whole = result.ranking.timings, result.ranking.latency_s * 1e3
+        # Whole milliseconds on the wire: an age may come out a little above what is left for it.
+        inbound = min(timings.inbound_ms, max(0.0, whole - timings.worker_ms))
+        stages["sent_late"].append(max(0.0, result.latency_ms - whole))
+        stages["inbound"].append(inbound)
+        stages["queued"].append(timings.queued_ms)
+        stages["device"].append(timings.device_ms)
+        stages["between"].append(max(0.0, timings.worker_ms - timings.queued_ms - timings.device_ms))
+        stages["outbound"].append(max(0.0, whole - inbound - timings.worker_ms))
+    return stages
+
+
+def _means(stages: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    return {name: float(np.mean(values)) if values else 0.0 for name, values in stages.items()}
+
+
+def _outcomes(answered: Sequence[Result]) -> dict[str, int]:
+    return dict(Counter(str(one.outcome) for one in answered))

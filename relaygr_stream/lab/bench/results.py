@@ -1,0 +1,178 @@
+"""What a run of the bench came to, as it goes into the JSON report and as the pages are made from.
+
+Every number is handed in; knows nothing of how it was measured. Times are milliseconds unless named otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+from typing import Any, Final, Literal
+
+import msgspec
+
+from relaygr_stream.lab.bench.statistics import QUANTILE, bad_share_bounds, passes
+from relaygr_stream.lab.demo.report import quantile
+
+#: Where a ranking's time goes, in the order of the request's way; they add up to its latency.
+STAGES: Final[dict[str, str]] = {
+    "sent_late": "client: sent behind schedule",
+    "inbound": "bus: publish → worker's read",
+    "queued": "worker: waits for the device",
+    "device": "device: computes",
+    "between": "device: works for others in between",
+    "outbound": "bus: engine end → caller",
+}
+#: What the device worked on, as worker-status counts it.
+DEVICE_WORK: Final[dict[str, str]] = {
+    "pre_infer_ms": "pre-inference and extension",
+    "full_ms": "full inference",
+    "ranking_ms": "suffix and candidates",
+}
+#: A handful of processes share the cores by turns of a few milliseconds: none of them waits so long for its own.
+STALL_MS: Final = 50.0
+
+
+class Spread(msgspec.Struct, frozen=True):
+    """Quantiles of a time; None where there are too few values to tell (1 / (1 - q))."""
+
+    p50: float | None
+    p99: float | None
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Of these, by nearest rank."""
+        return cls(quantile(values, 0.5), quantile(values, 0.99))
+
+
+class Probe(msgspec.Struct, frozen=True, kw_only=True):
+    """One stretch of traffic of one mode at one rate and length."""
+
+    mode: str
+    revisit: float
+    length: int
+    rate: float  # asked for, requests per second
+    repeat: int
+    started_s: float  # since the run began
+    seconds: float
+    requests: int  # judged: those of the warm-up are not among them
+    bad: int  # without scores within the SLO
+    cut_short: bool  # ended when it could not pass any more
+    p50: float | None  # of all judged requests, from the scheduled send time; one without scores took the timeout
+    p99: float  # nearest rank; at least this, if cut short
+    stages: dict[str, Spread]  # of answered requests, by STAGES
+    stage_means: dict[str, float]
+    slow_stages: dict[str, float]  # the same means over the slowest answered requests, one in twenty
+    slow_outcomes: dict[str, int]  # where those found their prefix KV
+    errors: dict[str, int]
+    outcomes: dict[str, int]
+    announced: int
+    admitted: int
+    admitted_hits: int
+    decisions: dict[str, int]  # of the trigger, by reason; warm-up included
+    others_cores: float | None  # CPU cores that other processes of the machine used meanwhile; None: not known
+    cores_busy: float | None = None  # share of the machine's cores' time that was work of anyone's
+    set_aside: bool = False  # disturbed by others, and probed again
+    stalled_ms: float | None = None  # by so much too late a process that only slept woke meanwhile, at worst
+    device_ms_per_s: dict[str, float]  # by DEVICE_WORK; warm-up included
+
+    @property
+    def passed(self) -> bool:
+        """Whether its P99 is within the SLO."""
+        return not self.cut_short and passes(self.requests, self.bad)
+
+    @property
+    def stalled(self) -> bool:
+        """Whether the machine stood still for longer than any queue for its cores takes."""
+        return self.stalled_ms is not None and self.stalled_ms >= STALL_MS
+
+    @property
+    def busy(self) -> float:
+        """Share of one device's time."""
+        return sum(self.device_ms_per_s.values()) / 1e3
+
+
+class Found(msgspec.Struct, frozen=True, kw_only=True):
+    """What the searches of one cell came to: the largest rate or length within the SLO."""
+
+    kind: Literal["rate", "length"]
+    mode: str
+    revisit: float
+    given: list[float]  # of each repeat: the length at which the rate was searched, or the rate for a length
+    values: list[float]  # of each repeat that found one
+    settled: bool  # every repeat bracketed it as closely as asked for
+    bound: float  # by the capacity arithmetic: nothing beyond is possible
+    requests: int  # judged at the found values, all repeats together
+    bad: int
+    limits: list[str]  # why it is not more, in words
+
+    @property
+    def at(self) -> float:
+        """The median of what was given."""
+        return median(self.given)
+
+    @property
+    def value(self) -> float | None:
+        """The median of the repeats; None if nothing passed."""
+        if not self.values:
+            return None
+        return median(self.values)
+
+    @property
+    def bad_share(self) -> tuple[float, float]:
+        """95 % interval of the share of requests beyond the SLO at the found values."""
+        return bad_share_bounds(self.requests, self.bad)
+
+
+class Ratio(msgspec.Struct, frozen=True, kw_only=True):
+    """A mode against full inference, at the same SLO."""
+
+    kind: Literal["rate", "length"]
+    mode: str
+    revisit: float
+    value: float | None
+    low: float | None  # smallest of mode over largest of full, over the repeats
+    high: float | None
+    bound: float  # largest that the capacity arithmetic allows, given what full reached
+    queue: float  # largest with which a queue of Poisson arrivals at the device would keep the SLO, given the same
+    work: float  # full cost ÷ the mode's cost: device time saved, without what pre-inference gains in waiting
+    target: float | None
+
+
+class Memory(msgspec.Struct, frozen=True):
+    """Tiers at one moment, all workers together."""
+
+    at_s: float
+    pipeline: str
+    hbm: int
+    pinned: int
+    dram: int
+
+
+class SloReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole run."""
+
+    conditions: dict[str, Any]
+    probes: list[Probe]
+    found: list[Found]
+    ratios: list[Ratio]
+    costs: dict[str, float]  # c0…c3 of T_full, as fitted at the end
+    memory: list[Memory]
+    budgets: dict[str, dict[str, int]]  # pipeline → tier → bytes
+    bus: dict[str, Spread]  # in, out, both and wakes (see wakes.py) per request, over the passing probes of the relay
+    #: In the same probes: admitted, and of those answered from prefix KV (hit); announced, and of all of those answered
+    #: from prefix KV that were ready, reloaded or joined. The last four are missing in older reports.
+    hits: dict[str, int]
+    skipped: dict[str, str]  # modes that did not run, with the reason
+    missed: list[str]  # targets missed, and why
+    wall_s: float
+    quantile: float = QUANTILE
+
+    @property
+    def counted(self) -> list[Probe]:
+        """The probes that were not set aside."""
+        return [probe for probe in self.probes if not probe.set_aside]
+
+    def json(self) -> bytes:
+        """Readable by people and programs."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=1)

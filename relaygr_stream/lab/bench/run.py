@@ -1,0 +1,291 @@
+"""`relaygr bench slo`: how much longer sequences, and how much more traffic, within the same P99, on this machine.
+
+Every repeat goes through the pipelines one after the other (modes with equal worker settings share one); in each, the
+searches take turns, one probe each, so that what disturbs the machine for a while disturbs all of them alike.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from relaygr_stream.errors import ConfigError
+from relaygr_stream.lab.bench.broker_warm_up import compile_broker
+from relaygr_stream.lab.bench.capacity import most_rate
+from relaygr_stream.lab.bench.cells import LENGTH_STEP, Cell, World
+from relaygr_stream.lab.bench.interference import OTHERS_CORES, CpuTimes, disturbance_of
+from relaygr_stream.lab.bench.memory import memory_over_time
+from relaygr_stream.lab.bench.modes import FULL, RELAY, Mode, apply_mode, grouped, missing_settings
+from relaygr_stream.lab.bench.options import SloOptions
+from relaygr_stream.lab.bench.pipeline import Pipeline
+from relaygr_stream.lab.bench.populations import Populations
+from relaygr_stream.lab.bench.probe import Judgement, Measured, run_probe
+from relaygr_stream.lab.bench.progress import Progress
+from relaygr_stream.lab.bench.results import Memory, Probe
+from relaygr_stream.lab.bench.wakes import Wakes
+from relaygr_stream.lab.bench.warm_up import longest_working, warm_up
+from relaygr_stream.ops.brokers.distribution import LASTING_RELAY
+from relaygr_stream.ops.brokers.local import local_broker
+from relaygr_stream.settings.schema import Settings
+
+#: The first requests are sent at a rate that a worker four times slower than its own first fit would carry.
+WARM_UP_SHARE: Final = 0.25
+LANES_PER_WORKER: Final = 2
+ATTEMPTS: Final = 4
+CALM_TIMEOUT_S: Final = 10.0
+
+
+class Bench:
+    """One run: its cells, its probes, and what it saw."""
+
+    def __init__(self, options: SloOptions, settings: Settings, progress: Progress) -> None:
+        self.options = options
+        # Budgets are per lane, so that few are better; but no worker may be without.
+        lanes = max(settings.kafka.partitions, LANES_PER_WORKER * options.workers)
+        self.settings = msgspec.structs.replace(
+            settings, kafka=msgspec.structs.replace(settings.kafka, partitions=lanes)
+        )
+        settings = self.settings
+        self.progress = progress
+        self.skipped = {
+            mode.name: f"this version has no setting worker.{', worker.'.join(missing)}"
+            for mode in options.modes
+            if (missing := missing_settings(mode, settings))
+        }
+        self.modes = [mode for mode in options.modes if mode.name not in self.skipped]
+        self.cells = [
+            *(Cell("rate", mode, ratio, None, options.tolerance) for mode, ratio in options.rate_cells()),
+            *(Cell("length", mode, ratio, options.rate, options.tolerance) for mode, ratio in options.length_cells()),
+        ]
+        self.cells = [cell for cell in self.cells if cell.mode in self.modes]
+        self.length = 0  # at which rates are searched, once it is known
+        self.worlds: list[World] = []  # by the costs that the workers stated in turn, the latest last
+        self.measured: list[Measured] = []
+        self.wakes = Wakes()
+        self.memory: list[Memory] = []
+        self.budgets: dict[str, dict[str, int]] = {}
+        self.about: dict[str, str] = {}
+        self._started = time.monotonic()
+        self._deadline = self._started + options.budget_s
+        self._check()
+
+    async def run(self) -> None:
+        """All repeats of all searches, as far as the time allows."""
+        out = self.options.out
+        out.mkdir(parents=True, exist_ok=True)
+        # Beside the reports, so that nothing is written outside the folder the user chose, whatever ends us.
+        with tempfile.TemporaryDirectory(prefix=".bench-", dir=out, ignore_cleanup_errors=True) as name:
+            folder = Path(name)
+            async with self.wakes, self._cluster(folder) as settings:
+                for repeat in range(self.options.repeats):
+                    await self._repeat(repeat, settings, folder)
+
+    @property
+    def world(self) -> World | None:
+        """By the latest costs."""
+        return self.worlds[-1] if self.worlds else None
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        """Seconds since the run began."""
+        return lambda: time.monotonic() - self._started
+
+    def wakes_in(self, probe: Probe) -> list[float]:
+        """How late a thread that only slept woke meanwhile, each time, in milliseconds."""
+        since = self._started + probe.started_s
+        return self.wakes.late_ms(since, since + probe.seconds)
+
+    def _check(self) -> None:
+        relay, options = self.settings.relay, self.options
+        longest = relay.max_prefix_tokens - LENGTH_STEP
+        for what, value, limit, setting in (
+            ("length", options.length or 0, longest, "relay.max_prefix_tokens, less room to grow"),
+            ("suffix", options.suffix, relay.max_suffix_tokens, "relay.max_suffix_tokens"),
+            ("candidates", options.candidates, relay.max_candidates, "relay.max_candidates"),
+        ):
+            if value > limit:
+                raise ConfigError(f"{what} = {value}: must be at most {limit} ({setting})")
+
+    @asynccontextmanager
+    async def _cluster(self, folder: Path) -> AsyncIterator[Settings]:
+        if self.options.broker is None:
+            self.about["broker"] = f"cluster at {self.settings.kafka.bootstrap}"
+            yield self.settings
+            return
+        self.about["broker"] = (
+            "embedded broker (Tansu)" if self.options.broker == "embedded" else "Apache Kafka, one node"
+        )
+        self.progress.say(f"starting the {self.about['broker']} …")
+        async with local_broker(self.options.broker, folder=folder, node=LASTING_RELAY) as broker:
+            settings = msgspec.structs.replace(self.settings, kafka=broker.kafka_settings(self.settings.kafka))
+            if self.options.broker == "kafka":
+                await compile_broker(settings.kafka, self.progress.say)
+            yield settings
+
+    async def _repeat(self, repeat: int, settings: Settings, folder: Path) -> None:
+        for cell in self.cells:
+            if cell.kind == "length":
+                cell.at = self.options.rate  # or else what full inference carries in this repeat
+        groups = grouped(self.modes, settings)
+        shares = [sum(cell.mode in modes for cell in self.cells) for _, modes in groups]
+        for number, (name, modes) in enumerate(groups):
+            left = self._deadline - time.monotonic()
+            rounds = self.options.repeats - repeat
+            ahead = sum(shares[number:]) + (rounds - 1) * sum(shares)
+            until = time.monotonic() + left * shares[number] / max(1, ahead)
+            await self._block(name, modes, repeat, apply_mode(modes[0], settings), folder, until)
+
+    async def _block(
+        self, name: str, modes: Sequence[Mode], repeat: int, settings: Settings, folder: Path, until: float
+    ) -> None:
+        """One pipeline's searches of one repeat, in turns, until they are over or the time is."""
+        cells = [cell for cell in self.cells if cell.mode in modes]
+        self.progress.say(
+            f"repeat {repeat + 1}, starting a trigger and {self.options.workers} worker(s) for "
+            f"{', '.join(mode.name for mode in modes)} …"
+        )
+        async with Pipeline(f"{name}-{repeat}", settings, self.options.workers, folder) as pipeline:
+            self.about |= {"device": pipeline.device, "note": pipeline.note}
+            populations = Populations(self.options, pipeline, self.options.seed + repeat, self.progress.live)
+            if self.world is None:
+                await self._warm_up(pipeline, populations)
+            open_cells = self._opened(cells)
+            while open_cells:
+                open_cells = [
+                    cell for cell in open_cells if await self._turn(cell, pipeline, populations, repeat, until)
+                ]
+                if not any(cell.mode is FULL for cell in open_cells):
+                    open_cells += self._now_given(cells)
+            self._keep_history(pipeline, settings)
+
+    def _opened(self, cells: Sequence[Cell]) -> list[Cell]:
+        """Those for which something is given, each with a search begun."""
+        given = [cell for cell in cells if cell.at is not None]
+        for cell in given:
+            cell.begin_search(self.worlds, self._alike(cell))
+        return given
+
+    def _now_given(self, cells: Sequence[Cell]) -> list[Cell]:
+        """Those that waited for the largest rate of full inference in this repeat, if it has one."""
+        full = next(cell for cell in self.cells if cell.mode is FULL and cell.kind == "rate")
+        waiting = [cell for cell in cells if cell.at is None] if full.searches[-1].passed is not None else []
+        for cell in waiting:
+            cell.at = full.searches[-1].passed
+        return self._opened(waiting)
+
+    async def _warm_up(self, pipeline: Pipeline, populations: Populations) -> None:
+        """A little of everything: workers fit their costs again from it, and first guesses are made from those."""
+        world = self._world(pipeline)
+        self.worlds.append(world)
+        self._search_rates_at(longest_working(world))
+        population = await populations.get(self.length, 0.0, FULL, world)
+        rate = WARM_UP_SHARE * most_rate(FULL, world.cost(self.length, 0.0), 0.0, world.workers)
+        slow_ms = await warm_up(pipeline.client, population, rate, self.progress.live)
+        await pipeline.fresh_statuses()
+        world = self._world(pipeline)
+        self.worlds.append(world)
+        self._search_rates_at(longest_working(world, slow_ms, self.length))
+
+    def _search_rates_at(self, tokens: int) -> None:
+        """At the length that was given, or else at this one."""
+        self.length = self.options.length or tokens
+        for cell in self.cells:
+            if cell.kind == "rate":
+                cell.at = self.length
+
+    async def _turn(self, cell: Cell, pipeline: Pipeline, populations: Populations, repeat: int, until: float) -> bool:
+        """One probe of the cell; False when its search is over."""
+        world = self.world
+        assert world is not None
+        point = cell.next()
+        judgement = self._judgement
+        if point is None or time.monotonic() + judgement.seconds(point[1]) > until:
+            return False
+        length, rate = point
+        population = await populations.get(length, cell.revisit, cell.mode, world)
+        where = f"{cell.mode.name:10} revisit {cell.revisit:3.0%}  {length:5,} tokens  {rate:6,.1f}/s"
+        for attempt in range(1, ATTEMPTS + 1):
+            measured = await run_probe(
+                pipeline,
+                cell.mode,
+                population,
+                rate,
+                judgement,
+                repeat=repeat,
+                clock=self.clock,
+                progress=lambda requests, bad: self.progress.live(
+                    f"{where}: {requests} requests, {bad} beyond the SLO"
+                ),
+            )
+            pipeline.check_children()
+            in_time = time.monotonic() + CALM_TIMEOUT_S + judgement.seconds(rate) <= until
+            stalled_ms = max(self.wakes_in(measured.probe), default=None)
+            probe = msgspec.structs.replace(measured.probe, stalled_ms=stalled_ms)
+            # On a running cluster brokers may be on this machine, and are not ours to count.
+            disturbance = disturbance_of(probe, private=self.options.broker is not None)
+            again = attempt < ATTEMPTS and in_time and bool(disturbance)
+            probe = msgspec.structs.replace(probe, set_aside=again)
+            self.measured.append(replace(measured, probe=probe))
+            self.progress.say(f"{self.clock():5.0f} s  {where}  {_verdict(probe, disturbance)}")
+            if not again:
+                break
+            await self._wait_for_calm()
+        cell.record(probe)
+        self.worlds.append(self._world(pipeline))  # costs fitted under load are the better ones
+        return True
+
+    async def _wait_for_calm(self) -> None:
+        """Until others have left the machine alone for a second, or for CALM_TIMEOUT_S."""
+        gives_up = time.monotonic() + CALM_TIMEOUT_S
+        while time.monotonic() < gives_up and (before := CpuTimes.now()) is not None:
+            self.progress.live("waiting for other processes of this machine to finish …")
+            await asyncio.sleep(1.0)
+            after = CpuTimes.now()
+            if after is None or after.others_since(before) <= OTHERS_CORES:
+                return
+
+    @property
+    def _judgement(self) -> Judgement:
+        options = self.options
+        return Judgement(self.settings.relay.slo_ms, options.samples, options.least_s, options.warm_up_s)
+
+    def _world(self, pipeline: Pipeline) -> World:
+        options, relay = self.options, self.settings.relay
+        return World(
+            costs=pipeline.costs,
+            slo_ms=relay.slo_ms,
+            delay_ms=options.delay.median_ms,
+            candidates=options.candidates + options.suffix,
+            growth=options.growth,
+            workers=options.workers,
+            longest=relay.max_prefix_tokens - LENGTH_STEP,
+        )
+
+    def _alike(self, cell: Cell) -> float | None:
+        """What the relay came to where this one is searched: other tiers will not change it by much."""
+        if not cell.mode.announce:
+            return None
+        alike = (other for other in self.cells if other.mode is RELAY and other is not cell)
+        values = [max(o.values) for o in alike if (o.kind, o.revisit) == (cell.kind, cell.revisit) and o.values]
+        return values[0] if values else None
+
+    def _keep_history(self, pipeline: Pipeline, settings: Settings) -> None:
+        self.budgets[pipeline.name] = {
+            "hbm": settings.worker.hbm_bytes * self.options.workers,
+            "dram": settings.worker.dram_bytes * self.options.workers,
+        }
+        self.memory += memory_over_time(pipeline, self._started)
+
+
+def _verdict(probe: Probe, disturbance: str) -> str:
+    at_least = "≥ " if probe.cut_short else ""
+    sign = "✓" if probe.passed else f"– {disturbance}: again" if probe.set_aside else "✗"
+    return f"P99 {at_least}{probe.p99:,.0f} ms, {probe.bad} of {probe.requests} beyond  {sign}"

@@ -1,0 +1,127 @@
+"""The run as a person reads it on a terminal: one table beside the paper's figures, then what was missed and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from relaygr_stream.lab.bench.judge import BUS_TARGET_MS, HIT_TARGET, PAPER
+from relaygr_stream.lab.bench.results import Found, Ratio, SloReport, Spread
+from relaygr_stream.lab.bench.wakes import HOPS
+from relaygr_stream.lab.workload.report import HITS
+
+
+def render_table(report: SloReport) -> RenderableType:
+    """Tables, conditions and verdict."""
+    faults = [Text(f"✗ {fault}", style="bold red") for fault in report.missed]
+    verdict = faults or [Text("✓ every target that was measured is met", style="bold green")]
+    skipped = [Text(f"– {name} did not run: {why}", style="yellow") for name, why in report.skipped.items()]
+    words = [Text(f"{name}: {text}", style="dim") for name, text in conditions(report)]
+    return Group(_found(report), _beside_paper(report), *words, *skipped, *verdict)
+
+
+def conditions(report: SloReport) -> list[tuple[str, str]]:
+    """What a reader must know to compare the figures with others."""
+    return [(name, str(text)) for name, text in report.conditions["words"].items()]
+
+
+def _found(report: SloReport) -> Table:
+    slo = report.conditions["slo_ms"]
+    table = Table(
+        title=f"Largest within the SLO (P99 ≤ {slo:g} ms)", title_justify="left", title_style="bold", box=SIMPLE_HEAD
+    )
+    table.add_column("mode", no_wrap=True, min_width=10)  # of `relay-warm`
+    for name in ("revisit", "at", "largest", "× full", "allowed", "late (95 %)"):
+        table.add_column(name, justify="right", no_wrap=True)
+    ratios = {(one.kind, one.mode, one.revisit): one for one in report.ratios}
+    for kind in ("rate", "length"):
+        for one in report.found:
+            if one.kind == kind:
+                ratio = ratios.get((one.kind, one.mode, one.revisit))
+                table.add_row(one.mode, f"{one.revisit:.0%}", *_cells(one), *_ratio_cells(ratio), late_text(one))
+        table.add_section()
+    return table
+
+
+def _cells(one: Found) -> tuple[str, str]:
+    given = given_text(one, "" if one.kind == "rate" else "/s")
+    if one.value is None:
+        return given, "none"
+    unit = "/s" if one.kind == "rate" else " tok"
+    digits = 1 if one.kind == "rate" else 0
+    spread = f" ({min(one.values):,.{digits}f}…{max(one.values):,.{digits}f})" if len(one.values) > 1 else ""
+    return given, f"{'' if one.settled else '≥ '}{one.value:,.{digits}f}{unit}{spread}"
+
+
+def given_text(one: Found, unit: str) -> str:
+    """At which length or rate it was searched, with the range of the repeats."""
+    digits = 0 if one.kind == "rate" else 1
+    spread = f" ({min(one.given):,.{digits}f}…{max(one.given):,.{digits}f})" if len(set(one.given)) > 1 else ""
+    return f"{one.at:,.{digits}f}{unit}{spread}"
+
+
+def _ratio_cells(ratio: Ratio | None) -> tuple[str, str]:
+    if ratio is None:
+        return "", ""
+    return ratio_text(ratio), f"{ratio.bound:.2f}"
+
+
+def ratio_text(ratio: Ratio, unit: str = "") -> str:
+    """The ratio with its spread."""
+    if ratio.value is None:
+        return "–"
+    spread = ratio.low is not None and ratio.high is not None and ratio.high > ratio.low
+    return f"{ratio.value:.2f}{unit}" + (f" ({ratio.low:.2f}…{ratio.high:.2f})" if spread else "")
+
+
+def late_text(one: Found) -> str:
+    """How many were late, and the upper end of the 95 % interval of their true share."""
+    if not one.requests:
+        return "–"
+    return f"{one.bad}/{one.requests:,} ≤ {one.bad_share[1]:.1%}"
+
+
+def paper_rows(report: SloReport) -> list[tuple[str, str, str, str]]:
+    """(what, the paper's figure, ours, our aim)."""
+    rows = []
+    for kind, words in (("length", "longer sequences"), ("rate", "throughput")):
+        for ratio in report.ratios:
+            if ratio.kind == kind and ratio.target is not None:
+                name = f"{words}, revisit {ratio.revisit:.0%}"
+                rows.append((name, f"{PAPER[kind]:g}×", ratio_text(ratio, "×"), f"≥ {ratio.target:g}×"))
+    admitted, hit = report.hits["admitted"], report.hits["hit"]
+    share = f"{hit / admitted:.1%} of {admitted:,}" if admitted else "–"
+    rows.append(("admitted requests that hit", f"{PAPER['hits']:.0%}", share, f"≥ {HIT_TARGET:.0%}"))
+    rows.append(("announced requests that hit", "–", announced_text(report.hits), ""))
+    rows.append(("bus there and back, P50 / P99", "–", spread_text(report.bus["both"]), f"≤ {BUS_TARGET_MS:g} ms"))
+    rows.append(("  publish → worker's read", "–", spread_text(report.bus["in"]), ""))
+    rows.append(("  engine end → caller", "–", spread_text(report.bus["out"]), ""))
+    rows.append((f"  waking {HOPS} threads, estimate", "–", spread_text(report.bus["wakes"]), ""))
+    return rows
+
+
+def announced_text(hits: Mapping[str, int]) -> str:
+    """Hits of all announced rankings, and what they found."""
+    announced = hits.get("announced", 0)
+    split = {word: hits.get(word, 0) for word in HITS.values()}
+    found = ", ".join(f"{count:,} {word}" for word, count in split.items())
+    return f"{sum(split.values()) / announced:.1%} of {announced:,}: {found}" if announced else "–"
+
+
+def spread_text(spread: Spread) -> str:
+    """P50 / P99 in milliseconds."""
+    return " / ".join("–" if value is None else f"{value:.1f}" for value in (spread.p50, spread.p99)) + " ms"
+
+
+def _beside_paper(report: SloReport) -> Table:
+    table = Table(title="Beside the paper", title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+    table.add_column("", no_wrap=True)
+    for name in ("paper", "here", "aim"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in paper_rows(report):
+        table.add_row(*row)
+    return table

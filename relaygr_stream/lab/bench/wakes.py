@@ -1,0 +1,73 @@
+"""How late this machine wakes a thread that only slept: what a message pays at every hop, whoever wrote the software.
+
+A ranking's way over the bus is a chain of threads that wake each other. Where they share few cores with a device that
+computes on one of them, each waits for its turn, and their sum is an estimate of what the bus's share cannot go below.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, Self
+
+import numpy as np
+
+from relaygr_stream.lab.bench import sleeper
+from relaygr_stream.lab.bench.results import Spread
+
+#: Threads that a ranking and its answer wake. There: the broker's network thread, its request handler, a network thread
+#: again, the worker's event loop. Back: the worker's event loop, those three, the client's event loop.
+HOPS: Final = 9
+#: Chains drawn for the quantiles of their sum.
+DRAWN: Final = 20_000
+
+
+class Wakes:
+    """While entered, a process of its own sleeps and wakes; `late_ms` is what came of it."""
+
+    def __init__(self) -> None:
+        # Two hundred a second for hours: sorted, and 16 bytes each.
+        self._at = array("d")
+        self._late_ms = array("d")
+
+    async def __aenter__(self) -> Self:
+        self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-I", "-S", str(Path(sleeper.__file__))),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            start_new_session=True,  # as the processes that are measured: it competes for a core as they do
+        )
+        self._reading = asyncio.create_task(self._read())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._process.kill()
+        await self._process.wait()
+        await self._reading
+
+    def late_ms(self, since: float, until: float) -> list[float]:
+        """Of each wake between these two times of time.monotonic(), milliseconds beyond what was slept for."""
+        return self._late_ms[bisect_left(self._at, since) : bisect_right(self._at, until)].tolist()
+
+    async def _read(self) -> None:
+        assert self._process.stdout is not None
+        size = sleeper.TOLD * sleeper.WAKE.size
+        try:
+            while True:
+                for at, late in sleeper.WAKE.iter_unpack(await self._process.stdout.readexactly(size)):
+                    self._at.append(at)
+                    self._late_ms.append(late * 1e3)
+        except asyncio.IncompleteReadError:
+            return
+
+
+def chain(late_ms: Sequence[float]) -> Spread:
+    """Of HOPS wakes one after the other, each as late as any of these by chance."""
+    if not late_ms:
+        return Spread(None, None)
+    drawn = np.random.default_rng(0).choice(np.asarray(late_ms), (DRAWN, HOPS)).sum(axis=1)
+    return Spread.of(drawn.tolist())

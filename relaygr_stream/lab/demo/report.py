@@ -1,0 +1,211 @@
+"""What a demo run came to: the numbers, the table a person reads, and the verdict behind the exit code.
+
+Knows nothing of how the run was done; every number is handed in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from relaygr_stream.lab.workload.report import HITS, admission_text
+from relaygr_stream.telemetry.printable import render_plain
+from relaygr_stream.wire.messages import Outcome
+
+#: Relayed and full scores may differ by this much relatively, in float32 (DESIGN §8).
+MAX_DEVIATION: Final = 1e-5
+#: Of the admitted requests, at least this share must have found their prefix KV.
+MIN_HIT_SHARE: Final = 0.95
+QUANTILES: Final = (0.5, 0.9, 0.99, 0.999)
+
+#: Where a ranking found its prefix KV, in words, nearest first.
+OUTCOME_WORDS: Final[dict[Outcome, str]] = {
+    "hbm": "ready in HBM",
+    "dram": "in DRAM, reloaded",
+    "joined": "still being computed, joined",
+    "full": "nowhere: full inference",
+}
+
+#: What a pre-infer signal took, in words: what lies behind `ready`, a reload or an extension ahead of its ranking too.
+PREPARED_WORDS: Final = {
+    "computed": "computed",
+    "extended": "extended",
+    "hbm": "in HBM already",
+    "dram": "reloaded from DRAM",
+    "joined": "joined another",
+}
+
+
+@dataclass(kw_only=True)
+class DemoResult:
+    """The numbers of one run. Latencies are in milliseconds, from sending the ranking request to its scores."""
+
+    relay_ms: Sequence[float]  # of each answered request
+    outcomes: Sequence[Outcome]  # of each answered request, in the same order
+    full_ms: Sequence[float]  # full inference of the same requests (those that were sent again as such)
+    requests: int  # both ways
+    announced: int  # of those, with a request event before: the relay's
+    answered: int
+    errors: dict[str, int] = field(default_factory=dict)  # requests without scores, by type of error
+    admissions: dict[str, int] = field(default_factory=dict)  # the relay's answers by the trigger's reason; "": unknown
+    admitted: int  # requests the trigger admitted
+    admitted_hits: int  # of those, answered from a prefix hit: hbm, dram or joined
+    admitted_found: dict[str, int] = field(default_factory=dict)  # the same by outcome
+    prepared: dict[str, int] = field(default_factory=dict)  # pre-infer signals by what they took; PREPARED_WORDS
+    reloaded: int = 0  # prefix KV that came back from DRAM, for a pre-infer or a ranking
+    spilled: int = 0  # and that went there
+    audits: int  # rankings that workers scored both ways
+    audit_deviation: float  # largest relative deviation they found
+    compared: int  # requests whose relayed and full scores the client compared
+    deviation: float  # largest relative deviation it found
+    model: str  # e.g. "HSTU, 4 layers, random weights (seed 7)"
+    broker: str
+    device: str
+    wall_s: float
+    processes: dict[str, int | None] = field(default_factory=dict)  # exit code by process; None: still running
+    notes: Sequence[str] = ()  # what a reader of the numbers should know
+
+
+def quantile(values: Sequence[float], q: float) -> float | None:
+    """The smallest value that at least the share q of the values do not exceed (nearest rank: it was really observed).
+
+    None where the sample cannot tell: it takes 1/(1 - q) values for one of them to lie beyond.
+    """
+    if len(values) * (1 - q) < 1 - 1e-9:
+        return None
+    return sorted(values)[max(0, math.ceil(q * len(values) - 1e-9) - 1)]
+
+
+def quantile_name(q: float) -> str:
+    """P50, P99.9, …"""
+    return f"P{100 * q:g}"
+
+
+def hit_share(result: DemoResult) -> float | None:
+    """Share of the admitted requests that were answered from a prefix hit; None when none was admitted."""
+    return result.admitted_hits / result.admitted if result.admitted else None
+
+
+def verdict(result: DemoResult) -> list[str]:
+    """What is wrong with the run, one sentence each; empty when it did what the relay promises."""
+    return list(_faults(result))
+
+
+def render_table(result: DemoResult) -> RenderableType:
+    """The run as a table of latencies, a table of counts, and the verdict."""
+    faults = verdict(result)
+    judged = [Text(f"✗ {fault}", style="bold red") for fault in faults] or [
+        Text("✓ every request answered, relayed scores equal full inference", style="bold green")
+    ]
+    return Group(_latencies(result), _counts(result), *judged)
+
+
+def render_text(result: DemoResult, width: int = 100) -> str:
+    """The same without colours, for a log or a file."""
+    return render_plain(render_table(result), width)
+
+
+def _faults(result: DemoResult) -> Iterator[str]:
+    if result.requests == 0:
+        yield "no request was sent"
+    elif missing := result.requests - result.answered:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(result.errors.items()))
+        yield f"{missing} of {result.requests} requests got no scores ({kinds or 'without an error'})"
+    if result.audits < 1:
+        yield "no worker audited a score; raise worker.audit_share or run longer"
+    for what, deviation in (("an audited", result.audit_deviation), ("a relayed", result.deviation)):
+        # Written so that a deviation that is not a number is a fault too.
+        if not deviation <= MAX_DEVIATION:
+            yield f"{what} score deviates from full inference by {deviation:.2g} (limit {MAX_DEVIATION:g})"
+    if result.compared < 1:
+        yield "no request was scored both ways by the client, so nothing was compared"
+    share = hit_share(result)
+    if share is None:
+        yield "the trigger admitted no request"
+    elif share < MIN_HIT_SHARE:
+        yield (
+            f"{result.admitted_hits} of {result.admitted} admitted requests ({share:.1%}) were answered from a prefix "
+            f"hit; at least {MIN_HIT_SHARE:.0%} should be"
+        )
+    for name, code in sorted(result.processes.items()):
+        if code is None:
+            yield f"{name} did not stop when asked to"
+        elif code:
+            yield f"{name} ended with exit code {code}"
+
+
+def _latencies(result: DemoResult) -> Table:
+    same = ", same requests" if len(result.relay_ms) == len(result.full_ms) else ""
+    table = Table(title=f"Ranking latency{same}", title_justify="left", title_style="bold")
+    table.add_column("", no_wrap=True)
+    for name in ("relay, ms", "full inference, ms", "full / relay"):
+        table.add_column(name, justify="right")
+    for q in QUANTILES:
+        relay, full = quantile(result.relay_ms, q), quantile(result.full_ms, q)
+        if relay is None and full is None:
+            continue
+        ratio = f"{full / relay:.2f}×" if relay and full else "–"
+        table.add_row(quantile_name(q), _ms(relay), _ms(full), ratio)
+    table.add_row("answers", f"{len(result.relay_ms):,}", f"{len(result.full_ms):,}", "")
+    return table
+
+
+def _counts(result: DemoResult) -> Table:
+    table = Table(show_header=False)
+    table.add_column(no_wrap=True, style="cyan")
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_row("requests", f"{result.requests:,}", f"in {result.wall_s:.0f} s")
+    table.add_row("  answered", f"{result.answered:,}", _share(result.answered, result.requests))
+    table.add_row("  by the relay", f"{len(result.outcomes):,}", "where each found its prefix KV:")
+    found: Counter[str] = Counter(result.outcomes)
+    for outcome, words in OUTCOME_WORDS.items():
+        share = _share(found[outcome], len(result.outcomes))
+        table.add_row(f"    {outcome}", f"{found[outcome]:,}", f"{share}  {words}")
+    for kind, count in sorted(result.errors.items()):
+        table.add_row(f"  {kind}", f"{count:,}", f"{_share(count, result.requests)}  no scores")
+    if result.admissions:
+        table.add_row("admission", "", admission_text(result.admissions))
+    table.add_row(
+        "admitted", f"{result.admitted:,}", f"{_share(result.admitted, result.announced)}  of those announced"
+    )
+    split = _split(result.admitted_found) if result.admitted_found else ""
+    share = _share(result.admitted_hits, result.admitted)
+    table.add_row("  prefix hits", f"{result.admitted_hits:,}", f"{share}  of those admitted{split}")
+    hits = sum(found[outcome] for outcome in HITS)
+    table.add_row("announced hits", f"{hits:,}", f"{_share(hits, result.announced)}  of all announced{_split(found)}")
+    if result.prepared:
+        ways = ", ".join(f"{result.prepared.get(name, 0):,} {words}" for name, words in PREPARED_WORDS.items())
+        made = f"what made them ready: {ways} (warm-up included)"
+        table.add_row("pre-infers", f"{sum(result.prepared.values()):,}", made)
+    table.add_row("DRAM tier", f"{result.reloaded:,}", f"reloads to HBM, {result.spilled:,} spills from it")
+    table.add_section()
+    table.add_row(
+        "audited by workers", f"{result.audits:,}", f"largest relative deviation {result.audit_deviation:.2g}"
+    )
+    table.add_row("compared by client", f"{result.compared:,}", f"largest relative deviation {result.deviation:.2g}")
+    table.add_section()
+    for name, text in (("model", result.model), ("device", result.device), ("broker", result.broker)):
+        table.add_row(name, "", text)
+    for note in result.notes:
+        table.add_row("note", "", note)
+    return table
+
+
+def _split(found: Mapping[str, int]) -> str:
+    return ": " + ", ".join(f"{found.get(outcome, 0):,} {word}" for outcome, word in HITS.items())
+
+
+def _ms(value: float | None) -> str:
+    return "–" if value is None else f"{value:,.1f}"
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:.1%}" if whole else "–"

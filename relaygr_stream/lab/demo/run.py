@@ -1,0 +1,289 @@
+"""The demo: broker, topics, trigger, two workers, and a client that asks twice, once each way.
+
+Phase one announces each request and ranks it after the stage delay; phase two sends the same ranking requests at the
+same times and asks for full inference. What is compared is what the client saw.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+import msgspec
+from rich.console import Console
+
+from relaygr_stream.bus.tail import TopicTail
+from relaygr_stream.bus.topics import apply_topics, load_topics
+from relaygr_stream.client import RelayClient
+from relaygr_stream.errors import DecodeError, RelayError
+from relaygr_stream.lab.demo.live import LiveState, LiveView
+from relaygr_stream.lab.demo.plot import save_plot
+from relaygr_stream.lab.demo.report import PREPARED_WORDS, DemoResult, render_table, verdict
+from relaygr_stream.lab.workload.driver import DriveSummary, Result, drive
+from relaygr_stream.lab.workload.generator import Generator, GeneratorOptions
+from relaygr_stream.lab.workload.items import WorkItem
+from relaygr_stream.models.api import relative_deviation
+from relaygr_stream.ops.brokers.distribution import BRIEF_RELAY
+from relaygr_stream.ops.brokers.local import local_broker
+from relaygr_stream.ops.children import Child, settings_as_toml, stop_all
+from relaygr_stream.settings.schema import Settings
+from relaygr_stream.telemetry.printable import SafeConsole
+from relaygr_stream.wire.messages import PreInferSignal, decode
+from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.worker_status import worker_statuses
+
+WORKERS: Final = ("worker-1", "worker-2")
+#: Median prefix: full inference of it takes tens of milliseconds on one core, the relay's part a few.
+MEDIAN_TOKENS: Final = 700.0
+#: Requests before the measured ones, sent like them: first connections, first fetches, first memory; a broker in Java
+#: compiles what it has run often, which takes it longest.
+WARM_UP_S: Final = 5.0
+#: Workers state themselves every 250 ms; after the load, audits may still be running.
+SETTLE_S: Final = 1.5
+LANES_TIMEOUT_S: Final = 30.0
+
+
+@dataclass(frozen=True)
+class DemoOptions:
+    """What the command line asked for. broker None: kafka.bootstrap names a running cluster."""
+
+    broker: Literal["embedded", "kafka"] | None
+    seconds: float
+    rate: float
+    seed: int
+    out: Path
+
+
+@dataclass
+class Seen:
+    """What the demo learns beside its own answers."""
+
+    admitted: set[str]
+    live: LiveState
+
+    def signals(self, records: list[Record]) -> None:
+        """Pre-infer signals: the requests that the trigger admitted."""
+        for record in records:
+            try:
+                self.admitted.add(decode(PreInferSignal, record.value).request_id)
+            except DecodeError:
+                continue  # the workers report it
+
+    def statuses(self, records: list[Record]) -> None:
+        """Worker statuses, for the live view and the report."""
+        for status in worker_statuses(records):
+            self.live.worker(status)
+
+
+async def run_demo(options: DemoOptions, settings: Settings, console: Console | None = None) -> int:
+    """Run the demo; returns the exit code. Raises RelayError where it cannot run at all."""
+    console = console or SafeConsole()
+    started = time.monotonic()
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    # Beside the picture, so that nothing is written outside the folder the user chose, whatever ends us.
+    with tempfile.TemporaryDirectory(prefix=".demo-", dir=options.out.parent, ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        async with _cluster(options, settings, folder, console) as (reachable, broker):
+            result = await _play(options, reachable, folder, broker, console)
+    result.wall_s = time.monotonic() - started
+    console.print(render_table(result))
+    save_plot(result, options.out)
+    console.print(f"picture: {options.out}")
+    return 1 if verdict(result) else 0
+
+
+@asynccontextmanager
+async def _cluster(
+    options: DemoOptions, settings: Settings, folder: Path, console: Console
+) -> AsyncIterator[tuple[Settings, str]]:
+    """The broker asked for: (settings that reach it, its name for the report)."""
+    if options.broker is None:
+        yield settings, f"cluster at {settings.kafka.bootstrap}"
+        return
+    name = "embedded broker (Tansu)" if options.broker == "embedded" else "Apache Kafka, one node"
+    console.print(f"starting the {name} …")
+    async with local_broker(options.broker, folder=folder, node=BRIEF_RELAY) as broker:
+        yield msgspec.structs.replace(settings, kafka=broker.kafka_settings(settings.kafka)), name
+
+
+async def _play(options: DemoOptions, settings: Settings, folder: Path, broker: str, console: Console) -> DemoResult:
+    report = await apply_topics(settings.kafka)
+    topics = load_topics(settings.kafka)
+    console.print(f"topics: {len(report.created)} created, {len(report.existing)} existing, {topics.lanes} lanes")
+    children = _start_children(settings, folder)
+    live = LiveState()
+    seen = Seen(set(), live)
+    relay: dict[str, Result] = {}
+    full: dict[str, Result] = {}
+    codes: dict[str, int] = {}
+    try:
+        console.print("starting a trigger and two workers (loading torch takes some seconds) …")
+        await asyncio.gather(*(child.wait_ready() for child in children))
+        async with AsyncExitStack() as stack:
+            statuses = TopicTail(settings.kafka, topics.worker_status.name, [0], "earliest", seen.statuses)
+            lanes = range(topics.pre_infer.partitions)
+            signals = TopicTail(settings.kafka, topics.pre_infer.name, lanes, "latest", seen.signals, relaxed=True)
+            await stack.enter_async_context(statuses)
+            await stack.enter_async_context(signals)
+            client = await stack.enter_async_context(RelayClient(settings=settings, client_id="demo"))
+            await _wait_for_lanes(live, topics.lanes)
+            await stack.enter_async_context(LiveView(live, console))
+            watch = asyncio.create_task(_watch(children, console))
+            stack.callback(watch.cancel)
+            warm_up = _items(options, settings, seconds=WARM_UP_S, seed=options.seed + 1, run="warm-")
+            measured = _items(options, settings, seconds=options.seconds, seed=options.seed, run="demo-")
+            live.enter("warm-up", WARM_UP_S)
+            await _phase(client, settings, warm_up, live, {}, mode="auto")
+            live.enter("relay", options.seconds)
+            await _phase(client, settings, measured, live, relay, mode="auto")
+            live.enter("full inference, the same requests", options.seconds)
+            await _phase(client, settings, measured, live, full, mode="full")
+            live.enter("audits")
+            await asyncio.sleep(SETTLE_S)
+            await signals.catch_up()
+    finally:
+        codes = await stop_all(children)
+    return _result(options, settings, broker, seen, relay, full, codes)
+
+
+def _start_children(settings: Settings, folder: Path) -> list[Child]:
+    file = folder / "settings.toml"
+    file.touch(mode=0o600)
+    file.write_text(settings_as_toml(settings), encoding="utf-8")
+    common = ("--config", str(file), "--set", "telemetry.log_format=console")
+    return [
+        Child("trigger", ("trigger", *common), folder),
+        *(Child(name, ("worker", *common, "--set", f"worker.name={name}"), folder) for name in WORKERS),
+    ]
+
+
+async def _wait_for_lanes(live: LiveState, lanes: int) -> None:
+    """Until the two workers own all lanes between them."""
+    deadline = time.monotonic() + LANES_TIMEOUT_S
+    while True:
+        owned = [len(status.lanes) for _, status in live.workers.values()]
+        if sum(owned) == lanes and len(owned) >= len(WORKERS) and min(owned) > 0:
+            return
+        if time.monotonic() > deadline:
+            raise RelayError(f"the workers own {owned} of {lanes} lanes after {LANES_TIMEOUT_S:.0f} s")
+        await asyncio.sleep(0.1)
+
+
+async def _watch(children: Sequence[Child], console: Console) -> None:
+    """Say it when a child dies; nobody restarts it."""
+    running = list(children)
+    while running:
+        for child in list(running):
+            if child.exit_code is not None:
+                running.remove(child)
+                console.print(f"{child.name} (pid {child.pid}) died, exit code {child.exit_code}; nobody restarts it:")
+                console.print(child.log_tail(), markup=False, highlight=False)
+        await asyncio.sleep(0.25)
+
+
+def _items(options: DemoOptions, settings: Settings, *, seconds: float, seed: int, run: str) -> list[WorkItem]:
+    generator = Generator(
+        GeneratorOptions(
+            seed=seed,
+            rate=options.rate,
+            items=settings.model.vocab,
+            length_median=min(MEDIAN_TOKENS, settings.relay.max_prefix_tokens / 2),
+            length_sigma=0.5,
+            revisit=0.4,
+            suffix=min(8, settings.relay.max_suffix_tokens),
+            candidates=min(100, settings.relay.max_candidates),
+            max_prefix=settings.relay.max_prefix_tokens,
+            run=run,
+        )
+    )
+    items = []
+    for item in generator:
+        if item.at >= seconds:
+            break
+        items.append(item)
+    return items
+
+
+async def _phase(
+    client: RelayClient,
+    settings: Settings,
+    items: list[WorkItem],
+    live: LiveState,
+    results: dict[str, Result],
+    *,
+    mode: Literal["auto", "full"],
+) -> DriveSummary:
+    def note(result: Result) -> None:
+        results[result.item.request.request_id] = result
+        if mode == "auto":
+            live.announced()
+        if result.outcome is None:
+            live.failed(result.error or "")
+        else:
+            live.ranked(result.latency_ms, result.outcome)
+
+    timeout = settings.client.timeout_ms / 1e3
+    return await drive(client, items, mode=mode, announce=mode == "auto", timeout=timeout, on_result=note)
+
+
+def _result(
+    options: DemoOptions,
+    settings: Settings,
+    broker: str,
+    seen: Seen,
+    relay: dict[str, Result],
+    full: dict[str, Result],
+    codes: dict[str, int],
+) -> DemoResult:
+    answered = {key: result for key, result in relay.items() if result.outcome is not None}
+    errors: dict[str, int] = {}
+    for result in [*relay.values(), *full.values()]:
+        if result.error is not None:
+            errors[result.error] = errors.get(result.error, 0) + 1
+    admitted = {key for key in relay if key in seen.admitted}
+    hits = {key for key in admitted if key in answered and answered[key].outcome != "full"}
+    deviations = [
+        relative_deviation(mine.scores, other.scores)
+        for key, mine in answered.items()
+        if (other := full.get(key)) is not None and mine.scores is not None and other.scores is not None
+    ]
+    statuses = [status for _, status in seen.live.workers.values()]
+    counters = [status.counters for status in statuses]
+    model = settings.model
+    note = next((status.model_note for status in statuses if status.model_note), "")
+    return DemoResult(
+        relay_ms=[result.latency_ms for result in answered.values()],
+        outcomes=[result.outcome for result in answered.values() if result.outcome is not None],
+        full_ms=[result.latency_ms for result in full.values() if result.outcome is not None],
+        requests=len(relay) + len(full),
+        announced=len(relay),
+        answered=len(answered) + sum(result.outcome is not None for result in full.values()),
+        errors=errors,
+        admissions=Counter(one.ranking.admission for one in answered.values() if one.ranking is not None),
+        admitted=len(admitted),
+        admitted_hits=len(hits),
+        admitted_found=Counter(str(answered[key].outcome) for key in hits),
+        prepared={name: int(sum(totals.get(f"signal_{name}", 0) for totals in counters)) for name in PREPARED_WORDS},
+        reloaded=int(sum(totals.get("cache_loaded", 0) for totals in counters)),
+        spilled=int(sum(totals.get("cache_spilled", 0) for totals in counters)),
+        audits=int(sum(totals.get("audits", 0) for totals in counters)),
+        audit_deviation=max((totals.get("audit_deviation", 0.0) for totals in counters), default=0.0),
+        compared=len(deviations),
+        deviation=max(deviations, default=0.0),
+        model=f"HSTU, {model.layers} layers, D {model.dim}, {settings.worker.dtype}{f', {note}' if note else ''}",
+        broker=broker,
+        device=f"2 workers on {settings.worker.device}",
+        wall_s=0.0,
+        processes=dict(codes),
+        notes=(
+            f"{options.rate:g} requests/s, {options.seconds:g} s each way; prefixes log-normal around "
+            f"{MEDIAN_TOKENS:g} tokens, stage delay log-normal around 80 ms",
+        ),
+    )

@@ -1,0 +1,227 @@
+"""Measures this machine: what the configured model's operations, the worker's own steps and copies between tiers take.
+
+A minute at most; nothing else should run meanwhile. Knows nothing of traffic.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from relaygr_stream.cache.copy import CopyEngine
+from relaygr_stream.cache.memory import TierMemory
+from relaygr_stream.lab.simulate.costs import KV, DeviceCosts
+from relaygr_stream.lab.simulate.device import META, SimulatedCopies, SimulatedModel
+from relaygr_stream.lab.simulate.timeline import Clock
+from relaygr_stream.models.api import KVRegion, RankingModel, ScoreInput, SteppedModel, Tokens
+from relaygr_stream.settings.schema import Settings
+from relaygr_stream.worker.build import assemble, load_engine
+from relaygr_stream.worker.executor import Engine
+from relaygr_stream.worker.tasks import PreInferTask, RankTask
+
+Floats = npt.NDArray[np.float64]
+
+#: Rounds of operations of random shapes: 3 s on two CPU cores with the built-in model, and the noise's P99 is known.
+ROUNDS: Final = 150
+#: Chunks are between the engine's least and what a few milliseconds allow on any device measured.
+CHUNKS: Final = (32, 512)
+BATCHES: Final = (1, 1, 1, 2, 4)
+#: Quantiles kept of measured / formula: a P99 is made of the rarest, but beyond 1 in 200 the samples tell nothing.
+QUANTILES: Final = 101
+#: Rankings after a pause that is longer than any between operations under load, beside as many right after them.
+PAUSES: Final = 40
+PAUSE_S: Final = 0.01
+COPY_BYTES: Final = 32 << 20
+COPIES: Final = 8
+STEP_REQUESTS: Final = 300
+
+
+@dataclass
+class Samples:
+    """Operations of one kind: the features of their formula, and what they took."""
+
+    features: list[tuple[float, float, float]] = field(default_factory=list)
+    ms: list[float] = field(default_factory=list)
+
+    def add(self, features: tuple[float, float, float], ms: float) -> None:
+        """One measurement."""
+        self.features.append(features)
+        self.ms.append(ms)
+
+    def fit(self) -> tuple[tuple[float, float, float], tuple[float, ...]]:
+        """Coefficients, and quantiles of measured / formula."""
+        features, ms = np.array(self.features), np.array(self.ms)
+        coefficients = fit_relative(features, ms)
+        ratios = ms / np.maximum(features @ coefficients, 1e-9)
+        shares = (np.arange(QUANTILES) + 0.5) / QUANTILES
+        a, b, c = (float(each) for each in coefficients)
+        return (a, b, c), tuple(round(float(each), 4) for each in np.quantile(ratios, shares))
+
+
+def extend_features(position: int, tokens: int) -> tuple[float, float, float]:
+    """Of costs.py's first formula."""
+    return 1.0, float(tokens), tokens * (position + tokens / 2)
+
+
+def score_features(batch: Sequence[ScoreInput]) -> tuple[float, float, float]:
+    """Of costs.py's second formula."""
+    shapes = [(one.kv.length, len(one.suffix) + len(one.candidates)) for one in batch]
+    return 1.0, float(sum(m for _, m in shapes)), float(sum(n * m for n, m in shapes))
+
+
+def fit_relative(features: Floats, ms: Floats) -> Floats:
+    """Coefficients ≥ 0 of least squared relative errors."""
+    columns = features / ms[:, None]
+    fitted = np.zeros(features.shape[1])
+    used = list(range(features.shape[1]))
+    while used:
+        fitted[:] = 0.0
+        scale = np.abs(columns[:, used]).max(axis=0)
+        fitted[used] = np.linalg.lstsq(columns[:, used] / scale, np.ones_like(ms), rcond=None)[0] / scale
+        if not (fitted < 0).any():
+            break
+        used.remove(int(np.argmin(fitted * features.mean(axis=0))))
+    return fitted
+
+
+def calibrate(settings: Settings, length: int, rows: int, rounds: int = ROUNDS) -> DeviceCosts:
+    """For prefixes of about `length` tokens and rankings of about `rows` suffix and candidate tokens."""
+    worker = settings.worker
+    engine = load_engine(settings)
+    model, device = engine.model, engine.device
+    longest = min(settings.relay.max_prefix_tokens, 2 * length)
+    layout = model.layout
+    storage = torch.zeros(longest * layout.elements_per_token, dtype=layout.dtype, device=device)
+    region = KVRegion(layout, storage, longest)
+    engine.warm_up(region)
+    extends, scores = Samples(), Samples()
+    rng = np.random.default_rng(settings.model.seed)
+    none = Tokens(np.zeros((3, 0), np.int64))
+    for _ in range(rounds):
+        count = min(longest, int(np.exp(rng.uniform(*np.log(CHUNKS)))))
+        position = int(rng.integers(0, longest - count + 1))
+        region.length = position
+        tokens = Tokens(rng.integers(0, 1000, (3, count)))
+        extends.add(extend_features(position, count), _extend(model, region, tokens))
+        size = int(rng.choice(BATCHES))
+        batch = [
+            ScoreInput(
+                KVRegion(layout, storage, longest, int(rng.integers(longest // 4, longest + 1))),
+                none,
+                rng.integers(0, 1000, max(1, int(rows * rng.uniform(0.5, 1.5)))),
+            )
+            for _ in range(size)
+        ]
+        scores.add(score_features(batch), engine.score(batch)[1])
+    cold_ms = _cold_ms(engine, batch[:1])
+    region.length = 0
+    steps = 1
+    if hasattr(type(model), "extend_in_steps"):  # as worker/executor.py asks
+        few = Tokens(np.zeros((3, CHUNKS[0]), np.int64))
+        with torch.inference_mode():
+            steps = max(1, sum(1 for _ in cast(SteppedModel, model).extend_in_steps(region, few)))
+    extend_ms, extend_factors = extends.fit()
+    score_ms, score_factors = scores.fit()
+    reload_speed, spill_speed = _copy_speeds(device, worker.device != "cpu")
+    costs = DeviceCosts(
+        source=f"measured: {device} ({worker.dtype}, {worker.threads} thread(s)), {model.note or model.version}",
+        kv=KV.of(layout),
+        extend_ms=extend_ms,
+        score_ms=score_ms,
+        extend_factors=extend_factors,
+        score_factors=score_factors,
+        steps=steps,
+        cold_ms=round(cold_ms, 4),
+        reload_bytes_per_s=reload_speed,
+        spill_bytes_per_s=spill_speed,
+    )
+    return with_step(costs, settings)
+
+
+def with_step(costs: DeviceCosts, settings: Settings) -> DeviceCosts:
+    """The same, with what a step of the core takes here beside the device."""
+    values = {name: getattr(costs, name) for name in costs.__struct_fields__}
+    return DeviceCosts(**{**values, "step_ms": round(_step_ms(costs, settings), 4)})
+
+
+def _extend(model: RankingModel, region: KVRegion, tokens: Tokens) -> float:
+    """Milliseconds of appending these tokens in one call."""
+    start = time.perf_counter()
+    with torch.inference_mode():
+        model.extend(region, tokens)
+        if region.storage.device.type != "cpu":
+            torch.accelerator.synchronize(region.storage.device)
+    return (time.perf_counter() - start) * 1e3
+
+
+def _cold_ms(engine: Engine, batch: Sequence[ScoreInput]) -> float:
+    """What a ranking takes longer after a pause than right after another one."""
+    longer = []
+    for _ in range(PAUSES):
+        time.sleep(PAUSE_S)
+        cold = engine.score(batch)[1]
+        longer.append(cold - engine.score(batch)[1])
+    return max(0.0, _median(longer))
+
+
+def _copy_speeds(device: torch.device, pinned: bool) -> tuple[float, float]:
+    """Bytes per second from and to host memory."""
+    near = TierMemory(COPY_BYTES, device)
+    far = TierMemory(COPY_BYTES, torch.device("cpu"), pinned=pinned)
+    copier = CopyEngine(device)
+    try:
+        return (
+            _median_speed(lambda: copier.submit(near.buffer, far.buffer, urgent=True).wait()),
+            _median_speed(lambda: copier.submit(far.buffer, near.buffer).wait()),
+        )
+    finally:
+        copier.close()
+
+
+def _median_speed(copy: Callable[[], None]) -> float:
+    seconds = []
+    for _ in range(COPIES):
+        start = time.perf_counter()
+        copy()
+        seconds.append(time.perf_counter() - start)
+    return round(COPY_BYTES / _median(seconds))
+
+
+def _median(values: Sequence[float]) -> float:
+    return float(np.median(np.array(values)))
+
+
+def _step_ms(costs: DeviceCosts, settings: Settings) -> float:
+    """Real time of a step of the real core over a device that takes none."""
+    clock = Clock()
+    model = SimulatedModel(costs, clock, np.random.default_rng(1))
+    engine = Engine(model, torch.device("cpu"), clock)
+    worker = settings.worker
+    core = assemble(
+        settings,
+        engine,
+        TierMemory(worker.hbm_bytes, META),
+        TierMemory(worker.dram_bytes, META) if worker.dram_bytes else None,
+        SimulatedCopies(costs, clock, lambda at: None),
+        lambda answer: None,
+        lambda task, deviation, ms: False,
+    ).core
+    length = min(settings.relay.max_prefix_tokens, 512)
+    tokens, none = Tokens(np.zeros((3, length), np.int64)), Tokens(np.zeros((3, 0), np.int64))
+    candidates = np.zeros(100, np.int64)
+    took: list[float] = []
+    for number in range(STEP_REQUESTS):
+        name, user = f"r{number}", f"u{number}"
+        start, steps = time.perf_counter(), 0
+        core.signal(PreInferTask(name, user, 0, tokens, clock.now, clock.now + 60.0), clock.now)
+        core.rank(RankTask(name, user, 0, tokens, none, candidates, clock.now, clock.now + 60.0, False), clock.now)
+        while core.step(clock.now):
+            steps += 1
+        took.append((time.perf_counter() - start) / max(1, steps))
+    return _median(took) * 1e3

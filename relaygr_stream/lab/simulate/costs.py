@@ -1,0 +1,118 @@
+"""What a device takes for the model's two operations and for copies between the tiers: measured, or given in a file.
+
+extend(k tokens behind p) = e0 + e1·k + e2·k·(p + k/2)
+score(rankings i)         = s0 + Σ (s1·m_i + s2·m_i·n_i)     m: suffix and candidates, n: prefix tokens
+
+Each is multiplied by a random factor drawn from the quantiles of what was measured over what the formula says; what is
+slow stays so for a while (noise.py). The first operation after the device stood idle takes longer: its data has left
+the processor's caches. Knows nothing of queues.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+import torch
+from msgspec import Meta
+
+from relaygr_stream.errors import InputError
+from relaygr_stream.models.api import KVLayout
+
+#: Beside a bench on two cores device times correlated as those of messages did (bus.py).
+LASTING_MS: Final = 10.0
+
+NotNegative = Annotated[float, Meta(ge=0)]
+Above = Annotated[float, Meta(gt=0)]
+Positive = Annotated[int, Meta(ge=1)]
+Factors = Annotated[tuple[Annotated[float, Meta(gt=0)], ...], Meta(min_length=1)]
+
+
+class KV(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The prefix KV of a token."""
+
+    layers: Positive
+    heads: Positive
+    dqk: Positive
+    dv: Positive
+    dtype: Literal["float32", "bfloat16", "float16"]
+
+    @classmethod
+    def of(cls, layout: KVLayout) -> KV:
+        """As the model has it."""
+        kinds: dict[torch.dtype, Literal["float32", "bfloat16", "float16"]] = {
+            torch.float32: "float32",
+            torch.bfloat16: "bfloat16",
+            torch.float16: "float16",
+        }
+        return cls(layout.layers, layout.heads, layout.dqk, layout.dv, kinds[layout.dtype])
+
+    def layout(self) -> KVLayout:
+        """As the cache takes it."""
+        return KVLayout(self.layers, self.heads, self.dqk, self.dv, getattr(torch, self.dtype))
+
+
+class DeviceCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Milliseconds, and bytes per second. step_ms: what the worker itself takes for one step beside the device.
+
+    answer_ms: what it takes beyond that for each answer, its event loop being busy with others.
+    cold_ms: what an operation takes longer after an idle time. lasting_ms: so far apart noise correlates by 1/e.
+    """
+
+    source: str  # where the numbers are from, for a reader of the report
+    kv: KV
+    extend_ms: tuple[NotNegative, NotNegative, NotNegative]
+    score_ms: tuple[NotNegative, NotNegative, NotNegative]
+    extend_factors: Factors = (1.0,)  # quantiles of measured / formula, evenly spaced from the least to the greatest
+    score_factors: Factors = (1.0,)
+    step_ms: NotNegative = 0.0
+    answer_ms: NotNegative = 0.0
+    cold_ms: NotNegative = 0.0
+    lasting_ms: NotNegative = LASTING_MS
+    steps: Positive = 1  # equal ones that an extension can be interrupted between, such as layers
+    reload_bytes_per_s: Above
+    spill_bytes_per_s: Above
+
+    def extend(self, position: int, tokens: int) -> float:
+        """Milliseconds, without noise."""
+        e0, e1, e2 = self.extend_ms
+        return e0 + e1 * tokens + e2 * tokens * (position + tokens / 2)
+
+    def score(self, batch: Sequence[tuple[int, int]]) -> float:
+        """Milliseconds, without noise, of rankings with (prefix tokens, suffix and candidate tokens)."""
+        s0, s1, s2 = self.score_ms
+        return s0 + sum(s1 * rows + s2 * rows * prefix for prefix, rows in batch)
+
+    @classmethod
+    def read(cls, path: Path) -> DeviceCosts:
+        """From a TOML file. Raises InputError naming file and key."""
+        try:
+            return msgspec.convert(tomllib.loads(path.read_text()), cls)
+        except OSError as error:
+            raise InputError(f"costs {path}: {error.strerror or error}") from error
+        except UnicodeDecodeError as error:
+            raise InputError(f"costs {path}: not UTF-8 text") from error
+        except tomllib.TOMLDecodeError as error:
+            raise InputError(f"costs {path}: not TOML: {error}") from error
+        except msgspec.ValidationError as error:
+            raise InputError(
+                f"costs {path}: {error}; `--costs calibrate --save-costs FILE` writes an example"
+            ) from error
+
+    def as_toml(self) -> str:
+        """What `read` reads."""
+        values: dict[str, Any] = msgspec.to_builtins(self)
+        table = values.pop("kv")
+        lines = [f"{name} = {_toml(value)}" for name, value in values.items()]
+        return "\n".join([*lines, "", "[kv]", *(f"{name} = {_toml(value)}" for name, value in table.items())]) + "\n"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, str):
+        return msgspec.json.encode(value).decode()  # a JSON string is a basic string of TOML
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_toml(each) for each in value) + "]"
+    return repr(value)

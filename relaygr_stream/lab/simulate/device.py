@@ -1,0 +1,119 @@
+"""A device that takes time and computes nothing: a model whose operations advance a clock, and copies that do.
+
+The real engine runs this model, measures it by that clock and learns its costs, so that chunk sizes and what triggers
+are told come about as they do on a device. Memory is `TierMemory` on torch's `meta` device: the real arena, no bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final
+
+import numpy as np
+import torch
+
+from relaygr_stream.cache.copy import Convert, CopyEngine, CopyTicket, unchanged
+from relaygr_stream.lab.simulate.costs import DeviceCosts
+from relaygr_stream.lab.simulate.noise import Lasting, Noise
+from relaygr_stream.lab.simulate.timeline import Clock
+from relaygr_stream.models.api import KVRegion, ScoreInput, Tokens
+
+META = torch.device("meta")
+#: A device that did nothing for so long was idle: the next operation pays cold_ms.
+IDLE_S: Final = 1e-3
+
+
+class SimulatedModel:
+    """A RankingModel that takes as long as `costs` say; all scores are zero."""
+
+    version = "simulated"
+    note = "simulated: computes nothing"
+    tasks: tuple[str, ...] = ("score",)
+    incremental = True
+
+    def __init__(self, costs: DeviceCosts, clock: Clock, rng: np.random.Generator) -> None:
+        self.layout = costs.kv.layout()
+        self.busy_s = 0.0
+        self._costs = costs
+        self._clock = clock
+        machine = Lasting(costs.lasting_ms / 1e3, rng)
+        self._extend_noise = Noise(costs.extend_factors, machine)
+        self._score_noise = Noise(costs.score_factors, machine)
+        self._worked_until = clock.now
+        self._zeros: dict[int, torch.Tensor] = {}
+
+    def extend(self, kv: KVRegion, tokens: Tokens) -> None:
+        """Takes the time of `DeviceCosts.extend`."""
+        count = len(tokens)
+        self._pass(self._costs.extend(kv.length, count) * self._extend_noise.draw(self._clock.now))
+        kv.length += count
+
+    def extend_in_steps(self, kv: KVRegion, tokens: Tokens) -> Iterator[None]:
+        """The same in as many steps as `costs` say."""
+        count, steps = len(tokens), self._costs.steps
+        ms = self._costs.extend(kv.length, count) * self._extend_noise.draw(self._clock.now)
+        for _ in range(steps):
+            self._pass(ms / steps)
+            if steps > 1:
+                yield
+        kv.length += count
+
+    def score(self, batch: Sequence[ScoreInput]) -> list[torch.Tensor]:
+        """Takes the time of `DeviceCosts.score`."""
+        shapes = [(one.kv.length, len(one.suffix) + len(one.candidates)) for one in batch]
+        self._pass(self._costs.score(shapes) * self._score_noise.draw(self._clock.now))
+        return [self._scores(len(one.candidates)) for one in batch]
+
+    def _scores(self, candidates: int) -> torch.Tensor:
+        known = self._zeros.get(candidates)
+        if known is None:
+            known = self._zeros[candidates] = torch.zeros(candidates, 1)
+        return known
+
+    def _pass(self, ms: float) -> None:
+        if self._clock.now > self._worked_until + IDLE_S:
+            ms += self._costs.cold_ms
+        self.busy_s += ms / 1e3
+        self._clock.now += ms / 1e3
+        self._worked_until = self._clock.now
+
+
+class _Ticket(CopyTicket):
+    """A copy that is over at a given time."""
+
+    __slots__ = ("_clock", "_over_at")
+
+    def __init__(self, dst: torch.Tensor, src: torch.Tensor, clock: Clock, seconds: float, over_at: float) -> None:
+        super().__init__(dst, src, None)
+        self.seconds = seconds
+        self._clock = clock
+        self._over_at = over_at
+
+    def done(self) -> bool:
+        """Whether its time has come."""
+        return self._clock.now >= self._over_at
+
+
+class SimulatedCopies(CopyEngine):
+    """Copies that take bytes / bandwidth, one after the other per direction. wake_at(time): called for each copy."""
+
+    def __init__(self, costs: DeviceCosts, clock: Clock, wake_at: Callable[[float], None]) -> None:
+        self._speed = {True: costs.reload_bytes_per_s, False: costs.spill_bytes_per_s}
+        self._free_at = {True: 0.0, False: 0.0}
+        self._clock = clock
+        self._wake_at = wake_at
+
+    def submit(
+        self, dst: torch.Tensor, src: torch.Tensor, *, urgent: bool = False, convert: Convert = unchanged
+    ) -> CopyTicket:
+        """The destination is there when the ticket says so. A conversion takes as long as a plain copy of the smaller
+        form: only that crosses the bus."""
+        del convert
+        seconds = min(src.nbytes, dst.nbytes) / self._speed[urgent]
+        over_at = max(self._free_at[urgent], self._clock.now) + seconds
+        self._free_at[urgent] = over_at
+        self._wake_at(over_at)
+        return _Ticket(dst, src, self._clock, seconds, over_at)
+
+    def close(self) -> None:
+        """Nothing runs."""

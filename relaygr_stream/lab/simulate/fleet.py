@@ -1,0 +1,252 @@
+"""A simulated fleet: what the bus, the group protocol and the clients do around triggers and workers.
+
+event ─► trigger ─► signal ─► worker ◄─ ranking
+                                └─► answer ─► client
+
+Every message takes a latency, and a process reads in order. A worker that dies is silent; its lanes' messages wait in
+their logs until the group has noticed and the real assignor gave them to others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+import numpy as np
+
+from relaygr_stream.bus.assignor import Claim, assign_lanes
+from relaygr_stream.bus.topics import load_topics
+from relaygr_stream.lab.simulate.paths import Paths
+from relaygr_stream.lab.simulate.requests import Request
+from relaygr_stream.lab.simulate.scenario import Group, Scenario
+from relaygr_stream.lab.simulate.timeline import Timeline
+from relaygr_stream.lab.simulate.traffic import Arrival, Part, arrivals
+from relaygr_stream.lab.simulate.trigger import SimulatedTrigger
+from relaygr_stream.lab.simulate.worker import SimulatedWorker
+from relaygr_stream.models.api import Tokens
+from relaygr_stream.trigger.ledger import Pending
+from relaygr_stream.wire.messages import WorkerStatus
+from relaygr_stream.worker.intake import due_ms
+from relaygr_stream.worker.tasks import Answer, PreInferTask, RankTask
+
+Deliver = Callable[[SimulatedWorker, float], None]
+
+#: Statements that workers make before the first event, so that triggers know the owners: as run_trigger waits for.
+START_STATUSES: Final = 2
+
+
+class Lane:
+    """One lane's signals and who reads them. backlog: what arrived while nobody did."""
+
+    def __init__(self, paths: Paths) -> None:
+        self.paths = paths
+        self.end = 0  # next offset of its signals
+        self.read = 0  # the owner's position in them
+        self.owner: SimulatedWorker | None = None
+        self.backlog: list[Deliver] = []
+        self.ranking: set[RankTask] = set()  # handed to the owner, no answer yet
+
+
+class Fleet:
+    """One group's workers, lanes, triggers and clients. `run` once; then `requests` tell the story."""
+
+    def __init__(self, scenario: Scenario, group: Group, timeline: Timeline | None = None) -> None:
+        settings = scenario.settings
+        self._scenario = scenario
+        self._settings = settings
+        seeds = np.random.SeedSequence([scenario.seed, group.index]).spawn(3)
+        self._rng = np.random.default_rng(seeds[0])
+        self.timeline = timeline or Timeline()
+        self.workers = [
+            self._make_worker(f"w{group.first + index}", int(seed))
+            for index, seed in enumerate(seeds[1].generate_state(group.size))
+        ]
+        count = group.size * scenario.lanes_per_worker
+        self._by_name = {worker.name: worker for worker in self.workers}
+        self._owned: dict[str, frozenset[int]] = assign_lanes(count, {name: Claim() for name in self._by_name})
+        back = scenario.answers or scenario.bus
+        self._paths = {name: Paths(scenario.bus, back, self._rng) for name in self._by_name}
+        owners = {number: name for name, numbers in self._owned.items() for number in numbers}
+        self.lanes = [Lane(self._paths[owners[number]]) for number in range(count)]
+        for name, numbers in self._owned.items():
+            for number in numbers:
+                self.lanes[number].owner = self._by_name[name]
+        self.first_owners = {number: name for name, numbers in self._owned.items() for number in numbers}
+        self._trigger = SimulatedTrigger(settings, load_topics(settings.kafka), count, scenario.traffic, self.timeline)
+        self.start = START_STATUSES * settings.worker.status_ms / 1e3
+        part = Part(group.first * scenario.lanes_per_worker, count, scenario.workers * scenario.lanes_per_worker)
+        self._arrivals = arrivals(scenario.traffic, part, int(seeds[2].generate_state(1)[0]))
+        self.requests: list[Request] = []
+        self._sequence = np.zeros((1, settings.relay.max_prefix_tokens), np.int8)
+        self._suffix = self._tokens(scenario.traffic.suffix)
+        self._candidates = np.zeros(scenario.traffic.candidates, np.int64)
+        self.failed_at: float | None = None
+        self.taken_over_at: float | None = None
+        self.moved_lanes = 0
+        self.dead: list[SimulatedWorker] = []
+
+    def _make_worker(self, name: str, seed: int) -> SimulatedWorker:
+        return SimulatedWorker(name, self._settings, self._scenario.costs, self.timeline, seed, self._answered)
+
+    def run(self) -> None:
+        """From before the first event until every client has its answer or gave up."""
+        scenario, timeline = self._scenario, self.timeline
+        until = self.start + scenario.warm_s + scenario.seconds
+        for worker in self.workers:
+            self._state_every(worker, float(self._rng.random()) * self._settings.worker.status_ms / 1e3)
+        self._trigger.reconcile_every_second(lambda: [lane.end for lane in self.lanes])
+        self._next_event(until)
+        if scenario.failure is not None:
+            timeline.at(self.start + scenario.warm_s + scenario.failure.at, self._fail)
+        timeline.run(until)
+        last = max((request.rank_at for request in self.requests), default=until)
+        timeline.run(max(until, last) + self._settings.client.timeout_ms / 1e3)
+
+    # ---- requests ----
+
+    def _next_event(self, until: float) -> None:
+        arrival = next(self._arrivals)
+        if self.start + arrival.at < until:
+            self.timeline.at(self.start + arrival.at, partial(self._event, arrival, until))
+
+    def _event(self, arrival: Arrival, until: float, now: float) -> None:
+        """A client's request begins."""
+        self._next_event(until)
+        request = Request(
+            len(self.requests), now, self.start + arrival.rank_at, arrival.user, arrival.lane, arrival.prefix,
+            arrival.returning,
+        )  # fmt: skip
+        self.requests.append(request)
+        if self._scenario.mode == "relay":
+            self.timeline.at(self.lanes[arrival.lane].paths.to_trigger.arrival(now), partial(self._decide, request))
+        self.timeline.at(request.rank_at, partial(self._rank, request))
+
+    def _decide(self, request: Request, now: float) -> None:
+        pending = self._trigger.consider(request, now)
+        if pending is None:
+            return
+        lane = self.lanes[request.lane]
+        offset, lane.end = lane.end, lane.end + 1
+        at = lane.paths.to_worker.arrival(now)
+        self.timeline.at(lane.paths.to_trigger.arrival(now), partial(self._acknowledge, request.lane, pending, offset))
+        self.timeline.at(at, partial(self._arrive, lane, partial(self._signal, request, now)))
+
+    def _acknowledge(self, lane: int, pending: Pending, offset: int, now: float) -> None:
+        self._trigger.acknowledged(lane, pending, offset, now)
+
+    def _rank(self, request: Request, now: float) -> None:
+        """The client asks for the scores."""
+        lane = self.lanes[request.lane]
+        self.timeline.at(
+            lane.paths.to_worker.arrival(now), partial(self._arrive, lane, partial(self._ranking, request))
+        )
+
+    def _arrive(self, lane: Lane, message: Deliver, now: float) -> None:
+        """A message is there for the lane's owner, or its next one."""
+        if lane.owner is None or not lane.owner.alive:
+            lane.backlog.append(message)
+        else:
+            message(lane.owner, now)
+
+    def _signal(self, request: Request, admitted: float, worker: SimulatedWorker, now: float) -> None:
+        self.lanes[request.lane].read += 1
+        age = now - admitted
+        task = PreInferTask(
+            request.name,
+            request.user_id,
+            request.lane,
+            self._tokens(request.prefix),
+            due=now + max(0.0, self._scenario.traffic.delay.median_ms / 1e3 - age),
+            expires=now + self._settings.relay.life_window_ms / 1e3 - age,
+        )
+        worker.submit(lambda core, at: core.signal(task, at))
+
+    def _ranking(self, request: Request, worker: SimulatedWorker, now: float) -> None:
+        task = RankTask(
+            request.name,
+            request.user_id,
+            request.lane,
+            self._tokens(request.prefix),
+            self._suffix,
+            self._candidates,
+            arrived=now,
+            deadline=request.rank_at + due_ms(self._settings.client.timeout_ms, self._settings.worker.reply_ms) / 1e3,
+            full=self._scenario.mode == "full",
+            origin=request,
+        )
+        self.lanes[request.lane].ranking.add(task)
+        worker.submit(lambda core, at: core.rank(task, at))
+
+    def _tokens(self, length: int) -> Tokens:
+        """A history of that length. Only sequences of one user are ever compared, and those continue each other: a view
+        of one array of bytes serves for all, and compares in a microsecond."""
+        return Tokens(self._sequence[:, :length])  # type: ignore[arg-type]
+
+    def _answered(self, answers: list[Answer], now: float) -> None:
+        timeout_s = self._settings.client.timeout_ms / 1e3
+        for answer in answers:
+            request: Request = answer.task.origin
+            lane = self.lanes[request.lane]
+            lane.ranking.discard(answer.task)
+            request.answers += 1
+            latency_s = lane.paths.to_client.arrival(now) - request.rank_at
+            if request.status is None and latency_s <= timeout_s:
+                request.status = answer.status
+                request.outcome = answer.task.outcome if answer.status == "ok" else None
+                request.latency_s = latency_s
+
+    # ---- statements ----
+
+    def _state_every(self, worker: SimulatedWorker, first: float) -> None:
+        pause = self._settings.worker.status_ms / 1e3
+
+        def state(now: float) -> None:
+            if worker.alive:
+                positions = {number: self.lanes[number].read for number in self._owned[worker.name]}
+                worker.state(positions, self._publish)
+                self.timeline.at(now + pause, state)
+
+        self.timeline.at(first, state)
+
+    def _publish(self, status: WorkerStatus, now: float) -> None:
+        if self._rng.random() >= self._scenario.status_loss:
+            self.timeline.at(self._paths[status.name].to_trigger.arrival(now), lambda _: self._trigger.take(status))
+
+    # ---- faults ----
+
+    def _fail(self, now: float) -> None:
+        """Some workers die; the group's coordinator notices when their sessions end."""
+        assert self._scenario.failure is not None
+        count = min(len(self.workers) - 1, max(1, round(self._scenario.failure.share * len(self.workers))))
+        self.failed_at = now
+        self.dead = [self.workers[index] for index in self._rng.choice(len(self.workers), count, replace=False)]
+        for worker in self.dead:
+            worker.die()
+        kafka = self._settings.kafka
+        # The session counts from the last heartbeat, and the others learn of the new assignment with their next one.
+        silent = float(self._rng.random()) * kafka.heartbeat_ms
+        notice = float(self._rng.random()) * kafka.heartbeat_ms
+        self.timeline.at(now + (kafka.session_timeout_ms - silent + notice) / 1e3, self._rebalance)
+
+    def _rebalance(self, now: float) -> None:
+        """The assignor shares the lanes among those who are left; they read on where the dead had committed."""
+        self.taken_over_at = now
+        claims = {worker.name: Claim(self._owned[worker.name], 1) for worker in self.workers if worker.alive}
+        self._owned = assign_lanes(len(self.lanes), claims)
+        for name, numbers in self._owned.items():
+            for number in sorted(numbers - claims[name].lanes):
+                self._hand_over(number, self._by_name[name], now)
+
+    def _hand_over(self, number: int, worker: SimulatedWorker, now: float) -> None:
+        lane = self.lanes[number]
+        self.moved_lanes += 1
+        before, lane.owner = lane.owner, worker
+        if before is not None and before.alive:
+            before.submit(lambda core, _: core.lanes_lost([number]))
+        # Offsets are committed up to the first ranking without an answer: those are read again.
+        again: list[Deliver] = [partial(self._ranking, task.origin) for task in lane.ranking]
+        lane.ranking.clear()
+        backlog, lane.backlog = lane.backlog, []
+        for message in [*again, *backlog]:
+            message(worker, now)

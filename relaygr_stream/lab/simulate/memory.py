@@ -1,0 +1,63 @@
+"""How much cached prefix KV a share of hits needs: reuse distances in bytes, of one worker's users.
+
+A return finds its prefix KV if everything used since the user's last request fits beside it: with the least recently
+used given up first, its reuse distance is at most the memory. The real policy is judged by the simulation itself; this
+tells where to look. Knows nothing of time but the order of requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from relaygr_stream.lab.simulate.traffic import Arrival
+
+
+class _Sums:
+    """Sums over positions 1…n, each O(log n) to change and to ask for (a Fenwick tree)."""
+
+    def __init__(self, size: int) -> None:
+        self._tree = [0] * (size + 1)
+
+    def add(self, position: int, value: int) -> None:
+        while position < len(self._tree):
+            self._tree[position] += value
+            position += position & -position
+
+    def up_to(self, position: int) -> int:
+        total = 0
+        while position:
+            total += self._tree[position]
+            position &= position - 1
+        return total
+
+
+def reuse_bytes(requests: Iterable[Arrival], nbytes: Callable[[int], int]) -> npt.NDArray[np.int64]:
+    """For each return, the bytes used since the user's last request, its own included. nbytes: of a prefix."""
+    ordered = list(requests)
+    sums = _Sums(len(ordered))
+    last: dict[int, tuple[int, int]] = {}  # user → position, bytes
+    found = []
+    total = 0
+    for position, request in enumerate(ordered, 1):
+        size = nbytes(request.prefix)
+        before = last.get(request.user)
+        if before is not None:
+            since = total - sums.up_to(before[0])
+            found.append(since + size)
+            sums.add(before[0], -before[1])
+            total -= before[1]
+        sums.add(position, size)
+        total += size
+        last[request.user] = (position, size)
+    return np.array(found, np.int64)
+
+
+def bytes_for(distances: npt.NDArray[np.int64], share: float) -> int:
+    """The least memory with which that share of the returns is found; 0 without any return."""
+    if not len(distances):
+        return 0
+    ordered = np.sort(distances)
+    return int(ordered[min(len(ordered) - 1, max(0, int(np.ceil(share * len(ordered))) - 1))])

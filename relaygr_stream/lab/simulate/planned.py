@@ -1,0 +1,98 @@
+"""The answer to "this traffic: how many workers, how much memory, which P99, what if a rack goes", as words."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from relaygr_stream.lab.simulate.plan import Memory, Probe, Simulate, search, size
+from relaygr_stream.lab.simulate.report import render, render_bytes, summary, table
+from relaygr_stream.lab.simulate.scenario import SURVIVORS_AND_DEAD, Failure, Scenario
+from relaygr_stream.lab.simulate.story import Story, hit_share, late_share, p99
+
+#: The rack that goes where none is named.
+RACK: Final = 0.02
+RACK_AT_S: Final = 5.0
+#: After it: the session's end (6 s by default), and then as long again and more.
+AFTER_RACK_S: Final = 20.0
+ONE_WORKER: Final = (
+    "When a rack goes: not simulated. One worker is the whole fleet: while it is away nothing is answered; run two."
+)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What was found."""
+
+    best: Probe
+    memory: Memory
+    verified: Probe
+    failing: tuple[Scenario, Story] | None  # None: of one worker nobody is left to take the lanes over
+    hit_target: float
+
+    def figures(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {
+            "workers": self.best.scenario.workers,
+            "memory": dataclasses.asdict(self.memory),
+            "as_configured": summary(self.best.scenario, self.best.story),
+            "with_planned_memory": summary(self.verified.scenario, self.verified.story),
+            "failure": None if self.failing is None else summary(*self.failing),
+        }
+
+
+def plan(scenario: Scenario, hit_target: float, simulate: Simulate, report: Callable[[Probe], None]) -> Planned:
+    """Search, size, verify, fail. Raises CapacityError where no fleet will do."""
+    best = search(scenario, simulate, report)
+    needed, verified = size(best, hit_target, simulate, report)
+    return Planned(best, needed, verified, _fail(verified.scenario, scenario, simulate), hit_target)
+
+
+def _fail(fleet: Scenario, asked: Scenario, simulate: Simulate) -> tuple[Scenario, Story] | None:
+    """The found fleet when the rack that was asked for goes."""
+    if fleet.workers < SURVIVORS_AND_DEAD:
+        return None
+    failure = asked.failure or Failure(share=RACK, at=RACK_AT_S)
+    failing = dataclasses.replace(
+        fleet,
+        failure=failure,
+        sample=max(SURVIVORS_AND_DEAD, asked.sample, round(1 / failure.share)),
+        seconds=max(asked.seconds, failure.at + AFTER_RACK_S),
+    )
+    return failing, simulate(failing)
+
+
+def render_probe(probe: Probe) -> str:
+    """One line."""
+    scenario, story = probe.scenario, probe.story
+    late = late_share(story, scenario.settings.relay.slo_ms)
+    return (
+        f"{scenario.workers:>9,} workers, {render_bytes(scenario.settings.worker.hbm_bytes):>9} HBM: "
+        f"P99 {p99(story).value:7.1f} ms, {late.value:6.2%} late, device {story.busy.mean():4.0%} busy: "
+        f"{'holds' if probe.holds else 'fails'}"
+    )
+
+
+def render_plan(planned: Planned) -> str:
+    """The answer."""
+    scenario, needed = planned.best.scenario, planned.memory
+    hits = hit_share(planned.verified.story, returning=True)
+    of = render_bytes
+    by_reuse = f"{of(needed.reuse)} for {planned.hit_target:.0%} hits among returning users, by reuse distance"
+    rows = [
+        ("workers", f"{scenario.workers:,} ({scenario.traffic.rate / scenario.workers:.1f} requests/s each)"),
+        ("a prefix", f"{of(needed.entry)}"),
+        ("pinned a worker", f"{of(needed.pinned)} at most, {of(needed.little)} on average by Little's law"),
+        ("HBM a worker", f"{of(needed.hbm)}: doubled from the least that the cache takes until the SLO held"),
+        ("DRAM a worker", f"{by_reuse}; simulated: {hits.value:.1%}"),
+        ("fleet", f"{of(scenario.workers * needed.hbm)} HBM, {of(scenario.workers * needed.reuse)} DRAM"),
+    ]
+    return "\n\n".join(
+        [
+            table(rows),
+            "With this memory:\n" + render(planned.verified.scenario, planned.verified.story),
+            "When a rack goes:\n" + render(*planned.failing) if planned.failing else ONE_WORKER,
+        ]
+    )

@@ -1,0 +1,70 @@
+"""Runs a scenario's groups, side by side on the machine's cores. The result does not depend on how many there are."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import partial
+
+import torch
+
+from relaygr_stream.lab.simulate.fleet import Fleet
+from relaygr_stream.lab.simulate.scenario import Group, Scenario
+from relaygr_stream.lab.simulate.story import Story, joined, story_of
+from relaygr_stream.ops.stopping import signals_later
+
+#: report(groups done, groups in all)
+Report = Callable[[int, int], None]
+
+
+def run_group(scenario: Scenario, group: Group) -> Story:
+    """One group, in this process."""
+    started = time.process_time()
+    fleet = Fleet(scenario, group)
+    busy: list[float] = []
+    fleet.timeline.at(
+        fleet.start + scenario.warm_s, lambda _: busy.extend(worker.model.busy_s for worker in fleet.workers)
+    )
+    gc.disable()  # what a group makes lives as long as the group: looking through it again and again finds nothing
+    try:
+        fleet.run()
+    finally:
+        gc.enable()
+    for worker in fleet.workers:
+        worker.core.check_integrity()
+    return story_of(fleet, scenario, busy, time.process_time() - started)
+
+
+def run_scenario(scenario: Scenario, processes: int = 0, report: Report = lambda done, of: None) -> Story:
+    """All groups; processes: 0: one per core."""
+    groups = scenario.groups
+    processes = min(processes or os.cpu_count() or 1, len(groups))
+    report(0, len(groups))
+    stories: dict[int, Story] = {}
+    for done, (index, story) in enumerate(_stories(scenario, groups, processes), 1):
+        stories[index] = story
+        report(done, len(groups))
+    return joined([stories[group.index] for group in groups])
+
+
+def _stories(scenario: Scenario, groups: list[Group], processes: int) -> Iterator[tuple[int, Story]]:
+    if processes == 1:
+        yield from ((group.index, run_group(scenario, group)) for group in groups)
+        return
+    # Not forked: torch's threads would not survive that.
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), initializer=_one_thread) as pool:
+        with signals_later():  # the first submission starts the processes
+            futures = {pool.submit(partial(run_group, scenario), group): group.index for group in groups}
+        try:
+            for future in as_completed(futures):
+                yield futures[future], future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _one_thread() -> None:
+    torch.set_num_threads(1)

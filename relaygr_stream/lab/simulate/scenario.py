@@ -1,0 +1,93 @@
+"""What is simulated: fleet, traffic, bus, faults. Plain values that travel to other processes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+from relaygr_stream.errors import ConfigError
+from relaygr_stream.lab.simulate.bus import BusLatency
+from relaygr_stream.lab.simulate.costs import DeviceCosts
+from relaygr_stream.lab.simulate.traffic import Traffic
+from relaygr_stream.settings.schema import Settings
+
+#: relay: events, signals, reuse. cache: prefix KV kept after ranking, no events. full: every ranking inferred in full.
+Mode = Literal["relay", "cache", "full"]
+
+#: Most workers simulated together: few, so that all cores have something to do with a small sample.
+GROUP: Final = 20
+#: … where some fail: enough that one in fifty is one.
+FAILING_GROUP: Final = 50
+#: Where some fail, one dies and one takes its lanes over.
+SURVIVORS_AND_DEAD: Final = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """So many of the workers die at once, `at` seconds into what is measured."""
+
+    share: float
+    at: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share < 1:
+            raise ConfigError(f"fail-rack = {self.share:g}: must be a share of the workers above 0 and below 1")
+        if not 0 <= self.at < math.inf:
+            raise ConfigError(f"at = {self.at:g} s: must be at least 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """A fleet under traffic. sample: workers that are simulated, of `workers` that there are."""
+
+    settings: Settings
+    costs: DeviceCosts
+    traffic: Traffic
+    workers: int
+    lanes_per_worker: int = 8
+    sample: int = 2 * GROUP
+    seconds: float = 30.0  # measured
+    warm_s: float = 60.0  # before that: caches fill, nothing is counted
+    mode: Mode = "relay"
+    bus: BusLatency = field(default_factory=BusLatency)
+    answers: BusLatency | None = None  # from the worker back to the client; None: as `bus`
+    status_loss: float = 0.0  # share of worker statuses that never arrive
+    failure: Failure | None = None
+    seed: int = 7
+
+    def __post_init__(self) -> None:
+        if self.workers < 1 or self.sample < 1 or self.lanes_per_worker < 1:
+            raise ConfigError("workers, sample and lanes per worker must be at least 1")
+        if not (0 < self.seconds < math.inf and 0 <= self.warm_s < math.inf):
+            raise ConfigError(f"seconds = {self.seconds:g} must be above 0, warm-up = {self.warm_s:g} s at least 0")
+        if not 0 <= self.status_loss < 1:
+            raise ConfigError(f"status-loss = {self.status_loss:g}: must be a share below 1")
+        if self.failure is not None:
+            if self.failure.at >= self.seconds:
+                raise ConfigError(
+                    f"at = {self.failure.at:g} s: must lie within the {self.seconds:g} s that are measured"
+                )
+            if min(self.sample, self.workers) < SURVIVORS_AND_DEAD:
+                raise ConfigError(
+                    f"fail-rack = {self.failure.share:g} with workers = {self.workers:,} and sample = {self.sample}: "
+                    f"at least two workers must be simulated, one of which takes the other's lanes over"
+                )
+
+    @property
+    def groups(self) -> list[Group]:
+        """The sample, in parts that are simulated one by one. Of nearly equal size, at most GROUP workers each."""
+        sample = min(self.sample, self.workers)
+        count = -(-sample // (GROUP if self.failure is None else FAILING_GROUP))
+        sizes = [sample // count + (index < sample % count) for index in range(count)]
+        starts = [sum(sizes[:index]) for index in range(count)]
+        return [Group(index, start, size) for index, (start, size) in enumerate(zip(starts, sizes, strict=True))]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Workers first … first + size − 1 of the fleet, with their lanes."""
+
+    index: int
+    first: int
+    size: int

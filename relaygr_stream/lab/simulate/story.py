@@ -1,0 +1,233 @@
+"""What happened to one group, as arrays that travel between processes, and what that says of the whole fleet.
+
+The simulated workers are a sample of independent ones, given their lanes; errors are judged by how far batches of
+workers differ, since requests on one worker are not independent of each other.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from relaygr_stream.lab.simulate.fleet import Fleet
+from relaygr_stream.lab.simulate.scenario import Scenario
+from relaygr_stream.trigger.decision import REASONS
+from relaygr_stream.wire.messages import Outcome, Status
+
+STATUSES: Final = get_args(Status)
+OUTCOMES: Final = get_args(Outcome)
+#: In place of a status, an outcome or a reason: none.
+NONE: Final = -1
+#: Batches of workers whose P99s are compared, and the 97.5 % quantile of Student's t with one degree less.
+BATCHES: Final = 10
+T_QUANTILE: Final = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26}
+#: Width of the windows that show a fault pass, and how many good ones in a row count as recovered.
+WINDOW_S: Final = 1.0
+GOOD_WINDOWS: Final = 3
+#: Share of late requests that the SLO allows.
+ALLOWED_LATE: Final = 0.01
+
+PER_REQUEST: Final = ("at", "latency_ms", "status", "outcome", "reason", "returning")
+PER_WORKER: Final = ("busy", "pinned_bytes", "hbm_bytes", "dram_bytes")
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Story:
+    """Requests whose ranking was sent in the measured time, one element each; workers, one element each."""
+
+    at: Floats  # seconds, of the ranking, from when measuring began
+    latency_ms: Floats  # infinite without an answer in time
+    status: npt.NDArray[np.int8]  # into STATUSES
+    outcome: npt.NDArray[np.int8]  # into OUTCOMES
+    reason: npt.NDArray[np.int8]  # into REASONS
+    returning: npt.NDArray[np.bool_]
+    worker: npt.NDArray[np.int32]
+    busy: Floats  # share of the measured time that the device worked
+    pinned_bytes: Floats  # the most that was pinned at any statement
+    hbm_bytes: Floats  # used at the end
+    dram_bytes: Floats
+    cache: Counter[str]  # the caches' counters since the start
+    signals: Counter[str]  # what became of signals since the start
+    moved_lanes: int
+    dead: int
+    taken_over_s: float | None  # from the failure until the group shared its lanes out again
+    cpu_s: float  # processor time that it took, all processes
+    simulated_s: float
+
+
+def story_of(fleet: Fleet, scenario: Scenario, busy_before: Sequence[float], cpu_s: float) -> Story:
+    """From a fleet that has run."""
+    begin = fleet.start + scenario.warm_s
+    measured = [request for request in fleet.requests if request.rank_at >= begin]
+    index = {worker.name: number for number, worker in enumerate(fleet.workers)}
+    statuses = {name: number for number, name in enumerate(STATUSES)}
+    outcomes = {name: number for number, name in enumerate(OUTCOMES)}
+    reasons = {name: number for number, name in enumerate(REASONS)}
+    home = fleet.first_owners
+    cache: Counter[str] = Counter()
+    signals: Counter[str] = Counter()
+    for worker in fleet.workers:
+        cache.update(worker.core.cache.counters.as_dict())
+        signals.update(vars(worker.core.signals.counters))
+    caches = [worker.core.cache for worker in fleet.workers]
+    return Story(
+        at=np.array([request.rank_at - begin for request in measured], np.float64),
+        latency_ms=np.array([request.latency_s * 1e3 for request in measured], np.float64),
+        status=np.array([statuses[r.status] if r.status else NONE for r in measured], np.int8),
+        outcome=np.array([outcomes[r.outcome] if r.outcome else NONE for r in measured], np.int8),
+        reason=np.array([reasons[r.reason] if r.reason else NONE for r in measured], np.int8),
+        returning=np.array([request.returning for request in measured], np.bool_),
+        worker=np.array([index[home[request.lane]] for request in measured], np.int32),
+        busy=np.array(
+            [
+                (worker.model.busy_s - before) / scenario.seconds
+                for worker, before in zip(fleet.workers, busy_before, strict=True)
+            ]
+        ),
+        pinned_bytes=np.array([worker.most_pinned for worker in fleet.workers], np.float64),
+        hbm_bytes=np.array([each.hbm_used for each in caches], np.float64),
+        dram_bytes=np.array([each.dram_used for each in caches], np.float64),
+        cache=cache,
+        signals=signals,
+        moved_lanes=fleet.moved_lanes,
+        dead=len(fleet.dead),
+        taken_over_s=(
+            None if fleet.taken_over_at is None or fleet.failed_at is None else fleet.taken_over_at - fleet.failed_at
+        ),
+        cpu_s=cpu_s,
+        simulated_s=fleet.timeline.clock.now,
+    )
+
+
+def joined(stories: Sequence[Story]) -> Story:
+    """Several groups as one."""
+    offsets = np.cumsum([0, *(len(story.busy) for story in stories[:-1])])
+    arrays: dict[str, Any] = {
+        name: np.concatenate([getattr(story, name) for story in stories]) for name in (*PER_REQUEST, *PER_WORKER)
+    }
+    taken = [story.taken_over_s for story in stories if story.taken_over_s is not None]
+    return Story(
+        **arrays,
+        worker=np.concatenate([story.worker + offset for story, offset in zip(stories, offsets, strict=True)]).astype(
+            np.int32
+        ),
+        cache=sum((story.cache for story in stories), Counter()),
+        signals=sum((story.signals for story in stories), Counter()),
+        moved_lanes=sum(story.moved_lanes for story in stories),
+        dead=sum(story.dead for story in stories),
+        taken_over_s=max(taken) if taken else None,
+        cpu_s=sum(story.cpu_s for story in stories),
+        simulated_s=max(story.simulated_s for story in stories),
+    )
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A figure and the half width of its 95 % interval (NaN: too few workers to tell)."""
+
+    value: float
+    error: float
+
+
+def percentile(latency_ms: Floats, share: float) -> float:
+    """Nearest rank; infinite when the rank falls on a request without scores; NaN without any request."""
+    if not len(latency_ms):
+        return float("nan")
+    rank = max(0, int(np.ceil(share * len(latency_ms))) - 1)
+    return float(np.partition(latency_ms, rank)[rank])
+
+
+def latencies(story: Story) -> Floats:
+    """To the scores; infinite where there are none."""
+    return np.where(story.status == STATUSES.index("ok"), story.latency_ms, np.inf)
+
+
+def p99(story: Story) -> Estimate:
+    """Over all measured requests."""
+    values = latencies(story)
+    return _estimate(story, percentile(values, 0.99), lambda chosen: percentile(values[chosen], 0.99))
+
+
+def late_share(story: Story, slo_ms: float) -> Estimate:
+    """Requests without scores within the SLO."""
+    late = latencies(story) > slo_ms
+    return _estimate(story, _mean(late), lambda chosen: _mean(late[chosen]))
+
+
+def hit_share(story: Story, *, returning: bool | None = None) -> Estimate:
+    """Scored requests that were not inferred in full; returning: only of users seen before, or only of others."""
+    among = story.status == STATUSES.index("ok")
+    if returning is not None:
+        among &= story.returning == returning
+    hit = story.outcome != OUTCOMES.index("full")
+    return _estimate(story, _mean(hit[among]), lambda chosen: _mean(hit[among & chosen]))
+
+
+def counts(values: npt.NDArray[np.int8], names: Sequence[str]) -> dict[str, int]:
+    """Name → how often; "none" for NONE."""
+    found = Counter(values.tolist())
+    named = {name: found[index] for index, name in enumerate(names) if found[index]}
+    return named if not found[NONE] else {**named, "none": found[NONE]}
+
+
+@dataclass(frozen=True)
+class Window:
+    """One second of rankings."""
+
+    at: float
+    requests: int
+    p99_ms: float
+    late: float
+    hits: float
+
+
+def windows(story: Story, slo_ms: float) -> list[Window]:
+    """Second by second."""
+    values = latencies(story)
+    numbers = (story.at // WINDOW_S).astype(np.int64)
+    found = []
+    for number in range(int(numbers.max(initial=-1)) + 1):
+        chosen = numbers == number
+        scored = chosen & np.isfinite(values)
+        found.append(
+            Window(
+                number * WINDOW_S,
+                int(chosen.sum()),
+                percentile(values[chosen], 0.99),
+                _mean(values[chosen] > slo_ms),
+                _mean(story.outcome[scored] != OUTCOMES.index("full")),
+            )
+        )
+    return found
+
+
+def recovery_s(seconds: Sequence[Window], failed_at: float) -> float | None:
+    """From the failure to the first of GOOD_WINDOWS seconds in a row within the SLO; None: not within what was seen."""
+    after = [window for window in seconds if window.at + WINDOW_S > failed_at]
+    for index in range(len(after) - GOOD_WINDOWS + 1):
+        if all(window.late <= ALLOWED_LATE for window in after[index : index + GOOD_WINDOWS]):
+            return max(0.0, after[index].at - failed_at)
+    return None
+
+
+def _mean(values: npt.NDArray[np.bool_]) -> float:
+    return float(values.mean()) if len(values) else float("nan")
+
+
+def _estimate(story: Story, value: float, of: Callable[[npt.NDArray[np.bool_]], float]) -> Estimate:
+    """The interval from the spread between batches of workers."""
+    workers = len(story.busy)
+    batches = min(BATCHES, workers)
+    if batches < 2:
+        return Estimate(value, float("nan"))
+    found = np.array([of(story.worker % batches == batch) for batch in range(batches)])
+    if not np.isfinite(found).all():
+        return Estimate(value, float("nan"))
+    return Estimate(value, float(T_QUANTILE[batches - 1] * found.std(ddof=1) / np.sqrt(batches)))

@@ -1,0 +1,69 @@
+"""The trigger's side of a simulated fleet: the real owner directory, ledgers, buckets and decisions, lane by lane."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from relaygr_stream.bus.topics import TopicSet
+from relaygr_stream.lab.simulate.requests import Request
+from relaygr_stream.lab.simulate.timeline import Timeline
+from relaygr_stream.lab.simulate.traffic import Traffic
+from relaygr_stream.settings.schema import Settings
+from relaygr_stream.trigger.decision import LaneState, OwnerLoads, Policy, decide
+from relaygr_stream.trigger.ledger import Pending
+from relaygr_stream.wire.fleet import OwnerDirectory
+from relaygr_stream.wire.messages import Behaviours, RequestEvent, WorkerStatus
+
+#: As in trigger/service.py.
+RECONCILE_S: Final = 1.0
+
+
+class SimulatedTrigger:
+    """All lanes' triggers, as one: they share nothing but the owner directory, which is alike everywhere."""
+
+    def __init__(self, settings: Settings, topics: TopicSet, lanes: int, traffic: Traffic, timeline: Timeline) -> None:
+        self._policy = Policy.of(settings)
+        self._timeline = timeline
+        self._traffic = traffic
+        self._owners = OwnerDirectory(settings.trigger.silence_ms, clock=timeline.clock)
+        now = timeline.clock.now
+        keep_s = topics.pre_infer.retention_ms / 1e3
+        loads = OwnerLoads()
+        self._lanes = [LaneState(self._policy, 0, keep_s, now, lane, loads) for lane in range(lanes)]
+        self._zeros = bytes(4 * settings.relay.max_prefix_tokens)
+
+    def take(self, status: WorkerStatus) -> None:
+        """A worker's statement arrived."""
+        self._owners.take(status)
+
+    def consider(self, request: Request, now: float) -> Pending | None:
+        """Decide on the request, whose event has arrived; what is returned belongs to its signal, None: skipped."""
+        state = self._lanes[request.lane]
+        owner = self._owners.owner(request.lane)
+        state.observe(owner, now)
+        event = RequestEvent(
+            request_id=request.name,
+            user_id=request.user_id,
+            prefix=Behaviours(items=self._zeros[: 4 * request.prefix]),  # the decision asks for the length alone
+            candidates=self._traffic.candidates,
+            rank_in_ms=self._traffic.delay.median_ms,
+        )
+        age_ms = (now - request.at) * 1e3
+        decision = decide(event, policy=self._policy, lane=state, owner=owner, age_ms=age_ms, now_s=now)
+        request.reason = decision.reason
+        return state.admit(event, decision, now) if decision.admit else None
+
+    def acknowledged(self, lane: int, pending: Pending, offset: int, now: float) -> None:
+        """The signal is in the lane's log."""
+        self._lanes[lane].ledger.acknowledged(pending, offset, now)
+
+    def reconcile_every_second(self, ends: Callable[[], Sequence[int]]) -> None:
+        """Compare, for ever, with where the lanes' signal logs end."""
+
+        def reconcile(now: float) -> None:
+            for state, end in zip(self._lanes, ends(), strict=True):
+                state.ledger.reconcile(end, now)
+            self._timeline.at(now + RECONCILE_S, reconcile)
+
+        self._timeline.at(self._timeline.clock.now + RECONCILE_S, reconcile)

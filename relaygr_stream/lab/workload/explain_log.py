@@ -1,0 +1,149 @@
+"""Decisions on a log's requests in the log's own time, against workers that do what they are asked.
+
+The simulated owners read every signal at once, pin what was admitted until its ranking, and state their lanes
+periodically with the workers' own arithmetic. Their ranking takes no device time, so that the load bound is what
+worker.pre_infer_share leaves. Knows nothing of Kafka.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Final
+
+from relaygr_stream.bus.topics import lane_of
+from relaygr_stream.lab.workload.items import WorkItem
+from relaygr_stream.settings.schema import Settings
+from relaygr_stream.trigger.decision import LaneState, OwnerLoads, Policy
+from relaygr_stream.trigger.explain import Explanation, explain
+from relaygr_stream.wire.costs import prefix_bytes
+from relaygr_stream.wire.fleet import OwnerDirectory
+from relaygr_stream.wire.messages import CostModel, LaneStatus, WorkerStatus
+from relaygr_stream.worker.budgets import Demand, LaneBudgets, LaneShares
+
+#: Tokens of one allocation unit of a worker's tiers.
+GRANULE_TOKENS: Final = 64
+BYTES_OF: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
+#: Nothing is forgotten of what was read: no owner has a successor here.
+KEEP_S: Final = 60.0
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """What there is to serve the log. bytes_per_token: prefix KV of one token."""
+
+    workers: int
+    lanes: int
+    costs: CostModel
+    bytes_per_token: int
+    alloc_bytes: int
+    queue_ms: float = 0.0
+
+
+def built_in_bytes_per_token(settings: Settings) -> int:
+    """K and V of one token of the built-in model, all layers, in bytes."""
+    model = settings.model
+    return model.layers * model.heads * (model.dqk + model.dv) * BYTES_OF[settings.worker.dtype]
+
+
+@dataclass
+class _Owner:
+    """One worker's side of its lanes."""
+
+    name: str
+    lanes: range
+    budgets: LaneBudgets
+    shares: LaneShares = field(default_factory=LaneShares)
+    demand: Demand = field(default_factory=Demand)
+    read_to: dict[int, int] = field(default_factory=dict)
+    pins: list[tuple[float, int, int]] = field(default_factory=list)  # (end, lane, bytes), a heap
+    pinned: dict[int, int] = field(default_factory=dict)
+
+    def expire(self, now_s: float) -> None:
+        while self.pins and self.pins[0][0] <= now_s:
+            _, lane, nbytes = heapq.heappop(self.pins)
+            self.pinned[lane] -= nbytes
+
+    def pin(self, lane: int, nbytes: int, until_s: float) -> None:
+        heapq.heappush(self.pins, (until_s, lane, nbytes))
+        self.pinned[lane] = self.pinned.get(lane, 0) + nbytes
+
+    def status(self, fleet: Fleet, free_ms: float, period_s: float, now_s: float) -> WorkerStatus:
+        shares = self.shares.update(self.lanes, self.demand.totals, period_s)
+        largest = {lane: self.demand.largest(lane) for lane in self.lanes}
+        asked = [lane for lane in self.lanes if self.shares.asked(lane, largest[lane])]
+        budgets = self.budgets.update(shares, largest, asked, self.pinned, now_s)
+        return WorkerStatus(
+            name=self.name,
+            incarnation=1,
+            host="",
+            pid=0,
+            sent_ms=0,
+            state="serving",
+            lanes=tuple(
+                LaneStatus(
+                    lane=lane,
+                    budget_bytes=budgets[lane],
+                    pinned_bytes=self.pinned.get(lane, 0),
+                    pre_infer_offset=self.read_to.get(lane, 0),
+                    device_ms_per_s=free_ms * shares[lane],
+                )
+                for lane in self.lanes
+            ),
+            costs=fleet.costs,
+            bytes_per_token=fleet.bytes_per_token,
+            alloc_bytes=fleet.alloc_bytes,
+            queue_ms=fleet.queue_ms,
+            model_version="",
+        )
+
+
+def explain_log(
+    items: Iterable[WorkItem], settings: Settings, fleet: Fleet, policy: Policy | None = None
+) -> Iterator[Explanation]:
+    """What a trigger decides on each request, in the order of time. policy: of the settings by default."""
+    policy, worker = policy or Policy.of(settings), settings.worker
+    period_s = worker.status_ms / 1e3
+    hold_s = settings.trigger.silence_ms / 1e3 + period_s
+    now = 0.0
+    directory = OwnerDirectory(settings.trigger.silence_ms, clock=lambda: now)
+    owners = []
+    for number in range(fleet.workers):
+        lanes = range(number * fleet.lanes // fleet.workers, (number + 1) * fleet.lanes // fleet.workers)
+        budgets = LaneBudgets(int(worker.pinned_share * worker.hbm_bytes), hold_s, hold_s + policy.life_ms / 1e3)
+        owners.append(_Owner(f"worker-{number}", lanes, budgets))
+    owner_of = {lane: owner for owner in owners for lane in owner.lanes}
+    loads = OwnerLoads()
+    states = {lane: LaneState(policy, 0, KEEP_S, 0.0, lane, loads) for lane in range(fleet.lanes)}
+    rankings: list[tuple[float, int, int]] = []  # (when, lane, bytes): what owners learn of demand
+    next_status = 0.0
+    for item in items:
+        while next_status <= item.at:
+            now = next_status
+            while rankings and rankings[0][0] <= now:
+                at, lane, nbytes = heapq.heappop(rankings)
+                owner_of[lane].demand.ask(lane, nbytes, at)
+            for owner in owners:
+                owner.expire(now)
+                directory.take(owner.status(fleet, 1e3 * worker.pre_infer_share, period_s, now))
+            for lane, state in states.items():
+                state.observe(directory.owner(lane), now)
+            next_status += period_s
+        now = item.at
+        lane = lane_of(item.event.user_id, fleet.lanes)
+        state, claim = states[lane], directory.owner(lane)
+        state.observe(claim, now)
+        row, decision = explain(
+            item.event, policy=policy, lane_number=lane, lane=state, owner=claim, age_ms=0.0, now_s=now, at_s=now
+        )
+        assert claim is not None
+        nbytes = prefix_bytes(len(item.event.prefix), claim.worker)
+        heapq.heappush(rankings, (item.rank_at, lane, nbytes))
+        if decision.admit:
+            owner = owner_of[lane]
+            offset = owner.read_to.get(lane, 0)
+            state.ledger.acknowledged(state.admit(item.event, decision, now), offset, now)
+            owner.read_to[lane] = offset + 1
+            owner.pin(lane, decision.nbytes, min(item.rank_at, now + policy.life_ms / 1e3))
+        yield row

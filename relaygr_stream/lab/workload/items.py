@@ -1,0 +1,92 @@
+"""What a workload is made of: scheduled requests, and the random parts that generator and replay share.
+
+Knows nothing of where behaviours come from nor of who sends them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from relaygr_stream.wire.messages import Behaviours, RankingRequest, RequestEvent, pack_items
+
+
+@dataclass(frozen=True)
+class WorkItem:
+    """One request as a recommendation service makes it: the event, and the ranking `stage_delay` later."""
+
+    at: float  # seconds from the workload's start to the request event
+    stage_delay: float  # seconds that retrieval and pre-processing take, from the event to the ranking request
+    event: RequestEvent
+    request: RankingRequest
+    target: int | None  # index of the true next item among the candidates; None where it is not known
+    popularity: npt.NDArray[np.float64] | None = None  # (m,): popularity of each candidate as of this request
+
+    @property
+    def rank_at(self) -> float:
+        """Seconds from the workload's start to the ranking request."""
+        return self.at + self.stage_delay
+
+
+@dataclass(frozen=True)
+class StageDelay:
+    """Time between request event and ranking request: log-normal, cut off at a quarter and four times the median."""
+
+    median_ms: float = 80.0
+    sigma: float = 0.25
+
+    def draw(self, rng: np.random.Generator) -> float:
+        """One delay in seconds."""
+        factor = math.exp(self.sigma * float(rng.standard_normal()))
+        return self.median_ms / 1000 * min(4.0, max(0.25, factor))
+
+    def describe(self) -> str:
+        """The distribution in words."""
+        return f"stage delay log-normal, median {self.median_ms:g} ms, sigma {self.sigma:g}, cut off at ×¼ and ×4"
+
+
+def make_item(
+    rng: np.random.Generator,
+    *,
+    name: str,
+    at: float,
+    delay: StageDelay,
+    user: str,
+    prefix: Behaviours,
+    suffix: Behaviours,
+    target: int,
+    negatives: npt.NDArray[np.int64],
+) -> tuple[WorkItem, npt.NDArray[np.int64]]:
+    """The messages of one request, and its candidates (m,): the target, shuffled among the negatives."""
+    place = int(rng.integers(len(negatives) + 1))
+    candidates = np.insert(negatives, place, target)
+    request = RankingRequest(
+        request_id=name, user_id=user, prefix=prefix, suffix=suffix, candidates=pack_items(candidates)
+    )
+    # The service does not know how long this retrieval will take: it announces the median.
+    event = RequestEvent(
+        request_id=name, user_id=user, prefix=prefix, candidates=len(candidates), rank_in_ms=delay.median_ms
+    )
+    return WorkItem(at, delay.draw(rng), event, request, place), candidates
+
+
+def sample_others(
+    rng: np.random.Generator, size: int, exclude: npt.NDArray[np.int64], count: int
+) -> npt.NDArray[np.int64]:
+    """`count` distinct numbers drawn uniformly from 0…size-1 without those in `exclude`, or all if fewer."""
+    exclude = np.unique(exclude)
+    left = size - len(exclude)
+    if left <= 4 * count:  # rejection would need many rounds: draw from what is left instead
+        allowed = np.setdiff1d(np.arange(size, dtype=np.int64), exclude, assume_unique=True)
+        return rng.permutation(allowed)[:count]
+    # Expected rounds ≤ 2: three quarters of `left` stay free, and twice what the excluded share costs is drawn.
+    chosen = np.empty(0, np.int64)
+    while len(chosen) < count:
+        drawn = rng.integers(0, size, size=2 * (count - len(chosen)) * size // left + 8)
+        merged = np.concatenate([chosen, drawn[~np.isin(drawn, exclude)]])
+        _, first = np.unique(merged, return_index=True)
+        chosen = merged[np.sort(first)][:count]
+    return chosen

@@ -1,0 +1,178 @@
+"""Logs of interactions as arrays: who did what with which item, when.
+
+`read_log` takes MovieLens files as they come, CSV, JSON Lines and Parquet, gzipped or not. Lines that cannot be read
+are counted, kept for showing and skipped. Knows nothing of requests; replay.py makes those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from relaygr_stream.errors import InputError
+from relaygr_stream.lab.workload import logfile
+from relaygr_stream.lab.workload.columns import ColumnMap, ColumnReader, IdKind, Row, TimeUnit
+from relaygr_stream.lab.workload.formats import FORMATS, Format, read_delimited, read_fields, read_json_lines, recognise
+from relaygr_stream.lab.workload.logfile import BrokenLine, Progress, TextLog
+from relaygr_stream.lab.workload.parquet import read_parquet
+
+
+class Interaction(NamedTuple):
+    """One user's one behaviour."""
+
+    user: str
+    item: int
+    action: int
+    time_ms: int
+
+
+@dataclass(frozen=True)
+class InteractionLog:
+    """n interactions, sorted by user (in order of first appearance), within a user by time, ties as in the file.
+
+    User u's interactions are offsets[u]:offsets[u + 1] of the three columns.
+    """
+
+    path: Path
+    format: Format
+    users: tuple[str, ...]
+    offsets: npt.NDArray[np.int64]  # (users + 1,)
+    items: npt.NDArray[np.uint32]  # (n,)
+    actions: npt.NDArray[np.uint8]  # (n,)
+    times: npt.NDArray[np.int64]  # (n,), Unix time in ms
+    item_names: tuple[str, ...]  # names of ids 1, 2, …; empty where the log has numbers
+    action_names: tuple[str, ...]  # likewise
+    lines: int  # lines (or rows) of the file: usable, broken, blank and header
+    broken: tuple[BrokenLine, ...]  # the first few
+    broken_count: int
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __iter__(self) -> Iterator[Interaction]:
+        for code, user in enumerate(self.users):
+            for at in range(int(self.offsets[code]), int(self.offsets[code + 1])):
+                yield Interaction(user, int(self.items[at]), int(self.actions[at]), int(self.times[at]))
+
+    def broken_text(self) -> str:
+        """The first broken lines and the count of the others, one a line; empty where none is broken."""
+        shown = [f"{self.path}:{line.line}: {line.reason}; skipped" for line in self.broken]
+        if self.broken_count > len(shown):
+            shown.append(f"{self.path}: {self.broken_count - len(shown)} more broken lines skipped")
+        return "\n".join(shown)
+
+
+def read_log(
+    path: str | Path,
+    *,
+    format: Format | None = None,  # noqa: A002 - the field's word
+    columns: ColumnMap | None = None,
+    time_unit: TimeUnit = "auto",
+    item_ids: IdKind = "auto",
+    progress: Progress | None = None,
+) -> InteractionLog:
+    """Read a log of interactions.
+
+    format: None recognises it, by content first, then by name. columns: which column is what in CSV, JSON Lines and
+    Parquet; given for a file that looks like `u.data`, that file is read as tab-separated text. item_ids: "number"
+    keeps item ids, "name" numbers them from 1 in order of first appearance. progress: called now and then with bytes
+    read and bytes in all. Raises InputError where the file has no usable line.
+    """
+    path = Path(path)
+    start = logfile.head(path)
+    if format is None:
+        format = _recognised(path, start)  # noqa: A001
+        if columns is not None and format == "u.data":
+            format = "csv"  # noqa: A001
+    if columns is not None and format in ("u.data", "ratings.dat"):
+        raise InputError(f"{path}: {format} has fixed columns; leave --columns out, or read it with --format csv")
+    if (format == "parquet") != logfile.is_parquet(start):
+        is_or_not = "is a Parquet file" if logfile.is_parquet(start) else "is no Parquet file"
+        raise InputError(f"{path} {is_or_not}, but was to be read as {format}; leave --format out to recognise it")
+    fixed = format in ("u.data", "ratings.dat")
+    reader = ColumnReader("number" if fixed else item_ids, "number" if fixed else "auto", time_unit)
+    if format == "parquet":
+        lines = _consume(reader, read_parquet(path, columns, progress))
+    else:
+        logfile.refuse_binary(path, start)
+        with TextLog(path, progress) as text:
+            _consume(reader, _text_rows(text, format, columns, start))
+            lines = text.lines
+    return _sorted(path, format, reader, lines, start)
+
+
+def _recognised(path: Path, start: bytes) -> Format:
+    if logfile.is_parquet(start):
+        return "parquet"
+    logfile.refuse_binary(path, start)
+    found = recognise(path, start)
+    if found is None:
+        raise InputError(
+            f"{path}: not recognised as any of {', '.join(FORMATS)}, neither by content nor by name; "
+            f"its first line is {_first_line(start)}. Name the format with --format"
+        )
+    return found
+
+
+def _text_rows(text: TextLog, name: Format, columns: ColumnMap | None, start: bytes) -> Iterator[Row | BrokenLine]:
+    if name == "u.data":
+        return read_fields(text, "\t")
+    if name == "ratings.dat":
+        return read_fields(text, "::")
+    return read_json_lines(text, columns) if name == "jsonl" else read_delimited(text, columns, start)
+
+
+def _consume(reader: ColumnReader, rows: Iterator[Row | BrokenLine]) -> int:
+    """Feed all rows to the reader; returns how many came, broken ones included."""
+    count = 0
+    for row in rows:
+        count += 1
+        if isinstance(row, BrokenLine):
+            reader.add_broken(row)
+        else:
+            reader.add(row)
+    return count
+
+
+_EXPECTED = {
+    "u.data": "user, item, rating and Unix time in seconds between tabs",
+    "ratings.dat": "user::item::rating::Unix time in seconds",
+    "csv": "columns user, item, action, time between commas, tabs, semicolons or bars",
+    "jsonl": "one JSON object a line, with user, item and time",
+    "parquet": "columns user, item, action, time",
+}
+
+
+def _sorted(path: Path, name: Format, reader: ColumnReader, lines: int, start: bytes) -> InteractionLog:
+    users, items, actions, times = reader.finish(path)
+    if not len(items):
+        why = f" ({reader.broken[0].reason})" if reader.broken else ""
+        first = "" if name == "parquet" else f", first line {_first_line(start)}"
+        raise InputError(f"{path}: no usable line{first}{why}; read as {name}, expected {_EXPECTED[name]}")
+    order = np.lexsort((times, users))  # stable: ties stay as in the file
+    offsets = np.zeros(len(reader.users) + 1, np.int64)
+    np.cumsum(np.bincount(users, minlength=len(reader.users)), out=offsets[1:])
+    return InteractionLog(
+        path=path,
+        format=name,
+        users=tuple(reader.users),
+        offsets=offsets,
+        items=items[order],
+        actions=actions[order],
+        times=times[order],
+        item_names=tuple(reader.item_names),
+        action_names=tuple(reader.action_names),
+        lines=lines,
+        broken=tuple(reader.broken),
+        broken_count=reader.broken_count,
+    )
+
+
+def _first_line(start: bytes) -> str:
+    lines = start.decode(errors="replace").splitlines() or [""]
+    return repr(next((line for line in lines if line.strip()), "")[:80])

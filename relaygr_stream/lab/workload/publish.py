@@ -1,0 +1,218 @@
+"""`relaygr publish`: a log or a generated workload, sent through the relay, and what came of it.
+
+Puts the workload's parts together: reading, replay or generator, driver, metrics, report.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Final, Literal
+
+import structlog
+
+from relaygr_stream.client import RelayClient
+from relaygr_stream.errors import ConfigError, InputError
+from relaygr_stream.lab.workload.columns import ColumnMap, IdKind, TimeUnit
+from relaygr_stream.lab.workload.driver import DriveSummary, RankingClient, Result, drive
+from relaygr_stream.lab.workload.formats import Format
+from relaygr_stream.lab.workload.generator import Generator, GeneratorOptions
+from relaygr_stream.lab.workload.items import WorkItem
+from relaygr_stream.lab.workload.logs import InteractionLog, read_log
+from relaygr_stream.lab.workload.metrics import QualityMeter
+from relaygr_stream.lab.workload.replay import Replay, ReplayOptions
+from relaygr_stream.lab.workload.report import LIVE_EVERY_S, LiveLine, PublishReport, live_line, make_report
+from relaygr_stream.settings.schema import Settings
+from relaygr_stream.telemetry.process import ProcessContext
+
+log = structlog.get_logger(__name__)
+
+#: Workers state themselves four times a second; a reader's poll may hold that back for half a second.
+LISTEN_S: Final = 1.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogOptions:
+    """Which log is replayed, how it is read and how it is replayed."""
+
+    path: Path
+    format: Format | None = None
+    columns: ColumnMap | None = None
+    time_unit: TimeUnit = "auto"
+    item_ids: IdKind = "auto"
+    replay: ReplayOptions = field(default_factory=ReplayOptions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishOptions:
+    """What `relaygr publish` does."""
+
+    source: LogOptions | GeneratorOptions
+    requests: int | None = 1000  # of a generated workload; None: until stopped
+    timeout_ms: float | None = None  # of each ranking; None: client.timeout_ms
+    mode: Literal["auto", "full"] = "auto"
+    announce: bool = True
+    k: int = 10
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A workload ready to be sent; iterating gives its requests in the order of time."""
+
+    items: Iterable[WorkItem]
+    count: int | None  # None: endless
+    description: list[str]
+    notes: list[str]
+    log: InteractionLog | None = None
+
+
+async def publish(options: PublishOptions, ctx: ProcessContext) -> PublishReport:
+    """Prepare the workload, connect, send it and report; ends early, with what it has, once `ctx.stop` is set.
+
+    Raises InputError or ConfigError where there is nothing to send, BrokerError where Kafka cannot be reached.
+    """
+    line = LiveLine()
+    ctx.set_ready(False, "preparing the workload")
+    try:
+        # In a thread: health and signals are answered while a long file is read.
+        workload = await asyncio.to_thread(prepare, options, ctx.settings, line, ctx.stop)
+    finally:
+        line.close()
+    async with RelayClient(settings=ctx.settings, registry=ctx.registry) as relay:
+        ctx.set_ready(True)
+        if not await relay.worker_serves(LISTEN_S):
+            log.warning(
+                "no worker is ready: nothing is answered until one is; `relaygr worker` starts one, `relaygr status` "
+                "shows what runs",
+                bootstrap=ctx.settings.kafka.bootstrap,
+            )
+        return await send(relay, workload, options, ctx.settings, ctx.stop, line)
+
+
+def prepare(options: PublishOptions, settings: Settings, line: LiveLine, stop: asyncio.Event) -> Workload:
+    """Read the log or set the generator up, within the bounds of the settings. Raises InputError, ConfigError."""
+    source = options.source
+    shape = source.replay if isinstance(source, LogOptions) else source
+    _check_bounds(shape, settings)
+    if isinstance(source, GeneratorOptions):
+        generator = Generator(source)
+        items = generator if options.requests is None else _Limited(generator, options.requests)
+        notes = ["generated behaviours carry no taste: HR and NDCG say nothing about a model here"]
+        return Workload(
+            items, options.requests, generator.describe().splitlines(), notes + _model_notes(source.items - 1, settings)
+        )
+
+    def progress(done: int, total: int) -> None:
+        if stop.is_set():
+            raise InputError(f"{source.path}: stopped while reading")
+        if line.due():
+            line.show(f"reading {source.path.name}: {done / max(1, total):.0%} of {total / 1e6:.0f} MB")
+
+    log = read_log(
+        source.path,
+        format=source.format,
+        columns=source.columns,
+        time_unit=source.time_unit,
+        item_ids=source.item_ids,
+        progress=progress,
+    )
+    replay = Replay(log, source.replay)
+    return Workload(
+        replay, len(replay), replay.describe().splitlines(), _model_notes(int(log.items.max()), settings), log
+    )
+
+
+async def send(
+    client: RankingClient,
+    workload: Workload,
+    options: PublishOptions,
+    settings: Settings,
+    stop: asyncio.Event,
+    line: LiveLine,
+) -> PublishReport:
+    """Drive the workload through a connected client, show where it stands, and report."""
+    meter, summary = QualityMeter(options.k), DriveSummary()
+    examples: dict[str, str] = {}
+    models: set[str] = set()
+
+    def on_result(result: Result) -> None:
+        if result.ranking is not None:
+            models.add(result.ranking.model_version)
+        if result.error is not None:
+            examples.setdefault(result.error, result.detail)
+        elif result.scores is not None and result.item.target is not None:
+            # The first task's column ranks, as in a service that orders by its main objective.
+            meter.add(result.scores[:, 0], result.item.target, result.item.popularity)
+
+    async def show() -> None:
+        while True:
+            await asyncio.sleep(LIVE_EVERY_S)
+            if line.due():
+                line.show(live_line(summary, meter, workload.count))
+
+    showing = asyncio.create_task(show())
+    try:
+        await drive(
+            client,
+            workload.items,
+            mode=options.mode,
+            announce=options.announce,
+            timeout=(options.timeout_ms or settings.client.timeout_ms) / 1000,
+            on_result=on_result,
+            stop=stop,
+            summary=summary,
+        )
+    finally:
+        showing.cancel()
+        line.close()
+    log = workload.log
+    return make_report(
+        summary,
+        meter,
+        workload=workload.description,
+        notes=workload.notes,
+        models=sorted(models),
+        error_examples=examples,
+        lines=log.lines if log else None,
+        broken_lines=log.broken_count if log else None,
+        broken_examples=log.broken_text().splitlines() if log else [],
+    )
+
+
+@dataclass(frozen=True)
+class _Limited:
+    """The first `count` requests of an endless workload, anew at each iteration."""
+
+    generator: Generator
+    count: int
+
+    def __iter__(self) -> Iterator[WorkItem]:
+        return islice(iter(self.generator), self.count)
+
+
+def _check_bounds(shape: ReplayOptions | GeneratorOptions, settings: Settings) -> None:
+    """Refuse here what every worker would refuse with each request."""
+    relay = settings.relay
+    for name, value, key, most in (
+        ("prefix", shape.max_prefix, "relay.max_prefix_tokens", relay.max_prefix_tokens),
+        ("suffix", shape.suffix, "relay.max_suffix_tokens", relay.max_suffix_tokens),
+        ("candidates", shape.candidates, "relay.max_candidates", relay.max_candidates),
+    ):
+        if value > most:
+            raise ConfigError(f"{name} = {value} exceeds {key} = {most}; lower it, or raise the setting everywhere")
+
+
+def _model_notes(largest_item: int, settings: Settings) -> list[str]:
+    """What these settings say about the model behind the scores; the workers have their own."""
+    model, notes = settings.model, []
+    if not model.factory and largest_item >= model.vocab:
+        notes.append(f"item ids go up to {largest_item}; the model takes them modulo model.vocab = {model.vocab}")
+    if not model.factory and not model.checkpoint:
+        notes.append(
+            "these settings name no model.checkpoint; if the workers' do not either, their weights are random and "
+            "their rankings as good as chance"
+        )
+    return notes

@@ -1,0 +1,1 @@
+"""Brokers for development and tests: the embedded one, and Kafka from a distribution."""

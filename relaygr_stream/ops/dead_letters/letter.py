@@ -1,0 +1,140 @@
+"""A dead letter as an operator reads it, whatever its value is. Knows nothing of Kafka's clients.
+
+The topic is a log: what was replayed stays in it, and a marker behind it (a record without a value) says so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import msgpack
+
+from relaygr_stream.bus.dead_letter import HEADER_DIGEST
+from relaygr_stream.wire.messages import (
+    HEADER_DETAIL,
+    HEADER_ORIGIN_OFFSET,
+    HEADER_ORIGIN_PARTITION,
+    HEADER_ORIGIN_TOPIC,
+    HEADER_REASON,
+    HEADER_REPLAY_OF,
+    HEADER_REPLAYS,
+)
+from relaygr_stream.wire.records import Record
+
+_OURS: Final = frozenset(
+    {HEADER_REASON, HEADER_DETAIL, HEADER_ORIGIN_TOPIC, HEADER_ORIGIN_PARTITION, HEADER_ORIGIN_OFFSET, HEADER_REPLAYS}
+    | {HEADER_DIGEST}
+)
+#: Longest list or map that is unpacked for a person to look at. Headers nested to msgpack's own limit of 511 levels
+#: then claim 511 × 1,000 × 8 bytes, 4 MB.
+MAX_ITEMS: Final = 1000
+#: Longest text or byte string shown whole.
+SHOWN_BYTES: Final = 64
+#: Deepest nesting shown. A message of ours has 4 levels; msgpack unpacks 511, for which Python's own recursion limit of
+#: 1,000 calls leaves no room once each level takes two.
+SHOWN_DEPTH: Final = 32
+
+
+@dataclass
+class Letter:
+    """One record of the dead-letter topic. What its headers do not tell is "" or -1."""
+
+    partition: int
+    offset: int
+    timestamp_ms: int
+    key: bytes | None
+    value: bytes
+    reason: str = ""
+    detail: str = ""
+    origin_topic: str = ""
+    origin_partition: int = -1
+    origin_offset: int = -1
+    digest: str = ""  # of an original whose message is not here (not kept, or too large), but in the origin's log
+    replays: int = 0  # how often it had been replayed before it came here
+    headers: tuple[tuple[str, bytes], ...] = ()  # the original's own; of those without a value, an empty one
+    replayed: bool = field(default=False)  # from here, by a marker behind it
+
+    @property
+    def address(self) -> str:
+        """How commands and markers name it."""
+        return f"{self.partition}:{self.offset}"
+
+
+def letters_of(records: Iterable[Record]) -> list[Letter]:
+    """The letters among the records of the dead-letter topic, oldest first, with what the markers say of them."""
+    letters: dict[str, Letter] = {}
+    replayed: set[str] = set()
+    for record in records:
+        # Ours come first, and the original may have brought the same names. Kafka allows null for a header's value.
+        headers = {name: value or b"" for name, value in reversed(record.headers)}
+        if (marker := headers.get(HEADER_REPLAY_OF)) is not None and HEADER_REASON not in headers:
+            replayed.add(_text(marker))
+        else:
+            letter = _letter(record, headers)
+            letters[letter.address] = letter
+    for address in replayed & letters.keys():
+        letters[address].replayed = True
+    return sorted(letters.values(), key=lambda letter: (letter.timestamp_ms, letter.partition, letter.offset))
+
+
+def show_value(value: bytes) -> Any:
+    """The value for a person: MessagePack of any schema unpacked, long parts named by their size; else as text."""
+    try:
+        unpacked = msgpack.unpackb(
+            value, strict_map_key=False, max_array_len=MAX_ITEMS, max_map_len=MAX_ITEMS, max_ext_len=MAX_ITEMS
+        )
+    except Exception as error:  # hostile bytes: msgpack raises a ValueError, one of its own, or a RecursionError
+        return {"not MessagePack": str(error) or type(error).__name__, "bytes": _brief(value)}
+    return _brief(unpacked)
+
+
+def _letter(record: Record, headers: dict[str, bytes]) -> Letter:
+    return Letter(
+        partition=record.lane,
+        offset=record.offset,
+        timestamp_ms=record.timestamp_ms,
+        key=record.key,
+        value=record.value or b"",
+        reason=_text(headers.get(HEADER_REASON, b"")),
+        detail=_text(headers.get(HEADER_DETAIL, b"")),
+        origin_topic=_text(headers.get(HEADER_ORIGIN_TOPIC, b"")),
+        origin_partition=_number(headers.get(HEADER_ORIGIN_PARTITION), -1),
+        origin_offset=_number(headers.get(HEADER_ORIGIN_OFFSET), -1),
+        digest=_text(headers.get(HEADER_DIGEST, b"")),
+        replays=_number(headers.get(HEADER_REPLAYS), 0),
+        headers=tuple((name, value or b"") for name, value in record.headers if name not in _OURS),
+    )
+
+
+def _text(raw: bytes) -> str:
+    return raw.decode("utf-8", "replace")
+
+
+def _number(raw: bytes | None, default: int) -> int:
+    text = _text(raw or b"")
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 20 else default
+
+
+def _brief(value: Any, depth: int = 0) -> Any:
+    """The same with long strings cut, bytes as hex, and keys as text, so that it can be printed as JSON."""
+    if isinstance(value, dict | list | tuple):
+        if depth == SHOWN_DEPTH:
+            return f"… ({len(value)} more, nested)"
+        if isinstance(value, dict):
+            return {str(_brief(key, depth + 1)): _brief(item, depth + 1) for key, item in value.items()}
+        return [_brief(item, depth + 1) for item in value]
+    return _brief_leaf(value)
+
+
+def _brief_leaf(value: Any) -> Any:
+    if isinstance(value, bytes):
+        shown = value[: SHOWN_BYTES // 2].hex(" ", 4)
+        return f"{len(value)} bytes: {shown}{' …' if len(value) > SHOWN_BYTES // 2 else ''}"
+    if isinstance(value, str) and len(value) > SHOWN_BYTES:
+        return f"{value[:SHOWN_BYTES]}… ({len(value)} characters)"
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)  # JSON has no such numbers
+    return value if isinstance(value, str | int | float | bool | None) else repr(value)[:SHOWN_BYTES]

@@ -1,0 +1,118 @@
+"""Sending dead letters to where they came from, with their own key and headers, once.
+
+A letter that fails again comes back with a count in its headers, and what came back is not sent again; what was sent is
+marked in the dead-letter topic, and what is marked is not sent again either. So replaying never loops, however often it
+is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from relaygr_stream.bus.producer import Producer
+from relaygr_stream.bus.tail import TopicTail
+from relaygr_stream.bus.topics import TopicSet, verify_topics
+from relaygr_stream.errors import REASONS, BrokerError, BrokerUnavailable, InputError
+from relaygr_stream.ops.dead_letters.letter import Letter, letters_of
+from relaygr_stream.settings.schema import Kafka
+from relaygr_stream.wire.messages import HEADER_REPLAY_OF, HEADER_REPLAYS
+from relaygr_stream.wire.records import Record
+
+# Reading the dead-letter topic, without a group: looking changes nothing for anybody.
+
+
+async def read_letters(kafka: Kafka) -> list[Letter]:
+    """Every letter there is now, oldest first. Raises BrokerUnavailable, TopicError, ConfigError."""
+    records: list[Record] = []
+    row = next(row for row in await verify_topics(kafka) if row.topic.name == f"{kafka.prefix}dead-letter")
+    assert row.found is not None  # verified
+    async with TopicTail(kafka, row.topic.name, range(row.found.partitions), "earliest", records.extend):
+        return letters_of(records)
+
+
+def choose(letters: Sequence[Letter], *, addresses: Sequence[str], reason: str, origin: str) -> list[Letter]:
+    """Those of the given addresses (none: all), reason and origin topic ("": any; without the prefix will do).
+
+    Raises InputError for an address where no letter is, and for a reason that is neither known nor any letter's.
+    """
+    if reason and reason not in (known := {*REASONS, *(letter.reason for letter in letters)} - {""}):
+        raise InputError(f"--reason {reason}: no such reason; there are {', '.join(sorted(known))}")
+    by_address = {letter.address: letter for letter in letters}
+    missing = [address for address in addresses if address not in by_address]
+    if missing:
+        raise InputError(
+            f"no dead letter at {', '.join(missing)}; addresses are PARTITION:OFFSET, `relaygr dead-letters list` "
+            f"prints them, and letters older than the topic's retention are gone"
+        )
+    chosen = [by_address[address] for address in dict.fromkeys(addresses)] if addresses else list(letters)
+    return [
+        letter
+        for letter in chosen
+        if (not reason or letter.reason == reason)
+        and (not origin or origin in (letter.origin_topic, letter.origin_topic.rpartition(".")[2]))
+    ]
+
+
+Verdict = Literal["replayed", "would replay", "replayed before", "came back", "no origin", "no value", "refused"]
+
+
+def verdict_before(letter: Letter, topics: TopicSet, *, again: bool) -> Verdict:
+    """Whether the letter would be replayed, and if not, why. again: also what was replayed already."""
+    if letter.origin_topic not in {topic.name for topic in topics.all if topic.name != topics.dead_letter.name}:
+        return "no origin"
+    if letter.digest:
+        return "no value"
+    if letter.replayed and not again:
+        return "replayed before"
+    if letter.replays and not again:
+        return "came back"
+    return "would replay"
+
+
+def why(verdict: Verdict) -> str:
+    """What an operator can do about a verdict, where that is not clear."""
+    if verdict == "no value":
+        return "the message was not kept; kafka.dead_letter_values = true keeps those to come (docs/operations.md)"
+    return ""
+
+
+async def replay(
+    kafka: Kafka,
+    topics: TopicSet,
+    letters: Sequence[Letter],
+    *,
+    again: bool,
+    report: Callable[[Letter, Verdict, str], None],
+) -> bool:
+    """Send what may be sent, in order, each acknowledged and marked before the next; report every letter's verdict.
+
+    Whether nothing was refused. Raises BrokerUnavailable; what was reported until then has happened.
+    """
+    clean = True
+    largest = max(topic.max_message_bytes for topic in topics.all)
+    async with Producer(kafka, client_id="relaygr-dead-letters", max_bytes=largest) as producer:
+        for letter in letters:
+            verdict = verdict_before(letter, topics, again=again)
+            detail = why(verdict)
+            if verdict == "would replay":
+                try:
+                    await _send(producer, topics, letter)
+                    verdict = "replayed"
+                except BrokerUnavailable:
+                    raise
+                except BrokerError as error:
+                    verdict, detail, clean = "refused", str(error), False
+            report(letter, verdict, detail)
+    return clean
+
+
+async def _send(producer: Producer, topics: TopicSet, letter: Letter) -> None:
+    # By its key where it has one: a letter that came on the wrong partition then finds the right one.
+    partition = letter.origin_partition if letter.key is None and letter.origin_partition >= 0 else None
+    headers = [*letter.headers, (HEADER_REPLAYS, str(letter.replays + 1).encode())]
+    await producer.send_and_wait(
+        letter.origin_topic, letter.value, key=letter.key, partition=partition, headers=headers
+    )
+    marker = [(HEADER_REPLAY_OF, letter.address.encode())]
+    await producer.send_and_wait(topics.dead_letter.name, b"", key=letter.key, headers=marker)

@@ -1,0 +1,1 @@
+"""What runs in a fleet, and what is odd about it."""

@@ -1,0 +1,132 @@
+"""What is odd about a fleet: what an operator would want to know and no process can tell by itself. One line each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from relaygr_stream.ops.status.overview import Overview
+from relaygr_stream.wire.costs import prefix_bytes, usable_costs
+from relaygr_stream.wire.messages import WorkerStatus
+
+MIB = 1 << 20
+
+
+def oddities(view: Overview) -> list[str]:
+    """Lines for a person; empty: nothing is odd."""
+    return [
+        line for check in (_missing, _groups, _lanes, _versions, _bounds, _unasked, _records) for line in check(view)
+    ]
+
+
+def _missing(view: Overview) -> Iterator[str]:
+    if not view.living_workers():
+        yield "no worker is ready: nothing is answered"
+    elif not any(status.state == "serving" for status in view.living_workers().values()):
+        yield "no worker serves yet"
+    if not view.living_triggers():
+        yield "no trigger runs: nothing is pre-inferred, and every answer is full"
+    for name in view.silent():
+        yield f"{name} ended without a word, or is cut off; `relaygr status --forget {name}` removes its record"
+
+
+def _groups(view: Overview) -> Iterator[str]:
+    groups = sorted({status.group for status in view.living_triggers().values()})
+    if len(groups) > 1:
+        yield f"triggers in {len(groups)} groups ({', '.join(groups)}): each admits on its own, so bounds are exceeded"
+    deciding: dict[int, str] = {}
+    for name, status in view.living_triggers().items():
+        both = [lane for lane in status.lanes if lane in deciding and len(groups) == 1]
+        if both:
+            yield f"lanes {_ranges(both)} are decided by {deciding[both[0]]} and {name}"
+        deciding.update(dict.fromkeys(status.lanes, name))
+
+
+def _lanes(view: Overview) -> Iterator[str]:
+    lanes = set(range(view.topics.lanes))
+    serving = {name: s for name, s in view.living_workers().items() if s.state == "serving"}
+    if serving and (free := lanes - {lane.lane for status in serving.values() for lane in status.lanes}):
+        yield f"lanes without an owner: {_ranges(free)}; their rankings wait"
+    triggers = view.living_triggers().values()
+    if triggers and (free := lanes - {lane for status in triggers for lane in status.lanes}):
+        yield f"lanes that no trigger decides for: {_ranges(free)}; their answers are full"
+
+
+def _versions(view: Overview) -> Iterator[str]:
+    workers, triggers = view.living_workers().values(), view.living_triggers().values()
+    for what, versions in (
+        ("versions run", {s.version for s in workers} | {s.version for s in triggers} - {""}),
+        ("models score", {status.model_version for status in workers}),
+    ):
+        if len(versions) > 1:
+            yield f"{len(versions)} {what}: {', '.join(sorted(versions))}"
+
+
+def _bounds(view: Overview) -> Iterator[str]:
+    """What the bounds never let through."""
+    policies = [status.policy for status in view.living_triggers().values()]
+    longest = min((policy.max_prefix_tokens for policy in policies), default=view.settings.relay.max_prefix_tokens)
+    risk_ms = min(
+        (policy.risk_ms for policy in policies),
+        default=view.settings.trigger.risk_fraction * view.settings.relay.slo_ms,
+    )
+    for name, status in view.living_workers().items():
+        if (line := never_at_risk(status, longest, view.settings.relay.max_candidates, risk_ms)) is not None:
+            yield f"{name}: {line}"
+        if not status.lanes or status.bytes_per_token < 1 or status.alloc_bytes < 1:
+            continue
+        needs = prefix_bytes(longest, status)
+        whole = sum(lane.budget_bytes for lane in status.lanes)
+        if 0 < whole < needs:
+            yield (
+                f"{name}: its whole pinned share, {whole / MIB:.1f} MiB, holds no longest prefix "
+                f"({longest} tokens: {needs / MIB:.1f} MiB); raise worker.hbm_bytes or worker.pinned_share"
+            )
+        asked = [lane for lane in status.lanes if lane.pinned_bytes] if needs <= whole else []
+        for room, least, most in (
+            ("no room for a longest prefix now", 0, needs),
+            ("room for one longest prefix now, not for two", needs, 2 * needs),
+        ):
+            if small := [lane.lane for lane in asked if least <= lane.budget_bytes < most]:
+                size = f"{longest} tokens: {needs / MIB:.1f} MiB"
+                yield f"{name}: lanes {_ranges(small)} are asked, and have {room} ({size})"
+
+
+def never_at_risk(status: WorkerStatus, tokens: int, candidates: int, risk_ms: float) -> str | None:
+    """Why no request to this worker is ever at risk; None: a longest one is, or nothing was measured yet."""
+    if usable_costs(status.costs) is not status.costs:
+        return None
+    full_ms = status.costs.full_ms(tokens, candidates)
+    if full_ms > risk_ms:
+        return None
+    return (
+        f"no request is ever at risk: the longest ({tokens} tokens, {candidates} candidates) takes {full_ms:.1f} ms in "
+        f"full, the threshold is {risk_ms:.1f} ms (trigger.risk_fraction × relay.slo_ms), so every answer is full"
+    )
+
+
+def _unasked(view: Overview) -> Iterator[str]:
+    """While others are asked."""
+    asked = {
+        name: sum(total for key, total in status.counters.items() if key.startswith("answers_") or key == "signals")
+        for name, status in view.living_workers().items()
+        if status.lanes
+    }
+    if any(asked.values()):
+        for name in sorted(name for name, total in asked.items() if not total):
+            yield f"{name}: nobody asks its lanes, since its start"
+
+
+def _records(view: Overview) -> Iterator[str]:
+    for reason, count in sorted(view.refused.items()):
+        yield f"{count} records of worker-status are {reason}, and ignored"
+
+
+def _ranges(lanes: Iterable[int]) -> str:
+    """0–3, 7."""
+    parts: list[list[int]] = []
+    for lane in sorted(lanes):
+        if parts and lane == parts[-1][1] + 1:
+            parts[-1][1] = lane
+        else:
+            parts.append([lane, lane])
+    return ", ".join(f"{first}" if first == last else f"{first}–{last}" for first, last in parts)

@@ -1,0 +1,116 @@
+"""The overview for a person, within 80 columns, and for programs as JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from relaygr_stream.ops.status.odd import oddities
+from relaygr_stream.ops.status.overview import Overview, Seen
+from relaygr_stream.wire.messages import WorkerStatus
+
+GIB = 1 << 30
+MIB = 1 << 20
+#: Where a ranking found its prefix KV, and it was spared the prefix.
+HITS = ("hbm", "dram", "joined")
+
+
+def hit_rate(status: WorkerStatus, since: WorkerStatus | None = None) -> float | None:
+    """Share of scored rankings that found prefix KV, since its start or since then; None: there were none."""
+    before = since.counters if since is not None and since is not status else {}
+    of = {
+        name: status.counters.get(f"outcome_{name}", 0.0) - before.get(f"outcome_{name}", 0.0)
+        for name in (*HITS, "full")
+    }
+    scored = sum(of.values())
+    return sum(of[name] for name in HITS) / scored if scored > 0 else None
+
+
+def render(view: Overview) -> RenderableType:
+    """Triggers, workers, and what is odd."""
+    workers, triggers = view.living_workers(), view.living_triggers()
+    head = (
+        f"{len(triggers)} trigger(s), {len(workers)} worker(s), {view.topics.lanes} lanes at "
+        f"{view.settings.kafka.bootstrap}, prefix {view.settings.kafka.prefix!r}"
+    )
+    odd = oddities(view)
+    lines = "\n".join(f"odd: {line}" for line in odd) if odd else "nothing is odd"
+    parts: list[RenderableType] = [head]
+    parts += [_triggers(view), ""] if triggers else []
+    parts += [_workers(view), ""] if workers else []
+    return Group(*parts, lines)
+
+
+def as_json(view: Overview) -> bytes:
+    """The same for programs: one object."""
+    workers = []
+    for name, status in sorted(view.living_workers().items()):
+        plain: dict[str, Any] = msgspec.to_builtins(status)
+        workers.append(
+            {**plain, "hit_rate": hit_rate(status), "hit_rate_now": hit_rate(status, view.workers[name].first)}
+        )
+    return msgspec.json.encode(
+        {
+            "bootstrap": view.settings.kafka.bootstrap,
+            "prefix": view.settings.kafka.prefix,
+            "lanes": view.topics.lanes,
+            "triggers": [msgspec.to_builtins(status) for _, status in sorted(view.living_triggers().items())],
+            "workers": workers,
+            "silent": view.silent(),
+            "odd": oddities(view),
+        }
+    )
+
+
+def _triggers(view: Overview) -> Table:
+    table = _table(("trigger", "group"), ("lanes", "admitted", "of events", "backlog"))
+    for name, status in sorted(view.living_triggers().items()):
+        events = sum(status.decisions.values())
+        admitted = status.decisions.get("admitted", 0.0)
+        table.add_row(
+            name, status.group, str(len(status.lanes)),
+            _share(admitted / events if events else None), f"{events:.0f}", str(status.backlog),
+        )  # fmt: skip
+    return table
+
+
+def _workers(view: Overview) -> Table:
+    table = _table(("worker", "state"), ("lanes", "hits", "busy", "queue ms", "lag", "HBM", "DRAM"))
+    for name, seen in sorted(view.workers.items()):
+        if name in view.living_workers():
+            status = seen.last
+            table.add_row(
+                name, status.state, str(len(status.lanes)), _hits(seen), _share(status.busy_share),
+                f"{status.queue_ms:.1f}", str(status.lag), _of(status.hbm_used_bytes, status.hbm_bytes),
+                _of(status.dram_used_bytes, status.dram_bytes),
+            )  # fmt: skip
+    return table
+
+
+def _table(texts: tuple[str, ...], numbers: tuple[str, ...]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for name in texts:
+        table.add_column(name, overflow="fold")
+    for name in numbers:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def _hits(seen: Seen[WorkerStatus]) -> str:
+    """Of lately, if there was anything."""
+    lately = hit_rate(seen.last, seen.first)
+    return _share(hit_rate(seen.last) if lately is None else lately)
+
+
+def _share(value: float | None) -> str:
+    return "–" if value is None else f"{value:.0%}"
+
+
+def _of(used: int, whole: int) -> str:
+    if not whole:
+        return "–"
+    unit, name = (GIB, "G") if whole >= GIB else (MIB, "M")
+    return f"{used / whole:.0%} of {whole / unit:.3g}{name}"

@@ -1,0 +1,271 @@
+"""Where settings come from: defaults < TOML files < environment (RELAYGR_SECTION_KEY) < flags.
+
+Each value keeps its source, for `relaygr config show` and for errors. An unknown key or a bad value is a ConfigError
+that names the key and the source. What the settings mean is settings.py's business.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from dataclasses import field as dataclass_field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Final, get_type_hints
+
+import msgspec
+from msgspec import inspect as msgspec_inspect
+
+from relaygr_stream.errors import ConfigError
+from relaygr_stream.settings.files import packaged_dir
+from relaygr_stream.settings.schema import SECRET_SHOWN, Settings
+
+ENV_PREFIX: Final = "RELAYGR_"
+#: Names under the prefix that are not settings: the file to read, and what only tests use.
+ENV_CONFIG: Final = "RELAYGR_CONFIG"
+#: Behind a secret's variable: the value is in the file of that name.
+ENV_FILE: Final = "_FILE"
+#: A secret is a line of text; a file larger than this is another one, named by mistake.
+MAX_SECRET_FILE: Final = 64 << 10
+ENV_NOT_SETTINGS: Final = (ENV_CONFIG, "RELAYGR_TEST_")
+
+#: What Kubernetes (and Docker's links before it) puts into every pod for a service named `relaygr-…`; see
+#: "Discovering services" in its documentation. Name and value must both have the shape: a typo has not.
+_INJECTED: Final = (
+    (re.compile(r"_PORT(_\d+_(TCP|UDP|SCTP))?$"), re.compile(r"(tcp|udp|sctp)://")),
+    (re.compile(r"_PORT_\d+_(TCP|UDP|SCTP)_PROTO$"), re.compile(r"(tcp|udp|sctp)$")),
+    (re.compile(r"_PORT_\d+_(TCP|UDP|SCTP)_PORT$|_SERVICE_PORT(_\w+)?$"), re.compile(r"\d+$")),
+    (re.compile(r"_PORT_\d+_(TCP|UDP|SCTP)_ADDR$|_SERVICE_HOST$"), re.compile(r"\S+$")),
+)
+
+#: Settings under the names of the release before, which are taken for one release more, with a warning. None: the
+#: setting is gone, and its value has no effect.
+FORMER: Final[Mapping[str, str | None]] = {
+    "worker.lag_tokens": "worker.max_stale_tokens",
+    "worker.start_nice": None,
+}
+
+_UNITS: Final = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
+_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([KMGT]iB|B)?\s*$", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Field:
+    """One setting, as the configuration sees it."""
+
+    key: str  # "section.name"
+    kind: Any
+    default: Any
+    description: str
+    is_bytes: bool
+    is_secret: bool
+
+    @property
+    def env(self) -> str:
+        """The environment variable that sets it."""
+        return _env(self.key)
+
+
+@dataclass(frozen=True)
+class Value:
+    """A setting's effective value and where it came from."""
+
+    field: Field
+    value: Any = dataclass_field(repr=False)  # may be a secret
+    source: str  # "default", "FILE", "environment RELAYGR_…", "flag --set …"
+
+    @property
+    def shown(self) -> str:
+        """The value as text, secrets hidden."""
+        if self.field.is_secret and self.value:
+            return SECRET_SHOWN
+        return msgspec.json.encode(self.value).decode()
+
+
+def _env(key: str) -> str:
+    return ENV_PREFIX + key.replace(".", "_").upper()
+
+
+def _fields() -> dict[str, Field]:
+    fields: dict[str, Field] = {}
+    for section in msgspec.structs.fields(Settings):
+        hints = get_type_hints(section.type, include_extras=True)
+        for item in msgspec.structs.fields(section.type):
+            kind = hints[item.name]
+            info = msgspec_inspect.type_info(kind)
+            description = ""
+            extra: dict[str, Any] = {}
+            while isinstance(info, msgspec_inspect.Metadata):
+                description = (info.extra_json_schema or {}).get("description", description)
+                extra = {**extra, **(info.extra or {})}
+                info = info.type
+            key = f"{section.name}.{item.name}"
+            fields[key] = Field(
+                key=key,
+                kind=kind,
+                default=item.default,
+                description=description,
+                is_bytes=extra.get("unit") == "bytes",
+                is_secret=bool(extra.get("secret")),
+            )
+    return fields
+
+
+FIELDS: Final[dict[str, Field]] = _fields()
+_BY_ENV: Final = {field.env: field for field in FIELDS.values()}
+_KEY_BY_ENV: Final = {_env(key): key for key in (*FIELDS, *FORMER)}
+
+
+@dataclass(frozen=True)
+class Config:
+    """The effective settings, and each value's source."""
+
+    settings: Settings
+    values: tuple[Value, ...]
+
+
+def load_settings(
+    files: Iterable[str | Path] = (),
+    flags: Mapping[str, Any] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Config:
+    """Merge the layers and check every value.
+
+    files: TOML files or packaged profile names ("cpu"), later ones winning; the file named by RELAYGR_CONFIG comes
+    first. flags: {"section.key": value}, None meaning "not given". Raises ConfigError.
+    """
+    environ = os.environ if environ is None else environ
+    merged = {key: Value(field, field.default, "default") for key, field in FIELDS.items()}
+    first = [environ[ENV_CONFIG]] if environ.get(ENV_CONFIG) else []
+    for file in [*first, *files]:
+        for former, raw, source in _read_file(file):
+            if key := _current(former, source):
+                merged[key] = _checked(key, raw, source)
+    for value in _of_environment(environ):
+        merged[value.field.key] = value
+    for former, raw in (flags or {}).items():
+        source = f"flag for {former}"
+        if raw is not None and (key := _current(former, source)):
+            if FIELDS[key].is_secret:
+                raise ConfigError(
+                    f"{source}: everybody on this machine can read a command line; set {FIELDS[key].env}, or write the "
+                    f"secret into a file that others cannot read"
+                )
+            merged[key] = _checked(key, raw, source)
+    sections: dict[str, dict[str, Any]] = {}
+    for key, value in merged.items():
+        section, name = key.split(".")
+        sections.setdefault(section, {})[name] = value.value
+    return Config(msgspec.convert(sections, Settings), tuple(merged.values()))
+
+
+def _of_environment(environ: Mapping[str, str]) -> Iterable[Value]:
+    ignored = frozenset(injected_names(environ))
+    for name in sorted(environ):
+        if not name.startswith(ENV_PREFIX) or name.startswith(ENV_NOT_SETTINGS) or name in ignored:
+            continue
+        if (base := _BY_ENV.get(name.removesuffix(ENV_FILE))) and base.is_secret and name.endswith(ENV_FILE):
+            yield _from_secret_file(base, name, environ)
+        elif name not in _KEY_BY_ENV:
+            raise ConfigError(f"environment {name}: no such setting{_did_you_mean(name, _BY_ENV)}")
+        elif key := _current(_KEY_BY_ENV[name], f"environment {name}"):
+            yield _checked(key, environ[name], f"environment {name}")
+
+
+def _from_secret_file(field: Field, name: str, environ: Mapping[str, str]) -> Value:
+    """The secret in the file that the variable names, without the line's end. Raises ConfigError, which quotes none."""
+    path, source = environ[name], f"environment {name} ({environ[name]})"
+    if environ.get(field.env):
+        raise ConfigError(f"both {field.env} and {name} are set: unset one")
+    try:
+        with Path(path).open("rb") as file:
+            raw = file.read(MAX_SECRET_FILE + 1)
+        if len(raw) > MAX_SECRET_FILE:
+            raise ConfigError(f"{source}: more than {MAX_SECRET_FILE >> 10} KiB, which is no secret")
+        text = raw.decode().rstrip("\r\n")
+    except UnicodeDecodeError:
+        raise ConfigError(f"{source}: not text in UTF-8") from None  # that error holds the bytes
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{source}: cannot be read: {error}") from error
+    if not text:
+        raise ConfigError(f"{source}: the file is empty; it is to hold `{field.key}`")
+    return _checked(field.key, text, source)
+
+
+def injected_names(environ: Mapping[str, str]) -> list[str]:
+    """Variables under our prefix that a cluster injects for a service of its own, by the shape of name and value.
+
+    A service `relaygr-telemetry` even claims the name of a setting, `RELAYGR_TELEMETRY_PORT=tcp://…`: still no setting.
+    """
+    return sorted(
+        name
+        for name, value in environ.items()
+        if name.startswith(ENV_PREFIX) and any(n.search(name) and v.match(value) for n, v in _INJECTED)
+    )
+
+
+def profile_path(name: str | Path) -> Path:
+    """A TOML file by path, or a packaged one by its bare name ("cpu", "trigger"). Raises ConfigError if absent."""
+    path = Path(name)
+    if path.is_file():
+        return path
+    packaged = packaged_dir("workers") / f"{path.name.removesuffix('.toml')}.toml"
+    # `workers/cpu.toml` is how the README spells it: it must work from any folder, not only from the clone.
+    if str(path.parent) in (".", "workers") and packaged.is_file():
+        return packaged
+    there = ", ".join(sorted(file.stem for file in packaged_dir("workers").glob("*.toml")))
+    raise ConfigError(f"{name}: no such file, and no packaged profile of that name (there are: {there})")
+
+
+def _read_file(file: str | Path) -> Iterable[tuple[str, Any, str]]:
+    path = profile_path(file)
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    for section, table in tables.items():
+        if not isinstance(table, dict):
+            raise ConfigError(f"{path}: `{section}` stands outside any section; write it under [section]")
+        for name, raw in table.items():
+            yield f"{section}.{name}", raw, str(path)
+
+
+def _current(key: str, source: str) -> str | None:
+    """The name that a setting has now; None for one that is gone. Warns of former names; raises ConfigError."""
+    if key in FORMER:
+        now = FORMER[key]
+        hint = f"is now `{now}`; the old name goes with the next release" if now else "is gone and has no effect"
+        warnings.warn(f"{source}: `{key}` {hint}", FutureWarning, stacklevel=3)
+        return now
+    if key not in FIELDS:
+        raise ConfigError(f"{source}: no setting `{key}`{_did_you_mean(key, FIELDS)}")
+    return key
+
+
+def _did_you_mean(name: str, known: Iterable[str]) -> str:
+    close = get_close_matches(name, list(known), n=1)
+    return f"; did you mean `{close[0]}`?" if close else "; `relaygr config show` lists them"
+
+
+def _checked(key: str, raw: Any, source: str) -> Value:
+    field = FIELDS[key]
+    value = _parse_size(key, raw, source) if field.is_bytes and isinstance(raw, str) else raw
+    try:
+        # Text (environment, flags) may stand for numbers and booleans; a TOML value has its type already.
+        value = msgspec.convert(value, field.kind, strict=not isinstance(raw, str))
+    except msgspec.ValidationError as error:
+        # A password that strayed into a URL is one as well.
+        shown = SECRET_SHOWN if field.is_secret or "@" in str(raw) else repr(raw)
+        raise ConfigError(f"{source}: `{key}` = {shown}: {error}; it is: {field.description}") from error
+    return Value(field, value, source)
+
+
+def _parse_size(key: str, raw: str, source: str) -> int:
+    match = _SIZE.match(raw)
+    if match is None:
+        raise ConfigError(f"{source}: `{key}` = {raw!r}: write a number of bytes, or one with KiB, MiB, GiB or TiB")
+    return int(float(match[1]) * _UNITS[(match[2] or "").lower()])

@@ -1,1 +1,0 @@
-"""A trigger and workers on one host, kept running: what systemd or Kubernetes do elsewhere."""

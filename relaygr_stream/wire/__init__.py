@@ -1,0 +1,1 @@
+"""What travels: messages, headers, topic files, the partitioner, what workers and triggers state of themselves."""

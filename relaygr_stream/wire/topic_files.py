@@ -1,0 +1,154 @@
+"""What the topics' files say, and which lane a user has.
+
+`topics/*.toml` holds one file per topic. Topics that share lanes (`lanes = true`) must have equal partition counts: a
+user's lane is a partition number of each of them. Knows nothing of clusters, nor of what the messages contain.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Final, Literal
+
+import msgspec
+from msgspec import Meta
+
+from relaygr_stream.errors import ConfigError, CoPartitionError
+from relaygr_stream.settings.files import packaged_dir
+from relaygr_stream.settings.schema import MAX_LANES, Kafka
+from relaygr_stream.wire.partitioner import partition_of
+
+CleanupPolicy = Literal["delete", "compact"]
+Compression = Literal["uncompressed", "producer", "gzip", "snappy", "lz4", "zstd"]
+
+
+class Topic(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One topic: as its file describes it, and, from `load_topics`, as the settings change that.
+
+    name: the file's own, and from `load_topics` the full one, prefix included.
+    """
+
+    name: str
+    key: str
+    message: str
+    producers: tuple[str, ...]
+    consumers: tuple[str, ...]
+    lanes: bool
+    partitions: Annotated[int, Meta(ge=1, le=MAX_LANES)]
+    replication: Annotated[int, Meta(ge=1, le=9)]
+    retention_ms: Annotated[int, Meta(ge=1)]
+    max_message_bytes: Annotated[int, Meta(ge=1024, le=64 * 1024 * 1024)]
+    cleanup_policy: CleanupPolicy = "delete"
+    #: Only whole segments are deleted, and not the one that is written to: this, and the retention, is what is kept.
+    segment_ms: Annotated[int, Meta(ge=1)] | None = None
+    #: uncompressed: the broker unpacks what came compressed and holds the limit against that. Else a reader would have
+    #: to: 300 MB of zeros pass a limit of 1 MiB as 0.3 MB of gzip.
+    compression_type: Compression = "uncompressed"
+    min_insync_replicas: Annotated[int, Meta(ge=1, le=9)] | None = None
+
+    @property
+    def configs(self) -> dict[str, str]:
+        """What the file states of the topic, by Kafka's names."""
+        stated = {
+            "cleanup.policy": self.cleanup_policy,
+            "retention.ms": self.retention_ms,
+            "segment.ms": self.segment_ms,
+            "max.message.bytes": self.max_message_bytes,
+            "compression.type": self.compression_type,
+            "min.insync.replicas": self.min_insync_replicas,
+        }
+        return {name: str(value) for name, value in stated.items() if value is not None}
+
+    @property
+    def exact(self) -> bool:
+        """Whether more partitions than stated would break readers: they look a key up, or read every partition."""
+        return self.lanes or self.cleanup_policy == "compact"
+
+
+@dataclass(frozen=True)
+class TopicSet:
+    """All topics of the relay."""
+
+    retrieval: Topic
+    pre_infer: Topic
+    ranking: Topic
+    scores: Topic
+    worker_status: Topic
+    dead_letter: Topic
+
+    @property
+    def all(self) -> tuple[Topic, ...]:
+        """Every topic."""
+        return tuple(getattr(self, field.name) for field in fields(self))
+
+    @property
+    def lanes(self) -> int:
+        """The number of lanes: partitions of each topic that shares them."""
+        return self.ranking.partitions
+
+
+#: Those whose partition p must reach one worker, or one trigger, together (DESIGN §4).
+LANE_TOPICS: Final = ("retrieval", "pre-infer", "ranking")
+_NAMES: Final = tuple(field.name.replace("_", "-") for field in fields(TopicSet))
+
+
+def lane_of(user_id: str, lanes: int) -> int:
+    """The lane of a user among `lanes`: the partition that Kafka's Java client gives the key (murmur2 of UTF-8)."""
+    return partition_of(user_id.encode(), lanes)
+
+
+def load_topics(kafka: Kafka) -> TopicSet:
+    """The topics as the files and the settings describe them; needs no broker.
+
+    kafka.partitions, if set, is the lane count in place of the files'; kafka.replication likewise for every topic.
+    Raises ConfigError, naming file and key, and CoPartitionError if the files disagree about the lane count.
+    """
+    folder = Path(kafka.topics_dir) if kafka.topics_dir else packaged_dir("topics")
+    found: dict[str, Topic] = {}
+    for path in sorted(folder.glob("*.toml")):
+        spec = _read_topic_file(path)
+        if spec.name in found:
+            raise ConfigError(f"{path}: `name` = {spec.name!r}: another file in {folder} describes this topic already")
+        found[spec.name] = msgspec.structs.replace(
+            spec,
+            name=kafka.prefix + spec.name,
+            partitions=(spec.lanes and kafka.partitions) or spec.partitions,
+            replication=kafka.replication or spec.replication,
+        )
+    missing = [name for name in _NAMES if name not in found]
+    if missing:
+        raise ConfigError(f"{folder}: no file describes {', '.join(missing)}; copy it from the packaged topics")
+    topics = TopicSet(**{name.replace("-", "_"): found[name] for name in _NAMES})
+    check_equal_counts((topic.name, topic.partitions) for topic in topics.all if topic.lanes)
+    for topic in topics.all:
+        if (topic.min_insync_replicas or 1) > topic.replication:
+            raise ConfigError(
+                f"topic {topic.name}: `min_insync_replicas` = {topic.min_insync_replicas}, of {topic.replication} "
+                f"copies (`replication`, kafka.replication): no message would be acknowledged"
+            )
+    return topics
+
+
+def _read_topic_file(path: Path) -> Topic:
+    try:
+        spec = msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), Topic)
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    if spec.name not in _NAMES:
+        raise ConfigError(f"{path}: `name` = {spec.name!r}: not a topic of the relay ({', '.join(_NAMES)})")
+    if spec.lanes != (spec.name in LANE_TOPICS):
+        raise ConfigError(f"{path}: `lanes` = {spec.lanes}: {', '.join(LANE_TOPICS)} share lanes, and no others")
+    return spec
+
+
+def check_equal_counts(counts: Iterable[tuple[str, int]]) -> None:
+    """Topic names and their partition counts. Raises CoPartitionError, naming two that differ."""
+    (first, expected), *others = counts
+    for name, count in others:
+        if count != expected:
+            raise CoPartitionError(
+                f"topics {first} and {name} share lanes but have {expected} and {count} partitions; a user's lane must "
+                f"be the same partition of both, so give them equal counts (a topic can be deleted and applied again)"
+            )

@@ -1,0 +1,81 @@
+"""What a trigger states about itself, on `worker-status` beside the workers: its lanes, its settings, its decisions.
+
+Nothing is steered by it: `relaygr status` shows it, and `relaygr trigger explain` decides with its settings.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta
+
+from relaygr_stream.errors import DecodeError
+from relaygr_stream.wire.messages import Finite, Id, Label, LeastVersion, UnixMillis, kind_of
+from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.versions import NOT_DECODED, SCHEMA_VERSION, VersionedDecoder
+from relaygr_stream.wire.worker_status import StatusReader
+
+#: The value of HEADER_KIND, and the beginning of the record's key, before the trigger's name.
+KIND: Final = "trigger"
+KEY_PREFIX: Final = "trigger/"
+#: Stated this often: nobody decides by it, and people read it.
+STATUS_S: Final = 1.0
+
+Lane = Annotated[int, Meta(ge=0, lt=10_000)]
+Count = Annotated[int, Meta(ge=0, lt=2**53)]
+
+
+class PolicyStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The settings that its decisions depend on (trigger/decision.py: Policy)."""
+
+    risk_ms: Finite
+    stale_ms: Finite
+    life_ms: Finite
+    burst_ms: Finite
+    max_prefix_tokens: Count
+
+
+class TriggerStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """On `worker-status`, header relaygr-kind = trigger, key = trigger/NAME."""
+
+    v: int = SCHEMA_VERSION
+    min_v: LeastVersion = 0
+    name: Id
+    incarnation: Count  # its start in milliseconds
+    host: Annotated[str, Meta(max_length=300)]
+    pid: Count
+    sent_ms: UnixMillis
+    state: Label  # "serving", "stopped"; more may come
+    group: Label  # its consumer group on `retrieval`, prefix and all
+    lanes: Annotated[tuple[Lane, ...], Meta(max_length=10_000)]
+    policy: PolicyStatus
+    version: Label = ""  # of this package
+    decisions: Annotated[dict[Label, Finite], Meta(max_length=64)] = {}  # events since its start, by reason
+    backlog: Count = 0  # events read and not yet decided
+    lanes_on_hold: Count = 0
+
+
+_decoder = VersionedDecoder(TriggerStatus, min_v=1)
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode_trigger(status: TriggerStatus) -> bytes:
+    """As it travels."""
+    return _encoder.encode(status)
+
+
+def read_trigger(record: Record, reader: StatusReader, *, fresh: bool = True) -> TriggerStatus | None:
+    """What the record states of a trigger; None: it is of something else, or a tombstone. Raises DecodeError."""
+    if kind_of(record.headers) != KIND or record.value is None:
+        return None
+    reader.verify(record)
+    try:
+        status = _decoder.decode(record.value)
+    except NOT_DECODED as error:
+        raise DecodeError("malformed", str(error)[:300]) from error
+    if (record.key or b"") != (KEY_PREFIX + status.name).encode():
+        raise DecodeError("invalid", f"the key is not that of trigger {status.name!r}")
+    if fresh:
+        reader.check_fresh(status.sent_ms)
+    return status

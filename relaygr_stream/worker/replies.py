@@ -1,0 +1,283 @@
+"""What leaves a worker about single requests: answers, forwards, refusals, dead letters. A record is done once one of
+these is acknowledged."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from itertools import chain, repeat
+from typing import Any, Final
+
+import structlog
+
+from relaygr_stream.bus.dead_letter import RETRY_S, DeadLetters
+from relaygr_stream.bus.producer import Producer
+from relaygr_stream.bus.topics import TopicSet
+from relaygr_stream.errors import CRASHED, BrokerError, ConfigError, DecodeError
+from relaygr_stream.models.api import RankingModel
+from relaygr_stream.telemetry.limiter import LogLimiter
+from relaygr_stream.telemetry.logs import request_log_fields
+from relaygr_stream.wire.headers import HEADER_SIGNATURE, answer_signature
+from relaygr_stream.wire.messages import HEADER_CORRELATION, SCORE_DTYPE, ScoreReply, Status, Timings, encode
+from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.refusals import Reasons
+from relaygr_stream.worker.forwarding import WHY, Forwarding, next_hop
+from relaygr_stream.worker.intake import Origin, TooMuch
+from relaygr_stream.worker.metrics import WorkerMetrics
+from relaygr_stream.worker.tasks import Answer, RankTask
+
+log = structlog.get_logger(__name__)
+
+#: An answer is given up after this long, or when its client waits no more if that is later, at most after MOST_S: until
+#: then it holds its request in memory and its lane's commits back. One try alone may take kafka.request_timeout_ms.
+ANSWER_S: Final = 8.0
+MOST_S: Final = 60.0
+#: A timeout of 0 on the wire means the default.
+LEAST_MS: Final = 1.0
+#: What an answer has beside scores, their columns' names and the model's version: an id (256 characters of up to
+#: 4 bytes), the worker's name, headers, the record batch's own.
+REST_BYTES: Final = 2048
+
+
+class Outbox:
+    """Produces answers on `scores`, forwards and dead letters, and marks records done.
+
+    forwarding: finds other workers for rankings that are refused here; None: they are answered `overloaded` at once.
+    secret: signs answers; empty: they are not signed.
+    failed: never completes unless the outbox cannot go on; then it raises why.
+    """
+
+    def __init__(
+        self,
+        topics: TopicSet,
+        scores: Producer,
+        others: Producer,
+        metrics: WorkerMetrics,
+        worker: str,
+        model: RankingModel,
+        done: Callable[[Record], None],
+        forwarding: Forwarding | None = None,
+        secret: str = "",
+        reasons: Reasons | None = None,
+        keep_letters: bool = False,
+    ) -> None:
+        self._topics = topics
+        self._scores = scores
+        self._others = others
+        self._metrics = metrics
+        self._worker = worker
+        self._reasons = reasons or Reasons(0.0)
+        self._model = model
+        self._done = done
+        self._forwarding = forwarding
+        self._secret = secret
+        self._under_way: set[asyncio.Task[None]] = set()
+        self.letters: Final = DeadLetters(
+            others, topics.dead_letter, done, metrics.dead_letters_waiting, keep_values=keep_letters
+        )
+        self._closed = False
+        self._limiter = LogLimiter()
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.failed.add_done_callback(lambda failed: failed.cancelled() or failed.exception())  # may go unwatched
+
+    def settle(self, answer: Answer) -> None:
+        """Send what the device has to say to a ranking; one that it refuses goes to a worker that is in time."""
+        if answer.status == "overloaded" and self._forwarding is not None:
+            task = answer.task
+            left_ms = (task.deadline - time.monotonic()) * 1e3
+            lane = self._forwarding.elsewhere(task.user_id, len(task.tokens), len(task.candidates), task.hops, left_ms)
+            if isinstance(lane, int):
+                self._spawn(self._forward(answer, lane))
+                return
+            self._metrics.forwards.labels(lane).inc()
+            answer.detail = f"{answer.detail}; {WHY[lane]}"
+        self._answer(answer)
+
+    def decline(self, task: RankTask, why: str) -> None:
+        """Answer a ranking for which there is no memory `overloaded`, here and now: nothing of it is kept."""
+        origin = task.origin
+        assert isinstance(origin, Origin)
+        task.origin = Origin(origin.record._replace(value=None), origin.reply_partition, origin.correlation)
+        self._answer(Answer(task, "overloaded", detail=why))
+
+    def _answer(self, answer: Answer) -> None:
+        task, now = answer.task, time.monotonic()
+        queued = max(0.0, (task.started or now) - task.arrived)
+        outcome = task.outcome if answer.status == "ok" else None
+        reply = ScoreReply(
+            request_id=task.request_id,
+            status=answer.status,
+            outcome=outcome,
+            scores=b"" if answer.scores is None else answer.scores.astype(SCORE_DTYPE).tobytes(),
+            tasks=self._model.tasks if answer.scores is not None else (),
+            detail=answer.detail,
+            model_version=self._model.version,
+            worker=self._worker,
+            admission=self._reasons.take(task.request_id),
+            timings=Timings(
+                inbound_ms=task.inbound_ms,
+                queued_ms=queued * 1e3,
+                device_ms=task.device_ms,
+                worker_ms=((task.finished or now) - task.arrived) * 1e3,
+                computed_tokens=task.computed_tokens,
+            ),
+        )
+        self._metrics.answer(answer.status, outcome)
+        if answer.status == "ok":
+            self._metrics.ranking_seconds.labels(outcome).observe(now - task.arrived)
+            self._metrics.queued_seconds.observe(queued)
+        write = log.debug if answer.status == "ok" else self._limiter.limited(log.warning, answer.status)
+        write(
+            "answered",
+            **request_log_fields(task.request_id, task.user_id, task.lane, outcome or answer.status),
+            detail=answer.detail,
+        )
+        assert isinstance(task.origin, Origin)
+        waits_s = task.arrived + (task.timeout_ms - task.age_ms) / 1e3 - now
+        self._spawn(self._send(task.origin, reply, within_s=min(MOST_S, max(ANSWER_S, waits_s))))
+
+    def refuse(self, origin: Origin, cause: TooMuch) -> None:
+        """Answer a well-formed request that is more than this worker takes; its record is done with that."""
+        self._limiter.limited(log.warning, "rejected")(
+            "refused",
+            **request_log_fields(cause.request_id, cause.user_id, origin.record.lane, "rejected"),
+            detail=str(cause),
+        )
+        self._reject(origin, cause.request_id, str(cause), done=True)
+
+    def dead_letter(self, record: Record, error: DecodeError, origin: Origin | None) -> None:
+        """Put a record that cannot be read where an operator finds it; its sender, if it can be told, is told."""
+        self._metrics.dead_letters.labels(error.reason).inc()
+        self._limiter.limited(log.warning, error.reason)(
+            "dead letter",
+            **request_log_fields("", user_of(record), record.lane, "rejected"),
+            topic=record.topic,
+            offset=record.offset,
+            detail=str(error),
+        )
+        if origin is not None:
+            # The dead letter finishes the record.
+            self._reject(origin, "", str(error), done=False, status="failed" if error.reason == CRASHED else "rejected")
+        if not self._closed:
+            self.letters.send(record, error)
+
+    async def flush(self, timeout_s: float) -> None:
+        """Wait until everything handed in so far has left, or the time is over."""
+        letters = asyncio.ensure_future(self.letters.flush(timeout_s))
+        await asyncio.wait({letters, *self._under_way}, timeout=timeout_s)
+
+    def close(self) -> None:
+        """Send nothing more, and give up what is under way; its records are not done, so they are read again."""
+        self._closed = True
+        self.letters.close()
+        for task in self._under_way:
+            task.cancel()
+
+    def _reject(self, origin: Origin, request_id: str, detail: str, *, done: bool, status: Status = "rejected") -> None:
+        self._metrics.answer(status, None)
+        reply = ScoreReply(
+            request_id=request_id,
+            status=status,
+            detail=detail,
+            model_version=self._model.version,
+            worker=self._worker,
+        )
+        self._spawn(self._send(origin, reply, within_s=ANSWER_S, done=done))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        if self._closed:
+            work.close()
+            return
+        task = asyncio.get_running_loop().create_task(work)
+        self._under_way.add(task)
+        task.add_done_callback(self._sent)
+
+    def _sent(self, task: asyncio.Task[None]) -> None:
+        self._under_way.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None and not self.failed.done():
+            self.failed.set_exception(error)  # a defect: its record would hold up the lane's commits for ever
+
+    async def _send(self, origin: Origin, reply: ScoreReply, *, within_s: float, done: bool = True) -> None:
+        try:
+            async with asyncio.timeout(within_s):
+                await self._deliver(origin, reply)
+        except TimeoutError:
+            self._limiter.limited(log.warning, "given up")(
+                "answer given up", **self._about(origin, reply), after_s=round(within_s, 1)
+            )
+        if done:
+            self._done(origin.record)
+
+    async def _deliver(self, origin: Origin, reply: ScoreReply) -> None:
+        value = encode(reply)
+        headers = [(HEADER_CORRELATION, origin.correlation)]
+        if self._secret:
+            headers.append((HEADER_SIGNATURE, answer_signature(self._secret, origin.correlation, value)))
+        for pause in _pauses():
+            try:
+                await self._scores.send_and_wait(
+                    self._topics.scores.name, value, partition=origin.reply_partition, headers=headers
+                )
+                return
+            except BrokerError as error:
+                self._metrics.reply_failures.inc()
+                self._limiter.limited(log.warning, "reply")(
+                    "answer not delivered yet", **self._about(origin, reply), error=str(error)
+                )
+                await asyncio.sleep(pause)
+
+    def _about(self, origin: Origin, reply: ScoreReply) -> dict[str, Any]:
+        return request_log_fields(reply.request_id, user_of(origin.record), origin.record.lane, reply.status)
+
+    async def _forward(self, answer: Answer, lane: int) -> None:
+        """To that lane, as it came but for one hop more and the time that is left; it is refused here after all where
+        no broker takes it within that, or it cannot be written again."""
+        task, record, now = answer.task, answer.task.origin.record, time.monotonic()
+        # The next worker knows its age since now alone: no clock of ours or of the sender's has to be right. And it
+        # takes off its answer's way by itself.
+        left_ms = max(LEAST_MS, task.timeout_ms - task.age_ms - (now - task.arrived) * 1e3)
+        fields = request_log_fields(task.request_id, task.user_id, task.lane, "forwarded")
+        try:
+            async with asyncio.timeout(task.deadline - now):
+                await self._others.send_and_wait(
+                    self._topics.ranking.name,
+                    next_hop(record.value, task.hops + 1, int(time.time() * 1e3), left_ms),
+                    key=record.key,
+                    partition=lane,
+                    headers=record.headers,
+                )
+        except (BrokerError, DecodeError, TimeoutError) as error:
+            why = str(error) or "no broker took it in its time"
+            self._metrics.forwards.labels("unsent").inc()
+            self._limiter.limited(log.warning, "forward")("not forwarded", **fields, to=lane, error=why)
+            self._answer(answer)
+            return
+        self._metrics.forwards.labels("sent").inc()
+        log.debug("forwarded", **fields, to=lane, detail=answer.detail)
+        self._done(record)
+
+
+def check_answers_fit(topics: TopicSet, candidates: int, model: RankingModel) -> None:
+    """An answer that its topic does not take would never come: ConfigError for a model with so many score columns.
+
+    candidates: the most in a request.
+    """
+    scores = bytes(SCORE_DTYPE.itemsize * candidates * len(model.tasks))
+    largest = ScoreReply(request_id="", status="ok", scores=scores, tasks=model.tasks, model_version=model.version)
+    needed, takes = len(encode(largest)) + REST_BYTES, topics.scores.max_message_bytes
+    if needed > takes:
+        raise ConfigError(
+            f"topic {topics.scores.name} takes {takes} bytes, the scores of {candidates} candidates "
+            f"(relay.max_candidates) in {len(model.tasks)} columns (model {model.version}) up to {needed}; raise "
+            f"max_message_bytes of the former, or lower relay.max_candidates"
+        )
+
+
+def _pauses() -> Iterator[float]:
+    return chain(RETRY_S, repeat(RETRY_S[-1]))
+
+
+def user_of(record: Record) -> str:
+    """The user id that a record's key states, for a log line."""
+    return (record.key or b"").decode("utf-8", errors="replace")

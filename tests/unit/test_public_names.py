@@ -1,0 +1,52 @@
+"""What `relaygr_stream` exports: the names that users' code says, and that releases keep."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import relaygr_stream
+from relaygr_stream import errors
+
+ERRORS = {
+    name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, errors.RelayError)
+}
+CLIENT = {"Behaviours", "Ranking", "RankingRequest", "RelayClient", "Request", "RequestEvent", "pack_items"}
+MODEL = {"KVLayout", "KVRegion", "RankingModel", "ScoreInput", "SteppedModel", "Tokens", "WarmedModel"}
+SETTINGS = {"Settings", "load_settings"}
+
+
+def test_the_list_is_this_one() -> None:
+    assert set(relaygr_stream.__all__) == ERRORS | CLIENT | MODEL | SETTINGS
+    assert dir(relaygr_stream) == sorted(relaygr_stream.__all__)
+
+
+def test_each_is_there() -> None:
+    for name in relaygr_stream.__all__:
+        assert getattr(relaygr_stream, name).__name__ == name
+
+
+def test_another_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'Nonsense'"):
+        _ = relaygr_stream.Nonsense
+
+
+def test_a_deadline_is_a_timeout() -> None:
+    error = relaygr_stream.DeadlineExceeded("no answer within 200 ms")
+    assert isinstance(error, TimeoutError)
+    assert isinstance(error, relaygr_stream.RequestError)
+    assert str(error) == "no answer within 200 ms"
+
+
+def test_a_model_author_pays_for_no_kafka_client_and_an_error_for_no_torch() -> None:
+    def loaded(code: str) -> set[str]:
+        code += "; import sys; print(*(each for each in ('aiokafka', 'torch', 'numpy') if each in sys.modules))"
+        return set(
+            subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+        )
+
+    assert not loaded("from relaygr_stream import DeadlineExceeded")
+    assert "aiokafka" not in loaded("from relaygr_stream import KVRegion, RankingModel")
+    assert "torch" not in loaded("from relaygr_stream import RelayClient; import relaygr_stream.trigger.service")

@@ -1,0 +1,127 @@
+"""`relay.request(…)`: announced on entry, ranked with arrays, on real topics."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from relaygr_stream import Behaviours, DeadlineExceeded, RankingRequest, Rejected, RelayClient, RequestEvent
+from relaygr_stream.client.answers import Ranking
+from relaygr_stream.settings.schema import Kafka, Settings
+from relaygr_stream.wire.messages import ScoreReply, Timings, decode
+from tests.unit.client_peers import client_on, count, responder_on
+from tests.waiting import until
+
+HISTORY = (np.array([5, 6, 7]), np.array([1, 0, 1]), np.array([100, 200, 300]))
+RECENT = ([8], [1], [400])
+
+
+async def test_arrays_go_in_and_the_best_items_come_out(kafka_settings: Kafka) -> None:
+    async with responder_on(kafka_settings) as peer, client_on(kafka_settings) as relay:
+        async with relay.request("u", HISTORY, candidates=3, rank_in=0.25, tenant="shop") as request:
+            await until(lambda: len(peer.events) == 1, "announced")
+            ranking = await request.rank(np.array([11, 30, 20]), suffix=RECENT, timeout=20)
+        event = decode(RequestEvent, peer.events[0].value)
+        ((_, asked),) = peer.requests
+        assert event.prefix == asked.prefix == Behaviours.of(*HISTORY)
+        assert asked.suffix == Behaviours.of(*RECENT)
+        assert event.request_id == asked.request_id == request.request_id == ranking.request_id
+        assert (event.candidates, event.rank_in_ms, event.tenant, asked.tenant) == (3, 250.0, "shop", "shop")
+        assert asked.timeout_ms == 20_000.0
+        assert ranking.candidates.tolist() == [11, 30, 20]
+        assert ranking.top(2, task="click").tolist() == [30, 20]
+        assert ranking.top(9, task="like").tolist() == [11, 20, 30]
+
+
+def test_two_requests_have_two_ids() -> None:
+    relay = RelayClient(settings=Settings())
+    first, second = (relay.request("u", HISTORY, candidates=3).request_id for _ in range(2))
+    assert first != second
+    assert relay.request("u", HISTORY, candidates=3, request_id="mine").request_id == "mine"
+
+
+@pytest.mark.parametrize(
+    ("history", "named"),
+    [
+        (([1, 2], [0], [1, 2]), "history: items, actions and times"),
+        (([1, 2], [0, 0], [2, 1]), "history: times must not go back"),
+        (([-1], [0], [1]), "history: items must be within"),
+        (([1.5], [0], [1]), "history: items must be integers"),
+        (([1], [0]), "history: not enough values"),
+    ],
+)
+def test_a_history_that_is_none_is_rejected_by_name(history: tuple[list[int], ...], named: str) -> None:
+    with pytest.raises(Rejected, match=named):
+        RelayClient(settings=Settings()).request("u", history, candidates=3)  # type: ignore[arg-type]
+
+
+async def test_bad_candidates_and_suffixes_are_rejected_by_name(kafka_settings: Kafka) -> None:
+    async with (
+        responder_on(kafka_settings),
+        client_on(kafka_settings) as relay,
+        relay.request("u", HISTORY, candidates=3) as request,
+    ):
+        with pytest.raises(Rejected, match="candidates: item ids must be within"):
+            await request.rank([-1])
+        with pytest.raises(Rejected, match="candidates must be m ≥ 1"):
+            await request.rank([])
+        with pytest.raises(Rejected, match="suffix: times must not go back"):
+            await request.rank([1], suffix=([1, 2], [0, 0], [500, 400]))
+        with pytest.raises(Rejected, match="before the prefix ends"):
+            await request.rank([1], suffix=([1], [0], [1]))
+
+
+async def test_an_invalid_request_is_rejected_when_it_is_entered(kafka_settings: Kafka) -> None:
+    async with responder_on(kafka_settings), client_on(kafka_settings) as relay:
+        with pytest.raises(Rejected, match="user_id"):
+            async with relay.request("", HISTORY, candidates=3):
+                raise AssertionError("entered")
+
+
+async def test_an_announcement_that_cannot_leave_does_not_stop_the_ranking(
+    kafka_settings: Kafka, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its loss costs speed, not scores."""
+    from relaygr_stream.client.sender import Announcements
+    from relaygr_stream.errors import BrokerUnavailable
+
+    async def away(*_: object) -> None:
+        raise BrokerUnavailable("no broker takes events")
+
+    async with responder_on(kafka_settings) as peer, client_on(kafka_settings) as relay:
+        monkeypatch.setattr(Announcements, "add", away)
+        async with relay.request("u", HISTORY, candidates=3) as request:
+            assert (await request.rank([1, 2], timeout=20)).top(1, task="click").tolist() == [2]
+        assert not peer.events
+        assert count(relay, "announcements", outcome="BrokerUnavailable") == 1
+
+
+def nothing(request: RankingRequest) -> list[ScoreReply]:
+    return []
+
+
+async def test_no_answer_is_a_timeout(kafka_settings: Kafka) -> None:
+    async with responder_on(kafka_settings, nothing), client_on(kafka_settings) as relay:
+        async with relay.request("u", HISTORY, candidates=3) as request:
+            with pytest.raises(TimeoutError) as raised:
+                await request.rank([1], timeout=0.05)
+        assert isinstance(raised.value, DeadlineExceeded)
+
+
+def ranking(scores: list[list[float]], tasks: tuple[str, ...]) -> Ranking:
+    rows = np.array(scores, np.float32)
+    items = np.arange(10, 10 + len(rows), dtype=np.uint32)
+    return Ranking("r", items, rows, tasks, "hbm", 0.1, Timings(), "w", "m")
+
+
+def test_one_task_needs_no_name_and_an_unknown_one_is_told_of() -> None:
+    assert ranking([[1.0], [3.0], [2.0]], ("click",)).top(2).tolist() == [11, 12]
+    two = ranking([[1.0, 2.0]], ("click", "buy"))
+    with pytest.raises(ValueError, match="'click', 'buy'"):
+        two.top(1)
+    with pytest.raises(ValueError, match="task 'watch': the model scores"):
+        two.top(1, task="watch")
+
+
+def test_of_equals_the_earlier_given_comes_first() -> None:
+    assert ranking([[1.0], [2.0], [2.0], [1.0]], ("click",)).top(4).tolist() == [11, 12, 10, 13]
