@@ -147,7 +147,7 @@ def per_call_us(calls: int, call: Callable[[], object]) -> float:
 
 def cost_per_operation() -> None:
     print("Cost per operation in a full arena, µs\n")
-    names = ("allocate + free", "shrink + grow", "unpin + pin", "choose victims")
+    names = ("allocate + free", "unpin + pin", "choose victims")
     sizes = (1000, 10_000, 100_000, 1_000_000)
     print(f"{'entries':>8} " + " ".join(f"{name:>20}" for name in names))
     table: dict[int, list[float]] = {}
@@ -173,11 +173,6 @@ def operations(churn: Churn) -> list[float]:
         if extent is not None:
             arena.free(extent)
 
-    def shrink_and_grow() -> None:
-        key = churn.pinned[0]
-        extent = churn.extent_of[key]
-        arena.grow(arena.shrink(extent, extent.size - ALIGNMENT), extent.size)
-
     def unpin_and_pin() -> None:
         key = churn.pinned[0]
         evictor.add(key, churn.extent_of[key], cost_ms(churn.random.choice(churn.lengths)))
@@ -187,7 +182,7 @@ def operations(churn: Churn) -> list[float]:
     while churn.searches < searches + 300:
         churn.step()
     victims_us = (churn.search_s - spent) / 300 * 1e6
-    return [per_call_us(2000, call) for call in (allocate_and_free, shrink_and_grow, unpin_and_pin)] + [victims_us]
+    return [per_call_us(2000, call) for call in (allocate_and_free, unpin_and_pin)] + [victims_us]
 
 
 class Ours:

@@ -126,7 +126,7 @@ def storages(check: Check) -> None:
         tokens = Tokens(np.stack([generator.integers(0, most, 2048) for most in (100_000, 4, 10**6)]))
         ranking = ScoreInput(region, tokens.slice(0, 0), generator.integers(0, 100_000, 64))
         with torch.inference_mode():
-            model.extend(region, tokens)
+            model.prefill(region, tokens)
             exact = model.score([ranking])[0].numpy()
         computed = region.storage.clone()
         kinds: tuple[StorageKind, ...] = ("exact", "int8")

@@ -37,7 +37,7 @@ EXTEND_OF_PEAK: Final = 0.50
 EXTENSION_OF_WHOLE: Final = 0.10
 #: A further token costs no more at the longest prefix than at the shortest, with room for what other processes take.
 LINEAR: Final = 1.25
-#: DESIGN §8: relative in float32; root mean square error against the float32 truth in half precision, whose own
+#: Relative in float32; root mean square error against the float32 truth in half precision, whose own
 #: uncertainty over some hundred scores is a few percent.
 EXACT: Final = 1e-5
 NO_FURTHER: Final = 1.10
@@ -71,11 +71,11 @@ class EngineBench:
 
         def infer() -> None:
             kv.length = 0
-            load.model.extend(kv, history)
+            load.model.prefill(kv, history)
 
         def append() -> None:
             kv.length = prefix
-            load.model.extend(kv, more)
+            load.model.prefill(kv, more)
 
         cost = load.extend_cost(0, prefix)
         whole, floors = self.measure(f"extend {prefix}", infer, cost)
@@ -131,7 +131,7 @@ class EngineBench:
         batch = []
         for prefix, suffix, candidates in RAGGED:
             kv = load.region(prefix)
-            load.model.extend(kv, load.tokens(prefix))
+            load.model.prefill(kv, load.tokens(prefix))
             batch.append(load.ranking(kv, candidates, suffix))
 
         def one_by_one() -> None:
@@ -146,7 +146,7 @@ class EngineBench:
         self.exactness(batch)
 
     def exactness(self, batch: list[ScoreInput]) -> None:
-        """Scores of a batch against those of each ranking alone (DESIGN §8)."""
+        """Scores of a batch against those of each ranking alone."""
         model = self.load.model
         together = torch.cat([scores.cpu() for scores in model.score(batch)])
         alone = torch.cat([model.score([one])[0].cpu() for one in batch])

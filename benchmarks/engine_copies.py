@@ -53,7 +53,7 @@ def copies(load: EngineLoad, machine: Machine, report: Report, seconds: float) -
     """Print and judge the bandwidth of both directions, and how much longer a ranking takes beside them."""
     print(f"\nspill and reload of {PREFIX} tokens, {dtype_name(load.dtype)}", flush=True)
     kv = load.region(PREFIX)
-    load.model.extend(kv, load.tokens(PREFIX))
+    load.model.prefill(kv, load.tokens(PREFIX))
     nbytes = kv.storage.numel() * load.dtype.itemsize
     tiers = Tiers(load, nbytes)
     try:

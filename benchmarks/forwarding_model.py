@@ -28,7 +28,7 @@ class Sleeper:
     tasks = ("sum",)
     incremental = True
 
-    def extend(self, kv: KVRegion, tokens: Tokens) -> None:
+    def prefill(self, kv: KVRegion, tokens: Tokens) -> None:
         """Remember the item ids, and sleep."""
         keys, _ = kv.layer(0)
         end = kv.length + len(tokens)

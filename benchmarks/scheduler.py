@@ -2,7 +2,7 @@
 
     python benchmarks/scheduler.py [--seconds 8] [--json FILE]     with CHECK=1 exits non-zero naming the targets missed
 
-The real core, cache, engine and device thread twice, side by side in one process: one with the bound of
+The real core, cache, executor and device thread twice, side by side in one process: one with the bound of
 `worker.max_ranking_delay_ms`, one without. Requests are decoded on an event loop beside the device thread, as in a
 worker. Pre-infer signals arrive as a Poisson process whose rate is the given share of what the device can do
 without the bound, as measured at the beginning; few rankings, all of them hits, arrive as another. The loads run in
@@ -35,11 +35,11 @@ from relaygr_stream.models.api import KVRegion, RankingModel, Tokens
 from relaygr_stream.settings.schema import Model, Relay, Settings, Worker
 from relaygr_stream.wire.messages import Behaviours, PreInferSignal, RankingRequest, encode, pack_items
 from relaygr_stream.wire.records import Record
-from relaygr_stream.worker.build import Inside, build
+from relaygr_stream.worker.build import WorkerRuntime, build
+from relaygr_stream.worker.commands import Answer, Prefill, Query, Rank
 from relaygr_stream.worker.device import DeviceThread
 from relaygr_stream.worker.intake import Intake, Origin
-from relaygr_stream.worker.scheduler import RelayCore
-from relaygr_stream.worker.tasks import Answer
+from relaygr_stream.worker.scheduler import Snapshot
 
 #: Shares of the device's time that are asked for pre-inference.
 LOADS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5)
@@ -79,8 +79,8 @@ class Watched:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
 
-    def extend_in_steps(self, kv: KVRegion, tokens: Tokens) -> Iterator[None]:
-        steps = self.model.extend_in_steps(kv, tokens)
+    def prefill_in_steps(self, kv: KVRegion, tokens: Tokens) -> Iterator[None]:
+        steps = self.model.prefill_in_steps(kv, tokens)
         more = True
         while more:
             wall, own = time.monotonic(), time.thread_time()
@@ -120,7 +120,7 @@ class Device:
         self.thread = DeviceThread(asyncio.get_running_loop(), self._on_answers)
         self.intake = Intake(self.settings.relay, 1000.0, 1, 1 << 20, lambda: None)
         self.answers: list[Answer] = []
-        self.inside: Inside | None = None
+        self.runtime: WorkerRuntime | None = None
         self.watched = Watched(None)
         self.tokens_per_ms = 0.0  # of pre-inference, measured while nothing else ran
         self._numbers = iter(range(1 << 40))
@@ -139,11 +139,11 @@ class Device:
         after = await self.totals()
         self.tokens_per_ms = (after["tokens"] - before["tokens"]) / (after["pre_infer_ms"] - before["pre_infer_ms"])
 
-    def _make(self) -> RelayCore:
-        self.inside = build(self.settings, self.thread.deliver, lambda *_: False, self.thread.wake)
-        self.watched = Watched(self.inside.model)
-        self.inside.engine.model = cast(RankingModel, self.watched)
-        return self.inside.core
+    def _make(self) -> WorkerRuntime:
+        self.runtime = build(self.settings, lambda *_: False, self.thread.wake)
+        self.watched = Watched(self.runtime.model)
+        self.runtime.executor.model = cast(RankingModel, self.watched)
+        return self.runtime
 
     def _on_answers(self, answers: list[Answer]) -> None:
         self.answers += answers
@@ -174,12 +174,12 @@ class Device:
 
     def _take_signal(self, value: bytes) -> None:
         task = self.intake.signal(Record(TOPIC, 0, 0, 0, b"", value, ()))
-        self.thread.submit(lambda core, now: core.signal(task, now))
+        self.thread.submit(Prefill(task))
 
     def _take_ranking(self, value: bytes) -> None:
         record = Record(TOPIC, 0, 0, 0, b"", value, ())
         task = self.intake.ranking(record, Origin(record, 0, b""))
-        self.thread.submit(lambda core, now: core.rank(task, now))
+        self.thread.submit(Rank(task))
 
     async def run(self, events: list[tuple[float, Callable[[], None]]]) -> None:
         """Each event at its time, in seconds from now; a late loop gives no event away."""
@@ -190,15 +190,15 @@ class Device:
 
     async def settle(self) -> None:
         """Until nothing waits and nothing is computed."""
-        busy = [True]
-        while busy[0]:
+        while True:
             await asyncio.sleep(0.05)
-            await self.thread.ask(lambda core, now: busy.__setitem__(0, not core.idle or core.background_depth > 0))
+            now: Snapshot = await self.thread.ask(Query())
+            if not now.waiting and not now.backlog:
+                return
 
     async def totals(self) -> dict[str, float]:
-        taken: list[dict[str, float]] = []
-        await self.thread.ask(lambda core, now: taken.append(core.totals()))
-        return {**taken[0], "tokens": self.watched.tokens}
+        now: Snapshot = await self.thread.ask(Query())
+        return {**now.totals, "tokens": self.watched.tokens}
 
     async def measure(self, load: float, tokens_per_ms: float, seconds: float, seed: int) -> Cell:
         """One load for so long. tokens_per_ms: what counts as the device's full speed."""

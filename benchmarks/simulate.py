@@ -12,6 +12,7 @@ import argparse
 import dataclasses
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -35,10 +36,10 @@ from relaygr_stream.settings.load import load_settings
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.wire.messages import WorkerStatus
 from relaygr_stream.worker.build import build
-from relaygr_stream.worker.executor import Engine
-from relaygr_stream.worker.scheduler import RelayCore
-from relaygr_stream.worker.statement import Identity, Statements, snapshot
-from relaygr_stream.worker.tasks import Answer
+from relaygr_stream.worker.commands import Answer, Command, Query
+from relaygr_stream.worker.executor import Executor
+from relaygr_stream.worker.statement import Identity, Statements
+from relaygr_stream.worker.turn import Submitted, take_turn
 
 #: Targets: the simulation's P99 and hit share are within this of the real core's, relative; and a thousand workers at
 #: RATE requests per second each simulate at least as fast as time passes.
@@ -66,55 +67,49 @@ class LiveWorker:
     def __init__(self, name: str, settings: Settings, on_answers: Callable[[list[Answer], float], None]) -> None:
         self.name, self.alive, self.most_pinned = name, True, 0
         self.model = _Busy()
-        self._answers: list[Answer] = []
         self._on_answers = on_answers
-        self._inbox: list[Callable[[RelayCore, float], None]] = []
-        self._inside = build(settings, self._answers.append, lambda *_: False, lambda: None)
-        self.core = self._inside.core
+        self._inbox: deque[Submitted] = deque()
+        self._runtime = build(settings, lambda *_: False, lambda: None)
+        self.scheduler = self._runtime.scheduler
         self.extends, self.scores = Samples(), Samples()
-        self._record(self._inside.engine)
-        self._statements = Statements(settings, self._inside, 0.0)
+        self._record(self._runtime.executor)
+        self._statements = Statements(settings, self._runtime, 0.0)
 
-    def _record(self, engine: Engine) -> None:
+    def _record(self, executor: Executor) -> None:
         """Note what every operation took."""
-        extended, score = engine.costs.extended, engine.score
+        prefilled, score = executor.costs.prefilled, executor.score
 
         def note_extend(position: int, tokens: int, ms: float) -> None:
             self.extends.add(extend_features(position, tokens), ms)
-            extended(position, tokens, ms)
+            prefilled(position, tokens, ms)
 
         def note_score(batch: Sequence[ScoreInput]) -> tuple[list[npt.NDArray[np.float32]], float]:
             scores, ms = score(batch)
             self.scores.add(score_features(batch), ms)
             return scores, ms
 
-        setattr(engine.costs, "extended", note_extend)  # noqa: B010  # mypy is right that this is no way to write a program
-        setattr(engine, "score", note_score)  # noqa: B010
+        setattr(executor.costs, "prefilled", note_extend)  # noqa: B010  # mypy is right that this is no way to write a program
+        setattr(executor, "score", note_score)  # noqa: B010
 
-    def submit(self, call: Callable[[RelayCore, float], None]) -> None:
-        self._inbox.append(call)
+    def submit(self, command: Command) -> None:
+        self._inbox.append(Submitted(command))
 
     def state(self, positions: Mapping[int, int], tell: Callable[[WorkerStatus, float], None]) -> None:
-        def run(core: RelayCore, now: float) -> None:
-            taken = snapshot(core, positions, now)
+        self._inbox.append(Submitted(Query(tuple(positions)), (positions, tell)))
+
+    def turn(self, clock: Callable[[], float]) -> bool:
+        now = clock()
+        turn = take_turn(self.scheduler, self._inbox, clock)
+        if turn.error is not None:
+            raise turn.error
+        for (positions, tell), taken in turn.replies:
             self.most_pinned = max(self.most_pinned, taken.pinned_bytes)
             me = Identity(self.name, 1, "live", 1)
             tell(self._statements.status(me, "serving", taken, positions, now, int(now * 1e3)), now)
-
-        self.submit(run)
-
-    def turn(self, clock: Callable[[], float]) -> bool:
-        calls, self._inbox = self._inbox, []
-        now = clock()
-        for call in calls:
-            call(self.core, now)
-        worked = self.core.step(clock())
-        self.model.busy_s = sum(vars(self.core.time).values()) / 1e3
-        if self._answers:
-            answers = self._answers[:]
-            self._answers.clear()
-            self._on_answers(answers, clock())
-        return worked
+        self.model.busy_s = sum(vars(self.scheduler.time).values()) / 1e3
+        if turn.answers:
+            self._on_answers(turn.answers, clock())
+        return turn.worked
 
 
 class LiveTimeline(Timeline):
@@ -166,7 +161,7 @@ def live(scenario: Scenario) -> tuple[Story, LiveWorker]:
     fleet.run()
     story = story_of(fleet, scenario, before, time.perf_counter() - started)
     worker = fleet.live_worker
-    worker.core.close()
+    worker.scheduler.close()
     return story, worker
 
 
@@ -192,11 +187,11 @@ def validate(mode: Mode, rate: float, seconds: float, settings: Settings) -> lis
         warm_s=6.0, mode=mode,
     )  # fmt: skip
     real, worker = live(scenario)
-    extend_ms, extend_factors = worker.extends.fit()
+    prefill_ms, extend_factors = worker.extends.fit()
     score_ms, score_factors = worker.scores.fit()
     fitted = msgspec.structs.replace(
         calibrated,
-        extend_ms=extend_ms, extend_factors=extend_factors, score_ms=score_ms, score_factors=score_factors,
+        prefill_ms=prefill_ms, extend_factors=extend_factors, score_ms=score_ms, score_factors=score_factors,
     )  # fmt: skip
     simulated = run_group(dataclasses.replace(scenario, costs=fitted), scenario.groups[0])
     shape = [(1024, 108)]

@@ -59,10 +59,10 @@ class Fit:
         score_sigma = _sigma(probe) if relayed(probe) and _pure(probe) else self._score_sigma
         # Beside rankings, steps of an extension take as long as a score does, and the same things come in between.
         extend_sigma = self._extend_sigma if probe["mode"] == "full" else score_sigma
-        e0, e1, e2 = (one * extending / _mean(extend_sigma) for one in self._costs.extend_ms)
+        e0, e1, e2 = (one * extending / _mean(extend_sigma) for one in self._costs.prefill_ms)
         s0, s1, s2 = (one * scoring / _mean(score_sigma) for one in self._costs.score_ms)
         return msgspec.structs.replace(
-            self._costs, extend_ms=(e0, e1, e2), score_ms=(s0, s1, s2), cold_ms=self._costs.cold_ms * scoring,
+            self._costs, prefill_ms=(e0, e1, e2), score_ms=(s0, s1, s2), cold_ms=self._costs.cold_ms * scoring,
             answer_ms=self._answer_ms,
             extend_factors=_factors(extend_sigma), score_factors=_factors(score_sigma),
         )  # fmt: skip
@@ -91,7 +91,7 @@ class Fit:
 
     def _prefix_ms(self, tokens: int) -> float:
         """Calibrated time of a whole prefix, in chunks as the worker makes them."""
-        e0 = self._costs.extend_ms[0]
+        e0 = self._costs.prefill_ms[0]
         rest = self._costs.extend(0, tokens) - e0
         return rest + e0 * math.ceil(rest / max(e0, self._chunk_ms - e0))
 

@@ -76,11 +76,12 @@ def decision() -> None:
     )  # fmt: skip
     owner = Claim(worker, status, 0.0)
     print(f"{'one decision, booking included':34} {'median':>8} {'P99':>8}  µs")
-    for name, tokens in (("not at risk", 64), ("admitted", 2000)):
+    # 16 tokens: 2.2 ms predicted with the queue, against 2.5 ms at risk (0.05 of the SLO).
+    for reason, tokens in (("not_at_risk", 16), ("admitted", 2000)):
         prefix = Behaviours.of(np.arange(tokens), np.zeros(tokens, np.uint8), np.arange(tokens))
         taken = []
         for number in range(20_000):
-            event = RequestEvent(request_id=str(number), user_id="u", prefix=prefix, candidates=100)
+            event = RequestEvent(request_id=f"{reason}-{number}", user_id="u", prefix=prefix, candidates=100)
             now_s = number * 1e-4
             start = time.perf_counter()
             lane.observe(owner, now_s)
@@ -88,9 +89,10 @@ def decision() -> None:
             if decided.admit:
                 lane.admit(event, decided, now_s)
             taken.append((time.perf_counter() - start) * 1e6)
+            assert decided.reason == reason, decided
         median = float(np.median(taken))
-        print(f"{name:34} {median:8.2f} {np.percentile(taken, 99):8.2f}")
-        check(median <= DECISION_US, f"decision, {name}: median {median:.1f} µs > {DECISION_US} µs")
+        print(f"{reason:34} {median:8.2f} {np.percentile(taken, 99):8.2f}")
+        check(median <= DECISION_US, f"decision, {reason}: median {median:.1f} µs > {DECISION_US} µs")
     print()
 
 

@@ -1,4 +1,4 @@
-"""How well a worker's fitted costs predict: the real engine on the real model, measured once, then learnt from as it
+"""How well a worker's fitted costs predict: the real executor on the real model, measured once, then learnt from as it
 is, with interruptions mixed in, and with the device's speed changing half-way."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from relaygr_stream.models.loading import load_model
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.wire.messages import CostModel
 from relaygr_stream.worker.cost_model import Costs
-from relaygr_stream.worker.executor import SHARE, Engine, Extension
+from relaygr_stream.worker.executor import SHARE, Executor
 
 CPU: Final = torch.device("cpu")
 #: Triggers learn new coefficients with each status, four times a second; at some 20–100 ms a request, so often.
@@ -73,8 +73,8 @@ class _Recording(Costs):
         super().__init__()
         self.ops: list[tuple[int, int, float]] = []
 
-    def extended(self, position: int, tokens: int, ms: float) -> None:
-        super().extended(position, tokens, ms)
+    def prefilled(self, position: int, tokens: int, ms: float) -> None:
+        super().prefilled(position, tokens, ms)
         self.ops.append((position, tokens, ms))
 
 
@@ -82,12 +82,12 @@ def measure(settings: Settings, seconds: float) -> tuple[list[Measured], float]:
     """Full inferences in a worker's chunks, over log-uniform prefix lengths; and how long a chunk is to take."""
     torch.set_num_threads(settings.worker.threads)
     model = load_model(settings.model, settings.relay, device=CPU, dtype=getattr(torch, settings.worker.dtype))
-    engine = Engine(model, CPU)
+    executor = Executor(model, CPU)
     longest = settings.relay.max_prefix_tokens
     elements = longest * model.layout.elements_per_token
     region = KVRegion(model.layout, torch.zeros(elements, dtype=model.layout.dtype), longest)
-    engine.warm_up(region)
-    engine.costs = costs = _Recording()
+    executor.warm_up(region)
+    executor.costs = costs = _Recording()
     rng = random.Random(1)
     items = np.random.default_rng(1).integers(0, settings.model.vocab, longest)
     requests = []
@@ -97,13 +97,13 @@ def measure(settings: Settings, seconds: float) -> tuple[list[Measured], float]:
         tokens = Tokens(np.stack([items[:n], np.zeros(n, np.int64), np.arange(n)]))
         costs.ops.clear()
         region.length = 0
-        work = Extension(engine, region, tokens)
-        while not work.done:
-            work.advance(settings.worker.max_ranking_delay_ms)
+        run = executor.prefill(region, tokens)
+        while not run.done:
+            run.advance(settings.worker.max_ranking_delay_ms)
         suffix = Tokens(np.zeros((3, s), np.int64))
-        _, score_ms = engine.score([ScoreInput(region, suffix, np.zeros(m, np.int64))])
+        _, score_ms = executor.score([ScoreInput(region, suffix, np.zeros(m, np.int64))])
         requests.append(Measured(n, s, m, tuple(costs.ops), score_ms))
-    return requests, engine.chunk_ms(SHARE * settings.worker.max_ranking_delay_ms)
+    return requests, executor.chunk_ms(SHARE * settings.worker.max_ranking_delay_ms)
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def predict(requests: list[Measured], case: Case, chunk_ms: float, risk_ms: floa
             if stated.full_ms(request.prefix, request.candidates) > risk_ms:
                 prefix.append(abs(stated.pre_infer_ms(request.prefix) / (request.pre_infer_ms * slower) - 1))
         for position, tokens, ms in request.ops:
-            costs.extended(position, tokens, as_seen(ms * slower))
+            costs.prefilled(position, tokens, as_seen(ms * slower))
         costs.saw_suffix(request.suffix)
         costs.scored(request.prefix, request.suffix + request.candidates, as_seen(request.score_ms * slower))
     return Errors(np.array(full), np.array(prefix), float(np.median(ratios)) - 1)

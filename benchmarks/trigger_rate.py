@@ -91,7 +91,7 @@ async def _measure_one(kafka: Kafka, mix: Mix, folder: Path) -> Rate:
     settings = Settings(
         kafka=kafka,
         # The log waits for the trigger here, so nothing in it may count as late.
-        trigger=Trigger(stale_ms=3.6e6, load_burst_ms=3.6e6, silence_ms=10_000),
+        trigger=Trigger(stale_ms=3.6e6, load_burst_ms=3.6e6, max_status_age_ms=10_000),
         telemetry=Telemetry(log_format="json"),
     )
     await apply_topics(kafka)

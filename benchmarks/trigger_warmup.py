@@ -14,7 +14,7 @@ import numpy as np
 from relaygr_stream.models.api import Tokens
 from relaygr_stream.settings.schema import Relay, Settings, Worker
 from relaygr_stream.worker.build import build
-from relaygr_stream.worker.tasks import Answer, RankTask
+from relaygr_stream.worker.commands import Rank, RankTask
 
 USERS: Final = 60
 TOKENS: Final = 1024
@@ -47,8 +47,7 @@ def run(warm_up: bool, spread: float) -> Outcome:
             hbm_bytes=20 * TOKENS * 4096, dram_bytes=2 * USERS * TOKENS * 4096, audit_share=0, warm_up=warm_up
         ),
     )
-    answers: list[Answer] = []
-    core = build(settings, answers.append, lambda *_: False, lambda: None).core
+    scheduler = build(settings, lambda *_: False, lambda: None).scheduler
     rng = random.Random(5)
     generator = np.random.default_rng(5)
     histories = [Tokens(np.stack([generator.integers(0, 1000, TOKENS), np.zeros(TOKENS, np.int64), np.arange(TOKENS)]))
@@ -62,8 +61,8 @@ def run(warm_up: bool, spread: float) -> Outcome:
     for number in range(VISITS):
         at, user = heapq.heappop(visits)
         while now < at:  # idle time, in which copies end
-            if not core.step(now):
-                if core.copying:
+            if not scheduler.step(now):
+                if scheduler.copying:
                     time.sleep(0.0005)
                 else:
                     now = min(at, now + IDLE_STEP_S)
@@ -71,15 +70,15 @@ def run(warm_up: bool, spread: float) -> Outcome:
             str(number), f"u{user}", 0, histories[user], nothing, candidates, arrived=now, deadline=now + 10, full=False
         )
         start = time.perf_counter()
-        core.rank(task, now)
+        scheduler.handle(Rank(task), now)
         while not task.answered:
-            core.step(now)
+            scheduler.step(now)
         if number >= VISITS - COUNTED:
             taken.append((time.perf_counter() - start) * 1e3)
             hits += task.outcome == "hbm"
         heapq.heappush(visits, (at + gaps[user] * rng.lognormvariate(0, spread), user))
-    counters = core.warm_up.counters
-    core.close()
+    counters = scheduler.warm_up.counters
+    scheduler.close()
     return Outcome(
         hits / COUNTED, float(np.mean(taken)), float(np.percentile(taken, 95)),
         counters.started, counters.hit, counters.wasted,

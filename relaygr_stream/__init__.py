@@ -1,7 +1,7 @@
 """RelayGR Stream: relay-race inference for generative recommendation over Kafka.
 
 Every name that a user needs is here: the client, what its messages are made of, settings, errors, and what a model is
-made of. All but the errors are imported when asked for: whoever writes a model pays for no Kafka client.
+made of. All but the errors are imported on first use, so a model's author does not import a Kafka client.
 """
 
 from __future__ import annotations

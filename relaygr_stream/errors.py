@@ -2,21 +2,21 @@
 
 RelayError
 ├── ConfigError              a setting is unknown, malformed or clashes with another
-├── DecodeError              bytes that are not a message of this protocol
-├── BrokerError              the Kafka side failed
+├── DecodeError              bytes are not a valid message of this protocol
+├── BrokerError              an operation on Kafka failed
 │   ├── BrokerUnavailable    no broker answers, or the local one did not start
-│   ├── AccessDenied         the broker refuses our credentials, or we its certificate
-│   ├── TopicError           a topic is missing or has other properties than its file says
+│   ├── AccessDenied         the broker refuses this client's credentials, or this client the broker's certificate
+│   ├── TopicError           a topic is missing, or its properties differ from its file
 │   └── CoPartitionError     topics that must share lanes have unequal partition counts
 │       └── LanesChanged     the cluster has another number of lanes than this process serves or sends to
-├── ModelError               a model or checkpoint cannot be loaded or does not keep the contract
-├── CapacityError            the memory budget cannot hold what the settings ask for
-├── CacheCorruption          the cache's books and its memory disagree: a bug here
+├── ModelError               a model or checkpoint cannot be loaded or breaks the model's contract
+├── CapacityError            the memory budget is too small for the settings
+├── CacheCorruption          the cache's tables and its memory disagree: a bug of this package
 ├── DeviceError              the device is absent or failed
 ├── InputError               a file given by the user has no usable content
-├── Superseded               a later incarnation of this worker's name is alive
+├── Superseded               a later incarnation of this worker's name runs
 └── RequestError             one request got no scores; the client raises these
-    ├── DeadlineExceeded     no answer, or the typed answer "too late", within the timeout; a TimeoutError
+    ├── DeadlineExceeded     no answer, or the answer `deadline_exceeded`, within the timeout; a TimeoutError
     ├── Overloaded           the worker refused early rather than answer late
     ├── Rejected             the request itself is invalid; sending it again cannot help
     └── WorkerFailed         the worker failed while it held the request
@@ -35,9 +35,9 @@ class ConfigError(RelayError):
     """A setting is unknown, malformed or clashes with another; the message names it and its source."""
 
 
-#: Why bytes are no message, as slugs for metrics and dead letters.
+#: Why bytes are not a valid message; used in metrics and dead letters.
 REASONS = ("oversized", "malformed", "unknown_version", "invalid", "crashed")
-#: The reason of a well-formed request that ended each worker which ran it.
+#: The reason of a valid request at which worker.max_crashes workers in a row ended.
 CRASHED = "crashed"
 
 
@@ -54,7 +54,7 @@ class DecodeError(RelayError):
 
 
 class BrokerError(RelayError):
-    """The Kafka side failed."""
+    """An operation on Kafka failed."""
 
 
 class BrokerUnavailable(BrokerError):
@@ -62,7 +62,7 @@ class BrokerUnavailable(BrokerError):
 
 
 class AccessDenied(BrokerError):
-    """The broker refuses our credentials or certificate, or we refuse its certificate."""
+    """The broker refuses this client's credentials or certificate, or this client refuses the broker's certificate."""
 
 
 class TopicError(BrokerError):
@@ -79,15 +79,15 @@ class LanesChanged(CoPartitionError):
     def __init__(self, counts: Mapping[str, int], served: int) -> None:
         found = ", ".join(f"{name} has {count} partitions" for name, count in counts.items())
         super().__init__(
-            f"{found}, this process knows {served} lanes: users are sent to lanes that nobody serves. Stop everything "
-            f"and start it with the new number (kafka.partitions, or topics/*.toml); docs/operations.md, "
-            f"'Changing the number of lanes'"
+            f"{found}, this process knows {served} lanes: messages are sent to lanes that no process serves. Stop all "
+            f"processes and start them with the new number (kafka.partitions, or topics/*.toml); see "
+            f"docs/how-to/kafka.md, 'Changing the number of lanes'"
         )
         self.counts = dict(counts)
         self.served = served
 
     def __reduce__(self) -> tuple[type[LanesChanged], tuple[dict[str, int], int]]:
-        return type(self), (self.counts, self.served)  # each caller of a client raises its own copy
+        return type(self), (self.counts, self.served)  # for copy(): each caller of a client raises its own copy
 
 
 class ModelError(RelayError):
@@ -95,11 +95,11 @@ class ModelError(RelayError):
 
 
 class CapacityError(RelayError):
-    """A memory budget cannot hold what the settings ask for; the message names the numbers that clash."""
+    """A memory budget is too small for the settings; the message names the numbers that clash."""
 
 
 class CacheCorruption(RelayError):
-    """The cache's books and its memory disagree. Always a bug of this package."""
+    """The cache's tables and its memory disagree. Always a bug of this package."""
 
 
 class DeviceError(RelayError):
@@ -111,7 +111,7 @@ class InputError(RelayError):
 
 
 class Superseded(RelayError):
-    """A later incarnation of this worker's name is alive; this process must give way."""
+    """A later incarnation of this worker's name runs; this process must stop."""
 
 
 class RequestError(RelayError):
@@ -123,7 +123,7 @@ class DeadlineExceeded(RequestError, TimeoutError):
 
 
 class Overloaded(RequestError):
-    """Refused early rather than answered late; retry later or elsewhere."""
+    """Refused early instead of answered late; retry later or on another relay."""
 
 
 class Rejected(RequestError):

@@ -1,9 +1,8 @@
-"""Where the lanes' logs end, asked for periodically; and what that says of a record's age.
+"""Samples the ends of the lanes' logs, and derives bounds on the age of each record.
 
-A record at an offset below an end that we were told at time t was there by t; one at or beyond it came later. So the
-broker's order and our own monotonic clock bound every record's age, whatever the sender's clock says. What its sender
-states is used only where those bounds say little, and only so far as no sender's clock can have made it up. Knows
-nothing of what the records contain.
+If a broker answers at time t that a log ends at an offset, records below that offset arrived before t, and the others
+later. The broker's order and this process's monotonic clock therefore bound every record's age, independently of the
+sender's clock. The age that a sender states is used only where the bounds are wide, minus the lag of senders' clocks.
 """
 
 from __future__ import annotations
@@ -25,24 +24,24 @@ from relaygr_stream.bus.renewed import Renewed
 from relaygr_stream.errors import BrokerUnavailable
 from relaygr_stream.settings.schema import Kafka
 
-#: Samples remembered per lane: enough to tell ages apart over the last few seconds; older records are just old.
+#: Samples kept per lane: they distinguish ages within the last few seconds.
 SAMPLES: Final = 16
-#: A stated age that misses what the log's order allows by more than this is a clock that is off; NTP leaves that much.
+#: A stated age that exceeds the bounds by more than this means a wrong clock; NTP leaves a smaller error.
 CLOCK_TOLERANCE_MS: Final = 100.0
-#: A record that came after a sample so long ago, or less, is fresh: ends are sampled every 250 ms, and a sample or two
-#: may be late. Of a fresh one the stated age is not needed, and tells how far the senders' clocks lag.
+#: A record is fresh if its age is at most this: ends are sampled every 250 ms, and a sample or two may be late. A fresh
+#: record needs no stated age; the age that it states measures the lag of the senders' clocks.
 FRESH_MS: Final = 600.0
-#: What any message may take to its log and from there to us: 5 ms each at P99 (DESIGN §5).
+#: Time of a message to its log and from there to this process: 5 ms each at P99.
 WAY_MS: Final = 10.0
-#: Senders are quiet for minutes, and clocks are mended.
+#: The period of the maximum lag: senders may be silent for minutes, and clocks are corrected.
 LAG_PERIOD_S: Final = 300.0
-#: Where logs end is answered within milliseconds; who does not is asked apart.
+#: The time limit of an answer, which takes milliseconds. A slower broker no longer delays the others.
 ANSWER_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class LogEnd:
-    """The log ended at `offset` at some moment between asked_s and answered_s (our monotonic clock)."""
+    """The log ended at `offset` at a moment between asked_s and answered_s (monotonic clock)."""
 
     offset: int
     asked_s: float
@@ -50,24 +49,24 @@ class LogEnd:
 
 
 class SenderLag:
-    """How much older than they were fresh records have stated to be: by the clocks that lag, and by what any takes.
+    """The largest lag of the senders' clocks: how much older fresh records state to be than the log's order proves.
 
-    assumed_ms: while no fresh record was seen; None: nothing is assumed, so that no stated age is believed.
+    assumed_ms: the lag before the first fresh record; None: unknown, so stated ages are not used.
     """
 
     def __init__(self, assumed_ms: float | None = None) -> None:
         self._assumed_ms = assumed_ms
         self._began_s = -math.inf
-        self._before: float | None = None  # the most in the period before
+        self._before: float | None = None  # the largest in the former period
         self._now: float | None = None
 
     def seen(self, excess_ms: float, now_s: float) -> None:
-        """A fresh record stated to be older than the log's order proves, by so much."""
+        """Record that a fresh record stated an age of excess_ms more than the log's order proves."""
         self._turn(now_s)
         self._now = max(excess_ms, self._now or 0.0)
 
     def most_ms(self, now_s: float) -> float | None:
-        """The most within LAG_PERIOD_S to twice that, or what is assumed."""
+        """The largest lag in the last LAG_PERIOD_S to 2 · LAG_PERIOD_S, or assumed_ms; None if neither is known."""
         self._turn(now_s)
         return max((lag for lag in (self._before, self._now) if lag is not None), default=self._assumed_ms)
 
@@ -78,12 +77,13 @@ class SenderLag:
 
 
 class Age(NamedTuple):
-    """How old a record is, in milliseconds.
+    """The age of a record in milliseconds.
 
-    sure_ms: the least that it can be, to judge it by: what the log's order proves, and WAY_MS more if it states so.
-    Where the order says little (a backlog, no sample yet), what it states less what the senders' clocks may lag, so far
-    as the order allows. So a clock that is behind does not expire what is fresh. stated_ms: what it states, so far as
-    the order allows, to report. clock_off: it states what cannot be.
+    sure_ms: the least age, which decides whether the record expires: what the log's order proves, and up to WAY_MS more
+        if the record states it. Where the order proves little (a backlog, no sample yet), it is the stated age minus
+        the senders' lag, within the bounds. Thus a sender's clock that is behind expires no fresh record.
+    stated_ms: the stated age within the bounds, for reports.
+    clock_off: the stated age contradicts the bounds.
     """
 
     sure_ms: float
@@ -92,7 +92,7 @@ class Age(NamedTuple):
 
 
 class AgeBounds:
-    """Ages of one lane's records, by the log's order. lag: of the senders' clocks; all lanes of a process share it."""
+    """The ages of one lane's records. lag: of the senders' clocks, shared by all lanes of a process."""
 
     def __init__(self, lag: SenderLag) -> None:
         self._samples: deque[LogEnd] = deque(maxlen=SAMPLES)
@@ -100,15 +100,15 @@ class AgeBounds:
         self._read = -1
 
     def sample(self, end: LogEnd) -> None:
-        """Take a newer sample."""
+        """Add a newer sample."""
         if self._samples and end.offset < self._samples[-1].offset:
-            self._samples.clear()  # the log was cut short, or began anew: its offsets mean other moments now
+            self._samples.clear()  # the log was truncated or recreated, so older samples are invalid
         self._samples.append(end)
 
     def age(self, stated_ms: float | None, offset: int, now_s: float) -> Age:
-        """Of a record read just now. stated_ms: by its sender's clock; None: it states nothing."""
+        """The age of a record read at now_s. stated_ms: its age by the sender's clock; None: not stated."""
         if offset < self._read:
-            self._samples.clear()  # it is read anew from further back, most likely in another log
+            self._samples.clear()  # reading jumped back, most likely because the log was recreated
         self._read = offset
         at_least, at_most = self._bounds(offset, now_s)
         if stated_ms is None:
@@ -133,13 +133,13 @@ class AgeBounds:
 
 
 class LogEnds:
-    """Asks brokers where partitions end."""
+    """Asks brokers for the ends of partitions."""
 
     def __init__(self, kafka: Kafka, client_id: str) -> None:
         self._kafka = kafka
         self._client_id = client_id
         self._renewed = Renewed(kafka, "the reader of the logs' ends", self._make)
-        self._silent: dict[int | None, asyncio.Task[Any]] = {}  # leader (-1, None: not known) → what it was asked
+        self._silent: dict[int | None, asyncio.Task[Any]] = {}  # leader (-1, None: not known) → unanswered request
 
     def _make(self) -> Any:
         return AIOKafkaConsumer(**client_options(self._kafka, self._client_id), group_id=None, enable_auto_commit=False)
@@ -157,8 +157,10 @@ class LogEnds:
         await self._renewed.stop()
 
     async def ask(self, topic: str, lanes: Iterable[int]) -> dict[int, LogEnd]:
-        """The end of each lane of the topic whose broker says so within ANSWER_S; one that is silent keeps the answers
-        of no other back. Raises BrokerUnavailable, BrokerError where none does."""
+        """The ends of the topic's lanes whose brokers answer within ANSWER_S. A silent broker delays no other.
+
+        Raises BrokerUnavailable or BrokerError if no broker answers.
+        """
         consumer = await self._renewed.present()
         by_leader: defaultdict[int | None, list[TopicPartition]] = defaultdict(list)
         for partition in (TopicPartition(topic, lane) for lane in lanes):
@@ -172,7 +174,7 @@ class LogEnds:
         }
         done = (await asyncio.wait(asked, timeout=ANSWER_S))[0] if asked else set()
         for task, leader in asked.items():
-            if task not in done:  # it goes on until aiokafka gives it up, and its broker is not asked again until then
+            if task not in done:  # until aiokafka ends this request, its broker is not asked again
                 self._silent[leader] = task
                 task.add_done_callback(partial(self._heard, leader))
         errors = [error for task in done if (error := task.exception()) is not None]
@@ -192,4 +194,4 @@ class LogEnds:
         if self._silent.get(leader) is task:
             del self._silent[leader]
         if not task.cancelled():
-            task.exception()  # whatever it was, it is asked again
+            task.exception()  # mark it as retrieved; the next call asks this broker again

@@ -1,6 +1,6 @@
-"""How a client shows a broker who it is, and checks who the broker is: SASL and TLS, from the settings.
+"""All adaptations of aiokafka: connection options, security (SASL and TLS), typed errors, bounded ends, a bug fix.
 
-Knows nothing of connections. Secrets appear in no message.
+Importing this module monkey-patches aiokafka (see `send`). Secrets appear in no message.
 """
 
 from __future__ import annotations
@@ -25,17 +25,28 @@ from aiokafka.errors import (
 from relaygr_stream.errors import AccessDenied, BrokerError, BrokerUnavailable, ConfigError
 from relaygr_stream.settings.schema import Kafka
 
-# aiokafka on uvloop: a request to a connection that was closed a moment ago fails as any on a lost connection does.
-# asyncio's transports take what is written to them after they were closed, and drop it; uvloop's raise RuntimeError,
-# which aiokafka does not expect: it ended the task that sends heartbeats, and with it the process. Importing this
-# mends it.
+log = structlog.get_logger(__name__)
 
+#: The time limit of ending a client. It takes milliseconds if nothing is left to send, but a TLS connection waits 30 s
+#: for a broker that does not answer its closing exchange (asyncio's ssl_shutdown_timeout, which aiokafka keeps).
+CLOSE_S: Final = 3.0
+#: The pause between attempts, in ms. A broker's restart takes seconds; ten attempts a second per client are no load.
+RETRY_BACKOFF_MS: Final = 100
+
+_NOT_GRANTED: Final = (
+    TopicAuthorizationFailedError, GroupAuthorizationFailedError, ClusterAuthorizationFailedError
+)  # fmt: skip
+_TLS_FILES: Final = ("tls_ca", "tls_certificate", "tls_key")
 
 _send = AIOKafkaConnection.send
 
 
 def send(self: Any, request: Any, expect_response: bool = True) -> Any:
-    """As AIOKafkaConnection.send."""
+    """As AIOKafkaConnection.send, but raises KafkaConnectionError on a connection that was just closed.
+
+    A closed asyncio transport drops what is written to it; uvloop's raises RuntimeError. aiokafka does not expect that,
+    and it would end the task that sends heartbeats, and with it the process.
+    """
     try:
         return _send(self, request, expect_response)
     except RuntimeError as error:
@@ -48,11 +59,11 @@ def send(self: Any, request: Any, expect_response: bool = True) -> Any:
 AIOKafkaConnection.send = send
 
 
-_TLS_FILES: Final = ("tls_ca", "tls_certificate", "tls_key")
+# Security.
 
 
 def security_options(kafka: Kafka) -> dict[str, Any]:
-    """aiokafka's options for `kafka.security_protocol`. ConfigError where settings clash or a file is of no use."""
+    """aiokafka's options for `kafka.security_protocol`. Raises ConfigError if settings clash or a file is invalid."""
     protocol = kafka.security_protocol
     sasl, tls = protocol.startswith("SASL"), protocol.endswith("SSL")
     options: dict[str, Any] = {"security_protocol": protocol}
@@ -90,7 +101,7 @@ def security_options(kafka: Kafka) -> dict[str, Any]:
 
 
 def _tls_context(kafka: Kafka) -> ssl.SSLContext:
-    """Checks the broker's certificate and that it names the host we asked for; there is no setting against that."""
+    """A context that checks the broker's certificate and its host name; no setting turns that off."""
     for name in _TLS_FILES:
         path = getattr(kafka, name)
         if path and not Path(path).is_file():
@@ -101,7 +112,7 @@ def _tls_context(kafka: Kafka) -> ssl.SSLContext:
         raise ConfigError(f"`kafka.tls_ca` = {kafka.tls_ca!r}: not certificates in PEM form ({error})") from error
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     if kafka.tls_key and not kafka.tls_certificate:
-        raise ConfigError("`kafka.tls_key` is set without `kafka.tls_certificate`")
+        raise ConfigError("`kafka.tls_key` is set without `kafka.tls_certificate`; set both, or none")
     if kafka.tls_certificate:
         try:
             context.load_cert_chain(
@@ -115,37 +126,31 @@ def _tls_context(kafka: Kafka) -> ssl.SSLContext:
     return context
 
 
-# Ends connections within bounded time, whatever the brokers do.
-
-
-log = structlog.get_logger(__name__)
-
-#: A client without anything left to send disconnects in milliseconds, unless a broker does not answer its farewell: a
-#: TLS connection then waits 30 s for it (asyncio's ssl_shutdown_timeout, which aiokafka leaves alone).
-CLOSE_S: Final = 3.0
+# Ending clients within bounded time.
 
 _late: set[asyncio.Task[None]] = set()
 
 
 async def end(what: str, stop: Callable[[], Coroutine[Any, Any, None]], within_s: float = CLOSE_S) -> None:
-    """Await stop(), but not for longer than within_s, and never fail: what cannot be ended ends with the process.
+    """Await stop() for at most within_s, and never fail. A client that cannot be ended in time ends with the process.
 
-    As a task of its own, because aiokafka's stop() lets the cancellation of its own inner tasks escape to the caller
-    (seen when a broker is away, in aiokafka 0.14).
+    stop() runs in its own task, because aiokafka's stop() lets the cancellation of its inner tasks escape to the caller
+    (aiokafka 0.14, when a broker is away).
     """
     task = asyncio.create_task(stop(), name=f"end {what}")
     await asyncio.wait({task}, timeout=within_s)
     if not task.done():
-        _late.add(task)  # it goes on for as long as the process does
+        _late.add(task)  # keeps a reference, so that it runs on
         task.add_done_callback(_late.discard)
-        log.warning("does not end, and is left behind", what=what, after_s=within_s)
+        log.warning("client does not end; it is left running", what=what, after_s=within_s)
     elif not task.cancelled() and (error := task.exception()) is not None:
-        log.warning("did not end in order", what=what, error=f"{type(error).__name__}: {error}")
+        log.warning("ending a client failed", what=what, error=f"{type(error).__name__}: {error}")
 
 
 async def end_consumer(what: str, consumer: Any) -> None:
-    """As `end`, of an AIOKafkaConsumer, and its connections are closed in any case: where a fetch is waiting for a
-    broker, aiokafka lets its cancellation escape from stop() (as above), which then has not closed them yet.
+    """As `end` for an AIOKafkaConsumer; also closes its connections if stop() fails.
+
+    If a fetch waits for a broker, aiokafka's stop() lets a cancellation escape before it closes the connections.
     """
 
     async def stop() -> None:
@@ -157,20 +162,11 @@ async def end_consumer(what: str, consumer: Any) -> None:
     await end(what, stop)
 
 
-# How this package's clients reach Kafka: the one place where aiokafka's connection options are set. Also turns
-# aiokafka's errors into ours. Knows nothing of topics, groups or messages.
-
-
-#: Wait between attempts. A broker's restart takes seconds; ten attempts a second from each client are no load.
-RETRY_BACKOFF_MS: Final = 100
-
-_NOT_GRANTED: Final = (
-    TopicAuthorizationFailedError, GroupAuthorizationFailedError, ClusterAuthorizationFailedError
-)  # fmt: skip
+# Connection options and errors.
 
 
 def bootstrap_addresses(kafka: Kafka) -> list[str]:
-    """HOST:PORT of each broker named. ConfigError where it is a URL, which may hold a password: it is not quoted."""
+    """HOST:PORT of each broker in `kafka.bootstrap`. Raises ConfigError for a URL, which it does not quote."""
     if "@" in kafka.bootstrap or "/" in kafka.bootstrap:
         raise ConfigError(
             "`kafka.bootstrap` is a URL, or holds a password: write HOST:PORT[,HOST:PORT…], the user in "
@@ -180,7 +176,7 @@ def bootstrap_addresses(kafka: Kafka) -> list[str]:
 
 
 def client_options(kafka: Kafka, client_id: str) -> dict[str, Any]:
-    """Keyword arguments that every aiokafka client (producer, consumer, admin) is made with. Raises ConfigError."""
+    """The keyword arguments of every aiokafka client (producer, consumer, admin). Raises ConfigError."""
     return {
         "bootstrap_servers": bootstrap_addresses(kafka),
         "client_id": client_id,
@@ -192,7 +188,7 @@ def client_options(kafka: Kafka, client_id: str) -> dict[str, Any]:
 
 @contextmanager
 def typed_errors(kafka: Kafka, doing: str) -> Iterator[None]:
-    """Raise aiokafka's errors as BrokerUnavailable or BrokerError; `doing` says what could not be done."""
+    """Raise aiokafka's errors as BrokerUnavailable, AccessDenied or BrokerError. doing: the operation, in words."""
     try:
         yield
     except (KafkaError, OSError) as error:  # a TimeoutError is an OSError
@@ -200,7 +196,7 @@ def typed_errors(kafka: Kafka, doing: str) -> Iterator[None]:
 
 
 def broker_error(kafka: Kafka, doing: str, error: BaseException) -> BrokerError:
-    """The error to raise in place of aiokafka's."""
+    """The error of this package for an error of aiokafka. doing: the failed operation, in words."""
     if isinstance(error, (KafkaConnectionError, OSError)):
         return BrokerUnavailable(
             f"cannot {doing}: no Kafka broker answers at {kafka.bootstrap}; start one there, or name another with "
@@ -209,6 +205,6 @@ def broker_error(kafka: Kafka, doing: str, error: BaseException) -> BrokerError:
     if isinstance(error, _NOT_GRANTED):
         return AccessDenied(
             f"cannot {doing}: user {kafka.sasl_username or 'of this certificate or address'!r} lacks an ACL "
-            f"({type(error).__name__}: {error}); docs/security.md lists the grants of each process"
+            f"({type(error).__name__}: {error}); docs/reference/security.md lists the grants of each process"
         )
     return BrokerError(f"cannot {doing} (brokers at {kafka.bootstrap}): {error!r}")

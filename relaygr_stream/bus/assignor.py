@@ -1,7 +1,7 @@
-"""Who owns which lane: the sticky, capacity-weighted assignment, and its adapter to aiokafka's group protocol.
+"""The sticky, capacity-weighted assignment of lanes to members, and its adapter to aiokafka's group protocol.
 
-A lane is a partition number of every topic that the group reads; one member owns it in all of them, always. The
-assignment is a pure function of what the members claim. Knows nothing of fetching or committing.
+A lane is a partition number of every topic that the group reads; one member owns it in all of them. The assignment is a
+pure function of the members' claims.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from aiokafka.coordinator.assignors.abstract import AbstractPartitionAssignor
 from aiokafka.coordinator.protocol import ConsumerProtocolMemberAssignment, ConsumerProtocolMemberMetadata
 from msgspec import Meta
 
-#: User data larger than this claims nothing: 10,000 lanes at 3 bytes each and their frame fit.
+#: Largest user data that is decoded: 10,000 lanes at 3 bytes each and their frame fit.
 MAX_USER_DATA_BYTES: Final = 64 * 1024
 MAX_GENERATION: Final = 2**53
 PROTOCOL_VERSION: Final = 0
@@ -24,22 +24,21 @@ PROTOCOL_VERSION: Final = 0
 
 @dataclass(frozen=True)
 class Claim:
-    """What a member brings to an assignment: the lanes it has, since which generation, and how much it can carry."""
+    """A member's input to an assignment: its lanes, the generation of their assignment, and its relative capacity."""
 
     lanes: frozenset[int] = frozenset()
     generation: int = 0
     capacity: float = 1.0
-    draining: bool = False  # it is about to leave and reads nothing more
+    draining: bool = False  # the member is about to leave and reads no more records
 
 
 def assign_lanes(lanes: int, claims: Mapping[str, Claim]) -> dict[str, frozenset[int]]:
-    """Share the lanes 0…lanes−1 among the members (the keys of `claims`).
+    """Assign the lanes 0…lanes−1 to the members (the keys of `claims`).
 
-    Each lane has exactly one owner; none that drains, unless all do. A member gets its share lanes·capacity/Σcapacity
-    (of those that stay), rounded down or up. A lane moves
-    only if its owner left or has more than it may keep, which with equal capacities is at most ⌈lanes/n⌉ moves when
-    one of n members joins or leaves. Of two claims to a lane the later generation holds. Depends on nothing but its
-    arguments, and not on their order.
+    Each lane has exactly one owner. A draining member gets no lanes, unless all members drain. A staying member gets
+    its share lanes·capacity/Σcapacity, rounded down or up. A lane moves only if its owner left or has more than its
+    share: with equal capacities, at most ⌈lanes/n⌉ lanes move when one of n members joins or leaves. Of two claims to a
+    lane, the later generation counts. The result depends only on the arguments, not on their order.
     """
     staying = {member: claim for member, claim in claims.items() if not claim.draining}
     if 0 < len(staying) < len(claims):
@@ -60,7 +59,7 @@ def assign_lanes(lanes: int, claims: Mapping[str, Claim]) -> dict[str, frozenset
 
 
 def _resolve(lanes: int, claims: Mapping[str, Claim], members: Sequence[str]) -> dict[str, list[int]]:
-    """The lanes that each member really holds, ascending."""
+    """The lanes of each member after conflicting claims are resolved, ascending."""
     holder: dict[int, str] = {}
     for member in members:
         for lane in claims[member].lanes:
@@ -77,14 +76,14 @@ def _resolve(lanes: int, claims: Mapping[str, Claim], members: Sequence[str]) ->
 def _quotas(
     lanes: int, claims: Mapping[str, Claim], held: Mapping[str, list[int]], members: Sequence[str]
 ) -> dict[str, int]:
-    """How many lanes each member is to have; the sum is `lanes`."""
-    # Fractions, so that no rounding makes two leaders of a group disagree or the sum miss.
+    """The number of lanes of each member; the sum is `lanes`."""
+    # Exact fractions: with rounding, two leaders of a group could disagree, or the sum could be wrong.
     capacity = {member: Fraction(claims[member].capacity) for member in members}
     total = sum(capacity.values())
     share = {member: lanes * capacity[member] / total for member in members}
     quota = {member: int(share[member]) for member in members}
-    # The lanes that rounding down left over go first to members that hold more than their rounded share already (those
-    # lanes need not move), then to the largest remainders.
+    # The lanes left over by rounding down go first to members that hold more than their rounded share (their lanes need
+    # not move), then to the largest remainders.
     claimants = sorted(
         members,
         key=lambda member: (len(held[member]) <= quota[member], quota[member] - share[member], member),
@@ -95,7 +94,7 @@ def _quotas(
 
 
 class _UserData(msgspec.Struct, array_like=True):
-    """A member's claim on the wire (MessagePack array); new fields may be appended."""
+    """A member's claim on the wire (a MessagePack array, to which later versions may append fields)."""
 
     generation: Annotated[int, Meta(ge=0, le=MAX_GENERATION)]
     lanes: Annotated[list[Annotated[int, Meta(ge=0, lt=10_000)]], Meta(max_length=10_000)]
@@ -113,7 +112,7 @@ def encode_claim(claim: Claim) -> bytes:
 
 
 def decode_claim(data: bytes | None) -> Claim:
-    """The claim in a member's user data; whatever cannot be read claims nothing."""
+    """The claim in a member's user data; an empty claim if the data cannot be decoded."""
     if not data or len(data) > MAX_USER_DATA_BYTES:
         return Claim()
     try:
@@ -124,20 +123,20 @@ def decode_claim(data: bytes | None) -> Claim:
 
 
 class StickyLaneAssignor(AbstractPartitionAssignor):  # type: ignore[misc]  # aiokafka is untyped
-    """One member's side of the assignment; aiokafka takes an instance where it usually takes a class.
+    """One member's side of the assignment. aiokafka accepts this instance where it usually gets a class.
 
-    `lanes` and `generation` are what this member was last assigned, and when. `continuous` tells whether that
-    assignment followed directly on the member's former one: if generations lie between, another member may have owned
-    its lanes meanwhile, even those that it has again.
+    `lanes` and `generation` belong to the member's last assignment. `continuous`: whether that assignment directly
+    followed the member's former one. If not, another member may have owned the lanes meanwhile, even the ones that this
+    member has again.
     """
 
     name: str = "relaygr-sticky-lanes"
 
     def __init__(self, capacity: float, on_assignment: Callable[[], int]) -> None:
-        """on_assignment: called at each assignment, before anything else notices it; returns the group's generation."""
+        """on_assignment: called first at each assignment; returns the group's generation."""
         self._capacity = capacity
         self._on_assignment = on_assignment
-        self.draining = False  # to be said at the next assignment
+        self.draining = False  # part of the claim at the next assignment
         self.generation = 0
         self.continuous = False
         self.lanes: frozenset[int] = frozenset()
@@ -152,7 +151,7 @@ class StickyLaneAssignor(AbstractPartitionAssignor):  # type: ignore[misc]  # ai
         claims = {member: decode_claim(metadata.user_data) for member, metadata in members.items()}
         topics = {member: sorted(set(metadata.subscription)) for member, metadata in members.items()}
         counts = [len(cluster.partitions_for_topic(topic) or ()) for topic in set().union(*topics.values())]
-        # Unequal counts are refused at start; while one topic is being enlarged, only common lanes can be shared out.
+        # Unequal counts are refused at start; while one topic is being enlarged, only common lanes can be assigned.
         lanes = assign_lanes(min(counts, default=0), claims)
         return {
             member: ConsumerProtocolMemberAssignment(
@@ -162,7 +161,7 @@ class StickyLaneAssignor(AbstractPartitionAssignor):  # type: ignore[misc]  # ai
         }
 
     def on_assignment(self, assignment: Any) -> None:
-        """Take note of what this member got."""
+        """Record this member's new assignment."""
         generation = self._on_assignment()
         self.continuous = generation == self.generation + 1
         self.generation = generation

@@ -1,7 +1,7 @@
-"""How many partitions the topics have now: asked again and again, because somebody may add some while we run.
+"""Polls the topics' partition counts, because an operator may add partitions while the process runs.
 
-More partitions of `scores` are fine: clients choose among all that there are. More lanes are not: others then send
-users to lanes that nobody here serves. Knows nothing of what a process does about it.
+More partitions of `scores` are harmless: clients choose among all of them. More lanes are an error: newly started
+clients then send users to lanes that this fleet does not serve.
 """
 
 from __future__ import annotations
@@ -20,15 +20,17 @@ from relaygr_stream.wire.topic_files import TopicSet
 log = structlog.get_logger(__name__)
 limited = LogLimiter().limited
 
-#: Counts are asked for this often. A partition takes some 40 bytes of the answer, and there are four topics: beyond 500
-#: lanes it is proportionally less often, so that a process costs its brokers 16 kB a second at most.
+#: The interval of polling in seconds, for up to ASK_S · LANES_PER_S = 500 lanes.
 ASK_S: Final = 5.0
+#: Above 500 lanes the interval is lanes / LANES_PER_S. A partition takes about 40 bytes of the answer, and there are
+#: four topics, so a process reads at most 16 kB a second.
 LANES_PER_S: Final = 100
 
 
 class PartitionCounts:
-    """producer: whose metadata is asked for; it learns of new partitions that way. on_replies(count): how many
-    partitions `scores` has, whenever it is known.
+    """Polls and checks the counts. producer: its metadata is used, so it learns of new partitions too.
+
+    on_replies(count): called with the number of partitions of `scores` after each answer.
     """
 
     def __init__(
@@ -40,25 +42,25 @@ class PartitionCounts:
         self.error: LanesChanged | None = None
 
     def why_not_ready(self) -> str | None:
-        """For readiness."""
+        """The reason for readiness if lanes were added; None if not."""
         return None if self.error is None else str(self.error)
 
     async def run(self) -> None:
-        """Ask for ever."""
+        """Poll for ever. A BrokerError is logged."""
         while True:
             try:
                 await self.ask()
             except BrokerError as error:
-                limited(log.warning, "counts")("brokers do not say how many partitions there are", error=str(error))
+                limited(log.warning, "counts")("partition counts are not available", error=str(error))
             await asyncio.sleep(max(ASK_S, self._topics.lanes / LANES_PER_S))
 
     async def ask(self) -> None:
-        """Ask once. Raises BrokerError."""
+        """Poll once and set `error`. Raises BrokerError."""
         lanes = [topic.name for topic in self._topics.all if topic.lanes]
         counts = await self._producer.partitions([*lanes, self._topics.scores.name])
         if replies := counts.pop(self._topics.scores.name, 0):
             self._on_replies(replies)
-        # A topic that is away for a moment (0) is the matter of those who read and write it.
+        # A topic that is briefly unavailable (0) shows at its readers and writers.
         other = {name: count for name, count in counts.items() if count not in (0, self._topics.lanes)}
         if bool(other) != bool(self.error):
             log.error("lanes changed on the cluster", counts=other, served=self._topics.lanes)

@@ -1,13 +1,13 @@
-"""Records that end the process which works at them: counted per lane, tried alone, and at last handed out no more.
+"""Finds records that crash their owner: it counts crashes per lane, tries suspects alone, then refuses the record.
 
-The count is the metadata of the lane's committed offset, so that it survives the process and its host. Each end of an
-owner that did not leave in order adds the end of the log as its successor finds it. A record below `limit` of these
-log ends, and not done, was there at as many ends.
+The count is in the metadata of the lane's committed offset, so it survives the process and its host. Each crash of an
+owner adds the log end that the successor finds. A record that is not done and lies below n of these log ends was in the
+log at n crashes.
 
-    owner killed ─► log end added ─► … ─► limit - 1 of them: what the log holds is handed out one at a time, each
-                                          noted before ─► killed again: the record noted is handed out no more
+    owner crashes ─► log end added ─► … ─► limit - 1 log ends: records are handed out one at a time, each noted
+                                           before ─► owner crashes again: the noted record is refused
 
-A broker that keeps no metadata (the embedded one) makes every owner the first one: nothing is counted there.
+A broker without commit metadata (the embedded one) counts nothing: every owner looks like the first one.
 """
 
 from __future__ import annotations
@@ -25,15 +25,22 @@ from aiokafka.errors import KafkaError
 from relaygr_stream.bus.membership import Membership
 from relaygr_stream.wire.records import Record
 
-# What of one topic's lane was read, what is done, and therefore what may be committed. Knows nothing of Kafka.
+log = structlog.get_logger(__name__)
+
+#: The time limit of counting. It takes milliseconds, and a lane must not wait longer for it.
+NOTE_S: Final = 1.0
+#: The pause before a note that was not committed is tried again.
+RETRY_S: Final = 0.1
+#: The first word of a mark. A mark must fit into 4096 B (offset.metadata.max.bytes): 100 offsets of 19 digits do.
+_WORD: Final = "relaygr-owner"
 
 
 class OffsetLedger:
     """Read and done offsets of one partition, from the offset at which this owner started.
 
-    `committable` never passes a record that was read and is not done, at any interleaving. A ledger lives as long as
-    the lane is owned without a break; the next ownership gets a new one, so that a record of the former ownership
-    that is done late counts for nothing, unless it was read anew.
+    `committable` never passes a record that was read and is not done, in any order of calls. A ledger lives while the
+    lane is owned without a break. The next ownership gets a new ledger, so a record of the former ownership that is
+    done late has no effect, unless it was read again.
     """
 
     __slots__ = ("_order", "_position", "_undone")
@@ -45,25 +52,25 @@ class OffsetLedger:
 
     @property
     def position(self) -> int:
-        """The next offset to be read."""
+        """The next offset to read."""
         return self._position
 
     @property
     def undone(self) -> int:
-        """Records read and not done."""
+        """The number of records read and not done."""
         return len(self._undone)
 
     @property
     def committable(self) -> int:
-        """Every record below this offset that was read is done: what a next owner may start from."""
+        """The offset at which the next owner may start: every record read below it is done."""
         return self._order[0] if self._order else self._position
 
     def has(self, offset: int) -> bool:
-        """The record was read and is not done."""
+        """Whether the record was read and is not done."""
         return offset in self._undone
 
     def read(self, offset: int) -> bool:
-        """Note that a record was read; False if it was read before, and must not be handed out again.
+        """Mark a record as read. Returns False if it was read before, and must not be handed out again.
 
         Offsets ascend, with gaps where the topic is compacted.
         """
@@ -75,7 +82,7 @@ class OffsetLedger:
         return True
 
     def done(self, offset: int) -> bool:
-        """Note that a record needs no more work; False if it is not one of ours, or was done already."""
+        """Mark a record as done. Returns False if it was not read by this owner, or is done already."""
         if offset not in self._undone:
             return False
         self._undone.remove(offset)
@@ -84,22 +91,12 @@ class OffsetLedger:
         return True
 
 
-log = structlog.get_logger(__name__)
-
-#: A lane is not kept waiting longer than this for what is only counted; reading and noting takes milliseconds.
-NOTE_S: Final = 1.0
-#: How long before a note that was not committed is tried again.
-RETRY_S: Final = 0.1
-#: Before the rest of a mark. All of it has to fit 4096 B (offset.metadata.max.bytes): 100 offsets of 19 digits do.
-_WORD: Final = "relaygr-owner"
-
-
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """What an owner leaves with the committed offset of a lane.
+    """The metadata that an owner commits with the offset of a lane.
 
-    open: it has not left in order (yet). hand: one more than the offset of the record in hand alone; 0: none is.
-    log_ends: of each owner before that ended in disorder, ascending, where records below it are not done.
+    open: the owner has not left in order (yet). hand: 1 + the offset of the record that is handed out alone; 0: none.
+    log_ends: the log end after each crash of a former owner, ascending, if records below it are not done.
     """
 
     open: bool = True
@@ -108,13 +105,13 @@ class Mark:
 
     @property
     def text(self) -> str:
-        """As metadata of an offset."""
+        """The mark as metadata of an offset."""
         numbers = ",".join(map(str, self.log_ends))
         return f"{_WORD} {'open' if self.open else 'left'} {self.hand} {numbers}".rstrip()
 
 
 def parse(text: str | None) -> Mark | None:
-    """What `Mark.text` wrote; None for anything else, such as what another program left there."""
+    """The mark in a text of `Mark.text`; None for any other text, for example of another program."""
     words = (text or "").split(" ")
     if len(words) not in (3, 4) or words[0] != _WORD or words[1] not in ("open", "left"):
         return None
@@ -126,11 +123,11 @@ def parse(text: str | None) -> Mark | None:
 
 
 def succeed(before: Mark | None, committed: int, log_end: int, limit: int) -> tuple[Mark, int]:
-    """The mark of a lane's next owner, and the offset below which records are not to be handed out.
+    """The mark of a lane's next owner, and the offset below which it must refuse records.
 
-    A record is refused only if `limit` owners ended in disorder while it was in the log and not done, and it was in
-    hand alone at the last of these ends. A record that ends each of its owners is refused after `limit` of them,
-    unless another one ends them too. To leave in order adds nothing; what it leaves undone is as suspect as before.
+    A record is refused only if `limit` owners crashed while it was in the log and not done, and it was handed out alone
+    at the last crash. So a record that crashes each of its owners is refused after `limit` crashes, unless another
+    record crashes them too. An owner that leaves in order adds no log end; its undone records stay as suspect.
     """
     if before is None:
         return Mark(), committed
@@ -144,8 +141,10 @@ def succeed(before: Mark | None, committed: int, log_end: int, limit: int) -> tu
 
 @dataclass(frozen=True)
 class Crashes:
-    """Of `topic`, a record at which `limit` owners in a row ended goes to on_crashed; that must see to it that the
-    record is done."""
+    """The counting of crashes on `topic`.
+
+    on_crashed(record): called for a record that crashed `limit` owners in a row; it must get the record done.
+    """
 
     topic: str
     limit: int
@@ -153,9 +152,9 @@ class Crashes:
 
 
 class Suspects:
-    """Counts the ends of the owners of our lanes, and hands out alone what may have been their cause.
+    """Counts the crashes of the owners of this member's lanes, and hands out suspect records alone.
 
-    ledgers, client(): of the consumer that owns this. on_records: as for the consumer. topic: the one that is counted.
+    ledgers, client(), on_records: of the consumer. topic: the counted topic.
     """
 
     def __init__(
@@ -178,9 +177,10 @@ class Suspects:
         self._changed = asyncio.Event()
 
     async def take_over(self, committed: Mapping[int, int]) -> None:
-        """Learn how the owners of these lanes ended, and note that each has one now: before any record is handed out.
+        """Read the marks of these lanes' former owners, and commit new ones. Call it before handing out any record.
 
-        committed: where each lane starts. Takes NOTE_S at most; what is not known or noted by then is not counted.
+        committed: the start offset of each lane. It takes at most NOTE_S; lanes not read and committed by then are not
+        counted.
         """
         topic, limit = self._crashes.topic, self._crashes.limit
         for lane, offset in committed.items():
@@ -203,14 +203,14 @@ class Suspects:
             log.warning("owners_not_counted", topic=topic, lanes=sorted(committed), error=repr(error))
 
     def note(self, topic: str, lane: int, *, leaving: bool) -> str:
-        """What to commit beside the offset of a partition. leaving: the lane may be another's right after."""
+        """The metadata to commit with a partition's offset. leaving: this member may lose the lane after the commit."""
         mark = self._marks.get(lane)
         if topic != self._crashes.topic or mark is None:
             return ""
         return replace(mark, open=False, hand=0).text if leaving else mark.text
 
     def set_apart(self, record: Record) -> bool:
-        """True: not to be handed out with others; the record is refused, or waits until `hand_out` comes to it."""
+        """Refuse the record, or queue it for `hand_out` if it is suspect. Returns False if it is neither."""
         if record.topic != self._crashes.topic:
             return False
         log_ends = self._marks[record.lane].log_ends
@@ -218,17 +218,17 @@ class Suspects:
             self._crashes.on_crashed(record)
         elif len(log_ends) >= self._crashes.limit - 1 and record.offset < log_ends[-1]:
             self._waiting.put_nowait(record)
-            self._client().pause(TopicPartition(record.topic, record.lane))  # the log may hold more than memory does
+            self._client().pause(TopicPartition(record.topic, record.lane))  # the rest of the log may not fit in memory
         else:
             return False
         return True
 
     def changed(self) -> None:
-        """Tell that a record is done, or a lane lost."""
+        """Wake `hand_out` after a record is done or a lane is lost."""
         self._changed.set()
 
     async def hand_out(self) -> None:
-        """Hand out, for ever, what waits: one record of all our lanes at a time, or two would be blamed for one end."""
+        """Hand out the queued records for ever, one at a time over all lanes: two would be blamed for one crash."""
         while True:
             record = await self._waiting.get()
             partition = (record.topic, record.lane)
@@ -239,14 +239,14 @@ class Suspects:
                 while self._ledgers.get(partition) is ledger and ledger.has(record.offset):
                     self._changed.clear()
                     await self._changed.wait()
-                await self._noted(record, ledger, 0)  # or an end from now on is still blamed on the record
+                await self._noted(record, ledger, 0)  # else a later crash would be blamed on the record
             if self._waiting.empty():
                 client = self._client()
                 ours = {each for each in client.assignment() if each.topic == record.topic and each in self._ledgers}
                 client.resume(*ours)
 
     async def _noted(self, record: Record, ledger: OffsetLedger, hand: int) -> bool:
-        """Note what is in hand of a lane, however long that takes; False: the lane was lost."""
+        """Commit the mark with `hand`, and retry until it succeeds. Returns False if the lane is lost."""
         partition = (record.topic, record.lane)
         while self._ledgers.get(partition) is ledger:
             self._marks[record.lane] = mark = replace(self._marks[record.lane], hand=hand)

@@ -1,8 +1,8 @@
-"""The two-plane consumer: lanes that never pause when others move (DESIGN §5).
+"""The two-plane consumer: a lane keeps reading while other lanes move.
 
-The membership plane (membership.py) says which lanes are ours; the data plane in here reads them, from partitions
-assigned by hand. When the group rebalances, only lanes that really moved stop or start; a kept lane goes on from its
-own position. Knows nothing of what the records contain.
+The membership plane (membership.py) decides which lanes this member owns. The data plane in this module reads them from
+manually assigned partitions. When the group rebalances, only lanes that changed their owner stop or start; a kept lane
+continues at its position.
 """
 
 from __future__ import annotations
@@ -29,29 +29,33 @@ from relaygr_stream.wire.records import Record, as_record
 
 log = structlog.get_logger(__name__)
 
-#: How long one wait for records lasts; only how often an idle loop turns.
+#: The time limit of one wait for records: the period of an idle loop.
 WAIT_MS: Final = 1000
-#: One answer to a fetch holds at most this (or one message). Its bytes are copied several times on their way through
-#: asyncio; what fits the processor's cache goes faster there: 26 KB events were read at 28,000/s with 4 MiB, at
-#: 21,000/s with aiokafka's 50 MiB and at 16,000–21,000/s with 1 MiB (docs/performance.md).
+#: Largest answer to a fetch (or one message). asyncio copies its bytes several times, which is fastest if they fit the
+#: processor's cache: 28,000 events of 26 KB a second with 4 MiB, 21,000 with aiokafka's 50 MiB, 16,000–21,000 with
+#: 1 MiB (docs/explanation/performance.md).
 FETCH_BYTES: Final = 4 * 1024 * 1024
-#: Lanes gained together are started together, unless one's offsets take longer than this to learn.
+#: Lanes gained together start together, but no lane waits longer than this for the offsets of another.
 TOGETHER_S: Final = 0.1
-#: A broker answers each fetch within the fetch wait; silent this much longer, it is away.
+#: A broker answers each fetch within the fetch wait. It counts as unavailable if it is silent for this much longer.
 SILENT_S: Final = 3.0
 
 
 class LaneConsumer:
-    """Reads the lanes that a group gives this member, and commits what is done.
+    """Reads the lanes that a group assigns to this member, and commits the offsets of records that are done.
 
-    topics: full names; partition p of each is lane p. on_records(records): newly read, in order per topic and lane;
-    everything at hand at once, because unread partitions hold up the others. on_lanes(gained, lost): called right
-    before the first record of a gained lane, and when a lane is lost; a lane that was another's for a moment is first
-    lost, then gained. capacity: this member's weight when lanes are shared out. check_crcs: whether to verify
-    the checksum that each batch has had since its producer. progressing(): False while the process
-    is stuck; after kafka.max_poll_ms of that the lanes go to others, and come back with progress. The callbacks run on
-    the loop and must be quick; an exception in one ends the consumer (`failed`). crashes: whether to count how often
-    owners end while they work at a record, and what becomes of one that ended too many.
+    topics: full names; partition p of each is lane p.
+    on_records(records): gets new records, in order per topic and lane, all at once, since unread partitions block the
+        others.
+    on_lanes(gained, lost): called just before the first record of a gained lane, and when a lane is lost. A lane that
+        another member owned for a moment is first lost, then gained.
+    capacity: this member's weight in the assignment.
+    check_crcs: whether to verify the producer's checksum of each batch.
+    progressing(): False while the process is stuck; after kafka.max_poll_interval_ms the lanes go to other members, and
+        they return when the process makes progress.
+    crashes: whether to count crashes of owners, and what to do with a record that caused too many.
+
+    The callbacks run on the loop and must be quick. An exception in one ends the consumer (`failed`).
     """
 
     def __init__(
@@ -93,9 +97,9 @@ class LaneConsumer:
             if crashes is None
             else Suspects(crashes, self._membership, self._ledgers, lambda: self._data, on_records)
         )
-        self._answered_ms = 0  # when a broker last answered, by aiokafka's clock, which may be set
-        self._heard_s = 0.0  # when that was seen to change, or other lanes than before were asked for; monotonic
-        self._reading = asyncio.Event()  # set while there are lanes to be read
+        self._answered_ms = 0  # time of a broker's last answer, by aiokafka's clock, which is not monotonic
+        self._heard_s = 0.0  # monotonic time at which _answered_ms changed, or the lanes did
+        self._reading = asyncio.Event()  # set while there are lanes to read
         self._draining = False
         self._drained: asyncio.Event | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -104,27 +108,27 @@ class LaneConsumer:
 
     @property
     def lanes(self) -> frozenset[int]:
-        """The lanes being read."""
+        """The lanes that this member reads now."""
         return self._lanes
 
     @property
     def failed(self) -> asyncio.Future[None]:
-        """Never completes unless the consumer ended by itself; then it raises why. Wait on it beside your own end."""
+        """A future that completes, with the error, only if the consumer fails. Wait on it beside other conditions."""
         assert self._failed is not None, "start() comes first"
         return self._failed
 
     @property
     def trouble(self) -> str | None:
-        """What ended inside, and is being made anew; the lanes stand still meanwhile."""
+        """The part that has ended and is being replaced; no lane is read meanwhile. None if all is well."""
         return self._renewed.trouble
 
     @property
     def healthy(self) -> bool:
-        """Whether the consumer runs and a broker answers it; for readiness. False once it drains."""
+        """Whether the consumer runs and a broker answers it, for readiness. False while it drains."""
         if self._failed is None or self._failed.done() or self._draining or self.trouble:
             return False
         if not self._lanes and (self._starting is None or self._starting.done()):
-            return True  # nothing is asked for, so nothing can be told
+            return True  # no lanes are assigned, so there is no signal either way
         answers = (self._data.last_poll_timestamp(TopicPartition(*each)) or 0 for each in self._ledgers)
         if (answered_ms := max(answers, default=0)) != self._answered_ms:
             self._answered_ms, self._heard_s = answered_ms, time.monotonic()
@@ -132,21 +136,21 @@ class LaneConsumer:
 
     @property
     def rebalances(self) -> int:
-        """Assignments taken part in."""
+        """The number of assignments of this member."""
         return self._membership.rebalances
 
     @property
     def commits_refused(self) -> int:
-        """Commits that the broker refused because this member was out of the group; their records are read again."""
+        """The number of commits refused because this member was out of the group; their records are read again."""
         return self._membership.commits_refused
 
     @property
     def undone(self) -> int:
-        """Records handed out and not done, over all lanes."""
+        """The number of records handed out and not done, over all lanes."""
         return sum(ledger.undone for ledger in self._ledgers.values())
 
     def done(self, record: Record) -> None:
-        """The record needs no more work. Records of a lane lost meanwhile, or done before, count for nothing."""
+        """Mark the record as done. No effect if its lane is lost, or if it is done already."""
         ledger = self._ledgers.get((record.topic, record.lane))
         if ledger is not None:
             ledger.done(record.offset)
@@ -155,13 +159,13 @@ class LaneConsumer:
         self._note_drained()
 
     def position(self, topic: str, lane: int) -> int:
-        """The next offset to be read of one of our lanes; KeyError if it is not ours."""
+        """The next offset to read of an owned lane. Raises KeyError for another lane."""
         return self._ledgers[topic, lane].position
 
     async def start(self) -> None:
-        """Join the group; returns once lanes are assigned. Raises BrokerUnavailable, BrokerError, ConfigError."""
+        """Join the group; returns with the first assignment. Raises BrokerUnavailable, BrokerError, ConfigError."""
         self._failed = asyncio.get_running_loop().create_future()
-        self._failed.add_done_callback(lambda failed: failed.cancelled() or failed.exception())  # may go unwatched
+        self._failed.add_done_callback(lambda failed: failed.cancelled() or failed.exception())  # no warning if unused
         try:
             await self._renewed.start()
             await self._membership.start()
@@ -190,9 +194,9 @@ class LaneConsumer:
         )
 
     async def drain(self, timeout_s: float) -> bool:
-        """Stop reading, stay a member that is given no more lanes, and wait until every record handed out is done.
+        """Stop reading, stay a member without new lanes, and wait until every record handed out is done.
 
-        False: some were not in time.
+        Returns False if some are not done within timeout_s.
         """
         self._draining = True
         self._membership.draining()
@@ -207,7 +211,7 @@ class LaneConsumer:
         return self.undone == 0
 
     async def stop(self) -> None:
-        """Stop reading, commit what is done, leave the group at once; the lanes are lost. `drain` before is kinder."""
+        """Stop reading, commit, and leave the group at once. Call `drain` first to finish the records handed out."""
         self._draining = True
         self._cancel_start()
         for task in self._tasks:
@@ -228,12 +232,12 @@ class LaneConsumer:
         await self.stop()
 
     def _assigned(self, lanes: frozenset[int], continuous: bool) -> None:
-        """The group has spoken: drop what is lost now, start what is gained as soon as its offsets are known."""
+        """Handle a new assignment: drop lost lanes now, start gained lanes as soon as their offsets are known."""
         self._cancel_start()
         kept = self._lanes & lanes if continuous else frozenset()
         try:
             self._drop(self._lanes - kept)
-        except Exception as error:  # aiokafka would log it and go on
+        except Exception as error:  # aiokafka would only log it
             self._fail(error)
         if lanes != kept and not self._draining:
             self._heard_s = time.monotonic()
@@ -251,7 +255,7 @@ class LaneConsumer:
             return lane, [await self._membership.start_offset(topic, lane) for topic in self._topics]
 
         async with asyncio.TaskGroup() as group:
-            # A partition without a leader keeps its own lane waiting, not the others.
+            # A partition without a leader delays its own lane only.
             pending = {group.create_task(start_offsets(lane)) for lane in lanes}
             while pending:
                 done, pending = await asyncio.wait(pending, timeout=TOGETHER_S)
@@ -277,7 +281,7 @@ class LaneConsumer:
 
     def _drop(self, lanes: frozenset[int]) -> None:
         if not self._draining:
-            # Only paused: to assign the rest anew would break off the fetch in which the kept lanes wait.
+            # Pause only: a new assignment of the rest would abort the fetch in which the kept lanes wait.
             self._data.pause(*(TopicPartition(topic, lane) for lane in lanes for topic in self._topics))
         for topic in self._topics:
             for lane in lanes:
@@ -296,12 +300,12 @@ class LaneConsumer:
             self._drained.set()
 
     def _reassign(self) -> None:
-        """Point the data plane at our lanes, each at its own position. Without an await: no record falls between."""
+        """Assign the owned lanes to the data plane, each at its position. It does not await, so no record is lost."""
         self._assign(self._data)
         self._reading.set()
 
     async def _point(self, data: Any) -> None:
-        """Point a new reader at them, again without an await: it takes over right after."""
+        """Assign the owned lanes to a new consumer. It does not await, since the consumer takes over right after."""
         pass_unreadable(data)
         if self._lanes and not self._draining:
             self._assign(data)
@@ -321,10 +325,10 @@ class LaneConsumer:
             except OffsetOutOfRangeError as error:
                 await self._restart_lane(error.args[0])
                 continue
-            self._take([as_record(message) for messages in batches.values() for message in messages])
+            self._hand_out([as_record(message) for messages in batches.values() for message in messages])
 
-    def _take(self, records: list[Record]) -> None:
-        """Hand out those of our lanes, in order; one that was handed out before comes again after a seek."""
+    def _hand_out(self, records: list[Record]) -> None:
+        """Hand out the new records of owned lanes in order. After a seek, some records arrive a second time."""
         new = []
         for record in records:
             ledger = self._ledgers.get((record.topic, record.lane))
@@ -336,7 +340,7 @@ class LaneConsumer:
             self._on_records(new)
 
     async def _restart_lane(self, out_of_range: dict[TopicPartition, int]) -> None:
-        """The broker no longer has the offset, or not yet: its log was cut short, expired, or began anew."""
+        """Restart at the earliest offset: the log was truncated, expired or recreated, so the offset is not in it."""
         earliest = await self._data.beginning_offsets(list(out_of_range))
         for partition, offset in earliest.items():
             if partition in self._ledgers and not self._draining:
@@ -351,7 +355,7 @@ class LaneConsumer:
                 self._data.seek(partition, offset)
 
     async def _watched(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Runs background work; what ends it ends the consumer, visibly."""
+        """Run background work; an exception ends the consumer (`failed`)."""
         try:
             await work()
         except Exception as error:

@@ -1,6 +1,6 @@
-"""Sends messages: no linger, Kafka's own partitioner, typed errors. Knows nothing of what it sends.
+"""Sends messages without linger, with Kafka's own partitioner and typed errors.
 
-Memory is bounded: aiokafka keeps one open batch per partition, and a send that finds it full waits.
+Memory is bounded: aiokafka keeps one open batch per partition, and a send to a full batch waits.
 """
 
 from __future__ import annotations
@@ -30,21 +30,24 @@ from relaygr_stream.errors import BrokerError, BrokerUnavailable, TopicError
 from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.wire.partitioner import partition_of
 
-#: What a topic takes by default (its file's max_message_bytes).
+#: The default size limit of a topic (max_message_bytes in its file).
 DEFAULT_MAX_BYTES: Final = 1_048_576
-#: Small messages travel together up to this; far below what any topic takes, since the broker checks whole batches.
+#: Size limit of a batch of small messages. The broker checks whole batches, so it is far below any topic's limit.
 BATCH_BYTES: Final = 64 * 1024
 
 
 class Sent(NamedTuple):
-    """Where a message is in its partition, and where the batch begins that it is in: the log has all of it, or none."""
+    """The offset of a message, and of the first message of its batch. The log has the whole batch or none of it."""
 
     offset: int
     batch: int
 
 
 class Producer:
-    """A producer for one kind of traffic; make a second one rather than let scores wait behind other messages."""
+    """A producer for one kind of traffic. Use a second producer for messages that must not wait behind others.
+
+    acks, max_bytes: as in Kafka (acks, max.request.size).
+    """
 
     def __init__(
         self,
@@ -72,7 +75,7 @@ class Producer:
 
     @property
     def trouble(self) -> str | None:
-        """Why nothing can be sent: it has ended, and is made anew. Sends wait meanwhile."""
+        """Why nothing can be sent while an ended producer is replaced; sends wait meanwhile. None if all is well."""
         return self._renewed.trouble
 
     async def start(self) -> None:
@@ -80,7 +83,7 @@ class Producer:
         await self._renewed.start()
 
     async def stop(self) -> None:
-        """Deliver what is buffered, within the request timeout, and disconnect."""
+        """Deliver the buffered messages, within the request timeout, and disconnect."""
         await self._renewed.stop(self._kafka.request_timeout_ms / 1000 + CLOSE_S)
 
     async def __aenter__(self) -> Self:
@@ -93,7 +96,7 @@ class Producer:
         await self.stop()
 
     def broker_of(self, topic: str, partition: int) -> int | None:
-        """The id of the broker that leads a partition, as far as it is known; -1: nobody leads it."""
+        """The id of the broker that leads a partition; -1: it has no leader; None: not known."""
         client = self._renewed.client
         leader = (
             None if client is None else client.client.cluster.leader_for_partition(TopicPartition(topic, partition))
@@ -112,7 +115,7 @@ class Producer:
         """Buffer a message; the future resolves to its offset once the broker has acknowledged it.
 
         value None: a tombstone. The partition is the given one, else the key's, else any. Raises, or sets on the
-        future: BrokerUnavailable (nobody answered within the request timeout), TopicError (no such topic or partition),
+        future: BrokerUnavailable (no answer within the request timeout), TopicError (no such topic or partition),
         BrokerError (too large, or refused).
         """
         producer = await self._renewed.present()
@@ -146,12 +149,11 @@ class Producer:
         partition: int,
         settled: Callable[[int, Sent | BrokerError], None],
     ) -> None:
-        """Buffer messages (key, value) of one partition, in as few batches as hold them: 8 µs less each than by `send`.
+        """Buffer messages (key, value) of one partition in as few batches as possible: 8 µs less each than by `send`.
 
-        Each message is settled once: settled(index, Sent) when the broker has acknowledged it, settled(index, error)
-        with an error as `send` raises it when that failed, be it before this returns. None of a batch is settled when
-        the producer was stopped while it was on its way. Waits where an earlier batch of the partition has not left
-        yet. Raises nothing of the bus.
+        settled(index, outcome) is called once for each message, possibly before this returns: with Sent when the broker
+        has acknowledged it, or with an error as `send` raises it. It is not called for a batch in transit when the
+        producer stops. Waits while an earlier batch of the partition is not sent. Raises no BrokerError.
         """
         try:
             producer = await self._renewed.present()
@@ -181,12 +183,12 @@ class Producer:
         first: int,
         batch: Any,
     ) -> None:
-        """Hand over a batch whose first message has the index `first`."""
+        """Submit a batch whose first message has the index `first`."""
         indices = range(first, first + batch.record_count())
         if not indices:
             return
         size = batch.size()
-        batch.close()  # else aiokafka adds messages of `send` to it
+        batch.close()  # otherwise aiokafka adds messages of `send` to it
 
         def fail(error: BrokerError) -> None:
             for index in indices:
@@ -213,7 +215,7 @@ class Producer:
             acknowledged.add_done_callback(acknowledge)
 
     async def partitions(self, topics: Sequence[str]) -> dict[str, int]:
-        """How many partitions the topics have now, 0 for those that are away; new ones can be sent to from then on.
+        """The topics' present partition counts, 0 for an unavailable topic. Afterwards `send` knows new partitions.
 
         Raises BrokerUnavailable.
         """
@@ -224,10 +226,6 @@ class Producer:
             async with asyncio.timeout(self._kafka.request_timeout_ms / 1000):
                 await client.force_metadata_update()
         return {topic: len(client.cluster.partitions_for_topic(topic) or ()) for topic in topics}
-
-    async def flush(self) -> None:
-        """Wait until everything sent so far is acknowledged or failed."""
-        await (await self._renewed.present()).flush()
 
     def _acknowledge(self, sent: asyncio.Future[int], topic: str, size: int, done: asyncio.Future[Any]) -> None:
         if done.cancelled():
@@ -260,13 +258,13 @@ class Producer:
 
 
 def _fail_unsent(producer: Any) -> None:
-    """What a producer that has ended still holds is not going to be sent: whoever waits for it is told."""
+    """Fail the buffered messages of a producer that has ended, since it will not send them."""
     producer._message_accumulator.fail_all(KafkaConnectionError("the producer has ended"))
 
 
 def murmur2_partition(key: bytes | None, partitions: list[int], available: list[int]) -> int:
-    """The partition of a key, as Kafka's Java client chooses it; any that has a leader without one."""
+    """The partition of a key, as Kafka's Java client chooses it; without a key, any partition that has a leader."""
     if key is None:
         return random.choice(available or partitions)
-    # Partitions are numbered from 0 without gaps, so that the count alone decides.
+    # Partitions are numbered from 0 without gaps, so the count is sufficient.
     return partition_of(key, len(partitions))

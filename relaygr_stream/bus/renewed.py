@@ -1,9 +1,8 @@
-"""aiokafka's consumers and producers, made anew when one of their background tasks has ended.
+"""Replaces aiokafka's consumers and producers when one of their background tasks has ended.
 
-Each lives by tasks of its own (fetcher, sender, coordinator, metadata). One that ends by an error which aiokafka does
-not expect is not started again, and the calls do not fail: a consumer reads nothing, a producer sends nothing, for
-ever. Here the end of such a task is seen at once, and a new consumer or producer takes over. Knows nothing of what is
-read or sent.
+Each client depends on background tasks (fetcher, sender, coordinator, metadata). If an unexpected error ends one,
+aiokafka does not restart it, and calls do not fail: a consumer reads nothing, a producer sends nothing, for ever. This
+module notices the end of such a task at once, and replaces the client.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ from relaygr_stream.telemetry.limiter import LogLimiter
 log = structlog.get_logger(__name__)
 limited: Final = LogLimiter().limited
 
-#: Where aiokafka 0.14 keeps its tasks that last as long as a consumer or producer. Heartbeats come and go; the
-#: coordinator looks after them.
+#: The attributes of aiokafka 0.14 that hold the tasks of a client's whole life. The coordinator manages heartbeats.
 _TASKS: Final = {
     "fetcher": "_fetcher._fetch_task",
     "coordinator": "_coordinator._coordination_task",
@@ -40,31 +38,30 @@ _TASKS: Final = {
     "metadata of the consumer": "_client._sync_task",
     "metadata of the producer": "client._sync_task",
 }
-#: Pauses before a successor is made, in seconds; the last one repeats. The first end costs no time.
+#: Pauses before a replacement, in seconds; the last one repeats. The first replacement is immediate.
 PAUSES_S: Final = (0.0, 0.1, 0.5, 1.0, 2.0, 5.0)
-#: What has lived so long is sound: its end is a new matter.
+#: A client that has run this long was healthy: its end does not count as one in a row.
 SOUND_S: Final = 30.0
-
-#: A reader that ends this often in a row ends by what it reads, or is part of a process that is broken: 3.6 s.
+#: Ends in a row after which a reader is given up: the records or the process cause them. The pauses sum up to 3.6 s.
 MOST_ENDS: Final = 5
 
-#: How often each part (`Renewed.part`) of this process was made anew.
+#: Part (`Renewed.part`) of this process → number of its replacements.
 renewals: Final[Counter[str]] = Counter()
 
 
 class RenewalsCollector(Collector):
-    """`renewals` for Prometheus; of one process, so a registry takes it once."""
+    """`renewals` for Prometheus. It covers the whole process, so register it once."""
 
     def describe(self) -> Iterable[CounterMetricFamily]:
-        """The family without values, by which a registry finds duplicates."""
+        """The family without values; a registry finds duplicates by it."""
         yield CounterMetricFamily(
             "relaygr_parts_made_anew",
-            "Consumers and producers that were made anew because something inside them had ended, by part.",
+            "Consumers and producers that were replaced because a background task inside them had ended, by part.",
             labels=["part"],
         )
 
     def collect(self) -> Iterable[CounterMetricFamily]:
-        """The family as of now."""
+        """The family with its present values."""
         for family in self.describe():
             for part, count in sorted(renewals.items()):
                 family.add_metric([part], count)
@@ -72,12 +69,12 @@ class RenewalsCollector(Collector):
 
 
 def background_tasks(client: Any) -> dict[str, asyncio.Task[None]]:
-    """Name → task, of a started AIOKafkaConsumer or AIOKafkaProducer."""
+    """The background tasks of a started AIOKafkaConsumer or AIOKafkaProducer, by name."""
     found = {}
     for name, path in _TASKS.items():
         try:
             task = attrgetter(path)(client)
-        except AttributeError:  # the other kind, or a consumer without a group, or with one
+        except AttributeError:  # this kind of client does not have this task
             continue
         if task is not None:
             found[name] = task
@@ -85,7 +82,7 @@ def background_tasks(client: Any) -> dict[str, asyncio.Task[None]]:
 
 
 def watch(client: Any, ended: Callable[[str], None]) -> None:
-    """Call ended(why) for each background task that ends, also when the client is stopped."""
+    """Call ended(why) for each background task that ends, also if the client is stopped."""
 
     def done(name: str, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()
@@ -96,11 +93,12 @@ def watch(client: Any, ended: Callable[[str], None]) -> None:
 
 
 class Renewed:
-    """One consumer or producer (`client`), and its successors.
+    """One consumer or producer (`client`), replaced when it ends.
 
-    part: what it is, for logs, metrics and `trouble`. make(): a new one, not started. begin(client): readies one that
-    is started (assign, seek), and may fail as aiokafka does. leave(client): one that has ended is not used any more.
-    given_up(error): its successors have ended as well, MOST_ENDS in a row; None: go on for ever.
+    part: its name in logs, metrics and `trouble`. make(): returns a new client, not started.
+    begin(client): prepares a started client (assign, seek); it may raise aiokafka's errors.
+    leave(client): called for a client that has ended. given_up(error): called instead of a replacement after MOST_ENDS
+    ends in a row; None: replace for ever.
     """
 
     def __init__(
@@ -121,17 +119,17 @@ class Renewed:
         self._there = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._started_s = 0.0
-        self._ends = 0  # in a row, each soon after the one before
+        self._ends = 0  # ends in a row, each less than SOUND_S after the start
         self.client: Any = None
-        #: What ended, while there is no successor; for readiness.
+        #: Why there is no client while it is being replaced, for readiness.
         self.trouble: str | None = None
 
     async def start(self) -> None:
-        """The first one. Raises BrokerUnavailable, BrokerError."""
+        """Start the first client. Raises BrokerUnavailable, BrokerError."""
         await self._open()
 
     async def present(self) -> Any:
-        """The one to use, once there is one. Raises BrokerUnavailable after the request timeout, or after `stop`."""
+        """The client, after waiting for a replacement. Raises BrokerUnavailable after the request timeout or `stop`."""
         if not self._there.is_set() and self.client is not None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._kafka.request_timeout_ms / 1000):
@@ -141,22 +139,22 @@ class Renewed:
         return self.client
 
     async def stop(self, within_s: float = CLOSE_S) -> None:
-        """End it; a producer delivers what is buffered, within that time."""
+        """End the client within within_s; a producer delivers its buffered messages."""
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
         client, self.client = self.client, None
-        self._there.set()  # who waits is told
+        self._there.set()  # wakes the callers of `present`
         await self._end(client, within_s)
 
     def renew(self, why: str) -> None:
-        """Make a successor for the present one. No effect while one is being made, or after `stop`."""
+        """Replace the client. No effect during a replacement, or after `stop`. why: the reason, for the log."""
         if self.client is None or self._task is not None:
             return
         self._ends = self._ends + 1 if time.monotonic() - self._started_s < SOUND_S else 0
-        self.trouble = f"{self.part} is made anew: {why}"
-        limited(log.error, self.part)("ended, is made anew", part=self.part, why=why, in_a_row=self._ends + 1)
+        self.trouble = f"{self.part} is being replaced: {why}"
+        limited(log.error, self.part)("client ended; replacing it", part=self.part, why=why, in_a_row=self._ends + 1)
         self._there.clear()
         if self._given_up is not None and self._ends + 1 >= MOST_ENDS:
             self._given_up(BrokerError(f"{self.part} has ended {self._ends + 1} times in a row: {why}"))
@@ -172,17 +170,17 @@ class Renewed:
                 await self._open()
                 break
             except BrokerError as error:
-                self.trouble = f"{self.part} cannot be made anew: {error}"
-                limited(log.warning, f"no {self.part}")("cannot be made anew", part=self.part, error=str(error))
+                self.trouble = f"{self.part} cannot be replaced: {error}"
+                limited(log.warning, f"no {self.part}")("client cannot be replaced", part=self.part, error=str(error))
         renewals[self.part] += 1
         self.trouble = self._task = None
-        limited(log.warning, f"new {self.part}")("was made anew", part=self.part)
+        limited(log.warning, f"new {self.part}")("client replaced", part=self.part)
         await self._end(old, CLOSE_S)
 
     async def _open(self) -> None:
         client = self._make()
         try:
-            with typed_errors(self._kafka, f"make {self.part}"):
+            with typed_errors(self._kafka, f"start {self.part}"):
                 await client.start()
                 if self._begin is not None:
                     await self._begin(client)
@@ -194,7 +192,7 @@ class Renewed:
         watch(client, partial(self._ended, client))
 
     def _ended(self, client: Any, why: str) -> None:
-        if client is self.client:  # else it was to end
+        if client is self.client:  # otherwise its end was intended
             self.renew(why)
 
     async def _end(self, client: Any, within_s: float) -> None:

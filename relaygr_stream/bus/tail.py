@@ -1,6 +1,6 @@
 """Reads whole partitions without a group: the compacted `worker-status`, or a client's own partition of `scores`.
 
-Commits nothing, shares with nobody. Knows nothing of what the records contain.
+It commits nothing, and every reader gets all records.
 """
 
 from __future__ import annotations
@@ -23,22 +23,24 @@ from relaygr_stream.wire.records import Record, as_record
 
 log = structlog.get_logger(__name__)
 
-#: How long one wait for records lasts; only how often an idle loop turns.
+#: The time limit of one wait for records: the period of an idle loop.
 WAIT_MS: Final = 1000
-#: A relaxed tail has its records so late, or as soon as there are so many bytes: a fetch costs the broker and us half a
-#: millisecond of a core each, whatever it brings.
+#: A relaxed tail gets records this late, or as soon as there are RELAXED_BYTES: any fetch costs the broker and this
+#: process half a millisecond of a core each.
 RELAXED_MS: Final = 300
 RELAXED_BYTES: Final = 256 * 1024
 
 
 class TopicTail:
-    """Follows some partitions of one topic, over broker restarts.
+    """Follows some partitions of one topic, across broker restarts.
 
-    start: "earliest", or "latest" for what is produced after start() returned. on_records(records): in order per
-    partition (`Record.lane`), on the loop, quick. relaxed: they may come RELAXED_MS late, many at a time. If the
-    broker lost the offset (log expired, or begun anew), reading goes on from the earliest record there is, so a record
-    may come twice, and none is passed over that exists. A refusal, or the end of something inside aiokafka, is no end:
-    reading is tried again, less and less often, and goes on where it was.
+    start: "earliest", or "latest" for records produced after start() returns. on_records(records): gets records in
+    order per partition (`Record.lane`); it runs on the loop and must be quick. relaxed: records may arrive RELAXED_MS
+    late, many at a time.
+
+    If the broker has lost the offset (the log expired or was recreated), reading continues at the earliest record. A
+    record may then arrive twice, but no existing record is skipped. After a refusal, or an end inside aiokafka, reading
+    is retried with growing pauses and continues at its position.
     """
 
     def __init__(
@@ -57,31 +59,31 @@ class TopicTail:
         self._partitions = [TopicPartition(topic, partition) for partition in partitions]
         self._start = start
         self._on_records = on_records
-        self._next: dict[TopicPartition, int] = {}  # offsets behind what was handed out
-        self._ends: dict[TopicPartition, int] = {}  # where the log ended at the start
-        self._turned = asyncio.Event()  # something was read, or nothing will be any more
+        self._next: dict[TopicPartition, int] = {}  # the next offset to hand out
+        self._ends: dict[TopicPartition, int] = {}  # the log's end at the start
+        self._turned = asyncio.Event()  # set after each read, and when reading has ended
         self._renewed = Renewed(kafka, f"the reader of {topic}", self._make, self._begin)
         self._task: asyncio.Task[None] | None = None
         self._failed: asyncio.Future[None] | None = None
 
     @property
     def failed(self) -> asyncio.Future[None]:
-        """Never completes unless on_records failed; then it raises why."""
+        """A future that completes, with the error, only if on_records fails."""
         assert self._failed is not None, "start() comes first"
         return self._failed
 
     @property
     def trouble(self) -> str | None:
-        """Why nothing is read at the moment."""
+        """Why nothing is read at the moment; None if all is well."""
         return self._renewed.trouble
 
     async def start(self) -> None:
-        """Connect, and with "earliest" hand out everything there is before returning.
+        """Connect. With "earliest", hand out all existing records before returning.
 
         Raises BrokerUnavailable, BrokerError.
         """
         self._failed = asyncio.get_running_loop().create_future()
-        self._failed.add_done_callback(lambda failed: failed.cancelled() or failed.exception())  # may go unwatched
+        self._failed.add_done_callback(lambda failed: failed.cancelled() or failed.exception())  # no warning if unused
         await self._renewed.start()
         ends = self._ends
         try:
@@ -104,12 +106,12 @@ class TopicTail:
         )
 
     async def _begin(self, consumer: Any) -> None:
-        """Point a new consumer at where we are."""
+        """Assign the partitions to a new consumer, at the next offsets."""
         pass_unreadable(consumer)
         if not self._next:
-            # Raises at once where an ACL is missing; the offsets of such a topic would be asked for until the timeout.
+            # Raises at once if an ACL is missing; a request for offsets would be retried until the timeout.
             await consumer._client._wait_on_metadata(self._partitions[0].topic)
-            # Before anything is fetched: what is asked on a connection waits for a fetch that waits for records.
+            # Before the first fetch: a request waits behind a fetch that waits for records on the same connection.
             self._ends = await consumer.end_offsets(self._partitions)
             earliest = self._start == "earliest"
             self._next = dict(await consumer.beginning_offsets(self._partitions) if earliest else self._ends)
@@ -118,7 +120,7 @@ class TopicTail:
             consumer.seek(partition, offset)
 
     async def catch_up(self) -> None:
-        """Return when all that is there now has been handed out. Raises BrokerError, and what `failed` does."""
+        """Wait until all records that exist now are handed out. Raises BrokerError, or the error of `failed`."""
         with typed_errors(self._kafka, f"read {self._partitions[0].topic}"):
             ends = await (await self._renewed.present()).end_offsets(self._partitions)
             self._turned.clear()
@@ -146,7 +148,7 @@ class TopicTail:
         await self.stop()
 
     async def _behind(self, ends: Mapping[TopicPartition, int]) -> bool:
-        """By position, not by records: the last offsets of a compacted partition may hold none."""
+        """Whether a position is before its end. Positions count, since a compacted log's last offsets may be empty."""
         consumer = await self._renewed.present()
         return any([await consumer.position(partition) < end for partition, end in ends.items()])
 
@@ -157,10 +159,10 @@ class TopicTail:
                     consumer = await self._renewed.present()
                     await self._read(consumer)
                 except BrokerUnavailable:
-                    continue  # it is told by `trouble`, and tried again
+                    continue  # `trouble` reports it; try again
                 except (KafkaError, OSError) as error:
                     if consumer is self._renewed.client:
-                        self._renewed.renew(str(broker_error(self._kafka, "read it", error)))
+                        self._renewed.renew(str(broker_error(self._kafka, "read", error)))
         except Exception as error:
             log.error("tail_failed", topic=self._partitions[0].topic, error=repr(error))
             self.failed.set_exception(error)
@@ -168,9 +170,9 @@ class TopicTail:
 
     async def _read(self, consumer: Any) -> None:
         batches = await consumer.getmany(timeout_ms=WAIT_MS)
-        self._take([as_record(message) for messages in batches.values() for message in messages])
+        self._hand_out([as_record(message) for messages in batches.values() for message in messages])
 
-    def _take(self, records: list[Record]) -> None:
+    def _hand_out(self, records: list[Record]) -> None:
         for record in records:
             self._next[TopicPartition(record.topic, record.lane)] = record.offset + 1
         if records:

@@ -1,7 +1,4 @@
-"""What a cluster has, beside what the topics' files say: what breaks the relay is refused, other differences are named.
-
-Knows nothing of how the cluster is asked.
-"""
+"""Compares a cluster's topics with their files: it refuses what breaks the relay, and names other differences."""
 
 from __future__ import annotations
 
@@ -12,34 +9,36 @@ from typing import Final, NamedTuple
 from relaygr_stream.errors import TopicError
 from relaygr_stream.wire.topic_files import Topic, check_equal_counts
 
-#: What the headers of a dead letter add to the original: reason, detail and origin are below 2 KiB.
+#: Bytes that the headers of a dead letter add to the original; reason, detail and origin are below 2 KiB.
 DEAD_LETTER_HEADERS_BYTES: Final = 4096
-MEND: Final = "`relaygr topics apply --alter` sets the cluster's as the files say"
+REMEDY: Final = "`relaygr topics apply --alter` changes the cluster to what the files say"
 
 
 @dataclass(frozen=True)
 class FoundTopic:
-    """What the cluster says of a topic. configs: by Kafka's names; the embedded broker tells few. own: those set for
-    this topic, which are not the cluster's defaults.
+    """A topic as the cluster describes it.
+
+    configs: by Kafka's names; the embedded broker reports few. own: names of the configs set for this topic, which are
+    not the cluster's defaults.
     """
 
     partitions: int
     replication: int
     configs: Mapping[str, str]
     own: frozenset[str]
-    leaders: Mapping[int, int]  # partition → broker; -1: nobody
+    leaders: Mapping[int, int]  # partition → broker; -1: no leader
 
 
 @dataclass(frozen=True)
 class TopicRow:
-    """A topic's description beside what the cluster has; `found` is None where the topic does not exist."""
+    """A topic's description, and the topic on the cluster; `found` is None if it does not exist."""
 
     topic: Topic
     found: FoundTopic | None
 
 
 class Difference(NamedTuple):
-    """One setting with both values."""
+    """One setting with its value in the file and on the cluster."""
 
     topic: str
     setting: str
@@ -51,7 +50,7 @@ class Difference(NamedTuple):
 
 
 def check_rows(rows: Sequence[TopicRow]) -> None:
-    """What every process needs at its start. Raises TopicError, CoPartitionError (both topics, both counts)."""
+    """Check what every process needs at its start. Raises TopicError, CoPartitionError (both topics, both counts)."""
     missing = [row.topic.name for row in rows if row.found is None]
     if missing:
         raise TopicError(f"missing on the cluster: {', '.join(missing)}; `relaygr topics apply` creates them")
@@ -65,12 +64,12 @@ def check_rows(rows: Sequence[TopicRow]) -> None:
         if takes < topic.max_message_bytes:
             raise TopicError(
                 f"topic {topic.name} takes messages up to {takes} bytes (max.message.bytes), "
-                f"its file says {topic.max_message_bytes}; raise the one ({MEND}) or lower the other"
+                f"its file says {topic.max_message_bytes}; raise the cluster's ({REMEDY}) or lower the file's"
             )
         policy = has.configs.get("cleanup.policy", topic.cleanup_policy)
         if topic.cleanup_policy not in policy.split(","):
             raise TopicError(
-                f"topic {topic.name} has cleanup.policy={policy}, its file says {topic.cleanup_policy}; {MEND}"
+                f"topic {topic.name} has cleanup.policy={policy}, its file says {topic.cleanup_policy}; {REMEDY}"
             )
 
 
@@ -79,7 +78,7 @@ def _check_count(topic: Topic, count: int) -> None:
         return
     mend = f"set {'kafka.partitions' if topic.lanes else 'its file'} to {count}"
     if count < topic.partitions:
-        mend += ", or add partitions with `relaygr topics apply --alter` while nothing runs (docs/operations.md)"
+        mend += ", or add partitions with `relaygr topics apply --alter` while nothing runs (docs/how-to/kafka.md)"
     raise TopicError(
         f"topic {topic.name} has {count} partitions, its description says {topic.partitions}; {mend}, "
         f"or delete and apply it"
@@ -87,8 +86,9 @@ def _check_count(topic: Topic, count: int) -> None:
 
 
 def differences(rows: Sequence[TopicRow]) -> list[Difference]:
-    """Every setting that the files state and the cluster has another value of, as far as it tells; more partitions
-    than stated are none, where nobody looks a key up.
+    """Every setting of the files that has another reported value on the cluster.
+
+    More partitions than stated are no difference: check_rows refuses them where the exact count matters.
     """
     return [
         Difference(row.topic.name, setting, file, cluster)
@@ -104,14 +104,15 @@ def differences(rows: Sequence[TopicRow]) -> list[Difference]:
 
 
 def check_all(rows: Sequence[TopicRow], *, but: str = "") -> None:
-    """No difference, and no topic takes what `dead-letter` does not. Raises TopicError, naming everything at once.
+    """Check that there are no differences, and that dead letters of every topic fit into `dead-letter`.
 
-    but: a setting that is left out.
+    but: a setting to ignore. Raises TopicError that names all differences.
     """
-    said = [str(each) for each in differences(rows) if each.setting != but] + _too_large_for_dead_letters(rows)
-    if said:
+    problems = [str(each) for each in differences(rows) if each.setting != but] + _too_large_for_dead_letters(rows)
+    if problems:
         raise TopicError(
-            f"{'; '.join(said)}. {MEND} (not replication: set kafka.replication), or the files (kafka.topics_dir)"
+            f"{'; '.join(problems)}. {REMEDY} (not replication: set kafka.replication); or change the files "
+            f"(kafka.topics_dir)"
         )
 
 
@@ -122,11 +123,11 @@ def _too_large_for_dead_letters(rows: Sequence[TopicRow]) -> list[str]:
         if row.found is not None
     }
     lanes = [row.topic.name for row in rows if row.topic.lanes and row.topic.name in takes]
-    letters = [name for name in takes if name.endswith("dead-letter")]
+    dead_letter_topics = [name for name in takes if name.endswith("dead-letter")]
     return [
-        f"{lane} takes messages of {takes[lane]} bytes, {letter} of {takes[letter]}: a dead letter has up to "
+        f"{lane} takes messages of {takes[lane]} bytes, {target} of {takes[target]}: a dead letter has up to "
         f"{DEAD_LETTER_HEADERS_BYTES} bytes more than its original"
-        for letter in letters
+        for target in dead_letter_topics
         for lane in lanes
-        if takes[letter] < takes[lane] + DEAD_LETTER_HEADERS_BYTES
+        if takes[target] < takes[lane] + DEAD_LETTER_HEADERS_BYTES
     ]

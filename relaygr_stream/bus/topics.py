@@ -1,6 +1,6 @@
-"""The topics on a cluster: created, and checked against what their files say (topic_files.py), at every start.
+"""The topics on a cluster: describes, creates and alters them, and checks them against their files (topic_files.py).
 
-What the files say is imported from here as well. Knows nothing of what the messages contain.
+It also exports the names of topic_files.py that its users need.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ __all__ = [
 
 log = structlog.get_logger(__name__)
 
-#: A config's value, and whether it was set for the topic, by its name.
+#: Config name → its value, and whether it is set for the topic.
 _Configs = dict[str, tuple[str, bool]]
-#: DYNAMIC_TOPIC_CONFIG among the sources of a config.
+#: Kafka's code of DYNAMIC_TOPIC_CONFIG among the sources of a config.
 TOPICS_OWN: Final = 1
-#: The cluster names a dead broker until it is fenced (`broker.session.timeout.ms`, 9 s by default): whoever starts just
-#: then, and is sent there, or to one that leaves, asks again until that is over.
+#: How long a process retries at its start. A cluster refers clients to a dead broker until it is fenced
+#: (`broker.session.timeout.ms`, 9 s by default).
 FENCING_S: Final = 10.0
 RETRY_S: Final = 0.5
 
 
 @dataclass(frozen=True)
 class TopicReport:
-    """What `apply_topics` did."""
+    """The result of `apply_topics`."""
 
     created: tuple[str, ...]
     existing: tuple[str, ...]
@@ -66,9 +66,9 @@ class TopicReport:
 
 
 async def describe_topics(kafka: Kafka) -> tuple[TopicRow, ...]:
-    """Each topic's description beside what the cluster has. Raises BrokerUnavailable, ConfigError.
+    """Each topic's description, and the topic on the cluster. Raises BrokerUnavailable, BrokerError, ConfigError.
 
-    Where no broker answers, this is said at once; once one has answered, brokers that leave are waited for.
+    It raises at once if no broker answers. After a first answer it retries for FENCING_S, since brokers may leave.
     """
     topics = load_topics(kafka)
     await check_connection(kafka)
@@ -85,17 +85,17 @@ async def describe_topics(kafka: Kafka) -> tuple[TopicRow, ...]:
 
 
 async def verify_topics(kafka: Kafka, *, strict: bool = False, optional: Collection[str] = ()) -> tuple[TopicRow, ...]:
-    """Check the cluster against the description; every process does so at its start.
+    """Check the cluster against the topics' files, as every process does at its start.
 
-    strict: any difference is refused; else what the relay can live with is a warning in the log. optional: names of
-    topics that may be missing. Raises TopicError, CoPartitionError (naming both topics and both counts),
-    BrokerUnavailable, ConfigError.
+    strict: refuse every difference; otherwise a difference that does not break the relay is a warning in the log.
+    optional: names of topics that may be missing.
+    Raises TopicError, CoPartitionError (naming both topics and both counts), BrokerUnavailable, ConfigError.
     """
     described = await describe_topics(kafka)
     rows = tuple(row for row in described if row.found is not None or row.topic.name not in optional)
     check_rows(rows)
     try:
-        # Copies are the operator's matter; those who only use the topics need not know how many there are.
+        # The operator chooses the replication; a process that uses the topics need not know it.
         check_all(rows, but="" if strict else "replication")
     except TopicError as error:
         if strict:
@@ -105,10 +105,10 @@ async def verify_topics(kafka: Kafka, *, strict: bool = False, optional: Collect
 
 
 async def apply_topics(kafka: Kafka, *, alter: bool = False) -> TopicReport:
-    """Create the topics that are missing, then verify strictly; raises as `verify_topics` does.
+    """Create the missing topics, then verify strictly. Raises as `verify_topics`.
 
-    alter: topics that exist are changed to what their files say, too, and partitions added where there are fewer. More
-    lanes move users to others: nothing may run meanwhile (docs/operations.md).
+    alter: also change existing topics to what their files say, and add missing partitions. More lanes move users to
+    other lanes, so nothing may run meanwhile (docs/how-to/kafka.md).
     """
     topics = load_topics(kafka)
     await check_connection(kafka)
@@ -118,7 +118,7 @@ async def apply_topics(kafka: Kafka, *, alter: bool = False) -> TopicReport:
         altered: tuple[Difference, ...] = ()
         if alter:
             altered = await _alter(admin, before)
-        else:  # what exists must fit before anything is added to it
+        else:  # check the existing topics before creating others
             check_rows([row for row in before if row.found is not None])
         if missing:
             await _create(admin, missing)
@@ -145,7 +145,7 @@ async def _admin(kafka: Kafka) -> AsyncIterator[Any]:
 
 
 async def _describe(admin: Any, topics: Sequence[Topic]) -> tuple[TopicRow, ...]:
-    # All topics are asked for, not ours by name: naming a missing one may make the broker create it.
+    # It lists all topics instead of ours by name, since a broker may create a missing topic that a request names.
     listed = {
         entry["topic"]: entry["partitions"]
         for entry in await admin.describe_topics()
@@ -175,7 +175,7 @@ async def _configs(admin: Any, names: Sequence[str]) -> dict[str, _Configs]:
     for response in responses:
         for error_code, _, _, name, entries in response.resources:
             if error_code == NoError.errno:
-                # The fourth says where a value is from (1: the topic), before version 1 whether it is a default.
+                # The fourth field is a value's source (1: the topic); before version 1, whether it is a default.
                 own = (lambda source: not source) if response.API_VERSION == 0 else TOPICS_OWN.__eq__
                 found[name] = {entry[0]: (entry[1], own(entry[3])) for entry in entries if entry[1]}
     return found
@@ -194,13 +194,13 @@ async def _create(admin: Any, topics: Sequence[Topic]) -> None:
     response = await admin.create_topics(new)
     for name, error_code, *detail in response.topic_errors:
         error = for_code(error_code)
-        # Another process may have created it since we looked; the check afterwards tells whether it fits.
+        # Another process may have created it meanwhile; the check afterwards covers it.
         if error not in (NoError, TopicAlreadyExistsError):
             raise TopicError(f"topic {name} could not be created: {error.__name__}: {detail[0] if detail else ''}")
 
 
 async def _alter(admin: Any, rows: Sequence[TopicRow]) -> tuple[Difference, ...]:
-    """Change what exists to what its file says, but for what cannot be: fewer partitions, other copies."""
+    """Change existing topics to what their files say, except for fewer partitions and another replication."""
     found = [(row.topic, row.found) for row in rows if row.found is not None]
     check_rows([row for row in rows if row.found is not None and row.found.partitions > row.topic.partitions])
     changed = tuple(each for each in differences(rows) if each.setting != "replication")
@@ -208,7 +208,7 @@ async def _alter(admin: Any, rows: Sequence[TopicRow]) -> tuple[Difference, ...]
     for topic, has in found:
         settings = {each.setting for each in changed if each.topic == topic.name}
         if settings - {"partitions"}:
-            # This request of Kafka's replaces all that was set for the topic, so that is sent along.
+            # Kafka's request replaces all configs of the topic, so the present ones are sent too.
             configs = {name: has.configs[name] for name in has.own} | topic.configs
             resources.append(ConfigResource(ConfigResourceType.TOPIC, topic.name, configs))
         if "partitions" in settings:
@@ -226,7 +226,7 @@ async def _alter(admin: Any, rows: Sequence[TopicRow]) -> tuple[Difference, ...]
 async def _describe_when_visible(
     admin: Any, topics: Sequence[Topic], timeout_s: float, altered: set[tuple[str, str]]
 ) -> tuple[TopicRow, ...]:
-    """A new topic, and what was altered, takes a moment to show in every broker's metadata."""
+    """Describe the topics when all brokers show the new topics and the changes, or after timeout_s."""
     deadline = time.monotonic() + timeout_s
     while True:
         rows = await _describe(admin, topics)

@@ -1,9 +1,9 @@
-"""Records that cannot be read: a stand-in is handed out in the place of each, and reading goes on behind it.
+"""Replaces each unreadable record by a stand-in, so that reading continues behind it.
 
-What any producer can send, or a broker's failing disk can make, must not end those who read the partition, nor the next
-ones: a batch by an unknown codec, one that unpacks to gigabytes, a header's name that is not UTF-8, a flipped bit.
-aiokafka raises at such a batch, over and over, or in its own task. So its unpacking is replaced, for our consumers
-alone. Consumers bury a stand-in, which has no value, like any other bad message.
+A producer or a broker's failing disk can make batches that aiokafka cannot read: with an unknown codec, of gigabytes
+when unpacked, with a header name that is not UTF-8, with a flipped bit. aiokafka raises at such a batch again and
+again, or in its own task. This module therefore replaces its unpacking, for this package's consumers only. A stand-in
+has no value, so consumers send it to `dead-letter` as any bad message.
 """
 
 from __future__ import annotations
@@ -24,50 +24,54 @@ from aiokafka.record.default_records import DefaultRecordBatch
 
 from relaygr_stream.telemetry.limiter import LogLimiter
 
-# One record batch as a broker hands it out: its header checked, its codec undone, within bounds. Whatever the bytes
-# are, `read_batch` returns or raises Unreadable, and takes at most UNPACKED_BYTES beside them. Knows nothing of
-# partitions, nor of what the records contain.
+log = structlog.get_logger(__name__)
+limited = LogLimiter().limited
 
-
-#: A compressed batch may unpack to this: 16 times what a topic takes by default, where texts shrink to a third or a
-#: tenth. The rest are bombs: 300 MB of zeros are 30 KB of zstd.
+#: Header of a stand-in, and of its dead letter: why the record could not be read. The record itself stays in the log,
+#: at the origin that the dead letter names.
+HEADER_UNREADABLE: Final = "relaygr-unreadable"
+#: Largest number of stand-ins for one batch; the last one names all records that follow it.
+STAND_INS: Final = 1000
+#: Largest unpacked batch: 16 times the default size limit of a topic, since texts shrink to a third or a tenth. Larger
+#: ones are bombs: 300 MB of zeros are 30 KB of zstd.
 UNPACKED_BYTES: Final = 16 * 1024 * 1024
-#: Most records of a batch. Our smallest message has 60 bytes, so that 1 MiB holds a quarter of this; without a bound
-#: 1 MiB of zstd makes two million records of 500 bytes each, in memory.
+#: Largest number of records of a batch. The smallest message has 60 bytes, so 1 MiB holds a quarter of this. Without a
+#: bound, 1 MiB of zstd could make two million records of 500 bytes each in memory.
 MOST_RECORDS: Final = 65_536
 
-#: Kafka's record batch, version 2: base offset, length of what follows, leader epoch, magic, CRC, attributes, last
-#: offset delta, two timestamps, producer's id and epoch, base sequence, number of records.
+#: Kafka's record batch, version 2: base offset, length of the rest, leader epoch, magic, CRC, attributes, last offset
+#: delta, two timestamps, producer's id and epoch, base sequence, number of records.
 HEADER: Final = struct.Struct(">qiibIhiqqqhii")
-_OVERHEAD: Final = 12  # base offset and length, which the length does not count
+_OVERHEAD: Final = 12  # bytes of base offset and length, which the length does not count
 _CODEC, _CONTROL = 0x07, 0x20  # bits of the attributes
-_XERIAL: Final = b"\x82SNAPPY\0"  # the Java client's snappy: 16 bytes of header, then blocks with their lengths
+_XERIAL: Final = b"\x82SNAPPY\0"  # start of the Java client's snappy: 16 bytes of header, then blocks with lengths
 _XERIAL_HEADER: Final = 16
 
 
 class Unreadable(Exception):
-    """Why a batch cannot be read."""
+    """A batch cannot be read; the message says why."""
 
 
 class Span(NamedTuple):
-    """What a header says of its batch's offsets: base ≤ offset < end."""
+    """A batch's offsets by its header: base ≤ offset < end."""
 
     base: int
     end: int
 
 
 class Batch(NamedTuple):
-    """A batch whose records can be iterated, which may raise anything if the batch was changed since it was sent."""
+    """A batch with records to iterate. Iterating may raise any exception if the batch was changed after it was sent."""
 
     span: Span
     records: Any  # DefaultRecordBatch
-    dense: bool  # its records have the offsets base, base + 1, …
-    control: bool  # a transaction's marker, which no reader gets
+    dense: bool  # whether its records have the offsets base, base + 1, …
+    control: bool  # whether it is a transaction's marker, which is not handed out
 
 
 def split(answer: bytes) -> Iterator[memoryview]:
-    """The batches of a fetch's answer. The last may be cut short; then it is left out, and comes with the next. Behind
-    one whose length cannot be, nothing is told apart.
+    """The batches of a fetch's answer. An incomplete last batch is left out, since the next fetch returns it.
+
+    After a batch with an impossible length, the rest of the answer is one batch.
     """
     at = 0
     while len(answer) - at >= HEADER.size:
@@ -81,19 +85,19 @@ def split(answer: bytes) -> Iterator[memoryview]:
 
 
 def span_of(batch: memoryview) -> Span:
-    """What its header says, true or not."""
+    """The batch's offsets by its header, which is not checked."""
     header = HEADER.unpack_from(batch)
     return Span(header[0], header[0] + header[6] + 1)
 
 
 def read_batch(batch: memoryview, position: int, end: int, check_crc: bool) -> Batch:
-    """position: the offset to read next. end: where the partition ends, as the broker states it. check_crc: always, not
-    only where the header is out of the ordinary.
+    """Check and unpack one batch, in at most UNPACKED_BYTES of additional memory. Raises Unreadable for any bad bytes.
 
-    A broker states the end before it reads the log, so a batch that was committed meanwhile lies beyond the end: it is
-    taken if it continues at the position and its checksum is right.
+    position: the next offset to read. end: the partition's end as the broker states it. check_crc: check every
+    checksum; otherwise only if the header is unusual.
 
-    Raises Unreadable.
+    A broker states the end before it reads the log, so a batch committed meanwhile lies beyond the end. It is accepted
+    if it contains the position and its checksum is right.
     """
     base, _, _, magic, _, attributes, last, _, _, _, _, _, count = HEADER.unpack_from(batch)
     if magic != 2:
@@ -101,9 +105,9 @@ def read_batch(batch: memoryview, position: int, end: int, check_crc: bool) -> B
     codec, control = attributes & _CODEC, bool(attributes & _CONTROL)
     dense, beyond = count == last + 1, base + last >= end
     read = DefaultRecordBatch(batch)
-    # A header that a failing disk changed would otherwise lead astray: to offsets that are not there, or past records.
+    # A header changed by a failing disk could name offsets that do not exist, or skip records.
     if (check_crc or codec or control or beyond or not dense) and not read.validate_crc():
-        raise Unreadable("its batch was changed since it was sent: the checksum is wrong")
+        raise Unreadable("its batch was changed after it was sent: the checksum is wrong")
     if last < 0 or base < 0 or (beyond and not base <= position <= base + last):
         raise Unreadable(f"its batch claims the offsets {base}…{base + last} of a partition that ends at {end}")
     if count > MOST_RECORDS:
@@ -119,10 +123,10 @@ def _unpack(codec: int, packed: memoryview) -> bytes:
     name, decoder = _CODECS.get(codec, (f"codec {codec}", None))
     if decoder is None:
         raise Unreadable(f"its batch is compressed by an unknown {name}")
-    room = np.empty(UNPACKED_BYTES, np.uint8)  # costs address space; memory only as far as it is written
+    room = np.empty(UNPACKED_BYTES, np.uint8)  # address space; it takes memory only where it is written
     try:
         return room[: decoder(bytes(packed), room)].tobytes()
-    except Exception as error:  # cramjam's DecompressionError, struct's of a cut block: hostile bytes
+    except Exception as error:  # hostile bytes: DecompressionError, or struct.error for a cut block
         raise Unreadable(f"its {name} batch cannot be unpacked into {UNPACKED_BYTES} bytes: {error}") from error
 
 
@@ -145,32 +149,25 @@ _CODECS: Final[dict[int, tuple[str, Callable[[bytes, Any], int]]]] = {
 }
 
 
-log = structlog.get_logger(__name__)
-limited = LogLimiter().limited
-
-#: Header of a stand-in, and so of its dead letter: what could not be read. The record itself is in the log, at the
-#: origin that the dead letter names.
-HEADER_UNREADABLE: Final = "relaygr-unreadable"
-#: Of one batch so many records have a stand-in each; the last one names all that follow it.
-STAND_INS: Final = 1000
+# The replacements for aiokafka's reading.
 
 
 def pass_unreadable(consumer: Any) -> None:
-    """Make an AIOKafkaConsumer, started and with nothing assigned yet, hand out stand-ins instead of raising."""
+    """Make a started AIOKafkaConsumer without an assignment hand out stand-ins instead of raising."""
     fetcher = consumer._fetcher
 
     def end_of(partition: TopicPartition) -> int:
-        """Where the partition ended when the broker began its answer."""
+        """The partition's end when the broker began its answer."""
         return int(fetcher._subscriptions.subscription.assignment.state_value(partition).highwater)
 
-    # aiokafka's own reading of an answer, in which two names mean what is in here.
+    # The code of aiokafka's own function, with two of its global names replaced.
     ours = {"MemoryRecords": _Answer, "PartitionRecords": partial(_Records, end_of)}
     code = aiokafka_fetcher.Fetcher._proc_fetch_request.__code__
     fetcher._proc_fetch_request = MethodType(FunctionType(code, {**vars(aiokafka_fetcher), **ours}), fetcher)
 
 
 class _Answer:
-    """In place of aiokafka's MemoryRecords: a partition's bytes in the answer to a fetch, and no look at them."""
+    """Replaces aiokafka's MemoryRecords: a partition's bytes in the answer to a fetch, not parsed."""
 
     def __init__(self, content: bytes | None) -> None:
         self.content = content or b""
@@ -183,7 +180,7 @@ class _Answer:
 
 
 class _Records(aiokafka_fetcher.PartitionRecords):  # type: ignore[misc]  # untyped
-    """In place of aiokafka's: the records from the fetch's offset on, none left out without a stand-in."""
+    """Replaces aiokafka's PartitionRecords: records from the fetch's offset on, with a stand-in for each bad one."""
 
     next_fetch_offset: int
 
@@ -201,34 +198,36 @@ class _Records(aiokafka_fetcher.PartitionRecords):  # type: ignore[misc]  # unty
                     raise Unreadable(f"its batch claims offsets up to {batch.span.end - 1}, and so does the next one")
                 if not batch.control:
                     yield from self._read(batch.records, batch.span.base if batch.dense else None, batch.span.end)
-            except Exception as error:  # whatever hostile bytes make a decoder raise
+            except Exception as error:  # hostile bytes may make a decoder raise any exception
                 yield from self._stand_ins(self._end_of_bad(data, follower), error)
-                break  # its length may be wrong as well: the next fetch tells what follows
+                break  # its length may be wrong too, so reading continues with the next fetch
             self.next_fetch_offset = max(self.next_fetch_offset, batch.span.end)
         if self.next_fetch_offset == began_at:
-            # Else the same bytes would come again, for ever.
+            # Otherwise the same bytes would arrive again, for ever.
             yield from self._stand_ins(began_at + 1, Unreadable("the broker's answer holds no whole batch behind it"))
 
     def _read(self, records: Any, base: int | None, end: int) -> Iterator[ConsumerRecord]:
-        """base: where the offsets have no gaps."""
+        """The records of a batch that ends at `end`. base: its first offset if the offsets have no gaps, else None."""
         for index, record in enumerate(records):
             offset = record.offset
             if offset >= end or (base is not None and offset != base + index):
                 raise Unreadable(f"record {index} of its batch claims the offset {offset}")
-            if offset >= self.next_fetch_offset:  # a fetch within a batch brings the whole batch
+            if offset >= self.next_fetch_offset:  # a fetch from within a batch returns the whole batch
                 self.next_fetch_offset = offset + 1
                 yield self._consumer_record(self._tp, record)
 
     def _end_of_bad(self, batch: memoryview, follower: memoryview | None) -> int:
-        """Where reading goes on: where this header and the next one say, as far as that can be; the nearer of the two,
-        because what is read again is not lost.
+        """The offset at which reading continues after a bad batch.
+
+        It is the end by this batch's header or the base of the next one, if possible; the smaller of both, since
+        reading some records again loses none.
         """
         at = self.next_fetch_offset
         ends = [span_of(batch).end, *([span_of(follower).base] if follower else [])]
         return min((end for end in ends if at <= end <= self._end), default=at + 1)
 
     def _stand_ins(self, end: int, error: Exception) -> Iterator[ConsumerRecord]:
-        """One for each offset up to end, or for the rest of them."""
+        """A stand-in for each offset up to `end`; after STAND_INS of them, one for all the rest."""
         if isinstance(error, UnicodeDecodeError):
             why = f"the name of a header is not UTF-8: {error}"
         else:

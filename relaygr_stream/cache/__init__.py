@@ -1,1 +1,1 @@
-"""Memory of prefix KV: arenas, the HBM and DRAM tiers, entries and who may hold them."""
+"""The prefix cache: entries of prefix KV in an HBM and a DRAM tier, and the memory behind the tiers."""

@@ -1,7 +1,7 @@
-"""Bookkeeping of one contiguous memory: which byte ranges are held, which are holes. Knows no tensors and no entries.
+"""Bookkeeping of one contiguous memory: which byte ranges are held, and which are holes.
 
-Best fit over holes ordered by size, coalescing at once, and the search for the cheapest contiguous window to evict,
-without which mixed lengths would leave much of the memory in holes too small to use.
+Allocation is best fit over holes ordered by size; freed extents merge with the holes beside them at once. The search
+for the cheapest contiguous window to evict prevents mixed lengths from leaving memory in holes too small to use.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ class Extent(NamedTuple):
 
     @property
     def end(self) -> int:
-        """First byte behind the extent."""
+        """The first byte behind the extent."""
         return self.offset + self.size
 
 
 class Arena:
-    """`size` bytes (rounded down to the alignment), all one hole at first. Not thread-safe.
+    """`size` bytes (rounded down to the alignment), at first one hole. Not thread-safe.
 
-    Every operation on one extent is O(log n); sizes asked for are rounded up to the alignment. Held extents are fixed
-    until their holder says that they may be evicted, which does no more than let `runs` find room for them.
+    Every operation on one extent is O(log n). Requested sizes are rounded up to the alignment. A held extent is fixed
+    until `set_evictable` marks it; the mark only lets the arena count it as space that eviction could free.
+    Raises ValueError if size < 0 or alignment < 1.
     """
 
     def __init__(self, size: int, alignment: int) -> None:
@@ -43,7 +44,7 @@ class Arena:
         self._ends: dict[int, int] = {}  # end → offset, of held extents
         self._evictable: set[int] = set()  # offsets
         self._holes = Runs()
-        self._open = Runs()  # holes and evictable extents: everything but what is fixed
+        self._open = Runs()  # holes and evictable extents: everything but the fixed extents
         if self.size:
             self._holes.add(0, self.size)
             self._open.add(0, self.size)
@@ -61,27 +62,27 @@ class Arena:
 
     @property
     def largest_hole(self) -> int:
-        """The most that `allocate` can give now, in bytes."""
+        """Bytes of the largest extent that `allocate` can return now."""
         return self._holes.largest
 
     @property
     def largest_open(self) -> int:
-        """The most that `allocate` could give if all that may be evicted were freed, in bytes."""
+        """Bytes of the largest extent that `allocate` could return if all evictable extents were freed."""
         return self._open.largest
 
     @property
     def fragmentation(self) -> float:
-        """Share of the free bytes outside the largest hole: 0 when all of them are in one piece."""
+        """The share of free bytes outside the largest hole; 0 if there is one hole or none."""
         return 1 - self.largest_hole / self.free_bytes if self.free_bytes else 0.0
 
     def round_up(self, nbytes: int) -> int:
-        """What `nbytes` ≥ 1 really take."""
+        """`nbytes` rounded up to the alignment. Raises ValueError if nbytes < 1."""
         if nbytes < 1:
             raise ValueError(f"nbytes must be at least 1, got {nbytes}")
         return -(-nbytes // self.alignment) * self.alignment
 
     def allocate(self, nbytes: int) -> Extent | None:
-        """Hold the first `nbytes` of the smallest hole they fit in, lowest address first; None when there is none."""
+        """Hold the first `nbytes` of the smallest hole that is large enough (lowest of equals); None if none is."""
         size = self.round_up(nbytes)
         hole = next(self._holes.at_least(size), None)
         if hole is None:
@@ -93,42 +94,14 @@ class Arena:
         return extent
 
     def free(self, extent: Extent) -> None:
-        """Give the extent back, joined with the holes beside it. ValueError if it is not held (a double free)."""
+        """Turn the extent into a hole and merge it with its neighbours. Raises ValueError if it is not held."""
         self.set_evictable(extent, True)
         self._evictable.remove(extent.offset)
         self._release(extent)
         self._holes.add(extent.offset, extent.size)
 
-    def grow(self, extent: Extent, nbytes: int) -> Extent | None:
-        """Enlarge to `nbytes` in place, into the hole behind; None, and nothing changed, when that is too small."""
-        self._check_held(extent)
-        size = self.round_up(nbytes)
-        more = size - extent.size
-        if more < 0:
-            raise ValueError(f"cannot grow {extent} to {nbytes} bytes; use shrink")
-        if more > self._holes.after(extent.end):
-            return None
-        if more:
-            self._holes.remove(extent.end, more)
-            if extent.offset not in self._evictable:
-                self._open.remove(extent.end, more)
-        return self._resize(extent, size)
-
-    def shrink(self, extent: Extent, nbytes: int) -> Extent:
-        """Keep the first `nbytes`, the rest becomes free. ValueError if that would be more than it has."""
-        self._check_held(extent)
-        size = self.round_up(nbytes)
-        less = extent.size - size
-        if less < 0:
-            raise ValueError(f"cannot shrink {extent} to {nbytes} bytes; use grow")
-        if less:
-            self._holes.add(extent.end - less, less)
-            if extent.offset not in self._evictable:
-                self._open.add(extent.end - less, less)
-        return self._resize(extent, size)
-
     def set_evictable(self, extent: Extent, evictable: bool) -> None:
-        """Say whether the extent's holder would give it up for others. Changes nothing else."""
+        """Mark whether the extent may be evicted. Frees nothing. Raises ValueError if the extent is not held."""
         self._check_held(extent)
         if evictable == (extent.offset in self._evictable):
             return
@@ -140,7 +113,7 @@ class Arena:
             self._open.remove(extent.offset, extent.size)
 
     def open_run(self, extent: Extent) -> int:
-        """Bytes that would be free around and in the extent if all that may be evicted were freed; 0 if it is fixed."""
+        """Bytes of the hole around the extent if all evictable extents were freed; 0 if the extent is fixed."""
         run = self._open.around(extent.offset)
         return 0 if run is None else run[1]
 
@@ -154,11 +127,11 @@ class Arena:
     def cheapest_window(
         self, nbytes: int, evictable: Mapping[Extent, float], seeds: Iterable[Extent] | None = None
     ) -> list[Extent] | None:
-        """Evictable extents, in address order, whose freeing makes a hole of `nbytes`, at the least sum of costs.
+        """The evictable extents with the least total cost whose freeing makes a hole of `nbytes`, in address order.
 
-        Changes nothing. [] when a hole is large enough already, None when no run of evictable extents and holes is.
-        Without `seeds` all of `evictable` (k extents with costs ≥ 0) is searched, in O(k log k). With `seeds`, only
-        the surroundings of these: each as far as nbytes reach, looked up with `evictable.get`, whatever k is.
+        Changes nothing. Returns [] if a hole is large enough already, None if no run of evictable extents and holes is.
+        evictable: extent → cost ≥ 0. Without `seeds` it searches all k extents in O(k log k). With `seeds` it searches
+        only up to `nbytes` around each seed, looks costs up with `evictable.get`, and its time does not depend on k.
         """
         need = self.round_up(nbytes)
         if self.largest_hole >= need:
@@ -166,17 +139,17 @@ class Arena:
         costs = evictable if seeds is None else self._surroundings(need, evictable, seeds)
         ordered = sorted(costs)
         total = [0.0]  # total[i]: cost of the first i
-        starts, ends = [], []  # where the free range would start and end if only this one were freed
+        starts, ends = [], []  # the hole's bounds if only this extent were freed
         for extent in ordered:
             self._check_held(extent)
             total.append(total[-1] + costs[extent])
             starts.append(extent.offset - self._holes.before(extent.offset))
             ends.append(extent.end + self._holes.after(extent.end))
-        best: tuple[float, int] | None = None  # cost, and bytes that would be left over
+        best: tuple[float, int] | None = None  # cost, and unused bytes
         window = (0, 0)
         first = 0
         for last, end in enumerate(ends):
-            if last and ends[last - 1] < ordered[last].offset:  # something that must stay lies between
+            if last and ends[last - 1] < ordered[last].offset:  # a fixed extent lies between
                 first = last
             while first < last and end - starts[first + 1] >= need:
                 first += 1
@@ -187,9 +160,9 @@ class Arena:
         return None if best is None else ordered[window[0] : window[1]]
 
     def check_integrity(self) -> None:
-        """Raise CacheCorruption unless held extents and holes tile the memory and every index agrees. O(n log n)."""
+        """Raise CacheCorruption unless held extents and holes tile the memory and all indexes agree. O(n log n)."""
         holes: dict[int, int] = {}
-        opened: dict[int, int] = {}  # start → size of maximal runs of what is not fixed
+        opened: dict[int, int] = {}  # start → size of maximal runs of holes and evictable extents
         last_end = run_start = 0
 
         def free_up_to(offset: int) -> None:
@@ -203,8 +176,8 @@ class Arena:
         for offset, size in sorted(self._held.items()):
             if offset < last_end or offset + size > self.size or size < 1 or (offset | size) % self.alignment:
                 raise CacheCorruption(
-                    f"{size} bytes are held at {offset}: the one before ends at {last_end}, the memory at {self.size}, "
-                    f"the alignment is {self.alignment}"
+                    f"{size} bytes are held at {offset}: the extent before ends at {last_end}, the memory at "
+                    f"{self.size}, the alignment is {self.alignment}"
                 )
             free_up_to(offset)
             last_end = offset + size
@@ -214,21 +187,21 @@ class Arena:
         free_up_to(self.size)
         run_up_to(self.size)
         self._holes.check_integrity(holes, "the holes")
-        self._open.check_integrity(opened, "what may be evicted")
+        self._open.check_integrity(opened, "the evictable runs")
         if self._ends != {offset + size: offset for offset, size in self._held.items()}:
-            raise CacheCorruption("held extents by their ends are not the held extents")
+            raise CacheCorruption("the index of held extents by their ends differs from the held extents")
         if not self._evictable <= self._held.keys():
-            raise CacheCorruption(f"evictable, but not held: {sorted(self._evictable - self._held.keys())}")
+            raise CacheCorruption(f"offsets evictable, but not held: {sorted(self._evictable - self._held.keys())}")
         if sum(self._held.values()) != self.used:
             raise CacheCorruption(f"{sum(self._held.values())} bytes are held, {self.used} were counted")
 
     def _surroundings(
         self, need: int, evictable: Mapping[Extent, float], seeds: Iterable[Extent]
     ) -> dict[Extent, float]:
-        """The seeds and what can be freed next to them, `need` bytes to either side, with their costs."""
+        """The seeds and the evictable extents up to `need` bytes to either side of them, with their costs."""
         near: dict[Extent, float] = {}
 
-        def take(extent: Extent) -> bool:
+        def include(extent: Extent) -> bool:
             if extent in near:
                 return True
             cost = evictable.get(extent)
@@ -237,18 +210,18 @@ class Arena:
             return cost is not None
 
         for seed in seeds:
-            if not take(seed):
+            if not include(seed):
                 continue
             end = seed.offset - self._holes.before(seed.offset)
             while end > max(0, seed.end - need):
                 extent = Extent(self._ends[end], end - self._ends[end])
-                if not take(extent):
+                if not include(extent):
                     break
                 end = extent.offset - self._holes.before(extent.offset)
             start = seed.end + self._holes.after(seed.end)
             while start < min(self.size, seed.offset + need):
                 extent = Extent(start, self._held[start])
-                if not take(extent):
+                if not include(extent):
                     break
                 start = extent.end + self._holes.after(extent.end)
         return near
@@ -265,9 +238,3 @@ class Arena:
     def _release(self, extent: Extent) -> None:
         del self._held[extent.offset], self._ends[extent.end]
         self.used -= extent.size
-
-    def _resize(self, extent: Extent, size: int) -> Extent:
-        self._release(extent)
-        resized = Extent(extent.offset, size)
-        self._hold(resized)
-        return resized

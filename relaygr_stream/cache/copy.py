@@ -1,8 +1,7 @@
-"""Copies of whole extents between tiers, converted on the way where the tiers keep different forms, off the scoring
-path. Knows nothing of entries or of who waits, nor of what a conversion does.
+"""Copies whole extents between tiers in background threads, and converts them where the tiers keep different forms.
 
-Two lanes, one thread each: reloads, which a ranking request may be waiting for, never queue behind spills, and an
-accelerator's two copy directions run at once. On an accelerator each lane has a stream of its own.
+There are two copy lanes with one thread each. Reloads, which a ranking request may wait for, never queue behind spills,
+and an accelerator's two copy directions run at once. On an accelerator each lane has its own stream.
 """
 
 from __future__ import annotations
@@ -17,20 +16,20 @@ import torch
 
 from relaygr_stream.errors import DeviceError
 
-#: How long `close` waits for the copies under way: 100 times what a 1 GiB extent takes at 5 GB/s, 0.2 s.
+#: Seconds that `close` waits for the copies in progress: 100 times the 0.2 s of a 1 GiB extent at 5 GB/s.
 CLOSE_TIMEOUT_S = 20.0
 
-#: convert(dst, src): fill dst from src, on the current stream, which need not be waited for.
+#: convert(dst, src): fill dst from src on the current stream. It may return before the stream has finished.
 Convert = Callable[[torch.Tensor, torch.Tensor], None]
 
 
 def unchanged(dst: torch.Tensor, src: torch.Tensor) -> None:
-    """The conversion that is none."""
+    """The identity conversion."""
     dst.copy_(src, non_blocking=True)
 
 
 class CopyTicket:
-    """One copy, under way or done. seconds: how long it took once it began, when it is done."""
+    """One copy, in progress or complete. seconds: its duration without the wait for its turn, once it is complete."""
 
     __slots__ = ("_convert", "_done", "_dst", "_error", "_ready", "_src", "seconds")
 
@@ -46,9 +45,9 @@ class CopyTicket:
         self._done = threading.Event()
 
     def done(self) -> bool:
-        """Whether it is over, without waiting; if so, all of the destination is there for any stream.
+        """Whether the copy is complete; does not wait. If it is, every stream may read the whole destination.
 
-        Raises DeviceError if the copy failed, once; the destination's contents are then undefined.
+        Raises DeviceError, once, if the copy failed; the destination's contents are then undefined.
         """
         if not self._done.is_set():
             return False
@@ -58,12 +57,12 @@ class CopyTicket:
         return True
 
     def wait(self) -> None:
-        """Return when it is over; raises as `done`."""
+        """Wait until the copy is complete; raises as `done`."""
         self._done.wait()
         self.done()
 
     def _run(self, stream: torch.Stream | None) -> None:
-        """In the lane's thread, whose current stream is `stream`."""
+        """Make the copy. Runs in the lane's thread, whose current stream is `stream`."""
         assert self._dst is not None and self._src is not None
         try:
             start = time.perf_counter()
@@ -77,7 +76,7 @@ class CopyTicket:
             self.seconds = time.perf_counter() - start
         except Exception as error:
             if stream is not None:
-                with suppress(Exception):  # what was begun must not write into memory that others get next
+                with suppress(Exception):  # the failed copy must not write into memory that is reused
                     stream.synchronize()
             self._finish(error)
         else:
@@ -90,7 +89,7 @@ class CopyTicket:
 
 
 class _Lane:
-    """A thread that makes one copy after the other, on a stream of its own where the device has streams."""
+    """A thread that makes one copy after the other, on its own stream if the device has streams."""
 
     def __init__(self, name: str, device: torch.device, wake: Callable[[], None]) -> None:
         self._device = device
@@ -110,7 +109,7 @@ class _Lane:
         ticket._finish(DeviceError("the copy engine is closed"))
 
     def close(self) -> None:
-        """Fail what waits; what is being copied goes on."""
+        """Fail the waiting copies; the copy in progress continues."""
         with self._changed:
             self._closed = True
             abandoned, self._waiting = list(self._waiting), deque()
@@ -139,11 +138,11 @@ class _Lane:
 
 
 class CopyEngine:
-    """Copies tensors in the background; submitted to and polled from the thread that owns the device.
+    """Copies tensors in the background. The thread that owns the device submits copies and polls their tickets.
 
-    device: where the faster tier is; with "cpu" both tiers are host memory.
-    wake: called after each copy, from the engine's threads: it must be quick and must not raise. With it the device
-        thread can sleep until there is something to poll.
+    device: the device of the faster tier; with "cpu" both tiers are host memory.
+    wake: called after each copy from the engine's threads; it must be quick and must not raise. It lets the device
+        thread sleep until a copy is complete.
     """
 
     def __init__(self, device: torch.device, wake: Callable[[], None] = lambda: None) -> None:
@@ -153,11 +152,11 @@ class CopyEngine:
     def submit(
         self, dst: torch.Tensor, src: torch.Tensor, *, urgent: bool = False, convert: Convert = unchanged
     ) -> CopyTicket:
-        """Copy `src` into `dst`, converted, after all work that is now on the current stream.
+        """Copy `src` into `dst` through `convert`, after the work that is now on the current stream.
 
-        Until the ticket is done `src` must not be written, `dst` neither written nor read. `urgent` (a reload) does
-        not wait for copies that are not. After `close` the ticket fails at once. ValueError if the tensors do not match
-        and nothing converts them.
+        Until the ticket is complete, the caller must not write `src`, nor write or read `dst`. An urgent copy (a
+        reload) does not wait for copies that are not urgent. After `close` the ticket fails at once.
+        Raises ValueError if the tensors differ in shape or type and `convert` is the identity.
         """
         if convert is unchanged and (dst.shape != src.shape or dst.dtype != src.dtype):
             raise ValueError(
@@ -173,9 +172,9 @@ class CopyEngine:
         return ticket
 
     def close(self) -> None:
-        """Finish the copies under way; those still waiting fail with DeviceError. May be called again.
+        """Finish the copies in progress; waiting copies fail with DeviceError. A second call is harmless.
 
-        DeviceError when one does not finish within CLOSE_TIMEOUT_S; its thread then ends with the process.
+        Raises DeviceError if a copy does not finish within CLOSE_TIMEOUT_S; its thread then ends with the process.
         """
         for lane in self._lanes.values():
             lane.close()

@@ -1,4 +1,7 @@
-"""One user's prefix KV and where it is. Only prefix_cache.py, holdings.py and moves.py change that; others read it."""
+"""One user's prefix KV and its place in the tiers.
+
+Only prefix_cache.py, entry_table.py, moves.py and transit.py change an entry; other modules read it.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from relaygr_stream.models.api import KVRegion, Tokens
 
 
 class EntryState(enum.Enum):
-    """absent → computing → pinned → idle → spilling → in DRAM → loading → pinned (DESIGN §7)."""
+    """An entry's life cycle: absent → computing → pinned → idle → spilling → in DRAM → loading → pinned."""
 
     COMPUTING = "computing"
     PINNED = "pinned"
@@ -25,14 +28,14 @@ class EntryState(enum.Enum):
 class Coverage(enum.Enum):
     """How an entry's sequence relates to a request's prefix."""
 
-    NONE = "none"  # no entry, or another sequence: never used
-    PREFIX = "prefix"  # the entry holds a strict prefix of it: extend by the missing tokens
-    COVERS = "covers"  # the entry holds all of it that matters (and maybe newer tokens, which causal KV lets us ignore)
+    NONE = "none"  # no entry, or another sequence: the entry is of no use
+    PREFIX = "prefix"  # the entry holds the beginning of the prefix: prefill the missing tokens
+    COVERS = "covers"  # the entry holds the prefix (up to max_stale tokens), and possibly newer tokens to ignore
 
 
 @dataclass(slots=True)
 class StoredCopy:
-    """A copy in the DRAM tier of the first `length` tokens, in a region of `capacity`."""
+    """A copy in the DRAM tier of an entry's first `length` tokens, in a region of `capacity` tokens."""
 
     extent: Extent
     capacity: int
@@ -43,33 +46,33 @@ class Entry:
     """The prefix KV of one user's sequence under one model version."""
 
     __slots__ = (
-        "approximate", "computing", "extent", "failed", "lent", "load", "pins", "region", "retired", "spill",
+        "approximate", "computing", "extent", "failed", "leases", "load", "pins", "region", "retired", "spill",
         "stored", "tokens", "unspillable", "user_id",
     )  # fmt: skip
 
     def __init__(self, user_id: str, tokens: Tokens) -> None:
-        self.user_id = user_id  # under its tenant: messages.tenant_key
-        self.tokens = tokens  # the sequence it stands for once computed; kept to decide coverage exactly
+        self.user_id = user_id  # with its tenant: messages.tenant_key
+        self.tokens = tokens  # the sequence that the entry represents when complete; coverage compares it exactly
         self.extent: Extent | None = None  # in the HBM tier
         self.region: KVRegion | None = None  # over that extent; region.length tokens are computed
         self.stored: StoredCopy | None = None
-        self.approximate = False  # what is in HBM came, all or in part, from a DRAM copy that rounds
+        self.approximate = False  # the K/V in HBM come, all or in part, from a DRAM copy that rounds
         self.pins = 0
-        self.lent = 0  # how many other workers its DRAM copy is being sent to; it stays as it is meanwhile
+        self.leases = 0  # number of other workers that read its DRAM copy, which must not change meanwhile
         self.computing = False
         self.load: CopyTicket | None = None
         self.spill: CopyTicket | None = None
-        self.failed = False  # its region's contents are worth nothing; retired as well
-        self.retired = False  # replaced by a newer sequence of the user: freed when nobody holds it
-        self.unspillable = False  # copying it failed: not tried again
+        self.failed = False  # its contents are invalid; a failed entry is also retired
+        self.retired = False  # replaced by a newer sequence of the user: freed when it has no holder
+        self.unspillable = False  # a copy to DRAM failed; it is not tried again
 
     def __str__(self) -> str:
-        """For errors, which reach answers and logs: it does not name the user."""
+        """The text for errors. It does not name the user, since errors reach answers and logs."""
         return f"an entry of {len(self.tokens)} tokens"
 
     @property
     def state(self) -> EntryState:
-        """The entry's place in the life cycle, derived."""
+        """The entry's place in the life cycle, derived from its fields."""
         if self.computing:
             return EntryState.COMPUTING
         if self.load is not None:
@@ -82,39 +85,39 @@ class Entry:
 
     @property
     def ready(self) -> bool:
-        """All of its tokens are in HBM."""
+        """Whether all its tokens are in HBM."""
         return self.region is not None and not self.computing and self.load is None
 
     @property
     def held(self) -> bool:
-        """Its HBM cannot be taken back: requests hold it, or it is being computed or loaded."""
+        """Whether its HBM cannot be freed: it is pinned, computing or loading."""
         return bool(self.pins or self.computing or self.load is not None)
 
     @property
     def evictable(self) -> bool:
-        """Its HBM can be taken now: nobody reads, writes or copies it."""
+        """Whether its HBM can be freed now: no reader, writer or copy uses it."""
         return self.region is not None and not self.held and self.spill is None and not self.retired
 
     @property
-    def forgettable(self) -> bool:
-        """Its DRAM copy can be dropped now: it is whole, nobody reads it, and it is not what makes its HBM clean.
+    def evictable_from_dram(self) -> bool:
+        """Whether its DRAM copy can be freed now: it is complete and unused, and the entry in HBM is not clean.
 
-        Copies are forgotten to make room for others that make HBM clean: to forget those of clean entries for it would
-        gain nothing, and where DRAM is small, go on for ever.
+        The tier evicts copies to make room for copies that make HBM entries clean. To evict the copy of a clean entry
+        would gain nothing, and in a small DRAM tier it would never end.
         """
-        unused = self.stored is not None and self.load is None and self.spill is None and not self.lent
+        unused = self.stored is not None and self.load is None and self.spill is None and not self.leases
         return unused and not self.retired and (self.region is None or not self.clean)
 
     @property
     def clean(self) -> bool:
-        """Its DRAM copy is whole, so that giving up its HBM loses nothing."""
+        """Whether its DRAM copy is complete, so that evicting it from HBM loses nothing."""
         return self.stored is not None and self.spill is None and self.stored.length == len(self.tokens)
 
-    def coverage(self, tokens: Tokens, *, incremental: bool, lag: int = 0) -> Coverage:
-        """How its sequence, computed or being computed, relates to a request's prefix.
+    def coverage(self, tokens: Tokens, *, incremental: bool, max_stale: int = 0) -> Coverage:
+        """How the entry's sequence, computed or being computed, relates to a request's prefix.
 
-        incremental: whether K/V of a sequence's beginning are those of the whole; else only equal sequences match.
-        lag: newest behaviours that it may lack and yet cover the prefix.
+        incremental: whether K/V stay valid as a sequence grows; if not, only equal sequences match.
+        max_stale: number of newest tokens of the prefix that a covering entry may lack.
         """
         held, wanted = self.tokens.array, tokens.array
         shared = min(held.shape[1], wanted.shape[1])
@@ -124,8 +127,8 @@ class Entry:
             return Coverage.COVERS
         if not incremental:
             return Coverage.NONE
-        return Coverage.COVERS if held.shape[1] + lag >= wanted.shape[1] else Coverage.PREFIX
+        return Coverage.COVERS if held.shape[1] + max_stale >= wanted.shape[1] else Coverage.PREFIX
 
 
-#: A user's entry, and how it relates to a request's prefix.
+#: A user's entry, if there is one, and how it relates to a request's prefix.
 Found = tuple[Entry | None, Coverage]

@@ -1,7 +1,7 @@
-"""Which entries there are, and the memory they hold: found by user, given room, freed. Below the life cycle.
+"""The table of entries by user, and the memory that they hold in both tiers.
 
-An entry that its user's newer one replaced is retired: out of sight, and freed once nobody holds it. Knows nothing of
-copies between the tiers, except that what is being copied is not freed.
+A newer entry of the same user retires the older one. A retired entry cannot be found, and its memory is freed when no
+pin, copy or lease holds it.
 """
 
 from __future__ import annotations
@@ -19,42 +19,40 @@ from relaygr_stream.cache.tiers import DramTier, HbmTier
 from relaygr_stream.errors import CacheCorruption
 from relaygr_stream.models.api import KVLayout, KVRegion, Tokens
 
-# What happened in the cache, as running totals.
-
 
 @dataclass
 class CacheCounters:
-    """Running totals."""
+    """Running totals of the cache's events. The field names are metric names."""
 
     opened: int = 0
     extended_in_place: int = 0
     extended_by_move: int = 0
-    cut_short: int = 0  # computations that nobody wanted any more, kept as far as they were
+    cut_short: int = 0  # prefills that no request needed any more; the computed part stays
     evicted_clean: int = 0
-    evicted_lost: int = 0  # given up without a DRAM copy
+    evicted_lost: int = 0  # evicted from HBM without a DRAM copy
     spilled: int = 0
     spilled_bytes: int = 0
     loaded: int = 0
     loaded_bytes: int = 0
-    distrusted: int = 0  # dropped from both tiers: an audit deviated, or scores from it were not finite
-    forgotten: int = 0  # dropped from DRAM to make room there
+    distrusted: int = 0  # evicted from both tiers because an audit deviated or scores were not finite
+    forgotten: int = 0  # evicted from DRAM to make room there
     copy_failures: int = 0
-    no_room: int = 0  # allocations that failed even after eviction
+    no_room: int = 0  # HBM allocations that failed even after eviction
 
     def as_dict(self) -> dict[str, int]:
         """Name → total."""
         return dict(vars(self))
 
 
-#: Predicted costs are fitted and may come out as nothing; an entry is never worth nothing.
+#: The least cost of an entry: predicted costs are fitted and may be 0, but the eviction order needs a positive cost.
 MIN_COST_MS = 1e-3
 
 
-class Holdings:
-    """The entries of both tiers. predict_ms(n): what recomputing n tokens takes.
+class EntryTable:
+    """The entries of both tiers. predict_ms(n): predicted device time of recomputing n tokens.
 
-    That is what forgetting a copy puts at stake, and evicting an entry without one; with one, it is a reload, and the
-    risk that the copy is forgotten before it is needed.
+    Evicting a DRAM copy, or an entry without a copy, costs a recomputation. Evicting an entry with a copy costs a
+    reload, and a recomputation at the risk that the copy is evicted before it is needed.
     """
 
     def __init__(
@@ -71,22 +69,22 @@ class Holdings:
         self._entries: dict[str, Entry] = {}
         self._retired: set[Entry] = set()
         self.reloads = Reloads()
-        self.hbm = HbmTier(layout, hbm, self._eviction_ms, last_tier=dram is None)
-        self.dram = None if dram is None else DramTier(dram, storage, self._forgetting_ms)
+        self.hbm = HbmTier(layout, hbm, self._hbm_eviction_ms, last_tier=dram is None)
+        self.dram = None if dram is None else DramTier(dram, storage, self._dram_eviction_ms)
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def get(self, user_id: str) -> Entry | None:
-        """The user's entry."""
+        """The user's entry; None if there is none."""
         return self._entries.get(user_id)
 
     def users(self) -> list[str]:
-        """Whose entries there are."""
+        """The ids of the users who have an entry."""
         return list(self._entries)
 
     def add(self, place: tuple[Extent, KVRegion], user_id: str, tokens: Tokens) -> Entry:
-        """A new entry of the user in this memory, to be computed; the one before is retired."""
+        """Add a new entry of the user in this memory, state computing, and retire the user's former entry."""
         entry = Entry(user_id, tokens)
         entry.extent, entry.region = place
         entry.computing = True
@@ -94,20 +92,20 @@ class Holdings:
         return entry
 
     def add_stored(self, copy: StoredCopy, user_id: str, tokens: Tokens) -> Entry:
-        """A new entry of the user of which DRAM holds all; the one before is retired."""
+        """Add a new entry of the user that is in DRAM, and retire the user's former entry."""
         entry = Entry(user_id, tokens)
         entry.stored = copy
         self._replace(entry)
         return entry
 
     def note(self, entry: Entry) -> None:
-        """The entry has changed: bring the books of both tiers up to it."""
+        """Update both tiers' accounts after a change of the entry."""
         used = self.hbm.note(entry)
         if self.dram is not None:
             self.dram.note(entry, used=used)
 
     def retire(self, entry: Entry) -> None:
-        """Take the entry out of sight; its memory goes back once nobody holds it."""
+        """Remove the entry from the table. Its memory is freed now, or when its last holder releases it."""
         if self._entries.get(entry.user_id) is entry:
             del self._entries[entry.user_id]
         entry.retired = True
@@ -116,8 +114,8 @@ class Holdings:
         self.free_if_retired(entry)
 
     def free_if_retired(self, entry: Entry) -> None:
-        """Somebody let go of the entry: it may be its time."""
-        if not entry.retired or entry.held or entry.spill or entry.lent:
+        """Free a retired entry's memory if it has no holder left. Call it after every release."""
+        if not entry.retired or entry.held or entry.spill or entry.leases:
             return
         if entry.extent is not None:
             self._release_hbm(entry)
@@ -125,24 +123,24 @@ class Holdings:
             self.release_dram(entry)
         self._retired.discard(entry)
 
-    def room(self, capacity: int) -> tuple[Extent, KVRegion] | None:
-        """HBM for so many tokens, after eviction if need be."""
+    def allocate_hbm(self, capacity: int) -> tuple[Extent, KVRegion] | None:
+        """Allocate HBM for `capacity` tokens; evicts idle entries if necessary. None if there is no room."""
         place = self.hbm.allocate(capacity)
         if place is None:
             for entry in self.hbm.victims(capacity):
-                self._evict(entry)
+                self._evict_from_hbm(entry)
             place = self.hbm.allocate(capacity)
         if place is None:
             self._counters.no_room += 1
         return place
 
-    def dram_room(self, capacity: int) -> Extent | None:
-        """DRAM for a copy of a region with room for so many tokens, after forgetting other copies if need be."""
+    def allocate_dram(self, capacity: int) -> Extent | None:
+        """Allocate DRAM for a copy of a `capacity`-token region; evicts other copies if necessary. None if no room."""
         assert self.dram is not None
         extent = self.dram.allocate(capacity)
         if extent is None:
             for entry in self.dram.victims(capacity):
-                self._forget(entry)
+                self._evict_from_dram(entry)
             extent = self.dram.allocate(capacity)
         self.dram.full = extent is None
         return extent
@@ -155,32 +153,31 @@ class Holdings:
         self.dram.free(copy.extent)
 
     def hand_over_copy(self, old: Entry, new: Entry) -> None:
-        """The DRAM copy of a sequence is one of the beginning of a longer sequence too."""
-        if old.stored is not None and old.spill is None and not old.lent:
+        """Move the old entry's DRAM copy to the new entry, whose longer sequence begins with the old one."""
+        if old.stored is not None and old.spill is None and not old.leases:
             new.stored, old.stored = old.stored, None
             self.note(old)
             self.note(new)
 
     def pins(self) -> dict[Entry, int]:
-        """The entries that are pinned, and how often."""
+        """The pinned entries and their numbers of pins."""
         return {entry: entry.pins for entry in chain(self._entries.values(), self._retired) if entry.pins}
 
-    def check_integrity(self, scratch_bytes: int, arriving_bytes: int) -> None:
-        """Raise CacheCorruption where books and memory disagree. arriving_bytes: DRAM that entries will get."""
+    def check_integrity(self, scratch_bytes: int, reserved_bytes: int) -> None:
+        """Raise CacheCorruption if accounts and memory disagree. reserved_bytes: DRAM of reservations."""
         everyone = list(chain(self._entries.values(), self._retired))
         self.hbm.check_integrity(everyone, scratch_bytes)
         if self.dram is not None:
-            self.dram.check_integrity(everyone, arriving_bytes)
+            self.dram.check_integrity(everyone, reserved_bytes)
         for entry in everyone:
-            who = str(entry)
             if (entry.extent is None) != (entry.region is None):
-                raise CacheCorruption(f"{who} has a region without memory or the reverse")
+                raise CacheCorruption(f"{entry} has a region without memory, or memory without a region")
             if entry.retired != (entry in self._retired) or (
-                entry.retired and not (entry.held or entry.spill or entry.lent)
+                entry.retired and not (entry.held or entry.spill or entry.leases)
             ):
-                raise CacheCorruption(f"{who} was retired and is not freed, though nobody holds it")
+                raise CacheCorruption(f"{entry} is retired and not freed, but has no holder")
             if not entry.retired and (entry.failed or (entry.region is None and entry.stored is None)):
-                raise CacheCorruption(f"{who} can be found and has no contents")
+                raise CacheCorruption(f"{entry} is in the table, but has no valid contents")
 
     def _replace(self, entry: Entry) -> None:
         old = self._entries.get(entry.user_id)
@@ -189,8 +186,8 @@ class Holdings:
         self._entries[entry.user_id] = entry
         self.note(entry)
 
-    def _evict(self, entry: Entry) -> None:
-        """idle → in DRAM (if a copy is there) or absent."""
+    def _evict_from_hbm(self, entry: Entry) -> None:
+        """idle → in DRAM (if there is a copy) or absent."""
         if entry.clean:
             self._counters.evicted_clean += 1
         else:
@@ -199,14 +196,14 @@ class Holdings:
         if entry.stored is None:
             del self._entries[entry.user_id]
         elif entry.stored.length < len(entry.tokens):
-            entry.tokens = entry.tokens.slice(0, entry.stored.length)  # the copy is of the sequence before it grew
+            entry.tokens = entry.tokens.slice(0, entry.stored.length)  # the copy is older than the entry's growth
 
-    def _forget(self, entry: Entry) -> None:
-        """Drop the DRAM copy; with it the entry, unless it is in HBM."""
+    def _evict_from_dram(self, entry: Entry) -> None:
+        """Free the DRAM copy; removes the entry too, unless it is in HBM."""
         self._counters.forgotten += 1
         self.release_dram(entry)
         if entry.region is None:
-            self.reloads.forgotten()
+            self.reloads.evicted()
             del self._entries[entry.user_id]
 
     def _release_hbm(self, entry: Entry) -> None:
@@ -215,9 +212,11 @@ class Holdings:
         self.note(entry)
         self.hbm.free(extent)
 
-    def _eviction_ms(self, entry: Entry) -> float:
-        """What its next user pays if the entry leaves HBM, or is not brought back to it: what the copy does not hold, a
-        reload, and at the risk that the copy is forgotten before, the rest.
+    def _hbm_eviction_ms(self, entry: Entry) -> float:
+        """Expected cost of the entry's next use if the entry is not in HBM then.
+
+        It is the recomputation of the tokens that the copy lacks, a reload, and the recomputation of the copied tokens
+        times the risk that the copy is evicted first.
         """
         recompute = self._predict_ms(len(entry.tokens))
         if entry.stored is None or entry.spill is not None:
@@ -229,6 +228,6 @@ class Holdings:
         )
         return max(MIN_COST_MS, recompute - copied) + reload + self.reloads.risk * max(0.0, copied)
 
-    def _forgetting_ms(self, entry: Entry) -> float:
-        """What its next user pays once the entry has left HBM and its copy is gone too."""
+    def _dram_eviction_ms(self, entry: Entry) -> float:
+        """Cost of the entry's next use if neither HBM nor DRAM holds it: the recomputation."""
         return max(MIN_COST_MS, self._predict_ms(len(entry.tokens) if entry.stored is None else entry.stored.length))

@@ -1,7 +1,4 @@
-"""Which idle entries to give up for room: those in the way whose values (fading.py) sum up to the least.
-
-Knows sizes, costs, use and addresses; knows no contents and no tiers.
-"""
+"""Chooses the idle entries to evict: neighbours in an arena whose values (fading.py) have the least sum."""
 
 from __future__ import annotations
 
@@ -14,18 +11,19 @@ from relaygr_stream.cache.fading import CostAwarePolicy
 
 K = TypeVar("K", bound=Hashable)
 
-#: Where victims are looked for: around so many cheap entries and in so many tight places; with fewer entries in all,
-#: everywhere. Cheap entries where there is no room are passed over, up to this many.
+#: The search for victims covers the surroundings of this many cheap entries and this many small open runs. With fewer
+#: entries in all, it covers everything.
 SEEDS = 32
-LOOKED_AT = 8 * SEEDS
+#: The cheapest entries examined to find SEEDS ones with enough space around them.
+MAX_EXAMINED = 8 * SEEDS
 
 
 class Evictor(Generic[K]):
     """The entries of one arena that may be evicted now, and the choice among them.
 
-    The owner adds an entry when it becomes idle and removes it when it is pinned, moved or evicted, in any case before
-    its extent is freed. The arena knows at all times how much room eviction could make, so that a choice costs about
-    as much with 10⁶ entries as with 10³, also when there is none.
+    The owner adds an entry when it becomes idle, and removes it when it is pinned, moved or evicted, before it frees
+    the extent. The arena always knows how much space eviction could free, so a choice takes about as long with 10⁶
+    entries as with 10³, also if no eviction helps.
     """
 
     def __init__(self, arena: Arena) -> None:
@@ -41,53 +39,54 @@ class Evictor(Generic[K]):
         return key in self._extents
 
     def add(self, key: K, extent: Extent, cost_ms: float) -> None:
-        """The entry in `extent` may be evicted from now on, which counts as a use; once there, it gets the new numbers.
+        """Make the entry in `extent` evictable, and count a use. A present key gets the new extent and cost.
 
-        cost_ms: what its next user would pay for the eviction. ValueError if the arena does not hold the extent.
+        cost_ms: the cost of an eviction at the entry's next use. Raises ValueError if the arena does not hold the
+        extent.
         """
         self._open(key, extent)
         self._policy.add(key, extent.size, cost_ms)
 
     def hold(self, key: K, extent: Extent, cost_ms: float) -> None:
-        """As `add`, but no use: the entry was not evictable for a while for other reasons, or costs another price."""
+        """As `add` without a use: the entry was not evictable for another reason, or its cost has changed."""
         self._open(key, extent)
         self._policy.hold(key, extent.size, cost_ms)
 
     def touch(self, key: K, nbytes: int, cost_ms: float) -> None:
-        """A use, also of an entry that is not here now: it counts when it comes back."""
+        """Count a use. If the key is absent, the use is remembered until it returns."""
         self._policy.touch(key, nbytes, cost_ms)
 
     def remove(self, key: K) -> None:
-        """The entry must not be evicted any more, or is about to be freed. KeyError if it is not here."""
+        """Make the entry no longer evictable. Call it before its extent is freed. Raises KeyError if it is absent."""
         self._close(key)
         self._policy.remove(key)
 
     def discard(self, key: K) -> None:
-        """`remove`, if it is here."""
+        """`remove` the key if it is present."""
         if key in self._extents:
             self.remove(key)
 
     def value(self, key: K) -> float:
-        """What evicting the entry is expected to cost, in ms × uses (see FadingFrequency)."""
+        """The expected cost of evicting the entry, in ms × uses (see FadingFrequency)."""
         return self._policy.value(key)
 
     def expected(self, key: K, cost_ms: float) -> float:
-        """What `value` would be if an entry that is not here were, at this cost."""
+        """The value that the entry would have at this cost if it were present."""
         return self._policy.expected(key, cost_ms)
 
     def uses(self, key: K) -> float:
-        """Uses of the entry, here or remembered, as faded by now."""
+        """The entry's faded uses, present or remembered."""
         return self._policy.uses(key)
 
     def cheapest(self) -> Iterator[K]:
-        """The entries by value per byte, least first. The iterator is of no use after a change."""
+        """The entries by value per byte, least first. A change invalidates the iterator."""
         return self._policy.cheapest()
 
     def choose(self, nbytes: int, allowed: Callable[[K], bool] | None = None) -> list[K] | None:
-        """Entries whose freeing makes a hole of `nbytes`, at nearly the least sum of values. Changes nothing.
+        """Entries whose freeing makes a hole of `nbytes`, with nearly the least sum of values. Changes nothing.
 
-        [] when there is such a hole. None when no eviction can make one, or, with `allowed`, when no way to make one
-        from allowed entries was found near the cheapest: then choose again without.
+        Returns [] if there is such a hole. Returns None if no eviction can make one, or, with `allowed`, if the search
+        near the cheapest allowed entries finds none: then call it again without `allowed`.
         """
         if self._arena.largest_hole >= nbytes:
             return []
@@ -99,8 +98,8 @@ class Evictor(Generic[K]):
         return None if window is None else [self._keys[extent] for extent in window]
 
     def _seeds(self, nbytes: int, allowed: Callable[[K], bool] | None) -> Iterator[Extent]:
-        """The cheapest entries where there is room enough around them, and the tightest places that have it."""
-        cheapest = (self._extents[key] for key in islice(self.cheapest(), LOOKED_AT) if not allowed or allowed(key))
+        """The cheapest entries with enough evictable space around them, and the smallest open runs of enough size."""
+        cheapest = (self._extents[key] for key in islice(self.cheapest(), MAX_EXAMINED) if not allowed or allowed(key))
         roomy = (extent for extent in cheapest if self._arena.open_run(extent) >= nbytes)
         return chain(islice(roomy, SEEDS), self._arena.starts_of_open_runs(nbytes, SEEDS))
 
@@ -118,7 +117,7 @@ class Evictor(Generic[K]):
 
 
 class _Costs(Mapping[Extent, float], Generic[K]):
-    """Extent → value of the entry there, for those that may be evicted; computed when asked for."""
+    """Extent → value of its entry, for allowed evictable entries. Values are computed on access."""
 
     def __init__(self, evictor: Evictor[K], allowed: Callable[[K], bool] | None) -> None:
         self._evictor = evictor

@@ -1,9 +1,8 @@
-"""What entries are worth, in order: uses that fade with time × the cost of recomputing, per byte.
+"""The eviction order: faded uses × recompute cost / bytes, as in GreedyDual-Size-Frequency.
 
-As in GreedyDual-Size-Frequency, but with uses that halve with every half-life in place of that policy's inflation. How
-fast uses should fade depends on the users: those who come back within one session want recency, stable popularity
-wants frequency. Small simulations of the same stream with several half-lives decide which one holds. Knows sizes, costs
-and use; knows no addresses, contents or tiers.
+That policy ages its entries by inflation; here a use counts half after each half-life. The best half-life depends on
+the users: returns within one session favour recency, stable popularity favours frequency. Small simulations of the
+same uses with several half-lives choose it.
 """
 
 from __future__ import annotations
@@ -15,38 +14,47 @@ from typing import Final, Generic, NamedTuple, TypeVar
 
 from sortedcontainers import SortedList
 
-# One half-life on trial: a cache of keys alone that gives up what `FadingFrequency` would, and counts what it saves.
-# Five of these run beside every tier and follow each use, so they keep no more than that takes: where a sorted list
-# knows the whole order, a heap knows the least. Knows sizes, costs and use; knows no entries.
-
-
-#: Uses of keys that left are remembered for this many per entry held, and for at least so many: a user who comes back
-#: is no newcomer.
+#: Evicted keys whose uses are remembered, per held key and at least: a returning user keeps the former uses.
 REMEMBERED: Final = 4
 MIN_REMEMBERED: Final = 256
-#: Items of the heap that were used again, or left, before they are looked for.
+#: Outdated items of the heap that are tolerated before it is rebuilt.
 SPARE: Final = 64
+
+K = TypeVar("K", bound=Hashable)
+
+#: Half-lives under trial, in uses of any entry per held entry: from about LRU's recency to about plain frequency.
+HALF_LIVES = (0.25, 1.0, 4.0, 16.0, 64.0)
+#: A simulation holds at most 511 keys: above, it drops half of them. Share of recompute time saved over all traces of
+#: benchmarks/cache.py: 0.582 with 64 (chance misleads), 0.581 with 512 (learning is slow), 0.584 with 256.
+SIMULATED = 256
+#: A half-life is judged by the cost it saved over about this many uses per entry. One that saves 1 % more replaces it.
+JUDGED_USES = 10
+BETTER = 1.01
 
 
 class Trial:
-    """saved_ms: recompute time that its hits saved, fading. Uses are log2(count) + the clock when they were counted."""
+    """A simulation of one half-life: a cache of keys alone that evicts as `FadingFrequency`, and counts what it saves.
+
+    Five of these follow every use of a tier, so they are cheap: a heap knows the least key, where a sorted list would
+    know the whole order. saved_ms: recompute time that hits saved, fading. Uses are log2(count) + the clock of the use.
+    """
 
     def __init__(self, half_life: float) -> None:
         self.half_life = half_life
         self.saved_ms = 0.0
         self._nbytes = 0
         self._held: dict[int, tuple[float, int, int]] = {}  # key → uses, serial number, bytes
-        self._heap: list[tuple[float, int, int]] = []  # rank, serial number, key; some of them of earlier uses
-        self._remembered: dict[int, float] = {}  # key that left → uses
+        self._heap: list[tuple[float, int, int]] = []  # rank, serial number, key; some items are outdated
+        self._remembered: dict[int, float] = {}  # evicted key → uses
         self._clock = 0.0
         self._serial = 0
 
     def __iter__(self) -> Iterator[int]:
-        """The keys held, those first that are given up first."""
+        """The held keys in the order of eviction."""
         return (key for _, serial, key in sorted(self._heap) if self._is_held(key, serial))
 
     def use(self, key: int, nbytes: int, cost_ms: float, budget: float, kept: float) -> None:
-        """One use of the key; then keys are given up until they are within the budget. kept: of saved_ms until now."""
+        """Count one use of the key, then evict keys until all fit into `budget` bytes. kept: fading of saved_ms."""
         held, heap = self._held, self._heap
         known = held.pop(key, None)
         self.saved_ms *= kept
@@ -71,7 +79,7 @@ class Trial:
             heapq.heapify(self._heap)
 
     def leave_out(self, unwanted: Callable[[int], bool]) -> None:
-        """Drop keys that will not be used any more here: with a long half-life they would stay for long."""
+        """Drop the keys that this simulation no longer follows: with a long half-life they would stay long."""
         for key in [key for key in self if unwanted(key)]:
             self._leave(key)
 
@@ -86,7 +94,7 @@ class Trial:
 
 
 def one_more(uses: float, clock: float) -> float:
-    """log2(2^uses + 2^clock): uses, and one more now; -inf: none so far."""
+    """Add one use at `clock` to `uses`: log2(2^uses + 2^clock). uses = -inf: none so far."""
     if uses == -math.inf:
         return clock
     more, less = (uses, clock) if uses > clock else (clock, uses)
@@ -94,24 +102,11 @@ def one_more(uses: float, clock: float) -> float:
 
 
 def remember(remembered: dict[int, float], identity: int, uses: float, held: int) -> None:
-    """Note the uses of a key that left, and forget those that left first where there are too many. held: keys held."""
+    """Remember the uses of an evicted key, and drop the oldest such keys above the limit. held: number of held keys."""
     remembered[identity] = uses
     if len(remembered) > MIN_REMEMBERED:
         for _ in range(len(remembered) - max(MIN_REMEMBERED, REMEMBERED * held)):
             del remembered[next(iter(remembered))]
-
-
-K = TypeVar("K", bound=Hashable)
-
-#: Half-lives tried, in uses of any entry per entry held: from about LRU's recency to about plain frequency.
-HALF_LIVES = (0.25, 1.0, 4.0, 16.0, 64.0)
-#: Simulations hold at most 511 entries, by leaving out half of the keys each time there are more than that. Measured by
-#: the recompute time saved over all traces of benchmarks/cache.py: with 64, chance misleads (0.582); with 512, learning
-#: takes too long (0.581); 256 gives 0.584.
-SIMULATED = 256
-#: A half-life is judged by what it saved over about this many uses per entry, and replaced by one 1 % better.
-JUDGED_USES = 10
-BETTER = 1.01
 
 
 class _Held(NamedTuple):
@@ -123,10 +118,10 @@ class _Held(NamedTuple):
 
 
 class FadingFrequency(Generic[K]):
-    """Keys ordered by uses × cost / bytes, where a use counts half after `half_life` further uses per key held.
+    """Keys ordered by uses × cost / bytes, where a use counts half after `half_life` further uses per held key.
 
-    All keys fade alike, so their order changes only where one is used: it is kept sorted, each operation is O(log n),
-    and `half_life` may be changed at any time. Uses are kept as log2(count) + the clock when they were counted.
+    All keys fade at the same rate, so a use changes the place of its own key only. The order is kept sorted, each
+    operation is O(log n), and `half_life` may change at any time. Uses are log2(count) + the clock of the use.
     """
 
     def __init__(self, half_life: float) -> None:
@@ -134,8 +129,8 @@ class FadingFrequency(Generic[K]):
         self.nbytes = 0
         self._held: dict[K, _Held] = {}
         self._order: SortedList[tuple[float, int, K]] = SortedList()  # (rank, serial, key)
-        self._remembered: dict[int, float] = {}  # hash of a key that left → its uses; a collision does no harm
-        self._clock = 0.0  # half-lives gone by
+        self._remembered: dict[int, float] = {}  # hash of an evicted key → its uses; a collision is harmless
+        self._clock = 0.0  # elapsed half-lives
         self._serial = 0
 
     def __len__(self) -> int:
@@ -145,31 +140,34 @@ class FadingFrequency(Generic[K]):
         return key in self._held
 
     def add(self, key: K, nbytes: int, cost_ms: float) -> None:
-        """Hold the key, which counts as a use. One that is held already gets the new size and cost."""
+        """Hold the key, and count a use. A held key gets the new size and cost.
+
+        Raises ValueError unless nbytes ≥ 1 and 0 < cost_ms < ∞.
+        """
         if nbytes < 1 or not 0 < cost_ms < math.inf:
-            raise _nonsense(key, nbytes, cost_ms)
+            raise _invalid(key, nbytes, cost_ms)
         known = self._leave(key).uses if key in self._held else self._remembered.pop(hash(key), -math.inf)
         self._enter(key, self._use(known), nbytes, cost_ms)
 
     def hold(self, key: K, nbytes: int, cost_ms: float) -> None:
-        """Hold the key without a use: with those remembered, or, of a key nobody knows, as if it had been used now.
+        """Hold the key without counting a use: with its remembered uses, or with one use if it has none.
 
-        One that is held already gets the new size and cost.
+        A held key gets the new size and cost. Raises as `add`.
         """
         if nbytes < 1 or not 0 < cost_ms < math.inf:
-            raise _nonsense(key, nbytes, cost_ms)
+            raise _invalid(key, nbytes, cost_ms)
         known = self._leave(key).uses if key in self._held else self._remembered.pop(hash(key), self._clock)
         self._enter(key, known, nbytes, cost_ms)
 
     def touch(self, key: K, nbytes: int, cost_ms: float) -> None:
-        """A use, also of a key that is not held: it counts when it comes back."""
+        """Count a use. If the key is not held, the use is remembered until it returns."""
         if key in self._held:
             self.add(key, nbytes, cost_ms)
         else:
             self._remember(key, self._use(self._remembered.pop(hash(key), -math.inf)))
 
     def remove(self, key: K) -> None:
-        """Hold the key no more, but remember its uses. KeyError if it is not held."""
+        """Stop holding the key, and remember its uses. Raises KeyError if it is not held."""
         self._remember(key, self._leave(key).uses)
 
     def discard(self, key: K) -> None:
@@ -178,28 +176,28 @@ class FadingFrequency(Generic[K]):
             self.remove(key)
 
     def value(self, key: K) -> float:
-        """What giving the key up is expected to cost: uses, as faded by now, × cost_ms. KeyError if it is not held."""
+        """The expected cost of evicting the key: faded uses × cost_ms. Raises KeyError if it is not held."""
         held = self._held[key]
         return math.exp2(held.uses - self._clock) * held.cost_ms
 
     def expected(self, key: K, cost_ms: float) -> float:
-        """What `value` would be if the key were held at this cost: nothing for a key that nobody remembers."""
+        """The value that the key would have if it were held at this cost; 0 for an unknown key."""
         if key in self._held:
             return self.value(key)
         return math.exp2(self._remembered.get(hash(key), -math.inf) - self._clock) * cost_ms
 
     def uses(self, key: K) -> float:
-        """Its uses as faded by now, held or remembered; nothing for a key that nobody remembers."""
+        """The key's faded uses, held or remembered; 0 for an unknown key."""
         held = self._held.get(key)
         return math.exp2((self._remembered.get(hash(key), -math.inf) if held is None else held.uses) - self._clock)
 
     def cheapest(self) -> Iterator[K]:
-        """The keys by value per byte, least first. The iterator is of no use after a change."""
+        """The keys by value per byte, least first. A change invalidates the iterator."""
         for _, _, key in self._order:
             yield key
 
     def _use(self, uses: float) -> float:
-        """Let the clock move on by one use, and add one."""
+        """Advance the clock by one use, and add one use."""
         self._clock += 1 / (self.half_life * (len(self._held) or 1))
         return one_more(uses, self._clock)
 
@@ -220,7 +218,7 @@ class FadingFrequency(Generic[K]):
         remember(self._remembered, hash(key), uses, len(self._held))
 
 
-def _nonsense(key: Hashable, nbytes: int, cost_ms: float) -> ValueError:
+def _invalid(key: Hashable, nbytes: int, cost_ms: float) -> ValueError:
     return ValueError(f"{key!r} needs nbytes ≥ 1 and a finite cost_ms > 0, got {nbytes} and {cost_ms}")
 
 
@@ -228,22 +226,22 @@ class CostAwarePolicy(FadingFrequency[K]):
     """The eviction order of the entries that may be evicted now, with the half-life that suits their users.
 
     The owner adds an entry when it becomes idle, removes it when it is pinned or evicted, and touches it when used.
-    Keys should outlive entries (user ids): what is known of them is kept by hash, also while they are away.
+    Keys should outlive entries (use user ids), since the uses of an absent key are remembered by its hash.
     """
 
     def __init__(self) -> None:
         self._trials = [Trial(half_life) for half_life in HALF_LIVES]
-        self._leading = self._trials[1]  # one use per entry: a middle to start from
-        self._one_in = 1  # of so many keys one is simulated; powers of two, so that each choice is part of the last
+        self._leading = self._trials[1]  # start with a middle value, one use per entry
+        self._one_in = 1  # simulate one key in this many; a power of two, so each selection is a subset of the last
         super().__init__(self._leading.half_life)
 
     def add(self, key: K, nbytes: int, cost_ms: float) -> None:
-        """The entry may be evicted from now on, which counts as a use. A key already there gets the new numbers."""
+        """As `FadingFrequency.add`, in the simulations too."""
         super().add(key, nbytes, cost_ms)
         self._simulate(hash(key), nbytes, cost_ms)
 
     def touch(self, key: K, nbytes: int, cost_ms: float) -> None:
-        """A use, also of an entry that is not here: it counts when it comes."""
+        """As `FadingFrequency.touch`, in the simulations too."""
         here = key in self
         super().touch(key, nbytes, cost_ms)
         if not here:
@@ -257,7 +255,7 @@ class CostAwarePolicy(FadingFrequency[K]):
         if identity % self._one_in:
             return
         budget = self.nbytes / self._one_in
-        # Alike for all: a number that depended on how many entries a simulation holds would judge that instead.
+        # The same for all simulations: a rate that depended on the keys each one holds would favour some of them.
         kept = 1 - 1 / (JUDGED_USES * max(SIMULATED, len(self) / self._one_in))
         for trial in self._trials:
             trial.use(identity, nbytes, cost_ms, budget, kept)

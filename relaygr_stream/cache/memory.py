@@ -1,7 +1,4 @@
-"""The memory of one tier: one buffer taken whole at start, and the arena that says who has which part of it.
-
-Knows nothing of entries, nor of what the bytes mean.
-"""
+"""The memory of one tier: one buffer, allocated whole at start, and the arena that divides it."""
 
 from __future__ import annotations
 
@@ -12,18 +9,18 @@ import torch
 from relaygr_stream.cache.arena import Arena, Extent
 from relaygr_stream.errors import CapacityError
 
-#: One page: extents never share one, and every dtype, cache line and kernel tile is aligned by it.
+#: One page in bytes: extents share no page, and every dtype, cache line and kernel tile is aligned.
 ALIGNMENT = 4096
-#: What taking a tier must leave of the host's memory to everything else, as a share of what is available now.
+#: The share of the host's available memory that a tier must leave free.
 HOST_RESERVE = 0.05
 
 
 class TierMemory:
-    """`nbytes` (rounded down to the alignment; 0 is allowed and holds nothing) on `device`, every page touched.
+    """`nbytes` (≥ 0, rounded down to the alignment) on `device`, with every page touched.
 
-    pinned: host memory that an accelerator copies from and to by itself; needs an accelerator.
-    setting: the name of the setting that asked for it, for the message of the CapacityError raised when the device or
-        the host has not that much.
+    pinned: page-locked host memory, which an accelerator reads and writes directly; needs an accelerator.
+    setting: the name of the setting that defines nbytes, for error messages.
+    Raises CapacityError if the device or the host does not have that much memory.
     """
 
     def __init__(
@@ -39,7 +36,7 @@ class TierMemory:
         self.arena = Arena(nbytes, alignment)
         if device.type == "cpu":
             _check_host(self.arena.size, setting)
-        # Pinned memory is page-aligned, and its allocator rounds up to powers of two: no slack there.
+        # Pinned memory is page-aligned and needs no slack; its allocator would round it up to the next power of two.
         slack = 0 if pinned or not self.arena.size else alignment
         try:
             whole = torch.empty(self.arena.size + slack, dtype=torch.uint8, device=device, pin_memory=pinned)
@@ -52,11 +49,11 @@ class TierMemory:
         if start > slack:
             raise CapacityError(f"{device} memory starts at {whole.data_ptr():#x}, not aligned to {alignment} bytes")
         self.buffer = whole[start : start + self.arena.size]
-        self.buffer.zero_()  # so that no page is first touched while a request waits
+        self.buffer.zero_()  # touch every page now, not while a request waits
         self._views = {torch.uint8: self.buffer}
 
     def view(self, extent: Extent, dtype: torch.dtype) -> torch.Tensor:
-        """The extent as a 1-D tensor of size / itemsize elements, sharing its memory."""
+        """The extent as a 1-D tensor of size / itemsize elements that shares its memory."""
         whole = self._views.get(dtype)
         if whole is None:
             whole = self._views[dtype] = self.buffer.view(dtype)
@@ -64,7 +61,7 @@ class TierMemory:
 
 
 def _check_host(nbytes: int, setting: str) -> None:
-    """Refuse what the host cannot back: it would lend the addresses, and kill the process at the first touch."""
+    """Raise CapacityError if the host lacks the memory: Linux would overcommit it, and kill the process later."""
     available = available_host_bytes()
     if available is not None and nbytes > (1 - HOST_RESERVE) * available:
         raise CapacityError(
@@ -74,7 +71,7 @@ def _check_host(nbytes: int, setting: str) -> None:
 
 
 def available_host_bytes(root: Path = Path("/")) -> int | None:
-    """Memory this process can still take: the least of the host's and its control group's; None where unknown.
+    """Bytes that this process can still allocate: the least of the host's and its control group's; None if unknown.
 
     Reads Linux's /proc/meminfo and control groups v2 and v1 below `root`.
     """
@@ -94,7 +91,7 @@ def available_host_bytes(root: Path = Path("/")) -> int | None:
 
 
 def _inactive_file(stat: str) -> int:
-    """Page cache that a control group counts as used but gives up on demand."""
+    """Bytes of page cache that a control group counts as used but frees on demand."""
     for line in stat.splitlines():
         name, _, value = line.partition(" ")
         if name in ("inactive_file", "total_inactive_file"):

@@ -1,6 +1,6 @@
-"""Copies of entries between the tiers: reloads that are asked for, write-backs that keep HBM easy to clear.
+"""Copies of entries between the tiers: reloads from DRAM, and write-backs that make HBM entries cheap to evict.
 
-Changes an entry's place, as prefix_cache.py does, whose other half this is. Knows nothing of why an entry is needed.
+With prefix_cache.py it is the only module that changes an entry's state.
 """
 
 from __future__ import annotations
@@ -9,26 +9,25 @@ from itertools import islice
 
 from relaygr_stream.cache.copy import CopyEngine, CopyTicket
 from relaygr_stream.cache.entry import Entry, StoredCopy
-from relaygr_stream.cache.entry_table import CacheCounters, Holdings
+from relaygr_stream.cache.entry_table import CacheCounters, EntryTable
 from relaygr_stream.cache.tiers import DramTier
 from relaygr_stream.errors import CacheCorruption, DeviceError
 
-#: Share of HBM that can be had without waiting for a copy: below it, idle entries are written back to DRAM. A quarter
-#: keeps copies rare; where that is less than the largest sequence (the scratch region), the latter counts.
+#: The share of HBM that should be free or evictable without loss; below it, idle entries are written back to DRAM. A
+#: quarter keeps copies rare. The size of the largest sequence (the scratch region) is a lower bound.
 RECLAIMABLE_SHARE = 0.25
-#: Write-backs under way at once: one being copied, one waiting, so that the copy engine never runs dry between steps.
+#: Write-backs in progress at once: one copying, one waiting, so that the copy engine is busy between steps.
 MAX_SPILLS = 2
-#: The cheapest idle entries among which one to write back is looked for. Where all of these have a copy already, there
-#: is plenty to evict.
-LOOKED_AT = 256
+#: The cheapest idle entries examined for a write-back. If all of them have a copy, there is enough to evict.
+MAX_EXAMINED = 256
 
 
 class Moves:
-    """Copies under way. least_bytes: so much of HBM at least is kept free, or idle with a DRAM copy."""
+    """The copies in progress. least_bytes: least HBM to keep free, or idle with a DRAM copy."""
 
-    def __init__(self, holdings: Holdings, copier: CopyEngine, counters: CacheCounters, least_bytes: int) -> None:
-        self._holdings = holdings
-        self._hbm, self._dram = holdings.hbm, holdings.dram
+    def __init__(self, table: EntryTable, copier: CopyEngine, counters: CacheCounters, least_bytes: int) -> None:
+        self._table = table
+        self._hbm, self._dram = table.hbm, table.dram
         self._copier = copier
         self._counters = counters
         self._enough_bytes = max(RECLAIMABLE_SHARE * self._hbm.size, least_bytes)
@@ -37,13 +36,13 @@ class Moves:
 
     @property
     def copying(self) -> bool:
-        """Copies are under way."""
+        """Whether copies are in progress."""
         return bool(self._loading or self._spilling)
 
     def load(self, entry: Entry, *, urgent: bool = True) -> bool:
-        """in DRAM → loading. False (nothing changed) when HBM has no room. urgent: before write-backs."""
+        """in DRAM → loading. Returns False and changes nothing if HBM has no room. urgent: before write-backs."""
         assert entry.region is None and entry.stored is not None and self._dram is not None
-        place = self._holdings.room(entry.stored.capacity)
+        place = self._table.allocate_hbm(entry.stored.capacity)
         if place is None:
             return False
         entry.extent, entry.region = place
@@ -52,39 +51,39 @@ class Moves:
             entry.region.storage, self._dram.view(entry.stored), urgent=urgent, convert=self._dram.storage.reload
         )
         self._loading.append(entry)
-        self._holdings.note(entry)
+        self._table.note(entry)
         return True
 
     def poll(self) -> list[Entry]:
-        """Take note of finished copies, start write-backs; returns entries that came, or failed to come (`failed`)."""
-        arrived = []
+        """Complete finished copies and start write-backs. Returns the entries loaded, or `failed` to load."""
+        loaded = []
         for entry in self._loading[:]:
-            if entry.load is not None and (succeeded := self._over(entry.load)) is not None:
+            if entry.load is not None and (succeeded := self._outcome(entry.load)) is not None:
                 self._loading.remove(entry)
                 self._loaded(entry, entry.load, succeeded)
-                arrived.append(entry)
+                loaded.append(entry)
         for entry in self._spilling[:]:
-            if entry.spill is not None and (succeeded := self._over(entry.spill)) is not None:
+            if entry.spill is not None and (succeeded := self._outcome(entry.spill)) is not None:
                 self._spilling.remove(entry)
                 self._spilled(entry, succeeded)
         self.write_back()
-        return arrived
+        return loaded
 
     def close(self) -> None:
-        """Finish the copies under way; no others can begin. Raises DeviceError when one does not finish."""
+        """Finish the copies in progress; later copies fail. Raises DeviceError if one does not finish."""
         self._copier.close()
 
     def check_integrity(self) -> None:
-        """Raise CacheCorruption where an entry is not being copied as these lists say."""
+        """Raise CacheCorruption if an entry in these lists is not being copied."""
         for entry in self._loading:
             if entry.load is None or entry.region is None or entry.stored is None:
-                raise CacheCorruption(f"{entry} is being loaded, and is {entry.state}")
+                raise CacheCorruption(f"{entry} is in the list of loads, but its state is {entry.state.value}")
         for entry in self._spilling:
             if entry.spill is None or entry.region is None or entry.stored is None:
-                raise CacheCorruption(f"{entry} is being spilled, and is {entry.state}")
+                raise CacheCorruption(f"{entry} is in the list of spills, but its state is {entry.state.value}")
 
-    def _over(self, ticket: CopyTicket) -> bool | None:
-        """None: still copying; else whether it succeeded."""
+    def _outcome(self, ticket: CopyTicket) -> bool | None:
+        """Whether the copy succeeded; None while it is in progress."""
         try:
             return True if ticket.done() else None
         except DeviceError:
@@ -98,12 +97,12 @@ class Moves:
             entry.approximate = self._dram.storage.approximate
             self._counters.loaded += 1
             self._counters.loaded_bytes += entry.region.storage.nbytes
-            self._holdings.reloads.reloaded(entry.region.storage.nbytes, ticket.seconds)
-            self._holdings.note(entry)
-            self._holdings.free_if_retired(entry)
+            self._table.reloads.reloaded(entry.region.storage.nbytes, ticket.seconds)
+            self._table.note(entry)
+            self._table.free_if_retired(entry)
         else:
             entry.failed = True
-            self._holdings.retire(entry)
+            self._table.retire(entry)
 
     def _spilled(self, entry: Entry, succeeded: bool) -> None:
         assert entry.stored is not None
@@ -111,25 +110,28 @@ class Moves:
         if succeeded:
             self._counters.spilled += 1
             self._counters.spilled_bytes += entry.stored.extent.size
-            self._holdings.note(entry)
+            self._table.note(entry)
         else:
             entry.unspillable = True
-            self._holdings.release_dram(entry)
-        self._holdings.free_if_retired(entry)
+            self._table.release_dram(entry)
+        self._table.free_if_retired(entry)
 
     def write_back(self) -> None:
-        """Keep RECLAIMABLE_SHARE of HBM free or idle with a DRAM copy, cheapest entries first."""
+        """Start copies of the cheapest idle entries if less than RECLAIMABLE_SHARE of HBM is free or clean."""
         if self._dram is None or self._dram.full or len(self._spilling) >= MAX_SPILLS:
             return
         if self._hbm.reclaimable_bytes >= self._enough_bytes:
             return
-        cheapest = islice(self._hbm.cheapest(), LOOKED_AT)
-        dirty = (entry for entry in cheapest if not (entry.clean or entry.unspillable or entry.lent))
+        cheapest = islice(self._hbm.cheapest(), MAX_EXAMINED)
+        dirty = (entry for entry in cheapest if not (entry.clean or entry.unspillable or entry.leases))
         for entry in list(islice(dirty, MAX_SPILLS - len(self._spilling))):
             self._start_spill(entry, self._dram)
 
     def copy_out(self, entry: Entry) -> bool:
-        """Have a DRAM copy made of what is ready in HBM, once those under way are. False: DRAM has no room for it."""
+        """Start a DRAM copy of an entry that is ready in HBM. Returns False if DRAM has no room.
+
+        Returns True without starting it if MAX_SPILLS are in progress: call again later.
+        """
         assert self._dram is not None
         if len(self._spilling) >= MAX_SPILLS:
             return True
@@ -137,15 +139,17 @@ class Moves:
         return entry.spill is not None
 
     def _start_spill(self, entry: Entry, dram: DramTier) -> None:
-        """idle → spilling; stays idle when DRAM has no room now even after forgetting other copies. One that is held
-        stays so, and gets its copy meanwhile."""
+        """idle → spilling; stays idle if DRAM has no room even after evicting other copies.
+
+        A held entry stays held while it is copied.
+        """
         assert entry.region is not None
         if entry.stored is not None:
-            self._holdings.release_dram(entry)  # of the sequence before it grew
-        extent = self._holdings.dram_room(entry.region.capacity)
+            self._table.release_dram(entry)  # the copy is older than the entry's growth
+        extent = self._table.allocate_dram(entry.region.capacity)
         if extent is None:
             return
         entry.stored = StoredCopy(extent, entry.region.capacity, entry.region.length)
         entry.spill = self._copier.submit(dram.view(entry.stored), entry.region.storage, convert=dram.storage.spill)
         self._spilling.append(entry)
-        self._holdings.note(entry)
+        self._table.note(entry)

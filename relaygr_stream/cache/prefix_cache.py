@@ -1,8 +1,8 @@
-"""The life cycle of prefix KV in two tiers: computed, held, idle, spilled, brought back, forgotten.
+"""The prefix cache: the life cycle of prefix KV in two tiers, from computing to eviction.
 
 All calls come from one thread (the device thread), so a lookup and the pin that follows it are one step. Entries are
-found by user; whether an entry serves a request is decided by comparing the token sequences themselves, which is exact
-and, at 24 bytes a token, takes microseconds (docs/decisions.md). Knows nothing of requests, deadlines or models.
+found by user. Whether an entry serves a request is decided by comparing the token sequences, which is exact and takes
+microseconds at 24 bytes a token (docs/explanation/decisions.md).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from relaygr_stream.cache.arena import Extent
 from relaygr_stream.cache.copy import CopyEngine
 from relaygr_stream.cache.entry import Coverage, Entry, Found
-from relaygr_stream.cache.entry_table import CacheCounters, Holdings
+from relaygr_stream.cache.entry_table import CacheCounters, EntryTable
 from relaygr_stream.cache.memory import TierMemory
 from relaygr_stream.cache.moves import Moves
 from relaygr_stream.cache.storage import Scratch, StorageKind, make_storage
@@ -23,17 +23,16 @@ from relaygr_stream.models.api import KVLayout, KVRegion, Tokens
 
 
 class PrefixCache:
-    """Entries over an HBM tier and an optional DRAM tier.
+    """Entries in an HBM tier and an optional DRAM tier.
 
-    predict_ms(n): predicted device time of inferring n prefix tokens, what an eviction puts at stake. incremental:
-    whether the model's K/V of a sequence's beginning stay valid as it grows; if not, only equal sequences match.
-    max_stale_tokens: newest behaviours that an entry may lack and yet cover a prefix, as its reader sees to them.
-    scratch_tokens: the longest sequence; memory for one full inference of it is set aside.
+    predict_ms(n): predicted device time of computing n prefix tokens, the basis of eviction costs.
+    scratch_tokens: the longest sequence; the cache reserves memory for one full inference of it.
+    incremental: whether K/V stay valid as a sequence grows; if not, only equal sequences match.
+    max_stale_tokens: number of newest tokens that a covering entry may lack; its reader appends them to the suffix.
+    storage: the form of copies in DRAM. An entry reloaded from a form that rounds is `approximate` from then on, with
+        all tokens that are later computed on top of it.
 
-    storage: the form of copies in DRAM; entries reloaded from one that rounds are `approximate` from then on, with
-    whatever is computed on top of them.
-
-    Raises CapacityError when the HBM budget cannot hold that and one entry of the same size, or DRAM not one copy.
+    Raises CapacityError if HBM cannot hold the scratch region and one entry of the same size, or DRAM one copy.
     """
 
     def __init__(
@@ -50,14 +49,14 @@ class PrefixCache:
         storage: StorageKind = "exact",
     ) -> None:
         self._incremental = incremental
-        self._lag = max_stale_tokens if incremental else 0
+        self._max_stale = max_stale_tokens if incremental else 0
         self.counters = CacheCounters()
-        self._holdings = Holdings(layout, hbm, dram, make_storage(storage, layout), predict_ms, self.counters)
-        self._hbm, self._dram = self._holdings.hbm, self._holdings.dram
+        self._table = EntryTable(layout, hbm, dram, make_storage(storage, layout), predict_ms, self.counters)
+        self._hbm, self._dram = self._table.hbm, self._table.dram
         capacity = capacity_for(scratch_tokens)
         self._scratch_bytes = self._hbm.size_of(capacity)
-        self._moves = Moves(self._holdings, copier, self.counters, self._scratch_bytes)
-        self.transit = Transit(self._holdings, predict_ms, self._moves.copy_out)
+        self._moves = Moves(self._table, copier, self.counters, self._scratch_bytes)
+        self.transit = Transit(self._table, predict_ms, self._moves.copy_out)
         reserved = self._hbm.allocate(capacity)
         if reserved is None or self._hbm.size < 2 * self._scratch_bytes:
             raise CapacityError(
@@ -79,48 +78,48 @@ class PrefixCache:
 
     def find(self, user_id: str, tokens: Tokens) -> Found:
         """The user's entry and how it relates to this prefix. Changes nothing."""
-        entry = self._holdings.get(user_id)
+        entry = self._table.get(user_id)
         return entry, Coverage.NONE if entry is None else self.coverage(entry, tokens)
 
     def coverage(self, entry: Entry, tokens: Tokens) -> Coverage:
         """How the entry's sequence, computed or being computed, relates to this prefix."""
-        return entry.coverage(tokens, incremental=self._incremental, lag=self._lag)
+        return entry.coverage(tokens, incremental=self._incremental, max_stale=self._max_stale)
 
     def serves(self, entry: Entry, tokens: Tokens) -> bool:
-        """Whether what has been computed of the entry, which covers this prefix, is enough for it by now."""
-        return entry.region is not None and 0 < entry.region.length >= len(tokens) - self._lag
+        """Whether an entry that covers this prefix has computed enough of it by now."""
+        return entry.region is not None and 0 < entry.region.length >= len(tokens) - self._max_stale
 
     @property
     def pinned_bytes(self) -> int:
-        """HBM of entries that are pinned, computing or loading: what cannot be taken back now."""
+        """Bytes of HBM that cannot be freed now: entries that are pinned, computing or loading."""
         return self._hbm.held_bytes
 
     @property
     def hbm_used(self) -> int:
-        """Bytes handed out of the HBM tier, scratch included."""
+        """Allocated bytes of the HBM tier, scratch included."""
         return self._hbm.used
 
     @property
     def dram_used(self) -> int:
-        """Bytes handed out of the DRAM tier."""
+        """Allocated bytes of the DRAM tier."""
         return self._dram.used if self._dram else 0
 
     @property
     def entries(self) -> int:
-        """Users with an entry in either tier."""
-        return len(self._holdings)
+        """The number of users with an entry in either tier."""
+        return len(self._table)
 
     @property
     def copying(self) -> bool:
-        """Copies are under way."""
+        """Whether copies between the tiers are in progress."""
         return self._moves.copying
 
     def nbytes(self, tokens: int) -> int:
-        """HBM that a new entry of so many tokens takes."""
+        """Bytes of HBM for a new entry of `tokens` tokens."""
         return self._hbm.size_of(capacity_for(tokens))
 
     def entry_bytes(self, entry: Entry) -> int:
-        """HBM that this entry takes, or will take when it is loaded: its region may have been made for more tokens."""
+        """Bytes of HBM that the entry takes, or will take when loaded: its region may have room for more tokens."""
         if entry.extent is not None:
             return entry.extent.size
         assert entry.stored is not None
@@ -129,45 +128,45 @@ class PrefixCache:
     # ---- computing ----
 
     def open(self, user_id: str, tokens: Tokens) -> Entry | None:
-        """absent → computing: a new entry with room for `tokens`, replacing what the user had.
+        """absent → computing: a new entry with room for `tokens`, which replaces the user's former entry.
 
-        None if the memory cannot be had even by evicting every idle entry; the user's old entry may be gone then too.
+        Returns None if HBM has no room even after eviction; the user's former entry may be evicted then too.
         """
-        place = self._holdings.room(capacity_for(len(tokens)))
+        place = self._table.allocate_hbm(capacity_for(len(tokens)))
         if place is None:
             return None
         self.counters.opened += 1
-        return self._holdings.add(place, user_id, tokens)
+        return self._table.add(place, user_id, tokens)
 
     def extend(self, entry: Entry, tokens: Tokens) -> Entry | None:
-        """ready → computing: `tokens` continue the entry's sequence; what is computed is kept. Returns what to compute:
+        """ready → computing: the entry's sequence grows to `tokens`, which continue it. Returns the entry to compute.
 
-        the same entry where its region has room; others may go on reading it, for what is computed stays where a
-        reader of the old length looks for it; else a new entry in a larger region, into which the computed part was
-        copied; the old one stays until nobody holds it. None (nothing changed) without memory.
+        If the region has room, it is the same entry; readers of the old length may continue to read. Otherwise it is a
+        new entry in a larger region, with a copy of the computed part; the old entry stays until its last holder
+        releases it. Returns None and changes nothing if HBM has no room.
         """
         assert entry.ready and entry.region is not None
         if len(tokens) <= entry.region.capacity:
             self.counters.extended_in_place += 1
             entry.tokens = tokens
             entry.computing = True
-            self._holdings.note(entry)
+            self._table.note(entry)
             return entry
         self.pin(entry)  # it must not be evicted to make room for its own continuation
-        place = self._holdings.room(capacity_for(len(tokens)))
+        place = self._table.allocate_hbm(capacity_for(len(tokens)))
         grown = None if place is None else self._move(entry, entry.region, place, tokens)
         self.unpin(entry)
         return grown
 
     def finish(self, entry: Entry) -> None:
-        """computing → pinned or idle: all its tokens are there."""
+        """computing → pinned or idle: all its tokens are computed."""
         assert entry.computing and entry.region is not None and entry.region.length == len(entry.tokens)
         entry.computing = False
-        self._holdings.note(entry)
-        self._holdings.free_if_retired(entry)
+        self._table.note(entry)
+        self._table.free_if_retired(entry)
 
     def cut_short(self, entry: Entry) -> None:
-        """computing → pinned or idle with the tokens computed so far, or absent if there are none."""
+        """computing → pinned or idle with the tokens computed so far; absent if there are none."""
         assert entry.computing and entry.region is not None
         if not (self._incremental and entry.region.length):
             self.abort(entry)
@@ -177,23 +176,25 @@ class PrefixCache:
         self.finish(entry)
 
     def abort(self, entry: Entry) -> None:
-        """computing → absent (or gone once its pins are released): the computation failed."""
+        """computing → absent, or gone when its last pin is released: the computation failed."""
         assert entry.computing
         entry.computing = False
         entry.failed = True
-        self._holdings.retire(entry)
+        self._table.retire(entry)
 
     def evict(self, entry: Entry) -> None:
-        """any state → absent: what it holds, in both tiers, is not to be trusted. Memory that is in use goes back when
-        nobody holds it; who waits for the entry finds it `failed`."""
+        """any state → absent: its contents in both tiers are not trusted.
+
+        Memory in use is freed when its last holder releases it. Requests that wait for the entry find it `failed`.
+        """
         if not entry.retired:
             self.counters.distrusted += 1
         entry.failed = True
-        self._holdings.retire(entry)
+        self._table.retire(entry)
 
     def evict_user(self, user_id: str) -> Entry | None:
-        """The same for what the user has; returns it, None if there is nothing."""
-        entry = self._holdings.get(user_id)
+        """Evict the user's entry and return it; None if there is none."""
+        entry = self._table.get(user_id)
         if entry is not None:
             self.evict(entry)
         return entry
@@ -201,68 +202,68 @@ class PrefixCache:
     # ---- holding ----
 
     def pin(self, entry: Entry) -> None:
-        """Hold the entry: it keeps its HBM until unpinned as often."""
+        """Hold the entry's HBM until an `unpin` for each `pin`."""
         entry.pins += 1
-        self._holdings.note(entry)
+        self._table.note(entry)
 
     def unpin(self, entry: Entry) -> None:
-        """Release one hold."""
+        """Release one pin."""
         assert entry.pins > 0, "unpinned more often than pinned"
         entry.pins -= 1
-        self._holdings.note(entry)
-        self._holdings.free_if_retired(entry)
+        self._table.note(entry)
+        self._table.free_if_retired(entry)
 
     def pins(self) -> dict[Entry, int]:
-        """The entries that are held, and how often."""
-        return self._holdings.pins()
+        """The pinned entries and their numbers of pins."""
+        return self._table.pins()
 
     # ---- tiers ----
 
     @property
     def has_dram(self) -> bool:
-        """Whether there is a tier behind HBM."""
+        """Whether there is a DRAM tier."""
         return self._dram is not None
 
     def in_hbm(self, user_id: str) -> bool:
-        """Whether the user's entry is in HBM, or on its way there."""
-        entry = self._holdings.get(user_id)
+        """Whether the user's entry is in HBM, or loading."""
+        entry = self._table.get(user_id)
         return entry is not None and entry.region is not None
 
     def warm(self, user_id: str) -> bool:
-        """in DRAM → loading, of the user's entry, before anyone asks for it. False (nothing changed) when there is no
-        such entry, or when what would have to be evicted for it is worth more."""
-        entry = self._holdings.get(user_id)
+        """in DRAM → loading: reload the user's entry before a request needs it.
+
+        Returns False and changes nothing if there is no such entry, or if the entries to evict for it are worth more.
+        """
+        entry = self._table.get(user_id)
         if entry is None or entry.region is not None or entry.stored is None:
             return False
         return self._hbm.worth_room(entry, entry.stored.capacity) and self.load(entry, urgent=False)
 
     def load(self, entry: Entry, *, urgent: bool = True) -> bool:
-        """in DRAM → loading. False (nothing changed) when HBM has no room. urgent: before write-backs."""
+        """in DRAM → loading. Returns False and changes nothing if HBM has no room. urgent: before write-backs."""
         return self._moves.load(entry, urgent=urgent)
 
     def poll(self) -> list[Entry]:
-        """Take note of finished copies, start write-backs; returns entries that came, or failed to come (`failed`)."""
+        """Complete finished copies and start write-backs. Returns the entries loaded, or `failed` to load."""
         return self._moves.poll()
 
-    # ---- the end, and checking ----
+    # ---- closing and checking ----
 
     def close(self) -> None:
-        """Finish the copies under way; no others can begin. Raises DeviceError when one does not finish."""
+        """Finish the copies in progress; later copies fail. Raises DeviceError if one does not finish."""
         self._moves.close()
 
     def check_integrity(self) -> None:
-        """Raise CacheCorruption where books and memory disagree. Takes time in proportion to the entries."""
-        self._holdings.check_integrity(self._scratch_bytes, self.transit.arriving_bytes)
+        """Raise CacheCorruption if accounts and memory disagree. O(n log n) in the number of entries."""
+        self._table.check_integrity(self._scratch_bytes, self.transit.reserved_bytes)
         self._moves.check_integrity()
-
-    # ---- inside ----
 
     def _move(self, entry: Entry, old: KVRegion, place: tuple[Extent, KVRegion], tokens: Tokens) -> Entry:
         new = place[1]
         new.copy_from(old, old.length)
         new.length = old.length
         self.counters.extended_by_move += 1
-        grown = self._holdings.add(place, entry.user_id, tokens)
+        grown = self._table.add(place, entry.user_id, tokens)
         grown.approximate = entry.approximate
-        self._holdings.hand_over_copy(entry, grown)
+        self._table.hand_over_copy(entry, grown)
         return grown

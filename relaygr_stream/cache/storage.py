@@ -1,14 +1,13 @@
-"""How a region's K and V are kept in the DRAM tier: byte for byte, or as int8 with a scale per token and head.
+"""The forms of K and V in the DRAM tier (exact, or int8 with a scale per token and head), and the scratch region.
 
-A storage turns the elements of a region into bytes and back; the copy engine has it do so in its lanes, where the bytes
-are on the host and the elements on the device. Knows nothing of entries, arenas or threads.
+A storage converts the elements of a region to bytes and back. The copy engine's lanes call it; the bytes are on the
+host, the elements on the device.
 
 int8: the dqk elements of a token's key in one head (the dv of its value) are q · scale, with scale = max |x| / 127 in
-float32 and q rounded to nearest, so each is off by at most half a scale. A scale of its own for every token and head
-instead of one per head and granule: measured, scores tend to deviate less for 6 % more bytes at 64
-elements (docs/performance.md); a token's bytes do not depend on what else is in the region, such as the unused end of
-it; and quantising what was quantised gives the same bytes, so that a prefix that is spilled and reloaded any number of
-times while it grows was rounded once.
+float32 and q rounded to nearest, so the error of an element is at most half a scale. One scale for each token and head
+has three reasons. Scores deviate less than with one per head and granule, for 6 % more bytes at 64 elements
+(docs/explanation/performance.md). A token's bytes do not depend on the rest of the region. Quantising reloaded elements
+gives the same bytes, so a prefix that is spilled and reloaded many times while it grows is rounded once.
 """
 
 from __future__ import annotations
@@ -20,65 +19,66 @@ import torch
 
 from relaygr_stream.models.api import KVLayout, KVRegion
 
-# Memory for one full inference, set aside at start so that it never depends on what is cached.
-
 
 class Scratch:
-    """One region, lent to one borrower at a time."""
+    """The region for full inference, reserved at start so that it does not depend on the cache's contents.
+
+    One borrower at a time has it.
+    """
 
     def __init__(self, region: KVRegion) -> None:
         self._region: KVRegion | None = region
 
     @property
     def free(self) -> bool:
-        """It is not lent."""
+        """Whether no borrower has the region."""
         return self._region is not None
 
     def borrow(self) -> KVRegion:
-        """The region, empty; only while it is free."""
+        """The region, with length 0. Call it only while the region is free."""
         region, self._region = self._region, None
         assert region is not None, "the scratch region is lent"
         region.length = 0
         return region
 
     def give_back(self, region: KVRegion) -> None:
-        """Return what `borrow` lent."""
+        """Return the region that `borrow` returned."""
         assert self._region is None
         self._region = region
 
 
 StorageKind = Literal["exact", "int8"]
 
-#: q is in −127…127: symmetric, so that a value and its negative are stored alike.
+#: q is in −127…127: a symmetric range stores a value and its negative alike.
 STEPS: Final = 127
-#: Scales keep 17 of float32's 24 significant bits, so that 127 · scale is exact, and the scale of what is reloaded is
-#: the scale again. That costs nothing: a scale 2⁻¹⁶ too small moves no value by a hundredth of it.
+#: Scales keep 17 of float32's 24 significant bits. Then 127 · scale is exact, and reloaded elements have the same scale
+#: again. The precision is sufficient: a scale that is 2⁻¹⁶ too small changes no value by a hundredth of the scale.
 SCALE_MASK: Final = -(1 << 7)
-#: The smallest normal float32, in place of a scale of 0: a row of zeros is stored as zeros.
+#: The smallest normal float32 replaces a scale of 0; a row of zeros is then stored as zeros.
 LEAST_SCALE: Final = torch.finfo(torch.float32).tiny
-#: Elements converted at once on the CPU: 512 KiB of float32 intermediates stay in a core's cache. Measured on two cores
-#: at 3.8 GB/s of float32 quantised with these, 2.4 GB/s with 16 times as many, 3.4 with a quarter.
+#: Elements converted at once on the CPU: 512 KiB of float32 intermediates stay in a core's cache. On two cores it
+#: quantises 3.8 GB/s of float32; 2.4 GB/s with 16 times as many elements, 3.4 GB/s with a quarter.
 CPU_PIECE: Final = 1 << 17
-#: The same on an accelerator, where a piece costs some 10 launches (about 50 µs) and its int8 bytes about 80 µs on a
-#: bus of 50 GB/s; its intermediates, up to 48 MiB, are the only device memory taken beside the tier. Not measured yet.
+#: Elements converted at once on an accelerator: about 10 launches (50 µs), and about 80 µs for the int8 bytes on a bus
+#: of 50 GB/s. Its intermediates, up to 48 MiB, are the only device memory outside the tier. Not measured.
 DEVICE_PIECE: Final = 1 << 22
 
 
 class Storage(Protocol):
     """A form of regions in the DRAM tier. Both conversions run on the current stream, and may run in any thread."""
 
-    approximate: bool  # what is reloaded is not bit for bit what was spilled
+    approximate: bool  # whether reloaded elements may differ from spilled elements
 
     def nbytes(self, capacity: int) -> int:
-        """Bytes of a region with room for `capacity` tokens in this form."""
+        """Bytes of a region for `capacity` tokens in this form."""
         ...
 
     def spill(self, stored: torch.Tensor, region: torch.Tensor) -> None:
-        """Write the region (1-D, all of its elements) as bytes (uint8, nbytes(capacity) of them)."""
+        """Convert the region (1-D, all its elements) into `stored` (uint8, nbytes(capacity) bytes)."""
         ...
 
     def reload(self, region: torch.Tensor, stored: torch.Tensor) -> None:
-        """Write into the region what `spill` stored."""
+        """Convert the bytes that `spill` wrote back into the region."""
         ...
 
 
@@ -88,7 +88,7 @@ def make_storage(kind: StorageKind, layout: KVLayout) -> Storage:
 
 
 class Exact:
-    """The elements as they are."""
+    """Stores the elements unchanged."""
 
     approximate = False
 
@@ -96,20 +96,20 @@ class Exact:
         self._layout = layout
 
     def nbytes(self, capacity: int) -> int:
-        """As many as in HBM."""
+        """As in HBM."""
         return self._layout.nbytes(capacity)
 
     def spill(self, stored: torch.Tensor, region: torch.Tensor) -> None:
-        """One copy."""
+        """Copy the region's bytes."""
         stored.copy_(region.view(torch.uint8), non_blocking=True)
 
     def reload(self, region: torch.Tensor, stored: torch.Tensor) -> None:
-        """One copy."""
+        """Copy the stored bytes."""
         region.view(torch.uint8).copy_(stored, non_blocking=True)
 
 
 class Int8:
-    """Scales (float32; by layer, K before V, then head and token), then q in the order of the region's elements."""
+    """Stores the scales (float32; by layer, K before V, then head and token), then q in the order of the elements."""
 
     approximate = True
 
@@ -118,11 +118,11 @@ class Int8:
         self._rows_per_token = 2 * layout.layers * layout.heads
 
     def nbytes(self, capacity: int) -> int:
-        """A byte per element and four per scale."""
+        """One byte per element, and four per scale."""
         return capacity * (self._layout.elements_per_token + self._rows_per_token * torch.float32.itemsize)
 
     def spill(self, stored: torch.Tensor, region: torch.Tensor) -> None:
-        """Quantise on the region's device; only the small form crosses the bus."""
+        """Quantise on the region's device, so that only the int8 form crosses the bus."""
         for rows, kept, scales in self._pieces(region, stored):
             values = rows.float()
             scale = (values.abs().amax(1, keepdim=True) / STEPS).clamp_min_(LEAST_SCALE)
@@ -131,7 +131,7 @@ class Int8:
             scales.copy_(scale, non_blocking=True)
 
     def reload(self, region: torch.Tensor, stored: torch.Tensor) -> None:
-        """Only the small form crosses the bus; multiplied out on the region's device."""
+        """Multiply on the region's device, so that only the int8 form crosses the bus."""
         for rows, kept, scales in self._pieces(region, stored):
             near = kept.to(rows.device, non_blocking=True)
             torch.mul(near, scales.to(rows.device, non_blocking=True), out=rows)
@@ -139,7 +139,7 @@ class Int8:
     def _pieces(
         self, region: torch.Tensor, stored: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """The region cut into rows (n, d) of one width: those elements, their q (n, d), their scales (n, 1)."""
+        """Pieces of the region, each of rows of one width: elements (n, d), their q (n, d), their scales (n, 1)."""
         layout = self._layout
         capacity = region.numel() // layout.elements_per_token
         scale_bytes = capacity * self._rows_per_token * torch.float32.itemsize

@@ -1,8 +1,8 @@
-"""The books of the two tiers: what each entry's memory counts as, and whose memory could be taken back for others.
+"""The accounts of the two tiers: the state of each entry's memory, and the choice of entries to evict.
 
-A use of an entry is a time it was held. Moving between the tiers is none, but changes what its eviction costs. Both
-tiers follow the entries: after any change of an entry, `note` it, and sums and eviction order are right again.
-Neither changes an entry nor decides that one has to go; prefix_cache.py does.
+A use of an entry is a period in which it was held. A move between the tiers is not a use, but changes the cost of an
+eviction. After every change of an entry, call `note`: it updates the sums and the eviction order. The tiers choose
+victims, but do not change entries; entry_table.py evicts them.
 """
 
 from __future__ import annotations
@@ -20,27 +20,30 @@ from relaygr_stream.cache.storage import Storage
 from relaygr_stream.errors import CacheCorruption
 from relaygr_stream.models.api import KVLayout, KVRegion
 
-#: Regions hold a multiple of this many tokens. Half of it is lost per entry (1.6 % at 2048 tokens); the slack lets a
-#: returning user's few new behaviours be appended in place.
+#: A region's capacity is a multiple of this many tokens. It wastes half a granule per entry (1.6 % at 2,048 tokens); a
+#: returning user's few new behaviours then fit in place.
 GRANULE_TOKENS = 64
 
 
 def capacity_for(tokens: int) -> int:
-    """Region capacity for so many tokens: the next multiple of the granule."""
+    """Region capacity for `tokens` tokens: the next multiple of the granule."""
     return max(1, -(-tokens // GRANULE_TOKENS)) * GRANULE_TOKENS
 
 
-class Standing(enum.StrEnum):
-    """What an entry's HBM counts as."""
+class Residency(enum.StrEnum):
+    """The state of an entry's HBM."""
 
-    HELD = "held"  # requests hold it, or it is being computed or loaded
-    BUSY = "busy"  # nobody holds it, but it is being copied to DRAM
-    DIRTY = "dirty"  # idle, and the only copy of what it holds
-    CLEAN = "clean"  # idle, and nothing is lost with it
+    HELD = "held"  # pinned, computing or loading
+    BUSY = "busy"  # not held, but a copy to DRAM reads it
+    DIRTY = "dirty"  # idle; evicting it loses its contents
+    CLEAN = "clean"  # idle; evicting it loses nothing
 
 
 class HbmTier:
-    """Regions in the device's memory. cost_ms(entry): what its next user pays if it is evicted."""
+    """Regions in device memory. cost_ms(entry): the cost of its next use if it is evicted.
+
+    last_tier: there is no DRAM tier, so every idle entry counts as clean.
+    """
 
     def __init__(
         self, layout: KVLayout, memory: TierMemory, cost_ms: Callable[[Entry], float], *, last_tier: bool
@@ -48,11 +51,11 @@ class HbmTier:
         self._layout = layout
         self._memory = memory
         self._cost_ms = cost_ms
-        self._last_tier = last_tier  # nothing behind it: what leaves is lost in any case
-        self._noted: dict[Entry, tuple[Standing, Extent]] = {}
-        self._bytes = dict.fromkeys(Standing, 0)
+        self._last_tier = last_tier
+        self._noted: dict[Entry, tuple[Residency, Extent]] = {}
+        self._bytes = dict.fromkeys(Residency, 0)
         self._idle: dict[str, Entry] = {}
-        self._evictor: Evictor[str] = Evictor(memory.arena)  # by user, who outlives an entry
+        self._evictor: Evictor[str] = Evictor(memory.arena)  # by user id, which outlives an entry
 
     @property
     def size(self) -> int:
@@ -66,66 +69,66 @@ class HbmTier:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of entries that are held."""
-        return self._bytes[Standing.HELD]
+        """Bytes of held entries."""
+        return self._bytes[Residency.HELD]
 
     @property
     def reclaimable_bytes(self) -> int:
-        """Bytes that are free, or idle with nothing lost when they are taken: what needs no copy first."""
-        return self._memory.arena.free_bytes + self._bytes[Standing.CLEAN]
+        """Bytes that are free or clean: available without a copy and without loss."""
+        return self._memory.arena.free_bytes + self._bytes[Residency.CLEAN]
 
     def size_of(self, capacity: int) -> int:
-        """What a region with room for so many tokens takes."""
+        """Bytes of a region for `capacity` tokens, rounded up to the alignment."""
         return self._memory.arena.round_up(self._layout.nbytes(capacity))
 
     def allocate(self, capacity: int) -> tuple[Extent, KVRegion] | None:
-        """A region with room for so many tokens, if a hole is large enough."""
+        """Allocate a region for `capacity` tokens; None if no hole is large enough."""
         extent = self._memory.arena.allocate(self._layout.nbytes(capacity))
         if extent is None:
             return None
         return extent, KVRegion(self._layout, self._memory.view(extent, self._layout.dtype), capacity)
 
     def free(self, extent: Extent) -> None:
-        """Take back what `allocate` gave; whose it was has been noted as gone."""
+        """Free an allocated extent. Its entry must have been noted without it."""
         self._memory.arena.free(extent)
 
     def victims(self, capacity: int) -> list[Entry]:
-        """Idle entries whose eviction makes room for such a region, [] when nothing does.
+        """Idle entries whose eviction makes room for a region of `capacity` tokens; [] if no eviction does.
 
-        Entries that lose nothing if they suffice, else any; the cheapest run of neighbours in either case.
+        They are the cheapest run of neighbours: of clean entries if these suffice, else of any.
         """
         size = self.size_of(capacity)
         users = None
         if self.reclaimable_bytes >= size:
-            users = self._evictor.choose(size, lambda user: self._noted[self._idle[user]][0] is Standing.CLEAN)
+            users = self._evictor.choose(size, lambda user: self._noted[self._idle[user]][0] is Residency.CLEAN)
         if users is None:
             users = self._evictor.choose(size)
         return [self._idle[user] for user in users or ()]
 
     def worth_room(self, entry: Entry, capacity: int) -> bool:
-        """Whether an entry that is not here, and whose user is expected, is worth more than what would have to go.
+        """Whether an entry outside HBM, whose user is expected, is worth more than the entries to evict for it.
 
-        The expected use counts as one, as it will once the entry was brought here.
+        The expected use counts as one use, as it will when the entry is in HBM.
         """
         at_stake = sum(self._evictor.value(victim.user_id) for victim in self.victims(capacity))
         cost_ms = self._cost_ms(entry)
         return at_stake < self._evictor.expected(entry.user_id, cost_ms) + cost_ms
 
     def uses(self, user_id: str) -> float:
-        """Uses of the user's entry, here or remembered, as faded by now."""
+        """The faded uses of the user's entry, in this tier or remembered."""
         return self._evictor.uses(user_id)
 
     def cheapest(self) -> Iterator[Entry]:
-        """The idle entries, what is cheapest to evict first."""
+        """The idle entries, the cheapest to evict first."""
         return (self._idle[user] for user in self._evictor.cheapest())
 
     def note(self, entry: Entry) -> bool:
-        """Bring the books up to what the entry is now; returns whether a use of it has ended."""
-        before, now = self._noted.get(entry), self._standing(entry)
+        """Update the accounts to the entry's present state. Returns whether a use of it has ended."""
+        before, now = self._noted.get(entry), self._residency_of(entry)
         was_idle, is_idle = _is_idle(before), _is_idle(now)
         if before == now and not is_idle:
             return False
-        used = before is not None and before[0] is Standing.HELD and now is not None and now[0] is not Standing.HELD
+        used = before is not None and before[0] is Residency.HELD and now is not None and now[0] is not Residency.HELD
         if before is not None:
             self._bytes[before[0]] -= before[1].size
             del self._noted[entry]
@@ -143,41 +146,41 @@ class HbmTier:
         return used
 
     def check_integrity(self, entries: Iterable[Entry], others: int) -> None:
-        """Raise CacheCorruption unless the books say what these entries say; others: bytes that no entry holds."""
+        """Raise CacheCorruption unless the accounts match these entries. others: allocated bytes outside entries."""
         self._memory.arena.check_integrity()
-        standings = {entry: self._standing(entry) for entry in entries}
-        found = {entry: standing for entry, standing in standings.items() if standing is not None}
+        residencies = {entry: self._residency_of(entry) for entry in entries}
+        found = {entry: residency for entry, residency in residencies.items() if residency is not None}
         if found != self._noted:
-            raise CacheCorruption("HBM: an entry changed and was not noted, or is gone and still in the books")
+            raise CacheCorruption("HBM: an entry changed and was not noted, or is gone but still in the accounts")
         for kind, booked in self._bytes.items():
             total = sum(extent.size for each, extent in found.values() if each is kind)
             if total != booked:
-                raise CacheCorruption(f"HBM: {total} bytes are {kind.value}, {booked} were booked")
+                raise CacheCorruption(f"HBM: {total} bytes are {kind.value}, but the accounts say {booked}")
         if sum(self._bytes.values()) + others != self.used:
-            raise CacheCorruption(f"HBM: entries and scratch hold {self._bytes} + {others}, {self.used} were lent")
+            raise CacheCorruption(f"HBM: entries and scratch hold {self._bytes} + {others}, {self.used} are allocated")
         for entry, (_, extent) in found.items():
             if extent not in self._memory.arena:
-                raise CacheCorruption(f"HBM: {entry} holds {extent}, which was not lent")
-        idle = {entry.user_id: entry for entry, standing in found.items() if _is_idle(standing)}
+                raise CacheCorruption(f"HBM: {entry} holds {extent}, which is not allocated")
+        idle = {entry.user_id: entry for entry, residency in found.items() if _is_idle(residency)}
         if idle != self._idle or set(self._evictor.cheapest()) != idle.keys():
             raise CacheCorruption("HBM: the eviction order does not hold exactly the idle entries")
 
-    def _standing(self, entry: Entry) -> tuple[Standing, Extent] | None:
+    def _residency_of(self, entry: Entry) -> tuple[Residency, Extent] | None:
         if entry.extent is None:
             return None
         if entry.held:
-            kind = Standing.HELD
+            kind = Residency.HELD
         elif not entry.evictable:
-            kind = Standing.BUSY
+            kind = Residency.BUSY
         else:
-            kind = Standing.CLEAN if self._last_tier or entry.clean else Standing.DIRTY
+            kind = Residency.CLEAN if self._last_tier or entry.clean else Residency.DIRTY
         return kind, entry.extent
 
 
 class DramTier:
     """Copies of regions in host memory, in the form of `storage`.
 
-    cost_ms(entry): what its next user pays if the copy is forgotten. full: room was asked for in vain, and nothing has
+    cost_ms(entry): the cost of its next use if the copy is evicted. full: the last allocation failed, and nothing has
     changed since.
     """
 
@@ -186,7 +189,7 @@ class DramTier:
         self.full = False
         self._memory = memory
         self._cost_ms = cost_ms
-        self._offered: dict[str, Entry] = {}
+        self._evictable: dict[str, Entry] = {}
         self._evictor: Evictor[str] = Evictor(memory.arena)
 
     @property
@@ -200,15 +203,15 @@ class DramTier:
         return self._memory.arena.used
 
     def size_of(self, capacity: int) -> int:
-        """What a copy of a region with room for so many tokens takes."""
+        """Bytes of a copy of a region for `capacity` tokens, rounded up to the alignment."""
         return self._memory.arena.round_up(self.storage.nbytes(capacity))
 
     def allocate(self, capacity: int) -> Extent | None:
-        """Memory for a copy of such a region, if a hole is large enough."""
+        """Allocate memory for a copy of a region for `capacity` tokens; None if no hole is large enough."""
         return self._memory.arena.allocate(self.storage.nbytes(capacity))
 
     def free(self, extent: Extent) -> None:
-        """Take back what `allocate` gave; whose it was has been noted as gone."""
+        """Free an allocated extent. Its entry must have been noted without it."""
         self.full = False
         self._memory.arena.free(extent)
 
@@ -217,51 +220,53 @@ class DramTier:
         return self._memory.view(copy.extent, torch.uint8)[: self.storage.nbytes(copy.capacity)]
 
     def victims(self, capacity: int) -> list[Entry]:
-        """Entries whose copies make room for one of such a region when forgotten, [] when nothing does."""
-        return [self._offered[user] for user in self._evictor.choose(self.size_of(capacity)) or ()]
+        """Entries whose copies, when evicted, make room for a copy of `capacity` tokens; [] if no eviction does."""
+        return [self._evictable[user] for user in self._evictor.choose(self.size_of(capacity)) or ()]
 
     def worth_room(self, user_id: str, capacity: int, cost_ms: float) -> bool:
-        """Whether a copy that is not here, of a prefix that takes cost_ms to recompute, is worth more than what would
-        have to be forgotten for it. It counts as used just now, as it will once it is here."""
+        """Whether a copy outside the tier, of a prefix that takes cost_ms to recompute, is worth more than the copies
+        to evict for it. It counts as used now, as it will when it is in the tier."""
         at_stake = sum(self._evictor.value(victim.user_id) for victim in self.victims(capacity))
         return at_stake < max(1.0, self._evictor.uses(user_id)) * cost_ms
 
     def uses(self, user_id: str) -> float:
-        """Uses of the user's entry, with a copy here or remembered, as faded by now."""
+        """The faded uses of the user's entry, with a copy in this tier or remembered."""
         return self._evictor.uses(user_id)
 
     def note(self, entry: Entry, *, used: bool) -> None:
-        """Bring the order of forgetting up to what the entry is now; used: a use of it has ended, in HBM."""
-        if entry.stored is None and not used and entry.user_id not in self._offered:
+        """Update the eviction order to the entry's present state. used: a use of it in HBM has ended."""
+        if entry.stored is None and not used and entry.user_id not in self._evictable:
             return
-        was_offered, is_offered = self._offered.get(entry.user_id) is entry, entry.forgettable
+        was_offered, is_offered = self._evictable.get(entry.user_id) is entry, entry.evictable_from_dram
         if was_offered and not is_offered:
             self._evictor.remove(entry.user_id)
-            del self._offered[entry.user_id]
+            del self._evictable[entry.user_id]
         elif is_offered and not was_offered:
             assert entry.stored is not None
             self.full = False
             self._evictor.hold(entry.user_id, entry.stored.extent, self._cost_ms(entry))
-            self._offered[entry.user_id] = entry
+            self._evictable[entry.user_id] = entry
         if used:
             assert entry.region is not None
             size = entry.stored.extent.size if is_offered and entry.stored else self.size_of(entry.region.capacity)
             self._evictor.touch(entry.user_id, size, self._cost_ms(entry))
 
     def check_integrity(self, entries: Iterable[Entry], others: int) -> None:
-        """Raise CacheCorruption unless the books say what these entries say; others: bytes that no entry holds yet."""
+        """Raise CacheCorruption unless the accounts match these entries. others: allocated bytes of reservations."""
         self._memory.arena.check_integrity()
         copies = {entry: entry.stored.extent for entry in entries if entry.stored is not None}
         total = sum(extent.size for extent in copies.values())
         if total + others != self.used:
-            raise CacheCorruption(f"DRAM: entries and arrivals hold {total} + {others} bytes, {self.used} were lent")
+            raise CacheCorruption(
+                f"DRAM: entries and reservations hold {total} + {others} bytes, {self.used} are allocated"
+            )
         for entry, extent in copies.items():
             if extent not in self._memory.arena:
-                raise CacheCorruption(f"DRAM: the copy of {entry} is in {extent}, which was not lent")
-        offered = {entry.user_id: entry for entry in copies if entry.forgettable}
-        if offered != self._offered or set(self._evictor.cheapest()) != offered.keys():
-            raise CacheCorruption("DRAM: the order of forgetting does not hold exactly the copies at rest")
+                raise CacheCorruption(f"DRAM: the copy of {entry} is in {extent}, which is not allocated")
+        offered = {entry.user_id: entry for entry in copies if entry.evictable_from_dram}
+        if offered != self._evictable or set(self._evictor.cheapest()) != offered.keys():
+            raise CacheCorruption("DRAM: the eviction order does not hold exactly the evictable copies")
 
 
-def _is_idle(noted: tuple[Standing, Extent] | None) -> bool:
-    return noted is not None and noted[0] in (Standing.CLEAN, Standing.DIRTY)
+def _is_idle(noted: tuple[Residency, Extent] | None) -> bool:
+    return noted is not None and noted[0] in (Residency.CLEAN, Residency.DIRTY)

@@ -1,29 +1,28 @@
-"""Copies that leave for, and come from, the DRAM tiers of other workers: who has them, and what they take meanwhile.
+"""Leases and reservations: the cache's side of copies to and from the DRAM tiers of other workers.
 
-A loan keeps an entry's DRAM copy as it is while it is read; an arrival is memory that has no entry yet. Both end in
-order or not, and the books balance either way. Only the DRAM tier takes part: its bytes are on the host, where a
-network can read and write them without the device, and a user who comes back is reloaded from there during retrieval.
-Knows nothing of networks, lanes or workers.
+A lease keeps an entry's DRAM copy unchanged while another worker reads it. A reservation is DRAM for a copy that
+arrives and has no entry yet. Only the DRAM tier takes part: its bytes are on the host, so the network needs no device,
+and a returning user's entry is reloaded from DRAM during retrieval.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
 from relaygr_stream.cache.arena import Extent
 from relaygr_stream.cache.entry import Coverage, Entry, StoredCopy
-from relaygr_stream.cache.entry_table import MIN_COST_MS, Holdings
+from relaygr_stream.cache.entry_table import MIN_COST_MS, EntryTable
 from relaygr_stream.cache.tiers import DramTier
 from relaygr_stream.models.api import Tokens
 
 
 @dataclass(frozen=True, slots=True)
-class Loan:
-    """A DRAM copy that is being read; data: all its bytes (uint8), in the tier's storage."""
+class Lease:
+    """A DRAM copy that another worker reads. data: all its bytes (uint8), in the form of the tier's storage."""
 
     entry: Entry
     tokens: Tokens
@@ -32,8 +31,8 @@ class Loan:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Arrival:
-    """Memory for a copy on its way here; data: to be filled (uint8), in the tier's storage."""
+class Reservation:
+    """Memory for an arriving copy. data: the bytes to fill (uint8), in the form of the tier's storage."""
 
     user_id: str
     tokens: Tokens
@@ -41,110 +40,182 @@ class Arrival:
     data: torch.Tensor
 
 
+class ListUsers(NamedTuple):
+    """Return the ids of the users who have entries, in no order."""
+
+
+class Worth(NamedTuple):
+    """Return the value of each user's entry (see Transit.worth)."""
+
+    users: Sequence[str]
+
+
+class Lend(NamedTuple):
+    """Return a Lease of the user's DRAM copy, "soon" or "never" (see Transit.lend)."""
+
+    user_id: str
+
+
+class GiveBack(NamedTuple):
+    """End a lease."""
+
+    lease: Lease
+
+
+class Reserve(NamedTuple):
+    """Return a Reservation for an arriving copy, "held" or "full" (see Transit.reserve)."""
+
+    user_id: str
+    tokens: Tokens
+    capacity: int
+
+
+class Fill(NamedTuple):
+    """Make the copy in the reservation the user's entry. Return whether it became the entry."""
+
+    reservation: Reservation
+
+
+class Discard(NamedTuple):
+    """End a reservation whose copy does not arrive."""
+
+    reservation: Reservation
+
+
+#: The commands of Transit.handle.
+TransitCommand = ListUsers | Worth | Lend | GiveBack | Reserve | Fill | Discard
+
+
 class Transit:
-    """Loans and arrivals of one cache. predict_ms(n): what recomputing n tokens takes. copy_out(entry): have a DRAM
-    copy made of an entry that is in HBM; False: there is no room for it."""
+    """Leases and reservations of one cache.
+
+    predict_ms(n): predicted device time of recomputing n tokens. copy_out(entry): start a DRAM copy of an entry in HBM;
+    it returns False if DRAM has no room.
+    """
 
     def __init__(
-        self, holdings: Holdings, predict_ms: Callable[[int], float], copy_out: Callable[[Entry], bool]
+        self, table: EntryTable, predict_ms: Callable[[int], float], copy_out: Callable[[Entry], bool]
     ) -> None:
-        self._holdings = holdings
+        self._table = table
         self._predict_ms = predict_ms
         self._copy_out = copy_out
-        self._arriving: dict[Arrival, Extent] = {}
+        self._reserved: dict[Reservation, Extent] = {}
 
     @property
-    def arriving_bytes(self) -> int:
-        """DRAM that is taken and has no entry yet."""
-        return sum(extent.size for extent in self._arriving.values())
+    def reserved_bytes(self) -> int:
+        """Bytes of DRAM in reservations."""
+        return sum(extent.size for extent in self._reserved.values())
 
-    # ---- leaving ----
+    def handle(self, command: TransitCommand) -> object:  # one return a command
+        """Execute the command; returns what the command's docstring says."""
+        match command:
+            case ListUsers():
+                return self.users()
+            case Worth(users):
+                return self.worth(users)
+            case Lend(user_id):
+                return self.lend(user_id)
+            case GiveBack(lease):
+                self.give_back(lease)
+            case Reserve(user_id, tokens, capacity):
+                return self.reserve(user_id, tokens, capacity)
+            case Fill(reservation):
+                return self.fill(reservation)
+            case Discard(reservation):
+                self.discard(reservation)
+        return None
+
+    # ---- copies that leave ----
 
     def users(self) -> list[str]:
-        """Whose entries there are, in no order."""
-        return self._holdings.users()
+        """The ids of the users who have entries, in no order."""
+        return self._table.users()
 
-    def worth(self, users: Iterable[str]) -> dict[str, float]:
-        """What a byte of each user's entry is worth: uses, as faded by now, × cost of recomputing it; by user who has
-        an entry that can be lent, now or soon."""
+    def worth(self, users: Sequence[str]) -> dict[str, float]:
+        """By user, the value of a token of the entry: faded uses × recompute cost (ms) / tokens.
+
+        Users without an entry, and users whose entry is computing, are left out.
+        """
         found = {}
         for user_id in users:
-            entry = self._holdings.get(user_id)
+            entry = self._table.get(user_id)
             if entry is not None and not entry.computing and len(entry.tokens):
-                uses = max(tier.uses(user_id) for tier in (self._holdings.hbm, self._holdings.dram) if tier is not None)
+                uses = max(tier.uses(user_id) for tier in (self._table.hbm, self._table.dram) if tier is not None)
                 found[user_id] = uses * self._cost_ms(len(entry.tokens)) / len(entry.tokens)
         return found
 
-    def lend(self, user_id: str) -> Loan | Literal["soon", "never"]:
-        """Hold the user's DRAM copy until `give_back`. "soon": it is being made; "never": there is nothing to lend."""
-        entry, dram = self._holdings.get(user_id), self._holdings.dram
+    def lend(self, user_id: str) -> Lease | Literal["soon", "never"]:
+        """Lease the user's DRAM copy until `give_back`. "soon": the copy is in progress; "never": there is none."""
+        entry, dram = self._table.get(user_id), self._table.dram
         if entry is None or dram is None or entry.computing or entry.failed:
             return "never"
         if entry.spill is not None:
             return "soon"
-        if entry.stored is None or (entry.ready and not entry.clean and not entry.lent):
+        if entry.stored is None or (entry.ready and not entry.clean and not entry.leases):
             return "soon" if self._may_copy_out(entry, dram) and self._copy_out(entry) else "never"
-        entry.lent += 1
-        self._holdings.note(entry)
+        entry.leases += 1
+        self._table.note(entry)
         stored = entry.stored
-        return Loan(entry, entry.tokens.slice(0, stored.length), stored.capacity, dram.view(stored))
+        return Lease(entry, entry.tokens.slice(0, stored.length), stored.capacity, dram.view(stored))
 
-    def give_back(self, loan: Loan) -> None:
-        """The copy has been read, or is not needed any more."""
-        assert loan.entry.lent > 0, "given back more often than lent"
-        loan.entry.lent -= 1
-        self._holdings.note(loan.entry)
-        self._holdings.free_if_retired(loan.entry)
+    def give_back(self, lease: Lease) -> None:
+        """End the lease: the copy is read, or no longer needed."""
+        assert lease.entry.leases > 0, "given back more often than lent"
+        lease.entry.leases -= 1
+        self._table.note(lease.entry)
+        self._table.free_if_retired(lease.entry)
 
-    # ---- coming ----
+    # ---- copies that arrive ----
 
-    def expect(self, user_id: str, tokens: Tokens, capacity: int) -> Arrival | Literal["held", "full"]:
-        """Take room for a copy on its way here, like any other: by forgetting only what is worth less.
+    def reserve(self, user_id: str, tokens: Tokens, capacity: int) -> Reservation | Literal["held", "full"]:
+        """Reserve DRAM for an arriving copy; evicts only copies that are worth less.
 
-        "held": what is here already is as good; "full": everything here is worth more, or in use.
+        "held": the user's present entry is as good; "full": all copies in DRAM are worth more, or in use.
         """
-        dram = self._holdings.dram
+        dram = self._table.dram
         assert dram is not None
-        if not self._better(user_id, tokens):
+        if not self._is_better(user_id, tokens):
             return "held"
         if not dram.worth_room(user_id, capacity, self._cost_ms(len(tokens))):
             return "full"
-        extent = self._holdings.dram_room(capacity)
+        extent = self._table.allocate_dram(capacity)
         if extent is None:
             return "full"
         copy = StoredCopy(extent, capacity, len(tokens))
-        arrival = Arrival(user_id, tokens, copy, dram.view(copy))
-        self._arriving[arrival] = extent
-        return arrival
+        reservation = Reservation(user_id, tokens, copy, dram.view(copy))
+        self._reserved[reservation] = extent
+        return reservation
 
-    def arrived(self, arrival: Arrival) -> bool:
-        """All bytes are there: from now on it is the user's entry. False: what was computed here meanwhile is as good,
-        and stays."""
-        if not self._better(arrival.user_id, arrival.tokens):
-            self.discard(arrival)
+    def fill(self, reservation: Reservation) -> bool:
+        """Make the complete copy the user's entry.
+
+        Returns False, and discards the copy, if the user's present entry is as good by now.
+        """
+        if not self._is_better(reservation.user_id, reservation.tokens):
+            self.discard(reservation)
             return False
-        del self._arriving[arrival]
-        self._holdings.add_stored(arrival.copy, arrival.user_id, arrival.tokens)
+        del self._reserved[reservation]
+        self._table.add_stored(reservation.copy, reservation.user_id, reservation.tokens)
         return True
 
-    def discard(self, arrival: Arrival) -> None:
-        """It will not come."""
-        assert self._holdings.dram is not None
-        self._holdings.dram.free(self._arriving.pop(arrival))
+    def discard(self, reservation: Reservation) -> None:
+        """Free the reservation: the copy does not arrive."""
+        assert self._table.dram is not None
+        self._table.dram.free(self._reserved.pop(reservation))
 
-    # ---- inside ----
+    def _is_better(self, user_id: str, tokens: Tokens) -> bool:
+        """Whether this prefix is better than the user's present entry.
 
-    def _better(self, user_id: str, tokens: Tokens) -> bool:
-        """Whether this prefix would serve the user better than what he has here: he has nothing, or less of the same,
-        from a time when his lane was here before, and nobody uses it."""
-        entry = self._holdings.get(user_id)
+        It is if there is no entry, or an unused one that holds only the beginning of this prefix.
+        """
+        entry = self._table.get(user_id)
         if entry is None:
             return True
         less = entry.coverage(tokens, incremental=True) is Coverage.PREFIX
         return less and not entry.held and entry.spill is None
 
     def _may_copy_out(self, entry: Entry, dram: DramTier) -> bool:
-        """Only if no copy of a user who stays has to be forgotten for it that is worth more."""
+        """Whether a DRAM copy of the entry is possible, and worth more than the copies to evict for it."""
         if entry.unspillable or entry.region is None:
             return False
         return dram.worth_room(entry.user_id, entry.region.capacity, self._cost_ms(len(entry.tokens)))

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from relaygr_stream.cli.options import parse_flags
+from relaygr_stream.cli.options import parse_flags, source_options
 from relaygr_stream.lab.bench.options import PRESETS
 from relaygr_stream.settings.files import check_writable
 from relaygr_stream.settings.load import load_settings
@@ -22,35 +22,39 @@ def bench_command() -> None:
 
 
 @bench_command.command(name="slo")
-@click.option("--preset", type=click.Choice(list(PRESETS)), default="quick", show_default=True, help="How closely.")
+@click.option("--preset", type=click.Choice(list(PRESETS)), default="quick", show_default=True, help="Precision.")
 @click.option(
     "--broker",
     type=click.Choice(["embedded", "kafka"]),
-    help="Private broker to start: the embedded one, or Apache Kafka from KAFKA_HOME. [kafka where KAFKA_HOME is set]",
+    help="Private broker to start: the embedded one, or Apache Kafka from KAFKA_HOME. [kafka if KAFKA_HOME is set]",
 )
 @click.option("--bootstrap", metavar="HOST:PORT", help="Use this running cluster instead of a private broker.")
 @click.option("--workers", type=click.IntRange(1, 64), default=1, show_default=True, help="Worker processes.")
-@click.option("--device", metavar="cpu|cuda[:N]|npu[:N]", help="What the workers run on. [as the preset]")
+@click.option("--device", metavar="cpu|cuda[:N]|npu[:N]", help="Device of the workers. [as in the preset]")
 @click.option(
     "--modes",
     metavar="NAME,…",
-    help="What to compare: full (must be), cache, relay-hbm, relay, relay-warm. [quick: full,cache,relay]",
+    help="Modes to compare: full (required), cache, relay-hbm, relay, relay-warm. [quick: full,cache,relay]",
 )
-@click.option("--slo", type=float, metavar="MS", help="Ranking P99 to keep. [as the preset]")
+@click.option("--slo", type=float, metavar="MS", help="Target of the ranking P99. [as in the preset]")
 @click.option(
-    "--length", type=int, help="Prefix tokens at which the largest rate is searched. [full inference takes 0.4 SLO]"
+    "--length",
+    type=int,
+    help="Prefix tokens at which the largest rate is searched. [where full inference takes 0.4 SLO]",
 )
-@click.option("--rate", type=float, help="Requests/s at which the largest length is searched. [what `full` carries]")
+@click.option(
+    "--rate", type=float, help="Requests/s at which the largest length is searched. [the largest rate of `full`]"
+)
 @click.option("--revisits", metavar="R,…", help="Shares of returning users. [0,0.5,0.9]")
-@click.option("--length-revisits", metavar="R,…", help="The same, for the search of lengths. [0.5,0.9]")
+@click.option("--length-revisits", metavar="R,…", help="Shares of returning users in searches of lengths. [0.5,0.9]")
 @click.option("--growth", type=float, help="Mean new behaviours of a returning user. [3]")
 @click.option("--stage-delay", type=float, metavar="MS", help="Median from announcement to ranking request. [150]")
 @click.option("--stage-sigma", type=float, help="Sigma of that log-normal delay. [0.1]")
 @click.option("--candidates", type=int, help="Items to rank. [32]")
 @click.option("--samples", type=int, help="Requests judged in a probe.")
-@click.option("--repeats", type=int, help="Times that every search is repeated.")
-@click.option("--budget", type=float, metavar="SECONDS", help="No probe is begun that would end later.")
-@click.option("--seed", type=int, help="Of the traffic. [7]")
+@click.option("--repeats", type=int, help="Repeats of every search.")
+@click.option("--budget", type=float, metavar="SECONDS", help="Time of the run; no probe starts that would end later.")
+@click.option("--seed", type=int, help="Seed of the traffic. [7]")
 @click.option(
     "--out",
     type=click.Path(path_type=Path, file_okay=False),
@@ -58,8 +62,7 @@ def bench_command() -> None:
     show_default=True,
     help="Folder for report.html and report.json.",
 )
-@click.option("--config", "files", multiple=True, metavar="FILE", help="TOML file with settings, over the preset's.")
-@click.option("--set", "assignments", multiple=True, metavar="SECTION.KEY=VALUE", help="One setting.")
+@source_options
 def slo_command(
     preset: str,
     bootstrap: str | None,
@@ -69,11 +72,11 @@ def slo_command(
     assignments: tuple[str, ...],
     **flags: Any,
 ) -> None:
-    """How much longer sequences, and how much more traffic, within the same ranking P99?
+    """Measure how much longer sequences and how much more traffic the relay serves within the same ranking P99.
 
-    Runs broker, trigger, workers and a client as real processes; searches, for every mode of serving, the largest rate
-    at a given length and the largest length at a given rate; writes a table, report.json and report.html. With CHECK=1
-    in the environment it exits 1 when a target is missed.
+    Runs broker, trigger, workers and a client as real processes. For every mode of serving, searches the largest rate
+    at a given length and the largest length at a given rate. Prints a table, and writes report.json and report.html.
+    With CHECK=1 in the environment, exits 1 if a target is missed.
 
     \b
     Examples:
@@ -86,7 +89,7 @@ def slo_command(
     options = build_options(preset, private=bootstrap is None, flags=flags)
     for name in ("report.json", "report.html"):
         check_writable(options.out / name, "--out")
-    from relaygr_stream.lab.bench.slo import run_slo
+    from relaygr_stream.lab.bench.assemble import run_slo
     from relaygr_stream.ops.stopping import run_until_stopped
     from relaygr_stream.telemetry.process import loop_factory
 
@@ -96,12 +99,12 @@ def slo_command(
 
 
 def build_options(preset: str, *, private: bool, flags: dict[str, Any]) -> Any:
-    """The options that the flags ask for, over the preset's. Raises click.UsageError or ConfigError."""
+    """The preset's options, with those that the flags change. Raises click.UsageError or ConfigError."""
     from relaygr_stream.lab.bench.modes import modes_named
     from relaygr_stream.lab.bench.options import SloOptions
 
     given = {name: value for name, value in flags.items() if value is not None}
-    # The embedded broker grows slower as its log grows: after two minutes of this load a message takes twice as long.
+    # The embedded broker becomes slower as its log grows: after two minutes of this load a message takes twice as long.
     broker = given.pop("broker", "kafka" if os.environ.get("KAFKA_HOME") else "embedded")
     if "modes" in given:
         given["modes"] = modes_named(given["modes"])
@@ -117,7 +120,8 @@ def build_options(preset: str, *, private: bool, flags: dict[str, Any]) -> Any:
     if not changed:
         return options
     if min(changed.values()) < 0:
-        raise click.UsageError("--stage-delay and --stage-sigma: must not be negative")
+        given_text = ", ".join(f"{name} = {value:g}" for name, value in changed.items())
+        raise click.UsageError(f"--stage-delay and --stage-sigma must not be negative: {given_text}")
     from dataclasses import replace
 
     return replace(options, delay=replace(options.delay, **changed))

@@ -1,4 +1,4 @@
-"""`relaygr broker`: a broker on this machine in the foreground, for trying the relay out."""
+"""`relaygr broker`: a local broker in the foreground, for trying out the relay."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ LOOPBACK: Final = ("localhost", "127.0.0.1")
     show_default=True,
     help="The embedded broker (Tansu, messages in memory), or one node of Apache Kafka from KAFKA_HOME.",
 )
-@click.option("--port", type=click.IntRange(1, 65_535), help="Port on loopback. [that of kafka.bootstrap: 9092]")
+@click.option("--port", type=click.IntRange(1, 65_535), help="Port on loopback. [the port of kafka.bootstrap: 9092]")
 @click.option(
     "--data",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Keep Apache Kafka's messages in this folder, for the next time. [nothing is kept]",
+    help="Keep Apache Kafka's messages in this folder, for the next run. [nothing is kept]",
 )
 @settings_options
 def broker_command(settings: Settings, kind: BrokerKind, port: int | None, data: Path | None) -> None:
-    """Run a broker on this machine until Ctrl-C: something to try the other commands on.
+    """Run a local broker until Ctrl-C, to try out the relay.
 
-    Serves loopback only, without authentication, and has one node: for trying out, not for service.
+    It has one node, serves loopback only, and has no authentication: it is not for production.
 
     \b
     Examples:
@@ -49,7 +49,7 @@ def broker_command(settings: Settings, kind: BrokerKind, port: int | None, data:
     if data is not None and kind == "embedded":
         raise click.UsageError("--data: the embedded broker keeps its messages in memory; --kind kafka can keep them")
     if data is not None:
-        check_writable(data / "data" / "meta.properties", "--data")  # Kafka's own first file, there from the last time
+        check_writable(data / "data" / "meta.properties", "--data")  # a file of Kafka's, which an earlier run may leave
     chosen = _port_of(settings.kafka.bootstrap) if port is None else port
 
     async def serve() -> None:
@@ -64,16 +64,14 @@ def _port_of(bootstrap: str) -> int:
     """The port of an address on this machine. Raises ConfigError for any other."""
     host, _, port = bootstrap.rpartition(":")
     if host not in LOOPBACK or not port.isdecimal():
-        raise ConfigError(
-            f"kafka.bootstrap = {bootstrap}: a broker of this machine is reached at localhost:PORT; give --port"
-        )
+        raise ConfigError(f"kafka.bootstrap = {bootstrap}: a local broker listens on localhost:PORT; give --port")
     return int(port)
 
 
 def _greeting(kind: BrokerKind, port: int, data: Path | None) -> str:
     what = "the embedded broker (Tansu)" if kind == "embedded" else "Apache Kafka, one node"
-    keeps = "messages are gone with it" if data is None else f"messages stay in {data}"
+    keeps = "its messages are lost when it ends" if data is None else f"its messages stay in {data}"
     where = [] if port == _port_of(Settings().kafka.bootstrap) else [f"export RELAYGR_KAFKA_BOOTSTRAP=localhost:{port}"]
-    lines = [*where, "relaygr topics apply", "relaygr up --workers 2 --profile cpu", "relaygr publish --generate"]
-    head = f"{what} serves localhost:{port}; {keeps}; Ctrl-C ends it"
+    lines = [*where, "relaygr topics apply", "relaygr up --workers 2 --profile cpu", "relaygr replay --generate"]
+    head = f"{what} serves localhost:{port}; {keeps}; stop it with Ctrl-C"
     return "\n".join([head, "", "In other terminals:", *(f"  {line}" for line in lines)])

@@ -1,7 +1,4 @@
-"""The settings as tables: the effective ones for `relaygr config show`, the defaults for docs/operations.md.
-
-Both come from settings.py alone, so that neither can tell something else than the program does.
-"""
+"""The settings as tables: effective values for `relaygr config show`, defaults for docs/reference/settings.md."""
 
 from __future__ import annotations
 
@@ -9,8 +6,10 @@ from typing import Any, Final
 
 import msgspec
 from msgspec import inspect as msgspec_inspect
+from rich.table import Table
 
 from relaygr_stream.settings.load import FIELDS, Config, Field
+from relaygr_stream.telemetry.printable import listing
 
 _UNITS: Final = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 _TYPES: Final = {
@@ -18,24 +17,21 @@ _TYPES: Final = {
     msgspec_inspect.IntType: "integer",
     msgspec_inspect.FloatType: "number",
     msgspec_inspect.StrType: "text",
+    msgspec_inspect.VarTupleType: "list of text",
 }
 
 
-def render_settings_table(config: Config) -> str:
-    """Every setting, one line each: key, effective value (secrets hidden), where it comes from, what it means."""
-    rows = [("key", "value", "source", "meaning")]
+def render_settings_table(config: Config) -> Table:
+    """One row per setting: key, effective value (secrets hidden), source, meaning."""
+    table = listing(("key", "value", "source", "meaning"), whole=("key",))
     for value in config.values:
-        meaning = value.field.description
-        rows.append((value.field.key, _sized(value.field, value.value) or value.shown, value.source, meaning))
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    lines = [
-        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]) for row in rows
-    ]
-    return "\n".join(line.rstrip() for line in lines)
+        shown = _sized(value.field, value.value) or value.shown
+        table.add_row(value.field.key, shown, value.source, value.field.description)
+    return table
 
 
 def render_settings_markdown() -> str:
-    """Every setting as a Markdown table: key, default, what it accepts, what it means. The docs hold this text."""
+    """A Markdown table with one row per setting: key, default, accepted values, meaning. The docs contain it."""
     lines = ["| key | default | accepts | meaning |", "| --- | --- | --- | --- |"]
     for field in FIELDS.values():
         default = _sized(field, field.default) or msgspec.json.encode(field.default).decode()
@@ -45,7 +41,7 @@ def render_settings_markdown() -> str:
 
 
 def _sized(field: Field, value: Any) -> str:
-    """A whole number of binary units as such ("2GiB"); nothing for other settings and values."""
+    """A size as a whole number of binary units ("2GiB"); "" for other settings and values."""
     if not field.is_bytes or not value:
         return ""
     return next((f"{value // size}{unit}" for unit, size in _UNITS if value % size == 0), "")

@@ -16,19 +16,19 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _filters(command: F) -> F:
-    command = click.option("--reason", default="", help="Only letters with this reason (malformed, invalid, …).")(
+    command = click.option("--reason", default="", help="Only dead letters with this reason (malformed, invalid, …).")(
         command
     )
-    return click.option(
-        "--from", "origin", default="", metavar="TOPIC", help="Only letters that came from this topic."
-    )(command)
+    return click.option("--from", "origin", default="", metavar="TOPIC", help="Only dead letters from this topic.")(
+        command
+    )
 
 
 @click.group(name="dead-letters")
 def dead_letters_command() -> None:
-    """Messages that nobody could read: look at them, send them again.
+    """List, show and replay unreadable messages.
 
-    A letter's address is PARTITION:OFFSET in the dead-letter topic.
+    A dead letter's address is PARTITION:OFFSET in the dead-letter topic.
     """
 
 
@@ -37,7 +37,7 @@ def dead_letters_command() -> None:
 @click.option("--json", "as_lines", is_flag=True, help="One JSON object per line.")
 @settings_options
 def list_command(settings: Settings, reason: str, origin: str, as_lines: bool) -> None:
-    """List the letters, oldest first, with reason and origin."""
+    """List the dead letters, oldest first, with reason and origin."""
     from relaygr_stream.ops.dead_letters.replay import choose, read_letters
     from relaygr_stream.ops.dead_letters.table import as_json, print_letters
     from relaygr_stream.telemetry.printable import SafeConsole
@@ -54,7 +54,7 @@ def list_command(settings: Settings, reason: str, origin: str, as_lines: bool) -
 @click.argument("addresses", nargs=-1, required=True, metavar="ADDRESS…")
 @settings_options
 def show(settings: Settings, addresses: tuple[str, ...]) -> None:
-    """Show letters whole: headers, and the value unpacked whatever its schema is."""
+    """Show dead letters completely: headers, and the unpacked value, also of an unknown schema."""
     from relaygr_stream.ops.dead_letters.replay import choose, read_letters
     from relaygr_stream.ops.dead_letters.table import print_letter
     from relaygr_stream.telemetry.printable import SafeConsole
@@ -66,9 +66,11 @@ def show(settings: Settings, addresses: tuple[str, ...]) -> None:
 @dead_letters_command.command()
 @click.argument("addresses", nargs=-1, metavar="[ADDRESS…]")
 @_filters
-@click.option("--all", "everything", is_flag=True, help="All letters (that --reason and --from leave).")
-@click.option("--again", is_flag=True, help="Also letters that were replayed before, or came back from a replay.")
-@click.option("--dry-run", is_flag=True, help="Say what would be done, and do nothing.")
+@click.option("--all", "everything", is_flag=True, help="All dead letters that --reason and --from select.")
+@click.option(
+    "--again", is_flag=True, help="Include dead letters that were replayed before or came back from a replay."
+)
+@click.option("--dry-run", is_flag=True, help="Print what would be replayed, and send nothing.")
 @settings_options
 def replay(
     settings: Settings,
@@ -79,10 +81,10 @@ def replay(
     again: bool,
     dry_run: bool,
 ) -> None:
-    """Send letters to their original topic, with their original key and headers.
+    """Send dead letters to their original topic, with their original key and headers.
 
-    Each letter once: what was replayed, or came back from a replay, is left alone unless --again says otherwise.
-    Exits 1 if a letter was refused.
+    Each dead letter is sent once: one that was replayed, or came back from a replay, is skipped without --again. Exits
+    1 if a message was refused.
     """
     from relaygr_stream.bus.topics import load_topics
     from relaygr_stream.ops.dead_letters.letter import Letter
@@ -91,12 +93,12 @@ def replay(
     from relaygr_stream.ops.dead_letters.table import line_of
 
     if not (addresses or everything or reason or origin):
-        raise click.UsageError("name letters by ADDRESS, choose them with --reason or --from, or take --all")
+        raise click.UsageError("name dead letters by ADDRESS, select them with --reason or --from, or give --all")
     topics = load_topics(settings.kafka)
-    told: list[Verdict] = []
+    verdicts: list[Verdict] = []
 
     def report(letter: Letter, verdict: Verdict, detail: str) -> None:
-        told.append(verdict)
+        verdicts.append(verdict)
         click.echo(line_of(letter, verdict, detail))
 
     async def run() -> bool:
@@ -109,6 +111,6 @@ def replay(
         return True
 
     clean = asyncio.run(run())
-    totals = {verdict: told.count(verdict) for verdict in dict.fromkeys(told)}
-    click.echo(", ".join(f"{count} {verdict}" for verdict, count in totals.items()) or "no letters to replay")
+    totals = {verdict: verdicts.count(verdict) for verdict in dict.fromkeys(verdicts)}
+    click.echo(", ".join(f"{count} {verdict}" for verdict, count in totals.items()) or "no dead letters to replay")
     sys.exit(not clean)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from relaygr_stream.cli.options import parse_flags
+from relaygr_stream.cli.options import parse_flags, source_options
 from relaygr_stream.settings.files import check_writable
 from relaygr_stream.settings.load import load_settings
 
@@ -31,10 +31,9 @@ from relaygr_stream.settings.load import load_settings
     type=click.Path(path_type=Path, dir_okay=False),
     default=Path("out/relaygr-demo.png"),
     show_default=True,
-    help="Where the picture goes.",
+    help="File of the picture.",
 )
-@click.option("--config", "files", multiple=True, metavar="FILE", help="TOML file with settings, over the demo's own.")
-@click.option("--set", "assignments", multiple=True, metavar="SECTION.KEY=VALUE", help="One setting.")
+@source_options
 def demo_command(
     broker: str,
     bootstrap: str | None,
@@ -47,8 +46,9 @@ def demo_command(
 ) -> None:
     """Run the whole relay on this machine and show what it does.
 
-    Starts a broker, a trigger, two workers and a client that plays a recommendation service: first with the relay, then
-    the same requests with full inference. Exits 0 only if every request was answered and no score deviated.
+    Starts a broker, a trigger, two workers and a client that acts as a recommendation service. Sends requests first
+    with the relay, then the same requests with full inference. Exits 0 only if every request was answered and no score
+    deviated.
 
     Example: relaygr demo --broker kafka --seconds 10
     """

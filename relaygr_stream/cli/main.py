@@ -1,4 +1,4 @@
-"""The `relaygr` command. Each subcommand imports what it needs, so that `relaygr trigger` never loads torch."""
+"""The `relaygr` command. Each subcommand imports only what it needs: `relaygr trigger` does not load torch."""
 
 from __future__ import annotations
 
@@ -13,37 +13,54 @@ import click
 
 from relaygr_stream.cli.options import config_options, settings_options
 from relaygr_stream.errors import RelayError
+from relaygr_stream.ops.stopping import Interrupted, stopped
 from relaygr_stream.settings.files import FILE_TROUBLE, discard_output
 from relaygr_stream.settings.load import Config
 from relaygr_stream.settings.schema import Settings
 
-#: Commands with a module of their own, imported when asked for: `relaygr worker` does not pay for `relaygr bench`.
-_ELSEWHERE: Final = {
+#: Commands in modules of their own, which are imported on demand.
+_COMMANDS: Final = {
     "bench": "relaygr_stream.cli.bench:bench_command",
     "broker": "relaygr_stream.cli.broker:broker_command",
     "dead-letters": "relaygr_stream.cli.dead_letters:dead_letters_command",
     "demo": "relaygr_stream.cli.demo:demo_command",
-    "publish": "relaygr_stream.cli.replay:publish_command",
+    "explain": "relaygr_stream.cli.explain:explain_command",
+    "replay": "relaygr_stream.cli.replay:replay_command",
     "simulate": "relaygr_stream.cli.simulate:simulate_command",
     "status": "relaygr_stream.cli.status:status_command",
-    "trigger": "relaygr_stream.cli.trigger:trigger_command",
     "up": "relaygr_stream.cli.up:up_command",
 }
 
 
+#: Former commands and their present names; accepted for one release, with a warning.
+_FORMER: Final = {("publish",): "replay", ("trigger", "explain"): "explain"}
+
+
 class _Group(click.Group):
-    """Finds commands that are elsewhere; errors of this package become one line on stderr and exit code 1."""
+    """Imports commands on demand; prints this package's errors as one line on stderr, with exit code 1."""
 
     def list_commands(self, context: click.Context) -> list[str]:
-        return sorted([*super().list_commands(context), *_ELSEWHERE])
+        return sorted([*super().list_commands(context), *_COMMANDS])
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
-        if name not in _ELSEWHERE:
+        if name not in _COMMANDS:
             return super().get_command(context, name)
-        module, _, attribute = _ELSEWHERE[name].partition(":")
+        module, _, attribute = _COMMANDS[name].partition(":")
         command = getattr(import_module(module), attribute)
         assert isinstance(command, click.Command)
         return command
+
+    def resolve_command(
+        self, context: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        for former, now in _FORMER.items():
+            if tuple(args[: len(former)]) == former:
+                old = f"relaygr {' '.join(former)}"
+                click.echo(
+                    f"FutureWarning: `{old}` is now `relaygr {now}`; the next release drops the old name", err=True
+                )
+                args = [now, *args[len(former) :]]
+        return super().resolve_command(context, args)
 
     def main(self, *args: Any, **options: Any) -> Any:
         try:
@@ -52,23 +69,21 @@ class _Group(click.Group):
             if error.errno not in FILE_TROUBLE:
                 raise
             discard_output()
-            self._tell(error)
+            self._print_error(error)
             sys.exit(1)
 
     def invoke(self, context: click.Context) -> object:
         try:
             result = super().invoke(context)
-            sys.stdout.flush()  # a full disk behind a pipe or a file is told here, not by the interpreter at its end
-        except KeyboardInterrupt as interrupt:
-            from relaygr_stream.ops.stopping import stopped
-
+            sys.stdout.flush()  # reports a full disk here, not in the interpreter's shutdown
+        except (KeyboardInterrupt, Interrupted) as interrupt:
             stopped("stopped", *interrupt.args)
         except RelayError as error:
-            self._tell(error)
+            self._print_error(error)
             context.exit(1)
         return result
 
-    def _tell(self, error: Exception) -> None:
+    def _print_error(self, error: Exception) -> None:
         from relaygr_stream.telemetry.printable import printable_lines
 
         click.echo(printable_lines(f"error: {error}"), err=True)
@@ -79,28 +94,45 @@ class _Group(click.Group):
 def main() -> None:
     """RelayGR Stream: rank with long user sequences inside a tight P99.
 
-    Prefix KV are pre-inferred while retrieval still runs and wait on the worker that will rank. See `relaygr demo`
-    first; `relaygr COMMAND --help` tells the rest.
+    The relay computes prefix KV while retrieval still runs, on the worker that will rank. Start with `relaygr demo`;
+    `relaygr COMMAND --help` describes each command.
 
-    Settings come from: defaults < TOML files (--config) < environment (RELAYGR_SECTION_KEY) < flags (--set).
+    Sources of settings: defaults < TOML files (--config) < environment (RELAYGR_SECTION_KEY) < flags (--set).
     """
 
 
 @main.command()
 @settings_options
 def worker(settings: Settings) -> None:
-    """Run a worker: hold prefix KV, score ranking requests; one per device.
+    """Run a worker, which scores ranking requests.
+
+    It holds prefix KV on one device; run one worker per device.
 
     Example: relaygr worker --profile workers/cpu.toml --set worker.name=w1 --bootstrap kafka:9092
     """
     from relaygr_stream.models.devices import select_device
     from relaygr_stream.telemetry.process import run_process
 
-    select_device(settings.worker.device)  # before anything else imports torch: a missing driver is said in words
+    select_device(settings.worker.device)  # before any other import of torch, so that a missing driver is reported
     from relaygr_stream.handover.build import handover_for
     from relaygr_stream.worker.process import run_worker
 
     sys.exit(run_process("worker", settings, partial(run_worker, make_handover=handover_for)))
+
+
+@main.command()
+@settings_options
+def trigger(settings: Settings) -> None:
+    """Run a trigger, which admits request events.
+
+    It reads request events, and sends a pre-infer signal to the worker for those that are worth a pre-inference.
+
+    Example: relaygr trigger --bootstrap kafka:9092
+    """
+    from relaygr_stream.telemetry.process import run_process
+    from relaygr_stream.trigger.service import run_trigger
+
+    sys.exit(run_process("trigger", settings, run_trigger))
 
 
 @main.group()
@@ -109,13 +141,13 @@ def topics() -> None:
 
 
 @topics.command()
-@click.option("--alter", is_flag=True, help="Change existing topics to what their files say; add partitions.")
+@click.option("--alter", is_flag=True, help="Change existing topics to match their files; add partitions.")
 @settings_options
 def apply(settings: Settings, alter: bool) -> None:
     """Create the topics that are missing; then verify all.
 
-    Existing topics are left as they are without --alter. Adding partitions to topics that share lanes moves users to
-    other lanes: stop everything first (docs/operations.md).
+    Without --alter, existing topics are not changed. Adding partitions to topics that share lanes moves users to other
+    lanes: stop all processes first (docs/how-to/kafka.md).
     """
     from relaygr_stream.bus.topics import apply_topics
 
@@ -125,36 +157,41 @@ def apply(settings: Settings, alter: bool) -> None:
 @topics.command()
 @settings_options
 def verify(settings: Settings) -> None:
-    """Check that every topic exists, and is in every setting as its file says; names each difference."""
+    """Check that every topic exists and that every setting matches its file; name each difference."""
     from relaygr_stream.bus.topics import verify_topics
 
     rows = asyncio.run(verify_topics(settings.kafka, strict=True))
-    click.echo(f"all {len(rows)} topics are as described")
+    click.echo(f"all {len(rows)} topics match their files")
 
 
 @topics.command()
 @settings_options
 def show(settings: Settings) -> None:
-    """Show each topic's file beside what the cluster has."""
+    """Show each topic's file beside the cluster's values."""
     from relaygr_stream.bus.topics import describe_topics
     from relaygr_stream.cli.topics_table import render_topics
+    from relaygr_stream.telemetry.printable import print_table
 
-    click.echo(render_topics(asyncio.run(describe_topics(settings.kafka))))
+    print_table(render_topics(asyncio.run(describe_topics(settings.kafka))))
 
 
 @main.group(name="config")
 def config_group() -> None:
-    """Look at the configuration."""
+    """Show the configuration."""
 
 
 @config_group.command(name="show")
-@click.option("--markdown", is_flag=True, help="As a Markdown table of the defaults, for the documentation.")
+@click.option("--markdown", is_flag=True, help="Print a Markdown table of the defaults, for the documentation.")
 @config_options
 def config_show(config: Config, markdown: bool) -> None:
-    """Print every effective setting, where its value comes from, and what it means."""
+    """Print every setting: its effective value, the value's source, and the meaning."""
     from relaygr_stream.cli.config_table import render_settings_markdown, render_settings_table
+    from relaygr_stream.telemetry.printable import print_table
 
-    click.echo(render_settings_markdown() if markdown else render_settings_table(config))
+    if markdown:
+        click.echo(render_settings_markdown())
+    else:
+        print_table(render_settings_table(config))
 
 
 @main.group()
@@ -169,7 +206,7 @@ def conformance(file: Path, dtype: str) -> None:
     """Compare the built-in HSTU with reference arrays (FILE.npz), full and cached.
 
     float32: prints the largest absolute deviations of each variant; exits 1 if one exceeds 1e-4. Half precision: exits
-    1 if cached, chunked or cut results are further from the reference than full inference in that type is.
+    1 if cached, chunked or cut results deviate more from the reference than full inference in that type does.
     """
     from relaygr_stream.models.devices import select_device
 
@@ -187,14 +224,16 @@ def conformance(file: Path, dtype: str) -> None:
 @click.argument("factory", default="")
 @click.option("--device", help="cpu, cuda[:N] or npu[:N]; short for --set worker.device=…")
 @click.option("--dtype", help="float32, bfloat16 or float16; short for --set worker.dtype=…")
-@click.option("--seed", default=0, show_default=True, help="Of the random requests; model.seed is the weights'.")
+@click.option(
+    "--seed", default=0, show_default=True, help="Seed of the random requests; model.seed is that of the weights."
+)
 @settings_options
 def model_check(settings: Settings, factory: str, device: str | None, dtype: str | None, seed: int) -> None:
     """Check that a model keeps the protocol and that its relayed scores equal full inference.
 
-    FACTORY is module:factory (model.factory); without it, the model that the settings name, which may be the built-in
-    one. Prints a table of properties and, for each that failed, what it usually means; exits 1 if one failed. Check
-    float32 first: half precision hides small errors in its rounding.
+    FACTORY is module:factory (model.factory); by default, the settings' model. Prints a table of properties and, for
+    each that failed, its usual cause; exits 1 if one failed. Check float32 first: in half precision, rounding hides
+    small errors.
 
     \b
     Examples:

@@ -1,4 +1,4 @@
-"""`relaygr model check`: from settings and flags to a checked model."""
+"""`relaygr model check` on the command line."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def run_check(settings: Settings, factory: str, device: str | None, dtype: str | None, seed: int) -> bool:
-    """Print the table; whether every property holds. Raises ConfigError, ModelError or DeviceError."""
+    """Print the table; returns whether every property holds. Raises ConfigError, ModelError or DeviceError."""
     name = dtype or settings.worker.dtype
     if name not in DTYPES:
         raise ConfigError(f"--dtype {name}: write {', '.join(DTYPES[:-1])} or {DTYPES[-1]}")
     if seed < 0:
-        raise ConfigError(f"--seed {seed}: write a number from 0 on")
+        raise ConfigError(f"--seed {seed}: write 0 or a positive number")
     if factory:
         settings = replace(settings, model=replace(settings.model, factory=factory))
-    on = select_device(device or settings.worker.device)  # before anything else imports torch
+    on = select_device(device or settings.worker.device)  # before any other import of torch
     import torch
 
     from relaygr_stream.models.check.run import check_model, probe_for

@@ -1,4 +1,4 @@
-"""The options that every command shares: where settings come from."""
+"""Options that commands share, above all the sources of settings."""
 
 from __future__ import annotations
 
@@ -27,24 +27,33 @@ def parse_flags(assignments: tuple[str, ...]) -> dict[str, str]:
     return flags
 
 
-def config_options(command: F) -> F:
-    """Add --config/--profile, --set and --bootstrap; the command gets `config: Config` as its first argument."""
+def source_options(command: F) -> F:
+    """Add --config/--profile and --set; the command gets `files` and `assignments`."""
+    for option in (
+        click.option(
+            "--set",
+            "assignments",
+            multiple=True,
+            metavar="SECTION.KEY=VALUE",
+            help="Set one setting; `config show` lists them.",
+        ),
+        click.option(
+            "--config",
+            "--profile",
+            "files",
+            multiple=True,
+            metavar="FILE",
+            help="TOML file with settings, or a packaged profile (cpu, cuda, npu, trigger). A later one overrides.",
+        ),
+    ):
+        command = option(command)
+    return command
 
-    @click.option(
-        "--config",
-        "--profile",
-        "files",
-        multiple=True,
-        metavar="FILE",
-        help="TOML file with settings, or a packaged profile (cpu, cuda, npu, trigger). Later ones win.",
-    )
-    @click.option(
-        "--set",
-        "assignments",
-        multiple=True,
-        metavar="SECTION.KEY=VALUE",
-        help="One setting; `config show` lists them.",
-    )
+
+def config_options(command: F) -> F:
+    """As source_options, and --bootstrap; the command gets `config: Config` as its first argument."""
+
+    @source_options
     @click.option("--bootstrap", metavar="HOST:PORT", help="Kafka brokers; short for --set kafka.bootstrap=…")
     @wraps(command)
     def wrapped(
@@ -65,3 +74,9 @@ def settings_options(command: F) -> F:
         return command(config.settings, *args, **kwargs)
 
     return wrapped  # type: ignore[return-value]
+
+
+def check_pace(speed: float | None, rate: float | None) -> None:
+    """Raise click.UsageError if both are given: speed keeps a log's own times, rate replaces them."""
+    if speed is not None and rate is not None:
+        raise click.UsageError("--speed keeps the log's times, --rate replaces them; give one of them")

@@ -1,4 +1,4 @@
-"""The command `relaygr publish`: flags to options, and the exit code. What they do is publish.py's business."""
+"""`relaygr replay` on the command line; lab/workload/publish.py implements it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from relaygr_stream.cli.options import settings_options
+from relaygr_stream.cli.options import check_pace, settings_options
 from relaygr_stream.lab.workload.columns import ColumnMap
 from relaygr_stream.lab.workload.formats import FORMATS
 from relaygr_stream.lab.workload.generator import GeneratorOptions
@@ -21,7 +21,7 @@ from relaygr_stream.settings.files import check_writable
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.process import ProcessContext, run_process
 
-#: Flags that mean something for one source only; given for the other one, they are refused rather than ignored.
+#: Flags of one source only; given with the other one, they are refused.
 LOG_FLAGS = ("format", "columns", "time_unit", "item_ids", "speed", "which", "min_history")
 GENERATOR_FLAGS = (
     "users",
@@ -35,7 +35,7 @@ GENERATOR_FLAGS = (
 )
 
 
-@click.command(name="publish")
+@click.command(name="replay")
 @click.option("--events", type=click.Path(path_type=Path), help="Replay this log of interactions.")
 @click.option("--generate", is_flag=True, help="Send a generated workload instead.")
 @click.option(
@@ -50,21 +50,19 @@ GENERATOR_FLAGS = (
     "--stage-delay", type=float, default=80.0, show_default=True, help="Median ms from event to ranking request."
 )
 @click.option("--timeout", type=float, help="Seconds a ranking may take. [client.timeout_ms]")
-@click.option("--seed", type=click.IntRange(min=0), default=7, show_default=True, help="Of every random choice.")
+@click.option("--seed", type=click.IntRange(min=0), default=7, show_default=True, help="Seed of every random choice.")
 @click.option("--mode", type=click.Choice(["auto", "full"]), default="auto", show_default=True, help="full: no relay.")
-@click.option("--announce/--no-announce", default=True, show_default=True, help="Whether to publish request events.")
+@click.option("--announce/--no-announce", default=True, show_default=True, help="Publish request events.")
 @click.option(
-    "--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), help="Also write the report here."
+    "--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), help="Also write the report to this file."
 )
-@click.option("--format", type=click.Choice(FORMATS), help="Of --events; recognised when not given.")
+@click.option("--format", type=click.Choice(FORMATS), help="Format of --events. [detected]")
 @click.option(
     "--columns", metavar="user=A,item=B,action=C,time=D", help="Names (or numbers from 1) of the log's columns."
 )
+@click.option("--time-unit", type=click.Choice(["s", "ms", "iso"]), help="Unit of the log's times. [by magnitude]")
 @click.option(
-    "--time-unit", type=click.Choice(["s", "ms", "iso"]), help="Of the log's times; by magnitude when not given."
-)
-@click.option(
-    "--item-ids", type=click.Choice(["number", "name"]), help="Keep item ids as numbers, or number them anew."
+    "--item-ids", type=click.Choice(["number", "name"]), help="number: keep item ids; name: number them anew."
 )
 @click.option("--speed", type=float, help="Keep the log's times, this many times faster, instead of --rate.")
 @click.option(
@@ -80,17 +78,20 @@ GENERATOR_FLAGS = (
 @click.option("--revisit", type=float, help="Share of requests by a recent user. [0.3]")
 @click.option("--growth", type=float, help="Mean new behaviours of a returning user. [3]")
 @settings_options
-def publish_command(settings: Settings, json_path: Path | None, **flags: Any) -> None:
-    """Send request events and rankings: a replayed log, or a generated workload.
+def replay_command(settings: Settings, json_path: Path | None, **flags: Any) -> None:
+    """Replay a log and measure its rankings.
 
-    At the end: HR@10 and NDCG@10 of the served rankings beside chance and popularity, latencies from the scheduled send
-    time, prefix hits, errors. Exits 0 if every request was answered, 1 if not.
+    Sends a log of interactions through the relay, or a generated workload with --generate.
+
+    Sends a request event and a ranking request for each interaction. Prints HR@10 and NDCG@10 of the rankings beside
+    those of chance and popularity, latencies from the scheduled send time, prefix hits and errors. Exits 1 if a request
+    was not answered.
 
     \b
     Examples:
-      relaygr publish --events ml-100k/u.data
-      relaygr publish --events shop.csv --columns user=uid,item=sku,action=type,time=ts --speed 60
-      relaygr publish --generate --rate 100 --requests 5000 --json out/report.json
+      relaygr replay --events ml-100k/u.data
+      relaygr replay --events shop.csv --columns user=uid,item=sku,action=type,time=ts --speed 60
+      relaygr replay --generate --rate 100 --requests 5000 --json out/report.json
     """
     options = build_options(settings, flags)
     if json_path is not None:
@@ -100,7 +101,7 @@ def publish_command(settings: Settings, json_path: Path | None, **flags: Any) ->
     async def main(ctx: ProcessContext) -> None:
         reports.append(await publish(options, ctx))
 
-    code = run_process("publish", settings, main)
+    code = run_process("replay", settings, main)
     for report in reports:
         print_report(report)
         if json_path is not None:
@@ -110,7 +111,7 @@ def publish_command(settings: Settings, json_path: Path | None, **flags: Any) ->
 
 
 def build_options(settings: Settings, flags: dict[str, Any]) -> PublishOptions:
-    """The options that the flags ask for; raises click.UsageError or ConfigError where they clash."""
+    """The options of the flags. Raises click.UsageError or ConfigError if flags clash."""
     events, generate = flags["events"], flags["generate"]
     if (events is None) != generate:
         raise click.UsageError("give either --events FILE or --generate")
@@ -118,8 +119,7 @@ def build_options(settings: Settings, flags: dict[str, Any]) -> PublishOptions:
         if flags[name] is not None:
             other = "--generate" if events is not None else "--events"
             raise click.UsageError(f"--{name.replace('_', '-')} goes with {other} only")
-    if flags["speed"] is not None and flags["rate"] is not None:
-        raise click.UsageError("--speed keeps the log's times, --rate replaces them; give one of them")
+    check_pace(flags["speed"], flags["rate"])
     if flags["timeout"] is not None and not 0 < flags["timeout"] <= 3600:
         raise click.UsageError(f"--timeout {flags['timeout']:g}: must be within 0…3600 seconds")
     if not 0 < flags["stage_delay"] <= 60_000:
@@ -130,7 +130,7 @@ def build_options(settings: Settings, flags: dict[str, Any]) -> PublishOptions:
 
     shape = given("rate", "suffix", "candidates", "seed")
     shape |= {"max_prefix": settings.relay.max_prefix_tokens, "delay": StageDelay(flags["stage_delay"])}
-    # Workers remember the ids of answered requests: a second run must not look like the first one's echo.
+    # Workers keep the ids of answered requests: a second run's requests must not count as duplicates of the first's.
     shape["run"] = f"{secrets.token_hex(4)}-"
     requests = 1000 if flags["requests"] is None else flags["requests"]
     source: LogOptions | GeneratorOptions

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from relaygr_stream.cli.options import parse_flags
+from relaygr_stream.cli.options import parse_flags, source_options
 from relaygr_stream.errors import ConfigError
 from relaygr_stream.lab.simulate.bus import BusLatency
 from relaygr_stream.ops.stopping import interruptible
@@ -37,25 +37,25 @@ def _share(_: click.Context, __: click.Parameter, value: str | None) -> float | 
 
 @click.command(name="simulate")
 @click.option(
-    "--workers", type=click.IntRange(1, 10_000_000), default=1000, show_default=True, help="Workers there are."
+    "--workers", type=click.IntRange(1, 10_000_000), default=1000, show_default=True, help="Workers in the fleet."
 )
 @click.option(
-    "--lanes-per-worker", type=click.IntRange(1, 1000), default=8, show_default=True, help="Partitions a worker."
+    "--lanes-per-worker", type=click.IntRange(1, 1000), default=8, show_default=True, help="Lanes per worker."
 )
-@click.option("--users", type=click.IntRange(1, 10**12), default=10**6, show_default=True, help="Users there are.")
+@click.option("--users", type=click.IntRange(1, 10**12), default=10**6, show_default=True, help="Users in all.")
 @click.option("--rate", type=float, default=2000.0, show_default=True, help="Requests per second of all users.")
-@click.option("--zipf", type=float, default=0.0, show_default=True, help="Exponent of the law over users; 0: uniform.")
+@click.option("--zipf", type=float, default=0.0, show_default=True, help="Zipf exponent over users; 0: uniform.")
 @click.option(
     "--revisit",
     metavar="SHARE",
     callback=_share,
     default="50%",
     show_default=True,
-    help="Share of requests that are returns.",
+    help="Share of requests by returning users.",
 )
 @click.option("--return-after", type=float, default=20.0, show_default=True, help="Mean seconds until a return.")
 @click.option("--length", type=float, default=1024.0, show_default=True, help="Median prefix tokens of a new user.")
-@click.option("--sigma", type=float, default=0.0, show_default=True, help="Of the log-normal law of lengths.")
+@click.option("--sigma", type=float, default=0.0, show_default=True, help="Sigma of the log-normal lengths.")
 @click.option("--growth", type=float, default=3.0, show_default=True, help="Mean new behaviours at a return.")
 @click.option("--suffix", type=click.IntRange(0, 65536), default=8, show_default=True, help="Suffix tokens.")
 @click.option("--candidates", type=click.IntRange(1, 65536), default=100, show_default=True, help="Candidates.")
@@ -67,7 +67,7 @@ def _share(_: click.Context, __: click.Parameter, value: str | None) -> float | 
     show_default=True,
     help="cache: no pre-inference; full: no reuse either.",
 )
-@click.option("--hbm", metavar="BYTES", help="Short for --set worker.hbm_bytes=…, as 32GiB.")
+@click.option("--hbm", metavar="BYTES", help="Short for --set worker.hbm_bytes=…, for example 32GiB.")
 @click.option("--dram", metavar="BYTES", help="Short for --set worker.dram_bytes=…; 0: no DRAM tier.")
 @click.option(
     "--costs",
@@ -77,28 +77,36 @@ def _share(_: click.Context, __: click.Parameter, value: str | None) -> float | 
     help="Device costs: a TOML file, or measure the configured model on this machine (15 s).",
 )
 @click.option("--save-costs", type=click.Path(path_type=Path, dir_okay=False), help="Write the costs to this file.")
-@click.option("--bus-p50", type=float, default=BusLatency.p50_ms, show_default=True, help="Produce to consume, ms.")
-@click.option("--bus-p99", type=float, default=BusLatency.p99_ms, show_default=True, help="Produce to consume, ms.")
 @click.option(
-    "--bus-lasting", type=float, default=BusLatency.lasting_ms, show_default=True, help="How long it stays slow, ms."
+    "--bus-p50", type=float, default=BusLatency.p50_ms, show_default=True, help="P50 from produce to consume, ms."
 )
-@click.option("--answer-p50", type=float, help="Produce to consume of answers, ms. [default: --bus-p50]")
-@click.option("--answer-p99", type=float, help="Produce to consume of answers, ms. [default: --bus-p99]")
+@click.option(
+    "--bus-p99", type=float, default=BusLatency.p99_ms, show_default=True, help="P99 from produce to consume, ms."
+)
+@click.option(
+    "--bus-lasting",
+    type=float,
+    default=BusLatency.lasting_ms,
+    show_default=True,
+    help="How long the bus stays slow, ms.",
+)
+@click.option("--answer-p50", type=float, help="P50 from produce to consume of answers, ms. [--bus-p50]")
+@click.option("--answer-p99", type=float, help="P99 from produce to consume of answers, ms. [--bus-p99]")
 @click.option(
     "--status-loss",
     metavar="SHARE",
     callback=_share,
     default="0",
     show_default=True,
-    help="Worker statuses that get lost.",
+    help="Share of worker statuses that are lost.",
 )
-@click.option("--fail-rack", metavar="SHARE", callback=_share, help="Share of the workers that die at once, as 2%.")
-@click.option("--at", type=float, default=10.0, show_default=True, help="… so many seconds into what is measured.")
-@click.option("--seconds", type=float, default=30.0, show_default=True, help="Simulated time that is measured.")
-@click.option("--warm-up", type=float, help="Simulated time before that; default: three times --return-after.")
+@click.option("--fail-rack", metavar="SHARE", callback=_share, help="Share of the workers that die at once, e.g. 2%.")
+@click.option("--at", type=float, default=10.0, show_default=True, help="Seconds of measured time before --fail-rack.")
+@click.option("--seconds", type=float, default=30.0, show_default=True, help="Measured simulated time.")
+@click.option("--warm-up", type=float, help="Simulated time before the measured one. [three times --return-after]")
 @click.option("--sample", type=click.IntRange(1), default=40, show_default=True, help="Workers that are simulated.")
 @click.option(
-    "--plan", is_flag=True, help="Find the smallest fleet for this traffic, its memory, and what a failure does."
+    "--plan", is_flag=True, help="Find the smallest fleet for this traffic, its memory, and the effect of a failure."
 )
 @click.option(
     "--hit-target",
@@ -106,20 +114,23 @@ def _share(_: click.Context, __: click.Parameter, value: str | None) -> float | 
     callback=_share,
     default="90%",
     show_default=True,
-    help="--plan: hits among returning users.",
+    help="With --plan: share of returning users that hit.",
 )
-@click.option("--processes", type=click.IntRange(0, 1024), default=0, show_default=True, help="0: one per core.")
-@click.option("--seed", type=click.IntRange(0), default=7, show_default=True, help="Of everything that is random.")
-@click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write all figures there.")
 @click.option(
-    "--config", "--profile", "files", multiple=True, metavar="FILE", help="TOML file with settings, or a profile."
+    "--processes", type=click.IntRange(0, 1024), default=0, show_default=True, help="Processes; 0: one per core."
 )
-@click.option("--set", "assignments", multiple=True, metavar="SECTION.KEY=VALUE", help="One setting.")
+@click.option("--seed", type=click.IntRange(0), default=7, show_default=True, help="Seed of every random choice.")
+@click.option(
+    "--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write all figures to this file."
+)
+@source_options
 def simulate_command(**given: Any) -> None:  # fmt: skip
-    """Simulate a fleet: the real trigger, assignor, cache and scheduler, under simulated time.
+    """Simulate a fleet in simulated time.
 
-    Only --sample workers are simulated, with exactly their users: given their lanes, workers do not influence each
-    other. Results are for the whole fleet, with the error that the sample leaves.
+    Runs the real trigger, assignor, cache and scheduler on simulated devices and a simulated bus.
+
+    Only --sample workers are simulated, with exactly their users: workers with fixed lanes do not influence each other.
+    Results are for the whole fleet, with the error of the sample.
 
     Example: relaygr simulate --workers 10000 --users 100000000 --rate 100000 --fail-rack 2%
     """
@@ -135,6 +146,7 @@ def simulate_command(**given: Any) -> None:  # fmt: skip
 def _simulate(settings: Settings, given: dict[str, Any]) -> None:
     from relaygr_stream.lab.simulate.report import render, summary
     from relaygr_stream.lab.simulate.run import run_scenario
+    from relaygr_stream.telemetry.printable import print_table
 
     scenario = _scenario(given, settings)
     if given["save_costs"]:
@@ -145,7 +157,7 @@ def _simulate(settings: Settings, given: dict[str, Any]) -> None:
     else:
         started = time.perf_counter()
         story = run_scenario(scenario, given["processes"], _progress("groups of workers"))
-        click.echo(render(scenario, story, time.perf_counter() - started))
+        print_table(render(scenario, story, time.perf_counter() - started))
         figures = summary(scenario, story)
     if given["json_file"]:
         given["json_file"].write_text(json.dumps(figures, indent=1, default=str) + "\n")
@@ -169,12 +181,8 @@ def _scenario(given: dict[str, Any], settings: Settings) -> Scenario:
     from relaygr_stream.lab.workload.items import StageDelay
 
     relay = settings.relay
-    for name, value, limit in (
-        ("suffix", given["suffix"], relay.max_suffix_tokens),
-        ("candidates", given["candidates"], relay.max_candidates),
-    ):
-        if value > limit:
-            raise ConfigError(f"--{name} {value}: relay.max_{name}{'_tokens' if name == 'suffix' else ''} is {limit}")
+    if beyond := relay.beyond(suffix=given["suffix"], candidates=given["candidates"]):
+        raise ConfigError(beyond)
     if not 0 < given["delay"] <= relay.life_window_ms:
         raise ConfigError(f"--delay {given['delay']:g}: must be above 0, at most relay.life_window_ms")
     traffic = Traffic(
@@ -218,18 +226,19 @@ def _scenario(given: dict[str, Any], settings: Settings) -> Scenario:
 def _plan(scenario: Scenario, given: dict[str, Any]) -> dict[str, Any]:
     from relaygr_stream.lab.simulate.planned import plan, render_plan, render_probe
     from relaygr_stream.lab.simulate.run import run_scenario
+    from relaygr_stream.telemetry.printable import print_table
 
     def tried(probe: Probe) -> None:
         click.echo(render_probe(probe), err=True)
 
     simulate = partial(run_scenario, processes=given["processes"], report=_progress("groups of workers"))
     planned = plan(scenario, given["hit_target"], simulate, tried)
-    click.echo(render_plan(planned))
+    print_table(render_plan(planned))
     return planned.figures()
 
 
 def _progress(what: str) -> Any:
-    """A line on stderr that tells how far it is; only where a person looks."""
+    """A function that prints progress on stderr, if that is a terminal."""
 
     def report(done: int, of: int) -> None:
         if sys.stderr.isatty():

@@ -1,4 +1,4 @@
-"""`relaygr status`: what runs, and what is odd about it."""
+"""`relaygr status`: the processes of a fleet, and what is odd about them."""
 
 from __future__ import annotations
 
@@ -13,20 +13,22 @@ from relaygr_stream.settings.schema import Settings
 
 
 @click.command(name="status")
-@click.option("--watch", is_flag=True, help="Go on, once a second, until Ctrl-C.")
-@click.option("--json", "as_json_line", is_flag=True, help="One JSON object (with --watch one a second, a line each).")
-@click.option("--forget", metavar="NAME", help="Only remove a name's record (trigger/NAME: a trigger's).")
+@click.option("--watch", is_flag=True, help="Repeat once a second until Ctrl-C.")
+@click.option("--json", "as_json_line", is_flag=True, help="Print a JSON object; with --watch, one line a second.")
+@click.option("--forget", metavar="NAME", help="Only remove the record of a worker (trigger/NAME: of a trigger).")
 @settings_options
 def status_command(settings: Settings, watch: bool, as_json_line: bool, forget: str | None) -> None:
-    """Show what runs: triggers, workers, lanes, hits, queues, memory; and what is odd.
+    """Show the processes of a fleet, and what is odd about them.
+
+    Shows triggers, workers, lanes, hits, queues and memory.
 
     \b
     Examples:
       relaygr status --bootstrap kafka:9092
       relaygr status --bootstrap kafka:9092 --watch
 
-    It listens for some seconds, joins no group and writes nothing. hits: rankings that found their prefix KV, of those
-    scored while it listened, or else since the worker's start. lag: records of its lanes that it has not read.
+    It listens for some seconds, joins no group and writes nothing. hits: share of rankings that found their prefix KV,
+    while it listened or, without rankings, since the worker's start. lag: unread records of the worker's lanes.
     """
     with suppress(KeyboardInterrupt):
         if forget is not None:
@@ -42,7 +44,7 @@ async def _show(settings: Settings, watch: bool, as_json_line: bool) -> None:
     from relaygr_stream.bus.topics import load_topics, verify_topics
     from relaygr_stream.ops.status.overview import LISTEN_S, Overview
     from relaygr_stream.ops.status.table import as_json, render
-    from relaygr_stream.telemetry.printable import SafeConsole
+    from relaygr_stream.telemetry.printable import SafeConsole, print_table
     from relaygr_stream.wire.worker_status import StatusReader
 
     await verify_topics(settings.kafka)
@@ -62,10 +64,10 @@ async def _show(settings: Settings, watch: bool, as_json_line: bool) -> None:
 
         await listen(LISTEN_S)
         if not watch:
-            click.echo(as_json(view)) if as_json_line else console.print(render(view))
+            click.echo(as_json(view)) if as_json_line else print_table(render(view), console)
         elif as_json_line or not sys.stdout.isatty():
             while True:
-                click.echo(as_json(view)) if as_json_line else console.print(render(view))
+                click.echo(as_json(view)) if as_json_line else print_table(render(view), console)
                 await listen(1.0)
         else:
             with Live(render(view), console=console, auto_refresh=False) as screen:
@@ -75,7 +77,7 @@ async def _show(settings: Settings, watch: bool, as_json_line: bool) -> None:
 
 
 async def _forget(settings: Settings, name: str) -> None:
-    """Write a tombstone for the name's record as it is now."""
+    """Write a tombstone for the name's latest record."""
     from relaygr_stream.bus.producer import Producer
     from relaygr_stream.bus.tail import TopicTail
     from relaygr_stream.bus.topics import load_topics, verify_topics
@@ -96,16 +98,18 @@ async def _forget(settings: Settings, name: str) -> None:
     async with TopicTail(settings.kafka, topic, [0], "earliest", on_records):
         pass
     if not found or found[-1].value is None:
-        raise click.UsageError(f"--forget {name}: worker-status has no record of that name")
+        raise click.UsageError(
+            f"--forget {name}: worker-status has no record of that name; `relaygr status` lists names"
+        )
     headers: list[tuple[str, bytes]] = []
     if name.startswith(KEY_PREFIX):
         headers = [(HEADER_KIND, KIND.encode())]
     else:
-        with suppress(DecodeError):  # a record that nobody can read is removed whatever it says
+        with suppress(DecodeError):  # an unreadable record is removed, too
             headers = [(HEADER_INCARNATION, str(decode(WorkerStatus, found[-1].value).incarnation).encode())]
     signer = Signer.of(settings.handover.secret)
     if signer is not None:
         headers = signer.sign(topic, key, None, headers)
     async with Producer(settings.kafka, client_id="relaygr-status") as producer:
         await producer.send_and_wait(topic, None, key=key, headers=headers)
-    click.echo(f"removed the record of {name}; if it lives, it states itself again")
+    click.echo(f"removed the record of {name}; if it runs, it publishes a new one")

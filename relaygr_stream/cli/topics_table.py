@@ -1,11 +1,13 @@
-"""`relaygr topics show`: each topic's file beside what the cluster has, as text."""
+"""`relaygr topics show`: each topic's file beside the cluster's values, as a table."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rich.table import Table
+
 from relaygr_stream.bus.topics import TopicRow
-from relaygr_stream.telemetry.printable import printable
+from relaygr_stream.telemetry.printable import listing, printable
 
 _COLUMNS = (
     "topic",
@@ -22,13 +24,12 @@ _COLUMNS = (
 _SHOWN = ("retention.ms", "max.message.bytes", "cleanup.policy")
 
 
-def render_topics(rows: Sequence[TopicRow]) -> str:
-    """One line per topic; where the cluster differs from the file, both are shown: file → cluster."""
-    table = [_COLUMNS, *(_cells(row) for row in rows)]
-    widths = [max(len(line[column]) for line in table) for column in range(len(_COLUMNS))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in table
-    )
+def render_topics(rows: Sequence[TopicRow]) -> Table:
+    """One row per topic; a difference is shown as file → cluster."""
+    table = listing(_COLUMNS)
+    for row in rows:
+        table.add_row(*_cells(row))
+    return table
 
 
 def _cells(row: TopicRow) -> tuple[str, ...]:
@@ -56,7 +57,7 @@ def _cells(row: TopicRow) -> tuple[str, ...]:
 
 def _both(file: object, cluster: object | None) -> str:
     if cluster is None:
-        return f"{file} (cluster: not told)"
+        return f"{file} (cluster: unknown)"
     return str(file) if file == cluster else f"{file} → {printable(str(cluster))}"
 
 

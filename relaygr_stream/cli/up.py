@@ -12,29 +12,28 @@ from typing import TYPE_CHECKING
 
 import click
 
-from relaygr_stream.cli.options import parse_flags
+from relaygr_stream.cli.options import parse_flags, source_options
 from relaygr_stream.errors import ConfigError
 from relaygr_stream.telemetry.printable import printable
 
 if TYPE_CHECKING:
     from relaygr_stream.ops.supervisor import Supervised, Supervisor
 
-#: What a process gets beyond worker.drain_ms before it is killed: leaving the group, closing clients.
+#: Time beyond worker.drain_ms before a process is killed: for leaving the group and closing clients.
 BEYOND_DRAIN_S = 5.0
 MAX_PORT = 65_535
 
 
 @click.command(name="up")
 @click.option("--workers", default=1, show_default=True, type=click.IntRange(0, 256), help="Worker processes.")
-@click.option("--trigger/--no-trigger", default=True, show_default=True, help="Whether to run a trigger as well.")
+@click.option("--trigger/--no-trigger", default=True, show_default=True, help="Also run a trigger.")
 @click.option(
     "--name",
     default=socket.gethostname,
-    help="Workers are called NAME-0, NAME-1, …; default: the host's name.",
+    help="Names of workers are NAME-0, NAME-1, …. [the host's name]",
 )
-@click.option("--devices", metavar="DEVICE[,DEVICE…]", help="Given to the workers in turn, e.g. cuda:0,cuda:1.")
-@click.option("--config", "--profile", "files", multiple=True, metavar="FILE", help="As for `relaygr worker`.")
-@click.option("--set", "assignments", multiple=True, metavar="SECTION.KEY=VALUE", help="As for `relaygr worker`.")
+@click.option("--devices", metavar="DEVICE[,DEVICE…]", help="Devices, assigned to workers in turn: cuda:0,cuda:1.")
+@source_options
 @click.option("--bootstrap", metavar="HOST:PORT", help="Kafka brokers; short for --set kafka.bootstrap=…")
 def up_command(
     workers: int,
@@ -45,11 +44,11 @@ def up_command(
     assignments: tuple[str, ...],
     bootstrap: str | None,
 ) -> None:
-    """Run a trigger and workers on this host, and keep them running.
+    """Keep a trigger and workers running on this host.
 
-    A process that fails or hangs is started again, after a pause that doubles up to 30 s. The first SIGTERM or Ctrl-C
-    stops all in order: the trigger, then the workers, who drain; a second one kills them. Logs of all go to stderr,
-    what each is doing to stdout. Of telemetry.port and handover.port the first process gets N, the next N+1, and so on.
+    A process that fails or hangs is restarted, after a pause that doubles up to 30 s. The first SIGTERM or Ctrl-C stops
+    the trigger, then the workers, which drain; a second one kills all. Logs go to stderr, the state of each process to
+    stdout. If telemetry.port or handover.port is N, the first process gets N, the next N+1, and so on.
 
     Example: relaygr up --workers 2 --profile cpu --bootstrap kafka:9092
     """
@@ -58,8 +57,8 @@ def up_command(
     from relaygr_stream.settings.load import load_settings
 
     if not (workers or trigger):
-        raise click.UsageError("nothing to run: --workers 0 and --no-trigger")
-    # Read here only so that a mistake is said once, not by every process; they read it themselves.
+        raise click.UsageError("nothing to run: --workers 0 and --no-trigger; leave out one of them")
+    # Loaded here so that a mistake is reported once; each process loads its settings itself.
     settings = load_settings(files, {"kafka.bootstrap": bootstrap, **parse_flags(assignments)}).settings
     shared = [
         *(argument for file in files for argument in ("--config", file)),
@@ -78,16 +77,17 @@ def up_command(
                 if devices:
                     own += ["--set", f"worker.device={devices.split(',')[number % len(devices.split(','))].strip()}"]
             children.append(Child(child, [role, *shared, *own], Path(folder), settings.telemetry.host))
-        supervisor = Service(children, settings.worker.drain_ms / 1e3 + BEYOND_DRAIN_S, _say)
+        supervisor = Service(children, settings.worker.drain_ms / 1e3 + BEYOND_DRAIN_S, _print_state)
         ended_well = asyncio.run(_run(supervisor))
     sys.exit(0 if ended_well else 1)
 
 
 def _ports(key: str, first: int, count: int) -> list[list[str]]:
-    """Flags that give so many processes ports from `first` on; none where each takes a free one (0)."""
+    """Flags that give `count` processes the ports from `first` on; no flags if `first` is 0 (any free port)."""
     if first + count > MAX_PORT + 1:
         raise ConfigError(
-            f"{key} = {first}: {count} processes need ports {first}…{first + count - 1}, beyond {MAX_PORT}"
+            f"{key} = {first}: {count} processes need ports {first}…{first + count - 1}, beyond {MAX_PORT}; choose a "
+            f"lower one"
         )
     return [["--set", f"{key}={first + index}"] if first else [] for index in range(count)]
 
@@ -106,7 +106,7 @@ async def _run(supervisor: Supervisor) -> bool:
     return await supervisor.run(stop)
 
 
-def _say(process: Supervised) -> None:
+def _print_state(process: Supervised) -> None:
     child, restarts = process.child, process.restarts.count
     pid = f"pid {child.pid}" if child.pid else "–"
     again = f"  restarts {restarts}" if restarts else ""

@@ -1,4 +1,4 @@
-"""The recommendation service's side: announce requests at retrieval, rank their candidates, get scores."""
+"""The client of a recommendation service: announces requests at retrieval, ranks their candidates, returns scores."""
 
 from relaygr_stream.client.answers import Ranking
 from relaygr_stream.client.relay import RelayClient, Request

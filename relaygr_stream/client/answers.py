@@ -1,4 +1,4 @@
-"""Calls that wait for their answer, and what an answer means. Knows nothing of how requests are sent."""
+"""Matches answers with the calls that wait for them, and chooses the partition on which answers arrive."""
 
 from __future__ import annotations
 
@@ -45,11 +45,10 @@ from relaygr_stream.wire.records import Record
 log = structlog.get_logger(__name__)
 _limited = LogLimiter().limited
 
-#: Random for each call: keeps clients of one reply partition apart, and who has seen ids cannot tell the next.
+#: Random for each call: it keeps clients of one reply partition apart, and earlier ids do not reveal the next one.
 CORRELATION_BYTES: Final = 16
-#: Ended calls remembered, to tell duplicate and late answers from foreign ones: a second's worth at some thousand a
-#: second.
-REMEMBERED: Final = 4096
+#: Most ended calls remembered, to tell duplicate and late answers from foreign ones: one second at 4,096 calls/s.
+MAX_ENDED_CALLS: Final = 4096
 
 _ERRORS: Final[dict[Status, type[RequestError]]] = {
     "deadline_exceeded": DeadlineExceeded,
@@ -64,68 +63,73 @@ class Ranking:
     """The scores of one ranking request."""
 
     request_id: str
-    candidates: npt.NDArray[np.uint32]  # (m,) item ids, as they were given; read-only
+    candidates: npt.NDArray[np.uint32]  # (m,) item ids, in the order given; read-only
     scores: npt.NDArray[np.float32]  # (m, tasks), rows in the order of the candidates; read-only
     tasks: tuple[str, ...]  # names of the columns
     outcome: Outcome  # where the worker found the prefix KV
     latency_s: float  # from the call of rank() to the answer, by this process's clock
-    timings: Timings  # on the worker
+    timings: Timings  # on the worker, in milliseconds
     worker: str
     model_version: str
-    admission: str = ""  # what the trigger decided: `admitted`, or why not; empty: unknown
+    admission: str = ""  # the trigger's decision: `admitted`, or the reason against; empty: unknown
 
     def top(self, count: int, *, task: str | None = None) -> npt.NDArray[np.uint32]:
-        """The item ids of the best `count` candidates by one task's score, best first; of equals, the earlier given.
+        """The item ids of the best `count` candidates by one task's score, best first; equal scores keep their order.
 
-        task: may be left out where there is only one. Raises ValueError for an unknown task.
+        task: optional if the model has only one. Raises ValueError for an unknown task.
         """
         if task is None and len(self.tasks) == 1:
             task = self.tasks[0]
         if task not in self.tasks:
-            raise ValueError(f"task {task!r}: the model scores {', '.join(map(repr, self.tasks))}")
+            raise ValueError(f"task {task!r}: the model scores {', '.join(map(repr, self.tasks))}; name one of these")
         column = self.scores[:, self.tasks.index(task)]
         return self.candidates[np.argsort(-column, kind="stable")[: max(0, count)]]
 
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """One ranking request under way."""
+    """One ranking request in flight."""
 
     correlation: bytes
     request_id: str
     reply: asyncio.Future[ScoreReply]
-    attempts: int = 0  # copies that may still bring an answer
-    settled_for: ScoreReply | None = None  # what it ends with if no other attempt brings scores
+    attempts: int = 0  # copies that may still be answered
+    fallback: ScoreReply | None = None  # the call's result if no other copy is answered with scores
 
-    def take(self, reply: ScoreReply) -> None:
-        """An answer came. Scores end the call, and so does a refusal that every worker would repeat; anything else only
-        if no other copy is under way."""
+    def on_reply(self, reply: ScoreReply) -> None:
+        """Handle an answer to one copy.
+
+        Scores and `rejected`, which every worker would repeat, complete the call. Any other status completes it only
+        if no other copy is in flight.
+        """
         self.attempts -= 1
         if self.attempts <= 0 or reply.status in ("ok", "rejected"):
             self.reply.set_result(reply)
         else:
-            self.settled_for = reply
+            self.fallback = reply
 
-    def lost(self, error: RelayError) -> None:
-        """A copy will bring no answer; the call ends with that where it was the last."""
+    def on_copy_failed(self, error: RelayError) -> None:
+        """One copy gets no answer. The last one to fail completes the call."""
         self.attempts -= 1
         if self.attempts <= 0:
-            if self.settled_for is not None and not self.reply.done():
-                self.reply.set_result(self.settled_for)
+            if self.fallback is not None and not self.reply.done():
+                self.reply.set_result(self.fallback)
             self.fail(error)
 
     def fail(self, error: RelayError) -> None:
-        """End the call with an error, unless it has ended."""
+        """Complete the call with an error, unless it is complete."""
         if not self.reply.done():
             self.reply.set_exception(error)
-            self.reply.exception()  # the caller may be past waiting for it
+            self.reply.exception()  # marks it as retrieved: the caller may have stopped waiting
 
 
 class Answers:
     """Matches answers with calls by correlation id; the first answer to a call counts.
 
-    secret: answers that are not signed with it are dropped; empty: nobody signs. An answer that is not one to the call
-    is dropped as well, and the call goes on waiting.
+    An answer with another request's id is dropped, and the call continues to wait.
+
+    max_bytes: longest answer that is decoded. secret: answers that are not signed with it are dropped; empty: answers
+    are not signed.
     """
 
     def __init__(self, metrics: ClientMetrics, max_bytes: int, secret: str = "") -> None:
@@ -133,33 +137,33 @@ class Answers:
         self._max_bytes = max_bytes
         self._secret = secret
         self._calls: dict[bytes, Call] = {}
-        self._ended: OrderedDict[bytes, str] = OrderedDict()  # correlation → what an answer from now on is
+        self._ended: OrderedDict[bytes, str] = OrderedDict()  # correlation → why a further answer is dropped
 
     def __len__(self) -> int:
-        """Calls under way."""
+        """Calls in flight."""
         return len(self._calls)
 
     def expect(self, request_id: str) -> Call:
-        """A new call; the caller must `forget` it."""
+        """Register a new call; the caller must `release` it."""
         correlation = secrets.token_bytes(CORRELATION_BYTES)
         call = Call(correlation, request_id, asyncio.get_running_loop().create_future())
         self._calls[correlation] = call
         self._metrics.in_flight.set(len(self._calls))
         return call
 
-    def forget(self, call: Call) -> None:
-        """The caller waits no more; an answer from now on is late."""
+    def release(self, call: Call) -> None:
+        """Remove a call whose caller has stopped waiting; a further answer to it is late."""
         self._calls.pop(call.correlation, None)
-        self._end(call.correlation, "late")
+        self._remember_ended(call.correlation, "late")
         self._metrics.in_flight.set(len(self._calls))
 
     def fail_all(self, error: RelayError) -> None:
-        """End every call under way."""
+        """Complete every call in flight with an error."""
         for call in self._calls.values():
-            call.fail(copy(error))  # each caller's own traceback
+            call.fail(copy(error))  # each caller gets its own traceback
 
     def on_records(self, records: Iterable[Record]) -> None:
-        """Records of the reply partition."""
+        """Handle records of the reply partition."""
         for record in records:
             correlation = header(record.headers, HEADER_CORRELATION)
             call = self._calls.get(correlation)
@@ -170,36 +174,36 @@ class Answers:
             elif self._secret and not self._is_signed(record, correlation):
                 self._drop("forged")
                 _limited(log.warning, "forged")(
-                    "an answer is not signed, or not with this relay.answer_secret; it is dropped",
+                    "dropped an answer that is not signed with this relay.answer_secret",
                     partition=record.lane,
                     offset=record.offset,
                 )
             else:
-                self._take(call, record)
+                self._on_reply(call, record)
 
-    def _take(self, call: Call, record: Record) -> None:
+    def _on_reply(self, call: Call, record: Record) -> None:
         try:
             reply = decode(ScoreReply, record.value, self._max_bytes)
-            # One that could not read the request does not know its id.
+            # A worker that could not read the request rejects it without its id.
             if reply.request_id != call.request_id and (reply.request_id or reply.status != "rejected"):
                 self._drop("forged")
                 return
             if not np.isfinite(reply.matrix()).all():
                 raise DecodeError("invalid", f"worker {reply.worker or '?'} answered scores that are NaN or infinite")
-            call.take(reply)
+            call.on_reply(reply)
         except DecodeError as error:
-            call.lost(WorkerFailed(f"the worker's answer cannot be read: {error}"))
+            call.on_copy_failed(WorkerFailed(f"the worker's answer cannot be read: {error}"))
         if call.reply.done():
-            self._end(call.correlation, "duplicate")
+            self._remember_ended(call.correlation, "duplicate")
 
     def _is_signed(self, record: Record, correlation: bytes) -> bool:
         expected = answer_signature(self._secret, correlation, record.value or b"")
         return hmac.compare_digest(header(record.headers, HEADER_SIGNATURE), expected)
 
-    def _end(self, correlation: bytes, then: str) -> None:
-        """An answer from now on is `then`, if it was not that of an earlier end."""
+    def _remember_ended(self, correlation: bytes, then: str) -> None:
+        """Drop further answers to this call for the reason `then`; the first reason stays."""
         self._ended.setdefault(correlation, then)
-        if len(self._ended) > REMEMBERED:
+        if len(self._ended) > MAX_ENDED_CALLS:
             self._ended.popitem(last=False)
 
     def _drop(self, reason: str) -> None:
@@ -207,7 +211,10 @@ class Answers:
 
 
 def ranking_of(reply: ScoreReply, candidates: bytes, latency_s: float) -> Ranking:
-    """The answer as the caller gets it; an answer without scores raises its RequestError."""
+    """The answer as a Ranking. An answer without scores raises the RequestError of its status.
+
+    candidates: (m,) uint32 item ids, packed. latency_s: seconds from the call of rank() to the answer.
+    """
     if reply.status != "ok":
         raise _ERRORS[reply.status](reply.detail or f"worker {reply.worker or '?'} answered {reply.status}")
     scores, items = reply.matrix(), np.frombuffer(candidates, ITEM_DTYPE)
@@ -230,64 +237,67 @@ def ranking_of(reply: ScoreReply, candidates: bytes, latency_s: float) -> Rankin
     )
 
 
-# Where our answers are to come to: of two partitions of `scores`, another when nothing comes by the present one. A
-# partition with one copy is served by one broker, and with it every answer of a client would stay away. Knows nothing
-# of what is answered.
+# The reply partition.
 
-
-#: Requests are out and nothing has come by the present partition for this long: the next ones name the other. Several
-#: times what an answer takes, and half of client.silence_ms: where the workers are the cause, changing costs nothing.
-UNHEARD_S: Final = 0.5
-#: What is known against the partition that is not the present one is forgotten so long after it was last named: its
-#: broker may be back. Until then a slow answer by the present one is no reason to try what was silent for longer.
-FORGOTTEN_S: Final = 2.0
+#: New requests name the other reply partition after this long without an answer on the current one, while requests are
+#: in flight. Several times the time of an answer. Below client.silence_ms: if the workers are the cause, the change
+#: costs nothing.
+SWITCH_AFTER_S: Final = 0.5
+#: The silence of the other partition expires this long after the last request that named it: its broker may be back.
+#: Until then, a slow answer on the current partition is no reason to return to one that was silent for longer.
+SILENCE_EXPIRES_S: Final = 2.0
 
 
 class ReplyRoute:
-    """partitions: the present one first, then perhaps another."""
+    """Chooses the partition of `scores` on which a request is answered, of two on different brokers.
+
+    A partition with one copy depends on one broker: with a single reply partition, that broker's failure would hold up
+    every answer of a client.
+
+    partitions: the first choice, then optionally a second.
+    """
 
     def __init__(self, partitions: Sequence[int], clock: Callable[[], float] = time.monotonic) -> None:
         self.partitions: Final = tuple(partitions)
         self._clock = clock
-        self._present, self._other = partitions[0], partitions[-1]
-        self._since: dict[int, float] = {}  # partition → the oldest request since something came by it
-        self._named: dict[int, float] = {}  # partition → the latest request
+        self._current, self._other = partitions[0], partitions[-1]
+        self._awaited_since: dict[int, float] = {}  # partition → time of the oldest request since its last record
+        self._used: dict[int, float] = {}  # partition → time of the latest request
 
     def choose(self) -> int:
-        """For a new request."""
-        self._forget()
-        silent_s = self._waiting_s(self._present)
-        if silent_s > UNHEARD_S and self._waiting_s(self._other) < silent_s:
-            self._present, self._other = self._other, self._present
-        return self._name(self._present)
+        """The reply partition of a new request."""
+        self._expire_other()
+        silent_s = self._waiting_s(self._current)
+        if silent_s > SWITCH_AFTER_S and self._waiting_s(self._other) < silent_s:
+            self._current, self._other = self._other, self._current
+        return self._use(self._current)
 
     def choose_again(self) -> int:
-        """For a copy of a request that has got no answer: the one by which something came later, or is due for less
-        long."""
-        self._forget()
-        return self._name(min(self._present, self._other, key=self._waiting_s))
+        """The reply partition of a copy, whose request has no answer yet: the one that was silent for less long."""
+        self._expire_other()
+        return self._use(min(self._current, self._other, key=self._waiting_s))
 
-    def heard(self, partition: int) -> None:
-        """A record came by it."""
-        self._since.pop(partition, None)
+    def received(self, partition: int) -> None:
+        """Note a record on this partition."""
+        self._awaited_since.pop(partition, None)
 
-    def _forget(self) -> None:
-        if self._clock() - self._named.get(self._other, math.inf) > FORGOTTEN_S:
-            self._since.pop(self._other, None)
+    def _expire_other(self) -> None:
+        if self._clock() - self._used.get(self._other, math.inf) > SILENCE_EXPIRES_S:
+            self._awaited_since.pop(self._other, None)
 
-    def _name(self, partition: int) -> int:
-        self._named[partition] = now = self._clock()
-        self._since.setdefault(partition, now)
+    def _use(self, partition: int) -> int:
+        self._used[partition] = now = self._clock()
+        self._awaited_since.setdefault(partition, now)
         return partition
 
     def _waiting_s(self, partition: int) -> float:
-        return self._clock() - self._since.get(partition, math.inf)
+        return self._clock() - self._awaited_since.get(partition, math.inf)
 
 
 def reply_partitions(leaders: Mapping[int, int], chosen: int | None) -> list[int]:
-    """The chosen partition, or any that has a leader, and one that another broker leads, if there is one.
+    """The chosen partition, or a random one with a leader; then one that another broker leads, if there is one.
 
-    leaders: partition → broker; -1: nobody.
+    leaders: partition → broker; -1: no leader.
     """
     led = [partition for partition, broker in leaders.items() if broker >= 0] or list(leaders)
     first = random.choice(led) if chosen is None else chosen

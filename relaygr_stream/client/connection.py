@@ -1,6 +1,6 @@
-"""What an open client holds: the tail of its replies, its producer, what it hears of workers and of the lanes.
+"""The parts of an open client: the tail of its answers, its producer, the workers' statuses, the lane count.
 
-A Connection exists only while all of these do. Requests enter with `announce` and `rank` as encoded messages.
+A Connection exists only while all of these do. Requests enter as encoded messages through `announce` and `rank`.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ async def connected(
     metrics: ClientMetrics,
     on_failure: Callable[[RelayError], None],
 ) -> AsyncIterator[Connection]:
-    """Connect; disconnects at the end, when what is buffered was sent.
+    """Connect to the brokers; at the end, send what is buffered and disconnect.
 
-    on_failure(error): answers can be read no more. Raises BrokerUnavailable, TopicError, CoPartitionError, ConfigError.
+    on_failure(error): called when answers can no longer be read. Raises BrokerUnavailable, TopicError,
+    CoPartitionError, ConfigError.
     """
     kafka, client = settings.kafka, settings.client
     async with AsyncExitStack() as stack:
@@ -54,10 +55,10 @@ async def connected(
 
         def on_replies(records: list[Record]) -> None:
             for record in records:
-                route.heard(record.lane)
+                route.received(record.lane)
             answers.on_records(records)
 
-        # The tail stands before anything is sent, so that no answer is missed.
+        # The tail starts before the producer, so that no answer is missed.
         replies = TopicTail(kafka, topics.scores.name, route.partitions, "latest", on_replies)
         await stack.enter_async_context(replies)
         replies.failed.add_done_callback(partial(_tell, on_failure))
@@ -88,7 +89,7 @@ async def connected(
 
 
 class Connection:
-    """One client's way to the brokers and back."""
+    """One client's connection to the brokers: sends its messages, receives its answers."""
 
     def __init__(
         self,
@@ -115,12 +116,12 @@ class Connection:
         self.announcements = Announcements(send, settings.client.announce_linger_ms / 1000)
 
     def check_lanes(self) -> None:
-        """Raise LanesChanged where the cluster has another number of lanes than the settings say."""
+        """Raise LanesChanged if the cluster has another number of lanes than the settings."""
         if self._counts.error is not None:
-            raise copy(self._counts.error)  # each caller's own traceback
+            raise copy(self._counts.error)  # each caller gets its own traceback
 
     async def announce(self, user_id: str, key: bytes, value: bytes) -> None:
-        """Buffer a request event; raises BrokerError where its lane takes nothing."""
+        """Buffer a request event. Raises BrokerError if its lane's broker accepts no messages."""
         lane, client = lane_of(user_id, self._topics.lanes), self._settings.client
         try:
             async with asyncio.timeout(client.timeout_ms / 1000):
@@ -137,9 +138,9 @@ class Connection:
             raise
 
     async def rank(self, request: RankingRequest, key: bytes, value: bytes) -> ScoreReply:
-        """Send a request, and copies of it where its lane does not answer; the first answer counts.
+        """Send a request, and copies of it if its lane does not answer; the first answer counts.
 
-        Raises DeadlineExceeded, BrokerError, or what the call was ended with.
+        Raises DeadlineExceeded, BrokerError, or the error that completed the call.
         """
         call = self._answers.expect(request.request_id)
         timeout_ms = request.timeout_ms
@@ -160,26 +161,26 @@ class Connection:
                 raise BrokerError(f"no answer within {timeout_ms:g} ms: {trouble}") from None
             raise DeadlineExceeded(f"no answer within {timeout_ms:g} ms") from None
         finally:
-            self._answers.forget(call)
+            self._answers.release(call)
 
     def _announced(self, error: BrokerError | None) -> None:
         self._metrics.announcements.labels("sent" if error is None else type(error).__name__).inc()
         if error is not None:
-            limited(log.warning, "announce")("a request event was not sent", error=str(error))
+            limited(log.warning, "announce")("request event not sent", error=str(error))
 
 
 async def _listen(
     stack: AsyncExitStack, settings: Settings, topics: TopicSet, owners: OwnerDirectory, rows: Sequence[TopicRow]
 ) -> bool:
-    """Hear what workers state, which only hedges need: False where it cannot be read, and everything else goes on."""
+    """Follow the workers' statuses, which only hedges need. False if they cannot be read; the client works without."""
     name = topics.worker_status.name
     statuses = TopicTail(settings.kafka, name, [0], "latest", owners.on_records)
     try:
         if all(row.topic.name != name for row in rows):
-            raise TopicError(f"there is no topic {name}, or we are not let see it")
+            raise TopicError(f"topic {name} does not exist, or this client has no permission to describe it")
         await stack.enter_async_context(statuses)
     except BrokerError as error:
-        log.warning("requests are not hedged: what workers state cannot be read", topic=name, error=str(error))
+        log.warning("requests are not hedged: worker statuses cannot be read", topic=name, error=str(error))
         return False
     return True
 
@@ -192,7 +193,7 @@ def _tell(on_failure: Callable[[RelayError], None], failed: asyncio.Future[None]
 def _reply_partitions(rows: Sequence[TopicRow], topics: TopicSet, chosen: int) -> list[int]:
     found = next(row.found for row in rows if row.topic.name == topics.scores.name)
     assert found is not None, "verified"
-    if chosen >= found.partitions:  # the cluster's count counts: it may have more than the file says
+    if chosen >= found.partitions:  # the cluster's count: it may be above the topic file's
         raise ConfigError(
             f"`client.reply_partition` = {chosen}: {topics.scores.name} has partitions 0…{found.partitions - 1}"
         )

@@ -1,6 +1,6 @@
-"""One ranking request under way: sent on its user's lane, and elsewhere where that lane does not answer.
+"""One ranking request in flight: sent on its user's lane, and on another worker's lane if that lane does not answer.
 
-All attempts have one correlation id, and the first scores count . Knows nothing of what is asked.
+All copies have one correlation id, and the first scores count.
 """
 
 from __future__ import annotations
@@ -28,24 +28,23 @@ from relaygr_stream.wire.messages import (
     encode,
 )
 
-# Where a ranking request may go when its lane does not answer: to a lane of another worker that lives and has time. A
-# hedge is answered in full there, so it costs device time that nobody planned: slow answers are hedged within a
-# budget, and nobody is sent what would only wait. Knows nothing of how requests are sent.
-
-
-#: Of requests whose owner lives, this share may be hedged, and so many at once after a quiet time. Hedging the slowest
-#: twentieth is what bounds a tail (Dean & Barroso, The Tail at Scale) at a few percent more load.
+#: The share of requests whose owner is alive that may be hedged, and the most hedges at once after a quiet time.
+#: Hedging the slowest twentieth bounds the tail at a few percent more load (Dean & Barroso, The Tail at Scale).
 SLOW_SHARE: Final = 0.05
 SLOW_BURST: Final = 20.0
-#: For so long what workers stated last is gone by when all are silent: a dead broker is fenced within 9 s by default
-#: (`broker.session.timeout.ms`), and until then a topic of three copies takes nothing.
-LAST_WORDS_MS: Final = 15_000.0
+#: While all workers are silent, their last statuses count for this long: a dead broker is fenced within 9 s by default
+#: (`broker.session.timeout.ms`), and until then a topic of three copies accepts no messages.
+LAST_STATUS_MS: Final = 15_000.0
 
 
 class Hedges:
-    """What the statuses of the workers say about other ways. busy_ms: a worker whose queue is longer gets no hedges.
-    stuck(lane): no broker takes what is sent there. silence_ms: an owner that was not heard in so long a time of
-    listening is silent; one that was not heard yet may speak any moment.
+    """Chooses the lane of a hedge: a copy of a request, sent to another worker that is alive and has time.
+
+    That worker runs full inference, which is unbudgeted device time. So slow answers are hedged within a budget, and
+    busy workers get no hedges.
+
+    busy_ms: a worker with a longer queue gets no hedges. stuck(lane): whether the lane's broker acknowledges nothing.
+    silence_ms: how long to listen before an owner that has not stated itself counts as silent.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class Hedges:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
-        self._all_heard_s = clock() + silence_ms / 1000.0
+        self._all_known_s = clock() + silence_ms / 1000.0
         self._owners = owners
         self._busy_ms = busy_ms
         self._stuck = stuck
@@ -66,63 +65,65 @@ class Hedges:
         self._slow = SLOW_BURST
 
     def request(self) -> None:
-        """A request was made: it adds its share to the budget."""
+        """Add one request's share to the budget."""
         self._slow = min(SLOW_BURST, self._slow + SLOW_SHARE)
 
-    def cut_off(self, lane: int) -> Literal["silent", "unsent"] | None:
-        """Why nothing sent on the lane would be answered: nobody speaks for it, though other workers do, or no broker
-        takes it. None: it is as good as any."""
-        if self._owners.owner(lane, self._patience_ms) is None and self._known(lane) and self._serving():
+    def why_unreachable(self, lane: int) -> Literal["silent", "unsent"] | None:
+        """Why a request on this lane would get no answer; None: it may.
+
+        silent: its owner states nothing, and other workers do. unsent: its broker acknowledges nothing.
+        """
+        if self._owners.owner(lane, self._max_age_ms) is None and self._owner_known(lane) and self._serving():
             return "silent"
         return "unsent" if self._stuck(lane) else None
 
-    def _known(self, lane: int) -> bool:
-        return self._clock() >= self._all_heard_s or self._owners.owner(lane, math.inf) is not None
+    def _owner_known(self, lane: int) -> bool:
+        return self._clock() >= self._all_known_s or self._owners.owner(lane, math.inf) is not None
 
-    def elsewhere(self, tried: Collection[int]) -> int | None:
-        """A lane of a worker that lives, has time and owns none of the lanes tried; None where there is none."""
-        owners = (self._owners.owner(lane, self._patience_ms) for lane in tried)
-        but = {claim.worker.name for claim in owners if claim is not None}
-        ways = [
+    def other_lane(self, tried: Collection[int]) -> int | None:
+        """A lane of a worker that is alive, has time and owns none of the lanes tried; None if there is none."""
+        owners = (self._owners.owner(lane, self._max_age_ms) for lane in tried)
+        excluded = {claim.worker.name for claim in owners if claim is not None}
+        choices = [
             (status.queue_ms, lanes)
             for status in self._serving()
-            if status.name not in but
+            if status.name not in excluded
             and status.queue_ms <= self._busy_ms
             and (lanes := [lane.lane for lane in status.lanes if not self._stuck(lane.lane)])
         ]
-        if not ways:
+        if not choices:
             return None
-        # The better of two at random: the best of all would get everybody's hedges until its next status. Of two that
-        # are idle either: by their lanes, the one with the highest would never be asked.
-        _, lanes = min(self._random.sample(ways, min(2, len(ways))), key=lambda way: way[0])
+        # The better of two at random: the best of all would get every client's hedges until its next status. Only the
+        # queues are compared, so that two idle workers have equal chances.
+        _, lanes = min(self._random.sample(choices, min(2, len(choices))), key=lambda choice: choice[0])
         return self._random.choice(lanes)
 
     def spend(self) -> bool:
-        """Take a slow hedge from the budget; False where it is used up."""
+        """Take one slow hedge from the budget; False if the budget is used up."""
         if self._slow < 1:
             return False
         self._slow -= 1
         return True
 
     @property
-    def _patience_ms(self) -> float | None:
-        """Where everybody falls silent at once, it is the topic that stands still, not the workers: what they stated
-        last is worth more than nothing."""
-        return None if self._owners.speaking else LAST_WORDS_MS
+    def _max_age_ms(self) -> float | None:
+        """How old a status may be; None: the directory's own bound. If all workers are silent, the topic has stopped,
+        not the workers, so their last statuses count for longer."""
+        return None if self._owners.speaking else LAST_STATUS_MS
 
     def _serving(self) -> list[WorkerStatus]:
-        return [s for s in self._owners.workers(self._patience_ms).values() if s.state == "serving" and s.lanes]
+        return [s for s in self._owners.workers(self._max_age_ms).values() if s.state == "serving" and s.lanes]
 
 
-#: Attempts in all: the user's lane and two others. A third way that fails as well is no matter of one worker.
-MOST: Final = 3
+#: Copies in all: one on the user's lane and two on others. If three fail, the cause is not one worker.
+MAX_ATTEMPTS: Final = 3
 
-#: Told what became of a copy: None: the broker has it.
+#: Called once for each copy: with None when the broker has it, else with the error.
 Settled = Callable[[BrokerError | None], None]
 
 
 class Copies:
-    """One ranking request as it is sent: as it is on its own lane, with a hop and the time that is left elsewhere."""
+    """Sends copies of one ranking request: unchanged on its own lane, with one hop and the time left on another."""
 
     def __init__(
         self,
@@ -145,9 +146,9 @@ class Copies:
         self._began_s = time.perf_counter()
 
     async def send(self, lane: int, *, hedge: bool, settled: Settled) -> None:
-        """Send a copy; `settled` is called once, be it before this returns."""
+        """Send a copy; `settled` is called once, possibly before this returns."""
         value, reply_to = self._value, self._reply_to
-        if hedge:  # a worker knows its age since now alone: it is told the time that is left
+        if hedge:  # the worker measures the copy's age from now on, so it gets the time that is left
             spent_ms = (time.perf_counter() - self._began_s) * 1000
             left_ms = max(1.0, self._request.timeout_ms - spent_ms)
             again = msgspec.structs.replace(self._request, hops=1, sent_ms=now_ms(), timeout_ms=left_ms)
@@ -168,12 +169,15 @@ class Copies:
 
 
 def now_ms() -> int:
-    """Unix time in milliseconds, as messages carry it."""
+    """Unix time in milliseconds, as in messages."""
     return int(time.time() * 1000)
 
 
 class Exchange:
-    """hedge_s: patience before the next attempt; 0: for ever."""
+    """Runs one call: sends the first copy, hedges while there is no answer.
+
+    hedge_s: seconds between copies; 0: no hedges.
+    """
 
     def __init__(
         self, call: Call, lane: int, copies: Copies, hedges: Hedges, hedge_s: float, metrics: ClientMetrics
@@ -189,9 +193,9 @@ class Exchange:
         self._timer: asyncio.TimerHandle | None = None
 
     async def run(self) -> ScoreReply:
-        """The answer. Raises BrokerError where no copy could be sent; cancelled, it sends nothing more."""
+        """Send and return the answer. Raises BrokerError if no copy could be sent; a cancelled run stops sending."""
         self._hedges.request()
-        if not (self._hedge_s and (why := self._hedges.cut_off(self._lane)) and self._hedge(why)):
+        if not (self._hedge_s and (why := self._hedges.why_unreachable(self._lane)) and self._hedge(why)):
             self._attempt(self._lane)
         self._rearm()
         try:
@@ -209,26 +213,25 @@ class Exchange:
         self._sending.append(asyncio.create_task(sending))
 
     def _settled(self, error: BrokerError | None) -> None:
-        """The broker has a copy, or it will not get it: then another way is tried at once, if there is one."""
+        """The send of a copy has completed; after an error, try another lane at once if there is one."""
         if error is not None and not self._call.reply.done():
             if self._hedge_s:
                 self._hedge("unsent")
-            self._call.lost(error)
+            self._call.on_copy_failed(error)
 
     def _rearm(self) -> None:
-        if self._hedge_s and len(self._tried) < MOST:
+        if self._hedge_s and len(self._tried) < MAX_ATTEMPTS:
             self._timer = asyncio.get_running_loop().call_later(self._hedge_s, self._slow)
 
     def _slow(self) -> None:
-        """No answer yet: where the owner or the lane's broker is gone a hedge costs nobody anything, else it comes out
-        of the budget."""
+        """No answer yet: send a hedge. It counts against the budget unless the owner or the lane's broker is gone."""
         if self._call.reply.done():
             return
-        self._hedge(self._hedges.cut_off(self._tried[-1]) or "slow")
+        self._hedge(self._hedges.why_unreachable(self._tried[-1]) or "slow")
         self._rearm()
 
     def _hedge(self, reason: str) -> bool:
-        if len(self._tried) >= MOST or (lane := self._hedges.elsewhere([*self._tried, self._lane])) is None:
+        if len(self._tried) >= MAX_ATTEMPTS or (lane := self._hedges.other_lane([*self._tried, self._lane])) is None:
             return False
         if reason == "slow" and not self._hedges.spend():
             return False

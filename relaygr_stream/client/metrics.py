@@ -1,10 +1,10 @@
-"""What a client counts, for Prometheus."""
+"""The client's Prometheus metrics."""
 
 from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-#: From a relay hit on an accelerator to the default timeout.
+#: Seconds: from a ranking that hits on an accelerator up to the default timeout and beyond.
 RANK_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0)
 
 
@@ -14,7 +14,7 @@ class ClientMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.rankings = Counter(
             "relaygr_client_rankings",
-            "rank() calls by what became of them: where the prefix was found, or the error.",
+            "rank() calls by outcome: where the prefix KV was found, or the error.",
             ["outcome"],
             registry=registry,
         )
@@ -23,19 +23,22 @@ class ClientMetrics:
         )
         self.in_flight = Gauge("relaygr_client_in_flight", "rank() calls without an answer yet.", registry=registry)
         self.announcements = Counter(
-            "relaygr_client_announcements", "Request events by what became of them.", ["outcome"], registry=registry
+            "relaygr_client_announcements",
+            "Request events by outcome: sent, or the error.",
+            ["outcome"],
+            registry=registry,
         )
         self.hedges = Counter(
             "relaygr_client_hedges",
-            "Copies of ranking requests sent to another worker's lane: slow (no answer in time), silent (nobody speaks "
-            "for the user's lane), unsent (no broker takes what is sent there).",
+            "Copies of ranking requests sent to another worker's lane: slow (no answer in time), silent (the lane's "
+            "owner states nothing), unsent (the lane's broker acknowledges nothing).",
             ["reason"],
             registry=registry,
         )
         self.answers_dropped = Counter(
             "relaygr_client_answers_dropped",
-            "Answers dropped: late (the call is over), duplicate, foreign (another client's), forged (not signed as "
-            "set, or with another request's id), kind (of a later release).",
+            "Answers dropped: late (the call has ended), duplicate, foreign (another client's), forged (without the "
+            "required signature, or with another request's id), kind (of a later release).",
             ["reason"],
             registry=registry,
         )

@@ -1,7 +1,7 @@
-"""RelayClient: announce requests, rank candidates, over Kafka; arrays in, arrays out. One event loop, no thread.
+"""RelayClient: announce requests and rank candidates over Kafka; arrays in, arrays out. One event loop, no thread.
 
-Knows nothing of triggers or caches: whoever owns the user's lane, or another worker where that one does not, answers on
-this client's partition of `scores`.
+The worker that owns the user's lane, or another one if that does not answer, answers on this client's partition of
+`scores`.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ from relaygr_stream.wire.worker_status import StatusReader
 
 M = TypeVar("M", RequestEvent, RankingRequest)
 
-#: What a message takes beside value, key and headers, as the broker counts: a record batch's header (61 bytes), the
-#: record's varints (at most 35), names and lengths of our headers (about 60).
+#: Bytes of a message besides its value and key, as the broker counts: the record batch's header (61), the record's
+#: varints (at most 35), our headers (about 60), rounded up.
 FRAME_BYTES: Final = 256
 
-#: Behaviours, oldest first: packed, or as three arrays of one length n: items, actions, Unix times in milliseconds.
+#: Behaviours, oldest first: packed, or three arrays (items, actions, Unix times in milliseconds) of one length n.
 History = Behaviours | tuple[npt.ArrayLike, npt.ArrayLike, npt.ArrayLike]
 
 
@@ -68,9 +68,9 @@ class RelayClient:
                 ranking = await request.rank(candidates, suffix=recent, timeout=0.2)
                 ranking.top(50, task="click")
 
-    bootstrap: brokers, HOST:PORT[,HOST:PORT…]; in place of settings.kafka.bootstrap. settings: by default what the
-    environment says (RELAYGR_…). client_id: how brokers' logs and workers name this client. registry: where its
-    metrics go; a new one by default.
+    bootstrap: brokers, HOST:PORT[,HOST:PORT…]; replaces settings.kafka.bootstrap. settings: by default from the
+    environment (RELAYGR_…). client_id: this client's name in brokers' logs and at workers; random by default.
+    registry: takes the client's metrics; new by default.
 
     Raises ConfigError; entering it raises BrokerUnavailable, TopicError or CoPartitionError. Thousands of calls may run
     concurrently, on the event loop that entered the context.
@@ -94,7 +94,7 @@ class RelayClient:
         self._topics = load_topics(settings.kafka)
         self.registry: Final = CollectorRegistry() if registry is None else registry
         self._metrics = ClientMetrics(self.registry)
-        with suppress(ValueError):  # the registry of a process has it
+        with suppress(ValueError):  # the registry of a process has one already
             self.registry.register(RenewalsCollector())
         self._answers = Answers(self._metrics, self._topics.scores.max_message_bytes, settings.relay.answer_secret)
         self._reader = StatusReader.of(settings, self._topics)
@@ -109,8 +109,10 @@ class RelayClient:
         return len(self._answers)
 
     async def worker_serves(self, within: float) -> bool:
-        """Whether a worker states that it serves, waiting so many seconds for one. True where client.hedge_ms is 0:
-        then the client does not listen to them."""
+        """Whether some worker is serving, waiting at most `within` seconds for its status.
+
+        Always True if client.hedge_ms is 0: the client then does not read statuses.
+        """
         give_up = time.monotonic() + within
         while self._settings.client.hedge_ms and time.monotonic() < give_up:
             if any(status.state == "serving" for status in self._owners.workers().values()):
@@ -133,7 +135,7 @@ class RelayClient:
         await self.close()
 
     async def close(self) -> None:
-        """Fail the calls under way with RequestError, send what is buffered, disconnect."""
+        """Fail the calls in flight with RequestError, send what is buffered, disconnect."""
         self._end(RequestError("the client was closed"))
         await self._stack.aclose()
 
@@ -147,13 +149,13 @@ class RelayClient:
         request_id: str | None = None,
         tenant: str = "",
     ) -> Request:
-        """One request of a user, to be entered as retrieval starts and ranked when the candidates are known.
+        """One request of a user: enter it when retrieval starts, rank when the candidates are known.
 
         history: the long prefix, oldest first: Behaviours, or three arrays (items uint32, actions uint8, Unix times in
-        ms) of one length n. It is encoded here, once. candidates: how many the ranking will bring, expected. rank_in:
-        seconds until then, guessed; 0: unknown. request_id: random by default. tenant: whose user it is.
+        ms) of one length n. It is encoded here, once. candidates: expected number of candidates. rank_in: expected
+        seconds until the ranking; 0: unknown. request_id: random by default. tenant: the tenant of this user.
 
-        Raises Rejected for a history that is none.
+        Raises Rejected if the history is neither.
         """
         event = RequestEvent(
             request_id=request_id or secrets.token_hex(8),
@@ -166,11 +168,11 @@ class RelayClient:
         return Request(self, event)
 
     async def announce(self, event: RequestEvent) -> None:
-        """Publish a request event as retrieval starts; `sent_ms` is stamped here. `request` does this for you.
+        """Publish a request event when retrieval starts; sets its `sent_ms`. `request` does this for you.
 
-        Returns once the event is buffered: its loss costs speed, not scores, so nobody waits for the broker. It leaves
-        with others within client.announce_linger_ms. Raises Rejected (invalid or too large), BrokerUnavailable (the
-        brokers are away), LanesChanged (the cluster has another number of lanes than these settings say).
+        Returns once the event is buffered, without waiting for the broker: a lost event costs speed, not scores. The
+        event is sent, together with others, within client.announce_linger_ms. Raises Rejected (invalid or too large),
+        BrokerUnavailable (no broker answers), LanesChanged (the cluster has another number of lanes than the settings).
         """
         connection = self._open()
         event = msgspec.structs.replace(event, sent_ms=now_ms(), tenant=event.tenant or self._settings.client.tenant)
@@ -178,12 +180,13 @@ class RelayClient:
         await connection.announce(event.user_id, key, value)
 
     async def rank(self, request: RankingRequest, *, timeout: float | None = None) -> Ranking:
-        """Score the request's candidates; `sent_ms` and `timeout_ms` are stamped here. `Request.rank` does it for you.
+        """Score the request's candidates; sets its `sent_ms` and `timeout_ms`. `Request.rank` does this for you.
 
-        timeout: seconds; None: client.timeout_ms. Raises DeadlineExceeded (no answer in time, or the worker said so),
-        Overloaded (by the worker, or client.max_in_flight calls are under way), Rejected (invalid, too large, or
-        beyond a limit, which it names), WorkerFailed, BrokerUnavailable or BrokerError (not sent), LanesChanged (the
-        cluster has another number of lanes than these settings say), RequestError (the client was closed).
+        timeout: seconds; None: client.timeout_ms. Raises DeadlineExceeded (no answer in time, or the worker answers
+        that it is too late), Overloaded (the worker refuses, or client.max_in_flight calls are in flight), Rejected
+        (invalid, too large, or beyond a limit, which it names), WorkerFailed, BrokerUnavailable or BrokerError (not
+        sent), LanesChanged (the cluster has another number of lanes than the settings), RequestError (the client was
+        closed).
         """
         try:
             ranking = await self._rank(request, self._settings.client.timeout_ms / 1000 if timeout is None else timeout)
@@ -216,7 +219,7 @@ class RelayClient:
 
     def _open(self) -> Connection:
         if self._connection is None:
-            raise copy(self._ended)  # each caller's own traceback
+            raise copy(self._ended)  # each caller gets its own traceback
         self._connection.check_lanes()
         return self._connection
 
@@ -225,30 +228,30 @@ class RelayClient:
         self._answers.fail_all(error)
 
     def _encoded(self, message: M, topic: Topic) -> tuple[bytes, bytes]:
-        """Key and value of a message that any receiver will accept; otherwise Rejected."""
+        """Key and value of a message. Raises Rejected if a receiver would refuse it."""
         try:
             value, key = encode(validated(message)), message.user_id.encode()
         except (DecodeError, TypeError, ValueError, OverflowError) as error:
             raise Rejected(f"not a valid {type(message).__name__}: {error}") from error
         size = len(value) + len(key) + FRAME_BYTES
         if size > topic.max_message_bytes:
-            raise Rejected(f"{size} bytes with headers, {topic.name} takes {topic.max_message_bytes}")
+            raise Rejected(
+                f"{size} bytes with headers, {topic.name} takes {topic.max_message_bytes}: shorten the history, or "
+                f"raise max_message_bytes in the topic's file"
+            )
         return key, value
 
     def _check_limits(self, request: RankingRequest) -> None:
-        relay = self._settings.relay
         candidates = len(request.candidates) // ITEM_DTYPE.itemsize
-        for what, count, limit, setting in (
-            ("prefix behaviours", len(request.prefix), relay.max_prefix_tokens, "relay.max_prefix_tokens"),
-            ("suffix behaviours", len(request.suffix), relay.max_suffix_tokens, "relay.max_suffix_tokens"),
-            ("candidates", candidates, relay.max_candidates, "relay.max_candidates"),
-        ):
-            if count > limit:
-                raise Rejected(f"{count} {what}, the limit is {limit} ({setting})")
+        beyond = self._settings.relay.beyond(
+            prefix=len(request.prefix), suffix=len(request.suffix), candidates=candidates
+        )
+        if beyond:
+            raise Rejected(beyond)
 
 
 class Request:
-    """What `RelayClient.request` makes: announced when it is entered, ranked as often as wanted."""
+    """One request, made by `RelayClient.request`: entering it announces it; `rank` may be called repeatedly."""
 
     def __init__(self, relay: RelayClient, event: RequestEvent) -> None:
         self._relay = relay
@@ -256,7 +259,7 @@ class Request:
 
     @property
     def request_id(self) -> str:
-        """What logs of triggers and workers call it."""
+        """Its id, as in the logs of triggers and workers."""
         return self._event.request_id
 
     async def __aenter__(self) -> Self:
@@ -265,13 +268,13 @@ class Request:
         except LanesChanged:
             raise
         except BrokerError:
-            pass  # counted; its loss costs speed, not scores, and whether brokers are away the ranking will tell
+            pass  # counted; a lost event costs speed, not scores, and the ranking raises if the brokers are away
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Nothing to undo: what was computed for nobody ends with its time (trigger's life window)."""
+        """Does nothing: unused prefix KV are released after relay.life_window_ms."""
 
     async def rank(
         self,
@@ -281,10 +284,10 @@ class Request:
         timeout: float | None = None,
         mode: Mode = "auto",
     ) -> Ranking:
-        """Score candidates (m item ids, m ≥ 1) behind the history and what followed it.
+        """Score candidates (m item ids, m ≥ 1) after the history and the suffix.
 
-        suffix: behaviours since the history. timeout: seconds; None: client.timeout_ms. mode: "full" ignores any prefix
-        KV. Raises as `RelayClient.rank` does.
+        suffix: behaviours since the history, in the same form. timeout: seconds; None: client.timeout_ms. mode: "full"
+        ignores cached prefix KV. Raises as `RelayClient.rank` does.
         """
         event = self._event
         try:
@@ -304,11 +307,11 @@ class Request:
 
 
 def behaviours_of(history: History, what: str) -> Behaviours:
-    """Behaviours as they travel. Raises Rejected, naming `what`."""
+    """The history as Behaviours. Raises Rejected, naming `what`."""
     if isinstance(history, Behaviours):
         return history
     try:
         items, actions, times = history
         return Behaviours.of(items, actions, times)
     except (TypeError, ValueError) as error:
-        raise Rejected(f"{what}: {error}; it is Behaviours, or arrays (items, actions, times in ms)") from error
+        raise Rejected(f"{what}: {error}; pass Behaviours, or three arrays (items, actions, times in ms)") from error

@@ -1,6 +1,7 @@
-"""Sends without waiting for acknowledgements, and notices when none come any more.
+"""Sends messages without waiting for acknowledgements, and detects brokers that acknowledge nothing.
 
-Knows nothing of what it sends.
+`Announcements` gathers request events for a moment and sends them as one batch for each lane: client, broker, trigger
+and worker spend time mostly per batch, not per message.
 """
 
 from __future__ import annotations
@@ -16,60 +17,67 @@ from typing import Final
 from relaygr_stream.bus.producer import Producer, Sent
 from relaygr_stream.errors import BrokerError, BrokerUnavailable
 
-#: No acknowledgement for this long, although some are due, means that a broker is away: sends to the partitions that it
-#: leads then fail at once, but for one in as long a time, which finds out whether it is back. An acknowledgement takes
-#: milliseconds; a broker's clean stop holds them up for 1.1 s at most (DESIGN §5). Who has more patience than the
-#: silence has lasted may well see its end, and waits.
+#: A broker that has acknowledged nothing for this long, although sends are due, counts as away: sends to the partitions
+#: it leads then fail at once, except one every SILENT_S, which probes whether it is back. An acknowledgement takes
+#: milliseconds; a broker's clean stop delays it by 1.1 s at most. A caller whose timeout is longer than the silence so
+#: far may still see its end, so its send passes.
 SILENT_S: Final = 1.5
-#: After so long without a call nobody knows whether the silence went on, and it counts anew: while calls come, one is
-#: let through every SILENT_S.
-FORGOTTEN_S: Final = 3 * SILENT_S
-#: A partition whose oldest send is due this long is stuck: most likely its leader is gone. An acknowledgement takes
-#: 5 ms (P99, DESIGN §5); a hundred times that is no crowded machine's doing.
+#: After this long without a send the silence is unknown and is measured anew. While calls are made, one passes every
+#: SILENT_S.
+SILENCE_EXPIRES_S: Final = 3 * SILENT_S
+#: A partition whose oldest send waits this long is stuck, as are all partitions of a broker that is silent for this
+#: long: most likely it is gone. An acknowledgement takes 5 ms
+#: (P99); a busy machine does not delay it a hundredfold.
 STUCK_S: Final = 0.5
 
 
 @dataclass(slots=True)
 class _Silence:
-    """Of one broker."""
+    """How long one broker has acknowledged nothing."""
 
-    since_s: float | None = None  # the first send after which it has answered none
-    tried_s: float = 0.0  # when a send was last let through
+    since_s: float | None = None  # time of the first send since its last acknowledgement
+    tried_s: float = 0.0  # when a send last passed
 
 
 class Sender:
-    """A producer whose acknowledgements are watched, not waited for."""
+    """A producer whose acknowledgements are watched, not awaited."""
 
     def __init__(self, producer: Producer, bootstrap: str) -> None:
         self._producer = producer
         self._bootstrap = bootstrap
         self._loop = asyncio.get_running_loop()
-        # Partition → the sends due there → when each was made, oldest first.
+        # Partition → number of each unacknowledged send → its time, oldest first.
         self._due: defaultdict[tuple[str, int], dict[int, float]] = defaultdict(dict)
         self._count = itertools.count()
         self._silences: defaultdict[int | None, _Silence] = defaultdict(_Silence)  # by broker
 
     def stuck(self, topic: str, partition: int) -> bool:
-        """Whether what was sent there waits for its acknowledgement for too long."""
-        due = self._due.get((topic, partition))
-        return due is not None and len(due) > 0 and self._loop.time() - next(iter(due.values())) > STUCK_S
+        """Whether a message to this partition would wait: its oldest send, or its broker's silence, is older than
+        STUCK_S. By the broker too, so that no lane has to lose a request of its own first."""
+        now, due = self._loop.time(), self._due.get((topic, partition))
+        if due and now - next(iter(due.values())) > STUCK_S:
+            return True
+        silence = self._silence(topic, partition)
+        silent = silence.since_s is not None and now - silence.since_s > STUCK_S
+        return silent and now - silence.tried_s <= SILENCE_EXPIRES_S
 
     def check(self, topic: str, partition: int, patience_s: float = 0.0) -> None:
-        """Raise BrokerUnavailable while the partition's broker is away, but once in a while: who passes must send.
+        """Raise BrokerUnavailable while the partition's broker is away. One call every SILENT_S passes as a probe: a
+        caller that passes must send.
 
-        patience_s: how long the caller would wait for it.
+        patience_s: how long the caller would wait for the broker.
         """
         now = self._loop.time()
         broker = self._producer.broker_of(topic, partition)
         silence = self._silences[broker]
-        if silence.since_s is None or now - silence.tried_s > FORGOTTEN_S:
+        if silence.since_s is None or now - silence.tried_s > SILENCE_EXPIRES_S:
             silence.since_s = now
         silent_s = now - silence.since_s
         if silent_s > max(SILENT_S, patience_s) and now - silence.tried_s < SILENT_S:
             waiting = sum(map(len, self._due.values()))
             raise BrokerUnavailable(
                 f"broker {'?' if broker is None else broker} of {self._bootstrap} has acknowledged nothing for "
-                f"{silent_s:.1f} s; {waiting} messages wait"
+                f"{silent_s:.1f} s; {waiting} messages wait: check that it runs and can be reached"
             )
         silence.tried_s = now
 
@@ -86,8 +94,8 @@ class Sender:
     ) -> None:
         """Buffer a message; waits only while the buffer is full.
 
-        patience_s: how long the caller would wait for its broker. settled: called with None once the broker has the
-        message, or with the error. Raises BrokerUnavailable at once while that is away, BrokerError if the
+        patience_s: how long the caller would wait for the broker. settled: called with None once the broker has the
+        message, or with the error. Raises BrokerUnavailable at once while the broker is away, BrokerError if the
         message cannot be buffered.
         """
         self.check(topic, partition, patience_s)
@@ -108,9 +116,10 @@ class Sender:
         *,
         settled: Callable[[BrokerError | None], None],
     ) -> None:
-        """Buffer messages (key, value) of one partition in as few batches as hold them; each is settled as by `send`.
+        """Buffer messages (key, value) of one partition in as few batches as possible.
 
-        Waits where an earlier batch of the partition has not left yet. For what has passed `check`; raises nothing.
+        The caller has passed `check`. Waits while an earlier batch of the partition is not sent. settled: called once
+        for each message, as in `send`. Raises nothing.
         """
         number, due = self._begin(topic, partition)
         silence = self._silence(topic, partition)
@@ -122,7 +131,7 @@ class Sender:
         await self._producer.send_together(topic, messages, partition=partition, settled=each)
 
     def _begin(self, topic: str, partition: int) -> tuple[int, dict[int, float]]:
-        """Note a send: its number, and where it is noted."""
+        """Register a send; returns its number and the partition's table of sends."""
         number, due = next(self._count), self._due[topic, partition]
         due[number] = self._loop.time()
         return number, due
@@ -144,8 +153,8 @@ class Sender:
             error = BrokerUnavailable("the producer was closed before the message was sent")
         else:
             error = sent.exception()
-        told = error if error is None or isinstance(error, BrokerError) else BrokerError(repr(error))
-        self._answered(told, silence, settled)
+        outcome = error if error is None or isinstance(error, BrokerError) else BrokerError(repr(error))
+        self._answered(outcome, silence, settled)
 
     def _answered(
         self, error: BrokerError | None, silence: _Silence, settled: Callable[[BrokerError | None], None]
@@ -155,23 +164,23 @@ class Sender:
         settled(error)
 
 
-# Request events on their way: gathered for a moment, then sent together, one batch for each lane. Nobody waits for an
-# event: it has the time that retrieval takes. What a message costs client, broker, trigger and worker is mostly by
-# the batch, and signals travel as their events did. Knows nothing of what it sends.
-
+# Batches of request events.
 
 #: Key and value.
 Message = tuple[bytes | None, bytes]
 
-#: A lane's events leave early once they are so many bytes: more does not travel in one batch (bus/producer.py).
-FULL_BYTES: Final = 48 * 1024
-#: A lane may gather so many bytes while what it sent before has not left: then announcing waits.
-MOST_BYTES: Final = 1024 * 1024
+#: A lane's events are sent early once they have this many bytes: one batch holds no more (bus/producer.py).
+BATCH_BYTES: Final = 48 * 1024
+#: Most bytes that a lane gathers while its earlier send is not complete: beyond this, `add` waits.
+MAX_LANE_BYTES: Final = 1024 * 1024
 
 
 class Announcements:
-    """send(lane, events): hands events to the producer; may wait, raises nothing. linger_s: how long one waits for
-    others."""
+    """Gathers request events and sends them as one batch for each lane.
+
+    send(lane, events): hands events to the producer; may wait, raises nothing. linger_s: how long an event waits for
+    others.
+    """
 
     def __init__(self, send: Callable[[int, list[Message]], Awaitable[None]], linger_s: float) -> None:
         self._send = send
@@ -180,57 +189,57 @@ class Announcements:
         self._timer: asyncio.TimerHandle | None = None
 
     async def add(self, number: int, key: bytes, value: bytes) -> None:
-        """Gather an event of that lane; waits only while the lane's buffer is full."""
+        """Enqueue an event of lane `number`; waits only while the lane's buffer is full."""
         lane = self._lanes.get(number)
         if lane is None:
             lane = self._lanes[number] = _Lane(partial(self._send, number))
         await lane.add(key, value)
-        if lane.bytes >= FULL_BYTES:
-            lane.leave()
+        if lane.bytes >= BATCH_BYTES:
+            lane.send()
         elif self._timer is None:
-            # One timer for all lanes, so that the batches of those led by one broker leave in one request.
-            self._timer = asyncio.get_running_loop().call_later(self._linger_s, self._leave)
+            # One timer for all lanes, so that batches to one broker are sent in one request.
+            self._timer = asyncio.get_running_loop().call_later(self._linger_s, self._send_all)
 
     async def flush(self) -> None:
         """Hand everything to the producer now."""
-        self._leave()
-        await asyncio.gather(*(lane.leaving for lane in self._lanes.values() if lane.leaving is not None))
+        self._send_all()
+        await asyncio.gather(*(lane.sending for lane in self._lanes.values() if lane.sending is not None))
 
-    def _leave(self) -> None:
+    def _send_all(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         for lane in self._lanes.values():
-            lane.leave()
+            lane.send()
 
 
 class _Lane:
-    """One lane's events. What has not left holds up later ones of this lane, and of no other."""
+    """One lane's events. An unfinished send holds up later events of this lane, and of no other."""
 
     def __init__(self, send: Callable[[list[Message]], Awaitable[None]]) -> None:
         self._send = send
         self._events: list[Message] = []
         self._room = asyncio.Event()
         self.bytes = 0
-        self.leaving: asyncio.Task[None] | None = None
+        self.sending: asyncio.Task[None] | None = None
 
     async def add(self, key: bytes, value: bytes) -> None:
-        while self.bytes >= MOST_BYTES:
+        while self.bytes >= MAX_LANE_BYTES:
             self._room.clear()
             await self._room.wait()
         self._events.append((key, value))
         self.bytes += len(key) + len(value)
 
-    def leave(self) -> None:
-        """Send what there is, unless an earlier send has not come to its end: that one goes on with it."""
-        if self._events and self.leaving is None:
-            self.leaving = asyncio.create_task(self._go())
+    def send(self) -> None:
+        """Send all events; a send in progress takes them over."""
+        if self._events and self.sending is None:
+            self.sending = asyncio.create_task(self._send_until_empty())
 
-    async def _go(self) -> None:
+    async def _send_until_empty(self) -> None:
         try:
             while self._events:
                 events, self._events, self.bytes = self._events, [], 0
                 self._room.set()
                 await self._send(events)
         finally:
-            self.leaving = None
+            self.sending = None

@@ -1,1 +1,1 @@
-"""Prefix KV of lanes that moved, from the worker that had them to the one that has them now."""
+"""Hand-over: when lanes move, prefix KV move from the old owner's DRAM tier to the new owner's."""

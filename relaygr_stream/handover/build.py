@@ -1,4 +1,4 @@
-"""Puts a worker's hand-over together from the settings and what the worker is built of."""
+"""Builds a worker's hand-over from the settings and the worker's parts."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from relaygr_stream.handover.service import Handover
 from relaygr_stream.handover.wire import Identity
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.wire.fleet import OwnerDirectory
-from relaygr_stream.worker.build import Inside
+from relaygr_stream.worker.build import WorkerRuntime
 from relaygr_stream.worker.device import DeviceThread
 
 
 def hands_over(settings: Settings) -> bool:
-    """Whether the settings ask for it. ConfigError where they name a part of the TLS files only."""
+    """Whether the settings turn the hand-over on. Raises ConfigError if they name only some of the TLS files."""
     handover = settings.handover
     given = [name for name in ("tls_ca", "tls_certificate", "tls_key") if getattr(handover, name)]
     if given and not (handover.tls_ca and handover.tls_certificate):
         raise ConfigError(
-            f"of the hand-over's TLS files {', '.join(f'`handover.{name}`' for name in given)} alone: give both "
-            f"handover.tls_ca and handover.tls_certificate, or neither"
+            f"of the hand-over's TLS files only {', '.join(f'`handover.{name}`' for name in given)} are set: set both "
+            f"handover.tls_ca and handover.tls_certificate, or none"
         )
     return bool(handover.secret or handover.tls_certificate)
 
@@ -30,44 +30,46 @@ def hands_over(settings: Settings) -> bool:
 def handover_for(
     settings: Settings,
     name: str,
-    inside: Inside,
+    runtime: WorkerRuntime,
     device: DeviceThread,
     lanes: int,
     peers: OwnerDirectory,
     registry: CollectorRegistry,
 ) -> Handover | None:
-    """The hand-over of this worker; None where it is off. Raises ConfigError for settings that clash."""
+    """The hand-over of this worker; None if it is off. Raises ConfigError for settings that clash."""
     if not hands_over(settings):
         return None
     if not settings.worker.dram_bytes:
         raise ConfigError(
-            "`handover.secret` is set and `worker.dram_bytes` = 0: prefix KV are handed over from DRAM tier to DRAM "
-            "tier; give the worker one, or unset handover.secret"
+            "the hand-over is on and `worker.dram_bytes` = 0: prefix KV move from DRAM tier to DRAM tier; set "
+            "worker.dram_bytes, or unset handover.secret and handover.tls_certificate"
         )
     return Handover(
         settings.handover,
         name,
-        identity_of(settings, inside, lanes),
+        identity_of(settings, runtime, lanes),
         Desk(device, lanes),
         peers.workers,
         HandoverMetrics(registry),
         settings.relay.max_prefix_tokens + settings.relay.max_suffix_tokens,
-        make_storage(settings.worker.dram_storage, inside.model.layout).nbytes,
+        make_storage(settings.worker.dram_storage, runtime.model.layout).nbytes,
     )
 
 
-def identity_of(settings: Settings, inside: Inside, lanes: int) -> Identity:
-    """What prefix KV of this worker are made by and of. The device's kind is part of it: the same weights give K and V
-    that differ in their last bits elsewhere."""
-    layout = inside.model.layout
+def identity_of(settings: Settings, runtime: WorkerRuntime, lanes: int) -> Identity:
+    """The origin and shape of this worker's prefix KV.
+
+    The kind of device is part of it: on another kind, the same weights give K and V that differ in their last bits.
+    """
+    layout = runtime.model.layout
     return Identity(
-        model_version=inside.model.version,
+        model_version=runtime.model.version,
         layers=layout.layers,
         heads=layout.heads,
         dqk=layout.dqk,
         dv=layout.dv,
         dtype=str(layout.dtype).removeprefix("torch."),
         storage=settings.worker.dram_storage,
-        device=inside.device.type,
+        device=runtime.device.type,
         lanes=lanes,
     )

@@ -1,8 +1,8 @@
-"""Who a worker is to other workers: TLS 1.3 with a certificate on both sides, which names the worker and its host.
+"""Authentication between workers: TLS 1.3 with certificates on both sides, which name the worker and its host.
 
-The certificates' authority is either the fleet's secret, from which each worker makes the same authority and issues
-itself a certificate of a day, in memory; or what the settings name files of. A certificate names its worker in a URI,
-so that one which the same authority issued for something else opens nothing here.
+The certificates' authority comes from the fleet's secret or from files. From the secret, each worker derives the same
+authority and issues itself a certificate for one day, in memory. A certificate names its worker in a URI, so a
+certificate that the same authority issued for another purpose is not accepted.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import ssl
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
 from pathlib import Path
@@ -28,30 +28,45 @@ from relaygr_stream.errors import ConfigError
 from relaygr_stream.settings.schema import Handover
 from relaygr_stream.wire.signature import purpose_key
 
-# Which addresses workers may have: others are neither connected to nor let in. Knows no sockets.
+#: The protocol's name, negotiated by TLS (ALPN). Version 1 had a seal on each frame instead of TLS.
+PROTOCOL: Final = "relaygr-handover/2"
+PURPOSE: Final = "hand-over authority 1"
+NAME_URI: Final = "relaygr://worker/"
+#: The validity of a certificate: a leaked one is of no use after a day.
+LIFETIME: Final = timedelta(days=1)
+#: The largest difference between the clocks of two workers.
+CLOCKS: Final = timedelta(hours=1)
+#: Older contexts are renewed at their next use, with a new certificate or with the files' present contents.
+RENEW_S: Final = 3600.0
+
+Pem = bytes
+_log = structlog.get_logger(__name__)
 
 
 class Networks:
-    """`handover.networks`: networks in CIDR form, separated by commas. Raises ConfigError for what is none."""
+    """`handover.networks`: the networks that workers may have addresses in, in CIDR form.
 
-    def __init__(self, text: str) -> None:
-        self._text = text
+    The worker neither connects to nor accepts other addresses. Raises ConfigError for a malformed or empty list.
+    """
+
+    def __init__(self, networks: Sequence[str]) -> None:
+        self._text = ", ".join(networks)
         self._networks: list[IPv4Network | IPv6Network] = []
-        for part in filter(None, (each.strip() for each in text.split(","))):
+        for each in networks:
             try:
-                self._networks.append(ipaddress.ip_network(part))
+                self._networks.append(ipaddress.ip_network(each))
             except ValueError as error:
                 raise ConfigError(
-                    f"`handover.networks` = {text!r}: {error}; write networks such as 10.0.0.0/8, separated by commas"
+                    f"`handover.networks` = {self._text!r}: {error}; write networks such as 10.0.0.0/8"
                 ) from error
         if not self._networks:
-            raise ConfigError("`handover.networks` is empty: no worker could reach another; name their networks")
+            raise ConfigError("`handover.networks` is empty: no worker could reach another; name the workers' networks")
 
     def __str__(self) -> str:
         return self._text
 
     def __contains__(self, address: str) -> bool:
-        """Whether this address, as sockets write it, is in one of them."""
+        """Whether this address, in the form of the socket module, is in one of the networks."""
         try:
             found = parsed(address)
         except ValueError:
@@ -60,27 +75,13 @@ class Networks:
 
 
 def parsed(address: str) -> IPv4Address | IPv6Address:
-    """The address, without a zone; an IPv4 one that comes mapped into IPv6 is what it is. Raises ValueError."""
+    """The address without its zone; an IPv4 address mapped into IPv6 becomes IPv4. Raises ValueError."""
     found = ipaddress.ip_address(address.partition("%")[0])
     return (found.ipv4_mapped or found) if isinstance(found, IPv6Address) else found
 
 
-#: What both ends must speak, by TLS's own negotiation (ALPN). 1 had a seal on each frame instead.
-PROTOCOL: Final = "relaygr-handover/2"
-PURPOSE: Final = "hand-over authority 1"
-NAME_URI: Final = "relaygr://worker/"
-#: A certificate that leaks is of no use after a day. Clocks of workers may be an hour apart.
-LIFETIME: Final = timedelta(days=1)
-CLOCKS: Final = timedelta(hours=1)
-#: Contexts older than this are made anew at their next use: with a fresh certificate, or with what the files hold now.
-RENEW_S: Final = 3600.0
-
-Pem = bytes
-_log = structlog.get_logger(__name__)
-
-
 class Credentials:
-    """TLS contexts for both ends. make: the authority's certificate, and ours with chain and key."""
+    """TLS contexts for both ends. make: returns the authority's certificate, and ours with its chain and key."""
 
     def __init__(self, make: Callable[[], tuple[Pem, Pem]], clock: Callable[[], float] = time.monotonic) -> None:
         self._make = make
@@ -88,12 +89,12 @@ class Credentials:
         self._renew()
 
     def context(self, purpose: ssl.Purpose) -> ssl.SSLContext:
-        """SERVER_AUTH: for who connects; CLIENT_AUTH: for who is connected to."""
+        """The context for connecting (SERVER_AUTH) or for accepting connections (CLIENT_AUTH)."""
         if self._clock() > self._made_s + RENEW_S:
             try:
                 self._renew()
             except (OSError, ValueError) as error:
-                _log.warning("certificates not renewed; those from before stay", error=str(error))
+                _log.warning("certificates not renewed; the former ones stay in use", error=str(error))
         return self._contexts[purpose]
 
     def _renew(self) -> None:
@@ -109,9 +110,10 @@ class Credentials:
 
 
 def make_credentials(settings: Handover, name: str, host: str) -> Credentials:
-    """As the settings say. host: by which others reach us. Takes a second of CPU with a secret: call it on a thread.
+    """The credentials that the settings define. host: the host by which other workers reach this one.
 
-    Raises ConfigError for files that are missing, are no certificates, or do not name this worker and host.
+    With a secret it takes a second of CPU, so call it in a thread. Raises ConfigError for files that are missing, hold
+    no certificate, or do not name this worker and host.
     """
     if not settings.tls_certificate:
         key = Ed25519PrivateKey.from_private_bytes(purpose_key(settings.secret, PURPOSE))
@@ -126,21 +128,23 @@ def make_credentials(settings: Handover, name: str, host: str) -> Credentials:
         ) from error
 
 
-def stranger(certificate: Mapping[str, Any] | None, name: str, host: str) -> str:
-    """Why the other end, with this certificate (as ssl tells it), is not the worker of that name at that host; "" if
-    it is. Beside the authority, which TLS has checked, names are all that tells one worker from another."""
+def identity_problem(certificate: Mapping[str, Any] | None, name: str, host: str) -> str:
+    """Why this certificate (as returned by ssl) does not belong to the worker `name` at `host`; "" if it does.
+
+    TLS has checked the authority before. The names distinguish one worker from another.
+    """
     found = tuple((certificate or {}).get("subjectAltName", ()))
     if ("URI", NAME_URI + name) not in found:
-        said = ", ".join(text for kind, text in found if kind == "URI") or "no worker"
-        return f"its certificate names {said} and not {NAME_URI}{name}"
+        names = ", ".join(text for kind, text in found if kind == "URI") or "no worker"
+        return f"its certificate names {names} and not {NAME_URI}{name}"
     if not any(_same_host(kind, text, host) for kind, text in found):
-        said = ", ".join(text for kind, text in found if kind != "URI") or "no host"
-        return f"its certificate is made out to {said} and not to {host}, which `worker-status` states"
+        hosts = ", ".join(text for kind, text in found if kind != "URI") or "no host"
+        return f"its certificate is made out to {hosts} and not to {host}, which `worker-status` states"
     return ""
 
 
-def named(certificate: Mapping[str, Any] | None) -> str:
-    """The worker that the certificate names; "" if none, or several."""
+def worker_name(certificate: Mapping[str, Any] | None) -> str:
+    """The worker that the certificate names; "" if it names none or several."""
     found = [text for kind, text in (certificate or {}).get("subjectAltName", ()) if kind == "URI"]
     return found[0].removeprefix(NAME_URI) if len(found) == 1 and found[0].startswith(NAME_URI) else ""
 
@@ -157,19 +161,19 @@ def _same_host(kind: str, text: str, host: str) -> bool:
 def _context(protocol: int, authority: Pem, own: Pem) -> ssl.SSLContext:
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.check_hostname = False  # `stranger` compares host and name, alike at both ends
+    context.check_hostname = False  # identity_problem compares host and name, at both ends alike
     context.verify_mode = ssl.CERT_REQUIRED
     context.verify_flags |= ssl.VERIFY_X509_STRICT
     context.load_verify_locations(cadata=authority.decode("ascii"))
     _load(context, own)
     context.set_alpn_protocols([PROTOCOL])
     if protocol == ssl.PROTOCOL_TLS_SERVER:
-        context.num_tickets = 0  # each session proves itself anew
+        context.num_tickets = 0  # no resumption: each session authenticates itself
     return context
 
 
 def _load(context: ssl.SSLContext, own: Pem) -> None:
-    """OpenSSL reads keys from files only: on Linux from one in memory, elsewhere from one that only we can read."""
+    """Load certificate and key. OpenSSL reads keys from files only: an in-memory file on Linux, else a private one."""
     if hasattr(os, "memfd_create"):
         with os.fdopen(os.memfd_create("certificate"), "wb") as memory:
             memory.write(own)
@@ -187,7 +191,7 @@ def _load(context: ssl.SSLContext, own: Pem) -> None:
 
 
 def _authority(key: Ed25519PrivateKey) -> x509.Certificate:
-    """The fleet's, the same bytes at every worker: nothing in it is random, nor of today."""
+    """The fleet's authority: the same bytes at every worker, since nothing in it is random or depends on the date."""
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "relaygr fleet")])
     public = key.public_key()
     return (
@@ -200,7 +204,7 @@ def _authority(key: Ed25519PrivateKey) -> x509.Certificate:
 
 
 def _issue(authority: x509.Certificate, key: Ed25519PrivateKey, name: str, host: str) -> Pem:
-    """A certificate and its new key, for a day."""
+    """A new key, and its certificate for one day."""
     own, now = Ed25519PrivateKey.generate(), datetime.now(UTC)
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "relaygr worker")])
     both = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
@@ -257,8 +261,8 @@ def _from_files(settings: Handover, name: str, host: str) -> tuple[Pem, Pem]:
         names = x509.SubjectAlternativeName([])
     kinds: dict[type, str] = {x509.UniformResourceIdentifier: "URI", x509.DNSName: "DNS", x509.IPAddress: "IP Address"}
     found = [(kinds[type(each)], str(each.value)) for each in names if type(each) in kinds]
-    if problem := stranger({"subjectAltName": found}, name, host):
+    if problem := identity_problem({"subjectAltName": found}, name, host):
         raise ValueError(
-            f"{problem}; let its subjectAltName have URI:{NAME_URI}{name} and the host by which others reach it"
+            f"{problem}; let its subjectAltName have URI:{NAME_URI}{name} and the host by which other workers reach it"
         )
     return authority, own

@@ -1,4 +1,4 @@
-"""Frames over one connection: bounded in length, each within a time. Knows nothing of what they mean, nor of TLS."""
+"""Messages and slices as frames over one connection, with a limit on length, time and bandwidth."""
 
 from __future__ import annotations
 
@@ -12,13 +12,18 @@ from typing import Any, Final, TypeVar, overload
 from relaygr_stream.errors import DecodeError, RelayError
 from relaygr_stream.handover.wire import COPY, HEADER, MESSAGE, SLICE_BYTES, Message, decode, encode
 
-# A bound on bytes per second: a token bucket. Knows nothing of what the bytes are.
+M = TypeVar("M", bound=Message)
+
+#: The time limit of one frame: an answer takes milliseconds, and less than this between loaded workers.
+ANSWER_S: Final = 5.0
+#: Bytes that the kernel has not accepted yet, at which a sender waits: two slices.
+WRITE_BUFFER: Final = 2 * SLICE_BYTES
 
 
 class Bandwidth:
-    """`take` returns when so many bytes may go. burst: bytes that may go at once after a pause.
+    """A token bucket that bounds bytes per second over all its callers, in the order of their calls.
 
-    Those who wait are served in turn of asking; the bound is on all of them together. clock: seconds.
+    burst: bytes that may go at once after a pause. clock: seconds.
     """
 
     def __init__(
@@ -36,7 +41,7 @@ class Bandwidth:
         self._at = clock()
 
     async def take(self, nbytes: int) -> None:
-        """Wait for nbytes of the bandwidth. What is taken stays taken, if the waiting is cancelled too."""
+        """Wait until nbytes may be sent. A cancelled call still uses up its bytes."""
         now = self._clock()
         self._level = min(self._burst, self._level + (now - self._at) * self._rate)
         self._at = now
@@ -45,20 +50,12 @@ class Bandwidth:
             await self._sleep(-self._level / self._rate)
 
 
-M = TypeVar("M", bound=Message)
-
-#: An answer takes milliseconds; one between loaded workers less than this.
-ANSWER_S: Final = 5.0
-#: Data not yet taken by the kernel, at which a sender waits: two slices.
-WRITE_BUFFER: Final = 2 * SLICE_BYTES
-
-
 class PeerError(RelayError):
-    """The other worker, or the network, does not keep to the protocol; says what happened."""
+    """The other worker, or the network, breaks the protocol; the message says how."""
 
 
 class Channel:
-    """One end of a connection. Raises PeerError for whatever the other end does wrong."""
+    """One end of a connection. Every method but `abort` raises PeerError if the other end breaks the protocol."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -67,7 +64,7 @@ class Channel:
 
     @property
     def certificate(self) -> dict[str, Any] | None:
-        """The other end's, as ssl tells it."""
+        """The other end's certificate, as returned by ssl."""
         found: dict[str, Any] | None = self._writer.get_extra_info("peercert")
         return found
 
@@ -86,19 +83,21 @@ class Channel:
     async def receive(self, kind: UnionType, max_bytes: int, seconds: float = ANSWER_S) -> Message: ...
 
     async def receive(self, kind: type[object] | UnionType, max_bytes: int, seconds: float = ANSWER_S) -> Message:
-        """The next message, which must be of this kind, or of one of these."""
+        """Receive the next message, of at most `max_bytes`, within `seconds`. It must be of this kind (or union)."""
         payload = await self._receive(MESSAGE, max_bytes, seconds)
         try:
             message = decode(payload)
         except DecodeError as error:
-            raise PeerError(f"sent something that is no message of the hand-over: {error.detail}") from error
+            raise PeerError(f"sent a frame that is no message of the hand-over: {error.detail}") from error
         if not isinstance(message, kind):
             raise PeerError(f"sent `{type(message).__name__}` out of turn")
         return message
 
     async def receive_copy(self, left: int) -> bytes:
-        """The next slice of a copy of which so many bytes are left. Slices are whole but the last: who sends bytes one
-        by one cannot hold a session for long."""
+        """Receive the next slice of a copy with `left` bytes left.
+
+        All slices but the last must be whole: small slices would let a peer hold a session for long.
+        """
         expected = min(left, SLICE_BYTES)
         data = await self._receive(COPY, expected, ANSWER_S)
         if len(data) != expected:
@@ -106,7 +105,7 @@ class Channel:
         return data
 
     async def close(self) -> None:
-        """Hang up; what was sent before may still arrive."""
+        """Close the connection; frames sent before may still arrive."""
         self._writer.close()
         try:
             async with asyncio.timeout(ANSWER_S):
@@ -115,7 +114,7 @@ class Channel:
             self.abort()
 
     def abort(self) -> None:
-        """Hang up at once."""
+        """Close the connection at once; frames sent before may be lost."""
         self._writer.transport.abort()
 
     async def _send(self, kind: int, payload: bytes) -> None:
@@ -124,7 +123,7 @@ class Channel:
                 self._writer.writelines((HEADER.pack(len(payload), kind), payload))
                 await self._writer.drain()
         except OSError as error:
-            raise PeerError(_gone(error, "took nothing", ANSWER_S)) from error
+            raise PeerError(_describe(error, "accepted nothing", ANSWER_S)) from error
 
     async def _receive(self, kind: int, max_bytes: int, seconds: float) -> bytes:
         try:
@@ -134,10 +133,10 @@ class Channel:
                     raise PeerError(f"sent a frame of kind {found} and {length} bytes, expected {kind} and {max_bytes}")
                 return await self._reader.readexactly(length)
         except (OSError, EOFError) as error:
-            raise PeerError(_gone(error, "sent nothing", seconds)) from error
+            raise PeerError(_describe(error, "sent nothing", seconds)) from error
 
 
-def _gone(error: Exception, silent: str, seconds: float) -> str:
+def _describe(error: Exception, silent: str, seconds: float) -> str:
     if isinstance(error, ssl.SSLError) and "ALERT" in (error.reason or ""):
         return f"did not accept our certificate ({error.reason}): is `handover.secret` the same there?"
     if isinstance(error, TimeoutError):

@@ -1,4 +1,4 @@
-"""From an address, or from a socket that somebody connected to, to a channel whose other end is a proven worker."""
+"""Opens channels, from an address or from an accepted socket, whose other end is an authenticated worker."""
 
 from __future__ import annotations
 
@@ -7,18 +7,21 @@ import socket
 import ssl
 from typing import Final
 
-from relaygr_stream.handover.certificates import PROTOCOL, Credentials, Networks, named, stranger
+from relaygr_stream.handover.certificates import PROTOCOL, Credentials, Networks, identity_problem, worker_name
 from relaygr_stream.handover.channel import Channel, PeerError
 from relaygr_stream.handover.wire import SLICE_BYTES
 
-#: Connecting and TLS take a few milliseconds each side, on a loaded machine tens of them.
+#: Time limit of connecting and the TLS handshake: a few milliseconds on each side, tens on a loaded machine.
 PROVE_S: Final = 3.0
-#: A farewell of TLS that does not come is not waited for longer.
+#: Time limit of TLS's closing exchange.
 SHUTDOWN_S: Final = 1.0
 
 
 async def connect(address: str, name: str, credentials: Credentials, networks: Networks) -> Channel:
-    """To the worker of that name at HOST:PORT. Raises PeerError: outside the networks, silent, or somebody else."""
+    """Connect to the worker `name` at `address`, HOST:PORT.
+
+    Raises PeerError if it is outside the networks, does not answer, or is another worker.
+    """
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
     try:
@@ -34,9 +37,9 @@ async def connect(address: str, name: str, credentials: Credentials, networks: N
                 limit=SLICE_BYTES,
             )
     except (OSError, ValueError, OverflowError) as error:  # TimeoutError and ssl.SSLError are OSErrors
-        raise PeerError(f"cannot be reached: {_words(error)}") from error
+        raise PeerError(f"cannot be reached: {_describe(error)}") from error
     channel = Channel(reader, writer)
-    problem = _other_protocol(writer) or stranger(writer.get_extra_info("peercert"), name, host)
+    problem = _protocol_problem(writer) or identity_problem(writer.get_extra_info("peercert"), name, host)
     if problem:
         channel.abort()
         raise PeerError(problem)
@@ -44,8 +47,11 @@ async def connect(address: str, name: str, credentials: Credentials, networks: N
 
 
 async def accept(connection: socket.socket, credentials: Credentials, networks: Networks) -> tuple[Channel, str]:
-    """The other end's channel, and the worker that its certificate names: whether such a worker is at that host is not
-    known yet. Takes the socket over. Raises PeerError."""
+    """A channel over an accepted socket, and the worker name in its certificate. Takes ownership of the socket.
+
+    The caller must still check that a worker of that name is at that host. Raises PeerError if the other end is outside
+    the networks or fails to authenticate.
+    """
     try:
         there = connection.getpeername()[0]
         if there not in networks:
@@ -62,14 +68,14 @@ async def accept(connection: socket.socket, credentials: Credentials, networks: 
         )
     except OSError as error:
         connection.close()
-        raise PeerError(f"has not proven itself: {_words(error)}") from error
+        raise PeerError(f"has not authenticated itself: {_describe(error)}") from error
     except BaseException:
         connection.close()
         raise
     writer = asyncio.StreamWriter(transport, protocol, reader, loop)
     channel = Channel(reader, writer)
-    name = named(writer.get_extra_info("peercert"))
-    problem = _other_protocol(writer) or ("" if name else "its certificate names no worker")
+    name = worker_name(writer.get_extra_info("peercert"))
+    problem = _protocol_problem(writer) or ("" if name else "its certificate names no worker")
     if problem:
         channel.abort()
         raise PeerError(problem)
@@ -77,7 +83,7 @@ async def accept(connection: socket.socket, credentials: Credentials, networks: 
 
 
 async def _allowed(host: str, port: int, networks: Networks) -> str:
-    """An address of the host that may be connected to: resolved once, so that it is the one that was judged."""
+    """An address of the host inside the networks, resolved once, so that the checked address is the one used."""
     loop = asyncio.get_running_loop()
     found = [str(info[4][0]) for info in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
     for address in found:
@@ -86,12 +92,12 @@ async def _allowed(host: str, port: int, networks: Networks) -> str:
     raise PeerError(f"is at {', '.join(sorted(set(found)))}, outside `handover.networks` = {networks}")
 
 
-def _other_protocol(writer: asyncio.StreamWriter) -> str:
+def _protocol_problem(writer: asyncio.StreamWriter) -> str:
     spoken = writer.get_extra_info("ssl_object").selected_alpn_protocol()
     return "" if spoken == PROTOCOL else f"speaks {spoken or 'no protocol by name'}, this worker {PROTOCOL}"
 
 
-def _words(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     match error:
         case ssl.SSLCertVerificationError():
             return (

@@ -1,35 +1,52 @@
-"""The device thread's cache, asked from the event loop: short questions, between two steps, each a fraction of a
-millisecond. What was lent or taken is given back however the asking ends."""
+"""Access to the device thread's cache from the event loop, and the hand-over's metrics.
+
+Each command runs between two steps of the device thread, for a fraction of a millisecond. Leases and reservations are
+context managers, so they end on every path.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import heapq
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from functools import partial
-from typing import Final, Literal, TypeVar
+from typing import Final, Literal
 
 from prometheus_client import CollectorRegistry, Counter
 
 from relaygr_stream.bus.topics import lane_of
-from relaygr_stream.cache.transit import Arrival, Loan, Transit
+from relaygr_stream.cache.transit import (
+    Discard,
+    Fill,
+    GiveBack,
+    Lease,
+    Lend,
+    ListUsers,
+    Reservation,
+    Reserve,
+    Worth,
+)
 from relaygr_stream.models.api import Tokens
 from relaygr_stream.wire.messages import without_tenant
 from relaygr_stream.worker.device import DeviceThread
 
-# The hand-over's metrics. Their names are part of the interface: docs/operations.md has them.
+#: Users per command: at about 2 µs each, half a millisecond of the device thread or of the loop.
+AT_ONCE: Final = 256
+#: The interval of polling for a copy from HBM to DRAM, which takes a few milliseconds and may queue behind others.
+LOOK_S: Final = 0.005
+#: The time limit of that copy; then the entry is not handed over.
+COPY_OUT_S: Final = 2.0
 
 
 class HandoverMetrics:
-    """way: "given" to other workers or "taken" from them."""
+    """The hand-over's metrics (docs/reference/metrics.md). way: "given" to other workers or "taken" from them."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.entries = Counter("relaygr_handover_entries", "Prefix KV handed over", ["way"], registry=registry)
-        self.bytes = Counter("relaygr_handover_bytes", "Bytes of them", ["way"], registry=registry)
+        self.bytes = Counter("relaygr_handover_bytes", "Bytes of prefix KV handed over", ["way"], registry=registry)
         self.declined = Counter(
             "relaygr_handover_declined",
-            "Offered prefix KV not taken: as good was held, or all there was worth more (full)",
+            "Offered prefix KV not taken: the present entry is as good (held), or all in DRAM is worth more (full)",
             ["reason"],
             registry=registry,
         )
@@ -41,96 +58,69 @@ class HandoverMetrics:
         )
 
 
-T = TypeVar("T")
-
-#: Users asked about at once: at about 2 µs each, half a millisecond of the device thread or of the loop.
-AT_ONCE: Final = 256
-#: A copy from HBM to DRAM takes a few milliseconds, and waits for others: looked for this often …
-LOOK_S: Final = 0.005
-#: … and given up after this long; the entry is then not handed over.
-COPY_OUT_S: Final = 2.0
-
-
 class Desk:
-    """lanes: how many there are."""
+    """Runs the cache's transit commands on the device thread. lanes: the number of lanes in all."""
 
     def __init__(self, device: DeviceThread, lanes: int) -> None:
         self._device = device
         self._lanes = lanes
 
     async def most_valuable_first(self, lanes: frozenset[int]) -> Iterator[str]:
-        """Users of these lanes with an entry, those first whose entries are worth most per byte."""
-        everyone = await self._ask(Transit.users)
-        runs = []  # sorted each, and merged as they are needed: sorting all at once would hold up the loop
+        """The users of these lanes who have an entry, the most valuable entries per token first."""
+        everyone = await self._device.ask(ListUsers())
+        runs = []  # sorted runs, merged lazily: sorting all users at once would block the loop
         for start in range(0, len(everyone), AT_ONCE):
-            theirs = [
+            users = [
                 user
                 for user in everyone[start : start + AT_ONCE]
                 if lane_of(without_tenant(user), self._lanes) in lanes
             ]
-            if theirs:
-                runs.append(sorted(await self._ask(partial(_worth, theirs)), reverse=True))
+            if users:
+                worth: dict[str, float] = await self._device.ask(Worth(users))
+                runs.append(sorted(((value, user) for user, value in worth.items()), reverse=True))
             else:
                 await asyncio.sleep(0)
         return (user for _, user in heapq.merge(*runs, reverse=True))
 
     @asynccontextmanager
-    async def loan(self, user_id: str) -> AsyncIterator[Loan | None]:
-        """The user's copy in DRAM, made first if there is only one in HBM; None: there is nothing to lend."""
-        loan = await self._lend(user_id)
+    async def lease(self, user_id: str) -> AsyncIterator[Lease | None]:
+        """A lease of the user's copy in DRAM, made first if the entry is only in HBM; None if there is none."""
+        lease = await self._lend(user_id)
         try:
-            yield loan
+            yield lease
         finally:
-            if loan is not None:
-                self._tell(lambda transit: transit.give_back(loan))
+            if lease is not None:
+                self._device.submit(GiveBack(lease))
 
     @asynccontextmanager
-    async def arrival(
+    async def reservation(
         self, user_id: str, tokens: Tokens, capacity: int
-    ) -> AsyncIterator[Arrival | Literal["held", "full"]]:
-        """Room for a copy, which is the user's entry once the context is left; left with an exception, given back."""
-        got = await self._ask(
-            lambda transit: transit.expect(user_id, tokens, capacity),
-            undo=lambda transit, got: transit.discard(got) if isinstance(got, Arrival) else None,
+    ) -> AsyncIterator[Reservation | Literal["held", "full"]]:
+        """A reservation for a copy, or why there is none (see Transit.reserve).
+
+        Leaving the context makes the copy the user's entry; leaving it with an exception frees the reservation.
+        """
+        got: Reservation | Literal["held", "full"] = await self._device.ask(
+            Reserve(user_id, tokens, capacity),
+            undo=lambda got: Discard(got) if isinstance(got, Reservation) else None,
         )
         try:
             yield got
         except BaseException:
-            if isinstance(got, Arrival):
-                self._tell(lambda transit: transit.discard(got))
+            if isinstance(got, Reservation):
+                self._device.submit(Discard(got))
             raise
-        if isinstance(got, Arrival):
-            await self._ask(lambda transit: transit.arrived(got))
+        if isinstance(got, Reservation):
+            await self._device.ask(Fill(got))
 
-    async def _lend(self, user_id: str) -> Loan | None:
+    async def _lend(self, user_id: str) -> Lease | None:
         for _ in range(int(COPY_OUT_S / LOOK_S)):
-            got = await self._ask(
-                lambda transit: transit.lend(user_id),
-                undo=lambda transit, got: transit.give_back(got) if isinstance(got, Loan) else None,
+            got: Lease | Literal["soon", "never"] = await self._device.ask(
+                Lend(user_id), undo=lambda got: GiveBack(got) if isinstance(got, Lease) else None
             )
-            if isinstance(got, Loan):
+            if isinstance(got, Lease):
                 return got
             if got == "never":
                 return None
             await asyncio.sleep(LOOK_S)
         return None
-
-    async def _ask(
-        self, question: Callable[[Transit], T], undo: Callable[[Transit, T], None] = lambda _, __: None
-    ) -> T:
-        """undo: called on the device thread with the answer, if the asking is cancelled and nobody will see it."""
-        answer: list[T] = []
-        try:
-            await self._device.ask(lambda core, _: answer.append(question(core.cache.transit)))
-        except asyncio.CancelledError:
-            # Calls run in order: by then the question has been answered.
-            self._tell(lambda transit: undo(transit, answer[0]))
-            raise
-        return answer[0]
-
-    def _tell(self, call: Callable[[Transit], None]) -> None:
-        self._device.submit(lambda core, _: call(core.cache.transit))
-
-
-def _worth(users: list[str], transit: Transit) -> list[tuple[float, str]]:
-    return [(worth, user) for user, worth in transit.worth(users).items()]

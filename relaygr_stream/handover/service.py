@@ -1,8 +1,8 @@
-"""A worker's hand-over: gives prefix KV of lanes it lost to whoever asks, and asks for those of lanes it gained.
+"""A worker's hand-over service: it serves the prefix KV of lost lanes, and fetches the prefix KV of gained lanes.
 
-The new owner pulls: it knows when it has the lanes, what room it has and what that holds, and it stops when it has
-enough. It asks every worker that states an address, not only the last owner it heard of: what a lane's users left
-behind may lie with several (lanes that moved twice, requests served elsewhere), and who has nothing says so at once.
+The new owner pulls: it knows when it has the lanes, and how much room its DRAM tier has. It asks every worker that
+states an address, since several may have entries of a lane (lanes that moved twice, requests served elsewhere). A
+worker without entries says so at once.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Final
 import structlog
 
 from relaygr_stream.errors import ConfigError, DeviceError
-from relaygr_stream.handover.certificates import Credentials, Networks, make_credentials, stranger
+from relaygr_stream.handover.certificates import Credentials, Networks, identity_problem, make_credentials
 from relaygr_stream.handover.channel import Bandwidth, Channel, PeerError
 from relaygr_stream.handover.connection import accept, connect
 from relaygr_stream.handover.desk import Desk, HandoverMetrics
-from relaygr_stream.handover.giver import Giver, Handed
+from relaygr_stream.handover.giver import Giver, SessionProgress
 from relaygr_stream.handover.taker import Taker
 from relaygr_stream.handover.wire import SLICE_BYTES, Identity
 from relaygr_stream.settings.schema import Handover as HandoverSettings
@@ -33,31 +33,35 @@ from relaygr_stream.wire.messages import WorkerStatus
 log = structlog.get_logger(__name__)
 limited = LogLimiter().limited
 
-#: Sessions served at once; each holds one copy and two slices. More workers than this gain lanes at once only when a
-#: whole fleet starts, and then there is nothing to fetch: who is turned away asks again.
+#: Sessions served at once; each holds one copy and two slices. More workers gain lanes at once only when a whole fleet
+#: starts, and then there is nothing to fetch. A refused worker asks again.
 MAX_SESSIONS: Final = 32
-#: Connections whose other end has not proven itself; each has TLS buffers of half a MiB.
+#: Connections whose other end is not authenticated yet; each has TLS buffers of half a MiB.
 MAX_STRANGERS: Final = 64
-#: Of so many, none younger than this is hung up on: TLS takes some ten milliseconds, on a loaded machine more. So many
-#: handshakes a second at most, 0.3 ms of CPU each, are what strangers can make a worker do.
+#: With MAX_STRANGERS connections, none younger than this is closed: TLS takes about ten milliseconds, more on a loaded
+#: machine. Strangers can so cause at most MAX_STRANGERS / GRACE_S = 256 handshakes a second, of 0.3 ms CPU each.
 GRACE_S: Final = 0.25
-#: Workers asked at once; each session has one copy on its way. As many silent ones, each for PROVE_S, hold up the rest.
+#: Sessions fetched at once, each with one copy in transit. That many silent workers block the others for PROVE_S.
 MAX_ASKED: Final = 32
-#: Who asks may have stated itself a moment ago: its status is waited for, a few times worker.status_ms.
+#: How long a session waits for the other worker's status, which may be on its way: a few worker.status_interval_ms.
 HEARD_S: Final = 1.5
-#: Gained lanes are asked for this long: workers state themselves every worker.status_ms (250 ms), and one that started
-#: just now has heard none.
+#: How long workers are asked for gained lanes. Workers publish their status every worker.status_interval_ms (250 ms),
+#: and a worker that has just started has received none.
 ASK_FOR_S: Final = 5.0
+#: The interval of all polling here.
 LOOK_S: Final = 0.05
-#: After a session that failed, the same worker is asked again no sooner.
+#: The pause before the same worker is asked again after a failed session.
 RETRY_S: Final = 1.0
-#: Bytes that may go at once after a pause: a thirtieth of a second of the bandwidth, at least one slice.
+#: The burst after a pause, in seconds of the bandwidth; at least one slice.
 BURST_S: Final = 1 / 30
 MIB: Final = 1 << 20
 
 
 class Handover:
-    """Serving and asking, from `start` to `stop`. peers: the newest status of every worker that is not silent."""
+    """Serves and fetches from `start` to `stop`. peers: returns the newest status of every worker that is not silent.
+
+    max_tokens: the longest sequence. nbytes_of(capacity): bytes of a copy in the DRAM tier's form.
+    """
 
     def __init__(
         self,
@@ -81,25 +85,26 @@ class Handover:
         self._giver = Giver(identity, desk, bandwidth, metrics)
         self._taker = Taker(identity, desk, metrics, max_tokens, nbytes_of)
         self._serving: asyncio.Task[None] | None = None
-        self._sessions = 0  # served, with proven workers
+        self._sessions = 0  # sessions served now, with authenticated workers
         self._asking: asyncio.Task[None] | None = None
-        self._asked_now: set[str] = set()  # workers with whom we are in session
-        self._wanted: dict[int, float] = {}  # gained lanes → until when they are asked for
+        self._asked_now: set[str] = set()  # workers from whom a session fetches now
+        self._wanted: dict[int, float] = {}  # gained lane → time until which workers are asked for it
         self._asked: defaultdict[tuple[str, int], set[int]] = defaultdict(set)  # name, incarnation → lanes asked for
-        self._not_before: dict[str, float] = {}  # workers with whom a session failed → when to ask again
+        self._not_before: dict[str, float] = {}  # worker of a failed session → time to ask it again
         self._owned: set[int] = set()
-        self._left: set[int] = set()  # of the lanes that we leave, those not fetched
+        self._left: set[int] = set()  # lanes that this worker left and no other has fetched yet
         self.address = ""
 
     async def start(self) -> None:
-        """Listen. Raises ConfigError when the address cannot be bound, or the certificate is of no use."""
+        """Start to listen. Raises ConfigError if the address cannot be bound or the certificate is invalid."""
         settings, host = self._settings, advertised_host(self._settings)
         self._credentials = await asyncio.to_thread(make_credentials, settings, self._name, host)
         try:
             listener = Listener(settings.host, settings.port, self._accept, MAX_STRANGERS, GRACE_S)
         except (OSError, OverflowError, UnicodeError) as error:
             raise ConfigError(
-                f"cannot hand over on {settings.host}:{settings.port}: {error}; set handover.host and handover.port "
+                f"the hand-over cannot listen on {settings.host}:{settings.port}: {error}; set handover.host and "
+                f"handover.port "
                 f"(port 0: any free one)"
             ) from error
         self._serving = asyncio.create_task(listener.run(), name="hand-over serves")
@@ -107,16 +112,16 @@ class Handover:
         log.info("hand-over serves", address=self.address, mib_per_s=settings.mib_per_s, networks=settings.networks)
 
     async def stop(self) -> None:
-        """Break off what is under way; the books balance."""
+        """Cancel all sessions; their leases and reservations end."""
         tasks = [task for task in (self._serving, self._asking) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    # ---- lanes that come ----
+    # ---- gained lanes ----
 
     def lanes_changed(self, gained: Iterable[int], lost: Iterable[int]) -> None:
-        """Ask for what others have of the gained lanes' users; for the lost ones no more."""
+        """Start to fetch the gained lanes' entries from other workers; stop fetching those of the lost lanes."""
         self._owned.update(gained)
         for lane in lost:
             self._owned.discard(lane)
@@ -129,7 +134,7 @@ class Handover:
             self._asking = asyncio.create_task(self._ask_peers(), name="hand-over")
 
     async def _ask_peers(self) -> None:
-        """Ask everyone for everything wanted, side by side, until it is over."""
+        """Fetch all wanted lanes from all workers concurrently, until ASK_FOR_S has passed and all sessions ended."""
         async with asyncio.TaskGroup() as sessions:
             while self._wanted or self._asked_now:
                 now = time.monotonic()
@@ -144,7 +149,7 @@ class Handover:
         self._not_before.clear()
 
     def _next_peers(self, now: float) -> list[WorkerStatus]:
-        """In any order: where more are stated than are asked at once, none is last each time."""
+        """Workers to ask, shuffled: with more than MAX_ASKED workers, none is always the last."""
         peers = [peer for peer in self._reachable() if peer.name not in self._asked_now]
         random.shuffle(peers)
         return [peer for peer in peers if self._not_before.get(peer.name, 0.0) <= now]
@@ -157,14 +162,14 @@ class Handover:
         ]
 
     async def _take_from(self, peer: WorkerStatus, lanes: frozenset[int]) -> None:
-        handed, start = Handed(peer.name), time.monotonic()
+        progress, start = SessionProgress(peer.name), time.monotonic()
         asked = self._asked[peer.name, peer.incarnation]
         asked |= lanes
         try:
             assert self._credentials is not None
             channel = await connect(peer.handover, peer.name, self._credentials, self._networks)
             try:
-                await self._taker.take(channel, lanes, self._owned, handed)
+                await self._taker.take(channel, lanes, self._owned, progress)
             finally:
                 await channel.close()
         except (PeerError, DeviceError) as error:
@@ -172,18 +177,18 @@ class Handover:
             self._not_before[peer.name] = time.monotonic() + RETRY_S
             self._metrics.failed.labels("taken").inc()
             limited(log.warning, "taken")(
-                "hand-over failed", peer=peer.name, address=peer.handover, error=str(error), entries=handed.entries
+                "hand-over failed", peer=peer.name, address=peer.handover, error=str(error), entries=progress.entries
             )
         finally:
             self._asked_now.discard(peer.name)
-            self._report("taken", handed, time.monotonic() - start)
+            self._report("taken", progress, time.monotonic() - start)
 
-    # ---- lanes that go ----
+    # ---- lost lanes ----
 
     async def farewell(self, lanes: Iterable[int], seconds: float) -> None:
-        """We left, and these lanes were ours: stay until their new owners have fetched what they want, at most so long.
+        """After leaving the group, wait until the lanes' new owners have fetched their entries, at most `seconds`.
 
-        Returns at once where nobody would ask: no other worker serves, or none hands over.
+        lanes: the lanes that this worker owned. Returns at once if no other worker serves with its hand-over on.
         """
         self._left = set(lanes)
         if not (self._left and self._others_serve()):
@@ -194,7 +199,7 @@ class Handover:
             busy = time.monotonic() if self._sessions else busy
         waited = round(time.monotonic() - start, 3)
         if self._left:
-            log.warning("left before all lanes were handed over", lanes=sorted(self._left), waited_s=waited)
+            log.warning("stopped before all lanes were handed over", lanes=sorted(self._left), waited_s=waited)
         else:
             log.info("all lanes handed over", waited_s=waited)
 
@@ -203,61 +208,61 @@ class Handover:
 
     async def _accept(self, connection: socket.socket, known: Known) -> None:
         assert self._credentials is not None
-        handed = Handed()
+        progress = SessionProgress()
         try:
-            channel, handed.peer = await accept(connection, self._credentials, self._networks)
+            channel, progress.peer = await accept(connection, self._credentials, self._networks)
             try:
-                await self._check_stated(channel, handed.peer)
+                await self._check_stated(channel, progress.peer)
                 if self._sessions >= MAX_SESSIONS:
-                    raise PeerError(f"is one too many: {MAX_SESSIONS} workers are served at once")
+                    raise PeerError(f"exceeds the limit of {MAX_SESSIONS} sessions at once")
                 known()
-                await self._serve(channel, handed)
+                await self._serve(channel, progress)
             finally:
-                channel.abort()  # where it is not closed yet
+                channel.abort()  # harmless if it is closed already
         except (PeerError, DeviceError) as error:
             self._metrics.failed.labels("given").inc()
             limited(log.warning, "given")(
-                "hand-over failed", peer=handed.peer, error=str(error), entries=handed.entries
+                "hand-over failed", peer=progress.peer, error=str(error), entries=progress.entries
             )
-        if handed.ended:
-            self._left -= handed.lanes
+        if progress.ended:
+            self._left -= progress.lanes
 
     async def _check_stated(self, channel: Channel, name: str) -> None:
-        """Return if the certificate is that of a worker that states itself. Raises PeerError."""
+        """Check that the certificate belongs to a worker that publishes its status. Raises PeerError if not."""
         until = time.monotonic() + HEARD_S
         while (status := self._peers().get(name)) is None or not status.handover:
             if time.monotonic() > until:
-                raise PeerError("is no worker that `worker-status` tells of")
+                raise PeerError(f"is {name!r}, of which `worker-status` has no status with a hand-over address")
             await asyncio.sleep(LOOK_S)
-        if problem := stranger(channel.certificate, name, _host(status.handover)):
+        if problem := identity_problem(channel.certificate, name, _host(status.handover)):
             raise PeerError(problem)
 
-    async def _serve(self, channel: Channel, handed: Handed) -> None:
+    async def _serve(self, channel: Channel, progress: SessionProgress) -> None:
         self._sessions += 1
         start = time.monotonic()
         try:
-            await self._giver.serve(channel, handed)
+            await self._giver.serve(channel, progress)
         finally:
             self._sessions -= 1
-            self._report("given", handed, time.monotonic() - start)
+            self._report("given", progress, time.monotonic() - start)
         await channel.close()
 
-    def _report(self, way: str, handed: Handed, seconds: float) -> None:
+    def _report(self, way: str, progress: SessionProgress, seconds: float) -> None:
         self._metrics.seconds.labels(way).inc(seconds)
-        write = log.info if handed.entries else log.debug
+        write = log.info if progress.entries else log.debug
         write(
             f"prefix KV {way}",
-            peer=handed.peer,
-            lanes=len(handed.lanes),
-            entries=handed.entries,
-            mib=round(handed.nbytes / MIB, 3),
+            peer=progress.peer,
+            lanes=len(progress.lanes),
+            entries=progress.entries,
+            mib=round(progress.nbytes / MIB, 3),
             seconds=round(seconds, 3),
-            whole=handed.ended,
+            whole=progress.ended,
         )
 
 
 def advertised_host(settings: HandoverSettings) -> str:
-    """The host by which others reach us: as set, or where we listen; on any address, this host's name."""
+    """The host by which other workers reach this one: handover.advertise, else handover.host, else the host's name."""
     if settings.advertise:
         return settings.advertise
     return socket.gethostname() if settings.host in ("0.0.0.0", "::", "") else settings.host

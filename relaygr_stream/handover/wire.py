@@ -1,11 +1,11 @@
-"""What two workers say to each other, and how it lies on the wire. Knows no sockets and no cache.
+"""The protocol between two workers: messages and frames.
 
     new owner → Ask              old owner → Refused | Offer … | End
     per Offer: new owner → Take | Skip | Enough; after Take the old owner sends the copy's bytes
 
-Who they are, and that nobody else reads or changes it, is TLS's business (connection.py), and so is the version. A
-frame: length of the payload (4 bytes, big-endian), kind (1 byte), payload. The payload of a message is MessagePack;
-bytes of a copy travel as they are, in slices of SLICE_BYTES and a last one of what is left.
+TLS (connection.py) authenticates the workers, encrypts the connection, and negotiates the protocol's version. A frame
+is the payload's length (4 bytes, big-endian), its kind (1 byte), and the payload. A message's payload is MessagePack.
+A copy's bytes are sent unchanged, in slices of SLICE_BYTES and a last, shorter slice.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from relaygr_stream.models.api import Tokens
 
 HEADER: Final = struct.Struct(">IB")
 MESSAGE, COPY = 0, 1
-#: Take, Skip and Enough: a tag alone.
+#: Largest payload of Take, Skip and Enough, which have a tag alone.
 MAX_CHOICE: Final = 64
-#: Ask at its largest: 10,000 lanes (settings' bound) of 3 bytes, and an identity.
+#: Largest payload of Ask: 10,000 lanes (the settings' bound) of 3 bytes, and an identity.
 MAX_ASK: Final = 64 * 1024
-#: A copy goes in slices of this size: some 100 µs of encryption on the event loop at a time.
+#: Bytes of a slice: about 100 µs of encryption on the event loop.
 SLICE_BYTES: Final = 128 * 1024
-#: int64 item, action and gap.
+#: Bytes of a token: int64 item, action and gap.
 TOKEN_BYTES: Final = 24
 
 MAX_TEXT: Final = 512
@@ -38,7 +38,7 @@ UserKey = Annotated[str, Meta(min_length=1, max_length=385)]
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True):
-    """What two workers must have in common for prefix KV of one to serve at the other."""
+    """The properties that two workers must share for prefix KV of one to serve at the other."""
 
     model_version: Text
     layers: int
@@ -51,7 +51,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     lanes: int
 
     def difference(self, other: Identity) -> str:
-        """In words, or "" if there is none; `self` speaks."""
+        """The first difference in words, from the viewpoint of `self`; "" if there is none."""
         for name in self.__struct_fields__:
             ours, theirs = getattr(self, name), getattr(other, name)
             if ours != theirs:
@@ -60,20 +60,20 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ask(msgspec.Struct, frozen=True, tag="ask"):
-    """Entries of users of these lanes, please."""
+    """Asks for the entries of these lanes' users."""
 
     identity: Identity
     lanes: Annotated[tuple[int, ...], Meta(max_length=10_000)]
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """No entries from here, and why."""
+    """Refuses the session, with the reason."""
 
     reason: Text
 
 
 class Offer(msgspec.Struct, frozen=True, tag="offer"):
-    """One entry; the most valuable first. tokens: (3, length) int64, little-endian, row-major."""
+    """Offers one entry, the most valuable first. tokens: (3, length) int64, little-endian, row-major."""
 
     user_id: UserKey
     capacity: Annotated[int, Meta(ge=1)]
@@ -86,31 +86,31 @@ class Offer(msgspec.Struct, frozen=True, tag="offer"):
         return cls(user_id, capacity, tokens.array.astype("<i8").tobytes(), nbytes)
 
     def sequence(self, max_tokens: int) -> Tokens:
-        """Its tokens. DecodeError unless there are 1 to max_tokens, and no more than its capacity."""
+        """The entry's tokens. Raises DecodeError unless there are 1 to max_tokens and at most `capacity`."""
         length, rest = divmod(len(self.tokens), TOKEN_BYTES)
         if rest or not 1 <= length <= min(max_tokens, self.capacity):
             raise DecodeError(
                 "invalid",
                 f"an offer has {len(self.tokens)} bytes of tokens and capacity for {self.capacity}; at {TOKEN_BYTES} "
-                f"bytes a token it must have 1 to {max_tokens}, and no more than its capacity",
+                f"bytes a token it must have 1 to {max_tokens} tokens, and at most its capacity",
             )
         return Tokens(np.frombuffer(self.tokens, "<i8").astype(np.int64).reshape(3, length))
 
 
 class Take(msgspec.Struct, frozen=True, tag="take"):
-    """Send it."""
+    """Accepts the offer: the copy's bytes follow."""
 
 
 class Skip(msgspec.Struct, frozen=True, tag="skip"):
-    """Not this one."""
+    """Declines the offer; the next one may follow."""
 
 
 class Enough(msgspec.Struct, frozen=True, tag="enough"):
-    """Neither this one nor any after it."""
+    """Declines the offer and ends the session."""
 
 
 class End(msgspec.Struct, frozen=True, tag="end"):
-    """There are no more."""
+    """Ends the session: all entries were offered."""
 
 
 Message = Ask | Refused | Offer | Take | Skip | Enough | End
@@ -125,13 +125,13 @@ def encode(message: Message) -> bytes:
 
 
 def decode(payload: bytes) -> Message:
-    """Raises DecodeError for bytes that are no message of this protocol."""
+    """The message of a payload. Raises DecodeError for bytes that are no message of this protocol."""
     try:
         return _decoder.decode(payload)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise DecodeError("malformed", str(error)[:MAX_TEXT]) from error  # it quotes what came
+        raise DecodeError("malformed", str(error)[:MAX_TEXT]) from error  # bounded, since it quotes the input
 
 
 def max_offer_bytes(max_tokens: int) -> int:
-    """The largest payload of an offer, and of anything else that the old owner sends but copies."""
+    """The largest payload of an offer, and so of every message of the old owner."""
     return max_tokens * TOKEN_BYTES + 2048

@@ -1,7 +1,7 @@
-"""Prefix KV as a model sees it: a layout, and one contiguous region of that layout.
+"""What a model and the worker exchange: tokens, prefix KV, the `RankingModel` protocol, versions.
 
-Layer-major, per-head contiguous: for each layer first K as (heads, capacity, dqk), then V as (heads, capacity, dv), so
-that matrix products and kernels read a head's tokens in place. Knows nothing of who allocated the memory.
+Prefix KV is layer-major and contiguous per head: for each layer K (heads, capacity, dqk), then V (heads, capacity, dv).
+Matrix products and kernels read a head's tokens in place.
 """
 
 from __future__ import annotations
@@ -18,19 +18,18 @@ import torch
 
 from relaygr_stream.wire.messages import Behaviours
 
-# Behaviours as a model reads them: items, actions and gaps, on the host. The gap of a behaviour is the time since the
-# one before it, so it is known once and never changes when the sequence grows (DESIGN §8). Knows nothing of devices;
-# models move what they need.
 
+class Tokens(msgspec.Struct, frozen=True):  # built for every chunk; a frozen dataclass takes twice as long
+    """n behaviours on the host, as one int64 array (3, n): item ids, action types, gaps in milliseconds.
 
-class Tokens(msgspec.Struct, frozen=True):  # made for every chunk; a frozen dataclass takes twice as long
-    """n behaviours as one int64 array of shape (3, n): item ids, action types, gaps in milliseconds."""
+    The gap of a behaviour is the time since the behaviour before it. It does not change when the sequence grows.
+    """
 
     array: npt.NDArray[np.int64]
 
     @classmethod
     def of(cls, behaviours: Behaviours, previous_ms: int | None = None) -> Tokens:
-        """previous_ms: time of the behaviour just before the first one; None: there is none (its gap is 0)."""
+        """Tokens of `behaviours`. previous_ms: time of the behaviour before the first; None: the first gap is 0."""
         items, actions, times = behaviours.arrays()
         array = np.empty((3, len(items)), np.int64)
         array[0], array[1] = items, actions
@@ -44,13 +43,13 @@ class Tokens(msgspec.Struct, frozen=True):  # made for every chunk; a frozen dat
         return count
 
     def slice(self, start: int, stop: int) -> Tokens:
-        """Tokens start:stop, gaps unchanged; a view."""
+        """A view of tokens start:stop, with the same gaps."""
         return Tokens(self.array[:, start:stop])
 
 
 @dataclass(frozen=True)
 class KVLayout:
-    """What one token of prefix KV consists of."""
+    """The shape and type of one token of prefix KV."""
 
     layers: int
     heads: int
@@ -60,23 +59,24 @@ class KVLayout:
 
     @property
     def elements_per_token(self) -> int:
-        """Elements of one token over all layers."""
+        """Elements of one token in all layers."""
         return self.layers * self.heads * (self.dqk + self.dv)
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of one token over all layers."""
+        """Bytes of one token in all layers."""
         return self.elements_per_token * self.dtype.itemsize
 
     def nbytes(self, capacity: int) -> int:
-        """Bytes of a region with room for `capacity` tokens."""
+        """Bytes of a region for `capacity` tokens."""
         return capacity * self.bytes_per_token
 
 
 class KVRegion:
-    """One contiguous piece of memory holding `length` ≤ `capacity` tokens. Does not own the memory.
+    """One contiguous piece of memory that holds `length` ≤ `capacity` tokens. The region does not own the memory.
 
-    storage: 1-D tensor of layout.dtype with capacity × layout.elements_per_token elements.
+    storage: 1-D tensor of layout.dtype with at least capacity × layout.elements_per_token elements.
+    Raises ValueError for a storage of another type, shape or a smaller size.
     """
 
     __slots__ = ("capacity", "layout", "length", "storage")
@@ -94,7 +94,7 @@ class KVRegion:
         self.length = length
 
     def copy_from(self, other: KVRegion, tokens: int) -> None:
-        """The first `tokens` tokens of another region of this layout, in two copies whatever the number of layers."""
+        """Copy the first `tokens` tokens of another region of this layout: two copies for any number of layers."""
         for target, source in zip(self._all_layers(), other._all_layers(), strict=True):
             target[:, :, :tokens].copy_(source[:, :, :tokens])
 
@@ -117,14 +117,9 @@ class KVRegion:
         return layers[:, :k_elements].view(*shape, layout.dqk), layers[:, k_elements:].view(*shape, layout.dv)
 
 
-# What the worker asks of a model: append tokens to prefix KV, score candidates against it. Nothing else. Pre-
-# inference, chunked pre-inference, extension and full inference are all made of these two operations, so a relayed
-# and a full score agree by construction (DESIGN §7).
-
-
 @dataclass(frozen=True)
 class ScoreInput:
-    """One ranking: prefix KV (read only), the suffix behaviours (maybe none), m ≥ 1 candidate item ids (int64)."""
+    """One ranking: prefix KV (read only), n ≥ 0 suffix behaviours, m ≥ 1 candidate item ids (int64)."""
 
     kv: KVRegion
     suffix: Tokens
@@ -133,15 +128,18 @@ class ScoreInput:
 
 @runtime_checkable
 class RankingModel(Protocol):
-    """A generative recommender that can be served as a relay. All calls come from one thread, under no_grad.
+    """A generative recommender that the worker can serve as a relay. All calls come from one thread, under no_grad.
+
+    It has two operations: append tokens to prefix KV, and score candidates against prefix KV. Prefill, chunked prefill
+    and full inference all consist of these two, so a relayed and a full score agree by construction.
 
     layout: the prefix KV of a token.
-    version: changes whenever the scores may change; prefix KV of another version are never used.
-    note: what a person should know about the weights ("random weights, seed 7"), or "".
+    version: changes whenever the scores may change; the worker never uses prefix KV of another version.
+    note: a remark on the weights for the log and the status ("random weights, seed 7"), or "".
     tasks: names of the score columns.
-    incremental: extending kv by tokens never changes what the earlier tokens stand for. False (contextual tokens that
-        see the whole history): the prefix is inferred in one call of `extend`, never in chunks, never extended, and
-        requests with a suffix are inferred in full with the suffix appended to the prefix.
+    incremental: True if appending tokens never changes the K/V of earlier tokens. False if it does (contextual tokens
+        that see the whole history): the worker then computes a prefix in one call of `prefill`, never in chunks, and
+        never appends to it; a request with a suffix is inferred in full, the suffix appended to the prefix.
     """
 
     layout: KVLayout
@@ -150,45 +148,49 @@ class RankingModel(Protocol):
     tasks: tuple[str, ...]
     incremental: bool
 
-    def extend(self, kv: KVRegion, tokens: Tokens) -> None:
-        """Append the K/V of `tokens` behind kv.length and advance kv.length; the caller saw to kv.capacity."""
+    def prefill(self, kv: KVRegion, tokens: Tokens) -> None:
+        """Append the K/V of `tokens` behind kv.length and advance kv.length by len(tokens).
+
+        The caller ensures that kv.capacity is large enough.
+        """
         ...
 
     def score(self, batch: Sequence[ScoreInput]) -> list[torch.Tensor]:
-        """Scores of each ranking, float32 (m_i, tasks) on the model's device; kv stays as it is.
+        """Return the scores of each ranking, float32 (m_i, tasks) on the model's device. Does not modify kv.
 
-        A ranking's scores must not depend on the others in the batch (DESIGN §8).
+        A ranking's scores must not depend on the other rankings of the batch.
         """
         ...
 
 
 class WarmedModel(RankingModel, Protocol):
-    """A model whose first call of a size is slower than the worker's own warm-up finds out. Optional; HSTU is one."""
+    """A model whose first call per size is slow in a way that the worker's warm-up cannot see. Optional."""
 
     def warm_up(self, most: int) -> None:
-        """Meet every size up to `most` rows; called once, before anything else."""
+        """Compute once with every size up to `most` rows. The worker calls it once, before any other method."""
         ...
 
 
 class SteppedModel(RankingModel, Protocol):
-    """A model that can be interrupted within `extend`, which lets the scheduler make chunks several times as long
-    (and so cheaper) at the same delay for a ranking that comes meanwhile. Optional; HSTU is one."""
+    """A model whose `prefill` can be interrupted. Optional; HSTU is one.
 
-    def extend_in_steps(self, kv: KVRegion, tokens: Tokens) -> Iterator[None]:
-        """As `extend`, in steps of about the same time, for example one layer each.
+    The scheduler can then use longer, cheaper chunks at the same delay for a ranking that arrives meanwhile.
+    """
 
-        kv.length moves with the last step. Between steps other calls are made, on this region too (it is read up to
-        kv.length), and the rest may never be asked for: what was written behind kv.length is then as good as nothing.
+    def prefill_in_steps(self, kv: KVRegion, tokens: Tokens) -> Iterator[None]:
+        """As `prefill`, in steps of about equal duration, for example one layer each.
+
+        Only the last step advances kv.length. Between steps the worker makes other calls, on this region too, which it
+        reads up to kv.length. The worker may abandon the remaining steps: data behind kv.length then has no meaning.
         """
         ...
 
 
-# A model's version from what it is: the same for the same model in any process, another one as soon as scores differ.
-# Prefix KV and scores are kept apart by it (DESIGN §7). Knows nothing of any architecture.
+# Versions: equal for the same model in every process, different as soon as scores may differ.
 
 
 def digest(config: msgspec.Struct, weights: Mapping[str, torch.Tensor]) -> str:
-    """64 bits over a configuration and float32 weights on the CPU, as 16 hexadecimal digits."""
+    """A 64-bit digest of a configuration and float32 weights on the CPU, as 16 hexadecimal digits."""
     state = hashlib.blake2b(msgspec.json.encode(config, order="sorted"), digest_size=8)
     for name in sorted(weights):
         state.update(f"\n{name} {tuple(weights[name].shape)}\n".encode())
@@ -197,15 +199,15 @@ def digest(config: msgspec.Struct, weights: Mapping[str, torch.Tensor]) -> str:
 
 
 def version_of(architecture: str, weights_digest: str, dtype: torch.dtype) -> str:
-    """The version of a model that computes in `dtype`: rounding is part of the scores."""
+    """The version of a model that computes in `dtype`; it names the dtype because rounding changes the scores."""
     return f"{architecture}-{weights_digest}-{str(dtype).removeprefix('torch.')}"
 
 
-# How far two sets of scores are apart. Used by the workers' audits, the demo's client and the benches.
-
-
 def relative_deviation(relayed: npt.NDArray[np.float32], full: npt.NDArray[np.float32]) -> float:
-    """Largest absolute difference over the largest absolute full score; infinite where one is not finite."""
+    """The largest absolute difference, divided by the largest absolute full score.
+
+    Infinite if a score is not finite or the shapes differ.
+    """
     if relayed.shape != full.shape or not (np.isfinite(relayed).all() and np.isfinite(full).all()):
         return float("inf")
     scale = max(float(np.abs(full).max(initial=0.0)), float(np.finfo(np.float32).tiny))

@@ -1,10 +1,10 @@
-"""Does the HSTU stack reproduce reference arrays? Full inference, cached inference, and the K/V cache itself.
+"""Compares the HSTU stack with reference arrays: full inference, cached inference, and the K/V cache itself.
 
-float32: every value within LIMIT. Half precision (DESIGN §8): cached, chunked and cut results no further from the
-float32 reference than full inference in that type is.
+In float32 every value must be within LIMIT. In half precision cached, chunked and cut results must be no further from
+the float32 reference than full inference in that type is.
 
-The file is an npz as the conformance arrays of DESIGN §8: any number of variants V, discovered from the keys `V/meta`,
-with weights, embedded inputs, and outputs of each user. Knows nothing of embeddings or tasks.
+The reference file is an npz with any number of variants V, found by their keys `V/meta`. Each variant has weights,
+embedded inputs, and the outputs of each user.
 """
 
 from __future__ import annotations
@@ -28,22 +28,21 @@ from relaygr_stream.models.check.probe import HALF_LIMIT
 from relaygr_stream.models.hstu import HSTUStack
 from relaygr_stream.models.stu import RankingRows, StackConfig
 
-#: Largest absolute deviation that conforms; outputs are about 20, so this is a few float32 roundings per layer.
+#: Largest absolute deviation that conforms. Outputs are about 20, so it allows a few float32 roundings per layer.
 LIMIT: Final = 1e-4
-#: Seed of the random chunk boundaries, so that a file gives the same result each time.
+#: Seed of the random chunk boundaries: a file gives the same result in each run.
 CHUNK_SEED: Final = 0
-#: Cuts of each history into prefix and suffix. One is too few for half precision: all candidates of a cut share the
-#: roundings of its suffix. Over 100 seeds the ratio to full inference was 0.75…1.53 with 1 cut; over 40, 0.91…1.22
-#: with 32.
+#: Cuts of each history into prefix and suffix. All candidates of a cut share the roundings of its suffix, so one cut is
+#: too few in half precision: the ratio to full inference was 0.75…1.53 with 1 cut, 0.91…1.22 with 32.
 CUTS: Final = 32
-#: Unused room behind each region's tokens, filled with NaN: reading it would show in every output.
+#: Unused tokens behind each region's length. They hold NaN, so reading them shows in every output.
 SLACK: Final = 5
 
 #: Names in `V/meta`, in its order.
 META: Final = (
     "D", "H", "dv", "dqk", "layers", "contextual_seq_len", "max_attn_len", "group_norm", "N", "candidates"
 )  # fmt: skip
-#: Parameter of an STU layer ← name in the file.
+#: Parameter of an STU layer → name in the file.
 WEIGHTS: Final = {
     "input_norm_weight": "input_norm_weight",
     "input_norm_bias": "input_norm_bias",
@@ -53,7 +52,7 @@ WEIGHTS: Final = {
     "output_norm_bias": "output_norm_bias",
     "output_weight": "output_weight",
 }
-#: What is compared, and its column in the table.
+#: Comparison → its column in the table.
 COMPARISONS: Final = {
     "full_history": "full hist",
     "full_candidates": "full cand",
@@ -65,7 +64,7 @@ COMPARISONS: Final = {
     "kv_cache": "cached K/V",
     "chunked_kv": "chunks K/V",
 }
-#: What each result is measured against in half precision; full inference itself has nothing to be measured against.
+#: In half precision: comparison → the result of full inference that it is measured against.
 FULL: Final = {
     "cached_candidates": "full_candidates",
     "chunked_history": "full_history",
@@ -74,14 +73,14 @@ FULL: Final = {
     "kv_cache": "full_kv",
     "chunked_kv": "full_kv",
 }
-#: In half precision, full inference must be more signal than noise: RMS deviation over RMS of the reference. bfloat16
-#: keeps 8 bits; the reference's variants came to 2.3 %.
+#: In half precision: largest RMS deviation of full inference over the RMS of the reference. bfloat16 keeps 8 bits; the
+#: reference's variants reach 2.3 %.
 HALF_NOISE: Final = 0.1
 
 
 @dataclass
 class VariantResult:
-    """One variant in one type. deviations: largest absolute ones, by the keys of COMPARISONS that apply."""
+    """The result of one variant in one type. deviations: the largest absolute deviation by key of COMPARISONS."""
 
     name: str
     users: int
@@ -94,29 +93,29 @@ class VariantResult:
 
     @property
     def worst(self) -> float:
-        """The largest of all; NaN if any is."""
+        """The largest deviation of all comparisons; NaN if one is NaN."""
         return float(np.max(list(self.deviations.values())))
 
     @property
     def conforms(self) -> bool:
-        """Whether no deviation exceeds LIMIT; in half precision, whether all are within those of full inference."""
+        """float32: whether no deviation exceeds LIMIT. Half precision: whether all are within full inference's own."""
         if self.dtype == torch.float32:
             return bool(self.worst <= LIMIT)  # False for NaN
         quiet = all(self.noise(key) <= HALF_NOISE for key in set(FULL.values()))
         return quiet and all(self.ratio(key) <= HALF_LIMIT for key in FULL if key in self.deviations)
 
     def ratio(self, comparison: str) -> float:
-        """RMS deviation from the reference over that of full inference: of `comparison`, one of the keys of FULL."""
+        """RMS deviation of `comparison` (a key of FULL) from the reference, over that of full inference."""
         full = self._errors[FULL[comparison]]
         per_value = self._errors[comparison] / self._counts[comparison] * self._counts[FULL[comparison]]
         return math.sqrt(per_value / full) if full else float(per_value > 0)
 
     def noise(self, comparison: str) -> float:
-        """RMS deviation from the reference over the RMS of the reference."""
+        """RMS deviation of `comparison` from the reference, over the RMS of the reference."""
         return math.sqrt(self._errors[comparison] / max(self._signals[comparison], 1e-300))
 
     def add(self, comparison: str, found: torch.Tensor, expected: npt.NDArray[Any]) -> None:
-        """Compare one array; the largest deviation stays."""
+        """Compare one array and keep the largest deviation."""
         difference = np.abs(found.double().numpy() - expected.astype(np.float64))
         worst = float(np.max(difference, initial=0.0))
         self.deviations[comparison] = float(np.max([worst, self.deviations.get(comparison, 0.0)]))
@@ -126,7 +125,7 @@ class VariantResult:
         self._signals[comparison] = self._signals.get(comparison, 0.0) + signal
 
     def shown(self, comparison: str) -> str:
-        """One cell of the table."""
+        """The table's cell for `comparison`."""
         if comparison not in self.deviations:
             return "–"
         if self.dtype == torch.float32:
@@ -135,17 +134,19 @@ class VariantResult:
 
 
 def run_conformance(path: str | Path, dtype: torch.dtype = torch.float32) -> list[VariantResult]:
-    """Compare every variant in the file, computing in `dtype` on the CPU.
+    """Compare every variant of the file, computing in `dtype` on the CPU.
 
-    Raises InputError if the file cannot be read, has no variant, or lacks a key or has it in another shape.
+    Raises InputError if the file cannot be read or has no variant, or if a key is missing or has another shape.
     """
     arrays = _Arrays(Path(path))
     return [_run_variant(arrays, name, dtype) for name in arrays.variants()]
 
 
 def format_table(results: Iterable[VariantResult]) -> str:
-    """One line per variant, and whether it conforms. float32: largest absolute deviations. Half precision: of full
-    inference, the RMS deviation from the float32 reference relative to it; of the others, how many times that.
+    """A table with one line per variant and a column that says whether it conforms.
+
+    float32: largest absolute deviations. Half precision: for full inference the relative RMS deviation from the float32
+    reference, for the others the multiple of that deviation.
     """
     header = ["variant", "users", *COMPARISONS.values(), "conforms"]
     rows = [header]
@@ -170,10 +171,10 @@ def _run_variant(arrays: _Arrays, name: str, dtype: torch.dtype) -> VariantResul
         expected_cached = arrays.get(f"{name}/out_cached/cand{user}", tuple(candidates.shape))
 
         full = _region(stack, len(history), dtype, slack=0)
-        result.add("full_history", stack.extend(full, history), expected_history)
+        result.add("full_history", stack.prefill(full, history), expected_history)
         result.add("full_candidates", _score(stack, full, history[:0], candidates), expected)
 
-        # The pre-inference as the worker runs it: in a larger region, without computing what ranking does not need.
+        # Prefill as the worker runs it: into a larger region, without the last layer's outputs.
         cached = _region(stack, len(history), dtype)
         stack.append(cached, history)
         result.add("cached_candidates", _score(stack, cached, history[:0], candidates), expected_cached)
@@ -182,7 +183,7 @@ def _run_variant(arrays: _Arrays, name: str, dtype: torch.dtype) -> VariantResul
 
         if stack.incremental:
             chunked = _region(stack, len(history), dtype)
-            outputs = [stack.extend(chunked, chunk) for chunk in _chunks(history, chunking)]
+            outputs = [stack.prefill(chunked, chunk) for chunk in _chunks(history, chunking)]
             regions["chunked_kv"].append(chunked)
             result.add("chunked_history", torch.cat([history[:0], *outputs]), expected_history)
             result.add("chunked_candidates", _score(stack, chunked, history[:0], candidates), expected)
@@ -248,7 +249,7 @@ def _chunks(history: torch.Tensor, random: np.random.Generator) -> Iterable[torc
 
 
 class _Arrays:
-    """The file's arrays by key; whatever is missing or misshapen is an InputError that names it."""
+    """The file's arrays by key. A missing or misshapen array raises an InputError that names it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -256,7 +257,7 @@ class _Arrays:
             with path.open("rb") as file:
                 loaded = np.load(file, allow_pickle=False)
                 if not isinstance(loaded, np.lib.npyio.NpzFile):
-                    raise InputError(f"{path}: a single array; expected an npz with the keys of several")
+                    raise InputError(f"{path}: a single array; expected an npz with several named arrays")
                 self._arrays: dict[str, npt.NDArray[Any]] = {key: loaded[key] for key in loaded}
         except (OSError, ValueError, EOFError, zipfile.BadZipFile, pickle.UnpicklingError) as error:
             raise InputError(f"{path}: not a readable npz file: {error}") from error
@@ -284,11 +285,11 @@ class _Arrays:
         return meta
 
     def inputs(self, key: str, dim: int) -> torch.Tensor:
-        """Embedded tokens (any number, dim) in float32."""
+        """Embedded tokens (n, dim) in float32, for any n."""
         return torch.from_numpy(self.get(key, (None, dim)).astype(np.float32))
 
     def get(self, key: str, shape: tuple[int | None, ...]) -> npt.NDArray[Any]:
-        """The array of that shape (None: any extent)."""
+        """The array at `key`, whose shape must be `shape` (None: any extent)."""
         if key not in self._arrays:
             raise InputError(f"{self.path}: key `{key}` is missing")
         array = self._arrays[key]

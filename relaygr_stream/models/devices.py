@@ -1,7 +1,7 @@
-"""Which device computes: a name from the settings → torch.device, with words where it cannot be had.
+"""Selects the device: a name from the settings → torch.device, or a DeviceError that says what is missing.
 
-Imports torch only inside the functions: where torch_npu is installed without CANN, `import torch` itself fails, and
-this module is where that is said. Knows nothing of models.
+The functions import torch, not the module: where torch_npu is installed without CANN, `import torch` itself fails, and
+this module reports it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from relaygr_stream.errors import DeviceError
 if TYPE_CHECKING:
     import torch
 
-#: With "0", `import torch` does not import other backends (torch_npu) by itself.
+#: With "0", `import torch` does not import other backends (torch_npu) automatically.
 AUTOLOAD: Final = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
 _REMEDIES: Final = {
@@ -27,10 +27,10 @@ _REMEDIES: Final = {
 
 
 def select_device(name: str) -> torch.device:
-    """`cpu`, `cuda[:N]` or `npu[:N]` as a device that is there, N given or 0.
+    """The device named `cpu`, `cuda[:N]` or `npu[:N]`; N defaults to 0.
 
-    Call it before anything else imports torch: it keeps backends that were not asked for from being loaded. torch_npu
-    is imported for `npu` only. Raises DeviceError saying what is missing and what to do.
+    Call it before any other import of torch: it prevents torch from loading unused backends. It imports torch_npu for
+    `npu` only. Raises DeviceError if the device is not available, saying what is missing and what to do.
     """
     kind, _, index = name.partition(":")
     if kind not in ("cpu", *_REMEDIES) or (index and not index.isdecimal()):

@@ -1,7 +1,7 @@
-"""The HSTU stack (DESIGN §8) on tokens that are embedded already: append to prefix KV, score rows against it.
+"""The HSTU stack on embedded tokens: it appends to prefix KV and scores rows against it.
 
-Its layers: stu.py. N is a constant of the model, never a length: prefix KV would mean something else in a longer
-sequence. Knows nothing of items, embeddings or tasks.
+The layers are in stu.py. N is a constant of the model. If N were the sequence's length, the K/V of the prefix would
+change with every new behaviour.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch import nn
 
 from relaygr_stream.errors import ModelError
 from relaygr_stream.models.api import KVRegion
-from relaygr_stream.models.attention import ANY_ROWS, Block, Visibility, attend, attend_to_self, block_rows
-from relaygr_stream.models.embeddings import compiles_per_shape, with_usual_rows
+from relaygr_stream.models.attention import UNBLOCKED_ROWS, Block, Visibility, attend, attend_to_self, block_rows
+from relaygr_stream.models.embeddings import compiles_per_shape, pad_rows
 from relaygr_stream.models.native.layers import NativeLayers, native_layers
-from relaygr_stream.models.stu import NORM_EPS, RankingRows, Room, StackConfig, STULayer
+from relaygr_stream.models.stu import NORM_EPS, RankingRows, StackConfig, STULayer, Workspace
 
 if TYPE_CHECKING:
     from relaygr_stream.models.embeddings import TaskHead, TokenEmbedding
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 
 class FusedLayers(Protocol):
-    """The layers with attention of another kind (kernels/fused.py). Checks, and kv.length, are the stack's business."""
+    """The layers with fused attention (kernels/fused.py). The stack checks the arguments and advances kv.length."""
 
-    def extend(self, layers: Sequence[STULayer], kv: KVRegion, x: torch.Tensor, outputs: bool) -> torch.Tensor:
-        """Write the K/V of x behind kv.length; returns the last layer's outputs if they are wanted."""
+    def prefill(self, layers: Sequence[STULayer], kv: KVRegion, x: torch.Tensor, outputs: bool) -> torch.Tensor:
+        """Write the K/V of x (n, D) behind kv.length; returns the last layer's outputs if `outputs`."""
         ...
 
     def score(self, layers: Sequence[STULayer], batch: Sequence[RankingRows], x: torch.Tensor) -> torch.Tensor:
@@ -39,16 +39,16 @@ class FusedLayers(Protocol):
         ...
 
     def table(self, batch: Sequence[RankingRows]) -> npt.NDArray[np.int64]:
-        """What the launches for a batch are told, to be given to `run` on the device."""
+        """The table of tiles (tiles, fields) for a batch; `run` takes it on the device."""
         ...
 
     def run(self, layers: Sequence[STULayer], x: torch.Tensor, tiles: torch.Tensor, *, split: bool) -> torch.Tensor:
-        """As `score`, by a table: with split, the same launches for any two tables of a size."""
+        """As `score`, with a table. With split, tables of equal size give the same launches."""
         ...
 
 
 class HSTUStack(nn.Module):
-    """The layers. Every call is asynchronous on an accelerator and records no gradients."""
+    """The layers of a model. Every call is asynchronous on an accelerator and records no gradients."""
 
     def __init__(self, config: StackConfig) -> None:
         super().__init__()
@@ -61,44 +61,45 @@ class HSTUStack(nn.Module):
         self._weight = 1 / config.scale_tokens
 
     def place(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Move the weights and convert them; from here on they are what `native` has of them, if it has them."""
+        """Move the weights and convert them. Packs them for the native layers, so they must not change afterwards."""
         self.to(device=device, dtype=dtype)
         self._native = native_layers(self.config, self.stu_layers(), NORM_EPS)
 
     @property
     def native(self) -> NativeLayers | None:
-        """The layers in C, where they are the faster ones now."""
-        return self._native if self._native and self._native.serve() else None
+        """The layers in C; None if there are none for this stack, or if torch is faster with its present threads."""
+        return self._native if self._native and self._native.is_faster() else None
 
     def native_ends(self, embedding: TokenEmbedding, head: TaskHead) -> NativeEnds | None:
-        """What lies before and behind the layers, where they have been compiled."""
+        """The embedding and the head in C; None where the layers are not compiled."""
         return self._native.ends(embedding, head, NORM_EPS) if self._native else None
 
     @property
     def incremental(self) -> bool:
-        """Whether prefix KV stays valid when behaviours follow: not if early tokens see the whole history."""
+        """Whether prefix KV stays valid when behaviours follow; False if contextual tokens see the whole history."""
         return self.config.contextual_seq_len == 0
 
     def append(self, kv: KVRegion, x: torch.Tensor) -> None:
         """Append the K/V of embedded behaviours x (n, D) behind kv.length, and advance kv.length by n.
 
-        The rows already in `kv` are read in place. Raises ModelError if a model that is not incremental is to extend
-        a region that holds tokens, ValueError if n tokens do not fit. kv.length is unchanged if anything fails.
+        Reads the tokens already in `kv` in place. Raises ModelError if the region holds tokens and the model is not
+        incremental, ValueError if n tokens do not fit. An error leaves kv.length unchanged.
         """
         _run(self.append_in_steps(kv, x))
 
     def append_in_steps(self, kv: KVRegion, x: torch.Tensor) -> Generator[None, None, torch.Tensor]:
-        """As `append`, a layer at a time: kv.length moves with the last one. Between two of them anything may be done
-        with this model but to write behind kv.length.
-        """
-        return self._extension(kv, x, outputs=False)
+        """As `append`, one layer per step; the last step advances kv.length.
 
-    def extend(self, kv: KVRegion, x: torch.Tensor) -> torch.Tensor:
-        """As `append`, and returns the last layer's outputs (n, D), which the prefix KV does not need."""
-        return _run(self._extension(kv, x, outputs=True))
+        Between steps the caller may make any call that does not write behind kv.length.
+        """
+        return self._prefill_in_steps(kv, x, outputs=False)
+
+    def prefill(self, kv: KVRegion, x: torch.Tensor) -> torch.Tensor:
+        """As `append`, but also computes and returns the last layer's outputs (n, D)."""
+        return _run(self._prefill_in_steps(kv, x, outputs=True))
 
     @torch.no_grad()
-    def _extension(self, kv: KVRegion, x: torch.Tensor, outputs: bool) -> Generator[None, None, torch.Tensor]:
+    def _prefill_in_steps(self, kv: KVRegion, x: torch.Tensor, outputs: bool) -> Generator[None, None, torch.Tensor]:
         start, stop = kv.length, kv.length + len(x)
         if start and not self.incremental:
             raise ModelError(
@@ -110,18 +111,18 @@ class HSTUStack(nn.Module):
         if start == stop:
             return x
         if self.fused is not None:
-            x = self.fused.extend(self.stu_layers(), kv, x, outputs)
+            x = self.fused.prefill(self.stu_layers(), kv, x, outputs)
             kv.length = stop
             return x
         count, native = len(x), self.native
-        rows = ANY_ROWS if native else block_rows(x.device, x.dtype, self.config.heads, stop)
+        rows = UNBLOCKED_ROWS if native else block_rows(x.device, x.dtype, self.config.heads, stop)
         blocks = self._visibility.blocks(start, count, 0, stop, stop, rows)
         if native:
-            x = yield from native.extension(kv, x, blocks, outputs)
+            x = yield from native.prefill_in_steps(kv, x, blocks, outputs)
             kv.length = stop
             return x
-        x = with_usual_rows(x)
-        room = Room(self.config, x, count)
+        x = pad_rows(x)
+        workspace = Workspace(self.config, x, count)
         for index, layer in enumerate(self.stu_layers()):
             region_keys, region_values = kv.layer(index)
             if index == len(self.layers) - 1 and not outputs:
@@ -129,24 +130,25 @@ class HSTUStack(nn.Module):
                 region_keys[:, start:stop] = keys[:, :count]
                 region_values[:, start:stop] = values[:, :count]
                 break
-            q, k, v = (part[:count] for part in layer.split(layer.project(x, room)))
+            q, k, v = (part[:count] for part in layer.split(layer.project(x, workspace)))
             region_keys[:, start:stop] = k.transpose(0, 1)
             region_values[:, start:stop] = v.transpose(0, 1)
             attend(
-                q.transpose(0, 1), region_keys, region_values, room.o[:count].transpose(0, 1), blocks,
+                q.transpose(0, 1), region_keys, region_values, workspace.o[:count].transpose(0, 1), blocks,
                 scale=self._scale, weight=self._weight,
             )  # fmt: skip
-            x = layer.finish(x, room)
+            x = layer.finish(x, workspace)
             yield
         kv.length = stop
         return x[:count]
 
     @torch.no_grad()
     def score(self, batch: Sequence[RankingRows], x: torch.Tensor) -> torch.Tensor:
-        """Last layer's outputs of all rows x (Σ suffix + candidates, D), the batch's rankings one after another.
+        """The last layer's outputs of all rows x (Σ suffix + candidates, D), the batch's rankings one after another.
 
-        Suffix rows see the prefix and earlier suffix rows; candidates see all of these and themselves; nobody sees
-        another ranking. kv is read in place and stays as it is.
+        Suffix rows see the prefix, earlier suffix rows and themselves. Candidates see the prefix, the suffix and
+        themselves. No row sees another ranking. kv is read in place and not modified.
+        Raises ModelError for a suffix if the model is not incremental.
         """
         offsets = _offsets(batch)
         if not self.incremental and any(rows.suffix for rows in batch):
@@ -162,11 +164,11 @@ class HSTUStack(nn.Module):
             return native.score(batch, x, plans, self._self_weights(batch))
         self_weight = self._self_weight(batch, x.device)
         count = len(x)
-        x = with_usual_rows(x)
-        room = Room(self.config, x, count)
-        o = room.o[:count]
+        x = pad_rows(x)
+        workspace = Workspace(self.config, x, count)
+        o = workspace.o[:count]
         for index, layer in enumerate(self.stu_layers()):
-            q, k, v = (part[:count] for part in layer.split(layer.project(x, room)))
+            q, k, v = (part[:count] for part in layer.split(layer.project(x, workspace)))
             by_head = [part.transpose(0, 1) for part in (q, k, v, o)]
             for rows, start, (on_prefix, on_suffix) in zip(batch, offsets, plans, strict=True):
                 stop = start + rows.suffix + rows.candidates
@@ -175,36 +177,36 @@ class HSTUStack(nn.Module):
                 attend(own_q, keys, values, own_o, on_prefix, scale=self._scale, weight=self._weight)
                 attend(own_q, own_k, own_v, own_o, on_suffix, scale=self._scale, weight=self._weight, accumulate=True)
             attend_to_self(q, k, v, o, scale=self._scale, weight=self_weight)
-            x = layer.finish(x, room)
+            x = layer.finish(x, workspace)
         return x[:count]
 
     @torch.no_grad()
     def warm_up(self, most: int) -> None:
-        """Meet every number of rows up to `most` that `with_usual_rows` makes, where meeting one first costs time."""
+        """Compile the products for every row count up to `most` that `pad_rows` makes, where products are compiled."""
         weight = self.stu_layers()[0].uvqk_weight
         if self.native or not compiles_per_shape(weight):
             return
         rows = 1
         while rows <= most:
-            x = with_usual_rows(weight.new_zeros((rows, self.config.dim)))
-            for layer in self.stu_layers()[:1]:  # all have the same shapes
-                room = Room(self.config, x, 0)
-                layer.project(x, room)
-                layer.finish(x, room)
+            x = pad_rows(weight.new_zeros((rows, self.config.dim)))
+            for layer in self.stu_layers()[:1]:  # all layers have the same shapes
+                workspace = Workspace(self.config, x, 0)
+                layer.project(x, workspace)
+                layer.finish(x, workspace)
                 layer.project_kv(x)
             rows = len(x) + 1
 
     def _plan(self, rows: RankingRows, x: torch.Tensor) -> tuple[list[Block], list[Block]]:
-        """Blocks of one ranking's rows over the prefix, and over its suffix."""
+        """The blocks of one ranking's rows over its prefix, and over its suffix."""
         length, history, count = rows.kv.length, rows.kv.length + rows.suffix, rows.suffix + rows.candidates
-        together = ANY_ROWS if self.native else block_rows(x.device, x.dtype, self.config.heads, history)
+        together = UNBLOCKED_ROWS if self.native else block_rows(x.device, x.dtype, self.config.heads, history)
         on_prefix = self._visibility.blocks(length, count, 0, length, history, together)
         if not rows.suffix:
             return on_prefix, []
         return on_prefix, self._visibility.blocks(length, count, length, rows.suffix, history, together)
 
     def _self_weight(self, batch: Sequence[RankingRows], device: torch.device) -> torch.Tensor | float:
-        """Candidates see themselves here; a suffix row's own column is among those of the suffix."""
+        """The weight of each row's attention to itself: 0 for suffix rows, since the suffix's blocks include it."""
         if not any(rows.suffix for rows in batch):
             return self._weight
         return torch.from_numpy(self._self_weights(batch)).view(-1, 1, 1).to(device, non_blocking=True)
@@ -219,11 +221,11 @@ class HSTUStack(nn.Module):
 
     def stu_layers(self) -> Sequence[STULayer]:
         """The layers, first to last."""
-        return self.layers  # type: ignore[return-value]  # ModuleList does not name what it holds
+        return self.layers  # type: ignore[return-value]  # ModuleList has no element type
 
 
 def _run(steps: Generator[None, None, torch.Tensor]) -> torch.Tensor:
-    """All steps at once; what they return."""
+    """Run all steps; returns the generator's result."""
     while True:
         try:
             next(steps)

@@ -1,4 +1,4 @@
-"""From settings to a model on a device: a user's own factory, a checkpoint, or seeded random weights."""
+"""Loads the model that the settings name: from a user's factory, a checkpoint, or seeded random weights."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib
 import math
 import os
 import sys
+import warnings
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -24,20 +25,22 @@ from relaygr_stream.models.api import KVLayout, RankingModel
 from relaygr_stream.models.hstu_model import HSTUConfig, HSTUModel
 from relaygr_stream.models.kernels.choice import Kernels
 
-# Seeded random weights for the built-in models: the same numbers for the same seed in every process. They stand in
-# for a checkpoint in demos, tests and measurements. Rankings made with them are as good as chance.
+log = structlog.get_logger(__name__)
+
+
+# Seeded random weights, for demos, tests and measurements: they rank as chance does.
 
 
 def random_model(config: HSTUConfig, seed: int) -> HSTUModel:
-    """A float32 model on the CPU, noted as "random weights, seed N"."""
+    """A float32 model on the CPU with the same weights for the same seed; its note is "random weights, seed N"."""
     model = HSTUModel(config)
     return model.load_weights(draw_weights(model.state_dict(), seed), note=f"random weights, seed {seed}")
 
 
 def draw_weights(wanted: Mapping[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
-    """float32 weights of the names and shapes of `wanted` (whose values do not matter), matrices as (inputs, outputs).
+    """Random float32 weights with the names and shapes of `wanted`; matrices are (inputs, outputs).
 
-    Names say what a tensor is: "…norm_weight" becomes ones, "…bias" zeros, "embedding.…" a table.
+    A name decides the values: "…norm_weight" ones, "…bias" zeros, "embedding.…" an embedding table.
     """
     return {name: _draw(name, tuple(value.shape), seed) for name, value in wanted.items()}
 
@@ -47,18 +50,15 @@ def _draw(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
         return torch.ones(shape)
     if name.endswith("bias"):
         return torch.zeros(shape)
-    # NumPy's generator, one stream per tensor: torch's depends on the processor's vector width, and a shared stream
-    # on the order of the tensors.
+    # torch's generator depends on the processor's vector width, a stream shared by all tensors on their order.
     stream = np.random.default_rng([seed % 2**64, zlib.crc32(name.encode())])
-    # Rows of tables: four of them make up a token, which so has unit variance. Matrices keep their inputs' variance.
+    # A token is the sum of four table rows, which gives it unit variance. A matrix keeps its inputs' variance.
     deviation = 0.5 if name.startswith("embedding.") else 1 / math.sqrt(shape[0])
     values = stream.standard_normal(shape, dtype=np.float32)
     return torch.from_numpy(np.multiply(values, np.float32(deviation), out=values))
 
 
-# Checkpoints of the built-in model: a folder with config.json and model.safetensors, checked key by key. Whatever is
-# wrong is a ModelError that names the file, the key and the shape expected and found.
-
+# Checkpoints of the built-in model: a folder with config.json and model.safetensors, checked key by key.
 
 CONFIG_FILE: Final = "config.json"
 WEIGHTS_FILE: Final = "model.safetensors"
@@ -67,7 +67,10 @@ FORMAT: Final = 1
 
 
 def save_checkpoint(model: HSTUModel, folder: str | Path) -> None:
-    """Write `folder` (made if absent). Save before placing in half precision: weights are written as they are held."""
+    """Write the model to `folder`, which is created if absent.
+
+    Weights are written in their present type, so save the model before `place` converts it to half precision.
+    """
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     weights = {name: value.cpu().contiguous() for name, value in model.state_dict().items()}
@@ -75,12 +78,15 @@ def save_checkpoint(model: HSTUModel, folder: str | Path) -> None:
     text = msgspec.json.format(msgspec.json.encode(header | msgspec.to_builtins(model.config)), indent=2)
     save_file(weights, path / (WEIGHTS_FILE + ".tmp"))
     (path / (CONFIG_FILE + ".tmp")).write_bytes(text + b"\n")
-    for name in (WEIGHTS_FILE, CONFIG_FILE):  # complete files only, whenever the writing stops
+    for name in (WEIGHTS_FILE, CONFIG_FILE):  # an interrupted save leaves no incomplete file under these names
         (path / (name + ".tmp")).replace(path / name)
 
 
 def load_checkpoint(folder: str | Path) -> HSTUModel:
-    """The model in `folder`, float32 on the CPU; its version is a digest of configuration and weights."""
+    """The model in `folder`, float32 on the CPU; its version is a digest of configuration and weights.
+
+    Raises ModelError that names the file, the key, and what was expected and found.
+    """
     path = Path(folder)
     if not path.is_dir():
         raise ModelError(f"{path}: no such folder; a checkpoint is a folder with {CONFIG_FILE} and {WEIGHTS_FILE}")
@@ -137,7 +143,7 @@ def _check(file: Path, found: dict[str, torch.Tensor], expected: dict[str, torch
         raise ModelError(f"{file}: `{unknown[0]}` is no weight of this model ({len(unknown)} such keys)")
 
 
-log = structlog.get_logger(__name__)
+# The model that the settings name.
 
 
 def load_model(
@@ -148,10 +154,10 @@ def load_model(
     dtype: torch.dtype,
     kernels: Kernels = "auto",
 ) -> RankingModel:
-    """The model that the settings ask for, on `device`, its prefix KV in `dtype`.
+    """The model that the settings name, on `device`, with prefix KV in `dtype`.
 
-    `model.factory` wins over `model.checkpoint`, which wins over random weights; a checkpoint brings its own shape.
-    kernels: what the built-in model attends with; a user's own has its own.
+    `model.factory` takes precedence over `model.checkpoint`, which takes precedence over random weights. A checkpoint
+    defines its own shape. kernels: the attention of the built-in model; a user's model ignores it.
     Raises ConfigError for settings that clash or are malformed, ModelError for a factory or checkpoint that fails.
     """
     if model.factory:
@@ -161,13 +167,12 @@ def load_model(
     return built_in.place(device, dtype, kernels)
 
 
-def parse_tasks(text: str) -> tuple[str, ...]:
-    """Names of the score columns from `model.tasks`."""
-    tasks = tuple(name.strip() for name in text.split(","))
-    if not all(tasks):
-        raise ConfigError(f"`model.tasks` = {text!r}: write one or more names, separated by commas")
+def check_tasks(tasks: tuple[str, ...]) -> tuple[str, ...]:
+    """The names of the score columns in `model.tasks`. Raises ConfigError for none, an empty or a repeated one."""
+    if not tasks or not all(tasks):
+        raise ConfigError(f"`model.tasks` = {list(tasks)}: write one or more names")
     if len(set(tasks)) != len(tasks):
-        raise ConfigError(f"`model.tasks` = {text!r}: a name stands there twice")
+        raise ConfigError(f"`model.tasks` = {list(tasks)}: a name stands there twice; name each score column once")
     return tasks
 
 
@@ -181,7 +186,7 @@ def _config(model: settings.Model) -> HSTUConfig:
         vocab=model.vocab,
         max_positions=model.max_positions,
         scale_tokens=model.scale_tokens,
-        tasks=parse_tasks(model.tasks),
+        tasks=check_tasks(model.tasks),
         contextual_seq_len=model.contextual_seq_len,
         max_attn_len=model.max_attn_len,
         group_norm=model.group_norm,
@@ -189,7 +194,7 @@ def _config(model: settings.Model) -> HSTUConfig:
 
 
 def _refuse_suffix_with_contextual(built_in: HSTUModel, model: settings.Model, relay: settings.Relay) -> None:
-    """Tokens that see the whole history would change with every suffix: measured 19 % off (DESIGN §8)."""
+    """Raise ConfigError if contextual tokens meet suffixes: the contextual tokens would change with every suffix."""
     contextual = built_in.config.contextual_seq_len
     if contextual and relay.max_suffix_tokens:
         where = f"in {model.checkpoint}" if model.checkpoint else "`model.contextual_seq_len`"
@@ -203,6 +208,7 @@ def _refuse_suffix_with_contextual(built_in: HSTUModel, model: settings.Model, r
 def _from_factory(model: settings.Model, device: torch.device, dtype: torch.dtype) -> RankingModel:
     _add_folders(model.path)
     made = _call(_find_factory(model.factory), model, device, dtype)
+    accept_former_names(type(made))
     problem = _contract_problem(made)
     if problem:
         raise ModelError(f"`model.factory` = {model.factory!r} returned a {type(made).__name__}, but {problem}")
@@ -211,9 +217,9 @@ def _from_factory(model: settings.Model, device: torch.device, dtype: torch.dtyp
 
 
 def _add_folders(path: str) -> None:
-    """Let modules be found in these folders, after all installed ones: a file there takes no library's name.
+    """Append these folders to sys.path. They come last, so that a file there cannot hide an installed library.
 
-    The working directory is none of them unless it is named. Raises ConfigError for what is no folder.
+    The working directory is not included unless `path` names it. Raises ConfigError for a path that is no folder.
     """
     for folder in filter(None, path.split(os.pathsep)):
         if not Path(folder).is_dir():
@@ -228,12 +234,12 @@ def _find_factory(name: str) -> Callable[..., Any]:
         raise ModelError(f"`model.factory` = {name!r}: write module:factory")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # whatever a user's module raises while it is imported
+    except Exception as error:  # a user's module may raise any exception on import
         if not (isinstance(error, ModuleNotFoundError) and error.name == module_name):
             log.error("the model's module failed", module=module_name, exc_info=error)
         raise ModelError(
             f"`model.factory` = {name!r}: importing {module_name} failed: {type(error).__name__}: {error}; "
-            f"is it installed, or its folder in `model.path`?"
+            f"is it installed, or is its folder in `model.path`?"
         ) from error
     try:
         factory = getattr(module, attribute)
@@ -249,7 +255,7 @@ def _call(factory: Callable[..., Any], model: settings.Model, device: torch.devi
         return factory(model, device, dtype)
     except RelayError:
         raise
-    except Exception as error:  # whatever a user's factory raises
+    except Exception as error:  # a user's factory may raise any exception
         log.error("the model's factory failed", factory=model.factory, exc_info=error)
         raise ModelError(
             f"`model.factory` = {model.factory!r} failed with {type(error).__name__}: {error}; "
@@ -257,9 +263,26 @@ def _call(factory: Callable[..., Any], model: settings.Model, device: torch.devi
         ) from error
 
 
+#: Former → present method names of the model protocol. The former names, from before 0.2, work for one release.
+FORMER_METHODS: Final = {"extend": "prefill", "extend_in_steps": "prefill_in_steps"}
+
+
+def accept_former_names(kind: type) -> None:
+    """Add the present name of each method that the class defines under a former name; warns with FutureWarning."""
+    for former, name in FORMER_METHODS.items():
+        definers = [each for each in kind.__mro__ if former in vars(each) or name in vars(each)]
+        if definers and name not in vars(definers[0]):
+            warnings.warn(
+                f"{kind.__name__}.{former} is now called {name}; the former name works for this release only",
+                FutureWarning,
+                stacklevel=2,
+            )
+            setattr(kind, name, getattr(kind, former))
+
+
 def _contract_problem(made: object) -> str:
-    """What of the model protocol `made` does not keep, in words; "" if nothing."""
-    for name in ("extend", "score"):
+    """The first rule of the model protocol that `made` breaks, in words; "" if it breaks none."""
+    for name in ("prefill", "score"):
         if not callable(getattr(made, name, None)):
             return f"it has no method `{name}`"
     for name, kind in (("layout", KVLayout), ("version", str), ("note", str), ("tasks", tuple), ("incremental", bool)):
@@ -268,9 +291,9 @@ def _contract_problem(made: object) -> str:
         if not isinstance(getattr(made, name), kind):
             found = getattr(made, name)
             return f"its `{name}` must be a {kind.__name__}, found {found!r}"
-    tasks = made.tasks  # type: ignore[attr-defined]  # checked just now
+    tasks = made.tasks  # type: ignore[attr-defined]  # checked above
     if not tasks or not all(isinstance(task, str) and task for task in tasks) or len(set(tasks)) != len(tasks):
         return f"its `tasks` must be one or more different names, found {tasks!r}"
     if not made.version:  # type: ignore[attr-defined]
-        return "its `version` is empty; prefix KV is kept apart by it"
+        return "its `version` is empty; the worker keeps the prefix KV of different versions apart by it"
     return ""

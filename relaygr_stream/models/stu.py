@@ -4,15 +4,17 @@
     A  = SiLU(q·kᵀ / √dqk) / N ⊙ visible;  o = A·v
     out = [u, o, u ⊙ Norm(o)]·W_o + x            Norm: LayerNorm over H·dv, or per-head group norm
 
-Knows nothing of attention: A, and so who sees whom, is the stack's.
+The layer computes everything but A. The stack computes A, so it decides which pairs are visible.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Annotated, Final
 
+import msgspec
 import torch
+from msgspec import Meta
 from torch import nn
 from torch.nn import functional
 
@@ -21,18 +23,23 @@ from relaygr_stream.models.api import KVLayout, KVRegion
 NORM_EPS: Final = 1e-6
 
 
-@dataclass(frozen=True)
-class StackConfig:
-    """The shape of a stack. scale_tokens is N; contextual_seq_len and max_attn_len: 0 for none."""
+Positive = Annotated[int, Meta(ge=1)]
 
-    layers: int
-    dim: int
-    heads: int
-    dqk: int
-    dv: int
-    scale_tokens: int
-    contextual_seq_len: int = 0
-    max_attn_len: int = 0
+
+class StackConfig(msgspec.Struct, frozen=True):
+    """The shape of the layers; HSTUConfig adds what is around them.
+
+    scale_tokens is N of the attention scale 1/N; contextual_seq_len and max_attn_len: 0 for none.
+    """
+
+    layers: Positive
+    dim: Positive
+    heads: Positive
+    dqk: Positive
+    dv: Positive
+    scale_tokens: Positive
+    contextual_seq_len: Annotated[int, Meta(ge=0)] = 0
+    max_attn_len: Annotated[int, Meta(ge=0)] = 0
     group_norm: bool = False
 
     def layout(self, dtype: torch.dtype) -> KVLayout:
@@ -40,11 +47,11 @@ class StackConfig:
         return KVLayout(self.layers, self.heads, self.dqk, self.dv, dtype)
 
 
-class Room:
-    """What one layer leaves to the next to overwrite, for n rows: memory taken anew would be cleared page by page.
+class Workspace:
+    """Buffers for n rows that all layers share: the system would clear newly allocated memory page by page.
 
-    uvqk (n, 2·H·dv + 2·H·dqk); gates: [u, o, u ⊙ Norm(o)] (n, 3·H·dv); o: its view (n, H, dv) for attention to write,
-    zeros in the rows from `used` on, which nobody writes.
+    uvqk (n, 2·H·dv + 2·H·dqk). gates (n, 3·H·dv): [u, o, u ⊙ Norm(o)]. o (n, H, dv): the view of gates that attention
+    writes. The rows of o from `used` on are padding: zeros, never written.
     """
 
     def __init__(self, config: StackConfig, x: torch.Tensor, used: int | None = None) -> None:
@@ -57,7 +64,7 @@ class Room:
 
 
 class STULayer(nn.Module):
-    """Weights of one layer and everything in it but attention. uvqk columns in the order u, v, q, k."""
+    """The weights of one layer and all its steps but attention. uvqk has its columns in the order u, v, q, k."""
 
     def __init__(self, config: StackConfig) -> None:
         super().__init__()
@@ -73,12 +80,12 @@ class STULayer(nn.Module):
         self.output_norm_bias = _parameter(norm)
         self.output_weight = _parameter(3 * heads * dv, config.dim)
 
-    def project(self, x: torch.Tensor, room: Room) -> torch.Tensor:
-        """x (n, D) → room's u, v, q, k side by side (n, 2·H·dv + 2·H·dqk), nothing activated yet."""
-        return torch.addmm(self.uvqk_bias, self._normed(x), self.uvqk_weight, out=room.uvqk)
+    def project(self, x: torch.Tensor, workspace: Workspace) -> torch.Tensor:
+        """x (n, D) → workspace.uvqk: u, v, q, k side by side (n, 2·H·dv + 2·H·dqk), u not yet activated."""
+        return torch.addmm(self.uvqk_bias, self._normed(x), self.uvqk_weight, out=workspace.uvqk)
 
     def project_kv(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Only k (H, n, dqk) and v (H, n, dv): all that the last layer owes the prefix KV."""
+        """Only k (H, n, dqk) and v (H, n, dv): in the last layer, prefix KV needs nothing else."""
         heads, dv, dqk = self.shape
         normed = self._normed(x)
         v_columns = slice(heads * dv, 2 * heads * dv)
@@ -88,17 +95,17 @@ class STULayer(nn.Module):
         return keys.view(-1, heads, dqk).transpose(0, 1), values.view(-1, heads, dv).transpose(0, 1)
 
     def split(self, uvqk: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Views q (n, H, dqk), k (n, H, dqk), v (n, H, dv) of what `project` returned."""
+        """Views q (n, H, dqk), k (n, H, dqk), v (n, H, dv) of the result of `project`."""
         heads, dv, dqk = self.shape
         q_start, k_start = 2 * heads * dv, 2 * heads * dv + heads * dqk
         q, k, v = uvqk[:, q_start:k_start], uvqk[:, k_start:], uvqk[:, heads * dv : q_start]
         return q.view(-1, heads, dqk), k.view(-1, heads, dqk), v.view(-1, heads, dv)
 
-    def finish(self, x: torch.Tensor, room: Room) -> torch.Tensor:
-        """The layer's output (n, D); `room` holds o and what `project` wrote."""
+    def finish(self, x: torch.Tensor, workspace: Workspace) -> torch.Tensor:
+        """The layer's output (n, D), from its input x and the workspace, which holds o and the result of `project`."""
         heads, dv, _ = self.shape
         width = heads * dv
-        uvqk, gates = room.uvqk, room.gates
+        uvqk, gates = workspace.uvqk, workspace.gates
         u, o, gated = gates[:, :width], gates[:, width : 2 * width], gates[:, 2 * width :]
         torch.ops.aten.silu.out(uvqk[:, :width], out=u)
         if self.group_norm:

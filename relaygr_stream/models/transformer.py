@@ -1,10 +1,10 @@
-"""A small softmax transformer behind the model protocol: the worked example of docs/models.md. Nothing in it is HSTU.
+"""A small softmax transformer behind the model protocol: the worked example of docs/how-to/model.md.
 
     model.factory = "relaygr_stream.models.transformer:make"
 
 Pre-norm layers: x += softmax(q·kᵀ / √dqk)·v·W_o, then x += GELU(LayerNorm(x)·W_up + b)·W_down + b. A behaviour sees
-itself and earlier ones; a candidate sees all history and itself. The weights are seeded random numbers: it shows how a
-model is served, and ranks as chance does.
+itself and earlier behaviours; a candidate sees all history and itself. The weights are seeded random numbers: the model
+shows how a model is served, and ranks as chance does. It is written to be read; attention.py is written for speed.
 """
 
 from __future__ import annotations
@@ -23,21 +23,25 @@ from relaygr_stream import settings
 from relaygr_stream.errors import ConfigError
 from relaygr_stream.models.api import KVLayout, KVRegion, ScoreInput, Tokens, digest, version_of
 from relaygr_stream.models.embeddings import TaskHead, TokenEmbedding
-from relaygr_stream.models.loading import draw_weights, parse_tasks
-
-# Softmax attention over per-head contiguous K/V, in blocks of rows; weights are normalised in float32. Device-neutral
-# torch, written to be read: the built-in HSTU's attention.py is the one made for speed. Knows nothing of layers or
-# regions.
-
+from relaygr_stream.models.loading import check_tasks, draw_weights
 
 #: Rows computed together: their scores over 4,096 tokens and 4 heads are 16 MiB in float32.
 BLOCK_ROWS: Final = 256
 
+Positive = Annotated[int, Meta(ge=1)]
+
+NORM_EPS: Final = 1e-6
+#: Hidden width of the MLP over the width of the model, as in most transformers.
+MLP_RATIO: Final = 4
+
+
+# Softmax attention over per-head contiguous K/V, in blocks of rows; softmax runs in float32.
+
 
 def attend_to_history(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Each row sees itself and what lies before: queries (H, n, dqk) are the last n of the columns.
+    """Causal attention: queries (H, n, dqk) are the rows of the last n columns; each sees itself and earlier columns.
 
-    keys (H, columns, dqk), values (H, columns, dv); returns (H, n, dv). Columns behind a block of rows are not read.
+    keys (H, columns, dqk), values (H, columns, dv); returns (H, n, dv).
     """
     heads, rows, _ = queries.shape
     out = torch.empty((heads, rows, values.shape[2]), dtype=values.dtype, device=values.device)
@@ -54,9 +58,10 @@ def attend_to_history(queries: torch.Tensor, keys: torch.Tensor, values: torch.T
 def attend_to_history_and_self(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, own_keys: torch.Tensor, own_values: torch.Tensor
 ) -> torch.Tensor:
-    """Each row sees every column and itself, no other row: queries and own_keys (H, m, dqk), own_values (H, m, dv).
+    """Candidate attention: each row sees every column and itself, and no other row. Returns (H, m, dv).
 
-    keys (H, columns, dqk) and values (H, columns, dv) are read in place; returns (H, m, dv).
+    queries and own_keys (H, m, dqk), own_values (H, m, dv); keys (H, columns, dqk) and values (H, columns, dv) are read
+    in place.
     """
     columns = keys.shape[1]
     out = torch.empty_like(own_values)
@@ -77,15 +82,11 @@ def _normalised(scores: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.softmax(scores, dim=2, dtype=torch.float32).to(dtype)
 
 
-Positive = Annotated[int, Meta(ge=1)]
-
-NORM_EPS: Final = 1e-6
-#: Width of the MLP's inside over the width of the model, as in most transformers.
-MLP_RATIO: Final = 4
+# The model.
 
 
 class TransformerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that a model of this kind is, apart from its weights."""
+    """The whole definition of a transformer apart from its weights."""
 
     layers: Positive
     dim: Positive
@@ -102,7 +103,10 @@ class TransformerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def make(model: settings.Model, device: torch.device, dtype: torch.dtype) -> Transformer:
-    """The factory: shape, tasks and seed as the settings say. ConfigError for settings that mean nothing here."""
+    """The factory: a model with the shape, tasks and seed of the settings.
+
+    Raises ConfigError for settings of the built-in HSTU that a transformer does not have.
+    """
     for name, without in (
         ("checkpoint", ""), ("contextual_seq_len", 0), ("max_attn_len", 0), ("group_norm", False)
     ):  # fmt: skip
@@ -112,11 +116,11 @@ def make(model: settings.Model, device: torch.device, dtype: torch.dtype) -> Tra
                 f"{model.factory!r} is a softmax transformer: leave it out"
             )
     shape = {name: getattr(model, name) for name in TransformerConfig.__struct_fields__ if name != "tasks"}
-    return Transformer(TransformerConfig(**shape, tasks=parse_tasks(model.tasks)), model.seed, device, dtype)
+    return Transformer(TransformerConfig(**shape, tasks=check_tasks(model.tasks)), model.seed, device, dtype)
 
 
 class TransformerLayer(nn.Module):
-    """Weights of one layer and everything in it but attention. qkv columns in the order q, k, v."""
+    """The weights of one layer and all its steps but attention. qkv has its columns in the order q, k, v."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -143,7 +147,7 @@ class TransformerLayer(nn.Module):
         return tuple(part.view(len(x), self.heads, -1).transpose(0, 1) for part in parts)
 
     def finish(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """The layer's output (n, D) from its input and what attention gave (H, n, dv)."""
+        """The layer's output (n, D) from its input x (n, D) and the attention's result (H, n, dv)."""
         x = torch.addmm(x, attended.transpose(0, 1).flatten(1), self.output_weight)
         normed = functional.layer_norm(x, x.shape[-1:], self.mlp_norm_weight, self.mlp_norm_bias, NORM_EPS)
         hidden = functional.gelu(torch.addmm(self.up_bias, normed, self.up_weight))
@@ -151,9 +155,9 @@ class TransformerLayer(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A softmax transformer as a `RankingModel`, its weights drawn from a seed."""
+    """A softmax transformer as a `RankingModel`, with weights drawn from a seed."""
 
-    incremental = True  # a behaviour sees only earlier ones: what is cached stays true whatever follows
+    incremental = True  # a behaviour sees only earlier behaviours, so cached K/V stay valid
 
     def __init__(self, config: TransformerConfig, seed: int, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
@@ -167,11 +171,11 @@ class Transformer(nn.Module):
         self.version = version_of("transformer", digest(config, self.state_dict()), dtype)
         self.embedding.to(device=device, dtype=dtype)
         self.layers.to(device=device, dtype=dtype)
-        self.head.to(device=device)  # its weights stay float32
+        self.head.to(device=device)  # the head stays float32
 
     @torch.no_grad()
-    def extend(self, kv: KVRegion, tokens: Tokens) -> None:
-        """Append the K/V of `tokens`; positions go on from kv.length."""
+    def prefill(self, kv: KVRegion, tokens: Tokens) -> None:
+        """Append the K/V of `tokens`, at positions from kv.length on. Raises ValueError if they do not fit."""
         start, stop = kv.length, kv.length + len(tokens)
         if stop > kv.capacity:
             raise ValueError(f"{len(tokens)} tokens behind {start} do not fit into a region of {kv.capacity}")
@@ -183,7 +187,7 @@ class Transformer(nn.Module):
             q, k, v = layer.project(x)
             keys[:, start:stop] = k
             values[:, start:stop] = v
-            if index + 1 < len(self.layers):  # nobody asks for the last layer's output
+            if index + 1 < len(self.layers):  # the last layer's output is not needed
                 x = layer.finish(x, attend_to_history(q, keys[:, :stop], values[:, :stop]))
         kv.length = stop
 
@@ -193,13 +197,13 @@ class Transformer(nn.Module):
         return [self._score(one) for one in batch]
 
     def _score(self, one: ScoreInput) -> torch.Tensor:
-        """One ranking; rows are its suffix, then its candidates."""
+        """The logits of one ranking; rows are its suffix, then its candidates."""
         length, suffix = one.kv.length, len(one.suffix)
         x = self.embedding.rankings([(one.suffix, length, one.candidates)])
         for index, layer in enumerate(self._layers()):
-            keys, values = (part[:, :length] for part in one.kv.layer(index))  # behind kv.length lies anything
+            keys, values = (part[:, :length] for part in one.kv.layer(index))  # memory behind kv.length is undefined
             q, k, v = layer.project(x)
-            if suffix:  # costs a copy of the prefix; a kernel would read both where they are
+            if suffix:  # this copies the prefix; a kernel would read both parts in place
                 keys, values = torch.cat((keys, k[:, :suffix]), 1), torch.cat((values, v[:, :suffix]), 1)
             attended = attend_to_history_and_self(q[:, suffix:], keys, values, k[:, suffix:], v[:, suffix:])
             if suffix:
@@ -208,7 +212,7 @@ class Transformer(nn.Module):
         return self.head.logits(x[suffix:])
 
     def _layers(self) -> Sequence[TransformerLayer]:
-        return self.layers  # type: ignore[return-value]  # ModuleList does not name what it holds
+        return self.layers  # type: ignore[return-value]  # ModuleList has no element type
 
 
 def _parameter(*shape: int) -> nn.Parameter:

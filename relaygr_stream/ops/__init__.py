@@ -1,1 +1,1 @@
-"""What operators run beside the service: supervisor, local brokers, dead letters, status."""
+"""Operators' tools beside the service: supervisor, local brokers, dead letters, status."""

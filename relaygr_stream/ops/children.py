@@ -1,4 +1,4 @@
-"""Our own processes as children of a demo, a benchmark or a test: started, watched, stopped, never left behind."""
+"""`relaygr` processes as children of a demo, a benchmark or a test: started, watched, stopped with their parent."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from relaygr_stream.settings.load import ENV_PREFIX
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.probe import probe, read_port
 
-#: Loading torch and a model takes seconds on a free machine, several times that when three processes share two cores.
+#: Loading torch and a model takes seconds on a free machine, and several times as long if three processes share two
+#: cores.
 START_TIMEOUT_S: Final = 90.0
-#: Draining takes milliseconds unless a broker is gone; then the children's own limits (10 s) end it.
+#: Draining takes milliseconds; if a broker is away, at most the children's own limit of 10 s.
 STOP_TIMEOUT_S: Final = 15.0
 PR_SET_PDEATHSIG: Final = 1  # <linux/prctl.h>
 LOG_TAIL_LINES: Final = 12
@@ -36,20 +37,16 @@ class Child:
         self.name = name
         self.log = folder / f"{name}.log"
         self._port_file = folder / f"{name}.port"
-        command = [
-            *(sys.executable, "-P", "-m", "relaygr_stream", *arguments),
-            *("--set", f"telemetry.port_file={self._port_file}"),
-        ]
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
-                command,
+                relaygr_command(arguments, self._port_file),
                 stdin=subprocess.DEVNULL,
-                # What the environment says is in the settings that we hand on; over them it would win again.
+                # The settings passed on already include the environment's, which would override them here.
                 env={name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)},
                 stdout=log,
                 stderr=log,
-                start_new_session=True,  # Ctrl-C on the terminal is for the demo, which stops its children in order
-                preexec_fn=_die_with_parent,  # noqa: PLW1509
+                start_new_session=True,  # Ctrl-C on the terminal reaches only the parent, which stops its children
+                preexec_fn=end_with_parent,  # noqa: PLW1509
             )
 
     @property
@@ -59,11 +56,11 @@ class Child:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs; negative: killed by that signal."""
+        """The exit code, negative if killed by a signal; None while it runs."""
         return self._process.poll()
 
     async def wait_ready(self) -> None:
-        """Return when /readyz says yes. Raises RelayError with the end of the log if the process ends or is late."""
+        """Return when the process is ready. Raises RelayError, with the end of its log, if it ends or is too late."""
         deadline = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline:
             if self.exit_code is not None:
@@ -74,36 +71,36 @@ class Child:
         raise RelayError(f"{self.name} was not ready within {START_TIMEOUT_S:.0f} s:\n{self.log_tail()}")
 
     def metrics(self) -> str:
-        """The process's /metrics, as text; "" if it does not answer."""
+        """The text of /metrics; "" if the process does not answer."""
         return self._get("/metrics") or ""
 
     def terminate(self) -> None:
-        """Ask it to drain and end."""
+        """Send SIGTERM, on which it drains and ends."""
         if self.exit_code is None:
             self._process.send_signal(signal.SIGTERM)
 
     def healthy(self) -> bool:
-        """Whether /healthz says yes."""
+        """Whether /healthz answers 200."""
         return self._get("/healthz") is not None
 
     def ready(self) -> bool:
-        """Whether /readyz says yes."""
+        """Whether /readyz answers 200."""
         return self._get("/readyz") is not None
 
     def kill(self) -> None:
-        """End it as a crash would."""
+        """Send SIGKILL, like a crash, and wait."""
         self._process.kill()
         self._process.wait()
 
     async def wait(self) -> int:
-        """Its exit code; a process that does not end in time is killed."""
+        """Wait for its end and return its exit code; after STOP_TIMEOUT_S it is killed."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return await asyncio.to_thread(self._process.wait, STOP_TIMEOUT_S)
         self.kill()
         return self._process.wait()
 
     def log_tail(self) -> str:
-        """The last lines it wrote."""
+        """The last lines of its log."""
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
         return "\n".join(lines[-LOG_TAIL_LINES:])
 
@@ -114,7 +111,7 @@ class Child:
 
 
 async def stop_all(children: Sequence[Child]) -> dict[str, int]:
-    """Ask all to end, wait for all; returns the exit codes by name."""
+    """Terminate all and wait for all; returns their exit codes by name."""
     for child in children:
         child.terminate()
     codes = await asyncio.gather(*(child.wait() for child in children))
@@ -122,14 +119,22 @@ async def stop_all(children: Sequence[Child]) -> dict[str, int]:
 
 
 def settings_as_toml(settings: Settings) -> str:
-    """Every setting, so that children run with exactly ours (JSON's scalars are TOML's, too)."""
+    """All settings as TOML, for children that run with exactly these (JSON's scalars are valid TOML)."""
     lines = []
     for section, table in msgspec.to_builtins(settings).items():
         lines += [f"[{section}]", *(f"{name} = {msgspec.json.encode(value).decode()}" for name, value in table.items())]
     return "\n".join(lines) + "\n"
 
 
-def _die_with_parent() -> None:
-    """Should the demo be killed, its children drain and end (Linux)."""
+def relaygr_command(arguments: Sequence[str], port_file: Path) -> list[str]:
+    """The command line of `relaygr ARGUMENTS…` with a file for its telemetry port."""
+    return [
+        *(sys.executable, "-P", "-m", "relaygr_stream", *arguments),
+        *("--set", f"telemetry.port_file={port_file}"),
+    ]
+
+
+def end_with_parent() -> None:
+    """For preexec_fn: the child gets SIGTERM, drains and ends if its parent is killed (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

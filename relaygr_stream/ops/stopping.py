@@ -1,6 +1,6 @@
-"""How a command that owns something (children, a broker, folders) is stopped: cancelled once, cleaned up, one line.
+"""Stops commands that own children, a broker or folders: cancels once, lets them clean up, prints one line.
 
-Long-running processes of the relay have their own manners (telemetry/process.py): they finish what they accepted.
+The relay's long-running processes stop differently (telemetry/process.py): they complete accepted work.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from typing import Any, Final, NoReturn, TypeVar
 T = TypeVar("T")
 
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
-#: As shells say it of a process that a signal ended.
+#: Plus the signal's number: the exit code that shells give a process that a signal ended.
 EXIT_SIGNAL: Final = 128
-#: Until 3.12, asyncio.wait_for loses a cancellation that comes with its result (aiokafka uses it everywhere), so
-#: what goes on is cancelled again: after children have had their 15 s to end (children.py), not in the middle of that.
+#: Seconds after which a cancellation is repeated. Before Python 3.12, asyncio.wait_for, which aiokafka uses everywhere,
+#: loses a cancellation that arrives together with its result. Longer than the 15 s that children have to end
+#: (children.py).
 AGAIN_S: Final = 20.0
 
 
@@ -33,9 +34,9 @@ def run_until_stopped(
     line: str = "stopped; nothing is left behind",
     exit_code: int | None = None,
 ) -> T:
-    """The coroutine's result. The first SIGINT or SIGTERM cancels it, a second one ends the process at once.
+    """Run `work` and return its result. The first SIGINT or SIGTERM cancels it, a second one exits at once.
 
-    Cancelled, the process says `line` and exits; exit_code None: with 130 or 143.
+    After a cancellation, the process prints `line` and exits with exit_code; None: with 130 or 143.
     """
     seen: list[int] = []
 
@@ -65,16 +66,30 @@ def run_until_stopped(
 
 
 def stopped(line: str, number: int = signal.SIGINT, exit_code: int | None = None) -> NoReturn:
-    """Say so, and exit as the signal's victims do."""
+    """Print `line` to stderr and exit; exit_code None: with the code of a process that the signal ended."""
     with contextlib.suppress(OSError):
         print(line, file=sys.stderr, flush=True)
     sys.exit(EXIT_SIGNAL + number if exit_code is None else exit_code)
 
 
+class Interrupted(BaseException):
+    """SIGINT or SIGTERM came within `interruptible`.
+
+    Not a KeyboardInterrupt: one that passes through `exec` of a text, as in imports that define a dataclass, makes
+    CPython die of SIGINT at its end, although it was handled (pythonrun.c, unhandled_keyboard_interrupt).
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Within, SIGINT and SIGTERM kill multiprocessing's children, who have nothing to put in order and are waited for
-    otherwise, and raise KeyboardInterrupt(number)."""
+    """Within, SIGINT and SIGTERM kill multiprocessing's children and raise Interrupted.
+
+    The children have nothing to clean up, and the exit would otherwise wait for them.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -82,7 +97,7 @@ def interruptible() -> Iterator[None]:
     def interrupt(number: int, _frame: FrameType | None) -> NoReturn:
         for child in multiprocessing.active_children():
             child.kill()
-        raise KeyboardInterrupt(number)
+        raise Interrupted(number)
 
     before = {number: signal.signal(number, interrupt) for number in SIGNALS}
     try:
@@ -94,7 +109,7 @@ def interruptible() -> Iterator[None]:
 
 @contextlib.contextmanager
 def signals_later() -> Iterator[None]:
-    """Within, signals wait; processes started within never see a Ctrl-C on the terminal, which is for their parent."""
+    """Within, signals are blocked; processes started within inherit this, so that Ctrl-C reaches only their parent."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield

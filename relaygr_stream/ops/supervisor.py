@@ -1,115 +1,104 @@
-"""Keeps a set of processes running until told to stop, and says what each is doing whenever that changes."""
+"""Keeps a set of processes running until it is stopped, and reports each change of a process's state."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import signal
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from relaygr_stream.ops.children import end_with_parent, relaygr_command
 from relaygr_stream.telemetry.probe import probe, read_port
 
-# When a process that ended is started again. Knows nothing of processes.
-
-
-#: Pauses before restarts double from the first to the last of these; a process that ran for CALM_S starts over.
-FIRST_S: Final = 0.5
-MOST_S: Final = 30.0
-CALM_S: Final = 60.0
-#: Exit codes that a restart cannot mend (docs/operations.md): stopped when asked, a wrong command line, superseded.
-FINAL: Final = frozenset({0, 2, 3})
+#: Pauses before restarts double from the first to the second of these; after a run of STABLE_S they begin anew.
+FIRST_PAUSE_S: Final = 0.5
+MAX_PAUSE_S: Final = 30.0
+STABLE_S: Final = 60.0
+#: Exit codes without a restart (docs/how-to/deploying.md): stopped in order, wrong options, superseded.
+FINAL_CODES: Final = frozenset({0, 2, 3})
 
 
 @dataclass
 class Restarts:
-    """One process's restarts."""
+    """Decides when one process is restarted."""
 
     count: int = 0
-    _pause_s: float = FIRST_S
+    _pause_s: float = FIRST_PAUSE_S
 
     def pause_s(self, exit_code: int, ran_s: float) -> float | None:
-        """Seconds to wait before starting it again, having run so long; None: not again."""
-        if exit_code in FINAL:
+        """Seconds to wait before the restart; None: no restart. ran_s: seconds that the process ran."""
+        if exit_code in FINAL_CODES:
             return None
-        if ran_s >= CALM_S:
-            self._pause_s = FIRST_S
-        pause, self._pause_s = self._pause_s, min(MOST_S, 2 * self._pause_s)
+        if ran_s >= STABLE_S:
+            self._pause_s = FIRST_PAUSE_S
+        pause, self._pause_s = self._pause_s, min(MAX_PAUSE_S, 2 * self._pause_s)
         self.count += 1
         return pause
 
 
-# One supervised process: start, readiness, stop. Knows nothing of restarts.
-
-
-PR_SET_PDEATHSIG: Final = 1  # <linux/prctl.h>
-#: Imports before a process has a port, on the slowest machine: some ten times what they take on two slow cores. A
-#: process that is stuck in them answers nothing that could be asked.
+#: Longest time until a process has a telemetry port: about ten times that of its imports on two slow cores. A process
+#: that is stuck in its imports cannot be probed.
 START_S: Final = 120.0
 
 
 @dataclass(frozen=True)
 class Health:
-    """not_ready, not_live: what /readyz and /healthz say against it; None: nothing."""
+    """A process's health. not_ready, not_live: the reasons of /readyz and /healthz; None: it is ready, it is live."""
 
     not_ready: str | None
     not_live: str | None
 
 
 class Child:
-    """`relaygr ARGUMENTS…` in a session of its own, its log on our stderr; ends with us.
+    """A process `relaygr ARGUMENTS…` in its own session; it logs to this process's stderr and ends with it.
 
-    host: of its telemetry.
+    folder: for the file with its telemetry port. host: of its telemetry.
     """
 
     def __init__(self, name: str, arguments: Sequence[str], folder: Path, host: str = "127.0.0.1") -> None:
         self.name = name
         self._host = host
         self._port_file = folder / f"{name}.port"
-        self._command = [
-            *(sys.executable, "-P", "-m", "relaygr_stream", *arguments),
-            *("--set", f"telemetry.port_file={self._port_file}"),
-        ]
+        self._command = relaygr_command(arguments, self._port_file)
         self._process: asyncio.subprocess.Process | None = None
         self._started_s = 0.0
 
     @property
     def pid(self) -> int:
-        """Process id, 0 while there is none."""
+        """Process id; 0 while it does not run."""
         return self._process.pid if self._process is not None and self._process.returncode is None else 0
 
     @property
     def ran_s(self) -> float:
-        """Seconds since it was started."""
+        """Seconds since its start."""
         return time.monotonic() - self._started_s
 
     async def start(self) -> None:
-        """Start it anew."""
+        """Start or restart it."""
         self._port_file.unlink(missing_ok=True)
         self._started_s = time.monotonic()
         self._process = await asyncio.create_subprocess_exec(
             *self._command,
             stdin=asyncio.subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is for us, who stop the children in order
-            preexec_fn=_end_with_parent,
+            start_new_session=True,  # Ctrl-C reaches only this process, which stops its children in order
+            preexec_fn=end_with_parent,
         )
 
     async def ended(self) -> int:
-        """Wait for its end; the exit code, negative for a signal."""
+        """Wait for its end; returns the exit code, negative if a signal ended it."""
         assert self._process is not None
         return await self._process.wait()
 
     async def health(self) -> Health:
-        """What it says of itself, or that it says nothing."""
+        """Its health, from its telemetry port."""
         return await asyncio.to_thread(self._probe)
 
     async def stop(self, within_s: float) -> None:
-        """Ask it to drain and end; kill it where that takes longer."""
+        """Send SIGTERM, on which it drains; kill it after within_s seconds."""
         process = self._process
         if process is None or process.returncode is not None:
             return
@@ -123,7 +112,7 @@ class Child:
             await process.wait()
 
     def kill(self) -> None:
-        """End it at once."""
+        """Send SIGKILL."""
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
@@ -141,31 +130,28 @@ class Child:
         return Health(None if ready.ok else ready.body.strip() or "not ready", None)
 
 
-def _end_with_parent() -> None:
-    """Should the supervisor be killed, its children drain and end (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-#: How often readiness is looked at: often enough for a person who watches, nothing beside the heartbeats.
+#: Seconds between probes: often enough for a person who watches.
 PROBE_S: Final = 0.5
-#: Probes of /healthz in a row that fail before a process is killed: 13 s where nothing answers within 2 s, and 2.5 s
-#: beyond telemetry.stall_ms where the event loop is stuck. Counted, not timed: a suspended machine fails one.
+#: Consecutive failed probes of /healthz before a process is killed: after 13 s if each probe times out (2 s), after
+#: telemetry.stall_ms plus 2.5 s if the event loop is stuck. Counted, not timed: a suspended machine fails only one.
 PROBES_UNTIL_HUNG: Final = 5
 
 
 @dataclass(eq=False)
 class Supervised:
-    """A process, and what it is doing in words."""
+    """A process and its state as text."""
 
     child: Child
     restarts: Restarts = field(default_factory=Restarts)
     state: str = ""
-    final: int | None = None  # the exit code after which it was not started again
+    final: int | None = None  # the exit code after which it was not restarted
 
 
 class Supervisor:
-    """changed(process): its state is another. stop_s: what each process gets to drain."""
+    """Runs processes and restarts those that fail or hang.
+
+    stop_s: time of each process to drain. changed(process): called when its state changes.
+    """
 
     def __init__(self, children: Sequence[Child], stop_s: float, changed: Callable[[Supervised], None]) -> None:
         self.processes = [Supervised(child) for child in children]
@@ -173,10 +159,13 @@ class Supervisor:
         self._changed = changed
 
     async def run(self, stop: asyncio.Event) -> bool:
-        """Until `stop` is set or all have ended for good; stops in the order given. Whether all ended in order."""
+        """Run until `stop` is set or all have ended for good; then stop the first process, and after it the others.
+
+        Returns whether all ended in order.
+        """
         keeping = [asyncio.create_task(self._keep(process), name=process.child.name) for process in self.processes]
         stopping = asyncio.create_task(stop.wait())
-        # Not gathered: a gathering that is cancelled reports its children's cancellation as an exception nobody took.
+        # Not asyncio.gather: a cancelled gather reports its children's cancellation as an unretrieved exception.
         everyone = asyncio.create_task(asyncio.wait(keeping, return_when=asyncio.FIRST_EXCEPTION))
         try:
             await asyncio.wait([stopping, everyone], return_when=asyncio.FIRST_COMPLETED)
@@ -184,27 +173,27 @@ class Supervisor:
             for task in (stopping, everyone, *keeping):
                 task.cancel()
             ends = await asyncio.gather(stopping, everyone, *keeping, return_exceptions=True)
-            # The first ones alone: no trigger admits work for workers that are leaving.
+            # The trigger is first and stops alone, so that it admits nothing for workers that stop.
             for process in self.processes:
                 if process.child.pid:
-                    self._say(process, "stopping")
+                    self._set_state(process, "stopping")
             first, *rest = self.processes
             await first.child.stop(self._stop_s)
             await asyncio.gather(*(process.child.stop(self._stop_s) for process in rest))
         for end in ends:
-            if isinstance(end, Exception):  # the defect that ended a task
+            if isinstance(end, Exception):  # a defect ended a task
                 raise end
         return all(process.final in (None, 0) for process in self.processes)
 
     def kill(self) -> None:
-        """End all at once."""
+        """Kill all processes."""
         for process in self.processes:
             process.child.kill()
 
     async def _keep(self, process: Supervised) -> None:
         while True:
             await process.child.start()
-            self._say(process, "starting")
+            self._set_state(process, "starting")
             watch = asyncio.create_task(self._watch(process))
             try:
                 code = await process.child.ended()
@@ -214,26 +203,26 @@ class Supervisor:
             pause = process.restarts.pause_s(code, process.child.ran_s)
             if pause is None:
                 process.final = code
-                self._say(process, f"ended with exit code {code}, not started again")
+                self._set_state(process, f"ended with exit code {code}, not started again")
                 return
             how = f"exit code {code}" if code >= 0 else f"signal {-code}"
-            self._say(process, f"ended with {how}, starts again in {pause:g} s")
+            self._set_state(process, f"ended with {how}, starts again in {pause:g} s")
             await asyncio.sleep(pause)
 
     async def _watch(self, process: Supervised) -> None:
-        """Say how it fares; kill it when it hangs, so that it is started again as after any other end."""
+        """Report the process's state; kill it if it hangs, so that it is restarted like after any other end."""
         failures = 0
         while True:
             health = await process.child.health()
             failures = 0 if health.not_live is None else failures + 1
             if failures == PROBES_UNTIL_HUNG:
-                self._say(process, f"hangs ({health.not_live}), is killed")
+                self._set_state(process, f"hangs ({health.not_live}), is killed")
                 process.child.kill()
                 return
-            self._say(process, "ready" if health.not_ready is None else health.not_ready)
+            self._set_state(process, "ready" if health.not_ready is None else health.not_ready)
             await asyncio.sleep(PROBE_S)
 
-    def _say(self, process: Supervised, state: str) -> None:
+    def _set_state(self, process: Supervised, state: str) -> None:
         if state != process.state:
             process.state = state
             self._changed(process)

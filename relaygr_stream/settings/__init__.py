@@ -1,4 +1,4 @@
-"""The settings: one schema (schema.py), read from files, the environment and flags (load.py)."""
+"""The settings: their schema (schema.py) and their sources: files, the environment, flags (load.py)."""
 
 from relaygr_stream.settings.schema import (
     Client,

@@ -1,4 +1,4 @@
-"""Files of the user's: folders that travel with the program, and whether what is asked for can be written."""
+"""Files: folders that are packaged with the program, and checks that an output file can be written."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from typing import Final
 
 from relaygr_stream.errors import ConfigError
 
-#: What is wrong with a folder, a file or a disk, and not with this program: told in one line.
+#: Errors of a folder, a file or a disk, not of this program: reported in one line, without a traceback.
 FILE_TROUBLE: Final = frozenset(
     {
         *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO),
         *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP),
     }
 )
-#: Room that a report or a picture needs: the largest, a page of `bench slo`, has some 300 kB.
+#: Room for a report or a picture: the largest, a page of `bench slo`, has about 300 kB.
 REPORT_BYTES: Final = 1 << 20
 
 
 def packaged_dir(name: str) -> Path:
-    """The folder `name` as it travels with the program: beside the package in a clone, inside it in a wheel."""
+    """The packaged folder `name`: beside the package in a clone, inside it in a wheel."""
     package = Path(__file__).resolve().parents[1]
     inside = package / "_files" / name
     return inside if inside.is_dir() else package.parent / name
 
 
 def check_writable(path: Path, option: str, nbytes: int = REPORT_BYTES) -> None:
-    """Make sure that a file of so many bytes can be written at `path` at the end of a long run; makes its folder.
+    """Check, before a long run, that a file of nbytes can be written at `path`; makes its folder.
 
-    Raises ConfigError that names `option`. What stands there stays; a device or a pipe is not tried.
+    An existing file keeps its content; a device or a pipe is not tried. Raises ConfigError, which names `option`.
     """
     try:
         if path.is_dir():
@@ -51,7 +51,7 @@ def check_writable(path: Path, option: str, nbytes: int = REPORT_BYTES) -> None:
 
 
 def discard_output() -> None:
-    """What stdout still holds goes nowhere: it could not be written, and the interpreter would try again at its end."""
+    """Discard stdout's buffer if it cannot be written: the interpreter would otherwise try again at its end."""
     try:
         sys.stdout.flush()
     except (OSError, ValueError):

@@ -1,7 +1,7 @@
-"""Where settings come from: defaults < TOML files < environment (RELAYGR_SECTION_KEY) < flags.
+"""Loads settings: defaults < TOML files < environment (RELAYGR_SECTION_KEY) < flags.
 
-Each value keeps its source, for `relaygr config show` and for errors. An unknown key or a bad value is a ConfigError
-that names the key and the source. What the settings mean is settings.py's business.
+Each value keeps its source, for `relaygr config show` and for errors. An unknown key or a bad value raises ConfigError,
+which names the key and the source. schema.py defines the settings.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ from relaygr_stream.settings.files import packaged_dir
 from relaygr_stream.settings.schema import SECRET_SHOWN, Settings
 
 ENV_PREFIX: Final = "RELAYGR_"
-#: Names under the prefix that are not settings: the file to read, and what only tests use.
+#: Names a TOML file to load.
 ENV_CONFIG: Final = "RELAYGR_CONFIG"
-#: Behind a secret's variable: the value is in the file of that name.
+#: Suffix of a secret's variable: the variable then names a file that holds the value.
 ENV_FILE: Final = "_FILE"
-#: A secret is a line of text; a file larger than this is another one, named by mistake.
+#: Longest secret file, in bytes: a secret is a line of text, so a larger file is named by mistake.
 MAX_SECRET_FILE: Final = 64 << 10
+#: Names under the prefix that are not settings; the second is for tests.
 ENV_NOT_SETTINGS: Final = (ENV_CONFIG, "RELAYGR_TEST_")
 
-#: What Kubernetes (and Docker's links before it) puts into every pod for a service named `relaygr-…`; see
-#: "Discovering services" in its documentation. Name and value must both have the shape: a typo has not.
+#: Variables that Kubernetes (and formerly Docker's links) puts into every pod for a service named `relaygr-…`; see
+#: "Discovering services" in its documentation. Name and value must both match, so that a mistyped setting does not.
 _INJECTED: Final = (
     (re.compile(r"_PORT(_\d+_(TCP|UDP|SCTP))?$"), re.compile(r"(tcp|udp|sctp)://")),
     (re.compile(r"_PORT_\d+_(TCP|UDP|SCTP)_PROTO$"), re.compile(r"(tcp|udp|sctp)$")),
@@ -42,11 +43,20 @@ _INJECTED: Final = (
     (re.compile(r"_PORT_\d+_(TCP|UDP|SCTP)_ADDR$|_SERVICE_HOST$"), re.compile(r"\S+$")),
 )
 
-#: Settings under the names of the release before, which are taken for one release more, with a warning. None: the
-#: setting is gone, and its value has no effect.
+#: Former names of settings, accepted for one release with a warning. None: the setting was removed, and its value has
+#: no effect.
 FORMER: Final[Mapping[str, str | None]] = {
+    "kafka.commit_ms": "kafka.commit_interval_ms",
+    "kafka.heartbeat_ms": "kafka.heartbeat_interval_ms",
+    "kafka.max_poll_ms": "kafka.max_poll_interval_ms",
+    "trigger.risk_fraction": "trigger.risk_share",
+    "trigger.silence_ms": "trigger.max_status_age_ms",
+    "worker.crash_limit": "worker.max_crashes",
     "worker.lag_tokens": "worker.max_stale_tokens",
+    "worker.queue_limit": "worker.max_queue",
     "worker.start_nice": None,
+    "worker.status_ms": "worker.status_interval_ms",
+    "worker.waiting_bytes": "worker.max_waiting_bytes",
 }
 
 _UNITS: Final = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
@@ -55,7 +65,7 @@ _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([KMGT]iB|B)?\s*$", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Field:
-    """One setting, as the configuration sees it."""
+    """One setting of the schema."""
 
     key: str  # "section.name"
     kind: Any
@@ -63,6 +73,7 @@ class Field:
     description: str
     is_bytes: bool
     is_secret: bool
+    is_list: bool  # of text
 
     @property
     def env(self) -> str:
@@ -72,7 +83,7 @@ class Field:
 
 @dataclass(frozen=True)
 class Value:
-    """A setting's effective value and where it came from."""
+    """A setting's effective value and its source."""
 
     field: Field
     value: Any = dataclass_field(repr=False)  # may be a secret
@@ -80,7 +91,7 @@ class Value:
 
     @property
     def shown(self) -> str:
-        """The value as text, secrets hidden."""
+        """The value as text; secrets are hidden."""
         if self.field.is_secret and self.value:
             return SECRET_SHOWN
         return msgspec.json.encode(self.value).decode()
@@ -111,6 +122,7 @@ def _fields() -> dict[str, Field]:
                 description=description,
                 is_bytes=extra.get("unit") == "bytes",
                 is_secret=bool(extra.get("secret")),
+                is_list=isinstance(info, msgspec_inspect.VarTupleType),
             )
     return fields
 
@@ -135,8 +147,9 @@ def load_settings(
 ) -> Config:
     """Merge the layers and check every value.
 
-    files: TOML files or packaged profile names ("cpu"), later ones winning; the file named by RELAYGR_CONFIG comes
-    first. flags: {"section.key": value}, None meaning "not given". Raises ConfigError.
+    files: TOML files or packaged profile names ("cpu"); a later one overrides an earlier one, and all override the file
+    named by RELAYGR_CONFIG. flags: {"section.key": value}; None: not given. environ: by default os.environ. Raises
+    ConfigError.
     """
     environ = os.environ if environ is None else environ
     merged = {key: Value(field, field.default, "default") for key, field in FIELDS.items()}
@@ -152,8 +165,8 @@ def load_settings(
         if raw is not None and (key := _current(former, source)):
             if FIELDS[key].is_secret:
                 raise ConfigError(
-                    f"{source}: everybody on this machine can read a command line; set {FIELDS[key].env}, or write the "
-                    f"secret into a file that others cannot read"
+                    f"{source}: every user of this machine can read a command line; set {FIELDS[key].env}, or write "
+                    f"the secret into a file that others cannot read"
                 )
             merged[key] = _checked(key, raw, source)
     sections: dict[str, dict[str, Any]] = {}
@@ -177,7 +190,7 @@ def _of_environment(environ: Mapping[str, str]) -> Iterable[Value]:
 
 
 def _from_secret_file(field: Field, name: str, environ: Mapping[str, str]) -> Value:
-    """The secret in the file that the variable names, without the line's end. Raises ConfigError, which quotes none."""
+    """The secret in the file that a variable names, without the line end. Raises ConfigError without the secret."""
     path, source = environ[name], f"environment {name} ({environ[name]})"
     if environ.get(field.env):
         raise ConfigError(f"both {field.env} and {name} are set: unset one")
@@ -185,21 +198,23 @@ def _from_secret_file(field: Field, name: str, environ: Mapping[str, str]) -> Va
         with Path(path).open("rb") as file:
             raw = file.read(MAX_SECRET_FILE + 1)
         if len(raw) > MAX_SECRET_FILE:
-            raise ConfigError(f"{source}: more than {MAX_SECRET_FILE >> 10} KiB, which is no secret")
+            raise ConfigError(
+                f"{source}: more than {MAX_SECRET_FILE >> 10} KiB; name a file that holds only the secret"
+            )
         text = raw.decode().rstrip("\r\n")
     except UnicodeDecodeError:
-        raise ConfigError(f"{source}: not text in UTF-8") from None  # that error holds the bytes
+        raise ConfigError(f"{source}: not text in UTF-8") from None  # its cause would show the bytes
     except (OSError, ValueError) as error:
         raise ConfigError(f"{source}: cannot be read: {error}") from error
     if not text:
-        raise ConfigError(f"{source}: the file is empty; it is to hold `{field.key}`")
+        raise ConfigError(f"{source}: the file is empty; write `{field.key}` into it")
     return _checked(field.key, text, source)
 
 
 def injected_names(environ: Mapping[str, str]) -> list[str]:
-    """Variables under our prefix that a cluster injects for a service of its own, by the shape of name and value.
+    """Variables with the prefix RELAYGR_ that a cluster injects for its services, recognised by name and value.
 
-    A service `relaygr-telemetry` even claims the name of a setting, `RELAYGR_TELEMETRY_PORT=tcp://…`: still no setting.
+    One may have the name of a setting: a service `relaygr-telemetry` gives `RELAYGR_TELEMETRY_PORT=tcp://…`.
     """
     return sorted(
         name
@@ -214,11 +229,11 @@ def profile_path(name: str | Path) -> Path:
     if path.is_file():
         return path
     packaged = packaged_dir("workers") / f"{path.name.removesuffix('.toml')}.toml"
-    # `workers/cpu.toml` is how the README spells it: it must work from any folder, not only from the clone.
+    # `workers/cpu.toml`, as in the documentation, must work from any folder, not only from the clone.
     if str(path.parent) in (".", "workers") and packaged.is_file():
         return packaged
     there = ", ".join(sorted(file.stem for file in packaged_dir("workers").glob("*.toml")))
-    raise ConfigError(f"{name}: no such file, and no packaged profile of that name (there are: {there})")
+    raise ConfigError(f"{name}: no such file, and no packaged profile of that name; the profiles are {there}")
 
 
 def _read_file(file: str | Path) -> Iterable[tuple[str, Any, str]]:
@@ -235,10 +250,10 @@ def _read_file(file: str | Path) -> Iterable[tuple[str, Any, str]]:
 
 
 def _current(key: str, source: str) -> str | None:
-    """The name that a setting has now; None for one that is gone. Warns of former names; raises ConfigError."""
+    """The current name of a setting; None for one that was removed. Warns of former names; raises ConfigError."""
     if key in FORMER:
         now = FORMER[key]
-        hint = f"is now `{now}`; the old name goes with the next release" if now else "is gone and has no effect"
+        hint = f"is now `{now}`; the next release drops the old name" if now else "was removed and has no effect"
         warnings.warn(f"{source}: `{key}` {hint}", FutureWarning, stacklevel=3)
         return now
     if key not in FIELDS:
@@ -253,14 +268,18 @@ def _did_you_mean(name: str, known: Iterable[str]) -> str:
 
 def _checked(key: str, raw: Any, source: str) -> Value:
     field = FIELDS[key]
-    value = _parse_size(key, raw, source) if field.is_bytes and isinstance(raw, str) else raw
+    value = raw
+    if isinstance(raw, str) and field.is_bytes:
+        value = _parse_size(key, raw, source)
+    elif isinstance(raw, str) and field.is_list:  # of the environment, of a flag; and as TOML files had it
+        value = [part.strip() for part in raw.split(",")] if raw.strip() else []
     try:
-        # Text (environment, flags) may stand for numbers and booleans; a TOML value has its type already.
+        # Text from the environment or a flag may represent a number or a boolean; a TOML value already has its type.
         value = msgspec.convert(value, field.kind, strict=not isinstance(raw, str))
     except msgspec.ValidationError as error:
-        # A password that strayed into a URL is one as well.
+        # A value with "@" may be a URL with a password.
         shown = SECRET_SHOWN if field.is_secret or "@" in str(raw) else repr(raw)
-        raise ConfigError(f"{source}: `{key}` = {shown}: {error}; it is: {field.description}") from error
+        raise ConfigError(f"{source}: `{key}` = {shown}: {error}; its meaning: {field.description}") from error
     return Value(field, value, source)
 
 

@@ -1,4 +1,4 @@
-"""Every setting: its section, type, bounds, default and meaning. Where values come from is config.py's business."""
+"""Every setting: its section, type, bounds, default and meaning. load.py reads the values."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct, structs
 
-#: Settings that no log, error or traceback may show; each is marked as such where it stands.
+#: Names of settings that no log, error or traceback shows; each also has `secret` in its extra.
 SECRETS = frozenset({"answer_secret", "sasl_password", "tls_key_password", "hash_key", "secret"})
 SECRET_SHOWN = "********"
 
-#: Most lanes of a relay: what a consumer claims or states of each lane still fits into one message.
+#: Most lanes of a relay: a consumer's statement on each of them still fits into one message.
 MAX_LANES = 10_000
 
-BYTES = {"unit": "bytes"}  # such a setting also accepts "512MiB", "2GiB", …
+BYTES = {"unit": "bytes"}  # a setting with this unit also accepts "512MiB", "2GiB", …
 
-#: A text without control characters and NUL, which goes into logs and keys.
+#: A text for logs and keys, without control characters and NUL.
 LABEL = Meta(max_length=128, pattern=r"\A[^\x00-\x1f\x7f-\x9f]*\Z")
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,128}$")]
 Port = Annotated[int, Meta(ge=0, le=65535)]
@@ -29,7 +29,7 @@ def _doc(text: str) -> Meta:
 
 
 class Section(Struct, frozen=True, kw_only=True):
-    """A group of settings, whose representation hides secrets."""
+    """A group of settings; its representation hides secrets."""
 
     def __repr__(self) -> str:
         shown = (
@@ -50,49 +50,53 @@ class Kafka(Section, frozen=True, kw_only=True):
     prefix: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{0,64}$"), _doc("prefix of every topic and group name")] = (
         "relaygr."
     )
-    topics_dir: Annotated[str, _doc("folder with one TOML file per topic; empty: those that come with the package")] = (
-        ""
-    )
-    partitions: Annotated[int, Meta(ge=0, le=MAX_LANES), _doc("lanes; 0: as the topic files say")] = 0
+    topics_dir: Annotated[str, _doc("folder with one TOML file per topic; empty: the packaged topics")] = ""
+    partitions: Annotated[int, Meta(ge=0, le=MAX_LANES), _doc("number of lanes; 0: as in the topic files")] = 0
     dead_letter_values: Annotated[
         bool,
-        _doc("dead letters keep the whole message, its history too, which `replay` needs; else its size and SHA-256"),
+        _doc("dead letters keep the whole message, history included, for `replay`; otherwise its size and SHA-256"),
     ] = False
-    replication: Annotated[int, Meta(ge=0, le=9), _doc("copies of each topic; 0: as the topic files say")] = 0
+    replication: Annotated[int, Meta(ge=0, le=9), _doc("copies of each topic; 0: as in the topic files")] = 0
     fetch_max_wait_ms: Annotated[
         int,
         Meta(ge=1, le=10_000),
-        _doc("long poll for lanes, which moved ones wait for; 12 for the embedded broker, which wakes no poll"),
+        _doc("longest fetch of lanes; moved lanes wait for it; use 12 with the embedded broker, which wakes no fetch"),
     ] = 50
     tail_max_wait_ms: Annotated[
-        int, Meta(ge=1, le=10_000), _doc("the same where a fetch holds up nothing else: scores and worker-status")
+        int, Meta(ge=1, le=10_000), _doc("longest fetch of `scores` and `worker-status`, which delays nothing else")
     ] = 500
-    heartbeat_ms: Annotated[Positive, _doc("heartbeat of group members; moved lanes wait for the next one")] = 250
-    session_timeout_ms: Annotated[Positive, _doc("a crashed member's lanes move after this; brokers bound it")] = 6000
-    max_poll_ms: Annotated[Positive, _doc("a worker whose device makes no progress this long gives its lanes up")] = (
-        10_000
-    )
-    commit_ms: Annotated[Positive, _doc("offsets are committed this often")] = 1000
-    request_timeout_ms: Annotated[Positive, _doc("one request to a broker")] = 10_000
+    heartbeat_interval_ms: Annotated[
+        Positive, _doc("time between heartbeats of group members; moved lanes wait for the next one")
+    ] = 250
+    session_timeout_ms: Annotated[
+        Positive, _doc("a crashed member's lanes move after this; brokers bound the value")
+    ] = 6000
+    max_poll_interval_ms: Annotated[
+        Positive, _doc("a worker whose device makes no progress for this long loses its lanes")
+    ] = 10_000
+    commit_interval_ms: Annotated[Positive, _doc("time between commits of offsets")] = 1000
+    request_timeout_ms: Annotated[Positive, _doc("timeout of a request to a broker")] = 10_000
     security_protocol: Annotated[
-        Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"], _doc("what the brokers' listeners speak")
+        Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"], _doc("protocol of the brokers' listeners")
     ] = "PLAINTEXT"
     sasl_mechanism: Annotated[
-        Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"], _doc("how the password is shown; PLAIN only within TLS")
+        Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"], _doc("how the client proves its password; PLAIN needs TLS")
     ] = "SCRAM-SHA-512"
     plain_without_tls: Annotated[
-        bool, _doc("let PLAIN send the password over SASL_PLAINTEXT, where everybody on the way can read it")
+        bool, _doc("allow PLAIN over SASL_PLAINTEXT, which sends the password unencrypted")
     ] = False
     sasl_username: Annotated[str, _doc("user of SASL_PLAINTEXT and SASL_SSL")] = ""
-    sasl_password: Annotated[str, Meta(extra={"secret": True}), _doc("its password")] = ""
-    tls_ca: Annotated[str, _doc("PEM file of the authority that signed the brokers; empty: the system's")] = ""
-    tls_certificate: Annotated[str, _doc("PEM file of our own certificate, where brokers ask for one")] = ""
-    tls_key: Annotated[str, _doc("PEM file of its key; empty: in the certificate's file")] = ""
-    tls_key_password: Annotated[str, Meta(extra={"secret": True}), _doc("password of that key")] = ""
+    sasl_password: Annotated[str, Meta(extra={"secret": True}), _doc("password of kafka.sasl_username")] = ""
+    tls_ca: Annotated[
+        str, _doc("PEM file of the authority that signed the brokers' certificates; empty: the system's")
+    ] = ""
+    tls_certificate: Annotated[str, _doc("PEM file of this process's certificate, if the brokers require one")] = ""
+    tls_key: Annotated[str, _doc("PEM file of the key of kafka.tls_certificate; empty: in the certificate's file")] = ""
+    tls_key_password: Annotated[str, Meta(extra={"secret": True}), _doc("password of kafka.tls_key")] = ""
 
 
 class Relay(Section, frozen=True, kw_only=True):
-    """What the trigger and the workers must agree on."""
+    """Settings that must be equal in triggers, workers and clients."""
 
     slo_ms: Annotated[Ms, _doc("the ranking stage's P99 target")] = 50.0
     life_window_ms: Annotated[Ms, _doc("longest time from admission to ranking for which a prefix KV stays pinned")] = (
@@ -104,115 +108,148 @@ class Relay(Section, frozen=True, kw_only=True):
     answer_secret: Annotated[
         str,
         Meta(pattern=r"^$|^.{16,}$", extra={"secret": True}),
-        _doc("workers sign answers with it, clients that have it take no others; ≥ 16 characters, empty: unsigned"),
+        _doc("signs answers; clients that have it drop unsigned ones; 16 characters or more; empty: unsigned"),
     ] = ""
+
+    def beyond(self, *, prefix: int = 0, suffix: int = 0, candidates: int = 0) -> str | None:
+        """The first of these counts that is above its limit, as text with the setting's name; None: all are allowed.
+
+        Example: "6 suffix behaviours, the limit is 5 (relay.max_suffix_tokens)".
+        """
+        for what, count, name in (
+            ("prefix behaviours", prefix, "max_prefix_tokens"),
+            ("suffix behaviours", suffix, "max_suffix_tokens"),
+            ("candidates", candidates, "max_candidates"),
+        ):
+            limit: int = getattr(self, name)
+            if count > limit:
+                return f"{count} {what}, the limit is {limit} (relay.{name})"
+        return None
 
 
 class Trigger(Section, frozen=True, kw_only=True):
-    """Admission: which requests are worth a pre-inference (DESIGN §6)."""
+    """Admission: which requests are worth a pre-inference."""
 
-    group: Annotated[Name, _doc("consumer group on `retrieval`, after the prefix")] = "trigger"
-    risk_fraction: Annotated[Share, _doc("at risk when predicted full inference exceeds this share of the SLO")] = 0.05
-    stale_ms: Annotated[Ms, _doc("an event older than this is not worth admitting any more")] = 1000.0
-    silence_ms: Annotated[Ms, _doc("an owner whose status is older than this gets no admissions")] = 3000.0
-    load_burst_ms: Annotated[Ms, _doc("device time a lane may ask for at once, in milliseconds")] = 100.0
+    group: Annotated[Name, _doc("consumer group on `retrieval`, without kafka.prefix")] = "trigger"
+    risk_share: Annotated[
+        Share, _doc("a request is at risk if predicted full inference exceeds this share of the SLO")
+    ] = 0.05
+    stale_ms: Annotated[Ms, _doc("an event older than this is not admitted")] = 1000.0
+    max_status_age_ms: Annotated[Ms, _doc("no admissions for an owner whose status is older than this")] = 3000.0
+    load_burst_ms: Annotated[Ms, _doc("most device time that a lane may request at once")] = 100.0
 
 
 class Worker(Section, frozen=True, kw_only=True):
-    """One process, one device."""
+    """A worker: one process with one device."""
 
-    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{0,128}$"), _doc("unique per worker; empty: host and pid")] = ""
-    group: Annotated[Name, _doc("consumer group whose members own the lanes, after the prefix")] = "workers"
+    name: Annotated[
+        str, Meta(pattern=r"^[A-Za-z0-9._-]{0,128}$"), _doc("name, unique per worker; empty: host and pid")
+    ] = ""
+    group: Annotated[Name, _doc("consumer group whose members own the lanes, without kafka.prefix")] = "workers"
     device: Annotated[str, Meta(pattern=r"^(cpu|cuda|npu)(:\d+)?$"), _doc("cpu, cuda[:N] or npu[:N]")] = "cpu"
     dtype: Annotated[Literal["float32", "bfloat16", "float16"], _doc("type of weights, K and V")] = "float32"
     kernels: Annotated[
         Literal["auto", "torch", "triton"],
-        _doc("attention of the built-in model; auto: triton on cuda if it is there and agrees, else torch"),
+        _doc("attention of the built-in model; auto: triton on cuda if installed and numerically equal, else torch"),
     ] = "auto"
     threads: Annotated[Positive, _doc("CPU threads of one operator")] = 1
-    capacity: Annotated[float, Meta(gt=0, le=1e6), _doc("weight when lanes are shared out")] = 1.0
-    hbm_bytes: Annotated[int, Meta(ge=1, extra=BYTES), _doc("prefix KV on the device")] = 1 << 30
-    dram_bytes: Annotated[int, Meta(ge=0, extra=BYTES), _doc("prefix KV in host memory behind it; 0: none")] = 2 << 30
+    capacity: Annotated[
+        float, Meta(gt=0, le=1e6), _doc("weight of this worker when lanes are distributed over workers")
+    ] = 1.0
+    hbm_bytes: Annotated[int, Meta(ge=1, extra=BYTES), _doc("size of the HBM tier: prefix KV on the device")] = 1 << 30
+    dram_bytes: Annotated[
+        int, Meta(ge=0, extra=BYTES), _doc("size of the DRAM tier: prefix KV in host memory; 0: no such tier")
+    ] = 2 << 30
     dram_storage: Annotated[
         Literal["exact", "int8"], _doc("form of K and V in DRAM; int8 holds 2-4 times as much, and rounds scores")
     ] = "exact"
     dram_int8_deviation: Annotated[
         float,
         Meta(gt=0, le=1),
-        _doc("with int8: most that scores may deviate, relative; more at start refuses, in an audit is an error"),
+        _doc("with int8: largest relative deviation of scores; above it the start fails, and an audit logs an error"),
     ] = 0.03
-    pinned_share: Annotated[Share, _doc("share of hbm_bytes that admitted, not yet ranked requests may hold")] = 0.5
+    pinned_share: Annotated[Share, _doc("share of hbm_bytes for requests that are admitted and not yet ranked")] = 0.5
     pre_infer_share: Annotated[Share, _doc("share of device time that pre-inference may use")] = 0.7
     max_ranking_delay_ms: Annotated[
-        Ms, _doc("longest a pre-infer chunk or a batch may keep a ranking request waiting")
+        Ms, _doc("longest time that a chunk of a prefill job, or a batch, delays a ranking request")
     ] = 5.0
     max_stale_tokens: Annotated[
         int,
         Meta(ge=0, le=4096),
-        _doc("cached prefix KV that lack at most so many of the newest behaviours serve: those are scored as suffix"),
+        _doc("a stale prefix is used if it lacks at most this many newest behaviours, which are scored as suffix"),
     ] = 16
-    batch: Annotated[Positive, _doc("most ranking requests scored in one step, where batches pay; two where not")] = 8
-    audit_share: Annotated[Share, _doc("share of ranking requests also scored in full, to compare")] = 0.01
-    warm_up: Annotated[
-        bool, _doc("in idle time, bring prefix KV of users likely to return soon from DRAM back to HBM")
-    ] = False
+    batch: Annotated[Positive, _doc("most ranking requests per step if batching is faster; otherwise two")] = 8
+    audit_share: Annotated[Share, _doc("share of ranking requests that are also scored in full, for comparison")] = 0.01
+    warm_up: Annotated[bool, _doc("in idle time, reload prefix KV of users likely to return soon from DRAM to HBM")] = (
+        False
+    )
     reply_ms: Annotated[
-        float, Meta(ge=0, le=1e4), _doc("rankings are due so long before their deadline: an answer's way to its client")
+        float, Meta(ge=0, le=1e4), _doc("time reserved before a ranking's deadline for the answer's way to its client")
     ] = 5.0
-    queue_limit: Annotated[Positive, _doc("ranking requests waiting; more are answered `overloaded` at once")] = 2048
-    waiting_bytes: Annotated[
+    max_queue: Annotated[
+        Positive, _doc("most waiting ranking requests; further ones are answered `overloaded` at once")
+    ] = 2048
+    max_waiting_bytes: Annotated[
         int,
         Meta(ge=1 << 20, extra=BYTES),
         _doc(
-            "memory of requests read and not answered, with tokens and scores; more are answered `overloaded` at once. "
-            "256 MiB are 1000 of the longest that relay.max_… allow by default: 10 s of a device that takes 10 ms each"
+            "most memory of unanswered requests, tokens and scores included; beyond it requests are answered "
+            "`overloaded` at once. 256 MiB hold 1000 requests of the longest that relay.max_… allow by default: 10 s "
+            "of work for a device that takes 10 ms each"
         ),
     ] = 256 << 20
-    crash_limit: Annotated[
-        int, Meta(ge=2, le=100), _doc("a ranking that so many workers in a row ended at is answered `failed`, not run")
+    max_crashes: Annotated[
+        int, Meta(ge=2, le=100), _doc("a ranking is answered `failed`, not run, after this many workers ended at it")
     ] = 3
     max_timeout_ms: Annotated[
-        Ms, _doc("a ranking whose sender waits for longer is given up after this; no answer is worth more memory")
+        Ms, _doc("longest time that a ranking waits here, even if its sender's timeout is longer")
     ] = 60_000.0
     forward: Annotated[
-        bool, _doc("send rankings that would be late here to a worker that is in time, instead of refusing them")
+        bool, _doc("forward rankings that would be late here to a worker that is in time, instead of refusing them")
     ] = True
-    status_ms: Annotated[Positive, _doc("worker-status is published this often")] = 250
-    drain_ms: Annotated[Positive, _doc("on SIGTERM, time for accepted requests to finish")] = 10_000
+    status_interval_ms: Annotated[Positive, _doc("time between statuses on `worker-status`")] = 250
+    drain_ms: Annotated[Positive, _doc("on SIGTERM, longest time for accepted requests to complete")] = 10_000
 
 
 class Handover(Section, frozen=True, kw_only=True):
-    """Prefix KV of lanes that move, from worker to worker."""
+    """Handover: the prefix KV of lanes that move from worker to worker."""
 
     secret: Annotated[
         str,
         Meta(pattern=r"^$|^.{16,}$", extra={"secret": True}),
-        _doc("shared by all workers, 16 characters or more; without it and tls_certificate nothing is handed over"),
+        _doc("shared by all workers, 16 characters or more; without it and tls_certificate there is no handover"),
     ] = ""
-    tls_ca: Annotated[str, _doc("PEM file of the workers' authority, in place of one made from the secret")] = ""
+    tls_ca: Annotated[
+        str, _doc("PEM file of the workers' certificate authority; empty: one derived from handover.secret")
+    ] = ""
     tls_certificate: Annotated[
-        str, _doc("PEM file of this worker's certificate by it: URI:relaygr://worker/NAME, and its advertised host")
+        str, _doc("PEM file of this worker's certificate, with URI:relaygr://worker/NAME and its advertised host")
     ] = ""
-    tls_key: Annotated[str, _doc("PEM file of its key; empty: in the certificate's file")] = ""
+    tls_key: Annotated[
+        str, _doc("PEM file of the key of handover.tls_certificate; empty: in the certificate's file")
+    ] = ""
     networks: Annotated[
-        str, _doc("networks of workers, in CIDR form, comma-separated: others are not connected to, nor let in")
-    ] = "127.0.0.0/8,::1/128,10.0.0.0/8,172.16.0.0/12,192.168.0.0/16,fc00::/7"
-    host: Annotated[str, _doc("address on which other workers fetch prefix KV of lanes that they took over")] = (
+        tuple[str, ...],
+        _doc("the workers' networks, in CIDR form; connections to or from others are refused"),
+    ] = ("127.0.0.0/8", "::1/128", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "fc00::/7")
+    host: Annotated[str, _doc("address on which other workers fetch the prefix KV of lanes that they gained")] = (
         "127.0.0.1"
     )
-    port: Annotated[Port, _doc("its port; 0: any free one")] = 0
+    port: Annotated[Port, _doc("port on handover.host; 0: any free one")] = 0
     advertise: Annotated[
-        str, _doc("host by which other workers reach that; empty: handover.host, or this host's name if that is any")
+        str, _doc("host name for other workers; empty: handover.host, or this machine's name if that is any address")
     ] = ""
-    mib_per_s: Annotated[float, Meta(gt=0, le=1e6), _doc("most that this worker sends to all others")] = 64.0
+    mib_per_s: Annotated[
+        float, Meta(gt=0, le=1e6), _doc("most that this worker sends to all others together, in MiB per second")
+    ] = 64.0
 
 
 class Model(Section, frozen=True, kw_only=True):
-    """The model: a user's own factory, a checkpoint, or a seeded random HSTU of this shape."""
+    """The model: a user's own factory, a checkpoint, or an HSTU of this shape with random weights."""
 
     factory: Annotated[str, _doc("module:factory of a user's own model; empty: the built-in HSTU")] = ""
     path: Annotated[
-        str, _doc("folders to find that module in, separated as in PYTHONPATH; empty: where packages are installed")
+        str, _doc("folders that hold the factory's module, separated as in PYTHONPATH; empty: installed packages")
     ] = ""
     checkpoint: Annotated[str, _doc("folder with config.json and model.safetensors; empty: random weights")] = ""
     seed: Annotated[int, _doc("seed of random weights")] = 7
@@ -221,48 +258,56 @@ class Model(Section, frozen=True, kw_only=True):
     heads: Annotated[Positive, _doc("attention heads H")] = 4
     dqk: Annotated[Positive, _doc("query/key width per head")] = 32
     dv: Annotated[Positive, _doc("value width per head")] = 32
-    vocab: Annotated[Positive, _doc("rows of the item table; ids are taken modulo this")] = 100_000
-    max_positions: Annotated[Positive, _doc("rows of the position table; later positions share the last")] = 8192
+    vocab: Annotated[Positive, _doc("rows of the item table; item ids count modulo this")] = 100_000
+    max_positions: Annotated[Positive, _doc("rows of the position table; later positions share the last row")] = 8192
     scale_tokens: Annotated[Positive, _doc("N of the attention scale 1/N; a constant of the model")] = 1024
-    contextual_seq_len: Annotated[int, Meta(ge=0), _doc("first tokens that see the whole prefix; needs no suffix")] = 0
-    max_attn_len: Annotated[int, Meta(ge=0), _doc("tokens attend at most this far back; 0: to everything")] = 0
+    contextual_seq_len: Annotated[
+        int, Meta(ge=0), _doc("number of first tokens that attend to the whole prefix; requires an empty suffix")
+    ] = 0
+    max_attn_len: Annotated[int, Meta(ge=0), _doc("tokens attend at most this many tokens back; 0: no limit")] = 0
     group_norm: Annotated[bool, _doc("normalise attention outputs per head instead of over all heads")] = False
-    tasks: Annotated[str, _doc("names of the score columns, comma-separated")] = "click,like"
+    tasks: Annotated[tuple[str, ...], _doc("names of the score columns")] = ("click", "like")
 
 
 class Client(Section, frozen=True, kw_only=True):
-    """The recommendation service's side."""
+    """The client, in a recommendation service."""
 
     timeout_ms: Annotated[Ms, _doc("default timeout of rank()")] = 1000.0
     reply_partition: Annotated[
-        int, Meta(ge=-1), _doc("partition of `scores` to be answered on; -1: chosen at random")
+        int, Meta(ge=-1), _doc("partition of `scores` for this client's answers; -1: chosen at random")
     ] = -1
-    max_in_flight: Annotated[Positive, _doc("concurrent rank() calls; more raise Overloaded")] = 10_000
+    max_in_flight: Annotated[Positive, _doc("most concurrent rank() calls; further ones raise Overloaded")] = 10_000
     hedge_ms: Annotated[
-        float, Meta(ge=0, le=3.6e6), _doc("without an answer this long, another worker is asked as well; 0: never")
+        float,
+        Meta(ge=0, le=3.6e6),
+        _doc("after this long without an answer, the request is also sent to another worker; 0: never"),
     ] = 200.0
     announce_linger_ms: Annotated[
-        float, Meta(ge=0, le=1000), _doc("a request event waits this long for others, to travel with them")
+        float, Meta(ge=0, le=1000), _doc("a request event waits this long for others, to be sent in one batch")
     ] = 10.0
-    tenant: Annotated[str, LABEL, _doc("whose users they are, where a request does not say")] = ""
-    silence_ms: Annotated[Ms, _doc("a lane whose owner has said nothing this long is asked elsewhere at once")] = 1500.0
+    tenant: Annotated[str, LABEL, _doc("tenant of requests that do not state one")] = ""
+    silence_ms: Annotated[
+        Ms, _doc("if a lane's owner has stated nothing for this long, requests go to another worker at once")
+    ] = 1500.0
 
 
 class Telemetry(Section, frozen=True, kw_only=True):
-    """Logs, metrics, health."""
+    """Logs, metrics and health."""
 
     log_level: Annotated[Literal["debug", "info", "warning", "error"], _doc("least severe level logged")] = "info"
     log_format: Annotated[Literal["auto", "console", "json"], _doc("auto: console on a terminal, else json")] = "auto"
-    hash_user_ids: Annotated[bool, _doc("log a keyed hash in place of user ids")] = False
-    hash_key: Annotated[str, Meta(extra={"secret": True}), _doc("key of that hash; empty: new at each start")] = ""
+    hash_user_ids: Annotated[bool, _doc("log a keyed hash instead of user ids")] = False
+    hash_key: Annotated[
+        str, Meta(extra={"secret": True}), _doc("key of telemetry.hash_user_ids; empty: a new one at each start")
+    ] = ""
     host: Annotated[str, _doc("address of /metrics, /healthz, /readyz")] = "127.0.0.1"
     port: Annotated[Port, _doc("port of /metrics, /healthz, /readyz; 0: any free one, logged at start")] = 0
-    port_file: Annotated[str, _doc("file to write the chosen port into, for supervisors; empty: none")] = ""
+    port_file: Annotated[str, _doc("file that receives the chosen port, for supervisors; empty: none")] = ""
     stall_ms: Annotated[Ms, _doc("/healthz fails when the event loop has not run for this long")] = 10_000.0
 
 
 class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The whole configuration, one section per attribute."""
+    """All settings, one section per attribute."""
 
     kafka: Kafka = Kafka()
     relay: Relay = Relay()

@@ -1,1 +1,1 @@
-"""Logs, metrics, health: what every process shows of itself. Knows nothing of relays."""
+"""Logs, metrics and health of every long-running process."""

@@ -1,4 +1,4 @@
-"""A limit on repeated log lines: a burst of bad messages gives a few lines and a count, not a flood."""
+"""A limit on repeated log lines: a burst of bad messages gives a few lines and a count."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
-#: At this many kinds of line, the counts that are due are written and forgotten: memory stays bounded.
+#: At this many kinds of line, the counts that are due are written and dropped, to bound memory.
 MAX_KINDS: Final = 256
 
 Write = Callable[..., Any]  # a logger's method: write(event, **fields)
@@ -19,10 +19,10 @@ _all_lock: Final = threading.Lock()
 
 
 class LogLimiter:
-    """Passes the first lines of each kind per interval, counts the rest, and then says how many it held back.
+    """Passes the first lines of each kind per interval, counts the rest, and then logs the count.
 
-    The count comes with `flush`, which `process()` calls every second for every limiter, or with the next line of
-    that kind. Safe to use from several threads. clock: seconds.
+    The count is logged by `flush`, which `process()` calls every second for every limiter, or before the next line of
+    that kind. Thread-safe. first: lines per interval. clock: seconds.
     """
 
     def __init__(self, first: int = 5, interval_s: float = 10.0, clock: Callable[[], float] = time.monotonic) -> None:
@@ -35,14 +35,14 @@ class LogLimiter:
             _all.add(self)
 
     def limited(self, write: Write, kind: str) -> Write:
-        """`write` (say, log.warning) within the limit of this kind: limited(log.warning, "malformed")("…", …).
+        """`write` (for example log.warning) with the limit of this kind: limited(log.warning, "malformed")("…", …).
 
-        kind: what counts as the same line; of few different values, not of text that a message brought along.
+        kind: identifies lines that count as the same; it must have few values, so no text from messages.
         """
         return partial(self._write, write, kind)
 
     def flush(self, *, all_windows: bool = False) -> None:
-        """Write the counts of the intervals that are over, or of all of them (at the end of the process)."""
+        """Log the counts of the intervals that have ended. all_windows: of all intervals, at the end of the process."""
         now = self._clock()
         with self._lock:
             over = {kind: w for kind, w in self._windows.items() if all_windows or now >= w.ends}

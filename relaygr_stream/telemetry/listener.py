@@ -1,8 +1,7 @@
-"""A listening socket whose strangers are bounded: those who have not said who they are, or what they want.
+"""A listening socket with a bound on strangers: connections that have not identified themselves or sent a request.
 
-Strangers may open as many connections as they like; so many are held at once, and of them the oldest gives way to the
-next, once it has had a grace in which an honest one is done. Running out of descriptors is waited out. Knows nothing of
-TLS or protocols.
+A limited number of strangers is held at once. A further one replaces the oldest, after a grace period in which an
+honest one identifies itself. If descriptors run out, accepting pauses.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from relaygr_stream.telemetry.limiter import LogLimiter
 _log = structlog.get_logger(__name__)
 _limited = LogLimiter().limited
 
-#: Connections that the kernel keeps until they are accepted, as asyncio's servers have it.
+#: Connections that the kernel queues until they are accepted; asyncio's default.
 BACKLOG: Final = 100
-#: Descriptors end by their hundreds and come back as connections close: looked for again after this long.
+#: Pause of accepting while there are no descriptors: they become free as connections close.
 BACKOFF_S: Final = 0.2
 _NO_ROOM: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
@@ -30,10 +29,10 @@ Known = Callable[[], None]
 
 
 class Listener:
-    """Listens from its making on, accepts while `run` runs. Raises OSError where the address cannot be bound.
+    """Binds the address when it is made, accepts connections while `run` runs. Raises OSError if it cannot bind.
 
-    serve: gets each connection (non-blocking, to be closed by `serve`) and a function to call once the other end is no
-    stranger any more. most: strangers at once. grace_s: of so many, none younger than this is hung up on.
+    serve(connection, known): serves a non-blocking connection and closes it; calls known() once the peer is identified.
+    most: strangers at once. grace_s: a stranger younger than this is not closed in favour of another.
     """
 
     def __init__(
@@ -49,26 +48,26 @@ class Listener:
         self._serve = serve
         self._most = most
         self._grace_s = grace_s
-        self._strangers: dict[asyncio.Task[None], float] = {}  # the oldest first, and since when
+        self._strangers: dict[asyncio.Task[None], float] = {}  # since when each is one, the oldest first
         self._all: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
-        """Accept until cancelled; ends all connections then."""
+        """Accept until cancelled, then end all connections."""
         loop = asyncio.get_running_loop()
         try:
             while True:
-                await self._room()
+                await self._wait_for_room()
                 try:
                     connection, _ = await loop.sock_accept(self._socket)
                 except OSError as error:
                     if error.errno in _NO_ROOM:
-                        _limited(_log.warning, "descriptors")("cannot accept connections for now", error=str(error))
+                        _limited(_log.warning, "descriptors")("cannot accept connections, will retry", error=str(error))
                         await asyncio.sleep(BACKOFF_S)
-                    continue  # or the other end was gone before we looked
+                    continue  # other errors: the peer closed before the connection was accepted
                 self._begin(connection)
         finally:
             self.close()
-            await asyncio.sleep(0)  # a connection that came just now must begin, to be closed
+            await asyncio.sleep(0)  # the task of a new connection must start, so that it closes its socket
             for task in self._all:
                 task.cancel()
             await asyncio.gather(*self._all, return_exceptions=True)
@@ -78,12 +77,12 @@ class Listener:
         self._socket.close()
 
     def _begin(self, connection: socket.socket) -> None:
-        task = asyncio.create_task(self._one(connection), name="connection")
+        task = asyncio.create_task(self._serve_one(connection), name="connection")
         self._strangers[task] = asyncio.get_running_loop().time()
         self._all.add(task)
-        task.add_done_callback(self._over)
+        task.add_done_callback(self._ended)
 
-    async def _one(self, connection: socket.socket) -> None:
+    async def _serve_one(self, connection: socket.socket) -> None:
         task = asyncio.current_task()
         assert task is not None
 
@@ -92,20 +91,20 @@ class Listener:
 
         await self._serve(connection, known)
 
-    def _over(self, task: asyncio.Task[None]) -> None:
+    def _ended(self, task: asyncio.Task[None]) -> None:
         self._strangers.pop(task, None)
         self._all.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             _limited(_log.error, "connection")("a connection failed", exc_info=error)
 
-    async def _room(self) -> None:
-        """Return when one more stranger may come."""
+    async def _wait_for_room(self) -> None:
+        """Return when one more stranger may be accepted."""
         while len(self._strangers) >= self._most:
             oldest, since = next(iter(self._strangers.items()))
             left = since + self._grace_s - asyncio.get_running_loop().time()
             if left <= 0:
                 del self._strangers[oldest]
                 oldest.cancel()
-                _limited(_log.warning, "strangers")("hung up on a connection to let others in", most=self._most)
+                _limited(_log.warning, "strangers")("closed the oldest unidentified connection", most=self._most)
             else:
                 await asyncio.wait(self._strangers, timeout=left, return_when=asyncio.FIRST_COMPLETED)

@@ -1,8 +1,7 @@
-"""Logging: readable on a terminal, JSON lines otherwise, on stderr, one pipeline for structlog and stdlib logging.
+"""Logging to stderr: readable lines on a terminal, JSON lines otherwise. structlog and stdlib logging share a pipeline.
 
-Every line about a request carries `request_log_fields`. The pipeline replaces user ids by a keyed hash where the
-settings ask for it, hides fields that are secrets by name, and shortens long values. It does not know what the
-processes do, nor where the lines end up.
+Every line about a request has `request_log_fields`. The pipeline replaces user ids by a keyed hash if the settings ask
+for it, hides fields whose names mark secrets, and shortens long values.
 """
 
 from __future__ import annotations
@@ -27,23 +26,23 @@ from relaygr_stream.telemetry.printable import printable, printable_json, printa
 
 __all__ = ["LogLimiter", "configure_logging", "hash_user_ids", "hide_and_shorten", "request_log_fields"]
 
-#: Longest value of a field, in characters: a line about a bad message must not carry the message.
+#: Longest value of a field, in characters: a line about a bad message must not contain the message.
 MAX_VALUE: Final = 500
-#: Longest traceback; the innermost frames, which come last, are what is kept.
+#: Longest traceback, in characters; its end, with the innermost frames, is kept.
 MAX_TRACEBACK: Final = 20_000
-#: A field with one of these words in its name is a secret, whoever logs it.
+#: A field with one of these words in its name is hidden.
 SECRET_WORDS: Final = ("password", "secret", "hash_key", "credential", "private_key")
 
 _LEVELS: Final = {"debug": 10, "info": 20, "warning": 30, "error": 40}
-#: What aiokafka warns of at every join or leave, although it is how a rebalance is announced to a member.
+#: Warnings of aiokafka that are normal: a rebalance is announced to a member in this way at every join or leave.
 _EXPECTED: Final = ("because it is rebalancing",)
 
 
 def configure_logging(telemetry: Telemetry, process: str, **bound: Any) -> None:
-    """Send structlog's and stdlib logging's lines to stderr, in the format and from the level the settings say.
+    """Send lines of structlog and stdlib logging to stderr, with the settings' format and level.
 
     process, bound: fields of every line. Call it once per process, before the first line; a second call replaces the
-    first. Stdlib loggers (aiokafka, asyncio) come through from `warning` on.
+    first. Stdlib loggers (aiokafka, asyncio) pass from `warning` on.
     """
     as_json = telemetry.log_format == "json" or (telemetry.log_format == "auto" and not _is_terminal())
     level = _LEVELS[telemetry.log_level]
@@ -59,7 +58,7 @@ def configure_logging(telemetry: Telemetry, process: str, **bound: Any) -> None:
         processors.append(hash_user_ids(telemetry.hash_key))
     processors.append(hide_and_shorten)
     if as_json:
-        processors += [_first_things_first, structlog.processors.JSONRenderer(serializer=_to_json)]
+        processors += [_main_fields_first, structlog.processors.JSONRenderer(serializer=_to_json)]
     else:
         processors.append(_without_controls)
         processors.append(structlog.dev.ConsoleRenderer(colors=_is_terminal(), sort_keys=False))
@@ -79,7 +78,7 @@ def request_log_fields(
 ) -> dict[str, Any]:
     """The fields of every line about a request; lane and outcome are null until they are known.
 
-    outcome: where the prefix KV was found (messages.Outcome), or the status or reason when there are no scores.
+    outcome: where the prefix KV was found (messages.Outcome), or the status or reason if there are no scores.
     Log an answered request at debug and a failed one at info or warning, through a `LogLimiter`.
     """
     return {"request_id": request_id, "user_id": user_id, "lane": lane, "outcome": outcome}
@@ -88,7 +87,7 @@ def request_log_fields(
 def hash_user_ids(key: str) -> Processor:
     """A processor that replaces the field `user_id` by 12 hex digits of a keyed BLAKE2b hash.
 
-    An empty key stands for a random one: ids are then comparable within this process only.
+    An empty key means a random one: hashes are then comparable within this process only.
     """
     raw = key.encode() or secrets.token_bytes(32)
     # BLAKE2b takes keys of at most 64 bytes.
@@ -104,7 +103,7 @@ def hash_user_ids(key: str) -> Processor:
 
 
 def hide_and_shorten(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
-    """A processor: hides secrets by name, tells bytes by their length and structs by their type, cuts long text."""
+    """A processor that hides secrets by name, shows bytes as their length and structs as their type, cuts long text."""
     for name, value in event.items():
         if any(word in name.lower() for word in SECRET_WORDS):
             event[name] = SECRET_SHOWN
@@ -116,7 +115,7 @@ def hide_and_shorten(_logger: WrappedLogger, _method: str, event: EventDict) -> 
 
 
 def _hidden(value: Any) -> Any:
-    """Settings hold secrets, messages hold user ids: within lists and tables, too, which JSON would unfold."""
+    """The value without bytes and structs, which may hold secrets or user ids, also inside lists and tables."""
     match value:
         case bytes() | bytearray() | memoryview():
             return f"<{len(value)} bytes>"
@@ -131,7 +130,7 @@ def _hidden(value: Any) -> Any:
 
 
 class _StderrLogger:
-    """Writes one finished line at a time to what sys.stderr is now (the live view replaces it)."""
+    """Writes whole lines, one at a time, to the current sys.stderr (the live view replaces it)."""
 
     _lock: Final = threading.Lock()
 
@@ -139,7 +138,7 @@ class _StderrLogger:
         self.name = name
 
     def msg(self, line: str) -> None:
-        """Write the line. A stderr that nobody reads any more must not fail the work that logs."""
+        """Write the line; a closed stderr does not fail the caller."""
         with self._lock:
             try:
                 sys.stderr.write(line + "\n")
@@ -151,7 +150,7 @@ class _StderrLogger:
 
 
 class _IntoStructlog(logging.Handler):
-    """Takes stdlib log records into the structlog pipeline; a library in trouble may not flood it."""
+    """Passes stdlib log records into the structlog pipeline, with a limit on repeated lines."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,8 +166,8 @@ class _IntoStructlog(logging.Handler):
             if record.name.startswith("aiokafka") and any(words in message for words in _EXPECTED):
                 log.debug(message)
             else:
-                level = min(logging.CRITICAL, record.levelno // 10 * 10)  # structlog knows the standard levels only
-                # Limited by the template, not the text: the text names another node or partition each time.
+                level = min(logging.CRITICAL, record.levelno // 10 * 10)  # structlog supports only the standard levels
+                # Limited by the template: the text names another node or partition each time.
                 self._limiter.limited(partial(log.log, level), f"{record.name}: {record.msg}")(message, **fields)
         except Exception:
             self.handleError(record)
@@ -190,20 +189,20 @@ def _with_fields(fields: dict[str, Any]) -> Processor:
 
 
 def _without_controls(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
-    """What a message brought (ids, an error's words) must not steer the terminal."""
+    """Escape control characters, so that text from messages (ids, errors) cannot control the terminal."""
     return {
         name: (printable_lines if name == "exception" else printable)(value) if isinstance(value, str) else value
         for name, value in event.items()
     }
 
 
-def _first_things_first(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+def _main_fields_first(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
     first = {name: event.pop(name) for name in ("timestamp", "level", "process", "event") if name in event}
     return {**first, **event}
 
 
 def _shorten(value: Any) -> Any:
-    """The value itself if its text is short enough, so that JSON keeps lists and tables as such."""
+    """The value itself if its text is short, so that JSON keeps lists and tables; otherwise the text's beginning."""
     text = value if isinstance(value, str) else str(value)
     return value if len(text) <= MAX_VALUE else f"{text[:MAX_VALUE]}… ({len(text)} characters)"
 
@@ -215,9 +214,9 @@ def _keep_end(text: str, limit: int) -> str:
 def _to_json(event: EventDict, **_: Any) -> str:
     try:
         return printable_json(_encode(event).decode())
-    except UnicodeEncodeError:  # a lone surrogate, which JSON can say and UTF-8 cannot
+    except UnicodeEncodeError:  # a lone surrogate, which JSON can express and UTF-8 cannot
         return json.dumps(event, default=str)
 
 
-# str for what JSON does not have (paths, exceptions, arrays): a line is better than an error about a line.
+# str for types that JSON lacks (paths, exceptions, arrays), so that every line can be written.
 _encode: Final[Callable[[Any], bytes]] = msgspec.json.Encoder(enc_hook=str).encode

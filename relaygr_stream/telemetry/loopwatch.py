@@ -1,6 +1,6 @@
-"""A heartbeat on an asyncio loop: how late the loop runs what is due, and whether it runs at all.
+"""A heartbeat on an asyncio loop: measures how late the loop runs its callbacks, and detects that it is stuck.
 
-Knows nothing of why a loop is late. Its reading side is used from other threads: a stuck loop cannot tell of itself.
+Other threads read it, since a stuck loop cannot report itself.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from relaygr_stream.telemetry.limiter import flush_limiters
 
 #: One timer every 100 ms costs the loop about 10 µs a second, and a stall of half a second shows as five missed beats.
 BEAT_S: Final = 0.1
-#: Held-back log lines are counted out this often.
+#: Seconds between flushes of the log limiters.
 FLUSH_S: Final = 1.0
 _LAG_BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
@@ -45,17 +45,17 @@ class LoopWatch:
         self._next()
 
     def stop(self) -> None:
-        """Beat no more; `stalled` then becomes true in its time, unless nobody asks."""
+        """Stop beating; `stalled` then reports a stuck loop after stall_s."""
         if self._handle is not None:
             self._handle.cancel()
             self._handle = None
 
     def silence_s(self) -> float:
-        """Seconds since the last beat. Any thread may ask."""
+        """Seconds since the last beat. Any thread may call it."""
         return max(0.0, time.monotonic() - self._beat_at)
 
     def stalled(self) -> str | None:
-        """Why the loop counts as stuck, or None while it runs. Any thread may ask."""
+        """Why the loop counts as stuck, or None while it runs. Any thread may call it."""
         silence = self.silence_s()
         if silence <= self._stall_s:
             return None
@@ -68,7 +68,7 @@ class LoopWatch:
     def _beat(self) -> None:
         now = time.monotonic()
         self._beat_at = now
-        # uvloop counts in whole milliseconds and may be a fraction early.
+        # uvloop counts whole milliseconds and may run a callback a fraction early.
         self._lag.observe(max(0.0, now - self._due))
         if now >= self._flush_at:
             self._flush_at = now + FLUSH_S

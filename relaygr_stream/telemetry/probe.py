@@ -1,4 +1,4 @@
-"""Asking one of our processes how it fares, over its telemetry port. Knows nothing of what the answer is used for."""
+"""Asks a process of this package for its health or metrics, over its telemetry port."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-#: The paths answer from a thread of their own in milliseconds; longer means that the process hangs or is gone.
+#: A dedicated thread answers in milliseconds; a longer time means that the process hangs or has ended.
 PROBE_TIMEOUT_S: Final = 2.0
-#: Longest body that is read; /metrics of a worker has some 50 kB.
+#: Longest body that is read, in bytes; /metrics of a worker has about 50 kB.
 MAX_BODY: Final = 4 << 20
-#: Where a server listens on every address, it is asked on loopback.
+#: A server that listens on every address is asked on loopback.
 _ANY: Final = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 
 
 @dataclass(frozen=True)
 class Probed:
-    """status: of HTTP; 0: no answer, and body says why."""
+    """An answer. status: the HTTP status; 0: no answer, and body holds the error."""
 
     status: int
     body: str
 
     @property
     def ok(self) -> bool:
-        """Whether the answer is yes."""
+        """Whether the status is 200."""
         return self.status == 200
 
 
 def read_port(port_file: Path) -> int | None:
-    """What telemetry.port_file holds; None while there is none."""
+    """The port in the file telemetry.port_file; None if there is none yet."""
     try:
         return int(port_file.read_text(encoding="ascii"))
     except (OSError, ValueError):
@@ -37,7 +37,7 @@ def read_port(port_file: Path) -> int | None:
 
 
 def probe(port: int, path: str, host: str = "127.0.0.1") -> Probed:
-    """Ask; never raises. Proxies that the environment names are not for this machine's own processes."""
+    """GET a path from a process on this machine; never raises. Proxies named by the environment are not used."""
     connection = http.client.HTTPConnection(_ANY.get(host, host), port, timeout=PROBE_TIMEOUT_S)
     try:
         connection.request("GET", path)

@@ -1,7 +1,7 @@
-"""The manners that every long-running process shares: logging, signals, health, metrics, exit codes.
+"""The frame of every long-running process: logging, signals, health, metrics, exit codes.
 
-`run_process("worker", settings, main)` runs `main(ctx)` on an event loop until it returns and gives the exit code.
-What the process does, and when it is ready, is main's business.
+`run_process("worker", settings, main)` runs `main(ctx)` on an event loop until it returns, and returns the exit code.
+`main` tells when the process is ready.
 """
 
 from __future__ import annotations
@@ -32,23 +32,24 @@ from relaygr_stream.telemetry.printable import printable
 from relaygr_stream.telemetry.server import TelemetryServer
 
 EXIT_OK: Final = 0
-EXIT_ERROR: Final = 1  # a RelayError: told in one line
-EXIT_SUPERSEDED: Final = 3  # a later incarnation of this worker's name is alive
+EXIT_ERROR: Final = 1  # a RelayError, reported in one line
+EXIT_SUPERSEDED: Final = 3  # a later incarnation of this worker's name runs
 EXIT_UNEXPECTED: Final = 70  # EX_SOFTWARE of sysexits.h: a bug, with its traceback in the log
-EXIT_SIGNAL: Final = 128  # plus the signal's number, as shells do: 130 for SIGINT, 143 for SIGTERM
+EXIT_SIGNAL: Final = 128  # plus the signal's number, as in shells: 130 for SIGINT, 143 for SIGTERM
 
-#: A start that was told to stop has this long to close what it had opened, each of which takes milliseconds.
+#: Seconds for a process that is stopped while it starts to close its connections, each of which takes milliseconds.
 START_END_S: Final = 4.0
 
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
 
 class ProcessContext:
-    """What a process's main function gets.
+    """The argument of a process's main function.
 
-    settings: the effective ones. stop: set by the first SIGTERM or SIGINT; finish what was accepted, then return.
-    registry: where the process registers its metrics. log: a bound structlog logger. metrics_port: the chosen one.
-    conditions: each says, from any thread and at once, why the process is not ready although `set_ready` was called.
+    settings: the effective settings. stop: set by the first SIGTERM or SIGINT; main then completes accepted work and
+    returns. registry: takes the process's metrics. log: a bound structlog logger. metrics_port: the chosen port.
+    conditions: callbacks that return why the process is not ready despite `set_ready`, or None; any thread calls them,
+    and they do not wait.
     """
 
     def __init__(
@@ -59,29 +60,29 @@ class ProcessContext:
         self.registry = registry
         self.log: Any = structlog.get_logger(__name__).bind()
         self.metrics_port = 0
-        self.started = False  # set by main, or by its first readiness: from then on it ends in its own time
+        self.started = False  # set by main or `set_ready`; from then on a stop does not cancel main
         self.conditions: list[Callable[[], str | None]] = []
         self._stalled = stalled
         self._not_ready: str | None = "starting"
         self._not_live: str | None = None
 
     def set_ready(self, ready: bool, reason: str = "not ready") -> None:
-        """Whether /readyz says yes; if not, why. Any thread may call it. The first stop signal ends readiness."""
+        """Set the answer of /readyz, with the reason if not ready. Any thread may call it. A stop ends readiness."""
         self._not_ready = None if ready else reason
         self.started = self.started or ready
 
     def set_live(self, live: bool, reason: str = "not live") -> None:
-        """Whether /healthz says yes, as long as the event loop runs; if not, why. Any thread may call it."""
+        """Set the answer of /healthz, with the reason if not live. Any thread may call it; a stuck loop is not live."""
         self._not_live = None if live else reason
 
     def why_not_ready(self) -> str | None:
-        """What keeps the process from taking work, or None."""
+        """Why the process should get no work, or None."""
         if self.stop.is_set():
             return "stopping"
         return self._not_ready or self.why_not_live() or next(filter(None, (why() for why in self.conditions)), None)
 
     def why_not_live(self) -> str | None:
-        """What makes the process worth restarting, or None."""
+        """Why the process should be restarted, or None."""
         return self._not_live or self._stalled()
 
 
@@ -92,10 +93,10 @@ Main = Callable[[ProcessContext], Awaitable[None]]
 async def process(
     settings: Settings, name: str, *, registry: CollectorRegistry | None = None, stop: asyncio.Event | None = None
 ) -> AsyncIterator[ProcessContext]:
-    """Logging, metrics and health for the time of the `async with`; needs a running loop, leaves signals alone.
+    """Logging, metrics and health during the `async with`; needs a running loop and installs no signal handlers.
 
-    registry: where the process's own metrics go; stop: the context's event; new ones by default. Raises ConfigError
-    when the metrics address or the port file cannot be had.
+    registry: takes the process's metrics; stop: the context's event; both are new by default. Raises ConfigError if the
+    metrics address cannot be bound or the port file cannot be written.
     """
     telemetry = settings.telemetry
     configure_logging(telemetry, name)
@@ -118,22 +119,22 @@ async def process(
 
 
 def run_process(name: str, settings: Settings, main: Main, *, registry: CollectorRegistry | None = None) -> int:
-    """Run main(ctx) to its end on a new event loop (uvloop where there is one) and return the exit code.
+    """Run main(ctx) to its end on a new event loop (uvloop if installed) and return the exit code.
 
-    SIGTERM or SIGINT sets ctx.stop; main is expected to finish what it accepted and return. A second signal ends the
-    process at once, whatever it is doing. Call it on the main thread.
+    SIGTERM or SIGINT sets ctx.stop; main then completes accepted work and returns. A second signal ends the process at
+    once. Call it on the main thread.
     """
     configure_logging(settings.telemetry, name)
-    logging.captureWarnings(True)  # a library's warning is a log line, not stray text among JSON lines
+    logging.captureWarnings(True)  # libraries' warnings become log lines
     log = structlog.get_logger(__name__)
     if ignored := injected_names(os.environ):
-        log.debug("environment variables that name a cluster's services are no settings", ignored=ignored)
+        log.debug("ignored environment variables that a cluster injected for its services", ignored=ignored)
 
     stop = asyncio.Event()
 
     async def whole() -> None:
         async with process(settings, name, registry=registry, stop=stop) as ctx:
-            await _until_over(main, ctx)
+            await _run_main(main, ctx)
             ctx.log.info("stopped")
 
     runner = asyncio.Runner(loop_factory=loop_factory())
@@ -147,9 +148,9 @@ def run_process(name: str, settings: Settings, main: Main, *, registry: Collecto
     return EXIT_OK
 
 
-async def _until_over(main: Main, ctx: ProcessContext) -> None:
-    """Run main; where the stop comes before it has started, it is cancelled: it has accepted nothing, and what it waits
-    for (a broker, say) may not come within the supervisor's patience."""
+async def _run_main(main: Main, ctx: ProcessContext) -> None:
+    """Run main. A stop before it has started cancels it: it has accepted no work, and it may wait for a broker for
+    longer than the supervisor's timeout."""
     work, stop = asyncio.ensure_future(main(ctx)), asyncio.ensure_future(ctx.stop.wait())
     try:
         await asyncio.wait({work, stop}, return_when=asyncio.FIRST_COMPLETED)
@@ -157,7 +158,7 @@ async def _until_over(main: Main, ctx: ProcessContext) -> None:
             work.cancel()
             await asyncio.wait({work}, timeout=START_END_S)
             if not work.done():
-                ctx.log.warning("the start does not end, and is left behind", after_s=START_END_S)
+                ctx.log.warning("stopped while starting, and the start does not end; exiting", after_s=START_END_S)
                 flush_limiters(all_windows=True)
                 os._exit(EXIT_OK)
         with contextlib.suppress(asyncio.CancelledError) if ctx.stop.is_set() else contextlib.nullcontext():
@@ -185,7 +186,7 @@ def _describe(registry: CollectorRegistry, name: str) -> None:
 
 @contextlib.contextmanager
 def _port_file(name: str, port: int) -> Iterator[None]:
-    """The file holds the port, and nothing half-written, for as long as the port answers."""
+    """Write the port to a file, atomically, and remove the file at the end."""
     if not name:
         yield
         return
@@ -195,7 +196,9 @@ def _port_file(name: str, port: int) -> Iterator[None]:
         partial.write_text(f"{port}\n", encoding="ascii")
         partial.replace(path)
     except OSError as error:
-        raise ConfigError(f"cannot write the port to {name} (telemetry.port_file): {error}") from error
+        raise ConfigError(
+            f"cannot write the port to {name} (telemetry.port_file): {error}; name a file in a writable folder"
+        ) from error
     try:
         yield
     finally:
@@ -205,20 +208,20 @@ def _port_file(name: str, port: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _stop_on_signals(loop: asyncio.AbstractEventLoop, stop: asyncio.Event, log: Any) -> Iterator[None]:
-    """First signal: set the event, on the loop. Second: leave at once.
+    """First signal: set the event, on the loop. Second signal: exit at once.
 
-    Handlers of the interpreter, not of the loop: the second signal must work when the loop is stuck.
+    The handlers are the interpreter's, not the loop's, so that the second signal works when the loop is stuck.
     """
     seen: list[int] = []
 
     def handle(number: int, _frame: FrameType | None) -> None:
         if seen:
-            # No cleaning up: whoever sends a second signal has waited long enough for that.
+            # No cleanup: a second signal means that the first one took too long.
             with contextlib.suppress(OSError):
                 os.write(2, f"second {signal.Signals(number).name}: leaving at once\n".encode())
             os._exit(EXIT_SIGNAL + number)
         seen.append(number)
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the process is about to end anyway
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the process is ending
             loop.call_soon_threadsafe(begin, signal.Signals(number).name)
 
     def begin(name: str) -> None:
@@ -249,7 +252,7 @@ def _exit_code(error: BaseException, settings: Settings, log: Any) -> int:
 
 
 def _leaves(error: BaseException) -> Iterator[BaseException]:
-    """The exceptions of a group (of a TaskGroup), or the exception itself."""
+    """The single exceptions of a group (of a TaskGroup), or the exception itself."""
     if isinstance(error, BaseExceptionGroup):
         for inner in error.exceptions:
             yield from _leaves(inner)
@@ -258,7 +261,7 @@ def _leaves(error: BaseException) -> Iterator[BaseException]:
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """What makes our event loops: uvloop where there is one; None for asyncio's own."""
+    """The factory of event loops: uvloop's if installed; None: asyncio's own."""
     try:
         import uvloop  # noqa: PLC0415  (absent on Windows)
     except ImportError:

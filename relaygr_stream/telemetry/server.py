@@ -1,7 +1,7 @@
-"""/metrics, /healthz and /readyz over HTTP, from a thread with an event loop of its own: a stuck one is still reported.
+"""/metrics, /healthz and /readyz over HTTP, from a thread with its own event loop: it reports a stuck main loop.
 
-Clients are bounded in number and in time, whatever they send or leave unsent. Knows nothing of what makes a process
-alive or ready: two callbacks say so, from any thread and without waiting.
+The number of clients and the time of each are bounded. Two callbacks tell whether the process is live and ready; they
+are called from this thread and do not wait.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 from relaygr_stream.errors import ConfigError
 from relaygr_stream.telemetry.listener import Known, Listener
 
-#: Says why not, or None when all is well.
+#: Returns why not, or None if all is well.
 Check = Callable[[], str | None]
 
-#: From a client's connection to the end of its answer. Scrapers and probes send at once and take milliseconds.
+#: Timeout from a client's connection to the end of its answer. Scrapers and probes take milliseconds.
 REQUEST_S: Final = 5.0
 #: Clients at once, each with a request of 8 KiB at most and an answer of some hundred KiB.
 MAX_CLIENTS: Final = 32
-#: Of so many, none younger than this is hung up on.
+#: A client younger than this is not closed in favour of another.
 GRACE_S: Final = 0.25
 MAX_REQUEST: Final = 8192
 PATHS: Final = ("/metrics", "/healthz", "/readyz")
@@ -40,8 +40,8 @@ Answer = tuple[str, list[tuple[str, str]], bytes]
 class TelemetryServer:
     """Serves one registry and two checks until stopped.
 
-    live: answers /healthz; a process that is not live should be restarted. ready: answers /readyz; one that is not
-    ready should get no work. Raises ConfigError when the address cannot be bound.
+    live: answers /healthz; a process that is not live should be restarted. ready: answers /readyz; a process that is
+    not ready should get no work. Raises ConfigError if the address cannot be bound.
     """
 
     def __init__(self, registry: CollectorRegistry, host: str, port: int, live: Check, ready: Check) -> None:
@@ -70,7 +70,7 @@ class TelemetryServer:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop serving and free the port. Waits a moment for the thread; may be called twice."""
+        """Stop serving and free the port. Waits for the thread; may be called twice."""
         if self._loop.is_closed():
             return
         if self._thread.is_alive():
@@ -88,7 +88,7 @@ class TelemetryServer:
             self._loop.close()
 
     async def _serve(self, connection: socket.socket, _: Known) -> None:
-        """One request, one answer."""
+        """Read one request, write one answer, close."""
         writer = None
         try:
             async with asyncio.timeout(REQUEST_S):
@@ -99,7 +99,7 @@ class TelemetryServer:
                 await writer.drain()
                 writer.close()
                 await writer.wait_closed()
-        except (OSError, EOFError, asyncio.LimitOverrunError) as error:  # hung up, late or endless: no news
+        except (OSError, EOFError, asyncio.LimitOverrunError) as error:  # closed, late or too long: the client's fault
             structlog.get_logger(__name__).debug("telemetry client failed", error=repr(error))
         finally:
             if writer is not None:
@@ -122,12 +122,12 @@ class TelemetryServer:
             text = json.dumps({"status": "unavailable", "reason": reason} if reason else {"status": "ok"}) + "\n"
             status, found, body = _respond("503 Service Unavailable" if reason else "200 OK", _JSON, text)
         else:
-            text = f"Nothing at {path!r}. There are {', '.join(PATHS)}.\n"
+            text = f"Nothing at {path!r}. The paths are {', '.join(PATHS)}.\n"
             status, found, body = _respond("404 Not Found", _TEXT, text)
         return status, found, body if method == "GET" else b""
 
     def _exposition(self, query: str, headers: dict[str, str]) -> Answer:
-        """Prometheus's own application chooses the format and packs it."""
+        """The metrics, in the format and compression that prometheus_client's own application chooses."""
         answered: list[Any] = []
         environ = {
             "REQUEST_METHOD": "GET",
@@ -144,7 +144,7 @@ class TelemetryServer:
 def _reason(check: Check) -> str | None:
     try:
         return check()
-    except Exception as error:  # a check that fails is an answer, not a dropped connection
+    except Exception as error:  # a failed check must give an answer, not a closed connection
         return f"the check itself failed: {type(error).__name__}: {error}"
 
 

@@ -1,1 +1,1 @@
-"""The trigger: reads request events, admits those worth a pre-inference, signals the workers (DESIGN §6)."""
+"""The trigger: reads request events, admits those worth a pre-inference, sends signals to the workers."""

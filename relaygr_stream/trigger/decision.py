@@ -1,7 +1,7 @@
 """The decision: is this request at risk, and do its lane's bounds allow a pre-inference?
 
-`decide` reads the event, the owner's statement and the lane's bounds, and changes nothing; `LaneState.admit` books what
-was admitted. Never waits. Knows nothing of Kafka.
+`decide` reads the event, the owner's status and the lane's bounds, and changes nothing. `LaneState.admit` books an
+admitted request. Nothing here waits.
 """
 
 from __future__ import annotations
@@ -15,34 +15,35 @@ import msgspec
 
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.trigger.ledger import LaneLedger, Pending
-from relaygr_stream.wire.costs import FALLBACK_COSTS, charge_ms, prefix_bytes, usable_costs
 from relaygr_stream.wire.fleet import Claim
 from relaygr_stream.wire.messages import CostModel, RequestEvent, tenant_key
+from relaygr_stream.wire.worker_status import FALLBACK_COSTS, charge_ms, prefix_bytes, usable_costs
 
-# The load bound: token buckets of device milliseconds, one per lane and, behind those, one per owner. A lane's bucket
-# keeps it to what its owner grants it; the owner's keeps all lanes of a trigger that it owns to a second of what it
-# grants them together, however many they are. Knows nothing of what the device time is spent on.
+# The load bound: token buckets of device milliseconds, one for each lane and one for each owner of lanes. A lane's
+# bucket limits it to its owner's grant. An owner's bucket limits all its lanes of this trigger together to one second
+# of its grants, however many lanes there are.
 
-
-#: A new bucket holds what this many seconds refill. Not a full burst: triggers restart and hand lanes over, and each
-#: time every lane would be owed another burst. One second's refill summed over an owner's lanes is one second of its
+#: A new bucket holds the refill of this many seconds. Not a full burst: triggers restart and hand lanes over, and each
+#: time every lane would get another burst. One second's refill summed over an owner's lanes is one second of its
 #: pre-infer share, whatever the number of lanes.
 START_S: Final = 1.0
-#: A lane's bucket holds at most what so many seconds refill: what was saved up under a grant that is withdrawn is
-#: withdrawn with it. About as long as an owner takes a lane for one that is asked (worker/budgets.py).
+#: A lane's bucket holds at most the refill of this many seconds, so that savings shrink with the grant. It is about as
+#: long as an owner counts a lane as in use after its last request (worker/budgets.py).
 LANE_S: Final = 10.0
-#: And an owner's: its lanes may save up as much as its device does in a second, which is less than a life window.
+#: An owner's bucket holds at most the refill of this many seconds: its lanes together save at most one second of its
+#: device time, which is less than a life window.
 OWNER_S: Final = 1.0
-#: A rate below this is none: what rounding leaves of a sum of rates that were withdrawn one by one.
-LEAST_MS_PER_S: Final = 1e-6
+#: A lower rate counts as zero: it is the rounding error of a sum of rates that were withdrawn one by one.
+MIN_MS_PER_S: Final = 1e-6
 
 
 class LoadBucket:
-    """Device milliseconds that may still be asked for. Times are seconds of a monotonic clock.
+    """A token bucket of device milliseconds. Times are seconds of a monotonic clock.
 
-    It holds at most `depth`: what depth_s seconds refill, and never more than burst_ms. Over any interval of dt seconds
-    at most burst_ms + rate·dt is taken. A cost above the depth is let through when the bucket is full, and leaves it in
-    debt: then the bound is exceeded by (cost - depth), once, and paid back. Without a rate nothing is let through.
+    It holds at most `depth`: the refill of depth_s seconds, and never more than burst_ms. Over any interval of dt
+    seconds at most burst_ms + rate·dt is spent. A cost above the depth is allowed when the bucket is full, and leaves
+    it in debt: the bound is exceeded once, by (cost - depth), and the refill repays it. Without a rate nothing is
+    allowed.
     """
 
     def __init__(self, burst_ms: float, depth_s: float = LANE_S) -> None:
@@ -54,39 +55,39 @@ class LoadBucket:
 
     @property
     def rate(self) -> float:
-        """Milliseconds a second that refill it."""
+        """Its refill, in milliseconds per second."""
         return self._rate
 
     @property
     def depth(self) -> float:
-        """Device milliseconds that it holds when it is full."""
+        """Device milliseconds in a full bucket."""
         return min(self._burst_ms, self._rate * self._depth_s)
 
     def set_rate(self, ms_per_s: float, now_s: float, more_ms: float = 0.0) -> None:
-        """From now on refill at this rate; the first call starts the bucket. more_ms: put in beside that."""
+        """Refill at this rate from now on; the first call starts the bucket. more_ms: added once."""
         level = self.level(now_s) + more_ms if self._at_s is not None else ms_per_s * START_S
         self._at_s = now_s
-        self._rate = ms_per_s if ms_per_s >= LEAST_MS_PER_S else 0.0
+        self._rate = ms_per_s if ms_per_s >= MIN_MS_PER_S else 0.0
         self._level_ms = min(self.depth, level)
 
     def level(self, now_s: float) -> float:
-        """Device milliseconds available; negative: in debt. Changes nothing."""
+        """Device milliseconds available; negative: debt. Changes nothing."""
         if self._at_s is None:
             return 0.0
         return min(self.depth, self._level_ms + self._rate * max(0.0, now_s - self._at_s))
 
     def allows(self, cost_ms: float, now_s: float) -> bool:
-        """Whether `take` is permitted now. Changes nothing."""
+        """Whether `spend` is permitted now. Changes nothing."""
         return self._rate > 0 and self.level(now_s) >= min(cost_ms, self.depth)
 
-    def take(self, cost_ms: float, now_s: float) -> None:
-        """Spend; the caller asked `allows` at the same instant."""
+    def spend(self, cost_ms: float, now_s: float) -> None:
+        """Spend device milliseconds; the caller asked `allows` at the same instant."""
         self._level_ms = self.level(now_s) - cost_ms
         self._at_s = now_s
 
 
 class OwnerLoads:
-    """One bucket for each owner of lanes that a trigger decides for; its rate is the sum of theirs."""
+    """One bucket for each owner of this trigger's lanes; its rate is the sum of its lanes' rates."""
 
     def __init__(self) -> None:
         self._lanes: dict[int, tuple[str, float]] = {}
@@ -94,10 +95,10 @@ class OwnerLoads:
         self._counts: dict[str, int] = {}
 
     def observe(self, lane: int, owner: str, ms_per_s: float, now_s: float) -> LoadBucket:
-        """This lane has this owner, who grants it this rate; returns the owner's bucket."""
+        """Note a lane's owner and the rate it grants; returns the owner's bucket."""
         before, known_ms = self._lanes.get(lane, ("", 0.0))
         if before != owner:
-            self.lost(lane, now_s)
+            self.remove(lane, now_s)
             self._counts[owner] = self._counts.get(owner, 0) + 1
             known_ms = 0.0
         bucket = self._buckets.get(owner)
@@ -108,8 +109,8 @@ class OwnerLoads:
         bucket.set_rate(bucket.rate + ms_per_s - known_ms, now_s, ms_per_s * START_S if new else 0.0)
         return bucket
 
-    def lost(self, lane: int, now_s: float) -> None:
-        """Another trigger decides for this lane now, or it has another owner."""
+    def remove(self, lane: int, now_s: float) -> None:
+        """Remove a lane that has another owner now, or that another trigger decides for."""
         owner, ms_per_s = self._lanes.pop(lane, ("", 0.0))
         if not owner:
             return
@@ -138,7 +139,7 @@ REASONS: Final[tuple[Reason, ...]] = get_args(Reason)
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The settings a decision depends on."""
+    """The settings that decisions depend on; times in milliseconds."""
 
     risk_ms: float  # at risk above this
     stale_ms: float
@@ -148,9 +149,9 @@ class Policy:
 
     @classmethod
     def of(cls, settings: Settings) -> Policy:
-        """As configured."""
+        """The policy in these settings."""
         return cls(
-            risk_ms=settings.trigger.risk_fraction * settings.relay.slo_ms,
+            risk_ms=settings.trigger.risk_share * settings.relay.slo_ms,
             stale_ms=settings.trigger.stale_ms,
             life_ms=settings.relay.life_window_ms,
             burst_ms=settings.trigger.load_burst_ms,
@@ -159,14 +160,14 @@ class Policy:
 
 
 class Decision(msgspec.Struct, frozen=True):  # made for every event; a frozen dataclass takes a microsecond more
-    """What was decided and the numbers behind it; those that were not reached are 0."""
+    """A decision and the numbers behind it; numbers that were not needed are 0."""
 
     reason: Reason
     tokens: int
     age_ms: float
-    predicted_ms: float = 0.0  # ranking in full, the owner's queue included; at risk above Policy.risk_ms
-    nbytes: int = 0  # prefix KV
-    cost_ms: float = 0.0  # device time that the pre-inference is expected to take
+    predicted_ms: float = 0.0  # full inference plus the owner's queue; at risk above Policy.risk_ms
+    nbytes: int = 0  # of the prefix KV
+    cost_ms: float = 0.0  # expected device time of the pre-inference
 
     @property
     def admit(self) -> bool:
@@ -175,7 +176,10 @@ class Decision(msgspec.Struct, frozen=True):  # made for every event; a frozen d
 
 
 class LaneState:
-    """One lane's bounds and its recently admitted requests. loads: of all lanes of this trigger."""
+    """One lane's bounds and its recently admitted requests.
+
+    log_end, keep_s, now_s: as for LaneLedger. number: the lane. loads: the owners' buckets of this trigger.
+    """
 
     def __init__(
         self,
@@ -191,13 +195,13 @@ class LaneState:
         self._number = number
         self._loads = OwnerLoads() if loads is None else loads
         self._owner_bucket: LoadBucket | None = None
-        self.costs: CostModel = FALLBACK_COSTS  # as the owner stated them, if they can be reckoned with
+        self.costs: CostModel = FALLBACK_COSTS  # the owner's, if they are usable
         self._life_s = policy.life_ms / 1000.0
         self._recent: OrderedDict[str, float] = OrderedDict()  # tenant_key of request id → when admitted
         self._claim: Claim | None = None
 
     def observe(self, claim: Claim | None, now_s: float) -> None:
-        """Take the present owner's newest claim, if it is news."""
+        """Apply the current owner's newest claim, if it has changed."""
         if claim is not None and claim is not self._claim:
             self.ledger.observe(claim.lane)
             rate = claim.lane.device_ms_per_s
@@ -208,24 +212,24 @@ class LaneState:
 
     @property
     def owner(self) -> str:
-        """Who stated the lane last; empty: nobody yet."""
+        """The name of the worker that stated the lane last; empty: none yet."""
         return "" if self._claim is None else self._claim.worker.name
 
     def load_allows(self, cost_ms: float, now_s: float) -> bool:
-        """Whether the lane's grant, and its owner's for all lanes of this trigger, leave so much device time."""
+        """Whether both the lane's bucket and its owner's allow this much device time."""
         owner = self._owner_bucket
         return owner is not None and self.bucket.allows(cost_ms, now_s) and owner.allows(cost_ms, now_s)
 
     def load_left_ms(self, now_s: float) -> float:
-        """Device milliseconds that the lane may ask for now."""
+        """Device milliseconds that the lane may request now."""
         owner = self._owner_bucket
         return 0.0 if owner is None else min(self.bucket.level(now_s), owner.level(now_s))
 
     def charge(self, cost_ms: float, now_s: float) -> None:
-        """Take device time from the lane's grant and its owner's."""
-        self.bucket.take(cost_ms, now_s)
+        """Spend device time from the lane's bucket and its owner's."""
+        self.bucket.spend(cost_ms, now_s)
         if self._owner_bucket is not None:
-            self._owner_bucket.take(cost_ms, now_s)
+            self._owner_bucket.spend(cost_ms, now_s)
 
     def admitted_recently(self, request: str, now_s: float) -> bool:
         """Whether this request (tenant_key of its id) was admitted within the life window."""
@@ -233,7 +237,7 @@ class LaneState:
         return at_s is not None and now_s - at_s <= self._life_s
 
     def admit(self, event: RequestEvent, decision: Decision, now_s: float) -> Pending:
-        """Book an admitted request; what is returned belongs to its signal."""
+        """Book an admitted request; returns the ledger's entry for its signal."""
         while self._recent and now_s - next(iter(self._recent.values())) > self._life_s:
             self._recent.popitem(last=False)
         request = tenant_key(event.tenant, event.request_id)
@@ -246,15 +250,15 @@ class LaneState:
 def decide(
     event: RequestEvent, *, policy: Policy, lane: LaneState, owner: Claim | None, age_ms: float, now_s: float
 ) -> Decision:
-    """Whether to pre-infer for this event, and why (not).
+    """Whether to pre-infer for this event, and the reason. Changes nothing.
 
-    owner: the lane's present owner, None if there is none or it is silent; `lane` has observed it. age_ms: of the
-    event. now_s: our monotonic clock. Changes nothing.
+    owner: the lane's current owner, None if there is none or it is silent; `lane` has observed it. age_ms: of the
+    event. now_s: this process's monotonic clock, in seconds.
     """
     tokens = len(event.prefix)
-    unfit = _unfit(event, tokens, policy, lane, age_ms, now_s)
-    if unfit is not None:
-        return Decision(unfit, tokens, age_ms)
+    against = _reason_against(event, tokens, policy, lane, age_ms, now_s)
+    if against is not None:
+        return Decision(against, tokens, age_ms)
     if owner is None:
         return Decision("no_owner", tokens, age_ms)
     costs = lane.costs
@@ -273,23 +277,23 @@ def decide(
 
 
 def _wait_ms(owner: Claim, now_s: float) -> float:
-    """What waits at the owner now, if it has worked on since it stated that, up to a quarter of a second ago."""
+    """The owner's pre-infer queue now: the stated one less the time since, at most one status interval."""
     return max(0.0, owner.worker.pre_infer_wait_ms - owner.age_ms(now_s))
 
 
 def _time_left_ms(event: RequestEvent, policy: Policy, age_ms: float) -> float:
-    """Until the ranking is expected; where the event does not say, until the end of the life window.
+    """Time until the expected ranking; if the event does not state it, until the end of the life window.
 
-    The owner would not even have begun by then if what waits there takes longer. One that has begun is worth having:
-    the ranking joins it, and waits for the rest only.
+    If the owner's queue is longer, the prefill job would not start before the ranking. A started job is worth
+    admitting: the ranking joins it and waits only for the rest.
     """
     return max(0.0, (event.rank_in_ms or policy.life_ms) - age_ms)
 
 
-def _unfit(
+def _reason_against(
     event: RequestEvent, tokens: int, policy: Policy, lane: LaneState, age_ms: float, now_s: float
 ) -> Reason | None:
-    """Why the event deserves no pre-inference, whoever owns the lane."""
+    """Why the event is not worth a pre-inference, whatever the lane's owner; None: it may be."""
     if tokens == 0:
         return "empty_prefix"
     if tokens > policy.max_prefix_tokens:

@@ -1,6 +1,6 @@
-"""Why a request was, or would be, admitted or not: the numbers behind each decision, as a table or as JSON.
+"""Why a request is admitted or not: the numbers behind each decision, as a table or as JSON.
 
-Asks the trigger's own `decide` and reads what it compared. Knows nothing of where events come from.
+Calls the trigger's own `decide` and collects the numbers that it compares.
 """
 
 from __future__ import annotations
@@ -15,37 +15,37 @@ from rich.table import Table
 
 from relaygr_stream.telemetry.printable import printable, printable_json
 from relaygr_stream.trigger.decision import Decision, LaneState, Policy, Reason, decide
-from relaygr_stream.wire.costs import charge_ms, prefix_bytes
 from relaygr_stream.wire.fleet import Claim
 from relaygr_stream.wire.messages import RequestEvent
+from relaygr_stream.wire.worker_status import charge_ms, prefix_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """One decision and everything it was compared with; None: there is no owner to say it."""
+    """One decision and the numbers it compared; None: unknown, since the lane has no owner."""
 
     request_id: str
     user_id: str
     tenant: str = ""
     lane: int
-    at_s: float  # since the first event
+    at_s: float  # seconds since the first event
     tokens: int
     candidates: int
     age_ms: float
     stale_ms: float
     owner: str | None
     queue_ms: float | None
-    predicted_ms: float | None  # ranking in full, the owner's queue included
+    predicted_ms: float | None  # full inference plus the owner's queue
     risk_ms: float  # at risk above this
-    nbytes: int | None
-    outstanding_bytes: int  # pinned or on its way to the owner, as far as known
+    nbytes: int | None  # of the prefix KV
+    outstanding_bytes: int  # pinned at the owner, or in signals that it has not read
     budget_bytes: int
     on_hold: bool  # there may be unread signals of unknown size
-    cost_ms: float | None  # device time that the pre-inference is expected to take
-    level_ms: float  # device time the lane may ask for now
-    rate_ms_per_s: float | None  # and what refills it
+    cost_ms: float | None  # expected device time of the pre-inference
+    level_ms: float  # device time that the lane may request now
+    rate_ms_per_s: float | None  # the refill of level_ms
     reason: Reason
-    signalled: bool | None = None  # of a live sample: whether the running trigger signalled it
+    signalled: bool | None = None  # whether the running trigger sent a signal; None: not a live sample
 
 
 def explain(
@@ -59,7 +59,7 @@ def explain(
     now_s: float,
     at_s: float,
 ) -> tuple[Explanation, Decision]:
-    """Decide, and say with which numbers; as `decide`, it books nothing. at_s: the event's time as it is shown."""
+    """The decision and its numbers; like `decide`, books nothing. at_s: the event's time in the explanation."""
     decision = decide(event, policy=policy, lane=lane, owner=owner, age_ms=age_ms, now_s=now_s)
     tokens = len(event.prefix)
     explanation = Explanation(
@@ -94,7 +94,7 @@ def as_json(rows: Sequence[Explanation]) -> str:
 
 
 def as_table(rows: Sequence[Explanation]) -> Table:
-    """For a terminal: what was compared stands side by side."""
+    """A table for a terminal, with compared numbers side by side."""
     live = any(row.signalled is not None for row in rows)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("at s", "request", "user"):
@@ -133,7 +133,7 @@ def as_table(rows: Sequence[Explanation]) -> Table:
 
 
 def summary(rows: Sequence[Explanation]) -> str:
-    """How many requests there were by reason, the most frequent first."""
+    """The number of requests by reason, most frequent first."""
     counts = Counter(row.reason for row in rows)
     parts = [f"{reason} {count} ({count / len(rows):.0%})" for reason, count in counts.most_common()]
     return f"{len(rows)} requests: {', '.join(parts)}" if rows else "no requests"

@@ -1,5 +1,7 @@
-"""A live sample: reads `retrieval`, `pre-infer` and `worker-status` beside the running triggers, joins no group, writes
-nothing, and says for each event with which numbers it would be decided on here, and whether it was signalled."""
+"""A live sample: for each event on `retrieval`, the numbers of a decision made here, and whether a signal followed.
+
+It reads `retrieval`, `pre-infer` and `worker-status` beside the running triggers. It joins no group and writes nothing.
+"""
 
 from __future__ import annotations
 
@@ -16,29 +18,31 @@ from relaygr_stream.settings.schema import Settings
 from relaygr_stream.trigger.decision import Decision, LaneState, OwnerLoads, Policy
 from relaygr_stream.trigger.explain import Explanation, explain
 from relaygr_stream.trigger.statement import stated_policy
-from relaygr_stream.wire.costs import charge_ms, prefix_bytes
 from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import PreInferSignal, RequestEvent, WorkerStatus, decode, kind_of, tenant_key
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.trigger_status import TriggerStatus, read_trigger
-from relaygr_stream.wire.worker_status import MAX_SKEW_S, StatusReader
+from relaygr_stream.wire.worker_status import MAX_SKEW_S, StatusReader, charge_ms, prefix_bytes
 
-#: An event's signal follows it within milliseconds; so long after the last event is waited for it.
+#: Seconds to wait for signals after the last event: a signal follows its event within milliseconds.
 SIGNAL_S = 1.0
-#: Owners state themselves this many times before the first event is looked at.
+#: Status intervals to wait before the first event, so that every owner has stated itself.
 STATUS_PERIODS = 2
 
 
 async def explain_live(settings: Settings, policy: Policy, seconds: float) -> list[Explanation]:
-    """Look on for so many seconds. Raises BrokerUnavailable, TopicError."""
+    """Explanations of the events of the next `seconds` seconds. Raises BrokerUnavailable, TopicError."""
     await verify_topics(settings.kafka)
     topics = load_topics(settings.kafka)
-    directory = OwnerDirectory(settings.trigger.silence_ms, reader=StatusReader.of(settings, topics))
+    directory = OwnerDirectory(settings.trigger.max_status_age_ms, reader=StatusReader.of(settings, topics))
     async with AsyncExitStack() as stack:
         ends = await stack.enter_async_context(LogEnds(settings.kafka, "relaygr-explain"))
         log_ends = await ends.ask(topics.pre_infer.name, range(topics.lanes))
         if silent := set(range(topics.lanes)) - log_ends.keys():
-            raise BrokerUnavailable(f"no broker says where partitions {sorted(silent)} of {topics.pre_infer.name} end")
+            raise BrokerUnavailable(
+                f"no broker answers for the log ends of partitions {sorted(silent)} of {topics.pre_infer.name}; "
+                f"check that their leaders run"
+            )
         shadow = Shadow(policy, topics, directory, {lane: end.offset for lane, end in log_ends.items()})
         tails = []
         for topic, on_records in (
@@ -49,7 +53,7 @@ async def explain_live(settings: Settings, policy: Policy, seconds: float) -> li
             tail = TopicTail(settings.kafka, topic.name, range(topic.partitions), "latest", on_records)
             tails.append(await stack.enter_async_context(tail))
             if topic is topics.worker_status:
-                await asyncio.sleep(STATUS_PERIODS * settings.worker.status_ms / 1e3)
+                await asyncio.sleep(STATUS_PERIODS * settings.worker.status_interval_ms / 1e3)
         failed = [tail.failed for tail in tails]
         await asyncio.wait(failed, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         shadow.looking = False
@@ -61,7 +65,7 @@ async def explain_live(settings: Settings, policy: Policy, seconds: float) -> li
 
 
 async def stated_by_a_worker(settings: Settings) -> WorkerStatus | None:
-    """The newest status of a serving worker on the topic, however old. Raises BrokerUnavailable, TopicError."""
+    """The newest status of a serving worker on `worker-status`, of any age. Raises BrokerUnavailable, TopicError."""
     await verify_topics(settings.kafka)
     topics = load_topics(settings.kafka)
     topic, reader = topics.worker_status, StatusReader.of(settings, topics)
@@ -84,7 +88,7 @@ async def stated_by_a_worker(settings: Settings) -> WorkerStatus | None:
 
 
 async def running_policy(settings: Settings) -> tuple[Policy, str]:
-    """What the running triggers decide with, and a line that says so; without any, what is configured here.
+    """The policy of the running triggers, and a line that names its source; if none runs, the policy in `settings`.
 
     Raises BrokerUnavailable, TopicError.
     """
@@ -104,7 +108,7 @@ async def running_policy(settings: Settings) -> tuple[Policy, str]:
 
     async with TopicTail(settings.kafka, topic.name, range(topic.partitions), "earliest", on_records):
         pass
-    lately_ms = (time.time() - MAX_SKEW_S) * 1e3  # one that was killed is not running
+    lately_ms = (time.time() - MAX_SKEW_S) * 1e3  # excludes triggers that were killed
     running = [status for status in found.values() if status.state == "serving" and status.sent_ms >= lately_ms]
     if not running:
         return Policy.of(settings), "no trigger runs there: decided with the settings given here"
@@ -114,7 +118,10 @@ async def running_policy(settings: Settings) -> tuple[Policy, str]:
 
 
 class Shadow:
-    """The lanes as a trigger would see them that had admitted what was signalled. The two topics come in any order."""
+    """The lanes' bounds, as in a trigger that admitted each signalled request.
+
+    Events and signals may be read in either order.
+    """
 
     def __init__(self, policy: Policy, topics: TopicSet, directory: OwnerDirectory, ends: dict[int, int]) -> None:
         self._policy = policy
@@ -131,12 +138,12 @@ class Shadow:
         self.looking = True
 
     def on_events(self, records: list[Record]) -> None:
-        """Read from `retrieval`: each is decided on while `looking`."""
+        """Handle records of `retrieval`: decide on each event while `looking`."""
         for record in records:
             try:
                 event = decode(RequestEvent, record.value, self._topics.retrieval.max_message_bytes)
             except DecodeError:
-                continue  # the trigger puts it into the dead letters, with the reason
+                continue  # the trigger dead-letters it
             if self.looking:
                 self._look_at(event, record.lane)
 
@@ -158,9 +165,9 @@ class Shadow:
         self._events[tenant_key(event.tenant, event.request_id)] = event
 
     def on_signals(self, records: list[Record]) -> None:
-        """Read from `pre-infer`: each is booked as admitted."""
+        """Handle records of `pre-infer`: book each signal as admitted."""
         for record in records:
-            if kind_of(record.headers):  # no signal, but its offset is known to the trigger that wrote it
+            if kind_of(record.headers):  # not a signal, but the trigger that wrote it knows its offset
                 ledger = self._lanes[record.lane].ledger
                 ledger.acknowledged(ledger.admit(0), record.offset, time.monotonic())
                 continue
@@ -172,9 +179,9 @@ class Shadow:
             self._book(signal, record)
 
     def _book(self, signal: PreInferSignal, record: Record) -> None:
-        """The lane's trigger has admitted this."""
+        """Book a request that the lane's trigger has admitted."""
         now, state, owner = time.monotonic(), self._lanes[record.lane], self._directory.owner(record.lane)
-        state.observe(owner, now)  # before anything is taken from the lane's bucket, which this fills
+        state.observe(owner, now)  # first: it fills the lane's bucket
         tokens = len(signal.prefix)
         nbytes = 0 if owner is None else prefix_bytes(tokens, owner.worker)
         cost_ms = 0.0 if owner is None else charge_ms(state.costs, tokens, owner.worker)
@@ -182,11 +189,11 @@ class Shadow:
         event = self._events.get(tenant_key(signal.tenant, signal.request_id))
         if event is not None:
             pending = state.admit(event, admitted, now)
-        else:  # read before its event, which must not be taken for a duplicate
+        else:  # read before its event, which must not count as a duplicate
             state.charge(admitted.cost_ms, now)
             pending = state.ledger.admit(nbytes)
         state.ledger.acknowledged(pending, record.offset, now)
 
     def explanations(self) -> list[Explanation]:
-        """Those of all events looked at, in the order of reading."""
+        """The explanations of all events, in the order of reading."""
         return [replace(row, signalled=tenant_key(row.tenant, row.request_id) in self._signalled) for row in self._rows]

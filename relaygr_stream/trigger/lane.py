@@ -1,8 +1,7 @@
-"""One lane's trigger: its queue of events, and a task that decides on them in order.
+"""One lane's trigger: a queue of events, and a task that decides on them in order (decision.py).
 
-An event is done once it was skipped, or its signal or dead letter was acknowledged. The task may wait for the end of
-the lane's log; no other lane waits with it. Knows nothing of how the decision is made
-(decision.py), nor of the consumer group.
+An event is complete once it is skipped, or once its signal or dead letter is acknowledged. The task may wait for the
+end of the lane's log; other lanes do not wait with it.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from relaygr_stream.bus.topics import lane_of
 from relaygr_stream.errors import BrokerError, DecodeError
 from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.trigger.decision import Decision, LaneState, decide
-from relaygr_stream.trigger.refused import UNTOLD
-from relaygr_stream.trigger.signals import LaneSignals, Surroundings
+from relaygr_stream.trigger.refused import NOT_REPORTED
+from relaygr_stream.trigger.signals import LaneContext, LaneSignals
 from relaygr_stream.wire.messages import RequestEvent, RequestEventInPlace, check_times, decode, kind_of
 from relaygr_stream.wire.records import Record
 
@@ -30,16 +29,16 @@ T = TypeVar("T")
 log = structlog.get_logger(__name__)
 limited = LogLimiter().limited
 
-#: A lane's task lets the others run after this many events in a row: a few milliseconds.
+#: A lane's task yields to the others after this many events: a few milliseconds.
 EVENTS_PER_TURN: Final = 64
 RETRY_FIRST_S: Final = 0.1
 RETRY_MOST_S: Final = 2.0
 
 
 class LaneTrigger:
-    """Decides on one lane's events, from when the lane is ours until `run` is cancelled."""
+    """Decides on one lane's events until `run` is cancelled."""
 
-    def __init__(self, number: int, shared: Surroundings) -> None:
+    def __init__(self, number: int, shared: LaneContext) -> None:
         self._number = number
         self._shared = shared
         self._events: deque[Record] = deque()
@@ -53,26 +52,26 @@ class LaneTrigger:
         return len(self._events)
 
     def put(self, record: Record) -> None:
-        """A new event."""
+        """Enqueue an event."""
         self._events.append(record)
         self._arrived.set()
 
     def sample_age(self, end: LogEnd) -> None:
-        """Where the lane's events ended just now."""
+        """Apply the end of the lane's event log, as just answered by a broker."""
         self._ages.sample(end)
 
     def reconcile(self, end: LogEnd) -> None:
-        """Where the lane's signals ended just now."""
+        """Apply the end of the lane's signal log, as just answered by a broker."""
         if self.state is not None:
             lost = self.state.ledger.reconcile(end.offset, end.asked_s)
             self._shared.metrics.signals_lost.inc(lost)
             self.state.observe(self._shared.owners.owner(self._number), time.monotonic())
 
     async def run(self) -> None:
-        """Decide on events as they come; never returns."""
+        """Decide on events as they arrive; never returns."""
         pre_infer = self._shared.topics.pre_infer
-        ends = await self._persist(
-            lambda: self._shared.ends.ask(pre_infer.name, [self._number]), "ask where the lane's signals end"
+        ends = await self._retry(
+            lambda: self._shared.ends.ask(pre_infer.name, [self._number]), "ask for the end of the lane's signal log"
         )
         end = ends[self._number]
         self.state = LaneState(
@@ -92,7 +91,7 @@ class LaneTrigger:
             await asyncio.sleep(0)
 
     async def _turn(self, state: LaneState, signals: LaneSignals) -> None:
-        """Decide on what waits, up to a bound; the signals travel together."""
+        """Decide on at most EVENTS_PER_TURN queued events, and send their signals together."""
         for _ in range(min(len(self._events), EVENTS_PER_TURN)):
             record = self._events.popleft()
             if kind_of(record.headers):  # of a later release
@@ -101,7 +100,7 @@ class LaneTrigger:
                 continue
             try:
                 event = decode(RequestEventInPlace, record.value, self._shared.topics.retrieval.max_message_bytes)
-                check_times(event.prefix, "prefix")  # else its signal would be a dead letter of the worker's
+                check_times(event.prefix, "prefix")  # else the worker would dead-letter its signal
                 self._check_lane(event)
             except DecodeError as error:
                 self._dead_letter(record, error)
@@ -110,21 +109,21 @@ class LaneTrigger:
             if decision.admit:
                 signals.add(event, record, state.admit(event, decision, time.monotonic()))
             else:
-                if state.owner and decision.reason not in UNTOLD:
+                if state.owner and decision.reason not in NOT_REPORTED:
                     refused = self._shared.refused
                     refused.add(state.owner, self._number, state.ledger, event.request_id, decision.reason)
                 self._shared.done(record)
         await signals.flush()
 
     def _check_lane(self, event: RequestEvent) -> None:
-        """Bounds are kept per lane, so an event must have come by the lane that its user's signal will take."""
+        """Raise DecodeError unless the event is on its user's lane: bounds are per lane, and its signal goes there."""
         lanes = self._shared.topics.lanes
         lane = lane_of(event.user_id, lanes)
         if lane != self._number:
             raise DecodeError(
                 "invalid",
                 f"this user belongs on partition {lane} of {lanes}, the event came on {self._number}; "
-                f"the key must be the user id, the partitioner murmur2",
+                f"set the key to the user id and the partitioner to murmur2",
             )
 
     def _decide(self, event: RequestEvent, record: Record, state: LaneState) -> Decision:
@@ -156,14 +155,14 @@ class LaneTrigger:
         return age.sure_ms
 
     def _dead_letter(self, record: Record, error: DecodeError) -> None:
-        self._shared.letters.send(record, error)
+        self._shared.dead_letters.send(record, error)
         self._shared.metrics.dead_letters.labels(error.reason).inc()
         limited(log.warning, error.reason)(
             "event unreadable", lane=self._number, offset=record.offset, outcome=error.reason, detail=error.detail
         )
 
-    async def _persist(self, attempt: Callable[[], Coroutine[Any, Any, T]], doing: str) -> T:
-        """Try until it works: nothing is skipped because a broker is away."""
+    async def _retry(self, attempt: Callable[[], Coroutine[Any, Any, T]], doing: str) -> T:
+        """Call `attempt` until it succeeds; no event is skipped because a broker is away."""
         wait_s = RETRY_FIRST_S
         while True:
             try:

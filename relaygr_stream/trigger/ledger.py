@@ -1,18 +1,18 @@
-"""The footprint bound: which bytes a lane's owner has pinned, or will have once it has read every signal.
+"""The footprint bound: the bytes that a lane's owner has pinned, plus those it will pin once it has read every signal.
 
-The owner states pinned bytes P and the offset O up to which it has read the lane's signals. All signals it will ever
-pin are in P or at offsets ≥ O, however old the statement is. So
+The owner states pinned bytes P and the offset O up to which it has read the lane's signals. Every signal that it will
+ever pin is counted in P or lies at an offset ≥ O, however old the statement is. So
 
     outstanding = P + bytes of signals at offsets ≥ O + bytes of signals not yet acknowledged by the broker
 
-never falls short of what the owner holds, and admitting only while outstanding + new ≤ budget bounds the footprint
-without fresh reports. A signal leaves the sum when the owner has read it, not after a time: a time cannot tell a signal
-that was never read from one that will be read, and pinned, later.
+is never less than what the owner holds. Admitting only while outstanding + new ≤ budget bounds the footprint, even with
+old statements. A signal leaves the sum when the owner has read it, not after a time: time alone cannot tell a signal
+that is never read from one that is read, and pinned, later.
 
-Signals whose size is not known here (of this lane's previous trigger, or of anyone else) are seen as a gap between the
-log's end and our own next offset: while the owner has not read past them, the lane is on hold.
+Signals of unknown size (of this lane's previous trigger, or of another writer) show as a gap between the log's end and
+this trigger's next offset. The lane is on hold until the owner has read past them.
 
-Knows nothing of Kafka but that a lane's signals are a log with offsets. One ledger per lane; no clock of its own.
+One ledger per lane; callers pass the time.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import Final, NamedTuple
 
 from relaygr_stream.wire.messages import LaneStatus
 
-#: Only signals acknowledged at least this long before we asked for the log's end are taken for lost when they lie
-#: behind it: the end may lag behind an acknowledgement while partition leadership moves, by milliseconds.
+#: A signal beyond the log's end counts as lost only if it was acknowledged at least this long before the end was asked
+#: for: while partition leadership moves, the end may be milliseconds behind an acknowledgement.
 SETTLE_S: Final = 2.0
 
 
@@ -33,45 +33,45 @@ class Pending:
     """A signal handed to the producer, not yet acknowledged."""
 
     nbytes: int
-    failed_s: float | None = None  # when the producer gave up: it may or may not be in the log
+    failed_s: float | None = None  # when the producer gave up; the signal may or may not be in the log
 
 
 class _Logged(NamedTuple):
     offset: int
     nbytes: int
     at_s: float
-    batch: int  # the offset at which its batch begins
+    batch: int  # the first offset of its batch
 
 
 class LaneLedger:
     """The signals of one lane that count against its owner's budget.
 
-    log_end: the end of the lane's signal log when we took the lane over, at now_s.
-    keep_s: how long the log keeps a signal. An owner's successor may start at earlier offsets than it had read, so
-    signals already read are remembered that long; those not read within it never will be.
+    log_end: the end of the lane's signal log when this trigger took the lane over, at now_s.
+    keep_s: how long the log keeps a signal. The ledger keeps each signal that long, also after it is read: an owner's
+    successor may start at an earlier offset. A signal not read within keep_s is never read.
     """
 
     def __init__(self, log_end: int, keep_s: float, now_s: float) -> None:
         self._log_end = log_end
         self._unknown_below = log_end
-        self._unknown_s = now_s  # when we last learned of signals of unknown size
+        self._unknown_s = now_s  # when signals of unknown size were last found
         self._keep_s = keep_s
         self._pending: set[Pending] = set()
         self._pending_bytes = 0
         self._logged: list[_Logged] = []  # by offset
-        self._unread_bytes = 0  # of _logged at offsets ≥ what the owner has read
+        self._unread_bytes = 0  # of entries of _logged at offsets ≥ _read_to
         self._read_to = 0
         self._pinned_bytes = 0
         self._budget_bytes = 0
 
     @property
     def outstanding(self) -> int:
-        """Bytes the owner has pinned or will pin, as far as we know of them."""
+        """Bytes that the owner has pinned or will pin, signals of unknown size excluded."""
         return self._pinned_bytes + self._unread_bytes + self._pending_bytes
 
     @property
     def budget(self) -> int:
-        """Pinned bytes the owner grants the lane."""
+        """Pinned bytes that the owner grants the lane."""
         return self._budget_bytes
 
     @property
@@ -80,27 +80,27 @@ class LaneLedger:
         return self._read_to < self._unknown_below
 
     def fits(self, nbytes: int) -> bool:
-        """Whether a signal of so many bytes may be admitted. Changes nothing."""
+        """Whether a signal for nbytes of prefix KV may be admitted. Changes nothing."""
         return not self.on_hold and self.outstanding + nbytes <= self._budget_bytes
 
     def observe(self, status: LaneStatus) -> None:
-        """Take the present owner's statement, be it the same owner as before or not."""
+        """Apply the current owner's statement; the owner may have changed."""
         self._pinned_bytes = status.pinned_bytes
         self._budget_bytes = status.budget_bytes
         self._read_to = status.pre_infer_offset
         self._recount()
 
     def admit(self, nbytes: int) -> Pending:
-        """Count a signal that is now handed to the producer; the caller asked `fits` before."""
+        """Count a signal that is handed to the producer; the caller asked `fits` before."""
         pending = Pending(nbytes)
         self._pending.add(pending)
         self._pending_bytes += nbytes
         return pending
 
     def acknowledged(self, pending: Pending, offset: int, now_s: float, batch: int | None = None) -> None:
-        """The signal is in the log at this offset. batch: where the batch begins that it is in; None: it is alone."""
+        """Record the signal at this offset of the log. batch: the first offset of its batch; None: a batch of one."""
         self._settle(pending)
-        if offset > self._log_end:  # someone else's signals lie in between
+        if offset > self._log_end:  # another writer's signals lie in between
             self._unknown_below, self._unknown_s = offset, now_s
         self._log_end = max(self._log_end, offset + 1)
         logged = _Logged(offset, pending.nbytes, now_s, offset if batch is None else batch)
@@ -112,26 +112,25 @@ class LaneLedger:
             self._unread_bytes += pending.nbytes
 
     def failed(self, pending: Pending, now_s: float) -> None:
-        """The producer gave up. The signal may be in the log all the same: it counts until `reconcile`."""
+        """Note that the producer gave up. The signal may still be in the log, so it counts until `reconcile`."""
         pending.failed_s = now_s
 
     def reconcile(self, log_end: int, asked_s: float) -> int:
-        """Compare with the log's true end, as asked for at asked_s; returns how many signals turned out lost.
+        """Compare with the log's true end, as asked for at asked_s; returns the number of lost signals.
 
-        Without this, signals that the log lost (a crashed broker, a topic made anew) would count for ever, since
-        nobody can read them. A failed one is below this end or nowhere. A log has a batch whole or not at all; an end
-        in the middle of one (the embedded broker says that the log ends behind the first of the last batch) is
-        somewhat early, and nothing of that batch is lost.
+        Without this, signals that the log lost (a crashed broker, a recreated topic) would count for ever, since no
+        owner reads them. A failed signal is below this end or not in the log. A log holds a batch completely or not at
+        all. The embedded broker states an end inside its last batch; no signal of that batch is lost.
         """
-        settled_s, forget_s = asked_s - SETTLE_S, asked_s - self._keep_s
+        settled_s, expired_s = asked_s - SETTLE_S, asked_s - self._keep_s
         if (
             log_end == self._log_end
             and not self._pending
-            and (not self._logged or self._logged[0].at_s > forget_s)
-            and (not self._unknown_below or self._unknown_s > forget_s)
+            and (not self._logged or self._logged[0].at_s > expired_s)
+            and (not self._unknown_below or self._unknown_s > expired_s)
         ):
-            return 0  # as known: so most lanes are, most of the time
-        # The log keeps a minute of signals: only what lies behind its end, or in the past, is looked at.
+            return 0  # the common case
+        # The log keeps a minute of signals: only signals beyond its end, and expired ones, are visited.
         behind = self._logged[self._index(log_end) :]
         kept = [entry for entry in behind if entry.at_s > settled_s or entry.batch < log_end]
         if behind:
@@ -143,14 +142,14 @@ class LaneLedger:
         known_end = max(log_end, self._logged[-1].offset + 1 if self._logged else 0)
         self._log_end = min(self._log_end, known_end)
         self._unknown_below = min(self._unknown_below, known_end)
-        if not self._pending and log_end > self._log_end:  # none of ours is on its way there: someone else's
+        if not self._pending and log_end > self._log_end:  # no signal of this trigger is pending: another writer's
             self._unknown_below = self._log_end = log_end
             self._unknown_s = asked_s
-        forgotten = 0  # they were acknowledged in about the order of their offsets
-        while forgotten < len(self._logged) and self._logged[forgotten].at_s <= forget_s:
-            forgotten += 1
-        del self._logged[:forgotten]
-        if self._unknown_s <= forget_s:
+        expired = 0  # signals are acknowledged in about the order of their offsets
+        while expired < len(self._logged) and self._logged[expired].at_s <= expired_s:
+            expired += 1
+        del self._logged[:expired]
+        if self._unknown_s <= expired_s:
             self._unknown_below = 0
         self._recount()
         return len(behind) - len(kept)
@@ -163,5 +162,5 @@ class LaneLedger:
         self._unread_bytes = sum(entry.nbytes for entry in self._logged[self._index(self._read_to) :])
 
     def _index(self, offset: int) -> int:
-        """Where the signals at this offset and beyond begin."""
+        """Index in _logged of the first signal at this offset or beyond."""
         return bisect_left(self._logged, offset, key=lambda entry: entry.offset)

@@ -1,4 +1,4 @@
-"""What the trigger counts, for Prometheus."""
+"""The trigger's Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from prometheus_client.utils import floatToGoString
 
 from relaygr_stream.trigger.decision import REASONS, Reason
 
-#: A decision takes microseconds; past a millisecond something is wrong.
+#: Seconds. A decision takes microseconds; more than a millisecond is a defect or a stalled loop.
 DECISION_BUCKETS = (2e-6, 5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 1e-2)
 
 
@@ -25,16 +25,18 @@ class TriggerMetrics:
         registry.register(self._decisions)
         self.ages_clamped = Counter(
             "relaygr_trigger_ages_clamped",
-            "Events whose stated sending time cannot be true: skewed clocks.",
+            "Events whose stated sending time cannot be true, because clocks differ.",
             registry=registry,
         )
         self.outstanding_bytes = Gauge(
-            "relaygr_trigger_outstanding_bytes", "Pinned bytes accounted for, all lanes.", registry=registry
+            "relaygr_trigger_outstanding_bytes",
+            "Pinned bytes counted against the budgets, all lanes.",
+            registry=registry,
         )
         self.budget_bytes = Gauge(
             "relaygr_trigger_budget_bytes", "Pinned bytes granted by the owners, all lanes.", registry=registry
         )
-        self.lanes = Gauge("relaygr_trigger_lanes", "Lanes this trigger decides for.", registry=registry)
+        self.lanes = Gauge("relaygr_trigger_lanes", "Lanes that this trigger decides for.", registry=registry)
         self.lanes_on_hold = Gauge(
             "relaygr_trigger_lanes_on_hold",
             "Lanes without admissions until their owner has read signals of unknown size.",
@@ -42,7 +44,10 @@ class TriggerMetrics:
         )
         self.backlog = Gauge("relaygr_trigger_backlog", "Events read and not yet decided.", registry=registry)
         self.dead_letters = Counter(
-            "relaygr_trigger_dead_letters", "Events nobody could read, by reason.", ["reason"], registry=registry
+            "relaygr_trigger_dead_letters",
+            "Unreadable events, dead-lettered, by reason.",
+            ["reason"],
+            registry=registry,
         )
         self.records_skipped = Counter(
             "relaygr_trigger_records_skipped",
@@ -50,7 +55,7 @@ class TriggerMetrics:
             registry=registry,
         )
         self.dead_letters_waiting = Gauge(
-            "relaygr_trigger_dead_letters_waiting", "Dead letters that their topic has not taken.", registry=registry
+            "relaygr_trigger_dead_letters_waiting", "Dead letters that are not acknowledged yet.", registry=registry
         )
         self.signals_failed = Counter(
             "relaygr_trigger_signals_failed", "Signals that no broker acknowledged.", registry=registry
@@ -63,22 +68,22 @@ class TriggerMetrics:
         )
         self.statuses_unsigned = Counter(
             "relaygr_trigger_statuses_unsigned",
-            "Worker statuses that nobody with our handover.secret wrote, or not just now.",
+            "Worker statuses without a valid signature by handover.secret, or with one that is too old.",
             registry=registry,
         )
 
     @property
     def decisions(self) -> Mapping[Reason, int]:
-        """Events by what was decided, since the start."""
+        """Events by decision, since the start."""
         return self._decisions.counts
 
     def decided(self, reason: Reason, seconds: float) -> None:
-        """One event was decided on, in so much time."""
+        """Count one decision, which took so many seconds."""
         self._decisions.add(reason, seconds)
 
 
 class _Decisions(Collector):
-    """Counts and times of decisions: kept as plain numbers, since prometheus_client's own take 3 µs an event."""
+    """Counts and times of decisions, in plain numbers: prometheus_client's own metrics take 3 µs an event."""
 
     def __init__(self) -> None:
         self.counts = dict.fromkeys(REASONS, 0)
@@ -91,9 +96,7 @@ class _Decisions(Collector):
         self._seconds += seconds
 
     def collect(self) -> Iterator[Metric]:
-        decisions = CounterMetricFamily(
-            "relaygr_trigger_decisions", "Request events by what was decided.", labels=["reason"]
-        )
+        decisions = CounterMetricFamily("relaygr_trigger_decisions", "Request events by decision.", labels=["reason"])
         for reason, count in self.counts.items():
             decisions.add_metric([reason], count)
         yield decisions

@@ -1,6 +1,6 @@
-"""Tells the owners why requests were not admitted: gathered over all lanes, a record per owner every FLUSH_S.
+"""Reports to the owners why requests were not admitted: one record per owner every FLUSH_S, for all its lanes.
 
-The record takes an offset of a lane's signal log, so it is booked there as a signal of no bytes (ledger.py).
+The record occupies an offset of a lane's signal log, so the lane's ledger counts it as a signal of 0 bytes (ledger.py).
 """
 
 from __future__ import annotations
@@ -14,42 +14,42 @@ from relaygr_stream.bus.producer import Producer
 from relaygr_stream.errors import BrokerError
 from relaygr_stream.trigger.ledger import LaneLedger, Pending
 from relaygr_stream.wire.messages import HEADER_KIND
-from relaygr_stream.wire.refusals import KIND, MOST_IDS, encode_refusals
+from relaygr_stream.wire.refusals import KIND, MAX_IDS, encode_refusals
 
-#: A ranking comes tens of milliseconds behind its event; records for fewer events each would cost the trigger more.
+#: A ranking follows its event after tens of milliseconds; more frequent records would cost the trigger more.
 FLUSH_S: Final = 0.02
-#: Requests gathered for one owner between two flushes: more are not told of. 200,000 events a second.
-MOST: Final = 4096
-#: Not told of: there is nobody to tell, or it was admitted before.
-UNTOLD: Final = frozenset({"no_owner", "duplicate"})
+#: Most requests reported to one owner per flush: 4096 / 0.02 s = 200,000 events/s. Further ones are not reported.
+MAX_GATHERED: Final = 4096
+#: Reasons that are not reported: there is no owner, or the request was admitted before.
+NOT_REPORTED: Final = frozenset({"no_owner", "duplicate"})
 
 
 class Refused:
-    """Gathers (request id, reason) by owner, and sends them on a lane of its."""
+    """Gathers (request id, reason) by owner, and sends them on one of the owner's lanes."""
 
     def __init__(self, topic: str, producer: Producer) -> None:
         self._topic = topic
         self._producer = producer
         self._gathered: dict[str, list[tuple[str, str]]] = {}
-        self._ways: dict[str, tuple[int, LaneLedger]] = {}  # owner → a lane of its, and that lane's books
+        self._lanes: dict[str, tuple[int, LaneLedger]] = {}  # owner → one of its lanes, and that lane's ledger
 
     def add(self, owner: str, lane: int, ledger: LaneLedger, request_id: str, reason: str) -> None:
-        """Leaves with the next `flush`."""
+        """Gather a request for the next `flush`."""
         gathered = self._gathered.setdefault(owner, [])
-        if len(gathered) < MOST:
+        if len(gathered) < MAX_GATHERED:
             gathered.append((request_id, reason))
-            self._ways[owner] = lane, ledger
+            self._lanes[owner] = lane, ledger
 
     async def flush(self) -> None:
         """Hand everything to the producer."""
-        gathered, ways = self._gathered, self._ways
+        gathered, lanes = self._gathered, self._lanes
         if not gathered:
             return
-        self._gathered, self._ways = {}, {}
+        self._gathered, self._lanes = {}, {}
         for owner, refused in gathered.items():
-            lane, ledger = ways[owner]
-            for first in range(0, len(refused), MOST_IDS):
-                await self._send(lane, ledger, encode_refusals(refused[first : first + MOST_IDS]))
+            lane, ledger = lanes[owner]
+            for first in range(0, len(refused), MAX_IDS):
+                await self._send(lane, ledger, encode_refusals(refused[first : first + MAX_IDS]))
 
     async def _send(self, lane: int, ledger: LaneLedger, value: bytes) -> None:
         pending = ledger.admit(0)

@@ -1,7 +1,6 @@
-"""One lane's signals on their way: gathered over a turn, sent together, accounted for one by one.
+"""One lane's signals: gathered over a turn, sent together, acknowledged one by one.
 
-In a batch a message costs some 8 µs less than sent alone. Knows nothing of how events are decided on; the footprint
-is booked before a signal comes here (ledger.py).
+In a batch, a message costs about 8 µs less than alone. The ledger counts a signal before it is added here (ledger.py).
 """
 
 from __future__ import annotations
@@ -28,31 +27,28 @@ from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import PreInferSignal, RequestEvent, encode
 from relaygr_stream.wire.records import Record
 
-# What all lanes of a trigger share.
+log = structlog.get_logger(__name__)
+limited: Final = LogLimiter().limited
 
 
 @dataclass(frozen=True)
-class Surroundings:
-    """The parts that a lane's trigger works with."""
+class LaneContext:
+    """The parts that all lanes of a trigger share."""
 
     policy: Policy
     topics: TopicSet
     owners: OwnerDirectory
     producer: Producer
-    letters: DeadLetters
+    dead_letters: DeadLetters
     ends: LogEnds
     metrics: TriggerMetrics
     done: Callable[[Record], None]
     refused: Refused
-    # Until it knows more, a trigger believes: what waited while there was none is old, and a fresh event that a clock
-    # makes stale costs a pre-inference. A worker does not: there it would cost the answer.
+    # A trigger believes stated ages until it has measured the clocks: events from before its start are old, and a fresh
+    # event that a wrong clock makes stale only loses a pre-inference. A worker does not: it would lose an answer.
     lag: SenderLag = field(default_factory=partial(SenderLag, 0.0))
     loads: OwnerLoads = field(default_factory=OwnerLoads)
-    log_decisions: bool = False  # a log line per decision costs more than the decision, even one that is dropped
-
-
-log = structlog.get_logger(__name__)
-limited: Final = LogLimiter().limited
+    log_decisions: bool = False  # off by default: a log line costs more than a decision, even one below the level
 
 
 class _Signal(NamedTuple):
@@ -62,9 +58,9 @@ class _Signal(NamedTuple):
 
 
 class LaneSignals:
-    """Signals of one lane; what became of each is told to `ledger`, and its event is done then."""
+    """Sends the signals of one lane; tells `ledger` the outcome of each, and then completes its event."""
 
-    def __init__(self, lane: int, shared: Surroundings, ledger: LaneLedger) -> None:
+    def __init__(self, lane: int, shared: LaneContext, ledger: LaneLedger) -> None:
         self._lane = lane
         self._shared = shared
         self._ledger = ledger
@@ -72,7 +68,7 @@ class LaneSignals:
         self._messages: list[tuple[bytes | None, bytes]] = []
 
     def add(self, event: RequestEvent, record: Record, pending: Pending) -> None:
-        """Leaves with the next `flush`."""
+        """Gather a signal for the next `flush`."""
         signal = PreInferSignal(
             request_id=event.request_id,
             user_id=event.user_id,
@@ -86,7 +82,7 @@ class LaneSignals:
         self._messages.append((event.user_id.encode(), encode(signal)))
 
     async def flush(self) -> None:
-        """Hand everything to the producer; waits while what was handed over before has not left."""
+        """Hand the gathered signals to the producer; waits while an earlier batch of the lane is not sent."""
         if not self._signals:
             return
         signals, messages = self._signals, self._messages
@@ -100,7 +96,7 @@ class LaneSignals:
         )
 
     def _settled(self, signal: _Signal, outcome: Sent | BrokerError) -> None:
-        if isinstance(outcome, BrokerError):  # not within the request timeout: by now it was ranked without us
+        if isinstance(outcome, BrokerError):  # no retry: after the request timeout its ranking has passed
             self._ledger.failed(signal.pending, time.monotonic())
             self._shared.metrics.signals_failed.inc()
             limited(log.warning, "signal not sent")(

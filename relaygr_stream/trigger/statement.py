@@ -1,5 +1,7 @@
-"""States, once a second, what this trigger does: its lanes, its settings, its decisions by reason. Nobody waits for it:
-a broker that is away only makes it silent."""
+"""Publishes this trigger's status once a second: its lanes, its settings, its decisions by reason.
+
+If the broker is away, that status is skipped; nothing waits for it.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ limited = LogLimiter().limited
 
 
 class Statements:
-    """What is stated, from numbers kept elsewhere; lanes(), decisions(), backlog(): at the moment."""
+    """Publishes statuses. lanes, decisions, backlog, on_hold: return the current values."""
 
     def __init__(
         self,
@@ -49,7 +51,7 @@ class Statements:
         self._started_ms = self._sent_ms = int(time.time() * 1e3)
 
     async def publish(self, state: str = "serving") -> None:
-        """State it now."""
+        """Publish a status now."""
         self._sent_ms = max(int(time.time() * 1e3), self._sent_ms + 1)
         status = TriggerStatus(
             name=self._name,
@@ -68,8 +70,8 @@ class Statements:
         )
         await self._send(encode_trigger(status))
 
-    async def leave(self) -> None:
-        """The last word, and then none: the trigger stops in order."""
+    async def publish_stopped(self) -> None:
+        """Publish a last status, then the tombstone: the trigger stops in order."""
         await self.publish("stopped")
         await self._send(None)
 
@@ -84,14 +86,14 @@ class Statements:
 
 
 class NeverAtRisk:
-    """Warns, once for each worker, of a model so quick that nothing is ever at risk: every answer is full then."""
+    """Warns, once for each worker, of a model so fast that no request is ever at risk: nothing is pre-inferred then."""
 
     def __init__(self, settings: Settings, owners: OwnerDirectory) -> None:
         self._policy, self._candidates, self._owners = Policy.of(settings), settings.relay.max_candidates, owners
         self._warned: set[str] = set()
 
-    async def tell(self) -> None:
-        """Look at what the workers state now."""
+    async def check(self) -> None:
+        """Check the workers' current statuses."""
         for name, status in self._owners.workers().items():
             if name in self._warned:
                 continue
@@ -102,7 +104,7 @@ class NeverAtRisk:
 
 
 def policy_status(policy: Policy) -> PolicyStatus:
-    """As it is stated."""
+    """The policy as a trigger's status holds it."""
     return PolicyStatus(
         risk_ms=policy.risk_ms,
         stale_ms=policy.stale_ms,
@@ -113,7 +115,7 @@ def policy_status(policy: Policy) -> PolicyStatus:
 
 
 def stated_policy(status: PolicyStatus) -> Policy:
-    """As a trigger decides with it."""
+    """The policy that a trigger's status holds."""
     return Policy(
         risk_ms=status.risk_ms,
         stale_ms=status.stale_ms,

@@ -1,1 +1,1 @@
-"""What travels: messages, headers, topic files, the partitioner, what workers and triggers state of themselves."""
+"""The wire format: messages, headers, topic files, the partitioner, statuses of workers and triggers."""

@@ -1,4 +1,4 @@
-"""A user's behaviours, and other arrays, as they travel in messages: little-endian bytes. Knows nothing of messages."""
+"""A user's behaviours and item ids as little-endian bytes, their form in messages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from relaygr_stream.errors import DecodeError
 ITEM_DTYPE: Final = np.dtype("<u4")
 ACTION_DTYPE: Final = np.dtype("u1")
 TIME_DTYPE: Final = np.dtype("<i8")  # Unix time in milliseconds
-#: Times from this on (some 146 million years) have differences that an int64 does not hold.
+#: Beyond this (some 146 million years) the difference of two times does not fit an int64.
 MAX_TIME_MS: Final = 1 << 62
 
 
@@ -26,7 +26,7 @@ class Behaviours(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
 
     @classmethod
     def of(cls, items: npt.ArrayLike, actions: npt.ArrayLike, times: npt.ArrayLike) -> Behaviours:
-        """Pack three arrays of one length; a value outside its wire type is a ValueError."""
+        """Pack three arrays of one length n. Raises ValueError for other lengths, or values outside their wire type."""
         packed = [
             _pack(items, ITEM_DTYPE, "items"),
             _pack(actions, ACTION_DTYPE, "actions"),
@@ -54,7 +54,7 @@ class Behaviours(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
         return Behaviours(self.items[start * 4 : stop * 4], self.actions[start:stop], self.times[start * 8 : stop * 8])
 
     def checked(self, error: type[Exception]) -> Behaviours:
-        """Self, if the three arrays have one length and the times never go back; otherwise raises `error`."""
+        """Returns self if the arrays have one length and the times do not decrease; otherwise raises `error`."""
         n, rest = divmod(len(self.items), ITEM_DTYPE.itemsize)
         if rest or len(self.actions) != n or len(self.times) != n * TIME_DTYPE.itemsize:
             raise error(
@@ -62,14 +62,14 @@ class Behaviours(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
                 f"got {len(self.items)}, {len(self.actions)} and {len(self.times)} bytes"
             )
         times = np.frombuffer(self.times, TIME_DTYPE)
-        if n > 1 and (times[1:] < times[:-1]).any():  # the method: np.any costs a microsecond more on every event
+        if n > 1 and (times[1:] < times[:-1]).any():  # the method, since np.any takes a microsecond more per event
             at = int(np.argmax(times[1:] < times[:-1])) + 1
             raise error(f"times must not go back; behaviour {at} is at {times[at]} after {times[at - 1]}")
         return self
 
 
 class BehavioursInPlace(Behaviours, frozen=True, forbid_unknown_fields=False):
-    """Views into the message, which stays in memory as long as they do."""
+    """Behaviours that are views into the message; they keep it in memory."""
 
     items: memoryview = memoryview(b"")  # type: ignore[assignment]
     actions: memoryview = memoryview(b"")  # type: ignore[assignment]
@@ -77,9 +77,9 @@ class BehavioursInPlace(Behaviours, frozen=True, forbid_unknown_fields=False):
 
 
 def check_times(behaviours: Behaviours, what: str) -> None:
-    """Raise DecodeError where gaps between behaviours would not fit an int64; for whoever is going to compute them.
+    """Raise DecodeError if gaps between behaviours may not fit an int64; call it before computing gaps.
 
-    Times never go back, so the first and the last bound them all.
+    Times do not decrease, so checking the first and the last is enough. what: names the behaviours in the error.
     """
     for raw in (behaviours.times[:8], behaviours.times[-8:]):
         at = int.from_bytes(raw, "little", signed=True)
@@ -100,5 +100,5 @@ def _pack(values: npt.ArrayLike, dtype: np.dtype[Any], name: str) -> bytes:
 
 
 def pack_items(values: npt.ArrayLike) -> bytes:
-    """Item ids as uint32 little-endian bytes; a value that does not fit is a ValueError."""
+    """Item ids as uint32 little-endian bytes. Raises ValueError if a value does not fit."""
     return _pack(values, ITEM_DTYPE, "item ids")

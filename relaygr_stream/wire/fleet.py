@@ -1,8 +1,7 @@
-"""Who owns which lane, as the workers themselves say on `worker-status`.
+"""The owner of each lane, from the workers' statuses on `worker-status`.
 
-The order of the topic is the order of the statements; a status is as old as the time since *this* process received it,
-so no clock but our own counts. Feed it live statuses only (a tail from the topic's end): one that was already there
-when we started may be of any age. Knows nothing of budgets or admission.
+Statuses are ordered as in the topic. A status's age is the time since *this* process received it, so other machines'
+clocks do not matter. Feed only live statuses (a tail from the topic's end): an older record may be of any age.
 """
 
 from __future__ import annotations
@@ -26,24 +25,24 @@ from relaygr_stream.wire.worker_status import StatusReader, Tombstone
 _log = structlog.get_logger(__name__)
 _limited = LogLimiter().limited
 
-#: A worker that stated nothing for this long is forgotten altogether. Far beyond any silence bound and any outage after
-#: which the same incarnation could speak again (it may: a later status of it is taken like a first one), it only keeps
-#: the directory from growing with every worker that ever lived.
-FORGET_S: Final = 600.0
-#: Names kept at once: twice as many as there can be lanes, since a worker started anew may have a new name. Beyond, the
-#: one that is silent longest is forgotten for each new one.
+#: A worker that has stated nothing for this long is dropped, so that the directory does not grow with every worker that
+#: ever ran. It is far above any silence bound and any outage of one incarnation. If a dropped worker returns, its
+#: status counts as a first one.
+DROP_AFTER_S: Final = 600.0
+#: Most names kept: twice the most lanes, since a restarted worker may have a new name. Beyond it, a new name replaces
+#: the one that has been silent longest.
 MAX_NAMES: Final = 20_000
 
 
 class Claim(msgspec.Struct, frozen=True):  # one a lane for every status; a frozen dataclass takes four times as long
-    """A worker's newest status, as it concerns one lane."""
+    """A worker's newest status and its statement on one lane."""
 
     worker: WorkerStatus
     lane: LaneStatus
-    received_s: float  # our monotonic clock
+    received_s: float  # by this process's monotonic clock
 
     def age_ms(self, now_s: float) -> float:
-        """Milliseconds since we received it."""
+        """Milliseconds since this process received it."""
         return max(0.0, (now_s - self.received_s) * 1000.0)
 
 
@@ -56,14 +55,14 @@ class _Worker:
 
 
 class OwnerDirectory:
-    """Lane → the newest claim of its present owner.
+    """Lane → the newest claim of its current owner.
 
-    Of two incarnations of one name the later one counts that serves: one that only starts, or ends, takes nothing from
-    another that serves. Only a `serving` worker owns lanes. Of two workers that claim one lane, the one whose status is
-    the newer in the topic owns it. A tombstone removes a name.
+    Of two incarnations of one name, the later serving one counts: an incarnation that starts or ends does not replace
+    one that serves. Only a `serving` worker owns lanes. If two workers claim one lane, the one with the newer status in
+    the topic owns it. A tombstone removes a name.
 
-    silence_ms: an owner that stated nothing for longer is no owner. on_unreadable: called for each status that cannot
-    be read, on_unsigned for each that its reader does not believe; they are skipped.
+    silence_ms: an owner that has stated nothing for longer does not count. on_unreadable: called for each status that
+    cannot be decoded; on_unsigned: for each without a valid signature. Both are skipped.
     """
 
     def __init__(
@@ -85,7 +84,7 @@ class OwnerDirectory:
         self._reader = reader or StatusReader()
 
     def on_records(self, records: Iterable[Record]) -> None:
-        """Take records of `worker-status`, in the topic's order; unreadable ones are skipped."""
+        """Apply records of `worker-status`, in the topic's order; unreadable ones are skipped."""
         for record in records:
             try:
                 found = self._reader.read(record)
@@ -105,7 +104,7 @@ class OwnerDirectory:
                 self.take(found)
 
     def take(self, status: WorkerStatus) -> None:
-        """Take one status as received now."""
+        """Apply one status as received now."""
         now = self._clock()
         known = self._workers.get(status.name)
         if known is not None and not self._supersedes(status, known, now):
@@ -120,12 +119,12 @@ class OwnerDirectory:
             if lane not in claims and self._owners[lane].worker.name == status.name:
                 self._give_to_newest(lane)
         if known is None:
-            self._forget(now)
+            self._drop_expired(now)
 
     def owner(self, lane: int, silence_ms: float | None = None) -> Claim | None:
-        """The newest claim of the lane's present owner; None if nobody owns it or the owner is silent.
+        """The newest claim of the lane's current owner; None if it has none or the owner is silent.
 
-        silence_ms: in place of the directory's own bound.
+        silence_ms: replaces the directory's own bound.
         """
         claim = self._owners.get(lane)
         bound_ms = self._silence_ms if silence_ms is None else silence_ms
@@ -142,7 +141,7 @@ class OwnerDirectory:
         return {name: worker.status for name, worker in self._workers.items() if worker.received_s >= horizon}
 
     def some(self, most: int, choice: random.Random) -> list[WorkerStatus]:
-        """As `workers`, of so many chosen at random: for who asks often and needs one that will do."""
+        """At most `most` of `workers`, chosen at random: for frequent callers that need any suitable worker."""
         horizon = self._clock() - self._silence_ms / 1000.0
         speaking = [worker for worker in self._workers.values() if worker.received_s >= horizon]
         return [w.status for w in (speaking if len(speaking) <= most else choice.sample(speaking, most))]
@@ -155,7 +154,7 @@ class OwnerDirectory:
             del self._owners[lane]
 
     def _supersedes(self, status: WorkerStatus, known: _Worker, now: float) -> bool:
-        """Whether a status counts from now on in place of the one known of its name."""
+        """Whether a status replaces the known one of its name."""
         if status.incarnation == known.status.incarnation:
             return True
         silent = (now - known.received_s) * 1000.0 > self._silence_ms
@@ -163,7 +162,7 @@ class OwnerDirectory:
         return serves if serves != served and not silent else status.incarnation > known.status.incarnation
 
     def _is_replay(self, status: WorkerStatus) -> bool:
-        """A signed status that was written before: signed ones of one incarnation have rising times."""
+        """Whether a signed status is an old one, written again: one incarnation's signed statuses have rising times."""
         known = self._workers.get(status.name)
         return (
             self._reader.signer is not None
@@ -173,8 +172,10 @@ class OwnerDirectory:
         )
 
     def _remove(self, tombstone: Tombstone) -> None:
-        """An incarnation that is not the one we know has not been heard of here, or not any more. Of a signed
-        tombstone without one nobody can tell whose it was."""
+        """Remove the tombstone's incarnation of its name; another incarnation stays.
+
+        With signatures, a tombstone without an incarnation is ignored: it may be an old one, written again.
+        """
         known = self._workers.get(tombstone.name)
         incarnation = tombstone.incarnation
         if known is None or (incarnation is None and self._reader.signer is not None):
@@ -182,8 +183,8 @@ class OwnerDirectory:
         if incarnation is None or known.status.incarnation == incarnation:
             self._drop(tombstone.name)
 
-    def _forget(self, now: float) -> None:
-        for name in [name for name, worker in self._workers.items() if now - worker.received_s > FORGET_S]:
+    def _drop_expired(self, now: float) -> None:
+        for name in [name for name, worker in self._workers.items() if now - worker.received_s > DROP_AFTER_S]:
             self._drop(name)
         if len(self._workers) > MAX_NAMES:
             self._drop(min(self._workers, key=lambda name: self._workers[name].received_s))

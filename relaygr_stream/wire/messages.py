@@ -1,9 +1,9 @@
-"""What travels on the topics: typed messages, their codec, and `DecodeError` for everything else.
+"""The messages of the topics and their codec.
 
-MessagePack maps on the wire; every message carries its schema version `v`. Arrays are little-endian bytes
-(behaviours.py; its names and those of headers.py are imported from here as well). Decoding is typed (msgspec), so that
-hostile nesting is refused without building it; the size is checked before decoding. What later releases write is read
-as versions.py says. Knows nothing of Kafka.
+A message is a MessagePack map with its schema version `v`. Arrays are little-endian bytes (behaviours.py). The size is
+checked before decoding, and decoding is typed (msgspec), so that hostile nesting is refused without building it.
+versions.py defines how messages of later releases are read. Names of behaviours.py and headers.py can be imported from
+here, too.
 """
 
 from __future__ import annotations
@@ -91,10 +91,10 @@ Id = Annotated[str, Meta(min_length=1, max_length=256)]
 Label = Annotated[str, LABEL]
 UnixMillis = Annotated[int, Meta(ge=0, lt=2**53)]
 Millis = Annotated[float, Meta(ge=0, le=3.6e6)]
-#: Neither NaN, which every comparison with a bound refuses, nor infinite.
+#: Neither infinite nor NaN: comparisons with NaN are false, so it fails both bounds.
 Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 
-#: Where a ranking found the prefix KV: ready in HBM, in DRAM (or on its way back), still being computed, nowhere.
+#: Where a ranking found the prefix KV: ready in HBM, in DRAM (or being reloaded), in a prefill job, nowhere.
 Outcome = Literal["hbm", "dram", "joined", "full"]
 Status = Literal["ok", "deadline_exceeded", "overloaded", "rejected", "failed"]
 Mode = Literal["auto", "full"]
@@ -104,25 +104,25 @@ LeastVersion = Annotated[int, Meta(ge=0)]
 
 
 class RequestEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """On `retrieval`, key = user id: retrieval starts for a request that will be ranked soon."""
+    """On `retrieval`, key = user id: retrieval starts, and a ranking request will follow."""
 
     v: int = SCHEMA_VERSION
     min_v: LeastVersion = 0
     request_id: Id
     user_id: Id
     prefix: Behaviours
-    candidates: Annotated[int, Meta(ge=0, le=1_000_000)]  # how many the ranking will bring, expected
-    sent_ms: UnixMillis = 0  # the sender's clock when it published; 0: unknown, taken as just now
-    rank_in_ms: Millis = 0.0  # the sender's guess of the time until the ranking request; 0 = unknown
-    tenant: Label = ""  # whose user it is: prefix KV are found under tenant and user id
+    candidates: Annotated[int, Meta(ge=0, le=1_000_000)]  # expected number in the ranking request
+    sent_ms: UnixMillis = 0  # the sender's clock when it published; 0: unknown, counts as just now
+    rank_in_ms: Millis = 0.0  # the sender's estimate of the time until the ranking request; 0: unknown
+    tenant: Label = ""  # the user's tenant: prefix KV are found by tenant and user id
 
     def validate(self) -> None:
-        """Raise DecodeError where the types alone cannot tell that the message is wrong."""
+        """Raise DecodeError for errors that the field types do not exclude."""
         self.prefix.checked(_Invalid)
 
 
 class RequestEventInPlace(RequestEvent, frozen=True, kw_only=True):
-    """A RequestEvent decoded without copying its arrays: for the trigger, which hands them on or drops them."""
+    """A RequestEvent decoded without copying its arrays: for the trigger, which forwards or drops them."""
 
     prefix: BehavioursInPlace
 
@@ -136,19 +136,19 @@ class PreInferSignal(msgspec.Struct, frozen=True, kw_only=True):
     user_id: Id
     prefix: Behaviours
     admitted_ms: UnixMillis  # the trigger's clock at admission
-    life_ms: Millis  # the pin ends this long after the worker read the signal, consumed or not
+    life_ms: Millis  # the pin ends at the latest this long after the worker reads the signal
     rank_in_ms: Millis = 0.0
     tenant: Label = ""
 
     def validate(self) -> None:
-        """Raise DecodeError where the types alone cannot tell that the message is wrong."""
+        """Raise DecodeError for errors that the field types do not exclude."""
         self.prefix.checked(_Invalid)
         if len(self.prefix) == 0:
             raise DecodeError("invalid", "a pre-infer signal needs a prefix of at least one behaviour")
 
 
 class RankingRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """On `ranking`, key = user id: score candidates; the prefix travels along, so that any worker can answer."""
+    """On `ranking`, key = user id: score candidates. It includes the prefix, so that any worker can answer."""
 
     v: int = SCHEMA_VERSION
     min_v: LeastVersion = 0
@@ -157,15 +157,15 @@ class RankingRequest(msgspec.Struct, frozen=True, kw_only=True):
     prefix: Behaviours
     suffix: Behaviours = Behaviours()
     candidates: bytes  # m × uint32: item ids to score, m ≥ 1
-    sent_ms: UnixMillis = 0  # the sender's clock when it published; 0: unknown, taken as just now
-    timeout_ms: Millis = 0.0  # the answer is worthless this long after sent_ms; 0: the worker's client.timeout_ms
-    mode: Mode = "auto"  # "full": infer prefix and suffix together, ignoring any prefix KV
+    sent_ms: UnixMillis = 0  # the sender's clock when it published; 0: unknown, counts as just now
+    timeout_ms: Millis = 0.0  # the answer is useless this long after sent_ms; 0: the worker's client.timeout_ms
+    mode: Mode = "auto"  # "full": infer prefix and suffix together, ignoring cached prefix KV
     hops: Annotated[int, Meta(ge=0, le=2)] = 0  # times this request was forwarded to another lane
     tenant: Label = ""  # as in the request event
-    client_id: Label = ""  # which client asks: claimed, not proven
+    client_id: Label = ""  # the client's name, not authenticated
 
     def validate(self) -> None:
-        """Raise DecodeError where the types alone cannot tell that the message is wrong."""
+        """Raise DecodeError for errors that the field types do not exclude."""
         self.prefix.checked(_Invalid)
         self.suffix.checked(_Invalid)
         if not self.candidates or len(self.candidates) % ITEM_DTYPE.itemsize:
@@ -178,17 +178,17 @@ class RankingRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a ranking's time went on the worker, in milliseconds, and what it cost."""
+    """A ranking's times on the worker, in milliseconds, and the tokens it computed."""
 
-    inbound_ms: Finite = 0.0  # age when the worker read it, by the sender's clock as far as the log's order allows
+    inbound_ms: Finite = 0.0  # age when the worker read it: the sender's clock, corrected by the log's order
     queued_ms: Finite = 0.0  # from the worker's read to the start on the device
-    device_ms: Finite = 0.0  # on the device, the joined part of a pre-inference included
+    device_ms: Finite = 0.0  # on the device, the joined part of a prefill job included
     worker_ms: Finite = 0.0  # from the worker's read to the end on the device, waits for other work included
-    computed_tokens: int = 0  # prefix tokens inferred for this answer at ranking time
+    computed_tokens: int = 0  # prefix tokens computed for this answer at ranking time
 
 
 class ScoreReply(msgspec.Struct, frozen=True, kw_only=True):
-    """On `scores`, on the requester's partition: the one typed answer. Scores are m × tasks, row-major."""
+    """On `scores`, on the client's reply partition: the answer to a ranking request. Scores: m × tasks, row-major."""
 
     v: int = SCHEMA_VERSION
     min_v: LeastVersion = 0
@@ -201,14 +201,14 @@ class ScoreReply(msgspec.Struct, frozen=True, kw_only=True):
     model_version: str = ""
     worker: str = ""
     timings: Timings = Timings()
-    admission: Annotated[str, Meta(max_length=64)] = ""  # the trigger's reason; empty: the worker was told none
+    admission: Annotated[str, Meta(max_length=64)] = ""  # the trigger's reason; empty: unknown to the worker
 
     def matrix(self) -> npt.NDArray[np.float32]:
         """Scores as (candidates, tasks)."""
         return np.frombuffer(self.scores, SCORE_DTYPE).reshape(-1, max(1, len(self.tasks)))
 
     def validate(self) -> None:
-        """Raise DecodeError where the types alone cannot tell that the message is wrong."""
+        """Raise DecodeError for errors that the field types do not exclude."""
         row = SCORE_DTYPE.itemsize * max(1, len(self.tasks))
         if len(self.scores) % row:
             raise DecodeError("invalid", f"scores have {len(self.scores)} bytes, not a multiple of a row of {row}")
@@ -218,14 +218,14 @@ class LaneStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One lane's budget, as its owner states it."""
 
     lane: int
-    budget_bytes: int  # pinned bytes this lane may have
-    pinned_bytes: int  # pinned bytes it has, all signals below pre_infer_offset accounted
-    pre_infer_offset: int  # the next pre-infer offset the owner will read
-    device_ms_per_s: float  # device time for pre-infer that this lane may ask for, per second
+    budget_bytes: int  # most bytes that may be pinned for this lane
+    pinned_bytes: int  # bytes that are pinned, all signals below pre_infer_offset included
+    pre_infer_offset: int  # the next pre-infer offset that the owner reads
+    device_ms_per_s: float  # device milliseconds per second that this lane may request for pre-inference
 
 
 class CostModel(msgspec.Struct, frozen=True, kw_only=True):
-    """T_full(n, m) = c0 + c1·n + c2·n² + c3·n·m + c4·m milliseconds, n prefix tokens, m candidates (DESIGN §6)."""
+    """T_full(n, m) = c0 + c1·n + c2·n² + c3·n·m + c4·m milliseconds for n prefix tokens and m candidates."""
 
     c0: float
     c1: float
@@ -234,16 +234,16 @@ class CostModel(msgspec.Struct, frozen=True, kw_only=True):
     c4: float = 0.0
 
     def full_ms(self, prefix: int, candidates: int) -> float:
-        """Predicted device time of full inference."""
+        """Predicted device time of full inference, in milliseconds."""
         return self.c0 + self.c1 * prefix + self.c2 * prefix * prefix + (self.c3 * prefix + self.c4) * candidates
 
     def pre_infer_ms(self, prefix: int) -> float:
-        """Predicted device time of the prefix alone."""
+        """Predicted device time of the prefix alone, in milliseconds."""
         return self.full_ms(prefix, 0)
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """On `worker-status`, key = worker name: who owns which lanes, at what budgets, and how the worker fares."""
+    """On `worker-status`, key = worker name: the worker's lanes, their budgets, its load and memory."""
 
     v: int = SCHEMA_VERSION
     min_v: LeastVersion = 0
@@ -257,24 +257,24 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     costs: CostModel
     bytes_per_token: int
     alloc_bytes: int  # an entry's bytes are rounded up to a multiple of this
-    queue_ms: float  # present delay of a ranking request before the device takes it
+    queue_ms: float  # current delay of a ranking request before it starts on the device
     model_version: str
     model_note: str = ""  # e.g. that the weights are random
-    busy_share: float = 1.0  # of the device's time, lately, all work counted; whoever does not say has none to spare
+    busy_share: float = 1.0  # recent share of device time in use, by all work; defaults to fully busy
     device: str = ""
     hbm_used_bytes: int = 0
     hbm_bytes: int = 0
     dram_used_bytes: int = 0
     dram_bytes: int = 0
-    pre_infer_wait_ms: float = 0.0  # until the pre-inferences that wait now are done, ranking's share taken off
-    computed_share: float = 1.0  # of the prefix tokens that signals ask for: those not found in the cache, lately
+    pre_infer_wait_ms: float = 0.0  # time until the queued pre-inferences complete, beside the rankings' share
+    computed_share: float = 1.0  # recent share of signals' prefix tokens that were not found in the cache
     counters: dict[str, float] = {}  # running totals since start, for live views
-    handover: Annotated[str, Meta(max_length=300)] = ""  # HOST:PORT where prefix KV of its lost lanes can be fetched
-    version: Label = ""  # of the package that runs
-    lag: int = 0  # records of its lanes that it has not read
+    handover: Annotated[str, Meta(max_length=300)] = ""  # HOST:PORT that serves prefix KV of its lost lanes
+    version: Label = ""  # of the package
+    lag: int = 0  # unread records of its lanes
 
     def validate(self) -> None:
-        """Every value of the right type is a valid status."""
+        """Does nothing: every value of the right type is a valid status."""
 
 
 Message = RequestEvent | PreInferSignal | RankingRequest | ScoreReply | WorkerStatus
@@ -293,24 +293,23 @@ _decoders: dict[type, VersionedDecoder[Any]] = {
             "outcome": OpenEnum(get_args(Outcome), "full"),
         },
     ),
-    # What lists lanes serves them, in whatever state: taken for anything else, it would leave them without an owner.
-    # A status is read by every process of the fleet at once: one of a later version is for all, unless it says not.
+    # An unknown state counts as serving: otherwise the lanes in the status would have no owner.
+    # min_v=1: every process of the fleet reads each status, so a later version is readable unless it states otherwise.
     WorkerStatus: VersionedDecoder(WorkerStatus, {"state": OpenEnum(get_args(State), "serving")}, min_v=1),
 }
 
-#: Sizes from the topics' files bound messages on the broker; this bounds what we even try to decode.
+#: Longest message that is decoded. The topics' files bound messages on the broker.
 MAX_MESSAGE_BYTES: Final = 4 * 1024 * 1024
-#: Fields that we do not know may take so much of a message: room for what a later release adds, not for a sender to
-#: fill our memory with.
+#: Most bytes of unknown fields in a message: room for the fields of a later release, not for filling a reader's memory.
 MAX_UNKNOWN_BYTES: Final = 4096
-#: The decoder quotes what it did not expect, however long it is; this shows the place and the beginning.
+#: Characters kept of a decoding error: the decoder quotes the unexpected value in full. This keeps place and beginning.
 MAX_DETAIL: Final = 500
 
 
 def tenant_key(tenant: str, of: str) -> str:
-    """One text for an id under its tenant: `of` alone where the tenant is empty, else both with a NUL between them.
+    """One key for an id and its tenant: `of` alone if the tenant is empty, else both with a NUL between them.
 
-    No two pairs have the same key, since a tenant has no NUL.
+    Different pairs have different keys, since a tenant has no NUL.
     """
     return f"{tenant}\0{of}" if tenant or "\0" in of else of
 
@@ -328,9 +327,8 @@ def encode(message: Message) -> bytes:
 def decode(kind: type[M], data: bytes | None, max_bytes: int = MAX_MESSAGE_BYTES) -> M:
     """Decode and validate one message of the given kind.
 
-    Raises DecodeError with reason `oversized` (as a whole, or in fields that we do not know), `malformed` (not
-    MessagePack, or another shape), `unknown_version` (for readers of a later version) or `invalid` (well-formed but
-    contradictory).
+    Raises DecodeError with reason `oversized` (the whole message, or its unknown fields), `malformed` (not MessagePack,
+    or another shape), `unknown_version` (for readers of a later version) or `invalid` (well-formed but contradictory).
     """
     if data is None:
         raise DecodeError("malformed", "the message has no value")
@@ -347,22 +345,22 @@ def decode(kind: type[M], data: bytes | None, max_bytes: int = MAX_MESSAGE_BYTES
 
 
 def validated(message: M) -> M:
-    """The message, if every receiver takes its values: a Struct does not look at what it is made of.
+    """The message, if receivers accept its values; a Struct does not check them when it is made.
 
-    Raises DecodeError or a ValueError that names the field.
+    Raises DecodeError, or a ValueError that names the field.
     """
     for array in (getattr(message, "prefix", None), getattr(message, "suffix", None)):
         if isinstance(array, Behaviours) and {type(part) for part in msgspec.structs.astuple(array)} != {bytes}:
-            raise DecodeError("invalid", "behaviours are made of bytes; Behaviours.of packs arrays")
+            raise DecodeError("invalid", "behaviours must be made of bytes; pack arrays with Behaviours.of")
     msgspec.convert(msgspec.structs.asdict(message), type(message))
     message.validate()
     return message
 
 
 def _check_unknown(message: Message, size: int) -> None:
-    """What the message takes beyond what we read from it is fields unknown to us, or known ones stated twice."""
+    """Raise DecodeError if unknown fields, or known fields stated twice, take more than MAX_UNKNOWN_BYTES."""
     arrays = message.prefix.nbytes() if isinstance(message, RequestEvent | PreInferSignal | RankingRequest) else 0
-    if size - arrays <= MAX_UNKNOWN_BYTES:  # so most are: all but the arrays is small
+    if size - arrays <= MAX_UNKNOWN_BYTES:  # the common case: everything but the arrays is small
         return
     unknown = size - len(encode(message))
     if unknown > MAX_UNKNOWN_BYTES:

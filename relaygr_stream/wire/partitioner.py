@@ -1,7 +1,7 @@
-"""MurmurHash2 with the seed of Kafka's Java client: which partition a key has.
+"""MurmurHash2 with the seed of Kafka's Java client: the partition of a key.
 
-The same function as aiokafka's, which goes byte by byte; word by word it takes a third of the time, and the trigger
-checks the lane of every event.
+The same function as aiokafka's, which reads byte by byte. Reading word by word takes a third of the time, and the
+trigger checks the lane of every event.
 """
 
 from __future__ import annotations
@@ -30,5 +30,5 @@ def murmur2(data: bytes) -> int:
 
 
 def partition_of(key: bytes, partitions: int) -> int:
-    """The partition that Kafka's Java client gives a key among so many."""
+    """The partition, of `partitions`, that Kafka's Java client gives a key."""
     return (murmur2(key) & 0x7FFFFFFF) % partitions

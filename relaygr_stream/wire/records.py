@@ -18,7 +18,7 @@ class Record(NamedTuple):
 
 
 def as_record(message: Any) -> Record:
-    """From aiokafka's ConsumerRecord."""
+    """The Record of an aiokafka ConsumerRecord."""
     return Record(
         message.topic,
         message.partition,

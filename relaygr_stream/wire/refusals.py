@@ -1,7 +1,7 @@
-"""Why requests were not admitted, from the trigger to the worker that will rank them: so that an answer can tell.
+"""Why requests were not admitted: sent by the trigger to the worker that ranks them, which puts it into its answers.
 
-On `pre-infer`, header relaygr-kind = refusals: one small record per owner and turn of the flush. Nothing depends on it:
-a record that is late or lost leaves the answer's `admission` empty.
+On `pre-infer`, header relaygr-kind = refusals: one small record per owner and flush. A late or lost record only leaves
+the answer's `admission` empty.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from relaygr_stream.wire.versions import NOT_DECODED, SCHEMA_VERSION, VersionedD
 
 #: The value of HEADER_KIND.
 KIND: Final = "refusals"
-#: Ids in a record: 256 characters of four bytes each at most, so a quarter of what the topic takes at worst.
-MOST_IDS: Final = 256
-#: Requests a worker remembers the trigger's word on: some seconds of traffic, 3 MB at 100 bytes an id and its place.
-REMEMBERED: Final = 16_384
+#: Most ids in a record: each has at most 256 characters of four bytes, so a quarter of the topic's limit at worst.
+MAX_IDS: Final = 256
+#: Most requests whose admission a worker keeps: some seconds of traffic, 3 MB at 200 bytes for an id and its entry.
+MAX_REQUESTS: Final = 16_384
 
 
 class Refusals(msgspec.Struct, frozen=True, kw_only=True):
-    """Ids of requests by the reason why they were not admitted."""
+    """Ids of requests that were not admitted, by reason."""
 
     v: int = SCHEMA_VERSION
     min_v: LeastVersion = 0
-    reasons: Annotated[dict[Label, Annotated[list[Id], Meta(max_length=MOST_IDS)]], Meta(max_length=64)]
+    reasons: Annotated[dict[Label, Annotated[list[Id], Meta(max_length=MAX_IDS)]], Meta(max_length=64)]
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -40,7 +40,7 @@ _decoder = VersionedDecoder(Refusals, min_v=1)
 
 
 def encode_refusals(refused: list[tuple[str, str]]) -> bytes:
-    """(request id, reason) of at most MOST_IDS requests, as they travel."""
+    """At most MAX_IDS pairs (request id, reason) as MessagePack."""
     reasons: dict[str, list[str]] = {}
     for request_id, reason in refused:
         reasons.setdefault(reason, []).append(request_id)
@@ -48,9 +48,9 @@ def encode_refusals(refused: list[tuple[str, str]]) -> bytes:
 
 
 class Reasons:
-    """What the trigger decided on requests that a worker will rank; the oldest are forgotten first.
+    """The trigger's decisions on requests that a worker will rank; beyond MAX_REQUESTS the oldest are dropped.
 
-    late_ms: a record written longer ago by its own time tells nothing any more.
+    late_ms: a record that is older by its own timestamp is ignored.
     """
 
     def __init__(self, late_ms: float, wall: Callable[[], float] = time.time) -> None:
@@ -59,11 +59,11 @@ class Reasons:
         self._reasons: OrderedDict[str, str] = OrderedDict()
 
     def admitted(self, request_id: str) -> None:
-        """A signal came for it."""
+        """Note that a signal for this request was read."""
         self._put(request_id, "admitted")
 
     def read(self, record: Record) -> None:
-        """A record of refusals. Raises DecodeError."""
+        """Note the refusals of a record. Raises DecodeError."""
         if self._wall() * 1e3 - record.timestamp_ms > self._late_ms:
             return
         try:
@@ -75,10 +75,10 @@ class Reasons:
                 self._put(request_id, reason)
 
     def take(self, request_id: str) -> str:
-        """The trigger's word on it, once; empty: unknown."""
+        """Pop the trigger's decision on a request; empty: unknown."""
         return self._reasons.pop(request_id, "")
 
     def _put(self, request_id: str, reason: str) -> None:
         self._reasons[request_id] = reason
-        if len(self._reasons) > REMEMBERED:
+        if len(self._reasons) > MAX_REQUESTS:
             self._reasons.popitem(last=False)

@@ -1,7 +1,7 @@
-"""What the topics' files say, and which lane a user has.
+"""The topics' files, and the lane of a user.
 
 `topics/*.toml` holds one file per topic. Topics that share lanes (`lanes = true`) must have equal partition counts: a
-user's lane is a partition number of each of them. Knows nothing of clusters, nor of what the messages contain.
+user's lane is a partition number of each of them.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ Compression = Literal["uncompressed", "producer", "gzip", "snappy", "lz4", "zstd
 
 
 class Topic(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One topic: as its file describes it, and, from `load_topics`, as the settings change that.
+    """One topic as its file describes it. `load_topics` applies the settings to it.
 
-    name: the file's own, and from `load_topics` the full one, prefix included.
+    name: as in the file; from `load_topics`: the full name, prefix included.
     """
 
     name: str
@@ -41,16 +41,16 @@ class Topic(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     retention_ms: Annotated[int, Meta(ge=1)]
     max_message_bytes: Annotated[int, Meta(ge=1024, le=64 * 1024 * 1024)]
     cleanup_policy: CleanupPolicy = "delete"
-    #: Only whole segments are deleted, and not the one that is written to: this, and the retention, is what is kept.
+    #: Kafka deletes only whole, closed segments: a record is kept for the retention plus at most this.
     segment_ms: Annotated[int, Meta(ge=1)] | None = None
-    #: uncompressed: the broker unpacks what came compressed and holds the limit against that. Else a reader would have
-    #: to: 300 MB of zeros pass a limit of 1 MiB as 0.3 MB of gzip.
+    #: uncompressed: the broker unpacks compressed batches and checks max_message_bytes against the unpacked size.
+    #: Otherwise 300 MB of zeros pass a limit of 1 MiB as 0.3 MB of gzip, and the reader unpacks them.
     compression_type: Compression = "uncompressed"
     min_insync_replicas: Annotated[int, Meta(ge=1, le=9)] | None = None
 
     @property
     def configs(self) -> dict[str, str]:
-        """What the file states of the topic, by Kafka's names."""
+        """The topic's configuration, by Kafka's names."""
         stated = {
             "cleanup.policy": self.cleanup_policy,
             "retention.ms": self.retention_ms,
@@ -63,7 +63,7 @@ class Topic(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def exact(self) -> bool:
-        """Whether more partitions than stated would break readers: they look a key up, or read every partition."""
+        """Whether the partition count must be as stated: readers compute a key's partition, or read all of them."""
         return self.lanes or self.cleanup_policy == "compact"
 
 
@@ -89,28 +89,30 @@ class TopicSet:
         return self.ranking.partitions
 
 
-#: Those whose partition p must reach one worker, or one trigger, together (DESIGN §4).
+#: Topics that share lanes: partition p of each is read by the same worker or trigger.
 LANE_TOPICS: Final = ("retrieval", "pre-infer", "ranking")
 _NAMES: Final = tuple(field.name.replace("_", "-") for field in fields(TopicSet))
 
 
 def lane_of(user_id: str, lanes: int) -> int:
-    """The lane of a user among `lanes`: the partition that Kafka's Java client gives the key (murmur2 of UTF-8)."""
+    """The lane of a user, of `lanes`: the partition that Kafka's Java client gives the key (murmur2 of its UTF-8)."""
     return partition_of(user_id.encode(), lanes)
 
 
 def load_topics(kafka: Kafka) -> TopicSet:
     """The topics as the files and the settings describe them; needs no broker.
 
-    kafka.partitions, if set, is the lane count in place of the files'; kafka.replication likewise for every topic.
-    Raises ConfigError, naming file and key, and CoPartitionError if the files disagree about the lane count.
+    kafka.partitions, if not 0, replaces the files' lane count; kafka.replication, if not 0, every topic's replication.
+    Raises ConfigError, which names file and key, and CoPartitionError if the files disagree about the lane count.
     """
     folder = Path(kafka.topics_dir) if kafka.topics_dir else packaged_dir("topics")
     found: dict[str, Topic] = {}
     for path in sorted(folder.glob("*.toml")):
         spec = _read_topic_file(path)
         if spec.name in found:
-            raise ConfigError(f"{path}: `name` = {spec.name!r}: another file in {folder} describes this topic already")
+            raise ConfigError(
+                f"{path}: `name` = {spec.name!r}: another file in {folder} describes this topic; remove one of them"
+            )
         found[spec.name] = msgspec.structs.replace(
             spec,
             name=kafka.prefix + spec.name,
@@ -126,7 +128,8 @@ def load_topics(kafka: Kafka) -> TopicSet:
         if (topic.min_insync_replicas or 1) > topic.replication:
             raise ConfigError(
                 f"topic {topic.name}: `min_insync_replicas` = {topic.min_insync_replicas}, of {topic.replication} "
-                f"copies (`replication`, kafka.replication): no message would be acknowledged"
+                f"copies (`replication`, kafka.replication): no message would be acknowledged; lower the first or "
+                f"raise the second"
             )
     return topics
 
@@ -144,11 +147,11 @@ def _read_topic_file(path: Path) -> Topic:
 
 
 def check_equal_counts(counts: Iterable[tuple[str, int]]) -> None:
-    """Topic names and their partition counts. Raises CoPartitionError, naming two that differ."""
+    """Raise CoPartitionError, which names two topics, if the partition counts differ. counts: (topic name, count)."""
     (first, expected), *others = counts
     for name, count in others:
         if count != expected:
             raise CoPartitionError(
                 f"topics {first} and {name} share lanes but have {expected} and {count} partitions; a user's lane must "
-                f"be the same partition of both, so give them equal counts (a topic can be deleted and applied again)"
+                f"be the same partition of both: give them equal counts (a topic can be deleted and applied again)"
             )

@@ -1,6 +1,6 @@
-"""What a trigger states about itself, on `worker-status` beside the workers: its lanes, its settings, its decisions.
+"""The status of a trigger, on `worker-status` beside those of the workers: its lanes, its settings, its decisions.
 
-Nothing is steered by it: `relaygr status` shows it, and `relaygr trigger explain` decides with its settings.
+`relaygr status` shows it, and `relaygr explain` decides with its settings. Serving does not depend on it.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.versions import NOT_DECODED, SCHEMA_VERSION, VersionedDecoder
 from relaygr_stream.wire.worker_status import StatusReader
 
-#: The value of HEADER_KIND, and the beginning of the record's key, before the trigger's name.
+#: The value of HEADER_KIND, and the prefix of the record's key, before the trigger's name.
 KIND: Final = "trigger"
 KEY_PREFIX: Final = "trigger/"
-#: Stated this often: nobody decides by it, and people read it.
+#: Seconds between statuses: they are for people, not for decisions.
 STATUS_S: Final = 1.0
 
 Lane = Annotated[int, Meta(ge=0, lt=10_000)]
@@ -27,7 +27,7 @@ Count = Annotated[int, Meta(ge=0, lt=2**53)]
 
 
 class PolicyStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings that its decisions depend on (trigger/decision.py: Policy)."""
+    """The settings that a trigger's decisions depend on (trigger/decision.py: Policy)."""
 
     risk_ms: Finite
     stale_ms: Finite
@@ -42,12 +42,12 @@ class TriggerStatus(msgspec.Struct, frozen=True, kw_only=True):
     v: int = SCHEMA_VERSION
     min_v: LeastVersion = 0
     name: Id
-    incarnation: Count  # its start in milliseconds
+    incarnation: Count  # Unix time of its start, in milliseconds
     host: Annotated[str, Meta(max_length=300)]
     pid: Count
     sent_ms: UnixMillis
-    state: Label  # "serving", "stopped"; more may come
-    group: Label  # its consumer group on `retrieval`, prefix and all
+    state: Label  # "serving", "stopped"; later releases may add more
+    group: Label  # its consumer group on `retrieval`, prefix included
     lanes: Annotated[tuple[Lane, ...], Meta(max_length=10_000)]
     policy: PolicyStatus
     version: Label = ""  # of this package
@@ -61,12 +61,12 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def encode_trigger(status: TriggerStatus) -> bytes:
-    """As it travels."""
+    """The status as MessagePack."""
     return _encoder.encode(status)
 
 
 def read_trigger(record: Record, reader: StatusReader, *, fresh: bool = True) -> TriggerStatus | None:
-    """What the record states of a trigger; None: it is of something else, or a tombstone. Raises DecodeError."""
+    """The trigger's status in a record; None for a tombstone or another kind of record. Raises DecodeError."""
     if kind_of(record.headers) != KIND or record.value is None:
         return None
     reader.verify(record)
@@ -75,7 +75,7 @@ def read_trigger(record: Record, reader: StatusReader, *, fresh: bool = True) ->
     except NOT_DECODED as error:
         raise DecodeError("malformed", str(error)[:300]) from error
     if (record.key or b"") != (KEY_PREFIX + status.name).encode():
-        raise DecodeError("invalid", f"the key is not that of trigger {status.name!r}")
+        raise DecodeError("invalid", f"the key does not belong to trigger {status.name!r}")
     if fresh:
         reader.check_fresh(status.sent_ms)
     return status

@@ -1,8 +1,8 @@
-"""What lets processes of two releases talk while a fleet is upgraded: versions, and values that came later.
+"""Compatibility of messages between releases, while a fleet is upgraded.
 
-A message states its version `v` and the least version `min_v` whose reader understands it. Within a version, fields
-with a default and values of open enumerations may be added: a reader ignores the former and takes the latter for what
-is stated here. Knows nothing of what else is in a message.
+A message states its version `v` and the lowest version `min_v` whose reader understands it. Within a version, a release
+may add fields with a default, which older readers ignore, and values of open enumerations, which older readers replace
+by a known value (`OpenEnum`).
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ from relaygr_stream.errors import DecodeError
 
 SCHEMA_VERSION: Final = 1
 
-#: What decoding raises for bytes that are not MessagePack, or have another shape.
+#: Errors of decoding bytes that are not MessagePack, or have another shape.
 NOT_DECODED: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-#: A value of an open enumeration is a name; what is longer is no value of a later release.
+#: Longest value of an open enumeration; a longer text is refused.
 MAX_NAME: Final = 64
-#: Fields of requests and events that later releases will bring (docs/protocol.md, "Reserved names"): no other field may
-#: have these names.
+#: Names reserved for fields of requests and events in later releases (docs/reference/protocol.md, "Reserved names").
 RESERVED_FIELDS: Final = frozenset({"features", "history", "delegate"})
 
 _NAME: Final = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
@@ -31,9 +30,9 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 
 class OpenEnum(NamedTuple):
-    """The values of a field that this release knows, and which of them any other is taken for.
+    """The known values of a field, and the one that replaces an unknown value.
 
-    note: the text field that then says which it was, if that one is empty; "": none.
+    note: the text field that then names the unknown value, if that field is empty; "": none.
     """
 
     known: Collection[str]
@@ -52,7 +51,7 @@ _versions = msgspec.msgpack.Decoder(_Versions)
 def check_version(v: int, min_v: int) -> None:
     """Raise DecodeError `unknown_version` unless this reader understands a message of these versions.
 
-    min_v: 0: not stated, so only readers of version v understand it.
+    min_v: 0 means not stated: only readers of version v understand the message.
     """
     needed = min_v or v
     if v < 1 or needed > SCHEMA_VERSION:
@@ -63,9 +62,9 @@ def check_version(v: int, min_v: int) -> None:
 
 
 class VersionedDecoder(Generic[S]):
-    """Decodes messages of one kind, also those that a later release wrote.
+    """Decodes messages of one kind, including those of later releases.
 
-    enums: its open enumerations by field. min_v: what it is where a message does not state it.
+    enums: the open enumerations by field. min_v: of messages that do not state it.
     """
 
     def __init__(self, kind: type[S], enums: Mapping[str, OpenEnum] | None = None, min_v: int = 0) -> None:
@@ -73,13 +72,12 @@ class VersionedDecoder(Generic[S]):
         self._enums = {} if enums is None else enums
         self._min_v = min_v
         self._decoder = msgspec.msgpack.Decoder(kind)
-        # The same kind with any name in those fields: as typed, and as cheap to refuse, as the kind itself.
+        # The same kind, with any short text in those fields: still typed, so hostile input stays cheap to refuse.
         opened = [(f.name, self._opened(f), msgspec.field(**_default(f))) for f in msgspec.structs.fields(kind)]
         self._later = msgspec.msgpack.Decoder(msgspec.defstruct(f"Later{kind.__name__}", opened, kw_only=True))
 
     def decode(self, data: bytes) -> S:
-        """The message. Raises DecodeError where it is for later readers, whatever its shape, and one of NOT_DECODED
-        where it is a message of no release."""
+        """The message. Raises DecodeError if it is for later readers, and one of NOT_DECODED if it is malformed."""
         try:
             message = self._decoder.decode(data)
         except NOT_DECODED as error:
@@ -111,7 +109,7 @@ class VersionedDecoder(Generic[S]):
 
 
 def _refuse_other_version(data: bytes) -> None:
-    """A message of another version may have any shape; say that rather than which field surprised us."""
+    """Raise DecodeError `unknown_version` for a malformed message of another version: the version is the cause."""
     try:
         stated = _versions.decode(data)
     except NOT_DECODED:

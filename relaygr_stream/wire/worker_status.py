@@ -1,7 +1,7 @@
-"""Reads records of `worker-status` with care: signatures where a secret is set, bounds on every number and text.
+"""Reads records of `worker-status`: verifies signatures if a secret is set, and bounds every number and text.
 
-A status is arithmetic for the triggers, and a name's incarnation is for ever: what would let a bound be computed away,
-end a name for good or fill a memory is refused. Knows nothing of who owns what.
+Triggers calculate with a status, and a name's incarnation only grows. So a status is refused if it could defeat a
+trigger's bound, block a worker's name for good, or fill a reader's memory.
 """
 
 from __future__ import annotations
@@ -15,47 +15,47 @@ from typing import Final, NamedTuple
 
 from relaygr_stream.errors import DecodeError
 from relaygr_stream.settings.schema import Settings
-from relaygr_stream.wire.messages import MAX_MESSAGE_BYTES, LaneStatus, WorkerStatus, decode, kind_of
+from relaygr_stream.wire.messages import MAX_MESSAGE_BYTES, CostModel, LaneStatus, WorkerStatus, decode, kind_of
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.signature import Signer
 from relaygr_stream.wire.topic_files import TopicSet, load_topics
 
-#: Header of a tombstone: the incarnation, in ASCII decimal, that the name's records are removed up to.
+#: Header of a tombstone: the incarnation that it removes, in ASCII decimal.
 HEADER_INCARNATION: Final = "relaygr-incarnation"
-#: Lanes that any cluster may have (kafka.partitions); a reader that knows its topics takes fewer.
+#: Most lanes of any cluster (kafka.partitions); a reader that knows its topics uses their count.
 MAX_LANES: Final = 10_000
-#: An incarnation is the start's time in nanoseconds, or one more than the last of its name. One further ahead of our
-#: clock than this is refused: a start within that time is always later than all that were believed.
+#: An incarnation is the start's Unix time in nanoseconds, or one more than the last of its name. An incarnation further
+#: ahead of this reader's clock is refused: otherwise no later start of that name would count.
 MAX_AHEAD_S: Final = 86_400.0
-#: A signed status that is older or younger than this by our clock is not believed: it may be one that was recorded and
-#: written again. Machines that keep time by NTP differ by milliseconds.
+#: A signed status further from this reader's clock is refused: it may be an old record, written again. Clocks that NTP
+#: keeps differ by milliseconds.
 MAX_SKEW_S: Final = 60.0
-#: Two to the power of 50: a petabyte, and far from where sums of it lose bits as a float.
+#: A petabyte; sums of such numbers are still exact as floats.
 MAX_BYTES: Final = 1 << 50
-#: Of an offset, a Kafka log's largest.
+#: The largest offset of a Kafka log.
 MAX_OFFSET: Final = (1 << 63) - 1
-#: An hour, as of every other time in a message.
+#: An hour, like every other time in a message.
 MAX_MS: Final = 3.6e6
-#: A second of a thousand devices.
+#: The device time of a thousand devices.
 MAX_DEVICE_MS_PER_S: Final = 1e6
-#: A worker states some 50 counters; several versions' worth of them is no attack yet.
+#: A worker states about 50 counters; this leaves room for later releases.
 MAX_COUNTERS: Final = 512
-#: Characters of a text that a status may have: host names have 255 at most.
+#: Longest text in a status, in characters: host names have at most 255.
 MAX_TEXT: Final = 300
 
 
 class Tombstone(NamedTuple):
-    """A name's records are removed: it stopped in order, or an operator says so."""
+    """Removes a worker's name: it stopped in order, or an operator removed it."""
 
     name: str
-    incarnation: int | None  # and what it was; None: whatever it was
+    incarnation: int | None  # the incarnation that is removed; None: any
 
 
 class StatusReader:
-    """Records to worker statuses.
+    """Reads worker statuses from records.
 
-    lanes: so many the cluster has. signer: records that it does not verify are refused as `unsigned`. wall: Unix
-    seconds.
+    lanes: the cluster's number of lanes. signer: records without its valid signature are refused as `unsigned`; None:
+    signatures are not checked. max_bytes: longest status. wall: the clock, in Unix seconds.
     """
 
     def __init__(
@@ -72,20 +72,20 @@ class StatusReader:
 
     @classmethod
     def of(cls, settings: Settings, topics: TopicSet | None = None) -> StatusReader:
-        """As configured."""
+        """The reader for these settings."""
         topics = topics or load_topics(settings.kafka)
         return cls(topics.lanes, Signer.of(settings.handover.secret), topics.worker_status.max_message_bytes)
 
     async def prepare(self) -> None:
-        """Derive the key of signatures beside the loop; without this the first record waits for it."""
+        """Derive the signatures' key on a thread; without this the first record blocks the loop for 0.6 s."""
         if self.signer is not None:
             await asyncio.to_thread(self.signer.prepare)
 
     def read(self, record: Record, *, fresh: bool = True) -> WorkerStatus | Tombstone | None:
-        """What the record states of a worker; None: it is about something else.
+        """The worker's status or tombstone in a record; None for another kind of record.
 
-        fresh: it was written just now; not of records that were there before we started. Raises DecodeError, with
-        reason `unsigned` where the signature is missing or wrong, or the signed record an old one.
+        fresh: also refuse a signed status with an old time; False for records written before this reader started.
+        Raises DecodeError, with reason `unsigned` if the signature is missing or wrong, or the signed record is old.
         """
         if kind_of(record.headers):
             return None
@@ -102,12 +102,12 @@ class StatusReader:
         return status
 
     def verify(self, record: Record) -> None:
-        """Raise DecodeError `unsigned` unless who wrote the record has the secret, or there is none."""
+        """Raise DecodeError `unsigned` unless the signature is valid or no secret is set."""
         if self.signer is not None and not self.signer.verifies(record):
             raise DecodeError("unsigned", "no signature, or not one made with this handover.secret")
 
     def check_fresh(self, sent_ms: int) -> None:
-        """Raise DecodeError `unsigned` where what was signed then may have been written again now."""
+        """Raise DecodeError `unsigned` if the signed time is too far from now: the record may be written again."""
         off_s = abs(self._wall() - sent_ms / 1e3)
         if self.signer is not None and off_s > MAX_SKEW_S:
             raise DecodeError(
@@ -133,7 +133,7 @@ class StatusReader:
             raise DecodeError("invalid", f"the name of a counter has more than {MAX_TEXT} characters")
 
     def _within_bounds(self, lane: LaneStatus) -> bool:
-        """Every number of a lane's; there are thousands a second of these."""
+        """Whether every number of a lane is within bounds; spelled out, since it runs thousands of times a second."""
         return (
             0 <= lane.lane < self._lanes
             and 0 <= lane.budget_bytes <= MAX_BYTES
@@ -143,7 +143,7 @@ class StatusReader:
         )
 
     def _bounds(self, status: WorkerStatus) -> Iterator[tuple[str, float, float, float]]:
-        """(what, value, least, most) of every number that someone reckons with."""
+        """(name, value, least, most) of every number that a reader calculates with."""
         ahead_ns = int((self._wall() + MAX_AHEAD_S) * 1e9)
         yield "incarnation", status.incarnation, 0, ahead_ns
         yield "lanes", len(status.lanes), 0, self._lanes
@@ -153,7 +153,7 @@ class StatusReader:
         yield "computed_share", status.computed_share, 0, 1
         yield "lag", status.lag, 0, MAX_OFFSET
         yield "counters", len(status.counters), 0, MAX_COUNTERS
-        least = 1 if status.lanes else 0  # a worker without lanes may not have a model yet
+        least = 1 if status.lanes else 0  # a worker without lanes may have no model yet
         yield "bytes_per_token", status.bytes_per_token, least, MAX_BYTES
         yield "alloc_bytes", status.alloc_bytes, least, MAX_BYTES
         for field in ("hbm_used_bytes", "hbm_bytes", "dram_used_bytes", "dram_bytes"):
@@ -163,7 +163,7 @@ class StatusReader:
 
 
 def _incarnation(record: Record) -> int | None:
-    """What a tombstone's header says; one that cannot be read is of no incarnation that there is."""
+    """The incarnation in a tombstone's header; None if absent, -1, which matches none, if malformed."""
     text = dict(record.headers).get(HEADER_INCARNATION)
     if text is None:
         return None
@@ -171,9 +171,40 @@ def _incarnation(record: Record) -> int | None:
 
 
 def worker_statuses(records: Iterable[Record]) -> Iterator[WorkerStatus]:
-    """The workers' statuses among records, for who only looks on: signed or not, of any age and size; what else there
-    is, or cannot be read, is skipped."""
+    """The worker statuses among records, signed or not, of any age; for viewers only. Other and unreadable records are
+    skipped."""
     for record in records:
         if not kind_of(record.headers):
             with suppress(DecodeError):
                 yield decode(WorkerStatus, record.value)
+
+
+# ---- the predicted cost of a request, from its owner's status ----
+
+#: Costs of a worker that has measured nothing yet (all its coefficients are zero) or whose fit is unusable: the
+#: built-in HSTU (4 layers, D = 128, H·dqk = H·dv = 128) at 50 GFLOP/s, a slow CPU core. Projections: 0.9 MFLOP a token
+#: or candidate; attention among n tokens: 1,024·n² FLOP; of m candidates to n tokens: 2,048·n·m. They overestimate any
+#: accelerator: an unnecessary pre-inference, which the load bound limits, is better than a missed SLO.
+FALLBACK_COSTS: Final = CostModel(c0=1.0, c1=0.02, c2=2e-5, c3=4e-5, c4=0.02)
+#: Upper bound of a coefficient: an hour per token, or per token squared, is not a measurement. It keeps sums of
+#: products with token counts finite: infinity times 0 is NaN, which passes any bound.
+MAX_COEFFICIENT: Final = 3.6e6
+
+
+def usable_costs(costs: CostModel) -> CostModel:
+    """The stated costs if all coefficients are finite, within bounds and not all zero, else FALLBACK_COSTS."""
+    coefficients = (costs.c0, costs.c1, costs.c2, costs.c3, costs.c4)
+    for coefficient in coefficients:
+        if not 0 <= coefficient <= MAX_COEFFICIENT:
+            return FALLBACK_COSTS
+    return costs if any(coefficients) else FALLBACK_COSTS
+
+
+def charge_ms(costs: CostModel, tokens: int, owner: WorkerStatus) -> float:
+    """Expected device time of a pre-inference, in ms: the predicted time times the share of tokens not cached."""
+    return costs.pre_infer_ms(tokens) * owner.computed_share
+
+
+def prefix_bytes(tokens: int, owner: WorkerStatus) -> int:
+    """HBM bytes of a prefix KV of `tokens` on that worker, rounded up to allocation units."""
+    return -(-tokens * owner.bytes_per_token // owner.alloc_bytes) * owner.alloc_bytes

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -24,12 +25,13 @@ from relaygr_stream.cache.tiers import capacity_for
 from relaygr_stream.errors import ConfigError, DeviceError, ModelError
 from relaygr_stream.models.api import KVRegion, ScoreInput, Tokens, relative_deviation
 from relaygr_stream.telemetry.logs import request_log_fields
-from relaygr_stream.worker.executor import Engine, Extension, describe
+from relaygr_stream.worker.commands import RankTask
+from relaygr_stream.worker.executor import Executor, PrefillRun, describe
 from relaygr_stream.worker.metrics import WorkerMetrics
-from relaygr_stream.worker.tasks import Audit, RankTask
 
-# How far a model's scores move when prefix KV come back from int8: measured on the worker's own model at start. Knows
-# nothing of the cache: a region goes through the copy engine and back as an entry would.
+log = structlog.get_logger(__name__)
+
+# ---- int8 rounding, measured on the worker's own model at start ----
 
 
 #: Short prefixes deviate most: with few terms in a sum, roundings cancel less. The longest allowed prefix caps them.
@@ -37,11 +39,13 @@ PROBE_TOKENS: Final = (64, 256, 1024)
 PROBE_CANDIDATES: Final = 64
 #: Ids in the probe are below this, so that a small vocabulary has them too.
 PROBE_IDS: Final = 1000
-#: A chunk of the probe may take as long as it takes: nobody waits yet.
+#: No ranking waits yet, so a chunk of the probe may take any time.
 UNHURRIED_MS: Final = 1e5
 
 
-def check_rounding(engine: Engine, copier: CopyEngine, storage: Storage, scratch: KVRegion, allowed: float) -> float:
+def check_rounding(
+    executor: Executor, copier: CopyEngine, storage: Storage, scratch: KVRegion, allowed: float
+) -> float:
     """The largest relative deviation of scores from prefix KV that went through `storage`, at most `allowed`.
 
     ConfigError when it is more, ModelError when the model fails on the probe.
@@ -53,7 +57,7 @@ def check_rounding(engine: Engine, copier: CopyEngine, storage: Storage, scratch
         candidates = generator.integers(0, PROBE_IDS, PROBE_CANDIDATES)
         region = KVRegion(scratch.layout, scratch.storage, min(capacity_for(n), scratch.capacity))
         try:
-            worst = max(worst, _deviation(engine, copier, storage, region, Tokens(np.stack(behaviours)), candidates))
+            worst = max(worst, _deviation(executor, copier, storage, region, Tokens(np.stack(behaviours)), candidates))
         except DeviceError:
             raise
         except Exception as error:  # a user's model may raise anything
@@ -70,42 +74,52 @@ def check_rounding(engine: Engine, copier: CopyEngine, storage: Storage, scratch
 
 
 def _deviation(
-    engine: Engine,
+    executor: Executor,
     copier: CopyEngine,
     storage: Storage,
     region: KVRegion,
     tokens: Tokens,
     candidates: npt.NDArray[np.int64],
 ) -> float:
-    work = Extension(engine, region, tokens)
-    while not work.done:
-        work.advance(UNHURRIED_MS)
+    run = executor.prefill(region, tokens)
+    while not run.done:
+        run.advance(UNHURRIED_MS)
     ranking = ScoreInput(region, tokens.slice(0, 0), candidates)
-    exact = engine.score([ranking])[0][0]
+    exact = executor.score([ranking])[0][0]
     stored = torch.empty(storage.nbytes(region.capacity), dtype=torch.uint8)
     copier.submit(stored, region.storage, convert=storage.spill).wait()
     copier.submit(region.storage, stored, urgent=True, convert=storage.reload).wait()
-    return relative_deviation(engine.score([ranking])[0][0], exact)
+    return relative_deviation(executor.score([ranking])[0][0], exact)
 
 
-log = structlog.get_logger(__name__)
+# ---- audits ----
 
-#: Audits waiting at most: each keeps a request's tokens, and an old one says nothing more than a new one.
+#: Most audits that wait: each keeps a request's tokens, and an old audit tells no more than a new one.
 MAX_WAITING: Final = 8
 
 
-#: Told of each finished audit: the ranking, its deviation, milliseconds of device time. Returns whether it deviates by
-#: too much.
+#: Called with each finished audit: ranking, deviation, milliseconds of device time. True: it deviates by too much.
 Report = Callable[[RankTask, float, float], bool]
 
 
+@dataclass(slots=True, eq=False)
+class Audit:
+    """A ranking that was answered from prefix KV and is to be scored in full, to compare."""
+
+    task: RankTask
+    relayed: npt.NDArray[np.float32]
+    run: PrefillRun | None = None  # into the scratch region, while it is under way
+    ms: float = 0.0  # device time of this attempt
+    scores: list[npt.NDArray[np.float32]] = field(default_factory=list)  # in full, of the first candidates
+
+
 class Auditor:
-    """Compares relayed with full scores. evict(user_key): what is cached of this user deviates by too much."""
+    """Compares relayed with full scores. deviating: users whose cached prefix KV deviate by too much."""
 
     def __init__(self, share: float, report: Report, seed: int | None = None) -> None:
         self._share = share
         self._report = report
-        self.evict: Callable[[str], None] = lambda user_key: None
+        self.deviating: list[str] = []
         self._random = random.Random(seed)
         self._waiting: deque[Audit] = deque()
         self.done = 0
@@ -117,29 +131,29 @@ class Auditor:
         if task.outcome == "full" or not self._share or self._random.random() >= self._share:
             return
         if len(self._waiting) >= MAX_WAITING:
-            if self._waiting[0].work is not None:
-                return  # the oldest is under way and holds the scratch; it must not fall out
+            if self._waiting[0].run is not None:
+                return  # the oldest is running and holds the scratch region: it must stay
             self._waiting.popleft()
         self._waiting.append(Audit(task, relayed))
 
-    def step(self, engine: Engine, scratch: Scratch, budget_ms: float) -> bool:
+    def step(self, executor: Executor, scratch: Scratch, budget_ms: float) -> bool:
         """A slice of an audit; False if there is none or the scratch is lent. An audit that fails is dropped."""
         if not self._waiting:
             return False
         audit = self._waiting[0]
         task = audit.task
-        if audit.work is None:
+        if audit.run is None:
             if not scratch.free:
                 return False
-            audit.work, audit.ms, audit.scores = Extension(engine, scratch.borrow(), task.tokens), 0.0, []
+            audit.run, audit.ms, audit.scores = executor.prefill(scratch.borrow(), task.tokens), 0.0, []
         try:
-            if not audit.work.done:
-                audit.ms += audit.work.advance(budget_ms)
+            if not audit.run.done:
+                audit.ms += audit.run.advance(budget_ms)
                 return True
             done = sum(len(scores) for scores in audit.scores)
-            # Candidates never see each other: a few at a time are scored alike, and keep no ranking waiting.
-            few = task.candidates[done : done + engine.candidates_within(audit.work.region, task.suffix, budget_ms)]
-            scores, ms = engine.score([ScoreInput(audit.work.region, task.suffix, few)])
+            # Candidates never see each other: scored a few at a time they score the same, and no ranking waits long.
+            few = task.candidates[done : done + executor.candidates_within(audit.run.region, task.suffix, budget_ms)]
+            scores, ms = executor.score([ScoreInput(audit.run.region, task.suffix, few)])
             audit.scores.append(scores[0])
             audit.ms += ms
             if done + len(few) < len(task.candidates):
@@ -160,30 +174,27 @@ class Auditor:
         else:
             self.worst = max(self.worst, deviation)
         if self._report(task, deviation, audit.ms):
-            self.evict(task.user_key)
+            self.deviating.append(task.user_key)
         return True
 
     def give_up_scratch(self, scratch: Scratch) -> bool:
         """A request needs the scratch region: stop the audit under way; it starts again later."""
-        if not self._waiting or (work := self._waiting[0].work) is None:
+        if not self._waiting or (run := self._waiting[0].run) is None:
             return False
-        scratch.give_back(work.region)
-        self._waiting[0].work = None
+        scratch.give_back(run.region)
+        self._waiting[0].run = None
         return True
 
     def _end(self, audit: Audit, scratch: Scratch) -> None:
-        assert audit.work is not None
-        scratch.give_back(audit.work.region)
+        assert audit.run is not None
+        scratch.give_back(audit.run.region)
         self._waiting.popleft()
 
 
-# What an audit found, as metrics and, where scores deviate, as an error and a reason not to be ready. Knows nothing
-# of how audits are made.
+# ---- what an audit found ----
 
 
-log = structlog.get_logger(__name__)
-
-#: A relayed score may differ from full inference by this much, relative (DESIGN §8: 1e-5 in float32). In half
+#: A relayed score may differ from full inference by this much, relative: 1e-5 in float32. In half
 #: precision the two paths round differently; a hundredth is two bfloat16 steps.
 AUDIT_TOLERANCE: Final = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-2}
 #: Audits that deviate, of one process, at which it is not ready any more. A flipped bit spoils one user's prefix KV,
@@ -193,7 +204,7 @@ DEVIATIONS_TO_UNREADY: Final = 3
 
 
 class AuditReport:
-    """Called on the device thread after each audit; prometheus_client's objects take that."""
+    """Turns audits into metrics, errors and readiness. Called on the device thread; prometheus_client allows that."""
 
     def __init__(self, worker: settings.Worker, metrics: WorkerMetrics) -> None:
         self._tolerance = {"exact": AUDIT_TOLERANCE[worker.dtype]}
@@ -203,14 +214,16 @@ class AuditReport:
 
     @property
     def distrust(self) -> str:
-        """Why this worker's scores are not to be relied on; "" while they are. Stays until the process ends."""
+        """Why this worker's scores cannot be trusted; "" while they can. It stays until the process ends."""
         if self._deviated < DEVIATIONS_TO_UNREADY:
             return ""
         return f"{self._deviated} audits deviated from full inference; see the log, then restart the worker"
 
     def __call__(self, task: RankTask, deviation: float, ms: float) -> bool:
-        """Whether that is too much. deviation: of the relayed scores from full inference, relative. ms: device time
-        that the audit took."""
+        """Whether the deviation is too large.
+
+        deviation: relative, of the relayed scores from full inference. ms: device time of the audit.
+        """
         storage = "int8" if task.approximate else "exact"
         tolerance = self._tolerance[storage]
         agreed = deviation <= tolerance

@@ -1,4 +1,4 @@
-"""How an owner divides what triggers may ask of it among its lanes (DESIGN §6).
+"""Budgets: how a worker divides memory and device time among its lanes, for triggers to admit by.
 
 Device time follows demand. Pinned bytes do so too, but a budget below a lane's largest prefix is worth nothing to that
 prefix: such a lane would never have it admitted. So each lane that is asked gets room for its largest prefix first, in
@@ -17,14 +17,14 @@ from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Final
 
-#: Weight that a second of demand keeps after the next one: traffic shifts between lanes over seconds, not minutes.
+#: Weight that demand keeps after a second: traffic shifts between lanes within seconds, not minutes.
 DEMAND_DECAY: Final = 0.8
-#: A lane counts as asked while this share of its largest prefix is left of its faded demand: 13 s after one request.
+#: A lane counts as asked while its faded demand is this share of its largest prefix: 13 s after one request.
 ASKED_SHARE: Final = 0.05
-#: Weight of a lane that nobody asks, in parts of the mean weight of the others: its first request finds something.
+#: Weight of a lane without requests, relative to the mean of the others: its first request finds some budget.
 QUIET_WEIGHT: Final = 0.1
-#: What is left when the lanes that are asked have room for two of their largest prefixes: so much of it makes room for
-#: the first prefix of lanes that nobody asks.
+#: Once every asked lane has room for two of its largest prefixes, this share of the rest makes room for the first
+#: prefix of lanes without requests.
 QUIET_PART: Final = 0.5
 
 
@@ -38,7 +38,7 @@ class LaneShares:
     def update(self, lanes: Iterable[int], asked: Mapping[int, int], seconds: float) -> dict[int, float]:
         """asked: running totals per lane; returns lane → share, adding up to 1 over the lanes.
 
-        Half of it follows demand, half goes to all lanes alike that are asked at all: demand is bursty.
+        Half follows demand, half is equal among the lanes with requests, because demand is bursty.
         """
         owned = sorted(lanes)
         if not owned:
@@ -68,13 +68,13 @@ class LaneShares:
 
 @dataclass
 class _Granted:
-    """What a lane was told it may have pinned. Earlier grants count until no trigger can act on them any more."""
+    """The bytes that a lane may pin, as stated. An earlier grant counts until no trigger can act on it any more."""
 
     now: int = 0
     before: list[tuple[float, int]] = field(default_factory=list)  # (when superseded, bytes), each fewer than the last
 
     def grant(self, nbytes: int, now_s: float) -> None:
-        """Supersede the present grant; those before it that were not larger count no more: they end sooner."""
+        """Supersede the present grant. Earlier grants that are not larger stop counting, since they end sooner."""
         if nbytes != self.now:
             while self.before and self.before[-1][1] <= self.now:
                 del self.before[-1]
@@ -88,8 +88,8 @@ class _Granted:
 class LaneBudgets:
     """Bytes that each lane may have pinned; together never more than `whole`.
 
-    A trigger may act on a statement for hold_s (trigger.silence_ms) after it was superseded: it may have been lost. So
-    a lane's bytes count as its own until hold_s after they were taken from it, and while they are pinned:
+    A trigger may act on a statement for hold_s (trigger.max_status_age_ms) after it was superseded: it may have been
+    lost. So a lane's bytes count as its own until hold_s after they were taken from it, and while they are pinned:
 
         Σ max(pinned, every grant of the last hold_s) ≤ whole
 
@@ -102,8 +102,8 @@ class LaneBudgets:
         self._hold_s = hold_s
         self._turn_s = turn_s
         self._granted: dict[int, _Granted] = {}
-        self._served_s: dict[int, float] = {}  # lane → since when it has room (inf: not yet), while its turn lasts
-        self._queue: list[int] = []  # lanes that are waiting for their turn or have had it, the next one first
+        self._served_s: dict[int, float] = {}  # lane → when its turn began (inf: not yet)
+        self._queue: list[int] = []  # lanes in turn order, the next one first
 
     def update(
         self,
@@ -137,7 +137,7 @@ class LaneBudgets:
         return budgets
 
     def _forget(self, lanes: Set[int], now_s: float) -> None:
-        """Lanes that are gone, and grants that no trigger can act on any more."""
+        """Drop lanes that are gone, and grants that no trigger can act on any more."""
         for granted in self._granted.values():
             before = granted.before
             while before and now_s - before[0][0] > self._hold_s:
@@ -152,7 +152,7 @@ class LaneBudgets:
     def _targets(
         self, shares: Mapping[int, float], largest: Mapping[int, int], asked: set[int], now_s: float
     ) -> dict[int, int]:
-        """What each lane ought to have: room for its largest prefix, in turns, for a second, and part of the rest."""
+        """The target of each lane: room for its largest prefix (in turns), for a second one, and part of the rest."""
         self._next_turns(now_s)
         left = self._whole
         targets = dict.fromkeys(shares, 0)
@@ -163,7 +163,7 @@ class LaneBudgets:
                 self._served_s.setdefault(lane, math.inf)
             else:
                 self._served_s.pop(lane, None)
-        # The smallest first: the most lanes get theirs, and the same ones every time.
+        # Smallest first: this serves the most lanes, and the same ones every time.
         for lane in sorted((lane for lane, room in targets.items() if room), key=lambda lane: (largest[lane], lane)):
             if largest[lane] <= left:
                 targets[lane] += largest[lane]
@@ -185,7 +185,7 @@ class LaneBudgets:
         return targets
 
     def _next_turns(self, now_s: float) -> None:
-        """Lanes that have room keep it until their turn is over; then those that wait longest come first."""
+        """A lane keeps its room until its turn is over; then the lanes that wait longest come first."""
         if not self._served_s:
             return
         over = [lane for lane, since in self._served_s.items() if now_s - since >= self._turn_s]
@@ -196,12 +196,14 @@ class LaneBudgets:
         self._queue = serving + waiting + over
 
 
-# What the rankings of each lane ask for, whether they were admitted or not: what budgets are divided by. Counted at
-# ranking, not at signals: a lane whose budget is too small for its prefixes gets no signals, and would never be given
-# more. Knows nothing of budgets.
+# ---- demand, by which budgets are divided ----
+#
+# It is counted from rankings, admitted or not. Signals would not do: a lane whose budget is too small for its prefixes
+# gets no signals, and would never get a larger budget.
 
 
-#: A lane's longest prefix is that of the present and the last so many seconds: some requests even of a quiet lane.
+#: A lane's largest prefix is that of the present and the previous epoch of so many seconds: even a quiet lane has
+#: some requests in it.
 EPOCH_S: Final = 30.0
 
 
@@ -236,23 +238,22 @@ class Demand:
             self._before.pop(lane, None)
 
 
-# How the device's time is split between ranking and pre-inference: what triggers may ask for follows what ranking
-# leaves over, with nobody tuning it. Ranking takes what it needs, full inferences included; pre-inference gets the
-# rest, up to its cap. When requests run in full because too little was admitted, their full inference is ranking
-# time: as long as the device has time to spare, each grant is a little larger than the last, until all is admitted
-# that is worth it; without, pre-inference is shed first. Triggers cannot know what is cached. The owner can: it
-# states which share of what was asked for had to be computed lately, and an admission is charged with so much of its
-# prefix. Knows nothing of lanes or of Kafka.
+# ---- device time, split between ranking and pre-inference ----
+#
+# Ranking takes what it needs, full inference included; pre-inference gets the rest, up to its cap. While the device has
+# time to spare, each grant is a little larger than the last; without, pre-inference is shed first. Triggers cannot know
+# what is cached: the worker states which share of the tokens asked for it had to compute lately, and an admission is
+# charged that share of its prefix.
 
 
 #: Ranking's share of the device is averaged over about a second; the share of prefix tokens that had to be computed
 #: over some ten seconds, since it depends on which users come.
 RANKING_AVERAGE_S: Final = 1.0
 REUSE_AVERAGE_S: Final = 10.0
-#: A worker that has seen nothing takes everything for new; this many tokens of evidence outweigh that.
+#: A new worker assumes that nothing is cached; so many tokens of evidence outweigh the assumption.
 PRIOR_TOKENS: Final = 10_000.0
-#: No less is charged: should all users be new from one moment to the next, at most ten times too much is admitted for
-#: some seconds, and waits behind ranking.
+#: The least share charged. Should all users be new at once, ten times too much is admitted at most, for some seconds,
+#: and waits behind ranking.
 LEAST_COMPUTED: Final = 0.1
 
 
@@ -288,7 +289,7 @@ class LoadSplit:
         return 1e3 * free
 
 
-# How much of the device's time is used, averaged over about a second: what other workers may not count on.
+# ---- the busy share, which other workers must not count on when they forward ----
 
 
 #: Long enough that single operations do not show, short enough that a rush of a few seconds does.
@@ -296,7 +297,7 @@ AVERAGE_S: Final = 1.0
 
 
 class BusyShare:
-    """A share, 0…1, from a running total of device time."""
+    """The share of the device's time in use, 0…1, averaged over about a second."""
 
     def __init__(self) -> None:
         self.share = 0.0

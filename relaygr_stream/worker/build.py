@@ -1,4 +1,4 @@
-"""Puts a worker's inside together from the settings: model, memory, cache, engine, core. Runs on the device thread."""
+"""Builds a worker's runtime from the settings: model, memory, cache, executor, scheduler. Runs on the device thread."""
 
 from __future__ import annotations
 
@@ -20,39 +20,39 @@ from relaygr_stream.models.devices import select_device
 from relaygr_stream.models.loading import load_model
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.worker.audit import Auditor, Report, check_rounding
-from relaygr_stream.worker.executor import Engine
-from relaygr_stream.worker.scheduler import Limits, RelayCore
-from relaygr_stream.worker.tasks import Answer
+from relaygr_stream.worker.executor import Executor
+from relaygr_stream.worker.scheduler import Limits, Scheduler
 
-# Memory of what was read and is not over: the bound that no sender, backlog or hanging device can pass. read ─► held
-# ─► device thread ─► answer or forward acknowledged ─► let go └── too much ─► `overloaded` at once, and nothing of
-# the request is kept Used by the event loop; only `taken` is called by the device thread. Knows nothing of what the
-# bytes are.
+# ---- memory of requests that were read and have no answer yet ----
+#
+# It is bounded whatever senders, backlogs or a hanging device do: a ranking beyond it is answered `overloaded` at once.
 
 
-#: Of worker.waiting_bytes, rankings that wait in the core may have this share, in which the client with the most gives
-#: way to others. The rest is for what the device thread has not taken yet and for answers on their way.
-CORE_SHARE: Final = 0.75
+#: Share of worker.max_waiting_bytes for rankings inside the scheduler, where the client with the most gives way to
+#: others. The rest is for commands that the device thread has not taken and for answers on their way.
+SCHEDULER_SHARE: Final = 0.75
 
 
 class Held:
-    """Bytes of rankings without an acknowledged answer, and of signals that the device thread has not taken."""
+    """Bytes of rankings without an acknowledged answer, and of signals that the device thread has not taken.
 
-    def __init__(self, limit: int) -> None:
+    prefill_bytes(): bytes of all signals that the device thread has taken so far: the cache bounds what those hold.
+    """
+
+    def __init__(self, limit: int, prefill_bytes: Callable[[], int]) -> None:
         self.limit = limit
+        self._prefill_bytes = prefill_bytes
         self._rankings: dict[tuple[int, int], int] = {}
         self._ranking_bytes = 0
-        # Two totals, each written by one thread: no lock is needed.
         self._signals_read = 0
-        self._signals_taken = 0
 
     @property
     def nbytes(self) -> int:
-        """All of it."""
-        return self._ranking_bytes + self._signals_read - self._signals_taken
+        """Bytes in use."""
+        return self._ranking_bytes + self._signals_read - self._prefill_bytes()
 
     def ranking(self, lane: int, offset: int, nbytes: int) -> bool:
-        """A ranking was read; False (nothing changed): it is too much.
+        """Count a ranking that was read; False (nothing changed): there is no room for it.
 
         A lane that was lost and regained may bring one again whose first copy is not over: they count together, and
         end together, with the first of them.
@@ -65,38 +65,34 @@ class Held:
         return True
 
     def over(self, lane: int, offset: int) -> None:
-        """The ranking needs no more work; one that was never held is no error."""
+        """Release a ranking that needs no more work; one that was never counted is no error."""
         self._ranking_bytes -= self._rankings.pop((lane, offset), 0)
 
     def signal(self, nbytes: int) -> bool:
-        """A signal was read; False (nothing changed): it is too much."""
+        """Count a signal that was read; False (nothing changed): there is no room for it."""
         if self.nbytes + nbytes > self.limit:
             return False
         self._signals_read += nbytes
         return True
-
-    def taken(self, nbytes: int) -> None:
-        """The device thread took signals of so many bytes: from now on the cache bounds what they hold."""
-        self._signals_taken += nbytes
 
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True)
-class Inside:
-    """What the service may read of a built worker; only the device thread calls into it."""
+class WorkerRuntime:
+    """What the process may read of a built worker; only the device thread calls into it."""
 
-    core: RelayCore
+    scheduler: Scheduler
     cache: PrefixCache
-    engine: Engine
+    executor: Executor
     model: RankingModel
     device: torch.device
     bytes_per_token: int
     alloc_bytes: int
 
 
-def load_engine(settings: Settings) -> Engine:
+def load_executor(settings: Settings) -> Executor:
     """The configured model on the configured device. Raises ConfigError, ModelError or DeviceError."""
     worker = settings.worker
     device = select_device(worker.device)
@@ -104,19 +100,18 @@ def load_engine(settings: Settings) -> Engine:
         torch.set_num_threads(worker.threads)
     dtype = getattr(torch, worker.dtype)
     model = load_model(settings.model, settings.relay, device=device, dtype=dtype, kernels=worker.kernels)
-    return Engine(model, device)
+    return Executor(model, device)
 
 
 def build(
     settings: Settings,
-    deliver: Callable[[Answer], None],
     report_audit: Report,
     wake: Callable[[], None],
-) -> Inside:
-    """Model, tiers and core on the configured device. Raises ConfigError, ModelError, DeviceError or CapacityError."""
+) -> WorkerRuntime:
+    """On the configured device. Raises ConfigError, ModelError, DeviceError or CapacityError."""
     worker = settings.worker
-    engine = load_engine(settings)
-    model, device = engine.model, engine.device
+    executor = load_executor(settings)
+    model, device = executor.model, executor.device
     host = torch.device("cpu")
     hbm = TierMemory(worker.hbm_bytes, device, setting="worker.hbm_bytes")
     dram = None
@@ -124,63 +119,63 @@ def build(
         pinned = device.type != "cpu"
         dram = TierMemory(worker.dram_bytes, host, pinned=pinned, setting="worker.dram_bytes")
     copier = CopyEngine(device, wake)
-    inside = assemble(settings, engine, hbm, dram, copier, deliver, report_audit)
-    scratch = inside.cache.scratch.borrow()
-    engine.warm_up(scratch)
+    runtime = assemble(settings, executor, hbm, dram, copier, report_audit)
+    scratch = runtime.cache.scratch.borrow()
+    executor.warm_up(scratch)
     if dram is not None and worker.dram_storage == "int8":
         storage = make_storage(worker.dram_storage, model.layout)
-        deviation = check_rounding(engine, copier, storage, scratch, worker.dram_int8_deviation)
+        deviation = check_rounding(executor, copier, storage, scratch, worker.dram_int8_deviation)
         log.info("DRAM copies are int8", deviation=round(deviation, 6), allowed=worker.dram_int8_deviation)
-    inside.cache.scratch.give_back(scratch)
-    return inside
+    runtime.cache.scratch.give_back(scratch)
+    return runtime
 
 
 def assemble(
     settings: Settings,
-    engine: Engine,
+    executor: Executor,
     hbm: TierMemory,
     dram: TierMemory | None,
     copier: CopyEngine,
-    deliver: Callable[[Answer], None],
     report_audit: Report,
     audit_seed: int | None = None,
-) -> Inside:
-    """Cache and core over this engine and memory, as configured; also what `relaygr simulate` runs."""
-    worker, model = settings.worker, engine.model
+) -> WorkerRuntime:
+    """Cache and scheduler over this executor and memory, as configured; also what `relaygr simulate` runs."""
+    worker, model = settings.worker, executor.model
     cache = PrefixCache(
         model.layout,
         hbm,
         dram,
         copier,
-        engine.costs_of_prefix,
+        executor.costs_of_prefix,
         scratch_tokens=settings.relay.max_prefix_tokens + settings.relay.max_suffix_tokens,
         incremental=model.incremental,
         max_stale_tokens=worker.max_stale_tokens,
         storage=worker.dram_storage,
     )
     pinned_bytes = _pinned_bytes(settings, cache)
-    core = RelayCore(
-        engine,
+    scheduler = Scheduler(
+        executor,
         cache,
         Limits(
             pinned_bytes=pinned_bytes,
             max_ranking_delay_ms=worker.max_ranking_delay_ms,
             batch=worker.batch,
-            queue_limit=worker.queue_limit,
-            waiting_bytes=int(CORE_SHARE * worker.waiting_bytes),
+            queue_limit=worker.max_queue,
+            waiting_bytes=int(SCHEDULER_SHARE * worker.max_waiting_bytes),
             warm_up=worker.warm_up,
         ),
         Auditor(worker.audit_share, report_audit, audit_seed),
-        deliver,
     )
     # Triggers count ⌈tokens × bytes_per_token ÷ alloc_bytes⌉ units. Where a granule is no multiple of the arena's
     # alignment, its padding counts as part of the tokens, so that they never count less than the cache takes.
     alloc_bytes = cache.nbytes(1)
-    return Inside(core, cache, engine, model, engine.device, -(-alloc_bytes // GRANULE_TOKENS), alloc_bytes)
+    return WorkerRuntime(
+        scheduler, cache, executor, model, executor.device, -(-alloc_bytes // GRANULE_TOKENS), alloc_bytes
+    )
 
 
 def _pinned_bytes(settings: Settings, cache: PrefixCache) -> int:
-    """What admitted requests may hold. CapacityError where that is not even one prefix."""
+    """Bytes that admitted requests may pin. CapacityError where that is less than one prefix."""
     worker, tokens = settings.worker, settings.relay.max_prefix_tokens
     share, needed = int(worker.pinned_share * worker.hbm_bytes), cache.nbytes(tokens)
     if share < needed:

@@ -1,4 +1,4 @@
-"""Whose rankings wait: what each client has waiting, and how much device time it was given.
+"""Per-client accounts: what each client has waiting, and how much device time it was given.
 
     full ─► the client with the most of what is scarce loses its latest ranking
     device free ─► clients within SLACK of the least served one, by deadline
@@ -17,9 +17,9 @@ from relaygr_stream.errors import CacheCorruption
 #: Clients told apart at once. The device thread looks at each that has work ready: a ranking's queueing, forecast and
 #: booking take 9 µs with one client, 16 with 4, 68 with 64 and 306 with 256 of them ready at once.
 MOST_CLIENTS: Final = 64
-#: A client may be given this much more device time than the least served client that waits, while deadlines decide: so
-#: many slices of worker.max_ranking_delay_ms. Less would break up batches and deadlines among honest clients, more is
-#: how long each client with nearer deadlines can hold up another one.
+#: Deadlines decide among clients while none is ahead of the least served one by more than so many slices of
+#: worker.max_ranking_delay_ms. Less would break up batches of honest clients; more lets a client with nearer deadlines
+#: hold up another one for longer.
 SLACK_SLICES: Final = 4
 
 #: What can be scarce: places in the queue, memory, device time.
@@ -27,7 +27,7 @@ Measure = Literal["waiting", "nbytes", "ms"]
 
 
 class Account:
-    """One client's books. waiting, nbytes, ms: rankings without an answer, their memory, their predicted device time.
+    """One client's account. waiting, nbytes, ms: rankings without an answer, their memory, their predicted device time.
 
     served_ms: device time it was given, counted from no earlier than that of the clients it met when it came.
     """
@@ -42,24 +42,24 @@ class Account:
         self.ms = 0.0
 
     def of(self, measure: Measure) -> float:
-        """How much of it this client holds."""
+        """How much of a scarce thing this client holds."""
         return self.waiting if measure == "waiting" else self.nbytes if measure == "nbytes" else self.ms
 
 
 class Booked(Protocol):
-    """What is booked of a ranking: its client's account, its bytes, its predicted device time."""
+    """What an account needs of a ranking: the account, its bytes, its predicted device time."""
 
     account: Account
     nbytes: int
     cost_ms: float
 
 
-#: Of tasks that no worker has taken yet.
-NOBODY: Final = Account("")
+#: The account of a task that was not booked yet.
+UNBOOKED: Final = Account("")
 
 
 class Clients:
-    """The accounts of those who have rankings waiting, or were served more than others lately."""
+    """The accounts of clients that have rankings waiting, or were served more than others lately."""
 
     def __init__(self, slack_ms: float = float("inf")) -> None:
         self.slack_ms = slack_ms
@@ -72,7 +72,7 @@ class Clients:
         return len(self._accounts)
 
     def account(self, name: str) -> Account:
-        """Where this client's rankings are booked."""
+        """The account of this client."""
         found = self._accounts.get(name)
         if found is None:
             if len(self._accounts) >= MOST_CLIENTS:
@@ -83,7 +83,7 @@ class Clients:
         return found
 
     def add(self, task: Booked) -> None:
-        """It waits from now on; its account, nbytes and cost_ms stay as they are until `remove`."""
+        """Count a ranking as waiting; its account, nbytes and cost_ms stay as they are until `remove`."""
         account = task.account
         account.waiting += 1
         account.nbytes += task.nbytes
@@ -91,7 +91,7 @@ class Clients:
         self.nbytes += task.nbytes
 
     def remove(self, task: Booked) -> None:
-        """It has its answer."""
+        """Stop counting a ranking that has its answer."""
         account = task.account
         account.waiting -= 1
         account.nbytes -= task.nbytes
@@ -99,17 +99,17 @@ class Clients:
         self.nbytes -= task.nbytes
 
     def ready(self, account: Account) -> None:
-        """It has work ready after a time without: what others were given meanwhile it cannot claim."""
+        """The client has work again after a pause: it cannot claim the device time that others were given meanwhile."""
         account.served_ms = max(account.served_ms, self.floor_ms)
 
     def heavier(self, measure: Measure, task: Booked) -> Account | None:
-        """The client with the most of it, if that is more than this one would have with the task; else None."""
+        """The client that holds most of it, if that is more than the task's client would hold; else None."""
         most = max(self._everyone(), key=lambda account: account.of(measure))
         own = {"waiting": 1, "nbytes": task.nbytes, "ms": task.cost_ms}[measure]
         return most if most.of(measure) > task.account.of(measure) + own else None
 
     def check(self, tasks: Sequence[Booked]) -> None:
-        """Raise CacheCorruption where the books are not those of these rankings."""
+        """Raise CacheCorruption where the accounts do not add up to these rankings."""
         for account in self._everyone():
             mine = [task.nbytes for task in tasks if task.account is account]
             if (account.waiting, account.nbytes) != (len(mine), sum(mine)):
@@ -124,7 +124,7 @@ class Clients:
         yield from self._accounts.values()
 
     def _drop_settled(self) -> None:
-        """Those who have nothing waiting and nothing ahead of others."""
+        """Drop accounts with nothing waiting and no device time ahead of others."""
         self._accounts = {
             name: account
             for name, account in self._accounts.items()

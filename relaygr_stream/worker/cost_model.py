@@ -6,8 +6,6 @@ things that happen on real machines are guarded against:
   the usual deviation would;
 - clocks, threads and neighbours change the device's speed for good: when the median of the last LEVEL_SAMPLES
   measurements is off by more than LEVEL_SHIFT, all coefficients are scaled by it at once.
-
-Knows nothing of what is measured.
 """
 
 from __future__ import annotations
@@ -22,12 +20,12 @@ from relaygr_stream.wire.messages import CostModel
 #: Three of them: numpy takes longer to be called than a few dozen multiplications take.
 Features = tuple[float, float, float]
 
-#: Weight of a sample after each further one: 0.99 keeps about the last hundred, some seconds of traffic.
+#: Weight that a sample keeps after each further one: 0.99 keeps about the last hundred, some seconds of traffic.
 FORGETTING: Final = 0.99
 #: Residuals are cut at this many median deviations: below 2, 15 % of samples made 2–10 times too long shift predictions
 #: by 2 %, at 3 by 5 % (benchmarks/trigger.py's measurements).
 OUTLIER: Final = 1.5
-#: The fit is free to go anywhere for so many samples; then residuals are cut.
+#: The first samples, whose residuals are not cut.
 FREE_SAMPLES: Final = 16
 #: Odd, so that the median is a sample. Seven of fifteen may be interruptions; a shift is followed within sixteen.
 LEVEL_SAMPLES: Final = 15
@@ -39,7 +37,8 @@ RISE: Final = math.exp(DEVIATION_STEP)
 FALL: Final = math.exp(-DEVIATION_STEP)
 LEAST_DEVIATION: Final = 0.02
 FIRST_DEVIATION: Final = 0.3
-#: Uncertainty at the start, per coefficient; and the most that forgetting without excitation may inflate their sum to.
+#: Variance of each coefficient at the start, and the largest sum to which forgetting without excitation may inflate
+#: them.
 FIRST_VARIANCE: Final = 1e4
 MOST_VARIANCE: Final = 3e4
 #: Shorter than any operation of any device; below it, relative errors mean nothing.
@@ -107,7 +106,7 @@ class OnlineFit:
         self._theta = (a, b, c)  # one assignment: another thread may be reading
 
     def _level_changed(self, ratio: float) -> bool:
-        """Whether the device became faster or slower for good; then everything costs so much more or less."""
+        """Whether the device became faster or slower for good; then all coefficients are scaled."""
         ratios = self._ratios
         before = len(ratios)
         ratios.append(ratio)
@@ -124,7 +123,7 @@ class OnlineFit:
 
 
 def _not_negative(theta: Features, variance: tuple[float, ...]) -> Features:
-    """The best fit without the coefficients that came out negative: the others take over what those explained."""
+    """The best fit without the coefficients that came out negative."""
     a, b, c = theta
     xx, xy, xz, yy, yz, zz = variance
     if a < 0 < xx:
@@ -139,12 +138,13 @@ def _not_negative(theta: Features, variance: tuple[float, ...]) -> Features:
     return max(a, 0.0), max(b, 0.0), max(c, 0.0)
 
 
-# The quadratic that is nearest to some points in relative terms, with no coefficient below zero. Worked out in plain
-# numbers: for a dozen points numpy takes longer to be called than the sums take, and it is asked for up to four times
-# a second, in each of a simulation's thousand workers.
+# ---- the nearest quadratic to some points, in relative terms, without negative coefficients ----
+#
+# In plain Python numbers: for a dozen points a call into numpy takes longer than the sums, and a simulation's thousand
+# workers ask for it four times a second each.
 
 
-#: Of the sums' diagonal: what points do not determine comes out near zero, and nothing is divided by it.
+#: Ridge, relative to the diagonal: a coefficient that the points do not determine comes out near zero.
 RIDGE: Final = 1.0 + 1e-12
 
 
@@ -196,9 +196,10 @@ def _solved(squares: list[list[float]], sums: list[float]) -> list[float]:
     return sums
 
 
-# What extending and scoring cost on this device, learnt from what they took. extend(k tokens behind p) = e0 + e1·k +
-# e2·k·(p + k/2): linear layers, and attention over what lies before. score(m rows over n tokens) = s0 + s1·m +
-# s2·m·n. How they are fitted: fit.py.
+# ---- the costs of prefill and score on this device, learnt from measurements ----
+#
+#     prefill(k tokens behind p) = e0 + e1·k + e2·k·(p + k/2)     linear layers, and attention over what lies before
+#     score(m rows over n tokens) = s0 + s1·m + s2·m·n
 
 
 #: Tokens are counted in thousands inside the fit, so that its matrices stay well-conditioned.
@@ -225,33 +226,33 @@ class Costs:
         self._told: Features = (0.0, 0.0, 0.0)  # what triggers were told last, and what it follows from
         self._told_of: tuple[int, int, float | None] | None = None
 
-    def extended(self, position: int, tokens: int, ms: float) -> None:
-        """One extend took so long."""
+    def prefilled(self, position: int, tokens: int, ms: float) -> None:
+        """Learn from a chunk: `tokens` tokens behind `position` took `ms`."""
         self._extend.add(_extend_features(position, tokens), ms)
         self._horizon = max(self._horizon, position + tokens)
 
     def scored(self, prefix: int, rows: int, ms: float) -> None:
-        """One ranking, scored alone, took so long; rows: suffix and candidates."""
+        """Learn from a ranking that was scored alone; rows: suffix and candidates."""
         self._score.add(_score_features(prefix, rows), ms)
 
     def saw_suffix(self, tokens: int) -> None:
-        """A ranking came with such a suffix."""
+        """Note the length of a ranking's suffix."""
         self._suffix += MEAN_STEP * (tokens - self._suffix)
 
-    def extend_ms(self, position: int, tokens: int) -> float:
-        """Predicted time of an extend."""
+    def prefill_ms(self, position: int, tokens: int) -> float:
+        """Predicted time of appending `tokens` tokens behind `position`."""
         return self._extend.predict(_extend_features(position, tokens))
 
     def prefix_ms(self, tokens: int) -> float:
         """Predicted time of a whole prefix at once."""
-        return self.extend_ms(0, tokens)
+        return self.prefill_ms(0, tokens)
 
     def score_ms(self, prefix: int, rows: int) -> float:
         """Predicted time of scoring one ranking of `rows` suffix and candidate tokens."""
         return self._score.predict(_score_features(prefix, rows))
 
     def chunk(self, position: int, budget_ms: float) -> int:
-        """Most tokens that extend in budget_ms behind `position`, at least MIN_CHUNK: the root of the cost above."""
+        """Most tokens that can be appended in budget_ms behind `position`, at least MIN_CHUNK: the root of the cost."""
         return _chunk(self._extend.coefficients, position, budget_ms)
 
     def model(self, chunk_ms: float | None = None) -> CostModel:

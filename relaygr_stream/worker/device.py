@@ -1,6 +1,6 @@
-"""The thread that owns the device: takes what the loop hands in, steps the core, hands answers back.
+"""The thread that owns the device: takes the loop's commands, steps the scheduler, hands its answers back.
 
-Nothing but this thread touches core, cache and model once it runs. The loop hands in calls (`submit`), in order, and
+Only this thread touches scheduler, cache and model once it runs. Commands go in as data (`submit`, `ask`), and the loop
 reads plain numbers.
 """
 
@@ -10,72 +10,108 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 from relaygr_stream.errors import DeviceError
-from relaygr_stream.worker.scheduler import RelayCore
-from relaygr_stream.worker.tasks import Answer
+from relaygr_stream.worker.commands import Answer, Command
+from relaygr_stream.worker.scheduler import Scheduler
+from relaygr_stream.worker.turn import Submitted, Turn, take_turn
 
 #: The thread looks around at least this often, so that its pulse (`turns`) shows a hang, not idleness.
 IDLE_WAIT_S: Final = 0.25
 
-Call = Callable[[RelayCore, float], None]
+
+class HasScheduler(Protocol):
+    """What the thread runs; WorkerRuntime is one."""
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """Stepped by the thread."""
+
+
+R = TypeVar("R", bound=HasScheduler)
+T = TypeVar("T")
+
+
+class _Question(NamedTuple):
+    """Who waits on the loop for what `handle` returns; undo: the command that takes it back if the waiting was
+    cancelled."""
+
+    reply: asyncio.Future[Any]
+    undo: Callable[[Any], Command | None]
 
 
 class DeviceThread:
-    """Runs a RelayCore; answers arrive on the loop through `on_answers`, a failure of the thread through `failed`.
+    """Runs a Scheduler; answers arrive on the loop through `on_answers`, a failure of the thread through `failed`.
 
     Answers given before a failure arrive before it.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, on_answers: Callable[[list[Answer]], None]) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, on_answers: Callable[[list[Answer]], None] = lambda answers: None
+    ) -> None:
         self._loop = loop
-        self._on_answers = on_answers
-        self._inbox: deque[Call] = deque()
-        self._outbox: deque[Answer] = deque()
+        self.on_answers = on_answers
+        self._inbox: deque[Submitted] = deque()
         self._event = threading.Event()
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._pulse = time.monotonic()
         self.turns = 0  # times the thread looked for work
+        self.prefill_bytes = 0  # memory of all Prefill commands taken so far
         self.failed: asyncio.Future[None] = loop.create_future()
         self.failed.add_done_callback(lambda failed: failed.cancelled() or failed.exception())  # may go unwatched
 
-    def start(self, make: Callable[[], RelayCore]) -> asyncio.Future[RelayCore]:
-        """Start the thread; the future resolves to the core once `make` (model, memory, warm-up) has run there."""
-        ready: asyncio.Future[RelayCore] = self._loop.create_future()
+    def start(self, make: Callable[[], R]) -> asyncio.Future[R]:
+        """Start the thread; the future resolves to what `make` (model, memory, warm-up) has made there."""
+        ready: asyncio.Future[R] = self._loop.create_future()
         self._thread = threading.Thread(target=self._main, args=(make, ready), name="device", daemon=True)
         self._thread.start()
         return ready
 
-    def deliver(self, answer: Answer) -> None:
-        """Called by the core, on this thread."""
-        answer.task.finished = time.monotonic()
-        self._outbox.append(answer)
-
     def wake(self) -> None:
-        """There may be something to do (a copy is over); callable from any thread."""
+        """Have the thread look for work, because a copy is over; callable from any thread."""
         self._event.set()
 
-    def submit(self, call: Call) -> None:
-        """Have `call(core, now)` run on the device thread before its next step, after those submitted before."""
-        self._inbox.append(call)
+    def submit(self, *commands: Command) -> None:
+        """Have these handled before the next step, in order, after those submitted before."""
+        self._inbox.extend(Submitted(command) for command in commands)
         self._event.set()
 
-    async def ask(self, question: Callable[[RelayCore, float], object]) -> None:
-        """Run `question` on the device thread and wait until it has run; DeviceError if the thread has ended."""
-        done: asyncio.Future[None] = self._loop.create_future()
+    async def ask(self, command: Command, undo: Callable[[Any], Command | None] = lambda reply: None) -> Any:
+        """What `Scheduler.handle` returns for this command; DeviceError if the thread has ended.
 
-        def run(core: RelayCore, now: float) -> None:
-            question(core, now)
-            self._loop.call_soon_threadsafe(_resolve, done, None)
-
-        self.submit(run)
-        await asyncio.wait({done, self.failed}, return_when=asyncio.FIRST_COMPLETED)
-        if not done.done():
+        undo(reply): the command that takes the effect back, for when the asking is cancelled.
+        """
+        reply: asyncio.Future[Any] = self._loop.create_future()
+        question = _Question(reply, undo)
+        self._inbox.append(Submitted(command, question))
+        self._event.set()
+        try:
+            await asyncio.wait({reply, self.failed}, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            if reply.done():
+                self._take_back(question, reply.result())
+            else:
+                reply.cancel()  # taken back when it comes
+            raise
+        if not reply.done():
             raise DeviceError("the device thread has ended")
+        return reply.result()
+
+    async def until(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`; raises what the thread failed with, if that comes first."""
+        task = self._loop.create_task(work)
+        try:
+            ends: set[asyncio.Future[Any]] = {task, self.failed}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                self.failed.result()
+            return await task
+        finally:
+            task.cancel()
 
     @property
     def stalled_for(self) -> float:
@@ -85,7 +121,7 @@ class DeviceThread:
     async def stop(self, timeout: float) -> bool:
         """End the thread after what it is doing now; False if it hangs for longer than `timeout` seconds.
 
-        A thread that ends in order closes its core, which checks the books: what that raises is in `failed`.
+        A thread that ends in order closes its scheduler, which checks the books: what that raises is in `failed`.
         """
         self._stopping = True
         self._event.set()
@@ -95,45 +131,70 @@ class DeviceThread:
         await asyncio.to_thread(thread.join, timeout)
         return not thread.is_alive()
 
-    def _main(self, make: Callable[[], RelayCore], ready: asyncio.Future[RelayCore]) -> None:
+    # ---- on the device thread ----
+
+    def _main(self, make: Callable[[], R], ready: asyncio.Future[R]) -> None:
         try:
-            core = make()
+            made = make()
         except BaseException as error:  # whatever it is, the loop must learn of it: it waits
             self._loop.call_soon_threadsafe(_fail, ready, error)
             return
-        self._loop.call_soon_threadsafe(_resolve, ready, core)
+        self._loop.call_soon_threadsafe(_resolve, ready, made)
+        scheduler = made.scheduler
         try:
             while not self._stopping:
-                self._turn(core)
-            core.close()
+                self._event.clear()
+                turn = take_turn(scheduler, self._inbox, time.monotonic)
+                self._hand_over(turn)
+                if turn.error is not None:
+                    raise turn.error
+                if not turn.worked and not self._inbox:
+                    self._wait(scheduler.next_timer())
+            scheduler.close()
         except BaseException as error:  # as above
-            self._flush()
-            self._loop.call_soon_threadsafe(_fail, self.failed, error)
+            self._loop.call_soon_threadsafe(_fail, self.failed, _typed(error))
             with suppress(DeviceError):  # what failed has been told
-                core.cache.close()
+                scheduler.cache.close()
 
-    def _turn(self, core: RelayCore) -> None:
-        """Take what came in, run one step, deliver; wait when there was nothing to do."""
-        self._event.clear()
-        while self._inbox:
-            self._inbox.popleft()(core, time.monotonic())
-        worked = core.step(time.monotonic())
-        self._flush()
-        self._pulse = time.monotonic()
+    def _hand_over(self, turn: Turn) -> None:
+        """Tell the loop what a turn did."""
+        self.prefill_bytes += turn.prefill_bytes
+        now = self._pulse = time.monotonic()
+        for answer in turn.answers:
+            answer.task.finished = now
+        if turn.answers or turn.replies:
+            self._loop.call_soon_threadsafe(self._deliver, turn)
         self.turns += 1
-        if not worked and not self._inbox:
-            self._event.wait(_wait_s(core))
 
-    def _flush(self) -> None:
-        if self._outbox:
-            answers = list(self._outbox)
-            self._outbox.clear()
-            self._loop.call_soon_threadsafe(self._on_answers, answers)
+    def _wait(self, until: float | None) -> None:
+        """For a command, for `wake`, or until this time; not for longer than IDLE_WAIT_S."""
+        seconds = IDLE_WAIT_S if until is None else until - time.monotonic()
+        self._event.wait(min(IDLE_WAIT_S, max(0.0, seconds)))
+
+    # ---- on the loop ----
+
+    def _deliver(self, turn: Turn) -> None:
+        for question, reply in turn.replies:
+            if question.reply.cancelled():
+                self._take_back(question, reply)
+            else:
+                question.reply.set_result(reply)
+        if turn.answers:
+            self.on_answers(turn.answers)
+
+    def _take_back(self, question: _Question, reply: Any) -> None:
+        command = question.undo(reply)
+        if command is not None:
+            self.submit(command)
 
 
-def _wait_s(core: RelayCore) -> float:
-    timer = core.next_timer()
-    return IDLE_WAIT_S if timer is None else min(IDLE_WAIT_S, max(0.0, timer - time.monotonic()))
+def _typed(error: BaseException) -> BaseException:
+    """torch raises RuntimeError for what happens to a device outside of a request's work."""
+    if not isinstance(error, RuntimeError):
+        return error
+    typed = DeviceError(f"the device thread failed: {error}")
+    typed.__cause__ = error
+    return typed
 
 
 def _resolve(future: asyncio.Future[Any], value: object) -> None:

@@ -1,6 +1,6 @@
-"""Whether the device will be done with a ranking in time, by what waits already: an answer early rather than late.
+"""Forecasts whether a ranking will be answered in time, given what waits already, so that it can be refused early.
 
-Milliseconds of device time, predicted and then corrected by what came of earlier predictions. Knows nothing of models.
+All times are milliseconds of device time, predicted and then corrected by how earlier predictions came out.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ from itertools import count
 from typing import Final
 
 from relaygr_stream.worker.clients import Account, Clients, Measure
-from relaygr_stream.worker.tasks import RankTask
+from relaygr_stream.worker.commands import RankTask
 
-#: Predictions of one kind to be compared with measurements before anything is refused because of them.
+#: Comparisons of predictions with measurements before a prediction may refuse anything.
 ENOUGH: Final = 20
-#: Weight of a comparison after each further one: about the last fifty count.
+#: Weight that a comparison keeps after each further one: about the last fifty count.
 FORGETTING: Final = 0.98
-#: A measurement counts as this many times its prediction at most: longer is another program's doing, or a hang.
+#: A measurement counts as at most this many times its prediction: longer is another program's doing, or a hang.
 OUTLIER: Final = 5.0
-#: A ranking that nothing waits before is refused only if its own work takes this many times the time that it has.
-CLEARLY: Final = 1.5
+#: With nothing before it, a ranking is refused only if its own work takes this many times the time that it has.
+ALONE_DEADLINE_FACTOR: Final = 1.5
 #: A ranking behind others must be done within this share of its time. Under overload whatever is accepted is the last
 #: that fits, so that without it each error of a prediction, and the answer's way back, makes accepted rankings late.
-SURE: Final = 0.9
+QUEUED_DEADLINE_FRACTION: Final = 0.9
 #: The same for one that another worker could have answered, a forwarded one or a hedge: the last places in the queue
 #: are for those whose prefix KV may be here.
-GUESTS: Final = 0.75
+FORWARDED_DEADLINE_FRACTION: Final = 0.75
 
 
 class Calibration:
-    """How measured times relate to predicted ones: batches are cheaper than their parts, chunks dearer than a whole."""
+    """The ratio of measured to predicted times: batches are cheaper than their parts, chunks dearer than the whole."""
 
     def __init__(self) -> None:
         self._predicted = 0.0
@@ -39,14 +39,14 @@ class Calibration:
         self._samples = 0
 
     def add(self, predicted_ms: float, measured_ms: float) -> None:
-        """One comparison."""
+        """Add a comparison."""
         self._predicted = FORGETTING * self._predicted + predicted_ms
         self._measured = FORGETTING * self._measured + min(measured_ms, OUTLIER * predicted_ms)
         self._samples += 1
 
     @property
     def trusted(self) -> bool:
-        """There is enough to go by."""
+        """There are enough comparisons to refuse by."""
         return self._samples >= ENOUGH
 
     @property
@@ -57,7 +57,7 @@ class Calibration:
 
 @dataclass(frozen=True, slots=True)
 class Full:
-    """There is not enough of something for a ranking: why, in words.
+    """What is too scarce for a ranking, and why, in words.
 
     before: rankings with a later deadline are not in its way. hopeless: not even without all other clients' rankings.
     """
@@ -79,24 +79,24 @@ class Forecast:
         self._order: list[tuple[float, int, RankTask]] = []
         self._keys: dict[RankTask, tuple[float, int]] = {}
         self._numbers = count()
-        self._expected_ms = 0.0  # of all of them together, from when they were taken
+        self._expected_ms = 0.0  # of all of them together, as predicted when they were added
 
     def add(self, task: RankTask) -> None:
-        """The ranking waits; task.expected_ms is known."""
+        """Count a waiting ranking, whose expected_ms is known."""
         key = (task.deadline, next(self._numbers))
         self._keys[task] = key
         insort(self._order, (*key, task))
         self._expected_ms += task.expected_ms
 
     def remove(self, task: RankTask) -> None:
-        """It has its answer; one that was never added is no error."""
+        """Stop counting a ranking that has its answer; one that was never added is no error."""
         key = self._keys.pop(task, None)
         if key is not None:
             del self._order[bisect_left(self._order, key)]
             self._expected_ms = self._expected_ms - task.expected_ms if self._order else 0.0
 
     def latest(self, account: Account, before: float) -> RankTask | None:
-        """The client's ranking with the latest deadline up to `before` that the device has not begun with."""
+        """The client's ranking with the latest deadline up to `before` that the device has not started."""
         for deadline, _, task in reversed(self._order):
             if deadline <= before and task.account is account and not task.started:
                 return task
@@ -108,10 +108,10 @@ class Forecast:
         if not self._order:
             return (
                 Full("ms", f"it takes {own:.0f} ms, and has {left:.0f}", hopeless=True)
-                if own > CLEARLY * left
+                if own > ALONE_DEADLINE_FACTOR * left
                 else None
             )
-        sure = left * (GUESTS if task.hops else SURE)
+        sure = left * (FORWARDED_DEADLINE_FRACTION if task.hops else QUEUED_DEADLINE_FRACTION)
         if self._expected_ms + own <= min(sure, (self._order[0][0] - now) * 1e3):
             return None
         before: defaultdict[Account, float] = defaultdict(float)  # work with an earlier deadline, by client
@@ -124,33 +124,34 @@ class Forecast:
                 continue
             behind += theirs
             spare = (deadline - now) * 1e3 - ahead - behind
-            if 0.0 <= spare < own:  # one that is late anyway is no reason
+            if 0.0 <= spare < own:  # one that is late anyway does not count
                 return Full(
                     "ms", f"it takes {own:.0f} ms, which would make a ranking late that was accepted before", deadline
                 )
         mine = before.pop(task.account, 0.0)
         ahead = mine + self._in_turn(task.account, mine + own, before)
-        if ahead + own > (sure if ahead else CLEARLY * left):
+        if ahead + own > (sure if ahead else ALONE_DEADLINE_FACTOR * left):
             reason = f"the rankings before it take {ahead:.0f} ms, it takes {own:.0f}, and has {left:.0f}"
             return Full("ms", reason, task.deadline, hopeless=mine + own > sure)
         return None
 
     def _in_turn(self, account: Account, ms: float, others: dict[Account, float]) -> float:
-        """Of what others have to do, how much is done before this client was given so many milliseconds."""
+        """How much of the others' work is done before this client has been given so many milliseconds."""
         served = max(account.served_ms, self._clients.floor_ms)
         until = served + ms + self._clients.slack_ms
         return sum(min(work, max(0.0, until - other.served_ms)) for other, work in others.items())
 
 
-# Whether rankings are better scored together or one after the other. Knows nothing of queues or models. A batch of n
-# takes s0 + n·s1, a ranking alone s0 + s1. One after the other, n rankings are done after (n + 1)/2 times that on
-# average; together, all of them after s0 + n·s1. That is sooner if s1 < s0, whatever n is: on accelerators, hardly on
-# CPUs, where whoever is in a batch waits for all of it.
+# ---- whether rankings are better scored together or one after the other ----
+#
+# A batch of n takes s0 + n·s1, a ranking alone s0 + s1. One after the other, n rankings are done after (n + 1)/2 times
+# that on average; together, all after s0 + n·s1. Together is sooner if s1 < s0, whatever n is: so on accelerators, but
+# hardly on CPUs.
 
 
-#: s0 / (s0 + s1) from which on rankings together are done sooner on average.
+#: From this s0 / (s0 + s1) on, rankings scored together are done sooner on average.
 PAYS: Final = 0.5
-#: Two go together all the same: what that saves is how s0 is known.
+#: So many go together in any case, because s0 is learnt from what that saves.
 TRIED: Final = 2
 
 
@@ -160,10 +161,10 @@ class Batching:
     def __init__(self) -> None:
         self._alone = Calibration()
         self._saved_ms = 0.0
-        self._could_ms = 0.0  # what would have been saved if s1 were 0
+        self._could_ms = 0.0  # what batches would have saved if s1 were 0
 
     def add(self, predicted_ms: float, rankings: int, ms: float) -> None:
-        """So many were scored together. predicted_ms: of each alone, added up."""
+        """Learn from a batch of `count`. predicted_ms: of each alone, added up."""
         if rankings == 1:
             self._alone.add(predicted_ms, ms)
             return
@@ -173,5 +174,5 @@ class Batching:
 
     @property
     def pays(self) -> bool:
-        """Whether many together are done sooner than one after the other."""
+        """Whether rankings scored together are done sooner on average."""
         return self._saved_ms > PAYS * self._could_ms

@@ -1,10 +1,10 @@
-"""Where a ranking goes that its own worker would answer too late: to a worker that is in time, by what it states.
+"""Forwarding: a ranking that its own worker would answer too late goes to a worker that is in time by its status.
 
     refused here ─► a hop left? ─► a peer in time, within its room ─► one of its lanes
                          └── no ───────────────┴── no ─► answered `overloaded`, once
 
 Statuses come a few times a second, rankings a thousand times: what was sent to a peer meanwhile counts as waiting
-there, and is worked off no faster than the spare share of the peer's device allows. Knows nothing of Kafka.
+there, and is worked off no faster than the spare share of the peer's device allows.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import WorkerStatus
 from relaygr_stream.worker.budgets import AVERAGE_S
 
-#: A request that was refused twice has met two workers without room: a third search costs it more than it finds.
+#: A request that was refused twice has met two workers without room: a third search costs more than it finds.
 MOST_HOPS: Final = 2
-#: The forward and the answer go through a broker, 5 ms each at P99 (DESIGN §5).
+#: The forward and the answer go through a broker, 5 ms each at P99.
 TRAVEL_MS: Final = 10.0
 #: A peer must be done within this share of the time left, by its own numbers, for the first hop and for the second: its
 #: queue is a mean of some moments ago. A ranking that a first forward has failed goes on only to a clear place.
 IN_TIME: Final = (0.7, 0.5)
-#: Rankings of others fill a peer's device up to this share; the rest is what its own vary by within a second.
+#: Forwarded rankings fill a peer's device up to this share; the rest is how much its own load varies in a second.
 FILL: Final = 0.85
-#: A peer with less to spare gets nothing: a share this small is not told from none by an average over a second.
+#: A peer with less to spare gets nothing: an average over a second does not tell so small a share from none.
 LEAST_SPARE: Final = 0.05
 
 #: Peers looked at for one ranking, chosen at random: where every fifth has room, 3 of 100 searches find none.
 #: Looking at all of 100 took 0.8 ms, which a hot lane's refusals would take from the loop hundreds of times a second.
 LOOKED_AT: Final = 16
-#: What we sent to a peer is forgotten when it was not looked at for so long: it is worked off, or the peer is gone.
+#: What we sent to a peer is dropped when the peer was not looked at for so long: it is done, or the peer is gone.
 FORGET_S: Final = 60.0
 
 #: Why a ranking was not forwarded: `hops` used up, `alone` (no other worker), `late` (none of them would be in time).
@@ -63,16 +63,16 @@ class _Account:
     stated_ms: float = 0.0  # the same as of that status
 
     def advance(self, now: float, status: WorkerStatus) -> None:
-        """Time passes: the peer works off what it has room for."""
+        """Let time pass: the peer works off what it has room for."""
         seconds, before = max(0.0, now - self.at), self.spare
         self.at = now
         self.lately_ms *= math.exp(-seconds / AVERAGE_S)
         if status is not self.status:
-            # Its device is busy with our rankings, too; but not yet with those that we sent since its last status.
+            # Its busy share includes our rankings, but not those that we sent since its last status.
             ours = min(self.lately_ms, self.stated_ms) / (AVERAGE_S * 1e3)
             self.status, self.stated_ms = status, self.lately_ms
             self.spare = min(FILL, max(0.0, FILL + ours - status.busy_share))
-        # What it could spare changed at some time in between: count on the lesser of both.
+        # Its spare share changed at some time in between: count on the smaller one.
         self.waiting_ms = max(0.0, self.waiting_ms - min(before, self.spare) * seconds * 1e3)
 
     def send(self, ms: float) -> None:
@@ -106,7 +106,7 @@ class Forwarding:
         if hops >= MOST_HOPS:
             return "hops"
         now, home = self._clock(), self._peers.owner(lane_of(user_id, self._lanes))
-        # The owner of the user's lane had it first, or will read it there: so two hops never lead back.
+        # The owner of the user's lane had the request first, or reads it there: two hops never lead back.
         been = {self._name} if home is None else {self._name, home.worker.name}
         found = self._peers.some(LOOKED_AT, self._random)
         peers = [s for s in found if s.state == "serving" and s.lanes and s.name not in been]
@@ -118,7 +118,7 @@ class Forwarding:
             done_ms = self._done_ms(peer, cost_ms, now)
             if 0.0 <= done_ms <= IN_TIME[hops] * left_ms and cost_ms >= 0.0:
                 in_time.append((done_ms, cost_ms, peer))
-        # The better of two at random: all workers that forward now would find the same one the best.
+        # The better of two at random: all workers that forward now would find the same peer the best.
         two = self._random.sample(in_time, min(2, len(in_time)))
         for _, cost_ms, peer in sorted(two, key=lambda each: each[0]):
             lanes = [lane.lane for lane in peer.lanes if self._owns(peer.name, lane.lane)]

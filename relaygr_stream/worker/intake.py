@@ -1,6 +1,6 @@
-"""From records to tasks: decode, check against the limits, put on this process's clock.
+"""Intake: decodes records, checks them against the limits, and puts their times on this process's clock.
 
-A record that cannot become a task is reported with its reason; what to do about it is the service's business.
+It raises the reason why a record cannot become a task; process.py decides what becomes of the record.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from relaygr_stream.wire.messages import (
     decode,
 )
 from relaygr_stream.wire.records import Record
-from relaygr_stream.worker.tasks import PreInferTask, RankTask
+from relaygr_stream.worker.commands import PrefillTask, RankTask
 
 #: Decimal digits of the largest partition number (int32).
 MAX_PARTITION_DIGITS: Final = 10
@@ -39,7 +39,7 @@ MAX_PARTITION_DIGITS: Final = 10
 TOKEN_BYTES: Final = 24
 #: Python's objects around a waiting ranking: task, record, headers, arrays, entries of heaps and tables.
 OBJECT_BYTES: Final = 4096
-#: Of a short timeout, an answer's way is taken to be this part at most.
+#: An answer's way to its client counts as at most this share of the timeout.
 REPLY_SHARE: Final = 0.2
 
 
@@ -65,7 +65,7 @@ class Intake:
     """Decodes records; times become seconds of the monotonic clock.
 
     clamped(): called for each request whose sender's clock cannot be right. reply_ms: an answer's way to its client.
-    max_timeout_ms: a request that waits for longer has so long. score_columns: of the model.
+    max_timeout_ms: the longest timeout granted. score_columns: of the model.
     """
 
     def __init__(
@@ -77,8 +77,9 @@ class Intake:
         clamped: Callable[[], object],
         reply_ms: float = 0.0,
         max_timeout_ms: float = math.inf,
+        score_columns: int = 1,
     ) -> None:
-        self.score_columns = 1
+        self._score_columns = score_columns
         self._max_timeout_ms = max_timeout_ms
         self._relay = relay
         self._reply_ms = reply_ms
@@ -89,21 +90,21 @@ class Intake:
         self._ages: defaultdict[tuple[str, int], AgeBounds] = defaultdict(partial(AgeBounds, SenderLag()))
 
     def set_reply_partitions(self, count: int) -> None:
-        """The cluster has so many partitions of `scores` now: clients choose among those, whatever the file says."""
+        """Set how many partitions of `scores` the cluster has: clients choose among those, whatever the file says."""
         self._reply_partitions = count
 
     def sample_ages(self, topic: str, ends: Mapping[int, LogEnd]) -> None:
-        """Where lanes of a topic ended just now: it bounds the age of records that are read from now on."""
+        """Note where lanes of a topic end now, which bounds the age of records that are read later."""
         for lane, end in ends.items():
             self._ages[topic, lane].sample(end)
 
     def lanes_lost(self, lanes: Iterable[int]) -> None:
-        """What is known of these lanes' ends is of no use any more."""
+        """Drop what is known of these lanes' ends."""
         lost = set(lanes)
         for key in [key for key in self._ages if key[1] in lost]:
             del self._ages[key]
 
-    def signal(self, record: Record) -> PreInferTask:
+    def signal(self, record: Record) -> PrefillTask:
         """A pre-infer record as a task. Raises DecodeError."""
         signal = decode(PreInferSignal, record.value, self._max_bytes)
         if len(signal.prefix) > self._relay.max_prefix_tokens:
@@ -115,7 +116,7 @@ class Intake:
         now = time.monotonic()
         age = self._age(record, signal.admitted_ms, now).sure_ms
         life = min(signal.life_ms, self._relay.life_window_ms) - age
-        return PreInferTask(
+        return PrefillTask(
             request_id=signal.request_id,
             user_id=signal.user_id,
             lane=record.lane,
@@ -187,12 +188,11 @@ class Intake:
         )
 
     def _nbytes(self, record: Record, request: RankingRequest) -> int:
-        """Memory of a ranking from now on: as it came, decoded, and its scores, which are there twice while they are
-        written."""
+        """Bytes of a ranking: as it came, decoded, and its scores (twice, while they are written)."""
         headers = sum(len(name) + len(value or b"") for name, value in record.headers)
         came = len(record.value or b"") + len(record.key or b"") + headers
         candidates = len(request.candidates) // ITEM_DTYPE.itemsize
-        scores = 2 * SCORE_DTYPE.itemsize * self.score_columns
+        scores = 2 * SCORE_DTYPE.itemsize * self._score_columns
         decoded = TOKEN_BYTES * (len(request.prefix) + len(request.suffix)) + (8 + scores) * candidates
         return OBJECT_BYTES + came + decoded
 
@@ -208,6 +208,6 @@ def due_ms(timeout_ms: float, reply_ms: float) -> float:
     """Milliseconds after which scores have to leave to be there within the timeout.
 
     Scores that leave at the deadline are late: under overload, when most finish close to it, a tenth of the device's
-    work was for nobody (docs/decisions.md).
+    work was for nobody (docs/explanation/decisions.md).
     """
     return timeout_ms - min(reply_ms, REPLY_SHARE * timeout_ms)

@@ -1,4 +1,4 @@
-"""The worker's metrics. Their names are part of the interface: docs/operations.md and the dashboard use them."""
+"""The worker's metrics. Their names are part of the interface: docs/reference/metrics.md and the dashboard use them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class WorkerMetrics:
         self.pre_infer_late = gauge(
             "relaygr_pre_infer_late_seconds", "How overdue the most overdue pre-inference not finished is"
         )
-        self.flights = counter("relaygr_pre_infer_flights", "Pre-inferences by how they ended", "result")
+        self.jobs = counter("relaygr_pre_infer_flights", "Pre-inferences by how they ended", "result")
         self.queue_seconds = gauge("relaygr_queue_seconds", "Recent delay of a ranking before the device takes it")
         self.lanes = gauge("relaygr_lanes", "Lanes owned")
         self.lane_changes = counter("relaygr_lane_changes", "Lanes gained and lost", "change")

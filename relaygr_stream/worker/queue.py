@@ -13,19 +13,16 @@ from typing import Final, Generic, TypeVar
 
 from relaygr_stream.cache.entry import Entry
 from relaygr_stream.worker.clients import Account, Clients
-from relaygr_stream.worker.tasks import Flight, PreInferTask, RankTask
-
-# Items by time: a heap from which items that are over disappear by themselves.
-
+from relaygr_stream.worker.commands import PrefillJob, PrefillTask, RankTask
 
 T = TypeVar("T")
 
-#: Items kept before those that are over are looked for: a few pages, so that looking costs nothing next to adding.
+#: A heap that holds more items than twice the live ones and so many is rebuilt without those that are over.
 SPARE: Final = 64
 
 
-class Agenda(Generic[T]):
-    """Earliest first, ties to who came first. `over(item)`: the item is of no interest any more, and never will be.
+class TimerHeap(Generic[T]):
+    """A heap of items by time, ties in order of arrival. `over(item)`: the item is to be dropped, now and for ever.
 
     An item that is over may hold much memory, and its time may be far away: all are dropped as soon as they could be
     more than half of what is kept. Every operation is O(log n), amortised.
@@ -38,15 +35,15 @@ class Agenda(Generic[T]):
         self._limit = SPARE
 
     def __len__(self) -> int:
-        """Items kept, some of which may be over."""
+        """How many items are kept, some of which may be over."""
         return len(self._heap)
 
     def __iter__(self) -> Iterator[T]:
-        """Items that are not over, in no order."""
+        """The items that are not over, in no order."""
         return (item for _, _, item in self._heap if not self._over(item))
 
     def add(self, time: float, item: T) -> None:
-        """Put an item in; it may be there at several times."""
+        """Add an item at a time; it may be there at several times."""
         heapq.heappush(self._heap, (time, next(self._order), item))
         if len(self._heap) > self._limit:
             self._heap = [each for each in self._heap if not self._over(each[2])]
@@ -54,7 +51,7 @@ class Agenda(Generic[T]):
             self._limit = 2 * len(self._heap) + SPARE
 
     def first(self) -> tuple[float, T] | None:
-        """The earliest item and its time, left in place."""
+        """The earliest time and its item, left in place; None: the heap is empty."""
         heap = self._heap
         while heap:
             time, _, item = heap[0]
@@ -64,39 +61,39 @@ class Agenda(Generic[T]):
         return None
 
     def pop(self) -> T:
-        """Take out what `first` found."""
+        """Remove and return what `first` found."""
         return heapq.heappop(self._heap)[2]
 
 
 class WorkQueue:
-    """Earliest deadline first within ranking, in turn among clients, ranking before pre-inference."""
+    """Ranking before pre-inference; within ranking, clients in turn, and the earliest deadline first."""
 
     def __init__(self, clients: Clients | None = None) -> None:
         self._clients = Clients() if clients is None else clients
-        self._urgent: dict[Account, Agenda[RankTask | Flight]] = {}
-        self._background: Agenda[Flight] = Agenda(lambda flight: flight.over)
+        self._urgent: dict[Account, TimerHeap[RankTask | PrefillJob]] = {}
+        self._background: TimerHeap[PrefillJob] = TimerHeap(lambda job: job.over)
 
-    def ready(self, task: RankTask) -> None:
-        """This ranking can be scored."""
+    def add_ready(self, task: RankTask) -> None:
+        """Add a ranking that can be scored."""
         self._of(task.account).add(task.deadline, task)
 
-    def flight(self, flight: Flight) -> None:
-        """This flight has no ranking waiting (yet)."""
-        self._background.add(flight.due, flight)
+    def add_background(self, job: PrefillJob) -> None:
+        """Add a job that no ranking waits for (yet)."""
+        self._background.add(job.due, job)
 
-    def urge(self, flight: Flight, task: RankTask) -> None:
-        """The ranking waits for the flight."""
-        self._of(task.account).add(task.deadline, flight)
+    def urge(self, job: PrefillJob, task: RankTask) -> None:
+        """Make the job as urgent as this ranking, which waits for it."""
+        self._of(task.account).add(task.deadline, job)
 
-    def urgent(self) -> RankTask | Flight | None:
+    def urgent(self) -> RankTask | PrefillJob | None:
         """The most urgent ranking work, left in place."""
         first = self._first()
         return None if first is None else first[1]
 
-    def take_ready(
+    def pop_ready(
         self, most: int, cost: Callable[[RankTask], float] = lambda _: 0.0, within: float = 0.0, least: int = 1
     ) -> list[RankTask]:
-        """Rankings from the front that can be scored now, up to the first flight: one batch.
+        """Rankings from the front that can be scored now, up to the first job: one batch.
 
         It has `most` rankings at most, and as many as cost no more than `within` together, or `least`.
         """
@@ -109,32 +106,32 @@ class WorkQueue:
             batch.append(task)
         return batch
 
-    def background(self) -> Flight | None:
+    def background(self) -> PrefillJob | None:
         """The most urgent pre-inference, left in place."""
         first = self._background.first()
         return None if first is None else first[1]
 
-    def pre_inferences(self) -> Iterator[Flight]:
-        """Those not finished that somebody still waits for, in no order."""
-        return (flight for flight in self._background if flight.pre_infer and flight.wanted)
+    def pre_inferences(self) -> Iterator[PrefillJob]:
+        """The jobs for admitted requests that are still wanted, in no order."""
+        return (job for job in self._background if job.pre_infer and job.wanted)
 
-    def _of(self, account: Account) -> Agenda[RankTask | Flight]:
-        """The client's work, who from now on has some ready."""
+    def _of(self, account: Account) -> TimerHeap[RankTask | PrefillJob]:
+        """The heap of a client's ready work."""
         found = self._urgent.get(account)
         if found is None:
-            found = self._urgent[account] = Agenda(_dropped)
+            found = self._urgent[account] = TimerHeap(_dropped)
             self._clients.ready(account)
         return found
 
-    def _first(self) -> tuple[Agenda[RankTask | Flight], RankTask | Flight] | None:
-        """The most urgent ranking work and the agenda that it is first in."""
+    def _first(self) -> tuple[TimerHeap[RankTask | PrefillJob], RankTask | PrefillJob] | None:
+        """The most urgent ranking work and the heap that it is first in."""
         heads = []
-        for account, agenda in list(self._urgent.items()):
-            first = agenda.first()
+        for account, heap in list(self._urgent.items()):
+            first = heap.first()
             if first is None:
                 del self._urgent[account]
             else:
-                heads.append((first[0], account, agenda, first[1]))
+                heads.append((first[0], account, heap, first[1]))
         if not heads:
             return None
         clients = self._clients
@@ -145,38 +142,32 @@ class WorkQueue:
         return min(in_turn, key=lambda head: head[0])[2:]
 
     @property
-    def background_depth(self) -> int:
-        """Pre-inferences not finished."""
+    def backlog(self) -> int:
+        """Jobs that are not over and that no ranking waits for."""
         return sum(1 for _ in self._background)
 
 
-def _dropped(item: RankTask | Flight) -> bool:
+def _dropped(item: RankTask | PrefillJob) -> bool:
     return item.answered if isinstance(item, RankTask) else item.over or not item.waiters
 
 
-# Tasks that wait at an entry for something to be over: a copy, or another's computation.
-
-
-class Parked:
-    """By entry, in the order they came."""
+class Waiters:
+    """Tasks that wait until an entry's copy or computation is over, by entry, in the order they came."""
 
     def __init__(self) -> None:
-        self._tasks: defaultdict[Entry, list[RankTask | PreInferTask]] = defaultdict(list)
+        self._tasks: defaultdict[Entry, list[RankTask | PrefillTask]] = defaultdict(list)
 
-    def add(self, entry: Entry, task: RankTask | PreInferTask) -> None:
-        """Wait here until the entry is woken."""
+    def add(self, entry: Entry, task: RankTask | PrefillTask) -> None:
+        """Let the task wait for the entry."""
         self._tasks[entry].append(task)
 
-    def take(self, entry: Entry) -> list[RankTask | PreInferTask]:
-        """Everyone who waits at the entry, who wait no more."""
+    def pop(self, entry: Entry) -> list[RankTask | PrefillTask]:
+        """The tasks that wait at the entry; they wait no more."""
         return self._tasks.pop(entry, [])
 
 
-# A bounded memory of request ids.
-
-
 class RecentIds:
-    """The last `limit` ids added."""
+    """The last `limit` request ids added."""
 
     def __init__(self, limit: int) -> None:
         self._order: deque[str] = deque()
@@ -187,7 +178,7 @@ class RecentIds:
         return request_id in self._ids
 
     def add(self, request_id: str) -> None:
-        """Remember an id; the oldest one goes when there are too many."""
+        """Add an id; the oldest one is dropped when there are too many."""
         if request_id in self._ids:
             return
         self._ids.add(request_id)

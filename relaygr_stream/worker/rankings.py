@@ -1,6 +1,6 @@
-"""What becomes of a ranking request, up to its one answer.
+"""Rankings: places each ranking request, scores it, and gives it its one answer.
 
-    find ─► HBM: score | computing: join | DRAM: load | shorter: extend, join | nothing: infer in full, join
+    find ─► HBM: score | computing: join | DRAM: load | shorter: prefill the rest, join | nothing: infer in full, join
 
 Full inference goes into the cache where it may stay, else into the scratch region.
 """
@@ -8,7 +8,7 @@ Full inference goes into the cache where it may stay, else into the scratch regi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -20,43 +20,47 @@ from relaygr_stream.models.api import KVRegion, ScoreInput, Tokens
 from relaygr_stream.wire.messages import Outcome, Status
 from relaygr_stream.worker.admission import LOST, Admission
 from relaygr_stream.worker.audit import Auditor
-from relaygr_stream.worker.executor import SHARE, Engine, describe
+from relaygr_stream.worker.commands import Answer, PrefillJob, RankTask
+from relaygr_stream.worker.executor import SHARE, Executor, describe
 from relaygr_stream.worker.forecast import TRIED, Batching
-from relaygr_stream.worker.prefill import Flights
-from relaygr_stream.worker.queue import Agenda, Parked, WorkQueue
-from relaygr_stream.worker.tasks import Answer, Flight, RankTask
+from relaygr_stream.worker.prefill import PrefillJobs
+from relaygr_stream.worker.queue import RecentIds, TimerHeap, Waiters, WorkQueue
+from relaygr_stream.worker.signals import PinTable
 
 NO_TOKENS = Tokens(np.zeros((3, 0), np.int64))
 
 
 class Rankings:
-    """Ranking requests that wait for an answer. done(answer): called once for each, after it let go of everything."""
+    """Ranking requests that wait for an answer; `answers` gets one for each, once it holds nothing any more."""
 
     def __init__(
         self,
-        engine: Engine,
+        executor: Executor,
         cache: PrefixCache,
         queue: WorkQueue,
-        flights: Flights,
-        parked: Parked,
+        jobs: PrefillJobs,
+        waiters: Waiters,
         auditor: Auditor,
         admission: Admission,
-        done: Callable[[Answer], None],
+        pins: PinTable,
+        answered: RecentIds,
     ) -> None:
-        self._engine = engine
+        self._executor = executor
         self._cache = cache
         self._queue = queue
-        self._flights = flights
-        self._parked = parked
+        self._jobs = jobs
+        self._waiters = waiters
         self._auditor = auditor
         self._admission = admission
-        self._done = done
-        self._deadlines: Agenda[RankTask] = Agenda(lambda task: task.answered)
-        self._starved: Agenda[RankTask] = Agenda(lambda task: task.answered)  # full inferences without memory
+        self._pins = pins
+        self._answered = answered
+        self.answers: list[Answer] = []
+        self._deadlines: TimerHeap[RankTask] = TimerHeap(lambda task: task.answered)
+        self._starved: TimerHeap[RankTask] = TimerHeap(lambda task: task.answered)  # full inferences without memory
         self._delays = (0.0, 0)  # seconds and number of delays until the device took a ranking
         self._batching = Batching()
-        layout = engine.model.layout
-        self._empty = KVRegion(layout, torch.empty(0, dtype=layout.dtype, device=engine.device), 0)
+        layout = executor.model.layout
+        self._empty = KVRegion(layout, torch.empty(0, dtype=layout.dtype, device=executor.device), 0)
 
     def __len__(self) -> int:
         """Rankings without an answer."""
@@ -68,7 +72,7 @@ class Rankings:
         first = self._deadlines.first()
         return None if first is None else first[0]
 
-    def take(self, task: RankTask, now: float) -> None:
+    def enqueue(self, task: RankTask, now: float) -> None:
         """A ranking request came; it gets exactly one answer."""
         if task.deadline <= now:
             self._answer(task, "deadline_exceeded", "the deadline passed before the worker read the request")
@@ -104,14 +108,14 @@ class Rankings:
                 task.started = now
                 self._delays = (self._delays[0] + now - task.arrived, self._delays[1] + 1)
 
-    def landed(self, flight: Flight) -> None:
-        """The flight has ended: its waiters are scored, look again, or learn of its error."""
-        waiters, flight.waiters = flight.waiters, []
+    def job_over(self, job: PrefillJob) -> None:
+        """The job is over: its waiters are scored, look again, or learn of its error."""
+        waiters, job.waiters = job.waiters, []
         for task in waiters:
-            if flight.error is not None:
-                self._answer(task, "failed", flight.error)
-            elif flight.entry is None:
-                self._set_ready(task, flight.work.region, "full")
+            if job.error is not None:
+                self._answer(task, "failed", job.error)
+            elif job.entry is None:
+                self._set_ready(task, job.run.region, "full")
             else:
                 self.again(task)
 
@@ -131,9 +135,9 @@ class Rankings:
         """The next rankings to score together: as many as there are where batches pay, else so few that they take no
         longer than a chunk may, or two."""
         if self._batching.pays:
-            return self._queue.take_ready(most)
+            return self._queue.pop_ready(most)
         admission, factor = self._admission, self._admission.calibration.factor
-        return self._queue.take_ready(
+        return self._queue.pop_ready(
             most, lambda task: factor * admission.score_ms(task), SHARE * bound_ms, least=TRIED
         )
 
@@ -142,7 +146,7 @@ class Rankings:
         self.started(batch, now)
         failed = ""
         try:
-            scores, ms = self._engine.score([_score_input(task) for task in batch])
+            scores, ms = self._executor.score([_score_input(task) for task in batch])
         except Exception as error:  # a user's model or the device may raise anything; the requests must be answered
             failed = describe(error)
         if failed and len(batch) > 1:
@@ -187,7 +191,7 @@ class Rankings:
 
     def _place(self, task: RankTask, found: Found) -> None:
         """What this ranking can be scored against; may be called again when something it waited for is over."""
-        incremental = self._engine.model.incremental
+        incremental = self._executor.model.incremental
         if len(task.tokens) == 0 and (len(task.suffix) == 0 or incremental):
             self._set_ready(task, self._empty, "full")
             return
@@ -207,13 +211,13 @@ class Rankings:
         elif entry.load is not None or (entry.region is None and self._cache.load(entry)):
             task.outcome = task.outcome or "dram"
             self._hold(task, entry)
-            self._parked.add(entry, task)
+            self._waiters.add(entry, task)
         elif entry.region is None:
             self._full(task, in_cache=False)  # HBM is full of pinned entries: it cannot come back now
         elif (grown := self._cache.extend(entry, task.tokens)) is not None:
             task.outcome = task.outcome or "joined"  # not ready: what it lacks is computed first
             task.computed_tokens = len(task.tokens) - _computed(grown)
-            self._flights.start(grown, task.deadline, pre_infer=False)
+            self._jobs.start(grown, task.deadline, pre_infer=False)
             self._join(task, grown)
         else:
             self._full(task, in_cache=True)
@@ -223,18 +227,18 @@ class Rankings:
         task.outcome = "full"
         if in_cache and (entry := self._cache.open(task.user_key, task.tokens)) is not None:
             task.computed_tokens = len(task.tokens)
-            self._flights.start(entry, task.deadline, pre_infer=False)
+            self._jobs.start(entry, task.deadline, pre_infer=False)
             self._join(task, entry)
             return
         if not self._scratch_free():
             self._starved.add(task.deadline, task)
             return
         tokens = task.tokens
-        if not self._engine.model.incremental and len(task.suffix):
+        if not self._executor.model.incremental and len(task.suffix):
             tokens = Tokens(np.concatenate([task.tokens.array, task.suffix.array], axis=1))
             task.suffix = NO_TOKENS
         task.computed_tokens = len(tokens)
-        self._flights.start_in_scratch(task, tokens)
+        self._jobs.start_in_scratch(task, tokens)
 
     def _scratch_free(self) -> bool:
         return self._cache.scratch.free or self._auditor.give_up_scratch(self._cache.scratch)
@@ -245,12 +249,12 @@ class Rankings:
 
     def _join(self, task: RankTask, entry: Entry) -> None:
         self._hold(task, entry)
-        self._flights.join(task, entry)
+        self._jobs.join(task, entry)
 
     def _set_ready(self, task: RankTask, region: KVRegion, outcome: Outcome) -> None:
         task.outcome = task.outcome or outcome
         task.region = region
-        self._queue.ready(task)
+        self._queue.add_ready(task)
 
     def _serves(self, entry: Entry, task: RankTask) -> bool:
         return not entry.failed and self._cache.coverage(entry, task.tokens) is Coverage.COVERS
@@ -265,13 +269,15 @@ class Rankings:
         task.answered = True
         self._admission.remove(task)
         self._let_go(task)
-        self._done(Answer(task, status, scores, detail))
+        self._pins.release(task.request_key)
+        self._answered.add(task.request_key)
+        self.answers.append(Answer(task, status, scores, detail))
 
     def _let_go(self, task: RankTask) -> None:
         if task.entry is not None:
             self._cache.unpin(task.entry)
             task.entry = None
-        if task.borrowed and task.region is not None:  # before landing, the flight has the scratch
+        if task.borrowed and task.region is not None:  # before it completes, the job has the scratch
             self._cache.scratch.give_back(task.region)
             task.borrowed = False
         task.region = None

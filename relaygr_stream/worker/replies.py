@@ -1,31 +1,31 @@
-"""What leaves a worker about single requests: answers, forwards, refusals, dead letters. A record is done once one of
-these is acknowledged."""
+"""Replies: answers, forwards, refusals and dead letters leave the worker here. A record is done once one of these is
+acknowledged."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Iterator
-from itertools import chain, repeat
+from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
 import structlog
 
-from relaygr_stream.bus.dead_letter import RETRY_S, DeadLetters
+from relaygr_stream.bus.dead_letter import DeadLetters, pauses
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.topics import TopicSet
 from relaygr_stream.errors import CRASHED, BrokerError, ConfigError, DecodeError
 from relaygr_stream.models.api import RankingModel
+from relaygr_stream.telemetry.background import Background
 from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.telemetry.logs import request_log_fields
 from relaygr_stream.wire.headers import HEADER_SIGNATURE, answer_signature
 from relaygr_stream.wire.messages import HEADER_CORRELATION, SCORE_DTYPE, ScoreReply, Status, Timings, encode
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.refusals import Reasons
+from relaygr_stream.worker.commands import Answer, RankTask
 from relaygr_stream.worker.forwarding import WHY, Forwarding, next_hop
 from relaygr_stream.worker.intake import Origin, TooMuch
 from relaygr_stream.worker.metrics import WorkerMetrics
-from relaygr_stream.worker.tasks import Answer, RankTask
 
 log = structlog.get_logger(__name__)
 
@@ -44,8 +44,7 @@ class Outbox:
     """Produces answers on `scores`, forwards and dead letters, and marks records done.
 
     forwarding: finds other workers for rankings that are refused here; None: they are answered `overloaded` at once.
-    secret: signs answers; empty: they are not signed.
-    failed: never completes unless the outbox cannot go on; then it raises why.
+    secret: signs answers; empty: they are not signed. background: runs the sending, and learns of a defect in it.
     """
 
     def __init__(
@@ -57,6 +56,7 @@ class Outbox:
         worker: str,
         model: RankingModel,
         done: Callable[[Record], None],
+        background: Background,
         forwarding: Forwarding | None = None,
         secret: str = "",
         reasons: Reasons | None = None,
@@ -70,19 +70,18 @@ class Outbox:
         self._reasons = reasons or Reasons(0.0)
         self._model = model
         self._done = done
+        self._background = background
         self._forwarding = forwarding
         self._secret = secret
         self._under_way: set[asyncio.Task[None]] = set()
         self.letters: Final = DeadLetters(
-            others, topics.dead_letter, done, metrics.dead_letters_waiting, keep_values=keep_letters
+            others, topics.dead_letter, done, metrics.dead_letters_waiting, background, keep_values=keep_letters
         )
         self._closed = False
         self._limiter = LogLimiter()
-        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.failed.add_done_callback(lambda failed: failed.cancelled() or failed.exception())  # may go unwatched
 
     def settle(self, answer: Answer) -> None:
-        """Send what the device has to say to a ranking; one that it refuses goes to a worker that is in time."""
+        """Send the scheduler's answer; a ranking that it refused goes to a worker that is in time, if there is one."""
         if answer.status == "overloaded" and self._forwarding is not None:
             task = answer.task
             left_ms = (task.deadline - time.monotonic()) * 1e3
@@ -147,7 +146,7 @@ class Outbox:
         self._reject(origin, cause.request_id, str(cause), done=True)
 
     def dead_letter(self, record: Record, error: DecodeError, origin: Origin | None) -> None:
-        """Put a record that cannot be read where an operator finds it; its sender, if it can be told, is told."""
+        """Dead-letter a record that cannot be read, and tell its sender where its headers allow that."""
         self._metrics.dead_letters.labels(error.reason).inc()
         self._limiter.limited(log.warning, error.reason)(
             "dead letter",
@@ -168,7 +167,7 @@ class Outbox:
         await asyncio.wait({letters, *self._under_way}, timeout=timeout_s)
 
     def close(self) -> None:
-        """Send nothing more, and give up what is under way; its records are not done, so they are read again."""
+        """Send nothing more, and cancel what is under way; those records are not done, so they are read again."""
         self._closed = True
         self.letters.close()
         for task in self._under_way:
@@ -189,14 +188,10 @@ class Outbox:
         if self._closed:
             work.close()
             return
-        task = asyncio.get_running_loop().create_task(work)
+        # A defect in it would hold up the lane's commits for ever: it ends the process.
+        task = self._background.start(work)
         self._under_way.add(task)
-        task.add_done_callback(self._sent)
-
-    def _sent(self, task: asyncio.Task[None]) -> None:
-        self._under_way.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None and not self.failed.done():
-            self.failed.set_exception(error)  # a defect: its record would hold up the lane's commits for ever
+        task.add_done_callback(self._under_way.discard)
 
     async def _send(self, origin: Origin, reply: ScoreReply, *, within_s: float, done: bool = True) -> None:
         try:
@@ -214,7 +209,7 @@ class Outbox:
         headers = [(HEADER_CORRELATION, origin.correlation)]
         if self._secret:
             headers.append((HEADER_SIGNATURE, answer_signature(self._secret, origin.correlation, value)))
-        for pause in _pauses():
+        for pause in pauses():
             try:
                 await self._scores.send_and_wait(
                     self._topics.scores.name, value, partition=origin.reply_partition, headers=headers
@@ -272,10 +267,6 @@ def check_answers_fit(topics: TopicSet, candidates: int, model: RankingModel) ->
             f"(relay.max_candidates) in {len(model.tasks)} columns (model {model.version}) up to {needed}; raise "
             f"max_message_bytes of the former, or lower relay.max_candidates"
         )
-
-
-def _pauses() -> Iterator[float]:
-    return chain(RETRY_S, repeat(RETRY_S[-1]))
 
 
 def user_of(record: Record) -> str:

@@ -1,16 +1,19 @@
-"""The worker's inside, one step at a time: take the most urgent work, run it, deliver.
+"""The worker's core, a state machine: commands go in by `handle`, `step` runs the most urgent work, answers come out.
 
-    signal  ─► signals.py  ─┐
-    ranking ─► rankings.py ─┴─► flights.py (computing), cache (holding) ─► answers
+    Prefill ─► signals.py  ─► prefill.py ─┐
+    Rank    ─► rankings.py ───────────────┴─► queue.py ─► executor.py ─► take_answers()
+                 └─ prefix KV: cache/
 
-Everything here runs on the device thread and takes the time as an argument; knows nothing of Kafka or of clocks.
+Everything here runs on one thread and takes the time as an argument.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from relaygr_stream.cache.entry import Entry
 from relaygr_stream.cache.prefix_cache import PrefixCache
@@ -19,11 +22,22 @@ from relaygr_stream.worker.admission import Admission
 from relaygr_stream.worker.audit import Auditor
 from relaygr_stream.worker.budgets import Demand
 from relaygr_stream.worker.clients import SLACK_SLICES, Clients
-from relaygr_stream.worker.executor import Engine
-from relaygr_stream.worker.prefill import Flights, PinTable, Signals
-from relaygr_stream.worker.queue import Parked, RecentIds, WorkQueue
+from relaygr_stream.worker.commands import (
+    Answer,
+    Command,
+    LanesLost,
+    Prefill,
+    PrefillJob,
+    PrefillTask,
+    Query,
+    Rank,
+    RankTask,
+)
+from relaygr_stream.worker.executor import Executor
+from relaygr_stream.worker.prefill import PrefillJobs
+from relaygr_stream.worker.queue import RecentIds, Waiters, WorkQueue
 from relaygr_stream.worker.rankings import Rankings
-from relaygr_stream.worker.tasks import Answer, Flight, PreInferTask, RankTask
+from relaygr_stream.worker.signals import PinTable, Signals
 from relaygr_stream.worker.warmup import WarmUp
 
 #: Answered requests remembered, so that a signal behind its ranking is not computed: some seconds of traffic.
@@ -36,7 +50,7 @@ GIVE_UP_AFTER: Final = 8
 
 @dataclass(frozen=True)
 class Limits:
-    """What the settings allow the core."""
+    """What the settings allow the scheduler."""
 
     pinned_bytes: int
     max_ranking_delay_ms: float
@@ -55,66 +69,88 @@ class DeviceTime:
     full_ms: float = 0.0
 
 
-class RelayCore:
-    """Signals and rankings in, answers out through `deliver`."""
+class Snapshot(msgspec.Struct, frozen=True):  # made for every statement; a frozen dataclass takes a microsecond more
+    """The scheduler's numbers at one moment.
 
-    def __init__(
-        self,
-        engine: Engine,
-        cache: PrefixCache,
-        limits: Limits,
-        auditor: Auditor,
-        deliver: Callable[[Answer], None],
-    ) -> None:
-        self._engine = engine
+    lane_bytes, largest: bytes pinned, and of the largest prefix lately, of each lane asked for. demand, totals, cache:
+    running totals by lane or name. queue_ms: delay until the device takes a ranking, since the last snapshot.
+    """
+
+    lane_bytes: dict[int, int]
+    demand: dict[int, int]
+    largest: dict[int, int]
+    totals: dict[str, float]
+    cache: dict[str, int]
+    hbm_used: int
+    dram_used: int
+    pinned_bytes: int
+    entries: int
+    pins: int
+    pins_expired: int
+    waiting: int
+    backlog: int
+    copying: bool
+    queue_ms: float
+    pre_infer_waiting_ms: float
+    pre_infer_late_s: float
+
+
+class Scheduler:
+    """Commands in, answers out. Not thread-safe: one thread, or one test, calls it."""
+
+    def __init__(self, executor: Executor, cache: PrefixCache, limits: Limits, auditor: Auditor) -> None:
+        self._executor = executor
         self.cache = cache
         self._limits = limits
         self.auditor = auditor
-        auditor.evict = self._evict
-        self._deliver = deliver
         clients = Clients(SLACK_SLICES * limits.max_ranking_delay_ms)
+        answered = RecentIds(ANSWERED)
         self._queue = WorkQueue(clients)
-        self._parked = Parked()
-        self._answered = RecentIds(ANSWERED)
-        self._flights = Flights(engine, cache, self._queue, limits.max_ranking_delay_ms)
+        self._waiters = Waiters()
+        self._jobs = PrefillJobs(executor, cache, self._queue, limits.max_ranking_delay_ms)
         self.time = DeviceTime()
         self.demand = Demand()
         self.warm_up = WarmUp(cache, enabled=limits.warm_up)
         self.pins = PinTable(cache)
-        self.signals = Signals(
-            cache, self._flights, self._parked, self.pins, self._answered, footprint=limits.pinned_bytes
-        )
-        self.admission = Admission(engine, self._flights, clients, limits.queue_limit, limits.waiting_bytes)
+        self.signals = Signals(cache, self._jobs, self._waiters, self.pins, answered, footprint=limits.pinned_bytes)
+        self.admission = Admission(executor, self._jobs, clients, limits.queue_limit, limits.waiting_bytes)
         self.rankings = Rankings(
-            engine, cache, self._queue, self._flights, self._parked, auditor, self.admission, self._done
+            executor, cache, self._queue, self._jobs, self._waiters, auditor, self.admission, self.pins, answered
         )
 
-    # ---- what comes in ----
+    def handle(self, command: Command, now: float) -> object:
+        """Take a command. Returns what it asks for: a Snapshot for a Query, for the cache's transit what Transit.handle
+        says; None for the others. Rankings that are refused at once are answered here."""
+        if isinstance(command, Rank):
+            task = command.task
+            self.demand.ask(task.lane, self.cache.nbytes(len(task.tokens)), now)
+            self.warm_up.asked(task.user_key)
+            self.warm_up.seen(task.user_key, now)
+            self.rankings.enqueue(task, now)
+        elif isinstance(command, Prefill):
+            self.warm_up.asked(command.task.user_key)
+            self.signals.enqueue(command.task, now)
+        elif isinstance(command, LanesLost):
+            self.pins.release_lanes(command.lanes)
+            self.demand.lanes_lost(command.lanes)
+        elif isinstance(command, Query):
+            return self._snapshot(command.lanes, now)
+        else:
+            return self.cache.transit.handle(command)
+        return None
 
-    def signal(self, task: PreInferTask, now: float) -> None:
-        """Take an admitted request."""
-        self.warm_up.asked(task.user_key)
-        self.signals.take(task, now)
-
-    def rank(self, task: RankTask, now: float) -> None:
-        """Take a ranking request; it gets exactly one answer."""
-        self.demand.ask(task.lane, self.cache.nbytes(len(task.tokens)), now)
-        self.warm_up.asked(task.user_key)
-        self.warm_up.seen(task.user_key, now)
-        self.rankings.take(task, now)
-
-    def lanes_lost(self, lanes: Iterable[int]) -> None:
-        """Other workers own these lanes now."""
-        lost = set(lanes)
-        self.pins.release_lanes(lost)
-        self.demand.lanes_lost(lost)
+    def take_answers(self) -> list[Answer]:
+        """The answers since the last call; each ranking gets one."""
+        answers, self.rankings.answers = self.rankings.answers, []
+        return answers
 
     # ---- one step ----
 
     def step(self, now: float) -> bool:
-        """Take the most urgent work, run it, deliver. False: there was nothing to do.
+        """Run a slice of the most urgent work. False: there was nothing to do.
 
-        Raises DeviceError when the device fails whatever it is given; what was being worked on has its answer.
+        Rankings come first, with what they wait for; then pre-inference by due time, audits, and warm-up. Raises
+        DeviceError when the device fails whatever it is given; what was being worked on has its answer.
         """
         self.pins.expire(now)
         self.rankings.expire(now)
@@ -127,14 +163,16 @@ class RelayCore:
             self.time.ranking_ms += self.rankings.score(batch, now)
         elif work is not None:
             self._advance(work, now)
-        elif (flight := self._queue.background()) is not None:
-            self._advance(flight, now)
-        elif not self.auditor.step(self._engine, self.cache.scratch, self._limits.max_ranking_delay_ms):
+        elif (job := self._queue.background()) is not None:
+            self._advance(job, now)
+        elif self.auditor.step(self._executor, self.cache.scratch, self._limits.max_ranking_delay_ms):
+            self._evict_deviating()
+        else:
             return self.warm_up.step(now)
-        if self._engine.failed_in_a_row >= GIVE_UP_AFTER:
+        if self._executor.failed_in_a_row >= GIVE_UP_AFTER:
             raise DeviceError(
-                f"{self._engine.device} failed {GIVE_UP_AFTER} times in a row, at last with {self._engine.last_error}; "
-                f"the worker gives it up"
+                f"{self._executor.device} failed {GIVE_UP_AFTER} times in a row, at last with "
+                f"{self._executor.last_error}; the worker gives it up"
             )
         return True
 
@@ -143,7 +181,7 @@ class RelayCore:
         end, deadline = self.pins.next_end, self.rankings.next_deadline
         return deadline if end is None or (deadline is not None and deadline < end) else end
 
-    # ---- what is to be seen ----
+    # ---- its state ----
 
     @property
     def copying(self) -> bool:
@@ -151,33 +189,19 @@ class RelayCore:
         return self.cache.copying
 
     @property
-    def idle(self) -> bool:
-        """No ranking waits for an answer."""
-        return len(self.rankings) == 0
-
-    @property
-    def background_depth(self) -> int:
-        """Pre-inferences not finished."""
-        return self._queue.background_depth
-
-    @property
-    def pre_infer_waiting_ms(self) -> float:
-        """Predicted device time of the pre-inferences not finished."""
-        return self._flights.waiting_ms()
-
-    def pre_infer_late_s(self, now: float) -> float:
-        """How overdue the most overdue pre-inference not finished is."""
-        return self._flights.late_s(now)
+    def backlog(self) -> int:
+        """Prefill jobs that are not over and that no ranking waits for."""
+        return self._queue.backlog
 
     def totals(self) -> dict[str, float]:
         """Running totals by name: signals by what became of them, device time by kind of work, failures, audits."""
         return {
             **{name: float(total) for name, total in vars(self.signals.counters).items()},
-            **{name: float(total) for name, total in vars(self._flights.counters).items()},
+            **{name: float(total) for name, total in vars(self._jobs.counters).items()},
             **vars(self.time),
             **{f"warm_{name}": float(total) for name, total in vars(self.warm_up.counters).items()},
-            "device_failures": float(self._engine.failures),
-            "out_of_memory": float(self._engine.out_of_memory),
+            "device_failures": float(self._executor.failures),
+            "out_of_memory": float(self._executor.out_of_memory),
             "audits": float(self.auditor.done),
             "audit_deviation": self.auditor.worst,
             "audit_deviation_int8": self.auditor.worst_rounded,
@@ -201,43 +225,60 @@ class RelayCore:
 
     # ---- inside ----
 
-    def _advance(self, flight: Flight, now: float) -> None:
-        """Give a flight a slice of device time, and do what follows if it was the last."""
-        if flight.waiters:
-            self.rankings.started((task for task in flight.waiters if not task.answered), now)
-        ms = self._flights.advance(flight, now)
+    def _snapshot(self, lanes: Collection[int], now: float) -> Snapshot:
+        cache, pins, demand = self.cache, self.pins, self.demand
+        return Snapshot(
+            lane_bytes=dict(zip(lanes, map(pins.lane_bytes, lanes), strict=True)),
+            demand=dict(demand.totals),
+            largest=dict(zip(lanes, map(demand.largest, lanes), strict=True)),
+            totals=self.totals(),
+            cache=cache.counters.as_dict(),
+            hbm_used=cache.hbm_used,
+            dram_used=cache.dram_used,
+            pinned_bytes=cache.pinned_bytes,
+            entries=cache.entries,
+            pins=len(pins),
+            pins_expired=pins.expired,
+            waiting=len(self.rankings),
+            backlog=self.backlog,
+            copying=self.copying,
+            queue_ms=self.rankings.take_queue_ms(now),
+            pre_infer_waiting_ms=self._jobs.waiting_ms(),
+            pre_infer_late_s=self._jobs.late_s(now),
+        )
+
+    def _advance(self, job: PrefillJob, now: float) -> None:
+        """Give a job a slice of device time, and do what follows if it was the last."""
+        if job.waiters:
+            self.rankings.started((task for task in job.waiters if not task.answered), now)
+        ms = self._jobs.advance(job, now)
         full = False
-        for task in flight.waiters:
+        for task in job.waiters:
             task.device_ms += ms
-            task.account.served_ms += ms / len(flight.waiters)
+            task.account.served_ms += ms / len(job.waiters)
             full = full or task.outcome == "full"
         if full:
             self.time.full_ms += ms
         else:
             self.time.pre_infer_ms += ms
-        if flight.over:
-            self.rankings.landed(flight)
-            if flight.entry is not None:
-                self._wake(flight.entry)
+        if job.over:
+            self.rankings.job_over(job)
+            if job.entry is not None:
+                self._wake(job.entry)
 
     def _wake(self, entry: Entry) -> None:
-        """The entry came, or will not come: everyone parked at it looks again."""
-        for task in self._parked.take(entry):
-            if isinstance(task, PreInferTask):
+        """The entry came, or will not come: every task that waits at it looks again."""
+        for task in self._waiters.pop(entry):
+            if isinstance(task, PrefillTask):
                 self.signals.again(task)
             else:
                 self.rankings.again(task)
         if entry.failed:
             self.pins.release_entry(entry)
 
-    def _evict(self, user_id: str) -> None:
-        """What an audit found to deviate serves nobody any more: its admitted rankings will run in full."""
-        entry = self.cache.evict_user(user_id)
-        if entry is not None:
-            self.pins.release_entry(entry)
-
-    def _done(self, answer: Answer) -> None:
-        request = answer.task.request_key
-        self.pins.release(request)
-        self._answered.add(request)
-        self._deliver(answer)
+    def _evict_deviating(self) -> None:
+        """What an audit found to deviate serves no one any more: its admitted rankings will run in full."""
+        while self.auditor.deviating:
+            entry = self.cache.evict_user(self.auditor.deviating.pop())
+            if entry is not None:
+                self.pins.release_entry(entry)

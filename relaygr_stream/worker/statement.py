@@ -1,75 +1,25 @@
-"""What a worker says of itself, from a snapshot of its core: lanes, budgets, costs, load. Knows no bus and no clock."""
+"""Makes the worker's status from snapshots of its scheduler: lanes, budgets, costs, load."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
-
-import msgspec
 
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.wire.messages import LaneStatus, State, WorkerStatus
 from relaygr_stream.worker.budgets import BusyShare, LaneBudgets, LaneShares, LoadSplit
-from relaygr_stream.worker.build import Inside
+from relaygr_stream.worker.build import WorkerRuntime
 from relaygr_stream.worker.executor import SHARE
-from relaygr_stream.worker.scheduler import RelayCore
+from relaygr_stream.worker.scheduler import Snapshot
 
-# The core's numbers at one moment, taken on the device thread, for the loop to publish.
-
-
-class Snapshot(msgspec.Struct, frozen=True):  # made for every statement; a frozen dataclass takes a microsecond more
-    """Plain numbers; lane_bytes, largest: pinned, and of the largest prefix lately, for each lane asked for; demand,
-    totals, cache: running totals by lane or name."""
-
-    lane_bytes: dict[int, int]
-    demand: dict[int, int]
-    largest: dict[int, int]
-    totals: dict[str, float]
-    cache: dict[str, int]
-    hbm_used: int
-    dram_used: int
-    pinned_bytes: int
-    entries: int
-    pins: int
-    pins_expired: int
-    waiting: int
-    backlog: int
-    queue_ms: float
-    pre_infer_waiting_ms: float
-    pre_infer_late_s: float
-
-
-def snapshot(core: RelayCore, lanes: Collection[int], now: float) -> Snapshot:
-    """The numbers now; the queue delay is that since the last snapshot."""
-    cache = core.cache
-    return Snapshot(
-        lane_bytes=dict(zip(lanes, map(core.pins.lane_bytes, lanes), strict=True)),
-        demand=dict(core.demand.totals),
-        largest=dict(zip(lanes, map(core.demand.largest, lanes), strict=True)),
-        totals=core.totals(),
-        cache=cache.counters.as_dict(),
-        hbm_used=cache.hbm_used,
-        dram_used=cache.dram_used,
-        pinned_bytes=cache.pinned_bytes,
-        entries=cache.entries,
-        pins=len(core.pins),
-        pins_expired=core.pins.expired,
-        waiting=len(core.rankings),
-        backlog=core.background_depth,
-        queue_ms=core.rankings.take_queue_ms(now),
-        pre_infer_waiting_ms=core.pre_infer_waiting_ms,
-        pre_infer_late_s=core.pre_infer_late_s(now),
-    )
-
-
-#: Ranking has the device all to itself only for moments; a share below this is not told from none by the average.
+#: The smallest free share assumed: an average over a second does not tell less from none.
 LEAST_FREE: Final = 0.02
 
 
 @dataclass(frozen=True)
 class Identity:
-    """Which worker speaks."""
+    """The worker that a status is about."""
 
     name: str
     incarnation: int
@@ -79,15 +29,15 @@ class Identity:
 
 
 class Statements:
-    """One statement after the other; each follows what happened since the last. now: seconds of a monotonic clock."""
+    """Makes one status after the other, each from what happened since the last. now: seconds of a monotonic clock."""
 
-    def __init__(self, settings: Settings, inside: Inside, now: float) -> None:
+    def __init__(self, settings: Settings, runtime: WorkerRuntime, now: float) -> None:
         worker = settings.worker
         self._worker = worker
-        self._inside = inside
+        self._runtime = runtime
         self._shares = LaneShares()
         self._shared_at = now
-        hold_s = (settings.trigger.silence_ms + worker.status_ms) / 1e3
+        hold_s = (settings.trigger.max_status_age_ms + worker.status_interval_ms) / 1e3
         self._budgets = LaneBudgets(
             int(worker.pinned_share * worker.hbm_bytes), hold_s, turn_s=hold_s + settings.relay.life_window_ms / 1e3
         )
@@ -104,7 +54,7 @@ class Statements:
         sent_ms: int,
     ) -> WorkerStatus:
         """positions: lane → the next pre-infer offset it will read, as of the snapshot or before it."""
-        worker, inside = self._worker, self._inside
+        worker, runtime = self._worker, self._runtime
         seconds = max(1e-3, now - self._shared_at)
         self._shared_at = now
         shares = self._shares.update(positions, snapshot.demand, seconds)
@@ -130,16 +80,16 @@ class Statements:
                 )
                 for lane, position in sorted(positions.items())
             ),
-            costs=inside.engine.costs.model(self._chunk_ms()),
-            bytes_per_token=inside.bytes_per_token,
-            alloc_bytes=inside.alloc_bytes,
+            costs=runtime.executor.costs.model(self._chunk_ms()),
+            bytes_per_token=runtime.bytes_per_token,
+            alloc_bytes=runtime.alloc_bytes,
             queue_ms=snapshot.queue_ms,
             pre_infer_wait_ms=snapshot.pre_infer_waiting_ms / max(LEAST_FREE, 1.0 - self._split.ranking_share),
             computed_share=self._split.computed_share,
-            model_version=inside.model.version,
-            model_note=inside.model.note,
+            model_version=runtime.model.version,
+            model_note=runtime.model.note,
             busy_share=self._busy.update(ranking_ms + snapshot.totals["pre_infer_ms"], seconds),
-            device=str(inside.device),
+            device=str(runtime.device),
             handover=identity.handover,
             hbm_used_bytes=snapshot.hbm_used,
             hbm_bytes=worker.hbm_bytes,
@@ -149,8 +99,8 @@ class Statements:
         )
 
     def _chunk_ms(self) -> float | None:
-        """How long the chunks of a prefix take; None where the model takes it whole."""
-        inside = self._inside
-        if not inside.model.incremental:
+        """Milliseconds of a chunk of a prefix; None where the model takes a prefix whole."""
+        runtime = self._runtime
+        if not runtime.model.incremental:
             return None
-        return inside.engine.chunk_ms(SHARE * self._worker.max_ranking_delay_ms)
+        return runtime.executor.chunk_ms(SHARE * self._worker.max_ranking_delay_ms)

@@ -1,11 +1,11 @@
-"""What a worker says of itself, several times a second: lanes, budgets, costs, load. And whether it is still the one
-of its name."""
+"""Publishes the worker's status several times a second, and notices a later worker of the same name."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import time
+from collections.abc import Callable
 from importlib.metadata import version
 from types import TracebackType
 from typing import Final, Self
@@ -20,31 +20,35 @@ from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.bus.topics import TopicSet
 from relaygr_stream.errors import BrokerError, DecodeError, DeviceError, Superseded
 from relaygr_stream.settings.schema import Settings
+from relaygr_stream.telemetry.background import Background
 from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.telemetry.printable import printable
 from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import State, WorkerStatus, encode
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.worker_status import HEADER_INCARNATION, StatusReader
-from relaygr_stream.worker.build import Inside
+from relaygr_stream.worker.build import WorkerRuntime
+from relaygr_stream.worker.commands import Query
 from relaygr_stream.worker.device import DeviceThread
 from relaygr_stream.worker.metrics import WorkerMetrics
-from relaygr_stream.worker.statement import Identity, Snapshot, Statements, snapshot
+from relaygr_stream.worker.scheduler import Snapshot
+from relaygr_stream.worker.statement import Identity, Statements
 
 log = structlog.get_logger(__name__)
 limited = LogLimiter().limited
 
 VERSION: Final = version("relaygr-stream")
-#: A hung device must not hold the status task for ever; it is silent meanwhile, and triggers stop admitting.
+#: A hung device must not block the status task for ever; without a status, triggers stop admitting.
 SNAPSHOT_S: Final = 1.0
-#: A last word takes milliseconds; without a broker it has no listener, and stopping must not wait for one.
+#: A last status takes milliseconds; without a broker no one reads it, and stopping must not wait for one.
 ANNOUNCE_S: Final = 1.0
 
 
 class StatusReporter:
-    """Publishes WorkerStatus and keeps the metrics current, as an async context; `failed` tells why it ended.
+    """Publishes WorkerStatus and keeps the metrics current, as an async context; a failure is told to `background`.
 
-    peers: takes what the workers state from now on, ourselves included. handover: HOST:PORT of our hand-over, or "".
+    consumer: whose lanes are stated. peers: takes what the workers state from now on, ourselves included. handover():
+    HOST:PORT of our hand-over, or "".
     """
 
     def __init__(
@@ -53,13 +57,16 @@ class StatusReporter:
         topics: TopicSet,
         name: str,
         host: str,
-        inside: Inside,
+        runtime: WorkerRuntime,
         device: DeviceThread,
         metrics: WorkerMetrics,
         producer: Producer,
         peers: OwnerDirectory,
-        handover: str,
+        consumer: LaneConsumer,
+        handover: Callable[[], str],
+        background: Background,
     ) -> None:
+        self._background = background
         self._settings = settings
         self._peers = peers
         self._handover = handover
@@ -74,21 +81,21 @@ class StatusReporter:
         self._device = device
         self._metrics = metrics
         self._producer = producer
-        self._consumer: LaneConsumer | None = None
+        self._consumer = consumer
         self._state: State = "starting"
-        self._statements = Statements(settings, inside, time.monotonic())
+        self._statements = Statements(settings, runtime, time.monotonic())
         self._task: asyncio.Task[None] | None = None
         self._tail = TopicTail(settings.kafka, topics.worker_status.name, [0], "earliest", self._on_statuses)
-        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def __aenter__(self) -> Self:
         await self._reader.prepare()
         await self._tail.start()
-        self._tail.failed.add_done_callback(self._tail_ended)
+        self._background.watch(self._tail.failed)  # without it we would not notice that we are superseded
         # Beyond every incarnation of our name so far: by the clock alone, one that had run on a host whose clock is
         # ahead would keep its successor from starting.
         self._incarnation = max(time.time_ns(), self._before_us + 1)
         self._task = asyncio.create_task(self._run(), name="worker-status")
+        self._background.watch(self._task)
         return self
 
     async def __aexit__(
@@ -96,12 +103,9 @@ class StatusReporter:
     ) -> None:
         await self._stop_publishing()
         await end("the tail of worker-status", self._tail.stop, ANNOUNCE_S)
-        if self.failed.done() and not self.failed.cancelled():
-            self.failed.exception()  # looked at: the caller has raised it
 
-    def serve(self, consumer: LaneConsumer) -> None:
-        """From now on report these lanes."""
-        self._consumer = consumer
+    def serve(self) -> None:
+        """From now on the worker serves."""
         self._state = "serving"
 
     async def announce(self, state: State) -> None:
@@ -113,8 +117,8 @@ class StatusReporter:
         except (BrokerError, DeviceError, TimeoutError) as error:
             log.warning("status not published", state=state, error=str(error) or type(error).__name__)
 
-    async def bury(self) -> None:
-        """Remove our name from the topic: we stopped in order, and nobody needs to hear of us. Not for longer than
+    async def withdraw(self) -> None:
+        """Remove our name from the topic after a clean stop. Not for longer than
         ANNOUNCE_S."""
         await self._stop_publishing()  # else a last status may come behind the tombstone
         try:
@@ -129,34 +133,28 @@ class StatusReporter:
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def _run(self) -> None:
-        """Publish for ever. A broker that is away, or a device thread that has ended (which tells so itself), only
-        make us silent; anything else is a defect and ends us."""
-        pause = self._settings.worker.status_ms / 1e3
-        try:
-            while True:
-                try:
-                    await self._publish()
-                except (BrokerError, DeviceError, TimeoutError) as error:
-                    limited(log.warning, "silent")(
-                        "status not published", state=self._state, error=str(error) or type(error).__name__
-                    )
-                await asyncio.sleep(pause)
-        except Exception as error:
-            if not self.failed.done():
-                self.failed.set_exception(error)
+        """Publish for ever. A broker that is away, or a device thread that has ended, only makes the worker silent;
+        any other error is a defect and ends the process."""
+        pause = self._settings.worker.status_interval_ms / 1e3
+        while True:
+            try:
+                await self._publish()
+            except (BrokerError, DeviceError, TimeoutError) as error:
+                limited(log.warning, "silent")(
+                    "status not published", state=self._state, error=str(error) or type(error).__name__
+                )
+            await asyncio.sleep(pause)
 
     async def _publish(self) -> None:
         # Positions first: what was read up to them was handed to the device thread before the question below, so all
         # of it is in the books that the answer tells of. Positions asked for afterwards would claim more than that.
-        lanes, topic = (self._consumer.lanes if self._consumer else ()), self._topics.pre_infer.name
-        positions = {lane: self._consumer.position(topic, lane) for lane in lanes} if self._consumer else {}
-        taken: list[Snapshot] = []
+        consumer, topic = self._consumer, self._topics.pre_infer.name
+        positions = {lane: consumer.position(topic, lane) for lane in consumer.lanes}
         self._metrics.device_stall_seconds.set(self._device.stalled_for)
-        ask = self._device.ask(lambda core, now: taken.append(snapshot(core, positions, now)))
         async with asyncio.timeout(SNAPSHOT_S):
-            await ask
-        self._export(taken[0], len(positions))
-        status = self._status(taken[0], positions)
+            now: Snapshot = await self._device.ask(Query(tuple(positions)))
+        self._export(now, len(positions))
+        status = self._status(now, positions)
         await self._send(encode(status))
 
     async def _send(self, value: bytes | None, headers: list[tuple[str, bytes]] | None = None) -> None:
@@ -167,7 +165,7 @@ class StatusReporter:
         await self._producer.send_and_wait(topic, value, key=key, headers=headers)
 
     def _status(self, now: Snapshot, positions: dict[int, int]) -> WorkerStatus:
-        identity = Identity(self._name, self._incarnation, self._host, os.getpid(), self._handover)
+        identity = Identity(self._name, self._incarnation, self._host, os.getpid(), self._handover())
         # Rising, whatever our clock does: a signed status that does not rise is taken for one that was written again.
         self._sent_ms = max(int(time.time() * 1e3), self._sent_ms + 1)
         status = self._statements.status(identity, self._state, now, positions, time.monotonic(), self._sent_ms)
@@ -182,7 +180,7 @@ class StatusReporter:
             elif name.startswith("warm_"):
                 metrics.advance(metrics.warm_ups, name.removeprefix("warm_"), total)
             elif name.startswith("flight_"):
-                metrics.advance(metrics.flights, name.removeprefix("flight_"), total)
+                metrics.advance(metrics.jobs, name.removeprefix("flight_"), total)
             elif name.endswith("_ms"):
                 metrics.advance(metrics.device_seconds, name.removesuffix("_ms"), total / 1e3)
         for name, total in now.cache.items():
@@ -209,7 +207,7 @@ class StatusReporter:
         metrics.lanes.set(lanes)
 
     def _on_statuses(self, records: list[Record]) -> None:
-        """Two processes of one name: the later incarnation serves, the earlier gives way once it does (DESIGN §5)."""
+        """Two processes of one name: the later incarnation serves, the earlier gives way once it does."""
         if self._incarnation:  # what was there before us may be of any age
             self._peers.on_records(records)
         for record in records:
@@ -223,18 +221,13 @@ class StatusReporter:
                 continue
             if not self._incarnation:
                 self._before_us = max(self._before_us, other.incarnation)
-            elif gives_way_to(other, self._incarnation, self._host, os.getpid()) and not self.failed.done():
-                self.failed.set_exception(
+            elif gives_way_to(other, self._incarnation, self._host, os.getpid()):
+                self._background.fail(
                     Superseded(
                         f"another worker named {self._name!r} started later and serves: host {printable(other.host)}, "
                         f"pid {other.pid}; this one ends. Give each worker its own worker.name"
                     )
                 )
-
-    def _tail_ended(self, tail: asyncio.Future[None]) -> None:
-        """Without it we would not notice that we are superseded."""
-        if not tail.cancelled() and (error := tail.exception()) is not None and not self.failed.done():
-            self.failed.set_exception(error)
 
 
 def gives_way_to(other: WorkerStatus, incarnation: int, host: str, pid: int) -> bool:

@@ -3,7 +3,7 @@
 A user is expected back after the running mean of the times between his rankings. Some time before, and only while the
 device has nothing else to do, his entry is reloaded, one at a time, behind every other copy, and only if it is worth
 more to the eviction policy (recency, frequency and cost; the expected use counts as one) than what would have to go
-for it. It is not pinned: it may be evicted at once. Knows nothing of requests but who asked when.
+for it. It is not pinned: it may be evicted at once.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from relaygr_stream.cache.prefix_cache import PrefixCache
-from relaygr_stream.worker.queue import Agenda
+from relaygr_stream.worker.queue import TimerHeap
 
 #: Weight of the last gap in a user's mean gap: two visits back weighs half of the last one.
 GAP_STEP: Final = 0.5
@@ -22,7 +22,7 @@ GAP_STEP: Final = 0.5
 EARLY: Final = 0.85
 #: … and given up when so much of it has gone by.
 LATE: Final = 1.3
-#: Users remembered, the longest silent forgotten first: 300 bytes each.
+#: Users remembered, the longest silent dropped first: 300 bytes each.
 MAX_USERS: Final = 100_000
 
 
@@ -43,7 +43,7 @@ class _User:
 
 @dataclass(slots=True, eq=False)
 class _Expected:
-    """A user's expected return; over once he came, or another one is expected in its place."""
+    """A user's expected return; over once the user came, or another return is expected instead."""
 
     user_id: str
     until: float
@@ -51,14 +51,14 @@ class _Expected:
 
 
 class WarmUp:
-    """Who is expected back, and what was brought back for him. Without `enabled` it remembers and does nothing."""
+    """Expected returns, and the entries reloaded for them. Without `enabled` it does nothing."""
 
     def __init__(self, cache: PrefixCache, *, enabled: bool) -> None:
         self._cache = cache
         self._enabled = enabled and cache.has_dram
         self._users: OrderedDict[str, _User] = OrderedDict()
         self._expected: dict[str, _Expected] = {}
-        self._agenda: Agenda[_Expected] = Agenda(lambda each: each.over)
+        self._timers: TimerHeap[_Expected] = TimerHeap(lambda each: each.over)
         self._warmed: OrderedDict[str, None] = OrderedDict()  # not asked for since
         self.counters = WarmUpCounters()
 
@@ -78,10 +78,10 @@ class WarmUp:
         self._drop(user_id)
         expected = _Expected(user_id, now + LATE * user.gap)
         self._expected[user_id] = expected
-        self._agenda.add(now + EARLY * user.gap, expected)
+        self._timers.add(now + EARLY * user.gap, expected)
 
     def asked(self, user_id: str) -> None:
-        """A signal or a ranking of this user came, and is about to look for his entry."""
+        """A signal or a ranking of this user came, and is about to look for the user's entry."""
         if user_id in self._warmed:
             del self._warmed[user_id]
             if self._cache.in_hbm(user_id):
@@ -96,8 +96,8 @@ class WarmUp:
         self._count_waste()
         if self._cache.copying:  # one at a time, and behind those that requests wait for
             return False
-        while (first := self._agenda.first()) is not None and first[0] <= now:
-            expected = self._agenda.pop()
+        while (first := self._timers.first()) is not None and first[0] <= now:
+            expected = self._timers.pop()
             expected.over = True
             del self._expected[expected.user_id]
             if expected.until >= now and self._cache.warm(expected.user_id):
@@ -112,7 +112,7 @@ class WarmUp:
             expected.over = True
 
     def _count_waste(self) -> None:
-        """What was warmed longest ago, if it is gone by now."""
+        """Count the entries that were warmed longest ago and are gone by now."""
         while self._warmed and not self._cache.in_hbm(next(iter(self._warmed))):
             self._warmed.popitem(last=False)
             self.counters.wasted += 1

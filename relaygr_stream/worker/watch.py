@@ -1,5 +1,5 @@
-"""Whether the device thread and the brokers are alive and the scores right, told to /readyz and /healthz, and when to
-give up."""
+"""Health: tells /readyz and /healthz whether the device thread and the brokers are alive and the scores right, and ends
+a worker whose device hangs."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ STALL_SHARE: Final = 0.5
 
 
 class Watch:
-    """Looks at the device thread and the consumer several times a second. distrust(): why scores are not to be relied
-    on; "" while they are."""
+    """Looks at the device thread and the consumer several times a second. distrust(): why scores cannot be trusted; ""
+    while they can."""
 
     def __init__(
         self, context: ProcessContext, device: DeviceThread, limit_s: float, distrust: Callable[[], str] = str
@@ -48,7 +48,9 @@ class Watch:
                 reason = f"the device thread has not moved for {self._stuck_s:.1f} s"
                 self._context.set_live(False, reason)
                 self._context.set_ready(False, reason)
-                raise DeviceError(f"{reason}: the device hangs, or one operation takes longer than kafka.max_poll_ms")
+                raise DeviceError(
+                    f"{reason}: the device hangs, or one operation takes longer than kafka.max_poll_interval_ms"
+                )
             if not self.progressing:
                 self._context.set_ready(False, f"the device thread has not moved for {self._stuck_s:.1f} s")
             else:

@@ -90,6 +90,7 @@ class Stream:
         self._every_s = every_s
         self._stopped = False
         self._task: asyncio.Task[None] | None = None
+        self._acknowledged: list[asyncio.Future[int]] = []
         self.sent: set[tuple[str, int, bytes]] = set()
 
     async def __aenter__(self) -> Stream:
@@ -105,7 +106,7 @@ class Stream:
         if self._task is not None:
             task, self._task = self._task, None
             await task
-        await self._producer.flush()
+        await asyncio.gather(*self._acknowledged)
 
     async def _run(self) -> None:
         number = 0
@@ -113,7 +114,7 @@ class Stream:
             value = str(number).encode()
             for topic in (self._topics.pre_infer.name, self._topics.ranking.name):
                 for lane in range(self._topics.lanes):
-                    await self._producer.send(topic, value, partition=lane)
+                    self._acknowledged.append(await self._producer.send(topic, value, partition=lane))
                     self.sent.add((topic, lane, value))
             number += 1
             await asyncio.sleep(self._every_s)

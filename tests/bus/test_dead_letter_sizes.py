@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -15,9 +15,9 @@ from relaygr_stream.bus.dead_letter import (
     HEADER_DIGEST,
     DeadLetters,
     check_dead_letters_fit,
-    digest_of,
+    digest_dead_letter,
     fits,
-    letter_of,
+    whole_dead_letter,
 )
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.tail import TopicTail
@@ -27,6 +27,7 @@ from relaygr_stream.errors import BrokerError, BrokerUnavailable, DecodeError
 from relaygr_stream.ops.dead_letters.letter import letters_of
 from relaygr_stream.ops.dead_letters.replay import verdict_before, why
 from relaygr_stream.settings.schema import Kafka
+from relaygr_stream.telemetry.background import Background
 from relaygr_stream.wire.messages import HEADER_REASON
 from relaygr_stream.wire.records import Record
 from tests.waiting import until
@@ -45,11 +46,11 @@ headers = st.lists(st.tuples(st.text(max_size=3000), st.none() | st.binary(max_s
 @given(st.binary(max_size=200) | st.none(), st.integers(0, 5000), headers)
 def test_a_digest_always_fits(key: bytes | None, repeat: int, headers: Any) -> None:
     one = record(b"v" * repeat, None if key is None else key * repeat, headers)
-    kept_key, value, kept = digest_of(one, ERROR)
+    kept_key, value, kept = digest_dead_letter(one, ERROR)
     size = sum(len(name.encode()) + len(content or b"") + 10 for name, content in kept)
     assert len(kept_key or b"") + len(value) + size <= DEAD_LETTER_HEADERS_BYTES
     if fits(one, 4 * MIB):
-        _, value, kept = letter_of(one, ERROR)
+        _, value, kept = whole_dead_letter(one, ERROR)
         size = sum(len(name.encode()) + len(content or b"") + 10 for name, content in kept)
         assert len(one.key or b"") + len(value) + size <= 4 * MIB
 
@@ -65,7 +66,9 @@ async def test_a_message_is_kept_only_where_the_setting_says_so(embedded_setting
         Producer(embedded_settings, client_id="test") as producer,
     ):
         for keep_values in (False, True):
-            letters = DeadLetters(producer, topics.dead_letter, done.append, gauge(), keep_values=keep_values)
+            letters = DeadLetters(
+                producer, topics.dead_letter, done.append, gauge(), Background(), keep_values=keep_values
+            )
             letters.send(secret, ERROR)
             await until(lambda: letters.waiting == 0, "buried")  # noqa: B023
         await until(lambda: len(found) == 2, "read")
@@ -88,7 +91,7 @@ async def test_what_does_not_fit_is_there_as_a_digest(kafka_settings: Kafka) -> 
         TopicTail(kafka_settings, topics.dead_letter.name, [0], "latest", found.extend),
         Producer(kafka_settings, client_id="test", max_bytes=takes) as producer,
     ):
-        letters = DeadLetters(producer, topics.dead_letter, done.append, gauge(), keep_values=True)
+        letters = DeadLetters(producer, topics.dead_letter, done.append, gauge(), Background(), keep_values=True)
         for one in (large, fitting, long_key, many):
             letters.send(one, ERROR)
         await until(lambda: len(found) == 4 and letters.waiting == 0, "buried")
@@ -125,7 +128,9 @@ async def test_a_cluster_that_takes_less_than_the_file_says_gets_the_digest(monk
     monkeypatch.setattr(dead_letter, "RETRY_S", (0.0,))
     producer = Refusing(BrokerUnavailable("away"), BrokerError("MESSAGE_TOO_LARGE"), BrokerError("…"))
     done: list[Record] = []
-    letters = DeadLetters(producer, load_topics(Kafka()).dead_letter, done.append, gauge(), keep_values=True)  # type: ignore[arg-type]
+    letters = DeadLetters(
+        cast(Producer, producer), load_topics(Kafka()).dead_letter, done.append, gauge(), Background(), keep_values=True
+    )
     letters.send(record(b"value"), ERROR)
     await until(lambda: len(producer.errors) == 1)
     producer.errors.clear()
@@ -136,20 +141,27 @@ async def test_a_cluster_that_takes_less_than_the_file_says_gets_the_digest(monk
     assert letter["headers"][HEADER_REASON] == b"oversized"
 
 
+def level(waiting: Gauge) -> float:
+    (family,) = waiting.collect()
+    return family.samples[0].value
+
+
 async def test_what_cannot_be_delivered_is_told_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("RETRY_S", (0.0,)), ("FAILING_S", 0.0), ("WAITING_LIMIT", 2)):
         monkeypatch.setattr(dead_letter, name, value)
     producer, waiting = Refusing(BrokerError("TOPIC_AUTHORIZATION_FAILED")), gauge()
     done: list[Record] = []
-    letters = DeadLetters(producer, load_topics(Kafka()).dead_letter, done.append, waiting, keep_values=True)  # type: ignore[arg-type]
+    letters = DeadLetters(
+        cast(Producer, producer), load_topics(Kafka()).dead_letter, done.append, waiting, Background(), keep_values=True
+    )
     assert letters.why_not_taken() is None
     for _ in range(2):
         letters.send(record(b"value"), ERROR)
     await until(lambda: "TOPIC_AUTHORIZATION_FAILED" in (letters.why_not_taken() or ""))
-    assert (letters.full, len(done), waiting._value.get()) == (True, 0, 2)
+    assert (letters.full, len(done), level(waiting)) == (True, 0, 2)
     producer.errors.clear()
     await until(lambda: len(done) == 2)
-    assert (letters.full, letters.why_not_taken(), waiting._value.get()) == (False, None, 0)
+    assert (letters.full, letters.why_not_taken(), level(waiting)) == (False, None, 0)
 
 
 def test_the_packaged_topics_fit() -> None:

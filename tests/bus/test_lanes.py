@@ -22,6 +22,7 @@ from relaygr_stream.errors import BrokerUnavailable, ConfigError
 from relaygr_stream.ops.brokers.local import local_broker
 from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.wire.records import Record
+from tests.bus import insides
 from tests.bus.members import Member, Stream, shared_out
 from tests.conftest import AnyBroker
 from tests.waiting import until
@@ -86,7 +87,7 @@ async def test_the_next_owner_starts_after_what_is_done_without_a_gap(
 
 async def test_commits_do_not_wait_for_the_end(kafka_settings: Kafka, topics: TopicSet, producer: Producer) -> None:
     """A member that is killed has lost only its last commit interval: seen by a group-less look at its offsets."""
-    often = msgspec.structs.replace(kafka_settings, commit_ms=50)
+    often = msgspec.structs.replace(kafka_settings, commit_interval_ms=50)
     looker = AIOKafkaConsumer(
         bootstrap_servers=kafka_settings.bootstrap, group_id=f"{kafka_settings.prefix}workers", enable_auto_commit=False
     )
@@ -119,7 +120,9 @@ async def _flows_to_the_owners_of_both_topics(topics: TopicSet, *members: Member
 
 async def test_joins_and_leaves(kafka_settings: Kafka, topics: TopicSet, producer: Producer) -> None:
     """Few lanes move, both topics of each together; kept ones go on in order; nothing is missed; no commit fails."""
-    often = msgspec.structs.replace(kafka_settings, commit_ms=20)  # the more commits, the likelier a race with a join
+    often = msgspec.structs.replace(
+        kafka_settings, commit_interval_ms=20
+    )  # the more commits, the likelier a race with a join
     lanes = topics.lanes
     async with Stream(producer, topics) as stream, Member(often, topics, "one") as one:
         await shared_out(topics, one)
@@ -163,7 +166,7 @@ async def test_joins_and_leaves(kafka_settings: Kafka, topics: TopicSet, produce
 async def test_lanes_take_what_is_done_with_them_when_they_move(
     kafka_settings: Kafka, topics: TopicSet, producer: Producer
 ) -> None:
-    rarely = msgspec.structs.replace(kafka_settings, commit_ms=600_000)
+    rarely = msgspec.structs.replace(kafka_settings, commit_interval_ms=600_000)
     for lane in range(topics.lanes):
         await producer.send_and_wait(topics.ranking.name, b"0", partition=lane)
     async with Member(rarely, topics, "one") as one:
@@ -188,7 +191,7 @@ async def test_capacity_weighs(kafka_settings: Kafka, topics: TopicSet) -> None:
 async def test_a_member_without_progress_gives_its_lanes_up_and_comes_back(
     kafka_settings: Kafka, topics: TopicSet
 ) -> None:
-    impatient = msgspec.structs.replace(kafka_settings, max_poll_ms=1000)
+    impatient = msgspec.structs.replace(kafka_settings, max_poll_interval_ms=1000)
     stuck = False
     async with (
         Member(impatient, topics, "one", progressing=lambda: not stuck) as one,
@@ -284,12 +287,12 @@ async def test_a_member_put_out_of_the_group_comes_back_from_the_committed_offse
 
 async def _put_out(kafka: Kafka, member: Member) -> None:
     """Leave the group in the member's name, behind its back."""
-    coordinator = member.consumer._membership._consumer._coordinator
+    group, name = insides.identity(insides.member(member.consumer))
     admin = AIOKafkaAdminClient(bootstrap_servers=kafka.bootstrap)
     await admin.start()
     try:
-        request = LeaveGroupRequest(coordinator.group_id, coordinator.member_id)
-        response = await admin._client.send(await admin.find_coordinator(coordinator.group_id), request)
+        request = LeaveGroupRequest(group, name)
+        response = await admin._client.send(await admin.find_coordinator(group), request)
         assert response.error_code == 0
     finally:
         await admin.close()
@@ -337,7 +340,7 @@ async def test_no_broker_is_said_at_once(kafka_settings: Kafka, topics: TopicSet
 
 
 async def test_clashing_timings_are_refused(kafka_settings: Kafka, topics: TopicSet) -> None:
-    with pytest.raises(ConfigError, match=r"session_timeout_ms = 500 .*heartbeat_ms = 250"):
+    with pytest.raises(ConfigError, match=r"session_timeout_ms = 500 .*heartbeat_interval_ms = 250"):
         Member(msgspec.structs.replace(kafka_settings, session_timeout_ms=500), topics, "one")
 
 
@@ -346,6 +349,6 @@ async def test_a_session_timeout_below_the_brokers_bound_is_explained(
 ) -> None:
     if broker.kind == "embedded":
         pytest.skip("the embedded broker accepts any session timeout")
-    short = msgspec.structs.replace(kafka_settings, session_timeout_ms=150, heartbeat_ms=50)
+    short = msgspec.structs.replace(kafka_settings, session_timeout_ms=150, heartbeat_interval_ms=50)
     with pytest.raises(ConfigError, match=r"group\.min\.session\.timeout\.ms"):
         await Member(short, topics, "one").consumer.start()

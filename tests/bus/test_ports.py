@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from relaygr_stream.ops.brokers.distribution import ENOUGH, FIRST, free_ports
+from relaygr_stream.ops.brokers.distribution import FIRST_PORT, MIN_PORTS, free_ports
 
 
 def listen(port: int) -> socket.socket:
@@ -25,11 +25,11 @@ def test_they_are_free_and_none_is_ever_handed_out() -> None:
 
 
 def test_where_somebody_listens_is_not_free() -> None:
-    (taken,) = free_ports(1, FIRST + ENOUGH)
+    (taken,) = free_ports(1, FIRST_PORT + MIN_PORTS)
     with listen(taken), pytest.raises(OSError, match="of the ports 10000 to 10999, fewer than 1000 are free"):
-        free_ports(ENOUGH, FIRST + ENOUGH)
+        free_ports(MIN_PORTS, FIRST_PORT + MIN_PORTS)
 
 
 def test_a_system_that_hands_out_nearly_all_ports_is_asked_for_some() -> None:
-    ports = free_ports(3, FIRST + ENOUGH - 1)
+    ports = free_ports(3, FIRST_PORT + MIN_PORTS - 1)
     assert len(set(ports)) == 3

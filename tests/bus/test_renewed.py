@@ -18,6 +18,8 @@ from relaygr_stream.bus.topics import TopicSet, apply_topics, load_topics
 from relaygr_stream.errors import BrokerError
 from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.wire.records import Record
+from tests.bus import insides
+from tests.bus.insides import fail_fetcher, fail_sender
 from tests.bus.members import Member, shared_out
 from tests.waiting import until
 
@@ -34,18 +36,6 @@ async def topics(embedded_settings: Kafka) -> TopicSet:
 async def producer(embedded_settings: Kafka, topics: TopicSet) -> AsyncIterator[Producer]:
     async with Producer(embedded_settings, client_id="test") as producer:
         yield producer
-
-
-def unexpected(*_: object) -> Any:
-    raise KeyError("which aiokafka does not expect")
-
-
-def fail_fetcher(consumer: Any) -> None:
-    consumer._fetcher._get_actions_per_node = unexpected
-
-
-def fail_sender(producer: Any) -> None:
-    producer._message_accumulator.drain_by_nodes = unexpected
 
 
 def cancel(name: str) -> Callable[[Any], None]:
@@ -69,11 +59,11 @@ READER_ENDS = [fail_fetcher, cancel("fetcher"), cancel("positions"), cancel("met
 async def test_all_background_tasks_are_known(embedded_settings: Kafka, topics: TopicSet) -> None:
     """aiokafka keeps them to itself: a release that names one otherwise must not go unnoticed."""
     async with Producer(embedded_settings, client_id="test") as producer, Member(embedded_settings, topics, "one") as m:
-        assert set(background_tasks(producer._renewed.client)) == {"sender", "metadata of the producer"}
+        assert set(background_tasks(insides.renewed(producer).client)) == {"sender", "metadata of the producer"}
         reader = {"fetcher", "positions", "metadata of the consumer"}
-        assert set(background_tasks(m.consumer._data)) == reader
+        assert set(background_tasks(insides.renewed(m.consumer).client)) == reader
         group = {"fetcher", "coordinator", "metadata of the consumer"}
-        assert set(background_tasks(m.consumer._membership._consumer)) == group
+        assert set(background_tasks(insides.member(m.consumer))) == group
 
 
 @pytest.mark.parametrize("break_it", READER_ENDS)
@@ -84,7 +74,7 @@ async def test_lanes_are_read_on(
         await shared_out(topics, one)
         before = renewals[READER]
         for turn in range(2):
-            break_it(one.consumer._data)
+            break_it(insides.renewed(one.consumer).client)
             for lane in range(topics.lanes):
                 for number in range(10):
                     await producer.send(topics.ranking.name, f"{turn}-{lane}-{number}".encode(), partition=lane)
@@ -103,14 +93,16 @@ async def test_a_reader_that_always_ends_ends_the_consumer(
     monkeypatch.setattr(renewed, "PAUSES_S", (0.0,))
     async with Member(embedded_settings, topics, "one") as one:
         await shared_out(topics, one)
-        begin = one.consumer._point
+        reader = insides.renewed(one.consumer)
+        begin = reader._begin
+        assert begin is not None
 
         async def begin_to_end(data: Any) -> None:  # of the reader alone: the member's own consumer has a fetcher, too
             await begin(data)
             fail_fetcher(data)
 
-        monkeypatch.setattr(one.consumer._renewed, "_begin", begin_to_end)
-        fail_fetcher(one.consumer._data)
+        monkeypatch.setattr(reader, "_begin", begin_to_end)
+        fail_fetcher(reader.client)
         with pytest.raises(BrokerError, match=r"lanes' reader has ended 5 times in a row: its fetcher .*KeyError"):
             await asyncio.wait_for(asyncio.shield(one.consumer.failed), 30)
         assert not one.consumer.healthy
@@ -122,7 +114,7 @@ async def test_a_member_that_cannot_go_on_ends_the_consumer(
 ) -> None:
     async with Member(embedded_settings, topics, "one") as one:
         await shared_out(topics, one)
-        background_tasks(one.consumer._membership._consumer)[name].cancel()
+        background_tasks(insides.member(one.consumer))[name].cancel()
         with pytest.raises(BrokerError, match=f"cannot take part in group .*workers: its {name} task ended"):
             await asyncio.wait_for(asyncio.shield(one.consumer.failed), 30)
 
@@ -132,7 +124,7 @@ async def test_a_heartbeat_that_fails_unexpectedly_ends_the_consumer_with_a_type
 ) -> None:
     async with Member(embedded_settings, topics, "one") as one:
         await shared_out(topics, one)
-        one.consumer._membership._consumer._coordinator._do_heartbeat = unexpected
+        insides.fail_heartbeat(insides.member(one.consumer))
         with pytest.raises(BrokerError, match=r"cannot take part in group .*KeyError"):
             await asyncio.wait_for(asyncio.shield(one.consumer.failed), 30)
 
@@ -143,7 +135,7 @@ async def test_a_producer_sends_on(embedded_settings: Kafka, topics: TopicSet, b
     async with Producer(embedded_settings, client_id="test") as producer:
         first = await producer.send_and_wait(name, b"0", partition=1)
         before = renewals["a producer"]
-        break_it(producer._renewed.client)
+        break_it(insides.renewed(producer).client)
         with_it = await asyncio.wait_for(
             asyncio.gather(producer.send(name, b"1", partition=1), return_exceptions=True), 30
         )
@@ -169,12 +161,13 @@ async def test_a_tail_reads_on(
 ) -> None:
     read: list[Record] = []
     async with TopicTail(embedded_settings, topics.scores.name, [0], "latest", read.extend) as tail:
-        part, before = tail._renewed.part, renewals[tail._renewed.part]
+        part = insides.renewed(tail).part
+        before = renewals[part]
         for number in range(4):
             await producer.send_and_wait(topics.scores.name, str(number).encode(), partition=0)
             if number % 2:
                 made = renewals[part]
-                break_it(tail._renewed.client)
+                break_it(insides.renewed(tail).client)
                 await made_anew(part, made + 1)
         await until(lambda: len(read) >= 4, "read")
         assert [record.value for record in read] == [b"0", b"1", b"2", b"3"]
@@ -185,7 +178,8 @@ async def test_a_tail_reads_on(
 @pytest.mark.parametrize("break_it", READER_ENDS[1:])  # it fetches nothing
 async def test_ends_are_told_on(embedded_settings: Kafka, topics: TopicSet, break_it: Callable[[Any], None]) -> None:
     async with LogEnds(embedded_settings, "test") as ends:
-        before = renewals[ends._renewed.part]
-        break_it(ends._renewed.client)
-        await until(lambda: renewals[ends._renewed.part] > before, "made anew")
+        part = insides.renewed(ends).part
+        before = renewals[part]
+        break_it(insides.renewed(ends).client)
+        await made_anew(part, before + 1)
         assert set(await ends.ask(topics.ranking.name, range(topics.lanes))) == set(range(topics.lanes))

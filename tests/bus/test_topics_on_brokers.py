@@ -17,7 +17,7 @@ from structlog.testing import capture_logs
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.topics import apply_topics, describe_topics, lane_of, load_topics, verify_topics
 from relaygr_stream.errors import BrokerUnavailable, CoPartitionError, TopicError
-from relaygr_stream.ops.brokers.distribution import ANYBODY
+from relaygr_stream.ops.brokers.distribution import DEFAULT_NODE
 from relaygr_stream.ops.brokers.local import local_broker
 from relaygr_stream.settings.files import packaged_dir
 from relaygr_stream.settings.schema import Kafka
@@ -148,7 +148,7 @@ async def test_retention_is_kept_under_traffic(tmp_path: Path) -> None:
     """Only whole segments expire: without segment.ms the one that is written to keeps everything for a week."""
     if not os.environ.get("KAFKA_HOME"):
         pytest.skip(KAFKA_HINT)
-    node = dataclasses.replace(ANYBODY, properties={"log.retention.check.interval.ms": "200"})
+    node = dataclasses.replace(DEFAULT_NODE, properties={"log.retention.check.interval.ms": "200"})
     folder = tmp_path / "topics"
     shutil.copytree(packaged_dir("topics"), folder)
     file = folder / "ranking.toml"
@@ -196,8 +196,7 @@ async def test_a_users_messages_go_to_the_users_lane(kafka_settings: Kafka) -> N
     async with Member(kafka_settings, topics, "one") as one, Producer(kafka_settings, client_id="test") as producer:
         for user in users:
             for topic in (topics.pre_infer.name, topics.ranking.name):
-                await producer.send(topic, b"", key=user.encode())
-        await producer.flush()
+                await producer.send_and_wait(topic, b"", key=user.encode())
         await until(lambda: len(one.records) == 2 * len(users), "all read")
         for record in one.records:
             assert record.key is not None

@@ -1,4 +1,4 @@
-"""What only an accelerator shows: the same worker inside, with its memory, streams and kernels."""
+"""What only an accelerator shows: the same worker runtime, with its memory, streams and kernels."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_random_traffic_is_scored_as_on_the_cpu(device: torch.device) -> None:
         user, length = rng.randrange(8), rng.randrange(1, MAX_TOKENS)
         world.signal(f"r{number}", user, length, life=0.5)
         for _ in range(rng.randrange(4)):
-            world.core.step(world.now)
+            world.step(world.now)
         world.rank(f"r{number}", user, length, suffix=rng.randrange(4))
         world.now += 0.05
     world.settle()

@@ -105,6 +105,6 @@ def test_a_replay_waits_for_nothing() -> None:
         model.score(batch)
     torch.cuda.set_sync_debug_mode("error")
     model.score(batch)
-    model.extend(
+    model.prefill(
         region_of(model, random_tokens(np.random.default_rng(0), 200)), random_tokens(np.random.default_rng(1), 2)
     )

@@ -18,7 +18,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "docker" / "testbed.sh"
-HINT = "`make test-docker` runs this; it needs a Docker engine with compose (docs/testbed.md says how to get one)"
+HINT = "`make test-docker` runs this; it needs a Docker engine with compose (docs/how-to/deploying.md)"
 
 #: Without the proxy that the environment may name.
 LOOPBACK = urllib.request.build_opener(urllib.request.ProxyHandler({}))

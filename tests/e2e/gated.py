@@ -37,10 +37,10 @@ class Gated:
             os._exit(9)
         return self.model.score(batch)
 
-    def extend(self, kv: Any, tokens: Any) -> None:
+    def prefill(self, kv: Any, tokens: Any) -> None:
         """As the model does; behind a gate nothing is computed, so that long prefixes cost a test nothing."""
         if self._gate is None:
-            self.model.extend(kv, tokens)
+            self.model.prefill(kv, tokens)
         else:
             self._wait()
             kv.length += len(tokens)

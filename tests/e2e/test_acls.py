@@ -1,4 +1,4 @@
-"""The grants that docs/security.md lists are enough for each process, and none of them is too much."""
+"""The grants that docs/reference/security.md lists are enough for each process, and none of them is too much."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.e2e.fleet import TEST_SETTINGS, Results, traffic
 
 pytestmark = pytest.mark.kafka
 
-DOC = Path(__file__).parents[2] / "docs" / "security.md"
+DOC = Path(__file__).parents[2] / "docs" / "reference" / "security.md"
 PREFIX = "acl."
 ROLES = ["client", "retrieval", "trigger", "worker", "operator", "admin"]
 

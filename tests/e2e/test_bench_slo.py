@@ -8,14 +8,15 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from relaygr_stream.lab.bench.assemble import run_slo
 from relaygr_stream.lab.bench.modes import CACHE, FULL, RELAY
 from relaygr_stream.lab.bench.options import SloOptions
 from relaygr_stream.lab.bench.results import SloReport
-from relaygr_stream.lab.bench.slo import run_slo
 from relaygr_stream.settings.schema import Kafka, Settings
 from tests.e2e.fleet import TEST_SETTINGS
 
 
+@pytest.mark.stack
 @pytest.mark.timeout(240)
 async def test_a_toy_run_measures_every_mode_and_writes_its_reports(embedded_settings: Kafka, tmp_path: Path) -> None:
     settings: Settings = msgspec.structs.replace(

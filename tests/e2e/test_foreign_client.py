@@ -1,4 +1,4 @@
-"""A client that knows nothing but docs/protocol.md: the example printed there, run as it stands."""
+"""A client that knows nothing but docs/reference/protocol.md: the example printed there, run as it stands."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from relaygr_stream.settings.schema import Kafka
 from tests.e2e.fleet import serving_fleet
 
-PROTOCOL = Path(__file__).parents[2] / "docs" / "protocol.md"
+PROTOCOL = Path(__file__).parents[2] / "docs" / "reference" / "protocol.md"
 SCORES = r"\['click', 'like'\] \((-?[\d.e-]+, ){5}-?[\d.e-]+\)"
 ANSWERED = re.compile(f"ok (hbm|joined|full) {SCORES}")
 RELAYED = re.compile(f"ok (hbm|joined) {SCORES}")

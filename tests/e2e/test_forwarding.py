@@ -43,7 +43,7 @@ class Ledger:
 async def test_an_overloaded_workers_requests_get_scores_from_another(kafka_settings: Kafka, tmp_path: Path) -> None:
     async with Fleet(kafka_settings, tmp_path) as fleet:
         # A queue of one makes w1 refuse what comes while a ranking waits.
-        fleet.start("worker", "w1", "worker.queue_limit=1")
+        fleet.start("worker", "w1", "worker.max_queue=1")
         fleet.start("worker", "w2")
         await fleet.ready("w1", "w2")
         await fleet.lanes_settled("w1", "w2")

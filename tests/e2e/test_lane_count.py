@@ -1,4 +1,4 @@
-"""Partitions added on a live cluster: `scores` may have more at any time; lanes change as docs/operations.md says."""
+"""Partitions added on a live cluster: `scores` may have more at any time; lanes change as docs/how-to/kafka.md says."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ async def test_partitions_added_while_everything_runs(kafka_settings: Kafka, tmp
             with pytest.raises(CoPartitionError):
                 await client.announce(traffic(seconds=1, rate=10)[0].event)
 
-            # As docs/operations.md says: everything stops, and starts with the new number.
+            # As docs/how-to/kafka.md says: everything stops, and starts with the new number.
             await stop_all(list(fleet.children.values()))
             await everybody_anew(fleet, more)
             correlations = [foreign.ask(request) for request in requests]

@@ -60,11 +60,11 @@ async def test_requests_that_wait_take_no_more_memory_than_allowed(
         child = fleet.start(
             "worker",
             "w1",
-            f"worker.waiting_bytes={WAITING}",
+            f"worker.max_waiting_bytes={WAITING}",
             f"relay.max_prefix_tokens={TOKENS}",
             "worker.hbm_bytes=64MiB",
             "worker.max_timeout_ms=200000",  # longer than this test: nothing expires
-            "kafka.max_poll_ms=120000",  # the device stands still on purpose
+            "kafka.max_poll_interval_ms=120000",  # the device stands still on purpose
             "model.factory=tests.e2e.gated:gated",
         )
         await fleet.ready("w1")

@@ -1,4 +1,4 @@
-"""`relaygr publish` as an operator runs it: a MovieLens file by its path, against running processes."""
+"""`relaygr replay` as an operator runs it: a MovieLens file by its path, against running processes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def test_u_data_runs_from_file_to_hit_rate(embedded_settings: Kafka, tmp_p
     write_u_data(events)
     async with serving_fleet(embedded_settings, tmp_path, "w1"):
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "relaygr_stream", "publish", "--events", str(events)),
+            *(sys.executable, "-m", "relaygr_stream", "replay", "--events", str(events)),
             *("--config", str(tmp_path / "settings.toml"), "--requests", "150", "--rate", "30", "--candidates", "50"),
             *("--timeout", "20", "--json", str(report)),
             stdout=asyncio.subprocess.PIPE,

@@ -14,7 +14,7 @@ from relaygr_stream.lab.workload.driver import drive
 from relaygr_stream.models.api import relative_deviation
 from relaygr_stream.settings.schema import Kafka
 from tests.conftest import AnyBroker
-from tests.e2e.fleet import Fleet, Results, serving_fleet, traffic
+from tests.e2e.fleet import Fleet, Results, hurried, serving_fleet, traffic
 from tests.waiting import until
 
 
@@ -53,7 +53,7 @@ async def test_a_worker_joins_and_one_leaves_under_load(
             assert await fleet.children["w1"].wait() == 0, fleet.children["w1"].log_tail()
             await fleet.lanes_settled("w2", "w3")
             await load
-            await drive(client, items, timeout=20.0, mode="full", announce=False, on_result=full)
+            await drive(client, hurried(items, 4), timeout=20.0, mode="full", announce=False, on_result=full)
         if watch is not None:
             assert not watch.done(), watch.exception()
             watch.cancel()
@@ -73,9 +73,9 @@ async def test_a_worker_joins_and_one_leaves_under_load(
 async def test_a_killed_workers_users_are_served_by_others(kafka_settings: Kafka, tmp_path: Path) -> None:
     async with serving_fleet(kafka_settings, tmp_path, "w1", "w2") as fleet:
         results = Results()
-        items = traffic(seconds=12, rate=15)
+        items = traffic(seconds=9, rate=15)
         async with RelayClient(settings=fleet.settings) as client:
-            # The dead worker's session lasts 6 s, and what was forwarded to it waits for the lane's next owner.
+            # The dead worker's session lasts 3 s, and what was forwarded to it waits for the lane's next owner.
             load = asyncio.create_task(drive(client, items, timeout=20.0, on_result=results))
             await until(lambda: len(results.by_id) > 20, "some answers before the kill")
             fleet.children["w1"].kill()
@@ -97,7 +97,8 @@ async def test_the_later_of_two_workers_of_one_name_serves(embedded_settings: Ka
     async with serving_fleet(embedded_settings, tmp_path, "w1") as fleet:
         first = fleet.children["w1"]
         fleet.start("worker", "w1-again", worker_name="w1")
-        assert await asyncio.to_thread(first._process.wait, 60) == 3, first.log_tail()
+        await until(lambda: first.exit_code is not None, "the first one ended")
+        assert first.exit_code == 3, first.log_tail()
         log = first.log.read_text()
         assert "another worker named 'w1'" in log
         assert str(fleet.children["w1-again"].pid) in log

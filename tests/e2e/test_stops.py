@@ -41,12 +41,12 @@ def has_begun(process: subprocess.Popen[str]) -> bool:
         ("up", "--workers", "2", *NOWHERE),
         ("worker", *NOWHERE),
         ("trigger", *NOWHERE),
-        ("publish", "--generate", *NOWHERE),
+        ("replay", "--generate", *NOWHERE),
         ("demo", "--seconds", "5", "--out", "demo.png"),
         ("bench", "slo", "--out", "slo"),
         ("simulate", "--seconds", "60", "--json", "out.json"),
         ("dead-letters", "list", *NOWHERE),
-        ("trigger", "explain", "--seconds", "5", *NOWHERE),
+        ("explain", "--seconds", "5", *NOWHERE),
     ],
     ids=lambda command: " ".join(command[:2]),
 )
@@ -65,7 +65,7 @@ def test_a_command_can_be_stopped_at_any_moment(
     assert process.returncode in (0, 1, 128 + number), (process.returncode, err)
     if process.returncode == 1:  # it had found out by itself that no broker is there
         assert "error: " in err
-    elif command[0] not in ("up", "worker", "trigger", "publish"):  # those log more than a line
+    elif command[0] not in ("up", "worker", "trigger", "replay"):  # those log more than a line
         assert len(err.splitlines()) <= 2, err
     assert not [path for path in tmp_path.rglob("*") if path.is_file()], "something is left behind"
 
@@ -130,7 +130,7 @@ def costs(folder: Path) -> Path:
 
 
 WRITING = [
-    ("publish", "--generate", *NOWHERE, "--json", "{}/report.json"),
+    ("replay", "--generate", *NOWHERE, "--json", "{}/report.json"),
     ("demo", "--out", "{}/demo.png"),
     ("bench", "slo", "--out", "{}/slo"),
     ("simulate", "--json", "{}/out.json"),
@@ -156,7 +156,7 @@ def test_a_disk_that_has_no_room_for_the_report_is_told_before_anything_is_sent(
     def full() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (65_536, 65_536))
 
-    with start("publish", "--generate", *NOWHERE, "--json", str(tmp_path / "r.json"), preexec_fn=full) as process:
+    with start("replay", "--generate", *NOWHERE, "--json", str(tmp_path / "r.json"), preexec_fn=full) as process:
         _, err = process.communicate(timeout=100)
     assert process.returncode == 1
     assert err == f"error: --json {tmp_path / 'r.json'}: cannot be written: File too large\n"

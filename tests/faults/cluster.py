@@ -47,7 +47,7 @@ BROKER_SESSION_MS: Final = 3000
 HEAP: Final = "-Xms128m -Xmx384m"
 #: A node takes 4 s to start on a free machine and ten times that on a crowded one.
 PATIENCE_S: Final = 150.0
-#: Lost, these cost more than milliseconds: requests not announced, workers not known, dead letters (DESIGN §5).
+#: Lost, these cost more than milliseconds: requests not announced, workers not known, dead letters.
 REPLICATED_TOPICS: Final = ("retrieval", "worker-status", "dead-letter")
 
 

@@ -1,4 +1,4 @@
-"""The six invariants of DESIGN §9, from what was seen of a run. Knows nothing of Kafka nor of processes: witness.py
+"""Six invariants of a fleet under faults, from what was seen of a run. Knows no Kafka and no processes: witness.py
 sees, this judges.
 
 1  every request has one accepted answer or one typed error     4  bytes within budget, no pins leaked
@@ -19,7 +19,7 @@ from relaygr_stream.lab.workload.driver import Result
 from relaygr_stream.lab.workload.items import WorkItem
 from relaygr_stream.wire.messages import WorkerStatus
 
-#: DESIGN §8, float32.
+#: The exactness bound in float32.
 TOLERANCE: Final = 1e-5
 #: Errors with which a request may end: it has its answer, "no scores, and why".
 TYPED: Final = frozenset(

@@ -35,7 +35,7 @@ def nobody_restarted(stage: Scene) -> None:
 @pytest.mark.parametrize("copies", [1, 3])
 async def test_a_lanes_leader_is_killed(cluster: ThreeBrokers, tmp_path: Path, copies: int) -> None:
     """One copy of what lives for milliseconds: its lanes stand still until the broker is back, and hedges serve their
-    users. Three copies: every lane stands still until the dead broker is fenced (DESIGN §5)."""
+    users. Three copies: every lane stands still until the dead broker is fenced."""
     kafka = relay_on(cluster, relay_topics(tmp_path / "topics") if copies == 1 else None)
     async with scene(cluster, kafka, tmp_path, "w1", "w2", "w3") as stage:
         victim = await cluster.leader(stage.fleet.topics.ranking.name, 0)

@@ -70,6 +70,7 @@ def mutant(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("PYTHONPATH", str(folder), prepend=":")
 
 
+@pytest.mark.stack
 @pytest.mark.parametrize("mutant", [DISCARDS_EVERY_THIRD], indirect=True, ids=["discards"])
 @pytest.mark.timeout(240)
 async def test_a_worker_that_discards_rankings_is_found(mutant: None, embedded_settings: Kafka, tmp_path: Path) -> None:
@@ -86,6 +87,7 @@ async def test_a_worker_that_discards_rankings_is_found(mutant: None, embedded_s
             ledger.check()
 
 
+@pytest.mark.stack
 @pytest.mark.parametrize("mutant", [COMMITS_WHAT_IT_READ], indirect=True, ids=["commits"])
 @pytest.mark.timeout(240)
 async def test_a_worker_that_commits_what_it_has_read_is_found(

@@ -15,7 +15,7 @@ import pytest
 from aiokafka import AIOKafkaConsumer, TopicPartition
 
 from relaygr_stream.bus.aiokafka_compat import client_options
-from relaygr_stream.client import relay
+from relaygr_stream.client import exchange, relay
 from tests.e2e.test_relay import co_owned
 from tests.faults.cluster import ThreeBrokers, relay_topics
 from tests.faults.load import Note
@@ -145,7 +145,8 @@ async def test_a_clients_clock_is_off(
 ) -> None:
     async with scene(cluster, relay_on(cluster), tmp_path, "w1") as stage:
         stage.begins()
-        monkeypatch.setattr(relay, "_now_ms", lambda: int((time.time() + skew_s) * 1000))
+        for module in (relay, exchange):
+            monkeypatch.setattr(module, "now_ms", lambda: int((time.time() + skew_s) * 1000))
         await stage.load.answered(100)
         stage.ends()
         cost = await stage.cost(f"a client's clock off by {skew_s:+d} s")

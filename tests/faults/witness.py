@@ -33,8 +33,8 @@ from relaygr_stream.wire.worker_status import worker_statuses
 from tests.faults.ledger import Copy, Ledger
 from tests.faults.truth import Truth
 
-#: A lane's last commit comes within kafka.commit_ms, a status within worker.status_ms; a lane of a worker that died
-#: meanwhile is read again by another. A bound against hanging, not a claim of speed.
+#: A lane's last commit comes within kafka.commit_interval_ms, a status within worker.status_interval_ms; a lane of a
+#: worker that died meanwhile is read again by another. A bound against hanging, not a claim of speed.
 REST_S: Final = 60.0
 
 
@@ -128,7 +128,7 @@ class Witness:
         }
 
     def _fresh(self, status: WorkerStatus) -> bool:
-        return time.time() * 1e3 - status.sent_ms < self._settings.trigger.silence_ms
+        return time.time() * 1e3 - status.sent_ms < self._settings.trigger.max_status_age_ms
 
     async def note_offsets(self) -> None:
         """Where the workers' lanes are committed, and where they end."""

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from relaygr_stream.errors import DecodeError
-from relaygr_stream.handover.certificates import named, stranger
+from relaygr_stream.handover.certificates import identity_problem, worker_name
 from relaygr_stream.handover.channel import Channel, PeerError
 from relaygr_stream.handover.wire import (
     COPY,
@@ -63,8 +63,10 @@ class Handover:
     def __call__(self, rng: random.Random) -> None:
         self._loop.run_until_complete(self._one(rng))
         names = (("URI", rng.choice(TEXTS)), ("DNS", rng.choice(TEXTS)), ("IP Address", rng.choice(TEXTS)))
-        self._holds(named({"subjectAltName": names[: rng.randrange(4)]}) == "", "a name out of nothing")
-        self._holds(stranger({"subjectAltName": names}, "w", rng.choice(TEXTS)), "somebody else is nobody strange")
+        self._holds(worker_name({"subjectAltName": names[: rng.randrange(4)]}) == "", "a name out of nothing")
+        self._holds(
+            identity_problem({"subjectAltName": names}, "w", rng.choice(TEXTS)), "somebody else is nobody strange"
+        )
 
     async def _one(self, rng: random.Random) -> None:
         reader = asyncio.StreamReader(limit=1 << 16)

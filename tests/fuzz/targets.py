@@ -219,7 +219,7 @@ class _Client:
         except RelayError:
             pass
         finally:
-            self._answers.forget(call)
+            self._answers.release(call)
 
 
 def _dead_letters(rng: random.Random) -> None:

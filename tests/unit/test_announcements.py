@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.bus.topics import lane_of, load_topics
-from relaygr_stream.client.sender import FULL_BYTES, MOST_BYTES, Announcements, Message
+from relaygr_stream.client.sender import BATCH_BYTES, MAX_LANE_BYTES, Announcements, Message
 from relaygr_stream.settings.schema import Kafka
 from tests.unit.client_peers import client_on, count, event, responder_on
 from tests.waiting import until
@@ -37,7 +37,7 @@ class Gate:
 @given(
     steps=st.lists(
         st.one_of(
-            st.tuples(st.just("add"), st.integers(0, 2), st.sampled_from([1, FULL_BYTES // 3, FULL_BYTES + 1])),
+            st.tuples(st.just("add"), st.integers(0, 2), st.sampled_from([1, BATCH_BYTES // 3, BATCH_BYTES + 1])),
             st.tuples(st.just("turn"), st.just(0), st.just(0)),
             st.tuples(st.sampled_from(["hold", "free"]), st.integers(0, 2), st.just(0)),
         ),
@@ -87,7 +87,7 @@ async def test_a_batchs_worth_leaves_at_once() -> None:
     gate = Gate()
     announcements = Announcements(gate.send, linger_s=LONG_S)
     await announcements.add(0, b"k", b"small")
-    await announcements.add(1, b"k", bytes(FULL_BYTES))
+    await announcements.add(1, b"k", bytes(BATCH_BYTES))
     await until(lambda: bool(gate.batches[1]))
     assert not gate.batches[0]
 
@@ -96,7 +96,7 @@ async def test_a_lane_that_is_held_up_bounds_its_own_events_and_no_others() -> N
     gate = Gate()
     announcements = Announcements(gate.send, linger_s=LONG_S)
     gate.open[1].set()
-    large = bytes(FULL_BYTES)
+    large = bytes(BATCH_BYTES)
 
     async def fill() -> None:
         while True:
@@ -115,7 +115,7 @@ async def test_a_lane_that_is_held_up_bounds_its_own_events_and_no_others() -> N
     await until(lambda: len(gate.batches[0]) > 1)
     filling.cancel()
     held = sum(len(value) for _, value in gate.batches[0][1])
-    assert MOST_BYTES <= held <= MOST_BYTES + 2 * FULL_BYTES
+    assert MAX_LANE_BYTES <= held <= MAX_LANE_BYTES + 2 * BATCH_BYTES
     await announcements.flush()
 
 

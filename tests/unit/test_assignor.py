@@ -52,6 +52,14 @@ def test_shares_follow_capacity(lanes: int, claims: dict[str, Claim]) -> None:
         assert math.floor(share - 1e-6) <= len(owned) <= math.ceil(share + 1e-6)
 
 
+@pytest.mark.parametrize("more", ["a", "b", "c"])
+def test_the_lane_that_rounding_leaves_over_stays_where_it_is(more: str) -> None:
+    counts = {member: 3 + (member == more) for member in "abc"}
+    free = iter(range(10))
+    held = {member: frozenset(next(free) for _ in range(count)) for member, count in counts.items()}
+    assert assign_lanes(10, {member: Claim(lanes, 1) for member, lanes in held.items()}) == held
+
+
 @given(LANES, CLAIMS, st.randoms())
 def test_the_order_of_members_does_not_matter(lanes: int, claims: dict[str, Claim], random: object) -> None:
     shuffled = list(claims.items())

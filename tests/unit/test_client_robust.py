@@ -4,29 +4,29 @@ several away."""
 from __future__ import annotations
 
 import asyncio
-import gc
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import structlog
-from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
+from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.errors import TopicAuthorizationFailedError
 
+from relaygr_stream.bus.renewed import background_tasks
 from relaygr_stream.bus.topics import load_topics
 from relaygr_stream.client import RelayClient
-from relaygr_stream.client.sender import SILENT_S, Sender
+from relaygr_stream.client.sender import SILENT_S, STUCK_S, Sender
 from relaygr_stream.errors import BrokerUnavailable
 from relaygr_stream.settings.schema import Kafka
+from tests.bus import insides
 from tests.unit.client_peers import client_on, request, responder_on
 from tests.waiting import until
 
 
 def tails_of(relay: RelayClient, topic: str) -> list[AIOKafkaConsumer]:
     """The readers of a topic that are open in this process; the responder has none of what a client reads."""
-    consumers = [each for each in gc.get_objects() if type(each) is AIOKafkaConsumer and not each._closed]
-    return [each for each in consumers if {tp.topic for tp in each.assignment()} == {topic}]
+    return [each for each in insides.open_consumers() if {tp.topic for tp in each.assignment()} == {topic}]
 
 
 def refuse(consumer: AIOKafkaConsumer, topic: str) -> asyncio.Event:
@@ -61,15 +61,11 @@ async def test_ends_inside_aiokafka_end_no_client(embedded_settings: Kafka) -> N
     async with responder_on(embedded_settings), client_on(embedded_settings, timeout_ms=30_000.0) as relay:
         await relay.rank(request(0))
         (reader,) = tails_of(relay, load_topics(embedded_settings).scores.name)
-        reader._fetcher._fetch_task.cancel()
+        background_tasks(reader)["fetcher"].cancel()
         assert (await relay.rank(request(1))).outcome == "hbm"
-        (producer,) = (
-            each
-            for each in gc.get_objects()
-            if type(each) is AIOKafkaProducer and each.client._client_id == relay._client_id
-        )
-        producer._sender.sender_task.cancel()
-        await until(lambda: producer._closed, "given up for another")
+        producer = insides.producer(relay._client_id)
+        background_tasks(producer)["sender"].cancel()
+        await until(lambda: insides.closed(producer), "given up for another")
         assert (await relay.rank(request(2))).outcome == "hbm"
         made_anew = relay.registry.get_sample_value("relaygr_parts_made_anew_total", {"part": "a producer"})
         assert made_anew is not None
@@ -90,17 +86,17 @@ async def test_without_worker_status_a_client_only_stops_hedging(embedded_settin
 
 
 class ThreeBrokers:
-    """A producer whose partitions 0, 1 and 2 are led by brokers of these numbers; some answer nothing."""
+    """A producer whose partitions are led in turn by brokers 0, 1 and 2; some answer nothing."""
 
     def __init__(self, silent: Sequence[int]) -> None:
         self.silent = silent
 
     def broker_of(self, topic: str, partition: int) -> int:
-        return partition
+        return partition % 3
 
     async def send(self, topic: str, value: bytes, *, partition: int, **_: object) -> asyncio.Future[int]:
         sent: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        if partition not in self.silent:
+        if partition % 3 not in self.silent:
             sent.set_result(0)
         return sent
 
@@ -130,3 +126,26 @@ async def test_silence_of_one_broker_is_not_that_of_all(monkeypatch: pytest.Monk
     await send(0)  # the one that finds out
     await asyncio.sleep(0)
     await send(0)
+
+
+async def test_a_broker_that_acknowledges_nothing_makes_all_of_its_lanes_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each lane waited for a send of its own, and hedges went to lanes of the same dead broker."""
+    producer = ThreeBrokers(silent=[0])
+    sender = Sender(producer, "b0,b1,b2")  # type: ignore[arg-type]
+    now = 100.0
+    monkeypatch.setattr(sender, "_loop", type("Clock", (), {"time": staticmethod(lambda: now)}))
+
+    async def send(partition: int) -> None:
+        await sender.send("ranking", b"", key=b"", partition=partition, patience_s=1.0, settled=lambda error: None)
+        await asyncio.sleep(0)
+
+    for partition in (0, 1, 2):
+        await send(partition)
+    assert not any(sender.stuck("ranking", partition) for partition in range(6))
+    now += STUCK_S + 0.1
+    assert [sender.stuck("ranking", partition) for partition in range(6)] == [True, False, False] * 2
+    producer.silent = []
+    await send(3)
+    assert not sender.stuck("ranking", 3)
+    now += 60.0
+    assert not sender.stuck("ranking", 6), "it is long ago that this broker was silent"

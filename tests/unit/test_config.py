@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from relaygr_stream.errors import ConfigError
-from relaygr_stream.settings.load import FIELDS, Config, injected_names, load_settings, profile_path
+from relaygr_stream.settings.load import FIELDS, FORMER, Config, injected_names, load_settings, profile_path
 from relaygr_stream.settings.schema import Settings
 
 
@@ -58,6 +58,8 @@ def test_every_setting_can_be_set_by_its_environment_variable() -> None:
     for field in FIELDS.values():
         default = field.default
         text = str(default).lower() if isinstance(default, bool) else str(default)
+        if isinstance(default, tuple):
+            text = ",".join(default)
         config = load_settings(environ={field.env: text})
         assert value_of(config, field.key) == (default, f"environment {field.env}")
         assert field.description, field.key
@@ -84,8 +86,8 @@ def test_sizes_may_have_units(text: str, number: int, tmp_path: Path) -> None:
         ({"RELAYGR_RELAY_SLO_MS": "0"}, "`relay.slo_ms` = '0'"),
         ({"RELAYGR_RELAY_SLO_MS": "nan"}, "`relay.slo_ms` = 'nan'"),
         ({"RELAYGR_RELAY_SLO_MS": ""}, "`relay.slo_ms` = ''"),
-        ({"RELAYGR_TRIGGER_RISK_FRACTION": "nan"}, "`trigger.risk_fraction` = 'nan'"),
-        ({"RELAYGR_TRIGGER_RISK_FRACTION": "1.1"}, "`trigger.risk_fraction` = '1.1'"),
+        ({"RELAYGR_TRIGGER_RISK_SHARE": "nan"}, "`trigger.risk_share` = 'nan'"),
+        ({"RELAYGR_TRIGGER_RISK_SHARE": "1.1"}, "`trigger.risk_share` = '1.1'"),
         ({"RELAYGR_WORKER_HBM_BYTES": "1 GB"}, "`worker.hbm_bytes` = '1 GB': write a number of bytes, or one with KiB"),
         ({"RELAYGR_WORKER_HBM_BYTES": "-1"}, "`worker.hbm_bytes` = '-1'"),
         ({"RELAYGR_WORKER_HBM_BYTES": "0"}, "`worker.hbm_bytes` = '0'"),
@@ -205,7 +207,37 @@ def test_a_former_name_is_taken_with_a_warning(given: str, tmp_path: Path) -> No
         assert load_settings([file], flags, environ).settings.worker.max_stale_tokens == 5
     said = " ".join(str(each.message) for each in warned)
     assert "`worker.lag_tokens` is now `worker.max_stale_tokens`" in said
-    assert "`worker.start_nice` is gone" in said
+    assert "`worker.start_nice` was removed" in said
+
+
+@pytest.mark.parametrize("former", [name for name, now in FORMER.items() if now is not None])
+def test_each_former_name_sets_a_setting_that_there_is(former: str) -> None:
+    now = FIELDS[FORMER[former] or ""]
+    assert former not in FIELDS
+    with pytest.warns(FutureWarning, match=re.escape(f"`{former}` is now `{now.key}`")):
+        loaded = load_settings([], {former: str(now.default)}, {})
+    assert {value.field.key: value.source for value in loaded.values}[now.key] == f"flag for {former}"
+
+
+@pytest.mark.parametrize(
+    ("given", "tasks"), [("click , buy", ("click", "buy")), ("click,", ("click", "")), (" ", ()), ("one", ("one",))]
+)
+@pytest.mark.parametrize("by", ["environment", "flag", "file"])
+def test_a_list_may_be_given_as_text_with_commas(by: str, given: str, tasks: tuple[str, ...], tmp_path: Path) -> None:
+    file = tmp_path / "tasks.toml"
+    file.write_text(f'[model]\ntasks = "{given}"\n' if by == "file" else "", encoding="utf-8")
+    environ = {"RELAYGR_MODEL_TASKS": given} if by == "environment" else {}
+    loaded = load_settings([file], {"model.tasks": given} if by == "flag" else {}, environ)
+    assert loaded.settings.model.tasks == tasks
+
+
+def test_a_list_is_a_list_in_a_file_and_holds_text_alone(tmp_path: Path) -> None:
+    file = tmp_path / "tasks.toml"
+    file.write_text('[model]\ntasks = ["a, b", "c"]\n', encoding="utf-8")
+    assert load_settings([file], {}, {}).settings.model.tasks == ("a, b", "c")
+    file.write_text("[model]\ntasks = [1]\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"`model\.tasks` = \[1\]"):
+        load_settings([file], {}, {})
 
 
 def test_a_value_under_a_former_name_is_checked() -> None:

@@ -1,4 +1,4 @@
-"""The docs name tests and files that exist, and docs/reliability.md misses no fault test."""
+"""The docs name tests and files that exist, and docs/explanation/reliability.md misses no fault test."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))}
+PAGES = {
+    str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+}
+RELIABILITY = "docs/explanation/reliability.md"
 #: `file.py::test`, `file.py`, `file.py -k word` or, for another of the file named before, `::test`.
 NAMED = re.compile(r"`([\w/.]*\.py)?(?:::(test_\w+))?(?: -k (\w+))?`")
 TEST_FILES = {path: path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py")}
@@ -49,7 +53,7 @@ def test_every_file_and_test_named_exists(page: str) -> None:
 
 
 def test_every_row_of_the_fault_table_names_a_test() -> None:
-    table = PAGES["reliability.md"].partition("| fault | outcome | tests |")[2].partition("\n\n")[0]
+    table = PAGES[RELIABILITY].partition("| fault | outcome | tests |")[2].partition("\n\n")[0]
     rows = table.splitlines()[2:]
     assert len(rows) > 30
     for row in rows:
@@ -57,7 +61,7 @@ def test_every_row_of_the_fault_table_names_a_test() -> None:
 
 
 def test_every_fault_test_is_named() -> None:
-    named = {test for _, test, _ in _named("reliability.md")}
+    named = {test for _, test, _ in _named(RELIABILITY)}
     for file in (ROOT / "tests" / "faults").glob("test_*.py"):
         source = file.read_text(encoding="utf-8")
         marked = (

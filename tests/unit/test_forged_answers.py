@@ -131,6 +131,7 @@ async def test_a_worker_signs_as_documented_and_its_clients_believe_it(embedded_
         asked = RankingRequest(request_id="r", user_id="u", prefix=history("u", 40), candidates=bytes(8))
         async with RelayClient(settings=settings) as relay:
             assert (await relay.rank(asked, timeout=PATIENCE_S)).scores.shape == (2, 2)
+        await until(lambda: answers, "read by the other reader, too")
         (answer,) = answers
         headers = dict(answer.headers)
         parts = (b"answer", headers[HEADER_CORRELATION], answer.value or b"")

@@ -12,7 +12,7 @@ import pytest
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.topics import lane_of, load_topics
 from relaygr_stream.client import RelayClient
-from relaygr_stream.client.exchange import LAST_WORDS_MS, SLOW_BURST, SLOW_SHARE, Hedges
+from relaygr_stream.client.exchange import LAST_STATUS_MS, SLOW_BURST, SLOW_SHARE, Hedges
 from relaygr_stream.errors import DeadlineExceeded, Overloaded
 from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.wire.fleet import OwnerDirectory
@@ -197,18 +197,18 @@ def test_the_budget_is_a_share_of_the_requests() -> None:
 def test_the_less_loaded_of_two_gets_it_and_never_one_that_was_tried() -> None:
     owners = directory(status("a", [0, 1]), status("b", [2, 3], queue_ms=5), status("c", [4, 5], queue_ms=1))
     hedges = Hedges(owners, busy_ms=10, seed=1)
-    assert {hedges.elsewhere([0]) for _ in range(50)} == {4, 5}
-    assert {hedges.elsewhere([0, 4]) for _ in range(50)} == {2, 3}
-    assert hedges.elsewhere([0, 2, 4]) is None
-    assert hedges.cut_off(0) is None
-    assert hedges.cut_off(7) == "silent"
+    assert {hedges.other_lane([0]) for _ in range(50)} == {4, 5}
+    assert {hedges.other_lane([0, 4]) for _ in range(50)} == {2, 3}
+    assert hedges.other_lane([0, 2, 4]) is None
+    assert hedges.why_unreachable(0) is None
+    assert hedges.why_unreachable(7) == "silent"
 
 
 def test_idle_workers_get_equal_parts() -> None:
     """Queues are often exactly 0: what else is compared then must not prefer anybody."""
     idle = directory(status("a", [0]), status("b", [1]), status("c", [2]))
     hedges = Hedges(idle, busy_ms=50.0, seed=7)
-    asked = Counter(hedges.elsewhere([7]) for _ in range(300))
+    asked = Counter(hedges.other_lane([7]) for _ in range(300))
     assert min(asked[lane] for lane in (0, 1, 2)) >= 60
 
 
@@ -216,9 +216,9 @@ def test_a_lane_that_no_broker_takes_is_left_and_never_chosen() -> None:
     hedges = Hedges(
         directory(status("a", [0, 1]), status("b", [2, 3]), status("c", [4])), 50.0, stuck={0, 2, 4}.__contains__
     )
-    assert hedges.cut_off(0) == "unsent"
-    assert hedges.cut_off(1) is None
-    assert {hedges.elsewhere([0]) for _ in range(50)} == {3}
+    assert hedges.why_unreachable(0) == "unsent"
+    assert hedges.why_unreachable(1) is None
+    assert {hedges.other_lane([0]) for _ in range(50)} == {3}
 
 
 def test_an_owner_that_was_not_heard_yet_is_not_silent() -> None:
@@ -227,15 +227,15 @@ def test_an_owner_that_was_not_heard_yet_is_not_silent() -> None:
     owners = OwnerDirectory(1000.0, clock=lambda: now[0])
     hedges = Hedges(owners, 50.0, silence_ms=1000.0, clock=lambda: now[0])
     owners.take(status("b", YOURS))
-    assert hedges.cut_off(OURS) is None, "a may speak any moment"
+    assert hedges.why_unreachable(OURS) is None, "a may speak any moment"
     now[0] += 0.5
     owners.take(status("a", MINE))
-    assert hedges.cut_off(OURS) is None
+    assert hedges.why_unreachable(OURS) is None
     now[0] += 0.9
     owners.take(status("b", YOURS))
-    assert hedges.cut_off(OURS) is None
+    assert hedges.why_unreachable(OURS) is None
     now[0] += 0.2
-    assert hedges.cut_off(OURS) == "silent", "it spoke, and does not any more"
+    assert hedges.why_unreachable(OURS) == "silent", "it spoke, and does not any more"
 
 
 def test_when_all_fall_silent_at_once_what_they_stated_last_counts() -> None:
@@ -248,9 +248,9 @@ def test_when_all_fall_silent_at_once_what_they_stated_last_counts() -> None:
     now[0] += 0.9
     owners.take(status("b", YOURS))
     now[0] += 0.9
-    assert hedges.cut_off(OURS) == "silent", "b speaks, a does not"
+    assert hedges.why_unreachable(OURS) == "silent", "b speaks, a does not"
     now[0] += 0.9
-    assert hedges.cut_off(OURS) is None, "nobody speaks: a is as good as b"
-    assert hedges.elsewhere([OURS]) in YOURS
-    now[0] += LAST_WORDS_MS / 1e3
-    assert hedges.elsewhere([OURS]) is None
+    assert hedges.why_unreachable(OURS) is None, "nobody speaks: a is as good as b"
+    assert hedges.other_lane([OURS]) in YOURS
+    now[0] += LAST_STATUS_MS / 1e3
+    assert hedges.other_lane([OURS]) is None

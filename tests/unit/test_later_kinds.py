@@ -30,7 +30,7 @@ async def test_a_worker_skips_them_on_both_topics(embedded_settings: Kafka) -> N
     async with Peer(embedded_settings) as peer, worker_on(worker_settings(embedded_settings)) as w:
         route = [(HEADER_CORRELATION, b"c"), (HEADER_REPLY_PARTITION, str(REPLY_PARTITION).encode())]
         await peer.send_ranking(b"of any shape", headers=[*route, *LATER])
-        await peer._producer.send_and_wait(peer.topics.pre_infer.name, b"of any shape", key=b"u", headers=LATER)
+        await peer.producer.send_and_wait(peer.topics.pre_infer.name, b"of any shape", key=b"u", headers=LATER)
         count = w.context.registry.get_sample_value
         await until(lambda: count("relaygr_records_skipped_total") == 2)
         assert (await peer.reply(await peer.rank("r", "u", 50))).status == "ok"

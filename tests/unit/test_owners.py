@@ -9,7 +9,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from relaygr_stream.wire import fleet as owners
-from relaygr_stream.wire.fleet import FORGET_S, OwnerDirectory
+from relaygr_stream.wire.fleet import DROP_AFTER_S, OwnerDirectory
 from relaygr_stream.wire.messages import CostModel, LaneStatus, WorkerStatus, encode
 from relaygr_stream.wire.records import Record
 
@@ -190,7 +190,7 @@ def test_workers_of_long_ago_are_forgotten() -> None:
     world = World()
     world.directory.take(status("a", (0,)))
     world.directory.take(status("b", (0,)))
-    world.now += FORGET_S + 1
+    world.now += DROP_AFTER_S + 1
     world.directory.take(status("a", (1,)))
     world.directory.take(status("c", (2,)))
     # b was the owner of lane 0 and is forgotten: an earlier incarnation would be taken as new.

@@ -1,4 +1,4 @@
-"""docs/protocol-vectors.json and docs/protocol.md say what the codec does: for whoever writes another client."""
+"""docs/reference/protocol.md and protocol-vectors.json beside it say what the codec does: for other clients."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from relaygr_stream.wire.headers import answer_signature
 from relaygr_stream.wire.messages import MAX_UNKNOWN_BYTES, decode, encode
 from tests.unit.test_versions import KINDS, meaning, plain
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[2] / "docs" / "reference"
 VECTORS = json.loads((DOCS / "protocol-vectors.json").read_text(encoding="utf-8"))
 PROTOCOL = (DOCS / "protocol.md").read_text(encoding="utf-8")
 

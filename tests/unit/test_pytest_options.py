@@ -1,4 +1,4 @@
-"""The options in pyproject.toml do not make pytest fail by itself."""
+"""The options in pyproject.toml: they do not make pytest fail by itself, and leave out no test that is named."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import getpass
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 #: Stands for a folder where another program still writes: no system gives this error on demand.
@@ -41,3 +44,43 @@ def test_a_run_ends_well_though_an_earlier_ones_folder_cannot_be_removed(tmp_pat
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert "1 passed" in done.stdout
+
+
+MARKED = """
+import pytest
+
+@pytest.mark.stack
+def test_it():
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["test_it.py"], "1 deselected"),
+        (["test_it.py::test_it"], "1 passed"),
+        (["-m", "stack", "test_it.py"], "1 passed"),
+        (["-m", "kafka", "test_it.py::test_it"], "1 deselected"),
+    ],
+    ids=["a file", "a name", "a mark", "a mark and a name"],
+)
+def test_a_test_that_is_named_runs_whatever_its_marks(arguments: Sequence[str], said: str, tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(MARKED)
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            f"--config-file={ROOT / 'pyproject.toml'}",
+            "-p",
+            "tests.conftest",
+            *arguments,
+        ],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert said in done.stdout.splitlines()[-1], f"{done.stdout}\n{done.stderr}"

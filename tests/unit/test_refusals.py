@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from relaygr_stream.errors import DecodeError
 from relaygr_stream.wire.records import Record
-from relaygr_stream.wire.refusals import MOST_IDS, REMEMBERED, Reasons, encode_refusals
+from relaygr_stream.wire.refusals import MAX_IDS, MAX_REQUESTS, Reasons, encode_refusals
 
 NOW_S = 1_800_000_000.0
 
@@ -21,7 +21,7 @@ def reasons() -> Reasons:
     return Reasons(2000.0, wall=lambda: NOW_S)
 
 
-@given(st.lists(st.tuples(st.text(min_size=1, max_size=5), st.sampled_from(["over_load", "stale"])), max_size=MOST_IDS))
+@given(st.lists(st.tuples(st.text(min_size=1, max_size=5), st.sampled_from(["over_load", "stale"])), max_size=MAX_IDS))
 def test_each_word_is_told_once(refused: list[tuple[str, str]]) -> None:
     known = reasons()
     known.read(record(encode_refusals(refused)))
@@ -35,14 +35,14 @@ def test_what_is_late_or_older_than_what_is_remembered_tells_nothing() -> None:
     known.read(record(encode_refusals([("r", "stale")]), age_ms=2001))
     assert known.take("r") == ""
     known.admitted("first")
-    for number in range(REMEMBERED):
+    for number in range(MAX_REQUESTS):
         known.admitted(str(number))
     assert known.take("first") == ""
     assert known.take("0") == "admitted"
 
 
 @pytest.mark.parametrize(
-    "value", [b"", b"\xc1", b"\x80", encode_refusals([(str(n), "stale") for n in range(MOST_IDS + 1)])]
+    "value", [b"", b"\xc1", b"\x80", encode_refusals([(str(n), "stale") for n in range(MAX_IDS + 1)])]
 )
 def test_what_cannot_be_read_or_names_too_many_is_refused(value: bytes) -> None:
     with pytest.raises(DecodeError):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from relaygr_stream.client.answers import FORGOTTEN_S, UNHEARD_S, ReplyRoute, reply_partitions
+from relaygr_stream.client.answers import SILENCE_EXPIRES_S, SWITCH_AFTER_S, ReplyRoute, reply_partitions
 
 
 def test_the_two_partitions_are_of_different_brokers() -> None:
@@ -26,18 +26,18 @@ def test_requests_name_the_other_when_nothing_comes_and_stay_while_it_does() -> 
     route = ReplyRoute([5, 7], clock=lambda: now)
     for _ in range(10):
         assert route.choose() == 5
-        now += 0.9 * UNHEARD_S
-        route.heard(5)
+        now += 0.9 * SWITCH_AFTER_S
+        route.received(5)
     assert route.choose() == 5
-    now += 0.9 * UNHEARD_S
-    route.heard(7)  # a copy's answer says nothing of the present one
+    now += 0.9 * SWITCH_AFTER_S
+    route.received(7)  # a copy's answer says nothing of the present one
     assert route.choose() == 5
-    now += 0.2 * UNHEARD_S
+    now += 0.2 * SWITCH_AFTER_S
     assert route.choose() == 7
-    now += 0.9 * UNHEARD_S
+    now += 0.9 * SWITCH_AFTER_S
     assert route.choose() == 7
-    route.heard(7)
-    now += 100 * UNHEARD_S  # nothing was asked meanwhile
+    route.received(7)
+    now += 100 * SWITCH_AFTER_S  # nothing was asked meanwhile
     assert route.choose() == 7
 
 
@@ -47,11 +47,11 @@ def test_copies_name_the_one_that_answers_whichever_that_is() -> None:
     route.choose()
     now = 0.2
     assert route.choose_again() == 7  # by 5 an answer is due
-    route.heard(5)
+    route.received(5)
     now = 0.3
     route.choose()
     assert route.choose_again() == 5  # by 7, too, and for longer
-    route.heard(7)
+    route.received(7)
     assert route.choose_again() == 7
 
 
@@ -59,7 +59,7 @@ def test_where_there_is_only_one_it_is_named() -> None:
     now = 0.0
     route = ReplyRoute([5], clock=lambda: now)
     assert route.choose() == route.choose_again() == 5
-    now = 2 * UNHEARD_S
+    now = 2 * SWITCH_AFTER_S
     assert route.choose() == route.choose_again() == 5
 
 
@@ -84,7 +84,7 @@ def lost_with_one_dead(answer_s: float, seconds: float) -> list[float]:
         if name() == ALIVE:
 
             def answer() -> None:
-                route.heard(ALIVE)
+                route.received(ALIVE)
                 answered.setdefault(number, now)
 
             at(now + answer_s, answer)
@@ -109,10 +109,10 @@ def test_one_that_is_back_is_found_when_the_other_dies_in_turn() -> None:
     now = 0.0
     route = ReplyRoute([5, 7], clock=lambda: now)
     assert route.choose() == 5
-    now = UNHEARD_S + 0.1
+    now = SWITCH_AFTER_S + 0.1
     assert route.choose() == 7  # 5 is dead
-    now += FORGOTTEN_S
-    route.heard(7)
+    now += SILENCE_EXPIRES_S
+    route.received(7)
     route.choose()
-    now += UNHEARD_S + 0.1  # 7 is dead, 5 is back
+    now += SWITCH_AFTER_S + 0.1  # 7 is dead, 5 is back
     assert route.choose() == 5

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from relaygr_stream.ops.supervisor import CALM_S, FIRST_S, MOST_S, Restarts
+from relaygr_stream.ops.supervisor import FIRST_PAUSE_S, MAX_PAUSE_S, STABLE_S, Restarts
 
 
 def test_pauses_double_up_to_the_longest_and_start_over_after_a_calm_time() -> None:
     restarts = Restarts()
     pauses = [restarts.pause_s(1, 0.1) for _ in range(10)]
-    assert pauses[:4] == [FIRST_S, 2 * FIRST_S, 4 * FIRST_S, 8 * FIRST_S]
-    assert pauses[-1] == MOST_S
-    assert restarts.pause_s(-9, CALM_S) == FIRST_S
+    assert pauses[:4] == [FIRST_PAUSE_S, 2 * FIRST_PAUSE_S, 4 * FIRST_PAUSE_S, 8 * FIRST_PAUSE_S]
+    assert pauses[-1] == MAX_PAUSE_S
+    assert restarts.pause_s(-9, STABLE_S) == FIRST_PAUSE_S
     assert restarts.count == 11
 
 

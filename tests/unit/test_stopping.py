@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -65,3 +68,23 @@ def test_a_cancellation_of_its_own_is_no_stop() -> None:
 
     with pytest.raises(asyncio.CancelledError):
         run_until_stopped(work())
+
+
+def test_a_signal_within_the_execution_of_a_text_does_not_kill_the_process_at_its_end(tmp_path: Path) -> None:
+    """Imports execute texts (dataclasses, named tuples). CPython remembers a KeyboardInterrupt that passes through one,
+    and `python -m` dies of SIGINT in the end, whatever became of it."""
+    (tmp_path / "interrupted.py").write_text("""
+import os, signal
+from relaygr_stream.cli.main import main
+from relaygr_stream.ops.stopping import interruptible
+
+@main.command()
+def interrupted():
+    with interruptible():
+        exec("os.kill(os.getpid(), signal.SIGINT)")
+
+main(["interrupted"])
+""")
+    line = [sys.executable, "-m", "interrupted"]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (130, "stopped\n")

@@ -129,7 +129,7 @@ def test_lanes_are_those_of_kafkas_java_client(key: str, hashed: int) -> None:
 
 
 def test_the_lanes_in_the_protocol_are_right() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs" / "reference" / "protocol.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(.+)` \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|$", text, re.MULTILINE)
     assert len(rows) == 4
     for key, hashed, *lanes in rows:

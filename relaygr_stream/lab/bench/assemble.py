@@ -1,4 +1,4 @@
-"""From a finished run to its report."""
+"""`relaygr bench slo`: runs the bench, makes its report, prints and writes it."""
 
 from __future__ import annotations
 
@@ -8,16 +8,23 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+from rich.console import Console
 
 from relaygr_stream.errors import RelayError
 from relaygr_stream.lab.bench import judge
 from relaygr_stream.lab.bench.modes import RELAY
+from relaygr_stream.lab.bench.options import SloOptions
+from relaygr_stream.lab.bench.page import render_page
 from relaygr_stream.lab.bench.probe import Measured
+from relaygr_stream.lab.bench.progress import Progress
 from relaygr_stream.lab.bench.results import SloReport, Spread
 from relaygr_stream.lab.bench.run import Bench
 from relaygr_stream.lab.bench.statistics import fewest_samples, samples_for
+from relaygr_stream.lab.bench.table import render_table
 from relaygr_stream.lab.bench.wakes import chain
 from relaygr_stream.lab.workload.report import HITS
+from relaygr_stream.settings.schema import Settings
+from relaygr_stream.telemetry.printable import SafeConsole, print_table
 
 
 def assemble(bench: Bench, command: str) -> SloReport:
@@ -92,10 +99,10 @@ def _conditions(bench: Bench, command: str) -> dict[str, Any]:
 
 
 def _disturbance(bench: Bench) -> str:
-    """What other processes did to the run."""
+    """The influence of other processes on the run, as text."""
     known = [one.probe for one in bench.measured if one.probe.others_cores is not None]
     if not known:
-        return "what other processes used of the machine is not known here"
+        return "the CPU time of other processes is unknown on this system"
     aside = sum(probe.set_aside for probe in known)
     counted = [probe.others_cores or 0.0 for probe in known if not probe.set_aside]
     return (
@@ -103,3 +110,18 @@ def _disturbance(bench: Bench) -> str:
         f"count, {max(counted, default=0.0):.2f} at most; {aside} of {len(known)} probes were set aside and repeated "
         f"because of them, or because the machine stood still"
     )
+
+
+async def run_slo(options: SloOptions, settings: Settings, command: str, console: Console | None = None) -> bool:
+    """Measure, print and write the reports; returns whether every target was met. Raises RelayError."""
+    console = console or SafeConsole()
+    with Progress(console) as progress:
+        bench = Bench(options, settings, progress)
+        await bench.run()
+    report = assemble(bench, command)
+    print_table(render_table(report), console)
+    json, page = options.out / "report.json", options.out / "report.html"
+    json.write_bytes(report.json())
+    page.write_text(render_page(report), encoding="utf-8")
+    console.print(f"report: {page}, {json}", soft_wrap=True)
+    return not report.missed

@@ -1,7 +1,7 @@
-"""Messages for a private Java broker to compile itself by, before anything is measured.
+"""Sends messages to a private Java broker before measurements, so that Java compiles the broker's code.
 
-A broker in service has run for days; one that was started for a bench takes half again as long for a message until it
-has carried some ten thousand. Knows nothing of the relay: the topic has a ranking's shape, but nobody else reads it.
+A broker in production has run for days; a fresh one takes half again as long per message for its first ten thousand.
+The topic is separate from the relay's, with messages of a ranking's size.
 """
 
 from __future__ import annotations
@@ -19,20 +19,18 @@ from relaygr_stream.bus.topics import apply_topics, load_topics
 from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.wire.records import Record
 
-#: Some 25,000 messages on two cores; what a request costs the broker before and after: docs/decisions.md.
+#: About 25,000 messages on two cores. docs/explanation/decisions.md has a request's cost before and after.
 SECONDS: Final = 10.0
-#: As large as a ranking of 500 behaviours, and as its scores.
+#: Bytes of a ranking request with 500 behaviours, and of its scores.
 SIZES: Final = (12 * 1024, 256)
-#: Under way at once: enough that the broker does not wait for us, few enough that its compilers get a core.
+#: Messages in flight: enough that the broker does not wait, few enough that its compilers get a core.
 LANES: Final = 4
 
 
 async def compile_broker(kafka: Kafka, tell: Callable[[str], object], seconds: float = SECONDS) -> int:
-    """Send and read messages for so long, one on each lane at least; returns how many.
+    """Send and read messages for `seconds`, at least one on each lane; returns their number.
 
-    Raises BrokerUnavailable, BrokerError.
-
-    tell: shown once, as it takes longer than anything else before the first probe.
+    tell(line): shows progress. Raises BrokerUnavailable, BrokerError.
     """
     tell(f"the broker compiles what it will run, {seconds:.0f} s …")
     kafka = msgspec.structs.replace(kafka, prefix=f"{kafka.prefix}warm-up.", partitions=LANES)
@@ -57,11 +55,11 @@ async def compile_broker(kafka: Kafka, tell: Callable[[str], object], seconds: f
         Producer(kafka, client_id="warm-up", acks=1) as producer,
         TopicTail(kafka, topic, range(LANES), "latest", on_records) as tail,
     ):
-        until = time.monotonic() + seconds  # from here on: a busy machine connects for longer than that
+        until = time.monotonic() + seconds  # counts from the connection, which may take longer on a busy machine
         sending = asyncio.gather(*map(send, range(LANES)))
         ends: set[asyncio.Future[Any]] = {sending, tail.failed}
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        if not sending.done():  # nothing arrives any more
+        if not sending.done():  # the tail has failed
             sending.cancel()
             tail.failed.result()
         return sum(await sending)

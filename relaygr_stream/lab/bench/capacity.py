@@ -1,8 +1,8 @@
-"""What the device allows, by arithmetic on the costs that the workers fitted: nothing measured may exceed it.
+"""Upper bounds on rate and length, computed from the costs that the workers fitted; no measured value may exceed them.
 
-A request's device time: a first visit costs the prefix, a return costs the extension by its new behaviours, and every
-ranking costs the hit (suffix and candidates against the prefix KV); full inference is prefix plus hit, each time.
-Reloads from DRAM run beside the device and are counted as free, which only loosens the bounds. Knows nothing of probes.
+Device time of a request: a first visit costs the prefix, a return costs the prefill of its new behaviours, and every
+ranking costs the hit (suffix and candidates against the prefix KV). Full inference costs prefix plus hit each time.
+Reloads from DRAM run beside the device and count as free, which only loosens the bounds.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from relaygr_stream.lab.bench.modes import Mode
 from relaygr_stream.lab.bench.statistics import QUANTILE
 from relaygr_stream.wire.messages import CostModel
 
-#: Requests of a simulated queue: two hundred of them beyond the 99th percentile.
+#: Requests of a simulated queue, of which 200 are beyond the 99th percentile.
 SIMULATED: Final = 20_000
-#: A guess is no lower than this share of what the devices could do: a probe at a low rate takes long, and the search
-#: goes down from there if it must.
+#: Lower bound of a guess, as a share of the devices' capacity: a probe at a low rate takes long. The search can still
+#: go below it.
 LEAST_BUSY: Final = 0.15
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What is asked: `length` prefix tokens, `revisit` share of returns that bring `growth` new behaviours each."""
+    """Requests with `length` prefix tokens; a share `revisit` is by returning users with `growth` new behaviours."""
 
     length: float
     revisit: float
@@ -38,12 +38,12 @@ class Traffic:
 
 @dataclass(frozen=True)
 class RequestCost:
-    """Device milliseconds."""
+    """A request's parts, in device milliseconds."""
 
     prefix: float
-    extension: float
+    extension: float  # of a return's new behaviours
     hit: float
-    operation: float = 0.0  # of an operation, however short: known for full inference as a whole, so no part of a bound
+    operation: float = 0.0  # fixed cost of an operation; fitted only for full inference, so not part of a bound
 
     @property
     def full(self) -> float:
@@ -52,7 +52,7 @@ class RequestCost:
 
     @classmethod
     def of(cls, costs: CostModel, traffic: Traffic) -> RequestCost:
-        """By the fitted T_full = c0 + c1·n + c2·n² + c3·n·m + c4·m; what is not the prefix's counts with the hit."""
+        """From the fitted T_full = c0 + c1·n + c2·n² + c3·n·m + c4·m: c1 and c2 are the prefix, the others the hit."""
         n, old = traffic.length, max(0.0, traffic.length - traffic.growth)
         prefix = costs.c1 * n + costs.c2 * n * n
         return cls(
@@ -64,20 +64,20 @@ class RequestCost:
 
 
 def device_ms(mode: Mode, cost: RequestCost, revisit: float) -> float:
-    """Mean device time of a request, if every return finds its prefix KV."""
+    """Mean device time of a request, in milliseconds, if every return finds its prefix KV."""
     reuse = revisit if mode.keeps else 0.0
     return (1 - reuse) * cost.prefix + reuse * cost.extension + cost.hit
 
 
 def most_rate(mode: Mode, cost: RequestCost, revisit: float, workers: int) -> float:
-    """Requests per second at which the devices are busy all the time."""
+    """Requests per second that keep the devices fully busy."""
     return 1e3 * workers / device_ms(mode, cost, revisit)
 
 
 def most_length(
     mode: Mode, costs: CostModel, traffic: Traffic, rate: float, workers: int, slo_ms: float, longest: int
 ) -> float:
-    """The longest prefix with which devices keep up and a first visit can be ready in time."""
+    """The longest prefix with which the devices keep up and a first visit can be ready in time."""
 
     def fits(length: float) -> bool:
         cost = RequestCost.of(costs, _with_length(traffic, length))
@@ -89,7 +89,7 @@ def most_length(
 
 
 def longest_full(costs: CostModel, traffic: Traffic, full_ms: float, longest: int) -> float:
-    """The largest length whose full inference takes no longer than that; `longest` if all do, 0 if none does."""
+    """The largest length whose full inference takes at most full_ms; `longest` if all do, 0 if none does."""
     return _longest(lambda length: RequestCost.of(costs, _with_length(traffic, length)).full <= full_ms, longest)
 
 
@@ -104,24 +104,24 @@ def _longest(fits: Callable[[float], bool], longest: int) -> float:
 
 
 def revisit_matters(mode: Mode, revisit: float) -> bool:
-    """Whether first visits are among the slowest 1 % at all."""
+    """Whether first visits are frequent enough to be among the slowest 1 %."""
     return not mode.keeps or 1 - revisit > 1 - QUANTILE
 
 
 def slack_ms(mode: Mode, traffic: Traffic, slo_ms: float) -> float:
-    """Time from when a request's work may begin to when its scores are due."""
+    """Milliseconds from the earliest start of a request's work to the deadline of its scores."""
     return slo_ms + (traffic.delay_ms if mode.announce else 0.0)
 
 
 def predicted_rate(
     mode: Mode, cost: RequestCost, traffic: Traffic, slo_ms: float, bus_ms: float, workers: int
 ) -> float:
-    """A guess at the largest rate whose P99 is within the SLO: Poisson arrivals at one first-come-first-served device.
+    """An estimate of the largest rate whose P99 is within the SLO, from a simulated queue (Lindley's recursion).
 
-    The queue is simulated (Lindley's recursion), a worker having its share of the rate. A place to start a search, not
-    a bound: what the bus takes is assumed, and pre-inference does not really come first come, first served.
+    Arrivals are Poisson, and each worker serves its share first come, first served. It is a start for a search, not a
+    bound: the bus's time is assumed, and pre-inference is not really served in this order.
     """
-    rng = np.random.default_rng(0)  # the same arrivals for every rate: the guess must be monotone in it
+    rng = np.random.default_rng(0)  # the same arrivals for every rate, so that the estimate is monotone in it
     gaps = rng.exponential(size=SIMULATED)
     returns = rng.random(SIMULATED) < (traffic.revisit if mode.keeps else 0.0)
     service = np.where(returns, cost.operation + cost.extension, cost.prefix) + cost.hit
@@ -138,7 +138,7 @@ def predicted_rate(
 
 
 def _waits(gaps: npt.NDArray[np.float64], service: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Waiting times of a single server: W[n+1] = max(0, W[n] + S[n] - A[n+1]), as a walk less its running minimum."""
+    """Waiting times of one server, W[n+1] = max(0, W[n] + S[n] - A[n+1]): a random walk less its running minimum."""
     walk = np.concatenate([[0.0], np.cumsum(service[:-1] - gaps[1:])])
     return walk - np.minimum.accumulate(walk)
 
@@ -153,7 +153,7 @@ def predicted_length(
     workers: int,
     longest: int,
 ) -> float:
-    """A guess at the largest length at a given rate: where `predicted_rate` falls below it."""
+    """An estimate of the largest length at a given rate: where `predicted_rate` falls below the rate."""
     low, high = 1.0, float(longest)
     for _ in range(12):
         length = (low + high) / 2

@@ -1,6 +1,6 @@
-"""Cells: one search each, for the largest rate or length of a mode at a revisit ratio, repeated.
+"""Cells: the repeated search for the largest rate, or the largest length, of one mode at one revisit ratio.
 
-Knows which value to try next and where to begin; probing is somebody else's business.
+A cell chooses the start of each search and the next value to probe; run.py probes it.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from relaygr_stream.lab.bench.results import Probe
 from relaygr_stream.lab.bench.search import Search
 from relaygr_stream.wire.messages import CostModel
 
-#: First guesses come from fitted costs and a queueing formula; they miss by some tens of percent.
+#: First step of a search, a factor: estimates from fitted costs and a simulated queue are off by some tens of percent.
 FIRST_STEP: Final = 1.4
-#: On a small machine about so much of a guessed rate comes out, since broker, trigger and client share its cores; and a
-#: search does better to begin below what works: an overload takes longer to go away than a probe.
+#: Start of a search, as a share of the estimated rate: on a small machine, broker, trigger and client share the cores.
+#: Starting below is better: after an overload, queues take longer to empty than a probe lasts.
 GUESSED_SHARE: Final = 0.6
-#: Nothing is searched beyond what the device could do by the fitted costs, plus what these may be off by.
+#: Upper limit of a search, as a factor on the device's bound: the fitted costs may be off.
 HEADROOM: Final = 1.5
 LEAST_RATE: Final = 0.5
 LEAST_LENGTH: Final = 32
 #: Lengths are tried in whole blocks of tokens.
 LENGTH_STEP: Final = 32
-#: What the bus takes of the slack, for first guesses: the issue's own bound for it.
+#: Assumed time on the bus, for estimates: its target (judge.py).
 BUS_MS: Final = 10.0
 
 
 @dataclass(frozen=True)
 class World:
-    """What first guesses are made from."""
+    """The inputs of bounds and estimates."""
 
     costs: CostModel
     slo_ms: float
@@ -72,9 +72,9 @@ class Cell:
     probes: list[Probe] = field(default_factory=list)
 
     def begin_search(self, worlds: Sequence[World], alike: float | None = None) -> None:
-        """Begin another search: from the last one's result, from `alike`, or from arithmetic on the costs of `worlds`.
+        """Begin another search at the last one's result, at `alike`, or at an estimate from the costs of `worlds`.
 
-        Costs fitted while all requests had one length say little of another: a guess is made from the middling ones.
+        Costs that were fitted at one length are inaccurate at another, so the estimate uses the median of `worlds`.
         """
         assert self.at is not None
         known = [search.passed for search in self.searches if search.passed is not None]
@@ -84,7 +84,7 @@ class Cell:
         self.ats.append(self.at)
 
     def next(self) -> tuple[int, float] | None:
-        """(length, rate) of the next probe of the present search; None when it is over."""
+        """(length, rate) of the next probe of the current search; None when the search is complete."""
         assert self.at is not None
         value = self.searches[-1].next()
         if value is None:
@@ -94,13 +94,13 @@ class Cell:
         return max(LEAST_LENGTH, round(value / LENGTH_STEP) * LENGTH_STEP), self.at
 
     def record(self, probe: Probe) -> None:
-        """What came of it."""
+        """Record the result of the last probe."""
         self.probes.append(probe)
         self.searches[-1].record(probe.rate if self.kind == "rate" else probe.length, probe.passed)
 
     @property
     def given(self) -> list[float]:
-        """What was given of each search, or else is of the next; empty: not known yet."""
+        """The given length or rate of each search, or of the next one if there is none; empty: not known yet."""
         return self.ats or ([] if self.at is None else [self.at])
 
     @property
@@ -109,7 +109,7 @@ class Cell:
         return [search.passed for search in self.searches if search.passed is not None]
 
     def bound(self, world: World, at: float | None = None) -> float:
-        """The largest value that the capacity arithmetic allows; at: in place of the present one."""
+        """The upper bound from the device's capacity. at: replaces the cell's own given value."""
         at = self.at if at is None else at
         assert at is not None
         if self.kind == "rate":
@@ -123,8 +123,10 @@ class Cell:
         return LEAST_RATE, max(2 * LEAST_RATE, HEADROOM * self.bound(world))
 
     def queue(self, worlds: Sequence[World], at: float | None = None) -> float:
-        """The largest value with which a queue of Poisson arrivals keeps the SLO, simulated with the middling costs of
-        `worlds`: those of a quiet moment hold for a moment. at: as of `bound`."""
+        """The largest value with which a simulated queue keeps the SLO, with the median costs of `worlds`.
+
+        at: as in `bound`.
+        """
         at = self.at if at is None else at
         assert at is not None
         world = sorted(worlds, key=lambda each: self.bound(each, at))[len(worlds) // 2]

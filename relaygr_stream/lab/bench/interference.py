@@ -1,6 +1,6 @@
-"""What else than the relay made a probe slow: a P99 measured beside a compiler is not worth much.
+"""Detects that other processes, or a stopped machine, made a probe slow.
 
-Reads Linux's /proc; elsewhere nothing is known. What a hypervisor took (steal) counts as others' too.
+Reads Linux's /proc; on other systems nothing is known. Time taken by a hypervisor (steal) counts as other processes'.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from relaygr_stream.lab.bench.results import Probe
 #: Columns of /proc/stat's first line that are work: user, nice, system, irq, softirq, steal (idle and iowait are not).
 WORK_COLUMNS: Final = (1, 2, 3, 6, 7, 8)
 PROC: Final = Path("/proc")
-#: A probe that fails while others keep more than this of a core busy is repeated: of two cores, the relay's own
+#: A probe that fails while other processes use more cores than this is repeated: of two cores, the relay's own
 #: processes need one and a half.
 OTHERS_CORES: Final = 0.2
 
@@ -32,7 +32,7 @@ class CpuTimes:
 
     @classmethod
     def now(cls) -> Self | None:
-        """None where it cannot be told."""
+        """The current values; None where they are unknown."""
         if sys.platform != "linux":
             return None
         tick = os.sysconf("SC_CLK_TCK")
@@ -52,9 +52,9 @@ class CpuTimes:
 
 
 def disturbance_of(probe: Probe, *, private: bool) -> str:
-    """What may have made this probe fail that is not what it measures, in words; "": nothing is known, or it passed.
+    """An external cause that may have made this probe fail, as text; "": none is known, or it passed.
 
-    private: whether all of the machine's processes that belong to the run are known.
+    private: whether all processes of the run are descendants of this one.
     """
     if probe.passed:
         return ""

@@ -1,4 +1,4 @@
-"""From probes to conclusions: what was found, ratios to full inference and their bounds, why targets were missed."""
+"""Draws conclusions from probes: the values found, ratios to full inference with their bounds, causes of misses."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from relaygr_stream.lab.bench.cells import Cell, World
 from relaygr_stream.lab.bench.modes import FULL, RELAY
 from relaygr_stream.lab.bench.results import STAGES, Found, Probe, Ratio, Spread
 
-#: Of the project, for a small CPU machine: the relay with DRAM against full inference.
+#: The project's targets for a small CPU machine: the relay with DRAM against full inference.
 LENGTH_TARGET: Final = 4.0
 RATE_TARGETS: Final = {0.0: 1.8, 0.5: 3.6, 0.9: 7.0}
 HIT_TARGET: Final = 0.99
 BUS_TARGET_MS: Final = 10.0
-#: What the RelayGR paper (arXiv 2601.01712) reports, on its own hardware, models and traffic.
+#: Figures of the RelayGR paper (arXiv 2601.01712), on its own hardware, models and traffic.
 PAPER: Final = {"length": 1.5, "rate": 3.6, "hits": 0.92}
-#: A ratio this far beyond its bound is a defect of the bench; less may be the fit of the costs.
+#: A ratio beyond its bound by more than this factor is a defect of the bench; less may be the fit of the costs.
 BOUND_TOLERANCE: Final = 1.1
-#: A device busier than this is what limits; the rest of its time goes into steps between operations.
+#: A device with a larger busy share is the limit; the rest of its time goes into steps between operations.
 BUSY: Final = 0.85
-#: One less busy than this leaves room for half as much again.
+#: A device with a smaller busy share could do half as much again.
 IDLE: Final = 0.6
-#: With so much of all cores' time in use, threads wait for a core as often as not: device, broker, trigger and client
+#: With a larger share of all cores' time in use, threads often wait for a core: device, broker, trigger and client
 #: share them.
 CROWDED: Final = 0.6
-#: Shares of events not admitted, and of slow requests without ready prefix KV, worth naming.
+#: Smallest share that is reported, of events not admitted and of slow requests without ready prefix KV.
 WORTH_NAMING: Final = 0.05
 
 
 def found(cell: Cell, worlds: Sequence[World]) -> Found:
-    """What the cell's searches came to; something was given for them."""
+    """The result of the cell's searches; its given value is known."""
     values = cell.values
     at_found = [probe for probe in cell.probes if probe.passed and _value(cell, probe) in values]
     return Found(
@@ -50,14 +50,14 @@ def found(cell: Cell, worlds: Sequence[World]) -> Found:
 
 
 def ratios(cells: Sequence[Cell], worlds: Sequence[World]) -> list[Ratio]:
-    """Every cell against full inference, where that has been found."""
+    """The ratio of every cell to full inference, if that has a value."""
     return [ratio for cell in cells if cell.mode is not FULL and (ratio := _ratio(cell, cells, worlds)) is not None]
 
 
 def missed(
     report_ratios: Sequence[Ratio], founds: Sequence[Found], bus: Mapping[str, Spread], hits: tuple[int, int]
 ) -> list[str]:
-    """Targets that were missed, each with why; and ratios that cannot be."""
+    """The missed targets with their causes, and ratios beyond their bounds."""
     return list(_missed(report_ratios, founds, bus, hits))
 
 
@@ -100,7 +100,7 @@ def _ratio(cell: Cell, cells: Sequence[Cell], worlds: Sequence[World]) -> Ratio 
     rates = next((one for one in cells if one.mode is FULL and one.kind == "rate"), None)
     if rates is None or not rates.values:
         return None
-    # At the largest rate that full inference carries, its largest length is the one at which that was found.
+    # At full inference's largest rate, its largest length is the length at which that rate was found.
     full = rates.given if base is None else base.values
     full = [value for value in full if value]
     if not full:
@@ -126,24 +126,24 @@ def _ratio(cell: Cell, cells: Sequence[Cell], worlds: Sequence[World]) -> Ratio 
 
 
 def _bound(cell: Cell, worlds: Sequence[World]) -> float:
-    """What the device allows at its best: costs fitted beside other work are no bound to a quiet moment."""
+    """The largest bound over all fitted costs: costs fitted beside other work do not bound a quiet moment."""
     at = median(cell.given)
     return max(cell.bound(world, at) for world in worlds)
 
 
 def _limits(cell: Cell) -> list[str]:
-    """Why a little more fails: the stage, the queue and the bound behind the smallest failing probe."""
+    """Why a larger value fails, from the smallest failing probe."""
     failing = [probe for probe in cell.probes if not probe.passed]
     if not cell.probes:
-        return ["not probed: the time was over"]
+        return ["not probed: there was no time left"]
     if not failing:
-        return ["nothing failed: the search ended at its limit or for want of time"]
+        return ["nothing failed: the search ended at its limit or when its time was used up"]
     probe = min(failing, key=lambda one: _value(cell, one))
     return list(explain(probe))
 
 
 def explain(probe: Probe) -> Iterator[str]:
-    """What made a probe's slowest requests slow, most important first."""
+    """The causes of a probe's slowest requests, most important first."""
     slow = sorted(probe.slow_stages.items(), key=lambda pair: -pair[1])
     parts = ", ".join(f"{STAGES[name]} {ms:.0f} ms" for name, ms in slow[:3] if ms >= 1)
     if parts:

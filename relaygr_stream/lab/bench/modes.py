@@ -1,7 +1,4 @@
-"""What is compared: ways of serving the same rankings, and the worker settings that each needs.
-
-Knows nothing of how they are measured.
-"""
+"""The modes that are compared: ways of serving the same rankings, with the worker settings of each."""
 
 from __future__ import annotations
 
@@ -17,10 +14,10 @@ from relaygr_stream.settings.schema import Settings
 
 @dataclass(frozen=True)
 class Mode:
-    """One way of serving. `overrides` are worker settings; modes with equal ones share their processes."""
+    """One way of serving. `overrides`: worker settings; modes with equal settings share their processes."""
 
     name: str
-    words: str  # what it is, for a reader of the table
+    words: str  # a description for the table
     announce: bool  # whether request events are published, so that prefixes may be pre-inferred
     request: Literal["auto", "full"]  # of the ranking requests
     keeps: bool  # prefix KV outlives its ranking, so that returning users are cheaper
@@ -69,7 +66,7 @@ def missing_settings(mode: Mode, settings: Settings) -> list[str]:
 
 
 def apply_mode(mode: Mode, settings: Settings) -> Settings:
-    """The settings that the mode's processes run with; what other modes switch on is off."""
+    """The settings of the mode's processes; switches of other modes are off."""
     others = {name for other in MODES for name, value in other.overrides.items() if value is True}
     off = {name: False for name in others if name in settings.worker.__struct_fields__}
     return msgspec.structs.replace(
@@ -78,7 +75,7 @@ def apply_mode(mode: Mode, settings: Settings) -> Settings:
 
 
 def grouped(modes: Sequence[Mode], settings: Settings) -> list[tuple[str, list[Mode]]]:
-    """Modes that can share processes, named after one of them."""
+    """Groups of modes that can share processes; each group has the name of its last mode."""
     groups: list[tuple[Settings, list[Mode]]] = []
     for mode in modes:
         wanted = apply_mode(mode, settings)

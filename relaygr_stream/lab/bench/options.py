@@ -1,6 +1,6 @@
-"""What is measured, and how closely: the presets, and what the command line changes of them.
+"""The options of a run: presets, which the command line may change.
 
-The settings of the processes (model, memory, SLO) are elsewhere: workers/slo-quick.toml and workers/slo-paper.toml.
+The processes' settings (model, memory, SLO) are in workers/slo-quick.toml and workers/slo-paper.toml.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from relaygr_stream.lab.workload.items import StageDelay
 
 @dataclass(frozen=True, kw_only=True)
 class SloOptions:
-    """Of one run. Raises ConfigError where the numbers make no sense."""
+    """The options of one run. Raises ConfigError for numbers out of range."""
 
     preset: str
     broker: Literal["embedded", "kafka"] | None = None  # None: kafka.bootstrap names a running cluster
     workers: int = 1
     modes: tuple[Mode, ...] = MODES
-    length: int | None = None  # prefix tokens at which rates are searched; None: as full inference just works with
-    rate: float | None = None  # at which lengths are searched; None: the largest that full inference carries
+    length: int | None = None  # prefix tokens at which rates are searched; None: where full inference just works
+    rate: float | None = None  # requests/s at which lengths are searched; None: full inference's largest
     revisits: tuple[float, ...] = (0.0, 0.5, 0.9)
     length_revisits: tuple[float, ...] = (0.5, 0.9)  # revisit ratios at which lengths are searched
-    every_cell: bool = False  # every mode at every ratio; else those that tell the modes apart
+    every_cell: bool = False  # every mode at every ratio; otherwise those that distinguish the modes
     delay: StageDelay = field(default_factory=lambda: StageDelay(150.0, 0.1))
     suffix: int = 8
     candidates: int = 32
     growth: float = 3.0
-    users: int = 100  # with 512 tokens, in the population before the first probe of returning ones; fewer, if longer
+    users: int = 100  # users with 512 tokens that a population knows before its first probe; fewer if longer
     recent: int = 400
     sigma: float = 0.0
     samples: int  # requests judged in a probe
     least_s: float = 2.5
     warm_up_s: float = 1.0
-    settle_s: float = 4.0  # users return for so long before the first probe of a population
+    settle_s: float = 4.0  # seconds that users return before the first probe of a population
     tolerance: float
     repeats: int
-    budget_s: float  # searches begin no probe that would end later
+    budget_s: float  # time of the run: no probe starts that would end later
     seed: int = 7
     out: Path = Path("out/slo")
 
@@ -63,25 +63,25 @@ class SloOptions:
         for mode in self.modes:
             ratios = self.revisits
             if not mode.keeps:
-                ratios = self.revisits[:1]  # it computes everything each time, whoever asks
+                ratios = self.revisits[:1]  # without reuse, the ratio makes no difference
             elif not self.every_cell and mode is not RELAY:
                 ratios = self.revisits[-1:]  # where keeping and tiers matter most
             cells += [(mode, ratio) for ratio in ratios]
         return cells
 
     def length_cells(self) -> list[tuple[Mode, float]]:
-        """The same for the largest length."""
+        """Modes and revisit ratios for which the largest length is searched."""
         modes = self.modes if self.every_cell else [mode for mode in self.modes if mode in (FULL, RELAY)]
         cells: list[tuple[Mode, float]] = []
         for mode in modes:
             if mode.keeps:
                 cells += [(mode, ratio) for ratio in self.length_revisits]
-            elif self.rate is not None:  # else its largest length at its largest rate is the one of that rate
+            elif self.rate is not None:  # otherwise the rate is its largest, whose length is known
                 cells += [(mode, ratio) for ratio in self.length_revisits[:1]]
         return cells
 
 
-#: Modes that share one pipeline: another one's start and users take more of three minutes than its search.
+#: Only modes that share one pipeline: the start of another pipeline takes more of three minutes than its search.
 QUICK: Final[dict[str, Any]] = {
     "modes": (FULL, CACHE, RELAY),
     "samples": 100,

@@ -1,4 +1,4 @@
-"""The run as one self-contained HTML page: no scripts, no fonts, nothing fetched from anywhere."""
+"""The run as one self-contained HTML page: no scripts, no fonts, nothing loaded from elsewhere."""
 
 from __future__ import annotations
 
@@ -26,12 +26,7 @@ p{margin:4px 0 14px;max-width:78ch}.soft{color:var(--soft)}
 .grid{display:grid;grid-template-columns:repeat(auto-fit,minmax(440px,1fr));gap:18px}
 figure{margin:0;padding:16px 18px 12px}figcaption{font-weight:600;margin-bottom:2px}
 figcaption span{display:block;font-weight:400;color:var(--soft);font-size:13px;margin-bottom:8px}
-svg{width:100%;height:auto;display:block}svg text{font-size:12px;fill:var(--soft);font-family:inherit}
-svg text.name,svg text.value{fill:var(--ink);font-size:12.5px}svg text.limit{fill:#b91c1c;font-weight:600}
-svg .grid{stroke:#edf1f5}svg .line{fill:none;stroke-width:2;stroke-linejoin:round}
-svg line.limit{stroke:#b91c1c;stroke-width:1.3;stroke-dasharray:6 4}svg .mark{stroke:#1f2933;stroke-width:2}
-.legend{display:flex;flex-wrap:wrap;gap:4px 16px;font-size:13px;color:var(--soft);margin-top:6px}
-.legend i{display:inline-block;width:11px;height:11px;border-radius:3px;margin-right:6px}
+svg{width:100%;height:auto;display:block}
 .box{overflow-x:auto}table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}
 th,td{padding:8px 14px;text-align:right;border-top:1px solid var(--line);white-space:nowrap}
 thead th{border-top:0;color:var(--soft);font-weight:600;font-size:13px}th:first-child,td:first-child{text-align:left}
@@ -59,9 +54,9 @@ def render_page(report: SloReport) -> str:
             "What was found",
             "The largest rate or length whose P99 stays within the SLO. “Allowed” is the most that the device's time "
             "permits by the workers' fitted costs, given what full inference reached; no measured ratio may exceed it. "
-            "“Work” is the cost of full inference over the mode's own: what is left of the ratio is gained by working "
-            "before the ranking request comes. “Late”: how many of the judged requests were, and the most that this "
-            "lets their true share be, at 95 % confidence.",
+            "“Work” is the cost of full inference over the mode's own; the rest of the ratio is the gain of working "
+            "before the ranking request. “Late” is the number of late requests among the judged ones, and the upper "
+            "bound of their true share at 95 % confidence.",
             _found(report),
         ),
         _section(

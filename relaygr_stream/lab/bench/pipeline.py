@@ -1,6 +1,6 @@
-"""One running relay as the bench uses it: topics of its own, a trigger, workers, a client, and what they say.
+"""One running relay of the bench: its own topics, a trigger, workers, a client, and the workers' statuses.
 
-Modes whose processes run with the same settings share a pipeline. Knows nothing of probes.
+Modes with equal settings share a pipeline.
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.bus.topics import apply_topics, load_topics
 from relaygr_stream.client import RelayClient
 from relaygr_stream.errors import RelayError
-from relaygr_stream.ops.children import Child, settings_as_toml, stop_all
+from relaygr_stream.lab.bench.results import Memory
+from relaygr_stream.lab.processes import check_running, start_relay, wait_for_lanes
+from relaygr_stream.ops.children import Child, stop_all
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.wire.messages import CostModel, WorkerStatus
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.worker_status import worker_statuses
 
-LANES_TIMEOUT_S: Final = 30.0
 #: A trigger counts its decisions in this metric, by reason.
 DECISIONS: Final = "relaygr_trigger_decisions"
 
 
 class _SignalId(msgspec.Struct):
-    """All that is read of a pre-infer signal: its prefix is as long as the request's."""
+    """The one field that is decoded of a pre-infer signal, which is as long as its request."""
 
     request_id: str
 
@@ -41,7 +42,7 @@ _signal_id = msgspec.msgpack.Decoder(_SignalId)
 
 
 class Pipeline:
-    """As an async context: everything is started, ready and owns its lanes inside; stopped and removed after it."""
+    """An async context in which all processes are ready and the workers own all lanes; they are stopped at its end."""
 
     def __init__(self, name: str, settings: Settings, workers: int, folder: Path) -> None:
         self.name = name
@@ -51,7 +52,7 @@ class Pipeline:
         self.client = RelayClient(settings=self.settings, client_id=f"bench-{name}")
         self._admitted: set[str] = set()  # requests for which there was a pre-infer signal
         self._signals: TopicTail
-        self.history: list[tuple[float, WorkerStatus]] = []  # every status, with when it came on our monotonic clock
+        self.history: list[tuple[float, WorkerStatus]] = []  # (time of receipt, status), by the monotonic clock
         self._latest: dict[str, WorkerStatus] = {}
         self._workers = [f"{name}-{number}" for number in range(1, workers + 1)]
         self._folder = folder
@@ -61,7 +62,7 @@ class Pipeline:
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
             await apply_topics(self.settings.kafka)
-            self._start_children()
+            self._children = start_relay(self.settings, self._folder, f"{self.name}-trigger", self._workers)
             stack.push_async_callback(self._stop_children)
             kafka, topics = self.settings.kafka, self.topics
             await asyncio.gather(*(child.wait_ready() for child in self._children))
@@ -71,7 +72,7 @@ class Pipeline:
             self._signals = TopicTail(kafka, topics.pre_infer.name, lanes, "latest", self._on_signals, relaxed=True)
             await stack.enter_async_context(self._signals)
             await stack.enter_async_context(self.client)
-            await self._wait_for_lanes()
+            await wait_for_lanes(self._children, self._owned, topics.lanes)
             self._stack = stack.pop_all()
         return self
 
@@ -82,17 +83,17 @@ class Pipeline:
 
     @property
     def costs(self) -> CostModel:
-        """As the first worker fitted them so far."""
+        """The first worker's fitted costs."""
         return self._latest[self._workers[0]].costs
 
     @property
     def note(self) -> str:
-        """What a reader should know of the model, such as that its weights are random."""
+        """The model's note, for example that its weights are random."""
         return self._latest[self._workers[0]].model_note
 
     @property
     def device(self) -> str:
-        """What the workers run on."""
+        """The workers' device."""
         return self._latest[self._workers[0]].device
 
     def totals(self) -> dict[str, float]:
@@ -120,47 +121,24 @@ class Pipeline:
         }
 
     async def fresh_statuses(self) -> None:
-        """Return when every worker has stated itself once more."""
+        """Return when every worker has published another status. Raises RelayError if one does not."""
         before = dict(self._latest)
-        deadline = time.monotonic() + 10 * self.settings.worker.status_ms / 1e3
+        deadline = time.monotonic() + 10 * self.settings.worker.status_interval_ms / 1e3
         while any(self._latest[name] is before[name] for name in self._workers):
             self.check_children()
             if time.monotonic() > deadline:
-                raise RelayError(f"no status of {', '.join(self._workers)} any more; is the broker there?")
+                raise RelayError(f"no new status of {', '.join(self._workers)}; check that the broker runs")
             await asyncio.sleep(0.02)
 
     def check_children(self) -> None:
         """Raise RelayError with the end of its log if a process has ended."""
-        for child in self._children:
-            if child.exit_code is not None:
-                raise RelayError(f"{child.name} ended with exit code {child.exit_code}:\n{child.log_tail()}")
-
-    def _start_children(self) -> None:
-        file = self._folder / f"{self.name}.toml"
-        file.touch(mode=0o600)
-        file.write_text(settings_as_toml(self.settings), encoding="utf-8")
-        common = ("--config", str(file), "--set", "telemetry.log_format=console")
-        self._children = [
-            Child(f"{self.name}-trigger", ("trigger", *common), self._folder),
-            *(
-                Child(f"{name}-worker", ("worker", *common, "--set", f"worker.name={name}"), self._folder)
-                for name in self._workers
-            ),
-        ]
+        check_running(self._children)
 
     async def _stop_children(self) -> None:
         await stop_all(self._children)
 
-    async def _wait_for_lanes(self) -> None:
-        deadline = time.monotonic() + LANES_TIMEOUT_S
-        while True:
-            self.check_children()
-            owned = [len(self._latest[name].lanes) if name in self._latest else 0 for name in self._workers]
-            if sum(owned) == self.topics.lanes and min(owned) > 0:
-                return
-            if time.monotonic() > deadline:
-                raise RelayError(f"the workers own {owned} of {self.topics.lanes} lanes after {LANES_TIMEOUT_S:.0f} s")
-            await asyncio.sleep(0.05)
+    def _owned(self) -> list[int]:
+        return [len(self._latest[name].lanes) if name in self._latest else 0 for name in self._workers]
 
     def _on_statuses(self, records: Sequence[Record]) -> None:
         for status in worker_statuses(records):
@@ -174,3 +152,14 @@ class Pipeline:
                 self._admitted.add(_signal_id.decode(record.value or b"").request_id)
             except msgspec.MsgspecError:
                 continue  # the workers report it
+
+
+def memory_over_time(pipeline: Pipeline, started_s: float) -> list[Memory]:
+    """The sum over all workers, at each status of one; times are seconds since started_s (monotonic)."""
+    found: list[Memory] = []
+    latest: dict[str, tuple[int, int, int]] = {}
+    for at, status in pipeline.history:
+        pinned = sum(lane.pinned_bytes for lane in status.lanes)
+        latest[status.name] = status.hbm_used_bytes, pinned, status.dram_used_bytes
+        found.append(Memory(at - started_s, pipeline.name, *map(sum, zip(*latest.values(), strict=True))))
+    return found

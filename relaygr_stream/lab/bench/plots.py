@@ -1,35 +1,27 @@
-"""Which charts the page has: each a title, words under it, and the drawing."""
+"""The charts of the page: each is a title, a subtitle and an SVG."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from relaygr_stream.lab.bench.charts import Axis, Bar, Point, Series, bar_chart, line_chart
 from relaygr_stream.lab.bench.results import DEVICE_WORK, STAGES, Found, Probe, SloReport
 from relaygr_stream.lab.bench.table import given_text
+from relaygr_stream.lab.drawing import BLUE, GREEN, GREY, ORANGE, OUTCOME_COLOURS, PINK, RED, SKY
+from relaygr_stream.lab.workload.report import OUTCOMES
 
 Chart = tuple[str, str, str]
 
-# From the Okabe–Ito palette, which colour-blind readers can tell apart; names say the same again.
-MODES: Final = {
-    "full": "#D55E00",
-    "cache": "#E69F00",
-    "relay-hbm": "#56B4E9",
-    "relay": "#0072B2",
-    "relay-warm": "#009E73",
+MODES: Final = {"full": RED, "cache": ORANGE, "relay-hbm": SKY, "relay": BLUE, "relay-warm": GREEN}
+STAGE_COLOURS: Final = dict(zip(STAGES.values(), (GREY, SKY, ORANGE, RED, PINK, BLUE), strict=True))
+WORK_COLOURS: Final = dict(zip(DEVICE_WORK.values(), (BLUE, RED, GREEN), strict=True))
+#: Lines of the tiers' chart: name, colour, whether dashed.
+TIERS: Final = {
+    "hbm": ("HBM used", BLUE, False),
+    "pinned": ("of that, pinned", RED, True),
+    "dram": ("DRAM used", SKY, False),
 }
-STAGE_COLOURS: Final = dict(
-    zip(STAGES.values(), ("#999999", "#56B4E9", "#E69F00", "#D55E00", "#CC79A7", "#0072B2"), strict=True)
-)
-WORK_COLOURS: Final = dict(zip(DEVICE_WORK.values(), ("#0072B2", "#D55E00", "#009E73"), strict=True))
-OUTCOMES: Final = {
-    "hbm": ("ready in HBM", "#0072B2"),
-    "dram": ("reloaded from DRAM", "#56B4E9"),
-    "joined": ("still being computed, joined", "#009E73"),
-    "full": ("full inference", "#D55E00"),
-}
-OUTCOME_COLOURS: Final = dict(OUTCOMES.values())
 MIB: Final = 1 << 20
 
 
@@ -41,9 +33,9 @@ def p99(report: SloReport) -> list[Chart]:
     rates = {(one.mode, one.revisit) for one in report.found if one.kind == "rate"}
     at_length = [probe for probe in report.counted if probe.length == given and (probe.mode, probe.revisit) in rates]
     for ratio in sorted({probe.revisit for probe in at_length if probe.mode != "full"}):
-        # Full inference computes everything each time: its curve is the same at every ratio.
+        # Full inference reuses nothing, so its curve is the same at every ratio.
         shown = [probe for probe in at_length if probe.mode == "full" or probe.revisit == ratio]
-        series = _series(shown, [probe.rate for probe in shown], "/s")
+        series = _series(shown, [probe.rate for probe in shown])
         chart = line_chart(series, Axis("requests per second", log=True), Axis("P99, ms", log=True), limit)
         charts.append((f"Against rate, {ratio:.0%} returning users", f"prefixes of {given:,} tokens", chart))
     lengths = [one for one in report.found if one.kind == "length"]
@@ -54,31 +46,17 @@ def p99(report: SloReport) -> list[Chart]:
             for probe in report.counted
             if probe.rate in one.given and (probe.mode == "full" or probe.revisit == one.revisit)
         ]
-        series = _series(near, [float(probe.length) for probe in near], " tokens")
+        series = _series(near, [float(probe.length) for probe in near])
         chart = line_chart(series, Axis("prefix tokens", log=True), Axis("P99, ms", log=True), limit)
         charts.append(("Against length", f"{given_text(one, ' requests/s')}, {one.revisit:.0%} returning users", chart))
     return charts
 
 
 def time(report: SloReport) -> list[Chart]:
-    """Stages of the way, and kinds of device work."""
+    """A ranking's time by stage, and device time by kind of work."""
     best = [(one, probe) for one in report.found if (probe := _best(report, one)) is not None]
-    stages = [
-        Bar(
-            _name(one),
-            [(words, probe.stage_means.get(name, 0.0)) for name, words in STAGES.items()],
-            f"{sum(probe.stage_means.values()):.1f} ms",
-        )
-        for one, probe in best
-    ]
-    slow = [
-        Bar(
-            _name(one),
-            [(words, probe.slow_stages.get(name, 0.0)) for name, words in STAGES.items()],
-            f"{sum(probe.slow_stages.values()):.1f} ms",
-        )
-        for one, probe in best
-    ]
+    stages = [_stages(one, probe.stage_means) for one, probe in best]
+    slow = [_stages(one, probe.slow_stages) for one, probe in best]
     work = [
         Bar(
             _name(one),
@@ -104,30 +82,25 @@ def time(report: SloReport) -> list[Chart]:
 
 
 def tiers(report: SloReport) -> list[Chart]:
-    """Where prefix KV were found, and the tiers' fill over time."""
+    """Where prefix KV were found, and the tiers' use over time."""
     hits = []
     for one in report.found:
         probe = _best(report, one)
         if probe is not None and probe.mode != "full":
             total = sum(probe.outcomes.values()) or 1
-            shares = [(OUTCOMES[name][0], 100 * probe.outcomes.get(name, 0) / total) for name in OUTCOMES]
+            shares = [(words, 100 * probe.outcomes.get(name, 0) / total) for name, words in OUTCOMES.items()]
             hits.append(Bar(_name(one), shares, f"{100 - shares[-1][1]:.1f} % hit"))
     charts = [
         (
             "Where rankings found their prefix KV",
             "% of answers, at the largest value found",
-            bar_chart(hits, OUTCOME_COLOURS, " %"),
+            bar_chart(hits, {OUTCOMES[name]: colour for name, colour in OUTCOME_COLOURS.items()}, " %"),
         )
     ]
     series = []
     for pipeline in dict.fromkeys(one.pipeline for one in report.memory):
         mine = _thinned([one for one in report.memory if one.pipeline == pipeline])
-        for name, colour, dashed in (
-            ("hbm", "#0072B2", False),
-            ("pinned", "#D55E00", True),
-            ("dram", "#56B4E9", False),
-        ):
-            words = {"hbm": "HBM used", "pinned": "of that, pinned", "dram": "DRAM used"}[name]
+        for name, (words, colour, dashed) in TIERS.items():
             points = [Point(one.at_s, getattr(one, name) / MIB) for one in mine]
             series.append(Series(words, colour, points, dots=False, dashed=dashed))
     budgets = ", ".join(
@@ -152,20 +125,15 @@ def _ratios(report: SloReport) -> Chart:
     return "Against full inference", words, bar_chart(bars, MODES, "×")
 
 
-def _series(probes: Sequence[Probe], xs: Sequence[float], unit: str) -> list[Series]:
+def _stages(one: Found, ms: Mapping[str, float]) -> Bar:
+    return Bar(_name(one), [(words, ms.get(name, 0.0)) for name, words in STAGES.items()], f"{sum(ms.values()):.1f} ms")
+
+
+def _series(probes: Sequence[Probe], xs: Sequence[float]) -> list[Series]:
     series = []
     for mode, colour in MODES.items():
-        points = [
-            Point(
-                x,
-                probe.p99,
-                hollow=not probe.passed,
-                words=f"{x:,.4g}{unit}, P99 {'≥ ' if probe.cut_short else ''}{probe.p99:,.1f} ms, "
-                f"{probe.bad} of {probe.requests} beyond the SLO",
-            )
-            for probe, x in zip(probes, xs, strict=True)
-            if probe.mode == mode
-        ]
+        mine = [(probe, x) for probe, x in zip(probes, xs, strict=True) if probe.mode == mode]
+        points = [Point(x, probe.p99, hollow=not probe.passed) for probe, x in mine]
         if points:
             series.append(Series(mode, colour, points))
     return series

@@ -1,6 +1,6 @@
-"""The users that probes are made of: one population for each length and revisit ratio of a pipeline.
+"""The users of probes: one population for each length and revisit ratio of a pipeline.
 
-Modes share them, as they share what the workers keep. Knows nothing of probes.
+Modes of a pipeline share populations, as they share the workers' caches.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from relaygr_stream.lab.bench.pipeline import Pipeline
 from relaygr_stream.lab.bench.traffic import Population, TrafficOptions
 from relaygr_stream.lab.workload.driver import drive
 
-#: What the options' number of users refers to.
+#: Tokens of a user, to which the options' number of users refers.
 USERS_TOKENS: Final = 512
-#: Populations are made known to the workers at this share of what the device could do, so that nothing piles up.
+#: Users are introduced at this share of the device's capacity, so that no queue grows.
 FILL_SHARE: Final = 0.6
 FILL_TIMEOUT_S: Final = 10.0
-#: Then they return for a while before anything is judged, at a share of what the device could do: after so many new
-#: users the worker takes every event for a new one, grants too little, and first visits are refused.
+#: Then users return for a while, at this share of the device's capacity, before a probe: after many new users the
+#: worker expects every event to be a new one, grants too little device time, and first visits are refused.
 SETTLE_SHARE: Final = 0.3
 
 
 class Populations:
-    """Those of one pipeline. tell: shown while users make themselves known. seed: of this repeat's traffic."""
+    """The populations of one pipeline. seed: of this repeat's traffic. tell(line): shows progress."""
 
     def __init__(self, options: SloOptions, pipeline: Pipeline, seed: int, tell: Callable[[str], object]) -> None:
         self._options = options
@@ -37,7 +37,7 @@ class Populations:
         self._known: dict[tuple[int, float], Population] = {}
 
     async def get(self, length: int, revisit: float, mode: Mode, world: World) -> Population:
-        """Those users; where some return, with as many known to the workers as the options say."""
+        """The population; if users return, the workers already know the number of users in the options."""
         if not mode.keeps:
             revisit = 0.0
         if (length, revisit) not in self._known:
@@ -46,7 +46,7 @@ class Populations:
 
     async def _make(self, length: int, revisit: float, world: World) -> Population:
         options = self._options
-        # As many tokens in all, whatever the length.
+        # The same number of tokens in all, whatever the length.
         strangers = 0 if revisit == 0 else max(8, round(options.users * USERS_TOKENS / length))
         traffic = TrafficOptions(
             items=self._pipeline.settings.model.vocab,
@@ -63,7 +63,7 @@ class Populations:
         name = f"{self._pipeline.name}.{length}.{round(100 * revisit)}"
         population = Population(name, length, revisit, traffic)
         if strangers:
-            self._tell(f"{strangers} users with {length:,} tokens make themselves known …")
+            self._tell(f"introducing {strangers} users with {length:,} tokens …")
             await self._play(population, FILL_SHARE * self._most_rate(world, length, 0.0), count=strangers)
             await self._play(population, SETTLE_SHARE * self._most_rate(world, length, revisit), until=options.settle_s)
         return population

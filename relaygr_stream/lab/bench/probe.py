@@ -1,8 +1,8 @@
-"""One probe: a stretch of open-loop traffic through a pipeline, and what became of it.
+"""One probe: open-loop traffic through a pipeline for some time, and its result.
 
-The first `warm_up_s` are not judged. What a stage of so many requests leaves open, a second and a third decide: the P99
-of all of them together is judged, so that one hiccup of the machine does not. A probe that cannot pass any more is cut
-short, so that overload costs little time. Knows nothing of searches.
+The first `warm_up_s` are not judged. If the first stage of requests does not pass, a second and a third follow, and the
+P99 of all of them is judged: one hiccup of the machine then does not decide. A probe that can no longer pass is cut
+short, so that an overload takes little time.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ from relaygr_stream.lab.demo.report import quantile
 from relaygr_stream.lab.workload.driver import Result, drive
 from relaygr_stream.lab.workload.items import WorkItem
 
-#: A ranking is given up after so many SLOs: late is late, but how late is worth knowing.
+#: Timeout of a ranking, in SLOs: long enough to measure how late a late one is.
 TIMEOUT_SLOS: Final = 8.0
-#: A probe has so many stages of traffic at most.
+#: Most stages of a probe.
 STAGES_AT_MOST: Final = 3
-#: The slowest of so many requests are looked at to tell what is slow.
+#: One in this many answers, the slowest, is examined to find the causes of slowness.
 SLOW: Final = 20
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """How long a probe takes, and what it is judged by."""
+    """The length of a probe, and its criterion."""
 
     slo_ms: float
-    samples: int  # requests judged, at least
-    least_s: float  # but for no shorter time than this
+    samples: int  # least number of judged requests
+    least_s: float  # least time of judged requests
     warm_up_s: float
 
     def seconds(self, rate: float) -> float:
-        """Expected length of a probe at this rate that one stage decides, warm-up included."""
+        """Expected seconds of a probe of one stage at this rate, warm-up included."""
         return self.warm_up_s + max(self.least_s, self.samples / rate)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A probe, and what the bus took of each answered request, in milliseconds."""
+    """A probe, and the bus's time of each answered request in milliseconds: to the worker, and back."""
 
     probe: Probe
     bus_in: list[float]
@@ -72,9 +72,9 @@ async def run_probe(
     clock: Callable[[], float],
     progress: Callable[[int, int], object] = lambda requests, bad: None,
 ) -> Measured:
-    """Send `rate` requests per second for as long as the judgement needs.
+    """Send `rate` requests per second until the verdict is clear.
 
-    clock: seconds since the run began. progress(requests, bad): called after each judged request.
+    clock(): seconds since the run began. progress(requests, bad): called after each judged request.
     """
     traffic = _Staged(population, rate, judgement)
     tally = _Tally(judgement, traffic, progress)
@@ -134,7 +134,7 @@ async def run_probe(
 
 @contextmanager
 def _no_collections() -> Iterator[None]:
-    """A full collection of the client's many requests takes tens of milliseconds, which would be laid to the relay."""
+    """Without garbage collection: a full one takes tens of milliseconds in the client, which would count as latency."""
     gc.collect()
     gc.disable()
     try:
@@ -144,9 +144,9 @@ def _no_collections() -> Iterator[None]:
 
 
 class _Staged:
-    """A probe's traffic, stage by stage; iterated over once.
+    """A probe's traffic, stage by stage; can be iterated once.
 
-    The first stage is made beforehand: making requests takes processor time that the relay may need.
+    The first stage is made beforehand, since making requests takes CPU time that the relay may need.
     """
 
     def __init__(self, population: Population, rate: float, judgement: Judgement) -> None:
@@ -154,16 +154,16 @@ class _Staged:
         since = judgement.warm_up_s
         self._first = population.take(rate, count=judgement.samples, since=since, until=since + judgement.least_s)
         self._stage = sum(item.at >= since for item in self._first)  # requests to be judged in each
-        #: When the last request of each stage that was sent to its end is due, in seconds since the probe began.
+        #: The due time of the last request of each completely sent stage, in seconds since the probe began.
         self.ended: Final[list[float]] = []
 
     @property
     def most(self) -> int:
-        """Requests to be judged in all stages together."""
+        """Number of judged requests in all stages."""
         return STAGES_AT_MOST * self._stage
 
     def requests(self, stages: int) -> int:
-        """Requests to be judged in the first so many stages."""
+        """Number of judged requests in the first `stages` stages."""
         return stages * self._stage
 
     def __iter__(self) -> Iterator[WorkItem]:
@@ -177,9 +177,9 @@ class _Staged:
 
 
 class _Tally:
-    """Judges results as they come; sets `decided` when there is a verdict.
+    """Judges results as they arrive; sets `decided` when there is a verdict.
 
-    A stage is judged when all of its requests, and of those before it, are over: the slow ones are the last to be.
+    A stage is judged only when all requests up to its end are complete, since slow ones complete last.
     """
 
     def __init__(self, judgement: Judgement, traffic: _Staged, progress: Callable[[int, int], object]) -> None:
@@ -194,15 +194,15 @@ class _Tally:
 
     @property
     def hopeless(self) -> bool:
-        """Whether it was decided before its end that the P99 is not within the SLO."""
+        """Whether the probe was decided as failed before its end."""
         return self.decided.is_set() and self._accepted is None
 
     def is_bad(self, result: Result) -> bool:
-        """Without scores within the SLO."""
+        """Whether the request got no scores within the SLO."""
         return result.ranking is None or result.latency_ms > self._judgement.slo_ms
 
     def judged(self) -> list[Result]:
-        """The results that the verdict is about: those of the stages that decided it."""
+        """The results of the stages that decided the verdict."""
         if self._accepted is None:
             return self._results
         return [result for result in self._results if result.item.at <= self._accepted]
@@ -217,7 +217,7 @@ class _Tally:
         self._progress(len(self._results), self._bad)
 
     def _judge(self) -> None:
-        """More bad ones than the whole probe may have, or a whole stage with few enough."""
+        """Decide: failed with more bad requests than a whole probe may have, passed after a stage with few enough."""
         if self._bad > allowed_bad(self._traffic.most):
             self.decided.set()
             return

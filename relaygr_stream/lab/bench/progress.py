@@ -1,4 +1,4 @@
-"""What a person sees while the bench runs: a line per probe, and on a terminal a line that says what is under way."""
+"""The bench's progress: a line per probe, and on a terminal a line at the bottom that shows the current step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.status import Status
 
 
 class Progress:
-    """As a context: `say` prints a line for good, `live` replaces the line at the bottom of a terminal."""
+    """A context: `say` prints a permanent line, `live` replaces the line at the bottom of a terminal."""
 
     def __init__(self, console: Console) -> None:
         self.console: Final = console
@@ -28,10 +28,10 @@ class Progress:
             self._status.stop()
 
     def say(self, line: str) -> None:
-        """A line that stays."""
+        """Print a permanent line."""
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def live(self, line: str) -> None:
-        """What is being done now."""
+        """Show the current step on a terminal."""
         if self._status is not None:
             self._status.update(line)

@@ -1,6 +1,6 @@
-"""What a run of the bench came to, as it goes into the JSON report and as the pages are made from.
+"""The results of a run of the bench, as in the JSON report, from which table and page are made.
 
-Every number is handed in; knows nothing of how it was measured. Times are milliseconds unless named otherwise.
+Times are milliseconds unless named otherwise.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 from relaygr_stream.lab.bench.statistics import QUANTILE, bad_share_bounds, passes
 from relaygr_stream.lab.demo.report import quantile
 
-#: Where a ranking's time goes, in the order of the request's way; they add up to its latency.
+#: The stages of a ranking, in order; their times add up to its latency.
 STAGES: Final[dict[str, str]] = {
     "sent_late": "client: sent behind schedule",
     "inbound": "bus: publish → worker's read",
@@ -23,43 +23,44 @@ STAGES: Final[dict[str, str]] = {
     "between": "device: works for others in between",
     "outbound": "bus: engine end → caller",
 }
-#: What the device worked on, as worker-status counts it.
+#: Kinds of device work, by the names of the workers' counters.
 DEVICE_WORK: Final[dict[str, str]] = {
     "pre_infer_ms": "pre-inference and extension",
     "full_ms": "full inference",
     "ranking_ms": "suffix and candidates",
 }
-#: A handful of processes share the cores by turns of a few milliseconds: none of them waits so long for its own.
+#: A longer delay of a sleeping process means that the machine stood still: some processes share the cores in turns of a
+#: few milliseconds, so none waits this long for its turn.
 STALL_MS: Final = 50.0
 
 
 class Spread(msgspec.Struct, frozen=True):
-    """Quantiles of a time; None where there are too few values to tell (1 / (1 - q))."""
+    """Quantiles of a time; None if there are fewer values than 1 / (1 - q)."""
 
     p50: float | None
     p99: float | None
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Of these, by nearest rank."""
+        """The quantiles of these values, by nearest rank."""
         return cls(quantile(values, 0.5), quantile(values, 0.99))
 
 
 class Probe(msgspec.Struct, frozen=True, kw_only=True):
-    """One stretch of traffic of one mode at one rate and length."""
+    """The result of one probe: traffic of one mode at one rate and length."""
 
     mode: str
     revisit: float
     length: int
-    rate: float  # asked for, requests per second
+    rate: float  # requested, in requests per second
     repeat: int
     started_s: float  # since the run began
     seconds: float
-    requests: int  # judged: those of the warm-up are not among them
+    requests: int  # judged ones; those of the warm-up are excluded
     bad: int  # without scores within the SLO
-    cut_short: bool  # ended when it could not pass any more
-    p50: float | None  # of all judged requests, from the scheduled send time; one without scores took the timeout
-    p99: float  # nearest rank; at least this, if cut short
+    cut_short: bool  # ended early because it could no longer pass
+    p50: float | None  # of all judged requests, from the scheduled send time; without scores: the timeout
+    p99: float  # nearest rank; a lower bound if cut short
     stages: dict[str, Spread]  # of answered requests, by STAGES
     stage_means: dict[str, float]
     slow_stages: dict[str, float]  # the same means over the slowest answered requests, one in twenty
@@ -70,10 +71,10 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
     admitted: int
     admitted_hits: int
     decisions: dict[str, int]  # of the trigger, by reason; warm-up included
-    others_cores: float | None  # CPU cores that other processes of the machine used meanwhile; None: not known
-    cores_busy: float | None = None  # share of the machine's cores' time that was work of anyone's
-    set_aside: bool = False  # disturbed by others, and probed again
-    stalled_ms: float | None = None  # by so much too late a process that only slept woke meanwhile, at worst
+    others_cores: float | None  # mean CPU cores used by other processes; None: unknown
+    cores_busy: float | None = None  # share of all cores' time that was used by any process
+    set_aside: bool = False  # disturbed by other processes, and repeated
+    stalled_ms: float | None = None  # largest delay of a process that only sleeps; None: unknown
     device_ms_per_s: dict[str, float]  # by DEVICE_WORK; warm-up included
 
     @property
@@ -83,37 +84,37 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def stalled(self) -> bool:
-        """Whether the machine stood still for longer than any queue for its cores takes."""
+        """Whether the machine stood still for at least STALL_MS."""
         return self.stalled_ms is not None and self.stalled_ms >= STALL_MS
 
     @property
     def busy(self) -> float:
-        """Share of one device's time."""
+        """Busy share of one device."""
         return sum(self.device_ms_per_s.values()) / 1e3
 
 
 class Found(msgspec.Struct, frozen=True, kw_only=True):
-    """What the searches of one cell came to: the largest rate or length within the SLO."""
+    """The result of one cell's searches: the largest rate or length within the SLO."""
 
     kind: Literal["rate", "length"]
     mode: str
     revisit: float
     given: list[float]  # of each repeat: the length at which the rate was searched, or the rate for a length
     values: list[float]  # of each repeat that found one
-    settled: bool  # every repeat bracketed it as closely as asked for
-    bound: float  # by the capacity arithmetic: nothing beyond is possible
+    settled: bool  # every repeat reached the tolerance
+    bound: float  # the upper bound from the device's capacity
     requests: int  # judged at the found values, all repeats together
     bad: int
-    limits: list[str]  # why it is not more, in words
+    limits: list[str]  # why a larger value fails, as text
 
     @property
     def at(self) -> float:
-        """The median of what was given."""
+        """The median of the given values."""
         return median(self.given)
 
     @property
     def value(self) -> float | None:
-        """The median of the repeats; None if nothing passed."""
+        """The median over the repeats; None if no probe passed."""
         if not self.values:
             return None
         return median(self.values)
@@ -133,9 +134,9 @@ class Ratio(msgspec.Struct, frozen=True, kw_only=True):
     value: float | None
     low: float | None  # smallest of mode over largest of full, over the repeats
     high: float | None
-    bound: float  # largest that the capacity arithmetic allows, given what full reached
-    queue: float  # largest with which a queue of Poisson arrivals at the device would keep the SLO, given the same
-    work: float  # full cost ÷ the mode's cost: device time saved, without what pre-inference gains in waiting
+    bound: float  # upper bound from the device's capacity, given full inference's value
+    queue: float  # largest ratio with which a simulated queue at the device keeps the SLO, given the same
+    work: float  # cost of full inference ÷ the mode's cost: saved device time, without the gain of working ahead
     target: float | None
 
 
@@ -164,7 +165,7 @@ class SloReport(msgspec.Struct, frozen=True, kw_only=True):
     #: from prefix KV that were ready, reloaded or joined. The last four are missing in older reports.
     hits: dict[str, int]
     skipped: dict[str, str]  # modes that did not run, with the reason
-    missed: list[str]  # targets missed, and why
+    missed: list[str]  # missed targets, with causes
     wall_s: float
     quantile: float = QUANTILE
 
@@ -174,5 +175,5 @@ class SloReport(msgspec.Struct, frozen=True, kw_only=True):
         return [probe for probe in self.probes if not probe.set_aside]
 
     def json(self) -> bytes:
-        """Readable by people and programs."""
+        """The report as indented JSON."""
         return msgspec.json.format(msgspec.json.encode(self), indent=1)

@@ -1,7 +1,7 @@
-"""`relaygr bench slo`: how much longer sequences, and how much more traffic, within the same P99, on this machine.
+"""Runs the searches of `relaygr bench slo`.
 
-Every repeat goes through the pipelines one after the other (modes with equal worker settings share one); in each, the
-searches take turns, one probe each, so that what disturbs the machine for a while disturbs all of them alike.
+Every repeat runs the pipelines one after the other (modes with equal worker settings share one). In a pipeline, the
+searches take turns, one probe each, so that a disturbance of the machine affects all of them alike.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ from relaygr_stream.lab.bench.broker_warm_up import compile_broker
 from relaygr_stream.lab.bench.capacity import most_rate
 from relaygr_stream.lab.bench.cells import LENGTH_STEP, Cell, World
 from relaygr_stream.lab.bench.interference import OTHERS_CORES, CpuTimes, disturbance_of
-from relaygr_stream.lab.bench.memory import memory_over_time
 from relaygr_stream.lab.bench.modes import FULL, RELAY, Mode, apply_mode, grouped, missing_settings
 from relaygr_stream.lab.bench.options import SloOptions
-from relaygr_stream.lab.bench.pipeline import Pipeline
+from relaygr_stream.lab.bench.pipeline import Pipeline, memory_over_time
 from relaygr_stream.lab.bench.populations import Populations
 from relaygr_stream.lab.bench.probe import Judgement, Measured, run_probe
 from relaygr_stream.lab.bench.progress import Progress
@@ -36,7 +35,7 @@ from relaygr_stream.ops.brokers.distribution import LASTING_RELAY
 from relaygr_stream.ops.brokers.local import local_broker
 from relaygr_stream.settings.schema import Settings
 
-#: The first requests are sent at a rate that a worker four times slower than its own first fit would carry.
+#: Rate of the first requests, as a share of the capacity by the first fit, which may be wrong by a factor of four.
 WARM_UP_SHARE: Final = 0.25
 LANES_PER_WORKER: Final = 2
 ATTEMPTS: Final = 4
@@ -44,11 +43,11 @@ CALM_TIMEOUT_S: Final = 10.0
 
 
 class Bench:
-    """One run: its cells, its probes, and what it saw."""
+    """One run: its cells, its probes and its results."""
 
     def __init__(self, options: SloOptions, settings: Settings, progress: Progress) -> None:
         self.options = options
-        # Budgets are per lane, so that few are better; but no worker may be without.
+        # Budgets are per lane, so few lanes are better; but every worker needs some.
         lanes = max(settings.kafka.partitions, LANES_PER_WORKER * options.workers)
         self.settings = msgspec.structs.replace(
             settings, kafka=msgspec.structs.replace(settings.kafka, partitions=lanes)
@@ -78,10 +77,10 @@ class Bench:
         self._check()
 
     async def run(self) -> None:
-        """All repeats of all searches, as far as the time allows."""
+        """Run all repeats of all searches, as far as the time allows."""
         out = self.options.out
         out.mkdir(parents=True, exist_ok=True)
-        # Beside the reports, so that nothing is written outside the folder the user chose, whatever ends us.
+        # Beside the reports, so that nothing outside the user's folder remains, even after a crash.
         with tempfile.TemporaryDirectory(prefix=".bench-", dir=out, ignore_cleanup_errors=True) as name:
             folder = Path(name)
             async with self.wakes, self._cluster(folder) as settings:
@@ -90,7 +89,7 @@ class Bench:
 
     @property
     def world(self) -> World | None:
-        """By the latest costs."""
+        """The inputs of bounds and estimates with the latest costs."""
         return self.worlds[-1] if self.worlds else None
 
     @property
@@ -99,20 +98,19 @@ class Bench:
         return lambda: time.monotonic() - self._started
 
     def wakes_in(self, probe: Probe) -> list[float]:
-        """How late a thread that only slept woke meanwhile, each time, in milliseconds."""
+        """The delays, in milliseconds, of a process that only sleeps, during this probe."""
         since = self._started + probe.started_s
         return self.wakes.late_ms(since, since + probe.seconds)
 
     def _check(self) -> None:
         relay, options = self.settings.relay, self.options
         longest = relay.max_prefix_tokens - LENGTH_STEP
-        for what, value, limit, setting in (
-            ("length", options.length or 0, longest, "relay.max_prefix_tokens, less room to grow"),
-            ("suffix", options.suffix, relay.max_suffix_tokens, "relay.max_suffix_tokens"),
-            ("candidates", options.candidates, relay.max_candidates, "relay.max_candidates"),
-        ):
-            if value > limit:
-                raise ConfigError(f"{what} = {value}: must be at most {limit} ({setting})")
+        if (options.length or 0) > longest:
+            raise ConfigError(
+                f"length = {options.length}: must be at most {longest} (relay.max_prefix_tokens, less room to grow)"
+            )
+        if beyond := relay.beyond(suffix=options.suffix, candidates=options.candidates):
+            raise ConfigError(beyond)
 
     @asynccontextmanager
     async def _cluster(self, folder: Path) -> AsyncIterator[Settings]:
@@ -146,7 +144,7 @@ class Bench:
     async def _block(
         self, name: str, modes: Sequence[Mode], repeat: int, settings: Settings, folder: Path, until: float
     ) -> None:
-        """One pipeline's searches of one repeat, in turns, until they are over or the time is."""
+        """One pipeline's searches of one repeat, in turns, until they are complete or the time is used up."""
         cells = [cell for cell in self.cells if cell.mode in modes]
         self.progress.say(
             f"repeat {repeat + 1}, starting a trigger and {self.options.workers} worker(s) for "
@@ -167,14 +165,14 @@ class Bench:
             self._keep_history(pipeline, settings)
 
     def _opened(self, cells: Sequence[Cell]) -> list[Cell]:
-        """Those for which something is given, each with a search begun."""
+        """The cells whose given value is known, each with a new search."""
         given = [cell for cell in cells if cell.at is not None]
         for cell in given:
             cell.begin_search(self.worlds, self._alike(cell))
         return given
 
     def _now_given(self, cells: Sequence[Cell]) -> list[Cell]:
-        """Those that waited for the largest rate of full inference in this repeat, if it has one."""
+        """The cells that waited for full inference's largest rate of this repeat, if there is one."""
         full = next(cell for cell in self.cells if cell.mode is FULL and cell.kind == "rate")
         waiting = [cell for cell in cells if cell.at is None] if full.searches[-1].passed is not None else []
         for cell in waiting:
@@ -182,7 +180,7 @@ class Bench:
         return self._opened(waiting)
 
     async def _warm_up(self, pipeline: Pipeline, populations: Populations) -> None:
-        """A little of everything: workers fit their costs again from it, and first guesses are made from those."""
+        """Send some requests of each kind: workers fit their costs from them, for the first estimates."""
         world = self._world(pipeline)
         self.worlds.append(world)
         self._search_rates_at(longest_working(world))
@@ -195,14 +193,14 @@ class Bench:
         self._search_rates_at(longest_working(world, slow_ms, self.length))
 
     def _search_rates_at(self, tokens: int) -> None:
-        """At the length that was given, or else at this one."""
+        """Search rates at the length in the options, or at this one if there is none."""
         self.length = self.options.length or tokens
         for cell in self.cells:
             if cell.kind == "rate":
                 cell.at = self.length
 
     async def _turn(self, cell: Cell, pipeline: Pipeline, populations: Populations, repeat: int, until: float) -> bool:
-        """One probe of the cell; False when its search is over."""
+        """Run one probe of the cell; False if its search is complete or there is no time left."""
         world = self.world
         assert world is not None
         point = cell.next()
@@ -229,7 +227,7 @@ class Bench:
             in_time = time.monotonic() + CALM_TIMEOUT_S + judgement.seconds(rate) <= until
             stalled_ms = max(self.wakes_in(measured.probe), default=None)
             probe = msgspec.structs.replace(measured.probe, stalled_ms=stalled_ms)
-            # On a running cluster brokers may be on this machine, and are not ours to count.
+            # The brokers of a running cluster may be on this machine, and do not count as this run's processes.
             disturbance = disturbance_of(probe, private=self.options.broker is not None)
             again = attempt < ATTEMPTS and in_time and bool(disturbance)
             probe = msgspec.structs.replace(probe, set_aside=again)
@@ -239,11 +237,11 @@ class Bench:
                 break
             await self._wait_for_calm()
         cell.record(probe)
-        self.worlds.append(self._world(pipeline))  # costs fitted under load are the better ones
+        self.worlds.append(self._world(pipeline))  # costs fitted under load are more accurate
         return True
 
     async def _wait_for_calm(self) -> None:
-        """Until others have left the machine alone for a second, or for CALM_TIMEOUT_S."""
+        """Wait until other processes are idle for a second, or for CALM_TIMEOUT_S."""
         gives_up = time.monotonic() + CALM_TIMEOUT_S
         while time.monotonic() < gives_up and (before := CpuTimes.now()) is not None:
             self.progress.live("waiting for other processes of this machine to finish …")
@@ -270,7 +268,7 @@ class Bench:
         )
 
     def _alike(self, cell: Cell) -> float | None:
-        """What the relay came to where this one is searched: other tiers will not change it by much."""
+        """The relay's value at the same kind and revisit ratio, as a start: other tiers change it little."""
         if not cell.mode.announce:
             return None
         alike = (other for other in self.cells if other.mode is RELAY and other is not cell)

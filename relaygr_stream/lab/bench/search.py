@@ -1,7 +1,7 @@
-"""Searching the largest value that passes, with probes that are noisy and dear.
+"""Searches the largest value that passes, with few probes, which are noisy and expensive.
 
 A bracketing search on a logarithmic scale: step outwards from a guess until one value passes and a larger one fails,
-then bisect until they are within the tolerance. Knows nothing of what is probed.
+then bisect until they are within the tolerance.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Search:
-    """The largest passing value within low…high: ask `next`, probe it, `record` the verdict, until `next` is None.
+    """The largest passing value within low…high: call `next`, probe the value, `record` the verdict, until `next` is
+    None.
 
-    The probed property is expected to pass below some value and to fail above it. A verdict is never asked for twice
-    within one search; what noise does to the result, repeated searches show. At most `most` values are probed.
+    Values are expected to pass below some limit and to fail above it. No value is probed twice within a search;
+    repeated searches show the noise. At most `most` values are probed.
     """
 
     guess: float
@@ -36,7 +37,7 @@ class Search:
         self.guess = min(self.high, max(self.low, self.guess))
 
     def next(self) -> float | None:
-        """The value to probe now; None when the search is over."""
+        """The next value to probe; None when the search is complete."""
         if len(self.tried) >= self.most:
             return None
         if self.passed is None and self.failed is None:
@@ -49,7 +50,7 @@ class Search:
         return None if self.failed <= self.passed * self.tolerance else math.sqrt(self.passed * self.failed)
 
     def record(self, value: float, passed: bool) -> None:
-        """What the probe of `value` said."""
+        """Record the verdict on `value`."""
         self.tried.append((value, passed))
         if passed:
             self.passed = value if self.passed is None else max(self.passed, value)
@@ -58,7 +59,7 @@ class Search:
 
     @property
     def settled(self) -> bool:
-        """Over, and not because it ran out of probes."""
+        """Whether the search is complete, and not because its probes are used up."""
         return bool(self.tried) and len(self.tried) <= self.most and self._bracketed
 
     @property

@@ -1,7 +1,7 @@
-"""Sleeps a little, again and again, and writes when it woke and how late that was, as two doubles.
+"""A script that sleeps repeatedly and writes the time and the delay of each wake, as two doubles.
 
-Started as a script by wakes.py, so that it waits for a core and for nothing else: no event loop, no lock of an
-interpreter that has other work. Ends when nobody reads any more. Imports nothing of this package.
+wakes.py starts it as a process, so that it waits only for a core: it has no event loop and shares no interpreter lock.
+It ends when its output is closed. It imports nothing of this package.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import sys
 import time
 
 PERIOD_S = 0.005
-#: Wakes told at once, ten times a second; each as WAKE: time.monotonic() and seconds too late.
+#: Wakes per write, at ten writes a second; each is a WAKE: time.monotonic() and the delay in seconds.
 TOLD = 20
 WAKE = struct.Struct("=dd")
 
 
 def main() -> None:
-    """Until the pipe breaks."""
+    """Run until the pipe breaks."""
     with contextlib.suppress(BrokenPipeError, KeyboardInterrupt):
         while True:
             told = bytearray()

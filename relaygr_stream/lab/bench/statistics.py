@@ -1,8 +1,8 @@
-"""Judging a P99 from few requests: verdicts, and what they are worth.
+"""Judges a P99 from few requests: verdicts and their confidence.
 
-A request is *good* when its scores came within the SLO, counted from when its ranking was scheduled to be sent. Then
-"P99 ≤ SLO" (nearest rank over all requests, those without scores counting as infinitely late) and "≥ 99 % answered in
-time" say the same: at most 1 % of the requests are bad. Knows nothing of where the latencies come from.
+A request is *good* if its scores arrive within the SLO, counted from the scheduled send time of its ranking. "P99 ≤
+SLO" (nearest rank over all requests; one without scores is infinitely late) and "≥ 99 % answered in time" then mean the
+same: at most 1 % of the requests are bad.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ QUANTILE: Final = 0.99
 
 
 def allowed_bad(requests: int) -> int:
-    """Most bad requests with which the P99 of so many is still within the SLO."""
+    """The most bad requests, of `requests`, with which the P99 is within the SLO."""
     return math.floor(requests * (1 - QUANTILE) + 1e-9)
 
 
 def passes(requests: int, bad: int) -> bool:
-    """Whether the sample's own P99 is within the SLO; without a request it is not."""
+    """Whether the sample's P99 is within the SLO; False without any request."""
     return requests > 0 and bad <= allowed_bad(requests)
 
 
 def fewest_samples() -> int:
-    """Requests below which one bad one would decide: 1 / (1 - 0.99)."""
+    """The least number of requests that allows a bad one: 1 / (1 - 0.99)."""
     return round(1 / (1 - QUANTILE))
 
 
@@ -36,7 +36,7 @@ def samples_for(confidence: float) -> int:
 
 
 def bad_share_bounds(requests: int, bad: int, confidence: float = 0.95) -> tuple[float, float]:
-    """Clopper and Pearson's interval for the true share of bad requests, two-sided."""
+    """The two-sided Clopper–Pearson interval of the true share of bad requests."""
     if requests == 0:
         return 0.0, 1.0
     tail = (1 - confidence) / 2
@@ -60,7 +60,7 @@ def _at_most(count: int, requests: int, share: float) -> float:
 
 
 def _solve(function: Callable[[float], float], target: float, *, rising: bool) -> float:
-    """Where a monotone function of a share crosses the target; 50 halvings reach double precision's neighbourhood."""
+    """The share at which a monotone function crosses the target; 50 halvings reach nearly double precision."""
     low, high = 0.0, 1.0
     for _ in range(50):
         middle = (low + high) / 2

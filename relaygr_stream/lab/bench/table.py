@@ -1,4 +1,4 @@
-"""The run as a person reads it on a terminal: one table beside the paper's figures, then what was missed and why."""
+"""The run as text for a terminal: a table of results, the paper's figures, and missed targets with causes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def render_table(report: SloReport) -> RenderableType:
 
 
 def conditions(report: SloReport) -> list[tuple[str, str]]:
-    """What a reader must know to compare the figures with others."""
+    """The conditions of the run, as (name, text)."""
     return [(name, str(text)) for name, text in report.conditions["words"].items()]
 
 
@@ -58,7 +58,7 @@ def _cells(one: Found) -> tuple[str, str]:
 
 
 def given_text(one: Found, unit: str) -> str:
-    """At which length or rate it was searched, with the range of the repeats."""
+    """The given length or rate, with the range over the repeats."""
     digits = 0 if one.kind == "rate" else 1
     spread = f" ({min(one.given):,.{digits}f}…{max(one.given):,.{digits}f})" if len(set(one.given)) > 1 else ""
     return f"{one.at:,.{digits}f}{unit}{spread}"
@@ -79,14 +79,14 @@ def ratio_text(ratio: Ratio, unit: str = "") -> str:
 
 
 def late_text(one: Found) -> str:
-    """How many were late, and the upper end of the 95 % interval of their true share."""
+    """The number of late requests, and the upper end of the 95 % interval of their true share."""
     if not one.requests:
         return "–"
     return f"{one.bad}/{one.requests:,} ≤ {one.bad_share[1]:.1%}"
 
 
 def paper_rows(report: SloReport) -> list[tuple[str, str, str, str]]:
-    """(what, the paper's figure, ours, our aim)."""
+    """(name, the paper's figure, this run's, the target)."""
     rows = []
     for kind, words in (("length", "longer sequences"), ("rate", "throughput")):
         for ratio in report.ratios:
@@ -105,7 +105,7 @@ def paper_rows(report: SloReport) -> list[tuple[str, str, str, str]]:
 
 
 def announced_text(hits: Mapping[str, int]) -> str:
-    """Hits of all announced rankings, and what they found."""
+    """The hits of all announced rankings, by outcome."""
     announced = hits.get("announced", 0)
     split = {word: hits.get(word, 0) for word in HITS.values()}
     found = ", ".join(f"{count:,} {word}" for word, count in split.items())

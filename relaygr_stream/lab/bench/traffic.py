@@ -1,7 +1,4 @@
-"""The requests of a probe: users of one length who return with grown histories, at Poisson times.
-
-Knows nothing of modes, nor of what becomes of the requests.
-"""
+"""The requests of a probe, at Poisson times, by users of one length who return with grown histories."""
 
 from __future__ import annotations
 
@@ -16,20 +13,20 @@ from relaygr_stream.lab.workload.generator import Generator, GeneratorOptions
 from relaygr_stream.lab.workload.items import StageDelay, WorkItem
 from relaygr_stream.wire.messages import RankingRequest, RequestEvent
 
-#: New users are drawn from so many that one is hardly ever drawn twice: with 1,000 known, once in 200 requests.
+#: Number of users from which new ones are drawn: with 1,000 known, one in 200 draws gives a known user.
 USERS: Final = 200_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrafficOptions:
-    """What the requests of all probes have in common."""
+    """Options that the requests of all probes share."""
 
     items: int  # ids of the model's item table
     suffix: int
     candidates: int
     growth: float  # mean new behaviours of a returning user
-    recent: int  # a return is by a user of one of this many requests before
-    strangers: int  # users known before anyone returns
+    recent: int  # a return is by a user of one of the last `recent` requests
+    strangers: int  # users that are introduced before any user returns
     sigma: float  # of log-normal lengths; 0: all the same
     max_prefix: int
     delay: StageDelay
@@ -37,10 +34,10 @@ class TrafficOptions:
 
 
 class Population:
-    """Users with a history of `length` behaviours or a little more, who live on from probe to probe.
+    """Users with histories of about `length` behaviours, which persist from probe to probe.
 
-    What their workers keep of them lives on, too, as in a service that runs for long: probes of returning users do not
-    start with cold caches. Users of two populations are never the same.
+    The workers' caches persist, too, as in a long-running service: probes of returning users do not start with cold
+    caches. Populations have no user in common.
     """
 
     def __init__(self, name: str, length: int, revisit: float, options: TrafficOptions) -> None:
@@ -71,22 +68,22 @@ class Population:
         self._waiting: WorkItem | None = None
 
     def take(self, rate: float, *, count: int, since: float = 0.0, until: float = 0.0) -> list[WorkItem]:
-        """The next requests, due at Poisson times with `rate` a second from now on.
+        """The next requests, at Poisson times with `rate` per second from now on.
 
-        So many that at least `count` are due after `since` and the last is due after `until` (seconds from now).
+        At least `count` of them are due after `since`, and the last is due after `until` (seconds from now).
         """
         taken: list[WorkItem] = []
         counted = 0
         for item in self.stream(rate):
             if counted >= count and item.at >= until:
-                self._waiting = item  # nobody knows of it yet: the next one's
+                self._waiting = item  # not sent yet: the next stream begins with it
                 return taken
             taken.append(item)
             counted += item.at >= since
         raise AssertionError("a stream has no end")
 
     def stream(self, rate: float, after: float = 0.0) -> Iterator[WorkItem]:
-        """The same without an end, made as they are asked for; the first is due after `after`."""
+        """An endless stream of requests, made on demand; the first is due after `after`."""
         at = after
         while True:
             at += float(self._rng.exponential(1 / rate))

@@ -1,7 +1,7 @@
-"""How late this machine wakes a thread that only slept: what a message pays at every hop, whoever wrote the software.
+"""Measures how late this machine wakes a sleeping thread, a delay of every hop of a message.
 
-A ranking's way over the bus is a chain of threads that wake each other. Where they share few cores with a device that
-computes on one of them, each waits for its turn, and their sum is an estimate of what the bus's share cannot go below.
+A ranking's way over the bus is a chain of threads that wake each other. On few cores, which a CPU device also uses,
+each thread waits for its turn. The sum of these delays estimates a lower bound of the bus's time.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from relaygr_stream.lab.bench.results import Spread
 #: Threads that a ranking and its answer wake. There: the broker's network thread, its request handler, a network thread
 #: again, the worker's event loop. Back: the worker's event loop, those three, the client's event loop.
 HOPS: Final = 9
-#: Chains drawn for the quantiles of their sum.
+#: Number of random chains for the quantiles of their sums.
 DRAWN: Final = 20_000
 
 
 class Wakes:
-    """While entered, a process of its own sleeps and wakes; `late_ms` is what came of it."""
+    """A context in which a separate process sleeps and wakes; `late_ms` returns the delays."""
 
     def __init__(self) -> None:
         # Two hundred a second for hours: sorted, and 16 bytes each.
@@ -39,7 +39,7 @@ class Wakes:
             *(sys.executable, "-I", "-S", str(Path(sleeper.__file__))),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
-            start_new_session=True,  # as the processes that are measured: it competes for a core as they do
+            start_new_session=True,  # like the measured processes, so that it competes for a core as they do
         )
         self._reading = asyncio.create_task(self._read())
         return self
@@ -50,7 +50,7 @@ class Wakes:
         await self._reading
 
     def late_ms(self, since: float, until: float) -> list[float]:
-        """Of each wake between these two times of time.monotonic(), milliseconds beyond what was slept for."""
+        """The delay of each wake between these two times of time.monotonic(), in milliseconds."""
         return self._late_ms[bisect_left(self._at, since) : bisect_right(self._at, until)].tolist()
 
     async def _read(self) -> None:
@@ -66,7 +66,7 @@ class Wakes:
 
 
 def chain(late_ms: Sequence[float]) -> Spread:
-    """Of HOPS wakes one after the other, each as late as any of these by chance."""
+    """Quantiles of the sum of HOPS delays, each drawn at random from `late_ms`."""
     if not late_ms:
         return Spread(None, None)
     drawn = np.random.default_rng(0).choice(np.asarray(late_ms), (DRAWN, HOPS)).sum(axis=1)

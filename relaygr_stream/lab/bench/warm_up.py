@@ -1,7 +1,4 @@
-"""A run's first requests: workers fit their costs from them, and they show at which length full inference just works.
-
-Knows nothing of probes or searches.
-"""
+"""A run's first requests: workers fit their costs from them, and they show the length at which full inference works."""
 
 from __future__ import annotations
 
@@ -22,17 +19,20 @@ from relaygr_stream.lab.bench.traffic import Population
 from relaygr_stream.lab.workload.driver import Result, drive
 
 REQUESTS: Final = 20  # of each kind
-#: The first ones compute what later ones find done: buffers, branches, caches.
+#: The first requests are left out: they are slower, until buffers and caches are warm.
 COLD: Final = 5
 SLOW: Final = 0.9  # quantile of the others
 #: Full inference just works at the length at which a slow one takes this share of the SLO: a request may then wait for
-#: another's (0.8), with a fifth of the SLO for the bus and the rest, but not for two (1.2).
+#: one other (0.8 in all, which leaves a fifth of the SLO for the bus and the rest), but not for two (1.2).
 FULL_SHARE: Final = 0.4
 
 
 async def warm_up(client: RelayClient, population: Population, rate: float, tell: Callable[[str], object]) -> float:
-    """Some full inferences, some requests by the relay; milliseconds of device that a slow full inference took,
-    infinite if too many had no answer."""
+    """Send some requests with full inference and some with the relay.
+
+    Returns the device milliseconds of a slow full inference; infinite if too many had no answer. tell(line): shows
+    progress.
+    """
     full_ms: list[float] = []
     for mode in (FULL, RELAY):
         tell(f"warming up: {mode.words} …")
@@ -50,7 +50,7 @@ async def warm_up(client: RelayClient, population: Population, rate: float, tell
 def longest_working(world: World, slow_ms: float | None = None, length: int = 0) -> int:
     """The longest prefix, in whole steps, with which full inference just works.
 
-    By the fitted costs alone, or as much shorter as a slow full inference of `length` took longer than they say.
+    By the fitted costs; with slow_ms, scaled by the ratio of slow_ms to the predicted time at `length`.
     """
     slower = 1.0 if slow_ms is None else max(1.0, slow_ms / world.cost(length, 0.0).full)
     fitting = longest_full(world.costs, world.traffic(1, 0.0), FULL_SHARE * world.slo_ms / slower, world.longest)

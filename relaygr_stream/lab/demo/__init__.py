@@ -1,1 +1,1 @@
-"""`relaygr demo`: the whole relay on one machine, with a client that plays a recommendation service."""
+"""`relaygr demo`: the whole relay on one machine, with a client that acts as a recommendation service."""

@@ -1,6 +1,6 @@
-"""What a person sees while the demo runs: a table on a terminal, a plain line every two seconds elsewhere.
+"""The demo's live view: a table on a terminal, otherwise a line every two seconds.
 
-`LiveState` is written by whoever drives the demo; `LiveView` only reads it. Both live on the event loop's thread.
+run.py updates `LiveState`, and `LiveView` reads it, both on the event loop's thread.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from rich.table import Table
 from rich.text import Text
 
 from relaygr_stream.lab.demo.report import quantile
+from relaygr_stream.ops.status.odd import lane_ranges
 from relaygr_stream.telemetry.printable import SafeConsole
 from relaygr_stream.wire.messages import Outcome, WorkerStatus
 
-#: Rates and quantiles look back this far.
+#: Rates and quantiles cover this many seconds.
 WINDOW_S: Final = 5.0
-RECENT: Final = 2000  # latencies; at the demo's rates far more than a window holds
+RECENT: Final = 2000  # latencies kept; far more than a window has at the demo's rates
 TERMINAL_EVERY_S: Final = 0.25
 PLAIN_EVERY_S: Final = 2.0
-#: A worker states itself every 250 ms; after this long without a word it is shown as silent.
+#: A worker publishes its status every 250 ms; after this long without one it is shown as silent.
 SILENT_S: Final = 2.0
 
 _MIB: Final = 1 << 20
@@ -35,7 +36,7 @@ _MIB: Final = 1 << 20
 
 @dataclass
 class LiveState:
-    """How the demo stands: totals since its start, the latest latencies, and each worker's latest status."""
+    """The state of the demo: totals since its start, the latest latencies, and each worker's latest status."""
 
     clock: Callable[[], float] = time.monotonic
     phase: str = "starting"
@@ -48,30 +49,34 @@ class LiveState:
     workers: dict[str, tuple[float, WorkerStatus]] = field(default_factory=dict)  # (when received, status) by name
 
     def enter(self, phase: str, seconds: float | None = None) -> None:
-        """A phase begins; seconds: how long it will take, if that is known. The latencies shown start anew."""
+        """Begin a phase and clear the latencies shown. seconds: the phase's length; None: unknown."""
         self.phase = phase
         self.phase_ends = None if seconds is None else self.clock() + seconds
         self.latencies.clear()
 
     def announced(self) -> None:
-        """A request event was published."""
+        """Count a published request event."""
         self.events += 1
 
     def ranked(self, latency_ms: float, outcome: Outcome) -> None:
-        """A ranking request was answered with scores."""
+        """Count a ranking request with scores."""
         self.rankings += 1
         self.outcomes[outcome] += 1
         self.latencies.append((self.clock(), latency_ms))
 
     def failed(self, kind: str) -> None:
-        """A ranking request got no scores; kind: the type of its error."""
+        """Count a ranking request without scores; kind: the type of its error."""
         self.errors[kind] += 1
 
     def worker(self, status: WorkerStatus) -> None:
-        """A worker stated itself. Statuses of an earlier incarnation, or older than the one shown, are ignored."""
+        """Apply a worker's status. Statuses of an earlier incarnation, or older than the one shown, are ignored."""
         shown = self.workers.get(status.name)
         if shown is None or (status.incarnation, status.sent_ms) >= (shown[1].incarnation, shown[1].sent_ms):
             self.workers[status.name] = (self.clock(), status)
+
+    def owned(self, names: Iterable[str]) -> list[int]:
+        """The number of lanes of each of these workers; 0 before its first status."""
+        return [len(self.workers[name][1].lanes) if name in self.workers else 0 for name in names]
 
     def recent_ms(self) -> list[float]:
         """Latencies within the window."""
@@ -80,9 +85,9 @@ class LiveState:
 
 
 class LiveView:
-    """Shows a LiveState for the time of an `async with`.
+    """Shows a LiveState during an `async with`.
 
-    On a terminal the table is redrawn in place, and lines that are logged meanwhile appear above it.
+    On a terminal, the table is redrawn in place, and log lines appear above it.
     """
 
     def __init__(self, state: LiveState, console: Console | None = None) -> None:
@@ -90,7 +95,7 @@ class LiveView:
         self._console = SafeConsole() if console is None else console
         self._live: Live | None = None
         self._task: asyncio.Task[None] | None = None
-        # (when, events, rankings): what the rates are taken from
+        # (when, events, rankings), for the rates
         self._samples: deque[tuple[float, int, int]] = deque([(state.clock(), state.events, state.rankings)])
 
     async def __aenter__(self) -> Self:
@@ -110,7 +115,7 @@ class LiveView:
             self._live.stop()
 
     def line(self) -> str:
-        """Where the demo stands, in one line."""
+        """The state of the demo in one line."""
         state = self._state
         events, rankings = self._rates()
         parts = [
@@ -119,8 +124,8 @@ class LiveView:
             "hits: " + ", ".join(f"{name} {state.outcomes[name]}" for name in ("hbm", "dram", "joined", "full")),
             _latency(state),
             *(
-                f"{name}: lanes {ranges(lane.lane for lane in status.lanes)}, HBM {status.hbm_used_bytes / _MIB:.0f} "
-                f"and DRAM {status.dram_used_bytes / _MIB:.0f} MiB"
+                f"{name}: lanes {_lanes(status)}, HBM {status.hbm_used_bytes / _MIB:.0f} and DRAM "
+                f"{status.dram_used_bytes / _MIB:.0f} MiB"
                 for name, (_, status) in sorted(state.workers.items())
             ),
         ]
@@ -129,7 +134,7 @@ class LiveView:
         return "; ".join(parts)
 
     def table(self) -> RenderableType:
-        """Where the demo stands, for a terminal."""
+        """The state of the demo as a table for a terminal."""
         state = self._state
         events, rankings = self._rates()
         answered = max(1, state.outcomes.total())
@@ -155,7 +160,7 @@ class LiveView:
             table.add_row(
                 name,
                 f"silent for {silence:.0f} s" if silent else status.state,
-                ranges(lane.lane for lane in status.lanes),
+                _lanes(status),
                 _used(status.hbm_used_bytes, status.hbm_bytes),
                 _used(status.dram_used_bytes, status.dram_bytes),
                 f"{status.queue_ms:.1f} ms",
@@ -190,15 +195,8 @@ class LiveView:
         return (self._state.events - events) / seconds, (self._state.rankings - rankings) / seconds
 
 
-def ranges(lanes: Iterable[int]) -> str:
-    """Lane numbers as ranges: 0–3, 7, 9–10."""
-    runs: list[list[int]] = []
-    for lane in sorted(lanes):
-        if runs and lane == runs[-1][1] + 1:
-            runs[-1][1] = lane
-        else:
-            runs.append([lane, lane])
-    return ", ".join(f"{first}–{last}" if last > first else str(first) for first, last in runs) or "none"
+def _lanes(status: WorkerStatus) -> str:
+    return lane_ranges(lane.lane for lane in status.lanes) or "none"
 
 
 def _phase(state: LiveState) -> str:

@@ -1,7 +1,4 @@
-"""What a demo run came to: the numbers, the table a person reads, and the verdict behind the exit code.
-
-Knows nothing of how the run was done; every number is handed in.
-"""
+"""The result of a demo run: its numbers, their table, and the verdict behind the exit code."""
 
 from __future__ import annotations
 
@@ -15,25 +12,16 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from relaygr_stream.lab.workload.report import HITS, admission_text
-from relaygr_stream.telemetry.printable import render_plain
+from relaygr_stream.lab.workload.report import HITS, OUTCOMES, admission_text
 from relaygr_stream.wire.messages import Outcome
 
-#: Relayed and full scores may differ by this much relatively, in float32 (DESIGN §8).
+#: Largest relative difference of relayed and full scores, in float32.
 MAX_DEVIATION: Final = 1e-5
-#: Of the admitted requests, at least this share must have found their prefix KV.
+#: Least share of the admitted requests that must find their prefix KV.
 MIN_HIT_SHARE: Final = 0.95
 QUANTILES: Final = (0.5, 0.9, 0.99, 0.999)
 
-#: Where a ranking found its prefix KV, in words, nearest first.
-OUTCOME_WORDS: Final[dict[Outcome, str]] = {
-    "hbm": "ready in HBM",
-    "dram": "in DRAM, reloaded",
-    "joined": "still being computed, joined",
-    "full": "nowhere: full inference",
-}
-
-#: What a pre-infer signal took, in words: what lies behind `ready`, a reload or an extension ahead of its ranking too.
+#: Results of pre-infer signals, as text: how prefix KV became ready before the ranking.
 PREPARED_WORDS: Final = {
     "computed": "computed",
     "extended": "extended",
@@ -49,18 +37,18 @@ class DemoResult:
 
     relay_ms: Sequence[float]  # of each answered request
     outcomes: Sequence[Outcome]  # of each answered request, in the same order
-    full_ms: Sequence[float]  # full inference of the same requests (those that were sent again as such)
-    requests: int  # both ways
-    announced: int  # of those, with a request event before: the relay's
+    full_ms: Sequence[float]  # of the same requests, sent again for full inference
+    requests: int  # in both phases
+    announced: int  # of those, with a request event: the relay's
     answered: int
     errors: dict[str, int] = field(default_factory=dict)  # requests without scores, by type of error
     admissions: dict[str, int] = field(default_factory=dict)  # the relay's answers by the trigger's reason; "": unknown
     admitted: int  # requests the trigger admitted
     admitted_hits: int  # of those, answered from a prefix hit: hbm, dram or joined
     admitted_found: dict[str, int] = field(default_factory=dict)  # the same by outcome
-    prepared: dict[str, int] = field(default_factory=dict)  # pre-infer signals by what they took; PREPARED_WORDS
-    reloaded: int = 0  # prefix KV that came back from DRAM, for a pre-infer or a ranking
-    spilled: int = 0  # and that went there
+    prepared: dict[str, int] = field(default_factory=dict)  # pre-infer signals by result; PREPARED_WORDS
+    reloaded: int = 0  # prefix KV reloaded from DRAM, for a signal or a ranking
+    spilled: int = 0  # prefix KV spilled to DRAM
     audits: int  # rankings that workers scored both ways
     audit_deviation: float  # largest relative deviation they found
     compared: int  # requests whose relayed and full scores the client compared
@@ -70,13 +58,13 @@ class DemoResult:
     device: str
     wall_s: float
     processes: dict[str, int | None] = field(default_factory=dict)  # exit code by process; None: still running
-    notes: Sequence[str] = ()  # what a reader of the numbers should know
+    notes: Sequence[str] = ()  # remarks for a reader of the numbers
 
 
 def quantile(values: Sequence[float], q: float) -> float | None:
-    """The smallest value that at least the share q of the values do not exceed (nearest rank: it was really observed).
+    """The q quantile by nearest rank: the smallest observed value that at least a share q of the values do not exceed.
 
-    None where the sample cannot tell: it takes 1/(1 - q) values for one of them to lie beyond.
+    None if there are fewer than 1/(1 - q) values: none of them would lie beyond the quantile.
     """
     if len(values) * (1 - q) < 1 - 1e-9:
         return None
@@ -94,7 +82,7 @@ def hit_share(result: DemoResult) -> float | None:
 
 
 def verdict(result: DemoResult) -> list[str]:
-    """What is wrong with the run, one sentence each; empty when it did what the relay promises."""
+    """The faults of the run, one sentence each; empty if the relay kept its promises."""
     return list(_faults(result))
 
 
@@ -107,11 +95,6 @@ def render_table(result: DemoResult) -> RenderableType:
     return Group(_latencies(result), _counts(result), *judged)
 
 
-def render_text(result: DemoResult, width: int = 100) -> str:
-    """The same without colours, for a log or a file."""
-    return render_plain(render_table(result), width)
-
-
 def _faults(result: DemoResult) -> Iterator[str]:
     if result.requests == 0:
         yield "no request was sent"
@@ -121,7 +104,7 @@ def _faults(result: DemoResult) -> Iterator[str]:
     if result.audits < 1:
         yield "no worker audited a score; raise worker.audit_share or run longer"
     for what, deviation in (("an audited", result.audit_deviation), ("a relayed", result.deviation)):
-        # Written so that a deviation that is not a number is a fault too.
+        # `not … <=`, so that NaN is a fault, too.
         if not deviation <= MAX_DEVIATION:
             yield f"{what} score deviates from full inference by {deviation:.2g} (limit {MAX_DEVIATION:g})"
     if result.compared < 1:
@@ -136,7 +119,7 @@ def _faults(result: DemoResult) -> Iterator[str]:
         )
     for name, code in sorted(result.processes.items()):
         if code is None:
-            yield f"{name} did not stop when asked to"
+            yield f"{name} did not stop on SIGTERM"
         elif code:
             yield f"{name} ended with exit code {code}"
 
@@ -166,7 +149,7 @@ def _counts(result: DemoResult) -> Table:
     table.add_row("  answered", f"{result.answered:,}", _share(result.answered, result.requests))
     table.add_row("  by the relay", f"{len(result.outcomes):,}", "where each found its prefix KV:")
     found: Counter[str] = Counter(result.outcomes)
-    for outcome, words in OUTCOME_WORDS.items():
+    for outcome, words in OUTCOMES.items():
         share = _share(found[outcome], len(result.outcomes))
         table.add_row(f"    {outcome}", f"{found[outcome]:,}", f"{share}  {words}")
     for kind, count in sorted(result.errors.items()):

@@ -1,7 +1,7 @@
-"""The demo: broker, topics, trigger, two workers, and a client that asks twice, once each way.
+"""The demo: broker, topics, trigger, two workers, and a client that sends each request with and without the relay.
 
-Phase one announces each request and ranks it after the stage delay; phase two sends the same ranking requests at the
-same times and asks for full inference. What is compared is what the client saw.
+Phase one announces each request and ranks it after the stage delay. Phase two sends the same ranking requests at the
+same times with full inference. The report compares latencies and scores at the client.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ from rich.console import Console
 from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.bus.topics import apply_topics, load_topics
 from relaygr_stream.client import RelayClient
-from relaygr_stream.errors import DecodeError, RelayError
+from relaygr_stream.errors import DecodeError
 from relaygr_stream.lab.demo.live import LiveState, LiveView
 from relaygr_stream.lab.demo.plot import save_plot
 from relaygr_stream.lab.demo.report import PREPARED_WORDS, DemoResult, render_table, verdict
+from relaygr_stream.lab.processes import start_relay, wait_for_lanes
 from relaygr_stream.lab.workload.driver import DriveSummary, Result, drive
 from relaygr_stream.lab.workload.generator import Generator, GeneratorOptions
 from relaygr_stream.lab.workload.items import WorkItem
 from relaygr_stream.models.api import relative_deviation
 from relaygr_stream.ops.brokers.distribution import BRIEF_RELAY
 from relaygr_stream.ops.brokers.local import local_broker
-from relaygr_stream.ops.children import Child, settings_as_toml, stop_all
+from relaygr_stream.ops.children import Child, stop_all
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.printable import SafeConsole
 from relaygr_stream.wire.messages import PreInferSignal, decode
@@ -40,19 +41,18 @@ from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.worker_status import worker_statuses
 
 WORKERS: Final = ("worker-1", "worker-2")
-#: Median prefix: full inference of it takes tens of milliseconds on one core, the relay's part a few.
+#: Median prefix: its full inference takes tens of milliseconds on one core, its ranking with prefix KV a few.
 MEDIAN_TOKENS: Final = 700.0
-#: Requests before the measured ones, sent like them: first connections, first fetches, first memory; a broker in Java
-#: compiles what it has run often, which takes it longest.
+#: Seconds of requests before the measured ones, for first connections, fetches and allocations. A broker in Java needs
+#: most of this time to compile its code.
 WARM_UP_S: Final = 5.0
-#: Workers state themselves every 250 ms; after the load, audits may still be running.
+#: Wait after the load: audits may still run, and workers publish their statuses every 250 ms.
 SETTLE_S: Final = 1.5
-LANES_TIMEOUT_S: Final = 30.0
 
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """What the command line asked for. broker None: kafka.bootstrap names a running cluster."""
+    """The options of the command line. broker: None: kafka.bootstrap names a running cluster."""
 
     broker: Literal["embedded", "kafka"] | None
     seconds: float
@@ -63,13 +63,13 @@ class DemoOptions:
 
 @dataclass
 class Seen:
-    """What the demo learns beside its own answers."""
+    """What the demo reads besides its answers: signals and statuses."""
 
     admitted: set[str]
     live: LiveState
 
     def signals(self, records: list[Record]) -> None:
-        """Pre-infer signals: the requests that the trigger admitted."""
+        """Handle pre-infer signals: they name the admitted requests."""
         for record in records:
             try:
                 self.admitted.add(decode(PreInferSignal, record.value).request_id)
@@ -77,17 +77,17 @@ class Seen:
                 continue  # the workers report it
 
     def statuses(self, records: list[Record]) -> None:
-        """Worker statuses, for the live view and the report."""
+        """Handle worker statuses, for the live view and the report."""
         for status in worker_statuses(records):
             self.live.worker(status)
 
 
 async def run_demo(options: DemoOptions, settings: Settings, console: Console | None = None) -> int:
-    """Run the demo; returns the exit code. Raises RelayError where it cannot run at all."""
+    """Run the demo; returns the exit code. Raises RelayError if it cannot run."""
     console = console or SafeConsole()
     started = time.monotonic()
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    # Beside the picture, so that nothing is written outside the folder the user chose, whatever ends us.
+    # Beside the picture, so that nothing outside the user's folder remains, even after a crash.
     with tempfile.TemporaryDirectory(prefix=".demo-", dir=options.out.parent, ignore_cleanup_errors=True) as name:
         folder = Path(name)
         async with _cluster(options, settings, folder, console) as (reachable, broker):
@@ -103,7 +103,7 @@ async def run_demo(options: DemoOptions, settings: Settings, console: Console | 
 async def _cluster(
     options: DemoOptions, settings: Settings, folder: Path, console: Console
 ) -> AsyncIterator[tuple[Settings, str]]:
-    """The broker asked for: (settings that reach it, its name for the report)."""
+    """Start the chosen broker: (settings with its address, its name for the report)."""
     if options.broker is None:
         yield settings, f"cluster at {settings.kafka.bootstrap}"
         return
@@ -117,7 +117,7 @@ async def _play(options: DemoOptions, settings: Settings, folder: Path, broker: 
     report = await apply_topics(settings.kafka)
     topics = load_topics(settings.kafka)
     console.print(f"topics: {len(report.created)} created, {len(report.existing)} existing, {topics.lanes} lanes")
-    children = _start_children(settings, folder)
+    children = start_relay(settings, folder, "trigger", WORKERS)
     live = LiveState()
     seen = Seen(set(), live)
     relay: dict[str, Result] = {}
@@ -133,7 +133,7 @@ async def _play(options: DemoOptions, settings: Settings, folder: Path, broker: 
             await stack.enter_async_context(statuses)
             await stack.enter_async_context(signals)
             client = await stack.enter_async_context(RelayClient(settings=settings, client_id="demo"))
-            await _wait_for_lanes(live, topics.lanes)
+            await wait_for_lanes(children, lambda: live.owned(WORKERS), topics.lanes)
             await stack.enter_async_context(LiveView(live, console))
             watch = asyncio.create_task(_watch(children, console))
             stack.callback(watch.cancel)
@@ -153,37 +153,16 @@ async def _play(options: DemoOptions, settings: Settings, folder: Path, broker: 
     return _result(options, settings, broker, seen, relay, full, codes)
 
 
-def _start_children(settings: Settings, folder: Path) -> list[Child]:
-    file = folder / "settings.toml"
-    file.touch(mode=0o600)
-    file.write_text(settings_as_toml(settings), encoding="utf-8")
-    common = ("--config", str(file), "--set", "telemetry.log_format=console")
-    return [
-        Child("trigger", ("trigger", *common), folder),
-        *(Child(name, ("worker", *common, "--set", f"worker.name={name}"), folder) for name in WORKERS),
-    ]
-
-
-async def _wait_for_lanes(live: LiveState, lanes: int) -> None:
-    """Until the two workers own all lanes between them."""
-    deadline = time.monotonic() + LANES_TIMEOUT_S
-    while True:
-        owned = [len(status.lanes) for _, status in live.workers.values()]
-        if sum(owned) == lanes and len(owned) >= len(WORKERS) and min(owned) > 0:
-            return
-        if time.monotonic() > deadline:
-            raise RelayError(f"the workers own {owned} of {lanes} lanes after {LANES_TIMEOUT_S:.0f} s")
-        await asyncio.sleep(0.1)
-
-
 async def _watch(children: Sequence[Child], console: Console) -> None:
-    """Say it when a child dies; nobody restarts it."""
+    """Report processes that end; they are not restarted."""
     running = list(children)
     while running:
         for child in list(running):
             if child.exit_code is not None:
                 running.remove(child)
-                console.print(f"{child.name} (pid {child.pid}) died, exit code {child.exit_code}; nobody restarts it:")
+                console.print(
+                    f"{child.name} (pid {child.pid}) ended with exit code {child.exit_code} and is not restarted:"
+                )
                 console.print(child.log_tail(), markup=False, highlight=False)
         await asyncio.sleep(0.25)
 

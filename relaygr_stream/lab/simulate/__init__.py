@@ -1,1 +1,1 @@
-"""The relay on paper: the real trigger, assignor, cache and scheduler under simulated time, for fleets nobody has."""
+"""Simulation of fleets: the real trigger, assignor, cache and scheduler in simulated time."""

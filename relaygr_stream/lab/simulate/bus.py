@@ -1,7 +1,7 @@
-"""How long messages take on the bus: log-normal latencies that last for a while, and order.
+"""Latencies of messages on the bus: log-normal, correlated in time, and in order.
 
-A process reads all its lanes in one loop, so what it reads late holds up what was sent after it: messages come in
-bursts, as they do from a broker.
+A process reads all its lanes in one loop, so a late message delays those after it: messages arrive in bursts, as from a
+broker.
 """
 
 from __future__ import annotations
@@ -10,21 +10,23 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
+
 from relaygr_stream.errors import ConfigError
 from relaygr_stream.lab.simulate.noise import Lasting
 
 #: The 99 % quantile of the standard normal distribution.
 Z99: Final = 2.3263478740408408
-#: Beside a bench on two cores the ranks of two messages' latencies had correlations of 0.4 to 0.6 up to 10 ms apart, of
-#: 0.1 to 0.4 up to 30 ms, and of none beyond.
+#: On two cores during a bench, the ranks of two messages' latencies correlate by 0.4 to 0.6 up to 10 ms apart, by 0.1
+#: to 0.4 up to 30 ms, and not beyond.
 LASTING_MS: Final = 10.0
 
 
 @dataclass(frozen=True)
 class BusLatency:
-    """Produce to consume, in milliseconds. Defaults as measured on Apache Kafka with 4 KB messages (DESIGN §5).
+    """Latency from produce to consume, in milliseconds. Defaults are measured on Apache Kafka with 4 KB messages.
 
-    lasting_ms: messages that far apart have latencies whose logarithms correlate by 1/e.
+    lasting_ms: the logarithms of two messages' latencies this far apart correlate by 1/e.
     """
 
     p50_ms: float = 1.0
@@ -39,7 +41,10 @@ class BusLatency:
 
 
 class Way:
-    """From one process to another, which reads in the order of sending. Ways with one `lasting` are slow together."""
+    """A path from one process to another, which reads in the order of sending.
+
+    lasting: the noise; paths that share one are slow at the same time.
+    """
 
     __slots__ = ("_last", "_lasting", "_median_s", "_sigma")
 
@@ -50,6 +55,16 @@ class Way:
         self._last = 0.0
 
     def arrival(self, sent: float) -> float:
-        """When a message sent now is read."""
+        """The time at which a message sent at `sent` is read."""
         self._last = max(self._last, sent + self._median_s * math.exp(self._sigma * self._lasting.at(sent)))
         return self._last
+
+
+class Paths:
+    """Paths to and from one worker. They share their noise: they have the worker's loop, host and broker in common."""
+
+    def __init__(self, bus: BusLatency, answers: BusLatency, rng: np.random.Generator) -> None:
+        around = Lasting(bus.lasting_ms / 1e3, rng)
+        self.to_worker = Way(bus, around)
+        self.to_client = Way(answers, around)
+        self.to_trigger = Way(bus, Lasting(bus.lasting_ms / 1e3, rng))

@@ -1,6 +1,6 @@
-"""Measures this machine: what the configured model's operations, the worker's own steps and copies between tiers take.
+"""Measures times on this machine: the configured model's operations, the worker's own steps, copies between tiers.
 
-A minute at most; nothing else should run meanwhile. Knows nothing of traffic.
+It takes a minute at most; nothing else should run during it.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from relaygr_stream.lab.simulate.device import META, SimulatedCopies, SimulatedM
 from relaygr_stream.lab.simulate.timeline import Clock
 from relaygr_stream.models.api import KVRegion, RankingModel, ScoreInput, SteppedModel, Tokens
 from relaygr_stream.settings.schema import Settings
-from relaygr_stream.worker.build import assemble, load_engine
-from relaygr_stream.worker.executor import Engine
-from relaygr_stream.worker.tasks import PreInferTask, RankTask
+from relaygr_stream.worker.build import assemble, load_executor
+from relaygr_stream.worker.commands import Prefill, PrefillTask, Rank, RankTask
+from relaygr_stream.worker.executor import Executor
 
 Floats = npt.NDArray[np.float64]
 
-#: Rounds of operations of random shapes: 3 s on two CPU cores with the built-in model, and the noise's P99 is known.
+#: Rounds of operations with random shapes: 3 s on two CPU cores with the built-in model, enough for the noise's P99.
 ROUNDS: Final = 150
-#: Chunks are between the engine's least and what a few milliseconds allow on any device measured.
+#: Tokens of a chunk: from the executor's least to those of a few milliseconds on any measured device.
 CHUNKS: Final = (32, 512)
 BATCHES: Final = (1, 1, 1, 2, 4)
-#: Quantiles kept of measured / formula: a P99 is made of the rarest, but beyond 1 in 200 the samples tell nothing.
+#: Quantiles kept of measured / formula: the rarest factors decide a P99, but the samples do not reach beyond 1 in 200.
 QUANTILES: Final = 101
-#: Rankings after a pause that is longer than any between operations under load, beside as many right after them.
+#: Rankings after a pause that is longer than any under load, each followed by one without a pause.
 PAUSES: Final = 40
 PAUSE_S: Final = 0.01
 COPY_BYTES: Final = 32 << 20
@@ -44,13 +44,13 @@ STEP_REQUESTS: Final = 300
 
 @dataclass
 class Samples:
-    """Operations of one kind: the features of their formula, and what they took."""
+    """Operations of one kind: the features of their formula, and their times in milliseconds."""
 
     features: list[tuple[float, float, float]] = field(default_factory=list)
     ms: list[float] = field(default_factory=list)
 
     def add(self, features: tuple[float, float, float], ms: float) -> None:
-        """One measurement."""
+        """Add a measurement."""
         self.features.append(features)
         self.ms.append(ms)
 
@@ -65,18 +65,18 @@ class Samples:
 
 
 def extend_features(position: int, tokens: int) -> tuple[float, float, float]:
-    """Of costs.py's first formula."""
+    """The features of costs.py's first formula."""
     return 1.0, float(tokens), tokens * (position + tokens / 2)
 
 
 def score_features(batch: Sequence[ScoreInput]) -> tuple[float, float, float]:
-    """Of costs.py's second formula."""
+    """The features of costs.py's second formula."""
     shapes = [(one.kv.length, len(one.suffix) + len(one.candidates)) for one in batch]
     return 1.0, float(sum(m for _, m in shapes)), float(sum(n * m for n, m in shapes))
 
 
 def fit_relative(features: Floats, ms: Floats) -> Floats:
-    """Coefficients ≥ 0 of least squared relative errors."""
+    """Coefficients ≥ 0 with the least squared relative errors."""
     columns = features / ms[:, None]
     fitted = np.zeros(features.shape[1])
     used = list(range(features.shape[1]))
@@ -91,15 +91,15 @@ def fit_relative(features: Floats, ms: Floats) -> Floats:
 
 
 def calibrate(settings: Settings, length: int, rows: int, rounds: int = ROUNDS) -> DeviceCosts:
-    """For prefixes of about `length` tokens and rankings of about `rows` suffix and candidate tokens."""
+    """Measure costs for prefixes of about `length` tokens and rankings of about `rows` suffix and candidate tokens."""
     worker = settings.worker
-    engine = load_engine(settings)
-    model, device = engine.model, engine.device
+    executor = load_executor(settings)
+    model, device = executor.model, executor.device
     longest = min(settings.relay.max_prefix_tokens, 2 * length)
     layout = model.layout
     storage = torch.zeros(longest * layout.elements_per_token, dtype=layout.dtype, device=device)
     region = KVRegion(layout, storage, longest)
-    engine.warm_up(region)
+    executor.warm_up(region)
     extends, scores = Samples(), Samples()
     rng = np.random.default_rng(settings.model.seed)
     none = Tokens(np.zeros((3, 0), np.int64))
@@ -118,21 +118,21 @@ def calibrate(settings: Settings, length: int, rows: int, rounds: int = ROUNDS) 
             )
             for _ in range(size)
         ]
-        scores.add(score_features(batch), engine.score(batch)[1])
-    cold_ms = _cold_ms(engine, batch[:1])
+        scores.add(score_features(batch), executor.score(batch)[1])
+    cold_ms = _cold_ms(executor, batch[:1])
     region.length = 0
     steps = 1
-    if hasattr(type(model), "extend_in_steps"):  # as worker/executor.py asks
+    if hasattr(type(model), "prefill_in_steps"):  # as worker/executor.py asks
         few = Tokens(np.zeros((3, CHUNKS[0]), np.int64))
         with torch.inference_mode():
-            steps = max(1, sum(1 for _ in cast(SteppedModel, model).extend_in_steps(region, few)))
-    extend_ms, extend_factors = extends.fit()
+            steps = max(1, sum(1 for _ in cast(SteppedModel, model).prefill_in_steps(region, few)))
+    prefill_ms, extend_factors = extends.fit()
     score_ms, score_factors = scores.fit()
     reload_speed, spill_speed = _copy_speeds(device, worker.device != "cpu")
     costs = DeviceCosts(
         source=f"measured: {device} ({worker.dtype}, {worker.threads} thread(s)), {model.note or model.version}",
         kv=KV.of(layout),
-        extend_ms=extend_ms,
+        prefill_ms=prefill_ms,
         score_ms=score_ms,
         extend_factors=extend_factors,
         score_factors=score_factors,
@@ -145,33 +145,33 @@ def calibrate(settings: Settings, length: int, rows: int, rounds: int = ROUNDS) 
 
 
 def with_step(costs: DeviceCosts, settings: Settings) -> DeviceCosts:
-    """The same, with what a step of the core takes here beside the device."""
+    """The costs with the measured time of the worker's own step on this machine."""
     values = {name: getattr(costs, name) for name in costs.__struct_fields__}
     return DeviceCosts(**{**values, "step_ms": round(_step_ms(costs, settings), 4)})
 
 
 def _extend(model: RankingModel, region: KVRegion, tokens: Tokens) -> float:
-    """Milliseconds of appending these tokens in one call."""
+    """Milliseconds of one prefill of these tokens."""
     start = time.perf_counter()
     with torch.inference_mode():
-        model.extend(region, tokens)
+        model.prefill(region, tokens)
         if region.storage.device.type != "cpu":
             torch.accelerator.synchronize(region.storage.device)
     return (time.perf_counter() - start) * 1e3
 
 
-def _cold_ms(engine: Engine, batch: Sequence[ScoreInput]) -> float:
-    """What a ranking takes longer after a pause than right after another one."""
+def _cold_ms(executor: Executor, batch: Sequence[ScoreInput]) -> float:
+    """How much longer a ranking takes after a pause than right after another one, in milliseconds."""
     longer = []
     for _ in range(PAUSES):
         time.sleep(PAUSE_S)
-        cold = engine.score(batch)[1]
-        longer.append(cold - engine.score(batch)[1])
+        cold = executor.score(batch)[1]
+        longer.append(cold - executor.score(batch)[1])
     return max(0.0, _median(longer))
 
 
 def _copy_speeds(device: torch.device, pinned: bool) -> tuple[float, float]:
-    """Bytes per second from and to host memory."""
+    """Bytes per second of copies from host memory, and to it."""
     near = TierMemory(COPY_BYTES, device)
     far = TierMemory(COPY_BYTES, torch.device("cpu"), pinned=pinned)
     copier = CopyEngine(device)
@@ -198,20 +198,19 @@ def _median(values: Sequence[float]) -> float:
 
 
 def _step_ms(costs: DeviceCosts, settings: Settings) -> float:
-    """Real time of a step of the real core over a device that takes none."""
+    """Milliseconds of a step of the real scheduler with a device that takes no time."""
     clock = Clock()
     model = SimulatedModel(costs, clock, np.random.default_rng(1))
-    engine = Engine(model, torch.device("cpu"), clock)
+    executor = Executor(model, torch.device("cpu"), clock)
     worker = settings.worker
-    core = assemble(
+    scheduler = assemble(
         settings,
-        engine,
+        executor,
         TierMemory(worker.hbm_bytes, META),
         TierMemory(worker.dram_bytes, META) if worker.dram_bytes else None,
         SimulatedCopies(costs, clock, lambda at: None),
-        lambda answer: None,
         lambda task, deviation, ms: False,
-    ).core
+    ).scheduler
     length = min(settings.relay.max_prefix_tokens, 512)
     tokens, none = Tokens(np.zeros((3, length), np.int64)), Tokens(np.zeros((3, 0), np.int64))
     candidates = np.zeros(100, np.int64)
@@ -219,9 +218,11 @@ def _step_ms(costs: DeviceCosts, settings: Settings) -> float:
     for number in range(STEP_REQUESTS):
         name, user = f"r{number}", f"u{number}"
         start, steps = time.perf_counter(), 0
-        core.signal(PreInferTask(name, user, 0, tokens, clock.now, clock.now + 60.0), clock.now)
-        core.rank(RankTask(name, user, 0, tokens, none, candidates, clock.now, clock.now + 60.0, False), clock.now)
-        while core.step(clock.now):
+        signal = PrefillTask(name, user, 0, tokens, clock.now, clock.now + 60.0)
+        ranking = RankTask(name, user, 0, tokens, none, candidates, clock.now, clock.now + 60.0, False)
+        for command in Prefill(signal), Rank(ranking):
+            scheduler.handle(command, clock.now)
+        while scheduler.step(clock.now):
             steps += 1
         took.append((time.perf_counter() - start) / max(1, steps))
     return _median(took) * 1e3

@@ -1,11 +1,10 @@
-"""What a device takes for the model's two operations and for copies between the tiers: measured, or given in a file.
+"""A device's times for the model's two operations and for copies between the tiers: measured, or given in a file.
 
 extend(k tokens behind p) = e0 + e1·k + e2·k·(p + k/2)
 score(rankings i)         = s0 + Σ (s1·m_i + s2·m_i·n_i)     m: suffix and candidates, n: prefix tokens
 
-Each is multiplied by a random factor drawn from the quantiles of what was measured over what the formula says; what is
-slow stays so for a while (noise.py). The first operation after the device stood idle takes longer: its data has left
-the processor's caches. Knows nothing of queues.
+Each is multiplied by a random factor, drawn from the quantiles of measured / formula and correlated in time (noise.py).
+The first operation after the device was idle takes longer, since its data has left the processor's caches.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from msgspec import Meta
 from relaygr_stream.errors import InputError
 from relaygr_stream.models.api import KVLayout
 
-#: Beside a bench on two cores device times correlated as those of messages did (bus.py).
+#: On two cores during a bench, device times correlate like those of messages (bus.py).
 LASTING_MS: Final = 10.0
 
 NotNegative = Annotated[float, Meta(ge=0)]
@@ -32,7 +31,7 @@ Factors = Annotated[tuple[Annotated[float, Meta(gt=0)], ...], Meta(min_length=1)
 
 
 class KV(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The prefix KV of a token."""
+    """The shape of a token's prefix KV."""
 
     layers: Positive
     heads: Positive
@@ -42,7 +41,7 @@ class KV(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def of(cls, layout: KVLayout) -> KV:
-        """As the model has it."""
+        """The shape of a model's layout."""
         kinds: dict[torch.dtype, Literal["float32", "bfloat16", "float16"]] = {
             torch.float32: "float32",
             torch.bfloat16: "bfloat16",
@@ -51,20 +50,20 @@ class KV(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return cls(layout.layers, layout.heads, layout.dqk, layout.dv, kinds[layout.dtype])
 
     def layout(self) -> KVLayout:
-        """As the cache takes it."""
+        """The layout, for the cache."""
         return KVLayout(self.layers, self.heads, self.dqk, self.dv, getattr(torch, self.dtype))
 
 
 class DeviceCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Milliseconds, and bytes per second. step_ms: what the worker itself takes for one step beside the device.
+    """A device's costs, in milliseconds and bytes per second.
 
-    answer_ms: what it takes beyond that for each answer, its event loop being busy with others.
-    cold_ms: what an operation takes longer after an idle time. lasting_ms: so far apart noise correlates by 1/e.
+    step_ms: the worker's own time per step. answer_ms: its further time per answer. cold_ms: additional time of an
+    operation after an idle time. lasting_ms: noise this far apart correlates by 1/e.
     """
 
-    source: str  # where the numbers are from, for a reader of the report
+    source: str  # of the numbers, for a reader of the report
     kv: KV
-    extend_ms: tuple[NotNegative, NotNegative, NotNegative]
+    prefill_ms: tuple[NotNegative, NotNegative, NotNegative]
     score_ms: tuple[NotNegative, NotNegative, NotNegative]
     extend_factors: Factors = (1.0,)  # quantiles of measured / formula, evenly spaced from the least to the greatest
     score_factors: Factors = (1.0,)
@@ -72,13 +71,13 @@ class DeviceCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     answer_ms: NotNegative = 0.0
     cold_ms: NotNegative = 0.0
     lasting_ms: NotNegative = LASTING_MS
-    steps: Positive = 1  # equal ones that an extension can be interrupted between, such as layers
+    steps: Positive = 1  # equal steps, such as layers, between which a prefill can be interrupted
     reload_bytes_per_s: Above
     spill_bytes_per_s: Above
 
     def extend(self, position: int, tokens: int) -> float:
         """Milliseconds, without noise."""
-        e0, e1, e2 = self.extend_ms
+        e0, e1, e2 = self.prefill_ms
         return e0 + e1 * tokens + e2 * tokens * (position + tokens / 2)
 
     def score(self, batch: Sequence[tuple[int, int]]) -> float:
@@ -88,7 +87,7 @@ class DeviceCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @classmethod
     def read(cls, path: Path) -> DeviceCosts:
-        """From a TOML file. Raises InputError naming file and key."""
+        """Read a TOML file. Raises InputError, which names file and key."""
         try:
             return msgspec.convert(tomllib.loads(path.read_text()), cls)
         except OSError as error:
@@ -103,7 +102,7 @@ class DeviceCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             ) from error
 
     def as_toml(self) -> str:
-        """What `read` reads."""
+        """The costs as TOML, for `read`."""
         values: dict[str, Any] = msgspec.to_builtins(self)
         table = values.pop("kv")
         lines = [f"{name} = {_toml(value)}" for name, value in values.items()]

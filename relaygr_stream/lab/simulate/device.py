@@ -1,7 +1,7 @@
-"""A device that takes time and computes nothing: a model whose operations advance a clock, and copies that do.
+"""A simulated device: a model whose operations advance a clock and compute nothing, and copies that take time.
 
-The real engine runs this model, measures it by that clock and learns its costs, so that chunk sizes and what triggers
-are told come about as they do on a device. Memory is `TierMemory` on torch's `meta` device: the real arena, no bytes.
+The real executor runs this model, measures it by that clock and learns its costs, so chunk sizes and stated costs arise
+as on a real device. Memory is `TierMemory` on torch's `meta` device: the real arena without bytes.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from relaygr_stream.lab.simulate.timeline import Clock
 from relaygr_stream.models.api import KVRegion, ScoreInput, Tokens
 
 META = torch.device("meta")
-#: A device that did nothing for so long was idle: the next operation pays cold_ms.
+#: After this long without an operation, the next one takes cold_ms longer.
 IDLE_S: Final = 1e-3
 
 
 class SimulatedModel:
-    """A RankingModel that takes as long as `costs` say; all scores are zero."""
+    """A RankingModel whose operations take the times in `costs`; all scores are zero."""
 
     version = "simulated"
     note = "simulated: computes nothing"
@@ -42,14 +42,14 @@ class SimulatedModel:
         self._worked_until = clock.now
         self._zeros: dict[int, torch.Tensor] = {}
 
-    def extend(self, kv: KVRegion, tokens: Tokens) -> None:
-        """Takes the time of `DeviceCosts.extend`."""
+    def prefill(self, kv: KVRegion, tokens: Tokens) -> None:
+        """Take the time of `DeviceCosts.extend`."""
         count = len(tokens)
         self._pass(self._costs.extend(kv.length, count) * self._extend_noise.draw(self._clock.now))
         kv.length += count
 
-    def extend_in_steps(self, kv: KVRegion, tokens: Tokens) -> Iterator[None]:
-        """The same in as many steps as `costs` say."""
+    def prefill_in_steps(self, kv: KVRegion, tokens: Tokens) -> Iterator[None]:
+        """As `prefill`, in `DeviceCosts.steps` equal steps."""
         count, steps = len(tokens), self._costs.steps
         ms = self._costs.extend(kv.length, count) * self._extend_noise.draw(self._clock.now)
         for _ in range(steps):
@@ -59,7 +59,7 @@ class SimulatedModel:
         kv.length += count
 
     def score(self, batch: Sequence[ScoreInput]) -> list[torch.Tensor]:
-        """Takes the time of `DeviceCosts.score`."""
+        """Take the time of `DeviceCosts.score`."""
         shapes = [(one.kv.length, len(one.suffix) + len(one.candidates)) for one in batch]
         self._pass(self._costs.score(shapes) * self._score_noise.draw(self._clock.now))
         return [self._scores(len(one.candidates)) for one in batch]
@@ -79,7 +79,7 @@ class SimulatedModel:
 
 
 class _Ticket(CopyTicket):
-    """A copy that is over at a given time."""
+    """A copy that completes at a given time."""
 
     __slots__ = ("_clock", "_over_at")
 
@@ -90,12 +90,15 @@ class _Ticket(CopyTicket):
         self._over_at = over_at
 
     def done(self) -> bool:
-        """Whether its time has come."""
+        """Whether the copy is complete."""
         return self._clock.now >= self._over_at
 
 
 class SimulatedCopies(CopyEngine):
-    """Copies that take bytes / bandwidth, one after the other per direction. wake_at(time): called for each copy."""
+    """Copies that take bytes / bandwidth, one after the other per direction.
+
+    wake_at(time): called for each copy with the time of its completion.
+    """
 
     def __init__(self, costs: DeviceCosts, clock: Clock, wake_at: Callable[[float], None]) -> None:
         self._speed = {True: costs.reload_bytes_per_s, False: costs.spill_bytes_per_s}
@@ -106,8 +109,7 @@ class SimulatedCopies(CopyEngine):
     def submit(
         self, dst: torch.Tensor, src: torch.Tensor, *, urgent: bool = False, convert: Convert = unchanged
     ) -> CopyTicket:
-        """The destination is there when the ticket says so. A conversion takes as long as a plain copy of the smaller
-        form: only that crosses the bus."""
+        """Start a copy. A conversion takes as long as a plain copy of the smaller form, which crosses the bus."""
         del convert
         seconds = min(src.nbytes, dst.nbytes) / self._speed[urgent]
         over_at = max(self._free_at[urgent], self._clock.now) + seconds
@@ -116,4 +118,4 @@ class SimulatedCopies(CopyEngine):
         return _Ticket(dst, src, self._clock, seconds, over_at)
 
     def close(self) -> None:
-        """Nothing runs."""
+        """Does nothing: there is no thread."""

@@ -1,10 +1,10 @@
-"""A simulated fleet: what the bus, the group protocol and the clients do around triggers and workers.
+"""A simulated fleet: the bus, the group protocol and the clients around triggers and workers.
 
 event ─► trigger ─► signal ─► worker ◄─ ranking
                                 └─► answer ─► client
 
-Every message takes a latency, and a process reads in order. A worker that dies is silent; its lanes' messages wait in
-their logs until the group has noticed and the real assignor gave them to others.
+Every message has a latency, and a process reads in order. A dead worker is silent; its lanes' messages wait in their
+logs until the group notices and the real assignor gives the lanes to others.
 """
 
 from __future__ import annotations
@@ -17,27 +17,26 @@ import numpy as np
 
 from relaygr_stream.bus.assignor import Claim, assign_lanes
 from relaygr_stream.bus.topics import load_topics
-from relaygr_stream.lab.simulate.paths import Paths
-from relaygr_stream.lab.simulate.requests import Request
+from relaygr_stream.lab.simulate.bus import Paths
 from relaygr_stream.lab.simulate.scenario import Group, Scenario
 from relaygr_stream.lab.simulate.timeline import Timeline
-from relaygr_stream.lab.simulate.traffic import Arrival, Part, arrivals
+from relaygr_stream.lab.simulate.traffic import Arrival, Part, Request, arrivals
 from relaygr_stream.lab.simulate.trigger import SimulatedTrigger
 from relaygr_stream.lab.simulate.worker import SimulatedWorker
 from relaygr_stream.models.api import Tokens
 from relaygr_stream.trigger.ledger import Pending
 from relaygr_stream.wire.messages import WorkerStatus
+from relaygr_stream.worker.commands import Answer, LanesLost, Prefill, PrefillTask, Rank, RankTask
 from relaygr_stream.worker.intake import due_ms
-from relaygr_stream.worker.tasks import Answer, PreInferTask, RankTask
 
 Deliver = Callable[[SimulatedWorker, float], None]
 
-#: Statements that workers make before the first event, so that triggers know the owners: as run_trigger waits for.
+#: Status intervals before the first event, so that triggers know the owners; run_trigger waits as long.
 START_STATUSES: Final = 2
 
 
 class Lane:
-    """One lane's signals and who reads them. backlog: what arrived while nobody did."""
+    """One lane's signals and its owner. backlog: messages that arrived while it had no live owner."""
 
     def __init__(self, paths: Paths) -> None:
         self.paths = paths
@@ -49,7 +48,7 @@ class Lane:
 
 
 class Fleet:
-    """One group's workers, lanes, triggers and clients. `run` once; then `requests` tell the story."""
+    """One group's workers, lanes, triggers and clients. Call `run` once; `requests` then hold the results."""
 
     def __init__(self, scenario: Scenario, group: Group, timeline: Timeline | None = None) -> None:
         settings = scenario.settings
@@ -74,7 +73,7 @@ class Fleet:
                 self.lanes[number].owner = self._by_name[name]
         self.first_owners = {number: name for name, numbers in self._owned.items() for number in numbers}
         self._trigger = SimulatedTrigger(settings, load_topics(settings.kafka), count, scenario.traffic, self.timeline)
-        self.start = START_STATUSES * settings.worker.status_ms / 1e3
+        self.start = START_STATUSES * settings.worker.status_interval_ms / 1e3
         part = Part(group.first * scenario.lanes_per_worker, count, scenario.workers * scenario.lanes_per_worker)
         self._arrivals = arrivals(scenario.traffic, part, int(seeds[2].generate_state(1)[0]))
         self.requests: list[Request] = []
@@ -90,11 +89,11 @@ class Fleet:
         return SimulatedWorker(name, self._settings, self._scenario.costs, self.timeline, seed, self._answered)
 
     def run(self) -> None:
-        """From before the first event until every client has its answer or gave up."""
+        """Run until every client has its answer or has timed out."""
         scenario, timeline = self._scenario, self.timeline
         until = self.start + scenario.warm_s + scenario.seconds
         for worker in self.workers:
-            self._state_every(worker, float(self._rng.random()) * self._settings.worker.status_ms / 1e3)
+            self._state_every(worker, float(self._rng.random()) * self._settings.worker.status_interval_ms / 1e3)
         self._trigger.reconcile_every_second(lambda: [lane.end for lane in self.lanes])
         self._next_event(until)
         if scenario.failure is not None:
@@ -111,7 +110,7 @@ class Fleet:
             self.timeline.at(self.start + arrival.at, partial(self._event, arrival, until))
 
     def _event(self, arrival: Arrival, until: float, now: float) -> None:
-        """A client's request begins."""
+        """A client publishes its request event."""
         self._next_event(until)
         request = Request(
             len(self.requests), now, self.start + arrival.rank_at, arrival.user, arrival.lane, arrival.prefix,
@@ -136,14 +135,14 @@ class Fleet:
         self._trigger.acknowledged(lane, pending, offset, now)
 
     def _rank(self, request: Request, now: float) -> None:
-        """The client asks for the scores."""
+        """The client sends the ranking request."""
         lane = self.lanes[request.lane]
         self.timeline.at(
             lane.paths.to_worker.arrival(now), partial(self._arrive, lane, partial(self._ranking, request))
         )
 
     def _arrive(self, lane: Lane, message: Deliver, now: float) -> None:
-        """A message is there for the lane's owner, or its next one."""
+        """Deliver a message to the lane's owner, or keep it for the next one."""
         if lane.owner is None or not lane.owner.alive:
             lane.backlog.append(message)
         else:
@@ -152,7 +151,7 @@ class Fleet:
     def _signal(self, request: Request, admitted: float, worker: SimulatedWorker, now: float) -> None:
         self.lanes[request.lane].read += 1
         age = now - admitted
-        task = PreInferTask(
+        task = PrefillTask(
             request.name,
             request.user_id,
             request.lane,
@@ -160,7 +159,7 @@ class Fleet:
             due=now + max(0.0, self._scenario.traffic.delay.median_ms / 1e3 - age),
             expires=now + self._settings.relay.life_window_ms / 1e3 - age,
         )
-        worker.submit(lambda core, at: core.signal(task, at))
+        worker.submit(Prefill(task))
 
     def _ranking(self, request: Request, worker: SimulatedWorker, now: float) -> None:
         task = RankTask(
@@ -176,11 +175,11 @@ class Fleet:
             origin=request,
         )
         self.lanes[request.lane].ranking.add(task)
-        worker.submit(lambda core, at: core.rank(task, at))
+        worker.submit(Rank(task))
 
     def _tokens(self, length: int) -> Tokens:
-        """A history of that length. Only sequences of one user are ever compared, and those continue each other: a view
-        of one array of bytes serves for all, and compares in a microsecond."""
+        """A history of that length. All are views of one array, which compare in a microsecond: only sequences of one
+        user are compared, and each continues the one before."""
         return Tokens(self._sequence[:, :length])  # type: ignore[arg-type]
 
     def _answered(self, answers: list[Answer], now: float) -> None:
@@ -199,7 +198,7 @@ class Fleet:
     # ---- statements ----
 
     def _state_every(self, worker: SimulatedWorker, first: float) -> None:
-        pause = self._settings.worker.status_ms / 1e3
+        pause = self._settings.worker.status_interval_ms / 1e3
 
         def state(now: float) -> None:
             if worker.alive:
@@ -216,7 +215,7 @@ class Fleet:
     # ---- faults ----
 
     def _fail(self, now: float) -> None:
-        """Some workers die; the group's coordinator notices when their sessions end."""
+        """Kill some workers; the group's coordinator notices when their sessions expire."""
         assert self._scenario.failure is not None
         count = min(len(self.workers) - 1, max(1, round(self._scenario.failure.share * len(self.workers))))
         self.failed_at = now
@@ -224,13 +223,13 @@ class Fleet:
         for worker in self.dead:
             worker.die()
         kafka = self._settings.kafka
-        # The session counts from the last heartbeat, and the others learn of the new assignment with their next one.
-        silent = float(self._rng.random()) * kafka.heartbeat_ms
-        notice = float(self._rng.random()) * kafka.heartbeat_ms
+        # A session counts from its last heartbeat; the other members get the new assignment at their next one.
+        silent = float(self._rng.random()) * kafka.heartbeat_interval_ms
+        notice = float(self._rng.random()) * kafka.heartbeat_interval_ms
         self.timeline.at(now + (kafka.session_timeout_ms - silent + notice) / 1e3, self._rebalance)
 
     def _rebalance(self, now: float) -> None:
-        """The assignor shares the lanes among those who are left; they read on where the dead had committed."""
+        """Assign the lanes to the live workers, which read on from the committed offsets."""
         self.taken_over_at = now
         claims = {worker.name: Claim(self._owned[worker.name], 1) for worker in self.workers if worker.alive}
         self._owned = assign_lanes(len(self.lanes), claims)
@@ -243,8 +242,8 @@ class Fleet:
         self.moved_lanes += 1
         before, lane.owner = lane.owner, worker
         if before is not None and before.alive:
-            before.submit(lambda core, _: core.lanes_lost([number]))
-        # Offsets are committed up to the first ranking without an answer: those are read again.
+            before.submit(LanesLost(frozenset([number])))
+        # Offsets are committed up to the first unanswered ranking, so unanswered rankings are read again.
         again: list[Deliver] = [partial(self._ranking, task.origin) for task in lane.ranking]
         lane.ranking.clear()
         backlog, lane.backlog = lane.backlog, []

@@ -1,8 +1,7 @@
-"""How much cached prefix KV a share of hits needs: reuse distances in bytes, of one worker's users.
+"""The memory that a share of hits needs, from reuse distances in bytes of one worker's users.
 
-A return finds its prefix KV if everything used since the user's last request fits beside it: with the least recently
-used given up first, its reuse distance is at most the memory. The real policy is judged by the simulation itself; this
-tells where to look. Knows nothing of time but the order of requests.
+With least-recently-used eviction, a return finds its prefix KV if its reuse distance, the bytes used since the user's
+last request, is at most the memory. This is an estimate for the search; the simulation judges the real policy.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from relaygr_stream.lab.simulate.traffic import Arrival
 
 
 class _Sums:
-    """Sums over positions 1…n, each O(log n) to change and to ask for (a Fenwick tree)."""
+    """Prefix sums over positions 1…n with O(log n) updates and queries (a Fenwick tree)."""
 
     def __init__(self, size: int) -> None:
         self._tree = [0] * (size + 1)
@@ -35,7 +34,7 @@ class _Sums:
 
 
 def reuse_bytes(requests: Iterable[Arrival], nbytes: Callable[[int], int]) -> npt.NDArray[np.int64]:
-    """For each return, the bytes used since the user's last request, its own included. nbytes: of a prefix."""
+    """For each return, the bytes used since the user's last request, its own included. nbytes(tokens): of a prefix."""
     ordered = list(requests)
     sums = _Sums(len(ordered))
     last: dict[int, tuple[int, int]] = {}  # user → position, bytes
@@ -56,7 +55,7 @@ def reuse_bytes(requests: Iterable[Arrival], nbytes: Callable[[int], int]) -> np
 
 
 def bytes_for(distances: npt.NDArray[np.int64], share: float) -> int:
-    """The least memory with which that share of the returns is found; 0 without any return."""
+    """The least memory with which this share of the returns hits; 0 without any return."""
     if not len(distances):
         return 0
     ordered = np.sort(distances)

@@ -1,8 +1,7 @@
-"""Noise that lasts: what is slow at one moment is slow a moment later.
+"""Noise that is correlated in time.
 
-A log-normal or measured factor is drawn through a standard normal value that moves with time (an Ornstein-Uhlenbeck
-process): values `lasting_s` apart have a correlation of 1/e. Draws with one such process are slow together. Knows
-nothing of what is slow.
+A log-normal or measured factor is drawn from a standard normal value that moves with time (an Ornstein–Uhlenbeck
+process): values `lasting_s` apart correlate by 1/e. Draws from one such process are slow at the same time.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ ROOT_2: Final = math.sqrt(2.0)
 
 
 class Lasting:
-    """A standard normal value that moves with time. lasting_s = 0: another one each time."""
+    """A standard normal value that moves with time. lasting_s: correlation time; 0: independent values."""
 
-    #: Drawn ahead at once: numpy's cost per call, some 5 µs, then counts for nothing.
+    #: Values drawn at once, since a call of numpy takes about 5 µs.
     BLOCK = 512
 
     __slots__ = ("_at", "_drawn", "_lasting_s", "_rng", "_value")
@@ -32,7 +31,7 @@ class Lasting:
         self._value = self._fresh()
 
     def at(self, time: float) -> float:
-        """The value now. A time before the last one asked for counts as that."""
+        """The value at this time; a time before the last one counts as the last one."""
         if not self._lasting_s:
             return self._fresh()
         if time > self._at:
@@ -48,7 +47,7 @@ class Lasting:
 
 
 class Noise:
-    """Factors by evenly spaced quantiles from the least to the greatest, straight lines between them."""
+    """Factors by evenly spaced quantiles, from the least to the greatest, with linear interpolation."""
 
     __slots__ = ("_factors", "_last", "_lasting")
 
@@ -58,7 +57,7 @@ class Noise:
         self._lasting = lasting
 
     def draw(self, time: float) -> float:
-        """The factor of what begins now."""
+        """The factor of an operation that starts at this time."""
         share = 0.5 * (1.0 + math.erf(self._lasting.at(time) / ROOT_2))
         index, part = divmod(share * self._last, 1.0)
         low, high = self._factors[int(index) : int(index) + 2]

@@ -1,9 +1,9 @@
-"""How many workers, and how much memory in each: the smallest fleet that keeps the SLO, found by simulating fleets.
+"""Plans a fleet: the smallest number of workers that keeps the SLO, and their memory, found by simulating fleets.
 
-Workers are searched by bisection between a fleet that fails and one that holds, with memory as configured. Then DRAM:
-what a share of hits among returning users needs, by reuse distances; and HBM: doubled from the least that the cache
-takes until the SLO holds. Little's law tells what admitted requests pin on average, but each of a worker's lanes has a
-budget of its own that must hold several prefixes, which only the simulation knows.
+The number of workers is found by bisection between a fleet that fails and one that holds, with the configured memory.
+DRAM is what a share of hits among returning users needs, by reuse distances. HBM is doubled from the cache's minimum
+until the SLO holds. Little's law gives the mean of pinned bytes, but each lane has its own budget, which must hold
+several prefixes; only the simulation shows that.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from relaygr_stream.trigger.decision import REASONS
 #: Simulates one fleet.
 Simulate = Callable[[Scenario], Story]
 
-#: The bracket of the search: the fleet that holds is at most this much larger than one that fails.
+#: Tolerance of the search: the fleet that holds is at most this factor larger than one that fails.
 TOLERANCE: Final = 1.05
-#: Fleets tried at most. From a guess within a factor of two: two steps outwards, then five halvings of ×2 to ×1.02.
+#: Most fleets tried. From a guess within a factor of two: two steps outwards, then five halvings from ×2 to ×1.02.
 MOST_PROBES: Final = 10
 STEP: Final = 1.5
-#: Device time that a first guess fills.
+#: Busy share of the devices in the first guess.
 GUESS_BUSY: Final = 0.7
-#: Reuse distances are taken over so many mean times to a return, in so many workers' lanes.
+#: Reuse distances cover this many mean times to a return, on the lanes of this many workers.
 RETURN_TIMES: Final = 12
 REUSE_WORKERS: Final = 4
 
@@ -56,17 +56,17 @@ class Probe:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes a worker needs."""
+    """The bytes that a worker needs."""
 
     entry: int  # one prefix KV of median length
-    pinned: int  # the most that admitted requests held at once, as simulated
-    little: float  # their mean by Little's law: admissions/s × seconds from event to ranking × bytes
-    hbm: int  # the least that was found to keep the SLO
-    reuse: int  # cached prefix KV for the share of hits asked for
+    pinned: int  # the most that admitted requests pinned at once in the simulation
+    little: float  # the mean of pinned bytes by Little's law: admissions/s × seconds from event to ranking × bytes
+    hbm: int  # the least found that keeps the SLO
+    reuse: int  # cached prefix KV for the requested share of hits
 
 
 def search(scenario: Scenario, simulate: Simulate, report: Callable[[Probe], None]) -> Probe:
-    """The smallest fleet that holds. Raises CapacityError if none of those tried does."""
+    """The smallest fleet that holds. Raises CapacityError if no fleet tried does."""
     passed: Probe | None = None
     failed = 0
     workers = _guess(scenario)
@@ -91,16 +91,16 @@ def search(scenario: Scenario, simulate: Simulate, report: Callable[[Probe], Non
     if passed is None:
         raise CapacityError(
             f"no fleet of up to {failed:,} workers answers 99 % of the requests within "
-            f"{scenario.settings.relay.slo_ms:g} ms: with these costs a request may need longer by itself "
-            f"(relay.slo_ms, --length, --costs)"
+            f"{scenario.settings.relay.slo_ms:g} ms: with these costs a single request may take longer; change "
+            f"relay.slo_ms, --length or --costs"
         )
     return passed
 
 
 def size(best: Probe, hit_target: float, simulate: Simulate, report: Callable[[Probe], None]) -> tuple[Memory, Probe]:
-    """The memory that this fleet needs, and the fleet with it. hit_target: among returns, what caches are to find.
+    """The memory that this fleet needs, and the fleet with that memory.
 
-    HBM stays as configured if nothing smaller holds.
+    hit_target: required share of returns that hit. HBM stays as configured if no smaller size holds.
     """
     scenario, settings = best.scenario, best.scenario.settings
     layout = scenario.costs.kv.layout()
@@ -130,7 +130,7 @@ def size(best: Probe, hit_target: float, simulate: Simulate, report: Callable[[P
 
 
 def _reuse(scenario: Scenario, nbytes: Callable[[int], int], share: float) -> int:
-    """Cached prefix KV that finds this share of the returns, on the worst of some workers."""
+    """Bytes of cached prefix KV with which this share of the returns hits, on the worst of some workers."""
     traffic, lanes = scenario.traffic, scenario.lanes_per_worker
     until = RETURN_TIMES * traffic.return_s
     needs = []
@@ -142,7 +142,7 @@ def _reuse(scenario: Scenario, nbytes: Callable[[int], int], share: float) -> in
 
 
 def _guess(scenario: Scenario) -> int:
-    """By the device time of a request: prefix or extension, and the ranking."""
+    """A number of workers from a request's device time: its prefix or extension, and its ranking."""
     costs, traffic = scenario.costs, scenario.traffic
     length, rows = round(traffic.length), traffic.suffix + traffic.candidates
     prefix = costs.extend(0, length)

@@ -1,4 +1,4 @@
-"""The answer to "this traffic: how many workers, how much memory, which P99, what if a rack goes", as words."""
+"""A plan as text: how many workers and how much memory this traffic needs, with which P99, also when a rack fails."""
 
 from __future__ import annotations
 
@@ -7,29 +7,31 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
+from rich.console import Group, RenderableType
+
 from relaygr_stream.lab.simulate.plan import Memory, Probe, Simulate, search, size
 from relaygr_stream.lab.simulate.report import render, render_bytes, summary, table
 from relaygr_stream.lab.simulate.scenario import SURVIVORS_AND_DEAD, Failure, Scenario
 from relaygr_stream.lab.simulate.story import Story, hit_share, late_share, p99
 
-#: The rack that goes where none is named.
+#: The default failure: this share of the workers, at this second.
 RACK: Final = 0.02
 RACK_AT_S: Final = 5.0
-#: After it: the session's end (6 s by default), and then as long again and more.
+#: Simulated time after the failure: the session timeout (6 s by default), and more than as long again.
 AFTER_RACK_S: Final = 20.0
 ONE_WORKER: Final = (
-    "When a rack goes: not simulated. One worker is the whole fleet: while it is away nothing is answered; run two."
+    "When a rack fails: not simulated. The fleet has one worker: while it is away no request is answered; run two."
 )
 
 
 @dataclass(frozen=True)
 class Planned:
-    """What was found."""
+    """A plan: the smallest fleet, its memory, and their simulations."""
 
     best: Probe
     memory: Memory
     verified: Probe
-    failing: tuple[Scenario, Story] | None  # None: of one worker nobody is left to take the lanes over
+    failing: tuple[Scenario, Story] | None  # None: the fleet has one worker, so no other gets its lanes
     hit_target: float
 
     def figures(self) -> dict[str, Any]:
@@ -44,14 +46,14 @@ class Planned:
 
 
 def plan(scenario: Scenario, hit_target: float, simulate: Simulate, report: Callable[[Probe], None]) -> Planned:
-    """Search, size, verify, fail. Raises CapacityError where no fleet will do."""
+    """Search the fleet, size its memory, verify it, simulate a failure. Raises CapacityError if no fleet holds."""
     best = search(scenario, simulate, report)
     needed, verified = size(best, hit_target, simulate, report)
     return Planned(best, needed, verified, _fail(verified.scenario, scenario, simulate), hit_target)
 
 
 def _fail(fleet: Scenario, asked: Scenario, simulate: Simulate) -> tuple[Scenario, Story] | None:
-    """The found fleet when the rack that was asked for goes."""
+    """Simulate the planned fleet with the requested failure."""
     if fleet.workers < SURVIVORS_AND_DEAD:
         return None
     failure = asked.failure or Failure(share=RACK, at=RACK_AT_S)
@@ -65,7 +67,7 @@ def _fail(fleet: Scenario, asked: Scenario, simulate: Simulate) -> tuple[Scenari
 
 
 def render_probe(probe: Probe) -> str:
-    """One line."""
+    """The probe in one line."""
     scenario, story = probe.scenario, probe.story
     late = late_share(story, scenario.settings.relay.slo_ms)
     return (
@@ -75,8 +77,8 @@ def render_probe(probe: Probe) -> str:
     )
 
 
-def render_plan(planned: Planned) -> str:
-    """The answer."""
+def render_plan(planned: Planned) -> RenderableType:
+    """The plan as tables."""
     scenario, needed = planned.best.scenario, planned.memory
     hits = hit_share(planned.verified.story, returning=True)
     of = render_bytes
@@ -89,10 +91,6 @@ def render_plan(planned: Planned) -> str:
         ("DRAM a worker", f"{by_reuse}; simulated: {hits.value:.1%}"),
         ("fleet", f"{of(scenario.workers * needed.hbm)} HBM, {of(scenario.workers * needed.reuse)} DRAM"),
     ]
-    return "\n\n".join(
-        [
-            table(rows),
-            "With this memory:\n" + render(planned.verified.scenario, planned.verified.story),
-            "When a rack goes:\n" + render(*planned.failing) if planned.failing else ONE_WORKER,
-        ]
-    )
+    failing = ["When a rack fails:", render(*planned.failing)] if planned.failing else [ONE_WORKER]
+    verified = render(planned.verified.scenario, planned.verified.story)
+    return Group(table(rows), "\nWith this memory:", verified, "", *failing)

@@ -1,4 +1,4 @@
-"""A simulated story as a table for people and as plain values for JSON."""
+"""The results of a simulation as a table, and as plain values for JSON."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from rich.table import Table
 
 from relaygr_stream.lab.simulate.scenario import Scenario
 from relaygr_stream.lab.simulate.story import (
@@ -33,7 +34,7 @@ Row = tuple[str, str]
 
 
 def summary(scenario: Scenario, story: Story) -> dict[str, Any]:
-    """Everything that is said, as plain values; what is not known is None."""
+    """All results as plain values; unknown ones are None."""
     slo_ms = scenario.settings.relay.slo_ms
     values = latencies(story)
     found: dict[str, Any] = {
@@ -81,8 +82,8 @@ def summary(scenario: Scenario, story: Story) -> dict[str, Any]:
     return found
 
 
-def render(scenario: Scenario, story: Story, wall_s: float | None = None) -> str:
-    """The table. wall_s: how long it took, to tell the speed."""
+def render(scenario: Scenario, story: Story, wall_s: float | None = None) -> Table:
+    """The table. wall_s: seconds that the simulation took, for its speed."""
     slo_ms = scenario.settings.relay.slo_ms
     late = late_share(story, slo_ms)
     worker = scenario.settings.worker
@@ -129,7 +130,7 @@ def _failure(scenario: Scenario, story: Story) -> list[Row]:
         ("failure", f"{story.dead} of {len(story.busy)} workers at {scenario.failure.at:g} s"),
         ("lanes moved", f"{story.moved_lanes}, after {taken_over}"),
         ("requests hit by it", f"{int((late & after).sum()):,} late or without scores, of {int(after.sum()):,} since"),
-        ("recovered", "not within what was simulated" if recovered is None else f"after {recovered:.0f} s (*)"),
+        ("recovered", "not within the simulated time" if recovered is None else f"after {recovered:.0f} s (*)"),
         ("(*)", f"the first of {GOOD_WINDOWS} seconds in a row with at most {ALLOWED_LATE:.0%} late"),
         ("second by second", "second, requests, P99, late, hits"),
     ]
@@ -154,14 +155,18 @@ def _traffic(scenario: Scenario) -> list[Row]:
     ]
 
 
-def table(rows: Sequence[Row]) -> str:
-    """Names flush right, texts flush left."""
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name:>{width}}  {text}".rstrip() for name, text in rows)
+def table(rows: Sequence[Row]) -> Table:
+    """A table of right-aligned names and left-aligned texts."""
+    found = Table.grid(padding=(0, 2, 0, 0))
+    found.add_column(justify="right", no_wrap=True)
+    found.add_column(overflow="fold")
+    for name, text in rows:
+        found.add_row(name, text)
+    return found
 
 
 def _relays(lanes: int) -> str:
-    """More lanes than topics may have."""
+    """The note on a fleet with more lanes than a relay may have."""
     relays = -(-lanes // MAX_LANES)
     return (
         f"a relay has at most {MAX_LANES:,} lanes: this fleet is {relays} relays side by side, each with its own "
@@ -191,7 +196,7 @@ def _ms(value: float) -> str:
 
 
 def render_bytes(value: float) -> str:
-    """In the largest binary unit of which there is one."""
+    """The value in the largest binary unit that it reaches."""
     for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20)):
         if value >= size:
             return f"{value / size:.1f} {unit}"

@@ -1,4 +1,4 @@
-"""Runs a scenario's groups, side by side on the machine's cores. The result does not depend on how many there are."""
+"""Runs a scenario's groups in parallel on the machine's cores. The result does not depend on the number of cores."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ Report = Callable[[int, int], None]
 
 
 def run_group(scenario: Scenario, group: Group) -> Story:
-    """One group, in this process."""
+    """Simulate one group, in this process."""
     started = time.process_time()
     fleet = Fleet(scenario, group)
     busy: list[float] = []
     fleet.timeline.at(
         fleet.start + scenario.warm_s, lambda _: busy.extend(worker.model.busy_s for worker in fleet.workers)
     )
-    gc.disable()  # what a group makes lives as long as the group: looking through it again and again finds nothing
+    gc.disable()  # objects live as long as the group, so collections would find nothing
     try:
         fleet.run()
     finally:
         gc.enable()
     for worker in fleet.workers:
-        worker.core.check_integrity()
+        worker.scheduler.check_integrity()
     return story_of(fleet, scenario, busy, time.process_time() - started)
 
 
 def run_scenario(scenario: Scenario, processes: int = 0, report: Report = lambda done, of: None) -> Story:
-    """All groups; processes: 0: one per core."""
+    """Simulate all groups. processes: 0: one per core. report(done, of): called after each group."""
     groups = scenario.groups
     processes = min(processes or os.cpu_count() or 1, len(groups))
     report(0, len(groups))
@@ -55,7 +55,7 @@ def _stories(scenario: Scenario, groups: list[Group], processes: int) -> Iterato
     if processes == 1:
         yield from ((group.index, run_group(scenario, group)) for group in groups)
         return
-    # Not forked: torch's threads would not survive that.
+    # Spawned, not forked: torch's threads do not survive a fork.
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), initializer=_one_thread) as pool:
         with signals_later():  # the first submission starts the processes
             futures = {pool.submit(partial(run_group, scenario), group): group.index for group in groups}

@@ -1,4 +1,4 @@
-"""What is simulated: fleet, traffic, bus, faults. Plain values that travel to other processes."""
+"""A scenario: fleet, traffic, bus, faults. Plain values, which can be sent to other processes."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from relaygr_stream.settings.schema import Settings
 #: relay: events, signals, reuse. cache: prefix KV kept after ranking, no events. full: every ranking inferred in full.
 Mode = Literal["relay", "cache", "full"]
 
-#: Most workers simulated together: few, so that all cores have something to do with a small sample.
+#: Most workers in a group: few, so that a small sample uses all cores.
 GROUP: Final = 20
-#: … where some fail: enough that one in fifty is one.
+#: Most workers in a group with a failure: enough that a share of 2 % is one worker.
 FAILING_GROUP: Final = 50
-#: Where some fail, one dies and one takes its lanes over.
+#: Least workers with a failure: one dies, and one gets its lanes.
 SURVIVORS_AND_DEAD: Final = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """So many of the workers die at once, `at` seconds into what is measured."""
+    """A share of the workers dies at once, `at` seconds into the measured time."""
 
     share: float
     at: float
@@ -39,7 +39,7 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """A fleet under traffic. sample: workers that are simulated, of `workers` that there are."""
+    """A fleet under traffic. workers: the fleet's; sample: how many of them are simulated."""
 
     settings: Settings
     costs: DeviceCosts
@@ -76,7 +76,7 @@ class Scenario:
 
     @property
     def groups(self) -> list[Group]:
-        """The sample, in parts that are simulated one by one. Of nearly equal size, at most GROUP workers each."""
+        """The sample in groups of nearly equal size, at most GROUP workers each, which are simulated separately."""
         sample = min(self.sample, self.workers)
         count = -(-sample // (GROUP if self.failure is None else FAILING_GROUP))
         sizes = [sample // count + (index < sample % count) for index in range(count)]

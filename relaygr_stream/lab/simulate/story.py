@@ -1,7 +1,7 @@
-"""What happened to one group, as arrays that travel between processes, and what that says of the whole fleet.
+"""The results of a group, as arrays that can be sent between processes, and estimates for the whole fleet.
 
-The simulated workers are a sample of independent ones, given their lanes; errors are judged by how far batches of
-workers differ, since requests on one worker are not independent of each other.
+Given their lanes, the simulated workers are an independent sample. Errors are estimated from the spread between batches
+of workers, since requests on one worker depend on each other.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from relaygr_stream.wire.messages import Outcome, Status
 
 STATUSES: Final = get_args(Status)
 OUTCOMES: Final = get_args(Outcome)
-#: In place of a status, an outcome or a reason: none.
+#: Stands for no status, no outcome or no reason.
 NONE: Final = -1
 #: Batches of workers whose P99s are compared, and the 97.5 % quantile of Student's t with one degree less.
 BATCHES: Final = 10
 T_QUANTILE: Final = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26}
-#: Width of the windows that show a fault pass, and how many good ones in a row count as recovered.
+#: Width of the windows around a fault, and how many good ones in a row count as recovered.
 WINDOW_S: Final = 1.0
 GOOD_WINDOWS: Final = 3
 #: Share of late requests that the SLO allows.
@@ -40,9 +40,9 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Story:
-    """Requests whose ranking was sent in the measured time, one element each; workers, one element each."""
+    """Arrays with one element per request whose ranking was sent in the measured time, or one per worker."""
 
-    at: Floats  # seconds, of the ranking, from when measuring began
+    at: Floats  # time of the ranking, in seconds of measured time
     latency_ms: Floats  # infinite without an answer in time
     status: npt.NDArray[np.int8]  # into STATUSES
     outcome: npt.NDArray[np.int8]  # into OUTCOMES
@@ -50,20 +50,20 @@ class Story:
     returning: npt.NDArray[np.bool_]
     worker: npt.NDArray[np.int32]
     busy: Floats  # share of the measured time that the device worked
-    pinned_bytes: Floats  # the most that was pinned at any statement
+    pinned_bytes: Floats  # the most pinned bytes in any status
     hbm_bytes: Floats  # used at the end
     dram_bytes: Floats
     cache: Counter[str]  # the caches' counters since the start
-    signals: Counter[str]  # what became of signals since the start
+    signals: Counter[str]  # signals by result since the start
     moved_lanes: int
     dead: int
-    taken_over_s: float | None  # from the failure until the group shared its lanes out again
-    cpu_s: float  # processor time that it took, all processes
+    taken_over_s: float | None  # seconds from the failure to the new assignment
+    cpu_s: float  # CPU seconds of the simulation, all processes
     simulated_s: float
 
 
 def story_of(fleet: Fleet, scenario: Scenario, busy_before: Sequence[float], cpu_s: float) -> Story:
-    """From a fleet that has run."""
+    """The results of a fleet that has run."""
     begin = fleet.start + scenario.warm_s
     measured = [request for request in fleet.requests if request.rank_at >= begin]
     index = {worker.name: number for number, worker in enumerate(fleet.workers)}
@@ -74,9 +74,9 @@ def story_of(fleet: Fleet, scenario: Scenario, busy_before: Sequence[float], cpu
     cache: Counter[str] = Counter()
     signals: Counter[str] = Counter()
     for worker in fleet.workers:
-        cache.update(worker.core.cache.counters.as_dict())
-        signals.update(vars(worker.core.signals.counters))
-    caches = [worker.core.cache for worker in fleet.workers]
+        cache.update(worker.scheduler.cache.counters.as_dict())
+        signals.update(vars(worker.scheduler.signals.counters))
+    caches = [worker.scheduler.cache for worker in fleet.workers]
     return Story(
         at=np.array([request.rank_at - begin for request in measured], np.float64),
         latency_ms=np.array([request.latency_s * 1e3 for request in measured], np.float64),
@@ -107,7 +107,7 @@ def story_of(fleet: Fleet, scenario: Scenario, busy_before: Sequence[float], cpu
 
 
 def joined(stories: Sequence[Story]) -> Story:
-    """Several groups as one."""
+    """The results of several groups as one."""
     offsets = np.cumsum([0, *(len(story.busy) for story in stories[:-1])])
     arrays: dict[str, Any] = {
         name: np.concatenate([getattr(story, name) for story in stories]) for name in (*PER_REQUEST, *PER_WORKER)
@@ -130,14 +130,14 @@ def joined(stories: Sequence[Story]) -> Story:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A figure and the half width of its 95 % interval (NaN: too few workers to tell)."""
+    """A value and the half width of its 95 % interval; NaN: too few workers."""
 
     value: float
     error: float
 
 
 def percentile(latency_ms: Floats, share: float) -> float:
-    """Nearest rank; infinite when the rank falls on a request without scores; NaN without any request."""
+    """The quantile by nearest rank; infinite at a request without scores; NaN without any request."""
     if not len(latency_ms):
         return float("nan")
     rank = max(0, int(np.ceil(share * len(latency_ms))) - 1)
@@ -145,24 +145,24 @@ def percentile(latency_ms: Floats, share: float) -> float:
 
 
 def latencies(story: Story) -> Floats:
-    """To the scores; infinite where there are none."""
+    """Milliseconds to the scores; infinite without scores."""
     return np.where(story.status == STATUSES.index("ok"), story.latency_ms, np.inf)
 
 
 def p99(story: Story) -> Estimate:
-    """Over all measured requests."""
+    """The P99 over all measured requests."""
     values = latencies(story)
     return _estimate(story, percentile(values, 0.99), lambda chosen: percentile(values[chosen], 0.99))
 
 
 def late_share(story: Story, slo_ms: float) -> Estimate:
-    """Requests without scores within the SLO."""
+    """The share of requests without scores within the SLO."""
     late = latencies(story) > slo_ms
     return _estimate(story, _mean(late), lambda chosen: _mean(late[chosen]))
 
 
 def hit_share(story: Story, *, returning: bool | None = None) -> Estimate:
-    """Scored requests that were not inferred in full; returning: only of users seen before, or only of others."""
+    """The share of scored requests without full inference. returning: only returning users, or only new ones."""
     among = story.status == STATUSES.index("ok")
     if returning is not None:
         among &= story.returning == returning
@@ -171,7 +171,7 @@ def hit_share(story: Story, *, returning: bool | None = None) -> Estimate:
 
 
 def counts(values: npt.NDArray[np.int8], names: Sequence[str]) -> dict[str, int]:
-    """Name → how often; "none" for NONE."""
+    """Name → count; "none" for NONE."""
     found = Counter(values.tolist())
     named = {name: found[index] for index, name in enumerate(names) if found[index]}
     return named if not found[NONE] else {**named, "none": found[NONE]}
@@ -189,7 +189,7 @@ class Window:
 
 
 def windows(story: Story, slo_ms: float) -> list[Window]:
-    """Second by second."""
+    """The results of each second."""
     values = latencies(story)
     numbers = (story.at // WINDOW_S).astype(np.int64)
     found = []
@@ -209,7 +209,7 @@ def windows(story: Story, slo_ms: float) -> list[Window]:
 
 
 def recovery_s(seconds: Sequence[Window], failed_at: float) -> float | None:
-    """From the failure to the first of GOOD_WINDOWS seconds in a row within the SLO; None: not within what was seen."""
+    """Seconds from the failure to the first of GOOD_WINDOWS consecutive good windows; None: there are none."""
     after = [window for window in seconds if window.at + WINDOW_S > failed_at]
     for index in range(len(after) - GOOD_WINDOWS + 1):
         if all(window.late <= ALLOWED_LATE for window in after[index : index + GOOD_WINDOWS]):
@@ -222,7 +222,7 @@ def _mean(values: npt.NDArray[np.bool_]) -> float:
 
 
 def _estimate(story: Story, value: float, of: Callable[[npt.NDArray[np.bool_]], float]) -> Estimate:
-    """The interval from the spread between batches of workers."""
+    """The value with the interval from the spread between batches of workers."""
     workers = len(story.busy)
     batches = min(BATCHES, workers)
     if batches < 2:

@@ -1,4 +1,4 @@
-"""Simulated time: a clock that is set, and a queue of what happens when. Knows nothing of what happens."""
+"""Simulated time: a clock, and a heap of actions by time."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class Clock:
         self.now = now
 
     def __call__(self) -> float:
-        """The present second."""
+        """The current time."""
         return self.now
 
 
 class Timeline:
-    """Actions by time, ties to who was put in first. `clock` shows the time of the action under way."""
+    """Runs actions in the order of their times, and of `at` for equal times. `clock`: the current action's time."""
 
     def __init__(self) -> None:
         self.clock = Clock()
@@ -31,12 +31,12 @@ class Timeline:
         self._order = count()
 
     def at(self, time: float, action: Action) -> None:
-        """Have `action(time)` happen then, or now if that is over."""
+        """Schedule `action(time)` at this time, or now if it has passed."""
         now = self.clock.now
         heapq.heappush(self._actions, (time if time > now else now, next(self._order), action))
 
     def run(self, until: float) -> None:
-        """Let everything up to `until` happen; the clock then stands there."""
+        """Run all actions up to `until`, and set the clock to it."""
         actions, clock = self._actions, self.clock
         while actions and actions[0][0] <= until:
             time, _, action = heapq.heappop(actions)

@@ -1,8 +1,8 @@
-"""Who asks when, and how long their histories are: an open Poisson stream with users that come back.
+"""Simulated traffic: an open Poisson stream of requests by users who return, with the lengths of their histories.
 
-First visits are a Poisson process, their users Zipf or uniform; after each request the user returns with probability
-`revisit`, after an exponential time. The total is then `rate`, and each user's visits are where the user's lane is, so
-that a part of the fleet can be simulated with exactly its own users. Knows nothing of what becomes of the requests.
+First visits are a Poisson process, with Zipf or uniform users. After each request, the user returns with probability
+`revisit`, after an exponential time. The total rate is then `rate`. All visits of a user are on one lane, so a part of
+the fleet can be simulated with exactly its own users.
 """
 
 from __future__ import annotations
@@ -18,16 +18,19 @@ import numpy.typing as npt
 
 from relaygr_stream.errors import ConfigError
 from relaygr_stream.lab.workload.items import StageDelay
+from relaygr_stream.trigger.decision import Reason
+from relaygr_stream.wire.messages import Outcome, Status
 
-#: Users drawn at once, so that numpy's cost per call counts for nothing.
+#: Users drawn at once, since each call of numpy has a fixed cost.
 BLOCK: Final = 1 << 14
-#: Ranks whose Zipf weights are summed one by one; beyond, the sum is its integral, off by less than 1e-10 of it.
+#: Ranks whose Zipf weights are summed exactly; beyond, the sum is replaced by its integral, with a relative error below
+#: 1e-10.
 EXACT_RANKS: Final = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """What all users ask of the whole fleet. Raises ConfigError where a number makes no sense."""
+    """The traffic of the whole fleet. Raises ConfigError for a number out of range."""
 
     rate: float  # requests per second
     users: int
@@ -67,7 +70,7 @@ class Part:
 
     @property
     def share(self) -> float:
-        """Of all users."""
+        """The part's share of all users."""
         return self.lanes / self.all_lanes
 
 
@@ -89,7 +92,7 @@ def arrivals(traffic: Traffic, part: Part, seed: int) -> Iterator[Arrival]:
     rate = traffic.rate * part.share
     lengths: dict[int, int] = {}
     delays = _delays(traffic.delay, rng)
-    # From the start on as many users are about to return as ever will be; the time to a return has no memory.
+    # The stream starts in its steady state: pending returns are Poisson, and times to a return are memoryless.
     pending = int(rng.poisson(rate * traffic.revisit * traffic.return_s))
     returns = [(float(rng.exponential(traffic.return_s)), *next(newcomers)) for _ in range(pending)]
     heapq.heapify(returns)
@@ -123,7 +126,7 @@ class UserLaw:
         self._tail = self._integral(users + 0.5) - self._integral(exact + 0.5) if users > exact > 0 else 0.0
 
     def draw(self, rng: np.random.Generator, count: int) -> npt.NDArray[np.int64]:
-        """So many, independently."""
+        """Draw `count` independent ranks."""
         if not self._exponent:
             return rng.integers(0, self._users, count, np.int64)
         head = self._head
@@ -142,7 +145,7 @@ class UserLaw:
 
 
 def _newcomers(traffic: Traffic, part: Part, rng: np.random.Generator) -> Iterator[tuple[int, int]]:
-    """(user, lane) of users of the part, by the law over all users: those of other lanes are drawn and passed over."""
+    """(user, lane) of the part's users, drawn from the law over all users; users of other lanes are skipped."""
     law = UserLaw(traffic.users, traffic.exponent)
     while True:
         ranks = law.draw(rng, BLOCK)
@@ -152,7 +155,7 @@ def _newcomers(traffic: Traffic, part: Part, rng: np.random.Generator) -> Iterat
 
 
 def _mixed(values: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
-    """A hash of each value (SplitMix64), as even as the partitioner's murmur2 and 1,000 times as fast from here."""
+    """A hash of each value (SplitMix64), as uniform as the partitioner's murmur2 and 1,000 times as fast in numpy."""
     x = values.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -163,3 +166,31 @@ def _delays(delay: StageDelay, rng: np.random.Generator) -> Iterator[float]:
     while True:
         factors = np.clip(np.exp(delay.sigma * rng.standard_normal(BLOCK)), 0.25, 4.0)  # as StageDelay.draw
         yield from (delay.median_ms / 1e3 * factors).tolist()
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A request. Times are seconds. Until it completes, latency is infinite and status None."""
+
+    number: int
+    at: float  # its event
+    rank_at: float
+    user: int
+    lane: int
+    prefix: int
+    returning: bool  # the user was seen before
+    reason: Reason | None = None  # the trigger's decision
+    latency_s: float = math.inf  # from rank_at to the client's scores
+    status: Status | None = None  # of the answer; None: none came in time
+    outcome: Outcome | None = None
+    answers: int = 0
+
+    @property
+    def name(self) -> str:
+        """Its request id."""
+        return f"s{self.number}"
+
+    @property
+    def user_id(self) -> str:
+        """Its user id."""
+        return f"u{self.user}"

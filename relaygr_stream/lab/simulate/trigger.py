@@ -1,4 +1,4 @@
-"""The trigger's side of a simulated fleet: the real owner directory, ledgers, buckets and decisions, lane by lane."""
+"""The triggers of a simulated fleet: the real owner directory, ledgers, buckets and decisions."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from relaygr_stream.bus.topics import TopicSet
-from relaygr_stream.lab.simulate.requests import Request
 from relaygr_stream.lab.simulate.timeline import Timeline
-from relaygr_stream.lab.simulate.traffic import Traffic
+from relaygr_stream.lab.simulate.traffic import Request, Traffic
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.trigger.decision import LaneState, OwnerLoads, Policy, decide
 from relaygr_stream.trigger.ledger import Pending
@@ -20,13 +19,13 @@ RECONCILE_S: Final = 1.0
 
 
 class SimulatedTrigger:
-    """All lanes' triggers, as one: they share nothing but the owner directory, which is alike everywhere."""
+    """The triggers of all lanes as one object: they share only the owner directory, which is equal in all."""
 
     def __init__(self, settings: Settings, topics: TopicSet, lanes: int, traffic: Traffic, timeline: Timeline) -> None:
         self._policy = Policy.of(settings)
         self._timeline = timeline
         self._traffic = traffic
-        self._owners = OwnerDirectory(settings.trigger.silence_ms, clock=timeline.clock)
+        self._owners = OwnerDirectory(settings.trigger.max_status_age_ms, clock=timeline.clock)
         now = timeline.clock.now
         keep_s = topics.pre_infer.retention_ms / 1e3
         loads = OwnerLoads()
@@ -34,18 +33,18 @@ class SimulatedTrigger:
         self._zeros = bytes(4 * settings.relay.max_prefix_tokens)
 
     def take(self, status: WorkerStatus) -> None:
-        """A worker's statement arrived."""
+        """Apply a worker's status that has arrived."""
         self._owners.take(status)
 
     def consider(self, request: Request, now: float) -> Pending | None:
-        """Decide on the request, whose event has arrived; what is returned belongs to its signal, None: skipped."""
+        """Decide on a request whose event has arrived; returns the ledger's entry of its signal; None: not admitted."""
         state = self._lanes[request.lane]
         owner = self._owners.owner(request.lane)
         state.observe(owner, now)
         event = RequestEvent(
             request_id=request.name,
             user_id=request.user_id,
-            prefix=Behaviours(items=self._zeros[: 4 * request.prefix]),  # the decision asks for the length alone
+            prefix=Behaviours(items=self._zeros[: 4 * request.prefix]),  # the decision uses only the length
             candidates=self._traffic.candidates,
             rank_in_ms=self._traffic.delay.median_ms,
         )
@@ -55,11 +54,11 @@ class SimulatedTrigger:
         return state.admit(event, decision, now) if decision.admit else None
 
     def acknowledged(self, lane: int, pending: Pending, offset: int, now: float) -> None:
-        """The signal is in the lane's log."""
+        """Note that the signal is in the lane's log."""
         self._lanes[lane].ledger.acknowledged(pending, offset, now)
 
     def reconcile_every_second(self, ends: Callable[[], Sequence[int]]) -> None:
-        """Compare, for ever, with where the lanes' signal logs end."""
+        """Compare the ledgers every second with the ends of the lanes' signal logs."""
 
         def reconcile(now: float) -> None:
             for state, end in zip(self._lanes, ends(), strict=True):

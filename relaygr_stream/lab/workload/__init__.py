@@ -1,1 +1,1 @@
-"""workload."""
+"""Workloads: logs of interactions and generated requests, the driver that sends them, metrics and report."""

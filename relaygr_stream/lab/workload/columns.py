@@ -1,7 +1,7 @@
-"""From the text of a log's columns to numbers: users, items, actions, times. Knows nothing of files or formats.
+"""Converts the text of a log's columns to numbers: users, items, actions, times.
 
 Whether a column holds numbers or names is decided once per file, from its first rows, so that a single broken line
-cannot change what all others mean.
+cannot change the meaning of all others.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ IdKind = Literal["auto", "number", "name"]
 #: Rows seen before a column's kind is decided, and the share of them that must agree on "number".
 SAMPLE_ROWS: Final = 200
 NUMBER_SHARE: Final = 0.9
-#: Numbers below are seconds (1e11 s is the year 5138), others milliseconds (1e11 ms is March 1973).
+#: Smaller numbers are seconds (1e11 s is the year 5138), others milliseconds (1e11 ms is March 1973).
 FIRST_MILLISECONDS: Final = 1e11
 MAX_TIME_MS: Final = 2**53  # the bound of a time on the wire
 MAX_USER_CHARS: Final = 256  # the bound of an id on the wire
@@ -38,12 +38,12 @@ BROKEN_SHOWN: Final = 5
 
 
 class BadValue(ValueError):
-    """A value that makes its line a broken one; the message is the reason shown."""
+    """A value that makes its line a broken one; the message is the reason that is shown."""
 
 
 @dataclass(frozen=True)
 class ColumnMap:
-    """Which column holds what: a header's name, or a column's number from 1. None: found by the usual names."""
+    """The column of each role: a header's name, or a column's number from 1. None: found by the usual names."""
 
     user: str | None = None
     item: str | None = None
@@ -73,9 +73,9 @@ Row = tuple[int, str, str, str | None, str]
 
 
 class ColumnReader:
-    """Collects rows into arrays; what cannot be read is counted in `broken`.
+    """Collects rows into arrays; broken rows are counted.
 
-    18 bytes a row, plus one dictionary entry for each distinct user, item and action.
+    Memory: 18 bytes a row, plus one dictionary entry for each distinct user, item and action.
     """
 
     def __init__(self, item_ids: IdKind = "auto", actions: IdKind = "auto", time_unit: TimeUnit = "auto") -> None:
@@ -95,7 +95,7 @@ class ColumnReader:
         return len(self._time_column)
 
     def add(self, row: Row) -> None:
-        """Take a row, or count it as broken."""
+        """Add a row, or count it as broken."""
         if self._pending is not None:
             self._pending.append(row)
             if len(self._pending) >= SAMPLE_ROWS:
@@ -116,7 +116,7 @@ class ColumnReader:
         except BadValue as reason:
             self.add_broken(BrokenLine(line, str(reason)))
             return
-        if user is None:  # only now: a broken line must not leave a user without interactions
+        if user is None:  # last, so that a broken line does not add a user without interactions
             user = self.users[user_text] = len(self.users)
         self._user_column.append(user)
         self._item_column.append(item)
@@ -124,10 +124,10 @@ class ColumnReader:
         self._time_column.append(time)
 
     def add_broken(self, line: BrokenLine) -> None:
-        """Count a line that did not even become a row."""
+        """Count a line that could not be split into a row."""
         self.broken_count += 1
         if len(self.broken) < BROKEN_SHOWN or line.line < self.broken[-1].line:
-            insort(self.broken, line, key=lambda broken: broken.line)  # rows of the sample are judged late
+            insort(self.broken, line, key=lambda broken: broken.line)  # sorted, since rows of the sample are read late
             del self.broken[BROKEN_SHOWN:]
 
     def finish(
@@ -224,7 +224,7 @@ def is_time(text: str) -> bool:
 
 def _parse_iso(text: str) -> int:
     try:
-        # " UTC" at the end is how several public shop logs write their zone.
+        # Several public shop logs write " UTC" at the end.
         moment = datetime.fromisoformat(text.strip().removesuffix(" UTC"))
         if moment.tzinfo is None:
             moment = moment.replace(tzinfo=UTC)
@@ -251,7 +251,7 @@ def _is_item_number(text: str) -> bool:
 
 
 def _is_number(text: str) -> bool:
-    if not text.isascii() or len(text) > 40 or "_" in text:  # float() would take Arabic digits and 1_000
+    if not text.isascii() or len(text) > 40 or "_" in text:  # float() accepts Arabic digits and 1_000
         return False
     try:
         return math.isfinite(float(text))

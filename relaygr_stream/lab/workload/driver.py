@@ -1,7 +1,7 @@
 """The open-loop driver: sends a workload at its scheduled times, however slow the answers are.
 
-A ranking's latency counts from when it was *scheduled* to be sent, so that a driver or a relay that falls behind cannot
-hide the delay (no coordinated omission). Knows nothing of Kafka nor of what the scores mean.
+A ranking's latency counts from its *scheduled* send time, so that a driver or a relay that falls behind cannot hide the
+delay (no coordinated omission).
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from relaygr_stream.errors import DeadlineExceeded, RelayError
 from relaygr_stream.lab.workload.items import WorkItem
 from relaygr_stream.wire.messages import Outcome, RankingRequest, RequestEvent
 
-#: Requests between announcement and answer. Beyond, the driver waits for one to end; the latency goes on counting.
+#: Most requests between announcement and answer. At the limit, the driver waits for one to complete; latencies include
+#: that wait.
 MAX_IN_FLIGHT: Final = 4096
 
 
 class Ranking(Protocol):
-    """What the driver reads of a client's answer."""
+    """The parts of a client's answer that the driver reads."""
 
     @property
     def scores(self) -> npt.NDArray[np.float32]:
@@ -40,17 +41,17 @@ class Ranking(Protocol):
 
     @property
     def model_version(self) -> str:
-        """Of the model that scored."""
+        """The version of the model that scored."""
         ...
 
     @property
     def admission(self) -> str:
-        """What the trigger decided; empty: unknown."""
+        """The trigger's decision; empty: unknown."""
         ...
 
 
 class RankingClient(Protocol):
-    """What the driver asks of a client; RelayClient is one."""
+    """The client that the driver needs, such as RelayClient."""
 
     async def announce(self, event: RequestEvent, /) -> Any:
         """Publish the request event."""
@@ -63,7 +64,7 @@ class RankingClient(Protocol):
 
 @dataclass(frozen=True)
 class Result:
-    """What became of one request: an outcome with scores, or the name of its error."""
+    """The result of one request: an outcome with scores, or the name of its error."""
 
     item: WorkItem
     outcome: Outcome | None
@@ -78,11 +79,11 @@ class Result:
 class DriveSummary:
     """Counts and latencies of a drive. Memory: 16 bytes a request."""
 
-    sent: int = 0  # ranking requests whose time came
-    outcomes: Counter[str] = field(default_factory=Counter)  # of answers
-    admissions: Counter[str] = field(default_factory=Counter)  # the same where announced, by the trigger's reason
-    errors: Counter[str] = field(default_factory=Counter)  # of requests without scores, by error class
-    announce_errors: Counter[str] = field(default_factory=Counter)  # events not published; their rankings went on
+    sent: int = 0  # ranking requests whose time has come
+    outcomes: Counter[str] = field(default_factory=Counter)  # answers by outcome
+    admissions: Counter[str] = field(default_factory=Counter)  # answers to announced requests by the trigger's reason
+    errors: Counter[str] = field(default_factory=Counter)  # requests without scores by error class
+    announce_errors: Counter[str] = field(default_factory=Counter)  # unpublished events by error class; ranked anyway
     latencies_ms: array[float] = field(default_factory=lambda: array("d"))  # of answers with scores
     late_ms: array[float] = field(default_factory=lambda: array("d"))  # how late ranking requests were sent
     seconds: float = 0.0  # from the start to the last answer
@@ -97,7 +98,7 @@ class DriveSummary:
         return float(np.quantile(np.asarray(self.latencies_ms), quantile)) if self.latencies_ms else None
 
     def sent_late_ms(self, quantile: float) -> float | None:
-        """A quantile (0…1) of how late the driver itself was."""
+        """A quantile (0…1) of the driver's own delay."""
         return float(np.quantile(np.asarray(self.late_ms), quantile)) if self.late_ms else None
 
 
@@ -115,9 +116,9 @@ async def drive(
 ) -> DriveSummary:
     """Send every item at its time and return when all have an answer or an error.
 
-    mode: "full" asks for full inference. announce: whether request events are published. timeout: seconds from the
+    mode: "full" requests full inference. announce: whether request events are published. timeout: seconds from the
     scheduled send time of a ranking request. on_result: called once for each request, in the order of completion.
-    stop: once set, no further item is begun; those begun are finished. summary: filled as it goes, for live views.
+    stop: once set, no further item starts; started ones complete. summary: updated continuously, for live views.
     Errors that are not RelayErrors end the drive and are raised.
     """
     run = _Drive(client, mode, announce, timeout, on_result, DriveSummary() if summary is None else summary)
@@ -141,7 +142,7 @@ async def drive(
 
 
 class _Drive:
-    """One drive: what its requests share."""
+    """The state that the requests of one drive share."""
 
     def __init__(
         self,
@@ -209,4 +210,4 @@ async def _sleep_until(when: float, stopping: asyncio.Task[Any]) -> None:
     if delay > 0:
         await asyncio.wait([stopping], timeout=delay)
     else:
-        await asyncio.sleep(0)  # behind schedule: let the requests under way go on
+        await asyncio.sleep(0)  # behind schedule: let the requests in flight run

@@ -1,8 +1,8 @@
-"""Decisions on a log's requests in the log's own time, against workers that do what they are asked.
+"""Decisions on a log's requests in the log's own time, with simulated workers.
 
-The simulated owners read every signal at once, pin what was admitted until its ranking, and state their lanes
-periodically with the workers' own arithmetic. Their ranking takes no device time, so that the load bound is what
-worker.pre_infer_share leaves. Knows nothing of Kafka.
+The simulated owners read every signal at once, pin each admitted prefix until its ranking, and state their lanes
+periodically with the workers' own budgets and shares. Rankings take no device time, so the load bound is
+worker.pre_infer_share.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from relaygr_stream.lab.workload.items import WorkItem
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.trigger.decision import LaneState, OwnerLoads, Policy
 from relaygr_stream.trigger.explain import Explanation, explain
-from relaygr_stream.wire.costs import prefix_bytes
 from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import CostModel, LaneStatus, WorkerStatus
+from relaygr_stream.wire.worker_status import prefix_bytes
 from relaygr_stream.worker.budgets import Demand, LaneBudgets, LaneShares
 
 #: Tokens of one allocation unit of a worker's tiers.
 GRANULE_TOKENS: Final = 64
 BYTES_OF: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
-#: Nothing is forgotten of what was read: no owner has a successor here.
+#: Retention of the signal logs for the ledgers; no owner has a successor here, so any value does.
 KEEP_S: Final = 60.0
 
 
 @dataclass(frozen=True)
 class Fleet:
-    """What there is to serve the log. bytes_per_token: prefix KV of one token."""
+    """The simulated workers and their costs. bytes_per_token: prefix KV of one token."""
 
     workers: int
     lanes: int
@@ -49,7 +49,7 @@ def built_in_bytes_per_token(settings: Settings) -> int:
 
 @dataclass
 class _Owner:
-    """One worker's side of its lanes."""
+    """One simulated worker: its lanes, their budgets and its pins."""
 
     name: str
     lanes: range
@@ -102,12 +102,12 @@ class _Owner:
 def explain_log(
     items: Iterable[WorkItem], settings: Settings, fleet: Fleet, policy: Policy | None = None
 ) -> Iterator[Explanation]:
-    """What a trigger decides on each request, in the order of time. policy: of the settings by default."""
+    """A trigger's decision on each request, in the order of time. policy: by default that of the settings."""
     policy, worker = policy or Policy.of(settings), settings.worker
-    period_s = worker.status_ms / 1e3
-    hold_s = settings.trigger.silence_ms / 1e3 + period_s
+    period_s = worker.status_interval_ms / 1e3
+    hold_s = settings.trigger.max_status_age_ms / 1e3 + period_s
     now = 0.0
-    directory = OwnerDirectory(settings.trigger.silence_ms, clock=lambda: now)
+    directory = OwnerDirectory(settings.trigger.max_status_age_ms, clock=lambda: now)
     owners = []
     for number in range(fleet.workers):
         lanes = range(number * fleet.lanes // fleet.workers, (number + 1) * fleet.lanes // fleet.workers)
@@ -116,7 +116,7 @@ def explain_log(
     owner_of = {lane: owner for owner in owners for lane in owner.lanes}
     loads = OwnerLoads()
     states = {lane: LaneState(policy, 0, KEEP_S, 0.0, lane, loads) for lane in range(fleet.lanes)}
-    rankings: list[tuple[float, int, int]] = []  # (when, lane, bytes): what owners learn of demand
+    rankings: list[tuple[float, int, int]] = []  # (when, lane, bytes): future rankings, the owners' demand
     next_status = 0.0
     for item in items:
         while next_status <= item.at:

@@ -1,7 +1,7 @@
-"""The text formats of interaction logs: how each is recognised, and how its lines become rows.
+"""The text formats of interaction logs: recognises them, and splits their lines into rows (columns.py converts those).
 
-MovieLens `u.data` and `ratings.dat`, delimited text (CSV and its kin) and JSON Lines. Each line stands alone: a broken
-one cannot damage its neighbours. Knows nothing of what the columns' text means; columns.py does.
+MovieLens `u.data` and `ratings.dat`, delimited text (CSV and similar) and JSON Lines. Each line is read alone, so a
+broken one does not affect its neighbours.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from relaygr_stream.lab.workload.logfile import BrokenLine, TextLog
 Format = Literal["u.data", "ratings.dat", "csv", "jsonl", "parquet"]
 FORMATS: Final[tuple[Format, ...]] = ("u.data", "ratings.dat", "csv", "jsonl", "parquet")
 
-#: The usual names of columns in public logs, lower case, the likelier first.
+#: Usual names of columns in public logs, in lower case, the likelier first.
 ALIASES: Final = {
     "user": ("user", "user_id", "userid", "uid", "visitorid", "visitor_id"),
     "item": ("item", "item_id", "itemid", "iid", "movieid", "movie_id", "product_id", "productid", "sku", "video_id"),
     "action": ("action", "rating", "event_type", "event", "type", "behavior", "behaviour", "behavior_type"),
     "time": ("time", "timestamp", "ts", "time_ms", "event_time", "datetime", "date"),
 }
-#: A file without a header has these columns, in this order (as all MovieLens files).
+#: Columns of a file without a header, in order (as in all MovieLens files).
 POSITIONS: Final = {3: ("user", "item", "time"), 4: ("user", "item", "action", "time")}
 
 _UDATA_LINE: Final = re.compile(r"\d+\t\d+\t[\d.]+\t\d+\s*$")
@@ -47,7 +47,7 @@ SNIFF_LINES: Final = 50
 
 
 def recognise(path: Path, start: bytes) -> Format | None:
-    """The format of a text file that starts so: what most of its first lines look like, else what its name says."""
+    """The format of a text file: by most of its first lines, otherwise by its name. start: its first bytes."""
     lines = [line for line in start.decode(errors="replace").splitlines()[:SNIFF_LINES] if line.strip()]
     votes: dict[Format, int] = {
         "u.data": sum(bool(_UDATA_LINE.match(line)) for line in lines),
@@ -68,81 +68,78 @@ def recognise(path: Path, start: bytes) -> Format | None:
 def read_fields(log: TextLog, separator: str) -> Iterator[Row | BrokenLine]:
     """Rows of a MovieLens file: exactly user, item, rating and time, between the given separators."""
     shown = {"\t": "tabs", "::": "`::`"}[separator]
-    for numbered in log:
-        if isinstance(numbered, BrokenLine):
-            yield numbered
-            continue
-        line, text = numbered
+
+    def read(line: int, text: str) -> Row | BrokenLine:
         parts = text.split(separator)
-        if len(parts) == 4:
-            yield line, parts[0].strip(), parts[1].strip(), parts[2].strip(), parts[3].strip()
-        elif text.strip():
-            yield BrokenLine(line, f"{len(parts)} fields between {shown}; expected user, item, rating, time")
+        if len(parts) != 4:
+            return BrokenLine(line, f"{len(parts)} fields between {shown}; expected user, item, rating, time")
+        return line, parts[0].strip(), parts[1].strip(), parts[2].strip(), parts[3].strip()
+
+    return _rows(log, read)
 
 
 def read_delimited(log: TextLog, columns: ColumnMap | None, start: bytes) -> Iterator[Row | BrokenLine]:
-    """Rows of CSV and its kin. start: how the file begins, to tell delimiter and number of columns by most lines.
+    """Rows of delimited text. start: the file's first bytes, which determine the delimiter and the number of columns.
 
-    The first line of that many columns is the header if it looks like one. A quoted field may hold the delimiter but
-    not a line break. Raises InputError where the columns cannot be found.
+    The first line with that number of columns is the header if it looks like one. A quoted field may contain the
+    delimiter but no line break. Raises InputError if the columns cannot be found.
     """
     delimiter, width = _shape(start)
     take: Callable[[Sequence[str]], tuple[str, str, str | None, str]] | None = None
-    for numbered in log:
-        if isinstance(numbered, BrokenLine):
-            yield numbered
-            continue
-        line, text = numbered
-        if not text.strip():
-            continue
+
+    def read(line: int, text: str) -> Row | BrokenLine | None:
+        nonlocal take
         try:
             parts = _split(text, delimiter)
         except csv.Error as error:
-            yield BrokenLine(line, f"bad quotes: {error}")
-            continue
+            return BrokenLine(line, f"bad quotes: {error}")
         if len(parts) != width:
-            yield BrokenLine(line, f"{len(parts)} columns; most of the first lines have {width}")
-            continue
+            return BrokenLine(line, f"{len(parts)} columns; most of the first lines have {width}")
         if take is None:
             names = [part.strip() for part in parts]
             header = _from_header(names, columns, log.path)
             take = _taker(_from_position(names, columns, log.path) if header is None else header)
             if header is not None:
-                continue
-        yield line, *take(parts)
+                return None
+        return line, *take(parts)
+
+    return _rows(log, read)
 
 
 def read_json_lines(log: TextLog, columns: ColumnMap | None) -> Iterator[Row | BrokenLine]:
-    """Rows of JSON Lines: one object a line; without a mapping, the first object with all usual names decides."""
+    """Rows of JSON Lines, one object a line. Without `columns`, the first object with all usual names defines them."""
     decode = msgspec.json.Decoder().decode
     names = None if columns is None else _asked(columns)
-    for numbered in log:
-        if isinstance(numbered, BrokenLine):
-            yield numbered
-            continue
-        line, text = numbered
-        if not text.strip():
-            continue
+
+    def read(line: int, text: str) -> Row | BrokenLine:
+        nonlocal names
         try:
             record = decode(text)
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-            yield BrokenLine(line, f"not JSON: {error}")
-            continue
+            return BrokenLine(line, f"not JSON: {error}")
         if not isinstance(record, dict):
-            yield BrokenLine(line, f"a JSON {type(record).__name__}; expected one object a line")
-            continue
-        found = names or usual_names(list(record))
-        if found is None:
-            yield BrokenLine(
+            return BrokenLine(line, f"a JSON {type(record).__name__}; expected one object a line")
+        names = names or usual_names(list(record))
+        if names is None:
+            return BrokenLine(
                 line, f"no user, item and time among the names {_listed(record)}; say which with --columns"
             )
-            continue
-        names = found
-        yield row_of(line, record, names)
+        return row_of(line, record, names)
+
+    return _rows(log, read)
+
+
+def _rows(log: TextLog, read: Callable[[int, str], Row | BrokenLine | None]) -> Iterator[Row | BrokenLine]:
+    """The rows that `read` returns for the lines that are not blank; it returns None for a header."""
+    for numbered in log:
+        if isinstance(numbered, BrokenLine):
+            yield numbered
+        elif numbered[1].strip() and (row := read(*numbered)) is not None:
+            yield row
 
 
 def row_of(line: int, record: dict[str, Any], names: dict[str, str]) -> Row | BrokenLine:
-    """One row from a record of typed values (JSON, Parquet)."""
+    """The row of a record of typed values (JSON, Parquet)."""
     texts: dict[str, str] = {}
     for role, name in names.items():
         if record.get(name) is None:
@@ -155,7 +152,7 @@ def row_of(line: int, record: dict[str, Any], names: dict[str, str]) -> Row | Br
 
 
 def usual_names(present: Sequence[str]) -> dict[str, str] | None:
-    """Which of the present names are user, item, time and (if there is one) action, by the usual names."""
+    """The columns user, item, time and, if present, action, by the usual names; None if one is missing."""
     by_lower = {name.strip().lower(): name for name in reversed(present)}
     found = {
         role: by_lower[next(alias for alias in aliases if alias in by_lower)]
@@ -166,7 +163,7 @@ def usual_names(present: Sequence[str]) -> dict[str, str] | None:
 
 
 def named_columns(present: Sequence[str], columns: ColumnMap | None, path: Path) -> dict[str, str]:
-    """The column of each role among the present names; raises InputError where one is missing."""
+    """The column of each role among the present names. Raises InputError if one is missing."""
     if columns is None:
         found = usual_names(present)
         if found is None:
@@ -182,12 +179,12 @@ def named_columns(present: Sequence[str], columns: ColumnMap | None, path: Path)
 
 
 def _split(text: str, delimiter: str) -> list[str]:
-    """A line's fields; raises csv.Error where quotes do not match."""
+    """A line's fields. Raises csv.Error if quotes do not match."""
     return next(csv.reader([text], delimiter=delimiter, strict=True)) if '"' in text else text.split(delimiter)
 
 
 def _shape(start: bytes) -> tuple[str, int]:
-    """The delimiter and the number of columns that most of the first lines agree on."""
+    """The delimiter and the number of columns of most of the first lines."""
     lines = [line for line in start.decode(errors="replace").splitlines()[:SNIFF_LINES] if line.strip()]
     best = (0, 0, ",")
     for delimiter in _DELIMITERS:
@@ -201,7 +198,7 @@ def _shape(start: bytes) -> tuple[str, int]:
 
 
 def _from_header(names: list[str], columns: ColumnMap | None, path: Path) -> dict[str, int] | None:
-    """Positions by the header's names; None if the line is no header but data."""
+    """Positions by the header's names; None if the line is data."""
     if columns is not None and all(map(_is_number_of_column, _asked(columns).values())):
         return _from_position(names, columns, path) if _looks_like_header(names) else None
     if columns is not None and any(name in names for name in _asked(columns).values()):

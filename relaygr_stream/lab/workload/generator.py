@@ -1,7 +1,7 @@
-"""A synthetic workload with stated distributions, where no log of interactions is at hand.
+"""A synthetic workload with stated distributions, for use without a log of interactions.
 
-Zipf users and items, log-normal history lengths, revisits, histories that grow between the requests of a user. The
-behaviours carry no taste: HR@k of a generated workload measures plumbing, not models. Knows nothing of Kafka.
+Zipf users and items, log-normal history lengths, revisits, histories that grow between a user's requests. Items are
+independent of users: HR@k of a generated workload says nothing about a model.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from relaygr_stream.errors import ConfigError
 from relaygr_stream.lab.workload.items import StageDelay, WorkItem, make_item, sample_others
 from relaygr_stream.wire.messages import Behaviours
 
-#: Histories kept; users beyond are forgotten, longest unseen first, and come back as new users. 2,000 users of 512
-#: behaviours (the defaults) take 20 MB.
+#: Memory of histories. Beyond it, users are dropped, least recently used first, and return as new users. 2,000 users of
+#: 512 behaviours (the defaults) take 20 MB.
 MEMORY_BYTES: Final = 256 << 20
 BYTES_PER_BEHAVIOUR: Final = 20  # int64 item, uint32 action, int64 time: the arrays of _User
-#: The clock of the generated behaviours starts here, so that a seed gives the same requests on every day.
+#: Start of the generated behaviours' clock, fixed so that a seed gives the same requests on every day.
 EPOCH_MS: Final = 1_750_000_000_000
 
 GAP_MEDIAN_MS: Final = 30 * 60 * 1000.0
@@ -33,7 +33,7 @@ ACTION_SHARES: Final = (0.80, 0.15, 0.05)  # of actions 1, 2, 3: view, like, sha
 
 @dataclass(frozen=True, kw_only=True)
 class GeneratorOptions:
-    """What is generated. Raises ConfigError where the numbers clash."""
+    """The options of a generated workload. Raises ConfigError for numbers out of range."""
 
     seed: int = 7
     rate: float = 20.0  # requests per second, Poisson arrivals
@@ -44,14 +44,14 @@ class GeneratorOptions:
     length_median: float = 512.0  # behaviours at a user's first request, log-normal
     length_sigma: float = 0.8
     revisit: float = 0.3  # share of requests made by a recent user
-    recent: int = 64  # a revisit is by one of the users of this many requests before
-    strangers: int = 0  # the first so many requests are all by new users: a service that has been running for a while
+    recent: int = 64  # a revisit is by a user of one of the last `recent` requests
+    strangers: int = 0  # number of first requests that are all by new users
     growth: float = 3.0  # mean number of new behaviours at a return, 1 + Poisson
     suffix: int = 8  # the last behaviours, sent as suffix
     candidates: int = 100  # one of them the true next item
     max_prefix: int = 4096
     delay: StageDelay = field(default_factory=StageDelay)
-    run: str = "g"  # begins every request id
+    run: str = "g"  # prefix of every request id
 
     def __post_init__(self) -> None:
         for name in ("rate", "users", "items", "length_median", "recent", "candidates", "max_prefix"):
@@ -69,7 +69,7 @@ class GeneratorOptions:
 
 
 class _User:
-    """A user's behaviours so far, and the item that comes next."""
+    """A user's behaviours so far, and the user's next item."""
 
     def __init__(self, name: str, capacity: int) -> None:
         self.name = name
@@ -103,7 +103,7 @@ class _User:
 
 
 class Generator:
-    """An endless workload, the same for the same options; every iteration starts it anew.
+    """An endless workload, equal for equal options; every iteration starts from the beginning.
 
     Memory: MEMORY_BYTES of histories plus 12 bytes for each of `users` and 16 for each of `items`.
     """
@@ -115,7 +115,7 @@ class Generator:
         self._popularity = np.diff(self._item_law, prepend=0.0)
 
     def describe(self) -> str:
-        """Every distribution in words, one a line."""
+        """A description of every distribution, one a line."""
         o = self.options
         return "\n".join(
             [
@@ -175,14 +175,14 @@ class Generator:
         return user
 
     def _grown(self, rng: np.random.Generator, user: _User, now_ms: int) -> _User | None:
-        """The user with what happened since the last request; None once the prefix is too long to grow."""
+        """The user with behaviours since the last request; None if the prefix would be too long."""
         o = self.options
         count = 1 + int(rng.poisson(o.growth - 1))
         if user.length + count > o.max_prefix + o.suffix:
             return None
         last = int(user.times[user.length - 1])
         items = self._items(rng, count)
-        items[0] = user.next_item  # what the last request was to find
+        items[0] = user.next_item  # the target of the last request
         times = np.sort(rng.integers(last, max(last, now_ms) + 1, size=count))
         user.append(items, _actions(rng, count), times)
         user.next_item = int(self._items(rng, 1)[0])

@@ -1,7 +1,4 @@
-"""What a workload is made of: scheduled requests, and the random parts that generator and replay share.
-
-Knows nothing of where behaviours come from nor of who sends them.
-"""
+"""The items of a workload: scheduled requests, and the random parts that generator and replay share."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ class WorkItem:
     stage_delay: float  # seconds that retrieval and pre-processing take, from the event to the ranking request
     event: RequestEvent
     request: RankingRequest
-    target: int | None  # index of the true next item among the candidates; None where it is not known
+    target: int | None  # index of the true next item among the candidates; None: unknown
     popularity: npt.NDArray[np.float64] | None = None  # (m,): popularity of each candidate as of this request
 
     @property
@@ -33,7 +30,7 @@ class WorkItem:
 
 @dataclass(frozen=True)
 class StageDelay:
-    """Time between request event and ranking request: log-normal, cut off at a quarter and four times the median."""
+    """Time between request event and ranking request: log-normal, limited to between ¼ and 4 times the median."""
 
     median_ms: float = 80.0
     sigma: float = 0.25
@@ -44,7 +41,7 @@ class StageDelay:
         return self.median_ms / 1000 * min(4.0, max(0.25, factor))
 
     def describe(self) -> str:
-        """The distribution in words."""
+        """A description of the distribution."""
         return f"stage delay log-normal, median {self.median_ms:g} ms, sigma {self.sigma:g}, cut off at ×¼ and ×4"
 
 
@@ -66,7 +63,7 @@ def make_item(
     request = RankingRequest(
         request_id=name, user_id=user, prefix=prefix, suffix=suffix, candidates=pack_items(candidates)
     )
-    # The service does not know how long this retrieval will take: it announces the median.
+    # A service does not know how long a retrieval takes, so the event states the median.
     event = RequestEvent(
         request_id=name, user_id=user, prefix=prefix, candidates=len(candidates), rank_in_ms=delay.median_ms
     )
@@ -76,13 +73,13 @@ def make_item(
 def sample_others(
     rng: np.random.Generator, size: int, exclude: npt.NDArray[np.int64], count: int
 ) -> npt.NDArray[np.int64]:
-    """`count` distinct numbers drawn uniformly from 0…size-1 without those in `exclude`, or all if fewer."""
+    """`count` distinct numbers, drawn uniformly from 0…size-1 without those in `exclude`; all of them if fewer."""
     exclude = np.unique(exclude)
     left = size - len(exclude)
-    if left <= 4 * count:  # rejection would need many rounds: draw from what is left instead
+    if left <= 4 * count:  # rejection would need many rounds: draw from the remaining numbers instead
         allowed = np.setdiff1d(np.arange(size, dtype=np.int64), exclude, assume_unique=True)
         return rng.permutation(allowed)[:count]
-    # Expected rounds ≤ 2: three quarters of `left` stay free, and twice what the excluded share costs is drawn.
+    # At most 2 rounds are expected: three quarters of `left` stay free, and each round draws twice the needed numbers.
     chosen = np.empty(0, np.int64)
     while len(chosen) < count:
         drawn = rng.integers(0, size, size=2 * (count - len(chosen)) * size // left + 8)

@@ -1,6 +1,6 @@
-"""A log file as numbered text lines: opened, unzipped, refused when it is not text. Knows nothing of columns.
+"""Reads a log file, gzipped or not, as numbered text lines, and refuses files that are not text.
 
-A line that cannot be text (not UTF-8, or endless) is handed on as a `BrokenLine`; the readers count it and go on.
+A line that is not text (not UTF-8, or too long) becomes a `BrokenLine`, which the readers count and skip.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import IO, Final
 
 from relaygr_stream.errors import InputError
 
-#: Longer lines are broken lines. The widest JSON event seen in public logs has a few KiB; a file without any newline
-#: must not be read into memory as one line.
+#: Longer lines are broken lines. JSON events in public logs have a few KiB; a file without newlines must not be read
+#: into memory as one line.
 MAX_LINE_BYTES: Final = 1 << 20
-#: How much of a file is looked at to recognise its format.
+#: Bytes of a file that are examined to recognise its format.
 SNIFF_BYTES: Final = 1 << 16
-#: Lines between two calls of the progress callback: at about a million lines a second, some twenty calls a second.
+#: Lines between two progress callbacks: about twenty a second at a million lines a second.
 PROGRESS_LINES: Final = 50_000
 
 _GZIP_MAGIC: Final = b"\x1f\x8b"
@@ -35,7 +35,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class BrokenLine:
-    """A line that was skipped, and why."""
+    """A skipped line, and the reason."""
 
     line: int  # 1 is the first line of the file (the first row of a Parquet file)
     reason: str
@@ -46,7 +46,7 @@ class TextLog:
 
     def __init__(self, path: Path, progress: Progress | None = None) -> None:
         self.path = path
-        self.lines = 0  # read so far, the broken ones included
+        self.lines = 0  # lines read so far, broken ones included
         self._progress = progress
         self._size = path.stat().st_size
         self._raw: IO[bytes] = path.open("rb")
@@ -88,7 +88,7 @@ class TextLog:
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise InputError(
                 f"{self.path}: the gzip data is damaged or cut off after line {self.lines} ({error}); "
-                "is the download complete?"
+                "check that the download is complete"
             ) from error
         except OSError as error:
             raise InputError(f"{self.path}: cannot be read after line {self.lines}: {error}") from error
@@ -99,7 +99,7 @@ class TextLog:
 
 
 def head(path: Path) -> bytes:
-    """The first SNIFF_BYTES of the file's content, unzipped; raises InputError where it cannot be a log at all."""
+    """The first SNIFF_BYTES of the file's content, unzipped. Raises InputError if it cannot be a log."""
     try:
         if path.is_dir():
             raise InputError(f"{path} is a directory; name the log file in it")
@@ -122,12 +122,12 @@ def head(path: Path) -> bytes:
 
 
 def is_parquet(start: bytes) -> bool:
-    """Whether a file that starts so is a Parquet file."""
+    """Whether a file with these first bytes is a Parquet file."""
     return start.startswith(_PARQUET_MAGIC)
 
 
 def refuse_binary(path: Path, start: bytes) -> None:
-    """Raise InputError if a file that starts so is no text."""
+    """Raise InputError if a file with these first bytes is not text."""
     if start.startswith(_UTF16_BOMS):
         raise InputError(f"{path} is UTF-16 text; convert it to UTF-8 (iconv -f UTF-16 -t UTF-8)")
     if b"\0" in start:

@@ -1,7 +1,7 @@
-"""Logs of interactions as arrays: who did what with which item, when.
+"""Logs of interactions as arrays of users, items, actions and times; replay.py makes requests from them.
 
-`read_log` takes MovieLens files as they come, CSV, JSON Lines and Parquet, gzipped or not. Lines that cannot be read
-are counted, kept for showing and skipped. Knows nothing of requests; replay.py makes those.
+`read_log` reads original MovieLens files, CSV, JSON Lines and Parquet, gzipped or not. Broken lines are counted and
+skipped; the first ones are kept for display.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from relaygr_stream.lab.workload.parquet import read_parquet
 
 
 class Interaction(NamedTuple):
-    """One user's one behaviour."""
+    """One behaviour of one user."""
 
     user: str
     item: int
@@ -33,7 +33,7 @@ class Interaction(NamedTuple):
 
 @dataclass(frozen=True)
 class InteractionLog:
-    """n interactions, sorted by user (in order of first appearance), within a user by time, ties as in the file.
+    """n interactions, sorted by user (in order of first appearance), then by time, with ties in the file's order.
 
     User u's interactions are offsets[u]:offsets[u + 1] of the three columns.
     """
@@ -45,7 +45,7 @@ class InteractionLog:
     items: npt.NDArray[np.uint32]  # (n,)
     actions: npt.NDArray[np.uint8]  # (n,)
     times: npt.NDArray[np.int64]  # (n,), Unix time in ms
-    item_names: tuple[str, ...]  # names of ids 1, 2, …; empty where the log has numbers
+    item_names: tuple[str, ...]  # names of ids 1, 2, …; empty if the log has numbers
     action_names: tuple[str, ...]  # likewise
     lines: int  # lines (or rows) of the file: usable, broken, blank and header
     broken: tuple[BrokenLine, ...]  # the first few
@@ -60,7 +60,7 @@ class InteractionLog:
                 yield Interaction(user, int(self.items[at]), int(self.actions[at]), int(self.times[at]))
 
     def broken_text(self) -> str:
-        """The first broken lines and the count of the others, one a line; empty where none is broken."""
+        """The first broken lines and the count of the others, one a line; empty if there are none."""
         shown = [f"{self.path}:{line.line}: {line.reason}; skipped" for line in self.broken]
         if self.broken_count > len(shown):
             shown.append(f"{self.path}: {self.broken_count - len(shown)} more broken lines skipped")
@@ -78,10 +78,10 @@ def read_log(
 ) -> InteractionLog:
     """Read a log of interactions.
 
-    format: None recognises it, by content first, then by name. columns: which column is what in CSV, JSON Lines and
-    Parquet; given for a file that looks like `u.data`, that file is read as tab-separated text. item_ids: "number"
-    keeps item ids, "name" numbers them from 1 in order of first appearance. progress: called now and then with bytes
-    read and bytes in all. Raises InputError where the file has no usable line.
+    format: None: recognised, by content first, then by name. columns: the columns' roles in CSV, JSON Lines and
+    Parquet; with it, a file that looks like `u.data` is read as tab-separated text. item_ids: "number" keeps item ids,
+    "name" numbers them from 1 in order of first appearance. progress: called from time to time with bytes read and
+    bytes in all. Raises InputError if the file has no usable line.
     """
     path = Path(path)
     start = logfile.head(path)
@@ -93,7 +93,7 @@ def read_log(
         raise InputError(f"{path}: {format} has fixed columns; leave --columns out, or read it with --format csv")
     if (format == "parquet") != logfile.is_parquet(start):
         is_or_not = "is a Parquet file" if logfile.is_parquet(start) else "is no Parquet file"
-        raise InputError(f"{path} {is_or_not}, but was to be read as {format}; leave --format out to recognise it")
+        raise InputError(f"{path} {is_or_not}, but --format is {format}; leave --format out to detect it")
     fixed = format in ("u.data", "ratings.dat")
     reader = ColumnReader("number" if fixed else item_ids, "number" if fixed else "auto", time_unit)
     if format == "parquet":
@@ -128,7 +128,7 @@ def _text_rows(text: TextLog, name: Format, columns: ColumnMap | None, start: by
 
 
 def _consume(reader: ColumnReader, rows: Iterator[Row | BrokenLine]) -> int:
-    """Feed all rows to the reader; returns how many came, broken ones included."""
+    """Add all rows to the reader; returns their number, broken ones included."""
     count = 0
     for row in rows:
         count += 1

@@ -1,7 +1,7 @@
-"""HR@k and NDCG@k of rankings with one true item each, beside chance and popularity. Knows nothing of who ranked.
+"""HR@k and NDCG@k of rankings with one true item each, beside those of chance and popularity.
 
-Candidates of equal score have no order; each value is its mean over all orders of the ties. A model that gives every
-candidate the same score therefore gets exactly what chance gets.
+Candidates of equal score have no order: each value is the mean over all orders of the ties. So a model that gives every
+candidate the same score gets exactly the value of chance.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def quality_at(scores: npt.ArrayLike, target: int, k: int = DEFAULT_K) -> Qualit
 
 
 def chance_at(candidates: int, k: int = DEFAULT_K) -> Quality:
-    """What a random order of the candidates gets: HR@k = k/m, and its NDCG@k."""
+    """The values of a random order of m candidates: HR@k = k/m, and its NDCG@k."""
     return _over_ranks(0, candidates, k)
 
 
@@ -49,7 +49,7 @@ def _over_ranks(above: int, ties: int, k: int) -> Quality:
 
 
 class QualityMeter:
-    """Means over requests: of the rankings given, of chance, and of popularity, all on the same requests."""
+    """Means over requests of the rankings, of chance, and of popularity, all on the same requests."""
 
     def __init__(self, k: int = DEFAULT_K) -> None:
         self.k = k
@@ -70,17 +70,17 @@ class QualityMeter:
 
     @property
     def served(self) -> Quality | None:
-        """Of the rankings; None before the first."""
+        """The mean of the rankings; None before the first."""
         return self._mean(0, self.requests)
 
     @property
     def chance(self) -> Quality | None:
-        """Of a random order."""
+        """The mean of a random order."""
         return self._mean(1, self.requests)
 
     @property
     def popularity(self) -> Quality | None:
-        """Of the order by popularity; None unless it was known for every request."""
+        """The mean of the order by popularity; None unless popularity was known for every request."""
         return self._mean(2, self.requests) if self._with_popularity == self.requests else None
 
     def _mean(self, row: int, count: int) -> Quality | None:

@@ -15,7 +15,7 @@ BATCH_ROWS: Final = 65_536
 
 
 def read_parquet(path: Path, columns: ColumnMap | None, progress: Progress | None) -> Iterator[Row | BrokenLine]:
-    """Rows of a Parquet file; a BrokenLine's number is the row's, from 1. Raises InputError."""
+    """Rows of a Parquet file; a BrokenLine has the row's number, from 1. Raises InputError."""
     try:
         import pyarrow as arrow  # noqa: PLC0415 - optional
         from pyarrow import parquet  # noqa: PLC0415 - optional
@@ -43,7 +43,7 @@ def read_parquet(path: Path, columns: ColumnMap | None, progress: Progress | Non
 
 
 def _plain(arrow: Any, column: Any) -> list[Any]:
-    """Values as Python ones; dates and timestamps as Unix milliseconds, written so that they are recognised as such."""
+    """The column as Python values, with dates and timestamps as ISO 8601 text."""
     kind = column.type
     if arrow.types.is_date(kind):
         column, kind = column.cast(arrow.timestamp("ms")), arrow.timestamp("ms")

@@ -1,6 +1,6 @@
-"""`relaygr publish`: a log or a generated workload, sent through the relay, and what came of it.
+"""`relaygr replay`: sends a log or a generated workload through the relay, and reports the results.
 
-Puts the workload's parts together: reading, replay or generator, driver, metrics, report.
+Connects the workload's parts: reading, replay or generator, driver, metrics, report.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from relaygr_stream.telemetry.process import ProcessContext
 
 log = structlog.get_logger(__name__)
 
-#: Workers state themselves four times a second; a reader's poll may hold that back for half a second.
+#: Seconds to wait for a worker's status: workers publish four a second, and a fetch may delay one by half a second.
 LISTEN_S: Final = 1.5
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogOptions:
-    """Which log is replayed, how it is read and how it is replayed."""
+    """The log to replay, how to read it and how to replay it."""
 
     path: Path
     format: Format | None = None
@@ -48,7 +48,7 @@ class LogOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class PublishOptions:
-    """What `relaygr publish` does."""
+    """The options of `relaygr replay`."""
 
     source: LogOptions | GeneratorOptions
     requests: int | None = 1000  # of a generated workload; None: until stopped
@@ -60,7 +60,7 @@ class PublishOptions:
 
 @dataclass(frozen=True)
 class Workload:
-    """A workload ready to be sent; iterating gives its requests in the order of time."""
+    """A workload that is ready to send; iterating `items` gives its requests in the order of time."""
 
     items: Iterable[WorkItem]
     count: int | None  # None: endless
@@ -70,14 +70,14 @@ class Workload:
 
 
 async def publish(options: PublishOptions, ctx: ProcessContext) -> PublishReport:
-    """Prepare the workload, connect, send it and report; ends early, with what it has, once `ctx.stop` is set.
+    """Prepare the workload, connect, send it and report. Once `ctx.stop` is set, it stops and reports what was sent.
 
-    Raises InputError or ConfigError where there is nothing to send, BrokerError where Kafka cannot be reached.
+    Raises InputError or ConfigError if there is nothing to send, BrokerError if Kafka cannot be reached.
     """
     line = LiveLine()
     ctx.set_ready(False, "preparing the workload")
     try:
-        # In a thread: health and signals are answered while a long file is read.
+        # In a thread, so that health probes and signals are handled while a long file is read.
         workload = await asyncio.to_thread(prepare, options, ctx.settings, line, ctx.stop)
     finally:
         line.close()
@@ -85,22 +85,22 @@ async def publish(options: PublishOptions, ctx: ProcessContext) -> PublishReport
         ctx.set_ready(True)
         if not await relay.worker_serves(LISTEN_S):
             log.warning(
-                "no worker is ready: nothing is answered until one is; `relaygr worker` starts one, `relaygr status` "
-                "shows what runs",
+                "no worker is ready, so no request is answered yet; start one with `relaygr worker`, or check with "
+                "`relaygr status`",
                 bootstrap=ctx.settings.kafka.bootstrap,
             )
         return await send(relay, workload, options, ctx.settings, ctx.stop, line)
 
 
 def prepare(options: PublishOptions, settings: Settings, line: LiveLine, stop: asyncio.Event) -> Workload:
-    """Read the log or set the generator up, within the bounds of the settings. Raises InputError, ConfigError."""
+    """Read the log or make the generator, within the limits of the settings. Raises InputError, ConfigError."""
     source = options.source
     shape = source.replay if isinstance(source, LogOptions) else source
     _check_bounds(shape, settings)
     if isinstance(source, GeneratorOptions):
         generator = Generator(source)
         items = generator if options.requests is None else _Limited(generator, options.requests)
-        notes = ["generated behaviours carry no taste: HR and NDCG say nothing about a model here"]
+        notes = ["generated items are independent of users: HR and NDCG say nothing about a model here"]
         return Workload(
             items, options.requests, generator.describe().splitlines(), notes + _model_notes(source.items - 1, settings)
         )
@@ -133,7 +133,7 @@ async def send(
     stop: asyncio.Event,
     line: LiveLine,
 ) -> PublishReport:
-    """Drive the workload through a connected client, show where it stands, and report."""
+    """Send the workload through a connected client, show progress, and report."""
     meter, summary = QualityMeter(options.k), DriveSummary()
     examples: dict[str, str] = {}
     models: set[str] = set()
@@ -144,7 +144,7 @@ async def send(
         if result.error is not None:
             examples.setdefault(result.error, result.detail)
         elif result.scores is not None and result.item.target is not None:
-            # The first task's column ranks, as in a service that orders by its main objective.
+            # Ranked by the first task's scores, as in a service that orders by its main objective.
             meter.add(result.scores[:, 0], result.item.target, result.item.popularity)
 
     async def show() -> None:
@@ -184,7 +184,7 @@ async def send(
 
 @dataclass(frozen=True)
 class _Limited:
-    """The first `count` requests of an endless workload, anew at each iteration."""
+    """The first `count` requests of an endless workload; every iteration starts from the beginning."""
 
     generator: Generator
     count: int
@@ -194,25 +194,20 @@ class _Limited:
 
 
 def _check_bounds(shape: ReplayOptions | GeneratorOptions, settings: Settings) -> None:
-    """Refuse here what every worker would refuse with each request."""
-    relay = settings.relay
-    for name, value, key, most in (
-        ("prefix", shape.max_prefix, "relay.max_prefix_tokens", relay.max_prefix_tokens),
-        ("suffix", shape.suffix, "relay.max_suffix_tokens", relay.max_suffix_tokens),
-        ("candidates", shape.candidates, "relay.max_candidates", relay.max_candidates),
-    ):
-        if value > most:
-            raise ConfigError(f"{name} = {value} exceeds {key} = {most}; lower it, or raise the setting everywhere")
+    """Raise ConfigError for limits above those of the workers, which would refuse every request."""
+    beyond = settings.relay.beyond(prefix=shape.max_prefix, suffix=shape.suffix, candidates=shape.candidates)
+    if beyond:
+        raise ConfigError(f"{beyond}; lower it, or raise the setting everywhere")
 
 
 def _model_notes(largest_item: int, settings: Settings) -> list[str]:
-    """What these settings say about the model behind the scores; the workers have their own."""
+    """Notes on the model in these settings; the workers may have other settings."""
     model, notes = settings.model, []
     if not model.factory and largest_item >= model.vocab:
         notes.append(f"item ids go up to {largest_item}; the model takes them modulo model.vocab = {model.vocab}")
     if not model.factory and not model.checkpoint:
         notes.append(
-            "these settings name no model.checkpoint; if the workers' do not either, their weights are random and "
-            "their rankings as good as chance"
+            "these settings have no model.checkpoint; without one in the workers' settings, weights are random and "
+            "rankings as good as chance"
         )
     return notes

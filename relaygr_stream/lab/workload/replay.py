@@ -1,7 +1,4 @@
-"""A log of interactions replayed as requests: what the user did next is what each ranking should have found.
-
-Knows nothing of file formats (logs.py) nor of Kafka (driver.py).
-"""
+"""Replays a log of interactions as requests: the target of each ranking is the user's next interaction."""
 
 from __future__ import annotations
 
@@ -19,19 +16,19 @@ from relaygr_stream.wire.messages import Behaviours
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayOptions:
-    """Which interactions become requests, and when. Raises ConfigError where the numbers clash."""
+    """Which interactions become requests, and when. Raises ConfigError for numbers that clash."""
 
     seed: int = 7
-    requests: int = 1000  # at most; the latest of the log
+    requests: int = 1000  # at most; the latest ones of the log
     which: Literal["all", "last"] = "all"  # every interaction is a request, or only each user's last
-    min_history: int = 16  # behaviours before the one to find
+    min_history: int = 16  # behaviours before the target
     suffix: int = 8
     candidates: int = 100
     max_prefix: int = 4096
-    speed: float | None = None  # the log's time between requests, divided by this
+    speed: float | None = None  # divides the log's times between requests
     rate: float = 20.0  # without a speed: Poisson arrivals, requests per second
     delay: StageDelay = field(default_factory=StageDelay)
-    run: str = "r"  # begins every request id
+    run: str = "r"  # prefix of every request id
 
     def __post_init__(self) -> None:
         if self.min_history <= self.suffix:
@@ -47,9 +44,9 @@ class ReplayOptions:
 
 
 class Replay:
-    """The requests of a log, in the log's order of time; every iteration gives the same ones.
+    """The requests of a log in the order of time; every iteration gives the same ones.
 
-    Memory beside the log: 12 bytes an interaction. Raises InputError where no user has enough behaviours.
+    Memory besides the log: 12 bytes an interaction. Raises InputError if no user has enough behaviours.
     """
 
     def __init__(self, log: InteractionLog, options: ReplayOptions) -> None:
@@ -80,7 +77,7 @@ class Replay:
         return len(self._targets)
 
     def describe(self) -> str:
-        """What is replayed, and how, in words, one thing a line."""
+        """A description of the replay, one fact a line."""
         o, log = self.options, self.log
         pace = (
             f"Poisson arrivals at {o.rate:g} requests/s" if o.speed is None else f"the log's times, {o.speed:g}× faster"
@@ -138,10 +135,10 @@ class Replay:
 
 
 def window_start(length: int, most: int) -> int:
-    """Where a prefix of `length` behaviours starts so that at most `most` remain.
+    """The start of a prefix in a history of `length` behaviours, so that at most `most` remain.
 
-    It moves by half of `most` at a time: were it to move with every behaviour, no prefix would extend the one before
-    it, and nothing could be reused.
+    It moves in steps of half of `most`: if it moved with every behaviour, no prefix would extend the one before it, and
+    none could be reused.
     """
     if length <= most:
         return 0

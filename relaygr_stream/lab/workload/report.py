@@ -1,4 +1,4 @@
-"""What a published workload came to: as numbers for a file, as a table and as a live line for a person."""
+"""The results of a sent workload: as numbers for a file, as a table, and as a live line."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from relaygr_stream.lab.workload.metrics import Quality, QualityMeter
 from relaygr_stream.telemetry.printable import SafeConsole, printable
 from relaygr_stream.wire.messages import Outcome
 
+#: Where a ranking found its prefix KV, as text, nearest first.
 OUTCOMES: Final = {
-    "hbm": "prefix KV ready in HBM",
-    "dram": "prefix KV in DRAM, reloaded",
-    "joined": "prefix KV still being computed, joined",
-    "full": "full inference",
+    "hbm": "ready in HBM",
+    "dram": "in DRAM, reloaded",
+    "joined": "still being computed, joined",
+    "full": "nowhere: full inference",
 }
-#: Outcomes that count as a prefix hit, in a word each.
+#: Outcomes that count as a prefix hit, with a word for each.
 HITS: Final[dict[Outcome, str]] = {"hbm": "ready", "dram": "reloaded", "joined": "joined"}
 LIVE_EVERY_S: Final = 0.25  # on a terminal, where the line is rewritten
 LOGGED_EVERY_S: Final = 10.0  # elsewhere, where each line stays
@@ -34,14 +35,14 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class PublishReport:
-    """The end of a run; `json()` writes exactly these fields."""
+    """The results of a run; `json()` writes exactly these fields."""
 
-    workload: list[str]  # what was sent, in words
-    notes: list[str]  # what a reader of the numbers should know
+    workload: list[str]  # a description of the requests
+    notes: list[str]  # remarks for a reader of the numbers
     requests: int  # ranking requests sent
-    answered: int  # of those, how many got scores
+    answered: int  # of those, with scores
     outcomes: dict[str, int]
-    admissions: dict[str, int]  # answers by what the trigger decided: `admitted`, or why not; "": no word of it came
+    admissions: dict[str, int]  # answers by the trigger's decision: `admitted`, or the reason against; "": unknown
     models: list[str]  # versions of the models that scored
     errors: dict[str, int]  # requests without scores, by error class
     error_examples: dict[str, str]  # the first message of each
@@ -51,7 +52,7 @@ class PublishReport:
     chance: Quality | None
     popularity: Quality | None
     latency_ms: dict[str, float]  # p50, p90, p99, max; from the scheduled send time of the ranking request
-    sent_late_p99_ms: float | None  # how late the driver itself sent
+    sent_late_p99_ms: float | None  # the driver's own delay
     seconds: float
     lines: int | None  # of the log; None for a generated workload
     broken_lines: int | None
@@ -63,7 +64,7 @@ class PublishReport:
 
     @property
     def complete(self) -> bool:
-        """Whether there were requests and each got scores."""
+        """Whether there were requests and all got scores."""
         return self.requests > 0 and self.answered == self.requests
 
 
@@ -79,7 +80,7 @@ def make_report(
     broken_lines: int | None,
     broken_examples: list[str],
 ) -> PublishReport:
-    """Put a drive's counts and the quality of its rankings together."""
+    """The report of a drive's counts and its rankings' quality."""
     quantiles = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
     latencies = {name: summary.latency_ms(at) for name, at in quantiles.items()}
     return PublishReport(
@@ -108,7 +109,7 @@ def make_report(
 
 def render(report: PublishReport) -> Table:
     """The report as a table of two columns."""
-    table = Table(title="relaygr publish", title_justify="left", show_header=False, title_style="bold")
+    table = Table(title="relaygr replay", title_justify="left", show_header=False, title_style="bold")
     table.add_column(style="cyan", no_wrap=True)
     table.add_column(overflow="fold")
     table.add_row("workload", "\n".join(report.workload))
@@ -124,7 +125,7 @@ def render(report: PublishReport) -> Table:
     table.add_row("requests", f"{report.requests} sent, {report.answered} answered{rate}")
     for name, text in OUTCOMES.items():
         if count := report.outcomes.get(name, 0):
-            table.add_row(f"  {name}", f"{count} ({count / report.answered:.1%})  {text}")
+            table.add_row(f"  {name}", f"{count} ({count / report.answered:.1%})  prefix KV {text}")
     if report.admissions:
         table.add_row("  admission", admission_text(report.admissions))
     for kind, count in report.errors.items():
@@ -155,14 +156,14 @@ def render(report: PublishReport) -> Table:
 
 
 def admission_text(admissions: Mapping[str, int]) -> str:
-    """What the trigger decided, the most frequent first: "admitted 90, not_at_risk 10"."""
+    """The trigger's decisions, most frequent first: "admitted 90, not_at_risk 10"."""
     return ", ".join(
         f"{reason or 'unknown'} {count:,}" for reason, count in sorted(admissions.items(), key=lambda pair: -pair[1])
     )
 
 
 def live_line(summary: DriveSummary, meter: QualityMeter, planned: int | None) -> str:
-    """Where a drive stands, in one line."""
+    """The state of a drive in one line."""
     of = f"/{planned}" if planned is not None else ""
     outcomes = ", ".join(f"{name} {summary.outcomes[name]}" for name in OUTCOMES if summary.outcomes[name])
     parts = [f"{summary.sent}{of} sent, {summary.answered} answered" + (f" ({outcomes})" if outcomes else "")]
@@ -176,7 +177,7 @@ def live_line(summary: DriveSummary, meter: QualityMeter, planned: int | None) -
 
 
 class LiveLine:
-    """One line on stderr, rewritten in place on a terminal; elsewhere a line in the log now and then."""
+    """One line on stderr, rewritten in place on a terminal; otherwise a log line every LOGGED_EVERY_S."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stderr
@@ -186,7 +187,7 @@ class LiveLine:
         self._width = 0
 
     def due(self) -> bool:
-        """Whether it is time to show something again; computing the text may cost more than writing it."""
+        """Whether the next line is due; ask first, since computing the text may cost more than writing it."""
         return time.monotonic() >= self._next
 
     def show(self, text: str) -> None:
@@ -201,7 +202,7 @@ class LiveLine:
             log.info("progress", line=text)
 
     def close(self) -> None:
-        """End the line, so that what follows starts on its own."""
+        """Clear the line, so that further output starts on a new one."""
         if self._terminal and self._width:
             self._stream.write("\r" + " " * self._width + "\r")
             self._stream.flush()

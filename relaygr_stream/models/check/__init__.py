@@ -1,1 +1,1 @@
-"""`relaygr model check`: the exactness properties of DESIGN §8, run on any model that keeps the protocol."""
+"""`relaygr model check`: exactness (docs/explanation/exactness.md), checked on any model that keeps the protocol."""

@@ -1,7 +1,11 @@
-"""A model under check: random requests for it, regions, and its results by full inference and otherwise.
+"""A model under check: random requests, regions, its results, and how far they are from full inference.
 
-Everything goes through the two operations of the protocol, called as the worker calls them (inference mode, one
-thread). Knows nothing of which properties there are.
+The probe uses only the two operations of the protocol, and calls them as the worker does (inference mode, one thread).
+
+Deviations are judged against one limit. In float32 it is the largest deviation relative to the largest expected value,
+over all results together: one candidate's scores may nearly cancel, and float32's own rounding is then a larger part of
+them. In half precision, results must be no further from the float32 truth than full inference in half precision is:
+both are roundings of the same truth, so single values say nothing, but root mean squares over many scores do.
 """
 
 from __future__ import annotations
@@ -19,26 +23,19 @@ import torch
 from relaygr_stream.errors import ModelError
 from relaygr_stream.models.api import KVRegion, RankingModel, ScoreInput, Tokens, relative_deviation
 
-# How far results may be from full inference (DESIGN §8), as one number against one limit. float32: the largest
-# deviation relative to the largest expected value, at most 1e-5, over all results together: one candidate's scores
-# may nearly cancel, and float32's own rounding is then a larger part of them. Half precision: no further from the
-# float32 truth than full inference in half precision is. There, both are roundings of the same truth, so single
-# values say nothing; root mean squares over many scores do. Knows nothing of models.
-
-
 Scores = npt.NDArray[np.float32]
 
-#: DESIGN §8. Products of other shapes round differently: up to 3e-6 was seen, where a leak showed as 1e-2.
+#: The exactness bound. Products of other shapes round differently, up to 3e-6; a leak shows as 1e-2.
 FLOAT32_LIMIT: Final = 1e-5
-#: RMS deviation from the float32 truth over that of full inference. docs/models.md has the measurement behind it.
+#: RMS deviation from the float32 truth over that of full inference. Its reason is in docs/explanation/exactness.md.
 HALF_LIMIT: Final = 1.25
-#: K and V pass through as many roundings as scores do, but no head averages them: ten times the bound of the scores.
+#: K and V have as many roundings as scores, but no head averages them: ten times the bound of the scores.
 KV_LIMIT: Final = 1e-4
 
 
 @dataclass(frozen=True)
 class Measure:
-    """The largest deviation found, and the largest allowed; `ratio`: in units of full inference's own deviation."""
+    """The largest deviation found, and the limit. ratio: both are multiples of full inference's own deviation."""
 
     value: float
     limit: float
@@ -46,7 +43,7 @@ class Measure:
 
     @property
     def holds(self) -> bool:
-        """Whether the deviation is within the limit; not if it is NaN."""
+        """Whether the deviation is within the limit; False if it is NaN."""
         return self.value <= self.limit
 
     def __str__(self) -> str:
@@ -54,7 +51,7 @@ class Measure:
 
 
 class Deviations:
-    """Collects pairs of results; `measure` judges them together. half: compare by the rule of half precision."""
+    """Collects pairs of results; `measure` judges them together. half: judge by the rule of half precision."""
 
     def __init__(self, *, half: bool, limit: float = FLOAT32_LIMIT, half_limit: float = HALF_LIMIT) -> None:
         self._half = half
@@ -67,7 +64,7 @@ class Deviations:
         self._count = 0
 
     def add(self, found: Scores, full: Scores, truth: Scores) -> None:
-        """found: what was computed another way; full: by full inference in the same type; truth: that in float32."""
+        """Add one result. full: full inference in the same type; truth: full inference in float32."""
         if math.isinf(relative_deviation(found, full)):
             self._worst = math.inf
         else:
@@ -85,42 +82,43 @@ class Deviations:
 
     @property
     def measure(self) -> Measure:
-        """Over all pairs so far."""
+        """The measure over all results so far."""
         if not self._half:
             return Measure(self._worst / self._largest, self._limit)
         count = max(self._count, 1)
         found, full = math.sqrt(self._found / count), math.sqrt(self._full / count)
-        # A model that computes in float32 after all is held to float32's bound, not to a ratio of next to nothing.
+        # A model that computes in float32 internally has almost no deviation: float32's bound replaces the ratio's.
         return Measure(found / max(full, self._limit), self._half_limit, ratio=True)
 
 
-#: Lengths of histories: around powers of two and block sizes, where off-by-ones and tails live.
+#: Lengths of histories: around powers of two and block sizes, where off-by-one errors occur.
 LENGTHS: Final = (1, 2, 7, 33, 64, 90, 150)
 
 Items = npt.NDArray[np.int64]
 NO_TOKENS = Tokens(np.zeros((3, 0), np.int64))
 
 
-class Failed(Exception):  # it says what became of the property
-    """The property does not hold; the message says what was seen."""
+class Failed(Exception):  # a verdict, so not named an error
+    """The property does not hold; the message says what the check saw."""
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """The largest request that the settings allow, and how many items there are.
+    """The largest request that the settings allow, and the number of items.
 
-    lag: tokens of the prefix that may come with the suffix (worker.max_stale_tokens).
+    max_stale: tokens of the prefix that may be missing from cached KV and come with the suffix
+    (worker.max_stale_tokens).
     """
 
     prefix: int
     suffix: int
     candidates: int
     items: int
-    lag: int = 0
+    max_stale: int = 0
 
 
 class Probe:
-    """One model, and requests drawn from `seed`. `make` gives the model anew in a type; `bounds` are the settings'."""
+    """One model, and requests drawn from `seed`. make: creates the model in a type; bounds: limits of the settings."""
 
     def __init__(
         self, make: Callable[[torch.dtype], RankingModel], device: torch.device, dtype: torch.dtype, bounds: Bounds,
@@ -137,18 +135,18 @@ class Probe:
 
     # ---- requests ----
 
-    def lengths(self, room: int = 0) -> tuple[int, ...]:
-        """Lengths to try, ascending; the settings allow a prefix of the longest and `room` tokens more."""
-        most = max(1, self.bounds.prefix - room)
+    def lengths(self, added: int = 0) -> tuple[int, ...]:
+        """Lengths to try, ascending; the settings allow a prefix of the longest length plus `added` tokens."""
+        most = max(1, self.bounds.prefix - added)
         return tuple(sorted({min(length, most) for length in LENGTHS}))
 
     def history(self, length: int) -> Tokens:
-        """So many random behaviours."""
+        """`length` random behaviours."""
         rows = (self.random.integers(0, high, length) for high in (self.bounds.items, 256, 1 << 30))
         return Tokens(np.stack(list(rows)).astype(np.int64))
 
     def candidates(self, count: int) -> Items:
-        """So many random item ids."""
+        """`count` random item ids."""
         return self.random.integers(0, self.bounds.items, count)
 
     # ---- regions ----
@@ -162,30 +160,30 @@ class Probe:
     def prefix(
         self, history: Tokens, *, stops: tuple[int, ...] = (), slack: int = 0, model: RankingModel | None = None
     ) -> KVRegion:
-        """A region holding `history`, extended up to each of `stops` in turn, then to the end."""
+        """A region that holds `history`, prefilled in chunks that end at `stops` and at the end of the history."""
         region = self.region(len(history) + slack, model=model)
         for stop in (*stops, len(history)):
-            self.extend(region, history.slice(region.length, stop), model)
+            self.prefill(region, history.slice(region.length, stop), model)
         return region
 
     # ---- the two operations ----
 
-    def extend(self, region: KVRegion, tokens: Tokens, model: RankingModel | None = None) -> None:
-        """`model.extend`; Failed if it raises or advances kv.length by another number."""
+    def prefill(self, region: KVRegion, tokens: Tokens, model: RankingModel | None = None) -> None:
+        """`model.prefill`. Raises Failed if it raises, or does not advance kv.length by len(tokens)."""
         expected = region.length + len(tokens)
-        with _said(f"extend() of {len(tokens)} tokens behind {region.length}"), torch.inference_mode():
-            (model or self.model).extend(region, tokens)
+        with _as_failure(f"prefill() of {len(tokens)} tokens behind {region.length}"), torch.inference_mode():
+            (model or self.model).prefill(region, tokens)
         if region.length != expected:
             raise Failed(
-                f"extend() was given {len(tokens)} tokens behind {expected - len(tokens)} and left kv.length at "
+                f"prefill() was given {len(tokens)} tokens behind {expected - len(tokens)} and left kv.length at "
                 f"{region.length}, not {expected}"
             )
 
     def score_batch(self, batch: list[ScoreInput], model: RankingModel | None = None) -> list[Scores]:
-        """`model.score`, on the host; Failed if it raises or its result is not what the protocol says."""
+        """`model.score`, on the host. Raises Failed if it raises, or its result breaks the protocol."""
         model = model or self.model
         shown = ", ".join(f"{one.kv.length} + {len(one.suffix)} tokens, {len(one.candidates)} cand." for one in batch)
-        with _said(f"score() of [{shown}]"), torch.inference_mode():
+        with _as_failure(f"score() of [{shown}]"), torch.inference_mode():
             scores: object = model.score(batch)
         expected = [(len(one.candidates), len(model.tasks)) for one in batch]
         if not isinstance(scores, list) or not all(isinstance(one, torch.Tensor) for one in scores):
@@ -199,31 +197,31 @@ class Probe:
         return [one.cpu().numpy() for one in scores]
 
     def score(self, kv: KVRegion, suffix: Tokens, candidates: Items, model: RankingModel | None = None) -> Scores:
-        """One ranking by itself."""
+        """The scores of one ranking in a batch of one."""
         return self.score_batch([ScoreInput(kv, suffix, candidates)], model)[0]
 
     def full(self, history: Tokens, candidates: Items, model: RankingModel | None = None) -> Scores:
-        """Full inference: all history into a region of its own, in one call, then the candidates."""
+        """Full inference: prefill all history into its own region in one call, then score the candidates."""
         return self.score(self.prefix(history, model=model), NO_TOKENS, candidates, model)
 
     # ---- comparing ----
 
     def deviations(self, limit: float = FLOAT32_LIMIT, half_limit: float = HALF_LIMIT) -> Deviations:
-        """An empty collection under the rule of this type."""
+        """An empty collection with the rule for the probe's type."""
         return Deviations(half=self.half, limit=limit, half_limit=half_limit)
 
     def compare(self, into: Deviations, found: Scores, history: Tokens, candidates: Items) -> None:
-        """Compare scores of `candidates` behind `history` with full inference."""
+        """Compare `found`, scores of `candidates` behind `history`, with full inference."""
         full = self.full(history, candidates)
         into.add(found, full, self.full(history, candidates, self.reference) if self.half else full)
 
 
 @contextmanager
-def _said(call: str) -> Iterator[None]:
-    """Whatever the model raises, as a failure of the property."""
+def _as_failure(call: str) -> Iterator[None]:
+    """Turn any exception of the model into a failure of the property; `call` describes the call."""
     try:
         yield
     except ModelError as error:
         raise Failed(f"{call} was refused: {error}") from error
-    except Exception as error:  # whatever a user's model raises
+    except Exception as error:  # a user's model may raise any exception
         raise Failed(f"{call} raised {type(error).__name__}: {error}") from error

@@ -1,6 +1,6 @@
-"""The properties, one function each: it returns how far the model was off, or raises Failed saying what was seen.
+"""The properties, one function each: it returns the model's deviation, or raises Failed with what it saw.
 
-Ordered so that the first failure is the nearest to the cause: without the contract no other means anything.
+The order puts the most basic property first, since the first failure is the nearest to the cause.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ import torch
 from relaygr_stream.models.api import KVRegion, ScoreInput, Tokens
 from relaygr_stream.models.check.probe import KV_LIMIT, NO_TOKENS, Failed, Items, Measure, Probe, Scores
 
-#: Candidates of a ranking: enough scores for root mean squares in half precision.
+#: Candidates of a ranking: enough scores for a root mean square in half precision.
 CANDIDATES: Final = 12
-#: Of one history, in half precision: all scores share its roundings, and 0.80…1.43 was measured (25 seeds).
+#: Limit for one history in half precision. All its scores share the same roundings: 0.80…1.43 over 25 seeds.
 ONE_HISTORY_LIMIT: Final = 2.0
-#: Tokens of one `extend` where the longest prefix is built: as the worker's chunks, far below it.
+#: Tokens of one `prefill` for the longest prefix: a chunk, as in the worker, far below the whole.
 LONG_CHUNK: Final = 1024
 
 
 def contract(probe: Probe) -> Measure | None:
-    """Shapes, types and kv.length, which Probe checks at each call; and finite scores."""
+    """Shapes, types and kv.length, which Probe checks in each call, and finite scores."""
     history = probe.history(probe.lengths()[-1])
     region = probe.region(len(history) + 7)
     storage = region.storage
-    probe.extend(region, history)
+    probe.prefill(region, history)
     if region.storage is not storage:
-        raise Failed("extend() replaced the region's memory; it must write into kv.layer(i) in place")
+        raise Failed("prefill() replaced the region's memory; it must write into kv.layer(i) in place")
     scores = probe.score(region, NO_TOKENS, probe.candidates(CANDIDATES))
     if not np.isfinite(scores).all():
         raise Failed(f"{int((~np.isfinite(scores)).sum())} of {scores.size} scores are not finite")
@@ -61,7 +61,7 @@ def version(probe: Probe) -> Measure | None:
 
 
 def determinism(probe: Probe) -> Measure:
-    """The same calls, twice, with another user in between."""
+    """Repeated calls with another user in between give the same scores."""
     deviations = probe.deviations()
     history, candidates = probe.history(probe.lengths()[-1]), probe.candidates(CANDIDATES)
     region = probe.prefix(history)
@@ -72,22 +72,22 @@ def determinism(probe: Probe) -> Measure:
 
 
 def reads_to_length(probe: Probe) -> Measure:
-    """Memory behind kv.length holds anything: here NaN, then huge numbers."""
+    """Memory behind kv.length does not matter: here it holds NaN, then large numbers."""
     deviations = probe.deviations()
     for length in probe.lengths():
         history, candidates = probe.history(length), probe.candidates(CANDIDATES)
         for poison in (math.nan, 1e4):
             region = probe.region(length + 19, poison)
-            probe.extend(region, history)
+            probe.prefill(region, history)
             probe.compare(deviations, probe.score(region, NO_TOKENS, candidates), history, candidates)
     return deviations.measure
 
 
 def score_reads_only(probe: Probe) -> None:
-    """Not one bit of the region changes, its slack included; nor does kv.length."""
+    """score() changes no bit of the region, its unused part included, and not kv.length."""
     for length in probe.lengths():
-        region = probe.region(length + 19, 0.37)  # no number that a model is likely to write
-        probe.extend(region, probe.history(length))
+        region = probe.region(length + 19, 0.37)  # a model is unlikely to write this number
+        probe.prefill(region, probe.history(length))
         before = region.storage.clone()
         suffix = probe.history(5) if probe.model.incremental else NO_TOKENS
         probe.score(region, suffix, probe.candidates(CANDIDATES))
@@ -99,20 +99,22 @@ def score_reads_only(probe: Probe) -> None:
 
 
 def appends_only(probe: Probe) -> None:
-    """extend() leaves the K/V of the tokens before, which other requests read meanwhile, bit for bit."""
+    """prefill() changes no bit of earlier tokens' K/V, which other requests may read meanwhile."""
     for length, longer in pairwise(probe.lengths()):
         history = probe.history(longer)
         region = probe.region(longer)
-        probe.extend(region, history.slice(0, length))
+        probe.prefill(region, history.slice(0, length))
         before = region.storage.clone()
-        probe.extend(region, history.slice(length, longer))
+        probe.prefill(region, history.slice(length, longer))
         changed = _changed(region, before, length)
         if changed:
-            raise Failed(f"extend() of {longer - length} tokens behind {length} changed K/V of earlier ones: {changed}")
+            raise Failed(
+                f"prefill() of {longer - length} tokens behind {length} changed K/V of earlier ones: {changed}"
+            )
 
 
 def causal(probe: Probe) -> Measure:
-    """K/V of the first tokens are the same, whatever follows in the same call."""
+    """K/V of the first tokens do not depend on the tokens that follow in the same call."""
     deviations = probe.deviations(KV_LIMIT)
     for length, longer in pairwise(probe.lengths()):
         history = probe.history(longer)
@@ -124,7 +126,7 @@ def causal(probe: Probe) -> Measure:
 
 
 def chunks(probe: Probe) -> Measure:
-    """Extending in chunks gives the scores of extending at once."""
+    """Prefill in chunks gives the scores of prefill at once."""
     deviations = probe.deviations()
     for length in probe.lengths():
         for _ in range(3):
@@ -136,14 +138,14 @@ def chunks(probe: Probe) -> Measure:
 
 
 def relocation(probe: Probe) -> Measure:
-    """A region's bytes are all there is: spilled, its memory given to another user, reloaded elsewhere, scored."""
+    """The model keeps no state outside the region: spill it, reuse its memory, reload it elsewhere, score."""
     deviations = probe.deviations()
     for length in probe.lengths():
         history, candidates = probe.history(length), probe.candidates(CANDIDATES)
         region = probe.prefix(history, slack=3)
         spilled = region.storage.to("cpu", copy=True)
         region.length = 0
-        probe.extend(region, probe.history(length))
+        probe.prefill(region, probe.history(length))
         reloaded = probe.region(length + 3)
         reloaded.storage.copy_(spilled)
         reloaded.length = length
@@ -152,27 +154,27 @@ def relocation(probe: Probe) -> Measure:
 
 
 def extension(probe: Probe) -> Measure:
-    """A cached prefix, scored, then grown in place or by a move into a larger region, is the longer one."""
+    """A prefix that was scored, then grown in place or moved into a larger region, scores as the longer prefix."""
     deviations = probe.deviations()
     for added, move in ((1, False), (13, False), (40, True)):
-        for length in probe.lengths(room=added):
+        for length in probe.lengths(added):
             history, candidates = probe.history(length + added), probe.candidates(CANDIDATES)
             region = probe.prefix(history.slice(0, length), slack=added)
             probe.score(region, NO_TOKENS, candidates)
             if move:
                 region = _moved(probe, region, length + added + 7)
-            probe.extend(region, history.slice(length, length + added))
+            probe.prefill(region, history.slice(length, length + added))
             probe.compare(deviations, probe.score(region, NO_TOKENS, candidates), history, candidates)
     return deviations.measure
 
 
 def suffix(probe: Probe) -> Measure:
-    """Wherever history is cut into prefix and suffix, the scores are the same."""
+    """The scores do not depend on where history is cut into prefix and suffix."""
     deviations = probe.deviations()
     for length in probe.lengths()[1:]:
         history, candidates = probe.history(length), probe.candidates(CANDIDATES)
         for cut in sorted({1, length // 2, length - 1}):
-            behind = min(length, cut + max(probe.bounds.suffix, 1))  # the settings may allow a few only
+            behind = min(length, cut + max(probe.bounds.suffix, 1))  # the settings limit the suffix
             scores = probe.score(probe.prefix(history.slice(0, cut)), history.slice(cut, behind), candidates)
             probe.compare(deviations, scores, history.slice(0, behind), candidates)
     return deviations.measure
@@ -195,7 +197,7 @@ def candidates_apart(probe: Probe) -> Measure:
 
 
 def batch_apart(probe: Probe) -> Measure:
-    """A ranking's scores in a ragged batch, its neighbours' memory full of NaN or infinity, are those it has alone."""
+    """A ranking scores in a ragged batch as it does alone, even if its neighbours' memory is all NaN or infinity."""
     deviations = probe.deviations()
     requests = [_request(probe, length, index) for index, length in enumerate(probe.lengths())]
     alone = [_alone(probe, *request) for request in requests]
@@ -218,11 +220,11 @@ def batch_apart(probe: Probe) -> Measure:
 
 
 def edges(probe: Probe) -> Measure:
-    """Nothing known of the user, one behaviour, one candidate."""
+    """A user without history, one behaviour, one candidate."""
     deviations = probe.deviations()
     candidates = probe.candidates(CANDIDATES)
     empty = probe.region(8)
-    probe.extend(empty, NO_TOKENS)
+    probe.prefill(empty, NO_TOKENS)
     scores = probe.score(empty, NO_TOKENS, candidates)
     if not np.isfinite(scores).all():
         raise Failed("scores of a user without any history are not finite")
@@ -236,13 +238,15 @@ def edges(probe: Probe) -> Measure:
 
 
 def longest(probe: Probe) -> Measure:
-    """The largest request that the settings allow: max_prefix_tokens, max_suffix_tokens, max_candidates; and with as
-    much of the prefix in the suffix as cached prefix KV may lack: worker.max_stale_tokens."""
+    """The largest request of the settings (max_prefix_tokens, max_suffix_tokens, max_candidates) scores as in full.
+
+    Also with a stale prefix: the suffix then carries worker.max_stale_tokens of the prefix too.
+    """
     deviations = probe.deviations(half_limit=ONE_HISTORY_LIMIT)
     bounds, incremental = probe.bounds, probe.model.incremental
     total = bounds.prefix + (bounds.suffix if incremental else 0)
     history, candidates = probe.history(total), probe.candidates(bounds.candidates)
-    for length in sorted({bounds.prefix - bounds.lag, bounds.prefix}) if incremental else (total,):
+    for length in sorted({bounds.prefix - bounds.max_stale, bounds.prefix}) if incremental else (total,):
         stops = tuple(range(LONG_CHUNK, length, LONG_CHUNK)) if incremental else ()
         region = probe.prefix(history.slice(0, length), stops=stops, slack=total - length)
         probe.compare(deviations, probe.score(region, history.slice(length, total), candidates), history, candidates)
@@ -250,7 +254,7 @@ def longest(probe: Probe) -> Measure:
 
 
 def half_precision(probe: Probe) -> Measure | None:
-    """Full inference in half precision stays finite and is more signal than noise beside float32's."""
+    """Full inference in half precision is finite, and its deviation from float32 is smaller than the scores."""
     if not probe.half:
         return None
     worst = 0.0
@@ -264,11 +268,11 @@ def half_precision(probe: Probe) -> Measure | None:
 
 
 def _changed(region: KVRegion, before: torch.Tensor, length: int) -> str:
-    """Where the first `length` tokens' bits differ from `before`; "" if nowhere."""
+    """The first place where the first `length` tokens' bits differ from `before`, in words; "" if there is none."""
     old = KVRegion(region.layout, before, region.capacity)
     for layer in range(region.layout.layers):
         for name, now, then in zip(("K", "V"), region.layer(layer), old.layer(layer), strict=True):
-            # As bytes, since NaN is unequal to itself.
+            # Compared as bytes, since NaN is unequal to itself.
             differs = now[:, :length].contiguous().view(torch.uint8) != then[:, :length].contiguous().view(torch.uint8)
             if bool(differs.any()):
                 token = int(differs.any(2).any(0).nonzero()[0])
@@ -277,13 +281,13 @@ def _changed(region: KVRegion, before: torch.Tensor, length: int) -> str:
 
 
 def _held(region: KVRegion, length: int) -> list[Scores]:
-    """K and V of each layer's first tokens, in float32 on the host."""
+    """K and V of the first `length` tokens of each layer, in float32 on the host."""
     parts = [part for layer in range(region.layout.layers) for part in region.layer(layer)]
     return [part[:, :length].float().cpu().numpy() for part in parts]
 
 
 def _moved(probe: Probe, region: KVRegion, capacity: int) -> KVRegion:
-    """The tokens in a region of another capacity, as the cache moves an entry that outgrew its own."""
+    """The region's tokens in a region of another capacity, as the cache moves an entry that outgrew its region."""
     moved = probe.region(capacity)
     for layer in range(region.layout.layers):
         for target, source in zip(moved.layer(layer), region.layer(layer), strict=True):
@@ -299,7 +303,7 @@ def _request(probe: Probe, length: int, index: int) -> tuple[Tokens, Tokens, Ite
 
 
 def _alone(probe: Probe, history: Tokens, after: Tokens, candidates: Items) -> tuple[Scores, Scores]:
-    """A ranking's scores by itself, in the type under check and in float32."""
+    """The scores of one ranking in a batch of one, in the type under check and in float32."""
     own, true = (
         probe.score(probe.prefix(history, model=model), after, candidates, model)
         for model in (probe.model, probe.reference)

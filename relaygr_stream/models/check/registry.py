@@ -1,4 +1,4 @@
-"""The list of properties: their names, what each asks, and what it usually means when one fails."""
+"""The list of properties: name, rule, and the usual cause of a failure."""
 
 from __future__ import annotations
 
@@ -12,19 +12,17 @@ from relaygr_stream.models.api import KVRegion, SteppedModel, Tokens
 from relaygr_stream.models.check import properties
 from relaygr_stream.models.check.probe import NO_TOKENS, Failed, Measure, Probe
 
-# The property of models that can be interrupted within `extend` (SteppedModel).
-
-
-CANDIDATES = 12
+#: Candidates of a ranking in `steps`.
+CANDIDATES: Final = 12
 
 
 def has_steps(probe: Probe) -> bool:
-    """Whether the model offers `extend_in_steps`; asked of its class, as the worker does."""
-    return hasattr(type(probe.model), "extend_in_steps")
+    """Whether the model's class offers `prefill_in_steps`; the worker looks at the class too."""
+    return hasattr(type(probe.model), "prefill_in_steps")
 
 
 def steps(probe: Probe) -> Measure:
-    """With rankings between the steps, of this region and of another; and given up half-way, then done anew."""
+    """`prefill_in_steps` equals `prefill`, with rankings between steps, and after an attempt abandoned half-way."""
     deviations = probe.deviations()
     for length in probe.lengths():
         history, candidates = probe.history(length), probe.candidates(CANDIDATES)
@@ -32,23 +30,23 @@ def steps(probe: Probe) -> Measure:
         other = probe.prefix(probe.history(9))
         region = probe.region(length, 0.37)
         if before:
-            probe.extend(region, history.slice(0, before))
+            probe.prefill(region, history.slice(0, before))
         known = probe.score(region, NO_TOKENS, candidates) if before else None
-        for most in (1, 1 << 30):  # the first time only one step is taken
-            _extend(probe, region, history.slice(before, length), most)
+        for most in (1, 1 << 30):  # the first attempt stops after one step
+            _prefill(probe, region, history.slice(before, length), most)
             if region.length == length:
                 break
             probe.score(other, NO_TOKENS, candidates)
             if known is not None and (probe.score(region, NO_TOKENS, candidates) != known).any():
-                raise Failed(f"an extension of {length - before} tokens behind {before}, given up, changed the scores")
+                raise Failed(f"a prefill of {length - before} tokens behind {before}, abandoned, changed the scores")
         probe.compare(deviations, probe.score(region, NO_TOKENS, candidates), history, candidates)
     return deviations.measure
 
 
-def _extend(probe: Probe, region: KVRegion, tokens: Tokens, most: int) -> None:
-    """At most so many steps, a ranking of another region after each."""
+def _prefill(probe: Probe, region: KVRegion, tokens: Tokens, most: int) -> None:
+    """Run at most `most` steps, with a ranking of another region after each."""
     start, other = region.length, probe.prefix(probe.history(5))
-    taken = cast(SteppedModel, probe.model).extend_in_steps(region, tokens)
+    taken = cast(SteppedModel, probe.model).prefill_in_steps(region, tokens)
     for _ in range(most):
         with torch.inference_mode():
             over = next(taken, taken) is taken
@@ -65,11 +63,11 @@ def _extend(probe: Probe, region: KVRegion, tokens: Tokens, most: int) -> None:
 
 @dataclass(frozen=True)
 class Property:
-    """Something that must hold.
+    """A rule that every model must keep.
 
-    usually: what a failure mostly means. hazard: its heading in docs/models.md, "" for none. incremental_only: does not
-    concern models that take their prefix whole. applies, unless: whether it concerns the model, and why not. basic:
-    where it fails, the others would say nothing and are not run.
+    usually: the usual cause of a failure. hazard: the heading in docs/explanation/exactness.md, "" for none.
+    incremental_only: applies only to models with incremental = True. applies: whether it applies to the model; unless:
+    the reason if it does not. basic: if it fails, the other results would mean nothing, and they are not run.
     """
 
     name: str
@@ -86,8 +84,8 @@ class Property:
 PROPERTIES: Final = (
     Property(
         "contract",
-        "extend advances kv.length by what it appended, in place; score returns float32 (candidates, tasks), finite",
-        "extend forgot `kv.length += len(tokens)`, or score returns another shape, type or device",
+        "prefill advances kv.length by what it appended, in place; score returns float32 (candidates, tasks), finite",
+        "prefill lacks `kv.length += len(tokens)`, or score returns another shape, type or device",
         properties.contract,
         basic=True,
     ),
@@ -102,7 +100,7 @@ PROPERTIES: Final = (
     ),
     Property(
         "determinism",
-        "the same call gives the same scores, whatever was asked in between",
+        "the same call gives the same scores, with any calls in between",
         "dropout or another random layer is still on (call .eval()), or state is kept between calls outside the region",
         properties.determinism,
         hazard="state-outside-the-region",
@@ -125,14 +123,14 @@ PROPERTIES: Final = (
     ),
     Property(
         "score only reads",
-        "score leaves kv as it is, bit for bit, the room behind kv.length included",
-        "score writes the suffix's K/V behind kv.length: another request may be extending the same region",
+        "score leaves kv as it is, bit for bit, the memory behind kv.length included",
+        "score writes the suffix's K/V behind kv.length: another request may be appending to the same region",
         properties.score_reads_only,
         hazard="writing-to-what-others-read",
     ),
     Property(
-        "extend only appends",
-        "extend leaves the K/V of earlier tokens as they are, bit for bit",
+        "prefill only appends",
+        "prefill leaves the K/V of earlier tokens as they are, bit for bit",
         "K/V are rescaled, re-rotated or normalised when the sequence grows: store what never changes",
         properties.appends_only,
         hazard="writing-to-what-others-read",
@@ -140,7 +138,7 @@ PROPERTIES: Final = (
     ),
     Property(
         "earlier K/V do not depend on later tokens",
-        "K/V of the first n tokens are the same, whatever follows them",
+        "K/V of the first n tokens are the same for any tokens that follow them",
         "positions counted back from the end, times relative to the newest behaviour, a scale 1/N from the length, or "
         "attention that is not causal (contextual tokens: set incremental = False)",
         properties.causal,
@@ -156,34 +154,34 @@ PROPERTIES: Final = (
     ),
     Property(
         "chunks",
-        "extending in chunks is extending at once",
-        "a chunk does not see the tokens before it, its causal mask or its positions start at 0 instead of kv.length",
+        "prefill in chunks is prefill at once",
+        "a chunk does not see the tokens before it, or its causal mask or positions start at 0 instead of kv.length",
         properties.chunks,
         hazard="chunks-that-start-anew",
         incremental_only=True,
     ),
     Property(
         "steps",
-        "extending in the model's own steps, with rankings in between or given up half-way, is extending at once",
-        "kv.length moves before the last step, or a workspace is shared with score or with another extension",
+        "prefill in the model's own steps, with rankings in between or abandoned half-way, is prefill at once",
+        "kv.length moves before the last step, or a workspace is shared with score or with another prefill",
         steps,
         hazard="chunks-that-start-anew",
         applies=has_steps,
-        unless="it has no extend_in_steps: the worker makes chunks shorter instead",
+        unless="it has no prefill_in_steps: the worker makes chunks shorter instead",
     ),
     Property(
         "extension",
-        "a cached prefix that grew, in place or by a move, is the longer prefix",
-        "as `chunks`; or something is remembered from before the prefix grew",
+        "a cached prefix that grew, in place or by a move, scores as the longer prefix",
+        "as `chunks`; or the model keeps state from before the prefix grew",
         properties.extension,
         hazard="chunks-that-start-anew",
         incremental_only=True,
     ),
     Property(
         "suffix",
-        "wherever history is cut into prefix and suffix, the scores are the same",
-        "a suffix's positions or gaps start anew, a suffix row does not see the prefix, or candidates stand at "
-        "kv.length instead of behind the suffix",
+        "the scores do not depend on where history is cut into prefix and suffix",
+        "a suffix's positions or gaps start at 0 again, a suffix row does not see the prefix, or candidates have the "
+        "position kv.length instead of the position behind the suffix",
         properties.suffix,
         hazard="positions-or-times-counted-from-the-end",
         incremental_only=True,
@@ -191,7 +189,7 @@ PROPERTIES: Final = (
     Property(
         "candidates apart",
         "a candidate's score does not depend on the other candidates",
-        "candidates attend to each other, stand at different positions, or are normalised over the request",
+        "candidates attend to each other, have different positions, or are normalised over the request",
         properties.candidates_apart,
         hazard="candidates-that-see-each-other",
     ),
@@ -204,13 +202,13 @@ PROPERTIES: Final = (
     ),
     Property(
         "edges",
-        "no history at all, one behaviour, one candidate",
-        "a softmax over nothing (NaN), or a shape that assumes one token at least",
+        "no history, one behaviour, and one candidate are scored as in full",
+        "a softmax over nothing (NaN), or a shape that assumes at least one token",
         properties.edges,
     ),
     Property(
         "longest",
-        "the largest request that the relay settings allow is scored, and as in full",
+        "the largest request that the relay settings allow is scored as in full",
         "a position table, mask or buffer that is shorter than relay.max_prefix_tokens + relay.max_suffix_tokens, or "
         "for suffixes one that is shorter than relay.max_suffix_tokens + worker.max_stale_tokens",
         properties.longest,

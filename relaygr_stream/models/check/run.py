@@ -1,4 +1,4 @@
-"""Runs the properties on a model, one finding each, in order; says them as a table and in words."""
+"""Runs the properties on a model in order, and prints a table of findings and a text for each failure."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from relaygr_stream.settings.schema import Settings
 
 Verdict = Literal["passed", "FAILED", "not applicable", "not run"]
 
-DOCUMENT: Final = "docs/models.md"
+DOCUMENT: Final = "docs/explanation/exactness.md"
 NAME_WIDTH: Final = max(len(one.name) for one in PROPERTIES)
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What became of one property. detail: the deviation, or why it does not apply; seen: how it failed."""
+    """The result of one property. detail: the deviation, or why it does not apply; seen: what failed."""
 
     about: Property
     verdict: Verdict
@@ -34,10 +34,13 @@ class Finding:
 
 
 def probe_for(settings: Settings, device: torch.device, dtype: torch.dtype, seed: int) -> Probe:
-    """A probe of the model that the settings name; raises what loading raises."""
+    """A probe of the model that the settings name. Raises the errors of `load_model`.
+
+    Raises ConfigError if the model cannot be made in float32, which half precision is compared with.
+    """
     relay = settings.relay
     if settings.model.contextual_seq_len and relay.max_suffix_tokens:
-        relay = replace(relay, max_suffix_tokens=0)  # what a worker would ask for before it serves this model
+        relay = replace(relay, max_suffix_tokens=0)  # a worker requires this setting for such a model
 
     def make(wanted: torch.dtype) -> RankingModel:
         return load_model(settings.model, relay, device=device, dtype=wanted)
@@ -51,18 +54,18 @@ def probe_for(settings: Settings, device: torch.device, dtype: torch.dtype, seed
     except RelayError:
         if dtype == torch.float32:
             raise
-        make(dtype)  # if it is this type that fails, say so as it is
+        make(dtype)  # if this type fails too, its own error is the better one
         raise ConfigError(
-            f"in {dtype} the check compares with the same model in float32, which cannot be made"
+            f"the check in {dtype} compares with the same model in float32, and the model cannot be made in float32"
         ) from None
 
 
 def run_properties(probe: Probe) -> Iterator[Finding]:
-    """Each property's finding as soon as it is known; after a failure of a basic one, the rest are not run."""
+    """Yield the finding of each property when it is known. After a basic property fails, the rest are not run."""
     broken = ""
     for about in PROPERTIES:
         if broken:
-            yield Finding(about, "not run", f"without `{broken}` it would say nothing")
+            yield Finding(about, "not run", f"without `{broken}` it would mean nothing")
             continue
         finding = _run(about, probe)
         if about.basic and finding.verdict == "FAILED":
@@ -70,17 +73,17 @@ def run_properties(probe: Probe) -> Iterator[Finding]:
         yield finding
 
 
-def _why_not(about: Property, probe: Probe) -> str:
-    """Why the property does not concern this model, "" if it does."""
+def _reason_not_applicable(about: Property, probe: Probe) -> str:
+    """Why the property does not apply to this model; "" if it does."""
     if about.incremental_only and not probe.model.incremental:
-        return "incremental = False: the prefix is inferred whole, without a suffix"
+        return "incremental = False: the prefix is computed whole, without a suffix"
     if about.name == "half precision" and not probe.half:
-        return "float32 was asked for; see --dtype"
+        return "the check runs in float32; see --dtype"
     return "" if about.applies(probe) else about.unless
 
 
 def _run(about: Property, probe: Probe) -> Finding:
-    if reason := _why_not(about, probe):
+    if reason := _reason_not_applicable(about, probe):
         return Finding(about, "not applicable", reason)
     try:
         measure = about.run(probe)
@@ -97,17 +100,17 @@ def _run(about: Property, probe: Probe) -> Finding:
 
 
 def heading() -> str:
-    """The table's first line."""
+    """The table's header."""
     return f"{'property':<{NAME_WIDTH}}  {'verdict':<14}  largest deviation (allowed)"
 
 
 def row(finding: Finding) -> str:
-    """One line of the table."""
+    """The table's line for one finding."""
     return f"{finding.about.name:<{NAME_WIDTH}}  {finding.verdict:<14}  {finding.detail or 'exact'}".rstrip()
 
 
 def in_words(finding: Finding) -> str:
-    """A failure: what must hold, what was seen, what it usually means, where to read on."""
+    """The text of a failure: the rule, what the check saw, the usual cause, and where to read on."""
     about = finding.about
     lines = [f"{about.name}: {about.holds}.", f"Seen: {finding.seen}.", f"Usually: {about.usually}."]
     if about.hazard:
@@ -119,7 +122,7 @@ def in_words(finding: Finding) -> str:
 
 
 def check_model(probe: Probe, say: Callable[[str], None]) -> bool:
-    """Run everything, a line at a time through `say`; whether every property holds that applies."""
+    """Run all properties and pass each line of output to `say`. Returns whether every applicable property holds."""
     failed = []
     say(heading())
     for finding in run_properties(probe):

@@ -1,7 +1,7 @@
-"""Whether a model runs on the fused kernels: what the settings ask for, what is there, and what the device itself says.
+"""Decides whether a model runs on the fused kernels: by the settings, the installed software and a check on the device.
 
-A kernel that is wrong on some device, driver or compiler must not serve: before the first request it is compared with
-the plain path there. Knows nothing of graphs, which compare themselves (graphs.py).
+A kernel may be wrong on some device, driver or compiler. Before the first request, this module therefore compares the
+kernels with the plain path on the device itself. Recorded graphs have their own comparison (graphs.py).
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-#: The setting worker.kernels. auto: triton on CUDA if it is installed and passes the check, else torch. triton: refuse
-#: to start without it. torch: plain torch operators, as on every other device.
+#: The setting worker.kernels. auto: Triton on CUDA if it is installed and passes the check, else torch. triton: the
+#: worker does not start without it. torch: plain torch operators, as on every other device.
 Kernels = Literal["auto", "torch", "triton"]
 
-#: DESIGN §8: relative to the largest output in float32; in half precision no further from the float32 truth than the
-#: plain path. The check's 10,000 outputs know a root mean square to 1 %, their common inputs make it some more.
+#: float32: largest deviation relative to the largest output. Half precision: RMS deviation from the float32 truth over
+#: that of the plain path; 10,000 outputs determine an RMS to 1 %, and common inputs add to that.
 FLOAT_LIMIT: Final = 1e-5
 HALF_RATIO: Final = 1.1
-#: Embedding width, layers and rankings of the check: (prefix, suffix, candidates). Lengths on no block's bound; the
-#: first is cut along its columns, the others are not, one has no prefix and one no candidates to speak of.
+#: Embedding width, layers and rankings (prefix, suffix, candidates) of the check. No length is a multiple of a block.
+#: The first ranking is cut along its columns, the others are not; one has no prefix, one has a single candidate.
 CHECK_DIM: Final = 64
 CHECK_LAYERS: Final = 2
 CHECK_RANKINGS: Final = ((611, 9, 70), (0, 5, 3), (90, 0, 65), (33, 20, 1))
@@ -40,9 +40,9 @@ CHECK_RANKINGS: Final = ((611, 9, 70), (0, 5, 3), (90, 0, 65), (33, 20, 1))
 def fused_stack(
     config: StackConfig, device: torch.device, dtype: torch.dtype, kernels: Kernels = "auto"
 ) -> FusedStack | None:
-    """The fused layers for a stack of this shape, or None for the plain path; says in the log which, and why.
+    """The fused layers for a stack of this shape, or None for the plain path. Logs the choice and its reason.
 
-    Raises ModelError if `kernels` is "triton" and they cannot be had.
+    Raises ModelError if `kernels` is "triton" and the fused layers are not available.
     """
     if kernels == "torch" or (kernels == "auto" and device.type != "cuda"):
         return None
@@ -71,9 +71,9 @@ def _make(config: StackConfig, device: torch.device, dtype: torch.dtype) -> tupl
 
 
 def disagreement(fused: FusedStack, config: StackConfig, device: torch.device, dtype: torch.dtype) -> str:
-    """How the fused layers differ from the plain path on this device, beyond DESIGN §8, in words; "" if they agree.
+    """In words, how the fused layers differ from the plain path on this device beyond the bound; "" if they agree.
 
-    Compiles all that will ever run: shapes are compiled in, sizes are not.
+    It compiles all kernels that will run: they depend on the model's shape, not on the sizes of a request.
     """
     try:
         stack = _random_stack(config, device)
@@ -82,13 +82,13 @@ def disagreement(fused: FusedStack, config: StackConfig, device: torch.device, d
             stack.fused = fused
             found = _outputs(stack, dtype)
             deviation = float((found - truth).abs().max() / truth.abs().max())
-            # A deviation that is no number is one.
+            # The comparison is false for NaN.
             return "" if deviation <= FLOAT_LIMIT else f"its kernels deviate by {deviation:.1e} from torch operators"
         stack.to(dtype)
         plain = _rms(_outputs(stack, dtype).float() - truth)
         stack.fused = fused
         error = _rms(_outputs(stack, dtype).float() - truth)
-    except Exception as error_:  # whatever a compiler or a driver says; the plain path serves all the same
+    except Exception as error_:  # compilers and drivers may raise any exception; the plain path still serves
         return f"its kernels fail here: {type(error_).__name__}: {error_}"
     if error <= HALF_RATIO * plain:
         return ""
@@ -96,7 +96,7 @@ def disagreement(fused: FusedStack, config: StackConfig, device: torch.device, d
 
 
 def _random_stack(config: StackConfig, device: torch.device) -> HSTUStack:
-    """A small stack in float32 with the attention of `config`."""
+    """A small float32 stack with the attention of `config`."""
     small = StackConfig(
         CHECK_LAYERS, CHECK_DIM, config.heads, config.dqk, config.dv, config.scale_tokens,
         max_attn_len=config.max_attn_len, group_norm=config.group_norm,
@@ -108,12 +108,12 @@ def _random_stack(config: StackConfig, device: torch.device) -> HSTUStack:
 
 
 def _outputs(stack: HSTUStack, dtype: torch.dtype) -> torch.Tensor:
-    """What the stack makes of the check's rankings, their prefixes extended in two steps; on the host."""
+    """The stack's outputs for the check's rankings, on the host. Their prefixes are prefilled in two chunks."""
     device, random = next(stack.parameters()).device, torch.Generator().manual_seed(1)
     layout = stack.config.layout(dtype)
     batch = []
     for prefix, suffix, candidates in CHECK_RANKINGS:
-        # NaN behind the tokens: whatever reads it shows.
+        # NaN behind the tokens: reading it shows in the outputs.
         capacity = prefix + 7
         storage = torch.full((capacity * layout.elements_per_token,), torch.nan, dtype=dtype, device=device)
         region = KVRegion(layout, storage, capacity)

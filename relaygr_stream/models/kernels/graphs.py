@@ -1,8 +1,8 @@
-"""Scoring recorded once per bucket of sizes and replayed, so that the device does not wait for launches.
+"""Scoring through recorded graphs, one per bucket of sizes, so that the device does not wait for launches.
 
-A ranking on a hit is some ten launches per layer, each shorter than the host takes to issue it. A recorded graph issues
-them all at once, on inputs at fixed addresses: the rows to embed and the table of tiles, one copy for both. Sizes are
-rounded up to buckets; what pads them computes nothing that anybody reads. Knows nothing of what it records.
+A ranking on a hit has about ten launches per layer, each shorter than the host takes to issue it. A recorded graph
+issues all of them at once. Its inputs have fixed addresses: the rows to embed and the table of tiles, in one copy.
+Sizes are rounded up to buckets; the results of the padding are not read.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ from relaygr_stream.models.hstu import HSTUStack
 from relaygr_stream.models.kernels.tiles import Field
 from relaygr_stream.models.stu import RankingRows
 
-# A whole scoring call, from table rows to logits, as one recording per bucket of sizes (graphs.py). Knows nothing of
-# how launches are recorded.
+log = structlog.get_logger(__name__)
 
 
 class RowEmbedding:
-    """`TokenEmbedding.rankings` in two steps. Holds copies of the two small tables: made after weights are placed."""
+    """`TokenEmbedding.rankings` in two steps: indices on the host, sums on the device.
+
+    It copies the two small tables, so it must be created after the weights are placed.
+    """
 
     def __init__(self, embedding: TokenEmbedding) -> None:
         self._embedding = embedding
@@ -35,7 +37,7 @@ class RowEmbedding:
         self._gap = torch.cat([embedding.gap, torch.zeros_like(embedding.gap[:1])])
 
     def rows(self, batch: Sequence[RankingTokens]) -> npt.NDArray[np.int64]:
-        """Rows of the tables (4, n): item, position, action, gap."""
+        """Indices (4, n) into the tables: item, position, action, gap."""
         rows, bounds = self._embedding.ranking_rows(batch)
         for _, middle, stop in bounds:
             rows[2, middle:stop] = ACTIONS
@@ -43,13 +45,16 @@ class RowEmbedding:
         return rows
 
     def embed(self, rows: torch.Tensor) -> torch.Tensor:
-        """Vectors (n, D) of rows on the device."""
+        """Vectors (n, D) for indices (4, n) on the device."""
         x = self._embedding.item.index_select(0, rows[0]).add_(self._embedding.position.index_select(0, rows[1]))
         return x.add_(self._action.index_select(0, rows[2])).add_(self._gap.index_select(0, rows[3]))
 
 
 class RecordedScores:
-    """Embedding, stack and head of a placed model, replayed. The stack is a fused one: its launches fit any batch."""
+    """A whole scoring call of a placed model, from indices to logits, through recordings.
+
+    The stack must have fused layers, because their launches fit any batch.
+    """
 
     def __init__(self, embedding: TokenEmbedding, stack: HSTUStack, head: TaskHead, recorder: Recorder) -> None:
         assert stack.fused is not None
@@ -61,7 +66,7 @@ class RecordedScores:
         self._graphs = ScoreGraphs(self._logits, recorder, weights.device, LIMITS[weights.dtype])
 
     def logits(self, tokens: Sequence[RankingTokens], batch: Sequence[RankingRows]) -> torch.Tensor | None:
-        """Logits (n, tasks) of all rows of a batch, suffix rows among them; None where no recording serves."""
+        """Logits (n, tasks) of all rows of a batch, suffix rows included; None if there is no recording for it."""
         if not self._graphs.on:
             return None
         return self._graphs.score(self._embedding.rows(tokens), self._fused.table(batch))
@@ -71,24 +76,24 @@ class RecordedScores:
         return self._head.logits(self._fused.run(self._layers, x, tiles, split=True))
 
 
-log = structlog.get_logger(__name__)
+# Recordings.
 
-#: Rows of the tables per token to embed: item, position, action, gap.
+#: Indices per token to embed: item, position, action, gap.
 INDICES: Final = 4
-#: Beyond these sizes launches are short beside what they compute, and the partial sums of one layer would pass 64 MiB
-#: (1,024 tiles × 64 rows × 256 wide in float32).
+#: For larger sizes, issuing the launches takes less time than computing them, and the partial sums of one layer would
+#: exceed 64 MiB (1,024 tiles × 64 rows × 256 wide in float32).
 MAX_ROWS: Final = 2048
 MAX_TILES: Final = 1024
-#: The smallest bucket of either: below it, sizes hardly change what a graph costs.
+#: The smallest bucket of rows and of tiles: below it, the size hardly changes the time of a graph.
 MIN_BUCKET: Final = 16
 #: Buckets of rows are powers of two and the middles between them (16, 24, 32, 48, …): at most a third is padding. There
-#: are 15, and 7 of tiles; a worker's traffic keeps to some of the 105. A graph holds its nodes (some 100 KiB) and its
-#: inputs; intermediates share one pool.
+#: are 15 buckets of rows and 7 of tiles; a worker's traffic uses some of the 105 pairs. A graph holds its nodes (about
+#: 100 KiB) and its inputs; intermediates share one pool.
 MAX_GRAPHS: Final = 48
-#: Recording takes as long as some ten rankings: only for a bucket that comes again.
+#: A bucket is recorded at its second request: recording takes as long as about ten rankings.
 RECORD_FROM: Final = 2
-#: How far a replay may be from the same computation issued live, relative to the largest logit: libraries may pick
-#: another algorithm while recording. DESIGN §8's bound; in half precision a few roundings of the last layer's output.
+#: Largest deviation of a replay from the direct computation, relative to the largest logit: libraries may choose
+#: another algorithm while recording. In half precision it allows a few roundings of the last layer's output.
 LIMITS: Final = {torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 #: rows (4, r), tiles (t, fields) on the device → logits (r, tasks).
@@ -96,36 +101,36 @@ Body = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Recording(NamedTuple):
-    """What was recorded: its output, at one address for ever, and a call that computes it anew."""
+    """A recorded computation: its output, at a fixed address, and a call that computes the output again."""
 
     output: torch.Tensor
     replay: Callable[[], None]
 
 
 class Recorder(Protocol):
-    """How launches are recorded on some kind of device."""
+    """Records launches on one kind of device."""
 
     def record(self, run: Callable[[], torch.Tensor]) -> Recording:
-        """Record what `run` launches. The output need not be computed before the first replay."""
+        """Record the launches of `run`. The output may be undefined before the first replay."""
         ...
 
 
 class CudaRecorder:
-    """CUDA graphs. All of one recorder share their memory: read an output before another graph is replayed."""
+    """Records CUDA graphs. The graphs of one recorder share memory: read an output before replaying another graph."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, run: Callable[[], torch.Tensor]) -> Recording:
-        """Run once outside (libraries allocate workspaces at their first call), then capture."""
+        """Run once without capture, since libraries allocate workspaces in their first call; then capture."""
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             run()
         torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # Thread-local: the thread of the tiers' copies goes on allocating and waiting meanwhile.
+        # Thread-local: the thread that copies between cache tiers allocates and waits meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
             output = run()
         return Recording(output, graph.replay)
@@ -133,16 +138,16 @@ class CudaRecorder:
 
 @dataclass(frozen=True)
 class _Bucket:
-    """A recording, and the inputs that it reads."""
+    """A recording, and its inputs."""
 
     inputs: torch.Tensor
     recording: Recording
 
 
 class ScoreGraphs:
-    """Logits of batches through recordings of `body`; a failure turns it off for good, with one warning.
+    """Computes logits through recordings of `body`. The first failure turns it off for good, with one warning.
 
-    One thread; outputs are the caller's own. limit: of deviation from `body` itself, checked at each recording.
+    Call it from one thread. limit: largest deviation from `body` itself, checked after each recording.
     """
 
     def __init__(
@@ -162,7 +167,7 @@ class ScoreGraphs:
 
     @torch.inference_mode()
     def score(self, rows: npt.NDArray[np.int64], table: npt.NDArray[np.int64]) -> torch.Tensor | None:
-        """Logits (n, tasks) of rows (4, n) by a table of tiles; None where no recording serves."""
+        """Logits (n, tasks) for indices (4, n) and a table of tiles, in new memory; None if there is no recording."""
         count = rows.shape[1]
         if not self.on or count > MAX_ROWS or len(table) > MAX_TILES:
             return None
@@ -178,11 +183,11 @@ class ScoreGraphs:
         self._buckets.move_to_end(size)
         bucket.inputs.copy_(_packed(rows, table, size), non_blocking=True)
         bucket.recording.replay()
-        # Replays share their memory: the next one would overwrite this.
+        # Graphs share memory: the next replay overwrites this output.
         return bucket.recording.output[:count].clone()
 
     def _record(self, size: tuple[int, int], packed: torch.Tensor, count: int) -> _Bucket | None:
-        """A recording of that size, which has proved to give what `body` gives on `packed`."""
+        """A recording of that size whose replay on `packed` equals `body`; None, and off, if it fails or differs."""
         try:
             inputs = packed.to(self._device, copy=True)
             rows, tiles = _unpacked(inputs, size)
@@ -190,12 +195,12 @@ class ScoreGraphs:
             recording = self._recorder.record(lambda: self._body(rows, tiles))
             recording.replay()
             deviation = _deviation(recording.output[:count], expected)
-        except Exception as error:  # whatever a driver or a library says while recording
+        except Exception as error:  # drivers and libraries may raise any exception while recording
             self._turn_off(f"{type(error).__name__}: {error}")
             return None
         if not deviation <= self._limit:
             self._turn_off(
-                f"a replay deviates by {deviation:.1e} from what was recorded, allowed are {self._limit:.0e}"
+                f"a replay deviates by {deviation:.1e} from the direct computation; the limit is {self._limit:.0e}"
             )
             return None
         while len(self._buckets) >= self._most:
@@ -210,20 +215,20 @@ class ScoreGraphs:
 
 
 def bucket_rows(count: int) -> int:
-    """`count` rounded up to a power of two or the middle between two."""
+    """`count` rounded up to a power of two, or to the middle between two powers."""
     power = max(MIN_BUCKET, 1 << (count - 1).bit_length()) if count > 1 else MIN_BUCKET
     return power * 3 // 4 if power > MIN_BUCKET and count <= power * 3 // 4 else power
 
 
 def bucket_tiles(count: int) -> int:
-    """`count` rounded up to a power of two: tiles that pad do nothing at all."""
+    """`count` rounded up to a power of two; a padding tile costs nothing."""
     return max(MIN_BUCKET, 1 << (count - 1).bit_length()) if count > 1 else MIN_BUCKET
 
 
 def _packed(rows: npt.NDArray[np.int64], table: npt.NDArray[np.int64], size: tuple[int, int]) -> torch.Tensor:
-    """Both inputs behind each other, padded with zeros: row 0 of each table, and tiles that do nothing.
+    """Both inputs in one array, padded with zeros: index 0 of each table, and tiles that do nothing.
 
-    In memory of its own: the copy to the device may still be reading that of the call before.
+    The array is new memory, since the previous call's copy to the device may still be in progress.
     """
     most_rows, most_tiles = size
     packed = np.zeros(INDICES * most_rows + len(Field) * most_tiles, np.int64)

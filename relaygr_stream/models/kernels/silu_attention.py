@@ -1,8 +1,8 @@
-"""SiLU attention in Triton, over regions in place: no score ever leaves the registers.
+"""SiLU attention in Triton. It reads regions in place, and scores stay in registers.
 
 One program computes one tile (tiles.py) of one head: o = weight · SiLU(scale · q·kᵀ)·v over the columns of its tile,
-accumulated in float32. Where a group is cut along its columns, programs leave partial sums, and a second kernel adds
-them up in a fixed order: unlike atomics, that gives the same bits each time. Knows nothing of models but their widths.
+accumulated in float32. Where a group is cut along its columns, programs write partial sums, and a second kernel adds
+them in a fixed order: unlike atomics, that gives the same bits in each run.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from triton import language as tl
 
 from relaygr_stream.models.kernels.tiles import ALIGNMENT, Field
 
-#: What tl.dot takes at least along each side.
+#: The least extent of a tl.dot operand along each side.
 MIN_SIDE: Final = 16
 #: Half precision on tensor cores: 64 × 64 scores are 32 float32 registers in each of 128 threads, beside the 32 to 64
 #: of the sums for heads 64 to 128 wide.
 HALF_BLOCK: Final = 64
-#: float32 keeps its full mantissa and runs without tensor cores, with both operands in registers: a quarter of the
-#: scores at once.
+#: float32 keeps its full mantissa, so it runs without tensor cores and holds both operands in registers: a quarter of
+#: the scores at once.
 FLOAT_BLOCK: Final = 32
-#: Four warps hold a block of 64 rows in 16-row slices, as tensor cores take them; two stages load one block of columns
-#: while another is computed. Neither has been tuned on a device.
+#: Four warps hold a block of 64 rows in 16-row slices, the size that tensor cores take. Two stages load one block of
+#: columns while computing another. Neither value is tuned on a device.
 LAUNCH: Final = {"num_warps": 4, "num_stages": 2}
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What is compiled in: constants of a model, so that a kernel is compiled once per model and never while serving.
+    """The compile-time constants: all from the model, so that a kernel is compiled once, before the worker serves.
 
-    A row of uvqk holds u, v, q, k side by side, each heads × width; a row of `room` holds u, o, u ⊙ Norm(o).
+    A row of uvqk holds u, v, q, k side by side, each heads × width; a row of `gates` holds u, o, u ⊙ Norm(o).
     """
 
     heads: int
@@ -46,36 +46,36 @@ class Shape:
 
     @property
     def block(self) -> int:
-        """Rows of a tile, and columns that are computed at once."""
+        """Rows of a tile, and columns of one step."""
         return FLOAT_BLOCK if self.dtype == torch.float32 else HALF_BLOCK
 
     @property
     def aligned(self) -> bool:
-        """Whether every head's row of K and V starts where a vector load may."""
+        """Whether every head's row of K and V is aligned for vector loads."""
         return self.dqk * self.dtype.itemsize % ALIGNMENT == 0 and self.dv * self.dtype.itemsize % ALIGNMENT == 0
 
 
 def silu_attention(
-    shape: Shape, tiles: torch.Tensor, layer: int, uvqk: torch.Tensor, room: torch.Tensor, *, split: bool
+    shape: Shape, tiles: torch.Tensor, layer: int, uvqk: torch.Tensor, gates: torch.Tensor, *, split: bool
 ) -> None:
-    """Write o, the middle third of `room` (n, 3·H·dv), from q, k, v of `uvqk` (n, 2·H·(dv + dqk)) and the regions.
+    """Write o, the middle third of `gates` (n, 3·H·dv), from q, k, v of `uvqk` (n, 2·H·(dv + dqk)) and the regions.
 
-    tiles: a table of tiles.py on the device. layer: which of the regions' layers. split: whether any row is cut along
-    its columns. Rows that no tile names keep what they hold. Asynchronous.
+    tiles: a table of tiles.py on the device. layer: index of the regions' layer. split: whether any row is cut along
+    its columns. Rows in no tile are not written. Asynchronous.
     """
     grid = (len(tiles), shape.heads)
     if not len(tiles):
         return
-    # Without a split nothing is read or written there.
+    # Without a split the kernel does not access the partial sums.
     sums = uvqk.new_empty((len(tiles) if split else 0, shape.block, shape.heads * shape.dv), dtype=torch.float32)
-    with torch.cuda.device_of(uvqk):  # Triton launches on the current device, whatever its arguments are on
-        attention_kernel[grid](tiles, uvqk, room, sums if split else room, layer, **constants(shape, split), **LAUNCH)
+    with torch.cuda.device_of(uvqk):  # Triton launches on the current device, not on the arguments' device
+        attention_kernel[grid](tiles, uvqk, gates, sums if split else gates, layer, **constants(shape, split), **LAUNCH)
         if split:
-            sum_kernel[grid](tiles, sums, room, **sum_constants(shape), **LAUNCH)
+            sum_kernel[grid](tiles, sums, gates, **sum_constants(shape), **LAUNCH)
 
 
 def constants(shape: Shape, split: bool) -> dict[str, int | float | bool]:
-    """What is compiled into `attention_kernel`."""
+    """The compile-time arguments of `attention_kernel`."""
     return {
         "FIELDS": len(Field), "HEADS": shape.heads, "DQK": shape.dqk, "DV": shape.dv,
         "DQK_SIDE": _side(shape.dqk), "DV_SIDE": _side(shape.dv), "SCALE": shape.scale, "WEIGHT": shape.weight,
@@ -84,7 +84,7 @@ def constants(shape: Shape, split: bool) -> dict[str, int | float | bool]:
 
 
 def sum_constants(shape: Shape) -> dict[str, int | float | bool]:
-    """What is compiled into `sum_kernel`."""
+    """The compile-time arguments of `sum_kernel`."""
     names = ("FIELDS", "HEADS", "DV", "DV_SIDE", "WEIGHT", "BLOCK")
     return {name: constants(shape, split=True)[name] for name in names}
 
@@ -95,13 +95,13 @@ def _side(width: int) -> int:
 
 @triton.jit(do_not_specialize=["layer"])
 def attention_kernel(
-    tiles, uvqk, room, sums, layer,
+    tiles, uvqk, gates, sums, layer,
     FIELDS: tl.constexpr, HEADS: tl.constexpr, DQK: tl.constexpr, DV: tl.constexpr,
     DQK_SIDE: tl.constexpr, DV_SIDE: tl.constexpr,
     SCALE: tl.constexpr, WEIGHT: tl.constexpr, WINDOW: tl.constexpr, ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles, heads). Positions and columns are counted alike: a row sees columns up to its own position."""
+    """Grid (tiles, heads). Positions and columns have the same numbers: a row sees columns up to its own position."""
     UVQK: tl.constexpr = 2 * HEADS * (DV + DQK)
     entry = tiles + tl.program_id(0) * FIELDS
     head = tl.program_id(1)
@@ -125,7 +125,7 @@ def attention_kernel(
     q_there = row_there & (wide[None, :] < DQK)
     v_there = row_there & (wide_v[None, :] < DV)
     q = tl.load(uvqk_q + rows[:, None] * UVQK + wide[None, :], mask=q_there, other=0.0)
-    # Candidates all stand at the position behind the history.
+    # All candidates have the position behind the history.
     positions = length + tl.minimum(rows - first, suffix)
     total = tl.full((BLOCK, DV_SIDE), 0.0, tl.float32)
 
@@ -161,7 +161,7 @@ def attention_kernel(
         scores = tl.where(visible, scores, 0.0)
         total = tl.dot(scores.to(v.dtype), v, total, input_precision="ieee")
 
-    # A candidate sees itself too: once, so in the first part.
+    # A candidate also sees itself; the first part adds it, so that it counts once.
     if (parts > 0) & (row_stop > first + suffix):
         own_k = tl.load(uvqk_k + rows[:, None] * UVQK + wide[None, :], mask=q_there, other=0.0)
         own_v = tl.load(uvqk_v + rows[:, None] * UVQK + wide_v[None, :], mask=v_there, other=0.0)
@@ -174,17 +174,17 @@ def attention_kernel(
         slot = (tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)) * (HEADS * DV) + head * DV
         tl.store(sums + slot[:, None] + wide_v[None, :], total, mask=v_there)
     else:
-        o = room + HEADS * DV + head * DV + rows[:, None] * (3 * HEADS * DV) + wide_v[None, :]
-        tl.store(o, (total * WEIGHT).to(room.dtype.element_ty), mask=v_there)
+        o = gates + HEADS * DV + head * DV + rows[:, None] * (3 * HEADS * DV) + wide_v[None, :]
+        tl.store(o, (total * WEIGHT).to(gates.dtype.element_ty), mask=v_there)
 
 
 @triton.jit
 def sum_kernel(
-    tiles, sums, room,
+    tiles, sums, gates,
     FIELDS: tl.constexpr, HEADS: tl.constexpr, DV: tl.constexpr, DV_SIDE: tl.constexpr, WEIGHT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles, heads). The program of a row's first part adds up its parts; the others find none to add."""
+    """Grid (tiles, heads). The program of a row's first part adds all its parts; the other programs add none."""
     tile, head = tl.program_id(0), tl.program_id(1)
     entry = tiles + tile * FIELDS
     row, row_stop, parts = tl.load(entry + 5), tl.load(entry + 6), tl.load(entry + 9)
@@ -196,5 +196,5 @@ def sum_kernel(
     for part in range(parts):
         at = sums + part * (BLOCK * HEADS * DV) + slot[:, None] + wide_v[None, :]
         total += tl.load(at, mask=there, other=0.0)
-    o = room + HEADS * DV + head * DV + rows[:, None] * (3 * HEADS * DV) + wide_v[None, :]
-    tl.store(o, (total * WEIGHT).to(room.dtype.element_ty), mask=there)
+    o = gates + HEADS * DV + head * DV + rows[:, None] * (3 * HEADS * DV) + wide_v[None, :]
+    tl.store(o, (total * WEIGHT).to(gates.dtype.element_ty), mask=there)

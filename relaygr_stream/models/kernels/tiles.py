@@ -1,8 +1,7 @@
-"""Who computes what: the rows of a batch cut into tiles, as a table that one kernel launch walks.
+"""The rows of a batch, cut into tiles: a table that one kernel launch walks.
 
-A tile is a block of rows of one group and a range of the columns which those rows see. A group is a ranking, or an
-extension: a suffix without candidates. The table carries addresses, so that a launch fits any batch of regions,
-wherever they lie. Knows nothing of Triton, layers or weights.
+A tile is a block of rows of one group and a range of the columns that those rows see. A group is a ranking, or a
+prefill: a suffix without candidates. The table holds addresses, so that one launch serves any batch of regions.
 """
 
 from __future__ import annotations
@@ -16,14 +15,13 @@ import numpy.typing as npt
 
 from relaygr_stream.models.stu import RankingRows
 
-#: Columns of a part at least: four blocks of 64, so that a program has something to overlap its loads with.
+#: Least columns of a part: four blocks of 64, so that a program can overlap loads with computation.
 PART_COLUMNS: Final = 256
-#: A group with fewer tiles than this is cut along its columns too: with four heads 64 tiles are 256 programs, about two
-#: for each of the 132 multiprocessors of an H100. It depends on the group alone, never on its neighbours in the batch,
-#: so that a batch does not change a single rounding. It bounds the partial sums as well: 64 tiles × 64 rows × 4 heads ×
-#: 64 wide are 4 MiB in float32.
+#: A group with fewer tiles than this is cut along its columns too. With four heads 64 tiles are 256 programs, about two
+#: for each of the 132 multiprocessors of an H100. The cut depends on the group alone, so its neighbours in the batch
+#: change no rounding. It also bounds the partial sums: 64 tiles × 64 rows × 4 heads × 64 wide are 4 MiB in float32.
 GROUP_TILES: Final = 64
-#: What the kernels' vector loads need of an address, in bytes; arenas and torch's allocators give more.
+#: Alignment in bytes that the kernels' vector loads need; arenas and torch's allocators align to more.
 ALIGNMENT: Final = 16
 
 
@@ -39,11 +37,11 @@ class Field(IntEnum):
     ROW_STOP = 6
     COLUMN = 7  # the tile's first column
     COLUMN_STOP = 8
-    PARTS = 9  # tiles with these rows, on the first of them, which they follow at once; 0 on the others
+    PARTS = 9  # on the first of the consecutive tiles with these rows, their number; 0 on the others
 
 
 def tile_table(groups: Sequence[RankingRows], block_rows: int, window: int) -> npt.NDArray[np.int64]:
-    """The tiles (n, fields) of groups whose rows lie one after another. window: as `max_attn_len`, 0 for none.
+    """The tiles (n, fields) of groups whose rows follow one another. window: as `max_attn_len`, 0 for none.
 
     Raises ValueError for a region that is not aligned to ALIGNMENT bytes.
     """
@@ -55,20 +53,15 @@ def tile_table(groups: Sequence[RankingRows], block_rows: int, window: int) -> n
     return np.concatenate(tables)
 
 
-def padded(table: npt.NDArray[np.int64], tiles: int) -> npt.NDArray[np.int64]:
-    """`table` with tiles that do nothing behind it, `tiles` in all."""
-    return np.concatenate([table, np.zeros((tiles - len(table), len(Field)), np.int64)])
-
-
 def _tiles_of(group: RankingRows, first: int, block_rows: int, window: int) -> npt.NDArray[np.int64]:
     length, suffix, address = group.kv.length, group.suffix, group.kv.storage.data_ptr()
     if address % ALIGNMENT:
         raise ValueError(f"a region at address {address:#x} is not aligned to {ALIGNMENT} bytes")
     count = suffix + group.candidates
-    # Longest first: the last rows of an extension see most, and what starts last should be over soon.
+    # Longest first: the last rows of a prefill see the most columns, and the last tiles to start should be short.
     starts = np.arange(0, count, block_rows)[::-1]
     stops = np.minimum(starts + block_rows, count)
-    # A candidate stands behind the history and sees all of it; a behaviour sees itself and what is older.
+    # A candidate sees the whole history; a behaviour sees itself and older behaviours.
     column_stops = length + np.minimum(stops, suffix)
     columns = np.maximum(0, length + np.minimum(starts, suffix) - window) if window else np.zeros_like(starts)
     columns = np.minimum(columns, column_stops)

@@ -1,1 +1,1 @@
-"""Kernels in C for CPUs of which torch does not make as much for this; compiled on the machine they run on."""
+"""The HSTU layers in C for CPUs with AMX or AVX-512, where they are faster than torch. Compiled where they run."""

@@ -1,4 +1,4 @@
-"""The structures that the C takes, as ctypes; names and order are those there."""
+"""The C functions' structures as ctypes, with the names and the order of the C declarations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Attention(ctypes.Structure):
-    """Rows, the columns they attend to in layer 0, what is visible; strides in elements."""
+    """Rows, the columns they attend to in layer 0, and which pairs are visible. Strides are in elements."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out")),
@@ -26,7 +26,7 @@ class Attention(ctypes.Structure):
 
 
 class Shape(ctypes.Structure):
-    """What all layers have in common."""
+    """The shape that all layers have in common."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("dim", "heads", "dqk", "dv", "norm_group")),
@@ -44,7 +44,7 @@ class Layer(ctypes.Structure):
 
 
 class Rows(ctypes.Structure):
-    """Rows on their way through the layers, and whom they attend to."""
+    """The rows that pass through the layers, their buffers, and their attentions."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "normed", "gates", "q", "k", "v")),
@@ -57,7 +57,7 @@ class Rows(ctypes.Structure):
 
 
 class Tables(ctypes.Structure):
-    """Addresses of the embedding's tables, and how many rows those have that tokens may exceed."""
+    """Addresses of the embedding's tables, and the row counts of the tables that an index may exceed."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("item", "action", "position", "gap", "candidate")),
@@ -76,7 +76,7 @@ class Head(ctypes.Structure):
 
 
 class Sequence(ctypes.Structure):
-    """Tokens: addresses of int64 numbers, how many behaviours and candidates, the first one's position."""
+    """Tokens: addresses of int64 arrays, the numbers of behaviours and candidates, the first one's position."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("items", "actions", "gaps", "candidate_items")),
@@ -85,7 +85,7 @@ class Sequence(ctypes.Structure):
 
 
 class Columns(NamedTuple):
-    """K and V that rows attend to, in layer 0: addresses, and elements from one head, row or layer to the next."""
+    """K and V that rows attend to, in layer 0: addresses, and strides by head, row and layer, in elements."""
 
     k: int
     v: int
@@ -93,12 +93,12 @@ class Columns(NamedTuple):
     k_row: int
     v_head: int
     v_row: int
-    layer: int  # both of K and of V; 0: every layer's are the same
+    layer: int  # the stride of K and of V; 0: all layers use the same memory
     size: int  # bytes of an element
 
     @classmethod
     def of(cls, kv: KVRegion) -> Columns:
-        """A region's, worked out: views of its layers would take half a dozen operators of torch."""
+        """The columns of a region, computed from its layout: views of its layers would take six torch operators."""
         layout, address = kv.layout, kv.storage.data_ptr()
         k_head, v_head = kv.capacity * layout.dqk, kv.capacity * layout.dv
         k_all, size = layout.heads * k_head, layout.dtype.itemsize
@@ -106,16 +106,16 @@ class Columns(NamedTuple):
         return cls(address, address + k_all * size, k_head, layout.dqk, v_head, layout.dv, layer, size)
 
     def behind(self, rows: int) -> Columns:
-        """The same from that row on."""
+        """The columns from row `rows` on."""
         return self._replace(k=self.k + rows * self.k_row * self.size, v=self.v + rows * self.v_row * self.size)
 
 
 def attention(
     columns: Columns, block: Block, config: StackConfig, *, first: int, scale: float, weight: float, accumulate: bool
 ) -> Attention:
-    """One block over columns of as many heads, and as wide, as `config` has it.
+    """The attention of one block over columns with the heads and widths of `config`.
 
-    first: which of all rows is the block's row 0. q and out are left to layers.c.
+    first: index of the block's row 0 among all rows. layers.c sets q and out.
     """
     count = block.col_stop - block.col_start
     causal_from, causal, recent_to, recent = count, 0, 0, 0

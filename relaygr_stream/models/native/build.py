@@ -1,8 +1,7 @@
-"""Compiles the C of this package with the machine's own compiler, as Triton does for GPUs, and loads it.
+"""Compiles this package's C code with the machine's own compiler and loads it, as Triton does for GPUs.
 
-There is a library for each kind of number, from the files that all kinds share and those in its folder. Nothing stays
-on disk. Where there is no compiler, or no processor for it, callers go on without, and a log line says
-why. Knows nothing of what the functions do.
+Each kind of number has a library, built from the shared files and the files in the kind's folder. The library is not
+kept on disk. Without a compiler or the processor's instructions there is no library; the log says why.
 """
 
 from __future__ import annotations
@@ -22,21 +21,20 @@ log = structlog.get_logger(__name__)
 
 FOLDER: Final = Path(__file__).parent
 CPUINFO: Final = Path("/proc/cpuinfo")
-#: Folder → the instructions it uses. Names as Linux has them in CPUINFO; the compiler's are the same but for the
-#: underscores.
+#: Folder → the instruction sets that it uses, by their names in CPUINFO. The compiler's names differ in underscores.
 KINDS: Final = {
     "avx512": ("avx512f", "avx512bw", "avx512vl", "avx512dq"),
     "amx": ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "amx_tile", "amx_bf16"),
 }
-#: It takes a second; a compiler behind a slow network file system, some.
+#: Compiling takes a second, and longer with a compiler on a slow network file system.
 COMPILE_TIMEOUT_S: Final = 60.0
 
 
 @cache
 def library(kind: str) -> ctypes.CDLL | None:
-    """The compiled functions of a kind; None where this machine cannot have them. Compiles once per process."""
+    """The compiled functions of a kind; None if this machine cannot build or run them. Compiles once per process."""
     if not set(KINDS[kind]) <= _instructions(CPUINFO):
-        return None  # an ordinary CPU is nothing to report
+        return None  # not logged: a CPU without these instructions is normal
     try:
         loaded = _compile(kind, os.environ.get("CC", "cc"))
     except (OSError, subprocess.SubprocessError) as error:
@@ -60,7 +58,7 @@ def _instructions(cpuinfo: Path) -> set[str]:
 def _compile(kind: str, compiler: str) -> ctypes.CDLL:
     """Raises OSError or SubprocessError."""
     folders = FOLDER, FOLDER / kind
-    # All in one: reading the intrinsics' headers for each file takes as long as compiling it.
+    # One compilation for all files: reading the intrinsics' headers takes as long as compiling a file.
     source = "".join(f'#include "{file}"\n' for folder in folders for file in sorted(folder.glob("*.c")))
     with tempfile.TemporaryDirectory(prefix="relaygr-") as temporary:
         target = Path(temporary) / "native.so"

@@ -1,17 +1,17 @@
-/* Behaviours and candidates as vectors, as embeddings.py makes them: sums in its order, each rounded to what is stored,
- * so that a behaviour is the same vector wherever it is made.
+/* The embedding of behaviours and candidates, with the sums of embeddings.py in the same order and each rounded to num.
+ * A behaviour so has the same vector in both.
  */
 #include "parts.h"
 
 enum { ACTIONS = 256, GAP_BUCKETS = 43 }; /* embeddings.py */
 
-/* Rows of `dim` numbers. */
+/* Tables with rows of `dim` numbers. */
 typedef struct {
     const num *item, *action, *position, *gap, *candidate;
     int64_t vocab, positions, dim;
 } Tables;
 
-/* Numbers as they came, at any address. */
+/* Reads a number at any address, aligned or not. */
 static inline int64_t number(const int64_t *from, int64_t index) {
     int64_t found;
     memcpy(&found, from + index, sizeof found);
@@ -31,7 +31,7 @@ static void add_row(num *x, const num *row, int64_t dim) {
     for (int64_t d = 0; d < dim; d += TILE) store(x + d, _mm512_add_ps(load(x + d), load(row + d)));
 }
 
-/* Items are anywhere in a table larger than the caches: the next one's row comes while this one is added to. */
+/* The item table is larger than the caches, so the next item's row is prefetched. */
 static void add_item_and_position(const Tables *t, const int64_t *items, int64_t i, int64_t n, int64_t position, num *x) {
     const num *row = t->item + item_row(t, number(items, i)) * t->dim;
     if (i + 1 < n) {
@@ -42,7 +42,7 @@ static void add_item_and_position(const Tables *t, const int64_t *items, int64_t
     add_row(x, t->position + least(position, t->positions - 1) * t->dim, t->dim);
 }
 
-/* Each sequence's rows behind the one's before: behaviours, then candidates. */
+/* Writes the rows of one sequence after another: behaviours, then candidates. */
 void relaygr_embed(const Tables *t, const Sequence *sequences, int64_t count, num *x) {
     for (const Sequence *s = sequences; s < sequences + count; s++) {
         for (int64_t i = 0; i < s->behaviours; i++, x += t->dim) {

@@ -1,7 +1,7 @@
-"""What lies before and behind the layers, in C beside them: tokens → vectors, and outputs → logits.
+"""The embedding and the head in C: tokens → vectors before the layers, outputs → logits behind them.
 
-As operators of torch these are a dozen small calls whose code and tables have left the caches by the time the next
-request comes: a third of a ranking on a short prefix. Knows nothing of attention or K/V; who stands where, callers say.
+As torch operators these are a dozen small calls. Their code and tables leave the processor's caches between requests,
+so they take a third of a ranking on a short prefix.
 """
 
 from __future__ import annotations
@@ -22,21 +22,23 @@ if TYPE_CHECKING:
 
 
 class NativeEnds:
-    """The embedding and the head, with the weights that they have now; for the layers' dtype and width."""
+    """The embedding and the head with a copy of their present weights, in the layers' dtype and width."""
 
     def __init__(self, compiled: ctypes.CDLL, embedding: TokenEmbedding, head: TaskHead, eps: float) -> None:
         self._compiled = compiled
         self._dtype, (self._dim, self._tasks) = embedding.item.dtype, head.weight.shape
         tables = embedding.item, embedding.action, embedding.position, embedding.gap, embedding.candidate
         of_head = head.norm_weight, head.norm_bias, head.weight.t(), head.bias
-        self._weights = [part.contiguous() for part in (*tables, *of_head)]  # what the addresses below point to
+        self._weights = [
+            part.contiguous() for part in (*tables, *of_head)
+        ]  # keeps the memory behind the addresses below
         addresses = [part.data_ptr() for part in self._weights]
         self._tables = arguments.Tables(*addresses[: len(tables)], embedding.vocab, embedding.max_positions, self._dim)
         self._head = arguments.Head(*addresses[len(tables) :], self._dim, self._tasks, eps)
 
     def behaviours(self, tokens: Tokens, first: int) -> torch.Tensor:
         """As `TokenEmbedding.behaviours`."""
-        return self.embed(Sequences([(tokens, first, _NOBODY)]))
+        return self.embed(Sequences([(tokens, first, _NO_CANDIDATES)]))
 
     def embed(self, sequences: Sequences) -> torch.Tensor:
         """As `TokenEmbedding.rankings`."""
@@ -50,7 +52,7 @@ class NativeEnds:
         return x
 
     def logits(self, sequences: Sequences, outputs: torch.Tensor) -> torch.Tensor:
-        """Logits (Σ candidates, tasks), float32, from the layers' outputs of all rows that `embed` made."""
+        """Logits (Σ candidates, tasks), float32, from the layers' outputs of all rows of `sequences`."""
         outputs = outputs.contiguous()
         logits = torch.empty((sequences.candidates, self._tasks))
         self._compiled.relaygr_logits(
@@ -61,14 +63,16 @@ class NativeEnds:
 
 
 class Sequences:
-    """A batch as the C reads it; what it points to stays as long as this does."""
+    """A batch in the form that the C functions read. It keeps the arrays that its addresses point to."""
 
     def __init__(self, batch: Sequence[RankingTokens]) -> None:
         self.rows = self.candidates = 0
         self._kept: list[npt.NDArray[np.int64]] = []
         each = []
         for tokens, first, candidates in batch:
-            items, actions, gaps = tokens.array  # ValueError if it has other rows: the C would read past its end
+            items, actions, gaps = (
+                tokens.array
+            )  # unpacking checks the shape: with fewer rows the C code would read past the end
             pointers = map(self._address, (items, actions, gaps, candidates))
             each.append(arguments.Sequence(*pointers, len(tokens), len(candidates), first))
             self.rows += len(tokens) + len(candidates)
@@ -83,4 +87,4 @@ class Sequences:
         return address
 
 
-_NOBODY = np.empty(0, np.int64)
+_NO_CANDIDATES = np.empty(0, np.int64)

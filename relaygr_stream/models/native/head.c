@@ -1,4 +1,4 @@
-/* The multi-task head (head.py), in float32: LayerNorm of a candidate's outputs, and a product with each task's weights. */
+/* TaskHead of embeddings.py in float32: LayerNorm of a candidate's outputs, and a product with each task's weights. */
 #include "parts.h"
 
 typedef struct {
@@ -29,7 +29,7 @@ static void logits_of(const Head *h, const num *x, float *logits) {
     }
 }
 
-/* Logits (all candidates, tasks) from the outputs of all rows. */
+/* Writes the logits (all candidates, tasks) from the outputs of all rows. */
 void relaygr_logits(const Head *h, const Sequence *sequences, int64_t count, const num *x, float *logits) {
     for (const Sequence *s = sequences; s < sequences + count; s++) {
         x += s->behaviours * h->dim;

@@ -1,8 +1,8 @@
-/* Layers of an HSTU stack, one call for all of them: nothing but rows, weights and K/V moves between the parts.
+/* The layers of an HSTU stack, all in one call.
  *
- * Of all rows, LayerNorm and [v | k], into the region or beside it. Then rows pass in chunks that stay in the
- * second-level cache: LayerNorm -> [u | q], u activated -> attention -> gate -> product + x -> x. layers.py says what the
- * arguments mean.
+ * First it computes LayerNorm and [v | k] of all rows, and writes [v | k] into the region or a buffer. Then rows pass
+ * in chunks that stay in the second-level cache: LayerNorm -> [u | q], u activated -> attention -> gate -> product + x
+ * -> x. layers.py and arguments.py describe the arguments.
  */
 #include "parts.h"
 
@@ -16,20 +16,20 @@ typedef struct {
 } Layer;
 
 typedef struct {
-    num *x;                  /* (rows, dim), from and to each layer */
-    num *normed, *gates, *q; /* for a chunk: (CHUNK, dim), (CHUNK, 3 H dv), (CHUNK, H dqk) */
-    num *k, *v;              /* where the rows' own K and V go, in layer 0 */
+    num *x;                  /* (rows, dim), input and output of each layer */
+    num *normed, *gates, *q; /* buffers for a chunk: (CHUNK, dim), (CHUNK, 3 H dv), (CHUNK, H dqk) */
+    num *k, *v;              /* the destination of the rows' own K and V, in layer 0 */
     int64_t k_head, k_row, v_head, v_row, k_layer, v_layer, rows;
-    const Attention *attentions; /* one after the other in every layer, K and V as in layer 0; no q and out */
+    const Attention *attentions; /* the attentions of every layer, with K and V of layer 0, without q and out */
     int64_t count;
-    const float *self_weights; /* of each row's column of its own; NULL: 0 */
+    const float *self_weights; /* weight of each row's attention to itself; NULL: 0 */
     float scale;
 } Rows;
 
-/* 0: this process may use the processor so. */
+/* 0: this process may use the kind's instructions. */
 int relaygr_unavailable(void) { return unavailable(); }
 
-/* Rows of the buffers that `Rows` has. */
+/* The number of rows of the buffers in `Rows`. */
 int64_t relaygr_chunk_rows(void) { return CHUNK; }
 
 void relaygr_pack(const num *weights, int64_t row, int64_t depth, int64_t columns, num *packed) {
@@ -40,7 +40,7 @@ static void normalize_chunk(const Shape *s, const Layer *w, const Rows *r, int64
     normalize(r->x + first * s->dim, s->dim, r->normed, s->dim, rows, s->dim, w->norm_weight, w->norm_bias, s->eps);
 }
 
-/* normed x columns of W_uvqk from `column` on -> out. */
+/* out = normed x `columns` columns of W_uvqk from `column` on. */
 static void project(
     const Shape *s, const Layer *w, const Rows *r, int64_t rows, int64_t column, int64_t columns, num *out,
     int64_t out_row, int activated
@@ -61,7 +61,7 @@ static void project_kv(const Shape *s, const Layer *w, const Rows *r, int64_t la
         project(s, w, r, rows, k_column + head * s->dqk, s->dqk, k + head * r->k_head, r->k_row, 0);
 }
 
-/* The rows of `a` that are in the chunk, if any. */
+/* Attention of the rows of `a` that are in the chunk, if there are any. */
 static void attend_chunk(
     const Shape *s, const Rows *r, const Attention *a, int64_t layer, int64_t first, int64_t rows
 ) {
@@ -106,8 +106,8 @@ static void run_chunk(const Shape *s, const Layer *w, const Rows *r, int64_t lay
     multiply(&p);
 }
 
-/* Where the chunk of row `first` ends: before a ranking that would be cut, since K and V are read for each of its
- * parts, but only a ranking longer than a chunk is. */
+/* The end of the chunk that starts at row `first`. It does not cut a ranking that fits into a chunk, since each part of
+ * a ranking reads its K and V again. */
 static int64_t chunk_end(const Rows *r, int64_t first) {
     int64_t end = least(first + CHUNK, r->rows), before = first;
     for (int64_t i = 0; i < r->count; i++) {
@@ -117,7 +117,7 @@ static int64_t chunk_end(const Rows *r, int64_t first) {
     return before > first ? before : end;
 }
 
-/* K and V of all rows come before the attention of any: contextual rows see later ones. */
+/* K and V of all rows are computed before the attention of any row, since contextual rows see later rows. */
 static void run_layer(const Shape *s, const Layer *w, const Rows *r, int64_t layer, int only_kv) {
     for (int64_t first = 0; first < r->rows; first += CHUNK) {
         normalize_chunk(s, w, r, first, least(CHUNK, r->rows - first));
@@ -131,7 +131,7 @@ static void run_layer(const Shape *s, const Layer *w, const Rows *r, int64_t lay
     }
 }
 
-/* Layers first ... stop - 1; only_kv: of the last of them nothing but K and V. */
+/* Runs the layers first ... stop - 1. only_kv: the last of them computes K and V only. */
 void relaygr_layers(
     const Shape *shape, const Layer *layers, const Rows *rows, int64_t first, int64_t stop, int32_t only_kv
 ) {

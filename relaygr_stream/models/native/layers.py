@@ -1,12 +1,11 @@
-"""The layers of an HSTU stack in one call of layers.c, scores never stored: bfloat16 on CPUs with AMX, float32 on those
-with AVX-512.
+"""The layers of an HSTU stack in one call of layers.c: bfloat16 on CPUs with AMX, float32 on CPUs with AVX-512.
 
-oneDNN packs weights anew in every product, which at 64 rows takes as long as the product; torch computes SiLU at a
-third of the speed of its own instructions, and each of a layer's ten operators costs a call and a pass over memory.
-Here weights are packed once, when the model is placed. Sums are float32; what is stored between the parts is of the
-model's own dtype. Chunks and batches change no bit: each sum is made in the same order whatever is computed beside it.
+oneDNN packs the weights in every product, which at 64 rows takes as long as the product itself. torch computes SiLU at
+a third of the speed of the processor's instructions, and each of a layer's ten operators costs a call and a pass over
+memory. Here the weights are packed once, in `HSTUStack.place`, and scores are never stored. Sums are float32;
+intermediate results have the model's dtype. Every sum has a fixed order, so chunks and batches change no bit.
 
-Knows nothing of embeddings or tasks, nor who may see whom: blocks say so. Checks, and kv.length, are the stack's.
+The stack checks the arguments and advances kv.length.
 """
 
 from __future__ import annotations
@@ -31,18 +30,18 @@ if TYPE_CHECKING:
     from relaygr_stream.models.embeddings import TaskHead, TokenEmbedding
     from relaygr_stream.models.stu import RankingRows, StackConfig, STULayer
 
-#: Folders of build.py.
+#: dtype → folder of build.py.
 KINDS: Final = {torch.bfloat16: "amx", torch.float32: "avx512"}
-#: What is computed at once, and the room that attention.c has for a head.
+#: The width of one step, and the largest width of a head in attention.c.
 TILE_WIDTH: Final = 32
 MAX_WIDTH: Final = 128
-#: The functions run in the calling thread alone, at least 2.6 × (AMX) and 1.6 × as fast as torch in one thread, and not
-#: slower than in two; with more threads than this, torch is not slower.
+#: The functions run in the calling thread alone. They are at least 2.6 (AMX) and 1.6 times as fast as torch with one
+#: thread, and not slower than torch with two. With more threads than this, torch is at least as fast.
 MAX_THREADS: Final = 2
 
 
 def native_layers(config: StackConfig, layers: Sequence[STULayer], eps: float) -> NativeLayers | None:
-    """The layers on this machine, or None where they are not for them; the first time it compiles, a second."""
+    """The layers in C; None if the machine or the stack's shape does not suit them. The first call compiles (1 s)."""
     weight = layers[0].uvqk_weight
     fit = (
         weight.device.type == "cpu"
@@ -55,36 +54,36 @@ def native_layers(config: StackConfig, layers: Sequence[STULayer], eps: float) -
 
 
 class NativeLayers:
-    """Packed weights, and the calls. One call at a time, as all of a model's."""
+    """Packed weights, and the calls of layers.c. One call at a time, as for all calls of a model."""
 
     def __init__(self, compiled: ctypes.CDLL, config: StackConfig, layers: Sequence[STULayer], eps: float) -> None:
         self._compiled = compiled
         self._config = config
         self._scale, self._weight = 1 / math.sqrt(config.dqk), 1 / config.scale_tokens
-        # What a chunk's rows leave from one part of a layer to the next: normed, gates, q.
+        # Buffers for one chunk's rows between the parts of a layer: normed, gates, q.
         widths = config.dim, 3 * config.heads * config.dv, config.heads * config.dqk
         dtype, rows = layers[0].uvqk_weight.dtype, compiled.relaygr_chunk_rows()
         self._chunk = [torch.empty((rows, width), dtype=dtype) for width in widths]
         self._own = torch.empty(0, dtype=dtype)  # K and V of rows that are only scored
         group = config.dv if config.group_norm else config.heads * config.dv
         self._shape = arguments.Shape(config.dim, config.heads, config.dqk, config.dv, group, eps)
-        self._weights = [self._of_layer(layer) for layer in layers]  # what the addresses below point to
+        self._weights = [self._of_layer(layer) for layer in layers]  # keeps the memory behind the addresses below
         addresses = [arguments.Layer(*(part.data_ptr() for part in weights)) for weights in self._weights]
         self._layers = (arguments.Layer * len(layers))(*addresses)
 
     def ends(self, embedding: TokenEmbedding, head: TaskHead, eps: float) -> NativeEnds:
-        """What lies before and behind the layers, of the same width and dtype."""
+        """The embedding and the head in C, in the same width and dtype."""
         return NativeEnds(self._compiled, embedding, head, eps)
 
     @staticmethod
-    def serve() -> bool:
-        """Whether they are the faster ones, with as many threads as torch has now."""
+    def is_faster() -> bool:
+        """Whether these layers are faster than torch with its present number of threads."""
         return torch.get_num_threads() <= MAX_THREADS
 
-    def extension(
+    def prefill_in_steps(
         self, kv: KVRegion, x: torch.Tensor, blocks: Sequence[Block], outputs: bool
     ) -> Generator[None, None, torch.Tensor]:
-        """Write the K/V of x behind kv.length, a layer at a time; returns the last layer's outputs if wanted."""
+        """Write the K/V of x (n, D) behind kv.length, one layer per step; returns the last outputs if `outputs`."""
         x = x.clone(memory_format=torch.contiguous_format)
         columns = Columns.of(kv)
         attentions = [self._attention(columns, block, 0) for block in blocks]
@@ -103,8 +102,9 @@ class NativeLayers:
         plans: Sequence[tuple[list[Block], list[Block]]],
         self_weights: npt.NDArray[np.float32],
     ) -> torch.Tensor:
-        """As `HSTUStack.score`; plans: each ranking's blocks over its prefix, and over its suffix; self_weights (n,):
-        of each row's column of its own.
+        """As `HSTUStack.score`. plans: each ranking's blocks over its prefix, and over its suffix.
+
+        self_weights (n,): the weight of each row's attention to itself.
         """
         x = x.clone(memory_format=torch.contiguous_format)
         own, attentions, start = self._own_columns(len(x)), [], 0
@@ -119,7 +119,7 @@ class NativeLayers:
         return x
 
     def _own_columns(self, count: int) -> Columns:
-        """Room for the K and V of so many rows that are only scored: overwritten by each layer and each call."""
+        """A buffer for the K and V of `count` scored rows. Every layer and every call overwrites it."""
         config = self._config
         k_row, v_row = config.heads * config.dqk, config.heads * config.dv
         if len(self._own) < count * (k_row + v_row):
@@ -133,7 +133,7 @@ class NativeLayers:
         )
 
     def _rows(self, x: torch.Tensor, own: Columns, attentions: Sequence[Attention]) -> arguments.Rows:
-        """own: where the rows' own K and V are written."""
+        """The structure for `relaygr_layers`. own: where it writes the rows' own K and V."""
         return arguments.Rows(
             *(part.data_ptr() for part in (x, *self._chunk)), own.k, own.v,
             own.k_head, own.k_row, own.v_head, own.v_row, own.layer, own.layer, len(x),
@@ -147,7 +147,7 @@ class NativeLayers:
         )  # fmt: skip
 
     def _of_layer(self, layer: STULayer) -> tuple[torch.Tensor, ...]:
-        """In the order of `arguments.Layer`."""
+        """The packed weights of a layer, in the order of `arguments.Layer`."""
         width = self._config.heads * self._config.dv
         each = width // len(layer.output_norm_weight)  # a group norm has one number per head
         return (

@@ -1,13 +1,13 @@
-/* LayerNorm of rows, and the gate that is made of one: several rows at a time, as each waits for its own sums, and the
- * weights are then read once for all of them. Sums in float32, of what the row has beyond its first element: squares
- * about one of the elements exceed those about the mean at most `width` times, so that of 24 bits no more than
- * log2(width) are lost when the mean is taken away, and bfloat16 keeps 8. Where all 24 count, squares are summed about
- * the mean, in another pass. */
+/* LayerNorm of rows, and the gate. Several rows at a time hide the latency of a row's sums and read the weights once.
+ *
+ * Sums are float32, of the differences to the row's first element. The squares about an element are at most `width`
+ * times the squares about the mean, so subtracting the mean loses at most log2(width) of 24 bits, and bfloat16 keeps 8.
+ * For float32, which keeps 24, another pass sums the squares about the mean. */
 #include "parts.h"
 
 enum { TOGETHER = 4 /* rows */ };
 
-/* `count` rows of LayerNorm(x) * weight + bias, and that times u where there is one (rows as far apart as x's). */
+/* `count` rows of LayerNorm(x) * weight + bias, times u if u is not NULL (with the row stride of x). */
 static inline __attribute__((always_inline)) void normalize_rows(
     const num *x, const num *u, int64_t x_row, num *out, int64_t out_row, const int64_t count, int64_t width,
     const num *weight, const num *bias, float eps

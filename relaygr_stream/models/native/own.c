@@ -1,7 +1,7 @@
-/* Attention of each row to itself alone, as a candidate's: too little for tiles or blocks, the same for every kind. */
+/* Attention of each row to itself, for candidates: too small for tiles or blocks, and the same for every kind. */
 #include "parts.h"
 
-/* `columns`, `weight` and what is visible do not matter. */
+/* Ignores `columns`, `weight` and the visibility. */
 void attend_to_self(const Attention *a, const float *weights) {
     for (int64_t row = 0; row < a->rows; row++) {
         __m512 weight = _mm512_set1_ps(weights[row]);

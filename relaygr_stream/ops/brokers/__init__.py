@@ -1,1 +1,1 @@
-"""Brokers for development and tests: the embedded one, and Kafka from a distribution."""
+"""Local brokers for development and tests: the embedded one, and Apache Kafka from a distribution."""

@@ -1,7 +1,4 @@
-"""An Apache Kafka distribution: where it is, the properties of a small private node, its formatted storage.
-
-Knows nothing of processes nor of how many nodes there are.
-"""
+"""An Apache Kafka distribution: its folder, the properties of a small private node, its storage, free ports."""
 
 from __future__ import annotations
 
@@ -18,19 +15,18 @@ from typing import Final
 
 from relaygr_stream.errors import BrokerUnavailable
 
-# How a private Apache Kafka node runs, by what it serves: memory, compilers, threads. Knows nothing of processes.
+# Plans of a private node: memory, compilers, threads.
 
-
-#: Java's first compiler alone: the second one takes up to 30 % of a core for the first half minute under load.
+#: Java's first compiler only: the second one takes up to 30 % of a core during the first half minute under load.
 QUICK_COMPILER: Final = "-XX:TieredStopAtLevel=1"
-#: Both, as brokers that run for days have them: once compiled, a message takes the broker a third less time.
+#: Both compilers, as in a broker that runs for days: after compilation, a message takes a third less time.
 BOTH_COMPILERS: Final = "-XX:+TieredCompilation"
-#: For a single relay. Java stands still for 15 to 60 ms to collect what short-lived objects left, on two busy cores:
-#: every 5 s with 512 MiB in all at 60 requests/s, every 45 s with this. Touched at the start, so that no page is
-#: missing later. The 128 MiB that are left are meant for the topics of one relay, not of a session of tests.
+#: For a single relay. A collection of short-lived objects stops Java for 15 to 60 ms on two busy cores: every 5 s with
+#: a heap of 512 MiB at 60 requests/s, every 45 s with this one. Pages are touched at the start, so that there is no
+#: page fault later. The remaining 128 MiB suffice for the topics of one relay, not for those of a test session.
 ONE_RELAY_HEAP: Final = "-Xms640m -Xmx640m -Xmn512m -XX:+AlwaysPreTouch"
 ONE_RELAY_PROPERTIES: Final = {
-    # 3 and 8 by default: on two cores each thread more is one more to be woken on a message's way.
+    # 3 and 8 by default: on two cores each further thread is one more to wake for a message.
     "num.network.threads": "1",
     "num.io.threads": "2",
     "log.cleaner.dedupe.buffer.size": "4194304",  # of 128 MiB of heap by default
@@ -39,55 +35,53 @@ ONE_RELAY_PROPERTIES: Final = {
 
 @dataclass(frozen=True)
 class NodePlan:
-    """heap, compilers: options of Java. properties: over those that every private node has."""
+    """How a private node runs. heap, compilers: Java's options. properties: override those of every private node."""
 
     heap: str
     compilers: str = QUICK_COMPILER
     properties: Mapping[str, str] = field(default_factory=dict)
 
 
-#: Serves whoever comes, such as tests with topics of their own each.
-ANYBODY: Final = NodePlan("-Xms128m -Xmx512m")
-#: Serves a single relay, whose messages are to be as quick as two cores allow, for a minute or for longer.
+#: For any use, such as tests that each have their own topics.
+DEFAULT_NODE: Final = NodePlan("-Xms128m -Xmx512m")
+#: For a single relay with the lowest latency on two cores: for about a minute, or for longer.
 BRIEF_RELAY: Final = NodePlan(ONE_RELAY_HEAP, QUICK_COMPILER, ONE_RELAY_PROPERTIES)
 LASTING_RELAY: Final = NodePlan(ONE_RELAY_HEAP, BOTH_COMPILERS, ONE_RELAY_PROPERTIES)
 
 
-# Ports for private brokers, which may be stopped and started again. Taken from below those that the system hands out:
-# nobody is given one by chance while its broker is down, not even a client that tries to reach that broker (TCP lets
-# a socket connect to itself).
+# Ports of private brokers, which may be stopped and restarted. They are below the system's ephemeral ports: otherwise
+# the system could give one to another socket while its broker is down, even to a client that tries to reach that broker
+# (TCP allows a socket to connect to itself).
+
+#: Above the ports of well-known servers.
+FIRST_PORT: Final = 10_000
+#: First ephemeral port of a system that does not state it (macOS): RFC 6335.
+DEFAULT_EPHEMERAL_FROM: Final = 49_152
+#: With fewer ports to choose from, two programs may choose the same one.
+MIN_PORTS: Final = 1000
 
 
-#: Above the ports that well-known servers use.
-FIRST: Final = 10_000
-#: Where a system that does not say (macOS) begins to hand out ports: RFC 6335.
-HANDED_OUT_FROM: Final = 49_152
-#: Fewer to choose from, and two programs would choose the same.
-ENOUGH: Final = 1000
+def free_ports(count: int, ephemeral_from: int | None = None) -> list[int]:
+    """Different free loopback ports, below the ephemeral ones.
 
-
-def free_ports(count: int, handed_out_from: int | None = None) -> list[int]:
-    """Different loopback ports that nobody listens on just now.
-
-    handed_out_from: the first port that the system gives to sockets which name none; None: as this system says.
-    Raises OSError if there are not enough.
+    ephemeral_from: the first ephemeral port; None: this system's. Raises OSError if there are not enough.
     """
-    end = _handed_out_from() if handed_out_from is None else handed_out_from
-    if end - FIRST < ENOUGH:  # a system that hands out nearly all: then by chance it must be
-        return _handed_out(count)
+    end = _first_ephemeral() if ephemeral_from is None else ephemeral_from
+    if end - FIRST_PORT < MIN_PORTS:  # nearly all ports are ephemeral on this system
+        return _ephemeral_ports(count)
     free: list[int] = []
-    for port in random.SystemRandom().sample(range(FIRST, end), end - FIRST):
+    for port in random.SystemRandom().sample(range(FIRST_PORT, end), end - FIRST_PORT):
         if len(free) == count:
             break
-        if nobody_listens(port):
+        if is_free(port):
             free.append(port)
     else:
-        raise OSError(f"of the ports {FIRST} to {end - 1}, fewer than {count} are free")
+        raise OSError(f"of the ports {FIRST_PORT} to {end - 1}, fewer than {count} are free")
     return free
 
 
-def nobody_listens(port: int) -> bool:
-    """Whether a server could take this loopback port."""
+def is_free(port: int) -> bool:
+    """Whether a server can listen on this loopback port."""
     try:
         socket.create_server(("127.0.0.1", port)).close()
     except OSError:
@@ -95,14 +89,14 @@ def nobody_listens(port: int) -> bool:
     return True
 
 
-def _handed_out_from() -> int:
+def _first_ephemeral() -> int:
     try:
         return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()[0])
     except (OSError, ValueError, IndexError):
-        return HANDED_OUT_FROM
+        return DEFAULT_EPHEMERAL_FROM
 
 
-def _handed_out(count: int) -> list[int]:
+def _ephemeral_ports(count: int) -> list[int]:
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     try:
         return [int(each.getsockname()[1]) for each in sockets]
@@ -111,22 +105,22 @@ def _handed_out(count: int) -> list[int]:
             each.close()
 
 
-#: Of every private node; what depends on the number of nodes is not among them.
+#: Properties of every private node, whatever the number of nodes.
 SMALL_NODE: Final = {
     "controller.listener.names": "CONTROLLER",
     "auto.create.topics.enable": "false",
     "offsets.topic.num.partitions": "4",  # 50 by default: a second of every start
     "group.initial.rebalance.delay.ms": "0",
-    # After a kill, a restarted broker is refused until its former session is over: 9 s by default.
+    # After a kill, a restarted broker is refused until its former session ends: 9 s by default.
     "broker.session.timeout.ms": "2000",
     "broker.heartbeat.interval.ms": "500",
     "num.recovery.threads.per.data.dir": "2",
-    "group.min.session.timeout.ms": "1000",  # so that a crash is noticed sooner than Kafka's 6 s allow
+    "group.min.session.timeout.ms": "1000",  # 6 s by default: lower, so that a crash is noticed sooner
 }
 
 
 def kafka_home() -> Path:
-    """The Apache Kafka distribution that KAFKA_HOME names; BrokerUnavailable if there is none."""
+    """The folder of the Apache Kafka distribution in KAFKA_HOME. Raises BrokerUnavailable if there is none."""
     named = os.environ.get("KAFKA_HOME", "")
     if not named:
         raise BrokerUnavailable(
@@ -141,7 +135,7 @@ def kafka_home() -> Path:
 
 
 def internal_replication(copies: int) -> dict[str, str]:
-    """Copies of the topics that Kafka keeps for itself: offsets of groups above all."""
+    """Properties for the copies of Kafka's internal topics, such as groups' offsets."""
     in_sync = str(max(1, copies - 1))
     return {
         "offsets.topic.replication.factor": str(copies),
@@ -176,7 +170,7 @@ def format_storage(home: Path, properties: Path, cluster: str, role: Sequence[st
 
 
 def environment(folder: Path, heap: str, compilers: str = QUICK_COMPILER) -> dict[str, str]:
-    """What a node's scripts read; heap, compilers: options of Java. What the environment has of its own stays."""
+    """Environment variables of a node's scripts; those already set stay. heap, compilers: Java's options."""
     found = {"LOG_DIR": str(folder / "logs")}
     if "KAFKA_HEAP_OPTS" not in os.environ:
         found["KAFKA_HEAP_OPTS"] = heap

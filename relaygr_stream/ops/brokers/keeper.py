@@ -1,9 +1,9 @@
-"""Runs one child process and outlives its owner just long enough to clean up after both.
+"""Runs one child process, and cleans up after its owner has ended.
 
-Started as a script of its own by local.py, with a pipe from the owner as standard input. One byte on the pipe means
-"kill the child, keep the folder"; the end of the pipe means that the owner is gone, by whatever death, and then the
-child dies and the folder goes. Should this process itself be killed, Linux kills the child (PR_SET_PDEATHSIG). Exits
-with the child's status as soon as the child ends. Knows nothing of Kafka and imports nothing of this package.
+kept.py starts it as a script, with a pipe from the owner as standard input. One byte on the pipe means "kill the child,
+keep the folder". The end of the pipe means that the owner has ended in any way: the child is killed and the folder is
+removed. If this process itself is killed, Linux kills the child (PR_SET_PDEATHSIG). It exits with the child's status as
+soon as the child ends. It imports nothing of this package, so that it starts fast.
 
 usage: keeper.py FOLDER COMMAND [ARGUMENT…]
 """
@@ -24,14 +24,14 @@ PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 def main(folder: Path, command: list[str]) -> int:
-    """Run the command until it ends or the owner says so; returns its exit status (negative: killed by a signal)."""
+    """Run the command until it or its owner ends; returns its exit status, negative if a signal killed it."""
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
     def die_with_keeper() -> None:
         if libc is not None:
             libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
-    # A fork hook is safe here, and only here: this process has no other thread yet.
+    # preexec_fn is safe here: this process has no other thread yet.
     child = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -48,14 +48,14 @@ def main(folder: Path, command: list[str]) -> int:
     owner = threading.Thread(target=wait_for_owner, daemon=True)
     owner.start()
     status = child.wait()
-    _kill_group(child.pid)  # what the child may have started and left behind
+    _kill_group(child.pid)  # processes that the child started and left
     if orphaned.is_set():
         shutil.rmtree(folder, ignore_errors=True)
     return status
 
 
 def _kill_group(group: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # already gone; a zombie group is EPERM on macOS
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # ended already; a zombie group is EPERM on macOS
         os.killpg(group, signal.SIGKILL)
 
 

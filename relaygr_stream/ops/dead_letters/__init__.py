@@ -1,1 +1,1 @@
-"""Dead letters: read, listed, replayed."""
+"""Reads, lists and replays dead letters."""

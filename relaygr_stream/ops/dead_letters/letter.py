@@ -1,6 +1,6 @@
-"""A dead letter as an operator reads it, whatever its value is. Knows nothing of Kafka's clients.
+"""A dead letter as an operator reads it, with a value of any form.
 
-The topic is a log: what was replayed stays in it, and a marker behind it (a record without a value) says so.
+The topic is a log: a replayed dead letter stays in it, and a marker (a later record without a value) names it.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ _OURS: Final = frozenset(
     {HEADER_REASON, HEADER_DETAIL, HEADER_ORIGIN_TOPIC, HEADER_ORIGIN_PARTITION, HEADER_ORIGIN_OFFSET, HEADER_REPLAYS}
     | {HEADER_DIGEST}
 )
-#: Longest list or map that is unpacked for a person to look at. Headers nested to msgpack's own limit of 511 levels
-#: then claim 511 × 1,000 × 8 bytes, 4 MB.
+#: Longest list or map that is unpacked for display. Lists nested to msgpack's own limit of 511 levels then allocate at
+#: most 511 × 1,000 × 8 bytes, 4 MB.
 MAX_ITEMS: Final = 1000
-#: Longest text or byte string shown whole.
+#: Longest text or byte string that is shown completely.
 SHOWN_BYTES: Final = 64
-#: Deepest nesting shown. A message of ours has 4 levels; msgpack unpacks 511, for which Python's own recursion limit of
-#: 1,000 calls leaves no room once each level takes two.
+#: Deepest nesting that is shown. A message of this protocol has 4 levels; msgpack unpacks up to 511, which at two calls
+#: a level exceeds Python's recursion limit of 1,000.
 SHOWN_DEPTH: Final = 32
 
 
 @dataclass
 class Letter:
-    """One record of the dead-letter topic. What its headers do not tell is "" or -1."""
+    """One dead letter: a record of the dead-letter topic. Fields that its headers do not state are "" or -1."""
 
     partition: int
     offset: int
@@ -52,23 +52,23 @@ class Letter:
     origin_topic: str = ""
     origin_partition: int = -1
     origin_offset: int = -1
-    digest: str = ""  # of an original whose message is not here (not kept, or too large), but in the origin's log
-    replays: int = 0  # how often it had been replayed before it came here
-    headers: tuple[tuple[str, bytes], ...] = ()  # the original's own; of those without a value, an empty one
-    replayed: bool = field(default=False)  # from here, by a marker behind it
+    digest: str = ""  # of an original message that is not included (not kept, or too large)
+    replays: int = 0  # how often the message was replayed before it became this dead letter
+    headers: tuple[tuple[str, bytes], ...] = ()  # the original's own headers; a null value is empty here
+    replayed: bool = field(default=False)  # a marker says so
 
     @property
     def address(self) -> str:
-        """How commands and markers name it."""
+        """PARTITION:OFFSET, its name in commands and markers."""
         return f"{self.partition}:{self.offset}"
 
 
 def letters_of(records: Iterable[Record]) -> list[Letter]:
-    """The letters among the records of the dead-letter topic, oldest first, with what the markers say of them."""
+    """The dead letters among records of the dead-letter topic, oldest first; markers set `replayed`."""
     letters: dict[str, Letter] = {}
     replayed: set[str] = set()
     for record in records:
-        # Ours come first, and the original may have brought the same names. Kafka allows null for a header's value.
+        # The dead letter's own headers come first; the original may have the same names. Kafka allows null values.
         headers = {name: value or b"" for name, value in reversed(record.headers)}
         if (marker := headers.get(HEADER_REPLAY_OF)) is not None and HEADER_REASON not in headers:
             replayed.add(_text(marker))
@@ -81,12 +81,12 @@ def letters_of(records: Iterable[Record]) -> list[Letter]:
 
 
 def show_value(value: bytes) -> Any:
-    """The value for a person: MessagePack of any schema unpacked, long parts named by their size; else as text."""
+    """The value for display: MessagePack of any schema, unpacked and with long parts cut; other bytes as hex."""
     try:
         unpacked = msgpack.unpackb(
             value, strict_map_key=False, max_array_len=MAX_ITEMS, max_map_len=MAX_ITEMS, max_ext_len=MAX_ITEMS
         )
-    except Exception as error:  # hostile bytes: msgpack raises a ValueError, one of its own, or a RecursionError
+    except Exception as error:  # for hostile bytes, msgpack raises ValueError, its own errors or RecursionError
         return {"not MessagePack": str(error) or type(error).__name__, "bytes": _brief(value)}
     return _brief(unpacked)
 
@@ -119,7 +119,7 @@ def _number(raw: bytes | None, default: int) -> int:
 
 
 def _brief(value: Any, depth: int = 0) -> Any:
-    """The same with long strings cut, bytes as hex, and keys as text, so that it can be printed as JSON."""
+    """The value with long strings cut, bytes as hex, and keys as text, so that it can be printed as JSON."""
     if isinstance(value, dict | list | tuple):
         if depth == SHOWN_DEPTH:
             return f"… ({len(value)} more, nested)"

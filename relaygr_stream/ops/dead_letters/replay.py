@@ -1,8 +1,7 @@
-"""Sending dead letters to where they came from, with their own key and headers, once.
+"""Sends dead letters to their original topics, with their original key and headers, once.
 
-A letter that fails again comes back with a count in its headers, and what came back is not sent again; what was sent is
-marked in the dead-letter topic, and what is marked is not sent again either. So replaying never loops, however often it
-is asked for.
+A replayed message that fails again becomes a dead letter with a count in its headers, and is not replayed again. A
+replayed dead letter gets a marker in the dead-letter topic, and is not replayed again either. So replaying never loops.
 """
 
 from __future__ import annotations
@@ -19,11 +18,9 @@ from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.wire.messages import HEADER_REPLAY_OF, HEADER_REPLAYS
 from relaygr_stream.wire.records import Record
 
-# Reading the dead-letter topic, without a group: looking changes nothing for anybody.
-
 
 async def read_letters(kafka: Kafka) -> list[Letter]:
-    """Every letter there is now, oldest first. Raises BrokerUnavailable, TopicError, ConfigError."""
+    """Every dead letter, oldest first; joins no group. Raises BrokerUnavailable, TopicError, ConfigError."""
     records: list[Record] = []
     row = next(row for row in await verify_topics(kafka) if row.topic.name == f"{kafka.prefix}dead-letter")
     assert row.found is not None  # verified
@@ -32,18 +29,19 @@ async def read_letters(kafka: Kafka) -> list[Letter]:
 
 
 def choose(letters: Sequence[Letter], *, addresses: Sequence[str], reason: str, origin: str) -> list[Letter]:
-    """Those of the given addresses (none: all), reason and origin topic ("": any; without the prefix will do).
+    """The dead letters with these addresses (none given: all), this reason and this origin topic ("": any).
 
-    Raises InputError for an address where no letter is, and for a reason that is neither known nor any letter's.
+    origin: with or without the topics' prefix. Raises InputError for an address without a dead letter, and for a reason
+    that is neither known nor a dead letter's.
     """
     if reason and reason not in (known := {*REASONS, *(letter.reason for letter in letters)} - {""}):
-        raise InputError(f"--reason {reason}: no such reason; there are {', '.join(sorted(known))}")
+        raise InputError(f"--reason {reason}: no such reason; the reasons are {', '.join(sorted(known))}")
     by_address = {letter.address: letter for letter in letters}
     missing = [address for address in addresses if address not in by_address]
     if missing:
         raise InputError(
-            f"no dead letter at {', '.join(missing)}; addresses are PARTITION:OFFSET, `relaygr dead-letters list` "
-            f"prints them, and letters older than the topic's retention are gone"
+            f"no dead letter at {', '.join(missing)}; write addresses PARTITION:OFFSET as `relaygr dead-letters list` "
+            f"prints them; dead letters older than the topic's retention are deleted"
         )
     chosen = [by_address[address] for address in dict.fromkeys(addresses)] if addresses else list(letters)
     return [
@@ -58,7 +56,7 @@ Verdict = Literal["replayed", "would replay", "replayed before", "came back", "n
 
 
 def verdict_before(letter: Letter, topics: TopicSet, *, again: bool) -> Verdict:
-    """Whether the letter would be replayed, and if not, why. again: also what was replayed already."""
+    """Whether the dead letter would be replayed; if not, why. again: also if it was replayed before."""
     if letter.origin_topic not in {topic.name for topic in topics.all if topic.name != topics.dead_letter.name}:
         return "no origin"
     if letter.digest:
@@ -71,9 +69,9 @@ def verdict_before(letter: Letter, topics: TopicSet, *, again: bool) -> Verdict:
 
 
 def why(verdict: Verdict) -> str:
-    """What an operator can do about a verdict, where that is not clear."""
+    """What an operator can do about a verdict; "": it is clear."""
     if verdict == "no value":
-        return "the message was not kept; kafka.dead_letter_values = true keeps those to come (docs/operations.md)"
+        return "the message was not kept; kafka.dead_letter_values = true keeps later ones (docs/how-to/kafka.md)"
     return ""
 
 
@@ -85,9 +83,9 @@ async def replay(
     again: bool,
     report: Callable[[Letter, Verdict, str], None],
 ) -> bool:
-    """Send what may be sent, in order, each acknowledged and marked before the next; report every letter's verdict.
+    """Replay dead letters in order; each is acknowledged and marked before the next. Report every verdict.
 
-    Whether nothing was refused. Raises BrokerUnavailable; what was reported until then has happened.
+    Returns whether no message was refused. Raises BrokerUnavailable; verdicts reported before that are final.
     """
     clean = True
     largest = max(topic.max_message_bytes for topic in topics.all)
@@ -108,7 +106,7 @@ async def replay(
 
 
 async def _send(producer: Producer, topics: TopicSet, letter: Letter) -> None:
-    # By its key where it has one: a letter that came on the wrong partition then finds the right one.
+    # By its key if it has one: a message from the wrong partition then reaches the right one.
     partition = letter.origin_partition if letter.key is None and letter.origin_partition >= 0 else None
     headers = [*letter.headers, (HEADER_REPLAYS, str(letter.replays + 1).encode())]
     await producer.send_and_wait(

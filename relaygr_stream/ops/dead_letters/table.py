@@ -1,9 +1,8 @@
-"""Dead letters as text, without the control characters by which a hostile one could rewrite its reader's terminal."""
+"""Dead letters as text; control characters, by which a hostile one could change its reader's terminal, are escaped."""
 
 from __future__ import annotations
 
 import json
-import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
@@ -13,40 +12,34 @@ from rich.console import Console
 
 from relaygr_stream.ops.dead_letters.letter import Letter, show_value
 from relaygr_stream.ops.dead_letters.replay import Verdict
-from relaygr_stream.telemetry.printable import printable, printable_json, readable_id
+from relaygr_stream.telemetry.printable import listing, print_table, printable, printable_json, readable_id
 
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
-_HEAD: Final = ("address", "when (UTC)", "reason", "from")
-#: A key longer than this is cut in a listing; `show` has it whole.
+#: A longer key is cut in a listing; `show` prints it completely.
 KEY_CHARACTERS: Final = 48
 
 
 def print_letters(console: Console, letters: Sequence[Letter]) -> None:
-    """Where each letter lies and came from, and how many there are for each reason.
+    """Print a row for each dead letter, with its address and origin, and the count of each reason.
 
-    On a terminal key and detail are indented below, folded to its width; in a pipe each letter is one whole line.
+    On a terminal, key and detail are below the origin, folded to its width; otherwise each dead letter is one line.
     """
     if not letters:
         console.print("no dead letters")
         return
-    rows = [_HEAD, *(_cells(letter) for letter in letters)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
-    for row, letter in zip(rows, [None, *letters], strict=True):
-        line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        more = "" if letter is None else _more(letter)
-        if console.is_terminal:
-            indent = " " * (widths[0] + 2)
-            folded = textwrap.wrap(more, console.width, initial_indent=indent, subsequent_indent=indent)
-            console.print("\n".join([line, *folded]), soft_wrap=True)
-        else:
-            console.print(f"{line}  {more}".rstrip(), soft_wrap=True)
+    head = ("address", "when (UTC)", "reason", "from")
+    table = listing(head if console.is_terminal else (*head, "key, size, detail"), whole=head[:3])
+    for letter in letters:
+        *cells, origin = _cells(letter)
+        table.add_row(*cells, *([f"{origin}\n{_more(letter)}"] if console.is_terminal else [origin, _more(letter)]))
+    print_table(table, console)
     reasons = Counter(letter.reason or "unknown" for letter in letters)
     counted = ", ".join(f"{count} {printable(reason)}" for reason, count in sorted(reasons.items()))
-    console.print(f"{len(letters)} {'letter' if len(letters) == 1 else 'letters'}: {counted}", soft_wrap=True)
+    console.print(f"{len(letters)} dead letter{'' if len(letters) == 1 else 's'}: {counted}", soft_wrap=True)
 
 
 def as_json(letter: Letter, *, value: bool) -> str:
-    """One line of JSON; value: with the value unpacked. Binary keys and headers are 0x and their digits."""
+    """One line of JSON; value: include the unpacked value. Binary keys and headers are 0x and hexadecimal digits."""
     known = {
         "address": letter.address,
         "time": _when(letter, "milliseconds"),
@@ -65,13 +58,13 @@ def as_json(letter: Letter, *, value: bool) -> str:
 
 
 def print_letter(console: Console, letter: Letter) -> None:
-    """Everything known of one letter, its value unpacked as far as it goes."""
-    # Rich writes the JSON anew; only as ASCII does it escape every control character.
+    """Print one dead letter with all its fields and its unpacked value."""
+    # Rich formats the JSON again, and escapes every control character only as ASCII.
     console.print_json(as_json(letter, value=True), ensure_ascii=True)
 
 
 def line_of(letter: Letter, verdict: Verdict, detail: str) -> str:
-    """What became of a letter, as a line of a replay's output."""
+    """A line of a replay's output: the dead letter and its verdict."""
     where = f"{letter.origin_topic or 'unknown topic'} key {_key(letter)}"
     return printable(f"{letter.address:>10}  {verdict:<15}  {where}{': ' + detail if detail else ''}")
 
@@ -83,7 +76,7 @@ def _cells(letter: Letter) -> tuple[str, ...]:
 
 
 def _more(letter: Letter) -> str:
-    """Key, size, what replays did, and the detail."""
+    """Key, size, replays, and the detail."""
     parts = [f"key {_key(letter)}", letter.digest or f"{len(letter.value):,} bytes"]
     if letter.replays:
         parts.append(f"came back from replay {letter.replays}")
@@ -98,7 +91,7 @@ def _key(letter: Letter) -> str:
 
 
 def _when(letter: Letter, precision: str) -> str:
-    """The producer's clock, which may say anything that an int64 holds."""
+    """The producer's timestamp, which may be any int64."""
     try:
         when = _EPOCH + timedelta(milliseconds=letter.timestamp_ms)
     except OverflowError:

@@ -1,1 +1,1 @@
-"""What runs in a fleet, and what is odd about it."""
+"""The processes of a fleet, and what is odd about them."""

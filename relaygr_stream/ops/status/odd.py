@@ -1,32 +1,32 @@
-"""What is odd about a fleet: what an operator would want to know and no process can tell by itself. One line each."""
+"""Oddities of a fleet: facts that an operator should know and that no process can see alone. One line each."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
 from relaygr_stream.ops.status.overview import Overview
-from relaygr_stream.wire.costs import prefix_bytes, usable_costs
 from relaygr_stream.wire.messages import WorkerStatus
+from relaygr_stream.wire.worker_status import prefix_bytes, usable_costs
 
 MIB = 1 << 20
 
 
 def oddities(view: Overview) -> list[str]:
-    """Lines for a person; empty: nothing is odd."""
+    """One line for each oddity."""
     return [
-        line for check in (_missing, _groups, _lanes, _versions, _bounds, _unasked, _records) for line in check(view)
+        line for check in (_missing, _groups, _lanes, _versions, _bounds, _unused, _records) for line in check(view)
     ]
 
 
 def _missing(view: Overview) -> Iterator[str]:
     if not view.living_workers():
-        yield "no worker is ready: nothing is answered"
+        yield "no worker is ready: no request is answered"
     elif not any(status.state == "serving" for status in view.living_workers().values()):
         yield "no worker serves yet"
     if not view.living_triggers():
         yield "no trigger runs: nothing is pre-inferred, and every answer is full"
     for name in view.silent():
-        yield f"{name} ended without a word, or is cut off; `relaygr status --forget {name}` removes its record"
+        yield f"{name} crashed or is cut off: it states nothing; `relaygr status --forget {name}` removes its record"
 
 
 def _groups(view: Overview) -> Iterator[str]:
@@ -37,7 +37,7 @@ def _groups(view: Overview) -> Iterator[str]:
     for name, status in view.living_triggers().items():
         both = [lane for lane in status.lanes if lane in deciding and len(groups) == 1]
         if both:
-            yield f"lanes {_ranges(both)} are decided by {deciding[both[0]]} and {name}"
+            yield f"lanes {lane_ranges(both)} are decided by {deciding[both[0]]} and {name}"
         deciding.update(dict.fromkeys(status.lanes, name))
 
 
@@ -45,10 +45,10 @@ def _lanes(view: Overview) -> Iterator[str]:
     lanes = set(range(view.topics.lanes))
     serving = {name: s for name, s in view.living_workers().items() if s.state == "serving"}
     if serving and (free := lanes - {lane.lane for status in serving.values() for lane in status.lanes}):
-        yield f"lanes without an owner: {_ranges(free)}; their rankings wait"
+        yield f"lanes without an owner: {lane_ranges(free)}; their rankings wait"
     triggers = view.living_triggers().values()
     if triggers and (free := lanes - {lane for status in triggers for lane in status.lanes}):
-        yield f"lanes that no trigger decides for: {_ranges(free)}; their answers are full"
+        yield f"lanes that no trigger decides for: {lane_ranges(free)}; their answers are full"
 
 
 def _versions(view: Overview) -> Iterator[str]:
@@ -62,12 +62,12 @@ def _versions(view: Overview) -> Iterator[str]:
 
 
 def _bounds(view: Overview) -> Iterator[str]:
-    """What the bounds never let through."""
+    """Workers whose bounds refuse every request, or every longest one."""
     policies = [status.policy for status in view.living_triggers().values()]
     longest = min((policy.max_prefix_tokens for policy in policies), default=view.settings.relay.max_prefix_tokens)
     risk_ms = min(
         (policy.risk_ms for policy in policies),
-        default=view.settings.trigger.risk_fraction * view.settings.relay.slo_ms,
+        default=view.settings.trigger.risk_share * view.settings.relay.slo_ms,
     )
     for name, status in view.living_workers().items():
         if (line := never_at_risk(status, longest, view.settings.relay.max_candidates, risk_ms)) is not None:
@@ -78,7 +78,7 @@ def _bounds(view: Overview) -> Iterator[str]:
         whole = sum(lane.budget_bytes for lane in status.lanes)
         if 0 < whole < needs:
             yield (
-                f"{name}: its whole pinned share, {whole / MIB:.1f} MiB, holds no longest prefix "
+                f"{name}: its whole pinned share, {whole / MIB:.1f} MiB, is too small for a longest prefix "
                 f"({longest} tokens: {needs / MIB:.1f} MiB); raise worker.hbm_bytes or worker.pinned_share"
             )
         asked = [lane for lane in status.lanes if lane.pinned_bytes] if needs <= whole else []
@@ -88,11 +88,11 @@ def _bounds(view: Overview) -> Iterator[str]:
         ):
             if small := [lane.lane for lane in asked if least <= lane.budget_bytes < most]:
                 size = f"{longest} tokens: {needs / MIB:.1f} MiB"
-                yield f"{name}: lanes {_ranges(small)} are asked, and have {room} ({size})"
+                yield f"{name}: lanes {lane_ranges(small)} are in use, and have {room} ({size})"
 
 
 def never_at_risk(status: WorkerStatus, tokens: int, candidates: int, risk_ms: float) -> str | None:
-    """Why no request to this worker is ever at risk; None: a longest one is, or nothing was measured yet."""
+    """Why no request to this worker is ever at risk; None: a longest one is, or the costs are not measured yet."""
     if usable_costs(status.costs) is not status.costs:
         return None
     full_ms = status.costs.full_ms(tokens, candidates)
@@ -100,12 +100,12 @@ def never_at_risk(status: WorkerStatus, tokens: int, candidates: int, risk_ms: f
         return None
     return (
         f"no request is ever at risk: the longest ({tokens} tokens, {candidates} candidates) takes {full_ms:.1f} ms in "
-        f"full, the threshold is {risk_ms:.1f} ms (trigger.risk_fraction × relay.slo_ms), so every answer is full"
+        f"full, the threshold is {risk_ms:.1f} ms (trigger.risk_share × relay.slo_ms), so every answer is full"
     )
 
 
-def _unasked(view: Overview) -> Iterator[str]:
-    """While others are asked."""
+def _unused(view: Overview) -> Iterator[str]:
+    """Workers without requests, while others get some."""
     asked = {
         name: sum(total for key, total in status.counters.items() if key.startswith("answers_") or key == "signals")
         for name, status in view.living_workers().items()
@@ -113,16 +113,16 @@ def _unasked(view: Overview) -> Iterator[str]:
     }
     if any(asked.values()):
         for name in sorted(name for name, total in asked.items() if not total):
-            yield f"{name}: nobody asks its lanes, since its start"
+            yield f"{name}: no request for its lanes since its start"
 
 
 def _records(view: Overview) -> Iterator[str]:
     for reason, count in sorted(view.refused.items()):
-        yield f"{count} records of worker-status are {reason}, and ignored"
+        yield f"{count} records of worker-status are ignored: {reason}"
 
 
-def _ranges(lanes: Iterable[int]) -> str:
-    """0–3, 7."""
+def lane_ranges(lanes: Iterable[int]) -> str:
+    """Lane numbers as ranges: 0–3, 7; "" if there are none."""
     parts: list[list[int]] = []
     for lane in sorted(lanes):
         if parts and lane == parts[-1][1] + 1:

@@ -1,4 +1,4 @@
-"""What runs: the newest that each trigger and each worker states, and since when we have not heard of it.
+"""The processes of a fleet: each trigger's and each worker's newest status, and its age.
 
 Reads `worker-status` beside the running processes; joins no group, writes nothing.
 """
@@ -12,7 +12,7 @@ from typing import Final, Generic, TypeVar
 
 from relaygr_stream.errors import DecodeError
 from relaygr_stream.settings.schema import Settings
-from relaygr_stream.wire.fleet import FORGET_S
+from relaygr_stream.wire.fleet import DROP_AFTER_S
 from relaygr_stream.wire.messages import WorkerStatus, kind_of
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.topic_files import TopicSet
@@ -20,27 +20,27 @@ from relaygr_stream.wire.trigger_status import KEY_PREFIX, TriggerStatus, read_t
 from relaygr_stream.wire.worker_status import StatusReader, Tombstone
 
 S = TypeVar("S", WorkerStatus, TriggerStatus)
-#: Two statements of a trigger and several of a worker: what lives has spoken by then.
+#: Seconds to listen: within them a live trigger publishes two statuses, a live worker several.
 LISTEN_S: Final = 2.5
 
 
 @dataclass
 class Seen(Generic[S]):
-    """One process. first, last: what it stated since we look on; both alike until it spoke again."""
+    """One process. first, last: its oldest and newest status of one incarnation since this viewer's start."""
 
     first: S
     last: S
-    heard_s: float | None = None  # our monotonic clock; None: it has not spoken since we look on
+    received_s: float | None = None  # when `last` was received, by the monotonic clock; None: written before the start
 
-    def lives(self, now_s: float, silence_ms: float) -> bool:
-        """Whether it spoke lately, and did not say that it stops."""
-        spoke = self.heard_s is not None and (now_s - self.heard_s) * 1e3 <= silence_ms
-        return spoke and self.last.state not in ("stopped", "draining")
+    def is_alive(self, now_s: float, silence_ms: float) -> bool:
+        """Whether its newest status is recent and does not announce a stop."""
+        recent = self.received_s is not None and (now_s - self.received_s) * 1e3 <= silence_ms
+        return recent and self.last.state not in ("stopped", "draining")
 
 
 @dataclass
 class Overview:
-    """All of them by name, and how many records were not believed."""
+    """All processes by name, and the number of refused records by reason."""
 
     settings: Settings
     topics: TopicSet
@@ -49,23 +49,23 @@ class Overview:
     workers: dict[str, Seen[WorkerStatus]] = field(default_factory=dict)
     triggers: dict[str, Seen[TriggerStatus]] = field(default_factory=dict)
     refused: dict[str, int] = field(default_factory=dict)
-    live: bool = False  # what comes from now on was written just now
+    live: bool = False  # whether records from now on are written just now; False while old records are read
 
     def on_records(self, records: list[Record]) -> None:
-        """Take records in the topic's order."""
+        """Apply records in the topic's order."""
         for record in records:
             try:
-                self._take(record)
+                self._apply(record)
             except DecodeError as error:
                 self.refused[error.reason] = self.refused.get(error.reason, 0) + 1
 
-    def _take(self, record: Record) -> None:
-        heard_s = self.clock() if self.live else None
+    def _apply(self, record: Record) -> None:
+        received_s = self.clock() if self.live else None
         name = (record.key or b"").decode(errors="replace")
         if kind_of(record.headers):
             trigger = read_trigger(record, self.reader, fresh=self.live)
             if trigger is not None:
-                _put(self.triggers, trigger, heard_s)
+                _put(self.triggers, trigger, received_s)
             elif record.value is None:
                 self.triggers.pop(name.removeprefix(KEY_PREFIX), None)
             return
@@ -73,38 +73,38 @@ class Overview:
         if isinstance(found, Tombstone):
             self.workers.pop(found.name, None)
         elif found is not None:
-            _put(self.workers, found, heard_s)
+            _put(self.workers, found, received_s)
 
     @property
     def silence_ms(self) -> float:
-        """A process that said nothing for so long does not live."""
-        return self.settings.trigger.silence_ms
+        """A process that has stated nothing for longer is not alive."""
+        return self.settings.trigger.max_status_age_ms
 
     def living_workers(self) -> dict[str, WorkerStatus]:
-        """The newest statuses of workers that live."""
+        """The newest statuses of live workers, by name."""
         now = self.clock()
-        return {name: seen.last for name, seen in self.workers.items() if seen.lives(now, self.silence_ms)}
+        return {name: seen.last for name, seen in self.workers.items() if seen.is_alive(now, self.silence_ms)}
 
     def living_triggers(self) -> dict[str, TriggerStatus]:
-        """The newest statuses of triggers that live."""
+        """The newest statuses of live triggers, by name."""
         now = self.clock()
-        return {name: seen.last for name, seen in self.triggers.items() if seen.lives(now, self.silence_ms)}
+        return {name: seen.last for name, seen in self.triggers.items() if seen.is_alive(now, self.silence_ms)}
 
     def silent(self) -> list[str]:
-        """Names that did not stop in order and say nothing, unless it is long ago."""
+        """Names of processes that did not stop in order and state nothing, unless they ended long ago."""
         now, now_ms = self.clock(), time.time() * 1e3
 
         def silent(seen: Seen[S]) -> bool:
-            lately = now_ms - seen.last.sent_ms <= FORGET_S * 1e3
-            return lately and seen.last.state != "stopped" and not seen.lives(now, self.silence_ms)
+            lately = now_ms - seen.last.sent_ms <= DROP_AFTER_S * 1e3
+            return lately and seen.last.state != "stopped" and not seen.is_alive(now, self.silence_ms)
 
         workers = [name for name, worker in self.workers.items() if silent(worker)]
         return workers + [KEY_PREFIX + name for name, trigger in self.triggers.items() if silent(trigger)]
 
 
-def _put(known: dict[str, Seen[S]], status: S, heard_s: float | None) -> None:
+def _put(known: dict[str, Seen[S]], status: S, received_s: float | None) -> None:
     before = known.get(status.name)
     if before is None or before.last.incarnation != status.incarnation:
-        known[status.name] = Seen(status, status, heard_s)
+        known[status.name] = Seen(status, status, received_s)
     else:
-        before.last, before.heard_s = status, heard_s
+        before.last, before.received_s = status, received_s

@@ -1,4 +1,4 @@
-"""The overview for a person, within 80 columns, and for programs as JSON."""
+"""The overview as text within 80 columns, and as JSON."""
 
 from __future__ import annotations
 
@@ -10,16 +10,20 @@ from rich.table import Table
 
 from relaygr_stream.ops.status.odd import oddities
 from relaygr_stream.ops.status.overview import Overview, Seen
+from relaygr_stream.telemetry.printable import listing
 from relaygr_stream.wire.messages import WorkerStatus
 
 GIB = 1 << 30
 MIB = 1 << 20
-#: Where a ranking found its prefix KV, and it was spared the prefix.
+#: Outcomes of rankings that did not compute their prefix.
 HITS = ("hbm", "dram", "joined")
 
 
 def hit_rate(status: WorkerStatus, since: WorkerStatus | None = None) -> float | None:
-    """Share of scored rankings that found prefix KV, since its start or since then; None: there were none."""
+    """Share of scored rankings that found prefix KV; None: there were none.
+
+    since: an earlier status of the same incarnation, from which to count; None: from the worker's start.
+    """
     before = since.counters if since is not None and since is not status else {}
     of = {
         name: status.counters.get(f"outcome_{name}", 0.0) - before.get(f"outcome_{name}", 0.0)
@@ -30,7 +34,7 @@ def hit_rate(status: WorkerStatus, since: WorkerStatus | None = None) -> float |
 
 
 def render(view: Overview) -> RenderableType:
-    """Triggers, workers, and what is odd."""
+    """Tables of triggers and workers, and the oddities."""
     workers, triggers = view.living_workers(), view.living_triggers()
     head = (
         f"{len(triggers)} trigger(s), {len(workers)} worker(s), {view.topics.lanes} lanes at "
@@ -45,7 +49,7 @@ def render(view: Overview) -> RenderableType:
 
 
 def as_json(view: Overview) -> bytes:
-    """The same for programs: one object."""
+    """The overview as one JSON object."""
     workers = []
     for name, status in sorted(view.living_workers().items()):
         plain: dict[str, Any] = msgspec.to_builtins(status)
@@ -66,7 +70,8 @@ def as_json(view: Overview) -> bytes:
 
 
 def _triggers(view: Overview) -> Table:
-    table = _table(("trigger", "group"), ("lanes", "admitted", "of events", "backlog"))
+    numbers = ("lanes", "admitted", "of events", "backlog")
+    table = listing(("trigger", "group", *numbers), numbers=numbers)
     for name, status in sorted(view.living_triggers().items()):
         events = sum(status.decisions.values())
         admitted = status.decisions.get("admitted", 0.0)
@@ -78,7 +83,8 @@ def _triggers(view: Overview) -> Table:
 
 
 def _workers(view: Overview) -> Table:
-    table = _table(("worker", "state"), ("lanes", "hits", "busy", "queue ms", "lag", "HBM", "DRAM"))
+    numbers = ("lanes", "hits", "busy", "queue ms", "lag", "HBM", "DRAM")
+    table = listing(("worker", "state", *numbers), numbers=numbers)
     for name, seen in sorted(view.workers.items()):
         if name in view.living_workers():
             status = seen.last
@@ -90,17 +96,8 @@ def _workers(view: Overview) -> Table:
     return table
 
 
-def _table(texts: tuple[str, ...], numbers: tuple[str, ...]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for name in texts:
-        table.add_column(name, overflow="fold")
-    for name in numbers:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
-
-
 def _hits(seen: Seen[WorkerStatus]) -> str:
-    """Of lately, if there was anything."""
+    """The hit rate since this viewer's start; without rankings since then, since the worker's start."""
     lately = hit_rate(seen.last, seen.first)
     return _share(hit_rate(seen.last) if lately is None else lately)
 

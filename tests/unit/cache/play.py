@@ -11,11 +11,11 @@ import torch
 
 from relaygr_stream.cache.entry import Coverage, Entry, EntryState
 from relaygr_stream.cache.prefix_cache import PrefixCache
-from relaygr_stream.cache.storage import StorageKind
+from relaygr_stream.cache.storage import StorageKind, make_storage
 from relaygr_stream.cache.tiers import capacity_for
-from relaygr_stream.cache.transit import Arrival, Loan
+from relaygr_stream.cache.transit import Lease, Reservation
 from relaygr_stream.models.api import KVRegion, Tokens
-from tests.unit.cache.worlds import GRANULE_BYTES, LAYOUT, MOST, Copies, holds, make, sequence, write
+from tests.unit.cache.worlds import GRANULE_BYTES, LAYOUT, MOST, Copies, entries, holds, make, sequence, table_of, write
 
 Going = Literal["finish", "part", "cut short", "abort"]
 
@@ -29,18 +29,19 @@ class Play:
         self.copier = copier
         self.cache: PrefixCache = make(hbm, dram, copier, incremental=incremental, storage=storage)
         self.readers: list[tuple[Entry, KVRegion, Tokens]] = []
-        self.loans: list[Loan] = []
-        self.arrivals: list[Arrival] = []
+        self.leases: list[Lease] = []
+        self.reservations: list[Reservation] = []
         self.seen: set[EntryState] = set()
         self._incremental = incremental
         self._rounds = storage == "int8"
+        self._storage = make_storage(storage, LAYOUT)
         self._budgets = (hbm * GRANULE_BYTES, (dram or 0) * GRANULE_BYTES)
 
     # ---- what there is ----
 
     def entries(self) -> list[Entry]:
         """All of them, retired ones too."""
-        return [*self.cache._holdings._entries.values(), *self.cache._holdings._retired]
+        return [*entries(self.cache), *table_of(self.cache)._retired]
 
     def computing(self) -> list[Entry]:
         return [entry for entry in self.entries() if entry.computing]
@@ -50,7 +51,7 @@ class Play:
     def request(self, user: int, version: int, length: int, *, at_once: bool) -> None:
         """As a signal or ranking does: find, then the step that fits; a reader keeps a pin on what it found."""
         self._place(user, version, length)
-        entry = self.cache._holdings.get(f"u{user}")
+        entry, _ = self.cache.find(f"u{user}", sequence(user, version, length))
         if at_once and entry is not None and entry.computing:
             assert entry.region is not None
             write(entry.region, entry.tokens)
@@ -108,40 +109,38 @@ class Play:
 
     def lend(self, user: int) -> None:
         """Another worker asks for the user's entry."""
-        loan = self.cache.transit.lend(f"u{user}")
-        if isinstance(loan, Loan):
-            self.loans.append(loan)
+        lease = self.cache.transit.lend(f"u{user}")
+        if isinstance(lease, Lease):
+            self.leases.append(lease)
 
     def give_back(self, which: int) -> None:
-        if self.loans:
-            self.cache.transit.give_back(self.loans.pop(which % len(self.loans)))
+        if self.leases:
+            self.cache.transit.give_back(self.leases.pop(which % len(self.leases)))
 
-    def expect(self, user: int, version: int, length: int) -> None:
+    def reserve(self, user: int, version: int, length: int) -> None:
         """Another worker offers an entry of the user."""
         if not self.cache.has_dram:
             return
         before = self.cache.find(f"u{user}", sequence(user, version, length))
-        arrival = self.cache.transit.expect(f"u{user}", sequence(user, version, length), capacity_for(length))
-        if isinstance(arrival, Arrival):
+        reservation = self.cache.transit.reserve(f"u{user}", sequence(user, version, length), capacity_for(length))
+        if isinstance(reservation, Reservation):
             assert before[1] is not Coverage.COVERS
-            self.arrivals.append(arrival)
+            self.reservations.append(reservation)
 
     def arrive(self, which: int, *, whole: bool) -> None:
         """A copy that was expected is there, or breaks off half way."""
-        if not self.arrivals:
+        if not self.reservations:
             return
-        arrival = self.arrivals.pop(which % len(self.arrivals))
-        capacity = arrival.copy.capacity
+        reservation = self.reservations.pop(which % len(self.reservations))
+        capacity = reservation.copy.capacity
         region = KVRegion(LAYOUT, torch.zeros(capacity * LAYOUT.elements_per_token), capacity)
-        write(region, arrival.tokens)
-        dram = self.cache._dram
-        assert dram is not None
-        dram.storage.spill(arrival.data, region.storage)
+        write(region, reservation.tokens)
+        self._storage.spill(reservation.data, region.storage)
         if not whole:
-            arrival.data[len(arrival.data) // 2 :] = 255
-            self.cache.transit.discard(arrival)
-        elif self.cache.transit.arrived(arrival):
-            assert self.cache.find(arrival.user_id, arrival.tokens)[1] is Coverage.COVERS
+            reservation.data[len(reservation.data) // 2 :] = 255
+            self.cache.transit.discard(reservation)
+        elif self.cache.transit.fill(reservation):
+            assert self.cache.find(reservation.user_id, reservation.tokens)[1] is Coverage.COVERS
 
     # ---- what must hold ----
 
@@ -158,14 +157,14 @@ class Play:
         """Everyone reads their own: readers, entries in HBM, copies at rest in DRAM."""
         for _, region, tokens in self.readers:
             assert holds(region, tokens.slice(0, region.length))
-        for loan in self.loans:
-            assert self._stored_holds(loan.data, loan.capacity, loan.tokens)
+        for lease in self.leases:
+            assert self._stored_holds(lease.data, lease.capacity, lease.tokens)
         for entry in self.entries():
             self.seen.add(entry.state)
             if entry.region is not None and entry.load is None and not entry.failed:
                 assert holds(entry.region, entry.tokens)
             if entry.stored is not None and entry.spill is None:
-                dram = self.cache._dram
+                dram = table_of(self.cache).dram
                 assert dram is not None
                 tokens = entry.tokens.slice(0, entry.stored.length)
                 assert self._stored_holds(dram.view(entry.stored), entry.stored.capacity, tokens)
@@ -177,27 +176,25 @@ class Play:
         for entry, _, _ in self.readers:
             self.cache.unpin(entry)
         self.readers.clear()
-        for loan in self.loans:
-            self.cache.transit.give_back(loan)
-        for arrival in self.arrivals:
-            self.cache.transit.discard(arrival)
-        self.loans.clear()
-        self.arrivals.clear()
+        for lease in self.leases:
+            self.cache.transit.give_back(lease)
+        for reservation in self.reservations:
+            self.cache.transit.discard(reservation)
+        self.leases.clear()
+        self.reservations.clear()
         while self.cache.copying:
             self.poll(100)
         self.check_books()
         self.check_contents()
         assert self.cache.pinned_bytes == 0
-        assert not self.cache._holdings._retired
+        assert all(not entry.retired for entry in self.entries())
         self.cache.close()
 
     # ---- inside ----
 
     def _stored_holds(self, data: torch.Tensor, capacity: int, tokens: Tokens) -> bool:
-        dram = self.cache._dram
-        assert dram is not None
         elements = torch.empty(capacity * LAYOUT.elements_per_token)
-        dram.storage.reload(elements, data)
+        self._storage.reload(elements, data)
         return holds(KVRegion(LAYOUT, elements, capacity, len(tokens)), tokens)
 
     def _place(self, user: int, version: int, length: int) -> None:

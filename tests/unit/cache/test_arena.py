@@ -71,33 +71,6 @@ class ArenaAgainstModel(RuleBasedStateMachine):
             self.arena.free(extent)
 
     @precondition(lambda self: self.held)
-    @rule(data=st.data(), change=st.integers(-3 * UNIT, 3 * UNIT), evictable=st.booleans())
-    def resize(self, data: st.DataObject, change: int, evictable: bool) -> None:
-        name = self.pick(data)
-        extent = self.held[name]
-        self.arena.set_evictable(extent, evictable)
-        (self.evictable.add if evictable else self.evictable.discard)(name)
-        nbytes = max(1, extent.size + change)
-        size = -(-nbytes // UNIT) * UNIT
-        if size < extent.size:
-            with pytest.raises(ValueError, match="shrink"):
-                self.arena.grow(extent, nbytes)
-            resized: Extent | None = self.arena.shrink(extent, nbytes)
-        else:
-            if size > extent.size:
-                with pytest.raises(ValueError, match="grow"):
-                    self.arena.shrink(extent, nbytes)
-            resized = self.arena.grow(extent, nbytes)
-            behind = self.owner[extent.end // UNIT : (extent.offset + size) // UNIT]
-            possible = extent.offset + size <= self.arena.size and not any(behind)
-            assert (resized is not None) == possible
-        if resized is not None:
-            assert resized == Extent(extent.offset, size)
-            self.mark(extent, 0)
-            self.mark(resized, name)
-            self.held[name] = resized
-
-    @precondition(lambda self: self.held)
     @rule(data=st.data(), evictable=st.booleans())
     def set_evictable(self, data: st.DataObject, evictable: bool) -> None:
         name = self.pick(data)

@@ -58,8 +58,8 @@ class CacheMachine(RuleBasedStateMachine):
         self.play.give_back(which)
 
     @rule(user=st.integers(0, 4), version=st.sampled_from([0, 0, 1]), length=st.integers(1, MOST))
-    def expect(self, user: int, version: int, length: int) -> None:
-        self.play.expect(user, version, length)
+    def reserve(self, user: int, version: int, length: int) -> None:
+        self.play.reserve(user, version, length)
 
     @rule(which=WHICH, whole=st.sampled_from([True, True, False]))
     def arrive(self, which: int, whole: bool) -> None:

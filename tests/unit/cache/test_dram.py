@@ -21,11 +21,13 @@ from tests.unit.cache.worlds import (
     MOST,
     Flaky,
     compute,
+    entries,
     holds,
     make,
     sequence,
     settle,
     spilled,
+    table_of,
     write,
 )
 
@@ -76,7 +78,7 @@ def test_int8_holds_more_and_says_that_it_rounded() -> None:
         for user in range(30):
             compute(cache, user, 2 * GRANULE_TOKENS)
             settle(cache, copier)
-        held[storage] = sum(1 for entry in cache._holdings._entries.values() if entry.stored is not None)
+        held[storage] = sum(1 for entry in entries(cache) if entry.stored is not None)
         cache.check_integrity()
         cache.close()
     assert held == {"exact": 3, "int8": 6}
@@ -91,7 +93,7 @@ def test_rounded_stays_rounded_until_computed_anew(storage: StorageKind) -> None
     compute(cache, 2, MOST)
     spilled(cache, copier, 1)
     assert not entry.approximate  # HBM still has what was computed
-    cache._holdings._evict(entry)
+    table_of(cache)._evict_from_hbm(entry)
     assert entry.state is EntryState.DRAM
     assert cache.load(entry)
     settle(cache, copier)
@@ -158,14 +160,14 @@ def test_closed_in_the_middle_of_copies_the_books_hold_and_nobody_waits_for_ever
     at_rest(cache)
     for user in (4, 5):
         compute(cache, user, 2 * GRANULE_TOKENS)  # in place of the two that have copies
-    away = [entry for entry in cache._holdings._entries.values() if entry.state is EntryState.DRAM]
+    away = [entry for entry in entries(cache) if entry.state is EntryState.DRAM]
     assert len(away) == 2
     copier.begun(2)
     copier.gate.clear()
     assert cache.load(away[0])
     cache.pin(away[0])
     cache.poll()
-    spilling = [entry for entry in cache._holdings._entries.values() if entry.state is EntryState.SPILLING]
+    spilling = [entry for entry in entries(cache) if entry.state is EntryState.SPILLING]
     assert len(spilling) == 2
     copier.begun(2)  # the load, and one of the spills: the other waits
     closing_ = threading.Thread(target=cache.close)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from relaygr_stream.cache.arena import Arena, Extent
-from relaygr_stream.cache.eviction import LOOKED_AT, SEEDS, Evictor
+from relaygr_stream.cache.eviction import MAX_EXAMINED, SEEDS, Evictor
 from relaygr_stream.cache.fading import MIN_REMEMBERED, CostAwarePolicy, FadingFrequency
 
 KEYS = st.integers(0, 7)
@@ -224,9 +224,9 @@ def place(evictor: Evictor[int], arena: Arena, entries: int, cost_ms: float) -> 
 
 
 def test_the_only_place_with_room_is_found_however_dear_it_is() -> None:
-    arena = Arena(8 * (4 * LOOKED_AT + 3), 8)
+    arena = Arena(8 * (4 * MAX_EXAMINED + 3), 8)
     evictor: Evictor[int] = Evictor(arena)
-    for _ in range(2 * LOOKED_AT):
+    for _ in range(2 * MAX_EXAMINED):
         place(evictor, arena, 1, cost_ms=1.0)
     dear = place(evictor, arena, 2, cost_ms=1e6)
     assert evictor.choose(16) == dear

@@ -6,12 +6,13 @@ import pytest
 
 from relaygr_stream.cache.entry import Entry, EntryState
 from relaygr_stream.cache.prefix_cache import PrefixCache
-from tests.unit.cache.worlds import MOST, Flaky, compute, make, sequence, spilled, write
+from tests.unit.cache.worlds import MOST, Flaky, compute, make, sequence, spilled, table_of, write
 
 
 def price(cache: PrefixCache, entry: Entry) -> float:
     """What evicting the entry is held to cost."""
-    return cache._hbm._evictor._policy._held[entry.user_id].cost_ms
+    hbm = table_of(cache).hbm
+    return hbm._evictor.value(entry.user_id) / hbm.uses(entry.user_id)
 
 
 def recompute_ms(tokens: int) -> float:
@@ -27,11 +28,11 @@ def test_evicting_costs_a_recomputation_or_with_a_copy_a_reload(small: tuple[Pre
     spilled(cache, copier, 1)
     assert entry.clean
     assert entry.region is not None
-    reload_ms = cache._holdings.reloads.predict_ms(entry.region.storage.nbytes)
+    reload_ms = table_of(cache).reloads.predict_ms(entry.region.storage.nbytes)
     assert 0 < reload_ms < 0.1 * recompute_ms(MOST)
     assert price(cache, entry) == pytest.approx(reload_ms, abs=2e-3)
     for _ in range(1000):
-        cache._holdings.reloads.forgotten()  # few copies live to be reloaded: most of a recomputation is at stake
+        table_of(cache).reloads.evicted()  # few copies live to be reloaded: most of a recomputation is at stake
     cache.pin(entry)
     cache.unpin(entry)
     assert price(cache, entry) == pytest.approx(recompute_ms(MOST) + reload_ms, rel=0.01)
@@ -50,9 +51,9 @@ def test_a_grown_entry_costs_what_its_copy_lacks() -> None:
     write(entry.region, entry.tokens)
     cache.finish(entry)
     assert entry.stored is not None
-    reload_ms = cache._holdings.reloads.predict_ms(entry.region.storage.nbytes)
+    reload_ms = table_of(cache).reloads.predict_ms(entry.region.storage.nbytes)
     assert price(cache, entry) == pytest.approx(recompute_ms(120) - recompute_ms(100) + reload_ms, abs=2e-3)
-    cache._holdings._forget(entry)  # idle all the while
+    table_of(cache)._evict_from_dram(entry)  # idle all the while
     assert price(cache, entry) == recompute_ms(120)
     cache.close()
 
@@ -61,23 +62,22 @@ def test_being_copied_is_no_use(small: tuple[PrefixCache, Flaky]) -> None:
     cache, copier = small
     entry = compute(cache, 1, MOST)
     compute(cache, 2, MOST)
-    policy = cache._hbm._evictor._policy
-    before = policy._held["u1"].uses
+    before = table_of(cache).hbm.uses("u1")
     spilled(cache, copier, 1)
     assert entry.clean
-    assert policy._held["u1"].uses == before
+    assert table_of(cache).hbm.uses("u1") == before
 
 
 def test_a_use_during_a_copy_counts(small: tuple[PrefixCache, Flaky]) -> None:
     cache, copier = small
     entry = compute(cache, 1, MOST)
     compute(cache, 2, MOST)
-    before = cache._hbm._evictor._policy._held["u1"].uses
-    cache._moves.write_back()
+    before = table_of(cache).hbm.uses("u1")
+    cache.poll()
     assert entry.state is EntryState.SPILLING
     cache.pin(entry)
     cache.unpin(entry)
     copier.settle()
     cache.poll()
     assert entry.clean
-    assert cache._hbm._evictor._policy._held["u1"].uses > before + 0.5
+    assert table_of(cache).hbm.uses("u1") > before + 0.5

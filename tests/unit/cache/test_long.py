@@ -42,10 +42,8 @@ class Allocator:
         what, names = self.rng.random(), list(self.extents)
         if what < 0.4 or not names:
             self.allocate(self.rng.randrange(1, UNITS * UNIT // 3))
-        elif what < 0.55:
-            self.free(self.rng.choice(names))
         elif what < 0.7:
-            self.resize(self.rng.choice(names), self.rng.randrange(-2 * UNIT, 2 * UNIT))
+            self.free(self.rng.choice(names))
         else:
             name = self.rng.choice(names)
             if self.rng.random() < 0.6:
@@ -70,17 +68,6 @@ class Allocator:
         self.evictor.discard(name)
         self.arena.free(extent)
         self.mark(extent, name, 0)
-
-    def resize(self, name: int, change: int) -> None:
-        extent = self.extents[name]
-        self.evictor.discard(name)
-        nbytes = max(1, extent.size + change)
-        smaller = self.arena.round_up(nbytes) <= extent.size
-        resized = self.arena.shrink(extent, nbytes) if smaller else self.arena.grow(extent, nbytes)
-        if resized is not None:
-            self.mark(extent, name, 0)
-            self.mark(resized, 0, name)
-            self.extents[name] = resized
 
     def mark(self, extent: Extent, before: int, after: int) -> None:
         units = slice(extent.offset // UNIT, extent.end // UNIT)

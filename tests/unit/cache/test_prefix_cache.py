@@ -51,7 +51,7 @@ def test_an_entry_goes_through_all_states_and_carries_its_bytes(small: tuple[Pre
 def test_what_loses_nothing_is_evicted_first(small: tuple[PrefixCache, Flaky]) -> None:
     cache, copier = small
     first, second = compute(cache, 1, MOST), compute(cache, 2, MOST)
-    cache._moves.write_back()
+    cache.poll()
     copier.settle()
     cache.poll()
     assert first.clean

@@ -23,9 +23,9 @@ def test_risk_is_the_share_forgotten_and_changes_with_the_times() -> None:
     assert reloads.risk == 0
     for _ in range(3000):
         reloads.reloaded(1, 1e-9)
-        reloads.forgotten()
-        reloads.forgotten()
-        reloads.forgotten()
+        reloads.evicted()
+        reloads.evicted()
+        reloads.evicted()
     assert reloads.risk == pytest.approx(0.75, abs=0.01)
     for _ in range(4000):
         reloads.reloaded(1, 1e-9)

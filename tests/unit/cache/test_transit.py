@@ -10,9 +10,21 @@ import torch
 from relaygr_stream.cache.entry import Coverage, Entry, EntryState
 from relaygr_stream.cache.prefix_cache import PrefixCache
 from relaygr_stream.cache.tiers import GRANULE_TOKENS, capacity_for
-from relaygr_stream.cache.transit import Arrival, Loan
+from relaygr_stream.cache.transit import Lease, Reservation
 from relaygr_stream.models.api import KVRegion, Tokens
-from tests.unit.cache.worlds import GRANULE_BYTES, LAYOUT, MOST, Flaky, compute, holds, make, sequence, write
+from tests.unit.cache.worlds import (
+    GRANULE_BYTES,
+    LAYOUT,
+    MOST,
+    Flaky,
+    compute,
+    entries,
+    holds,
+    make,
+    sequence,
+    table_of,
+    write,
+)
 
 Pair = tuple[PrefixCache, Flaky]
 
@@ -27,40 +39,41 @@ def pair() -> Iterator[Pair]:
     cache.close()
 
 
-def lend(cache: PrefixCache, copier: Flaky, user: int) -> Loan:
+def lend(cache: PrefixCache, copier: Flaky, user: int) -> Lease:
     for _ in range(3):
-        loan = cache.transit.lend(f"u{user}")
-        if isinstance(loan, Loan):
-            return loan
-        assert loan == "soon"
+        lease = cache.transit.lend(f"u{user}")
+        if isinstance(lease, Lease):
+            return lease
+        assert lease == "soon"
         copier.settle()
         cache.poll()
     raise AssertionError("never lent")
 
 
-def lent_holds(loan: Loan) -> bool:
-    region = KVRegion(LAYOUT, loan.data.view(torch.float32), loan.capacity, len(loan.tokens))
-    return holds(region, loan.tokens)
+def lent_holds(lease: Lease) -> bool:
+    region = KVRegion(LAYOUT, lease.data.view(torch.float32), lease.capacity, len(lease.tokens))
+    return holds(region, lease.tokens)
 
 
 def bring(cache: PrefixCache, user: int, tokens: Tokens) -> bool:
     """A copy comes from elsewhere; whether it was taken."""
-    arrival = cache.transit.expect(f"u{user}", tokens, capacity_for(len(tokens)))
-    if not isinstance(arrival, Arrival):
+    reservation = cache.transit.reserve(f"u{user}", tokens, capacity_for(len(tokens)))
+    if not isinstance(reservation, Reservation):
         return False
-    fill(arrival)
-    return cache.transit.arrived(arrival)
+    fill(reservation)
+    return cache.transit.fill(reservation)
 
 
-def fill(arrival: Arrival) -> None:
-    region = KVRegion(LAYOUT, torch.zeros(arrival.copy.capacity * LAYOUT.elements_per_token), arrival.copy.capacity)
-    write(region, arrival.tokens)
-    arrival.data.copy_(region.storage.view(torch.uint8))
+def fill(reservation: Reservation) -> None:
+    region = KVRegion(
+        LAYOUT, torch.zeros(reservation.copy.capacity * LAYOUT.elements_per_token), reservation.copy.capacity
+    )
+    write(region, reservation.tokens)
+    reservation.data.copy_(region.storage.view(torch.uint8))
 
 
 def found(cache: PrefixCache, user: int) -> Entry:
-    entry = cache._holdings.get(f"u{user}")
-    assert entry is not None
+    (entry,) = (entry for entry in entries(cache) if entry.user_id == f"u{user}")
     return entry
 
 
@@ -69,10 +82,10 @@ def test_what_is_only_in_hbm_is_copied_out_first(pair: Pair) -> None:
     entry = compute(cache, 1, 100)
     assert cache.transit.lend("u1") == "soon"
     assert entry.state is EntryState.SPILLING
-    loan = lend(cache, copier, 1)
-    assert lent_holds(loan)
-    assert len(loan.tokens) == 100
-    cache.transit.give_back(loan)
+    lease = lend(cache, copier, 1)
+    assert lent_holds(lease)
+    assert len(lease.tokens) == 100
+    cache.transit.give_back(lease)
     assert entry.clean
 
 
@@ -90,25 +103,25 @@ def test_a_lent_copy_is_not_forgotten_for_others(pair: Pair) -> None:
     for user in (1, 2):
         compute(cache, user, MOST)
         cache.transit.give_back(lend(cache, copier, user))
-        cache._holdings._evict(found(cache, user))
-    loan = lend(cache, copier, 1)
+        table_of(cache)._evict_from_hbm(found(cache, user))
+    lease = lend(cache, copier, 1)
     for user in (3, 4, 5):
         bring(cache, user, sequence(user, 0, MOST))
-        assert lent_holds(loan)
+        assert lent_holds(lease)
     assert found(cache, 1).stored is not None
-    cache.transit.give_back(loan)
+    cache.transit.give_back(lease)
 
 
 def test_a_user_may_come_back_with_another_sequence_meanwhile(pair: Pair) -> None:
     cache, copier = pair
     compute(cache, 1, MOST)
-    loan = lend(cache, copier, 1)
+    lease = lend(cache, copier, 1)
     compute(cache, 1, MOST, 1)
     compute(cache, 2, MOST)
     cache.transit.give_back(lend(cache, copier, 2))
-    assert lent_holds(loan)
+    assert lent_holds(lease)
     assert cache.dram_used == 6 * GRANULE_BYTES
-    cache.transit.give_back(loan)
+    cache.transit.give_back(lease)
     assert cache.dram_used == 3 * GRANULE_BYTES
 
 
@@ -116,7 +129,7 @@ def test_a_user_may_come_back_with_another_sequence_meanwhile(pair: Pair) -> Non
 def test_a_lent_copy_stays_as_it_is_while_its_sequence_grows(pair: Pair, length: int) -> None:
     cache, copier = pair
     entry = compute(cache, 1, 70)
-    loan = lend(cache, copier, 1)
+    lease = lend(cache, copier, 1)
     grown = cache.extend(entry, sequence(1, 0, length))
     assert grown is not None
     assert grown.region is not None
@@ -129,10 +142,10 @@ def test_a_lent_copy_stays_as_it_is_while_its_sequence_grows(pair: Pair, length:
         cache.poll()
         copier.settle()
     assert entry.stored is stored
-    assert lent_holds(loan)
-    assert len(loan.tokens) == 70
+    assert lent_holds(lease)
+    assert len(lease.tokens) == 70
     assert lent_holds(again)
-    cache.transit.give_back(loan)
+    cache.transit.give_back(lease)
     cache.transit.give_back(again)
 
 
@@ -166,21 +179,21 @@ def test_what_is_here_stays_unless_it_is_less_of_the_same(pair: Pair) -> None:
 
 def test_what_was_computed_meanwhile_stays(pair: Pair) -> None:
     cache, _ = pair
-    arrival = cache.transit.expect("u1", sequence(1, 0, 100), 128)
-    assert isinstance(arrival, Arrival)
+    reservation = cache.transit.reserve("u1", sequence(1, 0, 100), 128)
+    assert isinstance(reservation, Reservation)
     entry = compute(cache, 1, 100)
-    assert not cache.transit.arrived(arrival)
+    assert not cache.transit.fill(reservation)
     assert found(cache, 1) is entry
     assert cache.dram_used == 0
 
 
 def test_what_broke_off_leaves_nothing(pair: Pair) -> None:
     cache, _ = pair
-    arrival = cache.transit.expect("u1", sequence(1, 0, 100), 128)
-    assert isinstance(arrival, Arrival)
-    assert cache.dram_used == cache.transit.arriving_bytes == 2 * GRANULE_BYTES
+    reservation = cache.transit.reserve("u1", sequence(1, 0, 100), 128)
+    assert isinstance(reservation, Reservation)
+    assert cache.dram_used == cache.transit.reserved_bytes == 2 * GRANULE_BYTES
     cache.check_integrity()
-    cache.transit.discard(arrival)
+    cache.transit.discard(reservation)
     assert cache.dram_used == cache.entries == 0
 
 
@@ -190,16 +203,16 @@ def two_in_dram(pair: Pair) -> PrefixCache:
     for user in (1, 2):
         compute(cache, user, MOST)
         cache.transit.give_back(lend(cache, copier, user))
-        cache._holdings._evict(found(cache, user))
+        table_of(cache)._evict_from_hbm(found(cache, user))
     return cache
 
 
 def test_only_what_is_worth_less_goes_for_it(pair: Pair) -> None:
     cache = two_in_dram(pair)
-    assert cache.transit.expect("u3", sequence(3, 0, 2), GRANULE_TOKENS) == "full"
+    assert cache.transit.reserve("u3", sequence(3, 0, 2), GRANULE_TOKENS) == "full"
     assert cache.counters.forgotten == 0
     assert bring(cache, 4, sequence(4, 0, MOST))
-    assert cache._holdings.users() == ["u2", "u4"]
+    assert cache.transit.users() == ["u2", "u4"]
 
 
 def test_nobody_who_stays_is_forgotten_for_a_copy_that_is_worth_less(pair: Pair) -> None:

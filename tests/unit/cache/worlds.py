@@ -9,6 +9,7 @@ import torch
 
 from relaygr_stream.cache.copy import Convert, CopyEngine, CopyTicket, unchanged
 from relaygr_stream.cache.entry import Entry
+from relaygr_stream.cache.entry_table import EntryTable
 from relaygr_stream.cache.memory import TierMemory
 from relaygr_stream.cache.prefix_cache import PrefixCache
 from relaygr_stream.cache.storage import StorageKind
@@ -38,7 +39,7 @@ def contents(tokens: Tokens, layer: int, head: int) -> torch.Tensor:
 
 
 def write(region: KVRegion, tokens: Tokens) -> None:
-    """Stand-in for a model's `extend` up to the end of `tokens`."""
+    """Stand-in for a model's `prefill` up to the end of `tokens`."""
     start, stop = region.length, len(tokens)
     for layer in range(LAYOUT.layers):
         for part, sign in zip(region.layer(layer), (1, -1), strict=True):
@@ -98,7 +99,7 @@ class Flaky(Copies):
 
     def settle(self, most: int = 100) -> None:
         for ticket in self.waiting[:most]:
-            ticket._run(None)
+            ticket._run(None)  # as the engine's threads do
         del self.waiting[:most]
 
 
@@ -119,7 +120,7 @@ class Slow(Copies):
 
     def settle(self, most: int = 100) -> None:
         for ticket in self.waiting[:most]:
-            ticket._done.wait(10)
+            ticket._done.wait(10)  # `wait` would take the error, which is for the cache to find
         del self.waiting[:most]
 
 
@@ -145,6 +146,17 @@ def make(
     )
 
 
+def table_of(cache: PrefixCache) -> EntryTable:
+    """The cache's entries, for tests that make a choice which the cache makes alone, as to evict one."""
+    return cache._table
+
+
+def entries(cache: PrefixCache) -> list[Entry]:
+    """One a user."""
+    table = table_of(cache)
+    return [entry for user in table.users() if (entry := table.get(user)) is not None]
+
+
 def compute(cache: PrefixCache, user: int, length: int, version: int = 0) -> Entry:
     """A whole entry, idle."""
     entry = cache.open(f"u{user}", sequence(user, version, length))
@@ -167,6 +179,6 @@ def settle(cache: PrefixCache, copier: Flaky) -> list[Entry]:
 def spilled(cache: PrefixCache, copier: Flaky, entries: int) -> None:
     """Copies are made until there are so many in DRAM."""
     while cache.counters.spilled < entries:
-        cache._moves.write_back()
+        cache.poll()
         copier.settle()
         cache.poll()

@@ -7,7 +7,8 @@ import pytest
 from rich.console import Console
 
 from relaygr_stream.lab.demo import live
-from relaygr_stream.lab.demo.live import LiveState, LiveView, ranges
+from relaygr_stream.lab.demo.live import LiveState, LiveView
+from relaygr_stream.ops.status.odd import lane_ranges
 from relaygr_stream.wire.messages import CostModel, LaneStatus, WorkerStatus
 
 
@@ -54,8 +55,8 @@ def later(state: LiveState, seconds: float) -> None:
 
 
 def test_lanes_are_shown_as_ranges() -> None:
-    assert ranges([5, 0, 1, 2, 9, 8]) == "0–2, 5, 8–9"
-    assert ranges([]) == "none"
+    assert lane_ranges([5, 0, 1, 2, 9, 8]) == "0–2, 5, 8–9"
+    assert lane_ranges([]) == ""
 
 
 def test_the_line_tells_phase_rates_hits_latency_and_workers(state: LiveState) -> None:

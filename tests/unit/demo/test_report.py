@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from relaygr_stream.lab.demo.report import DemoResult, quantile, quantile_name, render_table, render_text, verdict
+from relaygr_stream.lab.demo.report import DemoResult, quantile, quantile_name, render_table, verdict
+from relaygr_stream.telemetry.printable import render_plain
 from relaygr_stream.wire.messages import Outcome
 
 COUNTS: dict[Outcome, int] = {"hbm": 800, "dram": 150, "joined": 20, "full": 30}
@@ -54,40 +55,40 @@ def test_a_run_that_kept_its_promises_has_no_faults() -> None:
             "949 of 1000 admitted requests (94.9%) were answered from a prefix hit; at least 95% should be",
         ),
         ({"processes": {"worker-1": -9, "worker-2": 0}}, "worker-1 ended with exit code -9"),
-        ({"processes": {"worker-1": None}}, "worker-1 did not stop when asked to"),
+        ({"processes": {"worker-1": None}}, "worker-1 did not stop on SIGTERM"),
     ],
 )
 def test_each_fault_is_named(changes: dict[str, object], said: str) -> None:
     result = replace(GOOD, **changes)  # type: ignore[arg-type]
     assert verdict(result) == [said]
-    assert said in " ".join(render_text(result, width=200).split())
+    assert said in " ".join(render_plain(render_table(result)).split())
 
 
 def test_the_table_has_quantiles_and_their_ratio() -> None:
-    cells = [line.replace("│", " ").split() for line in render_text(GOOD).splitlines()]
+    cells = [line.replace("│", " ").split() for line in render_plain(render_table(GOOD)).splitlines()]
     assert ["P50", "500.0", "2,000.0", "4.00×"] in cells
     assert ["P99.9", "999.0", "3,996.0", "4.00×"] in cells
     assert ["dram", "150", "15.0%", "in", "DRAM,", "reloaded"] in cells
     assert ["prefix", "hits", "970", "97.0%", "of", "those", "admitted"] in cells
-    assert "✓ every request answered, relayed scores equal full inference" in render_text(GOOD)
+    assert "✓ every request answered, relayed scores equal full inference" in render_plain(render_table(GOOD))
 
 
 def test_hits_are_stated_of_the_admitted_and_of_all_announced_by_what_they_were() -> None:
     some = replace(GOOD, admitted=500, admitted_hits=480, admitted_found={"hbm": 400, "dram": 75, "joined": 5})
-    text = " ".join(render_text(some, width=200).replace("│", " ").split())
+    text = " ".join(render_plain(render_table(some)).replace("│", " ").split())
     assert "prefix hits 480 96.0% of those admitted: 400 ready, 75 reloaded, 5 joined" in text
     assert "announced hits 970 97.0% of all announced: 800 ready, 150 reloaded, 20 joined" in text
 
 
 def test_what_the_trigger_decided_of_rankings_is_one_row() -> None:
     some = replace(GOOD, admissions={"not_at_risk": 100, "admitted": 899, "": 1})
-    text = " ".join(render_text(some, width=200).replace("│", " ").split())
+    text = " ".join(render_plain(render_table(some)).replace("│", " ").split())
     assert "admission admitted 899, not_at_risk 100, unknown 1 admitted" in text
 
 
 def test_a_quantile_that_the_sample_cannot_tell_is_left_out() -> None:
     few = replace(GOOD, relay_ms=[1.0] * 99, full_ms=[2.0] * 99, outcomes=["hbm"] * 99)
-    text = render_text(few)
+    text = render_plain(render_table(few))
     assert "P90" in text
     assert "P99" not in text
 
@@ -105,11 +106,11 @@ def test_a_run_with_nothing_in_it_can_still_be_told() -> None:
         admitted_hits=0,
         compared=0,
     )
-    assert "no request was sent" in render_text(nothing)
+    assert "no request was sent" in render_plain(render_table(nothing))
 
 
 def test_the_text_has_no_colour_codes_and_fits_its_width() -> None:
-    text = render_text(GOOD, width=80)
+    text = render_plain(render_table(GOOD), 80)
     assert "\x1b" not in text
     assert max(map(len, text.splitlines())) <= 80
 

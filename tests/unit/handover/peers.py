@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -19,10 +20,11 @@ from relaygr_stream.handover.service import Handover
 from relaygr_stream.handover.wire import Ask, Identity
 from relaygr_stream.settings.schema import Handover as HandoverSettings
 from relaygr_stream.wire.messages import CostModel, WorkerStatus
+from relaygr_stream.worker.commands import Answer, Rank
 from relaygr_stream.worker.device import DeviceThread
-from relaygr_stream.worker.scheduler import RelayCore
-from relaygr_stream.worker.tasks import Answer
-from tests.unit.worker.worlds import MAX_TOKENS, World
+from relaygr_stream.worker.scheduler import Scheduler
+from tests.unit.cache.worlds import entries
+from tests.unit.worker.worlds import MAX_TOKENS, World, look
 from tests.waiting import until
 
 LANES = 8
@@ -41,7 +43,6 @@ class Peer:
         self.answers: list[Answer] = []
         self.world = World(hbm=30, dram=dram, storage=storage)
         self.thread = DeviceThread(asyncio.get_running_loop(), self.answers.extend)
-        self.world.core._deliver = self.thread.deliver
         self.known: dict[str, WorkerStatus] = {}
         self.registry = CollectorRegistry()
         layout = self.world.truth.layout
@@ -67,14 +68,16 @@ class Peer:
             make_storage(storage, layout).nbytes,
         )
 
-    async def on_core(self, call: Callable[[RelayCore], Any]) -> Any:
-        got: list[Any] = []
-        await self.thread.ask(lambda core, _: got.append(call(core)))
-        return got[0]
+    async def on_core(self, call: Callable[[Scheduler], Any]) -> Any:
+        return await self.thread.ask(look(lambda scheduler, _: call(scheduler)))
+
+    def ranking(self, request: str, user: int, length: int, **options: Any) -> Rank:
+        self.world.now = time.monotonic()
+        return Rank(self.world.ranking(request, user, length, timeout=30.0, **options))
 
     async def rank(self, user: int, length: int, tenant: str = "") -> Answer:
         request = f"r{len(self.answers)}"
-        self.thread.submit(lambda core, now: _rank(self.world, now, request, user, length, tenant))
+        self.thread.submit(self.ranking(request, user, length, tenant=tenant))
         await until(lambda: any(answer.task.request_id == request for answer in self.answers))
         return self.answers[-1]
 
@@ -84,10 +87,9 @@ class Peer:
     async def at_rest(self) -> None:
         """Books balance, and nothing is lent, or on its way here."""
 
-        def look(core: RelayCore) -> bool:
+        def look(core: Scheduler) -> bool:
             core.check_integrity()
-            entries = core.cache._holdings._entries.values()
-            return not (core.cache.transit.arriving_bytes or any(entry.lent for entry in entries))
+            return not (core.cache.transit.reserved_bytes or any(entry.leases for entry in entries(core.cache)))
 
         for _ in range(500):
             if await self.on_core(look):
@@ -97,11 +99,6 @@ class Peer:
 
     def total(self, name: str, **labels: str) -> float:
         return self.registry.get_sample_value(f"relaygr_handover_{name}_total", labels) or 0.0
-
-
-def _rank(world: World, now: float, request: str, user: int, length: int, tenant: str) -> None:
-    world.now = now
-    world.rank(request, user, length, timeout=30.0, tenant=tenant)
 
 
 def status(peer: Peer, state: Any = "serving", address: str | None = None) -> WorkerStatus:
@@ -127,7 +124,7 @@ async def peers(**second: Any) -> AsyncIterator[tuple[Peer, Peer]]:
     """An old owner who served some users, and a new one who knows of it. Both end with balanced books."""
     old, new = Peer("old", storage=second.get("storage", "exact")), Peer("new", **second)
     for peer in (old, new):
-        await peer.thread.start(lambda peer=peer: peer.world.core)  # type: ignore[misc]
+        await peer.thread.start(lambda peer=peer: peer.world)  # type: ignore[misc]
         await peer.handover.start()
     old.known = {"new": status(new)}
     new.known = {"old": status(old), "new": status(new)}

@@ -9,7 +9,7 @@ import pytest
 from relaygr_stream.bus.topics import lane_of
 from relaygr_stream.handover.channel import Channel, PeerError
 from relaygr_stream.handover.connection import connect
-from relaygr_stream.handover.giver import Handed
+from relaygr_stream.handover.giver import SessionProgress
 from relaygr_stream.handover.wire import COPY, HEADER, MESSAGE, Ask, End, Offer, Take, encode
 from relaygr_stream.models.api import Tokens
 from tests.unit.handover.peers import ALL, LANES, NETWORKS, connected, credentials, giver, peers
@@ -104,8 +104,8 @@ def offering(offer: Offer) -> Callable[[Channel], Awaitable[None]]:
         (offering(an_offer(user_of(1))), "not asked for"),
         (offering(an_offer(user_of(0), nbytes=64 * 256 + 1)), "bytes with room for"),
         (offering(an_offer(user_of(0), capacity=10**9, nbytes=10**9 * 256)), "bytes with room for"),
-        (offering(an_offer(user_of(0), history(0, 192), 64)), "an offer that is none"),
-        (offering(Offer(user_of(0), 64, b"123", 64 * 256)), "an offer that is none"),
+        (offering(an_offer(user_of(0), history(0, 192), 64)), "an invalid offer"),
+        (offering(Offer(user_of(0), 64, b"123", 64 * 256)), "an invalid offer"),
         (offering(Offer(user_of(0), 64, bytes(10**6), 64 * 256)), "a frame of kind 0 and 1000"),
     ],
     ids=["half", "more", "trickle", "lane", "bytes", "huge", "long", "shape", "frame"],
@@ -114,7 +114,7 @@ async def test_a_false_giver_brings_nothing_in(talk: Callable[[Channel], Awaitab
     async with peers() as (_, new), giver(talk, "false") as address:
         channel = await connect(address, "false", credentials("new"), NETWORKS)
         with pytest.raises(PeerError, match=words):
-            await new.handover._taker.take(channel, frozenset({0}), {0}, Handed())
+            await new.handover._taker.take(channel, frozenset({0}), {0}, SessionProgress())
         await channel.close()
         await new.at_rest()
         assert await new.users() == set()

@@ -11,11 +11,10 @@ import pytest
 from relaygr_stream.bus.topics import lane_of
 from relaygr_stream.cache.storage import StorageKind
 from relaygr_stream.handover.channel import PeerError
-from relaygr_stream.handover.giver import Handed
+from relaygr_stream.handover.giver import SessionProgress
 from relaygr_stream.handover.service import advertised_host
 from relaygr_stream.settings.schema import Handover as HandoverSettings
 from tests.unit.handover.peers import ALL, LANES, connected, peers, status
-from tests.unit.worker.worlds import World
 from tests.waiting import until
 
 
@@ -55,16 +54,11 @@ async def test_another_sequence_of_the_user_is_computed() -> None:
     async with peers() as (_, new):
         new.handover.lanes_changed(ALL, ())
         await until(lambda: new.total("entries", way="taken") == 6)
-        new.thread.submit(lambda core, now: _another(new.world, now))
+        new.thread.submit(new.ranking("other", 3, 120, version=1))
         await until(lambda: len(new.answers) == 1)
         assert new.answers[0].task.outcome == "full"
         new.world.answers = new.answers
         new.world.check_scores()
-
-
-def _another(world: World, now: float) -> None:
-    world.now = now
-    world.rank("other", 3, 120, version=1, timeout=30.0)
 
 
 async def test_another_secret_gets_nothing_and_says_so() -> None:
@@ -85,7 +79,7 @@ async def test_what_would_not_serve_is_refused_in_words(changes: dict[str, Any],
         taker._identity = msgspec.structs.replace(taker._identity, **changes)
         channel = await connected(old)
         with pytest.raises(PeerError, match=f"refused: {words} is"):
-            await taker.take(channel, ALL, ALL, Handed())
+            await taker.take(channel, ALL, ALL, SessionProgress())
         await channel.close()
         assert old.total("failed", way="given") == 1
 

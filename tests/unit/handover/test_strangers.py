@@ -210,7 +210,7 @@ async def test_silent_workers_hold_up_nobody(monkeypatch: pytest.MonkeyPatch) ->
 
 
 async def test_networks_that_are_not_named_are_neither_connected_to_nor_let_in() -> None:
-    elsewhere = Networks("192.0.2.0/24, 2001:db8::/32")
+    elsewhere = Networks(["192.0.2.0/24", "2001:db8::/32"])
     async with peers() as (old, new):
         with pytest.raises(PeerError, match=r"is at 127\.0\.0\.1, outside `handover\.networks` = 192"):
             await connect(old.handover.address, "old", credentials("new"), elsewhere)

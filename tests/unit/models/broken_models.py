@@ -24,8 +24,8 @@ class Plain(Transformer):
 
 
 class NoAdvance(Plain):
-    def extend(self, kv: KVRegion, tokens: Tokens) -> None:
-        super().extend(kv, tokens)
+    def prefill(self, kv: KVRegion, tokens: Tokens) -> None:
+        super().prefill(kv, tokens)
         kv.length -= len(tokens)
 
 
@@ -75,9 +75,9 @@ class WritesSuffix(Plain):
 class Touches(Plain):
     """Moves earlier keys by one rounding: too little for any score, and still a write where others read."""
 
-    def extend(self, kv: KVRegion, tokens: Tokens) -> None:
+    def prefill(self, kv: KVRegion, tokens: Tokens) -> None:
         start = kv.length
-        super().extend(kv, tokens)
+        super().prefill(kv, tokens)
         keys = kv.layer(0)[0][:, :start]
         keys.copy_(torch.nextafter(keys, torch.full_like(keys, math.inf)))
 
@@ -85,20 +85,20 @@ class Touches(Plain):
 class FromTheEnd(Plain):
     """Positions counted back from the newest behaviour."""
 
-    def extend(self, kv: KVRegion, tokens: Tokens) -> None:
+    def prefill(self, kv: KVRegion, tokens: Tokens) -> None:
         start, ends = kv.length, kv.length + len(tokens)
         behaviours = self.embedding.behaviours
         self.embedding.behaviours = lambda wanted, first: behaviours(wanted, 200 - ends + first - start)  # type: ignore[method-assign,assignment]
-        super().extend(kv, tokens)
+        super().prefill(kv, tokens)
         self.embedding.behaviours = behaviours  # type: ignore[method-assign]
 
 
 class Acausal(Plain):
     """Contextual tokens that see what follows: the first token's K takes in the mean of the call's items."""
 
-    def extend(self, kv: KVRegion, tokens: Tokens) -> None:
+    def prefill(self, kv: KVRegion, tokens: Tokens) -> None:
         start = kv.length
-        super().extend(kv, tokens)
+        super().prefill(kv, tokens)
         if start == 0 and len(tokens):
             kv.layer(1)[0][:, 0] += 0.1 * float(tokens.array[0].mean())
 
@@ -106,9 +106,9 @@ class Acausal(Plain):
 class ForgetsChunks(Plain):
     """A chunk sees only itself."""
 
-    def extend(self, kv: KVRegion, tokens: Tokens) -> None:
+    def prefill(self, kv: KVRegion, tokens: Tokens) -> None:
         own = KVRegion(kv.layout, torch.zeros_like(kv.storage), kv.capacity)
-        super().extend(own, tokens)
+        super().prefill(own, tokens)
         start, kv.length = kv.length, kv.length + len(tokens)
         for layer in range(kv.layout.layers):
             for target, source in zip(kv.layer(layer), own.layer(layer), strict=True):
@@ -116,10 +116,10 @@ class ForgetsChunks(Plain):
 
 
 class RefusesChunks(Plain):
-    def extend(self, kv: KVRegion, tokens: Tokens) -> None:
+    def prefill(self, kv: KVRegion, tokens: Tokens) -> None:
         if kv.length and len(tokens):
             raise RuntimeError("only from the start")
-        super().extend(kv, tokens)
+        super().prefill(kv, tokens)
 
 
 class RemembersLength(Plain):
@@ -145,9 +145,9 @@ class StateOutside(Plain):
         super().__init__(dtype)
         self.sums: dict[int, tuple[KVRegion, int]] = {}
 
-    def extend(self, kv: KVRegion, tokens: Tokens) -> None:
+    def prefill(self, kv: KVRegion, tokens: Tokens) -> None:
         before = self.sums.get(id(kv), (kv, 0))[1] if kv.length else 0
-        super().extend(kv, tokens)
+        super().prefill(kv, tokens)
         self.sums[id(kv)] = (kv, before + int(tokens.array[0].sum()))
 
     def score(self, batch: Batch) -> list[torch.Tensor]:
@@ -212,10 +212,10 @@ class NeedsHistory(Plain):
 
 
 class ShortTable(Plain):
-    def extend(self, kv: KVRegion, tokens: Tokens) -> None:
+    def prefill(self, kv: KVRegion, tokens: Tokens) -> None:
         if kv.length + len(tokens) > 120:
             raise IndexError("position 120 is out of range")
-        super().extend(kv, tokens)
+        super().prefill(kv, tokens)
 
 
 class ShortSuffix(Plain):
@@ -236,8 +236,8 @@ class Noise(Plain):
 class EarlyLength(Plain):
     """kv.length moves with the first step, the rest comes later."""
 
-    def extend_in_steps(self, kv: KVRegion, tokens: Tokens) -> Iterator[None]:
-        self.extend(kv, tokens)
+    def prefill_in_steps(self, kv: KVRegion, tokens: Tokens) -> Iterator[None]:
+        self.prefill(kv, tokens)
         yield
 
 
@@ -250,10 +250,10 @@ class SharedWorkspace(Plain):
         self.scored += 1
         return super().score(batch)
 
-    def extend_in_steps(self, kv: KVRegion, tokens: Tokens) -> Iterator[None]:
+    def prefill_in_steps(self, kv: KVRegion, tokens: Tokens) -> Iterator[None]:
         before = self.scored
         yield
-        self.extend(kv, tokens)
+        self.prefill(kv, tokens)
         if self.scored != before:
             keys, _ = kv.layer(0)
             keys[:, kv.length - len(tokens) : kv.length] += 1.0

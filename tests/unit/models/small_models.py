@@ -50,17 +50,17 @@ def empty_region(model: RankingModel, capacity: int) -> KVRegion:
     return KVRegion(layout, torch.full((elements,), torch.nan, dtype=layout.dtype), capacity)
 
 
-def extended(model: RankingModel, tokens: Tokens, *, slack: int = 0, chunks: tuple[int, ...] = ()) -> KVRegion:
+def prefilled(model: RankingModel, tokens: Tokens, *, slack: int = 0, chunks: tuple[int, ...] = ()) -> KVRegion:
     """A region holding `tokens`, extended up to each of the bounds in `chunks` in turn and then to the end."""
     region = empty_region(model, len(tokens) + slack)
     for stop in (*chunks, len(tokens)):
-        model.extend(region, tokens.slice(region.length, stop))
+        model.prefill(region, tokens.slice(region.length, stop))
     return region
 
 
 def full_scores(model: RankingModel, history: Tokens, candidates: npt.NDArray[np.int64]) -> torch.Tensor:
     """Full inference: everything into scratch, then the candidates."""
-    return model.score([ScoreInput(extended(model, history), history.slice(0, 0), candidates)])[0]
+    return model.score([ScoreInput(prefilled(model, history), history.slice(0, 0), candidates)])[0]
 
 
 def held(region: KVRegion) -> torch.Tensor:

@@ -50,7 +50,7 @@ from tests.unit.models.broken_models import (
     WritesSuffix,
 )
 
-BOUNDS = Bounds(prefix=120, suffix=16, candidates=20, items=50, lag=9)
+BOUNDS = Bounds(prefix=120, suffix=16, candidates=20, items=50, max_stale=9)
 SMALL = settings.Model(layers=2, dim=16, heads=2, dqk=8, dv=12, vocab=50, max_positions=200, scale_tokens=64)
 FLAGS = ("layers=2", "dim=16", "heads=2", "dqk=8", "dv=8", "vocab=50", "max_positions=200")
 SETTINGS = [word for flag in FLAGS for word in ("--set", f"model.{flag}")] + [
@@ -73,13 +73,13 @@ BROKEN: list[tuple[type[Plain], list[str]]] = [
     (Unseeded, ["version"]),
     (ReadsSlack, ["reads up to kv.length"]),
     (WritesSuffix, ["score only reads"]),
-    (Touches, ["extend only appends"]),
+    (Touches, ["prefill only appends"]),
     (FromTheEnd, [LATER, "chunks", "extension", "suffix", "edges", "longest"]),
     (Acausal, [LATER, "chunks", "extension", "suffix", "edges", "longest"]),
     (ForgetsChunks, ["chunks", "extension"]),
     (EarlyLength, ["steps"]),
     (SharedWorkspace, ["steps"]),
-    (RefusesChunks, ["extend only appends", "chunks", "extension"]),
+    (RefusesChunks, ["prefill only appends", "chunks", "extension"]),
     (RemembersLength, ["extension"]),
     (StateOutside, ["the region is all there is", "extension"]),
     (SuffixAnew, ["suffix", "longest"]),
@@ -145,7 +145,7 @@ def test_models_that_take_their_prefix_whole_are_spared_what_is_about_chunks() -
 
 def test_without_the_contract_nothing_else_is_run() -> None:
     findings = list(run_properties(Probe(NoAdvance, CPU, torch.float32, BOUNDS, seed=0)))
-    assert findings[0].seen == "extend() was given 120 tokens behind 0 and left kv.length at 0, not 120"
+    assert findings[0].seen == "prefill() was given 120 tokens behind 0 and left kv.length at 0, not 120"
     assert {finding.verdict for finding in findings[1:]} == {"not run"}
 
 
@@ -153,9 +153,9 @@ def test_a_failure_is_said_in_words() -> None:
     said: list[str] = []
     assert not check_model(Probe(ForgetsChunks, CPU, torch.float32, BOUNDS, seed=0), said.append)
     text = "\n".join(said)
-    assert "\nchunks: extending in chunks is extending at once.\n" in text
+    assert "\nchunks: prefill in chunks is prefill at once.\n" in text
     assert "a chunk does not see the tokens before it" in text
-    assert "See docs/models.md#chunks-that-start-anew." in text
+    assert "See docs/explanation/exactness.md#chunks-that-start-anew." in text
     assert text.endswith("2 failed: chunks, extension")
 
 

@@ -17,9 +17,9 @@ from tests.unit.models.small_models import (
     INCREMENTAL,
     deviation,
     empty_region,
-    extended,
     full_scores,
     held,
+    prefilled,
     random_items,
     random_tokens,
     small_model,
@@ -29,7 +29,7 @@ from tests.unit.models.small_models import (
 MODELS = [small_model(**changes) for changes in INCREMENTAL]
 models = st.sampled_from(MODELS)
 seeds = st.integers(0, 2**32 - 1)
-#: The bound of DESIGN §8. Products of other shapes round differently: up to 3e-6 was seen, a leak would show as 1e-2.
+#: The exactness bound. Products of other shapes round differently: up to 3e-6 was seen, a leak would show as 1e-2.
 ROUNDING = 1e-5
 #: No deadline: other processes share the machine.
 PROPERTY = settings(max_examples=60)
@@ -46,7 +46,7 @@ def test_extending_in_any_chunks_is_extending_at_once(
 ) -> None:
     length, bounds = split
     tokens = random_tokens(np.random.default_rng(seed), length)
-    once, chunked = extended(model, tokens), extended(model, tokens, slack=3, chunks=bounds)
+    once, chunked = prefilled(model, tokens), prefilled(model, tokens, slack=3, chunks=bounds)
     assert chunked.length == length
     assert deviation(held(chunked), held(once)) <= 1e-5
 
@@ -60,7 +60,7 @@ def test_a_relayed_score_is_the_score_of_full_inference(
     random = np.random.default_rng(seed)
     tokens, candidates = random_tokens(random, length), random_items(random, count)
     prefix = bounds[-1] if bounds else length
-    region = extended(model, tokens.slice(0, prefix), slack=2, chunks=bounds[:-1])
+    region = prefilled(model, tokens.slice(0, prefix), slack=2, chunks=bounds[:-1])
     before = held(region).clone()
     (relayed,) = model.score([ScoreInput(region, tokens.slice(prefix, length), candidates)])
     assert relayed.shape == (count, 2)
@@ -79,7 +79,7 @@ def test_a_ranking_does_not_depend_on_its_neighbours(
     batch = []
     for (length, bounds), count in shapes:
         tokens, prefix = random_tokens(random, length), bounds[0] if bounds else length
-        region = extended(model, tokens.slice(0, prefix))
+        region = prefilled(model, tokens.slice(0, prefix))
         batch.append(ScoreInput(region, tokens.slice(prefix, length), random_items(random, count)))
     alone = [model.score([one])[0] for one in batch]
     places = list(range(len(batch)))
@@ -89,7 +89,7 @@ def test_a_ranking_does_not_depend_on_its_neighbours(
     # With neighbours of the same shapes and other contents, every product has the same shape: not one bit may differ.
     others = [
         ScoreInput(
-            extended(model, random_tokens(random, one.kv.length)),
+            prefilled(model, random_tokens(random, one.kv.length)),
             random_tokens(random, len(one.suffix)),
             random_items(random, len(one.candidates)),
         )
@@ -102,7 +102,7 @@ def test_a_ranking_does_not_depend_on_its_neighbours(
 @given(models, st.integers(0, 12), st.integers(0, 6), st.integers(2, 9), seeds)
 def test_candidates_do_not_see_each_other(model: HSTUModel, prefix: int, suffix: int, count: int, seed: int) -> None:
     random = np.random.default_rng(seed)
-    region, later = extended(model, random_tokens(random, prefix)), random_tokens(random, suffix)
+    region, later = prefilled(model, random_tokens(random, prefix)), random_tokens(random, suffix)
     candidates = random_items(random, count)
     (together,) = model.score([ScoreInput(region, later, candidates)])
     kept = random.permutation(count)[: random.integers(1, count + 1)]
@@ -128,7 +128,7 @@ def test_room_behind_the_tokens_is_never_read(
     length, bounds = split
     random = np.random.default_rng(seed)
     tokens, later, candidates = random_tokens(random, length), random_tokens(random, suffix), random_items(random, 3)
-    exact, roomy = extended(model, tokens, chunks=bounds), extended(model, tokens, slack=slack, chunks=bounds)
+    exact, roomy = prefilled(model, tokens, chunks=bounds), prefilled(model, tokens, slack=slack, chunks=bounds)
     assert deviation(held(roomy), held(exact)) <= 1e-6
     scores = [model.score([ScoreInput(region, later, candidates)])[0] for region in (exact, roomy)]
     assert deviation(scores[1], scores[0]) <= 1e-6
@@ -141,12 +141,12 @@ def test_room_behind_the_tokens_is_never_read(
 def test_long_histories_in_more_blocks_than_one(changes: dict[str, Any]) -> None:
     model, random = small_model(**changes), np.random.default_rng(0)
     tokens, candidates = random_tokens(random, 700), random_items(random, 300)
-    region = extended(model, tokens.slice(0, 430), chunks=(301,))
+    region = prefilled(model, tokens.slice(0, 430), chunks=(301,))
     (relayed,) = model.score([ScoreInput(region, tokens.slice(430, 700), candidates)])
     assert deviation(relayed, full_scores(model, tokens, candidates)) <= 1e-5
     # Against one row at a time: blocks of rows leave nothing out and add nothing.
-    stepwise = extended(model, tokens, chunks=tuple(range(1, 700)))
-    assert deviation(held(stepwise), held(extended(model, tokens))) <= 1e-5
+    stepwise = prefilled(model, tokens, chunks=tuple(range(1, 700)))
+    assert deviation(held(stepwise), held(prefilled(model, tokens))) <= 1e-5
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -157,7 +157,7 @@ def test_in_half_precision_the_relay_is_no_further_from_the_truth(dtype: torch.d
     for _ in range(12):
         tokens, candidates = random_tokens(random, 60), random_items(random, 24)
         truth = full_scores(exact, tokens, candidates)
-        region = extended(half, tokens.slice(0, 50), slack=3, chunks=(7, 31))
+        region = prefilled(half, tokens.slice(0, 50), slack=3, chunks=(7, 31))
         (relayed,) = half.score([ScoreInput(region, tokens.slice(50, 60), candidates)])
         assert relayed.dtype == torch.float32
         relayed_errors.append((relayed - truth).flatten())
@@ -172,16 +172,16 @@ def test_in_half_precision_the_relay_is_no_further_from_the_truth(dtype: torch.d
 def test_a_failed_extend_leaves_the_length() -> None:
     model, random = MODELS[0], np.random.default_rng(0)
     region = empty_region(model, 5)
-    model.extend(region, random_tokens(random, 4))
+    model.prefill(region, random_tokens(random, 4))
     with pytest.raises(ValueError, match="2 tokens behind 4 do not fit into a region of 5"):
-        model.extend(region, random_tokens(random, 2))
+        model.prefill(region, random_tokens(random, 2))
     assert region.length == 4
 
 
 def test_nothing_to_extend_and_nothing_to_score() -> None:
     model = MODELS[0]
     region = empty_region(model, 0)
-    model.extend(region, random_tokens(np.random.default_rng(0), 0))
+    model.prefill(region, random_tokens(np.random.default_rng(0), 0))
     assert region.length == 0
     assert model.score([]) == []
 
@@ -189,7 +189,7 @@ def test_nothing_to_extend_and_nothing_to_score() -> None:
 def test_no_gradients_are_recorded() -> None:
     model, random = MODELS[0], np.random.default_rng(0)
     with torch.enable_grad():
-        region = extended(model, random_tokens(random, 3))
+        region = prefilled(model, random_tokens(random, 3))
         (scores,) = model.score([ScoreInput(region, random_tokens(random, 0), random_items(random, 2))])
     assert not scores.requires_grad
     assert not region.storage.requires_grad
@@ -199,11 +199,11 @@ def test_contextual_models_take_their_history_at_once_and_no_suffix() -> None:
     model, random = small_model(contextual_seq_len=3, max_attn_len=4), np.random.default_rng(0)
     tokens, candidates = random_tokens(random, 12), random_items(random, 4)
     assert not model.incremental
-    region = extended(model, tokens, slack=4)
+    region = prefilled(model, tokens, slack=4)
     (scores,) = model.score([ScoreInput(region, tokens.slice(0, 0), candidates)])
     assert deviation(scores, full_scores(model, tokens, candidates)) <= 1e-5
     with pytest.raises(ModelError, match=r"contextual_seq_len = 3 .*holds 12 tokens already"):
-        model.extend(region, random_tokens(random, 1))
+        model.prefill(region, random_tokens(random, 1))
     with pytest.raises(ModelError, match=r"contextual_seq_len = 3 .*takes no suffix"):
         model.score([ScoreInput(region, random_tokens(random, 1), candidates)])
     assert region.length == 12

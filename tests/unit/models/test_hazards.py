@@ -1,4 +1,4 @@
-"""What breaks the reuse of prefix KV (DESIGN §8): for each hazard, a test that fails where the guard is gone."""
+"""What breaks the reuse of prefix KV: for each hazard, a test that fails where the guard is gone."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tests.unit.models.naive_hstu import run_layer, valid_attention
 from tests.unit.models.small_models import (
     SHAPE,
     deviation,
-    extended,
     full_scores,
     held,
+    prefilled,
     random_items,
     random_tokens,
     small_model,
@@ -43,7 +43,7 @@ def test_n_is_a_constant_of_the_model(length: int) -> None:
     history, candidates = random_tokens(random, length), random_items(random, 6)
     expected = naive_scores(model, history, candidates)
     assert deviation(full_scores(model, history, candidates), expected) <= 1e-5
-    relayed = extended(model, history.slice(0, length // 2))
+    relayed = prefilled(model, history.slice(0, length // 2))
     (scores,) = model.score([ScoreInput(relayed, history.slice(length // 2, length), candidates)])
     assert deviation(scores, expected) <= 1e-5
 
@@ -59,7 +59,7 @@ def test_positions_count_from_the_start() -> None:
     """Appending behaviours leaves the K/V of earlier ones as they were."""
     model, random = small_model(), np.random.default_rng(0)
     history = random_tokens(random, 30)
-    shorter, longer = extended(model, history.slice(0, 18)), extended(model, history)
+    shorter, longer = prefilled(model, history.slice(0, 18)), prefilled(model, history)
     for index in range(SHAPE["layers"]):
         for before, after in zip(shorter.layer(index), longer.layer(index), strict=True):
             assert deviation(after[:, :18], before) <= 1e-5
@@ -88,16 +88,16 @@ def test_time_enters_as_gaps_between_neighbours() -> None:
     items, actions, times = [5, 6, 7, 8], [1, 2, 1, 3], np.array([10, 500, 500, 90_000])
     now, later = (Tokens.of(Behaviours.of(items, actions, times + shift)) for shift in (0, 31_536_000_000))
     model, candidates = small_model(), np.array([3, 4])
-    assert torch.equal(held(extended(model, now)), held(extended(model, later)))
+    assert torch.equal(held(prefilled(model, now)), held(prefilled(model, later)))
     assert torch.equal(full_scores(model, now, candidates), full_scores(model, later, candidates))
     other = Tokens.of(Behaviours.of(items, actions, times + np.array([0, 0, 100_000, 100_000])))
-    assert deviation(held(extended(model, other)), held(extended(model, now))) > 1e-3
+    assert deviation(held(prefilled(model, other)), held(prefilled(model, now))) > 1e-3
 
 
 def test_another_request_in_the_batch_changes_nothing_however_large_its_values() -> None:
     model, random = small_model(), np.random.default_rng(0)
-    quiet = ScoreInput(extended(model, random_tokens(random, 9)), random_tokens(random, 2), random_items(random, 3))
-    loud_region = extended(model, random_tokens(random, 9))
+    quiet = ScoreInput(prefilled(model, random_tokens(random, 9)), random_tokens(random, 2), random_items(random, 3))
+    loud_region = prefilled(model, random_tokens(random, 9))
     loud_region.storage.fill_(torch.inf)
     loud = ScoreInput(loud_region, random_tokens(random, 2), random_items(random, 3))
     alone = model.score([quiet])[0]

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ from relaygr_stream.models.loading import load_model, save_checkpoint
 from tests.unit.models.small_models import full_scores, random_items, random_tokens, small_model
 
 CPU = torch.device("cpu")
-SMALL = settings.Model(layers=1, dim=8, heads=2, dqk=4, dv=4, vocab=30, max_positions=20, tasks=" click , buy")
+SMALL = settings.Model(layers=1, dim=8, heads=2, dqk=4, dv=4, vocab=30, max_positions=20, tasks=("click", "buy"))
 NO_SUFFIX = settings.Relay(max_suffix_tokens=0)
 
 
@@ -62,7 +62,8 @@ def test_one_seed_is_one_model_in_every_process() -> None:
         from relaygr_stream import settings
         from relaygr_stream.models.loading import load_model
         torch.manual_seed(2)
-        shape = settings.Model(layers=1, dim=8, heads=2, dqk=4, dv=4, vocab=30, max_positions=20, tasks="click,buy")
+        tasks = ("click", "buy")
+        shape = settings.Model(layers=1, dim=8, heads=2, dqk=4, dv=4, vocab=30, max_positions=20, tasks=tasks)
         model = load_model(shape, settings.Relay(), device=torch.device("cpu"), dtype=torch.float32)
         weights = b"".join(value.numpy().tobytes() for value in model.state_dict().values())
         print(model.version, hashlib.sha256(weights).hexdigest())
@@ -75,15 +76,15 @@ def test_one_seed_is_one_model_in_every_process() -> None:
     assert load(replace(SMALL, seed=8)).version != load(SMALL).version
 
 
-@pytest.mark.parametrize("tasks", ["", "click,", ",", "click,,like"])
-def test_empty_task_names_are_refused(tasks: str) -> None:
+@pytest.mark.parametrize("tasks", [(), ("click", ""), ("",), ("click", "", "like")])
+def test_empty_task_names_are_refused(tasks: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError, match=r"`model\.tasks` = .*: write one or more names"):
         load(replace(SMALL, tasks=tasks))
 
 
 def test_a_task_name_twice_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"`model\.tasks` = 'a, a': a name stands there twice"):
-        load(replace(SMALL, tasks="a, a"))
+    with pytest.raises(ConfigError, match=r"`model\.tasks` = \['a', 'a'\]: a name stands there twice"):
+        load(replace(SMALL, tasks=("a", "a")))
 
 
 def test_contextual_tokens_with_a_suffix_are_refused_naming_both_settings(tmp_path: Path) -> None:
@@ -113,7 +114,7 @@ from relaygr_stream.models.api import KVLayout
 class Mine:
     layout = KVLayout(1, 1, 4, 4, torch.float32)
     version, note, tasks, incremental = "mine-1", "", ("click",), True
-    def extend(self, kv, tokens): ...
+    def prefill(self, kv, tokens): ...
     def score(self, batch): ...
 
 def make(model, device, dtype):
@@ -144,7 +145,7 @@ note_missing = _but(note=None)
 not_callable = 3
 
 class Half:
-    extend = Mine.extend
+    prefill = Mine.prefill
 
 half = lambda model, device, dtype: Half()
 
@@ -153,6 +154,14 @@ class NoFlag(Half):
     layout, version, note, tasks = Mine.layout, Mine.version, Mine.note, Mine.tasks
 
 no_flag = lambda model, device, dtype: NoFlag()
+
+class Former(Mine):
+    def extend(self, kv, tokens):
+        return "extended"
+    def extend_in_steps(self, kv, tokens):
+        yield
+
+former = lambda model, device, dtype: Former()
 """
 
 
@@ -172,6 +181,17 @@ def test_a_users_own_model(users_module: str) -> None:
     assert model.asked == (7, CPU, torch.bfloat16)  # type: ignore[attr-defined]  # the test's own attribute
 
 
+def test_methods_by_their_former_names_work_and_say_so(users_module: str) -> None:
+    with pytest.warns(FutureWarning) as warned:
+        model = load(replace(SMALL, factory=f"{users_module}:former"))
+    assert [str(one.message).split(";")[0] for one in warned] == [
+        "Former.extend is now called prefill",
+        "Former.extend_in_steps is now called prefill_in_steps",
+    ]
+    assert cast(Any, model).prefill(None, None) == "extended"
+    assert hasattr(type(model), "prefill_in_steps")
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [
@@ -184,7 +204,7 @@ def test_a_users_own_model(users_module: str) -> None:
         ("{}:not_callable", "`not_callable` is a int, not callable"),
         ("{}:broken", "failed with RuntimeError: no weights today"),
         ("{}:takes_nothing", r"failed with TypeError.*called with \(settings.Model, torch.device, torch.dtype\)"),
-        ("{}:nothing", "returned a NoneType, but it has no method `extend`"),
+        ("{}:nothing", "returned a NoneType, but it has no method `prefill`"),
         ("{}:half", "returned a Half, but it has no method `score`"),
         ("{}:no_flag", r"it has no attribute `incremental` \(bool\)"),
         ("{}:no_layout", r"its `layout` must be a KVLayout, found \(1, 2\)"),

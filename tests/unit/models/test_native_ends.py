@@ -9,14 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relaygr_stream.models.api import Tokens
+from relaygr_stream.models.api import KVRegion, Tokens
 from relaygr_stream.models.hstu_model import HSTUModel
 from relaygr_stream.models.native import build
-from relaygr_stream.models.native.ends import Sequences
+from relaygr_stream.models.native.ends import NativeEnds, Sequences
 from relaygr_stream.models.native.layers import KINDS
 from tests.unit.models.small_models import deviation, small_model
 
 CPU = torch.device("cpu")
+THREE = Tokens(np.zeros((3, 3), np.int64))
 
 in_each_dtype = pytest.mark.parametrize(
     "dtype",
@@ -48,10 +49,12 @@ def rankings(draw: st.DrawFn) -> tuple[Tokens, int, npt.NDArray[np.int64]]:
     return Tokens(array), draw(st.sampled_from((0, 7, 38, 39, 40, 10**9))), items
 
 
-def model_of(dtype: torch.dtype) -> HSTUModel:
+def model_of(dtype: torch.dtype) -> tuple[HSTUModel, NativeEnds]:
+    """A model, and what lies before and behind its layers in C."""
     model = small_model(dim=32, dqk=32, dv=32).place(CPU, dtype)
-    assert model._ends is not None
-    return model
+    ends = model.stack.native_ends(model.embedding, model.head)
+    assert ends is not None
+    return model, ends
 
 
 @in_each_dtype
@@ -60,30 +63,37 @@ def model_of(dtype: torch.dtype) -> HSTUModel:
 def test_vectors_are_those_of_torch_to_the_bit(
     dtype: torch.dtype, batch: list[tuple[Tokens, int, npt.NDArray[np.int64]]]
 ) -> None:
-    model = model_of(dtype)
-    assert model._ends is not None
-    assert torch.equal(model._ends.embed(Sequences(batch)), model.embedding.rankings(batch))
+    model, ends = model_of(dtype)
+    assert torch.equal(ends.embed(Sequences(batch)), model.embedding.rankings(batch))
     tokens, first, _ = batch[0]
-    assert torch.equal(model._ends.behaviours(tokens, first), model.embedding.behaviours(tokens, first))
+    assert torch.equal(ends.behaviours(tokens, first), model.embedding.behaviours(tokens, first))
 
 
 @in_each_dtype
 @pytest.mark.parametrize("size", [1e-4, 1.0, 1e3])
 def test_logits_are_the_heads_of_candidates_alone(dtype: torch.dtype, size: float) -> None:
-    model, none = model_of(dtype), np.zeros(0, np.int64)
-    assert model._ends is not None
+    (model, ends), none = model_of(dtype), np.zeros(0, np.int64)
     batch = [
         (Tokens(np.zeros((3, n), np.int64)), 0, none if m == 0 else np.arange(m)) for n, m in ((2, 3), (0, 4), (5, 0))
     ]
     outputs = (size * torch.randn(14, 32, generator=torch.Generator().manual_seed(1)) + 5 * size).to(dtype)
     # Rows 0, 1 are behaviours, 2 to 4 candidates, 5 to 8 candidates, 9 to 13 behaviours.
-    assert deviation(model._ends.logits(Sequences(batch), outputs), model.head.logits(outputs[2:9])) <= 1e-5
+    assert deviation(ends.logits(Sequences(batch), outputs), model.head.logits(outputs[2:9])) <= 1e-5
     spread = outputs.repeat_interleave(2, 1)[:, ::2]  # rows whose numbers do not lie side by side
-    assert torch.equal(model._ends.logits(Sequences(batch), spread), model._ends.logits(Sequences(batch), outputs))
+    assert torch.equal(ends.logits(Sequences(batch), spread), ends.logits(Sequences(batch), outputs))
 
 
 def test_models_that_the_layers_do_not_fit_have_none() -> None:
-    assert small_model(dim=16)._ends is None
+    model = small_model(dim=16)
+    assert model.stack.native_ends(model.embedding, model.head) is None
+
+
+@in_each_dtype
+def test_a_models_scores_are_made_with_them(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = model_of(dtype)
+    monkeypatch.setattr(NativeEnds, "behaviours", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model.prefill(KVRegion(model.layout, torch.zeros(4 * model.layout.elements_per_token, dtype=dtype), 4), THREE)
 
 
 @pytest.mark.parametrize("rows", [0, 1, 2, 4])

@@ -17,7 +17,7 @@ from relaygr_stream.models.hstu import HSTUStack
 from relaygr_stream.models.native import build
 from relaygr_stream.models.native.layers import KINDS, MAX_THREADS
 from relaygr_stream.models.stu import RankingRows, StackConfig
-from tests.unit.models.small_models import deviation, extended, full_scores, random_items, random_tokens, small_model
+from tests.unit.models.small_models import deviation, full_scores, prefilled, random_items, random_tokens, small_model
 
 CPU = torch.device("cpu")
 #: Of two layers, relative to the largest value. bfloat16 has 8 bits, and a dozen roundings follow each other.
@@ -52,7 +52,7 @@ def stack_of(config: StackConfig, seed: int, dtype: torch.dtype) -> HSTUStack:
     for weight in stack.parameters():
         weight.copy_((torch.randn(weight.shape, generator=random) * weight.shape[0] ** -0.5).bfloat16())
     stack.place(CPU, dtype)
-    assert (stack._native is not None) == (dtype != torch.float64)
+    assert (stack.native is not None) == (dtype != torch.float64)
     return stack
 
 
@@ -67,7 +67,7 @@ def outputs(stack: HSTUStack, config: StackConfig, x: torch.Tensor, cuts: tuple[
     region = region_of(config, x.dtype, second + 3)
     if first:
         stack.append(region, x[:first])
-    made = [stack.extend(region, x[first:second])] if second > first else []
+    made = [stack.prefill(region, x[first:second])] if second > first else []
     made.append(stack.score([RankingRows(region, third - second, len(x) - third)], x[second:]))
     return [*made, *(part[:, :second] for index in range(config.layers) for part in region.layer(index))]
 
@@ -176,7 +176,7 @@ def test_the_model_in_bfloat16_relays_and_batches() -> None:
     batch, relayed_errors, full_errors = [], [], []
     for length, prefix in ((300, 290), (90, 64), (40, 40), (513, 500)):
         tokens, candidates = random_tokens(random, length), random_items(random, 33)
-        region = extended(half, tokens.slice(0, prefix), slack=3, chunks=(7, 31))
+        region = prefilled(half, tokens.slice(0, prefix), slack=3, chunks=(7, 31))
         batch.append(ScoreInput(region, tokens.slice(prefix, length), candidates))
         truth = full_scores(exact, tokens, candidates)
         relayed_errors.append((half.score(batch[-1:])[0] - truth).flatten())
@@ -199,7 +199,7 @@ def test_in_float32_a_relayed_score_is_that_of_full_inference_to_the_bit(
 ) -> None:
     model, random = small_model(dim=32, dqk=32, dv=32), np.random.default_rng(seed)
     tokens, items = random_tokens(random, prefix + suffix), random_items(random, candidates)
-    region = extended(model, tokens.slice(0, prefix), slack=3, chunks=tuple(chunks))
+    region = prefilled(model, tokens.slice(0, prefix), slack=3, chunks=tuple(chunks))
     relayed = model.score([ScoreInput(region, tokens.slice(prefix, prefix + suffix), items)])[0]
     assert torch.equal(relayed, full_scores(model, tokens, items))
 
@@ -211,7 +211,7 @@ def test_without_a_compiler_torch_does_it(dtype: torch.dtype, monkeypatch: pytes
     monkeypatch.setenv("CC", "no-such-compiler")
     assert build.library(KINDS[dtype]) is None
     model = small_model(dim=32, dqk=32, dv=32).place(CPU, dtype)
-    assert model.stack._native is None
+    assert model.stack.native is None
     random = np.random.default_rng(0)
     assert bool(full_scores(model, random_tokens(random, 40), random_items(random, 5)).isfinite().all())
 
@@ -257,4 +257,4 @@ def test_instructions_are_those_of_the_flags_line(tmp_path: Path) -> None:
 def test_what_does_not_fit(dtype: torch.dtype, dim: int, dqk: int, dv: int) -> None:
     stack = HSTUStack(StackConfig(1, dim, 1, dqk, dv, 1))
     stack.place(CPU, dtype)
-    assert stack._native is None
+    assert stack.native is None

@@ -28,8 +28,8 @@ def test_scores_are_those_of_the_cpu(changes: dict[str, Any]) -> None:
     tokens, candidates = random_tokens(random, 40), random_items(random, 5)
     layout = model.layout
     region = KVRegion(layout, torch.full((45 * layout.elements_per_token,), torch.nan, device=device), 45)
-    model.extend(region, tokens.slice(0, 13))
-    model.extend(region, tokens.slice(13, 33))
+    model.prefill(region, tokens.slice(0, 13))
+    model.prefill(region, tokens.slice(13, 33))
     (scores,) = model.score([ScoreInput(region, tokens.slice(33, 40), candidates)])
     assert scores.device.type == "cuda"
     assert deviation(scores.cpu(), full_scores(on_cpu, tokens, candidates)) <= 1e-5
@@ -42,6 +42,6 @@ def test_nothing_waits_for_the_device() -> None:
     layout = model.layout
     region = KVRegion(layout, torch.zeros(45 * layout.elements_per_token, dtype=layout.dtype, device=device), 45)
     torch.cuda.set_sync_debug_mode("error")
-    model.extend(region, random_tokens(random, 33))
+    model.prefill(region, random_tokens(random, 33))
     (scores,) = model.score([ScoreInput(region, random_tokens(random, 7), random_items(random, 5))])
     assert scores.shape == (5, 2)

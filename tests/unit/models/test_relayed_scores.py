@@ -112,7 +112,7 @@ class Relay:
         assert grown.region is not None
         while grown.region.length < len(tokens):
             start = grown.region.length
-            self.model.extend(grown.region, tokens.slice(start, self.rng.randint(start + 1, len(tokens))))
+            self.model.prefill(grown.region, tokens.slice(start, self.rng.randint(start + 1, len(tokens))))
         self.cache.finish(grown)
         return grown
 

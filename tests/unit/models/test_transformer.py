@@ -16,7 +16,7 @@ from relaygr_stream.models.api import RankingModel, ScoreInput
 from relaygr_stream.models.loading import load_model
 from relaygr_stream.models.transformer import BLOCK_ROWS, Transformer, TransformerConfig
 from tests.unit.models.naive_transformer import naive_scores
-from tests.unit.models.small_models import deviation, extended, random_items, random_tokens, splits
+from tests.unit.models.small_models import deviation, prefilled, random_items, random_tokens, splits
 from tests.unit.models.test_check import SMALL
 from tests.unit.models.test_extend_and_score import seeds
 
@@ -36,7 +36,7 @@ def test_scores_are_those_of_the_formulas_however_history_is_cut(
     length, bounds = split
     random = np.random.default_rng(seed)
     history, candidates = random_tokens(random, length), random_items(random, count)
-    region = extended(MODEL, history.slice(0, bounds[-1] if bounds else length), slack=3, chunks=bounds[:-1])
+    region = prefilled(MODEL, history.slice(0, bounds[-1] if bounds else length), slack=3, chunks=bounds[:-1])
     (scores,) = MODEL.score([ScoreInput(region, history.slice(region.length, length), candidates)])
     assert deviation(scores, naive_scores(MODEL, CONFIG, history, candidates)) <= 1e-5
 
@@ -45,7 +45,7 @@ def test_scores_are_those_of_the_formulas_however_history_is_cut(
 def test_blocks_of_rows_do_not_show(rows: int) -> None:
     random = np.random.default_rng(rows)
     history, candidates = random_tokens(random, rows + 9), random_items(random, rows)
-    region = extended(MODEL, history.slice(0, rows), slack=9, chunks=(5,))
+    region = prefilled(MODEL, history.slice(0, rows), slack=9, chunks=(5,))
     (scores,) = MODEL.score([ScoreInput(region, history.slice(rows, rows + 9), candidates)])
     assert deviation(scores, naive_scores(MODEL, CONFIG, history, candidates)) <= 1e-5
 
@@ -74,7 +74,7 @@ def test_settings_that_mean_nothing_to_it_are_refused(name: str, value: object) 
 
 def test_a_region_without_room_is_refused_and_unchanged() -> None:
     random = np.random.default_rng(0)
-    region = extended(MODEL, random_tokens(random, 5), slack=2)
+    region = prefilled(MODEL, random_tokens(random, 5), slack=2)
     with pytest.raises(ValueError, match="3 tokens behind 5 do not fit into a region of 7"):
-        MODEL.extend(region, random_tokens(random, 3))
+        MODEL.prefill(region, random_tokens(random, 3))
     assert region.length == 5

@@ -14,7 +14,7 @@ from relaygr_stream.settings.load import load_settings
 COSTS = DeviceCosts(
     source="made up",
     kv=KV(2, 4, 64, 64, "float32"),
-    extend_ms=(0.5, 0.012, 3e-6),
+    prefill_ms=(0.5, 0.012, 3e-6),
     score_ms=(0.5, 0.01, 1e-6),
     extend_factors=(0.9, 1.0, 1.0, 1.1, 1.4),
     score_factors=(0.9, 1.0, 1.0, 1.1, 1.4),

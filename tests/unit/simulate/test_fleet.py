@@ -40,8 +40,8 @@ def test_every_request_is_answered_once_and_the_books_balance() -> None:
     assert {request.status for request in fleet.requests} == {"ok"}
     assert {request.reason for request in fleet.requests} >= {"admitted"}
     for worker in fleet.workers:
-        worker.core.check_integrity()
-        assert worker.core.idle
+        worker.scheduler.check_integrity()
+        assert len(worker.scheduler.rankings) == 0
 
 
 def test_an_answer_takes_at_least_its_work() -> None:
@@ -60,11 +60,11 @@ def test_budgets_hold_at_every_statement(rate: float) -> None:
 
     def look(now: float) -> None:
         for one in fleet.workers:
-            cache = one.core.cache
-            assert one.core.pins.holds().total() >= 0
+            cache = one.scheduler.cache
+            assert one.scheduler.pins.holds().total() >= 0
             assert cache.hbm_used <= worker.hbm_bytes
             assert cache.dram_used <= worker.dram_bytes
-            lanes = [one.core.pins.lane_bytes(lane) for lane in range(len(fleet.lanes))]
+            lanes = [one.scheduler.pins.lane_bytes(lane) for lane in range(len(fleet.lanes))]
             assert sum(lanes) <= worker.pinned_share * worker.hbm_bytes
             seen.append(sum(lanes))
         fleet.timeline.at(now + 0.01, look)
@@ -97,7 +97,7 @@ def test_modes_differ_as_they_should() -> None:
 
 
 def test_a_dead_rack_is_silent_until_its_lanes_move() -> None:
-    flags = {"kafka.session_timeout_ms": "1500", "client.timeout_ms": "300", "trigger.silence_ms": "500"}
+    flags = {"kafka.session_timeout_ms": "1500", "client.timeout_ms": "300", "trigger.max_status_age_ms": "500"}
     scene = scenario(flags, workers=6, sample=6, rate=120.0, seconds=6.0, failure=Failure(share=0.34, at=1.0))
     fleet = ran(fleet_of(scene))
     assert len(fleet.dead) == 2
@@ -118,7 +118,7 @@ def test_a_dead_rack_is_silent_until_its_lanes_move() -> None:
 
 
 def test_lost_statements_cost_admissions_and_break_nothing() -> None:
-    flags = {"trigger.silence_ms": "400"}
+    flags = {"trigger.max_status_age_ms": "400"}
     calm, lossy = (ran(fleet_of(scenario(flags, status_loss=loss))) for loss in (0.0, 0.9))
     admitted = [sum(r.reason == "admitted" for r in fleet.requests) for fleet in (calm, lossy)]
     assert admitted[1] < 0.8 * admitted[0]

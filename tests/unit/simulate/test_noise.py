@@ -12,10 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relaygr_stream.errors import ConfigError
-from relaygr_stream.lab.simulate.bus import BusLatency, Way
+from relaygr_stream.lab.simulate.bus import BusLatency, Paths, Way
 from relaygr_stream.lab.simulate.device import SimulatedModel
 from relaygr_stream.lab.simulate.noise import Lasting, Noise
-from relaygr_stream.lab.simulate.paths import Paths
 from relaygr_stream.lab.simulate.timeline import Clock
 from tests.unit.simulate.scenes import COSTS, fleet_of, scenario
 

@@ -100,7 +100,7 @@ def test_the_command_plans(tmp_path: Path) -> None:
     options = ["--plan", "--json", str(out), "--fail-rack", "50%", "--at", "1", "--set", "kafka.session_timeout_ms=500"]
     code, text = invoke(tmp_path, *options)
     assert code == 0, text
-    assert "When a rack goes" in text and "DRAM a worker" in text
+    assert "When a rack fails" in text and "DRAM a worker" in text
     figures = json.loads(out.read_text())
     assert figures["workers"] >= 1
     assert figures["failure"]["failure"]["dead"] >= 1
@@ -111,7 +111,7 @@ def test_where_one_worker_will_do_the_plan_says_what_its_loss_means(tmp_path: Pa
     out = tmp_path / "out.json"
     code, text = invoke(tmp_path, "--plan", "--rate", "2", "--users", "200", "--json", str(out), *rack)
     assert code == 0, text
-    assert "One worker is the whole fleet" in text
+    assert "The fleet has one worker" in text
     figures = json.loads(out.read_text())
     assert (figures["workers"], figures["failure"]) == (1, None)
 

@@ -15,14 +15,13 @@ from relaygr_stream.lab.simulate.costs import KV, DeviceCosts
 from relaygr_stream.lab.simulate.device import META, SimulatedCopies, SimulatedModel
 from relaygr_stream.lab.simulate.timeline import Clock
 from relaygr_stream.worker.audit import Auditor
-from relaygr_stream.worker.executor import Engine
-from relaygr_stream.worker.scheduler import RelayCore
-from tests.unit.worker.worlds import CPU, GRANULE_BYTES, LIMITS, MAX_TOKENS, TOY, World
+from relaygr_stream.worker.executor import Executor
+from tests.unit.worker.worlds import CPU, GRANULE_BYTES, LIMITS, MAX_TOKENS, TOY, OpenScheduler, World
 
 COSTS = DeviceCosts(
     source="made up",
     kv=KV(TOY.layers, TOY.heads, TOY.dqk, TOY.dv, "float32"),
-    extend_ms=(0.05, 0.001, 1e-6),
+    prefill_ms=(0.05, 0.001, 1e-6),
     score_ms=(0.05, 0.001, 1e-6),
     reload_bytes_per_s=1e30,
     spill_bytes_per_s=1e30,
@@ -35,22 +34,22 @@ class Simulated(World):
     def __post_init__(self) -> None:
         self.device_clock = Clock(self.now)
         model = SimulatedModel(COSTS, self.device_clock, np.random.default_rng(1))
-        engine = Engine(model, CPU, self.device_clock)
+        executor = Executor(model, CPU, self.device_clock)
         self.cache = PrefixCache(
             model.layout,
             TierMemory(self.hbm * GRANULE_BYTES, META),
             TierMemory(self.dram * GRANULE_BYTES, META),
             SimulatedCopies(COSTS, self.device_clock, lambda at: None),
-            engine.costs_of_prefix,
+            executor.costs_of_prefix,
             scratch_tokens=MAX_TOKENS,
         )
         auditor = Auditor(0.0, lambda task, deviation, ms: False)
-        self.core = RelayCore(engine, self.cache, self.limits, auditor, self.answers.append)
+        self.scheduler = OpenScheduler(executor, self.cache, self.limits, auditor)
 
     def settle(self, most: int = 10_000) -> None:
         for _ in range(most):
-            if not self.core.step(self.now):
-                if not self.core.copying:
+            if not self.step():
+                if not self.scheduler.copying:
                     return
                 self.device_clock.now += 1e-3
         raise AssertionError("the core never comes to rest")
@@ -74,7 +73,7 @@ def play(world: World, seed: int) -> None:
             world.settle()
         world.now += float(rng.random()) * 0.4
         world.settle()
-    world.core.check_integrity()
+    world.scheduler.check_integrity()
 
 
 def copied_at_once(
@@ -89,7 +88,7 @@ def copied_at_once(
 def test_outcomes_and_books_agree(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     # What was measured decides about evictions, as does when copies are over: here that is the same for both.
     monkeypatch.setattr(CopyEngine, "submit", copied_at_once)
-    monkeypatch.setattr(Engine, "costs_of_prefix", lambda self, tokens: 0.01 * tokens)
+    monkeypatch.setattr(Executor, "costs_of_prefix", lambda self, tokens: 0.01 * tokens)
     monkeypatch.setattr("relaygr_stream.cache.reloads.Reloads.predict_ms", lambda self, nbytes: nbytes / 1e9)
     whole = replace(LIMITS, max_ranking_delay_ms=1e6)  # as do how many chunks there are
     worlds = [World(hbm=12, dram=10, limits=whole), Simulated(hbm=12, dram=10, limits=whole)]

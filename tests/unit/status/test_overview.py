@@ -106,7 +106,7 @@ def test_hits_are_those_since_we_look_on() -> None:
 @pytest.mark.parametrize(
     ("statuses", "line"),
     [
-        ([trigger()], "no worker is ready: nothing is answered"),
+        ([trigger()], "no worker is ready: no request is answered"),
         ([worker(state="starting", lanes=range(0)), trigger()], "no worker serves yet"),
         ([worker()], "no trigger runs: nothing is pre-inferred, and every answer is full"),
         (
@@ -120,27 +120,27 @@ def test_hits_are_those_since_we_look_on() -> None:
         ([worker(lanes=range(2)), worker("w2", range(2, 4), model_version="m2"), trigger()], "2 models score: m1, m2"),
         (
             [worker(budget=3 * MIB), trigger()],
-            "w1: its whole pinned share, 12.0 MiB, holds no longest prefix (4096 tokens: 16.0 MiB); raise "
+            "w1: its whole pinned share, 12.0 MiB, is too small for a longest prefix (4096 tokens: 16.0 MiB); raise "
             "worker.hbm_bytes or worker.pinned_share",
         ),
         (
             [worker(budget=8 * MIB), trigger()],
-            "w1: lanes 0–3 are asked, and have no room for a longest prefix now (4096 tokens: 16.0 MiB)",
+            "w1: lanes 0–3 are in use, and have no room for a longest prefix now (4096 tokens: 16.0 MiB)",
         ),
         (
             [worker(budget=31 * MIB), trigger()],
-            "w1: lanes 0–3 are asked, and have room for one longest prefix now, not for two (4096 tokens: 16.0 MiB)",
+            "w1: lanes 0–3 are in use, and have room for one longest prefix now, not for two (4096 tokens: 16.0 MiB)",
         ),
         (
             [worker(costs=CostModel(c0=0.5, c1=0.001, c2=0, c3=0)), trigger()],
             "w1: no request is ever at risk: the longest (4096 tokens, 2048 candidates) takes 4.6 ms in full, the "
-            "threshold is 10.0 ms (trigger.risk_fraction × relay.slo_ms), so every answer is full",
+            "threshold is 10.0 ms (trigger.risk_share × relay.slo_ms), so every answer is full",
         ),
         (
             [worker(lanes=range(2)), worker("w2", range(2, 4), counters={}), trigger()],
-            "w2: nobody asks its lanes, since its start",
+            "w2: no request for its lanes since its start",
         ),
-        ([worker(), trigger(), worker("w2", queue_ms=-1.0)], "1 records of worker-status are invalid, and ignored"),
+        ([worker(), trigger(), worker("w2", queue_ms=-1.0)], "1 records of worker-status are ignored: invalid"),
     ],
 )  # fmt: skip
 def test_what_is_odd_is_named(statuses: list[WorkerStatus | TriggerStatus], line: str) -> None:

@@ -99,7 +99,7 @@ def test_a_check_that_fails_counts_as_no() -> None:
 def test_other_paths_are_told_what_there_is(server: TelemetryServer) -> None:
     status, _, body = request(server, "/nowhere")
     assert status == 404
-    assert body == "Nothing at '/nowhere'. There are /metrics, /healthz, /readyz.\n"
+    assert body == "Nothing at '/nowhere'. The paths are /metrics, /healthz, /readyz.\n"
 
 
 def test_only_reading_is_possible(server: TelemetryServer) -> None:

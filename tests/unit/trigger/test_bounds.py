@@ -79,7 +79,7 @@ def without_settling(bucket: LoadBucket, ms_per_s: float, now_s: float, more_ms:
         (LaneLedger, "failed", lambda ledger, pending, now_s: ledger._settle(pending), "footprint"),
         (LaneLedger, "reconcile", lambda ledger, log_end, asked_s: 0, "for ever"),
         (LoadBucket, "allows", lambda bucket, cost_ms, now_s: True, "load"),
-        (LoadBucket, "take", lambda bucket, cost_ms, now_s: None, "load"),
+        (LoadBucket, "spend", lambda bucket, cost_ms, now_s: None, "load"),
         (LoadBucket, "set_rate", without_settling, "load"),
         (load, "START_S", 1000.0, "load since the start"),
         (LaneState, "admitted_recently", lambda lane, request_id, now_s: False, "admitted twice"),

@@ -10,9 +10,9 @@ import pytest
 from relaygr_stream.lab.workload.generator import GeneratorOptions
 from relaygr_stream.settings.schema import Relay, Settings, Trigger
 from relaygr_stream.trigger.decision import REASONS, Decision, LaneState, Policy, decide
-from relaygr_stream.wire.costs import FALLBACK_COSTS, prefix_bytes, usable_costs
 from relaygr_stream.wire.fleet import Claim
 from relaygr_stream.wire.messages import CostModel, RequestEvent
+from relaygr_stream.wire.worker_status import FALLBACK_COSTS, prefix_bytes, usable_costs
 from tests.unit.trigger.parts import POLICY, claim, event, lane_status, worker_status
 
 
@@ -181,7 +181,7 @@ def test_costs_that_cannot_be_reckoned_with_are_replaced(costs: CostModel) -> No
 def test_the_policy_is_as_configured() -> None:
     settings = Settings(
         relay=Relay(slo_ms=40, life_window_ms=3000, max_prefix_tokens=7),
-        trigger=Trigger(risk_fraction=0.25, stale_ms=11, load_burst_ms=12),
+        trigger=Trigger(risk_share=0.25, stale_ms=11, load_burst_ms=12),
     )
     assert Policy.of(settings) == Policy(
         risk_ms=10.0, stale_ms=11.0, life_ms=3000.0, burst_ms=12.0, max_prefix_tokens=7

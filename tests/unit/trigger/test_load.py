@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relaygr_stream.trigger.decision import LANE_S, LEAST_MS_PER_S, OWNER_S, START_S, LoadBucket, OwnerLoads
+from relaygr_stream.trigger.decision import LANE_S, MIN_MS_PER_S, OWNER_S, START_S, LoadBucket, OwnerLoads
 
 steps = st.lists(st.tuples(st.floats(0, 3), st.floats(0.1, 300)), max_size=60)
 
@@ -39,7 +39,7 @@ def test_a_request_larger_than_a_burst_needs_a_full_bucket_and_leaves_a_debt() -
     bucket.set_rate(50.0, 0.0)
     assert not bucket.allows(180.0, 0.9)
     assert bucket.allows(180.0, 1.0)
-    bucket.take(180.0, 1.0)
+    bucket.spend(180.0, 1.0)
     assert bucket.level(1.0) == -80.0
     assert not bucket.allows(1.0, 2.6)
     assert bucket.allows(1.0, 2.7)
@@ -54,7 +54,7 @@ def test_over_any_interval_no_more_than_burst_and_refill_is_taken(asked: list[tu
     for pause, cost in asked:
         now += pause
         if bucket.allows(cost, now):
-            bucket.take(cost, now)
+            bucket.spend(cost, now)
             taken.append((now, cost))
     for first in range(len(taken)):
         total = 0.0
@@ -90,8 +90,8 @@ class Trigger:
         mine, owners = self.lanes[lane], self.owners[lane]
         allowed = mine.allows(cost, now) and owners.allows(cost, now)
         if allowed:
-            mine.take(cost, now)
-            owners.take(cost, now)
+            mine.spend(cost, now)
+            owners.spend(cost, now)
         return allowed
 
 
@@ -136,9 +136,9 @@ def test_an_owners_lanes_take_no_more_than_their_rates_give_and_a_second_and_one
             trigger.observe(lane, rate, now, owner)
         elif what == "lost" and lane in rates:
             del rates[lane]
-            trigger.loads.lost(lane, now)
+            trigger.loads.remove(lane, now)
             trigger.lanes[lane], _ = LoadBucket(100.0), trigger.owners.pop(lane)
         elif lane in rates and trigger.admit(lane, cost, now):
             taken[rates[lane][0]] += cost
-            assert rates[lane][1] >= LEAST_MS_PER_S
+            assert rates[lane][1] >= MIN_MS_PER_S
     assert all(taken[name] <= most + cost + 1e-6 for name, most in given.items())

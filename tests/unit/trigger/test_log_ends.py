@@ -16,6 +16,7 @@ from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.topics import apply_topics, load_topics
 from relaygr_stream.errors import BrokerUnavailable
 from relaygr_stream.settings.schema import Kafka
+from tests.bus import insides
 
 
 def bounds(*samples: tuple[int, float], lag_ms: float | None = None) -> AgeBounds:
@@ -119,7 +120,7 @@ async def test_a_broker_that_is_silent_keeps_no_answer_of_others_back(embedded_s
     topic = load_topics(embedded_settings).pre_infer.name
     async with LogEnds(embedded_settings, "test") as ends:
         await ends.ask(topic, range(4))
-        consumer = ends._renewed.client
+        consumer = insides.renewed(ends).client
         leader_of, end_offsets = consumer._client.cluster.leader_for_partition, consumer.end_offsets
         asked: list[int] = []
 

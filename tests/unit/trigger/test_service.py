@@ -91,7 +91,7 @@ async def test_the_owner_is_told_why_a_request_was_not_admitted(embedded_setting
 
 
 async def test_a_request_at_risk_is_signalled_on_its_users_lane(kafka_settings: Kafka) -> None:
-    settings = msgspec.structs.replace(kafka_settings, commit_ms=100)
+    settings = msgspec.structs.replace(kafka_settings, commit_interval_ms=100)
     async with peer_on(settings) as peer, trigger_on(settings, relay=Relay(life_window_ms=1234)) as trigger:
         sent = msgspec.structs.replace(event(25, "r-1", "u-1"), sent_ms=now_ms(), rank_in_ms=80.0)
         before = now_ms()

@@ -36,6 +36,9 @@ from relaygr_stream.wire.messages import (
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.worker_status import worker_statuses
 from relaygr_stream.worker import process as worker_process
+from relaygr_stream.worker.build import WorkerRuntime
+from relaygr_stream.worker.commands import Query
+from relaygr_stream.worker.scheduler import Snapshot
 from tests.unit.worker.worlds import TOY, Wrapped, toy_model
 from tests.waiting import until
 
@@ -51,10 +54,10 @@ class Hangable(Wrapped):
 
     hang = False
 
-    def extend(self, kv: Any, tokens: Any) -> None:
+    def prefill(self, kv: Any, tokens: Any) -> None:
         while self.hang:
             time.sleep(0.01)
-        super().extend(kv, tokens)
+        super().prefill(kv, tokens)
 
 
 def faulty(model: Model, device: torch.device, dtype: torch.dtype) -> Hangable:
@@ -65,7 +68,9 @@ def faulty(model: Model, device: torch.device, dtype: torch.dtype) -> Hangable:
 
 def worker_settings(kafka: Kafka, **changes: Any) -> Settings:
     """A worker of toy size, whose model a test can break."""
-    worker = Worker(name="w1", hbm_bytes=4 * MIB, dram_bytes=4 * MIB, status_ms=50, drain_ms=2000, pre_infer_share=1.0)
+    worker = Worker(
+        name="w1", hbm_bytes=4 * MIB, dram_bytes=4 * MIB, status_interval_ms=50, drain_ms=2000, pre_infer_share=1.0
+    )
     return Settings(
         kafka=kafka,
         relay=Relay(max_prefix_tokens=256, max_suffix_tokens=16, max_candidates=64, life_window_ms=20_000),
@@ -76,19 +81,42 @@ def worker_settings(kafka: Kafka, **changes: Any) -> Settings:
 
 
 class RunningWorker:
-    """process.run_worker as a task."""
+    """What process.run_worker does, as a task."""
 
     def __init__(self, context: ProcessContext) -> None:
         self.context = context
-        self.worker = worker_process.Worker(context, handover_for)
-        self.task = asyncio.create_task(self.worker.run())
+        self.made: worker_process.Worker | None = None
+        self.task = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        async with worker_process.made_worker(self.context, handover_for) as self.made:
+            await self.made.run()
+
+    @property
+    def worker(self) -> worker_process.Worker:
+        assert self.made is not None, "its model is being loaded"
+        return self.made
+
+    @property
+    def runtime(self) -> WorkerRuntime:
+        """Its parts on the device thread, for tests that break one."""
+        return self.worker._runtime
+
+    async def ask(self, query: Query) -> Snapshot:
+        """What the scheduler answers to it."""
+        snapshot: Snapshot = await self.worker._device.ask(query)
+        return snapshot
+
+    def total(self, name: str) -> float:
+        """A counter of its /metrics, over all labels."""
+        samples = (sample for family in self.context.registry.collect() for sample in family.samples)
+        return sum(sample.value for sample in samples if sample.name == f"relaygr_{name}_total")
 
     @property
     def model(self) -> Hangable:
-        found = self.worker._inside
-        assert found is not None
-        assert isinstance(found.model, Hangable)
-        return found.model
+        found = self.runtime.model
+        assert isinstance(found, Hangable)
+        return found
 
     @property
     def ready(self) -> bool:
@@ -119,8 +147,7 @@ async def worker_on(settings: Settings, *, lanes: int = 8) -> AsyncIterator[Runn
 
 
 def owned(running: RunningWorker) -> int:
-    consumer = running.worker._consumer
-    return 0 if consumer is None else len(consumer.lanes)
+    return 0 if running.made is None else len(running.made._consumer.lanes)
 
 
 class Peer:
@@ -137,7 +164,7 @@ class Peer:
 
     async def __aenter__(self) -> Peer:
         await apply_topics(self._kafka)
-        self._producer = await self._stack.enter_async_context(
+        self.producer = await self._stack.enter_async_context(
             Producer(self._kafka, client_id="peer", max_bytes=2 * MIB)
         )
         for topic, partition, take in (
@@ -162,7 +189,7 @@ class Peer:
             rank_in_ms=80.0,
             **extra,
         )
-        return await self._producer.send_and_wait(self.topics.pre_infer.name, encode(message), key=user.encode())
+        return await self.producer.send_and_wait(self.topics.pre_infer.name, encode(message), key=user.encode())
 
     async def rank(self, request: str, user: str, length: int, *, timeout_ms: float = 30_000.0, **extra: Any) -> bytes:
         """Ask for scores; returns the correlation id."""
@@ -180,7 +207,7 @@ class Peer:
     async def send_ranking(self, value: bytes, *, key: bytes = b"u", headers: list[Any] | None = None) -> bytes:
         correlation = f"c-{next(self._numbers)}".encode()
         route = [(HEADER_CORRELATION, correlation), (HEADER_REPLY_PARTITION, str(REPLY_PARTITION).encode())]
-        await self._producer.send_and_wait(
+        await self.producer.send_and_wait(
             self.topics.ranking.name, value, key=key, headers=route if headers is None else headers
         )
         return correlation

@@ -16,9 +16,9 @@ from relaygr_stream.models.api import Tokens
 from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import CostModel, LaneStatus, WorkerStatus
 from relaygr_stream.worker.budgets import BusyShare
+from relaygr_stream.worker.commands import RankTask
 from relaygr_stream.worker.forecast import Forecast
 from relaygr_stream.worker.forwarding import Forwarding
-from relaygr_stream.worker.tasks import RankTask
 
 STATUS_S, TRAVEL_S = 0.25, 0.005
 NOTHING = Tokens(np.zeros((3, 0), np.int64))

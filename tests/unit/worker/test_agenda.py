@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relaygr_stream.worker.queue import SPARE, Agenda
+from relaygr_stream.worker.queue import SPARE, TimerHeap
 
 
 @dataclass(eq=False)
@@ -19,7 +19,7 @@ class Item:
 @settings(max_examples=60)
 @given(st.lists(st.tuples(st.sampled_from(["add", "add", "end", "first", "pop"]), st.integers(0, 9)), max_size=120))
 def test_earliest_first_and_only_what_is_not_over(moves: list[tuple[str, int]]) -> None:
-    agenda: Agenda[Item] = Agenda(lambda item: item.over)
+    agenda: TimerHeap[Item] = TimerHeap(lambda item: item.over)
     kept: list[Item] = []  # in the order they came; sorted() is stable, so ties go to who came first
     for move, number in moves:
         if move == "add":
@@ -37,7 +37,7 @@ def test_earliest_first_and_only_what_is_not_over(moves: list[tuple[str, int]]) 
 
 
 def test_what_is_over_is_dropped_long_before_its_time() -> None:
-    agenda: Agenda[Item] = Agenda(lambda item: item.over)
+    agenda: TimerHeap[Item] = TimerHeap(lambda item: item.over)
     agenda.add(0.0, Item(0.0))  # stays, and hides everything behind it
     most = 0
     for number in range(10_000):

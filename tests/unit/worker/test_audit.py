@@ -7,20 +7,18 @@ import pytest
 
 from relaygr_stream.cache.storage import StorageKind
 from relaygr_stream.worker.audit import MAX_WAITING, Auditor
-from relaygr_stream.worker.tasks import RankTask
-from tests.unit.worker.worlds import MAX_TOKENS, World
-
-FRAUD = 1.5
+from relaygr_stream.worker.commands import RankTask
+from tests.unit.worker.worlds import MAX_TOKENS, Fraud, World
 
 
 def relayed(w: World, number: int, length: int = 40) -> RankTask:
     """A ranking served from prefix KV."""
     w.signal(f"r{number}", number % 5, length)
-    while w.core.background_depth:
-        w.core.step(w.now)
+    while w.scheduler.backlog:
+        w.step()
     task = w.rank(f"r{number}", number % 5, length)
     while not task.answered:
-        w.core.step(w.now)
+        w.step()
     return task
 
 
@@ -30,8 +28,8 @@ def test_the_share_is_audited(share: float, least: int, most: int) -> None:
     for number in range(60):
         relayed(w, number)
         w.settle()
-    assert least <= w.core.auditor.done == len(w.audits) <= most
-    assert w.core.auditor.worst <= 1e-5
+    assert least <= w.scheduler.auditor.done == len(w.audits) <= most
+    assert w.scheduler.auditor.worst <= 1e-5
     w.close()
 
 
@@ -45,32 +43,36 @@ def test_full_inference_is_not_audited() -> None:
 
 
 def test_a_deviation_is_found() -> None:
-    w = World(audit_share=1.0)
+    w = World(audit_share=1.0, wrap=Fraud)
     task = relayed(w, 1)
-    (audit,) = w.core.auditor._waiting
-    audit.relayed = audit.relayed * np.float32(FRAUD)
     w.settle()
     ((found, deviation),) = w.audits
     assert found is task
-    assert deviation == pytest.approx(FRAUD - 1, rel=1e-4)
-    assert w.core.auditor.worst == deviation
+    assert deviation == pytest.approx(Fraud.factor - 1, rel=1e-4)
+    assert w.scheduler.auditor.worst == deviation
     w.close()
 
 
 def test_what_waits_is_bounded_and_the_newest_stay() -> None:
-    auditor = Auditor(1.0, lambda task, deviation, ms: False)
+    audited: list[RankTask] = []
+
+    def report(task: RankTask, deviation: float, ms: float) -> bool:
+        audited.append(task)
+        return False
+
+    auditor = Auditor(1.0, report)
     w = World()
     tasks = [relayed(w, number) for number in range(MAX_WAITING + 3)]
     for task in tasks:
         auditor.consider(task, np.zeros((5, 2), np.float32))
-    assert [audit.task for audit in auditor._waiting] == tasks[3:]
-    assert auditor.step(w.core._engine, w.cache.scratch, 5.0)  # the first is under way, with the scratch
-    auditor.consider(tasks[0], np.zeros((5, 2), np.float32))
-    assert [audit.task for audit in auditor._waiting] == tasks[3:]
+    assert auditor.step(w.executor, w.cache.scratch, 5.0)  # tasks[3] is under way, with the scratch
+    auditor.consider(tasks[0], np.zeros((5, 2), np.float32))  # for which there is no room
     assert auditor.give_up_scratch(w.cache.scratch)
     assert not auditor.give_up_scratch(w.cache.scratch)
-    auditor.consider(tasks[0], np.zeros((5, 2), np.float32))
-    assert [audit.task for audit in auditor._waiting] == [*tasks[4:], tasks[0]]
+    auditor.consider(tasks[1], np.zeros((5, 2), np.float32))  # in place of tasks[3], which stands still
+    while auditor.step(w.executor, w.cache.scratch, 5.0):
+        pass
+    assert audited == [*tasks[4:], tasks[1]]
     w.close()
 
 
@@ -78,7 +80,7 @@ def test_audits_wait_while_the_scratch_is_lent() -> None:
     w = World(audit_share=1.0)
     relayed(w, 1)
     region = w.cache.scratch.borrow()
-    assert not w.core.step(w.now)
+    assert not w.step()
     w.cache.scratch.give_back(region)
     w.settle()
     assert len(w.audits) == 1
@@ -88,11 +90,11 @@ def test_audits_wait_while_the_scratch_is_lent() -> None:
 def test_requests_go_before_audits() -> None:
     w = World(audit_share=1.0)
     relayed(w, 1, MAX_TOKENS)
-    w.core.step(w.now)
+    w.step()
     w.signal("next", 2, 100)
     w.rank("next", 2, 100)
     while not any(answer.task.request_id == "next" for answer in w.answers):
-        w.core.step(w.now)
+        w.step()
         assert w.audits == []
     w.settle()
     assert len(w.audits) == 2
@@ -113,10 +115,10 @@ def test_scores_from_rounded_prefix_kv_are_told_apart(storage: StorageKind) -> N
     deviations = [deviation for task, deviation in w.audits if task.approximate]
     if storage == "exact":
         assert deviations == []
-        assert w.core.auditor.worst_rounded == 0
+        assert w.scheduler.auditor.worst_rounded == 0
     else:
         assert all(task.approximate for task in reloaded)
-        assert w.core.auditor.worst_rounded == max(deviations)
+        assert w.scheduler.auditor.worst_rounded == max(deviations)
         assert 1e-5 < max(deviations) < 0.1
-    assert w.core.auditor.worst <= 1e-5
+    assert w.scheduler.auditor.worst <= 1e-5
     w.close()

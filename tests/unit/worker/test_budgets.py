@@ -45,6 +45,14 @@ def test_demand_is_followed_and_forgotten_and_quiet_lanes_lend_their_share() -> 
     assert turned[1] > 0.7
 
 
+def test_of_a_running_total_only_what_is_new_is_demand() -> None:
+    shares = LaneShares()
+    shares.update([0, 1], {0: 10_000}, 1.0)
+    shares.update([0, 1], {0: 10_000}, 100.0)
+    alike = shares.update([0, 1], {0: 10_100, 1: 100}, 1.0)
+    assert alike[0] == pytest.approx(alike[1], rel=1e-3)
+
+
 def test_a_lane_that_went_and_came_back_counts_anew() -> None:
     shares = LaneShares()
     shares.update([0, 1], {0: 1000, 1: 1000}, 1.0)

@@ -1,4 +1,4 @@
-"""A worker's inside from settings: budgets that hold no prefix, and rounding that moves scores too far, are refused."""
+"""A worker's runtime from settings: budgets without room for a prefix, and too much rounding, are refused."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from relaygr_stream.errors import CapacityError, ConfigError, ModelError
 from relaygr_stream.models.api import KVRegion, RankingModel, ScoreInput
 from relaygr_stream.settings.schema import Relay, Settings, Worker
 from relaygr_stream.worker.audit import PROBE_IDS, check_rounding
-from relaygr_stream.worker.build import Inside, build
-from relaygr_stream.worker.executor import Engine
+from relaygr_stream.worker.build import WorkerRuntime, build
+from relaygr_stream.worker.executor import Executor
 from tests.unit.worker.worlds import CONTEXTUAL, CPU, GRANULE_BYTES, MAX_TOKENS, TOY, Wrapped, toy_model
 
 #: Three granules for the longest sequence, as in the worlds; the longest prefix is two.
@@ -28,10 +28,10 @@ def settings_of(**worker: Any) -> Settings:
     return Settings(relay=RELAY, model=TOY, worker=Worker(**tiers | worker))
 
 
-def built(settings: Settings) -> Inside:
-    inside = build(settings, lambda answer: None, lambda task, deviation, ms: False, lambda: None)
-    inside.cache.close()
-    return inside
+def built(settings: Settings) -> WorkerRuntime:
+    runtime = build(settings, lambda task, deviation, ms: False, lambda: None)
+    runtime.cache.close()
+    return runtime
 
 
 @pytest.mark.parametrize(
@@ -86,26 +86,26 @@ def test_int8_within_bounds_serves_and_without_a_tier_is_not_asked() -> None:
 def test_costs_are_not_fitted_to_first_uses() -> None:
     """Whose allocations and compilations are paid once."""
     now, model = 0.0, toy_model()
-    engine: Engine | None = None
+    executor: Executor | None = None
 
     def clock() -> float:
         nonlocal now
-        now += 1e-2 if engine is None or engine.costs is first else 1e-4
+        now += 1e-2 if executor is None or executor.costs is first else 1e-4
         return now
 
-    engine = Engine(model, CPU, clock)
-    first = engine.costs
+    executor = Executor(model, CPU, clock)
+    first = executor.costs
     region = KVRegion(model.layout, torch.empty(MAX_TOKENS * model.layout.elements_per_token), MAX_TOKENS)
-    engine.warm_up(region)
-    assert engine.costs.extend_ms(0, 64) < 1
-    assert engine.costs.score_ms(64, 16) < 1
+    executor.warm_up(region)
+    assert executor.costs.prefill_ms(0, 64) < 1
+    assert executor.costs.score_ms(64, 16) < 1
 
 
 def checked(model: RankingModel, allowed: float = 0.03) -> float:
-    engine, copier = Engine(model, CPU), CopyEngine(CPU)
+    executor, copier = Executor(model, CPU), CopyEngine(CPU)
     scratch = KVRegion(model.layout, torch.empty(MAX_TOKENS * model.layout.elements_per_token), MAX_TOKENS)
     try:
-        return check_rounding(engine, copier, Int8(model.layout), scratch, allowed)
+        return check_rounding(executor, copier, Int8(model.layout), scratch, allowed)
     finally:
         copier.close()
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from relaygr_stream.models.api import KVRegion, Tokens
-from relaygr_stream.worker.executor import STEPS_STEP, Chunk, Engine
+from relaygr_stream.worker.executor import STEPS_STEP, Executor
 from tests.unit.models.small_models import empty_region, small_model
 
 
@@ -21,7 +21,7 @@ class Stepped:
         self.steps_ms = steps_ms
         self.now = 0.0
 
-    def extend_in_steps(self, kv: KVRegion, tokens: Tokens) -> Iterator[None]:
+    def prefill_in_steps(self, kv: KVRegion, tokens: Tokens) -> Iterator[None]:
         for ms in self.steps_ms[:-1]:
             self.now += ms / 1e3
             yield
@@ -29,12 +29,16 @@ class Stepped:
         kv.length += len(tokens)
 
 
-def taken(model: Stepped) -> tuple[Engine, Chunk]:
-    engine = Engine(model, torch.device("cpu"), lambda: model.now)  # type: ignore[arg-type]
-    chunk = engine.chunk(empty_region(small_model(), 8), Tokens(np.zeros((3, 8), np.int64)))
-    while not chunk.finished:
-        chunk.step()
-    return engine, chunk
+def taken(*steps_ms: float, executor: Executor | None = None) -> Executor:
+    """An executor after a prefill that took steps of these times."""
+    if executor is None:
+        model = Stepped(*steps_ms)
+        executor = Executor(model, torch.device("cpu"), lambda: model.now)  # type: ignore[arg-type]
+    executor.model.steps_ms = steps_ms  # type: ignore[attr-defined]
+    run = executor.prefill(empty_region(small_model(), 8), Tokens(np.zeros((3, 8), np.int64)))
+    while not run.done:
+        run.advance(1e3)
+    return executor
 
 
 @pytest.mark.parametrize(
@@ -48,13 +52,11 @@ def taken(model: Stepped) -> tuple[Engine, Chunk]:
     ],
 )
 def test_the_last_step_counts_as_what_it_takes(steps_ms: tuple[float, ...], worth: float) -> None:
-    assert taken(Stepped(*steps_ms))[1].whole_steps == pytest.approx(worth)
+    assert taken(*steps_ms).chunk_ms(1.0) == pytest.approx(worth)
 
 
 def test_chunks_are_as_long_as_those_before_were_worth() -> None:
-    engine, chunk = taken(Stepped(4.0, 1.0))
-    assert engine.chunk_ms(2.5) == 2.5
-    engine.learn(chunk)
-    assert engine.chunk_ms(2.5) == pytest.approx(2.5 * 1.25)
-    engine.learn(taken(Stepped(4.0, 4.0))[1])  # one that was disturbed weighs little
-    assert engine.chunk_ms(2.5) == pytest.approx(2.5 * (1.25 + STEPS_STEP * 0.75))
+    executor = taken(4.0, 1.0)
+    assert executor.chunk_ms(2.5) == pytest.approx(2.5 * 1.25)
+    taken(4.0, 4.0, executor=executor)  # one that was disturbed weighs little
+    assert executor.chunk_ms(2.5) == pytest.approx(2.5 * (1.25 + STEPS_STEP * 0.75))

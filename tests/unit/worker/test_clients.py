@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relaygr_stream.models.api import KVRegion, ScoreInput, Tokens
-from relaygr_stream.worker.clients import MOST_CLIENTS, NOBODY, Account, Clients
+from relaygr_stream.worker.clients import MOST_CLIENTS, UNBOOKED, Account, Clients
+from relaygr_stream.worker.commands import RankTask
 from relaygr_stream.worker.queue import WorkQueue
-from relaygr_stream.worker.tasks import RankTask
 from tests.unit.worker.test_overload import CAPACITY_PER_S, TOKEN_MS, Simulation, Timed
 from tests.unit.worker.test_queue import ranking
 from tests.unit.worker.worlds import LIMITS, World, world
@@ -26,7 +26,7 @@ REQUESTS = 100
 class Idle(Timed):
     """Takes the time, and computes nothing."""
 
-    def extend(self, kv: KVRegion, tokens: Tokens) -> None:
+    def prefill(self, kv: KVRegion, tokens: Tokens) -> None:
         kv.length += len(tokens)
         self.now += len(tokens) * TOKEN_MS / 1e3
 
@@ -46,10 +46,10 @@ def beside(hog_timeout_s: float, hog_load: float, hog_name: Callable[[int], str]
             while begun + hogs / (hog_load * CAPACITY_PER_S) <= simulation.device.now:
                 hogs += 1
                 simulation.rank(hog_timeout_s, hog_name(hogs))
-            if not simulation.world.core.step(simulation.device.now):
+            if not simulation.world.step(simulation.device.now):
                 simulation.device.now += 1 / (hog_load * CAPACITY_PER_S)
         simulation.rank(LIGHT_TIMEOUT_S, "light")
-    while simulation.world.core.step(simulation.device.now):
+    while simulation.world.step(simulation.device.now):
         pass
     return simulation
 
@@ -102,7 +102,7 @@ def test_who_has_most_memory_waiting_loses_when_bytes_are_out_however_cheap_its_
         w.rank("whole", 3, 1, client="third", nbytes=1001)
         assert w.answer("whole").status == "overloaded"
         w.settle()
-        assert w.core.admission.clients.nbytes == 0
+        assert w.scheduler.admission.clients.nbytes == 0
 
 
 def test_names_are_bounded_in_number_and_the_rest_share_one_account() -> None:
@@ -127,7 +127,7 @@ def test_nobody_with_work_ready_falls_behind_by_more_than_the_slack(work: list[t
     for number, (name, deadline, ms) in enumerate(work):
         task = ranking(f"r{number}", deadline)
         task.account = clients.account(name)
-        queue.ready(task)
+        queue.add_ready(task)
         costs[task] = ms
         waiting[task.account] = waiting.get(task.account, 0) + 1
     while (task := queue.urgent()) is not None:  # type: ignore[assignment]
@@ -135,7 +135,7 @@ def test_nobody_with_work_ready_falls_behind_by_more_than_the_slack(work: list[t
         ready = [account for account, left in waiting.items() if left]
         least = min(account.served_ms for account in ready)
         assert task.account.served_ms <= least + clients.slack_ms
-        queue.take_ready(1)
+        queue.pop_ready(1)
         task.account.served_ms += costs[task]
         waiting[task.account] -= 1
     assert not any(waiting.values())
@@ -144,9 +144,9 @@ def test_nobody_with_work_ready_falls_behind_by_more_than_the_slack(work: list[t
 def test_of_one_client_the_nearest_deadline_goes_first_whatever_it_was_given() -> None:
     queue = WorkQueue(Clients(20.0))
     for deadline in (3.0, 1.0, 2.0):
-        queue.ready(ranking(str(deadline), deadline))
-    NOBODY.served_ms += 1e6
-    assert [task.deadline for task in queue.take_ready(8)] == [1.0, 2.0, 3.0]
+        queue.add_ready(ranking(str(deadline), deadline))
+    UNBOOKED.served_ms += 1e6
+    assert [task.deadline for task in queue.pop_ready(8)] == [1.0, 2.0, 3.0]
 
 
 def test_a_client_that_was_away_cannot_claim_what_others_were_given_meanwhile() -> None:
@@ -155,9 +155,9 @@ def test_a_client_that_was_away_cannot_claim_what_others_were_given_meanwhile() 
     busy, new = ranking("busy", 1.0), ranking("new", 2.0)
     busy.account, new.account = clients.account("busy"), clients.account("new")
     busy.account.served_ms = 5000.0
-    queue.ready(busy)
+    queue.add_ready(busy)
     assert queue.urgent() is busy
-    queue.ready(new)
+    queue.add_ready(new)
     assert new.account.served_ms == 5000.0
     assert queue.urgent() is busy
     busy.account.served_ms += 20.1
@@ -168,6 +168,6 @@ def test_a_world_without_clients_has_one_account() -> None:
     w: World = World()
     for number in range(5):
         w.rank(f"r{number}", number, 20)
-    assert len(w.core.admission.clients) == 1
+    assert len(w.scheduler.admission.clients) == 1
     w.settle()
     w.close()

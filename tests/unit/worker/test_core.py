@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from relaygr_stream.worker.commands import LanesLost
 from tests.unit.worker.worlds import CONTEXTUAL, GRANULE_BYTES, MAX_TOKENS, history, world
 
 
@@ -53,7 +54,7 @@ def test_a_grown_history_is_extended_not_recomputed() -> None:
         w.settle()
         w.signal("r2", 1, 120)
         w.settle()
-        assert w.core.signals.counters.signal_extended == 1
+        assert w.scheduler.signals.counters.signal_extended == 1
         assert w.cache.counters.extended_in_place == 1
         w.signal("r3", 1, 180)
         w.settle()
@@ -73,13 +74,13 @@ def test_few_new_behaviours_are_scored_with_the_suffix_until_they_are_many() -> 
             w.rank(f"r{number}", 1, length)
             w.settle()
             assert w.outcome(f"r{number}") == "hbm"
-        assert w.core.signals.counters.signal_hbm == 3
+        assert w.scheduler.signals.counters.signal_hbm == 3
         w.rank("unannounced", 1, 116)
         w.signal("r5", 1, 117)
         w.rank("r5", 1, 117)
         w.settle()
         assert w.outcome("unannounced") == "hbm"
-        assert w.core.signals.counters.signal_extended == 1
+        assert w.scheduler.signals.counters.signal_extended == 1
         entry, _ = w.cache.find("u1", history(1, 117))
         assert entry is not None
         assert len(entry.tokens) == 117
@@ -95,10 +96,10 @@ def test_while_many_are_appended_those_that_lack_few_need_not_wait() -> None:
         region = entry.region
         assert region is not None
         while region.length < 164:  # in chunks of 32
-            w.core.step(w.now)
+            w.step()
         assert region.length < 180
         w.rank("r2", 1, 180)
-        w.core.step(w.now)
+        w.step()
         assert w.outcome("r2") == "hbm"
         assert region.length < 180
 
@@ -151,12 +152,12 @@ def test_life_window_ends_without_a_ranking() -> None:
     with world() as w:
         w.signal("r1", 1, 100, life=1.0)
         w.settle()
-        assert w.core.pins.lane_bytes(1) == 2 * GRANULE_BYTES
+        assert w.scheduler.pins.lane_bytes(1) == 2 * GRANULE_BYTES
         w.now += 1.1
         w.settle()
-        assert w.core.pins.lane_bytes(1) == 0
+        assert w.scheduler.pins.lane_bytes(1) == 0
         assert w.cache.pinned_bytes == 0
-        assert w.core.pins.expired == 1
+        assert w.scheduler.pins.expired == 1
 
 
 def test_duplicate_signal_pins_once() -> None:
@@ -164,8 +165,8 @@ def test_duplicate_signal_pins_once() -> None:
         w.signal("r1", 1, 100)
         w.signal("r1", 1, 100)
         w.settle()
-        assert len(w.core.pins) == 1
-        assert w.core.signals.counters.signal_duplicate == 1
+        assert len(w.scheduler.pins) == 1
+        assert w.scheduler.signals.counters.signal_duplicate == 1
 
 
 def test_signal_behind_its_ranking_is_not_computed() -> None:
@@ -173,8 +174,8 @@ def test_signal_behind_its_ranking_is_not_computed() -> None:
         w.rank("r1", 1, 100)
         w.settle()
         w.signal("r1", 1, 100)
-        assert w.core.signals.counters.signal_ranked == 1
-        assert len(w.core.pins) == 0
+        assert w.scheduler.signals.counters.signal_ranked == 1
+        assert len(w.scheduler.pins) == 0
 
 
 def test_pinned_share_is_guarded() -> None:
@@ -182,7 +183,7 @@ def test_pinned_share_is_guarded() -> None:
         for user in range(3):
             w.signal(f"r{user}", user, MAX_TOKENS)
         w.settle()
-        assert w.core.signals.counters.signal_over_footprint == 1
+        assert w.scheduler.signals.counters.signal_over_footprint == 1
         assert w.cache.pinned_bytes <= w.limits.pinned_bytes
 
 
@@ -194,7 +195,7 @@ def test_expired_ranking_is_answered_without_device_time() -> None:
         w.now += 0.6
         w.settle()
         assert w.answer("soon").status == "deadline_exceeded"
-        assert w.core.time.full_ms == 0
+        assert w.scheduler.time.full_ms == 0
 
 
 def test_too_many_waiting_are_refused_at_once() -> None:
@@ -220,7 +221,7 @@ def test_lost_lanes_release_their_pins() -> None:
     with world() as w:
         w.signal("r1", 1, 100)
         w.settle()
-        w.core.lanes_lost([1])
+        w.handle(LanesLost(frozenset([1])))
         assert w.cache.pinned_bytes == 0
 
 
@@ -249,8 +250,8 @@ def test_audit_under_way_gives_its_scratch_to_a_request() -> None:
         w.rank("a", 1, MAX_TOKENS)
         w.signal("b", 1, MAX_TOKENS, life=100.0)
         while not w.answers:
-            w.core.step(w.now)
-        w.core.step(w.now)  # the audit has borrowed the scratch
+            w.step()
+        w.step()  # the audit has borrowed the scratch
         assert not w.cache.scratch.free
         w.rank("c", 2, MAX_TOKENS)
         w.settle()
@@ -268,10 +269,10 @@ class Broken:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
-    def extend(self, kv: Any, tokens: Any) -> None:
+    def prefill(self, kv: Any, tokens: Any) -> None:
         if self.broken:
             raise RuntimeError("the device is on fire")
-        self._model.extend(kv, tokens)
+        self._model.prefill(kv, tokens)
 
     def score(self, batch: Any) -> Any:
         if self.broken:

@@ -27,13 +27,13 @@ def failing(**options: Any) -> Iterator[tuple[World, Wrapped]]:
 def test_out_of_memory_once_costs_half_a_chunk() -> None:
     with failing() as (w, model):
         model.error = torch.OutOfMemoryError("no")
-        model.fail_extend = 1
+        model.fail_prefill = 1
         w.signal("r1", 1, MAX_TOKENS)
         w.settle()
         w.rank("r1", 1, MAX_TOKENS)
         w.settle()
         assert w.outcome("r1") == "hbm"
-        totals = w.core.totals()
+        totals = w.scheduler.totals()
         assert (totals["out_of_memory"], totals["device_failures"]) == (1, 0)
 
 
@@ -43,14 +43,14 @@ def test_out_of_memory_is_tried_with_half_the_chunk_and_stays_there(monkeypatch:
     class Small(Wrapped):
         """A device that holds 64 tokens at a time."""
 
-        def extend(self, kv: Any, tokens: Any) -> None:
+        def prefill(self, kv: Any, tokens: Any) -> None:
             lengths.append(len(tokens))
             if len(tokens) > 64:
                 raise torch.OutOfMemoryError("no")
-            self.model.extend(kv, tokens)
+            self.model.prefill(kv, tokens)
 
     with world(wrap=Small) as w:
-        monkeypatch.setattr(w.core._engine.costs, "chunk", lambda position, budget_ms: 128)
+        monkeypatch.setattr(w.executor.costs, "chunk", lambda position, budget_ms: 128)
         w.rank("r1", 1, MAX_TOKENS)
         w.settle()
         assert w.outcome("r1") == "full"
@@ -60,7 +60,7 @@ def test_out_of_memory_is_tried_with_half_the_chunk_and_stays_there(monkeypatch:
 def test_out_of_memory_twice_is_a_typed_failure() -> None:
     with failing() as (w, model):
         model.error = torch.OutOfMemoryError("no memory left")
-        model.fail_extend = 2
+        model.fail_prefill = 2
         w.rank("r1", 1, 100)
         w.settle()
         assert w.answer("r1").status == "failed"
@@ -86,15 +86,15 @@ def test_out_of_memory_while_scoring_is_tried_again(together: int) -> None:
 
 def test_chunks_grow_again_when_memory_is_back() -> None:
     with failing() as (w, model):
-        engine = w.core._engine
+        executor = w.executor
         model.error = torch.OutOfMemoryError("no")
-        model.fail_extend = 1
+        model.fail_prefill = 1
         w.rank("r", 1, 100)
         w.settle()
-        halved = engine._longest
+        halved = executor._longest
         assert MIN_CHUNK <= halved <= 50
         number = 0
-        while engine._longest < 2 * halved:
+        while executor._longest < 2 * halved:
             number += 1
             w.rank(f"r{number}", number, MIN_CHUNK, full=True)
             w.settle()
@@ -104,10 +104,10 @@ def test_chunks_grow_again_when_memory_is_back() -> None:
 
 def test_what_failed_does_not_stay_pinned() -> None:
     with failing() as (w, model):
-        model.fail_extend = 1
+        model.fail_prefill = 1
         w.signal("r1", 1, 100, life=50.0)
         w.settle()
-        assert (len(w.core.pins), w.cache.pinned_bytes, w.cache.entries) == (0, 0, 0)
+        assert (len(w.scheduler.pins), w.cache.pinned_bytes, w.cache.entries) == (0, 0, 0)
         w.rank("r1", 1, 100)
         w.settle()
         assert w.outcome("r1") == "full"
@@ -117,9 +117,9 @@ def test_a_signal_that_waited_for_what_failed_is_computed_itself() -> None:
     with failing() as (w, model):
         w.signal("short", 1, 100)
         w.signal("long", 1, 150)
-        model.fail_extend = 1
+        model.fail_prefill = 1
         w.settle()
-        assert "short" not in w.core.pins
+        assert "short" not in w.scheduler.pins
         w.rank("long", 1, 150)
         w.settle()
         assert w.outcome("long") == "hbm"
@@ -132,8 +132,8 @@ def test_an_audit_that_fails_is_dropped() -> None:
         w.settle()
         w.rank("r1", 1, 40)
         while not w.answers:
-            w.core.step(w.now)
-        model.fail_extend = 1
+            w.step()
+        model.fail_prefill = 1
         w.settle()
         assert w.outcome("r1") == "hbm"
         assert w.audits == []
@@ -148,9 +148,9 @@ def test_a_model_that_breaks_its_contract_fails_typed(fault: str) -> None:
     """Without progress the core once went round for ever; a wrong number of scores ended the device thread."""
 
     class Broken(Wrapped):
-        def extend(self, kv: Any, tokens: Any) -> None:
+        def prefill(self, kv: Any, tokens: Any) -> None:
             if fault != "no progress":
-                self.model.extend(kv, tokens)
+                self.model.prefill(kv, tokens)
 
         def score(self, batch: Any) -> Any:
             rows = self.model.score(batch)
@@ -166,20 +166,20 @@ def test_a_model_that_breaks_its_contract_fails_typed(fault: str) -> None:
 
 def test_a_device_that_fails_whatever_it_is_given_is_given_up() -> None:
     with failing() as (w, model):
-        model.fail_extend = 10**6
+        model.fail_prefill = 10**6
         for number in range(2 * GIVE_UP_AFTER):
             w.rank(f"r{number}", number, 100)
         with pytest.raises(DeviceError, match=f"cpu failed {GIVE_UP_AFTER} times in a row, at last with RuntimeError"):
             w.settle()
         assert [answer.status for answer in w.answers] == ["failed"] * GIVE_UP_AFTER
-        model.fail_extend = 0  # so that the world may end in peace
-        w.core._engine.failed_in_a_row = 0
+        model.fail_prefill = 0  # so that the world may end in peace
+        w.executor.failed_in_a_row = 0
 
 
 def test_failures_with_a_success_between_are_not_the_device() -> None:
     with failing() as (w, model):
         for number in range(3 * GIVE_UP_AFTER):
-            model.fail_extend = number % 2
+            model.fail_prefill = number % 2
             w.rank(f"r{number}", number, 100)
             w.settle()
         assert {answer.status for answer in w.answers} == {"ok", "failed"}

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from relaygr_stream.cache.entry import EntryState
+from relaygr_stream.worker.commands import LanesLost
 from tests.unit.worker.worlds import CONTEXTUAL, GRANULE_BYTES, MAX_TOKENS, Wrapped, history, world
 
 # ---- the same request twice, and requests of lanes that move ----
@@ -23,7 +24,7 @@ def test_duplicate_rankings_are_both_answered(answered_first: bool) -> None:
         w.settle()
         assert [answer.task for answer in w.answers] == [first, second]
         assert {answer.status for answer in w.answers} == {"ok"}
-        assert len(w.core.pins) == 0
+        assert len(w.scheduler.pins) == 0
 
 
 def test_a_pin_is_released_once_however_often_its_request_is_ranked() -> None:
@@ -38,16 +39,16 @@ def test_a_pin_is_released_once_however_often_its_request_is_ranked() -> None:
             w.rank("a", 1, 100)
             w.settle()
         assert entry.pins == 1
-        assert w.core.pins.lane_bytes(1) == 2 * GRANULE_BYTES
+        assert w.scheduler.pins.lane_bytes(1) == 2 * GRANULE_BYTES
 
 
 def test_a_signal_after_its_lane_went_and_came_back() -> None:
     with world() as w:
         w.signal("r", 1, 100)
         w.settle()
-        w.core.lanes_lost([1])
+        w.handle(LanesLost(frozenset([1])))
         w.signal("r", 1, 100)  # read again from the committed offset
-        assert w.core.signals.counters.signal_hbm == 1
+        assert w.scheduler.signals.counters.signal_hbm == 1
         w.rank("r", 1, 100)
         w.settle()
         assert w.outcome("r") == "hbm"
@@ -58,9 +59,9 @@ def test_demand_is_what_rankings_ask_for_and_goes_with_the_lane() -> None:
         w.signal("r", 1, 100)
         w.rank("r", 1, 100)
         w.rank("not admitted", 1, 60)
-        assert (w.core.demand.totals[1], w.core.demand.largest(1)) == (3 * GRANULE_BYTES, 2 * GRANULE_BYTES)
-        w.core.lanes_lost([1])
-        assert (w.core.demand.totals.get(1), w.core.demand.largest(1)) == (None, 0)
+        assert (w.scheduler.demand.totals[1], w.scheduler.demand.largest(1)) == (3 * GRANULE_BYTES, 2 * GRANULE_BYTES)
+        w.handle(LanesLost(frozenset([1])))
+        assert (w.scheduler.demand.totals.get(1), w.scheduler.demand.largest(1)) == (None, 0)
         w.settle()
 
 
@@ -71,7 +72,7 @@ def test_what_signals_had_to_compute_is_counted_in_tokens() -> None:
         w.signal("there", 1, 100)
         w.signal("longer", 1, 120)
         w.settle()
-        counters = w.core.signals.counters
+        counters = w.scheduler.signals.counters
         assert (counters.tokens_asked, counters.tokens_computed) == (320, 120)
 
 
@@ -82,8 +83,8 @@ def test_a_lane_lost_while_its_prefix_is_computed() -> None:
         assert begun is not None
         assert begun.region is not None
         while not begun.region.length:
-            w.core.step(w.now)
-        w.core.lanes_lost([1])
+            w.step()
+        w.handle(LanesLost(frozenset([1])))
         w.settle()
         entry = w.cache.find("u1", history(1, MAX_TOKENS))[0]
         assert entry is not None  # what was computed is kept
@@ -99,7 +100,7 @@ def test_a_ranking_of_a_replaced_sequence_keeps_what_it_holds() -> None:
     with world() as w:
         w.signal("old", 1, MAX_TOKENS, version=0)
         w.rank("old", 1, MAX_TOKENS, version=0)
-        w.core.step(w.now)  # it is being computed, and the ranking waits
+        w.step()  # it is being computed, and the ranking waits
         w.signal("new", 1, MAX_TOKENS, version=1)
         w.rank("new", 1, MAX_TOKENS, version=1)
         w.settle()
@@ -160,9 +161,9 @@ def test_a_contextual_prefix_is_inferred_in_one_piece() -> None:
     lengths: list[int] = []
 
     class Watched(Wrapped):
-        def extend(self, kv: Any, tokens: Any) -> None:
+        def prefill(self, kv: Any, tokens: Any) -> None:
             lengths.append(len(tokens))
-            self.model.extend(kv, tokens)
+            self.model.prefill(kv, tokens)
 
     with world(kind=CONTEXTUAL, wrap=Watched) as w:
         w.signal("r1", 1, MAX_TOKENS)
@@ -181,20 +182,22 @@ def test_answered_requests_do_not_wait_for_their_deadline_in_memory() -> None:
         for number in range(400):
             w.rank(f"r{number}", number % 5, 10, timeout=3600.0)
             w.settle()
-        assert len(w.core.rankings._deadlines) < 300
-        assert len(w.core._queue._background._heap) < 300
-        assert w.core.next_timer() is None
+        assert len(w.scheduler.rankings._deadlines) < 300
+        assert len(w.scheduler._queue._background._heap) < 300
+        assert w.scheduler.next_timer() is None
 
 
 def test_queue_delay_tells_of_rankings_that_are_stuck() -> None:
     with world() as w:
-        assert w.core.rankings.take_queue_ms(w.now) == 0.0
+        assert w.scheduler.rankings.take_queue_ms(w.now) == 0.0
         w.rank("r1", 1, 100, timeout=10.0)
         w.now += 0.5
-        assert w.core.rankings.take_queue_ms(w.now) == pytest.approx(500.0)
+        assert w.scheduler.rankings.take_queue_ms(w.now) == pytest.approx(500.0)
         w.settle()
-        assert w.core.rankings.take_queue_ms(w.now) == pytest.approx(500.0)  # it had waited so long when it was taken
-        assert w.core.rankings.take_queue_ms(w.now) == 0.0
+        assert w.scheduler.rankings.take_queue_ms(w.now) == pytest.approx(
+            500.0
+        )  # it had waited so long when it was taken
+        assert w.scheduler.rankings.take_queue_ms(w.now) == 0.0
 
 
 def test_starved_full_inferences_go_by_deadline() -> None:
@@ -212,7 +215,7 @@ def test_a_request_that_expires_in_the_scratch_region_gives_it_back() -> None:
         w.signal("pin", 1, MAX_TOKENS, life=100.0)
         w.settle()
         w.rank("r2", 2, MAX_TOKENS, timeout=0.5)
-        w.core.step(w.now)
+        w.step()
         assert not w.cache.scratch.free
         w.now += 1.0
         w.settle()

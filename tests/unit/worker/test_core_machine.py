@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from relaygr_stream.worker.commands import LanesLost
 from tests.unit.worker.worlds import GRANULE_BYTES, LIMITS, MAX_TOKENS, Flaky, World, Wrapped
 
 USERS = st.integers(0, 3)
@@ -52,7 +53,7 @@ class CoreMachine(RuleBasedStateMachine):
     @rule(steps=st.integers(1, 12))
     def step(self, steps: int) -> None:
         for _ in range(steps):
-            self.world.core.step(self.world.now)
+            self.world.step()
 
     @rule(seconds=st.floats(0.01, 1.0))
     def time_passes(self, seconds: float) -> None:
@@ -61,15 +62,15 @@ class CoreMachine(RuleBasedStateMachine):
 
     @rule(seconds=st.floats(0.01, 1.5), steps=st.integers(0, 3))
     def time_passes_at_work(self, seconds: float, steps: int) -> None:
-        """Deadlines and life windows end while things are computed, copied, parked."""
+        """Deadlines and life windows end while things are computed, copied, waiters."""
         for _ in range(steps):
-            self.world.core.step(self.world.now)
+            self.world.step()
         self.world.now += seconds
-        self.world.core.step(self.world.now)
+        self.world.step()
 
     @rule(fails=st.sampled_from([0, 1, 2]))
     def next_copies_fail(self, fails: int) -> None:
-        copier = self.world.cache._moves._copier
+        copier = self.world.copies
         assert isinstance(copier, Flaky)
         copier.fail_next = fails
 
@@ -77,33 +78,33 @@ class CoreMachine(RuleBasedStateMachine):
     def device_fails(self, extend: int, score: int, memory: bool) -> None:
         model = self.world.model
         assert isinstance(model, Wrapped)
-        model.fail_extend, model.fail_score = extend, score
+        model.fail_prefill, model.fail_score = extend, score
         model.error = torch.OutOfMemoryError("none left") if memory else RuntimeError("on fire")
 
     @rule(lane=st.integers(0, 3))
     def lose_a_lane(self, lane: int) -> None:
-        self.world.core.lanes_lost([lane])
+        self.world.handle(LanesLost(frozenset([lane])))
 
     @invariant()
     def books_hold(self) -> None:
         world = self.world
-        world.core.check_integrity()
+        world.scheduler.check_integrity()
         assert len({answer.task for answer in world.answers}) == len(world.answers)
         assert world.cache.hbm_used <= 10 * GRANULE_BYTES
         assert world.cache.dram_used <= 9 * GRANULE_BYTES
-        assert len(world.core.rankings) <= world.limits.queue_limit
-        assert world.core.admission.clients.nbytes <= world.limits.waiting_bytes
+        assert len(world.scheduler.rankings) <= world.limits.queue_limit
+        assert world.scheduler.admission.clients.nbytes <= world.limits.waiting_bytes
 
     def teardown(self) -> None:
         world = self.world
         world.settle()
         world.check_scores()
-        assert world.core.idle
+        assert len(world.scheduler.rankings) == 0
         assert len(world.answers) == self.answerable
         world.now += 10.0
         world.settle()
         assert world.cache.pinned_bytes == 0, "pins outlived their life windows"
-        world.core.check_integrity()
+        world.scheduler.check_integrity()
         assert all(deviation <= 1e-5 for _, deviation in world.audits)
         world.close()
 

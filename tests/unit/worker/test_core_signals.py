@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from relaygr_stream.worker.commands import LanesLost
 from tests.unit.worker.worlds import GRANULE_BYTES, MAX_TOKENS, World, history, world
 
 # ---- signals that wait for the beginning of their sequence ----
@@ -10,16 +11,16 @@ from tests.unit.worker.worlds import GRANULE_BYTES, MAX_TOKENS, World, history, 
 def longer_signal_waits(w: World, life: float = 2.0) -> None:
     w.signal("short", 1, 100)
     w.signal("long", 1, 150, life=life)
-    assert "long" in w.core.pins
+    assert "long" in w.scheduler.pins
 
 
 def test_a_waiting_signal_is_in_the_books_from_when_it_was_read() -> None:
     """The trigger counts a signal as read, not as on its way, once the worker's position is past it."""
     with world() as w:
         longer_signal_waits(w)
-        assert w.core.pins.lane_bytes(1) == (2 + 3) * GRANULE_BYTES
+        assert w.scheduler.pins.lane_bytes(1) == (2 + 3) * GRANULE_BYTES
         w.settle()
-        assert w.core.pins.lane_bytes(1) == (2 + 3) * GRANULE_BYTES
+        assert w.scheduler.pins.lane_bytes(1) == (2 + 3) * GRANULE_BYTES
         w.rank("long", 1, 150)
         w.settle()
         assert w.outcome("long") in ("hbm", "joined")
@@ -28,10 +29,10 @@ def test_a_waiting_signal_is_in_the_books_from_when_it_was_read() -> None:
 def test_a_waiting_signal_ends_with_its_lane() -> None:
     with world() as w:
         longer_signal_waits(w)
-        w.core.lanes_lost([1])
+        w.handle(LanesLost(frozenset([1])))
         w.settle()
-        assert len(w.core.pins) == 0
-        assert w.core.signals.counters.signal_extended <= 1
+        assert len(w.scheduler.pins) == 0
+        assert w.scheduler.signals.counters.signal_extended <= 1
 
 
 def test_a_waiting_signal_ends_with_its_life_window() -> None:
@@ -39,8 +40,8 @@ def test_a_waiting_signal_ends_with_its_life_window() -> None:
         longer_signal_waits(w, life=0.5)
         w.now += 0.6
         w.settle()
-        assert "long" not in w.core.pins
-        assert "short" in w.core.pins
+        assert "long" not in w.scheduler.pins
+        assert "short" in w.scheduler.pins
         assert len(w.cache.find("u1", history(1, 150))[0].tokens) == 100  # type: ignore[union-attr]
 
 
@@ -49,14 +50,14 @@ def test_a_waiting_signal_ends_with_its_ranking() -> None:
         longer_signal_waits(w)
         w.rank("long", 1, 150, timeout=0.0)
         w.settle()
-        assert "long" not in w.core.pins
+        assert "long" not in w.scheduler.pins
 
 
 def test_the_same_waiting_signal_twice_is_a_duplicate() -> None:
     with world() as w:
         longer_signal_waits(w)
         w.signal("long", 1, 150)
-        assert w.core.signals.counters.signal_duplicate == 1
+        assert w.scheduler.signals.counters.signal_duplicate == 1
 
 
 # ---- the footprint ----
@@ -71,7 +72,7 @@ def test_a_short_signal_on_a_long_entry_counts_what_the_entry_takes() -> None:
         for user in (1, 2, 3):
             w.signal(f"s{user}", user, 10)  # one granule would do, three are held
         assert w.cache.pinned_bytes == 6 * GRANULE_BYTES
-        assert w.core.signals.counters.signal_over_footprint == 1
+        assert w.scheduler.signals.counters.signal_over_footprint == 1
 
 
 def test_a_signal_for_what_is_held_anyway_is_never_over_the_footprint() -> None:
@@ -79,5 +80,33 @@ def test_a_signal_for_what_is_held_anyway_is_never_over_the_footprint() -> None:
         w.signal("a", 1, MAX_TOKENS)
         w.signal("b", 2, MAX_TOKENS)
         w.signal("c", 1, MAX_TOKENS)
-        assert w.core.signals.counters.signal_over_footprint == 0
-        assert len(w.core.pins) == 3
+        assert w.scheduler.signals.counters.signal_over_footprint == 0
+        assert len(w.scheduler.pins) == 3
+
+
+# ---- how pre-inference ended, as metrics tell it ----
+
+
+def ended(w: World) -> dict[str, int]:
+    """Jobs for admitted requests by how they ended."""
+    return {name: round(total) for name, total in w.scheduler.totals().items() if name.startswith("flight_") and total}
+
+
+def test_in_time_late_and_unwanted_pre_inference_are_told_apart() -> None:
+    """A ranking is expected 0.1 s behind its signal."""
+    with world() as w:
+        w.signal("in time", 1, 60)
+        w.settle()
+        assert ended(w) == {"flight_finished": 1}
+        w.signal("late", 2, 60)
+        w.now += 0.2
+        w.settle()
+        assert ended(w) == {"flight_finished": 1, "flight_late": 1}
+        w.signal("unwanted", 3, 60)
+        w.handle(LanesLost(frozenset([3])))
+        w.settle()
+        assert ended(w) == {"flight_finished": 1, "flight_late": 1, "flight_starved": 1}
+        w.signal("joined", 0, 60)
+        w.rank("joined", 0, 60)
+        w.settle()
+        assert ended(w) == {"flight_finished": 2, "flight_late": 1, "flight_starved": 1, "flight_joined": 1}

@@ -21,7 +21,7 @@ def test_the_transformer_is_served_by_the_same_core() -> None:
         if number % 4:
             world.signal(f"r{number}", user, length, life=0.5)
         for _ in range(rng.randrange(4)):
-            world.core.step(world.now)
+            world.step()
         # On a busy machine the model is slow, and what is predicted to come too late is refused.
         world.rank(f"r{number}", user, length, suffix=rng.randrange(4), full=number % 10 == 0, timeout=2.0)
         world.now += 0.05

@@ -14,7 +14,7 @@ from relaygr_stream.worker.cost_model import MAX_CHUNK, MIN_CHUNK, Costs
 K = 1024.0
 
 
-def extend_ms(e: tuple[float, float, float], position: int, tokens: int) -> float:
+def prefill_ms(e: tuple[float, float, float], position: int, tokens: int) -> float:
     """The formula of costs.py, in tokens."""
     k, p = tokens / K, position / K
     return e[0] + e[1] * k + e[2] * k * (p + k / 2)
@@ -42,7 +42,7 @@ def fitted(
 
     for _ in range(samples):
         position, tokens = rng.randrange(0, 4096), rng.randrange(32, 1024)
-        costs.extended(position, tokens, measured(extend_ms(extend, position, tokens)))
+        costs.prefilled(position, tokens, measured(prefill_ms(extend, position, tokens)))
         prefix, rows = rng.randrange(0, 4096), rng.randrange(16, 512)
         costs.scored(prefix, rows, measured(score_ms(score, prefix, rows)))
     return costs
@@ -58,9 +58,9 @@ def test_known_coefficients_are_found(
 ) -> None:
     costs = fitted(extend, score, samples=150, seed=seed)
     for position, tokens in ((0, 64), (0, 2048), (2048, 512)):
-        assert costs.extend_ms(position, tokens) == pytest.approx(extend_ms(extend, position, tokens), rel=0.01)
+        assert costs.prefill_ms(position, tokens) == pytest.approx(prefill_ms(extend, position, tokens), rel=0.01)
     assert costs.score_ms(2000, 100) == pytest.approx(score_ms(score, 2000, 100), rel=0.01)
-    full = extend_ms(extend, 0, 3000) + score_ms(score, 3000, 200)
+    full = prefill_ms(extend, 0, 3000) + score_ms(score, 3000, 200)
     assert costs.model().full_ms(3000, 200) == pytest.approx(full, rel=0.01)
 
 
@@ -69,7 +69,7 @@ def test_noise_and_interruptions_do_not_mislead(seed: int) -> None:
     extend, score = (0.4, 6.0, 3.0), (0.5, 8.0, 2.0)
     costs = fitted(extend, score, noise=0.1, interruptions=0.15, seed=seed)
     for position, tokens in ((0, 512), (0, 2048), (2048, 512)):
-        assert costs.extend_ms(position, tokens) == pytest.approx(extend_ms(extend, position, tokens), rel=0.12)
+        assert costs.prefill_ms(position, tokens) == pytest.approx(prefill_ms(extend, position, tokens), rel=0.12)
 
 
 @pytest.mark.parametrize("factor", [0.05, 0.4, 2.0, 20.0])
@@ -81,9 +81,9 @@ def test_a_device_that_changes_its_speed_for_good_is_followed_at_once(factor: fl
     now = (before[0] * factor, before[1] * factor, before[2] * factor)
     for _ in range(24):
         position, tokens = rng.randrange(0, 4096), rng.randrange(32, 1024)
-        ms = extend_ms(now, position, tokens) * rng.uniform(0.95, 1.05)
-        costs.extended(position, tokens, ms * rng.uniform(2, 10) if rng.random() < interruptions else ms)
-    assert costs.extend_ms(0, 1024) == pytest.approx(extend_ms(now, 0, 1024), rel=0.2)
+        ms = prefill_ms(now, position, tokens) * rng.uniform(0.95, 1.05)
+        costs.prefilled(position, tokens, ms * rng.uniform(2, 10) if rng.random() < interruptions else ms)
+    assert costs.prefill_ms(0, 1024) == pytest.approx(prefill_ms(now, 0, 1024), rel=0.2)
 
 
 def test_a_model_whose_costs_change_their_shape_is_learnt_anew() -> None:
@@ -92,9 +92,9 @@ def test_a_model_whose_costs_change_their_shape_is_learnt_anew() -> None:
     other = (4.0, 10.0, 40.0)
     for _ in range(600):
         position, tokens = rng.randrange(0, 4096), rng.randrange(32, 1024)
-        costs.extended(position, tokens, extend_ms(other, position, tokens))
+        costs.prefilled(position, tokens, prefill_ms(other, position, tokens))
     for position, tokens in ((0, 64), (0, 2048), (2048, 512)):
-        assert costs.extend_ms(position, tokens) == pytest.approx(extend_ms(other, position, tokens), rel=0.15)
+        assert costs.prefill_ms(position, tokens) == pytest.approx(prefill_ms(other, position, tokens), rel=0.15)
 
 
 @settings(max_examples=30)
@@ -111,7 +111,7 @@ def test_triggers_are_told_the_time_of_chunked_inference_suffix_included(
         taken, position = score_ms(score, prefix, suffix + candidates), 0
         while position < prefix:
             count = min(costs.chunk(position, chunk_ms), prefix - position)
-            taken += extend_ms(extend, position, count)
+            taken += prefill_ms(extend, position, count)
             position += count
         # The quadratic smooths over the steps that the last chunk of a prefix and chunks' whole multiples make. Where
         # an operation's constant takes most of a chunk, chunks fall from hundreds of tokens to MIN_CHUNK at some
@@ -129,7 +129,7 @@ def test_whatever_was_measured_predictions_are_finite_and_not_negative(
 ) -> None:
     costs = Costs()
     for position, tokens, ms in samples:
-        costs.extended(position, tokens, ms)
+        costs.prefilled(position, tokens, ms)
         costs.scored(position, tokens, ms)
         model = costs.model()
         for value in (costs.prefix_ms(2000), costs.score_ms(2000, 100), model.c0, model.c1, model.c2, model.c3):
@@ -141,9 +141,9 @@ def test_whatever_was_measured_predictions_are_finite_and_not_negative(
 def test_the_same_work_for_ever_does_not_unsettle_the_fit() -> None:
     costs = fitted((0.4, 6.0, 3.0), (0.4, 6.0, 3.0))
     for _ in range(20_000):
-        costs.extended(1024, 256, extend_ms((0.4, 6.0, 3.0), 1024, 256))
-    assert costs.extend_ms(1024, 256) == pytest.approx(extend_ms((0.4, 6.0, 3.0), 1024, 256), rel=0.01)
-    assert costs.extend_ms(0, 2048) == pytest.approx(extend_ms((0.4, 6.0, 3.0), 0, 2048), rel=0.05)
+        costs.prefilled(1024, 256, prefill_ms((0.4, 6.0, 3.0), 1024, 256))
+    assert costs.prefill_ms(1024, 256) == pytest.approx(prefill_ms((0.4, 6.0, 3.0), 1024, 256), rel=0.01)
+    assert costs.prefill_ms(0, 2048) == pytest.approx(prefill_ms((0.4, 6.0, 3.0), 0, 2048), rel=0.05)
 
 
 @settings(max_examples=20)
@@ -153,9 +153,9 @@ def test_a_chunk_fits_its_budget_and_fills_it(extend: tuple[float, float, float]
     chunk = costs.chunk(position, budget)
     assert chunk % MIN_CHUNK == 0
     assert MIN_CHUNK <= chunk <= MAX_CHUNK
-    assert costs.extend_ms(position, chunk) <= budget * (1 + 1e-6) or chunk == MIN_CHUNK
+    assert costs.prefill_ms(position, chunk) <= budget * (1 + 1e-6) or chunk == MIN_CHUNK
     if chunk < MAX_CHUNK:
-        assert costs.extend_ms(position, chunk + MIN_CHUNK) > budget * (1 - 1e-6)
+        assert costs.prefill_ms(position, chunk + MIN_CHUNK) > budget * (1 - 1e-6)
 
 
 @pytest.mark.parametrize("coefficients", [(0.0, 0.0, 0.0), (0.0, 1e-300, 0.0), (0.0, 0.0, 1e-300), (9.0, 1.0, 1.0)])

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from relaygr_stream.errors import CacheCorruption, CapacityError, DeviceError
+from relaygr_stream.worker.commands import Answer, Query, Rank
 from relaygr_stream.worker.device import IDLE_WAIT_S, DeviceThread
-from relaygr_stream.worker.scheduler import RelayCore
-from relaygr_stream.worker.tasks import Answer
-from tests.unit.worker.worlds import World, Wrapped
+from relaygr_stream.worker.scheduler import Scheduler, Snapshot
+from tests.unit.worker.worlds import World, Wrapped, look
 
 
 class Hanging(Wrapped):
@@ -26,10 +26,10 @@ class Hanging(Wrapped):
         self.entered = threading.Event()
         self.let_go = threading.Event()
 
-    def extend(self, kv: Any, tokens: Any) -> None:
+    def prefill(self, kv: Any, tokens: Any) -> None:
         self.entered.set()
         assert self.let_go.wait(30)
-        self.model.extend(kv, tokens)
+        self.model.prefill(kv, tokens)
 
 
 class Running:
@@ -40,18 +40,14 @@ class Running:
         self.arrived = asyncio.Event()
         self.thread = DeviceThread(asyncio.get_running_loop(), self._on_answers)
         self.world = World(wrap=wrap)
-        self.world.core._deliver = self.thread.deliver
 
     def _on_answers(self, answers: list[Answer]) -> None:
         self.answers += answers
         self.arrived.set()
 
     def rank(self, request: str, user: int, length: int = 60) -> None:
-        def run(core: RelayCore, now: float) -> None:
-            self.world.now = now
-            self.world.rank(request, user, length, timeout=30.0)
-
-        self.thread.submit(run)
+        self.world.now = time.monotonic()
+        self.thread.submit(Rank(self.world.ranking(request, user, length, timeout=30.0)))
 
     async def answered(self, count: int) -> None:
         while len(self.answers) < count:
@@ -62,8 +58,7 @@ class Running:
 @asynccontextmanager
 async def running(wrap: Callable[[Any], Any] = Wrapped) -> AsyncIterator[Running]:
     made = Running(wrap)
-    core = await made.thread.start(lambda: made.world.core)
-    assert core is made.world.core
+    assert await made.thread.start(lambda: made.world) is made.world
     try:
         yield made
     finally:
@@ -79,19 +74,41 @@ async def test_rankings_go_in_and_answers_come_out() -> None:
     assert not r.thread.failed.done()
 
 
-async def test_calls_run_in_order_and_a_question_after_what_was_handed_in_before() -> None:
+async def test_commands_are_handled_in_order_and_a_question_after_those_before_it() -> None:
     seen: list[int] = []
     async with running() as r:
-        for number in range(100):
-            r.thread.submit(lambda core, now, number=number: seen.append(number))  # type: ignore[misc]
-        await r.thread.ask(lambda core, now: seen.append(-1))
-        assert seen == [*range(100), -1]
+        r.thread.submit(*(look(lambda *_, number=number: seen.append(number)) for number in range(100)))
+        assert await r.thread.ask(look(lambda *_: len(seen))) == 100
+        assert seen == [*range(100)]
+
+
+@pytest.mark.parametrize("turns", range(1, 5))
+async def test_what_a_cancelled_question_did_is_taken_back(turns: int) -> None:
+    """Whenever it is cancelled: before the thread took it, or when its reply is on its way."""
+    done: list[str] = []
+
+    def take(scheduler: Scheduler, now: float) -> str:
+        done.append("taken")
+        return "a lease"
+
+    def give_back(scheduler: Scheduler, now: float) -> None:
+        done.append("given back")
+
+    async with running() as r:
+        question = asyncio.create_task(r.thread.ask(look(take), lambda lease: look(give_back) if lease else None))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        question.cancel()
+        await asyncio.wait({question})
+        await r.thread.ask(Query())  # by now the thread has taken the first question, and the loop has its reply
+        await r.thread.ask(Query())
+        assert done == (["taken", "given back"] if question.cancelled() else ["taken"])
 
 
 async def test_what_cannot_be_made_is_told() -> None:
     thread = DeviceThread(asyncio.get_running_loop(), lambda answers: None)
 
-    def make() -> RelayCore:
+    def make() -> World:
         raise CapacityError("too small")
 
     with pytest.raises(CapacityError, match="too small"):
@@ -102,7 +119,7 @@ async def test_what_cannot_be_made_is_told() -> None:
 
 async def test_nobody_need_wait_for_the_making() -> None:
     made = Running()
-    ready = made.thread.start(lambda: made.world.core)
+    ready = made.thread.start(lambda: made.world)
     ready.cancel()
     assert await made.thread.stop(10)
     assert not made.thread.failed.done()
@@ -112,14 +129,13 @@ async def test_a_core_that_raises_is_told_after_its_answers() -> None:
     async with running() as r:
         order: list[str] = []
         r.thread.failed.add_done_callback(lambda _: order.append("failed"))
-        answered = r.thread._on_answers
-        r.thread._on_answers = lambda answers: (order.append("answers"), answered(answers))[1]  # type: ignore[func-returns-value]
+        answered = r.thread.on_answers
+        r.thread.on_answers = lambda answers: (order.append("answers"), answered(answers))[1]  # type: ignore[func-returns-value]
 
-        def last_words(core: RelayCore, now: float) -> None:
-            r.thread.deliver(Answer(r.world.rank("x", 9, 10, timeout=-1.0), "failed"))
+        def fail(scheduler: Scheduler, now: float) -> None:
             raise AssertionError("a bug")
 
-        r.thread.submit(last_words)
+        r.thread.submit(Rank(r.world.ranking("x", 9, 10, timeout=-1.0)), look(fail))
         with pytest.raises(AssertionError, match="a bug"):
             await asyncio.wait_for(asyncio.shield(r.thread.failed), 10)
         await asyncio.sleep(0)
@@ -129,7 +145,7 @@ async def test_a_core_that_raises_is_told_after_its_answers() -> None:
 
 async def test_a_device_that_always_fails_ends_the_thread_with_every_answer_given() -> None:
     async with running() as r:
-        r.world.model.fail_extend = 10**6  # type: ignore[attr-defined]
+        r.world.model.fail_prefill = 10**6  # type: ignore[attr-defined]
         for number in range(8):
             r.rank(f"r{number}", number)
         with pytest.raises(DeviceError, match="8 times in a row"):
@@ -139,21 +155,21 @@ async def test_a_device_that_always_fails_ends_the_thread_with_every_answer_give
 
 async def test_a_failure_that_nobody_looks_at_is_no_warning() -> None:
     async with running() as r:
-        r.thread.submit(lambda core, now: 1 / 0)  # type: ignore[arg-type]
+        r.thread.submit(look(lambda *_: 1 / 0))
         await asyncio.wait({r.thread.failed}, timeout=10)
     assert r.thread.failed.done()
 
 
 async def test_books_that_do_not_balance_at_the_end_are_told() -> None:
     made = Running()
-    await made.thread.start(lambda: made.world.core)
+    await made.thread.start(lambda: made.world)
 
-    def spoil(core: RelayCore, now: float) -> None:
+    def spoil(scheduler: Scheduler, now: float) -> None:
         made.world.now = now
         made.world.signal("r", 1, 60)
-        core.pins._pins.clear()  # forgets what it holds
+        scheduler.pins._pins.clear()  # forgets what it holds
 
-    await made.thread.ask(spoil)
+    await made.thread.ask(look(spoil))
     assert await made.thread.stop(10)
     with pytest.raises(CacheCorruption, match="requests know of others"):
         made.thread.failed.result()
@@ -163,7 +179,7 @@ async def test_stopping_while_busy_finishes_the_step_and_no_more() -> None:
     made = Running(Hanging)
     device = made.world.model
     assert isinstance(device, Hanging)
-    await made.thread.start(lambda: made.world.core)
+    await made.thread.start(lambda: made.world)
     made.rank("r1", 1)
     made.rank("r2", 2)
     assert await asyncio.to_thread(device.entered.wait, 10)
@@ -189,7 +205,7 @@ async def test_a_hang_shows_and_idleness_does_not() -> None:
         assert r.thread.stalled_for - before >= 0.9 * (time.monotonic() - started - 0.05)
         device.let_go.set()
         await r.answered(1)
-        await r.thread.ask(lambda core, now: None)
+        await r.thread.ask(Query())
         assert r.thread.turns > turns
 
 
@@ -200,9 +216,8 @@ async def test_copies_end_without_being_waited_for_by_the_clock() -> None:
             r.rank(f"r{user}", user, 180)
         await r.answered(6)
         for _ in range(1000):
-            copying: list[bool] = []
-            await r.thread.ask(lambda core, now, seen=copying: seen.append(core.copying))  # type: ignore[misc]
-            if not copying[0]:
+            snapshot: Snapshot = await r.thread.ask(Query())
+            if not snapshot.copying:
                 break
             await asyncio.sleep(0.01)
         assert r.world.cache.counters.spilled > 0

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 from structlog.testing import capture_logs
@@ -17,7 +16,7 @@ from relaygr_stream.models.loading import load_model
 from relaygr_stream.settings.schema import Kafka, Model, Relay
 from relaygr_stream.worker.audit import DEVIATIONS_TO_UNREADY
 from tests.unit.worker.services import Hangable, Peer, made, worker_on, worker_settings
-from tests.unit.worker.worlds import CPU, World, Wrapped, toy_model, world
+from tests.unit.worker.worlds import CPU, Fraud, World, Wrapped, toy_model, world
 from tests.waiting import until
 
 
@@ -52,8 +51,8 @@ def test_what_scores_that_are_not_finite_came_from_serves_nobody_else() -> None:
 
         spoil = True
 
-        def extend(self, kv: Any, tokens: Any) -> None:
-            self.model.extend(kv, tokens)
+        def prefill(self, kv: Any, tokens: Any) -> None:
+            self.model.prefill(kv, tokens)
             if self.spoil:
                 kv.storage.fill_(float("nan"))
                 self.spoil = False
@@ -71,15 +70,11 @@ def test_what_scores_that_are_not_finite_came_from_serves_nobody_else() -> None:
 
 
 def test_an_audit_that_deviates_drops_the_entry_from_both_tiers() -> None:
-    w = World(audit_share=1.0)
+    w = World(audit_share=1.0, wrap=Fraud)
     w.signal("r1", 1, 50)
     w.settle()
     w.rank("r1", 1, 50)
     w.signal("next", 1, 50)  # holds the entry
-    while not w.core.auditor._waiting:
-        w.core.step(w.now)
-    (audit,) = w.core.auditor._waiting
-    audit.relayed = audit.relayed * np.float32(1.5)
     w.settle()
     assert w.cache.counters.distrusted == 1
     assert w.cache.entries == 0
@@ -97,8 +92,8 @@ class Spoiling(Hangable):
         super().__init__(model)
         self.scratch = 0
 
-    def extend(self, kv: Any, tokens: Any) -> None:
-        super().extend(kv, tokens)
+    def prefill(self, kv: Any, tokens: Any) -> None:
+        super().prefill(kv, tokens)
         self.scratch = self.scratch or kv.storage.data_ptr()
         if kv.storage.data_ptr() != self.scratch:
             kv.storage.mul_(1.5)
@@ -136,7 +131,7 @@ def test_an_error_of_the_model_shows_its_traceback_once_per_kind() -> None:
         for number, (extend, score, error) in enumerate(
             [(1, 0, RuntimeError("a")), (1, 0, RuntimeError("b")), (0, 2, RuntimeError("c")), (1, 0, ValueError("d"))]
         ):
-            model.fail_extend, model.fail_score, model.error = extend, score, error
+            model.fail_prefill, model.fail_score, model.error = extend, score, error
             w.rank(f"r{number}", number, 50)
             w.settle()
     shown = [line for line in lines if line["event"] == "the model or its device failed"]

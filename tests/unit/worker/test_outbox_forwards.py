@@ -15,6 +15,7 @@ from relaygr_stream.bus.ages import WAY_MS
 from relaygr_stream.bus.topics import load_topics
 from relaygr_stream.errors import BrokerError
 from relaygr_stream.settings.schema import Kafka, Relay
+from relaygr_stream.telemetry.background import Background
 from relaygr_stream.wire.messages import (
     HEADER_CORRELATION,
     HEADER_REPLY_PARTITION,
@@ -28,11 +29,11 @@ from relaygr_stream.wire.messages import (
 )
 from relaygr_stream.wire.records import Record
 from relaygr_stream.worker import replies as outbox
+from relaygr_stream.worker.commands import Answer
 from relaygr_stream.worker.forwarding import Kept
 from relaygr_stream.worker.intake import Intake
 from relaygr_stream.worker.metrics import WorkerMetrics
 from relaygr_stream.worker.replies import Outbox
-from relaygr_stream.worker.tasks import Answer
 from tests.waiting import until
 
 TOPICS = load_topics(Kafka(partitions=8))
@@ -68,6 +69,7 @@ class World:
         self.done: list[Record] = []
         self.asked: list[tuple[Any, ...]] = []
         self.registry = CollectorRegistry()
+        self.background = Background()
 
         def elsewhere(*question: Any) -> int | Kept:
             self.asked.append(question)
@@ -81,6 +83,7 @@ class World:
             "w1",
             SimpleNamespace(version="m", tasks=("click",)),
             self.done.append,
+            self.background,
             SimpleNamespace(elsewhere=elsewhere),  # type: ignore[arg-type]
         )
 
@@ -172,7 +175,7 @@ async def test_a_request_that_cannot_be_written_again_is_refused_and_ends_nobody
 
     world = World(3)
     record = await world.settle(as_sent=with_a_name_that_is_not_utf8)
-    assert not world.outbox.failed.done()
+    world.background.check()
     assert world.reply().status == "overloaded"
     assert world.done == [record]
     assert (world.forwards("unsent"), world.forwards("sent")) == (1, 0)

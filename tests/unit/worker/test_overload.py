@@ -10,8 +10,16 @@ import pytest
 import torch
 
 from relaygr_stream.models.api import KVRegion, RankingModel, ScoreInput, Tokens
-from relaygr_stream.worker.forecast import CLEARLY, ENOUGH, GUESTS, SURE, Calibration, Forecast, Full
-from relaygr_stream.worker.tasks import RankTask
+from relaygr_stream.worker.commands import RankTask
+from relaygr_stream.worker.forecast import (
+    ALONE_DEADLINE_FACTOR,
+    ENOUGH,
+    FORWARDED_DEADLINE_FRACTION,
+    QUEUED_DEADLINE_FRACTION,
+    Calibration,
+    Forecast,
+    Full,
+)
 from tests.unit.worker.worlds import World
 
 USERS, TOKENS, TIMEOUT_S = 3, 60, 0.03
@@ -32,8 +40,8 @@ class Timed:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
 
-    def extend(self, kv: KVRegion, tokens: Tokens) -> None:
-        self.model.extend(kv, tokens)
+    def prefill(self, kv: KVRegion, tokens: Tokens) -> None:
+        self.model.prefill(kv, tokens)
         self.now += len(tokens) * TOKEN_MS / 1e3
 
     def score(self, batch: Sequence[ScoreInput]) -> list[torch.Tensor]:
@@ -50,7 +58,7 @@ class Simulation:
         self.device: Timed = self.world.model  # type: ignore[assignment]
         for user in range(USERS):
             self.world.signal(f"s{user}", user, TOKENS, life=1e6)
-        while self.world.core.step(self.device.now):
+        while self.world.step(self.device.now):
             pass
         self.sent = 0
 
@@ -66,12 +74,12 @@ class Simulation:
         for _ in range(requests):
             at += rng.exponential(1 / rate)
             while self.device.now < at:
-                if not self.world.core.step(self.device.now):
+                if not self.world.step(self.device.now):
                     self.device.now = at
             before = len(self.world.answers)
             tasks.append(self.rank(timeout))
             refused += [answer.status for answer in self.world.answers[before:]] == ["overloaded"]
-        while self.world.core.step(self.device.now):
+        while self.world.step(self.device.now):
             pass
         return tasks, refused
 
@@ -111,14 +119,14 @@ def test_nothing_is_refused_before_predictions_were_compared_with_measurements()
     simulation = Simulation()
     tasks = [simulation.rank() for _ in range(60)]
     assert not simulation.world.answers
-    while simulation.world.core.step(simulation.device.now):
+    while simulation.world.step(simulation.device.now):
         pass
     assert "overloaded" not in simulation.statuses(tasks)
 
 
 def test_a_cost_model_that_is_ten_times_too_high_refuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     simulation = Simulation()
-    costs = simulation.world.core._engine.costs
+    costs = simulation.world.executor.costs
     true = costs.score_ms
     monkeypatch.setattr(costs, "score_ms", lambda prefix, rows: 10 * true(prefix, rows))
     tasks, _ = simulation.run(0.7 * CAPACITY_PER_S, 400, seed=2)
@@ -132,17 +140,17 @@ def test_a_full_inference_that_cannot_be_in_time_is_refused_as_it_comes() -> Non
     for number in range(ENOUGH):
         world.now = simulation.device.now
         world.rank(f"f{number}", 5, TOKENS, full=True)
-        while world.core.step(simulation.device.now):
+        while world.step(simulation.device.now):
             pass
     spent = simulation.device.now
     world.now = spent
     world.rank("hopeless", 5, 150, full=True, timeout=0.001)
     assert world.answer("hopeless").status == "overloaded"
     assert "has 1" in world.answer("hopeless").detail
-    assert not world.core.step(simulation.device.now)
+    assert not world.step(simulation.device.now)
     assert simulation.device.now == spent
     world.rank("possible", 5, 150, full=True, timeout=0.01)
-    while world.core.step(simulation.device.now):
+    while world.step(simulation.device.now):
         pass
     assert world.answer("possible").status == "ok"
 
@@ -173,18 +181,18 @@ def test_a_forecast_counts_what_comes_before_and_protects_what_was_accepted() ->
     forecast.remove(first)
     forecast.remove(first)
     forecast.remove(last)
-    assert not forecast.full(waiting(0.020, CLEARLY * 20.0), 0.0)
-    assert forecast.full(waiting(0.020, CLEARLY * 20.0 + 1.0), 0.0)
+    assert not forecast.full(waiting(0.020, ALONE_DEADLINE_FACTOR * 20.0), 0.0)
+    assert forecast.full(waiting(0.020, ALONE_DEADLINE_FACTOR * 20.0 + 1.0), 0.0)
 
 
 def test_the_last_places_of_a_queue_are_for_no_one_and_those_before_for_its_own() -> None:
     forecast = Forecast()
     forecast.add(waiting(0.010, 8.0))
-    own = SURE * 20.0 - 8.0
+    own = QUEUED_DEADLINE_FRACTION * 20.0 - 8.0
     assert not forecast.full(waiting(0.020, own - 0.1), 0.0)
     assert forecast.full(waiting(0.020, own + 0.1), 0.0)
     for hops in (1, 2):
-        guest = GUESTS * 20.0 - 8.0
+        guest = FORWARDED_DEADLINE_FRACTION * 20.0 - 8.0
         assert not forecast.full(waiting(0.020, guest - 0.1, hops), 0.0)
         assert forecast.full(waiting(0.020, guest + 0.1, hops), 0.0)
 
@@ -214,6 +222,6 @@ def test_bursts_are_scored_together_where_that_is_sooner(batch_ms: float, rankin
     simulation.device.batches.clear()
     for _ in range(12):
         simulation.rank(timeout=1.0)
-    while simulation.world.core.step(simulation.device.now):
+    while simulation.world.step(simulation.device.now):
         pass
     assert simulation.device.batches == [largest] * (12 // largest)

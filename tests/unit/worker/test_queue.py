@@ -6,9 +6,9 @@ import numpy as np
 import torch
 
 from relaygr_stream.models.api import KVLayout, KVRegion, Tokens
-from relaygr_stream.worker.executor import Extension
+from relaygr_stream.worker.commands import PrefillJob, RankTask
+from relaygr_stream.worker.executor import PrefillRun
 from relaygr_stream.worker.queue import WorkQueue
-from relaygr_stream.worker.tasks import Flight, RankTask
 
 NOTHING = Tokens(np.zeros((3, 0), np.int64))
 REGION = KVRegion(KVLayout(1, 1, 1, 1, torch.float32), torch.empty(0), 0)
@@ -18,8 +18,8 @@ def ranking(name: str, deadline: float) -> RankTask:
     return RankTask(name, "u", 0, NOTHING, NOTHING, np.zeros(1, np.int64), 0.0, deadline, full=False)
 
 
-def flight(due: float, *waiters: RankTask) -> Flight:
-    return Flight(Extension(None, REGION, NOTHING), due, waiters=list(waiters))  # type: ignore[arg-type]  # never run
+def job(due: float, *waiters: RankTask) -> PrefillJob:
+    return PrefillJob(PrefillRun(None, REGION, NOTHING), due, waiters=list(waiters))  # type: ignore[arg-type]  # never run
 
 
 def cost(task: RankTask) -> float:
@@ -29,48 +29,48 @@ def cost(task: RankTask) -> float:
 def test_rankings_by_deadline_in_batches_up_to_the_next_flight() -> None:
     queue = WorkQueue()
     waiter = ranking("waiter", 3.0)
-    joined = flight(9.0, waiter)
+    joined = job(9.0, waiter)
     for name, deadline in (("d", 4.0), ("b", 2.0), ("a", 1.0), ("c", 2.5)):
-        queue.ready(ranking(name, deadline))
+        queue.add_ready(ranking(name, deadline))
     queue.urge(joined, waiter)
-    assert [task.request_id for task in queue.take_ready(2)] == ["a", "b"]
-    assert [task.request_id for task in queue.take_ready(8)] == ["c"]
+    assert [task.request_id for task in queue.pop_ready(2)] == ["a", "b"]
+    assert [task.request_id for task in queue.pop_ready(8)] == ["c"]
     assert queue.urgent() is joined
-    assert queue.take_ready(8) == []
+    assert queue.pop_ready(8) == []
     joined.over = True
-    assert [task.request_id for task in queue.take_ready(8)] == ["d"]
+    assert [task.request_id for task in queue.pop_ready(8)] == ["d"]
     assert queue.urgent() is None
 
 
 def test_a_batch_costs_no_more_than_it_may_but_has_one_ranking() -> None:
     queue = WorkQueue()
     for name, deadline in (("a", 2.0), ("b", 2.5), ("c", 3.0), ("d", 9.0)):
-        queue.ready(ranking(name, deadline))
-    assert [task.request_id for task in queue.take_ready(8, cost, 5.0)] == ["a", "b"]
-    assert [task.request_id for task in queue.take_ready(8, cost, 5.0)] == ["c"]
-    assert [task.request_id for task in queue.take_ready(8, cost, 5.0)] == ["d"]
-    assert queue.take_ready(8, cost, 5.0) == []
+        queue.add_ready(ranking(name, deadline))
+    assert [task.request_id for task in queue.pop_ready(8, cost, 5.0)] == ["a", "b"]
+    assert [task.request_id for task in queue.pop_ready(8, cost, 5.0)] == ["c"]
+    assert [task.request_id for task in queue.pop_ready(8, cost, 5.0)] == ["d"]
+    assert queue.pop_ready(8, cost, 5.0) == []
 
 
 def test_a_batch_has_as_many_as_are_asked_for_whatever_they_cost() -> None:
     queue = WorkQueue()
     for name in "abc":
-        queue.ready(ranking(name, 9.0))
-    assert [task.request_id for task in queue.take_ready(8, cost, 5.0, least=2)] == ["a", "b"]
+        queue.add_ready(ranking(name, 9.0))
+    assert [task.request_id for task in queue.pop_ready(8, cost, 5.0, least=2)] == ["a", "b"]
 
 
 def test_ties_go_to_who_came_first() -> None:
     queue = WorkQueue()
     for name in "abc":
-        queue.ready(ranking(name, 1.0))
-    assert [task.request_id for task in queue.take_ready(8)] == ["a", "b", "c"]
+        queue.add_ready(ranking(name, 1.0))
+    assert [task.request_id for task in queue.pop_ready(8)] == ["a", "b", "c"]
 
 
 def test_answered_rankings_are_passed_over() -> None:
     queue = WorkQueue()
     first, second = ranking("a", 1.0), ranking("b", 2.0)
-    queue.ready(first)
-    queue.ready(second)
+    queue.add_ready(first)
+    queue.add_ready(second)
     first.answered = True
     assert queue.urgent() is second
 
@@ -78,8 +78,8 @@ def test_answered_rankings_are_passed_over() -> None:
 def test_a_flight_is_urgent_only_while_someone_waits() -> None:
     queue = WorkQueue()
     waiter = ranking("a", 1.0)
-    shared = flight(5.0, waiter)
-    queue.flight(shared)
+    shared = job(5.0, waiter)
+    queue.add_background(shared)
     queue.urge(shared, waiter)
     assert queue.urgent() is shared
     shared.waiters.clear()
@@ -89,13 +89,13 @@ def test_a_flight_is_urgent_only_while_someone_waits() -> None:
 
 def test_pre_inference_by_due_time() -> None:
     queue = WorkQueue()
-    late, soon = flight(2.0), flight(1.0)
-    queue.flight(late)
-    queue.flight(soon)
+    late, soon = job(2.0), job(1.0)
+    queue.add_background(late)
+    queue.add_background(soon)
     assert queue.background() is soon
-    assert queue.background_depth == 2
+    assert queue.backlog == 2
     soon.over = True
     assert queue.background() is late
-    assert queue.background_depth == 1
+    assert queue.backlog == 1
     late.over = True
     assert queue.background() is None

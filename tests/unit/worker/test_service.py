@@ -10,6 +10,7 @@ import socket
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -44,8 +45,9 @@ from relaygr_stream.wire.messages import (
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.refusals import encode_refusals
 from relaygr_stream.wire.worker_status import StatusReader, Tombstone
+from relaygr_stream.worker.commands import Query
 from relaygr_stream.worker.process import CLOSE_S
-from relaygr_stream.worker.replies import check_answers_fit
+from relaygr_stream.worker.replies import Outbox, check_answers_fit
 from relaygr_stream.worker.status import ANNOUNCE_S, gives_way_to
 from relaygr_stream.worker.watch import WATCH_S
 from tests.unit.worker.services import MIB, Peer, committed, owned, worker_on, worker_settings
@@ -73,20 +75,17 @@ async def test_signals_are_pinned_rankings_answered_and_both_committed(kafka_set
 @pytest.mark.timeout(300)
 async def test_what_a_status_states_bounds_what_is_pinned(embedded_settings: Kafka) -> None:
     """The trigger's arithmetic, with a real ledger: outstanding never falls short of what the worker holds."""
-    settings = worker_settings(embedded_settings, status_ms=5)
+    settings = worker_settings(embedded_settings, status_interval_ms=5)
     share = int(settings.worker.pinned_share * settings.worker.hbm_bytes)
     async with Peer(embedded_settings) as peer, worker_on(settings) as w:
         user = "u-ledger"
         lane = peer.lane(user)
         ledger = LaneLedger(log_end=0, keep_s=60.0, now_s=time.monotonic())
-        inside = w.worker._inside
-        assert inside is not None
-        held: list[int] = []
         seen = 0
         for number in range(60):
-            # Growing and replaced sequences of one user: computed, extended, parked behind each other.
+            # Growing and replaced sequences of one user: computed, extended, waiters behind each other.
             length = 20 + (7 * number) % 230
-            pending = ledger.admit(inside.cache.nbytes(length))
+            pending = ledger.admit(w.runtime.cache.nbytes(length))
             ledger.acknowledged(pending, await peer.signal(f"r{number}", user, length), time.monotonic())
             for status in peer.statuses[seen:]:
                 assert sum(each.budget_bytes for each in status.lanes) <= share
@@ -98,9 +97,7 @@ async def test_what_a_status_states_bounds_what_is_pinned(embedded_settings: Kaf
                 await peer.rank(f"r{number - 1}", user, 20 + (7 * (number - 1)) % 230)
             # Counted before the worker is asked: what it takes in between is on its way in the ledger's eyes.
             bound = ledger.outstanding
-            held.clear()
-            await w.worker._device.ask(lambda core, now: held.append(core.pins.lane_bytes(lane)))
-            assert held[0] <= bound
+            assert (await w.ask(Query((lane,)))).lane_bytes[lane] <= bound
         await until(lambda: peer.statuses[-1].lanes and position(peer, lane) == 60)
 
 
@@ -110,16 +107,16 @@ def position(peer: Peer, lane: int) -> int:
 
 async def test_an_offset_is_stated_only_once_its_signals_are_in_the_books(embedded_settings: Kafka) -> None:
     """Positions are taken before the question to the device thread; afterwards they would claim too much."""
-    async with Peer(embedded_settings) as peer, worker_on(worker_settings(embedded_settings, status_ms=2)) as w:
-        consumer, inside = w.worker._consumer, w.worker._inside
-        assert consumer is not None
-        assert inside is not None
+    async with (
+        Peer(embedded_settings) as peer,
+        worker_on(worker_settings(embedded_settings, status_interval_ms=2)) as w,
+    ):
         users = [f"u{number}" for number in range(24)]
         begun = len(peer.statuses)
         expected: dict[int, list[int]] = {}
         for number, user in enumerate(users):
             await peer.signal(f"r{number}", user, 100)
-            expected.setdefault(peer.lane(user), []).append(inside.cache.nbytes(100))
+            expected.setdefault(peer.lane(user), []).append(w.runtime.cache.nbytes(100))
         await until(lambda: peer.statuses[-1].counters["signals"] == len(users))
         for status in peer.statuses[begun:]:
             for stated in status.lanes:
@@ -191,22 +188,26 @@ async def test_a_worker_that_cannot_bury_any_more_reads_no_more_until_it_can(
 ) -> None:
     """Else bad messages pile up in its memory for as long as the dead letters' topic is away."""
     monkeypatch.setattr(dead_letter, "WAITING_LIMIT", 3)
-    settings = worker_settings(msgspec.structs.replace(embedded_settings, max_poll_ms=1000))
+    settings = worker_settings(msgspec.structs.replace(embedded_settings, max_poll_interval_ms=1000))
     async with Peer(embedded_settings) as peer, worker_on(settings) as w:
-        outbox = w.worker._outbox
-        assert outbox is not None
+        send = Producer.send_and_wait
+
+        async def refuse_letters(producer: Producer, topic: str, *arguments: Any, **options: Any) -> int:
+            if topic == peer.topics.dead_letter.name:
+                raise BrokerError(f"cannot send to {topic}")
+            return await send(producer, topic, *arguments, **options)
+
         with monkeypatch.context() as away:
-            away.setattr(outbox._others, "send_and_wait", refused)
+            away.setattr(Producer, "send_and_wait", refuse_letters)
             for _ in range(3):
                 await peer.send_ranking(b"\xc1")
             await until(lambda: owned(w) == 0, "lanes given up")
-        await until(lambda: outbox.letters.waiting == 0 and owned(w) == 8, "buried, and the lanes back")
+        waiting = w.context.registry.get_sample_value
+        await until(
+            lambda: waiting("relaygr_dead_letters_waiting") == 0 and owned(w) == 8, "dead-lettered, and the lanes back"
+        )
         assert (await peer.reply(await peer.rank("fine", "u", 20))).status == "ok"
         await until(lambda: len(peer.dead) >= 3, "those that were read again buried again")
-
-
-async def refused(topic: str, *_: object, **__: object) -> int:
-    raise BrokerError(f"cannot send to {topic}")
 
 
 @pytest.mark.parametrize("name", ["ranking", "pre_infer", "retrieval"])
@@ -266,26 +267,24 @@ async def test_a_device_that_always_fails_ends_the_worker_with_answers(
     embedded_settings: Kafka, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with Peer(embedded_settings) as peer, worker_on(worker_settings(embedded_settings)) as w:
-        outbox = w.worker._outbox
-        assert outbox is not None
-        flush = outbox.flush
+        flush = Outbox.flush
 
-        async def slowly(timeout_s: float) -> None:
-            await flush(timeout_s)
+        async def slowly(outbox: Outbox, timeout_s: float) -> None:
+            await flush(outbox, timeout_s)
             await asyncio.sleep(2 * WATCH_S)  # what watches it looks again, and must not find it ready
 
-        monkeypatch.setattr(outbox, "flush", slowly)
-        w.model.fail_extend = 10**6
+        monkeypatch.setattr(Outbox, "flush", slowly)
+        w.model.fail_prefill = 10**6
         correlations = [await peer.rank(f"r{number}", f"u{number}", 60) for number in range(8)]
         with pytest.raises(DeviceError, match="8 times in a row, at last with RuntimeError: the device is on fire"):
             await asyncio.wait_for(w.task, 20)
         assert {(await peer.reply(each)).status for each in correlations} == {"failed"}
         assert not w.ready
-        w.model.fail_extend = 0
+        w.model.fail_prefill = 0
 
 
 async def test_a_device_that_hangs_ends_the_worker_with_answers(embedded_settings: Kafka) -> None:
-    settings = worker_settings(msgspec.structs.replace(embedded_settings, max_poll_ms=1500), drain_ms=500)
+    settings = worker_settings(msgspec.structs.replace(embedded_settings, max_poll_interval_ms=1500), drain_ms=500)
     async with Peer(embedded_settings) as peer, worker_on(settings) as w:
         model = w.model
         model.hang = True
@@ -306,9 +305,7 @@ async def test_a_defect_ends_the_worker_and_its_request_is_not_read_again(
 ) -> None:
     """A request that trips over a bug must not bring down one owner of its lane after the other."""
     async with Peer(embedded_settings) as peer, worker_on(worker_settings(embedded_settings)) as w:
-        inside = w.worker._inside
-        assert inside is not None
-        monkeypatch.setattr(inside.core.rankings, "_place", lambda task, found: 1 / 0)
+        monkeypatch.setattr(w.runtime.scheduler.rankings, "_place", lambda task, found: 1 / 0)
         correlation = await peer.rank("poison", "u", 60)
         with pytest.raises(ZeroDivisionError):
             await asyncio.wait_for(w.task, 20)
@@ -318,10 +315,14 @@ async def test_a_defect_ends_the_worker_and_its_request_is_not_read_again(
 
 async def test_stopping_finishes_what_was_accepted(embedded_settings: Kafka) -> None:
     async with Peer(embedded_settings) as peer, worker_on(worker_settings(embedded_settings)) as w:
+        w.model.hang = True
         correlations = [await peer.rank(f"r{number}", f"u{number}", 200, mode="full") for number in range(12)]
-        await until(lambda: w.worker._in_flight or len(peer.replies) == 12)
-        await w.end()
-        assert w.worker._in_flight == set()
+        await until(lambda: w.total("rankings_read"), "one read")
+        ending = asyncio.create_task(w.end())
+        await until(lambda: not w.ready, "told to stop")
+        w.model.hang = False
+        await ending
+        assert w.total("answers") == w.total("rankings_read")
         await until(lambda: peer.statuses[-1].state == "stopped")
         assert "draining" in [status.state for status in peer.statuses]
         # What had not been read is left to the lanes' next owners, and nothing else is.
@@ -394,16 +395,14 @@ async def test_a_forged_status_ends_no_name_for_good_and_a_signed_fleet_believes
 
 
 async def test_an_answer_carries_what_the_trigger_decided(embedded_settings: Kafka) -> None:
-    async with Peer(embedded_settings) as peer, worker_on(worker_settings(embedded_settings)) as w:
+    async with Peer(embedded_settings) as peer, worker_on(worker_settings(embedded_settings)):
         signalled = await peer.signal("r-in", "u1", 40)
         async with Producer(embedded_settings, client_id="trigger") as trigger:
             refused = encode_refusals([("r-out", "not_at_risk"), ("r-full", "over_load")])
             topic, headers = peer.topics.pre_infer.name, [("relaygr-kind", b"refusals")]
             for value in (refused, b"\xc1"):
                 await trigger.send_and_wait(topic, value, partition=peer.lane("u1"), headers=headers)
-        consumer = w.worker._consumer
-        assert consumer is not None
-        await until(lambda: consumer.position(topic, peer.lane("u1")) == signalled + 3)
+        await until(lambda: peer.statuses[-1].lanes and position(peer, peer.lane("u1")) == signalled + 3)
         for request, admission in (("r-in", "admitted"), ("r-out", "not_at_risk"), ("r-full", "over_load"), ("r", "")):
             reply = await peer.reply(await peer.rank(request, "u1", 40))
             assert (reply.status, reply.admission) == ("ok", admission)
@@ -456,10 +455,11 @@ async def test_a_process_that_is_stopped_while_it_starts_ends_at_once(tmp_path: 
         config.write_text(settings_as_toml(worker_settings(kafka)), encoding="utf-8")
         child = Child(process, [process, "--config", str(config)], tmp_path)
         try:
-            await until(lambda: child._get("/healthz") is not None, child.log_tail())
+            await until(child.healthy, child.log_tail())
             await asyncio.sleep(0.3)  # it is asking for topics by now
             child.terminate()
-            assert await asyncio.to_thread(child._process.wait, START_END_S + 10) == 0, child.log_tail()
+            await until(lambda: child.exit_code is not None, "ended", START_END_S + 10)
+            assert child.exit_code == 0, child.log_tail()
         finally:
             child.kill()
 
@@ -478,6 +478,7 @@ async def test_stopping_without_a_broker_takes_bounded_time(tmp_path: Path) -> N
             worker.terminate()
             # Two last words, the drain, the consumer, and what is closed last, each as long as it may take.
             bound = 2 * ANNOUNCE_S + 1.0 + (1.5 + CLOSE_S) + 4 * CLOSE_S + 10
-            assert await asyncio.to_thread(worker._process.wait, bound) in (0, 1), worker.log_tail()
+            await until(lambda: worker.exit_code is not None, "ended", bound)
+            assert worker.exit_code in (0, 1), worker.log_tail()
         finally:
             worker.kill()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -13,16 +14,28 @@ from relaygr_stream.worker import warmup
 from tests.unit.worker.worlds import LIMITS, World
 
 
+@pytest.fixture(autouse=True)
+def _every_copy_takes_as_long_by_the_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an entry is worth depends on what copies took: on a busy machine one of them takes long by chance."""
+    monkeypatch.setattr("relaygr_stream.cache.reloads.Reloads.predict_ms", lambda self, nbytes: nbytes / 1e6)
+
+
+def ticking() -> Callable[[], float]:
+    """A clock for the executor by which every operation takes a millisecond."""
+    ticks = itertools.count()
+    return lambda: next(ticks) * 1e-3
+
+
 @contextmanager
 def warm_world(*, enabled: bool = True, hbm: int = 9, dram: int = 40) -> Iterator[World]:
     """Scratch takes 3 granules of 9: three entries of 2 fit beside it; DRAM takes all."""
-    world = World(hbm=hbm, dram=dram, limits=replace(LIMITS, warm_up=enabled))
+    world = World(hbm=hbm, dram=dram, limits=replace(LIMITS, warm_up=enabled), clock=ticking())
     try:
         yield world
     finally:
         world.settle()
         world.check_scores()
-        world.core.check_integrity()
+        world.scheduler.check_integrity()
         world.close()
 
 
@@ -76,7 +89,7 @@ def test_a_user_expected_back_is_brought_back_before_he_comes() -> None:
         wait(w, 4.0)
         assert w.cache.in_hbm("u1")
         assert visit(w, 1) == "hbm"
-        counters = w.core.warm_up.counters
+        counters = w.scheduler.warm_up.counters
         assert (counters.started, counters.hit, counters.wasted) == (1, 1, 0)
 
 
@@ -87,7 +100,7 @@ def test_switched_off_it_does_nothing() -> None:
         push_out(w, 1)
         wait(w, 10.0)
         assert visit(w, 1) == "dram"
-        assert w.core.warm_up.counters.started == 0
+        assert w.scheduler.warm_up.counters.started == 0
 
 
 def test_a_user_seen_once_or_overdue_is_not_expected() -> None:
@@ -98,7 +111,7 @@ def test_a_user_seen_once_or_overdue_is_not_expected() -> None:
         push_out(w, 1)
         w.now += 100.0
         wait(w, 30.0, step=1.0)
-        assert w.core.warm_up.counters.started == 0
+        assert w.scheduler.warm_up.counters.started == 0
 
 
 def test_nothing_is_warmed_while_there_is_work() -> None:
@@ -108,12 +121,12 @@ def test_nothing_is_warmed_while_there_is_work() -> None:
         push_out(w, 1)
         w.now += 8.0
         w.signal("pre-infer", 7, 150)
-        while w.core.background_depth:
-            started = w.core.warm_up.counters.started
+        while w.scheduler.backlog:
+            started = w.scheduler.warm_up.counters.started
             assert started == 0
-            w.core.step(w.now)
+            w.step()
         w.settle()
-        assert w.core.warm_up.counters.started == 1
+        assert w.scheduler.warm_up.counters.started == 1
 
 
 def test_what_is_worth_more_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +137,7 @@ def test_what_is_worth_more_stays(monkeypatch: pytest.MonkeyPatch) -> None:
         before = {f"u{user}" for user in range(50, 60) if w.cache.in_hbm(f"u{user}")}
         monkeypatch.setattr(FadingFrequency, "value", lambda policy, key: 1e6)
         wait(w, 12.0)
-        assert w.core.warm_up.counters.started == 0
+        assert w.scheduler.warm_up.counters.started == 0
         assert all(w.cache.in_hbm(user) for user in before)
 
 
@@ -147,7 +160,7 @@ def test_what_was_warmed_can_be_evicted_at_once_and_counts_as_waste() -> None:
         assert w.cache.in_hbm("u1")
         push_out(w, 1)
         w.settle()
-        counters = w.core.warm_up.counters
+        counters = w.scheduler.warm_up.counters
         assert (counters.started, counters.hit) == (1, 0)
         assert counters.wasted == 1
 
@@ -156,13 +169,13 @@ def test_users_are_forgotten_when_there_are_too_many(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(warmup, "MAX_USERS", 3)
     with warm_world() as w:
         rounds(w, 2, users=6, gap=1.0)
-        assert len(w.core.warm_up._users) == 3
-        assert len(w.core.warm_up._expected) <= 3
+        assert len(w.scheduler.warm_up._users) == 3
+        assert len(w.scheduler.warm_up._expected) <= 3
 
 
 def test_without_a_dram_tier_there_is_nothing_to_bring_back() -> None:
     world = World(dram=0, limits=replace(LIMITS, warm_up=True))
     world.rank("r", 1, 100)
     world.settle()
-    assert world.core.warm_up._users == {}
+    assert world.scheduler.warm_up._users == {}
     world.close()

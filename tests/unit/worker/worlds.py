@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import msgspec
 import numpy as np
@@ -20,13 +20,15 @@ from relaygr_stream.models.api import KVRegion, RankingModel, ScoreInput, Tokens
 from relaygr_stream.models.loading import load_model
 from relaygr_stream.settings.schema import Model, Relay
 from relaygr_stream.worker.audit import Auditor
-from relaygr_stream.worker.executor import Engine
+from relaygr_stream.worker.commands import Answer, Command, Prefill, PrefillTask, Rank, RankTask
+from relaygr_stream.worker.executor import Executor
 from relaygr_stream.worker.rankings import NO_TOKENS
-from relaygr_stream.worker.scheduler import Limits, RelayCore
-from relaygr_stream.worker.tasks import Answer, PreInferTask, RankTask
+from relaygr_stream.worker.scheduler import Limits, Scheduler
 
 CPU = torch.device("cpu")
-TOY = Model(layers=2, dim=16, heads=2, dqk=8, dv=8, vocab=101, max_positions=512, scale_tokens=64, tasks="click,like")
+TOY = Model(
+    layers=2, dim=16, heads=2, dqk=8, dv=8, vocab=101, max_positions=512, scale_tokens=64, tasks=("click", "like")
+)
 #: 2 layers × 2 heads × (8 + 8) × 4 bytes = 256 bytes a token: 16 KiB a granule of 64 tokens.
 GRANULE_BYTES = 64 * 256
 MAX_TOKENS = 192  # three granules
@@ -62,7 +64,7 @@ def full_scores(
     region = KVRegion(model.layout, torch.zeros(max(n, 1) * model.layout.elements_per_token), max(n, 1))
     with torch.inference_mode():
         if n:
-            model.extend(region, tokens)
+            model.prefill(region, tokens)
         return model.score([ScoreInput(region, suffix, task.candidates)])[0].numpy()
 
 
@@ -71,25 +73,35 @@ class Wrapped:
 
     def __init__(self, model: RankingModel) -> None:
         self.model = model
-        self.fail_extend = 0
+        self.fail_prefill = 0
         self.fail_score = 0
         self.error: Exception = RuntimeError("the device is on fire")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
 
-    def extend(self, kv: KVRegion, tokens: Tokens) -> None:
-        if self.fail_extend:
-            self.fail_extend -= 1
+    def prefill(self, kv: KVRegion, tokens: Tokens) -> None:
+        if self.fail_prefill:
+            self.fail_prefill -= 1
             kv.length += 1  # it failed half-way
             raise self.error
-        self.model.extend(kv, tokens)
+        self.model.prefill(kv, tokens)
 
     def score(self, batch: Sequence[ScoreInput]) -> list[torch.Tensor]:
         if self.fail_score:
             self.fail_score -= 1
             raise self.error
         return self.model.score(batch)
+
+
+class Fraud(Wrapped):
+    """A model whose first scores are wrong, each half as large again."""
+
+    factor = 1.5
+
+    def score(self, batch: Sequence[ScoreInput]) -> list[torch.Tensor]:
+        factor, self.factor = self.factor, 1.0
+        return [scores * factor for scores in super().score(batch)]
 
 
 def _refuse(dst: torch.Tensor, src: torch.Tensor) -> None:
@@ -107,15 +119,33 @@ class Flaky(CopyEngine):
         if self.fail_next:
             self.fail_next -= 1
             dst.view(torch.uint8).fill_(0xFF)  # NaN of every type
-            ticket = CopyTicket(dst, src, None, _refuse)
-            ticket._run(None)
-            return ticket
+            return super().submit(dst, src, urgent=urgent, convert=_refuse)
         return super().submit(dst, src, urgent=urgent, convert=convert)
+
+
+class Look(NamedTuple):
+    """A command of tests alone: `call(scheduler, now)` where the scheduler lives."""
+
+    call: Callable[[Scheduler, float], object]
+
+
+def look(call: Callable[[Scheduler, float], object]) -> Command:
+    """For DeviceThread.submit and ask."""
+    return cast(Command, Look(call))
+
+
+class OpenScheduler(Scheduler):
+    """One that tests may look into."""
+
+    def handle(self, command: Command, now: float) -> object:
+        if isinstance(command, Look):
+            return command.call(self, now)
+        return super().handle(command, now)
 
 
 @dataclass
 class World:
-    """A core over `hbm` and `dram` granules, and everything it said."""
+    """A scheduler over `hbm` and `dram` granules, and everything it said."""
 
     hbm: int = 9
     dram: int = 8
@@ -127,7 +157,7 @@ class World:
     storage: StorageKind = "exact"
     wrap: Callable[[RankingModel], RankingModel] = lambda model: model
     copier: Callable[[torch.device], CopyEngine] = CopyEngine
-    clock: Callable[[], float] = time.perf_counter  # what the engine measures by
+    clock: Callable[[], float] = time.perf_counter  # what the executor measures by
     now: float = 100.0
     answers: list[Answer] = field(default_factory=list)
     audits: list[tuple[RankTask, float]] = field(default_factory=list)
@@ -137,21 +167,22 @@ class World:
         self.truth = toy_model(model=self.kind)
         on_cpu = self.device.type == "cpu"
         self.model = self.wrap(self.truth if on_cpu else toy_model(self.device, self.kind))
-        engine = Engine(self.model, self.device, self.clock)
+        self.executor = Executor(self.model, self.device, self.clock)
+        self.copies = self.copier(self.device)
         dram = TierMemory(self.dram * GRANULE_BYTES, CPU, pinned=not on_cpu) if self.dram else None
         self.cache = PrefixCache(
             self.model.layout,
             TierMemory(self.hbm * GRANULE_BYTES, self.device),
             dram,
-            self.copier(self.device),
-            engine.costs_of_prefix,
+            self.copies,
+            self.executor.costs_of_prefix,
             scratch_tokens=MAX_TOKENS,
             incremental=self.model.incremental,
             max_stale_tokens=self.lag,
             storage=self.storage,
         )
         auditor = Auditor(self.audit_share, self._audited, seed=1)
-        self.core = RelayCore(engine, self.cache, self.limits, auditor, self.answers.append)
+        self.scheduler = OpenScheduler(self.executor, self.cache, self.limits, auditor)
 
     def _audited(self, task: RankTask, deviation: float, ms: float) -> bool:
         self.audits.append((task, deviation))
@@ -161,10 +192,16 @@ class World:
         self, request: str, user: int, length: int, *, version: int = 0, life: float = 2.0, tenant: str = ""
     ) -> None:
         tokens = history(user, length, version)
-        task = PreInferTask(request, f"u{user}", user % 4, tokens, self.now + 0.1, self.now + life, tenant)
-        self.core.signal(task, self.now)
+        due, expires = self.now + 0.1, self.now + life
+        self.handle(Prefill(PrefillTask(request, f"u{user}", user % 4, tokens, due, expires, tenant)))
 
-    def rank(
+    def rank(self, request: str, user: int, length: int, **options: Any) -> RankTask:
+        """Hand a ranking in, which arrives now. options: as `ranking` takes them."""
+        task = self.ranking(request, user, length, **options)
+        self.handle(Rank(task))
+        return task
+
+    def ranking(
         self,
         request: str,
         user: int,
@@ -196,14 +233,27 @@ class World:
             nbytes=nbytes,
         )
         self.suffixes[task] = after
-        self.core.rank(task, self.now)
         return task
+
+    def handle(self, command: Command) -> object:
+        """Hand a command in; `answers` gets what it answers at once."""
+        try:
+            return self.scheduler.handle(command, self.now)
+        finally:
+            self.answers += self.scheduler.take_answers()
+
+    def step(self, now: float | None = None) -> bool:
+        """One step, now or at another time; `answers` gets what was answered since the last."""
+        try:
+            return self.scheduler.step(self.now if now is None else now)
+        finally:
+            self.answers += self.scheduler.take_answers()
 
     def settle(self, most: int = 10_000) -> None:
         """Step until there is nothing to do, copies included."""
         for _ in range(most):
-            if not self.core.step(self.now):
-                if not self.core.copying:
+            if not self.step():
+                if not self.scheduler.copying:
                     return
                 time.sleep(0.0005)  # the copy engine's threads need a turn
         raise AssertionError("the core never comes to rest")
@@ -239,7 +289,7 @@ def world(**options: Any) -> Iterator[World]:
     yield made
     made.settle()
     made.check_scores()
-    made.core.check_integrity()
+    made.scheduler.check_integrity()
     made.now += 100.0
     made.settle()
     assert made.cache.pinned_bytes == 0

@@ -1,4 +1,4 @@
-"""From a file to a report, and the flags of `relaygr publish`."""
+"""From a file to a report, and the flags of `relaygr replay`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner
 from structlog.testing import capture_logs
 
-from relaygr_stream.cli.replay import build_options, publish_command
+from relaygr_stream.cli.replay import build_options, replay_command
 from relaygr_stream.errors import ConfigError, InputError, Overloaded
 from relaygr_stream.lab.workload.generator import GeneratorOptions
 from relaygr_stream.lab.workload.publish import LogOptions, PublishOptions, Workload, prepare, send
@@ -112,7 +112,7 @@ async def test_generated_workload_and_its_json(tmp_path: Path) -> None:
     assert parsed["lines"] is None
     assert parsed["served"].keys() == {"hr", "ndcg"}
     assert set(parsed) == {field.name for field in dataclasses.fields(PublishReport)}
-    assert any("no taste" in note for note in report.notes)
+    assert any("say nothing about a model" in note for note in report.notes)
 
 
 async def test_nothing_sent_is_not_complete_and_still_prints(udata: Path) -> None:
@@ -137,9 +137,9 @@ def test_what_workers_would_refuse_is_refused_before_sending(udata: Path) -> Non
     source = ReplayOptions(max_prefix=100, suffix=4, candidates=50)
     prepared(PublishOptions(source=LogOptions(path=udata, replay=source)), tight)
     for wrong, key in (
-        ({"max_prefix": 101}, "relay.max_prefix_tokens = 100"),
-        ({"suffix": 5}, "relay.max_suffix_tokens = 4"),
-        ({"candidates": 51}, "relay.max_candidates = 50"),
+        ({"max_prefix": 101}, "101 prefix behaviours, the limit is 100 .relay.max_prefix_tokens"),
+        ({"suffix": 5}, "5 suffix behaviours, the limit is 4 .relay.max_suffix_tokens"),
+        ({"candidates": 51}, "51 candidates, the limit is 50 .relay.max_candidates"),
     ):
         shape = ReplayOptions(**{"max_prefix": 100, "suffix": 4, "candidates": 50, **wrong})  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match=key):
@@ -187,7 +187,7 @@ def test_the_live_line_is_rewritten_on_a_terminal_and_logged_elsewhere(monkeypat
 
 def options_of(*arguments: str) -> PublishOptions:
     """The options as the command parses them."""
-    with publish_command.make_context("publish", list(arguments)) as context:
+    with replay_command.make_context("replay", list(arguments)) as context:
         flags = {
             name: value for name, value in context.params.items() if name not in ("files", "assignments", "bootstrap")
         }
@@ -232,13 +232,13 @@ def test_flags_that_clash(arguments: list[str], words: str) -> None:
 
 
 def test_help_has_examples() -> None:
-    result = CliRunner().invoke(publish_command, ["--help"])
+    result = CliRunner().invoke(replay_command, ["--help"])
     assert result.exit_code == 0
-    assert "relaygr publish --events ml-100k/u.data" in result.output
+    assert "relaygr replay --events ml-100k/u.data" in result.output
 
 
 def test_an_unusable_file_is_one_line_and_exit_code_1(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", "from relaygr_stream.cli.replay import publish_command as p; p()"]
+    command = [sys.executable, "-c", "from relaygr_stream.cli.replay import replay_command as p; p()"]
     done = subprocess.run([*command, "--events", str(tmp_path / "absent")], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "absent: no such file" in done.stderr

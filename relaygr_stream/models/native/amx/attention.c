@@ -1,25 +1,25 @@
-/* SiLU attention in bfloat16 on x86-64 with AMX: scores live in the first-level cache only, and never as a matrix.
+/* SiLU attention in bfloat16 on x86-64 with AMX. Scores stay in the first-level cache, and never form a matrix.
  *
- * One block of rows at a time: K and V of a panel of columns are packed as the tile unit wants its right operand, then
- * for 16 rows after another: scores of 32 columns by tiles -> SiLU by vectors, between the tile instructions of the
- * next scores and of the last product -> as bfloat16 into the left operand of the second product, which sums in float32
- * over all columns.
- * arguments.py says what the arguments mean. Knows nothing of layers.
+ * It computes one block of rows at a time. It packs K and V of a panel of columns in the form of the tile unit's right
+ * operand. Then, for each 16 rows: tiles compute the scores of 32 columns; vectors compute SiLU between the tile
+ * instructions of the next scores and of the last product; the result is, as bfloat16, the left operand of the second
+ * product, which sums over all columns in float32.
+ * arguments.py describes the arguments.
  */
 #include "columns.h"
 #include "parts.h"
 #include "silu_table.h"
 
 enum {
-    ROWS = 512,  /* rows that share what is packed */
+    ROWS = 512,  /* rows that share the packed K and V */
     PANEL = 512, /* columns packed together: with 64 wide heads K and V take 128 KiB of the second-level cache */
-    /* Up to so many rows read it so few times that getting it there and back costs more than what smaller panels cost:
-     * with these, packed K and V, 16 KiB, stay in the first-level cache. */
+    /* Up to this number of rows, smaller panels are faster: their packed K and V, 16 KiB, stay in the first-level
+     * cache, and few rows read a panel too seldom to pay for its way through the second level. */
     FEW_ROWS = 96,
     SMALL_PANEL = 64
 };
 
-/* K and V of the next panel, on their way to the second-level cache while this one is computed. */
+/* The prefetching of the next panel's K and V into the second-level cache while this panel is computed. */
 typedef struct {
     const char *at[2];
     int64_t lines; /* of each, FETCHES times in a step; 0 when all are on their way */
@@ -36,9 +36,9 @@ static _Thread_local struct {
     Ahead ahead;
 } room;
 
-/* Memory stands still while nobody asks, and the tiles do not ask for what comes behind their panel: asked for a
- * few lines at a time, the next panel comes while this one is computed. Fetching behind the end does no harm. Not where
- * many rows share a panel: what is in flight there keeps tiles from the second-level cache, which costs more. */
+/* Prefetches a few lines of the next panel at a time, since the hardware does not prefetch behind a panel. Prefetching
+ * behind the end is harmless. With many rows per panel it is off: lines in transit would block the tiles' access to the
+ * second-level cache, which costs more. */
 enum { FETCHES = TILE / 2 /* in a step */ };
 
 static inline void fetch_ahead(const Ahead *ahead, int64_t part) {
@@ -48,7 +48,7 @@ static inline void fetch_ahead(const Ahead *ahead, int64_t part) {
     }
 }
 
-/* The panel behind this one: of this head, or the first of the next. */
+/* The panel after this one: of this head, or the first of the next head. */
 static void look_ahead(
     const Attention *a, int64_t head, int64_t from, int64_t low, int64_t high, int64_t panel, int64_t rows
 ) {
@@ -73,7 +73,7 @@ static inline void fetched_ahead(void) {
     if (!--room.ahead.steps) room.ahead.lines = 0;
 }
 
-/* Columns of the panel that row r of the block sees: [*low, *high). */
+/* The columns of the panel that row r of the block sees: [*low, *high). */
 static inline void visible(const Attention *a, int64_t r, int64_t from, int64_t *low, int64_t *high) {
     *low = most(0, least(a->recent_to, a->recent + r) - from);
     *high = least(a->columns, most(a->causal_from, a->causal + r)) - from;
@@ -81,7 +81,7 @@ static inline void visible(const Attention *a, int64_t r, int64_t from, int64_t 
 
 static inline uint32_t bits_below(int64_t n) { return n <= 0 ? 0 : n >= PAIR ? ~0u : (1u << n) - 1; }
 
-/* Rows from ... to - 1 of a step: products of 32 columns -> scores. Unrolled, so that vectors wait for no branch. */
+/* Rows from ... to - 1 of a step: products of 32 columns -> scores. Unrolled, so that no branch delays the vectors. */
 static inline __attribute__((always_inline)) void activate(
     const float *products, bf16 *scores, int64_t from, int64_t to, const SiluTable *silu, const Ahead *ahead
 ) {
@@ -94,7 +94,7 @@ static inline __attribute__((always_inline)) void activate(
     }
 }
 
-/* Scores of 16 rows from `row` on and 32 columns from `column` of the panel on: 0 where a row does not see. */
+/* The scores of 16 rows from `row` on and 32 columns from `column` of the panel on; 0 for invisible pairs. */
 static void hide(const Attention *a, int64_t row, int64_t from, int64_t column, bf16 *scores) {
     for (int64_t i = 0; i < TILE; i++) {
         int64_t low, high;
@@ -118,9 +118,9 @@ static inline void store_products(float *products) {
     _tile_stored(5, products + TILE * TILE, LINE);
 }
 
-/* The first product's next step, the second product's last step, and between their instructions SiLU of the step that
- * lies between them: a core has tiles and vectors busy at once only if both are among the few hundred instructions that
- * it looks at. Tiles 0 to 3 keep the sums of the first 64 of dv. */
+/* The first product's next step and the second product's last step, interleaved with SiLU of the step between them. A
+ * core runs tiles and vectors in parallel only if both are within its window of a few hundred instructions. Tiles 0 to
+ * 3 keep the sums of the first 64 of dv. */
 static inline __attribute__((always_inline)) void step(
     const float *products, bf16 *scores, const bf16 *q, const bf16 *next_k, float *next_products,
     const bf16 *last_scores, const bf16 *last_v, const int64_t dqk, const int64_t dv
@@ -192,7 +192,7 @@ static inline void multiply_values(const bf16 *scores, const bf16 *v, int64_t dv
     _tile_dpbf16ps(3, 6, 7);
 }
 
-/* What is left of the second product where dv is above 64. */
+/* The rest of the second product if dv is above 64. */
 static void multiply_further_values(const bf16 *scores, float *sums, int64_t begin, int64_t end, int64_t dv) {
     for (int64_t d = 4 * TILE; d < dv; d += 4 * TILE) {
         load_sums(sums, dv, d);
@@ -202,8 +202,8 @@ static void multiply_further_values(const bf16 *scores, float *sums, int64_t beg
     }
 }
 
-/* Where a step is: 16 rows of the block from `row` on, which see columns begin ... end - 1 of the panel; those from
- * `column` on. */
+/* The place of a step: 16 rows of the block from `row` on, and the columns from `column` on. The rows see columns begin
+ * ... end - 1 of the panel. */
 typedef struct {
     int64_t row, begin, end, column;
     int64_t all_from, all_to; /* the columns that all of the rows see */
@@ -214,7 +214,7 @@ typedef struct {
     int64_t first, rows, from, count; /* of the block, of the panel */
 } Panel;
 
-/* The first step of the first rows from `row` on that see anything of the panel; whether there are any. */
+/* Finds the first step of the first rows from `row` on that see any column of the panel; returns whether one exists. */
 static int begin_rows(const Panel *of, int64_t row, Place *at) {
     for (; row < of->rows; row += TILE) {
         int64_t low, high;
@@ -233,8 +233,8 @@ static inline int advance(const Panel *of, Place *at) {
     return at->column < at->end || begin_rows(of, at->row + TILE, at);
 }
 
-/* All rows of the block over the panel's columns, one step after the other without a pause between rows: the first
- * product is a step ahead of SiLU, the second one behind. */
+/* All rows of the block over the panel's columns, one step after the other without a break between rows. The first
+ * product is one step ahead of SiLU, the second product one step behind. */
 static inline __attribute__((always_inline)) void attend_panel(
     const Panel *of, const int64_t dqk, const int64_t dv
 ) {

@@ -1,11 +1,11 @@
-/* K and V as the tile unit wants its right operand. Knows nothing of who reads them. */
+/* Packs K and V in the form of the tile unit's right operand. */
 #ifndef RELAYGR_COLUMNS_H
 #define RELAYGR_COLUMNS_H
 
 #include "common.h"
 
-/* (16, 8), rows `row` elements apart -> [4][16 rows][2]. The four rows that a register's lanes hold are put together by
- * loads, which leaves half of a transposition's shuffles. */
+/* (16, 8), rows `row` elements apart -> [4][16 rows][2]. Loads combine the four rows in a register's lanes, which saves
+ * half of a transposition's shuffles. */
 static inline void transpose(const bf16 *from, int64_t row, bf16 *to) {
     __m512i r[4];
     for (int i = 0; i < 4; i++, from += row) {
@@ -22,8 +22,7 @@ static inline void transpose(const bf16 *from, int64_t row, bf16 *to) {
     _mm512_store_si512(to + 3 * PAIR, _mm512_unpackhi_epi64(high, further_high));
 }
 
-/* The last columns, fewer than 32, and zeros up to 32: what lies behind them in memory may be anything, and is not
- * read. */
+/* The last columns, fewer than 32, padded with zeros up to 32. The memory behind them is undefined and not read. */
 static const bf16 *padded(const bf16 *from, int64_t row, int64_t count, int64_t width) {
     static _Thread_local _Alignas(LINE) bf16 room[PAIR * WIDTH];
     for (int64_t column = 0; column < count; column++) memcpy(room + column * width, from + column * row, width * 2);

@@ -8,13 +8,13 @@
 enum {
     PAIR = 32,   /* bfloat16 columns of a tile, and the rows and columns of one step */
     CHUNK = 512, /* rows that pass the parts of a layer together: their gates, 512 x 768, are 768 KiB */
-    BITS = 8     /* of a number, that count */
+    BITS = 8     /* significant bits of a number */
 };
 
 typedef uint16_t bf16;
 typedef bf16 num;
 
-/* The compiler does not know that tile instructions read memory: stores before this line come before them. */
+/* A compiler barrier: the compiler does not know that tile instructions read memory. */
 static inline void stores_done(void) { __asm__ volatile("" ::: "memory"); }
 
 static inline __m512 load(const bf16 *from) {
@@ -42,11 +42,11 @@ typedef struct {
     uint8_t rows[16];
 } Before; /* a tile configuration */
 
-/* Not _tile_loadconfig: GCC 12 lets it read eight of the bytes, and leaves out what is stored to the others. */
+/* In place of _tile_loadconfig: GCC 12 assumes that it reads eight bytes, and drops the stores to the others. */
 static inline void load_tiles(const Before *config) { __asm__ volatile("ldtilecfg %0" : : "m"(*config)); }
 
-/* Eight full tiles. oneDNN remembers, per thread, which configuration it loaded last, and does not load it again: what
- * was there before comes back behind the work. */
+/* Configures eight full tiles. `leave` restores the former configuration, since oneDNN remembers per thread which one
+ * it loaded last, and does not load it again. */
 static inline void enter(Before *before) {
     Before ours = {.palette = 1};
     for (int tile = 0; tile < 8; tile++) {

@@ -1,9 +1,9 @@
-/* A product with weights that were packed once, where oneDNN packs them in every call: at 64 rows that costs as much as
- * the product itself.
+/* A product with weights that are packed once. oneDNN packs them in every call, which at 64 rows takes as long as the
+ * product itself.
  *
- * 32 rows x 32 columns at a time, the sums over the whole depth in four tiles; then vectors make of the sums what the
- * layer wants, before anything is stored. Packed weights are read once, from front to back, for all rows: callers see to
- * it that the rows' left operand stays in the second-level cache.
+ * It computes 32 rows x 32 columns at a time, with the sums over the whole depth in four tiles. Vectors then apply
+ * activation or addition before the results are stored. Packed weights are read once, from front to back, for all rows;
+ * callers keep the rows' left operand in the second-level cache.
  */
 #include "parts.h"
 
@@ -16,13 +16,13 @@ void pack_weights(const bf16 *weights, int64_t row, int64_t depth, int64_t colum
         }
 }
 
-/* Sums of 32 rows and columns that are not yet what the layer wants. */
+/* Sums of 32 rows and columns without activation or addition. */
 typedef struct {
     const float *sums;
     int64_t row, column, rows; /* the next row of the product, its first column, rows left */
 } Unfinished;
 
-/* What becomes of a sum. */
+/* The last operation on a sum. */
 typedef enum { PLAIN, ACTIVATED, ADDED } End;
 
 static inline __attribute__((always_inline)) void finish_row(const Product *p, Unfinished *last, const End end) {
@@ -43,9 +43,8 @@ static inline __attribute__((always_inline)) void finish_row(const Product *p, U
     last->rows--;
 }
 
-/* 32 rows x 32 columns; between the tiles' instructions, where vectors have nothing to do, rows of the last ones are
- * finished. `bias`: of the columns, where sums begin. `ahead`: what the next columns need, on its way from memory
- * meanwhile; NULL: it is already. */
+/* 32 rows x 32 columns. Between the tiles' instructions, where vectors are idle, rows of the last sums are finished.
+ * `bias`: of the columns, the start of the sums. `ahead`: the next columns' weights to prefetch; NULL: none. */
 static inline __attribute__((always_inline)) void sum_tiles(
     const Product *p, const bf16 *a, const bf16 *weights, const float *bias, float *sums, const bf16 *ahead,
     Unfinished *last, const End end

@@ -1,4 +1,4 @@
-/* SiLU of scores, which are half of attention's time, in seven instructions instead of fifteen: a parabola per segment.
+/* SiLU of scores in seven instructions instead of fifteen, by a parabola per segment. SiLU is half of attention's time.
  *
  * silu(x) for x in segment i = round(x / STEP), -15 <= i <= 15, is c0 + c1 x + c2 x^2 through its values at the
  * Chebyshev nodes of the segment. Relative error at most 3.1e-3, root mean square 6.4e-4: below bfloat16's own rounding
@@ -36,7 +36,7 @@ static void silu_parabola(int segment, double c[3]) {
     c[2] = bend;
 }
 
-/* For scores that are still to be multiplied by `scale`. */
+/* For scores that are not multiplied by `scale` yet. */
 static void make_silu_table(SiluTable *table, float scale) {
     _Alignas(64) float places[3][2 * TILE];
     for (int place = 0; place < 2 * TILE; place++) {
@@ -55,7 +55,7 @@ static void make_silu_table(SiluTable *table, float scale) {
 }
 
 static inline __m512 silu_of_scores(__m512 score, const SiluTable *t) {
-    /* The lowest five bits of 1.5 * 2^23 + i are those of i, and a permutation looks at no others. */
+    /* The lowest five bits of 1.5 * 2^23 + i are those of i, and a permutation uses no other bits. */
     __m512 near = _mm512_range_ps(score, t->limit, 2); /* the smaller magnitude, with the score's sign */
     __m512i i = (__m512i)_mm512_fmadd_ps(near, t->per_step, _mm512_set1_ps(0x1.8p23f));
     __m512 c2 = _mm512_permutex2var_ps(t->low[2], i, t->high[2]);

@@ -1,21 +1,21 @@
-/* SiLU attention in float32 on x86-64 with AVX-512: K and V are read where they lie, scores live in the first-level cache.
+/* SiLU attention in float32 on x86-64 with AVX-512. K and V are read in place, scores stay in the first-level cache.
  *
- * Rows are turned over, once: q as [dqk][row]. Then the scores of a column for 16 rows are a vector, to which each number
- * of K is broadcast; turned over as they are, [column][row], they are broadcast in turn to vectors of V. So neither K
- * nor V is packed, of which there is more than of anything else.
+ * The rows are transposed once: q as [dqk][row]. The scores of a column for 16 rows are then a vector, computed by
+ * broadcasting each number of K. These scores, [column][row], are broadcast in turn to vectors of V. So neither K nor
+ * V, the largest operands, is packed.
  *
- * Each score, and each sum over columns, is made of the same operations in the same order whatever rows are computed
- * together: chunks and batches change no bit.
+ * Each score and each sum over columns has the same operations in the same order for any set of rows, so chunks and
+ * batches change no bit.
  */
 #include "parts.h"
 
 enum {
-    ROWS = 96,   /* that are turned over together */
+    ROWS = 96,   /* rows transposed together */
     PANEL = 64,  /* columns: with 64 wide heads, 16 KiB of K and of V, and 24 KiB of scores */
-    COLUMNS = 8, /* of which scores are made at a time */
-    VECTORS = 3, /* of 16 rows, at most, for which they are */
-    SUMMED = 6,  /* rows, at most, whose 64 sums are in registers */
-    WIDE = 4     /* vectors: as many of dv are */
+    COLUMNS = 8, /* columns of one step of scores */
+    VECTORS = 3, /* most vectors of 16 rows in one step of scores */
+    SUMMED = 6,  /* most rows whose 64 sums are in registers */
+    WIDE = 4     /* vectors of dv in these sums */
 };
 
 static _Thread_local struct {
@@ -24,14 +24,14 @@ static _Thread_local struct {
     _Alignas(LINE) float k[COLUMNS * WIDTH];   /* the last columns */
 } room;
 
-/* Columns that row r of the block sees: [low, high). */
+/* The columns that row r of the block sees: [low, high). */
 static inline int64_t low_of(const Attention *a, int64_t r) { return most(0, least(a->recent_to, a->recent + r)); }
 
 static inline int64_t high_of(const Attention *a, int64_t r) {
     return least(a->columns, most(a->causal_from, a->causal + r));
 }
 
-/* Of 16 rows from r on, those that see the column. */
+/* A mask of the 16 rows from r on that see the column. */
 static inline __mmask16 seen_by(const Attention *a, int64_t column, int64_t r) {
     int64_t from = column < a->causal_from ? 0 : most(0, column - a->causal + 1 - r);
     int64_t to = column >= a->recent_to ? TILE : most(0, column - a->recent + 1 - r);
@@ -39,7 +39,7 @@ static inline __mmask16 seen_by(const Attention *a, int64_t column, int64_t r) {
     return (__mmask16)(below & ~skipped);
 }
 
-/* Products of 8 columns and 16 rows or more; ahead: what of K and V is asked for meanwhile, NULL: nothing. */
+/* Products of 8 columns and 16 rows or more. ahead: the part of K and V to prefetch; NULL: none. */
 static inline __attribute__((always_inline)) void multiply_keys(
     const num *k, int64_t k_row, const float *q, int64_t dqk, float *products, const char *const ahead[2],
     const int64_t vectors
@@ -68,7 +68,7 @@ static inline __attribute__((always_inline)) void multiply_keys(
         for (int64_t i = 0; i < vectors; i++) _mm512_store_ps(products + c * ROWS + i * TILE, sums[c][i]);
 }
 
-/* Products -> scores; hide: some of the rows do not see all of the columns. */
+/* Products -> scores. hide: whether some rows do not see all columns. */
 static void activate(const Attention *a, float *scores, int64_t column, int64_t first, int64_t vectors, int hide) {
     const __m512 scale = _mm512_set1_ps(a->scale), weight = _mm512_set1_ps(a->weight);
     for (int64_t c = 0; c < COLUMNS; c++, scores += ROWS)
@@ -119,7 +119,7 @@ static inline __attribute__((always_inline)) void add_values_of(
         for (int64_t r = 0; r < count; r++) add_values(a, scores + r, v, columns, out + r * a->out_row, 1, wide);
 }
 
-/* Of 16 rows or fewer: six, five and five at a time, eight as four and four. */
+/* The sums of at most 16 rows: six, five and five at a time; eight as four and four. */
 static void add_all_values(
     const Attention *a, const float *scores, const num *v, int64_t columns, num *out, int64_t rows
 ) {
@@ -143,8 +143,8 @@ static void turn_over(const num *q, int64_t row, int64_t rows, int64_t padded, i
     }
 }
 
-/* K of 8 columns from `column` on; of the last ones, fewer, with room behind them: what lies there in memory may
- * not be read, and what is made of the room is not. */
+/* K of 8 columns from `column` on. Fewer last columns are copied into a buffer, since the memory behind them must not
+ * be read; the results of the buffer's rest are not used. */
 static inline const num *columns_of(const Attention *a, const num *k, int64_t column, int64_t *row) {
     int64_t count = a->columns - column;
     *row = a->k_row;
@@ -154,7 +154,7 @@ static inline const num *columns_of(const Attention *a, const num *k, int64_t co
     return room.k;
 }
 
-/* Up to 48 of the rows that are turned over, from `row` on, over the panel's columns that any of them sees. */
+/* Up to 48 of the transposed rows, from `row` on, over the panel's columns that any of them sees. */
 static void attend_panel(
     const Attention *a, int64_t head, int64_t first, int64_t row, int64_t rows, int64_t from, int64_t to
 ) {
@@ -189,7 +189,7 @@ static void attend_panel(
 
 static void attend_head(const Attention *a, int64_t head, int64_t first, int64_t rows) {
     int64_t low = low_of(a, first), high = high_of(a, first + rows - 1);
-    /* In as few parts as can be, of one size where they can: four vectors are two and two. */
+    /* As few parts as possible, of equal size if possible: four vectors are two and two. */
     int64_t vectors = (rows + TILE - 1) / TILE, parts = (vectors + VECTORS - 1) / VECTORS;
     turn_over(a->q + head * a->q_head + first * a->q_row, a->q_row, rows, vectors * TILE, a->dqk);
     for (int64_t from = low; from < high; from += PANEL)

@@ -1,10 +1,10 @@
-/* float32 as it is. */
+/* The type num is float32. */
 #ifndef RELAYGR_NUMBERS_H
 #define RELAYGR_NUMBERS_H
 
 enum {
     CHUNK = 192, /* rows that pass the parts of a layer together: their gates, 192 x 768, are 576 KiB */
-    BITS = 24    /* of a number, that count */
+    BITS = 24    /* significant bits of a number */
 };
 
 typedef float num;
@@ -14,8 +14,8 @@ static inline __m512 load(const num *from) { return _mm512_loadu_ps(from); }
 static inline void store(num *to, __m512 x) { _mm512_storeu_ps(to, x); }
 
 /* x / (1 + exp(-x)). exp(-x) = 2^n * 2^f, n whole, f in [-1/2, 1/2]: 2^f by a polynomial of degree 6 (relative error
- * 1e-8), the reciprocal by a Newton step from 2^-14. Beyond the bounds exp would be no number that can be divided by; x
- * is the second operand there, so that what is no number stays none. */
+ * 1e-8), the reciprocal by a Newton step from 2^-14. The bounds keep exp finite and nonzero; x is the second operand of
+ * min and max, so that NaN stays NaN. */
 static inline __m512 silu(__m512 x) {
     const __m512 per_bit = _mm512_set1_ps(-1.442695041f), rest = _mm512_set1_ps(-1.925963033e-8f);
     x = _mm512_max_ps(_mm512_set1_ps(-87.0f), x);
@@ -33,7 +33,7 @@ static inline __m512 silu(__m512 x) {
     return _mm512_mul_ps(x, r);
 }
 
-/* Nothing is wanted of the processor but its instructions. */
+/* The processor needs no preparation. */
 typedef int Before;
 
 static inline void enter(Before *before) { *before = 0; }

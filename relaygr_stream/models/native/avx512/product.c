@@ -1,8 +1,8 @@
-/* A product with weights that were packed once, for as many rows as there are.
+/* A product with weights that are packed once, for any number of rows.
  *
- * 12 rows x 32 columns at a time, the sums over the whole depth in registers; then they become what the layer wants, and
- * are stored. Packed weights are read once, from front to back, for all rows. Each sum is made of the same operations in
- * the same order whatever rows surround it.
+ * It computes 12 rows x 32 columns at a time, with the sums over the whole depth in registers, then applies activation
+ * or addition and stores the results. Packed weights are read once, from front to back, for all rows. Each sum has the
+ * same operations in the same order for any set of rows.
  */
 #include "parts.h"
 
@@ -18,8 +18,8 @@ void pack_weights(const num *weights, int64_t row, int64_t depth, int64_t column
             memcpy(packed, weights + d * row + column, ACROSS * sizeof(num));
 }
 
-/* Sums of `count` rows from `row` on, 32 columns from `column` on. Rows are reached from every third one: as many
- * addresses as a processor has registers for. */
+/* The sums of `count` rows from `row` on, 32 columns from `column` on. Rows are addressed relative to every third row,
+ * as many addresses as the processor has registers for. */
 static inline __attribute__((always_inline)) void sum_rows(
     const Product *p, int64_t row, int64_t column, float *to, const int64_t count
 ) {
@@ -51,7 +51,7 @@ static inline __attribute__((always_inline)) void sum_rows(
     }
 }
 
-/* What the layer wants of 16 sums. */
+/* Activation or addition for 16 sums. */
 static inline void finish(const Product *p, const float *sums, int64_t row, int64_t column) {
     __m512 x = load(sums);
     int64_t at = row * p->out_row + column;
@@ -60,8 +60,8 @@ static inline void finish(const Product *p, const float *sums, int64_t row, int6
     store(p->out + at, x);
 }
 
-/* As many of the rows as are computed at once: 12, or what eights and fours make of the last ones, since fewer leave
- * the processor waiting for sums. */
+/* The number of rows computed at once: 12, or eights and fours of the last rows, since fewer rows leave the processor
+ * waiting for sums. */
 static int64_t rows_at_once(int64_t rows) {
     if (rows >= MOST_ROWS && rows != 16) return MOST_ROWS;
     return rows >= 8 ? 8 : rows >= 4 ? 4 : 1;

@@ -24,7 +24,7 @@ POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp
 def compile_for(capability: int, shape: kernels.Shape, split: bool) -> list[dict[str, Any]]:
     """Both kernels as `silu_attention` would launch them."""
     element = POINTERS[shape.dtype]
-    pointers = {"tiles": "*i64", "uvqk": element, "room": element, "sums": "*fp32" if split else element}
+    pointers = {"tiles": "*i64", "uvqk": element, "gates": element, "sums": "*fp32" if split else element}
     target, found = GPUTarget("cuda", capability, 32), []
     for kernel, constants in (
         (kernels.attention_kernel, kernels.constants(shape, split)),

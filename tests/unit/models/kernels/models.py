@@ -47,7 +47,7 @@ def fused_model(dtype: torch.dtype = torch.float32, *, recorder: Recorder | None
     from relaygr_stream.models.kernels.fused import FusedStack
 
     model = small_model(**changes).place(DEVICE, dtype, "torch")
-    fused = FusedStack(model.config.stack, dtype)
+    fused = FusedStack(model.config, dtype)
     model.use(fused, recorder)
     return model
 
@@ -64,5 +64,5 @@ def region_of(model: HSTUModel, tokens: Tokens, *stops: int) -> KVRegion:
         model.layout, torch.full((elements,), torch.nan, dtype=model.layout.dtype, device=DEVICE), capacity
     )
     for stop in (*stops, len(tokens)):
-        model.extend(region, tokens.slice(region.length, stop))
+        model.prefill(region, tokens.slice(region.length, stop))
     return region

@@ -6,6 +6,7 @@ import dataclasses
 import sys
 from typing import Any
 
+import msgspec
 import pytest
 import structlog
 import torch
@@ -44,7 +45,7 @@ def test_triton_that_cannot_be_had_is_refused_with_its_remedy() -> None:
 
 def test_contextual_models_keep_torch() -> None:
     with structlog.testing.capture_logs() as logged:
-        assert fused_stack(dataclasses.replace(CONFIG, contextual_seq_len=3), CUDA, torch.float32) is None
+        assert fused_stack(msgspec.structs.replace(CONFIG, contextual_seq_len=3), CUDA, torch.float32) is None
     assert "contextual_seq_len = 3" in logged[0]["reason"]
 
 
@@ -61,7 +62,7 @@ def test_without_triton_torch_serves_and_the_log_says_so(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [0, 100])
 def test_the_check_finds_that_the_kernels_agree(dtype: torch.dtype, window: int) -> None:
-    config = dataclasses.replace(CONFIG, max_attn_len=window)
+    config = msgspec.structs.replace(CONFIG, max_attn_len=window)
     assert disagreement(_fused(config, dtype), config, DEVICE, dtype) == ""
 
 
@@ -80,7 +81,7 @@ def test_a_check_that_fails_is_a_disagreement() -> None:
     def explode(*_: object) -> torch.Tensor:
         raise RuntimeError("PassManager::run failed")
 
-    fused.extend = explode
+    fused.prefill = explode
     assert disagreement(fused, CONFIG, DEVICE, torch.float32) == (
         "its kernels fail here: RuntimeError: PassManager::run failed"
     )

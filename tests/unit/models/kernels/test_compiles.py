@@ -23,8 +23,9 @@ KERNELS = ("bfloat16:64:80:whole", "bfloat16:64:90:split", "bfloat16:128:90:spli
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """In a process without the interpreter; nothing of it outside the test's folder."""
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
+    """In a process without the interpreter. What `make test` compiled before is taken from its cache, by content."""
+    cache = os.environ.get("TRITON_CACHE_DIR") or str(tmp_path_factory.mktemp("triton"))
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": cache}
     done = subprocess.run(
         [sys.executable, "-m", "tests.unit.models.kernels.compile_kernels", *KERNELS],
         cwd=Path(__file__).parents[4], env=environment, capture_output=True, text=True, timeout=110, check=False,

@@ -56,7 +56,7 @@ def test_a_long_prefix_is_cut_along_its_columns(changes: dict[str, Any]) -> None
     extension = random_tokens(random, 2)
     for model in (fused, plain):
         longer = KVRegion(prefix.layout, prefix.storage.clone(), prefix.capacity, prefix.length)
-        model.extend(longer, extension)
+        model.prefill(longer, extension)
         if model is fused:
             found = held(longer)
     assert deviation(found, held(longer)) <= 1e-5
@@ -88,7 +88,7 @@ def test_neighbours_do_not_change_one_bit_of_attention() -> None:
     model = plain_model(max_positions=800)
     random = np.random.default_rng(2)
     short, long = (region_of(model, random_tokens(random, length)) for length in (50, 600))
-    fused = FusedStack(model.config.stack, torch.float32)
+    fused = FusedStack(model.config, torch.float32)
     batch = [RankingRows(short, 3, 20), RankingRows(long, 0, 9)]
     uvqk = torch.randn((32, 2 * 2 * (12 + 8)), device=DEVICE)
     outputs = []

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relaygr_stream.models.api import KVLayout, KVRegion
-from relaygr_stream.models.kernels.tiles import GROUP_TILES, PART_COLUMNS, Field, padded, tile_table
+from relaygr_stream.models.kernels.tiles import GROUP_TILES, PART_COLUMNS, Field, tile_table
 from relaygr_stream.models.stu import RankingRows
 from tests.unit.models.naive_hstu import valid_attention
 
@@ -82,14 +82,6 @@ def test_an_extension_computes_no_block_above_the_diagonal_and_the_longest_first
     table = tile_table([RankingRows(region, 64 * 64, 0)], 64, 0)
     assert (table[:, Field.COLUMN_STOP] == 10 + table[:, Field.ROW_STOP]).all()
     assert (np.diff(table[:, Field.COLUMN_STOP]) < 0).all()
-
-
-def test_padding_does_nothing() -> None:
-    region = KVRegion(LAYOUT, torch.zeros(80), 10, 10)
-    table = padded(tile_table([RankingRows(region, 1, 2)], 64, 0), 16)
-    assert table.shape == (16, len(Field))
-    assert (table[1:, Field.ROW] == table[1:, Field.ROW_STOP]).all()
-    assert (table[1:, Field.PARTS] == 0).all()
 
 
 def test_a_region_must_be_aligned() -> None:

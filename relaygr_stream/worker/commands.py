@@ -1,24 +1,25 @@
-"""What waits for the device: pre-infer signals, rankings, and the flights that compute prefix KV for them.
+"""What goes into the scheduler and what comes out: commands, the tasks they carry, answers.
 
-Times are seconds of one monotonic clock. Knows nothing of Kafka: `origin` is the service's business.
+Times are seconds of one monotonic clock.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from relaygr_stream.cache.entry import Entry
+from relaygr_stream.cache.transit import TransitCommand
 from relaygr_stream.models.api import KVRegion, Tokens
 from relaygr_stream.wire.messages import Outcome, Status, tenant_key
-from relaygr_stream.worker.clients import NOBODY, Account
-from relaygr_stream.worker.executor import Extension
+from relaygr_stream.worker.clients import UNBOOKED, Account
+from relaygr_stream.worker.executor import PrefillRun
 
 
-class Asked:
+class Keys:
     """Whose a task is. Tenants share neither users nor requests, whatever their ids."""
 
     __slots__ = ()
@@ -38,7 +39,7 @@ class Asked:
 
 
 @dataclass(slots=True, eq=False)
-class PreInferTask(Asked):
+class PrefillTask(Keys):
     """An admitted request whose prefix KV is to be ready, and pinned, before its ranking comes."""
 
     request_id: str
@@ -52,7 +53,7 @@ class PreInferTask(Asked):
 
 
 @dataclass(slots=True, eq=False)
-class RankTask(Asked):
+class RankTask(Keys):
     """A ranking request on its way to an answer."""
 
     request_id: str
@@ -67,10 +68,10 @@ class RankTask(Asked):
     tenant: str = ""
     client: str = ""  # who asks, as the request says
     nbytes: int = 0  # memory from when it was read until its answer has left
-    account: Account = NOBODY  # the client's books, once it was taken
+    account: Account = UNBOOKED  # the client's books, once it was admitted
     cost_ms: float = 0.0  # device time, predicted when it came
     hops: int = 0  # times it was forwarded, or 1: a hedge
-    origin: Any = None
+    origin: Any = None  # where its answer goes; the scheduler does not look at it
     outcome: Outcome | None = None  # where the prefix was first found
     entry: Entry | None = None  # held while set
     region: KVRegion | None = None  # what to score against, once ready
@@ -88,35 +89,24 @@ class RankTask(Asked):
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
-    """Prefix KV being computed, chunk by chunk, for everyone who waits for it."""
+class PrefillJob:
+    """Prefix KV being computed, slice by slice, for every ranking and admitted request that waits for it."""
 
-    work: Extension
+    run: PrefillRun
     due: float
     entry: Entry | None = None  # None: into scratch, for one full inference
-    pre_infer: bool = False  # for a signal
+    pre_infer: bool = False  # for an admitted request
     joined: bool = False  # a ranking came for it while it was computed
     waiters: list[RankTask] = field(default_factory=list)
-    over: bool = False  # finished, failed or cut short; queues drop it when they meet it
+    over: bool = False  # completed, failed or cut short; queues drop it when they meet it
     error: str | None = None  # what it failed with
     expected_ms: float = 0.0  # device time, predicted when it was started, uncorrected
     ms: float = 0.0  # device time so far
 
     @property
     def wanted(self) -> bool:
-        """Somebody waits for it, or will: an admitted request whose ranking is to come."""
+        """A ranking waits for it, or will: that of an admitted request."""
         return bool(self.waiters) or (self.entry is not None and self.entry.pins > 0)
-
-
-@dataclass(slots=True, eq=False)
-class Audit:
-    """A ranking that was answered from prefix KV and is to be scored in full, to compare."""
-
-    task: RankTask
-    relayed: npt.NDArray[np.float32]
-    work: Extension | None = None  # into the scratch region, while it is under way
-    ms: float = 0.0  # device time of this attempt
-    scores: list[npt.NDArray[np.float32]] = field(default_factory=list)  # in full, of the first candidates
 
 
 @dataclass(slots=True)
@@ -127,3 +117,31 @@ class Answer:
     status: Status
     scores: npt.NDArray[np.float32] | None = None  # (candidates, tasks)
     detail: str = ""
+
+
+class Rank(NamedTuple):
+    """Score this ranking; it gets exactly one answer."""
+
+    task: RankTask
+
+
+class Prefill(NamedTuple):
+    """Have this admitted request's prefix KV ready, and pinned, in time."""
+
+    task: PrefillTask
+
+
+class LanesLost(NamedTuple):
+    """Other workers own these lanes now: what is pinned for their requests is released."""
+
+    lanes: frozenset[int]
+
+
+class Query(NamedTuple):
+    """Return a scheduler.Snapshot; of these lanes, what is pinned and asked for."""
+
+    lanes: tuple[int, ...] = ()
+
+
+#: What Scheduler.handle takes.
+Command = Rank | Prefill | LanesLost | Query | TransitCommand

@@ -1,0 +1,48 @@
+"""The relay's processes for demo and bench: a trigger and workers on this machine, with one file of settings."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+from relaygr_stream.errors import RelayError
+from relaygr_stream.ops.children import Child, settings_as_toml
+from relaygr_stream.settings.schema import Settings
+
+LANES_TIMEOUT_S: Final = 30.0
+POLL_S: Final = 0.05
+
+
+def start_relay(settings: Settings, folder: Path, trigger: str, workers: Sequence[str]) -> list[Child]:
+    """Start a trigger and workers with these names; returns them in this order, without waiting. folder: for logs."""
+    file = folder / f"{trigger}.toml"
+    file.touch(mode=0o600)  # it holds the secrets
+    file.write_text(settings_as_toml(settings), encoding="utf-8")
+    common = ("--config", str(file), "--set", "telemetry.log_format=console")
+    return [
+        Child(trigger, ("trigger", *common), folder),
+        *(Child(name, ("worker", *common, "--set", f"worker.name={name}"), folder) for name in workers),
+    ]
+
+
+def check_running(children: Sequence[Child]) -> None:
+    """Raise RelayError, with the end of its log, if a process has ended."""
+    for child in children:
+        if child.exit_code is not None:
+            raise RelayError(f"{child.name} ended with exit code {child.exit_code}:\n{child.log_tail()}")
+
+
+async def wait_for_lanes(children: Sequence[Child], owned: Callable[[], Sequence[int]], lanes: int) -> None:
+    """Return when the workers own all lanes, each at least one. owned(): the number of lanes of each worker.
+
+    Raises RelayError if that takes too long, or if a process ends.
+    """
+    deadline = time.monotonic() + LANES_TIMEOUT_S
+    while sum(counts := owned()) != lanes or min(counts) == 0:
+        check_running(children)
+        if time.monotonic() > deadline:
+            raise RelayError(f"the workers own {counts} of {lanes} lanes after {LANES_TIMEOUT_S:.0f} s")
+        await asyncio.sleep(POLL_S)

@@ -1,0 +1,218 @@
+"""Signals: admitted requests on their way to pinned prefix KV, and the pins that hold it until their rankings come.
+
+    find ─► HBM: pin | computing: pin | DRAM: load, pin | shorter: prefill the rest, pin | nothing: prefill, pin
+
+A signal that waits for the beginning of its sequence pins what there is: the trigger's ledger counts its bytes from
+when it was read. It lives as long as that pin.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from relaygr_stream.cache.entry import Coverage, Entry
+from relaygr_stream.cache.prefix_cache import PrefixCache
+from relaygr_stream.worker.commands import PrefillTask
+from relaygr_stream.worker.prefill import PrefillJobs
+from relaygr_stream.worker.queue import RecentIds, TimerHeap, Waiters
+
+
+@dataclass(slots=True, eq=False)
+class Pin:
+    """One admitted request's hold on an entry."""
+
+    request_id: str
+    entry: Entry
+    lane: int
+    nbytes: int
+    released: bool = False
+
+
+class PinTable:
+    """Pins by request id; each ends with its ranking or with its life window, whichever comes first."""
+
+    def __init__(self, cache: PrefixCache) -> None:
+        self._cache = cache
+        self._pins: dict[str, Pin] = {}
+        self._ends: TimerHeap[Pin] = TimerHeap(lambda pin: pin.released)
+        self._lane_bytes: defaultdict[int, int] = defaultdict(int)
+        self.expired = 0
+
+    def __len__(self) -> int:
+        return len(self._pins)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._pins
+
+    @property
+    def next_end(self) -> float | None:
+        """When the next life window ends."""
+        first = self._ends.first()
+        return None if first is None else first[0]
+
+    def lane_bytes(self, lane: int) -> int:
+        """Bytes that a lane's pinned requests were admitted for.
+
+        As in the trigger's ledger: an entry held by two of them counts twice, and one that holds more tokens than
+        asked for counts as asked for. What is physically held is the cache's pinned_bytes.
+        """
+        return self._lane_bytes.get(lane, 0)
+
+    def add(self, request_id: str, lane: int, entry: Entry, expires: float, nbytes: int) -> None:
+        """Hold the entry for an admitted request; a request pins once. nbytes: what it was admitted for."""
+        assert request_id not in self._pins
+        self._cache.pin(entry)
+        pin = Pin(request_id, entry, lane, nbytes)
+        self._pins[request_id] = pin
+        self._lane_bytes[lane] += pin.nbytes
+        self._ends.add(expires, pin)
+
+    def release(self, request_id: str) -> bool:
+        """End the pin of a request whose ranking was answered; False if it had none."""
+        pin = self._pins.pop(request_id, None)
+        if pin is None:
+            return False
+        pin.released = True
+        self._lane_bytes[pin.lane] -= pin.nbytes
+        self._cache.unpin(pin.entry)
+        return True
+
+    def release_lanes(self, lanes: Iterable[int]) -> None:
+        """End the pins of lanes that have another owner now: their rankings will not come here."""
+        gone = set(lanes)
+        for request_id in [key for key, pin in self._pins.items() if pin.lane in gone]:
+            self.release(request_id)
+
+    def release_entry(self, entry: Entry) -> None:
+        """End all pins of an entry that failed."""
+        for request_id in [key for key, pin in self._pins.items() if pin.entry is entry]:
+            self.release(request_id)
+
+    def expire(self, now: float) -> None:
+        """End the pins whose life window is over."""
+        while (first := self._ends.first()) is not None and first[0] <= now:
+            self.release(first[1].request_id)
+            self.expired += 1
+
+    def holds(self) -> Counter[Entry]:
+        """How often each entry is pinned from here."""
+        return Counter(pin.entry for pin in self._pins.values())
+
+
+@dataclass
+class SignalCounters:
+    """Running totals of signals by what became of them. One that had to wait counts again where it then goes."""
+
+    signals: int = 0
+    signal_computed: int = 0
+    signal_extended: int = 0
+    signal_hbm: int = 0
+    signal_dram: int = 0
+    signal_joined: int = 0
+    signal_duplicate: int = 0
+    signal_expired: int = 0
+    signal_ranked: int = 0  # its ranking had been answered before it came
+    signal_over_footprint: int = 0
+    signal_no_room: int = 0
+    tokens_asked: int = 0  # of prefixes that were pinned
+    tokens_computed: int = 0  # of these, not found in the cache
+
+
+class Signals:
+    """Places signals: finds, loads or computes their prefix KV, and pins it. footprint: bytes that may be pinned."""
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        jobs: PrefillJobs,
+        waiters: Waiters,
+        pins: PinTable,
+        answered: RecentIds,
+        footprint: int,
+    ) -> None:
+        self._cache = cache
+        self._jobs = jobs
+        self._waiters = waiters
+        self._pins = pins
+        self._answered = answered
+        self._footprint = footprint
+        self.counters = SignalCounters()
+
+    def enqueue(self, task: PrefillTask, now: float) -> None:
+        """Place a signal that came, unless it is a duplicate, expired, or behind its ranking."""
+        self.counters.signals += 1
+        if task.request_key in self._pins:
+            self.counters.signal_duplicate += 1
+        elif task.request_key in self._answered:
+            self.counters.signal_ranked += 1
+        elif task.expires <= now:
+            self.counters.signal_expired += 1
+        else:
+            self._place(task)
+
+    def again(self, task: PrefillTask) -> None:
+        """Place a signal whose wait is over. If its pin is gone (expired, ranked, lane lost), so is the signal."""
+        if self._pins.release(task.request_key):
+            self._place(task)
+
+    def _place(self, task: PrefillTask) -> None:
+        entry, coverage = self._cache.find(task.user_key, task.tokens)
+        if self._cache.pinned_bytes + self._more(task, entry, coverage) > self._footprint:
+            self.counters.signal_over_footprint += 1  # the trigger's own bound comes first
+        elif entry is not None and coverage is Coverage.COVERS:
+            self._use(task, entry)
+        elif entry is not None and coverage is Coverage.PREFIX and self._continue(task, entry):
+            self.counters.signal_extended += 1
+        elif (fresh := self._cache.open(task.user_key, task.tokens)) is not None:
+            self.counters.signal_computed += 1
+            self._compute(task, fresh)
+        else:
+            self.counters.signal_no_room += 1
+
+    def _use(self, task: PrefillTask, entry: Entry) -> None:
+        """Pin an entry that has, or will have, the whole prefix."""
+        if entry.ready:
+            self.counters.signal_hbm += 1
+        elif entry.computing or entry.load is not None:
+            self.counters.signal_joined += 1
+        elif self._cache.load(entry):
+            self.counters.signal_dram += 1
+        else:
+            self.counters.signal_no_room += 1
+            return
+        self._pin(task, entry)
+
+    def _continue(self, task: PrefillTask, entry: Entry) -> bool:
+        """Extend the user's shorter entry, now or as soon as it is loaded."""
+        if entry.ready:
+            grown = self._cache.extend(entry, task.tokens)
+            if grown is not None:
+                self._compute(task, grown)
+            return grown is not None
+        if entry.region is None and not self._cache.load(entry):
+            return False
+        self._pin(task, entry)
+        self._waiters.add(entry, task)
+        return True
+
+    def _compute(self, task: PrefillTask, entry: Entry) -> None:
+        assert entry.region is not None
+        self.counters.tokens_computed += len(task.tokens) - entry.region.length
+        self._jobs.start(entry, task.due, pre_infer=True)
+        self._pin(task, entry)
+
+    def _pin(self, task: PrefillTask, entry: Entry) -> None:
+        self.counters.tokens_asked += len(task.tokens)
+        self._pins.add(task.request_key, task.lane, entry, task.expires, self._cache.nbytes(len(task.tokens)))
+
+    def _more(self, task: PrefillTask, entry: Entry | None, coverage: Coverage) -> int:
+        """HBM bytes that pinning this signal's prefix would add to what is held."""
+        fresh = self._cache.nbytes(len(task.tokens))
+        if entry is None or coverage is Coverage.NONE:
+            return fresh
+        there = self._cache.entry_bytes(entry)
+        if coverage is Coverage.COVERS or fresh <= there:
+            return 0 if entry.held else there
+        return fresh

@@ -1,0 +1,152 @@
+"""The mutants: a file of the package, text that stands in it once, what to write instead, and who should notice.
+
+Each is a mistake that somebody could make there. One that changes no behaviour does not belong here.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+
+class Mutant(NamedTuple):
+    """file: below relaygr_stream/. tests: below tests/unit/, without `.py`, separated by blanks."""
+
+    file: str
+    text: str
+    instead: str
+    tests: str
+
+
+COSTS: Final = "worker/test_costs worker/test_quadratic"
+BUDGETS: Final = "worker/test_budgets worker/test_split"
+CLIENTS_QUEUE: Final = "worker/test_queue worker/test_clients"
+
+MUTANTS: Final = (
+    # worker: what work costs
+    Mutant("worker/cost_model.py", "if off > limit:", "if off > 100 * limit:", COSTS),
+    Mutant("worker/cost_model.py", "        ratios.clear()\n", "", COSTS),
+    Mutant("worker/cost_model.py", "median = sorted(ratios)[LEVEL_SAMPLES // 2]", "median = max(ratios)", COSTS),
+    Mutant("worker/cost_model.py", "del used[solved.index(least)]", "del used[0]", COSTS),
+    Mutant("worker/cost_model.py", "return tokens - tokens % MIN_CHUNK if", "return tokens if", COSTS),
+    Mutant("worker/cost_model.py", "max(self._horizon, position + tokens)", "max(self._horizon, tokens)", COSTS),
+    # worker: what triggers may ask for
+    Mutant("worker/budgets.py", "while before and now_s - before[0][0] > self._hold_s:", "while before:", BUDGETS),
+    Mutant("worker/budgets.py", "return max(self.now, self.before[0][1]) if self.before else", "return", BUDGETS),
+    Mutant("worker/budgets.py", "self.before and self.before[-1][1] <= self.now:", "self.before:", BUDGETS),
+    Mutant("worker/budgets.py", "budget = min(budget, already + room)", "budget = already + room", BUDGETS),
+    Mutant("worker/budgets.py", "                room -= budget - already\n", "", BUDGETS),
+    Mutant("worker/budgets.py", "left += total - seen", "left += total", BUDGETS),
+    Mutant("worker/budgets.py", "return now if now > before else before", "return now", BUDGETS),
+    Mutant("worker/budgets.py", "min(self._cap, 1.0 - self.ranking_share)", "self._cap", BUDGETS),
+    # worker: the scheduler and what it steps
+    Mutant(
+        "worker/scheduler.py", "failed_in_a_row >= GIVE_UP_AFTER:", "failed_in_a_row < 0:", "worker/test_core_failures"
+    ),
+    Mutant(
+        "worker/queue.py", "return min(in_turn, key=lambda head: head[0])[2:]", "return in_turn[-1][2:]", CLIENTS_QUEUE
+    ),
+    Mutant(
+        "worker/rankings.py",
+        "if failed and len(batch) > 1:",
+        "if failed and len(batch) > 9:",
+        "worker/test_core_failures",
+    ),
+    Mutant("worker/prefill.py", "elif now > job.due:", "elif now < job.due:", "worker/test_core_signals"),
+    Mutant("worker/signals.py", "        self._lane_bytes[pin.lane] -= pin.nbytes\n", "", "worker/test_pins"),
+    Mutant("worker/executor.py", "            region.length = self.position\n", "", "worker/test_core_failures"),
+    Mutant("worker/device.py", "            self.submit(command)\n", "            del command\n", "worker/test_device"),
+    Mutant("worker/audit.py", "self.deviating.append(task.user_key)", "pass", "worker/test_audit worker/test_distrust"),
+    # worker: clients among each other
+    Mutant("worker/clients.py", "max(account.served_ms, self.floor_ms)", "account.served_ms", "worker/test_clients"),
+    Mutant(
+        "worker/clients.py",
+        "return most if most.of(measure) > task.account.of(measure) + own else None",
+        "return most",
+        "worker/test_clients",
+    ),
+    Mutant("worker/clients.py", "        self.nbytes -= task.nbytes\n", "", "worker/test_clients"),
+    # worker: forwards
+    Mutant("worker/forwarding.py", "if hops >= MOST_HOPS:", "if hops > MOST_HOPS:", "worker/test_forwarding"),
+    Mutant(
+        "worker/forwarding.py",
+        "been = {self._name} if home is None else {self._name, home.worker.name}",
+        "been = {self._name}",
+        "worker/test_forwarding",
+    ),
+    Mutant("worker/forwarding.py", "account.spare < LEAST_SPARE:", "account.spare < 0.0:", "worker/test_forwarding"),
+    Mutant("worker/forwarding.py", "self._accounts[peer.name].send(cost_ms)", "pass", "worker/test_forwarding"),
+    Mutant("worker/forwarding.py", "TRAVEL_MS + peer.queue_ms +", "TRAVEL_MS +", "worker/test_forwarding"),
+    # worker: in time or not, room or not
+    Mutant("worker/forecast.py", "if 0.0 <= spare < own:", "if spare < own:", "worker/test_overload"),
+    Mutant("worker/forecast.py", "self._saved_ms > PAYS *", "self._saved_ms > 0 *", "worker/test_batching"),
+    Mutant("worker/forecast.py", "return self._samples >= ENOUGH", "return True", "worker/test_overload"),
+    Mutant(
+        "worker/admission.py",
+        "len(self.waiting) >= self._places:",
+        "len(self.waiting) > self._places:",
+        "worker/test_core worker/test_clients",
+    ),
+    Mutant(
+        "worker/admission.py",
+        "self.clients.nbytes + task.nbytes >",
+        "self.clients.nbytes >",
+        "worker/test_clients worker/test_core_machine",
+    ),
+    # worker: requests come, answers go
+    Mutant("worker/intake.py", "0 <= partition < self._reply", "0 <= partition <= self._reply", "worker/test_intake"),
+    Mutant(
+        "worker/intake.py", "min(signal.life_ms, self._relay.life_window_ms)", "signal.life_ms", "worker/test_intake"
+    ),
+    Mutant("worker/intake.py", "min(reply_ms, REPLY_SHARE * timeout_ms)", "reply_ms", "worker/test_intake"),
+    Mutant(
+        "worker/replies.py",
+        "task.timeout_ms - task.age_ms - (now - task.arrived) * 1e3)",
+        "task.timeout_ms)",
+        "worker/test_outbox_forwards",
+    ),
+    Mutant(
+        "worker/replies.py",
+        "next_hop(record.value, task.hops + 1,",
+        "next_hop(record.value, task.hops,",
+        "worker/test_outbox_forwards",
+    ),
+    # cache
+    Mutant("cache/arena.py", "(best is None or found < best)", "best is None", "cache/test_arena"),
+    Mutant("cache/arena.py", "end - starts[first + 1] >= need:", "end - starts[first] >= need:", "cache/test_arena"),
+    Mutant("cache/runs.py", "before + size + after)", "before + size)", "cache/test_arena"),
+    Mutant("cache/runs.py", "if start + whole > offset + size:", "if False:", "cache/test_arena"),
+    Mutant("cache/eviction.py", "not self._allowed(key):", "False:", "cache/test_eviction cache/test_dram"),
+    Mutant(
+        "cache/entry_table.py",
+        "if not entry.retired or entry.held or",
+        "if not entry.retired or",
+        "cache/test_prefix_cache",
+    ),
+    # trigger
+    Mutant("trigger/ledger.py", "return not self.on_hold and ", "return ", "trigger/test_ledger"),
+    Mutant("trigger/ledger.py", "if offset >= self._read_to:", "if offset > self._read_to:", "trigger/test_ledger"),
+    Mutant("trigger/ledger.py", " or entry.batch < log_end]", "]", "trigger/test_ledger"),
+    Mutant("trigger/decision.py", ">= min(cost_ms, self.depth)", ">= cost_ms", "trigger/test_load"),
+    Mutant(
+        "trigger/decision.py", "event.candidates) + owner.worker.queue_ms", "event.candidates)", "trigger/test_decision"
+    ),
+    Mutant(
+        "trigger/decision.py",
+        "elif _wait_ms(owner, now_s) >",
+        "elif 0 * _wait_ms(owner, now_s) >",
+        "trigger/test_decision",
+    ),
+    # bus
+    Mutant(
+        "bus/crashes.py", "while self._order and self._order[0]", "if self._order and self._order[0]", "test_offsets"
+    ),
+    Mutant(
+        "bus/crashes.py", "tuple(end for end in before.log_ends if end > committed)", "before.log_ends", "test_crashes"
+    ),
+    Mutant("bus/assignor.py", ".generation > claims[holder", ".generation < claims[holder", "test_assignor"),
+    Mutant("bus/assignor.py", "(len(held[member]) <= quota[member], quota", "(quota", "test_assignor"),
+    Mutant("bus/ages.py", "if offset < self._read:", "if offset < 0:", "trigger/test_log_ends"),
+    Mutant(
+        "bus/ages.py", "believed = min(stated_ms, at_least + WAY_MS)", "believed = stated_ms", "trigger/test_log_ends"
+    ),
+)

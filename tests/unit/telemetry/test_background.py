@@ -1,0 +1,77 @@
+"""Background work: the first failure is raised where the process waits, and nothing is left running."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from relaygr_stream.telemetry.background import Background
+
+
+async def forever() -> None:
+    await asyncio.Event().wait()
+
+
+async def fails(error: Exception) -> None:
+    await asyncio.sleep(0)
+    raise error
+
+
+async def result() -> str:
+    return "done"
+
+
+async def test_what_is_waited_for_is_returned_while_nothing_fails() -> None:
+    background = Background()
+    task = background.start(forever())
+    assert await background.until(result()) == "done"
+    background.check()
+    await background.end()
+    assert task.cancelled()
+    background.check()  # a cancellation is no failure
+
+
+async def test_the_first_failure_is_raised_and_what_was_waited_for_is_cancelled() -> None:
+    background, ended = Background(), asyncio.Event()
+
+    async def work() -> None:
+        try:
+            await forever()
+        finally:
+            ended.set()
+
+    background.start(fails(KeyError("first")))
+    with pytest.raises(KeyError, match="first"):
+        await background.until(work())
+    background.fail(ValueError("second"))
+    with pytest.raises(KeyError, match="first"):
+        background.check()
+    await asyncio.wait_for(ended.wait(), 10)
+
+
+async def test_the_failure_of_a_future_that_others_own_is_one() -> None:
+    background = Background()
+    future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    background.watch(future)
+    future.set_exception(OSError("gone"))
+    with pytest.raises(OSError, match="gone"):
+        await background.until(forever())
+
+
+async def test_ending_waits_until_all_has_ended() -> None:
+    background, ended = Background(), False
+
+    async def slow_to_end() -> None:
+        nonlocal ended
+        try:
+            await forever()
+        finally:
+            for _ in range(5):
+                await asyncio.sleep(0)
+            ended = True
+
+    background.start(slow_to_end())
+    await asyncio.sleep(0)
+    await background.end()
+    assert ended
