@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -42,18 +42,30 @@ _send = AIOKafkaConnection.send
 
 
 def send(self: Any, request: Any, expect_response: bool = True) -> Any:
-    """As AIOKafkaConnection.send, but raises KafkaConnectionError on a connection that was just closed.
+    """As AIOKafkaConnection.send, without two defects of aiokafka 0.14.
 
-    A closed asyncio transport drops what is written to it; uvloop's raises RuntimeError. aiokafka does not expect that,
-    and it would end the task that sends heartbeats, and with it the process.
+    - A closed asyncio transport drops what is written to it; uvloop's raises RuntimeError. aiokafka does not expect
+      that, and it would end the task that sends heartbeats, and with it the process. Here: KafkaConnectionError.
+    - A client that starts asks for metadata on a connection that only `bootstrap` knows. If the start is cancelled
+      meanwhile, nobody closes that connection. Here the request does.
     """
     try:
-        return _send(self, request, expect_response)
+        answer = _send(self, request, expect_response)
     except RuntimeError as error:
         if "closed" not in str(error):
             raise
         self.close(reason=CloseReason.CONNECTION_BROKEN)
         raise KafkaConnectionError(f"Connection at {self.host}:{self.port} broken: {error}") from error
+    of_a_start = self._on_close_cb is None  # the connections that a client keeps report their end to it
+    return _closed_if_cancelled(self, answer) if of_a_start and expect_response else answer
+
+
+async def _closed_if_cancelled(connection: Any, answer: Awaitable[Any]) -> Any:
+    try:
+        return await answer
+    except asyncio.CancelledError:
+        connection.close()
+        raise
 
 
 AIOKafkaConnection.send = send
@@ -147,19 +159,20 @@ async def end(what: str, stop: Callable[[], Coroutine[Any, Any, None]], within_s
         log.warning("ending a client failed", what=what, error=f"{type(error).__name__}: {error}")
 
 
-async def end_consumer(what: str, consumer: Any) -> None:
-    """As `end` for an AIOKafkaConsumer; also closes its connections if stop() fails.
+async def end_client(what: str, client: Any, within_s: float = CLOSE_S) -> None:
+    """As `end` for an AIOKafkaConsumer or AIOKafkaProducer; also closes its connections if stop() fails.
 
     If a fetch waits for a broker, aiokafka's stop() lets a cancellation escape before it closes the connections.
     """
 
     async def stop() -> None:
         try:
-            await consumer.stop()
+            await client.stop()
         finally:
-            await consumer._client.close()
+            connections = client.client if hasattr(client, "client") else client._client
+            await connections.close()
 
-    await end(what, stop)
+    await end(what, stop, within_s)
 
 
 # Connection options and errors.

@@ -23,7 +23,7 @@ from aiokafka.errors import (
     KafkaError,
 )
 
-from relaygr_stream.bus.aiokafka_compat import RETRY_BACKOFF_MS, broker_error, client_options, end_consumer
+from relaygr_stream.bus.aiokafka_compat import RETRY_BACKOFF_MS, broker_error, client_options, end_client
 from relaygr_stream.bus.assignor import StickyLaneAssignor
 from relaygr_stream.bus.renewed import watch
 from relaygr_stream.errors import BrokerError, ConfigError
@@ -109,10 +109,10 @@ class Membership:
         try:
             await self._consumer.start()
         except (KafkaError, OSError) as error:
-            await end_consumer("the membership", self._consumer)
+            await end_client("the membership", self._consumer)
             raise self._typed(error) from error
         except BaseException:
-            await end_consumer("the membership", self._consumer)
+            await end_client("the membership", self._consumer)
             raise
         watch(self._consumer, self._note_end)
 
@@ -126,7 +126,7 @@ class Membership:
         if self._last_commit is not None:
             self._last_commit.cancel()  # without a coordinator, aiokafka would retry for ever
             await asyncio.wait({self._last_commit})
-        await end_consumer("the membership", self._consumer)
+        await end_client("the membership", self._consumer)
 
     def draining(self) -> None:
         """Ask for no lanes in the next assignment; the member still gets some if all members drain."""

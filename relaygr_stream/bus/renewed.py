@@ -21,7 +21,7 @@ import structlog
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
-from relaygr_stream.bus.aiokafka_compat import CLOSE_S, end, end_consumer, typed_errors
+from relaygr_stream.bus.aiokafka_compat import CLOSE_S, end_client, typed_errors
 from relaygr_stream.errors import BrokerError, BrokerUnavailable
 from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.telemetry.limiter import LogLimiter
@@ -196,9 +196,5 @@ class Renewed:
             self.renew(why)
 
     async def _end(self, client: Any, within_s: float) -> None:
-        if client is None:
-            return
-        if hasattr(client, "_fetcher"):
-            await end_consumer(self.part, client)
-        else:
-            await end(self.part, client.stop, within_s)
+        if client is not None:
+            await end_client(self.part, client, within_s)

@@ -1,12 +1,15 @@
-"""A consumer's connections are closed whatever its stop() does, and however long that takes nobody waits."""
+"""A client's connections are closed whatever its start() or stop() does, and however long that takes nobody waits."""
 
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 
+import msgspec
 from aiokafka import AIOKafkaConsumer, TopicPartition
 
-from relaygr_stream.bus.aiokafka_compat import client_options, end_consumer
+from relaygr_stream.bus.aiokafka_compat import client_options, end_client
+from relaygr_stream.bus.renewed import Renewed
 from relaygr_stream.bus.topics import apply_topics, load_topics
 from relaygr_stream.settings.schema import Kafka
 from tests.waiting import until
@@ -21,6 +24,39 @@ async def test_connections_are_closed_when_a_fetch_is_given_up(embedded_settings
     connections = consumer._client._conns
     await until(lambda: any(connection.connected() for connection in connections.values()), "connected")
     consumer._fetcher._pending_tasks.add(asyncio.create_task(asyncio.sleep(60)))  # as one that waits to connect
-    await end_consumer("a test's reader", consumer)
+    await end_client("a test's reader", consumer)
     assert connections
     assert not any(connection.connected() for connection in connections.values())
+
+
+async def test_a_start_that_is_cancelled_leaves_no_connection(embedded_settings: Kafka) -> None:
+    """It is cancelled while it waits for the cluster's metadata, on a connection of its own."""
+    host, port = embedded_settings.bootstrap.rsplit(":", 1)
+    withheld, closed = asyncio.Event(), asyncio.Event()
+
+    async def serve(client: asyncio.StreamReader, to_client: asyncio.StreamWriter) -> None:
+        broker, to_broker = await asyncio.open_connection(host, int(port))
+
+        async def answer() -> None:
+            size = await broker.readexactly(4)
+            to_client.write(size + await broker.readexactly(int.from_bytes(size)))  # its versions
+            await broker.read(1)  # the metadata
+            withheld.set()
+
+        answering = asyncio.create_task(answer())
+        while sent := await client.read(65536):
+            to_broker.write(sent)
+        closed.set()
+        answering.cancel()
+        to_broker.close()
+        to_client.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        beside = msgspec.structs.replace(embedded_settings, bootstrap=f"127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        reader = Renewed(beside, "a test's reader", lambda: AIOKafkaConsumer(**client_options(beside, "test")))
+        starting = asyncio.create_task(reader.start())
+        await withheld.wait()
+        starting.cancel()
+        with suppress(asyncio.CancelledError):
+            await starting
+        await closed.wait()
