@@ -44,7 +44,7 @@ test-stack: $(STAMP) ## what make test leaves out: on Apache Kafka (KAFKA_HOME, 
 	$(BIN)/pytest -n $(TEST_WORKERS) --dist loadfile -m "(kafka or stack) and not long and not faults" $(ARGS)
 
 test-repeat: $(STAMP) ## make test N times beside BUSY busy loops, and what failed (N=20 BUSY=0; Ctrl-C lists what there is)
-	$(BIN)/python -m tests.repeat --times $(or $(N),20) --busy $(or $(BUSY),0) -- -n $(TEST_WORKERS) --dist $(TEST_DIST) $(ARGS)
+	$(BIN)/python -m tests.repeat --times $(or $(N),20) --busy $(or $(BUSY),0) -- --hypothesis-profile=search -n $(TEST_WORKERS) --dist $(TEST_DIST) $(ARGS)
 
 test-long: $(STAMP) ## a million random operations, the books checked after each (ARGS="--long-operations N --long-seed N")
 	$(BIN)/pytest -m long -s $(ARGS)

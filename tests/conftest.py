@@ -22,9 +22,12 @@ KAFKA_HINT = (
     "set KAFKA_HOME to an Apache Kafka 4 distribution (Java 17), or RELAYGR_TEST_BOOTSTRAP to a running cluster"
 )
 
-# What an example takes depends on the machine: no test is about that.
-hypothesis.settings.register_profile("busy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
-hypothesis.settings.load_profile("busy")
+# The time of an example depends on the machine, so none is limited. A run judges a change by the same examples as the
+# run before; `make test-repeat` looks for new ones (--hypothesis-profile=search).
+search = hypothesis.settings(deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.register_profile("search", search)
+hypothesis.settings.register_profile("same", search, derandomize=True)
+hypothesis.settings.load_profile("same")
 
 #: Enough lanes for moves to show, few enough for topics to be made in a moment.
 TEST_LANES = 8
