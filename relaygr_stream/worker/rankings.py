@@ -7,6 +7,7 @@ Full inference goes into the cache where it may stay, else into the scratch regi
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 
@@ -44,6 +45,9 @@ class Rankings:
         admission: Admission,
         pins: PinTable,
         answered: RecentIds,
+        *,
+        most: int,
+        max_delay_ms: float,
     ) -> None:
         self._executor = executor
         self._cache = cache
@@ -54,6 +58,8 @@ class Rankings:
         self._admission = admission
         self._pins = pins
         self._answered = answered
+        self._most = most  # rankings scored together
+        self._max_delay_ms = max_delay_ms
         self.answers: list[Answer] = []
         self._deadlines: TimerHeap[RankTask] = TimerHeap(lambda task: task.answered)
         self._starved: TimerHeap[RankTask] = TimerHeap(lambda task: task.answered)  # full inferences without memory
@@ -131,42 +137,46 @@ class Rankings:
             self._let_go(task)
             self._place(task, self._cache.find(task.user_key, task.tokens))
 
-    def take_batch(self, most: int, bound_ms: float) -> list[RankTask]:
-        """The next rankings to score together: as many as there are where batches pay, else so few that they take no
-        longer than a chunk may, or two."""
-        if self._batching.pays:
-            return self._queue.pop_ready(most)
-        admission, factor = self._admission, self._admission.calibration.factor
-        return self._queue.pop_ready(
-            most, lambda task: factor * admission.score_ms(task), SHARE * bound_ms, least=TRIED
-        )
+    def score(self, now: float) -> float:
+        """Score the next rankings, which are ready, and answer them; returns the milliseconds it took.
 
-    def score(self, batch: list[RankTask], now: float) -> float:
-        """Score these, which are ready, and answer; returns the milliseconds it took."""
-        self.started(batch, now)
-        failed = ""
-        try:
-            scores, ms = self._executor.score([_score_input(task) for task in batch])
-        except Exception as error:  # a user's model or the device may raise anything; the requests must be answered
-            failed = describe(error)
-        if failed and len(batch) > 1:
-            return sum(self.score([task], now) for task in batch)  # one bad ranking must not take others along
-        if failed:
-            self._answer(batch[0], "failed", failed)
-            return 0.0
-        predicted_ms = sum(self._admission.score_ms(task) for task in batch)
-        self._admission.calibration.add(predicted_ms, ms)
-        self._batching.add(predicted_ms, len(batch), ms)
-        for task, rows in zip(batch, scores, strict=True):
-            task.device_ms += ms / len(batch)
-            task.account.served_ms += ms / len(batch)
-            if not np.isfinite(rows).all():
-                self._answer_not_finite(task, rows)
+        Together go as many as there are where batches pay, else so few that they take no longer than a chunk may, or
+        two. Where a batch fails, each ranking is scored alone: a bad one must not take others along.
+        """
+        admission, batching = self._admission, self._batching
+        factor, within_ms = admission.calibration.factor, math.inf if batching.pays else SHARE * self._max_delay_ms
+        batches = [
+            self._queue.pop_ready(self._most, lambda task: factor * admission.score_ms(task), within_ms, least=TRIED)
+        ]
+        spent_ms = 0.0
+        while batches:
+            batch = batches.pop()
+            self.started(batch, now)
+            try:
+                scores, ms = self._executor.score([_score_input(task) for task in batch])
+            except Exception as error:  # a user's model or the device may raise anything; the requests must be answered
+                if len(batch) > 1:
+                    batches.extend([task] for task in reversed(batch))
+                else:
+                    self._answer(batch[0], "failed", describe(error))
                 continue
+            spent_ms += ms
+            predicted_ms = sum(admission.score_ms(task) for task in batch)
+            admission.calibration.add(predicted_ms, ms)
+            batching.add(predicted_ms, len(batch), ms)
+            for task, rows in zip(batch, scores, strict=True):
+                self._answer_scored(task, rows, ms / len(batch))
+        return spent_ms
+
+    def _answer_scored(self, task: RankTask, scores: npt.NDArray[np.float32], ms: float) -> None:
+        task.device_ms += ms
+        task.account.served_ms += ms
+        if np.isfinite(scores).all():
             task.approximate = task.entry is not None and task.entry.approximate
-            self._auditor.consider(task, rows)
-            self._answer(task, "ok", scores=rows)
-        return ms
+            self._auditor.consider(task, scores)
+            self._answer(task, "ok", scores=scores)
+        else:
+            self._answer_not_finite(task, scores)
 
     def _answer_not_finite(self, task: RankTask, scores: npt.NDArray[np.float32]) -> None:
         """Such scores order nothing. What they came from may be to blame, and would be for the user's next ranking."""

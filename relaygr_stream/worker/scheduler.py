@@ -115,8 +115,9 @@ class Scheduler:
         self.signals = Signals(cache, self._jobs, self._waiters, self.pins, answered, footprint=limits.pinned_bytes)
         self.admission = Admission(executor, self._jobs, clients, limits.queue_limit, limits.waiting_bytes)
         self.rankings = Rankings(
-            executor, cache, self._queue, self._jobs, self._waiters, auditor, self.admission, self.pins, answered
-        )
+            executor, cache, self._queue, self._jobs, self._waiters, auditor, self.admission, self.pins, answered,
+            most=limits.batch, max_delay_ms=limits.max_ranking_delay_ms,
+        )  # fmt: skip
 
     def handle(self, command: Command, now: float) -> object:
         """Take a command. Returns what it asks for: a Snapshot for a Query, for the cache's transit what Transit.handle
@@ -159,8 +160,7 @@ class Scheduler:
         self.rankings.feed_starved()
         work = self._queue.urgent()
         if isinstance(work, RankTask):
-            batch = self.rankings.take_batch(self._limits.batch, self._limits.max_ranking_delay_ms)
-            self.time.ranking_ms += self.rankings.score(batch, now)
+            self.time.ranking_ms += self.rankings.score(now)
         elif work is not None:
             self._advance(work, now)
         elif (job := self._queue.background()) is not None:

@@ -47,8 +47,8 @@ MUTANTS: Final = (
     ),
     Mutant(
         "worker/rankings.py",
-        "if failed and len(batch) > 1:",
-        "if failed and len(batch) > 9:",
+        "if len(batch) > 1:",
+        "if len(batch) > 9:",
         "worker/test_core_failures",
     ),
     Mutant("worker/prefill.py", "elif now > job.due:", "elif now < job.due:", "worker/test_core_signals"),
