@@ -13,6 +13,8 @@ TEST_DIST ?= worksteal
 MINUTES ?= 30
 
 # Everything that a run writes stays inside the clone.
+export TMPDIR := $(CURDIR)/.cache/tmp
+$(shell mkdir -p '$(TMPDIR)')
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export MPLCONFIGDIR := $(CURDIR)/.cache/matplotlib
 export HYPOTHESIS_STORAGE_DIRECTORY := $(CURDIR)/.cache/hypothesis

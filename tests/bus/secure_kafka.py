@@ -18,6 +18,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 
 from relaygr_stream.bus.probe import check_connection
 from relaygr_stream.errors import BrokerError
+from relaygr_stream.ops.brokers.distribution import environment as of_a_node
 from relaygr_stream.ops.brokers.distribution import free_ports, kafka_home
 from relaygr_stream.settings.schema import Kafka
 
@@ -92,7 +93,7 @@ def secure_kafka(
         file.write(f"connections.max.reauth.ms={reauthenticate_ms}\n")
         if authorize:
             file.write(AUTHORIZER)
-    environment = os.environ | {"LOG_DIR": str(folder / "logs"), "KAFKA_HEAP_OPTS": "-Xms128m -Xmx512m"}
+    environment = os.environ | of_a_node(folder, "-Xms128m -Xmx512m")
     home = kafka_home()
     scram = [
         f"--add-scram={mechanism}=[name={user},password={PASSWORD}]"

@@ -21,6 +21,8 @@ from relaygr_stream.errors import BrokerUnavailable
 QUICK_COMPILER: Final = "-XX:TieredStopAtLevel=1"
 #: Both compilers, as in a broker that runs for days: after compilation, a message takes a third less time.
 BOTH_COMPILERS: Final = "-XX:+TieredCompilation"
+#: Java's counters stay in memory, not in a file in /tmp: to write it may stop Java for as long as the disk is busy.
+NO_COUNTER_FILE: Final = "-XX:+PerfDisableSharedMem"
 #: For a single relay. A collection of short-lived objects stops Java for 15 to 60 ms on two busy cores: every 5 s with
 #: a heap of 512 MiB at 60 requests/s, every 45 s with this one. Pages are touched at the start, so that there is no
 #: page fault later. The remaining 128 MiB suffice for the topics of one relay, not for those of a test session.
@@ -175,5 +177,5 @@ def environment(folder: Path, heap: str, compilers: str = QUICK_COMPILER) -> dic
     if "KAFKA_HEAP_OPTS" not in os.environ:
         found["KAFKA_HEAP_OPTS"] = heap
     if "KAFKA_OPTS" not in os.environ:
-        found["KAFKA_OPTS"] = compilers
+        found["KAFKA_OPTS"] = f"{compilers} {NO_COUNTER_FILE}"
     return found
