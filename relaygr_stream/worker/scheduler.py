@@ -202,6 +202,7 @@ class Scheduler:
             **{f"warm_{name}": float(total) for name, total in vars(self.warm_up.counters).items()},
             "device_failures": float(self._executor.failures),
             "out_of_memory": float(self._executor.out_of_memory),
+            "unknown_items": float(getattr(self._executor.model, "unknown_items", 0)),
             "audits": float(self.auditor.done),
             "audit_deviation": self.auditor.worst,
             "audit_deviation_int8": self.auditor.worst_rounded,
