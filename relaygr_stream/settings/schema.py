@@ -207,6 +207,14 @@ class Worker(Section, frozen=True, kw_only=True):
     forward: Annotated[
         bool, _doc("forward rankings that would be late here to a worker that is in time, instead of refusing them")
     ] = True
+    truncate_min_tokens: Annotated[
+        int,
+        Meta(ge=0),
+        _doc(
+            "a ranking without prefix KV that would be late in full is ranked with its newest behaviours alone: the "
+            "largest multiple of this that is in time; 0: never"
+        ),
+    ] = 0
     status_interval_ms: Annotated[Positive, _doc("time between statuses on `worker-status`")] = 250
     drain_ms: Annotated[Positive, _doc("on SIGTERM, longest time for accepted requests to complete")] = 10_000
 
