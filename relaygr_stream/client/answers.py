@@ -72,6 +72,7 @@ class Ranking:
     worker: str
     model_version: str
     admission: str = ""  # the trigger's decision: `admitted`, or the reason against; empty: unknown
+    truncated_to: int = 0  # newest behaviours that were ranked with, outcome `truncated`; 0: with all
 
     def top(self, count: int, *, task: str | None = None) -> npt.NDArray[np.uint32]:
         """The item ids of the best `count` candidates by one task's score, best first; equal scores keep their order.
@@ -234,6 +235,7 @@ def ranking_of(reply: ScoreReply, candidates: bytes, latency_s: float) -> Rankin
         worker=reply.worker,
         model_version=reply.model_version,
         admission=reply.admission,
+        truncated_to=reply.truncated_to,
     )
 
 

@@ -189,7 +189,7 @@ class SteppedModel(RankingModel, Protocol):
 # Versions: equal for the same model in every process, different as soon as scores may differ.
 
 
-def digest(config: msgspec.Struct, weights: Mapping[str, torch.Tensor]) -> str:
+def digest(config: msgspec.Struct | Mapping[str, object], weights: Mapping[str, torch.Tensor]) -> str:
     """A 64-bit digest of a configuration and float32 weights on the CPU, as 16 hexadecimal digits."""
     state = hashlib.blake2b(msgspec.json.encode(config, order="sorted"), digest_size=8)
     for name in sorted(weights):

@@ -3,6 +3,15 @@
 A behaviour's vector is item + action + position + gap; a candidate's is item + position + a candidate vector. All parts
 of a behaviour's vector are known when it happens and never change: the position counts from the start of the sequence,
 and the gap is the time since the behaviour before. Otherwise a new behaviour would change the whole prefix.
+
+An item id in [0, vocab) has a row of its own. Every other id is unknown, and has one of `oov_rows` rows behind those:
+
+    z = id as an unsigned 64-bit number
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9
+    z = (z ^ (z >> 27)) * 0x94d049bb133111eb     all modulo 2^64: the finalizer of SplitMix64
+    row = vocab + (z ^ (z >> 31)) % oov_rows
+
+Without such rows (oov_rows = 0) an unknown id shares the row id mod vocab with a known item.
 """
 
 from __future__ import annotations
@@ -35,14 +44,27 @@ def gap_buckets(gaps: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     return np.minimum(exponents, GAP_BUCKETS - 1).astype(np.int64)
 
 
-class TokenEmbedding(nn.Module):
-    """The embedding tables. Item ids are taken modulo vocab; positions from max_positions on share the last row."""
+def oov_hash(ids: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+    """The finalizer of SplitMix64, elementwise: a 64-bit number for each 64-bit id, different for different ids."""
+    z = ids.astype(np.uint64)  # two's complement
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
 
-    def __init__(self, dim: int, vocab: int, max_positions: int) -> None:
+
+class TokenEmbedding(nn.Module):
+    """The embedding tables. Positions from max_positions on share the last row.
+
+    unknown_items: ids outside [0, vocab) that were embedded so far, in behaviours and candidates.
+    """
+
+    def __init__(self, dim: int, vocab: int, max_positions: int, oov_rows: int = 0) -> None:
         super().__init__()
         self.vocab = vocab
+        self.oov_rows = oov_rows
         self.max_positions = max_positions
-        self.item = nn.Parameter(torch.empty(vocab, dim), requires_grad=False)
+        self.unknown_items = 0
+        self.item = nn.Parameter(torch.empty(vocab + oov_rows, dim), requires_grad=False)
         self.action = nn.Parameter(torch.empty(ACTIONS, dim), requires_grad=False)
         self.position = nn.Parameter(torch.empty(max_positions, dim), requires_grad=False)
         self.gap = nn.Parameter(torch.empty(GAP_BUCKETS, dim), requires_grad=False)
@@ -84,7 +106,7 @@ class TokenEmbedding(nn.Module):
         for suffix, first, candidates in batch:
             middle, stop = start + len(suffix), start + len(suffix) + len(candidates)
             self._fill(rows[:, start:middle], suffix, first)
-            np.remainder(candidates, self.vocab, out=rows[0, middle:stop])
+            self._fill_items(rows[0, middle:stop], candidates)
             rows[1, middle:stop] = min(first + len(suffix), self.max_positions - 1)
             bounds.append((start, middle, stop))
             start = stop
@@ -92,10 +114,18 @@ class TokenEmbedding(nn.Module):
 
     def _fill(self, rows: npt.NDArray[np.int64], tokens: Tokens, first: int) -> None:
         items, actions, gaps = tokens.array
-        np.remainder(items, self.vocab, out=rows[0])
+        self._fill_items(rows[0], items)
         np.minimum(np.arange(first, first + len(tokens)), self.max_positions - 1, out=rows[1])
         np.remainder(actions, ACTIONS, out=rows[2])  # an index past the table would crash an accelerator
         rows[3] = gap_buckets(gaps)
+
+    def _fill_items(self, rows: npt.NDArray[np.int64], items: npt.NDArray[np.int64]) -> None:
+        rows[:] = items
+        unknown = np.flatnonzero(rows.view(np.uint64) >= self.vocab)  # a negative id is a large unsigned one
+        if len(unknown):
+            self.unknown_items += len(unknown)
+            ids = rows[unknown]
+            rows[unknown] = ids % self.vocab if not self.oov_rows else self.vocab + oov_hash(ids) % self.oov_rows
 
     def _to_device(self, rows: npt.NDArray[np.int64]) -> torch.Tensor:
         return torch.from_numpy(rows).to(self.item.device, non_blocking=True)

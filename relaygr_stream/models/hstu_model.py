@@ -6,10 +6,10 @@ loading.py gives it weights, from a checkpoint or from a seed.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import torch
-from msgspec import Meta
+from msgspec import Meta, to_builtins
 from torch import nn
 
 from relaygr_stream.models.api import KVLayout, KVRegion, ScoreInput, Tokens, digest, version_of
@@ -25,11 +25,22 @@ DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class HSTUConfig(StackConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The whole definition of an HSTU model apart from its weights: the layers' shape, tables and score columns."""
+    """The whole definition of an HSTU model apart from its weights: the layers' shape, tables and score columns.
+
+    oov_rows: rows of the item table behind the vocab rows, for ids outside [0, vocab), by hash (embeddings.py). 0: such
+    an id shares a known item's row, id mod vocab.
+    """
 
     vocab: Positive
+    oov_rows: Annotated[int, Meta(ge=0)] = 0
     max_positions: Positive
     tasks: Annotated[tuple[Annotated[str, Meta(min_length=1)], ...], Meta(min_length=1)]
+
+    def fields(self) -> dict[str, Any]:
+        """The fields as config.json has them. oov_rows = 0 is left out: the model's version stays what it was before
+        the field was there, and an older release reads the file."""
+        fields: dict[str, Any] = to_builtins(self)
+        return fields if self.oov_rows else {name: value for name, value in fields.items() if name != "oov_rows"}
 
 
 class HSTUModel(nn.Module):
@@ -44,7 +55,7 @@ class HSTUModel(nn.Module):
     def __init__(self, config: HSTUConfig) -> None:
         super().__init__()
         self.config = config
-        self.embedding = TokenEmbedding(config.dim, config.vocab, config.max_positions)
+        self.embedding = TokenEmbedding(config.dim, config.vocab, config.max_positions, config.oov_rows)
         self.stack = HSTUStack(config)
         self.head = TaskHead(config.dim, len(config.tasks))
         self.layout = config.layout(torch.float32)
@@ -56,11 +67,16 @@ class HSTUModel(nn.Module):
         self._recorded: RecordedScores | None = None
         self._ends: NativeEnds | None = None
 
+    @property
+    def unknown_items(self) -> int:
+        """Item ids outside the vocabulary that were embedded so far, in behaviours and candidates."""
+        return self.embedding.unknown_items
+
     def load_weights(self, weights: dict[str, torch.Tensor], note: str) -> HSTUModel:
         """Load float32 weights with exactly the keys and shapes of `state_dict()`; the version is their digest."""
         self.load_state_dict(weights)
         self.note = note
-        self._digest = digest(self.config, self.state_dict())
+        self._digest = digest(self.config.fields(), self.state_dict())
         return self.place(torch.device("cpu"), torch.float32)
 
     def place(self, device: torch.device, dtype: torch.dtype, kernels: Kernels = "auto") -> HSTUModel:

@@ -75,7 +75,7 @@ def save_checkpoint(model: HSTUModel, folder: str | Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
     weights = {name: value.cpu().contiguous() for name, value in model.state_dict().items()}
     header = {"architecture": ARCHITECTURE, "format": FORMAT}
-    text = msgspec.json.format(msgspec.json.encode(header | msgspec.to_builtins(model.config)), indent=2)
+    text = msgspec.json.format(msgspec.json.encode(header | model.config.fields()), indent=2)
     save_file(weights, path / (WEIGHTS_FILE + ".tmp"))
     (path / (CONFIG_FILE + ".tmp")).write_bytes(text + b"\n")
     for name in (WEIGHTS_FILE, CONFIG_FILE):  # an interrupted save leaves no incomplete file under these names
@@ -184,6 +184,7 @@ def _config(model: settings.Model) -> HSTUConfig:
         dqk=model.dqk,
         dv=model.dv,
         vocab=model.vocab,
+        oov_rows=model.oov_rows,
         max_positions=model.max_positions,
         scale_tokens=model.scale_tokens,
         tasks=check_tasks(model.tasks),

@@ -207,6 +207,14 @@ class Worker(Section, frozen=True, kw_only=True):
     forward: Annotated[
         bool, _doc("forward rankings that would be late here to a worker that is in time, instead of refusing them")
     ] = True
+    truncate_min_tokens: Annotated[
+        int,
+        Meta(ge=0),
+        _doc(
+            "a ranking without prefix KV that would be late in full is ranked with its newest behaviours alone: the "
+            "largest multiple of this that is in time; 0: never"
+        ),
+    ] = 0
     status_interval_ms: Annotated[Positive, _doc("time between statuses on `worker-status`")] = 250
     drain_ms: Annotated[Positive, _doc("on SIGTERM, longest time for accepted requests to complete")] = 10_000
 
@@ -258,7 +266,10 @@ class Model(Section, frozen=True, kw_only=True):
     heads: Annotated[Positive, _doc("attention heads H")] = 4
     dqk: Annotated[Positive, _doc("query/key width per head")] = 32
     dv: Annotated[Positive, _doc("value width per head")] = 32
-    vocab: Annotated[Positive, _doc("rows of the item table; item ids count modulo this")] = 100_000
+    vocab: Annotated[Positive, _doc("items with a row of their own: ids from 0 to below this")] = 100_000
+    oov_rows: Annotated[
+        int, Meta(ge=0), _doc("rows shared, by hash, by all other item ids; 0: they count modulo model.vocab")
+    ] = 0
     max_positions: Annotated[Positive, _doc("rows of the position table; later positions share the last row")] = 8192
     scale_tokens: Annotated[Positive, _doc("N of the attention scale 1/N; a constant of the model")] = 1024
     contextual_seq_len: Annotated[

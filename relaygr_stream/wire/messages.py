@@ -53,6 +53,7 @@ __all__ = [
     "MAX_DETAIL",
     "MAX_MESSAGE_BYTES",
     "MAX_UNKNOWN_BYTES",
+    "MISSES",
     "SCHEMA_VERSION",
     "SCORE_DTYPE",
     "Behaviours",
@@ -94,8 +95,11 @@ Millis = Annotated[float, Meta(ge=0, le=3.6e6)]
 #: Neither infinite nor NaN: comparisons with NaN are false, so it fails both bounds.
 Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 
-#: Where a ranking found the prefix KV: ready in HBM, in DRAM (or being reloaded), in a prefill job, nowhere.
-Outcome = Literal["hbm", "dram", "joined", "full"]
+#: Where a ranking found the prefix KV: ready in HBM, in DRAM (or being reloaded), in a prefill job, nowhere (full).
+#: truncated: nowhere, and it was ranked with the newest behaviours alone (worker.truncate_min_tokens).
+Outcome = Literal["hbm", "dram", "joined", "full", "truncated"]
+#: Outcomes without prefix KV.
+MISSES: Final[frozenset[str | None]] = frozenset({"full", "truncated"})
 Status = Literal["ok", "deadline_exceeded", "overloaded", "rejected", "failed"]
 Mode = Literal["auto", "full"]
 State = Literal["starting", "serving", "draining", "stopped"]
@@ -202,6 +206,7 @@ class ScoreReply(msgspec.Struct, frozen=True, kw_only=True):
     worker: str = ""
     timings: Timings = Timings()
     admission: Annotated[str, Meta(max_length=64)] = ""  # the trigger's reason; empty: unknown to the worker
+    truncated_to: Annotated[int, Meta(ge=0)] = 0  # newest behaviours that were ranked with; 0: with all
 
     def matrix(self) -> npt.NDArray[np.float32]:
         """Scores as (candidates, tasks)."""

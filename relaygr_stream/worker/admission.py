@@ -7,13 +7,14 @@ places, bytes and time left? ─► admit
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import Final
 
 from relaygr_stream.cache.entry import Coverage, Found
 from relaygr_stream.worker.clients import Clients
 from relaygr_stream.worker.commands import RankTask
 from relaygr_stream.worker.executor import Executor
-from relaygr_stream.worker.forecast import Calibration, Forecast, Full
+from relaygr_stream.worker.forecast import QUEUED_DEADLINE_FRACTION, Calibration, Forecast, Full
 from relaygr_stream.worker.prefill import PrefillJobs
 
 #: What the answer to a ranking that made room says.
@@ -25,13 +26,25 @@ LOST: Final = {
 
 
 class Admission:
-    """The admitted rankings without an answer. places, nbytes: how many rankings and bytes may wait."""
+    """The admitted rankings without an answer. places, nbytes: how many rankings and bytes may wait.
 
-    def __init__(self, executor: Executor, jobs: PrefillJobs, clients: Clients, places: int, nbytes: int) -> None:
+    truncate_min_tokens: fewest behaviours that `truncate` leaves a ranking; 0: it cuts none.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        jobs: PrefillJobs,
+        clients: Clients,
+        places: int,
+        nbytes: int,
+        truncate_min_tokens: int = 0,
+    ) -> None:
         self._executor = executor
         self._jobs = jobs
         self._places = places
         self._nbytes = nbytes
+        self._least = truncate_min_tokens
         self.clients = clients
         self.waiting: dict[RankTask, None] = {}  # in the order they came
         self._forecast = Forecast(clients)
@@ -45,6 +58,36 @@ class Admission:
         # A prediction refuses nothing until predictions of its kind have been compared with measurements.
         trusted = self.calibration.trusted and (not infer_ms or self._jobs.calibration.trusted)
         task.expected_ms = task.cost_ms if trusted else 0.0
+
+    def truncate(self, task: RankTask, found: Found, now: float) -> bool:
+        """Cut a booked ranking, which finds no prefix KV and would be late, to its newest behaviours that are in time.
+
+        Their number is the largest multiple of truncate_min_tokens that fits. They are a history of their own:
+        positions count from 0, and the first gap is 0. False, nothing changed: it is in time, or no such number is.
+        """
+        least, length = self._least, len(task.tokens) + len(task.suffix)
+        misses = found[0] is None or found[1] is Coverage.NONE
+        if not (least and misses and task.expected_ms and not task.full and self._executor.model.incremental):
+            return False
+        if self._in_time(task, task.expected_ms, now):
+            return False
+        sizes = range(least, length, least)
+        fitting = bisect_left(sizes, True, key=lambda size: not self._in_time(task, self._newest_ms(task, size), now))
+        if not fitting:
+            return False
+        task.keep_newest(sizes[fitting - 1])
+        task.cost_ms = task.expected_ms = self._newest_ms(task, task.truncated_to)
+        return True
+
+    def _newest_ms(self, task: RankTask, size: int) -> float:
+        """Predicted device time of inferring and scoring with the newest `size` behaviours alone."""
+        suffix = min(size, len(task.suffix))
+        score_ms = self._executor.costs.score_ms(size - suffix, suffix + len(task.candidates))
+        return self._jobs.prefill_ms(0, size - suffix) + score_ms * self.calibration.factor
+
+    def _in_time(self, task: RankTask, ms: float, now: float) -> bool:
+        """Whether it would be in time if it took so long: with a margin even if nothing is before it."""
+        return self._forecast.full(task, now, ms, alone=QUEUED_DEADLINE_FRACTION) is None
 
     def full(self, task: RankTask, now: float) -> Full | None:
         """What is too scarce to admit this booked ranking; None: there is room."""

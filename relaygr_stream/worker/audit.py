@@ -25,6 +25,7 @@ from relaygr_stream.cache.tiers import capacity_for
 from relaygr_stream.errors import ConfigError, DeviceError, ModelError
 from relaygr_stream.models.api import KVRegion, ScoreInput, Tokens, relative_deviation
 from relaygr_stream.telemetry.logs import request_log_fields
+from relaygr_stream.wire.messages import MISSES
 from relaygr_stream.worker.commands import RankTask
 from relaygr_stream.worker.executor import Executor, PrefillRun, describe
 from relaygr_stream.worker.metrics import WorkerMetrics
@@ -128,7 +129,7 @@ class Auditor:
 
     def consider(self, task: RankTask, relayed: npt.NDArray[np.float32]) -> None:
         """Choose this answered ranking for an audit, or not."""
-        if task.outcome == "full" or not self._share or self._random.random() >= self._share:
+        if task.outcome in MISSES or not self._share or self._random.random() >= self._share:
             return
         if len(self._waiting) >= MAX_WAITING:
             if self._waiting[0].run is not None:

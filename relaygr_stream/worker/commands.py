@@ -85,7 +85,16 @@ class RankTask(Keys):
     device_ms: float = 0.0
     computed_tokens: int = 0
     approximate: bool = False  # scored against prefix KV that had been rounded in DRAM
+    truncated_to: int = 0  # behaviours that it was cut to, since all would be late; 0: it was not
     answered: bool = False
+
+    def keep_newest(self, size: int) -> None:
+        """Rank with the newest `size` ≥ 1 behaviours alone, as a history of their own, apart from all prefix KV."""
+        kept = np.concatenate([self.tokens.array, self.suffix.array], axis=1)[:, -size:].copy()
+        kept[2, 0] = 0  # the first gap: nothing is before it
+        prefix = size - min(size, len(self.suffix))
+        self.tokens, self.suffix = Tokens(kept[:, :prefix]), Tokens(kept[:, prefix:])
+        self.truncated_to, self.full, self.outcome = size, True, "truncated"
 
 
 @dataclass(slots=True, eq=False)

@@ -102,14 +102,17 @@ class Forecast:
                 return task
         return None
 
-    def full(self, task: RankTask, now: float) -> Full | None:
-        """Why this ranking cannot be answered in time, or only at the cost of one accepted before it; None: it can."""
-        left, own = (task.deadline - now) * 1e3, task.expected_ms
+    def full(
+        self, task: RankTask, now: float, own: float | None = None, *, alone: float = ALONE_DEADLINE_FACTOR
+    ) -> Full | None:
+        """Why this ranking cannot be answered in time, or only at the cost of one accepted before it; None: it can.
+
+        own: its milliseconds; None: its expected_ms. alone: the share of its time that it may take if nothing waits.
+        """
+        left, own = (task.deadline - now) * 1e3, task.expected_ms if own is None else own
         if not self._order:
             return (
-                Full("ms", f"it takes {own:.0f} ms, and has {left:.0f}", hopeless=True)
-                if own > ALONE_DEADLINE_FACTOR * left
-                else None
+                Full("ms", f"it takes {own:.0f} ms, and has {left:.0f}", hopeless=True) if own > alone * left else None
             )
         sure = left * (FORWARDED_DEADLINE_FRACTION if task.hops else QUEUED_DEADLINE_FRACTION)
         if self._expected_ms + own <= min(sure, (self._order[0][0] - now) * 1e3):
@@ -130,7 +133,7 @@ class Forecast:
                 )
         mine = before.pop(task.account, 0.0)
         ahead = mine + self._in_turn(task.account, mine + own, before)
-        if ahead + own > (sure if ahead else ALONE_DEADLINE_FACTOR * left):
+        if ahead + own > (sure if ahead else alone * left):
             reason = f"the rankings before it take {ahead:.0f} ms, it takes {own:.0f}, and has {left:.0f}"
             return Full("ms", reason, task.deadline, hopeless=mine + own > sure)
         return None

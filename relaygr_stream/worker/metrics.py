@@ -80,6 +80,9 @@ class WorkerMetrics:
         self.statuses_unsigned = counter(
             "relaygr_statuses_unsigned", "Statuses that nobody with our handover.secret wrote, or not just now"
         )
+        self.unknown_items = counter(
+            "relaygr_unknown_items", "Item ids outside the model's vocabulary, in behaviours and candidates computed"
+        )
         self.reply_failures = counter("relaygr_reply_failures", "Answers that could not be produced at once")
         self.device_stall_seconds = gauge("relaygr_device_stall_seconds", "Time since the device thread last moved")
         self.model_info = gauge(

@@ -2,7 +2,8 @@
 
     find ─► HBM: score | computing: join | DRAM: load | shorter: prefill the rest, join | nothing: infer in full, join
 
-Full inference goes into the cache where it may stay, else into the scratch region.
+Full inference goes into the cache where it may stay, else into the scratch region. A ranking that was cut to its newest
+behaviours (Admission.truncate) is always inferred in scratch: they are not a prefix of the user's history.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Rankings:
         self._max_delay_ms = max_delay_ms
         self.answers: list[Answer] = []
         self._deadlines: TimerHeap[RankTask] = TimerHeap(lambda task: task.answered)
-        self._starved: TimerHeap[RankTask] = TimerHeap(lambda task: task.answered)  # full inferences without memory
+        self._scratch_wanted: TimerHeap[RankTask] = TimerHeap(lambda task: task.answered)
         self._delays = (0.0, 0)  # seconds and number of delays until the device took a ranking
         self._batching = Batching()
         layout = executor.model.layout
@@ -85,6 +86,7 @@ class Rankings:
             return
         found = self._cache.find(task.user_key, task.tokens)
         self._admission.book(task, found)
+        self._admission.truncate(task, found, now)
         while (full := self._admission.full(task, now)) is not None:
             loser = self._admission.loser(task, full)
             if loser is None:
@@ -101,11 +103,16 @@ class Rankings:
             waited = (now - first[1].arrived) * 1e3
             self._answer(first[1], "deadline_exceeded", f"the deadline passed after {waited:.0f} ms on the worker")
 
-    def feed_starved(self) -> None:
-        """Full inferences that found no memory: the scratch region may be free now."""
-        while (first := self._starved.first()) is not None and self._scratch_free():
-            self._starved.pop()
-            self._full(first[1], in_cache=False)
+    def lend_scratch(self) -> None:
+        """Start the full inference that is due first of those that need the scratch region, if it is free."""
+        while self._scratch_wanted.first() is not None and self._scratch_free():
+            task = self._scratch_wanted.pop()
+            tokens = task.tokens
+            if not self._executor.model.incremental and len(task.suffix):
+                tokens = Tokens(np.concatenate([task.tokens.array, task.suffix.array], axis=1))
+                task.suffix = NO_TOKENS
+            task.computed_tokens = len(tokens)
+            self._jobs.start_in_scratch(task, tokens)
 
     def started(self, tasks: Iterable[RankTask], now: float) -> None:
         """The device works for these from now on, if it did not before."""
@@ -234,21 +241,14 @@ class Rankings:
 
     def _full(self, task: RankTask, *, in_cache: bool) -> None:
         """Infer the whole sequence for this ranking: into the cache where it may stay, else into scratch."""
-        task.outcome = "full"
+        task.outcome = "truncated" if task.truncated_to else "full"
         if in_cache and (entry := self._cache.open(task.user_key, task.tokens)) is not None:
             task.computed_tokens = len(task.tokens)
             self._jobs.start(entry, task.deadline, pre_infer=False)
             self._join(task, entry)
             return
-        if not self._scratch_free():
-            self._starved.add(task.deadline, task)
-            return
-        tokens = task.tokens
-        if not self._executor.model.incremental and len(task.suffix):
-            tokens = Tokens(np.concatenate([task.tokens.array, task.suffix.array], axis=1))
-            task.suffix = NO_TOKENS
-        task.computed_tokens = len(tokens)
-        self._jobs.start_in_scratch(task, tokens)
+        self._scratch_wanted.add(task.deadline, task)
+        self.lend_scratch()  # to this one, unless another that waits is due before it
 
     def _scratch_free(self) -> bool:
         return self._cache.scratch.free or self._auditor.give_up_scratch(self._cache.scratch)

@@ -82,8 +82,9 @@ class Outbox:
 
     def settle(self, answer: Answer) -> None:
         """Send the scheduler's answer; a ranking that it refused goes to a worker that is in time, if there is one."""
-        if answer.status == "overloaded" and self._forwarding is not None:
-            task = answer.task
+        task = answer.task
+        # One that was cut lost its place to another client's; what is left of it does not say what it takes elsewhere.
+        if answer.status == "overloaded" and self._forwarding is not None and not task.truncated_to:
             left_ms = (task.deadline - time.monotonic()) * 1e3
             lane = self._forwarding.elsewhere(task.user_id, len(task.tokens), len(task.candidates), task.hops, left_ms)
             if isinstance(lane, int):
@@ -114,6 +115,7 @@ class Outbox:
             model_version=self._model.version,
             worker=self._worker,
             admission=self._reasons.take(task.request_id),
+            truncated_to=task.truncated_to if outcome == "truncated" else 0,
             timings=Timings(
                 inbound_ms=task.inbound_ms,
                 queued_ms=queued * 1e3,

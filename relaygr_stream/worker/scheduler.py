@@ -18,6 +18,7 @@ import msgspec
 from relaygr_stream.cache.entry import Entry
 from relaygr_stream.cache.prefix_cache import PrefixCache
 from relaygr_stream.errors import CacheCorruption, DeviceError
+from relaygr_stream.wire.messages import MISSES
 from relaygr_stream.worker.admission import Admission
 from relaygr_stream.worker.audit import Auditor
 from relaygr_stream.worker.budgets import Demand
@@ -58,6 +59,7 @@ class Limits:
     queue_limit: int
     waiting_bytes: int = 1 << 62  # of rankings that wait for an answer
     warm_up: bool = False
+    truncate_min_tokens: int = 0  # fewest newest behaviours that a ranking may be cut to; 0: none is cut
 
 
 @dataclass
@@ -113,7 +115,9 @@ class Scheduler:
         self.warm_up = WarmUp(cache, enabled=limits.warm_up)
         self.pins = PinTable(cache)
         self.signals = Signals(cache, self._jobs, self._waiters, self.pins, answered, footprint=limits.pinned_bytes)
-        self.admission = Admission(executor, self._jobs, clients, limits.queue_limit, limits.waiting_bytes)
+        self.admission = Admission(
+            executor, self._jobs, clients, limits.queue_limit, limits.waiting_bytes, limits.truncate_min_tokens
+        )
         self.rankings = Rankings(
             executor, cache, self._queue, self._jobs, self._waiters, auditor, self.admission, self.pins, answered,
             most=limits.batch, max_delay_ms=limits.max_ranking_delay_ms,
@@ -157,7 +161,7 @@ class Scheduler:
         self.rankings.expire(now)
         for entry in self.cache.poll():
             self._wake(entry)
-        self.rankings.feed_starved()
+        self.rankings.lend_scratch()
         work = self._queue.urgent()
         if isinstance(work, RankTask):
             self.time.ranking_ms += self.rankings.score(now)
@@ -202,6 +206,7 @@ class Scheduler:
             **{f"warm_{name}": float(total) for name, total in vars(self.warm_up.counters).items()},
             "device_failures": float(self._executor.failures),
             "out_of_memory": float(self._executor.out_of_memory),
+            "unknown_items": float(getattr(self._executor.model, "unknown_items", 0)),
             "audits": float(self.auditor.done),
             "audit_deviation": self.auditor.worst,
             "audit_deviation_int8": self.auditor.worst_rounded,
@@ -256,7 +261,7 @@ class Scheduler:
         for task in job.waiters:
             task.device_ms += ms
             task.account.served_ms += ms / len(job.waiters)
-            full = full or task.outcome == "full"
+            full = full or task.outcome in MISSES
         if full:
             self.time.full_ms += ms
         else:

@@ -83,6 +83,7 @@ class StatusReporter:
         self._producer = producer
         self._consumer = consumer
         self._state: State = "starting"
+        self._told_of_unknown = bool(runtime.model.note)  # to random weights, one item is as unknown as another
         self._statements = Statements(settings, runtime, time.monotonic())
         self._task: asyncio.Task[None] | None = None
         self._tail = TopicTail(settings.kafka, topics.worker_status.name, [0], "earliest", self._on_statuses)
@@ -185,6 +186,11 @@ class StatusReporter:
                 metrics.advance(metrics.device_seconds, name.removesuffix("_ms"), total / 1e3)
         for name, total in now.cache.items():
             metrics.advance(metrics.cache_events, name, total)
+        unknown = now.totals["unknown_items"]
+        metrics.advance(metrics.unknown_items, None, unknown)
+        if unknown and not self._told_of_unknown:
+            self._told_of_unknown = True
+            log.warning("item ids outside the model's vocabulary", so_far=int(unknown))
         metrics.audit_deviation.labels("exact").set(now.totals["audit_deviation"])
         metrics.audit_deviation.labels("int8").set(now.totals["audit_deviation_int8"])
         worker = self._settings.worker

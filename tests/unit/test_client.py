@@ -70,7 +70,7 @@ async def test_a_ranking_request_gets_its_scores(kafka_settings: Kafka) -> None:
         assert ranking.request_id == "r-0"
         assert ranking.scores.dtype == np.float32
         assert ranking.scores.tolist() == [[5.0, -5.0], [2.0**32, -(2.0**32)]]
-        assert (ranking.tasks, ranking.outcome) == (TASKS, "hbm")
+        assert (ranking.tasks, ranking.outcome, ranking.truncated_to) == (TASKS, "hbm", 0)
         assert (ranking.worker, ranking.model_version) == ("peer", "m-1")
         assert ranking.timings == Timings(queued_ms=1.5, device_ms=2.5, computed_tokens=3)
         assert 0 < ranking.latency_s < PATIENCE_S
@@ -82,6 +82,16 @@ async def test_a_ranking_request_gets_its_scores(kafka_settings: Kafka) -> None:
         assert before <= sent.sent_ms <= int(time.time() * 1000)
         assert sent.timeout_ms == PATIENCE_S * 1000
         assert count(relay, "rankings", outcome="hbm") == 1
+
+
+async def test_a_truncated_ranking_says_with_how_many_behaviours(embedded_settings: Kafka) -> None:
+    def cut(request: RankingRequest) -> list[ScoreReply | bytes]:
+        return [msgspec.structs.replace(scored(request), outcome="truncated", truncated_to=256)]
+
+    async with responder_on(embedded_settings, cut), client_on(embedded_settings) as relay:
+        ranking = await relay.rank(request(), timeout=PATIENCE_S)
+        assert (ranking.outcome, ranking.truncated_to) == ("truncated", 256)
+        assert count(relay, "rankings", outcome="truncated") == 1
 
 
 async def test_an_announced_event_reaches_retrieval_on_its_users_lane(kafka_settings: Kafka) -> None:

@@ -77,7 +77,7 @@ def replies(draw: st.DrawFn) -> ScoreReply:
     return ScoreReply(
         request_id=draw(ids),
         status=draw(st.sampled_from(["ok", "deadline_exceeded", "overloaded", "rejected", "failed"])),
-        outcome=draw(st.sampled_from([None, "hbm", "dram", "joined", "full"])),
+        outcome=draw(st.sampled_from([None, "hbm", "dram", "joined", "full", "truncated"])),
         scores=draw(st.binary(min_size=8, max_size=8)) * len(tasks),
         tasks=tasks,
         admission=draw(st.text(max_size=64)),

@@ -88,7 +88,11 @@ def tiers(report: SloReport) -> list[Chart]:
         probe = _best(report, one)
         if probe is not None and probe.mode != "full":
             total = sum(probe.outcomes.values()) or 1
-            shares = [(words, 100 * probe.outcomes.get(name, 0) / total) for name, words in OUTCOMES.items()]
+            shares = [
+                (words, 100 * probe.outcomes.get(name, 0) / total)
+                for name, words in OUTCOMES.items()
+                if name in OUTCOME_COLOURS
+            ]
             hits.append(Bar(_name(one), shares, f"{100 - shares[-1][1]:.1f} % hit"))
     charts = [
         (

@@ -29,6 +29,7 @@ from relaygr_stream.lab.bench.traffic import Population
 from relaygr_stream.lab.demo.report import quantile
 from relaygr_stream.lab.workload.driver import Result, drive
 from relaygr_stream.lab.workload.items import WorkItem
+from relaygr_stream.wire.messages import MISSES
 
 #: Timeout of a ranking, in SLOs: long enough to measure how late a late one is.
 TIMEOUT_SLOS: Final = 8.0
@@ -123,7 +124,7 @@ async def run_probe(
         outcomes=_outcomes(answered),
         announced=len(announced),
         admitted=len(admitted),
-        admitted_hits=sum(done[one].outcome not in (None, "full") for one in admitted),
+        admitted_hits=sum(done[one].outcome not in (None, *MISSES) for one in admitted),
         decisions={name: int(total - decisions.get(name, 0)) for name, total in decided.items()},
         others_cores=None if cpu is None or cpu_after is None else cpu_after.others_since(cpu),
         cores_busy=None if cpu is None or cpu_after is None else cpu_after.busy_since(cpu),

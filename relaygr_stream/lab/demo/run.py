@@ -36,7 +36,7 @@ from relaygr_stream.ops.brokers.local import local_broker
 from relaygr_stream.ops.children import Child, stop_all
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.printable import SafeConsole
-from relaygr_stream.wire.messages import PreInferSignal, decode
+from relaygr_stream.wire.messages import MISSES, PreInferSignal, decode
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.worker_status import worker_statuses
 
@@ -227,7 +227,7 @@ def _result(
         if result.error is not None:
             errors[result.error] = errors.get(result.error, 0) + 1
     admitted = {key for key in relay if key in seen.admitted}
-    hits = {key for key in admitted if key in answered and answered[key].outcome != "full"}
+    hits = {key for key in admitted if key in answered and answered[key].outcome not in MISSES}
     deviations = [
         relative_deviation(mine.scores, other.scores)
         for key, mine in answered.items()

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from relaygr_stream.lab.simulate.fleet import Fleet
 from relaygr_stream.lab.simulate.scenario import Scenario
 from relaygr_stream.trigger.decision import REASONS
-from relaygr_stream.wire.messages import Outcome, Status
+from relaygr_stream.wire.messages import MISSES, Outcome, Status
 
 STATUSES: Final = get_args(Status)
 OUTCOMES: Final = get_args(Outcome)
@@ -166,8 +166,12 @@ def hit_share(story: Story, *, returning: bool | None = None) -> Estimate:
     among = story.status == STATUSES.index("ok")
     if returning is not None:
         among &= story.returning == returning
-    hit = story.outcome != OUTCOMES.index("full")
+    hit = _hits(story.outcome)
     return _estimate(story, _mean(hit[among]), lambda chosen: _mean(hit[among & chosen]))
+
+
+def _hits(outcomes: npt.NDArray[np.int8]) -> npt.NDArray[np.bool_]:
+    return ~np.isin(outcomes, [OUTCOMES.index(name) for name in OUTCOMES if name in MISSES])
 
 
 def counts(values: npt.NDArray[np.int8], names: Sequence[str]) -> dict[str, int]:
@@ -202,7 +206,7 @@ def windows(story: Story, slo_ms: float) -> list[Window]:
                 int(chosen.sum()),
                 percentile(values[chosen], 0.99),
                 _mean(values[chosen] > slo_ms),
-                _mean(story.outcome[scored] != OUTCOMES.index("full")),
+                _mean(_hits(story.outcome[scored])),
             )
         )
     return found

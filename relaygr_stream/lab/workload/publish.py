@@ -204,7 +204,10 @@ def _model_notes(largest_item: int, settings: Settings) -> list[str]:
     """Notes on the model in these settings; the workers may have other settings."""
     model, notes = settings.model, []
     if not model.factory and largest_item >= model.vocab:
-        notes.append(f"item ids go up to {largest_item}; the model takes them modulo model.vocab = {model.vocab}")
+        taken = f"in {model.oov_rows} rows by hash" if model.oov_rows else "modulo it"
+        notes.append(
+            f"item ids go up to {largest_item}; the model takes those from model.vocab = {model.vocab} on {taken}"
+        )
     if not model.factory and not model.checkpoint:
         notes.append(
             "these settings have no model.checkpoint; without one in the workers' settings, weights are random and "

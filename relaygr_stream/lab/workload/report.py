@@ -24,6 +24,7 @@ OUTCOMES: Final = {
     "dram": "in DRAM, reloaded",
     "joined": "still being computed, joined",
     "full": "nowhere: full inference",
+    "truncated": "nowhere: newest behaviours alone",
 }
 #: Outcomes that count as a prefix hit, with a word for each.
 HITS: Final[dict[Outcome, str]] = {"hbm": "ready", "dram": "reloaded", "joined": "joined"}

@@ -21,6 +21,8 @@ CANDIDATES: Final = 12
 ONE_HISTORY_LIMIT: Final = 2.0
 #: Tokens of one `prefill` for the longest prefix: a chunk, as in the worker, far below the whole.
 LONG_CHUNK: Final = 1024
+#: Items are uint32 on the wire.
+LARGEST_ID: Final = 2**32 - 1
 
 
 def contract(probe: Probe) -> Measure | None:
@@ -234,6 +236,22 @@ def edges(probe: Probe) -> Measure:
         probe.compare(deviations, probe.score(probe.region(4), history, candidates), history, candidates)
     one = probe.history(1)
     probe.compare(deviations, probe.score(probe.prefix(one, slack=2), NO_TOKENS, candidates), one, candidates)
+    return deviations.measure
+
+
+def unknown_items(probe: Probe) -> Measure:
+    """Item ids up to the largest of the wire, most of them outside any vocabulary, score finitely and as in full."""
+    deviations = probe.deviations()
+    items = np.array((0, probe.bounds.items, probe.bounds.items + 1, 2**31 - 1, 2**31, LARGEST_ID - 1, LARGEST_ID))
+    for length in probe.lengths()[-2:]:
+        history, candidates = probe.history(length), np.concatenate([items, probe.candidates(3)])
+        history.array[0] = probe.random.permutation(np.resize(items, length))
+        cut = length // 2 if probe.model.incremental else length
+        behind = min(length, cut + max(probe.bounds.suffix, 1))  # the settings limit the suffix
+        scores = probe.score(probe.prefix(history.slice(0, cut)), history.slice(cut, behind), candidates)
+        if not np.isfinite(scores).all():
+            raise Failed(f"{int((~np.isfinite(scores)).sum())} of {scores.size} scores are not finite")
+        probe.compare(deviations, scores, history.slice(0, behind), candidates)
     return deviations.measure
 
 

@@ -207,6 +207,12 @@ PROPERTIES: Final = (
         properties.edges,
     ),
     Property(
+        "unknown items",
+        "any item id of the wire, 0 to 4,294,967,295, is scored finitely, and as in full",
+        "an embedding that raises for an id behind its table, or maps it to another row in score() than in prefill()",
+        properties.unknown_items,
+    ),
+    Property(
         "longest",
         "the largest request that the relay settings allow is scored as in full",
         "a position table, mask or buffer that is shorter than relay.max_prefix_tokens + relay.max_suffix_tokens, or "

@@ -57,11 +57,11 @@ class Rows(ctypes.Structure):
 
 
 class Tables(ctypes.Structure):
-    """Addresses of the embedding's tables, and the row counts of the tables that an index may exceed."""
+    """Addresses of the embedding's tables, the row counts of those that an index may exceed, and the rows' width."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("item", "action", "position", "gap", "candidate")),
-        *((name, ctypes.c_int64) for name in ("vocab", "positions", "dim")),
+        *((name, ctypes.c_int64) for name in ("vocab", "oov_rows", "positions", "dim")),
     )
 
 

@@ -26,6 +26,8 @@ class NativeEnds:
 
     def __init__(self, compiled: ctypes.CDLL, embedding: TokenEmbedding, head: TaskHead, eps: float) -> None:
         self._compiled = compiled
+        compiled.relaygr_embed.restype = ctypes.c_int64
+        self._embedding = embedding
         self._dtype, (self._dim, self._tasks) = embedding.item.dtype, head.weight.shape
         tables = embedding.item, embedding.action, embedding.position, embedding.gap, embedding.candidate
         of_head = head.norm_weight, head.norm_bias, head.weight.t(), head.bias
@@ -33,7 +35,8 @@ class NativeEnds:
             part.contiguous() for part in (*tables, *of_head)
         ]  # keeps the memory behind the addresses below
         addresses = [part.data_ptr() for part in self._weights]
-        self._tables = arguments.Tables(*addresses[: len(tables)], embedding.vocab, embedding.max_positions, self._dim)
+        sizes = embedding.vocab, embedding.oov_rows, embedding.max_positions, self._dim
+        self._tables = arguments.Tables(*addresses[: len(tables)], *sizes)
         self._head = arguments.Head(*addresses[len(tables) :], self._dim, self._tasks, eps)
 
     def behaviours(self, tokens: Tokens, first: int) -> torch.Tensor:
@@ -43,7 +46,7 @@ class NativeEnds:
     def embed(self, sequences: Sequences) -> torch.Tensor:
         """As `TokenEmbedding.rankings`."""
         x = torch.empty((sequences.rows, self._dim), dtype=self._dtype)
-        self._compiled.relaygr_embed(
+        self._embedding.unknown_items += self._compiled.relaygr_embed(
             ctypes.byref(self._tables),
             sequences.array,
             ctypes.c_int64(len(sequences.array)),

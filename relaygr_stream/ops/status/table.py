@@ -11,7 +11,7 @@ from rich.table import Table
 from relaygr_stream.ops.status.odd import oddities
 from relaygr_stream.ops.status.overview import Overview, Seen
 from relaygr_stream.telemetry.printable import listing
-from relaygr_stream.wire.messages import WorkerStatus
+from relaygr_stream.wire.messages import MISSES, WorkerStatus
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -27,7 +27,7 @@ def hit_rate(status: WorkerStatus, since: WorkerStatus | None = None) -> float |
     before = since.counters if since is not None and since is not status else {}
     of = {
         name: status.counters.get(f"outcome_{name}", 0.0) - before.get(f"outcome_{name}", 0.0)
-        for name in (*HITS, "full")
+        for name in (*HITS, *MISSES)
     }
     scored = sum(of.values())
     return sum(of[name] for name in HITS) / scored if scored > 0 else None

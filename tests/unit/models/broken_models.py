@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 
 from relaygr_stream.models.api import KVRegion, ScoreInput, Tokens
@@ -209,6 +210,25 @@ class NeedsHistory(Plain):
             scores if one.kv.length + len(one.suffix) else scores * math.nan
             for scores, one in zip(super().score(batch), batch, strict=True)
         ]
+
+
+class KnownItemsOnly(Plain):
+    def prefill(self, kv: KVRegion, tokens: Tokens) -> None:
+        if (tokens.array[0] >= CONFIG.vocab).any():
+            raise IndexError("index out of range in self")
+        super().prefill(kv, tokens)
+
+
+class UnknownElsewhere(Plain):
+    """Unknown items have another row in a suffix than in a prefix."""
+
+    def score(self, batch: Batch) -> list[torch.Tensor]:
+        return super().score([ScoreInput(one.kv, _clipped(one.suffix), one.candidates) for one in batch])
+
+
+def _clipped(tokens: Tokens) -> Tokens:
+    items, *others = tokens.array
+    return Tokens(np.stack([items.clip(max=CONFIG.vocab - 1), *others]))
 
 
 class ShortTable(Plain):

@@ -24,7 +24,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "checkpoint"
 
 
-@pytest.mark.parametrize("changes", [{}, {"group_norm": True, "contextual_seq_len": 2}])
+@pytest.mark.parametrize("changes", [{}, {"oov_rows": 5}, {"group_norm": True, "contextual_seq_len": 2}])
 def test_a_round_trip_keeps_scores_and_version(tmp_path: Path, changes: dict[str, Any]) -> None:
     model, random = small_model(**changes), np.random.default_rng(0)
     save_checkpoint(model, tmp_path / "new" / "folder")
@@ -52,6 +52,15 @@ def test_the_version_tells_weights_configuration_and_dtype_apart(folder: Path) -
     weights["head.bias"][0] += 1e-3
     save_file(weights, folder / "model.safetensors")
     assert len({version, halved, other, load_checkpoint(folder).version}) == 4
+
+
+def test_without_oov_rows_file_and_version_are_as_before_there_was_such_a_field(folder: Path) -> None:
+    assert "oov_rows" not in json.loads((folder / "config.json").read_text())
+    assert small_model().version == "hstu-eea3636511baed48-float32"  # of the release before it
+    assert small_model(oov_rows=1).version != small_model().version
+    edit_config(folder, lambda config: config.update(oov_rows=2))
+    with pytest.raises(ModelError, match=r"`embedding.item` has shape \(50, 16\), but config.json asks for \(52, 16\)"):
+        load_checkpoint(folder)
 
 
 def test_weights_stored_in_half_precision_are_taken(folder: Path) -> None:

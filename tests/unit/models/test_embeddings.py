@@ -40,6 +40,42 @@ def test_indices_stay_within_the_tables_whatever_comes() -> None:
     assert table.rankings([(Tokens(extreme), 10**9, np.array([-1, 2**62]))]).isfinite().all()
 
 
+EXTREME_IDS = st.one_of(
+    st.integers(-(2**63), 2**63 - 1), st.sampled_from((0, 49, 50, -1, 2**32 - 1, 2**63 - 1, -(2**63)))
+)
+
+
+@given(st.lists(EXTREME_IDS, min_size=1, max_size=5), st.sampled_from((1, 7, 50)))
+def test_an_item_has_its_own_row_and_an_unknown_id_the_row_of_the_formula(ids: list[int], oov_rows: int) -> None:
+    """The documented formula in Python's integers, which do not overflow."""
+    table = small_model(oov_rows=oov_rows).embedding
+    rows, _ = table.ranking_rows([(Tokens(np.array([ids] * 3)), 0, np.array(ids))])
+
+    def row(item: int) -> int:
+        if 0 <= item < SHAPE["vocab"]:
+            return item
+        z = item % 2**64
+        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+        return int(SHAPE["vocab"] + (z ^ (z >> 31)) % oov_rows)
+
+    assert rows[0].tolist() == [row(each) for each in ids] * 2
+    assert table.unknown_items == 2 * sum(not 0 <= each < SHAPE["vocab"] for each in ids)
+
+
+@given(st.lists(EXTREME_IDS, min_size=1, max_size=5))
+def test_without_rows_for_unknown_items_ids_count_modulo_the_vocabulary(ids: list[int]) -> None:
+    rows, _ = small_model().embedding.ranking_rows([(Tokens(np.zeros((3, 0), np.int64)), 0, np.array(ids))])
+    assert rows[0].tolist() == [each % SHAPE["vocab"] for each in ids]
+
+
+def test_unknown_items_spread_over_the_rows() -> None:
+    rows, _ = small_model(oov_rows=8).embedding.ranking_rows([(Tokens(np.zeros((3, 0), np.int64)), 0, np.arange(8050))])
+    counts = np.bincount(rows[0], minlength=58)
+    assert (counts[:50] == 1).all()
+    assert (abs(counts[50:] - 1000) < 150).all()  # five standard deviations
+
+
 def test_several_rankings_are_the_same_as_each_alone() -> None:
     table, random = small_model().embedding, np.random.default_rng(0)
     batch = [(random_tokens(random, n), n + 3, random.integers(0, 99, m)) for n, m in ((0, 2), (3, 1), (1, 4))]

@@ -39,11 +39,11 @@ def test_without_a_checkpoint_the_weights_are_random_and_said_to_be() -> None:
 
 
 def test_the_settings_reach_the_model() -> None:
-    shape = replace(SMALL, max_attn_len=3, group_norm=True, contextual_seq_len=2, scale_tokens=77)
+    shape = replace(SMALL, max_attn_len=3, group_norm=True, contextual_seq_len=2, scale_tokens=77, oov_rows=6)
     config = load(shape, NO_SUFFIX).config
     assert (config.max_attn_len, config.group_norm, config.contextual_seq_len) == (3, True, 2)
     assert (config.layers, config.dim, config.heads, config.dqk, config.dv) == (1, 8, 2, 4, 4)
-    assert (config.vocab, config.max_positions, config.scale_tokens) == (30, 20, 77)
+    assert (config.vocab, config.oov_rows, config.max_positions, config.scale_tokens) == (30, 6, 20, 77)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -49,9 +49,9 @@ def rankings(draw: st.DrawFn) -> tuple[Tokens, int, npt.NDArray[np.int64]]:
     return Tokens(array), draw(st.sampled_from((0, 7, 38, 39, 40, 10**9))), items
 
 
-def model_of(dtype: torch.dtype) -> tuple[HSTUModel, NativeEnds]:
+def model_of(dtype: torch.dtype, oov_rows: int = 0) -> tuple[HSTUModel, NativeEnds]:
     """A model, and what lies before and behind its layers in C."""
-    model = small_model(dim=32, dqk=32, dv=32).place(CPU, dtype)
+    model = small_model(dim=32, dqk=32, dv=32, oov_rows=oov_rows).place(CPU, dtype)
     ends = model.stack.native_ends(model.embedding, model.head)
     assert ends is not None
     return model, ends
@@ -59,12 +59,15 @@ def model_of(dtype: torch.dtype) -> tuple[HSTUModel, NativeEnds]:
 
 @in_each_dtype
 @settings(max_examples=100)
-@given(batch=st.lists(rankings(), min_size=1, max_size=4))
+@given(batch=st.lists(rankings(), min_size=1, max_size=4), oov_rows=st.sampled_from((0, 1, 7)))
 def test_vectors_are_those_of_torch_to_the_bit(
-    dtype: torch.dtype, batch: list[tuple[Tokens, int, npt.NDArray[np.int64]]]
+    dtype: torch.dtype, batch: list[tuple[Tokens, int, npt.NDArray[np.int64]]], oov_rows: int
 ) -> None:
-    model, ends = model_of(dtype)
+    model, ends = model_of(dtype, oov_rows)
     assert torch.equal(ends.embed(Sequences(batch)), model.embedding.rankings(batch))
+    in_c_and_torch = model.unknown_items
+    model.embedding.rankings(batch)
+    assert in_c_and_torch == 2 * (model.unknown_items - in_c_and_torch)  # each counts them alike
     tokens, first, _ = batch[0]
     assert torch.equal(ends.behaviours(tokens, first), model.embedding.behaviours(tokens, first))
 

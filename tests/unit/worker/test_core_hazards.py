@@ -204,10 +204,14 @@ def test_starved_full_inferences_go_by_deadline() -> None:
     with world(hbm=6, dram=0) as w:
         w.signal("pin", 1, MAX_TOKENS, life=100.0)
         w.settle()
-        for user, timeout in ((2, 9.0), (3, 8.0), (4, 7.0)):
+        w.rank("r2", 2, MAX_TOKENS, timeout=9.0)
+        for user, timeout in ((3, 8.0), (4, 7.0)):
             w.rank(f"r{user}", user, MAX_TOKENS, timeout=timeout)
+        while not w.answers:
+            w.step()
+        w.rank("r5", 5, MAX_TOKENS, timeout=9.5)  # comes while the region is free, and overtakes no one
         w.settle()
-        assert [answer.task.request_id for answer in w.answers] == ["r2", "r4", "r3"]  # the first had begun
+        assert [answer.task.request_id for answer in w.answers] == ["r2", "r4", "r3", "r5"]  # the first had begun
 
 
 def test_a_request_that_expires_in_the_scratch_region_gives_it_back() -> None:

@@ -88,9 +88,14 @@ class World:
         )
 
     async def settle(
-        self, status: Status = "overloaded", *, as_sent: Callable[[bytes], bytes] = lambda value: value, **fields: Any
+        self,
+        status: Status = "overloaded",
+        *,
+        as_sent: Callable[[bytes], bytes] = lambda value: value,
+        cut: int = 0,
+        **fields: Any,
     ) -> Record:
-        """A ranking request as it comes in, and what the device says to it."""
+        """A ranking request as it comes in, and what the device says to it. cut: to so many behaviours, or not (0)."""
         request = RankingRequest(
             request_id="r",
             user_id="u",
@@ -101,6 +106,8 @@ class World:
         record = Record(TOPICS.ranking.name, 5, 40, 0, b"u", as_sent(encode(request)), HEADERS)
         intake = Intake(Relay(), DEFAULT_TIMEOUT_MS, 4, 1 << 20, lambda: None, reply_ms=REPLY_MS)
         task = intake.ranking(record, intake.route(record))
+        if cut:
+            task.keep_newest(cut)
         await asyncio.sleep(SPENT_S)
         self.outbox.settle(Answer(task, status, detail="no time"))
         await self.outbox.flush(5.0)
@@ -243,3 +250,21 @@ async def test_a_forward_that_the_end_cuts_short_is_not_done() -> None:
     await settling
     assert not world.done
     assert not world.scores.sent
+
+
+async def test_an_answer_says_to_how_many_behaviours_it_was_cut() -> None:
+    world = World(3)
+    await world.settle("ok", cut=1)
+    reply = decode(ScoreReply, world.scores.sent[0][1])
+    assert (reply.status, reply.outcome, reply.truncated_to) == ("ok", "truncated", 1)
+    answers = "relaygr_answers_total"
+    assert world.registry.get_sample_value(answers, {"status": "ok", "outcome": "truncated"}) == 1
+
+
+async def test_a_cut_ranking_that_lost_its_place_is_not_forwarded() -> None:
+    """What is left of it does not say how long another worker would take."""
+    world = World(3)
+    await world.settle("overloaded", cut=1)
+    reply = decode(ScoreReply, world.scores.sent[0][1])
+    assert (reply.status, reply.outcome, reply.truncated_to) == ("overloaded", None, 0)
+    assert world.asked == []

@@ -152,7 +152,8 @@ def test_notes_about_the_model(udata: Path) -> None:
 
     assert notes(Model(checkpoint="somewhere")) == ""
     assert "weights are random" in notes(Model())
-    assert "modulo model.vocab = 300" in notes(Model(checkpoint="somewhere", vocab=300))
+    assert "from model.vocab = 300 on modulo it" in notes(Model(checkpoint="somewhere", vocab=300))
+    assert "from model.vocab = 300 on in 8 rows by hash" in notes(Model(checkpoint="somewhere", vocab=300, oov_rows=8))
     assert notes(Model(factory="mine:make", vocab=300)) == ""
 
 

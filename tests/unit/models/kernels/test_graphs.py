@@ -127,7 +127,7 @@ def test_a_recording_that_fails_or_deviates_turns_it_off_once(recorder: Any, rea
 def test_rows_embed_to_the_same_bits() -> None:
     random = np.random.default_rng(0)
     for dtype in (torch.float32, torch.bfloat16):
-        embedding = small_model().place(CPU, dtype).embedding
+        embedding = small_model(oov_rows=3).place(CPU, dtype).embedding
         batch = [
             (random_tokens(random, suffix), prefix, random_items(random, count))
             for suffix, prefix, count in ((3, 5, 4), (0, 60, 2), (7, 0, 1))

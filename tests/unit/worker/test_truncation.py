@@ -1,0 +1,218 @@
+"""Rankings that are cut to their newest behaviours (worker.truncate_min_tokens), in simulated time."""
+
+from __future__ import annotations
+
+from copy import copy
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from relaygr_stream.cache.entry import Found
+from relaygr_stream.models.api import KVRegion, ScoreInput, Tokens, relative_deviation
+from relaygr_stream.worker.commands import Rank, RankTask
+from relaygr_stream.worker.forecast import ENOUGH
+from relaygr_stream.worker.rankings import NO_TOKENS
+from tests.unit.worker.test_overload import Timed, finished
+from tests.unit.worker.worlds import CONTEXTUAL, LIMITS, World
+
+LEAST = 16
+#: Of the simulated device: full inference of 180 behaviours takes 4.6 ms. Nine tenths of 3 ms hold 85 of them, of which
+#: 80 is the largest multiple of 16.
+LENGTH, TIMEOUT_S, FITTING = 180, 0.003, 80
+
+
+class Device:
+    """A worker's core on the clock of its simulated device, with predictions that have proved good."""
+
+    def __init__(self, least: int, **options: Any) -> None:
+        limits = replace(LIMITS, truncate_min_tokens=least)  # without DRAM, whose copies take real time
+        self.world = World(wrap=Timed, clock=lambda: self.timed.now, limits=limits, dram=0, **options)
+        self.timed: Timed = self.world.model  # type: ignore[assignment]
+        scratch = self.world.cache.scratch.borrow()
+        self.world.executor.warm_up(scratch)  # as a worker's start does
+        self.world.cache.scratch.give_back(scratch)
+        for number in range(2 * ENOUGH):
+            self.rank(f"first {number}", 1000 + number, 32 * (1 + number % 5), timeout=100.0)
+            self.rest()
+
+    def rank(self, request: str, user: int, length: int, **options: Any) -> RankTask:
+        """A ranking that arrives now, whose suffix is `suffix` behaviours of different items."""
+        self.world.now = self.timed.now
+        suffix = options.pop("suffix", 3)
+        task = self.world.ranking(request, user, length, suffix=suffix, **options)
+        task.suffix = Tokens(np.stack([np.arange(suffix) + 11, np.arange(suffix) % 5, np.arange(suffix) + 99]))
+        self.world.handle(Rank(task))
+        return task
+
+    def rest(self) -> None:
+        while self.world.step(self.timed.now):
+            pass
+
+    def status(self, request: str) -> tuple[str, str | None, int]:
+        """Status, outcome and length of the cut."""
+        answer = self.world.answer(request)
+        return answer.status, answer.task.outcome, answer.task.truncated_to
+
+
+def in_full(world: World, tokens: npt.NDArray[np.int64], candidates: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+    """Scores of full inference of these behaviours, in one piece."""
+    length = tokens.shape[1]
+    region = KVRegion(world.truth.layout, torch.zeros(length * world.truth.layout.elements_per_token), length)
+    with torch.inference_mode():
+        world.truth.prefill(region, Tokens(tokens))
+        return world.truth.score([ScoreInput(region, NO_TOKENS, candidates)])[0].numpy()
+
+
+@pytest.mark.parametrize(
+    ("suffix", "timeout", "fitting"), [(3, TIMEOUT_S, FITTING), (20, 0.0015, 32), (20, 0.0012, 16)]
+)
+def test_scores_are_those_of_full_inference_of_the_newest_behaviours(suffix: int, timeout: float, fitting: int) -> None:
+    device = Device(LEAST)
+    whole = device.world.ranking("whole", 1, LENGTH).tokens.array
+    task = device.rank("r", 1, LENGTH, suffix=suffix, timeout=timeout)
+    device.rest()
+    assert device.status("r") == ("ok", "truncated", fitting)
+    assert finished(task) <= task.deadline
+    newest = np.arange(suffix) + 11, np.arange(suffix) % 5, np.arange(suffix) + 99
+    kept = np.concatenate([whole, np.stack(newest)], axis=1)[:, -fitting:]
+    kept[2, 0] = 0
+    found = device.world.answer("r").scores
+    assert found is not None
+    assert relative_deviation(found, in_full(device.world, kept, task.candidates)) <= 1e-5
+
+
+def test_what_was_cut_is_never_cached() -> None:
+    device = Device(LEAST)
+    device.rank("cut", 1, LENGTH, timeout=TIMEOUT_S)
+    device.rest()
+    assert device.status("cut")[1] == "truncated"
+    assert device.world.cache.find("u1", device.world.ranking("", 1, LENGTH).tokens)[0] is None
+    assert device.world.cache.scratch.free
+    later = device.rank("later", 1, LENGTH, timeout=1.0)
+    device.rest()
+    assert device.status("later") == ("ok", "full", 0)
+    assert later.computed_tokens == LENGTH
+    device.rank("hit", 1, LENGTH, timeout=TIMEOUT_S)
+    device.rest()
+    assert device.status("hit") == ("ok", "hbm", 0)
+    device.world.scheduler.check_integrity()
+
+
+def test_what_must_not_be_cut_is_refused_as_without_the_setting() -> None:
+    device = Device(LEAST)
+    device.rank("mode full", 1, LENGTH, timeout=TIMEOUT_S, full=True)
+    device.rank("less than the least", 2, LENGTH, timeout=0.001)
+    device.rank("no longer than the least", 3, LEAST - 3, timeout=0.0003)
+    assert [answer.status for answer in device.world.answers[-3:]] == ["overloaded"] * 3
+    assert all(answer.task.truncated_to == 0 for answer in device.world.answers)
+    contextual = Device(LEAST, kind=CONTEXTUAL)  # its first tokens describe the user; the newest behaviours do not
+    contextual.rank("r", 1, LENGTH, timeout=TIMEOUT_S, suffix=0)
+    assert contextual.status("r") == ("overloaded", None, 0)
+
+
+def test_nothing_is_cut_before_predictions_were_compared_with_measurements() -> None:
+    device = Device(LEAST)
+    device.world.scheduler.admission.calibration._samples = ENOUGH - 1
+    device.rank("r", 1, LENGTH, timeout=TIMEOUT_S)
+    device.rest()
+    assert device.world.answer("r").task.truncated_to == 0
+
+
+def test_audits_compare_no_cut_ranking() -> None:
+    device = Device(LEAST, audit_share=1.0)
+    device.rank("r", 1, LENGTH, timeout=TIMEOUT_S)
+    device.rest()
+    assert device.status("r")[1] == "truncated"
+    assert device.world.audits == []  # nor any in full; a hit is audited
+    device.rank("again", 1000 + 2 * ENOUGH - 1, 32, timeout=1.0)  # the last that was inferred in full
+    device.rest()
+    assert device.status("again")[1] == "hbm"
+    assert [task.request_id for task, _ in device.world.audits] == ["again"]
+
+
+# ---- whatever comes ----
+
+#: User, prefix, suffix, time until the deadline in ms, time since the ranking before in ms.
+Arrivals = list[tuple[int, int, int, float, float]]
+arrivals: st.SearchStrategy[Arrivals] = st.lists(
+    st.tuples(
+        st.integers(0, 3),
+        st.integers(0, 170),
+        st.integers(0, 16),
+        st.floats(0.5, 12.0),
+        st.sampled_from((0.0, 0.5, 3.0)),
+    ),
+    min_size=1,
+    max_size=25,
+)
+
+
+def play(device: Device, requests: Arrivals) -> list[tuple[str, str | None, int, float]]:
+    """What became of each request: status, outcome, length of the cut, and when it was finished."""
+    at, tasks = device.timed.now, []
+    for number, (user, length, suffix, left_ms, pause_ms) in enumerate(requests):
+        at += pause_ms / 1e3
+        while device.timed.now < at:
+            if not device.world.step(device.timed.now):
+                device.timed.now = at
+        tasks.append(device.rank(f"r{number}", user, length, suffix=suffix, timeout=left_ms / 1e3))
+    device.rest()
+    device.world.scheduler.check_integrity()
+    return [(*device.status(task.request_id), finished(task)) for task in tasks]
+
+
+@settings(max_examples=25, deadline=None)
+@given(requests=arrivals, least=st.sampled_from((8, 16, 48)))
+def test_a_cut_is_in_time_by_the_models_costs_and_none_longer_would_be(requests: Arrivals, least: int) -> None:
+    device = Device(least)
+    admission = device.world.scheduler.admission
+    truncate, cuts = admission.truncate, []
+
+    def checked(task: RankTask, found: Found, now: float) -> bool:
+        before, length = copy(task), len(task.tokens) + len(task.suffix)
+        done = truncate(task, found, now)
+        if done:
+            sizes = range(least, length, least)
+            fit = [size for size in sizes if admission._in_time(before, admission._newest_ms(before, size), now)]
+            assert task.truncated_to == fit[-1]
+            assert task.expected_ms == admission._newest_ms(before, fit[-1])
+            assert now + task.expected_ms / 1e3 < task.deadline
+            assert not admission._in_time(before, before.expected_ms, now)
+            cuts.append(task)
+        return done
+
+    admission.truncate = checked  # type: ignore[method-assign]
+    play(device, requests)
+    assert all(task.truncated_to >= least for task in cuts)
+    for answer in device.world.answers:
+        assert (answer.task.outcome == "truncated") == (answer.task.truncated_to > 0)
+
+
+@settings(max_examples=12, deadline=None)
+@given(requests=arrivals)
+def test_a_worker_that_has_time_answers_as_without_the_setting(requests: Arrivals) -> None:
+    in_time = [(user, length, suffix, 1000.0, pause) for user, length, suffix, _, pause in requests]
+    assert play(Device(8), in_time) == play(Device(0), in_time)
+
+
+def test_under_overload_more_are_answered_in_time() -> None:
+    rng = np.random.default_rng(5)
+    requests: Arrivals = [(2000 + each, 170, 3, 12.0, float(rng.exponential(2.0))) for each in range(300)]
+    answered = {}
+    for least in (0, LEAST):
+        device = Device(least)
+        found = play(device, requests)
+        answered[least] = [outcome for status, outcome, *_ in found if status == "ok"]
+        assert {status for status, *_ in found} <= {"ok", "overloaded"}, "accepted, and late"
+    print(
+        f"in time: {len(answered[0])} of 300 in full; cut where needed {len(answered[LEAST])}, "
+        f"{answered[LEAST].count('truncated')} of them truncated: {len(answered[LEAST]) / len(answered[0]):.2f}×"
+    )
+    assert "truncated" not in answered[0]
+    assert len(answered[LEAST]) > 1.2 * len(answered[0])
