@@ -1,0 +1,43 @@
+/* What a lane of 32 bits holds in the vectors' products: two bfloat16 numbers. */
+#ifndef RELAYGR_LANES_H
+#define RELAYGR_LANES_H
+
+#include "common.h"
+#include "silu_table.h"
+
+enum { LANE = 2 /* numbers */ };
+
+typedef struct __attribute__((packed, may_alias)) {
+    int32_t lane;
+} Lane;
+
+static inline int32_t lane_at(const num *from) { return ((const Lane *)from)->lane; }
+
+static inline __m512 multiply_add(__m512 x, __m512 y, __m512 sum) {
+    return _mm512_dpbf16_ps(sum, (__m512bh)x, (__m512bh)y);
+}
+
+/* Scores: SiLU(scale * product). */
+typedef SiluTable Silu;
+
+static inline void make_silu(Silu *silu_of, float scale) { make_silu_table(silu_of, scale); }
+
+static inline __m512 score_of(__m512 product, const Silu *silu_of) { return silu_of_scores(product, silu_of); }
+
+/* The scores of LANE columns as lanes. */
+static inline __m512i joined(const __m512 scores[LANE]) {
+    const __m512i order = _mm512_add_epi16(
+        _mm512_set1_epi32(16 << 16), _mm512_mullo_epi32(_mm512_set1_epi32(0x10001), _mm512_set_epi32(
+            15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0
+        ))
+    );
+    return _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(scores[1], scores[0]));
+}
+
+/* LANE rows of V, side by side in lanes; of 32 numbers in the order of `interleave`. */
+static inline void join_rows(const num *const rows[LANE], int64_t width, num *to) {
+    for (int64_t d = 0; d < width; d += PAIR, to += 2 * PAIR)
+        interleave(_mm512_loadu_si512(rows[0] + d), _mm512_loadu_si512(rows[1] + d), to, to + PAIR);
+}
+
+#endif
