@@ -22,7 +22,9 @@ THREE = Tokens(np.zeros((3, 3), np.int64))
 in_each_dtype = pytest.mark.parametrize(
     "dtype",
     [
-        pytest.param(dtype, marks=pytest.mark.skipif(not any(map(build.library, kinds)), reason=f"needs one of {kinds}"))
+        pytest.param(
+            dtype, marks=pytest.mark.skipif(not any(map(build.library, kinds)), reason=f"needs one of {kinds}")
+        )
         for dtype, kinds in KINDS.items()
     ],
 )
