@@ -6,6 +6,7 @@
 
 enum { LANE = 1 /* numbers */ };
 
+/* A lane in memory, at any address that a number may have. */
 typedef struct __attribute__((packed, may_alias)) {
     int32_t lane;
 } Lane;

@@ -7,6 +7,7 @@
 
 enum { LANE = 2 /* numbers */ };
 
+/* A lane in memory, at any address that a number may have. */
 typedef struct __attribute__((packed, may_alias)) {
     int32_t lane;
 } Lane;
@@ -24,12 +25,11 @@ static inline void make_silu(Silu *silu_of, float scale) { make_silu_table(silu_
 
 static inline __m512 score_of(__m512 product, const Silu *silu_of) { return silu_of_scores(product, silu_of); }
 
-/* The scores of LANE columns as lanes. */
+/* The scores of LANE columns as lanes: those of the first in the lower halves. */
 static inline __m512i joined(const __m512 scores[LANE]) {
-    const __m512i order = _mm512_add_epi16(
-        _mm512_set1_epi32(16 << 16), _mm512_mullo_epi32(_mm512_set1_epi32(0x10001), _mm512_set_epi32(
-            15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0
-        ))
+    const __m512i order = _mm512_set_epi16(
+        31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1,
+        16, 0
     );
     return _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(scores[1], scores[0]));
 }

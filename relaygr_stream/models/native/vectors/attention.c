@@ -113,11 +113,8 @@ static inline __attribute__((always_inline)) void multiply_keys(
 #pragma GCC unroll 4
         for (int64_t i = 0; i < vectors; i++) sums[c][i] = _mm512_setzero_ps();
     for (int64_t d = 0; d < dqk; d += LANE, q += ROWS) {
-        int64_t line = d / LANE;
-        if (line < ahead->lines) {
-            fetch(ahead->at[0] + line * LINE);
-            fetch(ahead->at[1] + line * LINE);
-        }
+        for (int64_t i = d; i < d + LANE; i++) /* a burst of them would keep the loads of this step waiting */
+            if (i / 2 < ahead->lines) fetch(ahead->at[i % 2] + i / 2 * LINE);
         __m512 rows[VECTORS];
 #pragma GCC unroll 4
         for (int64_t i = 0; i < vectors; i++) rows[i] = _mm512_load_ps(q + i * TILE);
