@@ -26,12 +26,14 @@ _AVX512: Final = ("avx512f", "avx512bw", "avx512vl", "avx512dq")
 KINDS: Final = {
     "avx512": _AVX512,
     "avx512_bf16": (*_AVX512, "avx512_bf16"),
+    "avx512_widened": _AVX512,
     "amx": (*_AVX512, "avx512_bf16", "amx_tile", "amx_bf16"),
 }
 #: Kind → the folders of its library, besides FOLDER itself.
 FOLDERS: Final = {
     "avx512": ("vectors", "avx512"),
     "avx512_bf16": ("vectors", "bfloat16", "avx512_bf16"),
+    "avx512_widened": ("vectors", "bfloat16", "avx512_bf16"),  # the same without its instructions
     "amx": ("bfloat16", "amx"),
 }
 #: Compiling takes a second, and longer with a compiler on a slow network file system.

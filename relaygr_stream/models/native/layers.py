@@ -1,4 +1,4 @@
-"""The layers of an HSTU stack in one call of layers.c: bfloat16 on CPUs with AMX, float32 on CPUs with AVX-512.
+"""The layers of an HSTU stack in one call of layers.c, in float32 and bfloat16 on CPUs with AVX-512 or AMX.
 
 oneDNN packs the weights in every product, which at 64 rows takes as long as the product itself. torch computes SiLU at
 a third of the speed of the processor's instructions, and each of a layer's ten operators costs a call and a pass over
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from relaygr_stream.models.stu import RankingRows, StackConfig, STULayer
 
 #: dtype → its kinds of build.py, the fastest first.
-KINDS: Final = {torch.bfloat16: ("amx", "avx512_bf16"), torch.float32: ("avx512",)}
+KINDS: Final = {torch.bfloat16: ("amx", "avx512_bf16", "avx512_widened"), torch.float32: ("avx512",)}
 #: The width of one step, and the largest width of a head in attention.c.
 TILE_WIDTH: Final = 32
 MAX_WIDTH: Final = 128

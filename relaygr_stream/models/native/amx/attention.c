@@ -91,7 +91,7 @@ static inline __attribute__((always_inline)) void activate(
         if (i % 2 == 0) fetch_ahead(ahead, i / 2);
         __m512 left = silu_of_scores(_mm512_load_ps(products + i * TILE), silu);
         __m512 right = silu_of_scores(_mm512_load_ps(products + (TILE + i) * TILE), silu);
-        _mm512_store_si512(scores + i * PAIR, (__m512i)_mm512_cvtne2ps_pbh(right, left));
+        _mm512_store_si512(scores + i * PAIR, both_rounded(left, right));
     }
 }
 

@@ -14,9 +14,23 @@ typedef struct __attribute__((packed, may_alias)) {
 
 static inline int32_t lane_at(const num *from) { return ((const Lane *)from)->lane; }
 
+#ifdef __AVX512BF16__
+
 static inline __m512 multiply_add(__m512 x, __m512 y, __m512 sum) {
     return _mm512_dpbf16_ps(sum, (__m512bh)x, (__m512bh)y);
 }
+
+#else
+
+static inline __m512 lower(__m512 x) { return (__m512)_mm512_slli_epi32((__m512i)x, 16); }
+
+static inline __m512 upper(__m512 x) { return (__m512)_mm512_and_si512((__m512i)x, _mm512_set1_epi32(-1 << 16)); }
+
+static inline __m512 multiply_add(__m512 x, __m512 y, __m512 sum) {
+    return _mm512_fmadd_ps(lower(x), lower(y), _mm512_fmadd_ps(upper(x), upper(y), sum));
+}
+
+#endif
 
 /* Scores: SiLU(scale * product). */
 typedef SiluTable Silu;
@@ -31,7 +45,7 @@ static inline __m512i joined(const __m512 scores[LANE]) {
         31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1,
         16, 0
     );
-    return _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(scores[1], scores[0]));
+    return _mm512_permutexvar_epi16(order, both_rounded(scores[0], scores[1]));
 }
 
 /* LANE rows of V, side by side in lanes; of 32 numbers in the order of `interleave`. */

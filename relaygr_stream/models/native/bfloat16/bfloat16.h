@@ -14,7 +14,29 @@ static inline __m512 load(const bf16 *from) {
     return (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from)), 16);
 }
 
-static inline void store(bf16 *to, __m512 x) { _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh(x)); }
+#ifdef __AVX512BF16__
+
+static inline __m256i rounded(__m512 x) { return (__m256i)_mm512_cvtneps_pbh(x); }
+
+static inline __m512i both_rounded(__m512 low, __m512 high) { return (__m512i)_mm512_cvtne2ps_pbh(high, low); }
+
+#else
+
+/* To nearest, ties to even; NaN stays NaN. */
+static inline __m256i rounded(__m512 x) {
+    __m512i bits = (__m512i)x, odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    __m512i up = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    __mmask16 none = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_mask_mov_epi32(up, none, _mm512_set1_epi32(0x7fc00000)), 16));
+}
+
+static inline __m512i both_rounded(__m512 low, __m512 high) {
+    return _mm512_inserti64x4(_mm512_castsi256_si512(rounded(low)), rounded(high), 1);
+}
+
+#endif
+
+static inline void store(bf16 *to, __m512 x) { _mm256_storeu_si256((__m256i *)to, rounded(x)); }
 
 /* x / (1 + exp(-x)). 2^f for f in [0, 1) by a polynomial of degree 4 (relative error 4e-6), the reciprocal to 2^-14:
  * far below the 2^-9 to which bfloat16 rounds the result. */
