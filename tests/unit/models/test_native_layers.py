@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import nullcontext
+from itertools import pairwise
 from pathlib import Path
 from unittest.mock import patch
 
@@ -20,7 +21,15 @@ from relaygr_stream.models.hstu_model import HSTUModel
 from relaygr_stream.models.native import build
 from relaygr_stream.models.native.layers import KINDS, MAX_THREADS
 from relaygr_stream.models.stu import RankingRows, StackConfig
-from tests.unit.models.small_models import deviation, full_scores, prefilled, random_items, random_tokens, small_model
+from tests.unit.models.small_models import (
+    deviation,
+    full_scores,
+    held,
+    prefilled,
+    random_items,
+    random_tokens,
+    small_model,
+)
 
 CPU = torch.device("cpu")
 #: Of two layers, relative to the largest value. bfloat16 has 8 bits, and a dozen roundings follow each other.
@@ -224,6 +233,36 @@ def test_a_relayed_score_is_that_of_full_inference_to_the_bit(
     region = prefilled(model, tokens.slice(0, prefix), slack=3, chunks=tuple(chunks))
     relayed = model.score([ScoreInput(region, tokens.slice(prefix, prefix + suffix), items)])[0]
     assert torch.equal(relayed, full_scores(model, tokens, items))
+    whole = prefilled(model, tokens.slice(0, prefix))
+    assert torch.equal(held(region), held(whole))  # says more: a candidate's scores hide most of the history's bits
+
+
+@to_the_bit
+def test_a_window_sums_its_columns_in_one_order_wherever_a_chunk_begins(kind: str) -> None:
+    # Large values cancel in the sums, so another order shows. x is zero, all scores are equal, o passes through.
+    config, behind = StackConfig(1, 32, 1, 32, 32, 1, max_attn_len=8), 40
+    stack = HSTUStack(config)
+    layer = stack.stu_layers()[0]
+    for weight in layer.parameters():
+        weight.zero_()
+    layer.uvqk_bias[64], layer.uvqk_bias[96] = 1.0, 8.0
+    layer.output_weight[32:64] = torch.eye(32)
+    place(stack, kind)
+    random, found = torch.Generator().manual_seed(0), []
+    values = 1 + torch.rand(behind, 32, generator=random)
+    values[0::4], values[2::4] = 2.0**20, -(2.0**20)
+    for chunks in ((0, 6), (0, 1, 6), (0, 2, 3, 6)):
+        region = region_of(config, DTYPES[kind], behind + 6)
+        for part, content in zip(region.layer(0), (torch.eye(32)[0] * 8, values), strict=True):
+            part[0, :behind] = content.to(part.dtype)
+        region.length = behind
+        parts = [
+            stack.prefill(region, torch.zeros(stop - start, 32, dtype=DTYPES[kind])) for start, stop in pairwise(chunks)
+        ]
+        found.append(torch.cat(parts))
+    assert bool(found[0].isfinite().all()) and bool(found[0][3:].abs().max() > 0)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
 
 
 @pytest.mark.usefixtures("afresh")
