@@ -158,10 +158,10 @@ class HSTUStack(nn.Module):
             )
         if self.fused is not None:
             return self.fused.score(self.stu_layers(), batch, x)
-        plans = [self._plan(rows, x) for rows in batch]
         native = self.native
         if native:
-            return native.score(batch, x, plans, self._self_weights(batch))
+            return native.score(batch, x, [self._whole_plan(rows) for rows in batch], self._self_weights(batch))
+        plans = [self._plan(rows, x) for rows in batch]
         self_weight = self._self_weight(batch, x.device)
         count = len(x)
         x = pad_rows(x)
@@ -199,11 +199,18 @@ class HSTUStack(nn.Module):
     def _plan(self, rows: RankingRows, x: torch.Tensor) -> tuple[list[Block], list[Block]]:
         """The blocks of one ranking's rows over its prefix, and over its suffix."""
         length, history, count = rows.kv.length, rows.kv.length + rows.suffix, rows.suffix + rows.candidates
-        together = UNBLOCKED_ROWS if self.native else block_rows(x.device, x.dtype, self.config.heads, history)
+        together = block_rows(x.device, x.dtype, self.config.heads, history)
         on_prefix = self._visibility.blocks(length, count, 0, length, history, together)
         if not rows.suffix:
             return on_prefix, []
         return on_prefix, self._visibility.blocks(length, count, length, rows.suffix, history, together)
+
+    def _whole_plan(self, rows: RankingRows) -> list[Block]:
+        """The blocks of one ranking's rows over its prefix and suffix together."""
+        history = rows.kv.length + rows.suffix
+        return self._visibility.blocks(
+            rows.kv.length, rows.suffix + rows.candidates, 0, history, history, UNBLOCKED_ROWS
+        )
 
     def _self_weight(self, batch: Sequence[RankingRows], device: torch.device) -> torch.Tensor | float:
         """The weight of each row's attention to itself: 0 for suffix rows, since the suffix's blocks include it."""

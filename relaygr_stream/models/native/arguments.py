@@ -11,17 +11,25 @@ if TYPE_CHECKING:
     from relaygr_stream.models.stu import StackConfig
 
 
-class Attention(ctypes.Structure):
-    """Rows, the columns they attend to in layer 0, and which pairs are visible. Strides are in elements."""
+class Stretch(ctypes.Structure):
+    """Columns that lie side by side: addresses in layer 0, and strides in elements."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out")),
-        *((f"{name}_{axis}", ctypes.c_int64) for name in ("q", "k", "v", "out") for axis in ("head", "row")),
-        *((name, ctypes.c_int64) for name in ("heads", "rows", "columns", "dqk", "dv")),
-        *((name, ctypes.c_int64) for name in ("causal_from", "causal", "recent_to", "recent")),
-        *((name, ctypes.c_int64) for name in ("k_layer", "v_layer", "first")),
+        *((name, ctypes.c_void_p) for name in ("k", "v")),
+        *((name, ctypes.c_int64) for name in ("k_head", "k_row", "v_head", "v_row", "k_layer", "v_layer", "columns")),
+    )
+
+
+class Attention(ctypes.Structure):
+    """Rows, the columns they attend to, and which pairs are visible. Strides are in elements."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("q", "out")),
+        *((name, ctypes.c_int64) for name in ("q_head", "q_row", "out_head", "out_row")),
+        ("stretches", Stretch * 2),
+        *((name, ctypes.c_int64) for name in ("heads", "rows", "columns", "dqk", "dv", "position")),
+        *((name, ctypes.c_int64) for name in ("causal_from", "causal", "recent_to", "recent", "first")),
         *((name, ctypes.c_float) for name in ("scale", "weight")),
-        ("accumulate", ctypes.c_int32),
     )
 
 
@@ -109,25 +117,35 @@ class Columns(NamedTuple):
         """The columns from row `rows` on."""
         return self._replace(k=self.k + rows * self.k_row * self.size, v=self.v + rows * self.v_row * self.size)
 
+    def stretch(self, count: int) -> Stretch:
+        """The first `count` of them."""
+        strides = self.k_head, self.k_row, self.v_head, self.v_row, self.layer, self.layer
+        return Stretch(self.k, self.v, *strides, count)
+
 
 def attention(
-    columns: Columns, block: Block, config: StackConfig, *, first: int, scale: float, weight: float, accumulate: bool
-) -> Attention:
-    """The attention of one block over columns with the heads and widths of `config`.
+    columns: Columns, length: int, own: Columns, block: Block, config: StackConfig, *, first: int, scale: float,
+    weight: float,
+) -> Attention:  # fmt: skip
+    """The attention of one block with the heads and widths of `config`.
 
+    Of the columns that the block counts, the first `length` are `columns`, the others are `own`.
     first: index of the block's row 0 among all rows. layers.c sets q and out.
     """
     count = block.col_stop - block.col_start
+    before = max(0, min(block.col_stop, length) - block.col_start)
+    stretches = (
+        columns.behind(block.col_start).stretch(before),
+        own.behind(max(0, block.col_start - length)).stretch(count - before),
+    )
     causal_from, causal, recent_to, recent = count, 0, 0, 0
     if block.causal is not None:
         causal_from, causal = block.causal_from, block.causal_from + block.causal + 1
     if block.recent is not None:
         recent_to, recent = block.recent_to, block.recent
-    seen = columns.behind(block.col_start)
     return Attention(
-        k=seen.k, v=seen.v, k_head=seen.k_head, k_row=seen.k_row, v_head=seen.v_head, v_row=seen.v_row,
-        heads=config.heads, rows=block.row_stop - block.row_start, columns=count, dqk=config.dqk, dv=config.dv,
+        stretches=stretches, heads=config.heads, rows=block.row_stop - block.row_start, columns=count,
+        dqk=config.dqk, dv=config.dv, position=block.col_start,
         causal_from=causal_from, causal=causal, recent_to=recent_to, recent=recent,
-        k_layer=seen.layer, v_layer=seen.layer, first=first + block.row_start,
-        scale=scale, weight=weight, accumulate=accumulate,
+        first=first + block.row_start, scale=scale, weight=weight,
     )  # fmt: skip

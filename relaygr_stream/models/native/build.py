@@ -21,10 +21,20 @@ log = structlog.get_logger(__name__)
 
 FOLDER: Final = Path(__file__).parent
 CPUINFO: Final = Path("/proc/cpuinfo")
-#: Folder → the instruction sets that it uses, by their names in CPUINFO. The compiler's names differ in underscores.
+_AVX512: Final = ("avx512f", "avx512bw", "avx512vl", "avx512dq")
+#: Kind → the instruction sets that it uses, by their names in CPUINFO. The compiler's names differ in underscores.
 KINDS: Final = {
-    "avx512": ("avx512f", "avx512bw", "avx512vl", "avx512dq"),
-    "amx": ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "amx_tile", "amx_bf16"),
+    "avx512": _AVX512,
+    "avx512_bf16": (*_AVX512, "avx512_bf16"),
+    "avx512_widened": _AVX512,
+    "amx": (*_AVX512, "avx512_bf16", "amx_tile", "amx_bf16"),
+}
+#: Kind → the folders of its library, besides FOLDER itself.
+FOLDERS: Final = {
+    "avx512": ("vectors", "avx512"),
+    "avx512_bf16": ("vectors", "bfloat16", "avx512_bf16"),
+    "avx512_widened": ("vectors", "bfloat16", "avx512_bf16"),  # the same without its instructions
+    "amx": ("bfloat16", "amx"),
 }
 #: Compiling takes a second, and longer with a compiler on a slow network file system.
 COMPILE_TIMEOUT_S: Final = 60.0
@@ -57,7 +67,7 @@ def _instructions(cpuinfo: Path) -> set[str]:
 
 def _compile(kind: str, compiler: str) -> ctypes.CDLL:
     """Raises OSError or SubprocessError."""
-    folders = FOLDER, FOLDER / kind
+    folders = FOLDER, *(FOLDER / name for name in FOLDERS[kind])
     # One compilation for all files: reading the intrinsics' headers takes as long as compiling a file.
     source = "".join(f'#include "{file}"\n' for folder in folders for file in sorted(folder.glob("*.c")))
     with tempfile.TemporaryDirectory(prefix="relaygr-") as temporary:

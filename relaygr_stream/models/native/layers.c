@@ -71,8 +71,10 @@ static void attend_chunk(
     part.rows = end - begin;
     part.causal += skipped;
     part.recent += skipped;
-    part.k += layer * a->k_layer;
-    part.v += layer * a->v_layer;
+    for (Stretch *each = part.stretches; each < part.stretches + 2; each++) {
+        each->k += layer * each->k_layer;
+        each->v += layer * each->v_layer;
+    }
     part.q_head = s->dqk, part.q_row = s->heads * s->dqk;
     part.out_head = s->dv, part.out_row = 3 * s->heads * s->dv;
     part.q = r->q + (begin - first) * part.q_row;
@@ -83,10 +85,12 @@ static void attend_chunk(
 static void attend_chunk_to_self(const Shape *s, const Rows *r, int64_t first, int64_t rows) {
     int64_t width = s->heads * s->dv;
     Attention a = {
-        .q = r->q, .k = r->k + first * r->k_row, .v = r->v + first * r->v_row, .out = r->gates + width,
-        .q_head = s->dqk, .q_row = s->heads * s->dqk, .k_head = r->k_head, .k_row = r->k_row, .v_head = r->v_head,
-        .v_row = r->v_row, .out_head = s->dv, .out_row = 3 * width, .heads = s->heads, .rows = rows, .dqk = s->dqk,
-        .dv = s->dv, .scale = r->scale
+        .q = r->q, .out = r->gates + width, .q_head = s->dqk, .q_row = s->heads * s->dqk, .out_head = s->dv,
+        .out_row = 3 * width, .heads = s->heads, .rows = rows, .dqk = s->dqk, .dv = s->dv, .scale = r->scale,
+        .stretches = {{
+            .k = r->k + first * r->k_row, .v = r->v + first * r->v_row, .k_head = r->k_head, .k_row = r->k_row,
+            .v_head = r->v_head, .v_row = r->v_row, .columns = rows
+        }}
     };
     attend_to_self(&a, r->self_weights + first);
 }

@@ -1,4 +1,4 @@
-"""The layers of an HSTU stack in one call of layers.c: bfloat16 on CPUs with AMX, float32 on CPUs with AVX-512.
+"""The layers of an HSTU stack in one call of layers.c, in float32 and bfloat16 on CPUs with AVX-512 or AMX.
 
 oneDNN packs the weights in every product, which at 64 rows takes as long as the product itself. torch computes SiLU at
 a third of the speed of the processor's instructions, and each of a layer's ten operators costs a call and a pass over
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from relaygr_stream.models.embeddings import TaskHead, TokenEmbedding
     from relaygr_stream.models.stu import RankingRows, StackConfig, STULayer
 
-#: dtype → folder of build.py.
-KINDS: Final = {torch.bfloat16: "amx", torch.float32: "avx512"}
+#: dtype → its kinds of build.py, the fastest first.
+KINDS: Final = {torch.bfloat16: ("amx", "avx512_bf16", "avx512_widened"), torch.float32: ("avx512",)}
 #: The width of one step, and the largest width of a head in attention.c.
 TILE_WIDTH: Final = 32
 MAX_WIDTH: Final = 128
@@ -49,7 +49,7 @@ def native_layers(config: StackConfig, layers: Sequence[STULayer], eps: float) -
         and max(config.dqk, config.dv) <= MAX_WIDTH
         and not any(width % TILE_WIDTH for width in (config.dim, config.dqk, config.dv))
     )
-    compiled = library(KINDS[weight.dtype]) if fit else None
+    compiled = next(filter(None, map(library, KINDS[weight.dtype])), None) if fit else None
     return None if compiled is None else NativeLayers(compiled, config, layers, eps)
 
 
@@ -86,8 +86,9 @@ class NativeLayers:
         """Write the K/V of x (n, D) behind kv.length, one layer per step; returns the last outputs if `outputs`."""
         x = x.clone(memory_format=torch.contiguous_format)
         columns = Columns.of(kv)
-        attentions = [self._attention(columns, block, 0) for block in blocks]
-        rows = self._rows(x, columns.behind(kv.length), attentions)
+        own = columns.behind(kv.length)
+        attentions = [self._attention(columns, kv.length + len(x), own, block, 0) for block in blocks]
+        rows = self._rows(x, own, attentions)
         for layer in range(len(self._layers)):
             last = layer == len(self._layers) - 1
             self._run(rows, layer, layer + 1, only_kv=last and not outputs)
@@ -99,19 +100,18 @@ class NativeLayers:
         self,
         batch: Sequence[RankingRows],
         x: torch.Tensor,
-        plans: Sequence[tuple[list[Block], list[Block]]],
+        plans: Sequence[list[Block]],
         self_weights: npt.NDArray[np.float32],
     ) -> torch.Tensor:
-        """As `HSTUStack.score`. plans: each ranking's blocks over its prefix, and over its suffix.
+        """As `HSTUStack.score`. plans: each ranking's blocks over its prefix and suffix together.
 
         self_weights (n,): the weight of each row's attention to itself.
         """
         x = x.clone(memory_format=torch.contiguous_format)
         own, attentions, start = self._own_columns(len(x)), [], 0
-        for ranking, (on_prefix, on_suffix) in zip(batch, plans, strict=True):
-            columns = Columns.of(ranking.kv)
-            attentions += [self._attention(columns, block, start) for block in on_prefix]
-            attentions += [self._attention(own.behind(start), block, start, accumulate=True) for block in on_suffix]
+        for ranking, blocks in zip(batch, plans, strict=True):
+            columns, length = Columns.of(ranking.kv), ranking.kv.length
+            attentions += [self._attention(columns, length, own.behind(start), block, start) for block in blocks]
             start += ranking.suffix + ranking.candidates
         rows = self._rows(x, own, attentions)
         rows.self_weights = self_weights.ctypes.data
@@ -127,9 +127,9 @@ class NativeLayers:
         address, size = self._own.data_ptr(), self._own.itemsize
         return Columns(address, address + count * k_row * size, config.dqk, k_row, config.dv, v_row, 0, size)
 
-    def _attention(self, columns: Columns, block: Block, first: int, *, accumulate: bool = False) -> Attention:
+    def _attention(self, columns: Columns, length: int, own: Columns, block: Block, first: int) -> Attention:
         return arguments.attention(
-            columns, block, self._config, first=first, scale=self._scale, weight=self._weight, accumulate=accumulate
+            columns, length, own, block, self._config, first=first, scale=self._scale, weight=self._weight
         )
 
     def _rows(self, x: torch.Tensor, own: Columns, attentions: Sequence[Attention]) -> arguments.Rows:

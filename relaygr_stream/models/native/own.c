@@ -3,11 +3,12 @@
 
 /* Ignores `columns`, `weight` and the visibility. */
 void attend_to_self(const Attention *a, const float *weights) {
+    const Stretch *own = a->stretches;
     for (int64_t row = 0; row < a->rows; row++) {
         __m512 weight = _mm512_set1_ps(weights[row]);
         for (int64_t head = 0; head < a->heads; head++) {
-            const num *q = a->q + head * a->q_head + row * a->q_row, *k = a->k + head * a->k_head + row * a->k_row;
-            const num *v = a->v + head * a->v_head + row * a->v_row;
+            const num *q = a->q + head * a->q_head + row * a->q_row;
+            const num *k = own->k + head * own->k_head + row * own->k_row, *v = own->v + head * own->v_head + row * own->v_row;
             num *out = a->out + head * a->out_head + row * a->out_row;
             __m512 sum = _mm512_setzero_ps();
             for (int64_t d = 0; d < a->dqk; d += TILE) sum = _mm512_fmadd_ps(load(q + d), load(k + d), sum);

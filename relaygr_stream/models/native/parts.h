@@ -4,22 +4,29 @@
 
 #include "common.h"
 
+/* Columns that lie side by side. Strides are in elements. */
 typedef struct {
-    const num *q, *k, *v;
+    const num *k, *v;
+    int64_t k_head, k_row, v_head, v_row, k_layer, v_layer; /* k_layer, v_layer: from one layer to the next */
+    int64_t columns;
+} Stretch;
+
+typedef struct {
+    const num *q;
     num *out;
-    int64_t q_head, q_row, k_head, k_row, v_head, v_row, out_head, out_row; /* strides in elements */
+    int64_t q_head, q_row, out_head, out_row;
+    Stretch stretches[2]; /* the columns of one, then those of the other */
     int64_t heads, rows, columns, dqk, dv;
+    int64_t position;            /* of the first column in the history */
     int64_t causal_from, causal; /* row r sees columns below max(causal_from, causal + r) */
     int64_t recent_to, recent;   /* and from min(recent_to, recent + r) on */
-    int64_t k_layer, v_layer; /* strides from one layer's K and V to the next */
-    int64_t first;            /* index of the first row among all rows of the layer */
+    int64_t first;               /* index of the first row among all rows of the layer */
     float scale, weight;
-    int32_t accumulate;
 } Attention;
 
-/* attention.c: out (+)= weight * SiLU(scale * q.k) * v over the visible pairs. */
+/* attention.c: out = weight * SiLU(scale * q.k) * v over the visible pairs. */
 void attend(const Attention *a);
-/* own.c: out += weights[row] * SiLU(scale * q.k) * v of each row with itself. */
+/* own.c: out += weights[row] * SiLU(scale * q.k) * v of each row with itself: column r of the first stretch. */
 void attend_to_self(const Attention *a, const float *weights);
 
 /* product.c: out = a x weights, then one of: + bias, with or without activation; + before. With tiles, a must be

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import nullcontext
+from itertools import pairwise
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -14,19 +17,38 @@ from hypothesis import strategies as st
 
 from relaygr_stream.models.api import KVRegion, ScoreInput
 from relaygr_stream.models.hstu import HSTUStack
+from relaygr_stream.models.hstu_model import HSTUModel
 from relaygr_stream.models.native import build
 from relaygr_stream.models.native.layers import KINDS, MAX_THREADS
 from relaygr_stream.models.stu import RankingRows, StackConfig
-from tests.unit.models.small_models import deviation, full_scores, prefilled, random_items, random_tokens, small_model
+from tests.unit.models.small_models import (
+    deviation,
+    full_scores,
+    held,
+    prefilled,
+    random_items,
+    random_tokens,
+    small_model,
+)
 
 CPU = torch.device("cpu")
 #: Of two layers, relative to the largest value. bfloat16 has 8 bits, and a dozen roundings follow each other.
 ROUNDING = {torch.bfloat16: 0.03, torch.float32: 3e-6}
 
-needs_amx = pytest.mark.skipif(build.library("amx") is None, reason="needs a CPU with AMX and a C compiler")
-needs_avx512 = pytest.mark.skipif(build.library("avx512") is None, reason="needs a CPU with AVX-512 and a C compiler")
-in_each_dtype = pytest.mark.parametrize(
-    "dtype", [pytest.param(torch.bfloat16, marks=needs_amx), pytest.param(torch.float32, marks=needs_avx512)]
+DTYPES = {kind: dtype for dtype, kinds in KINDS.items() for kind in kinds}
+
+
+def needs(kind: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(build.library(kind) is None, reason=f"needs a CPU with {kind} and a C compiler")
+
+
+in_each_kind = pytest.mark.parametrize("kind", [pytest.param(kind, marks=needs(kind)) for kind in DTYPES])
+in_each_half = pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=needs(kind)) for kind in KINDS[torch.bfloat16]]
+)
+#: Where sums are made in one order, wherever the columns lie.
+to_the_bit = pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=needs(kind)) for kind in DTYPES if kind != "amx"]
 )
 
 
@@ -46,13 +68,20 @@ def afresh() -> Iterator[None]:
     build.library.cache_clear()
 
 
-def stack_of(config: StackConfig, seed: int, dtype: torch.dtype) -> HSTUStack:
-    """Random weights that bfloat16 can say, so that the same stack in float64 is the truth."""
+def place(placed: HSTUStack | HSTUModel, kind: str) -> None:
+    """Place it on the CPU, with the layers of this kind."""
+    dtype = DTYPES.get(kind, torch.float64)
+    with patch.dict(KINDS, {dtype: (kind,)}) if kind in DTYPES else nullcontext():
+        placed.place(CPU, dtype)
+
+
+def stack_of(config: StackConfig, seed: int, kind: str) -> HSTUStack:
+    """Random weights that bfloat16 can say, so that the same stack in float64, of no kind, is the truth."""
     stack, random = HSTUStack(config), torch.Generator().manual_seed(seed)
     for weight in stack.parameters():
         weight.copy_((torch.randn(weight.shape, generator=random) * weight.shape[0] ** -0.5).bfloat16())
-    stack.place(CPU, dtype)
-    assert (stack.native is not None) == (dtype != torch.float64)
+    place(stack, kind)
+    assert (stack.native is not None) == (kind in DTYPES)
     return stack
 
 
@@ -86,26 +115,26 @@ configs = st.builds(
 )
 
 
-@in_each_dtype
+@in_each_kind
 @settings(max_examples=25)
 @given(configs, st.integers(0, 600), st.integers(0, 300), st.integers(0, 40), st.integers(1, 300), st.integers(0, 999))
 def test_any_stack_is_the_formula(
-    dtype: torch.dtype, config: StackConfig, prefix: int, more: int, suffix: int, candidates: int, seed: int
+    kind: str, config: StackConfig, prefix: int, more: int, suffix: int, candidates: int, seed: int
 ) -> None:
     if config.contextual_seq_len:
         prefix, more, suffix = 0, prefix + more, 0
     x = torch.randn(prefix + more + suffix + candidates, config.dim, generator=torch.Generator().manual_seed(seed))
-    x, cuts = x.to(dtype), (prefix, prefix + more, prefix + more + suffix)
-    found = outputs(stack_of(config, seed, dtype), config, x, cuts)
-    expected = outputs(stack_of(config, seed, torch.float64), config, x.double(), cuts)
+    x, cuts = x.to(DTYPES[kind]), (prefix, prefix + more, prefix + more + suffix)
+    found = outputs(stack_of(config, seed, kind), config, x, cuts)
+    expected = outputs(stack_of(config, seed, "none"), config, x.double(), cuts)
     for mine, true in zip(found, expected, strict=True):
-        assert deviation(mine, true) <= ROUNDING[dtype]
+        assert deviation(mine, true) <= ROUNDING[DTYPES[kind]]
 
 
-@in_each_dtype
-def test_nothing_stays_of_columns_that_were_not_numbers(dtype: torch.dtype) -> None:
+@in_each_kind
+def test_nothing_stays_of_columns_that_were_not_numbers(kind: str) -> None:
     config = StackConfig(2, 64, 2, 64, 64, 64)
-    stack, x = stack_of(config, 1, dtype), torch.randn(40, 64).to(dtype)
+    stack, x = stack_of(config, 1, kind), torch.randn(40, 64).to(DTYPES[kind])
     good, broken = (region_of(config, x.dtype, 40) for _ in range(2))
     stack.append(good, x[:33])
     expected = stack.score([RankingRows(good, 0, 7)], x[33:])
@@ -114,10 +143,10 @@ def test_nothing_stays_of_columns_that_were_not_numbers(dtype: torch.dtype) -> N
     assert torch.equal(stack.score([RankingRows(good, 0, 7)], x[33:]), expected)
 
 
-@in_each_dtype
-def test_chunks_and_neighbours_change_no_bit(dtype: torch.dtype) -> None:
+@in_each_kind
+def test_chunks_and_neighbours_change_no_bit(kind: str) -> None:
     config = StackConfig(2, 64, 2, 64, 64, 64)
-    stack, x = stack_of(config, 1, dtype), torch.randn(900, 64).to(dtype)
+    stack, x = stack_of(config, 1, kind), torch.randn(900, 64).to(DTYPES[kind])
     whole, parts = (region_of(config, x.dtype, 700) for _ in range(2))
     stack.append(whole, x[:640])
     for start, stop in ((0, 1), (1, 65), (65, 400), (400, 640)):
@@ -131,18 +160,18 @@ def test_chunks_and_neighbours_change_no_bit(dtype: torch.dtype) -> None:
     assert torch.equal(together[33:], stack.score(batch[1:], x[673:]))
 
 
-@in_each_dtype
+@in_each_kind
 @pytest.mark.parametrize("size", [1e-3, 1.0, 9.0, 30.0, 3e4])
-def test_silu_over_all_magnitudes(size: float, dtype: torch.dtype) -> None:
+def test_silu_over_all_magnitudes(size: float, kind: str) -> None:
     # A layer of zeros but for q, the first unit vector, and the output: o passes through it.
-    config = StackConfig(1, 32, 1, 32, 32, 1)
+    config, dtype = StackConfig(1, 32, 1, 32, 32, 1), DTYPES[kind]
     stack = HSTUStack(config)
     layer = stack.stu_layers()[0]
     for weight in layer.parameters():
         weight.zero_()
     layer.uvqk_bias[64] = math.sqrt(32)
     layer.output_weight[32:64] = torch.eye(32)
-    stack.place(CPU, dtype)
+    place(stack, kind)
     scores, batch = torch.linspace(-size, size, 333).to(dtype), []
     for score in scores:
         region = region_of(config, dtype, 1)
@@ -159,20 +188,21 @@ def test_silu_over_all_magnitudes(size: float, dtype: torch.dtype) -> None:
         assert torch.allclose(found, true, rtol=2e-6, atol=1e-30)
 
 
-@needs_amx
+@needs("amx")
 def test_products_of_torch_are_right_before_and_after() -> None:
     # oneDNN keeps its tile configuration loaded between products, and does not look whether it still is.
     config = StackConfig(1, 32, 1, 32, 32, 1)
-    stack, a = stack_of(config, 0, torch.bfloat16), torch.randint(-3, 4, (64, 32)).bfloat16()
+    stack, a = stack_of(config, 0, "amx"), torch.randint(-3, 4, (64, 32)).bfloat16()
     for _ in range(3):
         assert torch.equal((a @ a.t()).float(), a.float() @ a.float().t())
         stack.append(region_of(config, a.dtype, 64), a)
 
 
-@needs_amx
-def test_the_model_in_bfloat16_relays_and_batches() -> None:
+@in_each_half
+def test_the_model_in_bfloat16_relays_and_batches(kind: str) -> None:
     exact = small_model(dim=32, dqk=32, dv=32)
-    half, random = small_model(dim=32, dqk=32, dv=32).place(CPU, torch.bfloat16), np.random.default_rng(1)
+    half, random = small_model(dim=32, dqk=32, dv=32), np.random.default_rng(1)
+    place(half, kind)
     batch, relayed_errors, full_errors = [], [], []
     for length, prefix in ((300, 290), (90, 64), (40, 40), (513, 500)):
         tokens, candidates = random_tokens(random, length), random_items(random, 33)
@@ -188,20 +218,51 @@ def test_the_model_in_bfloat16_relays_and_batches() -> None:
         assert deviation(found, half.score([one])[0]) <= ROUNDING[torch.bfloat16]
 
 
-@needs_avx512
+@to_the_bit
 @settings(max_examples=25)
 @given(
     st.integers(1, 700), st.integers(0, 16), st.integers(1, 130), st.lists(st.integers(1, 200), max_size=5),
-    st.integers(0, 99),
+    st.sampled_from((0, 0, 5, 33)), st.integers(0, 99),
 )  # fmt: skip
-def test_in_float32_a_relayed_score_is_that_of_full_inference_to_the_bit(
-    prefix: int, suffix: int, candidates: int, chunks: list[int], seed: int
+def test_a_relayed_score_is_that_of_full_inference_to_the_bit(
+    kind: str, prefix: int, suffix: int, candidates: int, chunks: list[int], window: int, seed: int
 ) -> None:
-    model, random = small_model(dim=32, dqk=32, dv=32), np.random.default_rng(seed)
+    model, random = small_model(dim=32, dqk=32, dv=32, max_attn_len=window), np.random.default_rng(seed)
+    place(model, kind)
     tokens, items = random_tokens(random, prefix + suffix), random_items(random, candidates)
     region = prefilled(model, tokens.slice(0, prefix), slack=3, chunks=tuple(chunks))
     relayed = model.score([ScoreInput(region, tokens.slice(prefix, prefix + suffix), items)])[0]
     assert torch.equal(relayed, full_scores(model, tokens, items))
+    whole = prefilled(model, tokens.slice(0, prefix))
+    assert torch.equal(held(region), held(whole))  # says more: a candidate's scores hide most of the history's bits
+
+
+@to_the_bit
+def test_a_window_sums_its_columns_in_one_order_wherever_a_chunk_begins(kind: str) -> None:
+    # Large values cancel in the sums, so another order shows. x is zero, all scores are equal, o passes through.
+    config, behind = StackConfig(1, 32, 1, 32, 32, 1, max_attn_len=8), 40
+    stack = HSTUStack(config)
+    layer = stack.stu_layers()[0]
+    for weight in layer.parameters():
+        weight.zero_()
+    layer.uvqk_bias[64], layer.uvqk_bias[96] = 1.0, 8.0
+    layer.output_weight[32:64] = torch.eye(32)
+    place(stack, kind)
+    random, found = torch.Generator().manual_seed(0), []
+    values = 1 + torch.rand(behind, 32, generator=random)
+    values[0::4], values[2::4] = 2.0**20, -(2.0**20)
+    for chunks in ((0, 6), (0, 1, 6), (0, 2, 3, 6)):
+        region = region_of(config, DTYPES[kind], behind + 6)
+        for part, content in zip(region.layer(0), (torch.eye(32)[0] * 8, values), strict=True):
+            part[0, :behind] = content.to(part.dtype)
+        region.length = behind
+        parts = [
+            stack.prefill(region, torch.zeros(stop - start, 32, dtype=DTYPES[kind])) for start, stop in pairwise(chunks)
+        ]
+        found.append(torch.cat(parts))
+    assert bool(found[0].isfinite().all()) and bool(found[0][3:].abs().max() > 0)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
 
 
 @pytest.mark.usefixtures("afresh")
@@ -209,16 +270,17 @@ def test_in_float32_a_relayed_score_is_that_of_full_inference_to_the_bit(
 def test_without_a_compiler_torch_does_it(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "_instructions", lambda _: set(build.KINDS["amx"]))
     monkeypatch.setenv("CC", "no-such-compiler")
-    assert build.library(KINDS[dtype]) is None
+    assert all(build.library(kind) is None for kind in KINDS[dtype])
     model = small_model(dim=32, dqk=32, dv=32).place(CPU, dtype)
     assert model.stack.native is None
     random = np.random.default_rng(0)
     assert bool(full_scores(model, random_tokens(random, 40), random_items(random, 5)).isfinite().all())
 
 
-@in_each_dtype
-def test_with_many_threads_torch_does_it(dtype: torch.dtype) -> None:
-    model = small_model(dim=32, dqk=32, dv=32).place(CPU, dtype)
+@in_each_kind
+def test_with_many_threads_torch_does_it(kind: str) -> None:
+    model = small_model(dim=32, dqk=32, dv=32)
+    place(model, kind)
     assert model.stack.native is not None
     torch.set_num_threads(MAX_THREADS + 1)
     assert model.stack.native is None

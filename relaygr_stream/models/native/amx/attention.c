@@ -61,8 +61,9 @@ static void look_ahead(
     else
         return;
     int64_t bytes = least(panel, high - from) * most(a->dqk, a->dv) * 2, steps = rows / TILE * (panel / PAIR);
-    room.ahead.at[0] = (const char *)(a->k + head * a->k_head + from * a->k_row);
-    room.ahead.at[1] = (const char *)(a->v + head * a->v_head + from * a->v_row);
+    const Stretch *s = a->stretches;
+    room.ahead.at[0] = (const char *)(s->k + head * s->k_head + from * s->k_row);
+    room.ahead.at[1] = (const char *)(s->v + head * s->v_head + from * s->v_row);
     room.ahead.lines = round_up(bytes, LINE * FETCHES * steps) / (LINE * FETCHES * steps);
     room.ahead.steps = round_up(bytes, LINE * FETCHES * room.ahead.lines) / (LINE * FETCHES * room.ahead.lines);
 }
@@ -73,7 +74,7 @@ static inline void fetched_ahead(void) {
     if (!--room.ahead.steps) room.ahead.lines = 0;
 }
 
-/* The columns of the panel that row r of the block sees: [*low, *high). */
+/* The columns of the panel that row r of the block sees, of the first stretch: [*low, *high). */
 static inline void visible(const Attention *a, int64_t r, int64_t from, int64_t *low, int64_t *high) {
     *low = most(0, least(a->recent_to, a->recent + r) - from);
     *high = least(a->columns, most(a->causal_from, a->causal + r)) - from;
@@ -90,7 +91,7 @@ static inline __attribute__((always_inline)) void activate(
         if (i % 2 == 0) fetch_ahead(ahead, i / 2);
         __m512 left = silu_of_scores(_mm512_load_ps(products + i * TILE), silu);
         __m512 right = silu_of_scores(_mm512_load_ps(products + (TILE + i) * TILE), silu);
-        _mm512_store_si512(scores + i * PAIR, (__m512i)_mm512_cvtne2ps_pbh(right, left));
+        _mm512_store_si512(scores + i * PAIR, both_rounded(left, right));
     }
 }
 
@@ -277,7 +278,8 @@ static inline __attribute__((always_inline)) void attend_panel(
     store_sums(room.sums + last.row * dv, dv, 0);
 }
 
-static void write_rows(const Attention *a, int64_t head, int64_t first, int64_t rows) {
+/* more: adds to what is there. */
+static void write_rows(const Attention *a, int64_t head, int64_t first, int64_t rows, int more) {
     __m512 weight = _mm512_set1_ps(a->weight);
     for (int64_t r = 0; r < rows; r++) {
         bf16 *out = a->out + head * a->out_head + (first + r) * a->out_row;
@@ -287,13 +289,14 @@ static void write_rows(const Attention *a, int64_t head, int64_t first, int64_t 
             in_order(sums);
             for (int part = 0; part < 2; part++, out += TILE) {
                 __m512 sum = _mm512_mul_ps(sums[part], weight);
-                store(out, a->accumulate ? _mm512_add_ps(sum, load(out)) : sum);
+                store(out, more ? _mm512_add_ps(sum, load(out)) : sum);
             }
         }
     }
 }
 
-static void attend_head(const Attention *a, int64_t head, int64_t first, int64_t rows) {
+static void attend_head(const Attention *a, int64_t head, int64_t first, int64_t rows, int more) {
+    const Stretch *s = a->stretches;
     int64_t padded = round_up(rows, TILE), panel = rows > FEW_ROWS ? PANEL : SMALL_PANEL, low, high, unused;
     for (int64_t r = 0; r < rows; r++)
         memcpy(room.q + r * a->dqk, a->q + head * a->q_head + (first + r) * a->q_row, a->dqk * 2);
@@ -304,20 +307,32 @@ static void attend_head(const Attention *a, int64_t head, int64_t first, int64_t
     low = low / PAIR * PAIR;
     for (int64_t from = low; from < high; from += panel) {
         Panel part = {a, first, rows, from, least(panel, high - from)};
-        pack_keys(a->k + head * a->k_head + from * a->k_row, a->k_row, part.count, a->dqk, room.k);
-        pack_values(a->v + head * a->v_head + from * a->v_row, a->v_row, part.count, a->dv, room.v);
+        pack_keys(s->k + head * s->k_head + from * s->k_row, s->k_row, part.count, a->dqk, room.k);
+        pack_values(s->v + head * s->v_head + from * s->v_row, s->v_row, part.count, a->dv, room.v);
         look_ahead(a, head, from, low, high, panel, padded);
         if (a->dqk == 64 && a->dv == 64) /* the usual width, known to the compiler */
             attend_panel(&part, 64, 64);
         else
             attend_panel(&part, a->dqk, a->dv);
     }
-    write_rows(a, head, first, rows);
+    write_rows(a, head, first, rows, more);
 }
 
-void attend(const Attention *a) {
-    make_silu_table(&room.silu, a->scale);
+static void attend_stretch(const Attention *a, int more) {
     for (int64_t first = 0; first < a->rows; first += ROWS)
         for (int64_t head = 0; head < a->heads; head++)
-            attend_head(a, head, first, least(ROWS, a->rows - first));
+            attend_head(a, head, first, least(ROWS, a->rows - first), more);
+}
+
+/* One stretch of columns after the other. Their sums meet as bfloat16 in `out`. */
+void attend(const Attention *of) {
+    Attention a = *of;
+    make_silu_table(&room.silu, a.scale);
+    a.columns = a.stretches[0].columns;
+    attend_stretch(&a, 0);
+    a.stretches[0] = a.stretches[1];
+    a.causal_from -= a.columns, a.causal -= a.columns;
+    a.recent_to -= a.columns, a.recent -= a.columns;
+    a.columns = a.stretches[0].columns;
+    if (a.columns) attend_stretch(&a, 1);
 }

@@ -36,25 +36,15 @@ static inline void pack_keys_of_step(const bf16 *k, int64_t row, int64_t dqk, bf
         for (int64_t d = 0; d < dqk; d += 8) transpose(k + column * row + d, row, packed + column * dqk + d * TILE);
 }
 
-/* 32 columns: (32, dv) -> [dv tile][16 column pairs][16 dv][2]. Of 32 dv the first tile has every other four:
- * `in_order` undoes that for the sums, of which there are fewer. */
+/* 32 columns: (32, dv) -> [dv tile][16 column pairs][16 dv][2]. Of 32 dv the first tile has every other four. */
 static inline void pack_values_of_step(const bf16 *v, int64_t row, int64_t dv, bf16 *packed) {
     for (int64_t column = 0; column < PAIR; column += 2)
         for (int64_t d = 0; d < dv; d += PAIR) {
             __m512i even = _mm512_loadu_si512(v + column * row + d);
             __m512i odd = _mm512_loadu_si512(v + (column + 1) * row + d);
             bf16 *to = packed + d * PAIR + column / 2 * PAIR;
-            _mm512_store_si512(to, _mm512_unpacklo_epi16(even, odd));
-            _mm512_store_si512(to + TILE * PAIR, _mm512_unpackhi_epi16(even, odd));
+            interleave(even, odd, to, to + TILE * PAIR);
         }
-}
-
-static inline void in_order(__m512 sums[2]) {
-    const __m512i first = _mm512_set_epi64(11, 10, 3, 2, 9, 8, 1, 0);
-    const __m512i second = _mm512_set_epi64(15, 14, 7, 6, 13, 12, 5, 4);
-    __m512d low = (__m512d)sums[0], high = (__m512d)sums[1];
-    sums[0] = (__m512)_mm512_permutex2var_pd(low, first, high);
-    sums[1] = (__m512)_mm512_permutex2var_pd(low, second, high);
 }
 
 /* (count, dqk), rows `row` elements apart -> a step after the other, up to a multiple of 32 columns. */

@@ -37,7 +37,7 @@ static inline __attribute__((always_inline)) void finish_row(const Product *p, U
         left = _mm512_add_ps(left, load(before));
         right = _mm512_add_ps(right, load(before + TILE));
     }
-    _mm512_storeu_si512(out, (__m512i)_mm512_cvtne2ps_pbh(right, left));
+    _mm512_storeu_si512(out, both_rounded(left, right));
     last->sums += PAIR;
     last->row++;
     last->rows--;
