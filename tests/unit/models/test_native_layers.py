@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
+import os
+import shlex
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from unittest.mock import patch
@@ -18,7 +22,7 @@ from hypothesis import strategies as st
 from relaygr_stream.models.api import KVRegion, ScoreInput
 from relaygr_stream.models.hstu import HSTUStack
 from relaygr_stream.models.hstu_model import HSTUModel
-from relaygr_stream.models.native import build
+from relaygr_stream.models.native import build, layers
 from relaygr_stream.models.native.layers import KINDS, MAX_THREADS
 from relaygr_stream.models.stu import RankingRows, StackConfig
 from tests.unit.models.small_models import (
@@ -35,20 +39,33 @@ CPU = torch.device("cpu")
 #: Of two layers, relative to the largest value. bfloat16 has 8 bits, and a dozen roundings follow each other.
 ROUNDING = {torch.bfloat16: 0.03, torch.float32: 3e-6}
 
-DTYPES = {kind: dtype for dtype, kinds in KINDS.items() for kind in kinds}
+#: The kernels for AMX with software_tiles.h, so that they are tested on processors without AMX, too.
+IN_SOFTWARE = "amx_in_software"
+DTYPES = {kind: dtype for dtype, kinds in KINDS.items() for kind in kinds} | {IN_SOFTWARE: torch.bfloat16}
+
+
+@cache
+def library(kind: str) -> ctypes.CDLL | None:
+    """As build.library, also in software."""
+    if kind != IN_SOFTWARE:
+        return build.library(kind)
+    header = Path(__file__).with_name("software_tiles.h")
+    compiler = f"{os.environ.get('CC', 'cc')} -include {shlex.quote(str(header))}"
+    return None if build.library("avx512_bf16") is None else build._compile("amx", compiler)
 
 
 def needs(kind: str) -> pytest.MarkDecorator:
-    return pytest.mark.skipif(build.library(kind) is None, reason=f"needs a CPU with {kind} and a C compiler")
+    processor = "avx512_bf16" if kind == IN_SOFTWARE else kind
+    return pytest.mark.skipif(library(kind) is None, reason=f"needs a CPU with {processor} and a C compiler")
 
 
 in_each_kind = pytest.mark.parametrize("kind", [pytest.param(kind, marks=needs(kind)) for kind in DTYPES])
 in_each_half = pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=needs(kind)) for kind in KINDS[torch.bfloat16]]
+    "kind", [pytest.param(kind, marks=needs(kind)) for kind, dtype in DTYPES.items() if dtype == torch.bfloat16]
 )
 #: Where sums are made in one order, wherever the columns lie.
 to_the_bit = pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=needs(kind)) for kind in DTYPES if kind != "amx"]
+    "kind", [pytest.param(kind, marks=needs(kind)) for kind in DTYPES if "amx" not in kind]
 )
 
 
@@ -71,7 +88,8 @@ def afresh() -> Iterator[None]:
 def place(placed: HSTUStack | HSTUModel, kind: str) -> None:
     """Place it on the CPU, with the layers of this kind."""
     dtype = DTYPES.get(kind, torch.float64)
-    with patch.dict(KINDS, {dtype: (kind,)}) if kind in DTYPES else nullcontext():
+    only = patch.dict(KINDS, {dtype: (kind,)}) if kind in DTYPES else nullcontext()
+    with only, patch.object(layers, "library", library):
         placed.place(CPU, dtype)
 
 
