@@ -51,7 +51,7 @@ def behaviours(model: HSTUModel, batch: Batch, dropout: float = 0.0) -> list[KV]
 def rows(
     model: HSTUModel, kv: list[KV], positions: Tensor, items: Tensor | None = None, dropout: float = 0.0
 ) -> Tensor:
-    """The last layer's outputs (B, r, D) of candidates at `positions` (B, r) or (1, r), each behind the behaviours before it.
+    """The last layer's outputs (B, r, D) of candidates at `positions` (B, r) or (1, r), each behind what came before.
 
     items: the candidates (B, r). None: candidates without an item; training asks them what comes next, which no served
     model does.
@@ -72,7 +72,7 @@ def rows(
 def logits(model: HSTUModel, out: Tensor) -> Tensor:
     """The head: outputs (…, D) → the first task's logits (…)."""
     head = model.head
-    normed = functional.layer_norm(out.float(), out.shape[-1:], head.norm_weight, head.norm_bias, NORM_EPS)
+    normed = functional.layer_norm(out, out.shape[-1:], head.norm_weight, head.norm_bias, NORM_EPS)
     return normed @ head.weight[:, 0] + head.bias[0]
 
 
@@ -80,8 +80,9 @@ def project(layer: STULayer, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]
     """x (B, n, D) → u (B, n, H·dv), not yet activated, and per head v, q, k (B, H, n, width)."""
     heads, dv, dqk = layer.shape
     normed = functional.layer_norm(x, x.shape[-1:], layer.input_norm_weight, layer.input_norm_bias, NORM_EPS)
-    parts = (normed @ layer.uvqk_weight + layer.uvqk_bias).split([heads * dv, heads * dv, heads * dqk, heads * dqk], -1)
-    v, q, k = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in parts[1:])
+    widths = [heads * dv, heads * dv, heads * dqk, heads * dqk]
+    parts = torch.split(normed @ layer.uvqk_weight + layer.uvqk_bias, widths, -1)
+    v, q, k = (part.view(*x.shape[:2], heads, -1).transpose(1, 2) for part in parts[1:])
     return parts[0], v, q, k
 
 

@@ -344,8 +344,12 @@ def train(data: Histories, recipe: Recipe, folder: Path, *, resume: bool) -> Run
     elif (folder / PROGRESS_FILE).exists():
         raise DataError(f"{folder} has a run already: go on with --resume, or name another --out")
     folder.mkdir(parents=True, exist_ok=True)
-    print(f"{len(data.users)} users, {len(data.names)} items, {data.interactions} behaviours, "
-          f"{'with' if data.has_times else 'without'} times; {sum(p.numel() for p in run.model.parameters()):,} weights")  # fmt: skip
+    weights = sum(value.numel() for value in run.model.parameters())
+    times = "with" if data.has_times else "without"
+    print(
+        f"{len(data.users)} users, {len(data.names)} items, {data.interactions} behaviours {times} times; "
+        f"{weights:,} weights"
+    )
     for epoch in run.epochs():
         print(epoch_line(epoch, recipe.epochs), flush=True)
     write_card(folder, data, recipe, run.progress.best_epoch, run.progress.best, run.progress.seconds)
