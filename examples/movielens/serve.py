@@ -87,7 +87,7 @@ def settings_for(checkpoint: Path, items: int, longest: int, threads: int) -> Se
 
 @asynccontextmanager
 async def running(settings: Settings, folder: Path) -> AsyncIterator[Pipeline]:
-    """An embedded broker with a trigger and a worker, their logs in `folder`, which exists. Raises RelayError if one fails."""
+    """An embedded broker with a trigger and a worker, their logs in the existing `folder`. Raises RelayError."""
     async with local_broker("embedded", folder=folder, node=BRIEF_RELAY) as broker:
         reachable = replace(settings, kafka=broker.kafka_settings(settings.kafka))
         async with Pipeline("movielens", reachable, 1, folder) as pipeline:

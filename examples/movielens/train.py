@@ -66,9 +66,9 @@ class Recipe:
     positions: int = 4  # positions per window with candidates
     negatives: int = 48  # sampled candidates per position
     batch_tokens: int = 4096  # behaviours in a batch
-    epochs: int = 30
-    learning_rate: float = 1e-3
-    averaging: float = 0.002  # step of the moving average of the weights, which is the model that is kept
+    epochs: int = 40
+    learning_rate: float = 4e-3
+    averaging: float = 0.01  # step of the moving average of the weights, which is the model that is kept
     weight_decay: float = 0.0
     dropout: float = 0.2
     validation_users: int = 1000

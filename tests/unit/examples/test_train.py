@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from examples.movielens.data import DataError, Histories, History
+from examples.movielens.evaluate import TEST, evaluate, quality
+from examples.movielens.train import ITEMS_FILE, Recipe, Run, main, train
+from relaygr_stream.models.loading import load_checkpoint
+
+ITEMS = 60
+BACK = 4  # the next item depends on the one so many behaviours back
+SMALL = Recipe(
+    dim=32, scale_tokens=8, longest=16, window=16, long_share=0.0, positions=4, negatives=8, batch_tokens=512, epochs=30,
+    learning_rate=5e-3, averaging=0.05, dropout=0.0, validation_users=60, validate_every=10,
+)  # fmt: skip
+
+
+def made_up(users: int) -> Histories:
+    """Histories in which the next item is a fixed successor of the one BACK behaviours before it; no item twice."""
+    draw = np.random.default_rng(7)
+    cycle = draw.permutation(ITEMS)
+    found = []
+    for user in range(users):
+        starts = draw.choice(ITEMS // 5, BACK, replace=False) * 5  # four chains of four items never meet
+        places = [(start + step) % ITEMS for step in range(4) for start in starts]
+        items = cycle[np.array(places)]
+        found.append(History(str(user), items, np.zeros(16, np.int64), np.zeros(16, np.int64)))
+    return Histories(found, [str(item) for item in range(ITEMS)], has_times=False)
+
+
+def test_a_structure_that_reaches_back_is_found_and_a_history_cut_before_it_ranks_as_chance(tmp_path: Path) -> None:
+    data = made_up(300)
+    train(data, SMALL, tmp_path, resume=False)
+    model = load_checkpoint(tmp_path)
+    whole = quality(evaluate(model, data.users, ITEMS, 16, TEST))
+    cut = quality(evaluate(model, data.users, ITEMS, BACK - 1, TEST))
+    assert whole.ndcg > 0.9
+    assert cut.ndcg < 0.5
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
+    data = made_up(40)
+    recipe = Recipe(**{**SMALL.__dict__, "epochs": 4, "dropout": 0.2, "validate_every": 2})
+    whole, first, second = (Run(data, recipe, tmp_path / name) for name in ("whole", "parts", "parts"))
+    for run in (whole, first):
+        run.folder.mkdir()
+    figures = list(whole.epochs())
+    list(first.epochs(until=3))
+    second.resume()
+    rest = list(second.epochs())
+    assert [one["ranking"] for one in rest] == [one["ranking"] for one in figures[3:]]
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(value, second.model.state_dict()[name]), name
+    for name, value in whole.average.items():
+        assert torch.equal(value, second.average[name]), name
+
+
+def test_a_run_of_another_recipe_or_other_data_is_not_resumed(tmp_path: Path) -> None:
+    data = made_up(40)
+    recipe = Recipe(**{**SMALL.__dict__, "epochs": 1})
+    list(Run(data, recipe, tmp_path).epochs())
+    with pytest.raises(DataError, match=r"dim = 32, now 64"):
+        Run(data, Recipe(**{**recipe.__dict__, "dim": 64}), tmp_path).resume()
+    with pytest.raises(DataError, match=r"interactions = 640, now 800"):
+        Run(made_up(50), recipe, tmp_path).resume()
+    with pytest.raises(DataError, match="go on with --resume"):
+        train(data, recipe, tmp_path, resume=False)
+    with pytest.raises(DataError, match="no run to resume"):
+        Run(data, recipe, tmp_path / "absent").resume()
+
+
+def test_the_command_writes_a_checkpoint_the_items_names_and_a_card(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [f"{user} {user * 3 + number % 7 + 100}" for user in range(9) for number in range(8)]
+    file = tmp_path / "lines.txt"
+    file.write_text("\n".join(lines), encoding="utf-8")
+    out = tmp_path / "out"
+    arguments = ["--data", str(file), "--out", str(out), "--epochs", "2", "--dim", "16", "--threads", "1"]
+    assert main(arguments) == 0
+    names = json.loads((out / ITEMS_FILE).read_text(encoding="utf-8"))
+    assert load_checkpoint(out).config.vocab == len(names)
+    assert names[0] == "100"
+    assert "epoch   2/2" in capsys.readouterr().out
+    assert "9 users" in (out / "README.md").read_text(encoding="utf-8")
+    assert main(arguments) == 1
+    assert "error: " in capsys.readouterr().err
