@@ -66,8 +66,8 @@ def test_the_target_is_not_among_the_behaviours_that_the_model_sees() -> None:
 
 def test_evaluation_ranks_each_users_own_target() -> None:
     users = [history(1, 9, 20, 21), history(5, 6, 30, 33), history(4, 11, 10, 12)]
-    # The third: 11 comes first, but is in the history; 12 and 10 are equally far, and 10 is in the history, too.
-    assert evaluate(NextNumber(), users, ITEMS, 3, TEST).tolist() == [0, 4, 0]
+    # 33 behind 30: 31, then 32; 29 is as far as 33. The third: 11 comes first, but is in the history.
+    assert evaluate(NextNumber(), users, ITEMS, 3, TEST).tolist() == [0, 3, 0]
 
 
 def test_paired_gain_finds_a_small_gain_that_the_spread_between_users_hides() -> None:
