@@ -12,6 +12,7 @@ import asyncio
 import json
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -24,11 +25,12 @@ from examples.movielens.conform import deviation_from_float64
 from examples.movielens.data import DataError, Histories, History, Ints, read_histories
 from examples.movielens.evaluate import TEST, Floats, Gain, Quality, evaluate, ndcg, paired_gain, quality
 from examples.movielens.serve import Latency, Served, latencies, rank_all, running, settings_for
-from examples.movielens.train import PROGRESS_FILE, Recipe, add_run_options, recipe_of, train
+from examples.movielens.train import PROGRESS_FILE, Recipe, parse, train
 from relaygr_stream.errors import RelayError
 from relaygr_stream.lab.drawing import INSTALL, can_draw
 from relaygr_stream.models.hstu_model import HSTUModel
 from relaygr_stream.models.loading import load_checkpoint
+from relaygr_stream.settings.schema import Settings
 
 LENGTHS: Final = (25, 50, 100, 200, 500, 1000)
 #: Users with at least so many behaviours, each group ranked at every length.
@@ -69,18 +71,22 @@ class Report:
     latencies: list[Latency] = field(default_factory=list)
     lengths: dict[str, dict[int, Floats]] = field(default_factory=dict)
 
+    @property
+    def is_movielens_1m(self) -> bool:
+        """Whether the data is the published figures' own."""
+        return (len(self.data.users), len(self.data.names)) == MOVIELENS_1M
+
 
 def main(arguments: list[str] | None = None) -> int:
     """The command; returns the exit code."""
     parser = argparse.ArgumentParser("movielens", description=(__doc__ or "").split("\n")[0])
-    add_run_options(parser)
     parser.add_argument("--check", action="store_true", help="exit 1 if a target is missed")
     parser.add_argument("--no-train", action="store_true", help="use the checkpoint in --out")
     parser.add_argument("--serve-users", type=int, default=0, help="users ranked through Kafka (0: all; --quick: 300)")
-    options = parser.parse_args(arguments)
+    options, recipe = parse(parser, arguments)
     torch.set_num_threads(options.threads)
     try:
-        return run(options, recipe_of(options))
+        return run(options, recipe)
     except (DataError, RelayError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -139,8 +145,7 @@ def model_check(out: Path, items: int, longest: int) -> bool:
 
 def lengths_of(model: HSTUModel, data: Histories, lengths: Sequence[int]) -> dict[str, dict[int, Floats]]:
     """For each group of users: length → NDCG@10 of each user."""
-    most = max(GROUPS[0], 0)
-    users = [user for user in data.users if len(user) >= most]
+    users = [user for user in data.users if len(user) >= GROUPS[0]]
     if not users:
         return {}
     found = {length: ndcg(evaluate(model, users, len(data.names), length, TEST)) for length in lengths}
@@ -165,7 +170,9 @@ def finish(report: Report, options: argparse.Namespace, recipe: Recipe) -> int:
         from examples.movielens.picture import draw  # noqa: PLC0415
 
         picture = options.out / "length.svg"
-        draw(picture, report.lengths, report.latencies, slo_ms=50.0, title=f"What length buys{quick}")
+        draw(
+            picture, report.lengths, report.latencies, slo_ms=Settings().relay.slo_ms, title=f"What length buys{quick}"
+        )
         print(f"picture: {picture}")
     missed = targets_missed(report, judge_quality=not options.quick)
     for line in missed:
@@ -188,8 +195,7 @@ def targets_missed(report: Report, *, judge_quality: bool) -> list[str]:
         if apart > NDCG_APART:
             missed.append(f"{one.mode}: NDCG@10 differs by {apart:.1e}, at most {NDCG_APART:g}")
     found = quality(report.offline)
-    judge_quality = judge_quality and (len(report.data.users), len(report.data.names)) == MOVIELENS_1M
-    if judge_quality and (found.hr < TARGET.hr or found.ndcg < TARGET.ndcg):
+    if judge_quality and report.is_movielens_1m and (found.hr < TARGET.hr or found.ndcg < TARGET.ndcg):
         missed.append(f"{found}; the targets are {TARGET}")
     return missed
 
@@ -208,10 +214,11 @@ def table(report: Report) -> str:
         lines.append(
             f"{names[one.mode]:36} {one.quality.hr:7.4f} {one.quality.ndcg:8.4f} {one.same(offline):10.2%} {hits:>12}"
         )
-        found_in = ", ".join(f"{name} {count:,}" for name, count in sorted(one.outcomes.items()))
-        failed = ", ".join(f"{name} {count:,}" for name, count in sorted(one.errors.items()))
-        lines.append(f"    answers: {found_in}; without one: {failed or 'none'}; {one.seconds:.0f} s")
-    lines += [f"{name + ' (published)':36} {one.hr:7.4f} {one.ndcg:8.4f}" for name, one in PUBLISHED.items()]
+        lines.append(f"    prefix KV: {counts(one.outcomes)}; no answer: {counts(one.errors)}; {one.seconds:.0f} s")
+        if one.missed:
+            lines.append(f"    without a hit, by the trigger's decision: {counts(one.missed)}")
+    if report.is_movielens_1m:
+        lines += [f"{name + ' (published)':36} {one.hr:7.4f} {one.ndcg:8.4f}" for name, one in PUBLISHED.items()]
     lines.append(f"largest deviation from float64: {report.deviation:.1e}")
     for name, curve in report.lengths.items():
         count = len(next(iter(curve.values())))
@@ -228,6 +235,11 @@ def table(report: Report) -> str:
             f"{f'{at.hits} of {at.requests}':>10}"
         )
     return "\n".join([*lines, ""])
+
+
+def counts(found: Counter[str]) -> str:
+    """Names and counts on one line."""
+    return ", ".join(f"{name} {count:,}" for name, count in sorted(found.items())) or "none"
 
 
 def as_json(report: Report, recipe: Recipe) -> dict[str, Any]:
@@ -249,7 +261,7 @@ def as_json(report: Report, recipe: Recipe) -> dict[str, Any]:
         "served": [
             one.quality._asdict()
             | {"mode": one.mode, "same_rank": one.same(report.offline[: report.served_users])}
-            | {"outcomes": dict(one.outcomes), "errors": dict(one.errors)}
+            | {"outcomes": dict(one.outcomes), "missed": dict(one.missed), "errors": dict(one.errors)}
             for one in report.served
         ],
         "ndcg_by_length": curves,

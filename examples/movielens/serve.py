@@ -45,6 +45,7 @@ class Served:
     mode: Mode
     ranks: Ints
     outcomes: Counter[str] = field(default_factory=Counter)
+    missed: Counter[str] = field(default_factory=Counter)  # announced, but no hit: the trigger's decision
     errors: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
 
@@ -110,6 +111,8 @@ async def rank_all(client: RelayClient, users: Sequence[History], items: int, lo
                 served.errors[type(error).__name__] += 1
                 return
         served.outcomes[ranking.outcome] += 1
+        if mode == "auto" and ranking.outcome == "full":
+            served.missed[ranking.admission or "unknown"] += 1
         served.ranks[index] = rank_of(ranking.scores[:, 0], target, seen)
 
     await asyncio.gather(*(one(index, user) for index, user in enumerate(users)))

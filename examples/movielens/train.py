@@ -311,29 +311,18 @@ def schedule(done: float) -> float:
     return min(done / 0.01 + 0.05, 1.0, max((1 - done) / 0.4, 0.01))
 
 
-def parse(arguments: list[str] | None = None) -> tuple[argparse.Namespace, Recipe]:
-    """The options: where to read and write, and every field of `Recipe`."""
-    parser = argparse.ArgumentParser("train", description="Train the built-in HSTU as it ranks.")
-    add_run_options(parser)
-    parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
-    options = parser.parse_args(arguments)
-    return options, recipe_of(options)
-
-
-def add_run_options(parser: argparse.ArgumentParser) -> None:
-    """--data, --out, --threads, --quick, and one option per field of `Recipe`."""
+def parse(parser: argparse.ArgumentParser, arguments: list[str] | None) -> tuple[argparse.Namespace, Recipe]:
+    """The parser's own options, --data, --out, --threads and --quick; and the recipe, each field an option."""
     parser.add_argument("--data", type=Path, required=True, help="ratings.dat, u.data, `user item` lines, or a CSV")
-    parser.add_argument("--out", type=Path, default=Path("out/movielens"), help="folder of the checkpoint and the run")
+    parser.add_argument("--out", type=Path, help="folder of the run (default: out/movielens, or out/movielens-quick)")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="CPU threads (default: all)")
     parser.add_argument("--quick", action="store_true", help="a run of minutes on 100,000 ratings: fewer epochs")
     for name, value in asdict(Recipe()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), help=f"(default: {value})")
-
-
-def recipe_of(options: argparse.Namespace) -> Recipe:
-    """The recipe that the options name: their own values, over those of --quick."""
+    options = parser.parse_args(arguments)
+    options.out = options.out or Path("out/movielens-quick" if options.quick else "out/movielens")
     named = {name: getattr(options, name) for name in asdict(Recipe()) if getattr(options, name) is not None}
-    return Recipe(**((QUICK if options.quick else {}) | named))
+    return options, Recipe(**((QUICK if options.quick else {}) | named))
 
 
 def train(data: Histories, recipe: Recipe, folder: Path, *, resume: bool) -> Run:
@@ -366,7 +355,9 @@ def epoch_line(epoch: dict[str, float], last: int) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """The command; returns the exit code."""
-    options, recipe = parse(arguments)
+    parser = argparse.ArgumentParser("train", description="Train the built-in HSTU as it ranks.")
+    parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
+    options, recipe = parse(parser, arguments)
     torch.set_num_threads(options.threads)
     try:
         run = train(read_histories(options.data), recipe, options.out, resume=options.resume)
