@@ -17,7 +17,8 @@ class NextNumber:
     """Scores the item behind the last one best, then by distance; it needs the last behaviour only."""
 
     layout = KVLayout(1, 1, 1, 1, torch.float32)
-    version, note, tasks, incremental = "next", "", ("next",), True
+    version, note, incremental = "next", "", True
+    tasks: tuple[str, ...] = ("next",)
 
     def prefill(self, kv: KVRegion, tokens: Tokens) -> None:
         keys, _ = kv.layer(0)
