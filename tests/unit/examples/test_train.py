@@ -9,7 +9,7 @@ import torch
 
 from examples.movielens.data import DataError, Histories, History
 from examples.movielens.evaluate import TEST, evaluate, quality
-from examples.movielens.train import ITEMS_FILE, Recipe, Run, main, train
+from examples.movielens.train import ITEMS_FILE, Recipe, Run, batches, main, train
 from relaygr_stream.models.loading import load_checkpoint
 
 ITEMS = 60
@@ -46,6 +46,16 @@ def test_a_structure_that_reaches_back_is_found_and_a_history_cut_before_it_rank
     cut = quality(evaluate(model, shorter, ITEMS, BACK - 1, TEST))
     assert whole.ndcg > 0.9
     assert cut.ndcg < 0.5
+
+
+def test_windows_never_hold_the_two_behaviours_that_are_held_out() -> None:
+    counts = (4, 9, 40)
+    users = [History("u", 100 * count + np.arange(count), np.zeros(count, int), np.arange(count)) for count in counts]
+    seen: set[int] = set()
+    for seed in range(50):
+        for batch in batches(users, SMALL, np.random.default_rng(seed)):
+            seen.update(batch.items.flatten().tolist())
+    assert seen - {0} == {100 * count + place for count in counts for place in range(count - 2)}  # 0: padding
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
