@@ -90,6 +90,9 @@ def main(arguments: list[str] | None = None) -> int:
     except (DataError, RelayError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on", file=sys.stderr)
+        return 130
 
 
 def run(options: argparse.Namespace, recipe: Recipe) -> int:
