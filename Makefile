@@ -22,7 +22,7 @@ export TRITON_CACHE_DIR := $(CURDIR)/.cache/triton
 # mkdocs-material prints a notice about its successor at every build unless told not to.
 export NO_MKDOCS_2_WARNING := true
 
-.PHONY: help setup demo test test-stack test-repeat test-kafka test-faults test-long test-device mutants recoveries check docs format lock clean soak fuzz
+.PHONY: help setup demo test test-stack test-repeat test-kafka test-faults test-long test-device mutants recoveries check docs format lock clean soak fuzz example-movielens
 .PHONY: bench-cache bench-engine bench-forwarding bench-handover bench-scheduler bench-simulate bench-slo bench-trigger
 
 help: ## list the targets
@@ -110,6 +110,10 @@ bench-handover: $(STAMP) ## a planned scale-out with and without hand-over: hits
 
 bench-slo: $(STAMP) ## how much longer, how much more at the same P99: table, JSON, HTML (3 minutes; CHECK=1 judges)
 	$(BIN)/relaygr bench slo $(ARGS)
+
+example-movielens: $(STAMP) ## train on DATA=FILE, check, serve, compare: offline and served quality, what length buys (CHECK=1 judges; ARGS=--quick)
+	@[ -n "$(DATA)" ] || { echo "make: name the data: make example-movielens DATA=FILE (examples/movielens/README.md)"; exit 1; }
+	$(BIN)/python -m examples.movielens --data "$(DATA)" $(if $(CHECK),--check) $(ARGS)
 
 include docker/testbed.mk
 

@@ -1,0 +1,1 @@
+"""Whole programs around the package, to read and to copy from."""

@@ -1,0 +1,1 @@
+"""Trains the built-in HSTU on real histories, evaluates it offline, serves it through Kafka, and compares."""

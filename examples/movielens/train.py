@@ -1,0 +1,372 @@
+"""Trains the built-in HSTU as it ranks: a candidate is a token behind a history, and the head scores it.
+
+    python -m examples.movielens.train --data FILE --out FOLDER [--epochs N] [--seed N] [--resume]
+
+Two losses share every weight of the stack, for windows of the users' histories without their last two behaviours:
+
+- ranking: at some positions, the softmax over the next item's logit and those of sampled candidates, which estimate
+  the softmax over the whole catalogue (Jean et al. 2015: each sample counts 1 / its expected number);
+- next item: at every position, a candidate token without an item asks the history what comes next; its output against
+  the item table, softmax over the whole catalogue. It is cheap, it trains the item table, and it proposes the
+  candidates that the ranking loss needs most: those that come close.
+
+Writes a checkpoint for `model.checkpoint`, items.json (the file's own item ids), a model card, and what resumes a run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from examples.movielens import forward
+from examples.movielens.card import write_card
+from examples.movielens.data import DataError, Histories, History, read_histories
+from examples.movielens.evaluate import VALIDATION, Quality, evaluate, quality
+from relaygr_stream.models.embeddings import gap_buckets
+from relaygr_stream.models.hstu_model import HSTUConfig, HSTUModel
+from relaygr_stream.models.loading import save_checkpoint
+
+PROGRESS_FILE: Final = "progress.pt"
+ITEMS_FILE: Final = "items.json"
+#: Last behaviours that training never sees: validation's item and the test's.
+HELD_OUT: Final = 2
+#: Standard deviation of the initial item and position rows. Layer norm makes the scale matter only beside the step
+#: size: Adam's first steps move a row by about 2 % of it.
+TABLE_STD: Final = 0.05
+#: Cosines are in -1 … 1; a softmax over thousands of items needs logits of some tens (as in HSTU's own training).
+TEMPERATURE: Final = 0.05
+#: Share of proposals drawn uniformly, so that no item has an expected number near 0.
+UNIFORM_SHARE: Final = 0.5
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All that decides a run beside the data. Lengths and windows in behaviours."""
+
+    layers: int = 2
+    dim: int = 64
+    heads: int = 2
+    scale_tokens: int = 32  # N of the attention: near the number of behaviours that matter, so that sums stay near 1
+    longest: int = 1000  # longest window; positions behind it share a row
+    window: int = 200  # most windows are at most so long
+    long_share: float = 0.1  # share of windows that may be `longest`
+    positions: int = 4  # positions per window with candidates
+    negatives: int = 48  # sampled candidates per position
+    batch_tokens: int = 4096  # behaviours in a batch
+    epochs: int = 40
+    learning_rate: float = 4e-3
+    averaging: float = 0.01  # step of the moving average of the weights, which is the model that is kept
+    weight_decay: float = 0.0
+    dropout: float = 0.2
+    validation_users: int = 1000
+    validate_every: int = 2  # epochs
+    seed: int = 1
+
+    def config(self, items: int) -> HSTUConfig:
+        """The served model's shape."""
+        width = self.dim // self.heads
+        return HSTUConfig(
+            layers=self.layers, dim=self.dim, heads=self.heads, dqk=width, dv=width, scale_tokens=self.scale_tokens,
+            vocab=items, max_positions=self.longest + 1, tasks=("next",),
+        )  # fmt: skip
+
+
+#: What --quick changes: about three minutes of two cores on 100,000 ratings.
+QUICK: Final[dict[str, Any]] = {"epochs": 15, "longest": 500, "batch_tokens": 2048, "validation_users": 300}
+
+
+def new_model(recipe: Recipe, items: int) -> HSTUModel:
+    """A model to train, its weights drawn from the seed.
+
+    Position rows start as sinusoids: "the behaviour before" is then one direction for every position, where independent
+    rows would each have to learn it.
+    """
+    torch.manual_seed(recipe.seed)
+    model = HSTUModel(recipe.config(items))
+    for name, value in model.named_parameters():
+        if name.endswith("norm_weight"):
+            value.fill_(1)
+        elif name in ("embedding.item", "embedding.candidate"):
+            value.normal_(0, TABLE_STD)
+        elif name == "embedding.position":
+            value.copy_(sinusoids(*value.shape) * (TABLE_STD * math.sqrt(2)))
+        elif name.startswith("embedding.") or value.dim() == 1:
+            value.zero_()  # actions, gaps and biases: rows that the data never names stay 0
+        else:
+            value.normal_(0, 1 / math.sqrt(value.shape[0]))
+        value.requires_grad_(True)
+    return model
+
+
+def sinusoids(count: int, dim: int) -> Tensor:
+    """Sines and cosines (count, dim) with wavelengths from 2π to 2π·10,000 positions (Vaswani et al. 2017)."""
+    angles = torch.arange(count)[:, None] / 10_000 ** (torch.arange(0, dim, 2) / dim)
+    return torch.stack([angles.sin(), angles.cos()], -1).flatten(1)[:, :dim]
+
+
+# Batches: one window per user and epoch, windows of about the same length together.
+
+
+def batches(users: list[History], recipe: Recipe, draw: np.random.Generator) -> Iterator[forward.Batch]:
+    """One epoch's windows in random order, padded at their end."""
+    windows = [_window(user, recipe, draw) for user in users]
+    # Lengths are blurred before sorting, so that the same users do not always meet.
+    order = np.argsort([len(window) * draw.uniform(0.9, 1.1) for window in windows])
+    groups: list[list[History]] = [[]]
+    for index in order:
+        window = windows[index]
+        if groups[-1] and (len(groups[-1]) + 1) * max(len(window), len(groups[-1][-1])) > recipe.batch_tokens:
+            groups.append([])
+        groups[-1].append(window)
+    for index in draw.permutation(len(groups)):
+        yield padded(groups[index])
+
+
+def _window(user: History, recipe: Recipe, draw: np.random.Generator) -> History:
+    """Half of the windows end at the newest behaviour that training may see, the others anywhere."""
+    count = len(user) - HELD_OUT
+    length = min(count, recipe.longest if draw.random() < recipe.long_share else recipe.window)
+    stop = count if draw.random() < 0.5 else int(draw.integers(length, count + 1))
+    return user.slice(stop - length, stop)
+
+
+def padded(windows: list[History]) -> forward.Batch:
+    """The windows as one batch; padding is item 0, which no row sees."""
+    rows = np.zeros((3, len(windows), max(map(len, windows))), np.int64)
+    for index, window in enumerate(windows):
+        rows[:, index, : len(window)] = window.items, window.actions, gap_buckets(window.gaps())
+    items, actions, gaps = torch.from_numpy(rows)
+    return forward.Batch(items, actions, gaps, torch.tensor([len(window) for window in windows]))
+
+
+# The losses.
+
+
+def losses(model: HSTUModel, batch: forward.Batch, recipe: Recipe) -> tuple[Tensor, Tensor]:
+    """Means of the next-item loss over all positions, and of the ranking loss over sampled ones; in nats."""
+    kv = forward.behaviours(model, batch, recipe.dropout)
+    count = batch.items.shape[1]
+    # The first behaviour has no history. Position p predicts item p from the items before it.
+    asked = forward.rows(model, kv, torch.arange(1, count)[None], None, recipe.dropout)
+    real = torch.arange(1, count) < batch.lengths[:, None]
+    table = functional.normalize(model.embedding.item, dim=-1) / TEMPERATURE
+    guesses = functional.normalize(asked, dim=-1)
+    next_item = functional.cross_entropy(guesses[real] @ table.T, batch.items[:, 1:][real])
+    # Positions of a window are drawn alike; a short window draws some twice.
+    drawn = torch.rand(len(batch.items), recipe.positions) * (batch.lengths[:, None] - 1)
+    positions = drawn.long().clamp(max=count - 2) + 1
+    with torch.no_grad():
+        chosen = guesses.gather(1, (positions - 1)[..., None].expand(-1, -1, guesses.shape[-1]))
+        proposal = (1 - UNIFORM_SHARE) * (chosen @ table.T).softmax(-1) + UNIFORM_SHARE / len(table)
+        negatives = proposal.flatten(0, 1).multinomial(recipe.negatives, replacement=True).view(*positions.shape, -1)
+    targets = batch.items.gather(1, positions)[..., None]
+    candidates = torch.cat([targets, negatives], -1)  # (B, positions, 1 + negatives)
+    out = forward.rows(
+        model, kv, positions[..., None].expand_as(candidates).flatten(1), candidates.flatten(1), recipe.dropout
+    )
+    scores = forward.logits(model, out).view(candidates.shape)
+    correction = -(recipe.negatives * proposal.gather(2, negatives)).log()
+    correction = correction.masked_fill(negatives == targets, -math.inf)  # the next item itself counts once
+    scores = torch.cat([scores[..., :1], scores[..., 1:] + correction], -1)
+    ranking = -scores.log_softmax(-1)[..., 0]
+    return next_item, ranking[batch.lengths > 1].mean()
+
+
+# The run.
+
+
+@dataclass
+class Progress:
+    """How far a run is: what `PROGRESS_FILE` keeps beside the recipe, the weights and the optimiser's state."""
+
+    epoch: int = 0
+    best: float = -1.0
+    best_epoch: int = 0
+    seconds: float = 0.0
+    curve: tuple[dict[str, float], ...] = ()
+
+
+class Run:
+    """One training run in `folder`. Its epochs depend on the recipe and the data only, resumed or not."""
+
+    def __init__(self, data: Histories, recipe: Recipe, folder: Path) -> None:
+        self.data = data
+        self.recipe = recipe
+        self.folder = folder
+        self.progress = Progress()
+        self.model = new_model(recipe, len(data.names))
+        self.average = {name: value.detach().clone() for name, value in self.model.named_parameters()}
+        decayed = [value for name, value in self.model.named_parameters() if value.dim() > 1]
+        others = [value for name, value in self.model.named_parameters() if value.dim() == 1]
+        self.optimizer = torch.optim.AdamW(
+            [{"params": decayed, "weight_decay": recipe.weight_decay}, {"params": others, "weight_decay": 0.0}],
+            lr=recipe.learning_rate, betas=(0.9, 0.98),
+        )  # fmt: skip
+
+    def epochs(self, until: int | None = None) -> Iterator[dict[str, float]]:
+        """Train to the recipe's last epoch, or to `until`; yields each epoch's figures when they are saved."""
+        stop = self.recipe.epochs if until is None else until
+        while self.progress.epoch < stop:
+            started = time.monotonic()
+            figures = self._epoch()
+            self.progress.seconds += time.monotonic() - started
+            figures["minutes"] = self.progress.seconds / 60
+            self.progress.curve += (figures,)
+            self._save()
+            yield figures
+
+    def _epoch(self) -> dict[str, float]:
+        epoch = self.progress.epoch
+        torch.manual_seed(self.recipe.seed * 100_003 + epoch)
+        draw = np.random.default_rng([self.recipe.seed, epoch])
+        sums, count = torch.zeros(2), 0
+        made = list(batches(self.data.users, self.recipe, draw))
+        for index, batch in enumerate(made):
+            if batch.items.shape[1] < 2:
+                continue
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.recipe.learning_rate * schedule((epoch + index / len(made)) / self.recipe.epochs)
+            found = torch.stack(losses(self.model, batch, self.recipe))
+            self.optimizer.zero_grad()
+            found.sum().backward()  # type: ignore[no-untyped-call]
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            self.optimizer.step()
+            self._average()
+            sums += found.detach()
+            count += 1
+        self.progress.epoch = epoch = epoch + 1
+        next_item, ranking = (sums / count).tolist()
+        figures = {"epoch": float(epoch), "next_item": next_item, "ranking": ranking}
+        if epoch % self.recipe.validate_every == 0 or epoch == self.recipe.epochs:
+            figures |= self._validate()._asdict()
+        return figures
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        """Move the average. It smooths the last steps' noise, as lower learning rates do."""
+        for name, value in self.model.named_parameters():
+            self.average[name].lerp_(value, self.recipe.averaging)
+
+    def served(self) -> HSTUModel:
+        """The averaged model as the package serves it: float32 on the CPU."""
+        weights = {name: value.clone() for name, value in self.average.items()}
+        return HSTUModel(self.model.config).load_weights(weights, note="")
+
+    def _validate(self) -> Quality:
+        """Validation's quality; the best epoch's model becomes the checkpoint."""
+        model = self.served()
+        order = np.random.default_rng(self.recipe.seed).permutation(len(self.data.users))
+        users = [self.data.users[index] for index in order[: self.recipe.validation_users]]
+        found = quality(evaluate(model, users, len(self.data.names), self.recipe.longest, VALIDATION))
+        if found.ndcg > self.progress.best:
+            self.progress.best, self.progress.best_epoch = found.ndcg, self.progress.epoch
+            save_checkpoint(model, self.folder)
+            (self.folder / ITEMS_FILE).write_text(json.dumps(self.data.names), encoding="utf-8")
+        return found
+
+    def _save(self) -> None:
+        """Replace PROGRESS_FILE. An interrupted run loses at most its last epoch."""
+        state = {
+            "recipe": asdict(self.recipe), "progress": asdict(self.progress), "items": len(self.data.names),
+            "interactions": self.data.interactions, "model": self.model.state_dict(),
+            "average": self.average, "optimizer": self.optimizer.state_dict(),
+        }  # fmt: skip
+        torch.save(state, self.folder / (PROGRESS_FILE + ".tmp"))
+        (self.folder / (PROGRESS_FILE + ".tmp")).replace(self.folder / PROGRESS_FILE)
+
+    def resume(self) -> None:
+        """Go on where PROGRESS_FILE stopped. Raises DataError if it is of another recipe or other data."""
+        file = self.folder / PROGRESS_FILE
+        if not file.is_file():
+            raise DataError(f"{file}: no such file: there is no run to resume")
+        state: dict[str, Any] = torch.load(file, weights_only=True)
+        found = state["recipe"] | {"items": state["items"], "interactions": state["interactions"]}
+        ours = asdict(self.recipe) | {"items": len(self.data.names), "interactions": self.data.interactions}
+        different = [
+            f"{name} = {found.get(name)!r}, now {value!r}" for name, value in ours.items() if found.get(name) != value
+        ]
+        if different:
+            raise DataError(f"{file} is of another run: {'; '.join(different)}")
+        self.progress = Progress(**state["progress"])
+        self.model.load_state_dict(state["model"])
+        self.average = state["average"]
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
+def schedule(done: float) -> float:
+    """The factor of the learning rate at a share `done` of the run: up for 1 %, level, down over the last 40 %."""
+    return min(done / 0.01 + 0.05, 1.0, max((1 - done) / 0.4, 0.01))
+
+
+def parse(parser: argparse.ArgumentParser, arguments: list[str] | None) -> tuple[argparse.Namespace, Recipe]:
+    """The parser's own options, --data, --out, --threads and --quick; and the recipe, each field an option."""
+    parser.add_argument("--data", type=Path, required=True, help="ratings.dat, u.data, `user item` lines, or a CSV")
+    parser.add_argument("--out", type=Path, help="folder of the run (default: out/movielens, or out/movielens-quick)")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="CPU threads (default: all)")
+    parser.add_argument("--quick", action="store_true", help="a run of minutes on 100,000 ratings: fewer epochs")
+    for name, value in asdict(Recipe()).items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), help=f"(default: {value})")
+    options = parser.parse_args(arguments)
+    options.out = options.out or Path("out/movielens-quick" if options.quick else "out/movielens")
+    named = {name: getattr(options, name) for name in asdict(Recipe()) if getattr(options, name) is not None}
+    return options, Recipe(**((QUICK if options.quick else {}) | named))
+
+
+def train(data: Histories, recipe: Recipe, folder: Path, *, resume: bool) -> Run:
+    """Train or resume, printing a line per epoch; writes the model card at the end. Raises DataError."""
+    run = Run(data, recipe, folder)
+    if resume:
+        run.resume()
+    elif (folder / PROGRESS_FILE).exists():
+        raise DataError(f"{folder} has a run already: go on with --resume, or name another --out")
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = sum(value.numel() for value in run.model.parameters())
+    times = "with" if data.has_times else "without"
+    print(
+        f"{len(data.users)} users, {len(data.names)} items, {data.interactions} behaviours {times} times; "
+        f"{weights:,} weights"
+    )
+    for epoch in run.epochs():
+        print(epoch_line(epoch, recipe.epochs), flush=True)
+    write_card(folder, data, recipe, run.progress.best_epoch, run.progress.best, run.progress.seconds)
+    return run
+
+
+def epoch_line(epoch: dict[str, float], last: int) -> str:
+    """One epoch's figures."""
+    line = f"epoch {epoch['epoch']:3.0f}/{last}  next item {epoch['next_item']:.3f}  ranking {epoch['ranking']:.3f}"
+    if "ndcg" in epoch:
+        line += f"  validation HR@10 {epoch['hr']:.4f} NDCG@10 {epoch['ndcg']:.4f}"
+    return f"{line}  {epoch['minutes']:.1f} min"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command; returns the exit code."""
+    parser = argparse.ArgumentParser("train", description="Train the built-in HSTU as it ranks.")
+    parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
+    options, recipe = parse(parser, arguments)
+    torch.set_num_threads(options.threads)
+    try:
+        run = train(read_histories(options.data), recipe, options.out, resume=options.resume)
+    except DataError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"checkpoint: {options.out}, epoch {run.progress.best_epoch} (validation NDCG@10 {run.progress.best:.4f})")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import gzip
+import lzma
+from pathlib import Path
+
+import pytest
+
+from examples.movielens.data import DataError, Histories, read_histories
+
+U_DATA = "1\t20\t5\t40\n1\t10\t3\t10\n1\t30\t4\t20\n1\t10\t1\t30\n"
+
+
+def written(folder: Path, text: str, name: str = "data") -> Path:
+    file = folder / name
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+def names_of(data: Histories) -> list[str]:
+    return [data.names[item] for item in data.users[0].items]
+
+
+def test_u_data_is_read_in_the_order_of_time_with_ratings_as_actions(tmp_path: Path) -> None:
+    data = read_histories(written(tmp_path, U_DATA))
+    (user,) = data.users
+    assert names_of(data) == ["10", "30", "10", "20"]
+    assert user.actions.tolist() == [3, 4, 1, 5]
+    assert user.times.tolist() == [10_000, 20_000, 30_000, 40_000]
+    assert user.gaps().tolist() == [0, 10_000, 10_000, 10_000]
+    assert data.has_times
+
+
+def test_ratings_dat_reads_as_u_data_and_half_stars_are_rounded(tmp_path: Path) -> None:
+    data = read_histories(written(tmp_path, U_DATA.replace("\t", "::").replace("::4::", "::3.6::")))
+    assert names_of(data) == ["10", "30", "10", "20"]
+    assert data.users[0].actions.tolist() == [3, 4, 1, 5]
+
+
+def test_lines_of_user_and_item_keep_their_order_and_have_no_times(tmp_path: Path) -> None:
+    data = read_histories(written(tmp_path, "1 9\n1 7\n2 9\n1 8\n1 9\n"))
+    assert names_of(data) == ["9", "7", "8", "9"]
+    assert not data.users[0].gaps().any()
+    assert not data.has_times
+    assert data.names == ["7", "8", "9"]  # numbers in the order of numbers
+
+
+def test_behaviours_of_equal_time_keep_the_files_order(tmp_path: Path) -> None:
+    data = read_histories(written(tmp_path, "".join(f"1\t{item}\t5\t7\n" for item in (4, 2, 3, 1))))
+    assert names_of(data) == ["4", "2", "3", "1"]
+
+
+@pytest.mark.parametrize(
+    "times", [(1, 2, 3, 4), (1_600_000_000_000, 1_600_000_001_000, 1_600_000_002_000, 1_600_000_003_000)]
+)
+def test_a_csv_may_have_its_columns_in_any_order_and_seconds_or_milliseconds(
+    tmp_path: Path, times: tuple[int, ...]
+) -> None:
+    lines = [f"x,{time},item-{number},u" for number, time in enumerate(times)]
+    data = read_histories(written(tmp_path, "\n".join(["note,Timestamp,item_id,user", *reversed(lines)])))
+    assert names_of(data) == ["item-0", "item-1", "item-2", "item-3"]
+    assert data.users[0].gaps().tolist() == [0, 1000, 1000, 1000]
+
+
+def test_packed_files_are_read_as_plain_ones(tmp_path: Path) -> None:
+    (tmp_path / "data.gz").write_bytes(gzip.compress(U_DATA.encode()))
+    (tmp_path / "data.xz").write_bytes(lzma.compress(U_DATA.encode()))
+    for name in ("data.gz", "data.xz"):
+        assert names_of(read_histories(tmp_path / name)) == ["10", "30", "10", "20"]
+
+
+def test_users_with_too_few_behaviours_and_their_items_are_left_out(tmp_path: Path) -> None:
+    data = read_histories(written(tmp_path, "1 1\n1 2\n1 3\n1 4\n2 5\n2 6\n"))
+    assert [user.user for user in data.users] == ["1"]
+    assert data.names == ["1", "2", "3", "4"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", "holds no lines"),
+        ("1 2\n1 3\n", "no user has 4 behaviours"),
+        ("1 2 3\n", "line 1: found '1 2 3', expected user::item::rating::seconds"),
+        ("1 2\n1 2 3\n", "line 2: found '1 2 3', expected user item"),
+        (U_DATA + "1\t2\tfive\t50\n", "line 5: found '1\\\\t2\\\\tfive\\\\t50', expected user"),
+        ("1::2::3\n", "line 1: found '1::2::3', expected user::item::rating::seconds"),
+        ("user,thing,time\n1,2,3\n", "has no column `item`"),
+        ("user,item,time\n1,2,3\n1,2,soon\n", "line 3: found '1,2,soon', expected 3 columns"),
+        ("user,item,time\n1,2,-5\n", "line 2"),
+        ("user,item,time\n1,2,nan\n", "line 2"),
+    ],
+)
+def test_bad_lines_are_named_with_what_is_expected(tmp_path: Path, text: str, expected: str) -> None:
+    with pytest.raises(DataError, match=expected):
+        read_histories(written(tmp_path, text))
+
+
+def test_a_file_that_is_missing_or_not_text_is_one_error(tmp_path: Path) -> None:
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "broken.xz").write_bytes(lzma.compress(U_DATA.encode())[:-20])
+    (tmp_path / "broken.gz").write_bytes(b"no gzip")
+    for name in ("absent", "bytes", "broken.xz", "broken.gz"):
+        with pytest.raises(DataError, match="cannot be read"):
+            read_histories(tmp_path / name)

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from examples.movielens.data import History
+from examples.movielens.evaluate import TEST, VALIDATION, evaluate, ndcg, paired_gain, quality, rank_of, split
+from relaygr_stream.models.api import KVLayout, KVRegion, ScoreInput, Tokens
+
+ITEMS = 50
+
+
+class NextNumber:
+    """Scores the item behind the last one best, then by distance; it needs the last behaviour only."""
+
+    layout = KVLayout(1, 1, 1, 1, torch.float32)
+    version, note, incremental = "next", "", True
+    tasks: tuple[str, ...] = ("next",)
+
+    def prefill(self, kv: KVRegion, tokens: Tokens) -> None:
+        keys, _ = kv.layer(0)
+        keys[0, kv.length : kv.length + len(tokens), 0] = torch.from_numpy(tokens.array[0]).float()
+        kv.length += len(tokens)
+
+    def score(self, batch: Sequence[ScoreInput]) -> list[torch.Tensor]:
+        (one,) = batch
+        last = float(one.kv.layer(0)[0][0, one.kv.length - 1, 0])
+        return [torch.from_numpy(-np.abs(one.candidates - last - 1))[:, None].float()]
+
+
+def history(*items: int) -> History:
+    count = len(items)
+    return History("u", np.array(items), np.zeros(count, np.int64), np.zeros(count, np.int64))
+
+
+def test_ranks_equal_those_of_a_sorted_catalogue_without_the_history() -> None:
+    draw = np.random.default_rng(3)
+    for _ in range(200):
+        scores = draw.normal(size=ITEMS).astype(np.float32)
+        seen = draw.choice(ITEMS, 8, replace=False)
+        target = int(draw.integers(ITEMS))
+        order = sorted((item for item in range(ITEMS) if item == target or item not in seen), key=lambda i: -scores[i])
+        assert rank_of(scores, target, seen) == order.index(target)
+
+
+def test_equal_scores_count_against_the_model() -> None:
+    assert rank_of(np.zeros(ITEMS, np.float32), 7, np.array([1, 2])) == ITEMS - 3
+
+
+def test_metrics_equal_a_computation_by_hand() -> None:
+    ranks = np.array([0, 2, 9, 10, 400])
+    expected = (1 + 1 / math.log2(4) + 1 / math.log2(11)) / 5
+    assert quality(ranks).hr == 3 / 5
+    assert math.isclose(quality(ranks).ndcg, expected)
+
+
+def test_the_target_is_not_among_the_behaviours_that_the_model_sees() -> None:
+    user = history(1, 2, 3, 4, 5)
+    seen, target, before = split(user, TEST, 2)
+    assert (seen.items.tolist(), target, before.tolist()) == ([3, 4], 5, [1, 2, 3, 4])
+    seen, target, before = split(user, VALIDATION, 10)
+    assert (seen.items.tolist(), target, before.tolist()) == ([1, 2, 3], 4, [1, 2, 3])
+
+
+def test_evaluation_ranks_each_users_own_target() -> None:
+    users = [history(1, 9, 20, 21), history(5, 6, 30, 33), history(4, 11, 10, 12)]
+    # 33 behind 30: 31, then 32; 29 is as far as 33. The third: 11 comes first, but is in the history.
+    assert evaluate(NextNumber(), users, ITEMS, 3, TEST).tolist() == [0, 3, 0]
+
+
+def test_paired_gain_finds_a_small_gain_that_the_spread_between_users_hides() -> None:
+    draw = np.random.default_rng(1)
+    shorter = draw.uniform(0, 1, 2000)
+    gain = paired_gain(shorter + 0.01 + draw.normal(0, 0.02, 2000), shorter)
+    assert 0.008 < gain.low < gain.mean < gain.high < 0.012
+    assert paired_gain(shorter, shorter) == (0, 0, 0)
+
+
+def test_ndcg_is_zero_from_the_cut_off_on() -> None:
+    assert ndcg(np.array([4, 5]), at=5).tolist() == [1 / math.log2(6), 0]
