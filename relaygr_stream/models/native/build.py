@@ -1,6 +1,6 @@
 """Compiles this package's C code with the machine's own compiler and loads it, as Triton does for GPUs.
 
-Each kind of number has a library, built from the shared files and the files in the kind's folder. The library is not
+Each kind of number has a library, built from the shared files and those in the kind's folders. The library is not
 kept on disk. Without a compiler or the processor's instructions there is no library; the log says why.
 """
 

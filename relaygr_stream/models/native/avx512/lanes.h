@@ -6,13 +6,6 @@
 
 enum { LANE = 1 /* numbers */ };
 
-/* A lane in memory, at any address that a number may have. */
-typedef struct __attribute__((packed, may_alias)) {
-    int32_t lane;
-} Lane;
-
-static inline int32_t lane_at(const num *from) { return ((const Lane *)from)->lane; }
-
 static inline __m512 multiply_add(__m512 x, __m512 y, __m512 sum) { return _mm512_fmadd_ps(x, y, sum); }
 
 /* Scores: SiLU(scale * product). */

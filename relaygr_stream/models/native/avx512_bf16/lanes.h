@@ -7,13 +7,6 @@
 
 enum { LANE = 2 /* numbers */ };
 
-/* A lane in memory, at any address that a number may have. */
-typedef struct __attribute__((packed, may_alias)) {
-    int32_t lane;
-} Lane;
-
-static inline int32_t lane_at(const num *from) { return ((const Lane *)from)->lane; }
-
 #ifdef __AVX512BF16__
 
 static inline __m512 multiply_add(__m512 x, __m512 y, __m512 sum) {

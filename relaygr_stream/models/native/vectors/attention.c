@@ -8,30 +8,29 @@
  * Each score and each sum over columns has the same operations in the same order for any set of rows, and wherever the
  * two stretches of columns meet. So chunks and batches change no bit.
  */
-#include "lanes.h"
+#include "lane_at.h"
 #include "parts.h"
 
 enum {
-    ROWS = 128,              /* rows transposed together */
-    VECTORS = 4,             /* most vectors of 16 rows in one step of scores */
-    PART = VECTORS * TILE,   /* rows */
-    COLUMNS = 6,             /* columns of one step of scores: with 4 vectors, 24 sums are in registers */
-    PANEL = 16 * COLUMNS,    /* columns */
-    SUMMED = 6,              /* most rows whose 64 sums are in registers */
-    WIDE = 4                 /* vectors of dv in these sums */
+    ROWS = 128, /* rows transposed together */
+    VECTORS = 4, /* most vectors of 16 rows in one step of scores */
+    PART = VECTORS * TILE, /* rows */
+    COLUMNS = 6, /* columns of one step of scores: with 4 vectors, 24 sums are in registers */
+    PANEL = 16 * COLUMNS, /* columns */
+    SUMMED = 6, /* most rows whose 64 sums are in registers */
+    WIDE = 4 /* vectors of dv in these sums */
 };
 
 static _Thread_local struct {
-    _Alignas(LINE) int32_t q[WIDTH / LANE * ROWS];       /* [lane of dqk][row], rows up to a multiple of 16 are zeros */
-    _Alignas(LINE) float products[COLUMNS * PART];       /* of one step: [column][row] */
-    _Alignas(LINE) int32_t scores[PANEL / LANE * PART];  /* [lane of columns][row] */
-    _Alignas(LINE) float sums[ROWS * WIDTH];             /* [row][dv] */
-    _Alignas(LINE) num k[COLUMNS * WIDTH];               /* columns that do not lie side by side */
-    _Alignas(LINE) num v[PANEL * WIDTH];                 /* a panel's V: [lane of columns][dv] */
-    _Alignas(LINE) num none[WIDTH];                      /* zeros: a column outside the stretches */
+    _Alignas(LINE) int32_t q[WIDTH / LANE * ROWS]; /* [lane of dqk][row], rows up to a multiple of 16 are zeros */
+    _Alignas(LINE) float products[COLUMNS * PART]; /* of one step: [column][row] */
+    _Alignas(LINE) int32_t scores[PANEL / LANE * PART]; /* [lane of columns][row] */
+    _Alignas(LINE) float sums[ROWS * WIDTH]; /* [row][dv] */
+    _Alignas(LINE) num k[COLUMNS * WIDTH]; /* columns that do not lie side by side */
+    _Alignas(LINE) num v[PANEL * WIDTH]; /* a panel's V: [lane of columns][dv] */
+    _Alignas(LINE) num none[WIDTH]; /* zeros: a column outside the stretches */
     Silu silu;
 } room;
-
 
 /* The columns that row r of the block sees: [low, high). */
 static inline int64_t low_of(const Attention *a, int64_t r) { return most(0, least(a->recent_to, a->recent + r)); }

@@ -4,13 +4,13 @@
  * or addition and stores the results. Packed weights are read once, from front to back, for all rows. Each sum has the
  * same operations in the same order for any set of rows.
  */
-#include "lanes.h"
+#include "lane_at.h"
 #include "parts.h"
 
 enum {
     MOST_ROWS = 6,
-    GROUP = 2 * TILE,     /* columns packed together */
-    ACROSS = 2 * GROUP    /* most columns at a time */
+    GROUP = 2 * TILE, /* columns packed together */
+    ACROSS = 2 * GROUP /* most columns at a time */
 };
 
 /* [32 columns][lane of depth][32][LANE]. */
