@@ -2,8 +2,9 @@
 
     python benchmarks/engine.py [--device cpu|cuda|npu] [--quick] [--json FILE]      CHECK=1: non-zero, targets missed
 
-Floor of an operation: its floating-point operations at the measured peak of a matrix product, or the bytes of weights
-and K/V at the measured bandwidth of a copy, whichever takes longer; SiLU, norms and sums come for nothing. The peak is
+Floor of an operation: its floating-point operations at the measured peak, or the bytes of weights and K/V at the
+measured bandwidth, whichever takes longer; SiLU, norms and sums come for nothing. On a CPU the peak is that of
+multiply-adds in registers and the bandwidth that of reading, elsewhere those of a matrix product and a copy. Both are
 measured anew beside every figure. The prefix KV of a ranking is never in the processor's caches when it comes.
 """
 
@@ -187,8 +188,10 @@ def facts(machine: Machine, options: argparse.Namespace) -> None:
     )
     for dtype in options.dtype:
         floors = machine.floors(getattr(torch, dtype), options.seconds)
+        share = machine.product_share(getattr(torch, dtype), options.seconds)
         print(
-            f"peak      {floors.peak / 1e9:,.0f} GFLOP/s {dtype}, copy {floors.bandwidth / 1e9:.1f} GB/s read + written"
+            f"peak      {floors.peak / 1e9:,.0f} GFLOP/s {dtype} (torch's product reaches {share:.0%}), memory "
+            f"{floors.bandwidth / 1e9:.1f} GB/s"
         )
     transfers = machine.transfers(options.seconds)
     if transfers is not None:

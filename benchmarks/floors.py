@@ -1,17 +1,24 @@
 """The machine's ceilings, measured in turn with what is compared with them, since a machine's clock drifts.
 
-The floor of an operation is its floating-point operations at the peak of a matrix product, or its bytes at the
-bandwidth of a copy, whichever takes longer. Knows nothing of models.
+The floor of an operation is its floating-point operations at the peak, or its bytes at the bandwidth, whichever takes
+longer. On a CPU the peak is that of multiply-adds in registers, and the bandwidth that of reading (peaks.c). They are
+those of torch's matrix product and copy on accelerators and without a C compiler; so is the peak of float16, and of
+bfloat16 with AMX.
 """
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import math
 import os
 import platform
+import shlex
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -20,12 +27,15 @@ import torch
 
 Work = Callable[[], object]
 
-#: Edge of the product whose rate counts as the peak. On a CPU a larger one is no faster (measured 768 … 3,072), on an
+PEAKS: Final = Path(__file__).with_name("peaks.c")
+#: Rounds of a loop in registers: a millisecond or two.
+ROUNDS: Final = 200_000
+#: Edge of the product. On a CPU a larger one is no faster (measured 768 … 3,072), on an
 #: accelerator a smaller one does not fill it.
 CPU_EDGE: Final = 1024
 ACCELERATOR_EDGE: Final = 8192
-#: Buffers of the copy: from here on the rate does not fall any more (measured 16 … 512 MiB), and K/V that a ranking
-#: finds in memory is not in a cache either.
+#: Buffers that are read or copied: from here on the rate does not fall any more (measured 16 … 512 MiB), and K/V that
+#: a ranking finds in memory is not in a cache either.
 COPY_BYTES: Final = 128 << 20
 #: Shortest time that one work runs before the next has its turn: hundreds of switches, not millions.
 TURN_S: Final = 0.03
@@ -33,7 +43,7 @@ TURN_S: Final = 0.03
 
 @dataclass(frozen=True)
 class Floors:
-    """What the machine did at best: FLOP/s of a product, bytes/s (read and written) of a copy."""
+    """What the machine did at best: FLOP/s, bytes/s."""
 
     peak: float
     bandwidth: float
@@ -49,9 +59,10 @@ class Machine:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._products: dict[torch.dtype, tuple[Work, float]] = {}
-        source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device)
-        target = torch.zeros_like(source)
-        self._copy: Work = lambda: target.copy_(source)
+        self._source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device)
+        self._target = torch.zeros_like(self._source)
+        self._loops = _compiled() if device.type == "cpu" else None
+        self._pool = ThreadPoolExecutor(torch.get_num_threads())
 
     def race(self, works: Sequence[Work], seconds: float) -> list[float]:
         """Shortest seconds of each of `works`, which take turns for about `seconds`: other processes only ever add.
@@ -69,9 +80,16 @@ class Machine:
 
     def beside(self, work: Work, dtype: torch.dtype, seconds: float) -> tuple[float, Floors]:
         """Shortest seconds of `work`, and the machine's floors while it ran."""
+        multiply, flops = self._multiply_adds(dtype) or self._product(dtype)
+        move, nbytes = self._reading() or self._copying()
+        took, multiplied, moved = self.race((work, multiply, move), seconds)
+        return took, Floors(flops / multiplied, nbytes / moved)
+
+    def product_share(self, dtype: torch.dtype, seconds: float) -> float:
+        """The rate of torch's matrix product, a peer, as a share of the peak."""
         product, flops = self._product(dtype)
-        took, multiplied, copied = self.race((work, product, self._copy), seconds)
-        return took, Floors(flops / multiplied, 2 * COPY_BYTES / copied)
+        took, floors = self.beside(product, dtype, seconds)
+        return flops / took / floors.peak
 
     def floors(self, dtype: torch.dtype, seconds: float) -> Floors:
         """The floors alone."""
@@ -115,6 +133,25 @@ class Machine:
             if stop > until:
                 return shortest
 
+    def _multiply_adds(self, dtype: torch.dtype) -> tuple[Work, float] | None:
+        """Multiply-adds in registers on every thread, and their number; None where there is no loop for them."""
+        if self._loops is None or dtype not in (torch.float32, torch.bfloat16):
+            return None
+        loop: Callable[[int], int] = getattr(self._loops, f"{str(dtype).removeprefix('torch.')}_operations")
+        threads = [ROUNDS] * torch.get_num_threads()
+        operations = loop(ROUNDS) * len(threads)
+        return (lambda: list(self._pool.map(loop, threads)), operations) if operations else None
+
+    def _reading(self) -> tuple[Work, float] | None:
+        if self._loops is None:
+            return None
+        read, part = self._loops.read_all, COPY_BYTES // torch.get_num_threads() // 256 * 256
+        starts = [self._source.data_ptr() + part * thread for thread in range(torch.get_num_threads())]
+        return lambda: list(self._pool.map(read, starts, [part] * len(starts))), part * len(starts)
+
+    def _copying(self) -> tuple[Work, float]:
+        return lambda: self._target.copy_(self._source), 2 * COPY_BYTES
+
     def _product(self, dtype: torch.dtype) -> tuple[Work, float]:
         if dtype not in self._products:
             edge = CPU_EDGE if self.device.type == "cpu" else ACCELERATOR_EDGE
@@ -122,6 +159,26 @@ class Machine:
             out = torch.empty_like(a)
             self._products[dtype] = (lambda: torch.mm(a, b, out=out)), 2.0 * edge**3
         return self._products[dtype]
+
+
+def _compiled() -> ctypes.CDLL | None:
+    """peaks.c for this processor; None without a compiler."""
+    compiler = shlex.split(os.environ.get("CC", "cc"))
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / "peaks.so"
+        try:
+            subprocess.run(
+                [*compiler, "-O3", "-march=native", "-fPIC", "-shared", str(PEAKS), "-o", str(target)],
+                check=True, capture_output=True,
+            )  # fmt: skip
+        except (OSError, subprocess.CalledProcessError):
+            return None
+        loops = ctypes.CDLL(str(target))
+    for name in ("float32_operations", "bfloat16_operations"):
+        function = getattr(loops, name)
+        function.argtypes, function.restype = [ctypes.c_int64], ctypes.c_int64
+    loops.read_all.argtypes, loops.read_all.restype = [ctypes.c_void_p, ctypes.c_int64], ctypes.c_int64
+    return loops
 
 
 def _cpu_name() -> str:
