@@ -172,7 +172,12 @@ class LogEnds:
             for leader, partitions in by_leader.items()
             if leader not in self._silent
         }
-        done = (await asyncio.wait(asked, timeout=ANSWER_S))[0] if asked else set()
+        try:
+            done = (await asyncio.wait(asked, timeout=ANSWER_S))[0] if asked else set()
+        except asyncio.CancelledError:
+            for task in asked:
+                task.cancel()
+            raise
         for task, leader in asked.items():
             if task not in done:  # until aiokafka ends this request, its broker is not asked again
                 self._silent[leader] = task

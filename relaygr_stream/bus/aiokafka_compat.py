@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import structlog
+from aiokafka.client import AIOKafkaClient
 from aiokafka.conn import AIOKafkaConnection, CloseReason
 from aiokafka.errors import (
     ClusterAuthorizationFailedError,
@@ -69,6 +70,29 @@ async def _closed_if_cancelled(connection: Any, answer: Awaitable[Any]) -> Any:
 
 
 AIOKafkaConnection.send = send
+
+_close, _get_conn = AIOKafkaClient.close, AIOKafkaClient._get_conn
+
+
+async def close(self: Any) -> None:
+    """As AIOKafkaClient.close, which closes the connections that are there by now; `get_conn` closes later ones."""
+    self._relaygr_closed = True
+    await _close(self)
+
+
+async def get_conn(self: Any, node_id: int, **options: Any) -> Any:
+    """As AIOKafkaClient._get_conn. A connection that is there only after the client's end is closed: nobody else would.
+
+    None then, as where a broker cannot be reached.
+    """
+    connection = await _get_conn(self, node_id, **options)
+    if connection is not None and getattr(self, "_relaygr_closed", False):
+        connection.close()
+        return None
+    return connection
+
+
+AIOKafkaClient.close, AIOKafkaClient._get_conn = close, get_conn
 
 
 # Security.

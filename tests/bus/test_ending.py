@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
+from typing import Any
 
 import msgspec
+import pytest
 from aiokafka import AIOKafkaConsumer, TopicPartition
+from aiokafka.conn import AIOKafkaConnection, create_conn
 
 from relaygr_stream.bus.aiokafka_compat import client_options, end_client
 from relaygr_stream.bus.renewed import Renewed
@@ -60,3 +63,29 @@ async def test_a_start_that_is_cancelled_leaves_no_connection(embedded_settings:
         with suppress(asyncio.CancelledError):
             await starting
         await closed.wait()
+
+
+async def test_a_connection_that_comes_after_the_end_is_closed(
+    embedded_settings: Kafka, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await apply_topics(embedded_settings)
+    consumer = AIOKafkaConsumer(**client_options(embedded_settings, "test"), group_id=None)
+    await consumer.start()
+    made: list[AIOKafkaConnection] = []
+    coming, ended = asyncio.Event(), asyncio.Event()
+
+    async def slowly(*arguments: Any, **options: Any) -> AIOKafkaConnection:
+        made.append(await create_conn(*arguments, **options))
+        coming.set()
+        await ended.wait()
+        return made[0]
+
+    monkeypatch.setattr("aiokafka.client.create_conn", slowly)
+    asking = asyncio.create_task(consumer.end_offsets([TopicPartition(load_topics(embedded_settings).scores.name, 0)]))
+    await coming.wait()
+    await end_client("a test's reader", consumer)
+    ended.set()
+    await until(lambda: not made[0].connected(), "the connection is closed")
+    asking.cancel()
+    with suppress(asyncio.CancelledError):
+        await asking
