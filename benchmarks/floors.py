@@ -171,7 +171,7 @@ def _compiled() -> ctypes.CDLL | None:
                 [*compiler, "-O3", "-march=native", "-fPIC", "-shared", str(PEAKS), "-o", str(target)],
                 check=True, capture_output=True,
             )  # fmt: skip
-        except (OSError, subprocess.CalledProcessError):
+        except OSError:
             return None
         loops = ctypes.CDLL(str(target))
     for name in ("float32_operations", "bfloat16_operations"):

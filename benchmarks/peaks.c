@@ -18,7 +18,7 @@ typedef int64_t words __attribute__((vector_size(BYTES)));
 int64_t float32_operations(int64_t rounds) {
     floats sums[SUMS], factor = {0}, other = {0};
     factor += 1.0001f, other += 0.5f;
-    for (int i = 0; i < SUMS; i++) sums[i] = factor * i;
+    for (int i = 0; i < SUMS; i++) sums[i] = factor * (float)i;
     for (int64_t round = 0; round < rounds; round++) {
 #pragma GCC unroll 24
         for (int i = 0; i < SUMS; i++) sums[i] += factor * other;
