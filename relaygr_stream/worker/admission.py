@@ -67,7 +67,7 @@ class Admission:
         """
         least, length = self._least, len(task.tokens) + len(task.suffix)
         misses = found[0] is None or found[1] is Coverage.NONE
-        if not (least and misses and task.expected_ms and not task.full and self._executor.model.incremental):
+        if not (least and misses and not task.full and self._executor.model.incremental):
             return False
         if self._in_time(task, task.expected_ms, now):
             return False
