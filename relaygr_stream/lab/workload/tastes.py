@@ -26,9 +26,9 @@ from relaygr_stream.lab.workload.items import sample_others
 
 SERIES_ITEMS: Final = 5
 INTERESTS: Final = 64
-TURNOVER: Final = 32
+TURNOVER: Final = 128
 STAY: Final = 0.4
-RETURN: Final = 0.55
+RETURN: Final = 0.58
 #: Share of the candidates beside the next item that are of the user's interests, as a retrieval by similarity finds
 #: them. The others are popular items.
 NEAR_SHARE: Final = 0.05

@@ -13,20 +13,18 @@ from relaygr_stream.cli.main import main
 from relaygr_stream.errors import InputError, ModelError
 from relaygr_stream.lab.demo.traffic import ITEMS_FILE, NEWEST, known_items, newest_only, requests_of
 from relaygr_stream.models.hstu_model import HSTUConfig
-from relaygr_stream.models.loading import CONFIG_FILE, random_model, save_checkpoint
+from relaygr_stream.models.loading import random_model, save_checkpoint
 from relaygr_stream.settings.load import load_settings
 from relaygr_stream.settings.schema import Settings
 
 ITEMS = 40
+CONFIG = HSTUConfig(layers=1, dim=8, heads=1, dqk=8, dv=8, scale_tokens=8, vocab=ITEMS, max_positions=8, tasks=("a",))
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoint")
-    config = HSTUConfig(
-        layers=1, dim=8, heads=1, dqk=8, dv=8, scale_tokens=8, vocab=ITEMS, max_positions=8, tasks=("a",)
-    )
-    save_checkpoint(random_model(config, 1), folder)
+    save_checkpoint(random_model(CONFIG, 1), folder)
     return folder
 
 
@@ -55,7 +53,7 @@ def test_generated_requests_stay_within_the_checkpoints_items_and_the_same_seed_
         assert item.request.prefix.arrays()[0].max() < ITEMS
 
 
-def test_the_last_phase_asks_the_same_with_the_newest_behaviours_only(checkpoint: Path) -> None:
+def test_the_last_phase_asks_the_same_with_the_newest_behaviours_only() -> None:
     settings = load_settings(["demo"], {"model.checkpoint": "", "model.vocab": "1000"}).settings
     requests = requests_of(settings, None, seconds=5, rate=4, seed=3)
     assert len(requests.newest) == len(requests.measured) > 0
@@ -80,9 +78,9 @@ def test_an_item_beyond_the_checkpoint_is_an_error_that_names_it(checkpoint: Pat
         requests_of(settings_of(checkpoint), log_of(tmp_path, 1), seconds=5, rate=4, seed=3)
 
 
-def test_ids_of_a_file_become_rows_by_the_trainings_list(checkpoint: Path, tmp_path: Path) -> None:
+def test_ids_of_a_file_become_rows_by_the_trainings_list(tmp_path: Path) -> None:
     folder = tmp_path / "trained"
-    save_checkpoint(random_model(HSTUConfig(**read(checkpoint)), 1), folder)
+    save_checkpoint(random_model(CONFIG, 1), folder)
     names = [str(item) for item in range(1000 + ITEMS - 1, 999, -1)]  # row 0 is item 1039
     (folder / ITEMS_FILE).write_text(json.dumps(names), encoding="utf-8")
     log = log_of(tmp_path, 1000)
@@ -94,11 +92,6 @@ def test_ids_of_a_file_become_rows_by_the_trainings_list(checkpoint: Path, tmp_p
     (folder / ITEMS_FILE).write_text(json.dumps(names[1:]), encoding="utf-8")
     with pytest.raises(InputError, match=r"'1039' among them; items\.json in .* lists 39 others"):
         requests_of(settings_of(folder), log, seconds=5, rate=4, seed=3)
-
-
-def read(folder: Path) -> dict[str, object]:
-    fields = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-    return {name: value for name, value in fields.items() if name not in ("architecture", "format")}
 
 
 def test_a_checkpoint_that_is_none_is_named(tmp_path: Path) -> None:
