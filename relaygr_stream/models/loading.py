@@ -96,10 +96,9 @@ def load_checkpoint(folder: str | Path) -> HSTUModel:
 
 
 def checkpoint_folder(name: str) -> Path:
-    """The folder that `model.checkpoint` names: by its path, or a packaged one by its bare name ("demo")."""
-    path = Path(name)
+    """The folder that `model.checkpoint` names: a packaged one by its bare name ("demo"), any other by its path."""
     packaged = packaged_dir("checkpoints") / name
-    return packaged if not path.is_dir() and name == path.name and packaged.is_dir() else path
+    return packaged if os.sep not in name and (packaged / CONFIG_FILE).is_file() else Path(name)
 
 
 def read_config(folder: Path) -> HSTUConfig:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
 import torch
 
 from examples.demo.requests import fresh_requests, offline_quality
@@ -34,7 +37,9 @@ def test_it_ranks_the_next_item_of_new_users_far_better_than_chance_and_better_w
     assert whole.hr > newest.hr + 0.05
 
 
-def test_a_packaged_name_is_found_and_a_path_is_kept() -> None:
-    assert FOLDER.name == "demo" and (FOLDER / "config.json").is_file()
-    assert str(checkpoint_folder("somewhere/demo")) == "somewhere/demo"
-    assert str(checkpoint_folder("unheard")) == "unheard"
+def test_a_packaged_name_is_found_and_a_path_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "demo").mkdir()
+    monkeypatch.chdir(tmp_path)  # a folder of this name that lies here by chance is named ./demo
+    assert (checkpoint_folder("demo") / "config.json").is_file()
+    assert checkpoint_folder("./demo") == Path("demo")
+    assert checkpoint_folder("unheard") == Path("unheard")
