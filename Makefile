@@ -4,6 +4,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# The runtimes that make bench-peers compares with; the package does not depend on them.
+PEERS := .cache/peers/.venv
+PEERS_STAMP := $(PEERS)/.installed
 # Many tests wait for processes and brokers: four at a time keep two cores busy. 0: one after the other.
 TEST_WORKERS ?= 4
 # Each worker has its part of the tests in their order, and takes over from the longest part left when it is through.
@@ -23,7 +26,7 @@ export TRITON_CACHE_DIR := $(CURDIR)/.cache/triton
 export NO_MKDOCS_2_WARNING := true
 
 .PHONY: help setup demo test test-stack test-repeat test-kafka test-faults test-long test-device mutants recoveries check docs format lock clean soak fuzz example-movielens demo-checkpoint
-.PHONY: bench-cache bench-engine bench-forwarding bench-handover bench-scheduler bench-simulate bench-slo bench-trigger
+.PHONY: bench-cache bench-engine bench-forwarding bench-handover bench-peers bench-scheduler bench-simulate bench-slo bench-trigger
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -92,6 +95,14 @@ bench-cache: $(STAMP) ## usable share, cost per operation, eviction against othe
 
 bench-engine: $(STAMP) ## the engine against the floors of this machine (4 minutes; CHECK=1 judges; ARGS="--device cuda")
 	$(BIN)/python benchmarks/engine.py $(ARGS)
+
+bench-peers: $(STAMP) $(PEERS_STAMP) ## the engine against torch, torch.compile, ONNX Runtime, OpenVINO (10 minutes; CHECK=1 judges; ARGS=--quick)
+	$(BIN)/python benchmarks/peers.py --python $(PEERS)/bin/python $(ARGS)
+
+$(PEERS_STAMP): benchmarks/peers_requirements.txt constraints.txt
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/pip install --quiet --constraint constraints.txt --requirement benchmarks/peers_requirements.txt
+	@touch $@
 
 bench-forwarding: $(STAMP) ## a hot lane and a general overload, with and without forwarding (2 minutes; CHECK=1 judges)
 	$(BIN)/python benchmarks/forwarding.py $(ARGS)
