@@ -27,7 +27,7 @@ export TRITON_CACHE_DIR := $(CURDIR)/.cache/triton
 # mkdocs-material prints a notice about its successor at every build unless told not to.
 export NO_MKDOCS_2_WARNING := true
 
-.PHONY: help setup demo test test-stack test-repeat test-kafka test-faults test-long test-device mutants recoveries check docs format lock clean soak fuzz example-movielens
+.PHONY: help setup demo test test-stack test-repeat test-kafka test-faults test-long test-device mutants recoveries check docs format lock clean soak fuzz example-movielens demo-checkpoint
 .PHONY: bench-cache bench-engine bench-forwarding bench-handover bench-peers bench-scheduler bench-simulate bench-slo bench-trigger bench-vllm
 
 help: ## list the targets
@@ -41,7 +41,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-demo: $(STAMP) ## run the whole relay on an embedded broker and show what it does (about 2 minutes)
+demo: $(STAMP) ## run the whole relay on an embedded broker and show what it does (2 minutes; ARGS="--events FILE --checkpoint FOLDER")
 	$(BIN)/relaygr demo $(ARGS)
 
 test: $(STAMP) ## unit tests, the bus on the embedded broker, end to end with real processes (6 minutes on two cores)
@@ -137,6 +137,9 @@ bench-slo: $(STAMP) ## how much longer, how much more at the same P99: table, JS
 example-movielens: $(STAMP) ## train on DATA=FILE, check, serve, compare: offline and served quality, what length buys (CHECK=1 judges; ARGS=--quick)
 	@[ -n "$(DATA)" ] || { echo "make: name the data: make example-movielens DATA=FILE (examples/movielens/README.md)"; exit 1; }
 	$(BIN)/python -m examples.movielens --data "$(DATA)" $(if $(CHECK),--check) $(ARGS)
+
+demo-checkpoint: $(STAMP) ## train checkpoints/demo, the model of make demo, anew (one thread, half an hour)
+	$(BIN)/python -m examples.demo.train $(ARGS)
 
 include docker/testbed.mk
 

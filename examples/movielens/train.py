@@ -21,6 +21,7 @@ import math
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -200,21 +201,44 @@ class Progress:
 
 
 class Run:
-    """One training run in `folder`. Its epochs depend on the recipe and the data only, resumed or not."""
+    """One training run in `folder`. Its epochs depend on the recipe and the data only, resumed or not.
+
+    Another task overrides `untrained`, `losses`, `quality` and `write_card`.
+    """
 
     def __init__(self, data: Histories, recipe: Recipe, folder: Path) -> None:
         self.data = data
         self.recipe = recipe
         self.folder = folder
         self.progress = Progress()
-        self.model = new_model(recipe, len(data.names))
+        self.model = self.untrained()
         self.average = {name: value.detach().clone() for name, value in self.model.named_parameters()}
-        decayed = [value for name, value in self.model.named_parameters() if value.dim() > 1]
-        others = [value for name, value in self.model.named_parameters() if value.dim() == 1]
+        trained = [value for value in self.model.parameters() if value.requires_grad]
+        decayed = [value for value in trained if value.dim() > 1]
+        others = [value for value in trained if value.dim() == 1]
         self.optimizer = torch.optim.AdamW(
             [{"params": decayed, "weight_decay": recipe.weight_decay}, {"params": others, "weight_decay": 0.0}],
             lr=recipe.learning_rate, betas=(0.9, 0.98),
         )  # fmt: skip
+
+    def untrained(self) -> HSTUModel:
+        """The model before its first step. What does not require a gradient stays as it is."""
+        return new_model(self.recipe, len(self.data.names))
+
+    def losses(self, batch: forward.Batch) -> dict[str, Tensor]:
+        """The losses that are minimised together, by name; in nats."""
+        return dict(zip(("next_item", "ranking"), losses(self.model, batch, self.recipe), strict=True))
+
+    def quality(self, model: HSTUModel) -> Quality:
+        """Validation: the quality by which the best epoch is chosen."""
+        order = np.random.default_rng(self.recipe.seed).permutation(len(self.data.users))
+        users = [self.data.users[index] for index in order[: self.recipe.validation_users]]
+        return quality(evaluate(model, users, len(self.data.names), self.recipe.longest, VALIDATION))
+
+    def write_card(self) -> None:
+        """Write the model card of the best epoch's checkpoint."""
+        at = self.progress
+        write_card(self.folder, self.data, self.recipe, at.best_epoch, at.best, at.seconds)
 
     def epochs(self, until: int | None = None) -> Iterator[dict[str, float]]:
         """Train to the recipe's last epoch, or to `until`; yields each epoch's figures when they are saved."""
@@ -232,24 +256,24 @@ class Run:
         epoch = self.progress.epoch
         torch.manual_seed(self.recipe.seed * 100_003 + epoch)
         draw = np.random.default_rng([self.recipe.seed, epoch])
-        sums, count = torch.zeros(2), 0
+        sums: Counter[str] = Counter()
+        count = 0
         made = list(batches(self.data.users, self.recipe, draw))
         for index, batch in enumerate(made):
             if batch.items.shape[1] < 2:
                 continue
             for group in self.optimizer.param_groups:
                 group["lr"] = self.recipe.learning_rate * schedule((epoch + index / len(made)) / self.recipe.epochs)
-            found = torch.stack(losses(self.model, batch, self.recipe))
+            found = self.losses(batch)
             self.optimizer.zero_grad()
-            found.sum().backward()  # type: ignore[no-untyped-call]
+            torch.stack(list(found.values())).sum().backward()  # type: ignore[no-untyped-call]
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             self.optimizer.step()
             self._average()
-            sums += found.detach()
+            sums.update({name: loss.item() for name, loss in found.items()})
             count += 1
         self.progress.epoch = epoch = epoch + 1
-        next_item, ranking = (sums / count).tolist()
-        figures = {"epoch": float(epoch), "next_item": next_item, "ranking": ranking}
+        figures = {"epoch": float(epoch)} | {name: total / count for name, total in sums.items()}
         if epoch % self.recipe.validate_every == 0 or epoch == self.recipe.epochs:
             figures |= self._validate()._asdict()
         return figures
@@ -266,11 +290,9 @@ class Run:
         return HSTUModel(self.model.config).load_weights(weights, note="")
 
     def _validate(self) -> Quality:
-        """Validation's quality; the best epoch's model becomes the checkpoint."""
+        """The present quality; the best epoch's model becomes the checkpoint."""
         model = self.served()
-        order = np.random.default_rng(self.recipe.seed).permutation(len(self.data.users))
-        users = [self.data.users[index] for index in order[: self.recipe.validation_users]]
-        found = quality(evaluate(model, users, len(self.data.names), self.recipe.longest, VALIDATION))
+        found = self.quality(model)
         if found.ndcg > self.progress.best:
             self.progress.best, self.progress.best_epoch = found.ndcg, self.progress.epoch
             save_checkpoint(model, self.folder)
@@ -325,9 +347,9 @@ def parse(parser: argparse.ArgumentParser, arguments: list[str] | None) -> tuple
     return options, Recipe(**((QUICK if options.quick else {}) | named))
 
 
-def train(data: Histories, recipe: Recipe, folder: Path, *, resume: bool) -> Run:
+def train(data: Histories, recipe: Recipe, folder: Path, *, resume: bool, task: type[Run] = Run) -> Run:
     """Train or resume, printing a line per epoch; writes the model card at the end. Raises DataError."""
-    run = Run(data, recipe, folder)
+    run = task(data, recipe, folder)
     if resume:
         run.resume()
     elif (folder / PROGRESS_FILE).exists():
@@ -341,13 +363,14 @@ def train(data: Histories, recipe: Recipe, folder: Path, *, resume: bool) -> Run
     )
     for epoch in run.epochs():
         print(epoch_line(epoch, recipe.epochs), flush=True)
-    write_card(folder, data, recipe, run.progress.best_epoch, run.progress.best, run.progress.seconds)
+    run.write_card()
     return run
 
 
 def epoch_line(epoch: dict[str, float], last: int) -> str:
     """One epoch's figures."""
-    line = f"epoch {epoch['epoch']:3.0f}/{last}  next item {epoch['next_item']:.3f}  ranking {epoch['ranking']:.3f}"
+    losses = [f"{name.replace('_', ' ')} {epoch[name]:.3f}" for name in ("next_item", "ranking") if name in epoch]
+    line = "  ".join([f"epoch {epoch['epoch']:3.0f}/{last}", *losses])
     if "ndcg" in epoch:
         line += f"  validation HR@10 {epoch['hr']:.4f} NDCG@10 {epoch['ndcg']:.4f}"
     return f"{line}  {epoch['minutes']:.1f} min"

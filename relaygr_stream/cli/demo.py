@@ -11,6 +11,9 @@ from relaygr_stream.cli.options import parse_flags, source_options
 from relaygr_stream.settings.files import check_writable
 from relaygr_stream.settings.load import load_settings
 
+#: The checkpoint that workers/demo.toml names.
+PACKAGED = "demo"
+
 
 @click.command(name="demo")
 @click.option(
@@ -33,6 +36,14 @@ from relaygr_stream.settings.load import load_settings
     show_default=True,
     help="File of the picture.",
 )
+@click.option(
+    "--events",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Requests of this log of interactions (formats of `replay`); goes with --checkpoint.",
+)
+@click.option(
+    "--checkpoint", metavar="FOLDER", help="Rank with this model of yours; the default is trained on generated users."
+)
 @source_options
 def demo_command(
     broker: str,
@@ -41,16 +52,21 @@ def demo_command(
     rate: float,
     seed: int,
     out: Path,
+    events: Path | None,
+    checkpoint: str | None,
     files: tuple[str, ...],
     assignments: tuple[str, ...],
 ) -> None:
     """Run the whole relay on this machine and show what it does.
 
     Starts a broker, a trigger, two workers and a client that acts as a recommendation service. Sends requests first
-    with the relay, then the same requests with full inference. Exits 0 only if every request was answered and no score
-    deviated.
+    with the relay, then the same requests with full inference, and with the newest behaviours only. Shows latencies and
+    how often the true next item is in the first ten. Exits 0 only if every request was answered and no score deviated.
 
-    Example: relaygr demo --broker kafka --seconds 10
+    \b
+    Examples:
+      relaygr demo --broker kafka --seconds 10
+      relaygr demo --events ml-100k/u.data --checkpoint out/movielens
     """
     from relaygr_stream.lab.demo.plot import check_can_draw
     from relaygr_stream.lab.demo.run import DemoOptions, run_demo
@@ -58,12 +74,16 @@ def demo_command(
 
     check_writable(out, "--out")
     check_can_draw(out)
-    config = load_settings(["demo", *files], {"kafka.bootstrap": bootstrap, **parse_flags(assignments)})
+    flags = {"kafka.bootstrap": bootstrap, "model.checkpoint": checkpoint, **parse_flags(assignments)}
+    settings = load_settings(["demo", *files], flags).settings
+    if events is not None and settings.model.checkpoint == PACKAGED and not settings.model.factory:
+        raise click.UsageError("--events goes with --checkpoint FOLDER: the packaged model knows generated items only")
     options = DemoOptions(
         broker=None if bootstrap else ("kafka" if broker == "kafka" else "embedded"),
         seconds=seconds,
         rate=rate,
         seed=seed,
         out=out,
+        events=events,
     )
-    sys.exit(run_until_stopped(run_demo(options, config.settings)))
+    sys.exit(run_until_stopped(run_demo(options, settings)))

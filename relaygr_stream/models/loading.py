@@ -24,6 +24,7 @@ from relaygr_stream.errors import ConfigError, ModelError, RelayError
 from relaygr_stream.models.api import KVLayout, RankingModel
 from relaygr_stream.models.hstu_model import HSTUConfig, HSTUModel
 from relaygr_stream.models.kernels.choice import Kernels
+from relaygr_stream.settings.files import packaged_dir
 
 log = structlog.get_logger(__name__)
 
@@ -88,15 +89,23 @@ def load_checkpoint(folder: str | Path) -> HSTUModel:
     Raises ModelError that names the file, the key, and what was expected and found.
     """
     path = Path(folder)
-    if not path.is_dir():
-        raise ModelError(f"{path}: no such folder; a checkpoint is a folder with {CONFIG_FILE} and {WEIGHTS_FILE}")
-    model = HSTUModel(_read_config(path / CONFIG_FILE))
+    model = HSTUModel(read_config(path))
     weights = _read_weights(path / WEIGHTS_FILE)
     _check(path / WEIGHTS_FILE, weights, model.state_dict())
     return model.load_weights({name: value.float() for name, value in weights.items()}, note="")
 
 
-def _read_config(file: Path) -> HSTUConfig:
+def checkpoint_folder(name: str) -> Path:
+    """The folder that `model.checkpoint` names: a packaged one by its bare name ("demo"), any other by its path."""
+    packaged = packaged_dir("checkpoints") / name
+    return packaged if os.sep not in name and (packaged / CONFIG_FILE).is_file() else Path(name)
+
+
+def read_config(folder: Path) -> HSTUConfig:
+    """The shape of the model in `folder`. Raises ModelError as `load_checkpoint`."""
+    if not folder.is_dir():
+        raise ModelError(f"{folder}: no such folder; a checkpoint is a folder with {CONFIG_FILE} and {WEIGHTS_FILE}")
+    file = folder / CONFIG_FILE
     try:
         fields: dict[str, Any] = msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
     except OSError as error:
@@ -162,7 +171,11 @@ def load_model(
     """
     if model.factory:
         return _from_factory(model, device, dtype)
-    built_in = load_checkpoint(model.checkpoint) if model.checkpoint else random_model(_config(model), model.seed)
+    built_in = (
+        load_checkpoint(checkpoint_folder(model.checkpoint))
+        if model.checkpoint
+        else random_model(_config(model), model.seed)
+    )
     _refuse_suffix_with_contextual(built_in, model, relay)
     return built_in.place(device, dtype, kernels)
 

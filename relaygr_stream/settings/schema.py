@@ -259,7 +259,9 @@ class Model(Section, frozen=True, kw_only=True):
     path: Annotated[
         str, _doc("folders that hold the factory's module, separated as in PYTHONPATH; empty: installed packages")
     ] = ""
-    checkpoint: Annotated[str, _doc("folder with config.json and model.safetensors; empty: random weights")] = ""
+    checkpoint: Annotated[
+        str, _doc("folder with config.json and model.safetensors, or a packaged one (demo); empty: random weights")
+    ] = ""
     seed: Annotated[int, _doc("seed of random weights")] = 7
     layers: Annotated[Positive, _doc("STU layers")] = 4
     dim: Annotated[Positive, _doc("embedding width D")] = 128

@@ -12,6 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from relaygr_stream.lab.workload.metrics import DEFAULT_K, Quality
 from relaygr_stream.lab.workload.report import HITS, OUTCOMES, admission_text
 from relaygr_stream.wire.messages import Outcome
 
@@ -38,7 +39,7 @@ class DemoResult:
     relay_ms: Sequence[float]  # of each answered request
     outcomes: Sequence[Outcome]  # of each answered request, in the same order
     full_ms: Sequence[float]  # of the same requests, sent again for full inference
-    requests: int  # in both phases
+    requests: int  # in all phases
     announced: int  # of those, with a request event: the relay's
     answered: int
     errors: dict[str, int] = field(default_factory=dict)  # requests without scores, by type of error
@@ -53,6 +54,7 @@ class DemoResult:
     audit_deviation: float  # largest relative deviation they found
     compared: int  # requests whose relayed and full scores the client compared
     deviation: float  # largest relative deviation it found
+    quality: Mapping[str, Quality] = field(default_factory=dict)  # of the same requests: by phase, popularity, chance
     model: str  # e.g. "HSTU, 4 layers, random weights (seed 7)"
     broker: str
     device: str
@@ -87,12 +89,13 @@ def verdict(result: DemoResult) -> list[str]:
 
 
 def render_table(result: DemoResult) -> RenderableType:
-    """The run as a table of latencies, a table of counts, and the verdict."""
+    """The run as tables of latencies, rankings and counts, and the verdict."""
     faults = verdict(result)
     judged = [Text(f"✗ {fault}", style="bold red") for fault in faults] or [
         Text("✓ every request answered, relayed scores equal full inference", style="bold green")
     ]
-    return Group(_latencies(result), _counts(result), *judged)
+    ranked = [_rankings(result)] if result.quality else []
+    return Group(_latencies(result), *ranked, _counts(result), *judged)
 
 
 def _faults(result: DemoResult) -> Iterator[str]:
@@ -137,6 +140,17 @@ def _latencies(result: DemoResult) -> Table:
         ratio = f"{full / relay:.2f}×" if relay and full else "–"
         table.add_row(quantile_name(q), _ms(relay), _ms(full), ratio)
     table.add_row("answers", f"{len(result.relay_ms):,}", f"{len(result.full_ms):,}", "")
+    return table
+
+
+def _rankings(result: DemoResult) -> Table:
+    title = "Where the true next item is ranked, same requests"
+    table = Table(title=title, title_justify="left", title_style="bold")
+    table.add_column("ranked by", no_wrap=True)
+    for name in (f"in the first {DEFAULT_K}", f"NDCG@{DEFAULT_K}"):
+        table.add_column(name, justify="right")
+    for name, quality in result.quality.items():
+        table.add_row(name, f"{quality.hr:.1%}", f"{quality.ndcg:.3f}")
     return table
 
 

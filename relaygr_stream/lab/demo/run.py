@@ -1,7 +1,8 @@
 """The demo: broker, topics, trigger, two workers, and a client that sends each request with and without the relay.
 
 Phase one announces each request and ranks it after the stage delay. Phase two sends the same ranking requests at the
-same times with full inference. The report compares latencies and scores at the client.
+same times with full inference, and phase three with the newest behaviours only. The report compares latencies, scores
+and hit rates at the client.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import asyncio
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,39 +27,40 @@ from relaygr_stream.errors import DecodeError
 from relaygr_stream.lab.demo.live import LiveState, LiveView
 from relaygr_stream.lab.demo.plot import save_plot
 from relaygr_stream.lab.demo.report import PREPARED_WORDS, DemoResult, render_table, verdict
+from relaygr_stream.lab.demo.traffic import MEDIAN_TOKENS, NEWEST, WARM_UP_S, Requests, requests_of
 from relaygr_stream.lab.processes import start_relay, wait_for_lanes
 from relaygr_stream.lab.workload.driver import DriveSummary, Result, drive
-from relaygr_stream.lab.workload.generator import Generator, GeneratorOptions
 from relaygr_stream.lab.workload.items import WorkItem
+from relaygr_stream.lab.workload.metrics import Quality, QualityMeter
 from relaygr_stream.models.api import relative_deviation
+from relaygr_stream.models.loading import checkpoint_folder, read_config
 from relaygr_stream.ops.brokers.distribution import BRIEF_RELAY
 from relaygr_stream.ops.brokers.local import local_broker
 from relaygr_stream.ops.children import Child, stop_all
-from relaygr_stream.settings.schema import Settings
+from relaygr_stream.settings.schema import Model, Settings
 from relaygr_stream.telemetry.printable import SafeConsole
 from relaygr_stream.wire.messages import MISSES, PreInferSignal, decode
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.worker_status import worker_statuses
 
 WORKERS: Final = ("worker-1", "worker-2")
-#: Median prefix: its full inference takes tens of milliseconds on one core, its ranking with prefix KV a few.
-MEDIAN_TOKENS: Final = 700.0
-#: Seconds of requests before the measured ones, for first connections, fetches and allocations. A broker in Java needs
-#: most of this time to compile its code.
-WARM_UP_S: Final = 5.0
 #: Wait after the load: audits may still run, and workers publish their statuses every 250 ms.
 SETTLE_S: Final = 1.5
 
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """The options of the command line. broker: None: kafka.bootstrap names a running cluster."""
+    """The options of the command line.
+
+    broker: None: kafka.bootstrap names a running cluster. events: a user's log; None: generated requests.
+    """
 
     broker: Literal["embedded", "kafka"] | None
     seconds: float
     rate: float
     seed: int
     out: Path
+    events: Path | None = None
 
 
 @dataclass
@@ -86,12 +88,16 @@ async def run_demo(options: DemoOptions, settings: Settings, console: Console | 
     """Run the demo; returns the exit code. Raises RelayError if it cannot run."""
     console = console or SafeConsole()
     started = time.monotonic()
+    # In a thread, so that a long log can be stopped.
+    requests = await asyncio.to_thread(
+        requests_of, settings, options.events, seconds=options.seconds, rate=options.rate, seed=options.seed
+    )
     options.out.parent.mkdir(parents=True, exist_ok=True)
     # Beside the picture, so that nothing outside the user's folder remains, even after a crash.
     with tempfile.TemporaryDirectory(prefix=".demo-", dir=options.out.parent, ignore_cleanup_errors=True) as name:
         folder = Path(name)
         async with _cluster(options, settings, folder, console) as (reachable, broker):
-            result = await _play(options, reachable, folder, broker, console)
+            result = await _play(options, requests, reachable, folder, broker, console)
     result.wall_s = time.monotonic() - started
     console.print(render_table(result))
     save_plot(result, options.out)
@@ -113,7 +119,9 @@ async def _cluster(
         yield msgspec.structs.replace(settings, kafka=broker.kafka_settings(settings.kafka)), name
 
 
-async def _play(options: DemoOptions, settings: Settings, folder: Path, broker: str, console: Console) -> DemoResult:
+async def _play(
+    options: DemoOptions, requests: Requests, settings: Settings, folder: Path, broker: str, console: Console
+) -> DemoResult:
     report = await apply_topics(settings.kafka)
     topics = load_topics(settings.kafka)
     console.print(f"topics: {len(report.created)} created, {len(report.existing)} existing, {topics.lanes} lanes")
@@ -122,6 +130,7 @@ async def _play(options: DemoOptions, settings: Settings, folder: Path, broker: 
     seen = Seen(set(), live)
     relay: dict[str, Result] = {}
     full: dict[str, Result] = {}
+    newest: dict[str, Result] = {}
     codes: dict[str, int] = {}
     try:
         console.print("starting a trigger and two workers (loading torch takes some seconds) …")
@@ -137,20 +146,20 @@ async def _play(options: DemoOptions, settings: Settings, folder: Path, broker: 
             await stack.enter_async_context(LiveView(live, console))
             watch = asyncio.create_task(_watch(children, console))
             stack.callback(watch.cancel)
-            warm_up = _items(options, settings, seconds=WARM_UP_S, seed=options.seed + 1, run="warm-")
-            measured = _items(options, settings, seconds=options.seconds, seed=options.seed, run="demo-")
             live.enter("warm-up", WARM_UP_S)
-            await _phase(client, settings, warm_up, live, {}, mode="auto")
+            await _phase(client, settings, requests.warm_up, live, {}, mode="auto")
             live.enter("relay", options.seconds)
-            await _phase(client, settings, measured, live, relay, mode="auto")
+            await _phase(client, settings, requests.measured, live, relay, mode="auto")
             live.enter("full inference, the same requests", options.seconds)
-            await _phase(client, settings, measured, live, full, mode="full")
+            await _phase(client, settings, requests.measured, live, full, mode="full")
+            live.enter(f"full inference, the newest {NEWEST} behaviours only")
+            await _phase(client, settings, requests.newest, live, newest, mode="full")
             live.enter("audits")
             await asyncio.sleep(SETTLE_S)
             await signals.catch_up()
     finally:
         codes = await stop_all(children)
-    return _result(options, settings, broker, seen, relay, full, codes)
+    return _result(options, settings, broker, seen, relay, full, newest, codes)
 
 
 async def _watch(children: Sequence[Child], console: Console) -> None:
@@ -165,29 +174,6 @@ async def _watch(children: Sequence[Child], console: Console) -> None:
                 )
                 console.print(child.log_tail(), markup=False, highlight=False)
         await asyncio.sleep(0.25)
-
-
-def _items(options: DemoOptions, settings: Settings, *, seconds: float, seed: int, run: str) -> list[WorkItem]:
-    generator = Generator(
-        GeneratorOptions(
-            seed=seed,
-            rate=options.rate,
-            items=settings.model.vocab,
-            length_median=min(MEDIAN_TOKENS, settings.relay.max_prefix_tokens / 2),
-            length_sigma=0.5,
-            revisit=0.4,
-            suffix=min(8, settings.relay.max_suffix_tokens),
-            candidates=min(100, settings.relay.max_candidates),
-            max_prefix=settings.relay.max_prefix_tokens,
-            run=run,
-        )
-    )
-    items = []
-    for item in generator:
-        if item.at >= seconds:
-            break
-        items.append(item)
-    return items
 
 
 async def _phase(
@@ -219,11 +205,12 @@ def _result(
     seen: Seen,
     relay: dict[str, Result],
     full: dict[str, Result],
+    newest: dict[str, Result],
     codes: dict[str, int],
 ) -> DemoResult:
     answered = {key: result for key, result in relay.items() if result.outcome is not None}
     errors: dict[str, int] = {}
-    for result in [*relay.values(), *full.values()]:
+    for result in [*relay.values(), *full.values(), *newest.values()]:
         if result.error is not None:
             errors[result.error] = errors.get(result.error, 0) + 1
     admitted = {key for key in relay if key in seen.admitted}
@@ -235,15 +222,14 @@ def _result(
     ]
     statuses = [status for _, status in seen.live.workers.values()]
     counters = [status.counters for status in statuses]
-    model = settings.model
     note = next((status.model_note for status in statuses if status.model_note), "")
     return DemoResult(
         relay_ms=[result.latency_ms for result in answered.values()],
         outcomes=[result.outcome for result in answered.values() if result.outcome is not None],
         full_ms=[result.latency_ms for result in full.values() if result.outcome is not None],
-        requests=len(relay) + len(full),
+        requests=len(relay) + len(full) + len(newest),
         announced=len(relay),
-        answered=len(answered) + sum(result.outcome is not None for result in full.values()),
+        answered=sum(one.outcome is not None for phase in (relay, full, newest) for one in phase.values()),
         errors=errors,
         admissions=Counter(one.ranking.admission for one in answered.values() if one.ranking is not None),
         admitted=len(admitted),
@@ -256,13 +242,44 @@ def _result(
         audit_deviation=max((totals.get("audit_deviation", 0.0) for totals in counters), default=0.0),
         compared=len(deviations),
         deviation=max(deviations, default=0.0),
-        model=f"HSTU, {model.layers} layers, D {model.dim}, {settings.worker.dtype}{f', {note}' if note else ''}",
+        quality=_quality({"relay": relay, "full inference": full, f"the newest {NEWEST} behaviours only": newest}),
+        model=f"{_shape(settings.model)}, {settings.worker.dtype}{f', {note}' if note else ''}",
         broker=broker,
         device=f"2 workers on {settings.worker.device}",
         wall_s=0.0,
         processes=dict(codes),
         notes=(
-            f"{options.rate:g} requests/s, {options.seconds:g} s each way; prefixes log-normal around "
-            f"{MEDIAN_TOKENS:g} tokens, stage delay log-normal around 80 ms",
+            f"{options.rate:g} requests/s, {options.seconds:g} s each way; "
+            + (
+                f"the latest of {options.events}, "
+                if options.events
+                else f"prefixes log-normal around {MEDIAN_TOKENS:g} tokens, "
+            )
+            + "stage delay log-normal around 80 ms",
         ),
     )
+
+
+def _quality(phases: Mapping[str, Mapping[str, Result]]) -> dict[str, Quality]:
+    """HR and NDCG of each phase, of popularity and of chance, over the requests that all phases scored."""
+    meters = [QualityMeter() for _ in phases]
+    for key in next(iter(phases.values())):
+        results = [phase[key] for phase in phases.values() if key in phase]
+        scores = [one.scores[:, 0] for one in results if one.scores is not None]
+        item = results[0].item
+        if item.target is not None and len(scores) == len(meters):
+            for meter, values in zip(meters, scores, strict=True):
+                meter.add(values, item.target, item.popularity)
+    found = {name: meter.served for name, meter in zip(phases, meters, strict=True)}
+    found |= {"popularity": meters[0].popularity, "chance": meters[0].chance}
+    return {name: quality for name, quality in found.items() if quality is not None}
+
+
+def _shape(model: Model) -> str:
+    """The model in words."""
+    if model.factory:
+        return model.factory
+    if not model.checkpoint:
+        return f"HSTU, {model.layers} layers, D {model.dim}"
+    config = read_config(checkpoint_folder(model.checkpoint))
+    return f"HSTU, {config.layers} layers, D {config.dim}, checkpoint {model.checkpoint}"

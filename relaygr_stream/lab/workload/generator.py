@@ -1,7 +1,7 @@
 """A synthetic workload with stated distributions, for use without a log of interactions.
 
-Zipf users and items, log-normal history lengths, revisits, histories that grow between a user's requests. Items are
-independent of users: HR@k of a generated workload says nothing about a model.
+Zipf users and items, log-normal history lengths, revisits, histories that grow between a user's requests. What a user
+takes next follows from the past as tastes.py says, so a model can learn to rank it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from relaygr_stream.errors import ConfigError
-from relaygr_stream.lab.workload.items import StageDelay, WorkItem, make_item, sample_others
+from relaygr_stream.lab.workload.items import StageDelay, WorkItem, make_item
+from relaygr_stream.lab.workload.tastes import INTERESTS, NEAR_SHARE, SERIES_ITEMS, Tastes, zipf
 from relaygr_stream.wire.messages import Behaviours
 
 #: Memory of histories. Beyond it, users are dropped, least recently used first, and return as new users. 2,000 users of
@@ -69,10 +70,11 @@ class GeneratorOptions:
 
 
 class _User:
-    """A user's behaviours so far, and the user's next item."""
+    """A user's interests, behaviours so far, and next item."""
 
-    def __init__(self, name: str, capacity: int) -> None:
+    def __init__(self, name: str, capacity: int, interests: npt.NDArray[np.int64]) -> None:
         self.name = name
+        self.interests = interests
         self.length = 0
         self.next_item = -1
         self.items = np.empty(capacity, np.int64)
@@ -81,7 +83,7 @@ class _User:
 
     @property
     def nbytes(self) -> int:
-        return len(self.items) * BYTES_PER_BEHAVIOUR
+        return len(self.items) * BYTES_PER_BEHAVIOUR + self.interests.nbytes
 
     def append(
         self, items: npt.NDArray[np.int64], actions: npt.NDArray[np.uint32], times: npt.NDArray[np.int64]
@@ -110,9 +112,8 @@ class Generator:
 
     def __init__(self, options: GeneratorOptions) -> None:
         self.options = options
-        self._item_law = _zipf(options.items, options.item_exponent)
-        self._user_law = _zipf(options.users, options.user_exponent)
-        self._popularity = np.diff(self._item_law, prepend=0.0)
+        self._tastes = Tastes(options.items, options.item_exponent)
+        self._user_law = zipf(options.users, options.user_exponent)
 
     def describe(self) -> str:
         """A description of every distribution, one a line."""
@@ -122,12 +123,13 @@ class Generator:
                 f"generated, seed {o.seed}: Poisson arrivals at {o.rate:g} requests/s; {o.delay.describe()}",
                 f"users: {o.users}, Zipf with exponent {o.user_exponent:g}; {o.revisit:.0%} of requests by one of the "
                 f"users of the last {o.recent} requests",
-                f"items: {o.items}, Zipf with exponent {o.item_exponent:g}, independent of user and past",
+                f"items: {o.items}, Zipf with exponent {o.item_exponent:g}, in series of {SERIES_ITEMS}; a user stays "
+                f"in a series, returns to one of {INTERESTS} slowly changing interests, or takes any by popularity",
                 f"histories: log-normal, median {o.length_median:g}, sigma {o.length_sigma:g}, at most {o.max_prefix} "
                 f"in the prefix; a returning user has 1 + Poisson({o.growth - 1:g}) new behaviours; once full, the "
                 "user comes back as a new one",
                 f"requests: the last {o.suffix} behaviours as suffix, {o.candidates} candidates: the user's next item "
-                "and others drawn uniformly, never one from the history",
+                f"and others, {NEAR_SHARE:.0%} of them interests, the rest by popularity",
                 f"gaps between behaviours log-normal, median {GAP_MEDIAN_MS / 60_000:g} min, sigma {GAP_SIGMA:g}; "
                 f"actions 1, 2, 3 with shares {', '.join(f'{share:g}' for share in ACTION_SHARES)}",
             ]
@@ -167,11 +169,13 @@ class Generator:
         o = self.options
         drawn = o.length_median * np.exp(o.length_sigma * rng.standard_normal())
         length = int(min(o.max_prefix + o.suffix, max(o.suffix + 1, round(drawn))))
-        user = _User(name, length)
+        interests = self._tastes.interests(rng, o.max_prefix + o.suffix)
+        user = _User(name, length, interests)
         gaps = np.exp(np.log(GAP_MEDIAN_MS) + GAP_SIGMA * rng.standard_normal(length))
         times = now_ms - np.cumsum(gaps)[::-1].astype(np.int64)
-        user.append(self._items(rng, length), _actions(rng, length), np.maximum(times, 0))
-        user.next_item = int(self._items(rng, 1)[0])
+        items = self._tastes.following(rng, interests, None, 0, length + 1)
+        user.append(items[:-1], _actions(rng, length), np.maximum(times, 0))
+        user.next_item = int(items[-1])
         return user
 
     def _grown(self, rng: np.random.Generator, user: _User, now_ms: int) -> _User | None:
@@ -181,17 +185,16 @@ class Generator:
         if user.length + count > o.max_prefix + o.suffix:
             return None
         last = int(user.times[user.length - 1])
-        items = self._items(rng, count)
-        items[0] = user.next_item  # the target of the last request
+        target = user.next_item  # of the last request: it comes true
+        items = self._tastes.following(rng, user.interests, target, user.length + 1, count)
         times = np.sort(rng.integers(last, max(last, now_ms) + 1, size=count))
-        user.append(items, _actions(rng, count), times)
-        user.next_item = int(self._items(rng, 1)[0])
+        user.append(np.append(target, items[:-1]), _actions(rng, count), times)
+        user.next_item = int(items[-1])
         return user
 
     def _item(self, rng: np.random.Generator, user: _User, at: float, name: str) -> WorkItem:
         o = self.options
-        seen = user.items[: user.length]
-        others = sample_others(rng, o.items, np.append(seen, user.next_item), o.candidates - 1)
+        others = self._tastes.candidates(rng, user.interests, user.length, user.next_item, o.candidates - 1)
         split = user.length - o.suffix
         item, candidates = make_item(
             rng,
@@ -204,17 +207,7 @@ class Generator:
             target=user.next_item,
             negatives=others,
         )
-        return replace(item, popularity=self._popularity[candidates])
-
-    def _items(self, rng: np.random.Generator, count: int) -> npt.NDArray[np.int64]:
-        return np.searchsorted(self._item_law, rng.random(count), side="right").astype(np.int64)
-
-
-def _zipf(size: int, exponent: float) -> npt.NDArray[np.float64]:
-    """Cumulative probabilities of ranks 1…size with weights rank^-exponent."""
-    law = np.cumsum(np.arange(1, size + 1, dtype=np.float64) ** -exponent)
-    law /= law[-1]
-    return law
+        return replace(item, popularity=self._tastes.popularity[candidates])
 
 
 def _actions(rng: np.random.Generator, count: int) -> npt.NDArray[np.uint32]:

@@ -100,7 +100,9 @@ def prepare(options: PublishOptions, settings: Settings, line: LiveLine, stop: a
     if isinstance(source, GeneratorOptions):
         generator = Generator(source)
         items = generator if options.requests is None else _Limited(generator, options.requests)
-        notes = ["generated items are independent of users: HR and NDCG say nothing about a model here"]
+        notes = [
+            "generated users follow tastes of their own: a model that was not trained on them ranks as chance does"
+        ]
         return Workload(
             items, options.requests, generator.describe().splitlines(), notes + _model_notes(source.items - 1, settings)
         )

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from relaygr_stream.lab.demo.report import DemoResult, quantile, quantile_name, render_table, verdict
+from relaygr_stream.lab.workload.metrics import Quality
 from relaygr_stream.telemetry.printable import render_plain
 from relaygr_stream.wire.messages import Outcome
 
@@ -84,6 +85,14 @@ def test_what_the_trigger_decided_of_rankings_is_one_row() -> None:
     some = replace(GOOD, admissions={"not_at_risk": 100, "admitted": 899, "": 1})
     text = " ".join(render_plain(render_table(some)).replace("│", " ").split())
     assert "admission admitted 899, not_at_risk 100, unknown 1 admitted" in text
+
+
+def test_hit_rates_stand_beside_chance() -> None:
+    ranked = replace(GOOD, quality={"relay": Quality(0.75, 0.4), "chance": Quality(0.1, 0.045)})
+    cells = [line.replace("│", " ").split() for line in render_plain(render_table(ranked)).splitlines()]
+    assert ["relay", "75.0%", "0.400"] in cells
+    assert ["chance", "10.0%", "0.045"] in cells
+    assert "ranked by" not in render_plain(render_table(GOOD))
 
 
 def test_a_quantile_that_the_sample_cannot_tell_is_left_out() -> None:

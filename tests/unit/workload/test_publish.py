@@ -112,7 +112,7 @@ async def test_generated_workload_and_its_json(tmp_path: Path) -> None:
     assert parsed["lines"] is None
     assert parsed["served"].keys() == {"hr", "ndcg"}
     assert set(parsed) == {field.name for field in dataclasses.fields(PublishReport)}
-    assert any("say nothing about a model" in note for note in report.notes)
+    assert any("a model that was not trained on them" in note for note in report.notes)
 
 
 async def test_nothing_sent_is_not_complete_and_still_prints(udata: Path) -> None:

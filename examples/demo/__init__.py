@@ -1,0 +1,1 @@
+"""Trains the checkpoint that `relaygr demo` ranks with, on the project's own generator."""

@@ -1,0 +1,119 @@
+"""The demo's requests from a generator or a log, and what a checkpoint must know for them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from relaygr_stream.cli.main import main
+from relaygr_stream.errors import InputError, ModelError
+from relaygr_stream.lab.demo.traffic import ITEMS_FILE, NEWEST, known_items, newest_only, requests_of
+from relaygr_stream.models.hstu_model import HSTUConfig
+from relaygr_stream.models.loading import random_model, save_checkpoint
+from relaygr_stream.settings.load import load_settings
+from relaygr_stream.settings.schema import Settings
+
+ITEMS = 40
+CONFIG = HSTUConfig(layers=1, dim=8, heads=1, dqk=8, dv=8, scale_tokens=8, vocab=ITEMS, max_positions=8, tasks=("a",))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    save_checkpoint(random_model(CONFIG, 1), folder)
+    return folder
+
+
+def settings_of(checkpoint: Path) -> Settings:
+    return load_settings(["demo"], {"model.checkpoint": str(checkpoint)}).settings
+
+
+def log_of(folder: Path, first: int) -> Path:
+    """Three users with 30 behaviours each, of the items first … first + 39."""
+    file = folder / "log.csv"
+    lines = [f"u{number % 3},{first + number * 7 % ITEMS},{1_700_000_000 + number}" for number in range(90)]
+    file.write_text("\n".join(["user,item,time", *lines]), encoding="utf-8")
+    return file
+
+
+def test_generated_requests_stay_within_the_checkpoints_items_and_the_same_seed_gives_the_same(
+    checkpoint: Path,
+) -> None:
+    settings = settings_of(checkpoint)
+    requests = requests_of(settings, None, seconds=5, rate=4, seed=3)
+    again = requests_of(settings, None, seconds=5, rate=4, seed=3)
+    assert [item.request for item in requests.measured] == [item.request for item in again.measured]
+    assert requests.warm_up and all(item.at < 5 for item in requests.measured)
+    for item in (*requests.warm_up, *requests.measured):
+        assert np.frombuffer(item.request.candidates, "<u4").max() < ITEMS
+        assert item.request.prefix.arrays()[0].max() < ITEMS
+
+
+def test_the_last_phase_asks_the_same_with_the_newest_behaviours_only() -> None:
+    settings = load_settings(["demo"], {"model.checkpoint": "", "model.vocab": "1000"}).settings
+    requests = requests_of(settings, None, seconds=5, rate=4, seed=3)
+    assert len(requests.newest) == len(requests.measured) > 0
+    for item, short in zip(requests.measured, requests.newest, strict=True):
+        assert len(short.request.prefix) + len(short.request.suffix) == NEWEST
+        assert item.request.prefix.slice(len(item.request.prefix) - NEWEST + 8, 10_000) == short.request.prefix
+        assert (item.request.suffix, item.request.candidates, item.target) == (
+            short.request.suffix, short.request.candidates, short.target,
+        )  # fmt: skip
+    one = newest_only(requests.measured[0], 3)  # fewer than the suffix has: a request has a prefix
+    assert len(one.request.prefix) == 1
+
+
+def test_a_log_of_the_checkpoints_ids_is_taken_as_it_is(checkpoint: Path, tmp_path: Path) -> None:
+    requests = requests_of(settings_of(checkpoint), log_of(tmp_path, 0), seconds=5, rate=4, seed=3)
+    assert len(requests.measured) == 20
+    assert {item.event.user_id for item in requests.measured} == {"u0", "u1", "u2"}
+
+
+def test_an_item_beyond_the_checkpoint_is_an_error_that_names_it(checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"no row for 1 of its items, '40' among them; .* knows the ids 0 to 39"):
+        requests_of(settings_of(checkpoint), log_of(tmp_path, 1), seconds=5, rate=4, seed=3)
+
+
+def test_ids_of_a_file_become_rows_by_the_trainings_list(tmp_path: Path) -> None:
+    folder = tmp_path / "trained"
+    save_checkpoint(random_model(CONFIG, 1), folder)
+    names = [str(item) for item in range(1000 + ITEMS - 1, 999, -1)]  # row 0 is item 1039
+    (folder / ITEMS_FILE).write_text(json.dumps(names), encoding="utf-8")
+    log = log_of(tmp_path, 1000)
+    requests = requests_of(settings_of(folder), log, seconds=5, rate=4, seed=3)
+    last = requests.measured[-1]  # of the last line: item 1000 + 89 * 7 % 40
+    assert last.target is not None
+    row = np.frombuffer(last.request.candidates, "<u4")[last.target]
+    assert names[row] == str(1000 + 89 * 7 % ITEMS)
+    (folder / ITEMS_FILE).write_text(json.dumps(names[1:]), encoding="utf-8")
+    with pytest.raises(InputError, match=r"'1039' among them; items\.json in .* lists 39 others"):
+        requests_of(settings_of(folder), log, seconds=5, rate=4, seed=3)
+
+
+def test_a_checkpoint_that_is_none_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no such folder; a checkpoint is a folder with"):
+        known_items(settings_of(tmp_path / "absent").model)
+    with pytest.raises(ModelError, match=r"config\.json: cannot be read: No such file"):
+        known_items(settings_of(tmp_path).model)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--events", "log.csv"], "--events goes with --checkpoint FOLDER"),
+        (["--events", "log.csv", "--checkpoint", "{}"], "log.csv"),
+        (["--checkpoint", "absent"], "absent: no such folder"),
+    ],
+)
+def test_the_command_says_what_is_wrong_before_it_starts_anything(
+    arguments: list[str], said: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shown = CliRunner().invoke(main, ["demo", *(one.format(checkpoint) for one in arguments)])
+    assert shown.exit_code != 0
+    assert said in shown.output + str(shown.exception)
+    assert "starting" not in shown.output
