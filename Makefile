@@ -7,6 +7,8 @@ STAMP := $(VENV)/.installed
 # The runtimes that make bench-peers compares with; the package does not depend on them.
 PEERS := .cache/peers/.venv
 PEERS_STAMP := $(PEERS)/.installed
+VLLM := .cache/peers/vllm
+VLLM_STAMP := $(VLLM)/.installed
 # Many tests wait for processes and brokers: four at a time keep two cores busy. 0: one after the other.
 TEST_WORKERS ?= 4
 # Each worker has its part of the tests in their order, and takes over from the longest part left when it is through.
@@ -26,7 +28,7 @@ export TRITON_CACHE_DIR := $(CURDIR)/.cache/triton
 export NO_MKDOCS_2_WARNING := true
 
 .PHONY: help setup demo test test-stack test-repeat test-kafka test-faults test-long test-device mutants recoveries check docs format lock clean soak fuzz example-movielens demo-checkpoint
-.PHONY: bench-cache bench-engine bench-forwarding bench-handover bench-peers bench-scheduler bench-simulate bench-slo bench-trigger
+.PHONY: bench-cache bench-engine bench-forwarding bench-handover bench-peers bench-scheduler bench-simulate bench-slo bench-trigger bench-vllm
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -102,6 +104,16 @@ bench-peers: $(STAMP) $(PEERS_STAMP) ## the engine against torch, torch.compile,
 $(PEERS_STAMP): benchmarks/peers_requirements.txt constraints.txt
 	$(PYTHON) -m venv $(PEERS)
 	$(PEERS)/bin/pip install --quiet --constraint constraints.txt --requirement benchmarks/peers_requirements.txt
+	@touch $@
+
+bench-vllm: $(STAMP) $(VLLM_STAMP) ## candidates on a cached prefix: vLLM, our model, our worker over its bus (3 minutes; CHECK=1 judges)
+	$(BIN)/python benchmarks/peers_system.py --python $(VLLM)/bin/python $(ARGS)
+
+# Three packages that vLLM asks for and a GPT-2 does not need come built for another torch, and fail when imported.
+$(VLLM_STAMP): benchmarks/peers_vllm_requirements.txt
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/pip install --quiet --requirement benchmarks/peers_vllm_requirements.txt
+	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
 bench-forwarding: $(STAMP) ## a hot lane and a general overload, with and without forwarding (2 minutes; CHECK=1 judges)

@@ -1,67 +1,71 @@
-"""vLLM's CPU build on our transformer's shape: 64 continuations of one cached prefix. Needs vLLM alone.
+"""vLLM's CPU build on the shape of our transformer, as a peer's process: peers_child.py has the protocol. Needs vLLM.
 
-    python benchmarks/peers_vllm.py --prefix 2048 --candidates 64 --seconds 10
+    python benchmarks/peers_vllm.py PREFIX CANDIDATES DTYPE
 
-Prints one line of JSON: seconds of each round of `candidates` requests, each the prefix and one further token, answered
-by one token. Prefix caching is on and the prefix is cached; the layers are GPT-2's, their weights random.
+One run is CANDIDATES requests together, each the cached prefix and one token of its own, answered by one token. Layers
+are those of GPT-2, as our transformer's: LayerNorm before, GELU, an MLP of four times the width. Weights are random.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
+import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any, Final
 
-#: GPT-2 has our transformer's layers: LayerNorm before, GELU, an MLP of four times the width.
+from peers_child import turn
+
 CONFIG: Final[dict[str, Any]] = {
     "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 256, "n_layer": 8, "n_head": 4,
     "n_positions": 4096, "n_ctx": 4096, "vocab_size": 1024, "bos_token_id": 0, "eos_token_id": 0,
 }  # fmt: skip
 
 
+class Continuations:
+    """The engine with the prefix in its cache."""
+
+    def __init__(self, folder: Path, prefix: int, candidates: int, dtype: str) -> None:
+        import vllm
+
+        (folder / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
+        self.version: str = vllm.__version__
+        self._once = vllm.SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+        self._llm = vllm.LLM(
+            str(folder), skip_tokenizer_init=True, load_format="dummy", dtype=dtype, enable_prefix_caching=True,
+            max_model_len=prefix + 64, max_num_seqs=candidates,
+        )  # fmt: skip
+        history = [1 + index * 37 % 1000 for index in range(prefix)]
+        self._prompts = [{"prompt_token_ids": [*history, 1 + candidate]} for candidate in range(candidates)]
+        self.run()
+        # A cache holds whole blocks of tokens, so up to a block of the prefix is computed for each candidate.
+        self.cached = self.run()
+
+    def run(self) -> int:
+        """All continuations once. The smallest number of prompt tokens that were found in the cache."""
+        answers = self._llm.generate(self._prompts, self._once, use_tqdm=False)
+        return min(answer.num_cached_tokens or 0 for answer in answers)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prefix", type=int, default=2048)
-    parser.add_argument("--candidates", type=int, default=64)
-    parser.add_argument("--seconds", type=float, default=10.0)
-    parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
-    options = parser.parse_args()
+    prefix, candidates, dtype = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # vLLM logs to standard output
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
-        found = rounds(folder, options)
-    print(json.dumps(found), file=answers, flush=True)
-
-
-def rounds(folder: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of each round, the first (which computes the prefix) apart, and tokens found in the cache."""
-    import vllm
-
-    llm = vllm.LLM(
-        folder, skip_tokenizer_init=True, load_format="dummy", dtype=options.dtype, enable_prefix_caching=True,
-        max_model_len=options.prefix + 64, max_num_seqs=options.candidates,
-    )  # fmt: skip
-    once = vllm.SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
-    prefix = [1 + index * 37 % 1000 for index in range(options.prefix)]
-    prompts = [{"prompt_token_ids": [*prefix, 1 + candidate]} for candidate in range(options.candidates)]
-    start = time.perf_counter()
-    llm.generate(prompts[:1], once, use_tqdm=False)
-    first = time.perf_counter() - start
-    llm.generate(prompts, once, use_tqdm=False)
-    times: list[float] = []
-    cached = 0
-    until = time.perf_counter() + options.seconds
-    while not times or time.perf_counter() < until:
-        start = time.perf_counter()
-        answers = llm.generate(prompts, once, use_tqdm=False)
-        times.append(time.perf_counter() - start)
-        cached = min(answer.num_cached_tokens or 0 for answer in answers)
-    return {"version": vllm.__version__, "first": first, "times": times, "cached_tokens": cached}
+        engine: Continuations | None = None
+        for line in sys.stdin:
+            request = json.loads(line)
+            try:
+                engine = engine or Continuations(Path(folder), prefix, candidates, dtype)
+                answer: dict[str, Any] = {"version": engine.version, "cached": engine.cached}
+                if "turn" in request:
+                    answer["times"] = turn(engine.run, request["turn"])
+            except ModuleNotFoundError as error:
+                answer = {"failed": f"{error.name} is not installed here: `make bench-vllm` installs it"}
+            except Exception as error:
+                answer = {"failed": f"{type(error).__name__}: {error}"[:300]}
+            print(json.dumps(answer), file=answers, flush=True)
 
 
 if __name__ == "__main__":
