@@ -308,6 +308,8 @@ def _contract_problem(made: object) -> str:
     tasks = made.tasks  # type: ignore[attr-defined]  # checked above
     if not tasks or not all(isinstance(task, str) and task for task in tasks) or len(set(tasks)) != len(tasks):
         return f"its `tasks` must be one or more different names, found {tasks!r}"
+    if not isinstance(suffix := getattr(made, "takes_suffix", False), bool):
+        return f"its `takes_suffix` must be a bool, found {suffix!r}"
     if not made.version:  # type: ignore[attr-defined]
         return "its `version` is empty; the worker keeps the prefix KV of different versions apart by it"
     return ""

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 
 from relaygr_stream.errors import ModelError
-from relaygr_stream.models.api import KVRegion, RankingModel, ScoreInput, Tokens, relative_deviation
+from relaygr_stream.models.api import KVRegion, RankingModel, ScoreInput, Tokens, relative_deviation, takes_suffix
 
 Scores = npt.NDArray[np.float32]
 
@@ -130,6 +130,7 @@ class Probe:
         self.bounds = bounds
         self.model = make(dtype)
         self.half = dtype != torch.float32
+        self.takes_suffix = takes_suffix(self.model)
         self.reference = make(torch.float32) if self.half else self.model
         self.random = np.random.default_rng(seed)
 
@@ -154,7 +155,7 @@ class Probe:
     def region(self, capacity: int, fill: float = 0.0, model: RankingModel | None = None) -> KVRegion:
         """An empty region whose memory holds `fill`."""
         layout, capacity = (model or self.model).layout, max(capacity, 1)
-        storage = torch.full((capacity * layout.elements_per_token,), fill, dtype=layout.dtype, device=self.device)
+        storage = torch.full((layout.elements(capacity),), fill, dtype=layout.dtype, device=self.device)
         return KVRegion(layout, storage, capacity)
 
     def prefix(
@@ -200,9 +201,16 @@ class Probe:
         """The scores of one ranking in a batch of one."""
         return self.score_batch([ScoreInput(kv, suffix, candidates)], model)[0]
 
-    def full(self, history: Tokens, candidates: Items, model: RankingModel | None = None) -> Scores:
-        """Full inference: prefill all history into its own region in one call, then score the candidates."""
-        return self.score(self.prefix(history, model=model), NO_TOKENS, candidates, model)
+    def full(
+        self, history: Tokens, candidates: Items, model: RankingModel | None = None, suffix: Tokens = NO_TOKENS
+    ) -> Scores:
+        """Full inference: prefill all history into its own region in one call, then score the candidates.
+
+        The suffix belongs to the history, unless the model tells the two apart (api.takes_suffix).
+        """
+        if self.model.incremental and len(suffix):
+            history, suffix = Tokens(np.concatenate([history.array, suffix.array], axis=1)), NO_TOKENS
+        return self.score(self.prefix(history, model=model), suffix, candidates, model)
 
     # ---- comparing ----
 
@@ -210,10 +218,12 @@ class Probe:
         """An empty collection with the rule for the probe's type."""
         return Deviations(half=self.half, limit=limit, half_limit=half_limit)
 
-    def compare(self, into: Deviations, found: Scores, history: Tokens, candidates: Items) -> None:
-        """Compare `found`, scores of `candidates` behind `history`, with full inference."""
-        full = self.full(history, candidates)
-        into.add(found, full, self.full(history, candidates, self.reference) if self.half else full)
+    def compare(
+        self, into: Deviations, found: Scores, history: Tokens, candidates: Items, suffix: Tokens = NO_TOKENS
+    ) -> None:
+        """Compare `found`, scores of `candidates` behind `history` and `suffix`, with full inference."""
+        full = self.full(history, candidates, suffix=suffix)
+        into.add(found, full, self.full(history, candidates, self.reference, suffix) if self.half else full)
 
 
 @contextmanager

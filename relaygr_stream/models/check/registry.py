@@ -16,6 +16,15 @@ from relaygr_stream.models.check.probe import NO_TOKENS, Failed, Measure, Probe
 CANDIDATES: Final = 12
 
 
+#: Why what is about K and V of single tokens does not apply.
+STATE_ONLY: Final = "its layout has a state alone, and no K/V per token"
+
+
+def has_tokens(probe: Probe) -> bool:
+    """Whether the model's prefix KV consist of K and V per token, at least in part."""
+    return probe.model.layout.elements_per_token > 0
+
+
 def has_steps(probe: Probe) -> bool:
     """Whether the model's class offers `prefill_in_steps`; the worker looks at the class too."""
     return hasattr(type(probe.model), "prefill_in_steps")
@@ -135,6 +144,8 @@ PROPERTIES: Final = (
         properties.appends_only,
         hazard="writing-to-what-others-read",
         incremental_only=True,
+        applies=has_tokens,
+        unless=STATE_ONLY,
     ),
     Property(
         "earlier K/V do not depend on later tokens",
@@ -144,6 +155,8 @@ PROPERTIES: Final = (
         properties.causal,
         hazard="positions-or-times-counted-from-the-end",
         incremental_only=True,
+        applies=has_tokens,
+        unless=STATE_ONLY,
     ),
     Property(
         "the region is all there is",
