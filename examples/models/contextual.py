@@ -112,7 +112,10 @@ class Contextual(Transformer):
     def _parts(self, kv: KVRegion, index: int, length: int) -> tuple[Part, Part]:
         """A layer's K and V in the region: of the context tokens, and of the first `length` behaviours."""
         keys, values = kv.layer(index)
-        return KVRegion(self._context_layout, kv.state, self._count).layer(index), (keys[:, :length], values[:, :length])
+        return KVRegion(self._context_layout, kv.state, self._count).layer(index), (
+            keys[:, :length],
+            values[:, :length],
+        )
 
 
 def attend(

@@ -113,9 +113,7 @@ class Entry:
         """Whether its DRAM copy is complete, so that evicting it from HBM loses nothing."""
         return self.stored is not None and self.spill is None and self.stored.length == len(self.tokens)
 
-    def coverage(
-        self, tokens: Tokens, *, incremental: bool, sliceable: bool = True, max_stale: int = 0
-    ) -> Coverage:
+    def coverage(self, tokens: Tokens, *, incremental: bool, sliceable: bool = True, max_stale: int = 0) -> Coverage:
         """How the entry's sequence, computed or being computed, relates to a request's prefix.
 
         incremental: whether K/V stay valid as a sequence grows; if not, only equal sequences match.

@@ -78,9 +78,7 @@ def test_context_tokens_see_the_prefix_and_a_suffix_sees_them(
     context = 3 if prefix else 0
     seen = visible_in_order(context + prefix + suffix, count)
     seen[:context, : context + prefix] = True
-    x = torch.cat(
-        (CONTEXTUAL.embedding.context[:context], CONTEXTUAL.embedding.rankings([(history, 0, candidates)]))
-    )
+    x = torch.cat((CONTEXTUAL.embedding.context[:context], CONTEXTUAL.embedding.rankings([(history, 0, candidates)])))
     expected = naive_logits(
         CONTEXTUAL, CONTEXTUAL.config, x, context + len(history), lambda q, k, v: softmax_attention(q, k, v, seen)
     )
