@@ -14,11 +14,13 @@ from typing import Annotated, Any, Final, Literal, TypeVar, get_args
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from relaygr_stream.errors import DecodeError
 from relaygr_stream.settings.schema import LABEL
+from relaygr_stream.wire import features
 from relaygr_stream.wire.behaviours import ITEM_DTYPE, Behaviours, BehavioursInPlace, check_times, pack_items
+from relaygr_stream.wire.features import Columns, FeatureSchema
 from relaygr_stream.wire.headers import (
     HEADER_CORRELATION,
     HEADER_DETAIL,
@@ -76,6 +78,7 @@ __all__ = [
     "Timings",
     "UnixMillis",
     "WorkerStatus",
+    "check_features",
     "check_times",
     "decode",
     "encode",
@@ -102,6 +105,7 @@ Outcome = Literal["hbm", "dram", "joined", "full", "truncated"]
 MISSES: Final[frozenset[str | None]] = frozenset({"full", "truncated"})
 Status = Literal["ok", "deadline_exceeded", "overloaded", "rejected", "failed"]
 Mode = Literal["auto", "full"]
+SchemaDigest = Annotated[str, Meta(max_length=64)]
 State = Literal["starting", "serving", "draining", "stopped"]
 #: The least schema version whose readers understand the message; 0: only those of its own version.
 LeastVersion = Annotated[int, Meta(ge=0)]
@@ -119,6 +123,13 @@ class RequestEvent(msgspec.Struct, frozen=True, kw_only=True):
     sent_ms: UnixMillis = 0  # the sender's clock when it published; 0: unknown, counts as just now
     rank_in_ms: Millis = 0.0  # the sender's estimate of the time until the ranking request; 0: unknown
     tenant: Label = ""  # the user's tenant: prefix KV are found by tenant and user id
+    feature_schema: SchemaDigest | UnsetType = UNSET  # FeatureSchema.digest of the sender; unset: not stated
+    user_columns: Columns | UnsetType = UNSET  # the user's features, one row
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens before the first behaviour: 1 if the user has features."""
+        return int(bool(self.user_columns))
 
     def validate(self) -> None:
         """Raise DecodeError for errors that the field types do not exclude."""
@@ -143,6 +154,8 @@ class PreInferSignal(msgspec.Struct, frozen=True, kw_only=True):
     life_ms: Millis  # the pin ends at the latest this long after the worker reads the signal
     rank_in_ms: Millis = 0.0
     tenant: Label = ""
+    feature_schema: SchemaDigest | UnsetType = UNSET  # as in the request event
+    user_columns: Columns | UnsetType = UNSET
 
     def validate(self) -> None:
         """Raise DecodeError for errors that the field types do not exclude."""
@@ -167,6 +180,9 @@ class RankingRequest(msgspec.Struct, frozen=True, kw_only=True):
     hops: Annotated[int, Meta(ge=0, le=2)] = 0  # times this request was forwarded to another lane
     tenant: Label = ""  # as in the request event
     client_id: Label = ""  # the client's name, not authenticated
+    feature_schema: SchemaDigest | UnsetType = UNSET  # as in the request event
+    user_columns: Columns | UnsetType = UNSET
+    candidate_columns: Columns | UnsetType = UNSET  # features of candidates and of candidate × user, m rows
 
     def validate(self) -> None:
         """Raise DecodeError for errors that the field types do not exclude."""
@@ -174,6 +190,8 @@ class RankingRequest(msgspec.Struct, frozen=True, kw_only=True):
         self.suffix.checked(_Invalid)
         if not self.candidates or len(self.candidates) % ITEM_DTYPE.itemsize:
             raise DecodeError("invalid", f"candidates must be m ≥ 1 uint32; got {len(self.candidates)} bytes")
+        if self.candidate_columns:
+            features.check_rows(self.candidate_columns, len(self.candidates) // ITEM_DTYPE.itemsize, _Invalid)
         if len(self.prefix) and len(self.suffix):
             last = int.from_bytes(self.prefix.times[-8:], "little", signed=True)
             first = int.from_bytes(self.suffix.times[:8], "little", signed=True)
@@ -355,16 +373,32 @@ def validated(message: M) -> M:
     Raises DecodeError, or a ValueError that names the field.
     """
     for array in (getattr(message, "prefix", None), getattr(message, "suffix", None)):
-        if isinstance(array, Behaviours) and {type(part) for part in msgspec.structs.astuple(array)} != {bytes}:
+        if isinstance(array, Behaviours) and {type(part) for part in array.parts()} != {bytes}:
             raise DecodeError("invalid", "behaviours must be made of bytes; pack arrays with Behaviours.of")
-    msgspec.convert(msgspec.structs.asdict(message), type(message))
+    fields = msgspec.structs.asdict(message)
+    msgspec.convert({name: value for name, value in fields.items() if value is not UNSET}, type(message))
     message.validate()
     return message
 
 
+def check_features(message: RequestEvent | PreInferSignal | RankingRequest, schema: FeatureSchema) -> None:
+    """Raise DecodeError, naming the column, unless the message has exactly the columns of the schema."""
+    schema.check("user", 1, message.user_columns or {})
+    schema.check("behaviour", len(message.prefix), message.prefix.table)
+    if isinstance(message, RankingRequest):
+        schema.check("behaviour", len(message.suffix), message.suffix.table)
+        candidates = len(message.candidates) // ITEM_DTYPE.itemsize
+        schema.check("candidate", candidates, message.candidate_columns or {})
+    schema.check_digest(message.feature_schema or "")
+
+
 def _check_unknown(message: Message, size: int) -> None:
     """Raise DecodeError if unknown fields, or known fields stated twice, take more than MAX_UNKNOWN_BYTES."""
-    arrays = message.prefix.nbytes() if isinstance(message, RequestEvent | PreInferSignal | RankingRequest) else 0
+    arrays = 0
+    if isinstance(message, RequestEvent | PreInferSignal | RankingRequest):
+        arrays = message.prefix.nbytes() + features.nbytes(message.user_columns or {})
+    if isinstance(message, RankingRequest):
+        arrays += features.nbytes(message.candidate_columns or {})
     if size - arrays <= MAX_UNKNOWN_BYTES:  # the common case: everything but the arrays is small
         return
     unknown = size - len(encode(message))

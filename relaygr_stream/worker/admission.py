@@ -65,7 +65,7 @@ class Admission:
         Their number is the largest multiple of truncate_min_tokens that fits. They are a history of their own:
         positions count from 0, and the first gap is 0. False, nothing changed: it is in time, or no such number is.
         """
-        least, length = self._least, len(task.tokens) + len(task.suffix)
+        least, length = self._least, len(task.tokens) - task.tokens.context + len(task.suffix)
         misses = found[0] is None or found[1] is Coverage.NONE
         if not (least and misses and not task.full and self._executor.model.incremental):
             return False
