@@ -38,7 +38,7 @@ from relaygr_stream.errors import (
 )
 from relaygr_stream.settings.load import load_settings
 from relaygr_stream.settings.schema import Settings
-from relaygr_stream.wire.features import FeatureSchema, Table
+from relaygr_stream.wire.features import FeatureSchema, FeatureTables, Table
 from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import (
     ITEM_DTYPE,
@@ -174,8 +174,7 @@ class RelayClient:
             request_id=request_id or secrets.token_hex(8),
             user_id=user_id,
             prefix=prefix,
-            feature_schema=self._features.digest if self._features else UNSET,
-            user_columns=tables.get("user") or UNSET,
+            columns=FeatureTables(self._features.digest, tables["user"]) if self._features else UNSET,
             candidates=candidates,
             rank_in_ms=rank_in * 1000,
             tenant=tenant,
@@ -338,9 +337,7 @@ class Request:
             user_id=event.user_id,
             prefix=event.prefix,
             suffix=newer,
-            feature_schema=event.feature_schema,
-            user_columns=event.user_columns,
-            candidate_columns=tables.get("candidate") or UNSET,
+            columns=event.columns and msgspec.structs.replace(event.columns, candidate=tables["candidate"]),
             candidates=packed,
             mode=mode,
             tenant=event.tenant,

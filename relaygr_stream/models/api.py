@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal, Protocol, runtime_checkable
 
 import msgspec
@@ -22,8 +21,6 @@ from relaygr_stream.wire.messages import Behaviours
 
 #: Rows of a token before its features: item, action, gap.
 ROWS: Final = 3
-#: No features of candidates.
-NONE: Final[Values] = MappingProxyType({})
 
 #: The action of the token of user features. Actions on the wire are 0…255.
 USER_ACTION: Final = -1
@@ -175,7 +172,7 @@ class ScoreInput:
     kv: KVRegion
     suffix: Tokens
     candidates: npt.NDArray[np.int64]
-    features: Values = NONE
+    features: Values = field(default_factory=dict)
 
 
 @runtime_checkable

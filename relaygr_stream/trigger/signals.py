@@ -77,8 +77,7 @@ class LaneSignals:
             life_ms=self._shared.policy.life_ms,
             rank_in_ms=event.rank_in_ms,
             tenant=event.tenant,
-            feature_schema=event.feature_schema,
-            user_columns=event.user_columns,
+            columns=event.columns,
         )
         self._signals.append(_Signal(event, record, pending))
         self._messages.append((event.user_id.encode(), encode(signal)))

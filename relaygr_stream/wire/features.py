@@ -37,6 +37,20 @@ Key = Annotated[str, Meta(min_length=1, max_length=MAX_KEY)]
 #: A table in a message: NAME:DTYPE → packed values.
 Columns = Annotated[dict[Key, bytes], Meta(max_length=MAX_COLUMNS)]
 ColumnsInPlace = Annotated[dict[Key, memoryview], Meta(max_length=MAX_COLUMNS)]
+
+
+class FeatureTables(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A message's features other than the behaviours' own. schema: the digest of the sender's schema; "": unstated."""
+
+    schema: Annotated[str, Meta(max_length=64)] = ""
+    user: Columns = {}  # one row
+    candidate: Columns = {}  # of candidates and of candidate × user: m rows
+
+    def nbytes(self) -> int:
+        """Bytes of the columns' keys and values."""
+        return nbytes(self.user) + nbytes(self.candidate)
+
+
 #: A table on the host: name → (rows, width), read-only.
 Values = Mapping[str, npt.NDArray[Any]]
 Words = npt.NDArray[np.int64]
@@ -285,3 +299,5 @@ def _check_integers(array: npt.NDArray[Any], limits: Any, what: str) -> None:
 
 #: Of a model that reads items, actions and times alone.
 NO_FEATURES: Final = FeatureSchema()
+#: Of a message without features.
+NO_TABLES: Final = FeatureTables()

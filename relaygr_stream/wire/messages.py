@@ -18,9 +18,8 @@ from msgspec import UNSET, Meta, UnsetType
 
 from relaygr_stream.errors import DecodeError
 from relaygr_stream.settings.schema import LABEL
-from relaygr_stream.wire import features
 from relaygr_stream.wire.behaviours import ITEM_DTYPE, Behaviours, BehavioursInPlace, check_times, pack_items
-from relaygr_stream.wire.features import Columns, FeatureSchema
+from relaygr_stream.wire.features import NO_TABLES, FeatureSchema, FeatureTables, check_rows
 from relaygr_stream.wire.headers import (
     HEADER_CORRELATION,
     HEADER_DETAIL,
@@ -105,7 +104,6 @@ Outcome = Literal["hbm", "dram", "joined", "full", "truncated"]
 MISSES: Final[frozenset[str | None]] = frozenset({"full", "truncated"})
 Status = Literal["ok", "deadline_exceeded", "overloaded", "rejected", "failed"]
 Mode = Literal["auto", "full"]
-SchemaDigest = Annotated[str, Meta(max_length=64)]
 State = Literal["starting", "serving", "draining", "stopped"]
 #: The least schema version whose readers understand the message; 0: only those of its own version.
 LeastVersion = Annotated[int, Meta(ge=0)]
@@ -123,13 +121,12 @@ class RequestEvent(msgspec.Struct, frozen=True, kw_only=True):
     sent_ms: UnixMillis = 0  # the sender's clock when it published; 0: unknown, counts as just now
     rank_in_ms: Millis = 0.0  # the sender's estimate of the time until the ranking request; 0: unknown
     tenant: Label = ""  # the user's tenant: prefix KV are found by tenant and user id
-    feature_schema: SchemaDigest | UnsetType = UNSET  # FeatureSchema.digest of the sender; unset: not stated
-    user_columns: Columns | UnsetType = UNSET  # the user's features, one row
+    columns: FeatureTables | UnsetType = UNSET  # the user's features
 
     @property
     def context_tokens(self) -> int:
         """Tokens before the first behaviour: 1 if the user has features."""
-        return int(bool(self.user_columns))
+        return int(bool(self.columns and self.columns.user))
 
     def validate(self) -> None:
         """Raise DecodeError for errors that the field types do not exclude."""
@@ -154,8 +151,7 @@ class PreInferSignal(msgspec.Struct, frozen=True, kw_only=True):
     life_ms: Millis  # the pin ends at the latest this long after the worker reads the signal
     rank_in_ms: Millis = 0.0
     tenant: Label = ""
-    feature_schema: SchemaDigest | UnsetType = UNSET  # as in the request event
-    user_columns: Columns | UnsetType = UNSET
+    columns: FeatureTables | UnsetType = UNSET  # as in the request event
 
     def validate(self) -> None:
         """Raise DecodeError for errors that the field types do not exclude."""
@@ -180,9 +176,7 @@ class RankingRequest(msgspec.Struct, frozen=True, kw_only=True):
     hops: Annotated[int, Meta(ge=0, le=2)] = 0  # times this request was forwarded to another lane
     tenant: Label = ""  # as in the request event
     client_id: Label = ""  # the client's name, not authenticated
-    feature_schema: SchemaDigest | UnsetType = UNSET  # as in the request event
-    user_columns: Columns | UnsetType = UNSET
-    candidate_columns: Columns | UnsetType = UNSET  # features of candidates and of candidate × user, m rows
+    columns: FeatureTables | UnsetType = UNSET  # the user's features and the candidates'
 
     def validate(self) -> None:
         """Raise DecodeError for errors that the field types do not exclude."""
@@ -190,8 +184,8 @@ class RankingRequest(msgspec.Struct, frozen=True, kw_only=True):
         self.suffix.checked(_Invalid)
         if not self.candidates or len(self.candidates) % ITEM_DTYPE.itemsize:
             raise DecodeError("invalid", f"candidates must be m ≥ 1 uint32; got {len(self.candidates)} bytes")
-        if self.candidate_columns:
-            features.check_rows(self.candidate_columns, len(self.candidates) // ITEM_DTYPE.itemsize, _Invalid)
+        if self.columns:
+            check_rows(self.columns.candidate, len(self.candidates) // ITEM_DTYPE.itemsize, _Invalid)
         if len(self.prefix) and len(self.suffix):
             last = int.from_bytes(self.prefix.times[-8:], "little", signed=True)
             first = int.from_bytes(self.suffix.times[:8], "little", signed=True)
@@ -377,28 +371,29 @@ def validated(message: M) -> M:
             raise DecodeError("invalid", "behaviours must be made of bytes; pack arrays with Behaviours.of")
     fields = msgspec.structs.asdict(message)
     msgspec.convert({name: value for name, value in fields.items() if value is not UNSET}, type(message))
+    if isinstance(columns := fields.get("columns"), FeatureTables):
+        msgspec.convert(msgspec.structs.asdict(columns), FeatureTables)
     message.validate()
     return message
 
 
 def check_features(message: RequestEvent | PreInferSignal | RankingRequest, schema: FeatureSchema) -> None:
     """Raise DecodeError, naming the column, unless the message has exactly the columns of the schema."""
-    schema.check("user", 1, message.user_columns or {})
+    columns = message.columns or NO_TABLES
+    schema.check("user", 1, columns.user)
     schema.check("behaviour", len(message.prefix), message.prefix.table)
     if isinstance(message, RankingRequest):
         schema.check("behaviour", len(message.suffix), message.suffix.table)
         candidates = len(message.candidates) // ITEM_DTYPE.itemsize
-        schema.check("candidate", candidates, message.candidate_columns or {})
-    schema.check_digest(message.feature_schema or "")
+        schema.check("candidate", candidates, columns.candidate)
+    schema.check_digest(columns.schema)
 
 
 def _check_unknown(message: Message, size: int) -> None:
     """Raise DecodeError if unknown fields, or known fields stated twice, take more than MAX_UNKNOWN_BYTES."""
     arrays = 0
     if isinstance(message, RequestEvent | PreInferSignal | RankingRequest):
-        arrays = message.prefix.nbytes() + features.nbytes(message.user_columns or {})
-    if isinstance(message, RankingRequest):
-        arrays += features.nbytes(message.candidate_columns or {})
+        arrays = message.prefix.nbytes() + (message.columns or NO_TABLES).nbytes()
     if size - arrays <= MAX_UNKNOWN_BYTES:  # the common case: everything but the arrays is small
         return
     unknown = size - len(encode(message))

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from relaygr_stream.cache.entry import Entry
 from relaygr_stream.cache.transit import TransitCommand
-from relaygr_stream.models.api import NONE, KVRegion, Tokens
+from relaygr_stream.models.api import KVRegion, Tokens
 from relaygr_stream.wire.features import Values
 from relaygr_stream.wire.messages import Outcome, Status, tenant_key
 from relaygr_stream.worker.clients import UNBOOKED, Account
@@ -86,7 +86,7 @@ class RankTask(Keys):
     device_ms: float = 0.0
     computed_tokens: int = 0
     approximate: bool = False  # scored against prefix KV that had been rounded in DRAM
-    features: Values = NONE  # of the candidates
+    features: Values = field(default_factory=dict)  # of the candidates
     truncated_to: int = 0  # behaviours that it was cut to, since all would be late; 0: it was not
     answered: bool = False
 

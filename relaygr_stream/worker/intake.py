@@ -19,8 +19,7 @@ from relaygr_stream.bus.ages import Age, AgeBounds, LogEnd, SenderLag
 from relaygr_stream.errors import DecodeError
 from relaygr_stream.models.api import ROWS, Tokens
 from relaygr_stream.settings.schema import Relay
-from relaygr_stream.wire import features
-from relaygr_stream.wire.features import NO_FEATURES, FeatureSchema
+from relaygr_stream.wire.features import NO_FEATURES, NO_TABLES, FeatureSchema
 from relaygr_stream.wire.messages import (
     HEADER_CORRELATION,
     HEADER_REPLY_PARTITION,
@@ -118,7 +117,7 @@ class Intake:
             )
         check_times(signal.prefix, "prefix")
         check_features(signal, self._features)
-        tokens = Tokens.of(signal.prefix, None, self._features, signal.user_columns or {})
+        tokens = Tokens.of(signal.prefix, None, self._features, (signal.columns or NO_TABLES).user)
         now = time.monotonic()
         age = self._age(record, signal.admitted_ms, now).sure_ms
         life = min(signal.life_ms, self._relay.life_window_ms) - age
@@ -172,6 +171,7 @@ class Intake:
             check_features(request, self._features)
         except DecodeError as error:
             raise TooMuch(error.detail, request.request_id, request.user_id) from error
+        columns = request.columns or NO_TABLES
         now = time.monotonic()
         timeout = min(request.timeout_ms or self._default_timeout_ms, self._max_timeout_ms)
         age = self._age(record, request.sent_ms, now)
@@ -181,7 +181,7 @@ class Intake:
             request_id=request.request_id,
             user_id=request.user_id,
             lane=record.lane,
-            tokens=Tokens.of(request.prefix, None, self._features, request.user_columns or {}),
+            tokens=Tokens.of(request.prefix, None, self._features, columns.user),
             suffix=Tokens.of(request.suffix, last, self._features),
             candidates=np.frombuffer(request.candidates, ITEM_DTYPE).astype(np.int64),
             arrived=now,
@@ -195,7 +195,7 @@ class Intake:
             nbytes=self._nbytes(record, request),
             hops=request.hops,
             origin=origin,
-            features=self._features.values("candidate", request.candidate_columns or {}),
+            features=self._features.values("candidate", columns.candidate),
         )
 
     def _nbytes(self, record: Record, request: RankingRequest) -> int:
@@ -206,7 +206,7 @@ class Intake:
         scores = 2 * SCORE_DTYPE.itemsize * self._score_columns
         tokens = self._features.context_tokens + len(request.prefix) + len(request.suffix)
         decoded = self._token_bytes * tokens + (8 + scores) * candidates
-        decoded += features.nbytes(request.candidate_columns or {})  # copied from the record; the task keeps them
+        decoded += (request.columns or NO_TABLES).nbytes()  # copied from the record; the task keeps the candidates'
         return OBJECT_BYTES + came + decoded
 
     def _age(self, record: Record, sent_ms: int, now: float) -> Age:
