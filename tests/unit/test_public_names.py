@@ -13,17 +13,8 @@ from relaygr_stream import errors
 ERRORS = {
     name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, errors.RelayError)
 }
-CLIENT = {
-    "Behaviours",
-    "FeatureColumn",
-    "FeatureSchema",
-    "Ranking",
-    "RankingRequest",
-    "RelayClient",
-    "Request",
-    "RequestEvent",
-    "pack_items",
-}
+CLIENT = {"Behaviours", "Ranking", "RankingRequest", "RelayClient", "Request", "RequestEvent", "pack_items"}
+FEATURES = {"FeatureColumn", "FeatureSchema"}
 MODEL = {"KVLayout", "KVRegion", "RankingModel", "ScoreInput", "SteppedModel", "Tokens", "WarmedModel"}
 SETTINGS = {"Settings", "load_settings"}
 
