@@ -147,9 +147,12 @@ class Replay:
 
     def _with_features(self, item: WorkItem, begin: int, row: int, codes: Rows, newest: Rows) -> WorkItem:
         """The request of the user's rows begin:row with its features. codes: of the candidates."""
-        last = np.full(len(self._catalogue), -1)  # the user's last row with each item
-        last[self._codes[begin:row]] = np.arange(begin, row)
-        columns = request_columns(self.log.schema, self.log.features, row, newest[codes], last[codes])
+        seen, behind = np.unique(
+            self._codes[begin:row][::-1], return_index=True
+        )  # each item's last row: row - 1 - behind
+        places = np.minimum(np.searchsorted(seen, codes), len(seen) - 1)
+        pairs = np.where(seen[places] == codes, row - 1 - behind[places], -1)
+        columns = request_columns(self.log.schema, self.log.features, row, newest[codes], pairs)
         event = structs.replace(item.event, columns=structs.replace(columns, candidate={}))
         return replace(item, event=event, request=structs.replace(item.request, columns=columns))
 
