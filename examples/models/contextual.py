@@ -3,14 +3,14 @@
     model.factory = "examples.models.contextual:make"
 
 It is the transformer of relaygr_stream/models/transformer.py with learned context tokens before the behaviours. In each
-layer a context token sees all context tokens and all behaviours of the prefix, and a behaviour sees all context tokens
-and earlier behaviours. So K and V of every behaviour depend on the whole prefix, through the context tokens of the layer
-below: `incremental` is False, and a prefix is computed in one call.
+layer a context token sees all context tokens and the whole prefix, and a behaviour sees all context tokens and earlier
+behaviours. So K and V of every behaviour depend on the whole prefix, through the context tokens of the layer below:
+`incremental` is False, and a prefix is computed in one call.
 
-A suffix row sees the context tokens as they are behind the prefix, the prefix, and earlier suffix rows; a candidate sees
-all of these and itself. So the model's scores are defined on the prefix and the suffix of a request apart, and they are
-trained so: the context tokens summarise the history that was announced. `takes_suffix` says that. Full inference is then
-`prefill` of the prefix and `score` with the suffix, as in the relay.
+A suffix row sees the context tokens as they are behind the prefix, the prefix, and earlier suffix rows; a candidate
+sees all of these and itself. So the model's scores are defined on the prefix and the suffix of a request apart, and it
+is trained so: the context tokens summarise the history that was announced. `takes_suffix` says that. Full inference is
+then `prefill` of the prefix and `score` with the suffix, as in the relay.
 
 K and V of the context tokens are the region's state: a prefix has them once. A user without a prefix has none.
 """
@@ -137,7 +137,7 @@ def attend(
         if own is not None:
             scores.append((q.float() * own[0][:, start:stop].float()).sum(-1, keepdim=True).to(q.dtype))
         weights = torch.softmax(torch.cat(scores, 2), 2, dtype=torch.float32).to(q.dtype)
-        *shares, last = weights.split([part.shape[2] for part in scores], 2)
+        *shares, last = torch.split(weights, [part.shape[2] for part in scores], 2)
         shares = shares if own is not None else [*shares, last]
         out = sum((share @ values for share, (_, values) in zip(shares, seen, strict=True)), torch.zeros(()))
         outputs.append(out if own is None else out + last * own[1][:, start:stop])

@@ -10,8 +10,8 @@ attention. Each head keeps a matrix S (dqk, dv), which a behaviour updates and r
 A candidate stands behind the suffix: it reads γ · S + k vᵀ with its own k and v. The state is float32 whatever the type
 of the layers, and so is all arithmetic with it: it is a sum over the whole history, which rounding would fill.
 
-A state cannot go back to an earlier length. The layout says so (KVLayout.sliceable): such an entry serves a request whose
-prefix begins with all of it, and the cache copies it before it grows while someone holds it.
+A state cannot go back to an earlier length (KVLayout.sliceable). An entry serves requests whose prefix begins with all
+of it, and the cache copies it before it grows while someone holds it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ DECAY_EXPONENTS: Final = (4.0, 10.0)
 class RetentionConfig(TransformerConfig, frozen=True, kw_only=True):
     """The whole definition of a retention network apart from its weights."""
 
-    def layout(self, dtype: torch.dtype) -> KVLayout:
+    def layout(self, dtype: torch.dtype) -> KVLayout:  # noqa: ARG002  every type has the same
         """One state per layer and head, and nothing per token; float32 for any dtype."""
         return KVLayout.of_state(self.layers * self.heads * self.dqk * self.dv, torch.float32)
 
@@ -63,9 +63,9 @@ class Retention(Transformer):
             return
         x = self.embedding.behaviours(tokens, kv.length)
         states = []
-        for layer, state in zip(self._layers(), self._states(kv), strict=True):
+        for layer, before in zip(self._layers(), self._states(kv), strict=True):
             q, k, v = (part.float() for part in layer.project(x))
-            out, state = retain(q, k, v, state, self._log_decay)
+            out, state = retain(q, k, v, before, self._log_decay)
             states.append(state)
             if len(states) < len(self.layers):  # the last layer's output is not needed
                 x = layer.finish(x, _normalised(out, x.dtype))
@@ -76,9 +76,9 @@ class Retention(Transformer):
         """The logits of one ranking; rows are its suffix, then its candidates. The region's state stays as it is."""
         suffix = len(one.suffix)
         x = self.embedding.rankings([(one.suffix, one.kv.length, one.candidates)])
-        for layer, state in zip(self._layers(), self._states(one.kv), strict=True):
+        for layer, before in zip(self._layers(), self._states(one.kv), strict=True):
             q, k, v = (part.float() for part in layer.project(x))
-            out, state = retain(q[:, :suffix], k[:, :suffix], v[:, :suffix], state, self._log_decay)
+            out, state = retain(q[:, :suffix], k[:, :suffix], v[:, :suffix], before, self._log_decay)
             own = look(q[:, suffix:], k[:, suffix:], v[:, suffix:], state, self._log_decay)
             x = layer.finish(x, _normalised(torch.cat((out, own), 1), x.dtype))
         return self.head.logits(x[suffix:])

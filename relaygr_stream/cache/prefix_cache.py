@@ -63,8 +63,8 @@ class PrefixCache:
             raise CapacityError(
                 f"worker.hbm_bytes = {hbm.arena.size} cannot hold one prefix and one full inference of "
                 f"{scratch_tokens} tokens (relay.max_prefix_tokens + relay.max_suffix_tokens): each takes "
-                f"{self._scratch_bytes} bytes ({layout.bytes_per_token} a token, {layout.nbytes(0)} beside); set worker.hbm_bytes to at least "
-                f"{2 * self._scratch_bytes} or lower relay.max_prefix_tokens"
+                f"{self._scratch_bytes} bytes ({layout.bytes_per_token} a token, {layout.nbytes(0)} beside); set "
+                f"worker.hbm_bytes to at least {2 * self._scratch_bytes} or lower relay.max_prefix_tokens"
             )
         self.scratch = Scratch(reserved[1])
         if self._dram is not None and self._dram.size < self._dram.size_of(capacity):

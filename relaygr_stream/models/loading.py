@@ -25,6 +25,7 @@ from relaygr_stream.models.api import KVLayout, RankingModel
 from relaygr_stream.models.hstu_model import HSTUConfig, HSTUModel
 from relaygr_stream.models.kernels.choice import Kernels
 from relaygr_stream.settings.files import packaged_dir
+from relaygr_stream.wire.features import NO_FEATURES, FeatureSchema
 
 log = structlog.get_logger(__name__)
 
@@ -308,8 +309,18 @@ def _contract_problem(made: object) -> str:
     tasks = made.tasks  # type: ignore[attr-defined]  # checked above
     if not tasks or not all(isinstance(task, str) and task for task in tasks) or len(set(tasks)) != len(tasks):
         return f"its `tasks` must be one or more different names, found {tasks!r}"
-    if not isinstance(suffix := getattr(made, "takes_suffix", False), bool):
-        return f"its `takes_suffix` must be a bool, found {suffix!r}"
     if not made.version:  # type: ignore[attr-defined]
         return "its `version` is empty; the worker keeps the prefix KV of different versions apart by it"
+    return _optional_problem(made, made.version)  # type: ignore[attr-defined]
+
+
+def _optional_problem(made: object, version: str) -> str:
+    """The same for the attributes that a model need not have."""
+    takes_suffix, features = getattr(made, "takes_suffix", False), getattr(made, "features", NO_FEATURES)
+    if not isinstance(takes_suffix, bool):
+        return f"its `takes_suffix` must be a bool, found {takes_suffix!r}"
+    if not isinstance(features, FeatureSchema):
+        return f"its `features` must be a FeatureSchema, found {features!r}"
+    if features.digest not in version:
+        return f"its `version` {version!r} does not contain its features' digest {features.digest}; see version_of"
     return ""

@@ -48,7 +48,7 @@ def naive_logits(
     first: int,
     attend: Callable[..., torch.Tensor],
 ) -> torch.Tensor:
-    """Scores of the rows of x from `first` on. attend(q, k, v): one head's outputs for all rows, called head by head."""
+    """Scores of the rows of x from `first` on. attend(q, k, v): the outputs of the next head, for all rows."""
     x = x.double()
     weights = {name: value.double() for name, value in model.state_dict().items()}
     for index in range(config.layers):
