@@ -202,7 +202,8 @@ PROPERTIES: Final = (
     Property(
         "steps",
         "prefill in the model's own steps, with rankings in between or abandoned half-way, is prefill at once",
-        "kv.length moves before the last step, or a workspace is shared with score or with another prefill",
+        "kv.length moves or a state is rewritten before the last step, or a workspace is shared with score or with "
+        "another prefill",
         steps,
         hazard="chunks-that-start-anew",
         applies=has_steps,
