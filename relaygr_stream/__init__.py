@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     )
     from relaygr_stream.settings import Settings
     from relaygr_stream.settings.load import load_settings
+    from relaygr_stream.wire.features import FeatureColumn, FeatureSchema
     from relaygr_stream.wire.messages import Behaviours, RankingRequest, RequestEvent, pack_items
 
 __all__ = [
@@ -59,6 +60,8 @@ __all__ = [
     "DeadlineExceeded",
     "DecodeError",
     "DeviceError",
+    "FeatureColumn",
+    "FeatureSchema",
     "InputError",
     "KVLayout",
     "KVRegion",
@@ -99,6 +102,8 @@ _LAZY: Final = {
     "WarmedModel": "relaygr_stream.models.api",
     "Settings": "relaygr_stream.settings",
     "load_settings": "relaygr_stream.settings.load",
+    "FeatureColumn": "relaygr_stream.wire.features",
+    "FeatureSchema": "relaygr_stream.wire.features",
     "Behaviours": "relaygr_stream.wire.messages",
     "RankingRequest": "relaygr_stream.wire.messages",
     "RequestEvent": "relaygr_stream.wire.messages",

@@ -20,9 +20,10 @@ from relaygr_stream.lab.workload.report import PublishReport, print_report
 from relaygr_stream.settings.files import check_writable
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.process import ProcessContext, run_process
+from relaygr_stream.wire.features import NO_FEATURES, FeatureSchema
 
 #: Flags of one source only; given with the other one, they are refused.
-LOG_FLAGS = ("format", "columns", "time_unit", "item_ids", "speed", "which", "min_history")
+LOG_FLAGS = ("format", "columns", "features", "time_unit", "item_ids", "speed", "which", "min_history")
 GENERATOR_FLAGS = (
     "users",
     "user_exponent",
@@ -60,6 +61,11 @@ GENERATOR_FLAGS = (
 @click.option(
     "--columns", metavar="user=A,item=B,action=C,time=D", help="Names (or numbers from 1) of the log's columns."
 )
+@click.option(
+    "--features",
+    type=click.Path(path_type=Path),
+    help="JSON file with the list `features` that the model reads, such as its checkpoint's config.json. [none]",
+)
 @click.option("--time-unit", type=click.Choice(["s", "ms", "iso"]), help="Unit of the log's times. [by magnitude]")
 @click.option(
     "--item-ids", type=click.Choice(["number", "name"]), help="number: keep item ids; name: number them anew."
@@ -91,6 +97,7 @@ def replay_command(settings: Settings, json_path: Path | None, **flags: Any) -> 
     Examples:
       relaygr replay --events ml-100k/u.data
       relaygr replay --events shop.csv --columns user=uid,item=sku,action=type,time=ts --speed 60
+      relaygr replay --events shop.parquet --features checkpoint/config.json
       relaygr replay --generate --rate 100 --requests 5000 --json out/report.json
     """
     options = build_options(settings, flags)
@@ -140,6 +147,7 @@ def build_options(settings: Settings, flags: dict[str, Any]) -> PublishOptions:
         source = LogOptions(
             path=events,
             columns=None if flags["columns"] is None else ColumnMap.parse(flags["columns"]),
+            features=NO_FEATURES if flags["features"] is None else FeatureSchema.read(flags["features"]),
             replay=ReplayOptions(requests=requests, **given("speed", "which", "min_history"), **shape),
             **given("format", "time_unit", "item_ids"),
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from collections.abc import Mapping
 from contextlib import AsyncExitStack, suppress
 from copy import copy
 from types import TracebackType
@@ -16,6 +17,7 @@ from typing import Final, Self, TypeVar
 
 import msgspec
 import numpy.typing as npt
+from msgspec import UNSET
 from prometheus_client import CollectorRegistry
 
 from relaygr_stream.bus.renewed import RenewalsCollector
@@ -36,6 +38,7 @@ from relaygr_stream.errors import (
 )
 from relaygr_stream.settings.load import load_settings
 from relaygr_stream.settings.schema import Settings
+from relaygr_stream.wire.features import FeatureSchema, FeatureTables, Table
 from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import (
     ITEM_DTYPE,
@@ -43,6 +46,7 @@ from relaygr_stream.wire.messages import (
     Mode,
     RankingRequest,
     RequestEvent,
+    check_features,
     encode,
     pack_items,
     validated,
@@ -57,6 +61,8 @@ FRAME_BYTES: Final = 256
 
 #: Behaviours, oldest first: packed, or three arrays (items, actions, Unix times in milliseconds) of one length n.
 History = Behaviours | tuple[npt.ArrayLike, npt.ArrayLike, npt.ArrayLike]
+#: Name → values (rows, width), or (rows,) for width 1; those of the user without rows.
+Features = Mapping[str, npt.ArrayLike]
 
 
 class RelayClient:
@@ -70,7 +76,8 @@ class RelayClient:
 
     bootstrap: brokers, HOST:PORT[,HOST:PORT…]; replaces settings.kafka.bootstrap. settings: by default from the
     environment (RELAYGR_…). client_id: this client's name in brokers' logs and at workers; random by default.
-    registry: takes the client's metrics; new by default.
+    registry: takes the client's metrics; new by default. features: the schema of the model, where it reads features;
+    messages are then checked against it before they are sent.
 
     Raises ConfigError; entering it raises BrokerUnavailable, TopicError or CoPartitionError. Thousands of calls may run
     concurrently, on the event loop that entered the context.
@@ -83,7 +90,9 @@ class RelayClient:
         settings: Settings | None = None,
         client_id: str | None = None,
         registry: CollectorRegistry | None = None,
+        features: FeatureSchema | None = None,
     ) -> None:
+        self._features = features
         if settings is None:
             settings = load_settings(flags={"kafka.bootstrap": bootstrap}).settings
         elif bootstrap is not None:
@@ -148,24 +157,47 @@ class RelayClient:
         rank_in: float = 0.0,
         request_id: str | None = None,
         tenant: str = "",
+        features: Features | None = None,
     ) -> Request:
         """One request of a user: enter it when retrieval starts, rank when the candidates are known.
 
         history: the long prefix, oldest first: Behaviours, or three arrays (items uint32, actions uint8, Unix times in
         ms) of one length n. It is encoded here, once. candidates: expected number of candidates. rank_in: expected
-        seconds until the ranking; 0: unknown. request_id: random by default. tenant: the tenant of this user.
+        seconds until the ranking; 0: unknown. request_id: random by default. tenant: the tenant of this user. features:
+        those of the user and of the history's behaviours, where the client was made with a schema.
 
-        Raises Rejected if the history is neither.
+        Raises Rejected if the history is neither, or for features that are not those of the schema.
         """
+        prefix = behaviours_of(history, "history")
+        prefix, tables = self.packed(features, prefix, {"user": 1})
         event = RequestEvent(
             request_id=request_id or secrets.token_hex(8),
             user_id=user_id,
-            prefix=behaviours_of(history, "history"),
+            prefix=prefix,
+            columns=FeatureTables(self._features.digest, tables["user"]) if self._features else UNSET,
             candidates=candidates,
             rank_in_ms=rank_in * 1000,
             tenant=tenant,
         )
         return Request(self, event)
+
+    def packed(
+        self, features: Features | None, behaviours: Behaviours, rows: Mapping[Table, int]
+    ) -> tuple[Behaviours, dict[Table, dict[str, bytes]]]:
+        """The behaviours with their features, and the tables in `rows`. Raises Rejected, naming the column."""
+        if self._features is None:
+            if features:
+                raise Rejected("features: make the client with the model's schema, RelayClient(…, features=…)")
+            return behaviours, {}
+        if behaviours.columns is UNSET:
+            rows = {**rows, "behaviour": len(behaviours)}
+        try:
+            tables = self._features.pack(features or {}, rows)
+        except ValueError as error:
+            raise Rejected(f"features: {error}") from error
+        if tables.get("behaviour"):
+            behaviours = msgspec.structs.replace(behaviours, columns=tables["behaviour"])
+        return behaviours, tables
 
     async def announce(self, event: RequestEvent) -> None:
         """Publish a request event when retrieval starts; sets its `sent_ms`. `request` does this for you.
@@ -231,6 +263,8 @@ class RelayClient:
         """Key and value of a message. Raises Rejected if a receiver would refuse it."""
         try:
             value, key = encode(validated(message)), message.user_id.encode()
+            if self._features is not None:
+                check_features(message, self._features)
         except (DecodeError, TypeError, ValueError, OverflowError) as error:
             raise Rejected(f"not a valid {type(message).__name__}: {error}") from error
         size = len(value) + len(key) + FRAME_BYTES
@@ -283,22 +317,27 @@ class Request:
         suffix: History | None = None,
         timeout: float | None = None,
         mode: Mode = "auto",
+        features: Features | None = None,
     ) -> Ranking:
         """Score candidates (m item ids, m ≥ 1) after the history and the suffix.
 
         suffix: behaviours since the history, in the same form. timeout: seconds; None: client.timeout_ms. mode: "full"
-        ignores cached prefix KV. Raises as `RelayClient.rank` does.
+        ignores cached prefix KV. features: those of candidates, of candidate × user, and of the suffix's behaviours.
+        Raises as `RelayClient.rank` does.
         """
         event = self._event
         try:
             packed = pack_items(candidates)
         except (TypeError, ValueError) as error:
             raise Rejected(f"candidates: {error}") from error
+        newer = Behaviours() if suffix is None else behaviours_of(suffix, "suffix")
+        newer, tables = self._relay.packed(features, newer, {"candidate": len(packed) // ITEM_DTYPE.itemsize})
         request = RankingRequest(
             request_id=event.request_id,
             user_id=event.user_id,
             prefix=event.prefix,
-            suffix=Behaviours() if suffix is None else behaviours_of(suffix, "suffix"),
+            suffix=newer,
+            columns=event.columns and msgspec.structs.replace(event.columns, candidate=tables["candidate"]),
             candidates=packed,
             mode=mode,
             tenant=event.tenant,

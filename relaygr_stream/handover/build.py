@@ -8,10 +8,11 @@ from relaygr_stream.cache.storage import make_storage
 from relaygr_stream.errors import ConfigError
 from relaygr_stream.handover.desk import Desk, HandoverMetrics
 from relaygr_stream.handover.service import Handover
-from relaygr_stream.handover.wire import Identity
+from relaygr_stream.handover.wire import Identity, token_bytes
+from relaygr_stream.models.api import schema_of
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.wire.fleet import OwnerDirectory
-from relaygr_stream.worker.build import WorkerRuntime
+from relaygr_stream.worker.build import WorkerRuntime, longest_sequence
 from relaygr_stream.worker.device import DeviceThread
 
 
@@ -51,8 +52,9 @@ def handover_for(
         Desk(device, lanes),
         peers.workers,
         HandoverMetrics(registry),
-        settings.relay.max_prefix_tokens + settings.relay.max_suffix_tokens,
+        longest_sequence(settings, runtime.model),
         make_storage(settings.worker.dram_storage, runtime.model.layout).nbytes,
+        token_bytes(schema_of(runtime.model)),
     )
 
 

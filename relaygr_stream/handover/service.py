@@ -24,7 +24,7 @@ from relaygr_stream.handover.connection import accept, connect
 from relaygr_stream.handover.desk import Desk, HandoverMetrics
 from relaygr_stream.handover.giver import Giver, SessionProgress
 from relaygr_stream.handover.taker import Taker
-from relaygr_stream.handover.wire import SLICE_BYTES, Identity
+from relaygr_stream.handover.wire import SLICE_BYTES, TOKEN_BYTES, Identity
 from relaygr_stream.settings.schema import Handover as HandoverSettings
 from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.telemetry.listener import Known, Listener
@@ -60,7 +60,8 @@ MIB: Final = 1 << 20
 class Handover:
     """Serves and fetches from `start` to `stop`. peers: returns the newest status of every worker that is not silent.
 
-    max_tokens: the longest sequence. nbytes_of(capacity): bytes of a copy in the DRAM tier's form.
+    max_tokens: the longest sequence. nbytes_of(capacity): bytes of a copy in the DRAM tier's form. token_bytes: of a
+    token in an offer.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Handover:
         metrics: HandoverMetrics,
         max_tokens: int,
         nbytes_of: Callable[[int], int],
+        token_bytes: int = TOKEN_BYTES,
     ) -> None:
         self._settings = settings
         self._name = name
@@ -83,7 +85,7 @@ class Handover:
         bytes_per_s = settings.mib_per_s * MIB
         bandwidth = Bandwidth(bytes_per_s, max(SLICE_BYTES, int(BURST_S * bytes_per_s)))
         self._giver = Giver(identity, desk, bandwidth, metrics)
-        self._taker = Taker(identity, desk, metrics, max_tokens, nbytes_of)
+        self._taker = Taker(identity, desk, metrics, max_tokens, nbytes_of, token_bytes)
         self._serving: asyncio.Task[None] | None = None
         self._sessions = 0  # sessions served now, with authenticated workers
         self._asking: asyncio.Task[None] | None = None

@@ -17,7 +17,18 @@ from relaygr_stream.errors import DecodeError
 from relaygr_stream.handover.channel import Channel, PeerError
 from relaygr_stream.handover.desk import Desk, HandoverMetrics
 from relaygr_stream.handover.giver import SessionProgress
-from relaygr_stream.handover.wire import Ask, End, Enough, Identity, Offer, Refused, Skip, Take, max_offer_bytes
+from relaygr_stream.handover.wire import (
+    TOKEN_BYTES,
+    Ask,
+    End,
+    Enough,
+    Identity,
+    Offer,
+    Refused,
+    Skip,
+    Take,
+    max_offer_bytes,
+)
 from relaygr_stream.wire.messages import without_tenant
 
 #: The time limit of the first offer. The old owner sorts its entries before: at 2 µs each and a few milliseconds
@@ -29,7 +40,10 @@ FULL_IN_A_ROW: Final = 8
 
 
 class Taker:
-    """Runs sessions. max_tokens: the longest sequence. nbytes_of(capacity): bytes of a copy in the DRAM tier's form."""
+    """Runs sessions. max_tokens: the longest sequence. nbytes_of(capacity): bytes of a copy in the DRAM tier's form.
+
+    token_bytes: of a token in an offer.
+    """
 
     def __init__(
         self,
@@ -38,7 +52,9 @@ class Taker:
         metrics: HandoverMetrics,
         max_tokens: int,
         nbytes_of: Callable[[int], int],
+        token_bytes: int = TOKEN_BYTES,
     ) -> None:
+        self._token_bytes = token_bytes
         self._identity = identity
         self._desk = desk
         self._metrics = metrics
@@ -54,9 +70,9 @@ class Taker:
         """
         await channel.send(Ask(self._identity, tuple(sorted(lanes))))
         progress.lanes = lanes
-        full = 0
+        full, longest = 0, max_offer_bytes(self._max_tokens, self._token_bytes)
         while True:
-            message = await channel.receive(Offer | End | Refused, max_offer_bytes(self._max_tokens), LOOK_THROUGH_S)
+            message = await channel.receive(Offer | End | Refused, longest, LOOK_THROUGH_S)
             if isinstance(message, Refused):
                 raise PeerError(f"refused: {message.reason}")
             if isinstance(message, End):
@@ -77,7 +93,7 @@ class Taker:
     async def _judge(self, channel: Channel, offer: Offer, progress: SessionProgress) -> bool:
         """Take or skip one offer. Returns False if there was no room for it."""
         try:
-            tokens = offer.sequence(self._max_tokens)
+            tokens = offer.sequence(self._max_tokens, self._token_bytes)
         except DecodeError as error:
             raise PeerError(f"sent an invalid offer: {error.detail}") from error
         if offer.capacity > capacity_for(self._max_tokens) or offer.nbytes != self._nbytes_of(offer.capacity):

@@ -18,7 +18,8 @@ import numpy as np
 from msgspec import Meta
 
 from relaygr_stream.errors import DecodeError
-from relaygr_stream.models.api import Tokens
+from relaygr_stream.models.api import ROWS, Tokens
+from relaygr_stream.wire.features import FeatureSchema
 
 HEADER: Final = struct.Struct(">IB")
 MESSAGE, COPY = 0, 1
@@ -28,8 +29,8 @@ MAX_CHOICE: Final = 64
 MAX_ASK: Final = 64 * 1024
 #: Bytes of a slice: about 100 µs of encryption on the event loop.
 SLICE_BYTES: Final = 128 * 1024
-#: Bytes of a token: int64 item, action and gap.
-TOKEN_BYTES: Final = 24
+#: Bytes of a token of a model that reads no features: int64 item, action and gap.
+TOKEN_BYTES: Final = 8 * ROWS
 
 MAX_TEXT: Final = 512
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
@@ -73,7 +74,10 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 
 class Offer(msgspec.Struct, frozen=True, tag="offer"):
-    """Offers one entry, the most valuable first. tokens: (3, length) int64, little-endian, row-major."""
+    """Offers one entry, the most valuable first. tokens: (rows, length) int64, little-endian, row-major.
+
+    Item, action and gap are the first rows; a model that reads features has more, as both sides know by its version.
+    """
 
     user_id: UserKey
     capacity: Annotated[int, Meta(ge=1)]
@@ -85,16 +89,16 @@ class Offer(msgspec.Struct, frozen=True, tag="offer"):
         """The offer of a copy."""
         return cls(user_id, capacity, tokens.array.astype("<i8").tobytes(), nbytes)
 
-    def sequence(self, max_tokens: int) -> Tokens:
+    def sequence(self, max_tokens: int, token_bytes: int = TOKEN_BYTES) -> Tokens:
         """The entry's tokens. Raises DecodeError unless there are 1 to max_tokens and at most `capacity`."""
-        length, rest = divmod(len(self.tokens), TOKEN_BYTES)
+        length, rest = divmod(len(self.tokens), token_bytes)
         if rest or not 1 <= length <= min(max_tokens, self.capacity):
             raise DecodeError(
                 "invalid",
-                f"an offer has {len(self.tokens)} bytes of tokens and capacity for {self.capacity}; at {TOKEN_BYTES} "
+                f"an offer has {len(self.tokens)} bytes of tokens and capacity for {self.capacity}; at {token_bytes} "
                 f"bytes a token it must have 1 to {max_tokens} tokens, and at most its capacity",
             )
-        return Tokens(np.frombuffer(self.tokens, "<i8").astype(np.int64).reshape(3, length))
+        return Tokens(np.frombuffer(self.tokens, "<i8").astype(np.int64).reshape(-1, length))
 
 
 class Take(msgspec.Struct, frozen=True, tag="take"):
@@ -132,6 +136,11 @@ def decode(payload: bytes) -> Message:
         raise DecodeError("malformed", str(error)[:MAX_TEXT]) from error  # bounded, since it quotes the input
 
 
-def max_offer_bytes(max_tokens: int) -> int:
+def token_bytes(schema: FeatureSchema) -> int:
+    """Bytes of a token of a model that reads these features."""
+    return TOKEN_BYTES + 8 * schema.words
+
+
+def max_offer_bytes(max_tokens: int, token_bytes: int = TOKEN_BYTES) -> int:
     """The largest payload of an offer, and so of every message of the old owner."""
-    return max_tokens * TOKEN_BYTES + 2048
+    return max_tokens * token_bytes + 2048

@@ -8,43 +8,88 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from relaygr_stream.wire.features import NO_FEATURES, FeatureSchema, Values
 from relaygr_stream.wire.messages import Behaviours
+
+#: Rows of a token before its features: item, action, gap.
+ROWS: Final = 3
+
+#: The action of the token of user features. Actions on the wire are 0…255.
+USER_ACTION: Final = -1
 
 
 class Tokens(msgspec.Struct, frozen=True):  # built for every chunk; a frozen dataclass takes twice as long
-    """n behaviours on the host, as one int64 array (3, n): item ids, action types, gaps in milliseconds.
+    """n tokens on the host, as one int64 array (3 + words, n): item ids, action types, gaps in milliseconds, features.
 
-    The gap of a behaviour is the time since the behaviour before it. It does not change when the sequence grows.
+    A token is a behaviour, or the first one the user's features: item 0, action USER_ACTION, gap 0. The gap of a
+    behaviour is the time since the behaviour before it. It does not change when the sequence grows. words:
+    FeatureSchema.words of the model, 0 if it reads no features.
     """
 
     array: npt.NDArray[np.int64]
 
     @classmethod
-    def of(cls, behaviours: Behaviours, previous_ms: int | None = None) -> Tokens:
-        """Tokens of `behaviours`. previous_ms: time of the behaviour before the first; None: the first gap is 0."""
+    def of(
+        cls,
+        behaviours: Behaviours,
+        previous_ms: int | None = None,
+        schema: FeatureSchema = NO_FEATURES,
+        user: Mapping[str, bytes] | None = None,
+    ) -> Tokens:
+        """Tokens of `behaviours`, behind one of the user's features if they are given.
+
+        previous_ms: time of the behaviour before the first; None: the first gap is 0. The features were checked
+        (FeatureSchema.check).
+        """
         items, actions, times = behaviours.arrays()
-        array = np.empty((3, len(items)), np.int64)
-        array[0], array[1] = items, actions
+        context = 0 if user is None else schema.context_tokens
+        array = np.zeros((ROWS + schema.words, context + len(items)), np.int64)
+        array[0, context:], array[1, context:] = items, actions
         if len(times):
-            array[2, 0] = 0 if previous_ms is None else max(0, int(times[0]) - previous_ms)
-            np.subtract(times[1:], times[:-1], out=array[2, 1:])
+            array[2, context] = 0 if previous_ms is None else max(0, int(times[0]) - previous_ms)
+            np.subtract(times[1:], times[:-1], out=array[2, context + 1 :])
+        if schema.words:
+            schema.to_words("behaviour", behaviours.table, array[ROWS:, context:])
+            if context and user:
+                array[1, 0] = USER_ACTION
+                schema.to_words("user", user, array[ROWS:, :1])
+        return cls(array)
+
+    @classmethod
+    def zeros(cls, count: int, schema: FeatureSchema = NO_FEATURES) -> Tokens:
+        """A sequence of `count` tokens, the user's among them, with all values 0: for measuring times."""
+        array = np.zeros((ROWS + schema.words, count), np.int64)
+        array[1, : schema.context_tokens] = USER_ACTION
         return cls(array)
 
     def __len__(self) -> int:
         count: int = self.array.shape[1]
         return count
 
+    @property
+    def context(self) -> int:
+        """Tokens before the first behaviour: 1 if the first is the user's features, else 0."""
+        return int(len(self) > 0 and self.array[1, 0] == USER_ACTION)
+
     def slice(self, start: int, stop: int) -> Tokens:
         """A view of tokens start:stop, with the same gaps."""
         return Tokens(self.array[:, start:stop])
+
+    def followed_by(self, others: Tokens) -> Tokens:
+        """These tokens and then others, copied."""
+        return Tokens(np.concatenate([self.array, others.array], axis=1))
+
+    def features(self, table: Literal["user", "behaviour"], schema: FeatureSchema) -> dict[str, npt.NDArray[Any]]:
+        """The tokens' features, name → (n, width): of the user token alone, or of behaviours alone."""
+        return schema.from_words(table, self.array[ROWS:])
 
 
 @dataclass(frozen=True)
@@ -119,11 +164,15 @@ class KVRegion:
 
 @dataclass(frozen=True)
 class ScoreInput:
-    """One ranking: prefix KV (read only), n ≥ 0 suffix behaviours, m ≥ 1 candidate item ids (int64)."""
+    """One ranking: prefix KV (read only), n ≥ 0 suffix behaviours, m ≥ 1 candidate item ids (int64).
+
+    features: of the candidates, and of candidate × user: name → (m, width).
+    """
 
     kv: KVRegion
     suffix: Tokens
     candidates: npt.NDArray[np.int64]
+    features: Values = field(default_factory=dict)
 
 
 @runtime_checkable
@@ -140,6 +189,9 @@ class RankingModel(Protocol):
     incremental: True if appending tokens never changes the K/V of earlier tokens. False if it does (contextual tokens
         that see the whole history): the worker then computes a prefix in one call of `prefill`, never in chunks, and
         never appends to it; a request with a suffix is inferred in full, the suffix appended to the prefix.
+
+    A model that reads features has an attribute `features` too, a FeatureSchema, whose digest its version contains.
+    If the schema has user features, the first token of every sequence is the user's; no other one is.
     """
 
     layout: KVLayout
@@ -161,6 +213,12 @@ class RankingModel(Protocol):
         A ranking's scores must not depend on the other rankings of the batch.
         """
         ...
+
+
+def schema_of(model: RankingModel) -> FeatureSchema:
+    """The features that the model reads."""
+    schema: FeatureSchema = getattr(model, "features", NO_FEATURES)
+    return schema
 
 
 class WarmedModel(RankingModel, Protocol):
@@ -198,9 +256,15 @@ def digest(config: msgspec.Struct | Mapping[str, object], weights: Mapping[str, 
     return state.hexdigest()
 
 
-def version_of(architecture: str, weights_digest: str, dtype: torch.dtype) -> str:
-    """The version of a model that computes in `dtype`; it names the dtype because rounding changes the scores."""
-    return f"{architecture}-{weights_digest}-{str(dtype).removeprefix('torch.')}"
+def version_of(
+    architecture: str, weights_digest: str, dtype: torch.dtype, features: FeatureSchema = NO_FEATURES
+) -> str:
+    """The version of a model that computes in `dtype`; it names the dtype because rounding changes the scores.
+
+    With features it ends with their digest.
+    """
+    version = f"{architecture}-{weights_digest}-{str(dtype).removeprefix('torch.')}"
+    return f"{version}-{features.digest}" if features else version
 
 
 def relative_deviation(relayed: npt.NDArray[np.float32], full: npt.NDArray[np.float32]) -> float:

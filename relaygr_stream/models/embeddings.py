@@ -12,6 +12,9 @@ An item id in [0, vocab) has a row of its own. Every other id is unknown, and ha
     row = vocab + (z ^ (z >> 31)) % oov_rows
 
 Without such rows (oov_rows = 0) an unknown id shares the row id mod vocab with a known item.
+
+With features (features.py), those of a behaviour are added to its vector, those of a candidate and of candidate × user
+to the candidate's. The user's are one token before the first behaviour: their sum and a position.
 """
 
 from __future__ import annotations
@@ -25,8 +28,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from relaygr_stream.models.api import Tokens
+from relaygr_stream.models.api import ROWS, Tokens
+from relaygr_stream.models.features import FeatureEmbedding
+from relaygr_stream.models.hashing import oov_hash
 from relaygr_stream.models.stu import NORM_EPS
+from relaygr_stream.wire.features import NO_FEATURES, FeatureSchema, Values
 
 #: Action types: one byte on the wire.
 ACTIONS: Final = 256
@@ -44,22 +50,17 @@ def gap_buckets(gaps: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     return np.minimum(exponents, GAP_BUCKETS - 1).astype(np.int64)
 
 
-def oov_hash(ids: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
-    """The finalizer of SplitMix64, elementwise: a 64-bit number for each 64-bit id, different for different ids."""
-    z = ids.astype(np.uint64)  # two's complement
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
-
-
 class TokenEmbedding(nn.Module):
     """The embedding tables. Positions from max_positions on share the last row.
 
     unknown_items: ids outside [0, vocab) that were embedded so far, in behaviours and candidates.
     """
 
-    def __init__(self, dim: int, vocab: int, max_positions: int, oov_rows: int = 0) -> None:
+    def __init__(
+        self, dim: int, vocab: int, max_positions: int, oov_rows: int = 0, schema: FeatureSchema = NO_FEATURES
+    ) -> None:
         super().__init__()
+        self.features = FeatureEmbedding(schema, dim) if schema else None
         self.vocab = vocab
         self.oov_rows = oov_rows
         self.max_positions = max_positions
@@ -77,22 +78,24 @@ class TokenEmbedding(nn.Module):
         self._fill(rows, tokens, first)
         index = self._to_device(rows)
         x = self._items_and_positions(index)
-        self._add_behaviours(x, index)
+        self._add_behaviours(x, index, tokens)
         return x
 
     @torch.no_grad()
-    def rankings(self, batch: Sequence[RankingTokens]) -> torch.Tensor:
+    def rankings(self, batch: Sequence[RankingTokens], features: Sequence[Values] = ()) -> torch.Tensor:
         """Vectors (Σ suffix + candidates, D): each ranking's suffix, then its candidates.
 
-        All candidates of a ranking have the position behind its suffix.
+        All candidates of a ranking have the position behind its suffix. features: of each ranking's candidates.
         """
         rows, bounds = self.ranking_rows(batch)
         index = self._to_device(rows)
         x = self._items_and_positions(index)
-        for start, middle, stop in bounds:
+        for number, (start, middle, stop) in enumerate(bounds):
             if middle > start:
-                self._add_behaviours(x[start:middle], index[:, start:middle])
+                self._add_behaviours(x[start:middle], index[:, start:middle], batch[number][0])
             x[middle:stop] += self.candidate
+            if self.features is not None:
+                x[middle:stop] += self.features("candidate", features[number], stop - middle)
         return x
 
     def ranking_rows(self, batch: Sequence[RankingTokens]) -> tuple[npt.NDArray[np.int64], list[tuple[int, int, int]]]:
@@ -113,7 +116,7 @@ class TokenEmbedding(nn.Module):
         return rows, bounds
 
     def _fill(self, rows: npt.NDArray[np.int64], tokens: Tokens, first: int) -> None:
-        items, actions, gaps = tokens.array
+        items, actions, gaps = tokens.array[:ROWS]
         self._fill_items(rows[0], items)
         np.minimum(np.arange(first, first + len(tokens)), self.max_positions - 1, out=rows[1])
         np.remainder(actions, ACTIONS, out=rows[2])  # an index past the table would crash an accelerator
@@ -135,8 +138,16 @@ class TokenEmbedding(nn.Module):
     def _items_and_positions(self, index: torch.Tensor) -> torch.Tensor:
         return self.item.index_select(0, index[0]).add_(self.position.index_select(0, index[1]))
 
-    def _add_behaviours(self, x: torch.Tensor, index: torch.Tensor) -> None:
+    def _add_behaviours(self, x: torch.Tensor, index: torch.Tensor, tokens: Tokens) -> None:
         x.add_(self.action.index_select(0, index[2])).add_(self.gap.index_select(0, index[3]))
+        if self.features is None:
+            return
+        schema, context, count = self.features.schema, tokens.context, len(tokens)
+        behaviours = tokens.slice(context, count)
+        x[context:] += self.features("behaviour", behaviours.features("behaviour", schema), count - context)
+        if context:
+            user = tokens.slice(0, 1).features("user", schema)
+            x[:1] = self.position.index_select(0, index[1, :1]) + self.features("user", user, 1)
 
 
 class TaskHead(nn.Module):

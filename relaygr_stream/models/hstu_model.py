@@ -20,6 +20,7 @@ from relaygr_stream.models.kernels.graphs import CudaRecorder, RecordedScores, R
 from relaygr_stream.models.native.ends import NativeEnds, Sequences
 from relaygr_stream.models.stu import Positive, RankingRows, StackConfig
 from relaygr_stream.settings import Kernels
+from relaygr_stream.wire.features import FeatureColumn, FeatureSchema
 
 #: The types that the kernels support and the settings offer.
 DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
@@ -29,19 +30,29 @@ class HSTUConfig(StackConfig, frozen=True, kw_only=True, forbid_unknown_fields=T
     """The whole definition of an HSTU model apart from its weights: the layers' shape, tables and score columns.
 
     oov_rows: rows of the item table behind the vocab rows, for ids outside [0, vocab), by hash (embeddings.py). 0: such
-    an id shares a known item's row, id mod vocab.
+    an id shares a known item's row, id mod vocab. features: the columns it reads; a category needs its `rows`.
     """
 
     vocab: Positive
     oov_rows: Annotated[int, Meta(ge=0)] = 0
     max_positions: Positive
     tasks: Annotated[tuple[Annotated[str, Meta(min_length=1)], ...], Meta(min_length=1)]
+    features: tuple[FeatureColumn, ...] = ()
+
+    def __post_init__(self) -> None:
+        FeatureSchema(self.features)  # raises ValueError for a name that stands there twice
+        for one in self.features:
+            if "." in one.name:
+                raise ValueError(f"the feature {one.name!r} has a dot, which no weight's name may have")
+            if (one.dtype == "float32") == bool(one.rows):
+                wanted = "no `rows`" if one.rows else "`rows` of at least 1, its embedding table's"
+                raise ValueError(f"the {one.dtype} feature {one.name!r} needs {wanted}")
 
     def fields(self) -> dict[str, Any]:
-        """The fields as config.json has them. oov_rows = 0 is left out: the model's version stays what it was before
-        the field was there, and an older release reads the file."""
+        """The fields as config.json has them. oov_rows = 0 and no features are left out: the model's version stays what
+        it was before these fields were there, and an older release reads the file."""
         fields: dict[str, Any] = to_builtins(self)
-        return fields if self.oov_rows else {name: value for name, value in fields.items() if name != "oov_rows"}
+        return {name: value for name, value in fields.items() if value or name not in ("oov_rows", "features")}
 
 
 class HSTUModel(nn.Module):
@@ -56,7 +67,8 @@ class HSTUModel(nn.Module):
     def __init__(self, config: HSTUConfig) -> None:
         super().__init__()
         self.config = config
-        self.embedding = TokenEmbedding(config.dim, config.vocab, config.max_positions, config.oov_rows)
+        self.features = FeatureSchema(config.features)
+        self.embedding = TokenEmbedding(config.dim, config.vocab, config.max_positions, config.oov_rows, self.features)
         self.stack = HSTUStack(config)
         self.head = TaskHead(config.dim, len(config.tasks))
         self.layout = config.layout(torch.float32)
@@ -91,9 +103,10 @@ class HSTUModel(nn.Module):
         self.embedding.to(device=device, dtype=dtype)
         self.stack.place(device, dtype, kernels)
         self.head.to(device=device)
-        self._ends = self.stack.native_ends(self.embedding, self.head)
+        # The embedding in C, and the recorded one, read no features.
+        self._ends = None if self.features else self.stack.native_ends(self.embedding, self.head)
         self.layout = self.config.layout(dtype)
-        self.version = version_of("hstu", self._digest, dtype)
+        self.version = version_of("hstu", self._digest, dtype, self.features)
         fused = fused_stack(self.config, device, dtype, kernels)
         self.use(fused, None if fused is None else CudaRecorder(device))
         return self
@@ -109,7 +122,7 @@ class HSTUModel(nn.Module):
         """Use `fused` for attention from now on, its launches recorded by `recorder`; None: plain torch operators."""
         self.stack.fused = fused
         self._recorded = None
-        if fused is not None and recorder is not None:
+        if fused is not None and recorder is not None and not self.features:
             self._recorded = RecordedScores(self.embedding, self.stack, self.head, recorder)
 
     def warm_up(self, most: int) -> None:
@@ -142,7 +155,8 @@ class HSTUModel(nn.Module):
             sequences = Sequences(tokens)
             out = self.stack.score(rows, self._ends.embed(sequences))
             return list(torch.split(self._ends.logits(sequences, out), counts))
-        out = _of_candidates(self.stack.score(rows, self.embedding.rankings(tokens)), rows)
+        x = self.embedding.rankings(tokens, [one.features for one in batch])
+        out = _of_candidates(self.stack.score(rows, x), rows)
         return list(torch.split(self.head.logits(out), counts))
 
 

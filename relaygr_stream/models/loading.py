@@ -24,6 +24,7 @@ from relaygr_stream.errors import ConfigError, ModelError, RelayError
 from relaygr_stream.models.api import KVLayout, RankingModel
 from relaygr_stream.models.hstu_model import HSTUConfig, HSTUModel
 from relaygr_stream.settings.files import packaged_dir
+from relaygr_stream.wire.features import NO_FEATURES, FeatureSchema
 
 log = structlog.get_logger(__name__)
 
@@ -311,4 +312,12 @@ def _contract_problem(made: object) -> str:
         return f"its `tasks` must be one or more different names, found {tasks!r}"
     if not made.version:  # type: ignore[attr-defined]
         return "its `version` is empty; the worker keeps the prefix KV of different versions apart by it"
+    return _features_problem(getattr(made, "features", NO_FEATURES), made.version)  # type: ignore[attr-defined]
+
+
+def _features_problem(features: object, version: str) -> str:
+    if not isinstance(features, FeatureSchema):
+        return f"its `features` must be a FeatureSchema, found {features!r}"
+    if features.digest not in version:
+        return f"its `version` {version!r} does not contain its features' digest {features.digest}; see version_of"
     return ""

@@ -265,7 +265,7 @@ def decide(
     predicted_ms = costs.full_ms(tokens, event.candidates) + owner.worker.queue_ms
     if predicted_ms <= policy.risk_ms:
         return Decision("not_at_risk", tokens, age_ms, predicted_ms)
-    nbytes, cost_ms = prefix_bytes(tokens, owner.worker), charge_ms(costs, tokens, owner.worker)
+    nbytes, cost_ms = prefix_bytes(event.context_tokens + tokens, owner.worker), charge_ms(costs, tokens, owner.worker)
     reason: Reason = "admitted"
     if not lane.ledger.fits(nbytes):
         reason = "over_footprint"

@@ -77,6 +77,7 @@ class LaneSignals:
             life_ms=self._shared.policy.life_ms,
             rank_in_ms=event.rank_in_ms,
             tenant=event.tenant,
+            columns=event.columns,
         )
         self._signals.append(_Signal(event, record, pending))
         self._messages.append((event.user_id.encode(), encode(signal)))

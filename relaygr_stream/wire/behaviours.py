@@ -9,6 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from relaygr_stream.errors import DecodeError
+from relaygr_stream.wire import features
+from relaygr_stream.wire.features import Columns, ColumnsInPlace
 
 ITEM_DTYPE: Final = np.dtype("<u4")
 ACTION_DTYPE: Final = np.dtype("u1")
@@ -18,11 +20,12 @@ MAX_TIME_MS: Final = 1 << 62
 
 
 class Behaviours(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
-    """A user's behaviours, oldest first: three parallel arrays of the same length n, as little-endian bytes."""
+    """A user's behaviours, oldest first: parallel arrays of the same length n, as little-endian bytes."""
 
     items: bytes = b""  # n × uint32: item ids
     actions: bytes = b""  # n × uint8: action types
     times: bytes = b""  # n × int64: Unix time in milliseconds, non-decreasing
+    columns: Columns | msgspec.UnsetType = msgspec.UNSET  # the behaviours' features (features.py), n rows each
 
     @classmethod
     def of(cls, items: npt.ArrayLike, actions: npt.ArrayLike, times: npt.ArrayLike) -> Behaviours:
@@ -37,9 +40,18 @@ class Behaviours(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     def __len__(self) -> int:
         return len(self.items) // ITEM_DTYPE.itemsize
 
+    @property
+    def table(self) -> dict[str, bytes]:
+        """The behaviours' features; empty if there are none."""
+        return self.columns or {}
+
+    def parts(self) -> tuple[bytes, ...]:
+        """All arrays, packed."""
+        return (self.items, self.actions, self.times, *self.table.values())
+
     def nbytes(self) -> int:
-        """Bytes of the three arrays."""
-        return len(self.items) + len(self.actions) + len(self.times)
+        """Bytes of the arrays."""
+        return len(self.items) + len(self.actions) + len(self.times) + features.nbytes(self.table)
 
     def arrays(self) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
         """Read-only views (items, actions, times), each of length n."""
@@ -51,16 +63,27 @@ class Behaviours(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
 
     def slice(self, start: int, stop: int) -> Behaviours:
         """The behaviours start:stop, copied."""
-        return Behaviours(self.items[start * 4 : stop * 4], self.actions[start:stop], self.times[start * 8 : stop * 8])
+        columns = self.columns
+        if columns:
+            sizes = {key: len(data) // max(1, len(self)) for key, data in columns.items()}
+            columns = {key: data[start * sizes[key] : stop * sizes[key]] for key, data in columns.items()}
+        return Behaviours(
+            self.items[start * 4 : stop * 4], self.actions[start:stop], self.times[start * 8 : stop * 8], columns
+        )
 
     def checked(self, error: type[Exception]) -> Behaviours:
-        """Returns self if the arrays have one length and the times do not decrease; otherwise raises `error`."""
+        """Returns self if the arrays have one length and the times do not decrease; otherwise raises `error`.
+
+        Whether the columns are those of a model is not known here.
+        """
         n, rest = divmod(len(self.items), ITEM_DTYPE.itemsize)
         if rest or len(self.actions) != n or len(self.times) != n * TIME_DTYPE.itemsize:
             raise error(
                 f"items, actions and times must be parallel arrays of uint32, uint8 and int64; "
                 f"got {len(self.items)}, {len(self.actions)} and {len(self.times)} bytes"
             )
+        if self.columns:
+            features.check_rows(self.columns, n, error)
         times = np.frombuffer(self.times, TIME_DTYPE)
         if n > 1 and (times[1:] < times[:-1]).any():  # the method, since np.any takes a microsecond more per event
             at = int(np.argmax(times[1:] < times[:-1])) + 1
@@ -74,6 +97,7 @@ class BehavioursInPlace(Behaviours, frozen=True, forbid_unknown_fields=False):
     items: memoryview = memoryview(b"")  # type: ignore[assignment]
     actions: memoryview = memoryview(b"")  # type: ignore[assignment]
     times: memoryview = memoryview(b"")  # type: ignore[assignment]
+    columns: ColumnsInPlace | msgspec.UnsetType = msgspec.UNSET  # type: ignore[assignment]
 
 
 def check_times(behaviours: Behaviours, what: str) -> None:

@@ -14,11 +14,12 @@ from typing import Annotated, Any, Final, Literal, TypeVar, get_args
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from relaygr_stream.errors import DecodeError
 from relaygr_stream.settings.schema import LABEL
 from relaygr_stream.wire.behaviours import ITEM_DTYPE, Behaviours, BehavioursInPlace, check_times, pack_items
+from relaygr_stream.wire.features import NO_TABLES, FeatureSchema, FeatureTables, check_rows
 from relaygr_stream.wire.headers import (
     HEADER_CORRELATION,
     HEADER_DETAIL,
@@ -76,6 +77,7 @@ __all__ = [
     "Timings",
     "UnixMillis",
     "WorkerStatus",
+    "check_features",
     "check_times",
     "decode",
     "encode",
@@ -119,6 +121,12 @@ class RequestEvent(msgspec.Struct, frozen=True, kw_only=True):
     sent_ms: UnixMillis = 0  # the sender's clock when it published; 0: unknown, counts as just now
     rank_in_ms: Millis = 0.0  # the sender's estimate of the time until the ranking request; 0: unknown
     tenant: Label = ""  # the user's tenant: prefix KV are found by tenant and user id
+    columns: FeatureTables | UnsetType = UNSET  # the user's features
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens before the first behaviour: 1 if the user has features."""
+        return int(bool(self.columns and self.columns.user))
 
     def validate(self) -> None:
         """Raise DecodeError for errors that the field types do not exclude."""
@@ -143,6 +151,7 @@ class PreInferSignal(msgspec.Struct, frozen=True, kw_only=True):
     life_ms: Millis  # the pin ends at the latest this long after the worker reads the signal
     rank_in_ms: Millis = 0.0
     tenant: Label = ""
+    columns: FeatureTables | UnsetType = UNSET  # as in the request event
 
     def validate(self) -> None:
         """Raise DecodeError for errors that the field types do not exclude."""
@@ -167,6 +176,7 @@ class RankingRequest(msgspec.Struct, frozen=True, kw_only=True):
     hops: Annotated[int, Meta(ge=0, le=2)] = 0  # times this request was forwarded to another lane
     tenant: Label = ""  # as in the request event
     client_id: Label = ""  # the client's name, not authenticated
+    columns: FeatureTables | UnsetType = UNSET  # the user's features and the candidates'
 
     def validate(self) -> None:
         """Raise DecodeError for errors that the field types do not exclude."""
@@ -174,6 +184,8 @@ class RankingRequest(msgspec.Struct, frozen=True, kw_only=True):
         self.suffix.checked(_Invalid)
         if not self.candidates or len(self.candidates) % ITEM_DTYPE.itemsize:
             raise DecodeError("invalid", f"candidates must be m ≥ 1 uint32; got {len(self.candidates)} bytes")
+        if self.columns:
+            check_rows(self.columns.candidate, len(self.candidates) // ITEM_DTYPE.itemsize, _Invalid)
         if len(self.prefix) and len(self.suffix):
             last = int.from_bytes(self.prefix.times[-8:], "little", signed=True)
             first = int.from_bytes(self.suffix.times[:8], "little", signed=True)
@@ -355,16 +367,33 @@ def validated(message: M) -> M:
     Raises DecodeError, or a ValueError that names the field.
     """
     for array in (getattr(message, "prefix", None), getattr(message, "suffix", None)):
-        if isinstance(array, Behaviours) and {type(part) for part in msgspec.structs.astuple(array)} != {bytes}:
+        if isinstance(array, Behaviours) and {type(part) for part in array.parts()} != {bytes}:
             raise DecodeError("invalid", "behaviours must be made of bytes; pack arrays with Behaviours.of")
-    msgspec.convert(msgspec.structs.asdict(message), type(message))
+    fields = msgspec.structs.asdict(message)
+    msgspec.convert({name: value for name, value in fields.items() if value is not UNSET}, type(message))
+    if isinstance(columns := fields.get("columns"), FeatureTables):
+        msgspec.convert(msgspec.structs.asdict(columns), FeatureTables)
     message.validate()
     return message
 
 
+def check_features(message: RequestEvent | PreInferSignal | RankingRequest, schema: FeatureSchema) -> None:
+    """Raise DecodeError, naming the column, unless the message has exactly the columns of the schema."""
+    columns = message.columns or NO_TABLES
+    schema.check("user", 1, columns.user)
+    schema.check("behaviour", len(message.prefix), message.prefix.table)
+    if isinstance(message, RankingRequest):
+        schema.check("behaviour", len(message.suffix), message.suffix.table)
+        candidates = len(message.candidates) // ITEM_DTYPE.itemsize
+        schema.check("candidate", candidates, columns.candidate)
+    schema.check_digest(columns.schema)
+
+
 def _check_unknown(message: Message, size: int) -> None:
     """Raise DecodeError if unknown fields, or known fields stated twice, take more than MAX_UNKNOWN_BYTES."""
-    arrays = message.prefix.nbytes() if isinstance(message, RequestEvent | PreInferSignal | RankingRequest) else 0
+    arrays = 0
+    if isinstance(message, RequestEvent | PreInferSignal | RankingRequest):
+        arrays = message.prefix.nbytes() + (message.columns or NO_TABLES).nbytes()
     if size - arrays <= MAX_UNKNOWN_BYTES:  # the common case: everything but the arrays is small
         return
     unknown = size - len(encode(message))

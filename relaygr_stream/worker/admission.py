@@ -65,13 +65,13 @@ class Admission:
         Their number is the largest multiple of truncate_min_tokens that fits. They are a history of their own:
         positions count from 0, and the first gap is 0. False, nothing changed: it is in time, or no such number is.
         """
-        least, length = self._least, len(task.tokens) + len(task.suffix)
+        least = self._least
         misses = found[0] is None or found[1] is Coverage.NONE
         if not (least and misses and not task.full and self._executor.model.incremental):
             return False
         if self._in_time(task, task.expected_ms, now):
             return False
-        sizes = range(least, length, least)
+        sizes = range(least, len(task.tokens) - task.tokens.context + len(task.suffix), least)
         fitting = bisect_left(sizes, True, key=lambda size: not self._in_time(task, self._newest_ms(task, size), now))
         if not fitting:
             return False

@@ -23,7 +23,7 @@ from relaygr_stream.cache.copy import CopyEngine
 from relaygr_stream.cache.storage import Scratch, Storage
 from relaygr_stream.cache.tiers import capacity_for
 from relaygr_stream.errors import ConfigError, DeviceError, ModelError
-from relaygr_stream.models.api import KVRegion, ScoreInput, Tokens, relative_deviation
+from relaygr_stream.models.api import KVRegion, ScoreInput, Tokens, relative_deviation, schema_of
 from relaygr_stream.telemetry.logs import request_log_fields
 from relaygr_stream.wire.messages import MISSES
 from relaygr_stream.worker.commands import RankTask
@@ -54,11 +54,14 @@ def check_rounding(
     generator = np.random.default_rng(0)
     worst = 0.0
     for n in dict.fromkeys(min(n, scratch.capacity) for n in PROBE_TOKENS):
-        behaviours = [generator.integers(0, most, n) for most in (PROBE_IDS, 4, 10**6)]
+        tokens = Tokens.zeros(n, schema_of(executor.model))
+        first = tokens.context
+        for row, most in enumerate((PROBE_IDS, 4, 10**6)):
+            tokens.array[row, first:] = generator.integers(0, most, n - first)
         candidates = generator.integers(0, PROBE_IDS, PROBE_CANDIDATES)
         region = KVRegion(scratch.layout, scratch.storage, min(capacity_for(n), scratch.capacity))
         try:
-            worst = max(worst, _deviation(executor, copier, storage, region, Tokens(np.stack(behaviours)), candidates))
+            worst = max(worst, _deviation(executor, copier, storage, region, tokens, candidates))
         except DeviceError:
             raise
         except Exception as error:  # a user's model may raise anything
@@ -85,7 +88,8 @@ def _deviation(
     run = executor.prefill(region, tokens)
     while not run.done:
         run.advance(UNHURRIED_MS)
-    ranking = ScoreInput(region, tokens.slice(0, 0), candidates)
+    features = schema_of(executor.model).zeros("candidate", len(candidates))
+    ranking = ScoreInput(region, tokens.slice(0, 0), candidates, features)
     exact = executor.score([ranking])[0][0]
     stored = torch.empty(storage.nbytes(region.capacity), dtype=torch.uint8)
     copier.submit(stored, region.storage, convert=storage.spill).wait()
@@ -153,8 +157,9 @@ class Auditor:
                 return True
             done = sum(len(scores) for scores in audit.scores)
             # Candidates never see each other: scored a few at a time they score the same, and no ranking waits long.
-            few = task.candidates[done : done + executor.candidates_within(audit.run.region, task.suffix, budget_ms)]
-            scores, ms = executor.score([ScoreInput(audit.run.region, task.suffix, few)])
+            some = slice(done, done + executor.candidates_within(audit.run.region, task.suffix, budget_ms))
+            few, features = task.candidates[some], {name: rows[some] for name, rows in task.features.items()}
+            scores, ms = executor.score([ScoreInput(audit.run.region, task.suffix, few, features)])
             audit.scores.append(scores[0])
             audit.ms += ms
             if done + len(few) < len(task.candidates):

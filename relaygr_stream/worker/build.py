@@ -15,7 +15,7 @@ from relaygr_stream.cache.prefix_cache import PrefixCache
 from relaygr_stream.cache.storage import make_storage
 from relaygr_stream.cache.tiers import GRANULE_TOKENS
 from relaygr_stream.errors import CapacityError
-from relaygr_stream.models.api import RankingModel
+from relaygr_stream.models.api import RankingModel, schema_of
 from relaygr_stream.models.devices import select_device
 from relaygr_stream.models.loading import load_model
 from relaygr_stream.settings.schema import Settings
@@ -147,12 +147,12 @@ def assemble(
         dram,
         copier,
         executor.costs_of_prefix,
-        scratch_tokens=settings.relay.max_prefix_tokens + settings.relay.max_suffix_tokens,
+        scratch_tokens=longest_sequence(settings, model),
         incremental=model.incremental,
         max_stale_tokens=worker.max_stale_tokens,
         storage=worker.dram_storage,
     )
-    pinned_bytes = _pinned_bytes(settings, cache)
+    pinned_bytes = _pinned_bytes(settings, cache, schema_of(model).context_tokens)
     scheduler = Scheduler(
         executor,
         cache,
@@ -175,10 +175,15 @@ def assemble(
     )
 
 
-def _pinned_bytes(settings: Settings, cache: PrefixCache) -> int:
+def longest_sequence(settings: Settings, model: RankingModel) -> int:
+    """Tokens of the longest sequence that the settings allow."""
+    return schema_of(model).context_tokens + settings.relay.max_prefix_tokens + settings.relay.max_suffix_tokens
+
+
+def _pinned_bytes(settings: Settings, cache: PrefixCache, context_tokens: int) -> int:
     """Bytes that admitted requests may pin. CapacityError where that is less than one prefix."""
     worker, tokens = settings.worker, settings.relay.max_prefix_tokens
-    share, needed = int(worker.pinned_share * worker.hbm_bytes), cache.nbytes(tokens)
+    share, needed = int(worker.pinned_share * worker.hbm_bytes), cache.nbytes(context_tokens + tokens)
     if share < needed:
         raise CapacityError(
             f"worker.pinned_share = {worker.pinned_share:g} of worker.hbm_bytes = {worker.hbm_bytes} is {share} bytes, "

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from relaygr_stream.cache.entry import Entry
 from relaygr_stream.cache.transit import TransitCommand
 from relaygr_stream.models.api import KVRegion, Tokens
+from relaygr_stream.wire.features import Values
 from relaygr_stream.wire.messages import Outcome, Status, tenant_key
 from relaygr_stream.worker.clients import UNBOOKED, Account
 from relaygr_stream.worker.executor import PrefillRun
@@ -85,15 +86,21 @@ class RankTask(Keys):
     device_ms: float = 0.0
     computed_tokens: int = 0
     approximate: bool = False  # scored against prefix KV that had been rounded in DRAM
+    features: Values = field(default_factory=dict)  # of the candidates
     truncated_to: int = 0  # behaviours that it was cut to, since all would be late; 0: it was not
     answered: bool = False
 
     def keep_newest(self, size: int) -> None:
-        """Rank with the newest `size` ≥ 1 behaviours alone, as a history of their own, apart from all prefix KV."""
-        kept = np.concatenate([self.tokens.array, self.suffix.array], axis=1)[:, -size:].copy()
-        kept[2, 0] = 0  # the first gap: nothing is before it
-        prefix = size - min(size, len(self.suffix))
-        self.tokens, self.suffix = Tokens(kept[:, :prefix]), Tokens(kept[:, prefix:])
+        """Rank with the newest `size` ≥ 1 behaviours alone, as a history of their own, apart from all prefix KV.
+
+        The user's features stay before them.
+        """
+        whole, context = self.tokens.followed_by(self.suffix), self.tokens.context
+        newest = whole.slice(max(context, len(whole) - size), len(whole))
+        kept = whole.slice(0, context).followed_by(newest)
+        kept.array[2, context] = 0  # the first gap: nothing is before it
+        prefix = len(kept) - min(size, len(self.suffix))
+        self.tokens, self.suffix = kept.slice(0, prefix), kept.slice(prefix, len(kept))
         self.truncated_to, self.full, self.outcome = size, True, "truncated"
 
 

@@ -21,7 +21,7 @@ import structlog
 import torch
 
 from relaygr_stream.errors import CapacityError, ModelError
-from relaygr_stream.models.api import KVRegion, RankingModel, ScoreInput, SteppedModel, Tokens, WarmedModel
+from relaygr_stream.models.api import KVRegion, RankingModel, ScoreInput, SteppedModel, Tokens, WarmedModel, schema_of
 from relaygr_stream.worker.cost_model import MAX_CHUNK, MIN_CHUNK, Costs
 
 log = structlog.get_logger(__name__)
@@ -43,8 +43,6 @@ CALM_CHUNKS: Final = 256
 MAX_KINDS_SHOWN: Final = 64
 #: Weight of a new chunk in the running mean of how many steps a chunk is worth.
 STEPS_STEP: Final = 0.1
-
-_NO_TOKENS = Tokens(np.zeros((3, 0), np.int64))
 
 
 class Executor:
@@ -182,8 +180,9 @@ class Executor:
         return scores, ms
 
     def _warm_round(self, region: KVRegion, times: int) -> None:
+        schema = schema_of(self.model)
         for n in dict.fromkeys(min(n, region.capacity) for n in WARMUP_TOKENS):
-            tokens = Tokens(np.zeros((3, n), np.int64))
+            tokens = Tokens.zeros(n, schema)
             # Halves, so that extensions are among what is learnt; a whole where the model takes nothing else.
             stops = (n // 2, n) if self.model.incremental else (n,)
             for _ in range(times):
@@ -194,7 +193,8 @@ class Executor:
                         chunk.step()
                     self._chunk_completed(chunk)
             for rows in WARMUP_ROWS:
-                self._score([ScoreInput(region, _NO_TOKENS, np.zeros(rows, np.int64))])
+                candidates, features = np.zeros(rows, np.int64), schema.zeros("candidate", rows)
+                self._score([ScoreInput(region, tokens.slice(0, 0), candidates, features)])
         region.length = 0
 
     def _show(self, error: Exception) -> None:

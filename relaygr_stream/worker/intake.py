@@ -17,8 +17,9 @@ import numpy as np
 
 from relaygr_stream.bus.ages import Age, AgeBounds, LogEnd, SenderLag
 from relaygr_stream.errors import DecodeError
-from relaygr_stream.models.api import Tokens
+from relaygr_stream.models.api import ROWS, Tokens
 from relaygr_stream.settings.schema import Relay
+from relaygr_stream.wire.features import NO_FEATURES, NO_TABLES, FeatureSchema
 from relaygr_stream.wire.messages import (
     HEADER_CORRELATION,
     HEADER_REPLY_PARTITION,
@@ -27,6 +28,7 @@ from relaygr_stream.wire.messages import (
     SCORE_DTYPE,
     PreInferSignal,
     RankingRequest,
+    check_features,
     check_times,
     decode,
 )
@@ -35,8 +37,6 @@ from relaygr_stream.worker.commands import PrefillTask, RankTask
 
 #: Decimal digits of the largest partition number (int32).
 MAX_PARTITION_DIGITS: Final = 10
-#: A token decoded: item, action and gap, as int64.
-TOKEN_BYTES: Final = 24
 #: Python's objects around a waiting ranking: task, record, headers, arrays, entries of heaps and tables.
 OBJECT_BYTES: Final = 4096
 #: An answer's way to its client counts as at most this share of the timeout.
@@ -53,7 +53,7 @@ class Origin:
 
 
 class TooMuch(Exception):
-    """A well-formed request beyond this worker's limits."""
+    """A well-formed request beyond this worker's limits, or without the features that its model reads."""
 
     def __init__(self, message: str, request_id: str, user_id: str) -> None:
         super().__init__(message)
@@ -65,7 +65,7 @@ class Intake:
     """Decodes records; times become seconds of the monotonic clock.
 
     clamped(): called for each request whose sender's clock cannot be right. reply_ms: an answer's way to its client.
-    max_timeout_ms: the longest timeout granted. score_columns: of the model.
+    max_timeout_ms: the longest timeout granted. score_columns, features: of the model.
     """
 
     def __init__(
@@ -78,7 +78,10 @@ class Intake:
         reply_ms: float = 0.0,
         max_timeout_ms: float = math.inf,
         score_columns: int = 1,
+        features: FeatureSchema = NO_FEATURES,
     ) -> None:
+        self._features = features
+        self._token_bytes = 8 * (ROWS + features.words)
         self._score_columns = score_columns
         self._max_timeout_ms = max_timeout_ms
         self._relay = relay
@@ -113,6 +116,8 @@ class Intake:
                 f"{len(signal.prefix)} prefix tokens, relay.max_prefix_tokens is {self._relay.max_prefix_tokens}",
             )
         check_times(signal.prefix, "prefix")
+        check_features(signal, self._features)
+        tokens = Tokens.of(signal.prefix, None, self._features, (signal.columns or NO_TABLES).user)
         now = time.monotonic()
         age = self._age(record, signal.admitted_ms, now).sure_ms
         life = min(signal.life_ms, self._relay.life_window_ms) - age
@@ -120,11 +125,11 @@ class Intake:
             request_id=signal.request_id,
             user_id=signal.user_id,
             lane=record.lane,
-            tokens=Tokens.of(signal.prefix),
+            tokens=tokens,
             due=now + max(0.0, (signal.rank_in_ms or signal.life_ms) - age) / 1e3,
             expires=now + life / 1e3,
             tenant=signal.tenant,
-            nbytes=OBJECT_BYTES + TOKEN_BYTES * len(signal.prefix),
+            nbytes=OBJECT_BYTES + self._token_bytes * len(tokens),
         )
 
     def route(self, record: Record) -> Origin:
@@ -162,6 +167,11 @@ class Intake:
                 raise TooMuch(message, request.request_id, request.user_id)
         check_times(request.prefix, "prefix")
         check_times(request.suffix, "suffix")
+        try:
+            check_features(request, self._features)
+        except DecodeError as error:
+            raise TooMuch(error.detail, request.request_id, request.user_id) from error
+        columns = request.columns or NO_TABLES
         now = time.monotonic()
         timeout = min(request.timeout_ms or self._default_timeout_ms, self._max_timeout_ms)
         age = self._age(record, request.sent_ms, now)
@@ -171,8 +181,8 @@ class Intake:
             request_id=request.request_id,
             user_id=request.user_id,
             lane=record.lane,
-            tokens=Tokens.of(request.prefix),
-            suffix=Tokens.of(request.suffix, previous_ms=last),
+            tokens=Tokens.of(request.prefix, None, self._features, columns.user),
+            suffix=Tokens.of(request.suffix, last, self._features),
             candidates=np.frombuffer(request.candidates, ITEM_DTYPE).astype(np.int64),
             arrived=now,
             deadline=now + (due_ms(timeout, self._reply_ms) - age.sure_ms) / 1e3,
@@ -185,6 +195,7 @@ class Intake:
             nbytes=self._nbytes(record, request),
             hops=request.hops,
             origin=origin,
+            features=self._features.values("candidate", columns.candidate),
         )
 
     def _nbytes(self, record: Record, request: RankingRequest) -> int:
@@ -193,7 +204,9 @@ class Intake:
         came = len(record.value or b"") + len(record.key or b"") + headers
         candidates = len(request.candidates) // ITEM_DTYPE.itemsize
         scores = 2 * SCORE_DTYPE.itemsize * self._score_columns
-        decoded = TOKEN_BYTES * (len(request.prefix) + len(request.suffix)) + (8 + scores) * candidates
+        tokens = self._features.context_tokens + len(request.prefix) + len(request.suffix)
+        decoded = self._token_bytes * tokens + (8 + scores) * candidates
+        decoded += (request.columns or NO_TABLES).nbytes()  # copied from the record; the task keeps the candidates'
         return OBJECT_BYTES + came + decoded
 
     def _age(self, record: Record, sent_ms: int, now: float) -> Age:

@@ -31,6 +31,7 @@ from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.renewed import RenewalsCollector
 from relaygr_stream.bus.topics import TopicSet, load_topics, verify_topics
 from relaygr_stream.errors import CRASHED, BrokerError, DecodeError, DeviceError
+from relaygr_stream.models.api import schema_of
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.background import Background
 from relaygr_stream.telemetry.process import ProcessContext
@@ -177,6 +178,7 @@ class Worker:
             settings.worker.reply_ms,
             settings.worker.max_timeout_ms,
             len(runtime.model.tasks),
+            schema_of(runtime.model),
         )
         self._held = Held(settings.worker.max_waiting_bytes, lambda: device.prefill_bytes)
         self._peers = OwnerDirectory(

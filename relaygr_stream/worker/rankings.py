@@ -18,7 +18,7 @@ import torch
 
 from relaygr_stream.cache.entry import Coverage, Entry, Found
 from relaygr_stream.cache.prefix_cache import PrefixCache
-from relaygr_stream.models.api import KVRegion, ScoreInput, Tokens
+from relaygr_stream.models.api import KVRegion, ScoreInput
 from relaygr_stream.wire.messages import Outcome, Status
 from relaygr_stream.worker.admission import LOST, Admission
 from relaygr_stream.worker.audit import Auditor
@@ -28,8 +28,6 @@ from relaygr_stream.worker.forecast import TRIED, Batching
 from relaygr_stream.worker.prefill import PrefillJobs
 from relaygr_stream.worker.queue import RecentIds, TimerHeap, Waiters, WorkQueue
 from relaygr_stream.worker.signals import PinTable
-
-NO_TOKENS = Tokens(np.zeros((3, 0), np.int64))
 
 
 class Rankings:
@@ -109,8 +107,8 @@ class Rankings:
             task = self._scratch_wanted.pop()
             tokens = task.tokens
             if not self._executor.model.incremental and len(task.suffix):
-                tokens = Tokens(np.concatenate([task.tokens.array, task.suffix.array], axis=1))
-                task.suffix = NO_TOKENS
+                tokens = task.tokens.followed_by(task.suffix)
+                task.suffix = task.suffix.slice(0, 0)
             task.computed_tokens = len(tokens)
             self._jobs.start_in_scratch(task, tokens)
 
@@ -298,8 +296,8 @@ def _score_input(task: RankTask) -> ScoreInput:
     assert task.region is not None
     suffix, there = task.suffix, task.region.length
     if there < len(task.tokens):
-        suffix = Tokens(np.concatenate([task.tokens.array[:, there:], suffix.array], axis=1))
-    return ScoreInput(task.region, suffix, task.candidates)
+        suffix = task.tokens.slice(there, len(task.tokens)).followed_by(suffix)
+    return ScoreInput(task.region, suffix, task.candidates, task.features)
 
 
 def _computed(entry: Entry) -> int:

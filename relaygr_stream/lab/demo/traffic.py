@@ -18,6 +18,7 @@ from relaygr_stream.lab.workload.logs import InteractionLog, read_log
 from relaygr_stream.lab.workload.replay import Replay, ReplayOptions
 from relaygr_stream.models.loading import checkpoint_folder, read_config
 from relaygr_stream.settings.schema import Model, Settings
+from relaygr_stream.wire.features import NO_FEATURES, FeatureSchema
 
 #: Median prefix: its full inference takes tens of milliseconds on one core, its ranking with prefix KV a few.
 MEDIAN_TOKENS: Final = 700.0
@@ -68,6 +69,13 @@ def known_items(model: Model) -> int:
     return read_config(checkpoint_folder(model.checkpoint)).vocab
 
 
+def features_of(model: Model) -> FeatureSchema:
+    """The features that a checkpoint reads. Raises ModelError as `known_items` does."""
+    if model.factory or not model.checkpoint:
+        return NO_FEATURES
+    return FeatureSchema(read_config(checkpoint_folder(model.checkpoint)).features)
+
+
 def traffic_options(settings: Settings, *, items: int, rate: float, seed: int, run: str) -> GeneratorOptions:
     """The demo's generated workload: the checkpoint was trained on users of these options."""
     return GeneratorOptions(
@@ -86,7 +94,12 @@ def traffic_options(settings: Settings, *, items: int, rate: float, seed: int, r
 
 
 def generated(settings: Settings, seconds: float, rate: float, *, seed: int, run: str) -> list[WorkItem]:
-    """The generated requests of so many seconds."""
+    """The generated requests of so many seconds. Raises ConfigError for a checkpoint that reads features."""
+    if features := features_of(settings.model):
+        raise ConfigError(
+            f"{settings.model.checkpoint} reads the feature {features.columns[0].name!r}, and generated users have "
+            f"none; name a log that has it with --events"
+        )
     options = traffic_options(settings, items=known_items(settings.model), rate=rate, seed=seed, run=run)
     return list(takewhile(lambda item: item.at < seconds, Generator(options)))
 
@@ -105,7 +118,7 @@ def replayed(file: Path, settings: Settings, seconds: float, rate: float, *, see
         max_prefix=settings.relay.max_prefix_tokens,
         run=run,
     )
-    return list(Replay(in_rows_of(read_log(file), settings.model), options))
+    return list(Replay(in_rows_of(read_log(file, features=features_of(settings.model)), settings.model), options))
 
 
 def in_rows_of(log: InteractionLog, model: Model) -> InteractionLog:

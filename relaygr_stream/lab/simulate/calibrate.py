@@ -19,7 +19,7 @@ from relaygr_stream.cache.memory import TierMemory
 from relaygr_stream.lab.simulate.costs import KV, DeviceCosts
 from relaygr_stream.lab.simulate.device import META, SimulatedCopies, SimulatedModel
 from relaygr_stream.lab.simulate.timeline import Clock
-from relaygr_stream.models.api import KVRegion, RankingModel, ScoreInput, SteppedModel, Tokens
+from relaygr_stream.models.api import ROWS, KVRegion, RankingModel, ScoreInput, SteppedModel, Tokens, schema_of
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.worker.build import assemble, load_executor
 from relaygr_stream.worker.commands import Prefill, PrefillTask, Rank, RankTask
@@ -102,28 +102,27 @@ def calibrate(settings: Settings, length: int, rows: int, rounds: int = ROUNDS) 
     executor.warm_up(region)
     extends, scores = Samples(), Samples()
     rng = np.random.default_rng(settings.model.seed)
-    none = Tokens(np.zeros((3, 0), np.int64))
+    schema = schema_of(model)
     for _ in range(rounds):
         count = min(longest, int(np.exp(rng.uniform(*np.log(CHUNKS)))))
         position = int(rng.integers(0, longest - count + 1))
         region.length = position
-        tokens = Tokens(rng.integers(0, 1000, (3, count)))
+        tokens = Tokens.zeros(count, schema)
+        tokens.array[:ROWS, tokens.context :] = rng.integers(0, 1000, (ROWS, count))[:, tokens.context :]
         extends.add(extend_features(position, count), _extend(model, region, tokens))
         size = int(rng.choice(BATCHES))
-        batch = [
-            ScoreInput(
-                KVRegion(layout, storage, longest, int(rng.integers(longest // 4, longest + 1))),
-                none,
-                rng.integers(0, 1000, max(1, int(rows * rng.uniform(0.5, 1.5)))),
-            )
-            for _ in range(size)
-        ]
+        batch = []
+        for _ in range(size):
+            kv = KVRegion(layout, storage, longest, int(rng.integers(longest // 4, longest + 1)))
+            candidates = rng.integers(0, 1000, max(1, int(rows * rng.uniform(0.5, 1.5))))
+            features = schema.zeros("candidate", len(candidates))
+            batch.append(ScoreInput(kv, tokens.slice(0, 0), candidates, features))
         scores.add(score_features(batch), executor.score(batch)[1])
     cold_ms = _cold_ms(executor, batch[:1])
     region.length = 0
     steps = 1
     if hasattr(type(model), "prefill_in_steps"):  # as worker/executor.py asks
-        few = Tokens(np.zeros((3, CHUNKS[0]), np.int64))
+        few = Tokens.zeros(CHUNKS[0], schema)
         with torch.inference_mode():
             steps = max(1, sum(1 for _ in cast(SteppedModel, model).prefill_in_steps(region, few)))
     prefill_ms, extend_factors = extends.fit()
@@ -212,7 +211,7 @@ def _step_ms(costs: DeviceCosts, settings: Settings) -> float:
         lambda task, deviation, ms: False,
     ).scheduler
     length = min(settings.relay.max_prefix_tokens, 512)
-    tokens, none = Tokens(np.zeros((3, length), np.int64)), Tokens(np.zeros((3, 0), np.int64))
+    tokens, none = Tokens.zeros(length), Tokens.zeros(0)
     candidates = np.zeros(100, np.int64)
     took: list[float] = []
     for number in range(STEP_REQUESTS):

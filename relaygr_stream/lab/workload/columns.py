@@ -6,39 +6,31 @@ cannot change the meaning of all others.
 
 from __future__ import annotations
 
-import math
 from array import array
 from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from relaygr_stream.errors import InputError
+from relaygr_stream.lab.workload.log_features import FeatureReader
 from relaygr_stream.lab.workload.logfile import BrokenLine
+from relaygr_stream.lab.workload.values import FIRST_MILLISECONDS, BadValue, TimeUnit, is_number, parse_time, short
 from relaygr_stream.wire.messages import ITEM_DTYPE
 
-TimeUnit = Literal["auto", "s", "ms", "iso"]
 IdKind = Literal["auto", "number", "name"]
 
 #: Rows seen before a column's kind is decided, and the share of them that must agree on "number".
 SAMPLE_ROWS: Final = 200
 NUMBER_SHARE: Final = 0.9
-#: Smaller numbers are seconds (1e11 s is the year 5138), others milliseconds (1e11 ms is March 1973).
-FIRST_MILLISECONDS: Final = 1e11
-MAX_TIME_MS: Final = 2**53  # the bound of a time on the wire
 MAX_USER_CHARS: Final = 256  # the bound of an id on the wire
 MAX_ITEM: Final = int(np.iinfo(ITEM_DTYPE).max)
 MAX_ACTION: Final = 255
 BROKEN_SHOWN: Final = 5
-
-
-class BadValue(ValueError):
-    """A value that makes its line a broken one; the message is the reason that is shown."""
 
 
 @dataclass(frozen=True)
@@ -68,17 +60,25 @@ class ColumnMap:
         return cls(**given)
 
 
-#: One line's columns as text: (line number, user, item, action or None, time). A bare tuple: there are millions.
-Row = tuple[int, str, str, str | None, str]
+#: One line's columns as text: (line number, user, item, action or None, time), and the values of its features, as text
+#: or as the file's format has them. A bare tuple: there are millions.
+Row = tuple[int, str, str, str | None, str, Sequence[Any]]
 
 
 class ColumnReader:
     """Collects rows into arrays; broken rows are counted.
 
-    Memory: 18 bytes a row, plus one dictionary entry for each distinct user, item and action.
+    Memory: 18 bytes a row and its features, plus one dictionary entry for each distinct user, item and action.
     """
 
-    def __init__(self, item_ids: IdKind = "auto", actions: IdKind = "auto", time_unit: TimeUnit = "auto") -> None:
+    def __init__(
+        self,
+        item_ids: IdKind = "auto",
+        actions: IdKind = "auto",
+        time_unit: TimeUnit = "auto",
+        features: FeatureReader | None = None,
+    ) -> None:
+        self.features = features or FeatureReader()
         self.users: dict[str, int] = {}
         self.item_names: list[str] = []  # of ids 1, 2, …, in order of first appearance; empty: ids are the numbers
         self.action_names: list[str] = []
@@ -101,7 +101,7 @@ class ColumnReader:
             if len(self._pending) >= SAMPLE_ROWS:
                 self._decide()
             return
-        line, user_text, item_text, action_text, time_text = row
+        line, user_text, item_text, action_text, time_text, cells = row
         try:
             time = parse_time(time_text, self.time_unit)
             user = self.users.get(user_text)
@@ -113,6 +113,7 @@ class ColumnReader:
             action = self._doubled.get(action_text)
             if action is None:
                 action = self._new_action(action_text or "")
+            numbers = self.features.parse(cells) if cells else None
         except BadValue as reason:
             self.add_broken(BrokenLine(line, str(reason)))
             return
@@ -122,6 +123,8 @@ class ColumnReader:
         self._item_column.append(item)
         self._action_column.append(action)
         self._time_column.append(time)
+        if numbers is not None:
+            self.features.add(numbers)
 
     def add_broken(self, line: BrokenLine) -> None:
         """Count a line that could not be split into a row."""
@@ -157,7 +160,7 @@ class ColumnReader:
             self.item_ids = "number" if _mostly(_is_item_number, [row[2] for row in rows]) else "name"
         if self.actions == "auto":
             given = [row[3] for row in rows if row[3] is not None]
-            self.actions = "number" if _mostly(_is_number, given) else "name"
+            self.actions = "number" if _mostly(is_number, given) else "name"
         if self.time_unit == "auto":
             self.time_unit = guess_time_unit([row[4] for row in rows])
         for row in rows:
@@ -166,7 +169,7 @@ class ColumnReader:
     def _new_item(self, text: str) -> int:
         if self.item_ids == "number":
             if not _is_item_number(text):
-                raise BadValue(f"item {_short(text)} is not an integer within 0…{MAX_ITEM}, as those of the first rows")
+                raise BadValue(f"item {short(text)} is not an integer within 0…{MAX_ITEM}, as those of the first rows")
             code = int(text)
         else:
             if not text:
@@ -183,7 +186,7 @@ class ColumnReader:
             if not text:
                 raise BadValue("the action is empty")
             if len(self.action_names) == MAX_ACTION:
-                raise BadValue(f"action {_short(text)} would be the {MAX_ACTION + 1}th distinct one; {MAX_ACTION} fit")
+                raise BadValue(f"action {short(text)} would be the {MAX_ACTION + 1}th distinct one; {MAX_ACTION} fit")
             self.action_names.append(text)
             code = 2 * len(self.action_names)
         self._doubled[text] = code
@@ -192,45 +195,10 @@ class ColumnReader:
 
 def guess_time_unit(sample: Sequence[str]) -> TimeUnit:
     """ISO 8601 text, or seconds or milliseconds by the magnitude of most numbers."""
-    if not _mostly(_is_number, sample):
+    if not _mostly(is_number, sample):
         return "iso"
-    numbers = sorted(float(text) for text in sample if _is_number(text))
+    numbers = sorted(float(text) for text in sample if is_number(text))
     return "ms" if numbers and numbers[len(numbers) // 2] >= FIRST_MILLISECONDS else "s"
-
-
-def parse_time(text: str, unit: TimeUnit) -> int:
-    """Unix time in ms; a time without a zone is UTC. Raises BadValue."""
-    if unit == "iso":
-        milliseconds = _parse_iso(text)
-    elif text.isdigit() and text.isascii() and len(text) <= 16:
-        milliseconds = int(text) * 1000 if unit == "s" else int(text)
-    elif _is_number(text):
-        milliseconds = math.floor(float(text) * (1000 if unit == "s" else 1))
-    else:
-        raise BadValue(f"time {_short(text)} is not a number of {'seconds' if unit == 's' else 'milliseconds'}")
-    if not 0 <= milliseconds < MAX_TIME_MS:
-        raise BadValue(f"time {_short(text)} is out of range; expected Unix time in s or ms, or ISO 8601")
-    return milliseconds
-
-
-def is_time(text: str) -> bool:
-    """Whether the text could be a time in any unit."""
-    try:
-        parse_time(text, "s" if _is_number(text) else "iso")
-    except BadValue:
-        return False
-    return True
-
-
-def _parse_iso(text: str) -> int:
-    try:
-        # Several public shop logs write " UTC" at the end.
-        moment = datetime.fromisoformat(text.strip().removesuffix(" UTC"))
-        if moment.tzinfo is None:
-            moment = moment.replace(tzinfo=UTC)
-        return math.floor(moment.timestamp() * 1000)
-    except (ValueError, OverflowError) as error:
-        raise BadValue(f"time {_short(text)} is not ISO 8601") from error
 
 
 def _check_user(text: str) -> None:
@@ -239,29 +207,16 @@ def _check_user(text: str) -> None:
 
 
 def _doubled_number(text: str) -> int:
-    if _is_number(text):
+    if is_number(text):
         doubled = 2 * float(text)
         if doubled == int(doubled) and 0 <= doubled <= 2 * MAX_ACTION:
             return int(doubled)
-    raise BadValue(f"action {_short(text)} is not a number within 0…{MAX_ACTION} in steps of 1 or ½")
+    raise BadValue(f"action {short(text)} is not a number within 0…{MAX_ACTION} in steps of 1 or ½")
 
 
 def _is_item_number(text: str) -> bool:
     return text.isascii() and text.isdigit() and len(text) <= 10 and int(text) <= MAX_ITEM
 
 
-def _is_number(text: str) -> bool:
-    if not text.isascii() or len(text) > 40 or "_" in text:  # float() accepts Arabic digits and 1_000
-        return False
-    try:
-        return math.isfinite(float(text))
-    except ValueError:
-        return False
-
-
 def _mostly(test: Callable[[str], bool], sample: Sequence[str]) -> bool:
     return sum(map(test, sample)) >= NUMBER_SHARE * len(sample)
-
-
-def _short(text: str) -> str:
-    return repr(text if len(text) <= 40 else text[:39] + "…")

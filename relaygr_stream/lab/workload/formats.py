@@ -18,8 +18,10 @@ from typing import Any, Final, Literal
 import msgspec
 
 from relaygr_stream.errors import InputError
-from relaygr_stream.lab.workload.columns import ColumnMap, Row, is_time
+from relaygr_stream.lab.workload.columns import ColumnMap, Row
+from relaygr_stream.lab.workload.log_features import FeatureReader
 from relaygr_stream.lab.workload.logfile import BrokenLine, TextLog
+from relaygr_stream.lab.workload.values import BadValue, is_time
 
 Format = Literal["u.data", "ratings.dat", "csv", "jsonl", "parquet"]
 FORMATS: Final[tuple[Format, ...]] = ("u.data", "ratings.dat", "csv", "jsonl", "parquet")
@@ -73,19 +75,21 @@ def read_fields(log: TextLog, separator: str) -> Iterator[Row | BrokenLine]:
         parts = text.split(separator)
         if len(parts) != 4:
             return BrokenLine(line, f"{len(parts)} fields between {shown}; expected user, item, rating, time")
-        return line, parts[0].strip(), parts[1].strip(), parts[2].strip(), parts[3].strip()
+        return line, parts[0].strip(), parts[1].strip(), parts[2].strip(), parts[3].strip(), ()
 
     return _rows(log, read)
 
 
-def read_delimited(log: TextLog, columns: ColumnMap | None, start: bytes) -> Iterator[Row | BrokenLine]:
+def read_delimited(
+    log: TextLog, columns: ColumnMap | None, start: bytes, features: FeatureReader
+) -> Iterator[Row | BrokenLine]:
     """Rows of delimited text. start: the file's first bytes, which determine the delimiter and the number of columns.
 
     The first line with that number of columns is the header if it looks like one. A quoted field may contain the
     delimiter but no line break. Raises InputError if the columns cannot be found.
     """
     delimiter, width = _shape(start)
-    take: Callable[[Sequence[str]], tuple[str, str, str | None, str]] | None = None
+    take: Callable[[Sequence[str]], tuple[str, str, str | None, str, Sequence[str]]] | None = None
 
     def read(line: int, text: str) -> Row | BrokenLine | None:
         nonlocal take
@@ -98,7 +102,9 @@ def read_delimited(log: TextLog, columns: ColumnMap | None, start: bytes) -> Ite
         if take is None:
             names = [part.strip() for part in parts]
             header = _from_header(names, columns, log.path)
-            take = _taker(_from_position(names, columns, log.path) if header is None else header)
+            positions = _from_position(names, columns, log.path) if header is None else header
+            wanted = features.wanted(names if header is not None else [], log.path)
+            take = _taker(positions, [names.index(name) for name in wanted])
             if header is not None:
                 return None
         return line, *take(parts)
@@ -106,7 +112,7 @@ def read_delimited(log: TextLog, columns: ColumnMap | None, start: bytes) -> Ite
     return _rows(log, read)
 
 
-def read_json_lines(log: TextLog, columns: ColumnMap | None) -> Iterator[Row | BrokenLine]:
+def read_json_lines(log: TextLog, columns: ColumnMap | None, features: FeatureReader) -> Iterator[Row | BrokenLine]:
     """Rows of JSON Lines, one object a line. Without `columns`, the first object with all usual names defines them."""
     decode = msgspec.json.Decoder().decode
     names = None if columns is None else _asked(columns)
@@ -124,7 +130,7 @@ def read_json_lines(log: TextLog, columns: ColumnMap | None) -> Iterator[Row | B
             return BrokenLine(
                 line, f"no user, item and time among the names {_listed(record)}; say which with --columns"
             )
-        return row_of(line, record, names)
+        return row_of(line, record, names, features)
 
     return _rows(log, read)
 
@@ -138,7 +144,7 @@ def _rows(log: TextLog, read: Callable[[int, str], Row | BrokenLine | None]) -> 
             yield row
 
 
-def row_of(line: int, record: dict[str, Any], names: dict[str, str]) -> Row | BrokenLine:
+def row_of(line: int, record: dict[str, Any], names: dict[str, str], features: FeatureReader) -> Row | BrokenLine:
     """The row of a record of typed values (JSON, Parquet)."""
     texts: dict[str, str] = {}
     for role, name in names.items():
@@ -148,7 +154,11 @@ def row_of(line: int, record: dict[str, Any], names: dict[str, str]) -> Row | Br
         if text is None:
             return BrokenLine(line, f"{role} `{name}` is a {type(record[name]).__name__}; expected text or a number")
         texts[role] = text
-    return line, texts["user"], texts["item"], texts.get("action"), texts["time"]
+    try:
+        cells = features.cells(record)
+    except BadValue as reason:
+        return BrokenLine(line, str(reason))
+    return line, texts["user"], texts["item"], texts.get("action"), texts["time"], cells
 
 
 def usual_names(present: Sequence[str]) -> dict[str, str] | None:
@@ -236,13 +246,16 @@ def _from_position(names: list[str], columns: ColumnMap | None, path: Path) -> d
     return positions
 
 
-def _taker(positions: dict[str, int]) -> Callable[[Sequence[str]], tuple[str, str, str | None, str]]:
+def _taker(
+    positions: dict[str, int], cells: Sequence[int]
+) -> Callable[[Sequence[str]], tuple[str, str, str | None, str, Sequence[str]]]:
     user, item, time = positions["user"], positions["item"], positions["time"]
     action = positions.get("action")
 
-    def take(parts: Sequence[str]) -> tuple[str, str, str | None, str]:
+    def take(parts: Sequence[str]) -> tuple[str, str, str | None, str, Sequence[str]]:
         chosen = None if action is None else parts[action].strip()
-        return parts[user].strip(), parts[item].strip(), chosen, parts[time].strip()
+        features = [parts[cell].strip() for cell in cells] if cells else ()
+        return parts[user].strip(), parts[item].strip(), chosen, parts[time].strip(), features
 
     return take
 

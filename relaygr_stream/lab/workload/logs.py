@@ -7,7 +7,7 @@ skipped; the first ones are kept for display.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,10 +16,13 @@ import numpy.typing as npt
 
 from relaygr_stream.errors import InputError
 from relaygr_stream.lab.workload import logfile
-from relaygr_stream.lab.workload.columns import ColumnMap, ColumnReader, IdKind, Row, TimeUnit
+from relaygr_stream.lab.workload.columns import ColumnMap, ColumnReader, IdKind, Row
 from relaygr_stream.lab.workload.formats import FORMATS, Format, read_delimited, read_fields, read_json_lines, recognise
+from relaygr_stream.lab.workload.log_features import FeatureReader
 from relaygr_stream.lab.workload.logfile import BrokenLine, Progress, TextLog
 from relaygr_stream.lab.workload.parquet import read_parquet
+from relaygr_stream.lab.workload.values import TimeUnit
+from relaygr_stream.wire.features import NO_FEATURES, FeatureSchema, Values
 
 
 class Interaction(NamedTuple):
@@ -35,7 +38,7 @@ class Interaction(NamedTuple):
 class InteractionLog:
     """n interactions, sorted by user (in order of first appearance), then by time, with ties in the file's order.
 
-    User u's interactions are offsets[u]:offsets[u + 1] of the three columns.
+    User u's interactions are offsets[u]:offsets[u + 1] of the columns.
     """
 
     path: Path
@@ -50,6 +53,8 @@ class InteractionLog:
     lines: int  # lines (or rows) of the file: usable, broken, blank and header
     broken: tuple[BrokenLine, ...]  # the first few
     broken_count: int
+    schema: FeatureSchema = NO_FEATURES
+    features: Values = field(default_factory=dict)  # of the schema's columns: name → (n, width)
 
     def __len__(self) -> int:
         return len(self.items)
@@ -75,13 +80,14 @@ def read_log(
     time_unit: TimeUnit = "auto",
     item_ids: IdKind = "auto",
     progress: Progress | None = None,
+    features: FeatureSchema = NO_FEATURES,
 ) -> InteractionLog:
     """Read a log of interactions.
 
     format: None: recognised, by content first, then by name. columns: the columns' roles in CSV, JSON Lines and
     Parquet; with it, a file that looks like `u.data` is read as tab-separated text. item_ids: "number" keeps item ids,
     "name" numbers them from 1 in order of first appearance. progress: called from time to time with bytes read and
-    bytes in all. Raises InputError if the file has no usable line.
+    bytes in all. features: columns to read besides (log_features.py). Raises InputError if the file has no usable line.
     """
     path = Path(path)
     start = logfile.head(path)
@@ -95,13 +101,16 @@ def read_log(
         is_or_not = "is a Parquet file" if logfile.is_parquet(start) else "is no Parquet file"
         raise InputError(f"{path} {is_or_not}, but --format is {format}; leave --format out to detect it")
     fixed = format in ("u.data", "ratings.dat")
-    reader = ColumnReader("number" if fixed else item_ids, "number" if fixed else "auto", time_unit)
+    extra = FeatureReader(features)
+    if fixed:
+        extra.wanted([], path)
+    reader = ColumnReader("number" if fixed else item_ids, "number" if fixed else "auto", time_unit, extra)
     if format == "parquet":
-        lines = _consume(reader, read_parquet(path, columns, progress))
+        lines = _consume(reader, read_parquet(path, columns, progress, extra))
     else:
         logfile.refuse_binary(path, start)
         with TextLog(path, progress) as text:
-            _consume(reader, _text_rows(text, format, columns, start))
+            _consume(reader, _text_rows(text, format, columns, start, extra))
             lines = text.lines
     return _sorted(path, format, reader, lines, start)
 
@@ -119,12 +128,16 @@ def _recognised(path: Path, start: bytes) -> Format:
     return found
 
 
-def _text_rows(text: TextLog, name: Format, columns: ColumnMap | None, start: bytes) -> Iterator[Row | BrokenLine]:
+def _text_rows(
+    text: TextLog, name: Format, columns: ColumnMap | None, start: bytes, features: FeatureReader
+) -> Iterator[Row | BrokenLine]:
     if name == "u.data":
         return read_fields(text, "\t")
     if name == "ratings.dat":
         return read_fields(text, "::")
-    return read_json_lines(text, columns) if name == "jsonl" else read_delimited(text, columns, start)
+    if name == "jsonl":
+        return read_json_lines(text, columns, features)
+    return read_delimited(text, columns, start, features)
 
 
 def _consume(reader: ColumnReader, rows: Iterator[Row | BrokenLine]) -> int:
@@ -170,6 +183,8 @@ def _sorted(path: Path, name: Format, reader: ColumnReader, lines: int, start: b
         lines=lines,
         broken=tuple(reader.broken),
         broken_count=reader.broken_count,
+        schema=reader.features.schema,
+        features={name: values[order] for name, values in reader.features.finish().items()},
     )
 
 

@@ -9,12 +9,15 @@ from typing import Any, Final
 from relaygr_stream.errors import InputError
 from relaygr_stream.lab.workload.columns import ColumnMap, Row
 from relaygr_stream.lab.workload.formats import named_columns, row_of
+from relaygr_stream.lab.workload.log_features import FeatureReader
 from relaygr_stream.lab.workload.logfile import BrokenLine, Progress
 
 BATCH_ROWS: Final = 65_536
 
 
-def read_parquet(path: Path, columns: ColumnMap | None, progress: Progress | None) -> Iterator[Row | BrokenLine]:
+def read_parquet(
+    path: Path, columns: ColumnMap | None, progress: Progress | None, features: FeatureReader
+) -> Iterator[Row | BrokenLine]:
     """Rows of a Parquet file; a BrokenLine has the row's number, from 1. Raises InputError."""
     try:
         import pyarrow as arrow  # noqa: PLC0415 - optional
@@ -30,12 +33,13 @@ def read_parquet(path: Path, columns: ColumnMap | None, progress: Progress | Non
         with parquet.ParquetFile(path) as file:
             names = named_columns(file.schema_arrow.names, columns, path)
             total = max(1, file.metadata.num_rows)
-            wanted = list(dict.fromkeys(names.values()))
+            cells = features.wanted(file.schema_arrow.names, path, lists=True)
+            wanted = list(dict.fromkeys([*names.values(), *cells]))
             for batch in file.iter_batches(batch_size=BATCH_ROWS, columns=wanted):
                 values = {name: _plain(arrow, batch.column(name)) for name in wanted}
                 for row in zip(*values.values(), strict=True):
                     line += 1
-                    yield row_of(line, dict(zip(wanted, row, strict=True)), names)
+                    yield row_of(line, dict(zip(wanted, row, strict=True)), names, features)
                 if progress is not None:
                     progress(size * line // total, size)
     except (arrow.ArrowException, OSError, ValueError, OverflowError) as error:

@@ -16,7 +16,7 @@ import structlog
 
 from relaygr_stream.client import RelayClient
 from relaygr_stream.errors import ConfigError, InputError
-from relaygr_stream.lab.workload.columns import ColumnMap, IdKind, TimeUnit
+from relaygr_stream.lab.workload.columns import ColumnMap, IdKind
 from relaygr_stream.lab.workload.driver import DriveSummary, RankingClient, Result, drive
 from relaygr_stream.lab.workload.formats import Format
 from relaygr_stream.lab.workload.generator import Generator, GeneratorOptions
@@ -25,8 +25,10 @@ from relaygr_stream.lab.workload.logs import InteractionLog, read_log
 from relaygr_stream.lab.workload.metrics import QualityMeter
 from relaygr_stream.lab.workload.replay import Replay, ReplayOptions
 from relaygr_stream.lab.workload.report import LIVE_EVERY_S, LiveLine, PublishReport, live_line, make_report
+from relaygr_stream.lab.workload.values import TimeUnit
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.process import ProcessContext
+from relaygr_stream.wire.features import NO_FEATURES, FeatureSchema
 
 log = structlog.get_logger(__name__)
 
@@ -43,6 +45,7 @@ class LogOptions:
     columns: ColumnMap | None = None
     time_unit: TimeUnit = "auto"
     item_ids: IdKind = "auto"
+    features: FeatureSchema = NO_FEATURES
     replay: ReplayOptions = field(default_factory=ReplayOptions)
 
 
@@ -120,6 +123,7 @@ def prepare(options: PublishOptions, settings: Settings, line: LiveLine, stop: a
         time_unit=source.time_unit,
         item_ids=source.item_ids,
         progress=progress,
+        features=source.features,
     )
     replay = Replay(log, source.replay)
     return Workload(

@@ -7,9 +7,11 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
+from msgspec import structs
 
 from relaygr_stream.errors import ConfigError, InputError
 from relaygr_stream.lab.workload.items import StageDelay, WorkItem, make_item, sample_others
+from relaygr_stream.lab.workload.log_features import Rows, behaviour_columns, request_columns
 from relaygr_stream.lab.workload.logs import InteractionLog
 from relaygr_stream.wire.messages import Behaviours
 
@@ -100,11 +102,15 @@ class Replay:
         owners = np.searchsorted(log.offsets, self._targets, side="right") - 1
         counts = np.zeros(len(self._catalogue), np.float64)
         counted, at = 0, 0.0
+        newest = np.empty(len(self._catalogue), np.int64)  # each item's row until the request; before it, the first
+        newest[self._codes[self._by_time[::-1]]] = self._by_time[::-1]
         first_ms = int(log.times[self._targets[0]])
         for index, (row, owner, place) in enumerate(
             zip(self._targets.tolist(), owners.tolist(), self._places.tolist(), strict=True)
         ):
-            np.add.at(counts, self._codes[self._by_time[counted:place]], 1.0)
+            passed = self._by_time[counted:place]
+            np.add.at(counts, self._codes[passed], 1.0)
+            newest[self._codes[passed]] = passed  # of an item's several rows, the last one is assigned last
             counted = place
             if o.speed is None:
                 at += float(rng.exponential(1 / o.rate))
@@ -127,11 +133,28 @@ class Replay:
                 target=int(log.items[row]),
                 negatives=self._catalogue[others].astype(np.int64),
             )
-            yield replace(item, popularity=counts[np.searchsorted(self._catalogue, candidates)])
+            codes = np.searchsorted(self._catalogue, candidates)
+            if log.schema:
+                item = self._with_features(item, begin, row, codes, newest)
+            yield replace(item, popularity=counts[codes])
 
     def _behaviours(self, start: int, stop: int) -> Behaviours:
         log = self.log
-        return Behaviours.of(log.items[start:stop], log.actions[start:stop], log.times[start:stop])
+        made = Behaviours.of(log.items[start:stop], log.actions[start:stop], log.times[start:stop])
+        if not log.schema.table("behaviour"):
+            return made
+        return structs.replace(made, columns=behaviour_columns(log.schema, log.features, start, stop))
+
+    def _with_features(self, item: WorkItem, begin: int, row: int, codes: Rows, newest: Rows) -> WorkItem:
+        """The request of the user's rows begin:row with its features. codes: of the candidates."""
+        seen, behind = np.unique(
+            self._codes[begin:row][::-1], return_index=True
+        )  # each item's last row: row - 1 - behind
+        places = np.minimum(np.searchsorted(seen, codes), len(seen) - 1)
+        pairs = np.where(seen[places] == codes, row - 1 - behind[places], -1)
+        columns = request_columns(self.log.schema, self.log.features, row, newest[codes], pairs)
+        event = structs.replace(item.event, columns=structs.replace(columns, candidate={}))
+        return replace(item, event=event, request=structs.replace(item.request, columns=columns))
 
 
 def window_start(length: int, most: int) -> int:

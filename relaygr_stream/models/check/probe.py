@@ -11,17 +11,29 @@ both are roundings of the same truth, so single values say nothing, but root mea
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from relaygr_stream.errors import ModelError
-from relaygr_stream.models.api import KVRegion, RankingModel, ScoreInput, Tokens, relative_deviation
+from relaygr_stream.models.api import (
+    ROWS,
+    USER_ACTION,
+    KVRegion,
+    RankingModel,
+    ScoreInput,
+    Tokens,
+    relative_deviation,
+    schema_of,
+)
+from relaygr_stream.models.hashing import oov_hash
+from relaygr_stream.wire.features import FeatureColumn, Table, Values
 
 Scores = npt.NDArray[np.float32]
 
@@ -95,7 +107,6 @@ class Deviations:
 LENGTHS: Final = (1, 2, 7, 33, 64, 90, 150)
 
 Items = npt.NDArray[np.int64]
-NO_TOKENS = Tokens(np.zeros((3, 0), np.int64))
 
 
 class Failed(Exception):  # a verdict, so not named an error
@@ -132,6 +143,9 @@ class Probe:
         self.half = dtype != torch.float32
         self.reference = make(torch.float32) if self.half else self.model
         self.random = np.random.default_rng(seed)
+        self.schema = schema_of(self.model)
+        self.none = Tokens.zeros(0, self.schema)
+        self.user = self.history(self.schema.context_tokens)  # a user without behaviours: no token, or the user's
 
     # ---- requests ----
 
@@ -141,9 +155,44 @@ class Probe:
         return tuple(sorted({min(length, most) for length in LENGTHS}))
 
     def history(self, length: int) -> Tokens:
-        """`length` random behaviours."""
+        """`length` random tokens: behaviours, the first one the user's features if the model reads such."""
+        return self.with_user(self.behaviours(length))
+
+    def behaviours(self, length: int) -> Tokens:
+        """`length` random behaviours, as they follow a history."""
         rows = (self.random.integers(0, high, length) for high in (self.bounds.items, 256, 1 << 30))
-        return Tokens(np.stack(list(rows)).astype(np.int64))
+        array = np.concatenate([np.stack(list(rows)).astype(np.int64), np.zeros((self.schema.words, length), np.int64)])
+        self.schema.to_words("behaviour", self._random_columns("behaviour", length), array[ROWS:])
+        return Tokens(array)
+
+    def with_user(self, tokens: Tokens) -> Tokens:
+        """A copy with other, random features of the user in place of the first token; `tokens` if there are none."""
+        if not (self.schema.context_tokens and len(tokens)):
+            return tokens
+        array = tokens.array.copy()
+        array[:, 0] = 0
+        array[1, 0] = USER_ACTION
+        self.schema.to_words("user", self._random_columns("user", 1), array[ROWS:, :1])
+        return Tokens(array)
+
+    def _random_columns(self, table: Table, rows: int) -> dict[str, bytes]:
+        values = {
+            one.name: self._values(one, self.random.integers(0, 1 << 32, rows)) for one in self.schema.table(table)
+        }
+        return self.schema.pack(values, {table: rows})[table]
+
+    def features(self, candidates: Items, salt: int = 0) -> Values:
+        """The candidates' features: the same for the same item and salt, whichever others there are."""
+        return {one.name: self._values(one, candidates + (salt << 33)) for one in self.schema.table("candidate")}
+
+    @staticmethod
+    def _values(column: FeatureColumn, keys: Items) -> npt.NDArray[Any]:
+        """Values (rows, width) of a column, by a hash of each row's key: some categories are outside any table."""
+        seeds = keys[:, None] * 131 + np.arange(column.width) * 31 + zlib.crc32(column.name.encode())
+        hashed = (oov_hash(seeds) >> np.uint64(40)).astype(np.int64)  # 24 bits
+        if column.dtype == "float32":
+            return (hashed / (1 << 23) - 1).astype(np.float32)
+        return (hashed % 1000 - 100).astype(column.dtype)
 
     def candidates(self, count: int) -> Items:
         """`count` random item ids."""
@@ -198,11 +247,15 @@ class Probe:
 
     def score(self, kv: KVRegion, suffix: Tokens, candidates: Items, model: RankingModel | None = None) -> Scores:
         """The scores of one ranking in a batch of one."""
-        return self.score_batch([ScoreInput(kv, suffix, candidates)], model)[0]
+        return self.score_batch([self.ranking(kv, suffix, candidates)], model)[0]
+
+    def ranking(self, kv: KVRegion, suffix: Tokens, candidates: Items, salt: int = 0) -> ScoreInput:
+        """A ranking of these candidates with their features."""
+        return ScoreInput(kv, suffix, candidates, self.features(candidates, salt))
 
     def full(self, history: Tokens, candidates: Items, model: RankingModel | None = None) -> Scores:
         """Full inference: prefill all history into its own region in one call, then score the candidates."""
-        return self.score(self.prefix(history, model=model), NO_TOKENS, candidates, model)
+        return self.score(self.prefix(history, model=model), self.none, candidates, model)
 
     # ---- comparing ----
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from relaygr_stream.models.api import KVRegion, ScoreInput, Tokens
-from relaygr_stream.models.check.probe import KV_LIMIT, NO_TOKENS, Failed, Items, Measure, Probe, Scores
+from relaygr_stream.models.check.probe import KV_LIMIT, Failed, Items, Measure, Probe, Scores
 
 #: Candidates of a ranking: enough scores for a root mean square in half precision.
 CANDIDATES: Final = 12
@@ -33,10 +33,10 @@ def contract(probe: Probe) -> Measure | None:
     probe.prefill(region, history)
     if region.storage is not storage:
         raise Failed("prefill() replaced the region's memory; it must write into kv.layer(i) in place")
-    scores = probe.score(region, NO_TOKENS, probe.candidates(CANDIDATES))
+    scores = probe.score(region, probe.none, probe.candidates(CANDIDATES))
     if not np.isfinite(scores).all():
         raise Failed(f"{int((~np.isfinite(scores)).sum())} of {scores.size} scores are not finite")
-    batch = [ScoreInput(region, NO_TOKENS, probe.candidates(count)) for count in (1, 5)]
+    batch = [probe.ranking(region, probe.none, probe.candidates(count)) for count in (1, 5)]
     probe.score_batch(batch)
     return None
 
@@ -69,7 +69,7 @@ def determinism(probe: Probe) -> Measure:
     region = probe.prefix(history)
     for _ in range(3):
         probe.full(probe.history(probe.lengths()[0]), probe.candidates(3))
-        probe.compare(deviations, probe.score(region, NO_TOKENS, candidates), history, candidates)
+        probe.compare(deviations, probe.score(region, probe.none, candidates), history, candidates)
     return deviations.measure
 
 
@@ -81,7 +81,7 @@ def reads_to_length(probe: Probe) -> Measure:
         for poison in (math.nan, 1e4):
             region = probe.region(length + 19, poison)
             probe.prefill(region, history)
-            probe.compare(deviations, probe.score(region, NO_TOKENS, candidates), history, candidates)
+            probe.compare(deviations, probe.score(region, probe.none, candidates), history, candidates)
     return deviations.measure
 
 
@@ -91,7 +91,7 @@ def score_reads_only(probe: Probe) -> None:
         region = probe.region(length + 19, 0.37)  # a model is unlikely to write this number
         probe.prefill(region, probe.history(length))
         before = region.storage.clone()
-        suffix = probe.history(5) if probe.model.incremental else NO_TOKENS
+        suffix = probe.behaviours(5) if probe.model.incremental else probe.none
         probe.score(region, suffix, probe.candidates(CANDIDATES))
         if region.length != length:
             raise Failed(f"score() left kv.length at {region.length}, it was {length}")
@@ -135,7 +135,7 @@ def chunks(probe: Probe) -> Measure:
             stops = sorted(int(stop) for stop in probe.random.integers(0, length + 1, 4))
             history, candidates = probe.history(length), probe.candidates(CANDIDATES)
             region = probe.prefix(history, stops=tuple(stops))
-            probe.compare(deviations, probe.score(region, NO_TOKENS, candidates), history, candidates)
+            probe.compare(deviations, probe.score(region, probe.none, candidates), history, candidates)
     return deviations.measure
 
 
@@ -151,7 +151,7 @@ def relocation(probe: Probe) -> Measure:
         reloaded = probe.region(length + 3)
         reloaded.storage.copy_(spilled)
         reloaded.length = length
-        probe.compare(deviations, probe.score(reloaded, NO_TOKENS, candidates), history, candidates)
+        probe.compare(deviations, probe.score(reloaded, probe.none, candidates), history, candidates)
     return deviations.measure
 
 
@@ -162,11 +162,11 @@ def extension(probe: Probe) -> Measure:
         for length in probe.lengths(added):
             history, candidates = probe.history(length + added), probe.candidates(CANDIDATES)
             region = probe.prefix(history.slice(0, length), slack=added)
-            probe.score(region, NO_TOKENS, candidates)
+            probe.score(region, probe.none, candidates)
             if move:
                 region = _moved(probe, region, length + added + 7)
             probe.prefill(region, history.slice(length, length + added))
-            probe.compare(deviations, probe.score(region, NO_TOKENS, candidates), history, candidates)
+            probe.compare(deviations, probe.score(region, probe.none, candidates), history, candidates)
     return deviations.measure
 
 
@@ -190,9 +190,9 @@ def candidates_apart(probe: Probe) -> Measure:
         region = probe.prefix(history)
         order = probe.random.permutation(CANDIDATES)
         permuted = np.empty((CANDIDATES, len(probe.model.tasks)), np.float32)
-        permuted[order] = probe.score(region, NO_TOKENS, candidates[order])
-        among_others = probe.score(region, NO_TOKENS, np.concatenate([candidates, probe.candidates(9)]))[:CANDIDATES]
-        alone = [probe.score(region, NO_TOKENS, candidates[at : at + 1]) for at in range(CANDIDATES)]
+        permuted[order] = probe.score(region, probe.none, candidates[order])
+        among_others = probe.score(region, probe.none, np.concatenate([candidates, probe.candidates(9)]))[:CANDIDATES]
+        alone = [probe.score(region, probe.none, candidates[at : at + 1]) for at in range(CANDIDATES)]
         for found in (permuted, among_others, np.concatenate(alone)):
             probe.compare(deviations, found, history, candidates)
     return deviations.measure
@@ -208,12 +208,12 @@ def batch_apart(probe: Probe) -> Measure:
         quiet: list[int] = []
         for index in probe.random.permutation(len(requests)):
             history, after, candidates = requests[index]
-            batch.append(ScoreInput(probe.prefix(history, slack=5), after, candidates))
+            batch.append(probe.ranking(probe.prefix(history, slack=5), after, candidates))
             quiet.append(int(index))
             if loud is not None:
                 kv = probe.prefix(probe.history(probe.lengths()[-1]), slack=5)
                 kv.storage.fill_(loud)
-                batch.append(ScoreInput(kv, after, probe.candidates(3 + int(index))))
+                batch.append(probe.ranking(kv, after, probe.candidates(3 + int(index))))
                 quiet.append(-1)
         for index, scores in zip(quiet, probe.score_batch(batch), strict=True):
             if index >= 0:
@@ -225,17 +225,19 @@ def edges(probe: Probe) -> Measure:
     """A user without history, one behaviour, one candidate."""
     deviations = probe.deviations()
     candidates = probe.candidates(CANDIDATES)
+    user = probe.user
     empty = probe.region(8)
-    probe.prefill(empty, NO_TOKENS)
-    scores = probe.score(empty, NO_TOKENS, candidates)
+    probe.prefill(empty, user)
+    scores = probe.score(empty, probe.none, candidates)
     if not np.isfinite(scores).all():
         raise Failed("scores of a user without any history are not finite")
-    deviations.add(scores, scores, probe.full(NO_TOKENS, candidates, probe.reference))
+    deviations.add(scores, scores, probe.full(user, candidates, probe.reference))
     for length in (1, 9) if probe.model.incremental else ():
-        history = probe.history(min(length, max(probe.bounds.suffix, 1)))
-        probe.compare(deviations, probe.score(probe.region(4), history, candidates), history, candidates)
-    one = probe.history(1)
-    probe.compare(deviations, probe.score(probe.prefix(one, slack=2), NO_TOKENS, candidates), one, candidates)
+        after = probe.behaviours(min(length, max(probe.bounds.suffix, 1)))
+        scores = probe.score(probe.prefix(user, slack=4), after, candidates)
+        probe.compare(deviations, scores, user.followed_by(after), candidates)
+    one = user.followed_by(probe.behaviours(1))
+    probe.compare(deviations, probe.score(probe.prefix(one, slack=2), probe.none, candidates), one, candidates)
     return deviations.measure
 
 
@@ -245,7 +247,7 @@ def unknown_items(probe: Probe) -> Measure:
     items = np.array((0, probe.bounds.items, probe.bounds.items + 1, 2**31 - 1, 2**31, LARGEST_ID - 1, LARGEST_ID))
     for length in probe.lengths()[-2:]:
         history, candidates = probe.history(length), np.concatenate([items, probe.candidates(3)])
-        history.array[0] = probe.random.permutation(np.resize(items, length))
+        history.array[0, history.context :] = probe.random.permutation(np.resize(items, length))[history.context :]
         cut = length // 2 if probe.model.incremental else length
         behind = min(length, cut + max(probe.bounds.suffix, 1))  # the settings limit the suffix
         scores = probe.score(probe.prefix(history.slice(0, cut)), history.slice(cut, behind), candidates)
@@ -262,9 +264,10 @@ def longest(probe: Probe) -> Measure:
     """
     deviations = probe.deviations(half_limit=ONE_HISTORY_LIMIT)
     bounds, incremental = probe.bounds, probe.model.incremental
-    total = bounds.prefix + (bounds.suffix if incremental else 0)
+    prefix = probe.schema.context_tokens + bounds.prefix
+    total = prefix + (bounds.suffix if incremental else 0)
     history, candidates = probe.history(total), probe.candidates(bounds.candidates)
-    for length in sorted({bounds.prefix - bounds.max_stale, bounds.prefix}) if incremental else (total,):
+    for length in sorted({prefix - bounds.max_stale, prefix}) if incremental else (total,):
         stops = tuple(range(LONG_CHUNK, length, LONG_CHUNK)) if incremental else ()
         region = probe.prefix(history.slice(0, length), stops=stops, slack=total - length)
         probe.compare(deviations, probe.score(region, history.slice(length, total), candidates), history, candidates)
@@ -316,7 +319,7 @@ def _moved(probe: Probe, region: KVRegion, capacity: int) -> KVRegion:
 
 
 def _request(probe: Probe, length: int, index: int) -> tuple[Tokens, Tokens, Items]:
-    after = probe.history(min(index, probe.bounds.suffix)) if probe.model.incremental else NO_TOKENS
+    after = probe.behaviours(min(index, probe.bounds.suffix)) if probe.model.incremental else probe.none
     return probe.history(length), after, probe.candidates(1 + index * 5)
 
 

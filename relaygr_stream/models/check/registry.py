@@ -9,8 +9,8 @@ from typing import Final, cast
 import torch
 
 from relaygr_stream.models.api import KVRegion, SteppedModel, Tokens
-from relaygr_stream.models.check import properties
-from relaygr_stream.models.check.probe import NO_TOKENS, Failed, Measure, Probe
+from relaygr_stream.models.check import features, properties
+from relaygr_stream.models.check.probe import Failed, Measure, Probe
 
 #: Candidates of a ranking in `steps`.
 CANDIDATES: Final = 12
@@ -31,15 +31,15 @@ def steps(probe: Probe) -> Measure:
         region = probe.region(length, 0.37)
         if before:
             probe.prefill(region, history.slice(0, before))
-        known = probe.score(region, NO_TOKENS, candidates) if before else None
+        known = probe.score(region, probe.none, candidates) if before else None
         for most in (1, 1 << 30):  # the first attempt stops after one step
             _prefill(probe, region, history.slice(before, length), most)
             if region.length == length:
                 break
-            probe.score(other, NO_TOKENS, candidates)
-            if known is not None and (probe.score(region, NO_TOKENS, candidates) != known).any():
+            probe.score(other, probe.none, candidates)
+            if known is not None and (probe.score(region, probe.none, candidates) != known).any():
                 raise Failed(f"a prefill of {length - before} tokens behind {before}, abandoned, changed the scores")
-        probe.compare(deviations, probe.score(region, NO_TOKENS, candidates), history, candidates)
+        probe.compare(deviations, probe.score(region, probe.none, candidates), history, candidates)
     return deviations.measure
 
 
@@ -54,7 +54,7 @@ def _prefill(probe: Probe, region: KVRegion, tokens: Tokens, most: int) -> None:
             break
         if region.length != start:
             raise Failed(f"kv.length moved from {start} to {region.length} before the last step")
-        probe.score(other, NO_TOKENS, probe.candidates(3))
+        probe.score(other, probe.none, probe.candidates(3))
     else:
         return
     if region.length != start + len(tokens):
@@ -97,6 +97,32 @@ PROPERTIES: Final = (
         properties.half_precision,
         hazard="half-precision",
         basic=True,
+    ),
+    Property(
+        "cross features stay out",
+        "prefix KV do not depend on the candidates' features that were scored before, nor do later scores",
+        "score() adds candidate or cross features to state that prefill() reads, or to the region",
+        features.cross_stay_out,
+        hazard="cross-features-in-the-prefix",
+        applies=features.reads("candidate"),
+        unless="it reads no features of candidates",
+    ),
+    Property(
+        "user features changed",
+        "the same behaviours with other features of the user score as if the first ones had never been there",
+        "the user's vector is kept by user, behaviours or address instead of being computed from the first token",
+        features.user_changed,
+        hazard="user-features-that-changed",
+        applies=features.reads("user"),
+        unless="it reads no features of users",
+    ),
+    Property(
+        "features are read",
+        "another value of a declared column gives another score, where the history has the row",
+        "the schema names a column that the model does not read: senders pay for it, and prefix KV are missed for it",
+        features.are_read,
+        applies=lambda probe: bool(probe.schema),
+        unless="it declares no features",
     ),
     Property(
         "determinism",

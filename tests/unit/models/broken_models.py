@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from relaygr_stream.models.api import KVRegion, ScoreInput, Tokens
+from relaygr_stream.models.hstu_model import HSTUConfig, HSTUModel
+from relaygr_stream.models.loading import draw_weights
 from relaygr_stream.models.transformer import Transformer, TransformerConfig
+from relaygr_stream.wire.features import FeatureColumn
 
 CPU = torch.device("cpu")
 CONFIG = TransformerConfig(
@@ -22,6 +27,73 @@ Batch = Sequence[ScoreInput]
 class Plain(Transformer):
     def __init__(self, dtype: torch.dtype, seed: int = 3) -> None:
         super().__init__(CONFIG, seed, CPU, dtype)
+
+
+#: A column of every kind, dtype and table, some of them wide.
+COLUMNS = (
+    FeatureColumn(name="age", of="user", dtype="int32", rows=11),
+    FeatureColumn(name="interests", of="user", dtype="float32", width=3),
+    FeatureColumn(name="dwell_s", of="behaviour", dtype="float32"),
+    FeatureColumn(name="place", of="behaviour", dtype="int64", width=2, rows=7),
+    FeatureColumn(name="price", of="candidate", dtype="float32"),
+    FeatureColumn(name="shop", of="candidate", dtype="int32", rows=13),
+    FeatureColumn(name="affinity", of="cross", dtype="float32", width=2),
+)
+
+
+class Featured(HSTUModel):
+    """The built-in model with features; it breaks nothing."""
+
+    def __init__(self, dtype: torch.dtype, **changes: Any) -> None:
+        shape = {"layers": 2, "dim": 16, "heads": 2, "dqk": 8, "dv": 8, "vocab": 50, "max_positions": 200}
+        fields = {**shape, "scale_tokens": 64, "tasks": ("click", "like"), "features": COLUMNS, **changes}
+        super().__init__(HSTUConfig(**fields))
+        self.load_weights(draw_weights(self.state_dict(), 3), "random weights")
+        self.place(CPU, dtype)
+
+
+class KeepsUser(Featured):
+    """The user's features are computed once for each history."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(dtype)
+        self.known: dict[bytes, npt.NDArray[np.int64]] = {}
+
+    def prefill(self, kv: KVRegion, tokens: Tokens) -> None:
+        if tokens.context:
+            key = tokens.array[:3, 1:9].tobytes() or bytes(1)
+            first = self.known.setdefault(key, tokens.array[:, :1].copy())
+            tokens = Tokens(np.concatenate([first, tokens.array[:, 1:]], axis=1)) if len(tokens) > 8 else tokens
+        super().prefill(kv, tokens)
+
+    def prefill_in_steps(self, kv: KVRegion, tokens: Tokens) -> Iterator[None]:
+        self.prefill(kv, tokens)
+        yield from ()
+
+
+class LeaksCross(Featured):
+    """The mean affinity of the last candidates goes into the keys of the next prefix."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(dtype)
+        self.mean = 0.0
+
+    def prefill(self, kv: KVRegion, tokens: Tokens) -> None:
+        start = kv.length
+        super().prefill(kv, tokens)
+        kv.layer(1)[0][:, start : kv.length] += self.mean
+
+    def score(self, batch: Batch) -> list[torch.Tensor]:
+        self.mean = float(np.mean([one.features["affinity"].mean() for one in batch]))
+        return super().score(batch)
+
+
+class IgnoresColumn(Featured):
+    """A column that is declared and not read."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(dtype)
+        self.embedding.features.behaviour_dwell_s.zero_()  # type: ignore[union-attr,operator]
 
 
 class NoAdvance(Plain):
@@ -161,7 +233,7 @@ class SuffixAnew(Plain):
 
     def score(self, batch: Batch) -> list[torch.Tensor]:
         rankings = self.embedding.rankings
-        self.embedding.rankings = lambda wanted: rankings(  # type: ignore[method-assign,assignment]
+        self.embedding.rankings = lambda wanted: rankings(  # type: ignore[method-assign,assignment,misc]
             [(suffix, 0 if len(suffix) else first, candidates) for suffix, first, candidates in wanted]
         )
         scores = super().score(batch)

@@ -9,9 +9,10 @@ import numpy.typing as npt
 import torch
 from hypothesis import strategies as st
 
-from relaygr_stream.models.api import KVRegion, RankingModel, ScoreInput, Tokens
+from relaygr_stream.models.api import ROWS, KVRegion, RankingModel, ScoreInput, Tokens
 from relaygr_stream.models.hstu_model import HSTUConfig, HSTUModel
 from relaygr_stream.models.loading import random_model
+from relaygr_stream.wire.features import NO_FEATURES, FeatureSchema, Table, Values
 
 SHAPE: dict[str, Any] = {
     "layers": 3, "dim": 16, "heads": 2, "dqk": 8, "dv": 12, "vocab": 50, "max_positions": 40, "scale_tokens": 32,
@@ -31,12 +32,28 @@ def small_model(seed: int = 3, **changes: Any) -> HSTUModel:
     return random_model(HSTUConfig(**{**SHAPE, **changes}), seed)
 
 
-def random_tokens(random: np.random.Generator, count: int) -> Tokens:
-    array = np.empty((3, count), np.int64)
-    array[0] = random.integers(0, 1 << 32, count)
-    array[1] = random.integers(0, 256, count)
-    array[2] = random.integers(0, 1 << 30, count)
-    return Tokens(array)
+def random_tokens(random: np.random.Generator, count: int, schema: FeatureSchema = NO_FEATURES) -> Tokens:
+    """A sequence: the user's token first, if the schema has features of the user."""
+    tokens = Tokens.zeros(count, schema)
+    array, first = tokens.array, tokens.context
+    array[0, first:] = random.integers(0, 1 << 32, count)[first:]
+    array[1, first:] = random.integers(0, 256, count)[first:]
+    array[2, first:] = random.integers(0, 1 << 30, count)[first:]
+    tables: tuple[tuple[Table, slice], ...] = (("user", slice(0, first)), ("behaviour", slice(first, count)))
+    for table, rows in tables:
+        size = len(range(count)[rows])
+        packed = schema.pack(random_features(random, table, size, schema), {table: size})[table]
+        schema.to_words(table, packed, array[ROWS:, rows])  # type: ignore[arg-type]
+    return tokens
+
+
+def random_features(random: np.random.Generator, table: Table, rows: int, schema: FeatureSchema) -> dict[str, Any]:
+    return {
+        one.name: random.standard_normal((rows, one.width), np.float32)
+        if one.dtype == "float32"
+        else random.integers(-5, 20, (rows, one.width)).astype(one.dtype)
+        for one in schema.table(table)
+    }
 
 
 def random_items(random: np.random.Generator, count: int) -> npt.NDArray[np.int64]:
@@ -58,9 +75,11 @@ def prefilled(model: RankingModel, tokens: Tokens, *, slack: int = 0, chunks: tu
     return region
 
 
-def full_scores(model: RankingModel, history: Tokens, candidates: npt.NDArray[np.int64]) -> torch.Tensor:
+def full_scores(
+    model: RankingModel, history: Tokens, candidates: npt.NDArray[np.int64], features: Values | None = None
+) -> torch.Tensor:
     """Full inference: everything into scratch, then the candidates."""
-    return model.score([ScoreInput(prefilled(model, history), history.slice(0, 0), candidates)])[0]
+    return model.score([ScoreInput(prefilled(model, history), history.slice(0, 0), candidates, features or {})])[0]
 
 
 def held(region: KVRegion) -> torch.Tensor:

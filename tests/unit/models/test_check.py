@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace as replaced
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from relaygr_stream.models.check.registry import PROPERTIES
 from relaygr_stream.models.check.run import check_model, run_properties
 from relaygr_stream.models.loading import load_model
 from tests.unit.models.broken_models import (
+    COLUMNS,
     CPU,
     Acausal,
     ByBatchSize,
@@ -26,16 +28,19 @@ from tests.unit.models.broken_models import (
     CoarseSuffix,
     Dropout,
     EarlyLength,
+    Featured,
     ForgetsChunks,
     FromTheEnd,
     HalfScores,
+    IgnoresColumn,
+    KeepsUser,
     KnownItemsOnly,
+    LeaksCross,
     MaskedNeighbours,
     NeedsHistory,
     NoAdvance,
     Noise,
     OneVersion,
-    Plain,
     ReadsSlack,
     RefusesChunks,
     RemembersLength,
@@ -66,7 +71,10 @@ def failures(make: Callable[[torch.dtype], Any], dtype: torch.dtype = torch.floa
 
 
 LATER = "earlier K/V do not depend on later tokens"
-BROKEN: list[tuple[type[Plain], list[str]]] = [
+BROKEN: list[tuple[Callable[[torch.dtype], RankingModel], list[str]]] = [
+    (KeepsUser, ["user features changed", "features are read"]),
+    (LeaksCross, ["cross features stay out", "user features changed", "determinism"]),
+    (IgnoresColumn, ["features are read"]),
     (NoAdvance, ["contract"]),
     (HalfScores, ["contract"]),
     (Transposed, ["contract"]),
@@ -98,7 +106,7 @@ BROKEN: list[tuple[type[Plain], list[str]]] = [
 
 
 @pytest.mark.parametrize(("broken", "expected"), BROKEN, ids=lambda value: getattr(value, "__name__", ""))
-def test_what_is_broken_is_named_first(broken: type[Plain], expected: list[str]) -> None:
+def test_what_is_broken_is_named_first(broken: Callable[[torch.dtype], RankingModel], expected: list[str]) -> None:
     """And nothing else fails than what cannot hold without it."""
     assert failures(broken) == expected
 
@@ -136,6 +144,25 @@ def test_the_built_in_models_pass(changes: dict[str, Any], dtype: torch.dtype) -
     assert check_model(Probe(built_in(**changes), CPU, dtype, BOUNDS, seed=1), said.append), "\n".join(said)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"contextual_seq_len": 1},
+        {"features": [one for one in COLUMNS if one.of == "cross"], "max_attn_len": 9},
+        {"features": [one for one in COLUMNS if one.of == "behaviour"], "group_norm": True},
+        {"features": [one for one in COLUMNS if one.of == "user"]},
+    ],
+    ids=["all", "contextual user", "cross", "behaviours", "user"],
+)
+def test_the_built_in_model_with_features_passes(changes: dict[str, Any], dtype: torch.dtype) -> None:
+    bounds = replaced(BOUNDS, suffix=0) if "contextual_seq_len" in changes else BOUNDS
+    said: list[str] = []
+    probe = Probe(lambda wanted: Featured(wanted, **changes), CPU, dtype, bounds, seed=1)
+    assert check_model(probe, said.append), "\n".join(said)
+
+
 def test_models_that_take_their_prefix_whole_are_spared_what_is_about_chunks() -> None:
     probe = Probe(built_in(contextual_seq_len=3), CPU, torch.float32, BOUNDS, seed=1)
     verdicts = {finding.about: (finding.verdict, finding.detail) for finding in run_properties(probe)}
@@ -144,7 +171,7 @@ def test_models_that_take_their_prefix_whole_are_spared_what_is_about_chunks() -
             assert verdict == "not applicable"
             assert detail.startswith("incremental = False")
         else:
-            assert verdict == "passed" or about.name == "half precision"
+            assert verdict == "passed" or about.name == "half precision" or "features" in about.name
 
 
 def test_without_the_contract_nothing_else_is_run() -> None:

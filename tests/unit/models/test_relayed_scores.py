@@ -19,10 +19,12 @@ from relaygr_stream.cache.entry import Coverage, Entry
 from relaygr_stream.cache.memory import TierMemory
 from relaygr_stream.cache.prefix_cache import PrefixCache
 from relaygr_stream.cache.tiers import GRANULE_TOKENS
-from relaygr_stream.models.api import KVRegion, RankingModel, ScoreInput, Tokens
+from relaygr_stream.models.api import KVRegion, RankingModel, ScoreInput, Tokens, schema_of
 from relaygr_stream.models.check.probe import Deviations
 from relaygr_stream.models.loading import load_model
-from tests.unit.models.small_models import full_scores, random_items, random_tokens
+from relaygr_stream.wire.features import FeatureColumn
+from tests.unit.models.broken_models import COLUMNS, Featured
+from tests.unit.models.small_models import full_scores, random_features, random_items, random_tokens
 
 CPU = torch.device("cpu")
 MOST = 3 * GRANULE_TOKENS
@@ -63,7 +65,8 @@ class Relay:
             scratch_tokens=MOST,
         )
         self.numbers = np.random.default_rng(self.rng.randrange(2**32))
-        self.histories = [random_tokens(self.numbers, MOST + 20) for _ in range(USERS)]
+        self.schema = schema_of(self.model)
+        self.histories = [random_tokens(self.numbers, MOST + 20, self.schema) for _ in range(USERS)]
         self.deviations = Deviations(half=layout.dtype != torch.float32)
         self.seen: set[str] = set()
 
@@ -82,10 +85,13 @@ class Relay:
             kv = KVRegion(entry.region.layout, entry.region.storage, entry.region.capacity, length)
             behind = length + self.rng.choice([0, 0, 1, 20])
             candidates = random_items(self.numbers, self.rng.randint(1, 9))
-            one = ScoreInput(kv, history.slice(length, behind), candidates)
+            features = random_features(self.numbers, "candidate", len(candidates), self.schema)
+            one = ScoreInput(kv, history.slice(length, behind), candidates, features)
             batch.append((entry, one, history.slice(0, behind)))
         for (entry, one, history), found in zip(batch, self.model.score([one for _, one, _ in batch]), strict=True):
-            full, true = (full_scores(model, history, one.candidates).numpy() for model in (self.model, self.truth))
+            full, true = (
+                full_scores(model, history, one.candidates, one.features).numpy() for model in (self.model, self.truth)
+            )
             self.deviations.add(found.numpy(), full, true)
             self.cache.unpin(entry)
         self.cache.poll()
@@ -137,6 +143,18 @@ CANCELLING = settings.Model(layers=2, dim=16, heads=2, dqk=12, dv=8, vocab=50, m
 @example(CANCELLING, 4891)
 def test_relayed_scores_equal_full_inference(shape: settings.Model, seed: int) -> None:
     world = relay(shape, seed)
+    for _ in range(12):
+        world.step()
+    world.settle()
+    world.cache.close()
+    assert world.deviations.measure.holds, str(world.deviations.measure)
+
+
+@hypothesis_settings(max_examples=10)
+@given(st.lists(st.sampled_from(COLUMNS), unique=True, min_size=1), st.integers(0, 2**32 - 1))
+def test_relayed_scores_with_features_equal_full_inference(columns: list[FeatureColumn], seed: int) -> None:
+    model = Featured(torch.float32, features=tuple(columns))
+    world = Relay(model, model, random.Random(seed))
     for _ in range(12):
         world.step()
     world.settle()

@@ -17,7 +17,6 @@ from relaygr_stream.cache.entry import Found
 from relaygr_stream.models.api import KVRegion, ScoreInput, Tokens, relative_deviation
 from relaygr_stream.worker.commands import Rank, RankTask
 from relaygr_stream.worker.forecast import ENOUGH
-from relaygr_stream.worker.rankings import NO_TOKENS
 from tests.unit.worker.test_overload import Timed, finished
 from tests.unit.worker.worlds import CONTEXTUAL, LIMITS, World
 
@@ -66,7 +65,7 @@ def in_full(world: World, tokens: npt.NDArray[np.int64], candidates: npt.NDArray
     region = KVRegion(world.truth.layout, torch.zeros(length * world.truth.layout.elements_per_token), length)
     with torch.inference_mode():
         world.truth.prefill(region, Tokens(tokens))
-        return world.truth.score([ScoreInput(region, NO_TOKENS, candidates)])[0].numpy()
+        return world.truth.score([ScoreInput(region, Tokens.zeros(0), candidates)])[0].numpy()
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,6 @@ from relaygr_stream.settings.schema import Model, Relay
 from relaygr_stream.worker.audit import Auditor
 from relaygr_stream.worker.commands import Answer, Command, Prefill, PrefillTask, Rank, RankTask
 from relaygr_stream.worker.executor import Executor
-from relaygr_stream.worker.rankings import NO_TOKENS
 from relaygr_stream.worker.scheduler import Limits, Scheduler
 
 CPU = torch.device("cpu")
@@ -59,7 +58,7 @@ def full_scores(
     """The truth: everything inferred at once, in memory of its own."""
     tokens = task.tokens
     if not model.incremental:
-        tokens, suffix = Tokens(np.concatenate([tokens.array, suffix.array], axis=1)), NO_TOKENS
+        tokens, suffix = tokens.followed_by(suffix), Tokens.zeros(0)
     n = len(tokens)
     region = KVRegion(model.layout, torch.zeros(max(n, 1) * model.layout.elements_per_token), max(n, 1))
     with torch.inference_mode():
