@@ -177,9 +177,7 @@ def load_model(
         else random_model(_config(model), model.seed)
     )
     _refuse_suffix_with_contextual(built_in, model, relay)
-    built_in.place(device, dtype, kernels)
-    log.info("the model's layers are computed", by=built_in.kernels, dtype=str(dtype).removeprefix("torch."))
-    return built_in
+    return built_in.place(device, dtype, kernels)
 
 
 def check_tasks(tasks: tuple[str, ...]) -> tuple[str, ...]:

@@ -95,7 +95,8 @@ def conformance_arrays(
 
 def arrays_for_kernels() -> dict[str, npt.NDArray[Any]]:
     """Variants whose widths suit the kernels in C, which those of the reference's own file do not."""
-    random, arrays = np.random.default_rng(2), {}
+    arrays: dict[str, npt.NDArray[Any]] = {}
+    random = np.random.default_rng(2)
     plain = {"D": 64, "H": 2, "dv": 64, "dqk": 32, "layers": 2}
     for name, contextual, window, group in (
         ("base", 0, 0, 0), ("windowed", 0, 5, 0), ("seen by all", 4, 0, 0), ("by head", 0, 33, 1)
