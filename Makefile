@@ -153,4 +153,4 @@ lock: $(STAMP) ## docker/*.lock anew, after a change of dependencies: what image
 	done
 
 clean: ## remove what make made
-	rm -rf $(VENV) .cache .mypy_cache .ruff_cache .pytest_cache out build dist
+	rm -rf $(VENV) .cache .mypy_cache .ruff_cache .pytest_cache out build dist relaygr_stream/models/native/*.so

@@ -25,16 +25,17 @@ class KernelsHook(BuildHookInterface):  # type: ignore[type-arg]
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """hatchling calls it before it packs. Raises CalledProcessError if a kernel does not compile."""
-        self._folder = tempfile.mkdtemp(prefix="relaygr-kernels-")
-        configured = self._cmake("-G", "Ninja", "-S", KERNELS, "-B", self._folder)
+        self._temporary = tempfile.TemporaryDirectory(prefix="relaygr-kernels-")
+        folder = self._temporary.name
+        configured = self._cmake("-G", "Ninja", "-S", KERNELS, "-B", folder)
         if configured and os.environ.get(REQUIRED):
             raise RuntimeError(f"{REQUIRED} is set, but there is no working C compiler (above): install one, or set CC")
         if configured:
             self.app.display_warning("no working C compiler: built without kernels, torch operators will compute")
             return
-        if self._cmake("--build", self._folder):
+        if self._cmake("--build", folder):
             raise RuntimeError("a kernel does not compile (above)")
-        objects = sorted(Path(self._folder).glob("*.so"))
+        objects = sorted(Path(folder).glob("*.so"))
         for built in objects:
             if version == "editable":
                 shutil.copy(built, Path(self.root, KERNELS))
@@ -46,7 +47,7 @@ class KernelsHook(BuildHookInterface):  # type: ignore[type-arg]
 
     def finalize(self, *_: Any) -> None:
         """hatchling calls it when the wheel is packed."""
-        shutil.rmtree(self._folder)
+        self._temporary.cleanup()
 
     def _cmake(self, *arguments: str) -> int:
         return subprocess.run(["cmake", *arguments], cwd=self.root, check=False).returncode
