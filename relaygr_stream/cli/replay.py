@@ -23,7 +23,7 @@ from relaygr_stream.telemetry.process import ProcessContext, run_process
 from relaygr_stream.wire.features import NO_FEATURES, FeatureSchema
 
 #: Flags of one source only; given with the other one, they are refused.
-LOG_FLAGS = ("format", "columns", "features", "time_unit", "item_ids", "speed", "which", "min_history")
+LOG_FLAGS = ("format", "columns", "time_unit", "item_ids", "speed", "which", "min_history")
 GENERATOR_FLAGS = (
     "users",
     "user_exponent",
@@ -64,7 +64,8 @@ GENERATOR_FLAGS = (
 @click.option(
     "--features",
     type=click.Path(path_type=Path),
-    help="JSON file with the list `features` that the model reads, such as its checkpoint's config.json. [none]",
+    help="JSON file with the list `features` that the model reads, such as its checkpoint's config.json. Generated "
+    "requests have values of 0. [none]",
 )
 @click.option("--time-unit", type=click.Choice(["s", "ms", "iso"]), help="Unit of the log's times. [by magnitude]")
 @click.option(
@@ -139,6 +140,7 @@ def build_options(settings: Settings, flags: dict[str, Any]) -> PublishOptions:
     shape |= {"max_prefix": settings.relay.max_prefix_tokens, "delay": StageDelay(flags["stage_delay"])}
     # Workers keep the ids of answered requests: a second run's requests must not count as duplicates of the first's.
     shape["run"] = f"{secrets.token_hex(4)}-"
+    features = NO_FEATURES if flags["features"] is None else FeatureSchema.read(flags["features"])
     requests = 1000 if flags["requests"] is None else flags["requests"]
     source: LogOptions | GeneratorOptions
     if events is not None:
@@ -147,13 +149,13 @@ def build_options(settings: Settings, flags: dict[str, Any]) -> PublishOptions:
         source = LogOptions(
             path=events,
             columns=None if flags["columns"] is None else ColumnMap.parse(flags["columns"]),
-            features=NO_FEATURES if flags["features"] is None else FeatureSchema.read(flags["features"]),
+            features=features,
             replay=ReplayOptions(requests=requests, **given("speed", "which", "min_history"), **shape),
             **given("format", "time_unit", "item_ids"),
         )
     else:
         shape["items"] = min(50_000, settings.model.vocab)
-        source = GeneratorOptions(**(shape | given(*GENERATOR_FLAGS)))
+        source = GeneratorOptions(features=features, **(shape | given(*GENERATOR_FLAGS)))
     return PublishOptions(
         source=source,
         requests=requests or None,

@@ -51,7 +51,8 @@ class Tokens(msgspec.Struct, frozen=True):  # built for every chunk; a frozen da
         """
         items, actions, times = behaviours.arrays()
         context = 0 if user is None else schema.context_tokens
-        array = np.zeros((ROWS + schema.words, context + len(items)), np.int64)
+        make = np.zeros if schema.words else np.empty  # every row is written where there are no features
+        array = make((ROWS + schema.words, context + len(items)), np.int64)
         array[0, context:], array[1, context:] = items, actions
         if len(times):
             array[2, context] = 0 if previous_ms is None else max(0, int(times[0]) - previous_ms)

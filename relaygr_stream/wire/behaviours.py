@@ -51,7 +51,8 @@ class Behaviours(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
 
     def nbytes(self) -> int:
         """Bytes of the arrays."""
-        return len(self.items) + len(self.actions) + len(self.times) + features.nbytes(self.table)
+        plain = len(self.items) + len(self.actions) + len(self.times)
+        return plain + features.nbytes(self.columns) if self.columns else plain
 
     def arrays(self) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
         """Read-only views (items, actions, times), each of length n."""

@@ -379,11 +379,14 @@ def validated(message: M) -> M:
 
 def check_features(message: RequestEvent | PreInferSignal | RankingRequest, schema: FeatureSchema) -> None:
     """Raise DecodeError, naming the column, unless the message has exactly the columns of the schema."""
+    suffix = message.suffix if isinstance(message, RankingRequest) else message.prefix
+    if not (schema.columns or message.columns or message.prefix.columns or suffix.columns):
+        return  # the common case
     columns = message.columns or NO_TABLES
     schema.check("user", 1, columns.user)
     schema.check("behaviour", len(message.prefix), message.prefix.table)
     if isinstance(message, RankingRequest):
-        schema.check("behaviour", len(message.suffix), message.suffix.table)
+        schema.check("behaviour", len(suffix), suffix.table)
         candidates = len(message.candidates) // ITEM_DTYPE.itemsize
         schema.check("candidate", candidates, columns.candidate)
     schema.check_digest(columns.schema)
@@ -393,7 +396,7 @@ def _check_unknown(message: Message, size: int) -> None:
     """Raise DecodeError if unknown fields, or known fields stated twice, take more than MAX_UNKNOWN_BYTES."""
     arrays = 0
     if isinstance(message, RequestEvent | PreInferSignal | RankingRequest):
-        arrays = message.prefix.nbytes() + (message.columns or NO_TABLES).nbytes()
+        arrays = message.prefix.nbytes() + (message.columns.nbytes() if message.columns else 0)
     if size - arrays <= MAX_UNKNOWN_BYTES:  # the common case: everything but the arrays is small
         return
     unknown = size - len(encode(message))

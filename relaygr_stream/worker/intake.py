@@ -195,7 +195,7 @@ class Intake:
             nbytes=self._nbytes(record, request),
             hops=request.hops,
             origin=origin,
-            features=self._features.values("candidate", columns.candidate),
+            features=self._features.values("candidate", columns.candidate) if columns.candidate else {},
         )
 
     def _nbytes(self, record: Record, request: RankingRequest) -> int:
@@ -206,7 +206,8 @@ class Intake:
         scores = 2 * SCORE_DTYPE.itemsize * self._score_columns
         tokens = self._features.context_tokens + len(request.prefix) + len(request.suffix)
         decoded = self._token_bytes * tokens + (8 + scores) * candidates
-        decoded += (request.columns or NO_TABLES).nbytes()  # copied from the record; the task keeps the candidates'
+        if request.columns:
+            decoded += request.columns.nbytes()  # copied from the record; the task keeps the candidates'
         return OBJECT_BYTES + came + decoded
 
     def _age(self, record: Record, sent_ms: int, now: float) -> Age:

@@ -101,9 +101,12 @@ class Fleet:
 
 
 @asynccontextmanager
-async def serving_fleet(kafka: Kafka, folder: Path, *workers: str) -> AsyncIterator[Fleet]:
+async def serving_fleet(
+    kafka: Kafka, folder: Path, *workers: str, model: Model = TEST_SETTINGS.model
+) -> AsyncIterator[Fleet]:
     """A trigger and these workers, all ready, all lanes owned."""
     async with Fleet(kafka, folder) as fleet:
+        fleet.use(msgspec.structs.replace(fleet.settings, model=model))
         fleet.start("trigger", "trigger")
         for name in workers:
             fleet.start("worker", name)

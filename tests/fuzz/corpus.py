@@ -8,6 +8,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
+from relaygr_stream.wire.features import FeatureColumn, FeatureSchema, Table
 from relaygr_stream.wire.messages import (
     HEADER_CORRELATION,
     HEADER_REPLY_PARTITION,
@@ -23,6 +24,16 @@ from relaygr_stream.wire.messages import (
     pack_items,
 )
 
+#: A column of each kind.
+SCHEMA: Final = FeatureSchema(
+    [
+        FeatureColumn(name="age", of="user", dtype="int32"),
+        FeatureColumn(name="dwell", of="behaviour", dtype="float32", width=2),
+        FeatureColumn(name="place", of="behaviour", dtype="int64"),
+        FeatureColumn(name="price", of="candidate", dtype="float32"),
+        FeatureColumn(name="affinity", of="cross", dtype="float32"),
+    ]
+)
 #: The first behaviour is somewhere in 2023.
 EPOCH_MS: Final = 1_700_000_000_000
 Headers = list[tuple[str, bytes | None]]
@@ -78,6 +89,22 @@ def plain(kind: type[Message], rng: random.Random) -> dict[str, Any]:
     """The same as a map, to be mutated."""
     found: dict[str, Any] = msgspec.to_builtins(message(kind, rng), builtin_types=(bytes,))
     return found
+
+
+def with_features(fields: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+    """The map of an event, a signal or a request, with all columns of SCHEMA."""
+
+    def packed(table: Table, rows: int) -> dict[str, bytes]:
+        values = {one.name: [[rng.randrange(1000)] * one.width] * rows for one in SCHEMA.table(table)}
+        return SCHEMA.pack(values, {table: rows})[table] if rows else {}
+
+    for name in ("prefix", "suffix"):
+        if name in fields:
+            fields[name]["columns"] = packed("behaviour", len(fields[name]["actions"]))
+    fields["columns"] = {"schema": SCHEMA.digest, "user": packed("user", 1)}
+    if isinstance(candidates := fields.get("candidates"), bytes):
+        fields["columns"]["candidate"] = packed("candidate", len(candidates) // 4)
+    return fields
 
 
 def route(rng: random.Random, partitions: int) -> Headers:

@@ -17,6 +17,7 @@ from contextlib import ExitStack
 from typing import Any, Final
 
 import msgspec
+import numpy as np
 from prometheus_client import CollectorRegistry
 
 from relaygr_stream.bus.dead_letter import dead_letter_headers
@@ -29,6 +30,7 @@ from relaygr_stream.ops.dead_letters.replay import verdict_before
 from relaygr_stream.ops.dead_letters.table import as_json, line_of
 from relaygr_stream.settings.schema import Kafka, Relay, Settings
 from relaygr_stream.trigger.decision import LaneState, Policy, decide
+from relaygr_stream.wire.features import NO_FEATURES, FeatureSchema
 from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import (
     HEADER_CORRELATION,
@@ -44,7 +46,7 @@ from relaygr_stream.wire.messages import (
 )
 from relaygr_stream.wire.records import Record
 from relaygr_stream.worker.intake import Intake, Origin, TooMuch
-from tests.fuzz.corpus import plain, route
+from tests.fuzz.corpus import SCHEMA, plain, route, with_features
 from tests.fuzz.handover import Handover
 from tests.fuzz.mutate import Mutator
 
@@ -75,6 +77,7 @@ def targets(stack: ExitStack) -> dict[str, Target]:
     return {
         **{f"decode {kind.__name__}": _decode(kind) for kind in kinds},
         "worker intake": _Intake(),
+        "worker intake with features": _Intake(SCHEMA),
         "trigger": _Trigger(),
         "client": _Client(stack),
         "dead letters": _dead_letters,
@@ -84,7 +87,10 @@ def targets(stack: ExitStack) -> dict[str, Target]:
 
 def _decode(kind: type[Any]) -> Target:
     def target(rng: random.Random) -> None:
-        raw = Mutator(rng).value(plain(kind, rng))
+        fields = plain(kind, rng)
+        if kind in (RequestEvent, PreInferSignal, RankingRequest) and rng.random() < 0.5:
+            fields = with_features(fields, rng)
+        raw = Mutator(rng).value(fields)
         message = _decoded(kind, raw)
         if message is not None:
             if kind is not WorkerStatus:  # whose readers refuse or replace what they cannot reckon with: see `trigger`
@@ -116,15 +122,19 @@ def _all_finite(value: Any) -> bool:
 class _Intake:
     """A worker's reading of both its topics, from headers to tasks."""
 
-    def __init__(self) -> None:
-        self._intake = Intake(RELAY, 1000.0, REPLIES, MAX_BYTES, lambda: None, max_timeout_ms=MAX_TIMEOUT_MS)
+    def __init__(self, schema: FeatureSchema = NO_FEATURES) -> None:
+        self._schema = schema
+        self._intake = Intake(
+            RELAY, 1000.0, REPLIES, MAX_BYTES, lambda: None, max_timeout_ms=MAX_TIMEOUT_MS, features=schema
+        )
         self._offset = 0
 
     def __call__(self, rng: random.Random) -> None:
         mutator = Mutator(rng)
         kinds: list[tuple[type[Any], Topic]] = [(RankingRequest, TOPICS.ranking), (PreInferSignal, TOPICS.pre_infer)]
         kind, topic = rng.choice(kinds)
-        value = mutator.value(plain(kind, rng)) if rng.random() < 0.95 else None
+        fields = with_features(plain(kind, rng), rng) if self._schema else plain(kind, rng)
+        value = mutator.value(fields) if rng.random() < 0.95 else None
         headers: Any = tuple(mutator.headers(route(rng, REPLIES)))
         self._offset += 1
         record = Record(topic.name, rng.randrange(8), self._offset, 0, mutator.key(), value, headers)
@@ -141,10 +151,15 @@ class _Intake:
                 holds(0 < len(task.candidates) <= RELAY.max_candidates, "candidates")
                 holds(0 < task.timeout_ms <= MAX_TIMEOUT_MS, f"waits for {task.timeout_ms} ms")
                 holds(task.client, "a ranking of nobody")
+                for name, rows in task.features.items():
+                    holds(len(rows) == len(task.candidates), f"{name} has {len(rows)} rows")
+                    holds(np.isfinite(rows).all(), f"{name} is not finite")
                 held = len(value or b"") + task.tokens.array.nbytes + task.suffix.array.nbytes
                 holds(held < task.nbytes < held + MAX_BYTES, f"{task.nbytes} bytes counted of {held}")
             holds((task.tokens.array[2] >= 0).all(), "a gap of the prefix below 0")
-            holds(len(task.tokens) <= RELAY.max_prefix_tokens, "prefix too long")
+            context = self._schema.context_tokens
+            holds(task.tokens.context == context, "the user's token")
+            holds(len(task.tokens) - context <= RELAY.max_prefix_tokens, "prefix too long")
         except (DecodeError, TooMuch):
             return
 

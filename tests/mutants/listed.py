@@ -149,4 +149,12 @@ MUTANTS: Final = (
     Mutant(
         "bus/ages.py", "believed = min(stated_ms, at_least + WAY_MS)", "believed = stated_ms", "trigger/test_log_ends"
     ),
+    # wire: feature columns
+    Mutant("wire/features.py", "if known < len(columns):", "if not columns and known:", "test_features"),
+    Mutant("wire/features.py", "len(data) != rows * one.row_bytes", "len(data) % one.row_bytes", "test_features"),
+    Mutant("wire/features.py", "if stated and stated != self.digest:", "if not stated:", "test_features"),
+    Mutant(
+        "wire/features.py", "halves[at // 2, at % 2 :: 2] = column", "halves[at // 2, ::2] = column", "test_features"
+    ),
+    Mutant("models/api.py", "                array[1, 0] = USER_ACTION\n", "", "test_features"),
 )

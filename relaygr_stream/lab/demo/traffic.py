@@ -89,17 +89,13 @@ def traffic_options(settings: Settings, *, items: int, rate: float, seed: int, r
         suffix=min(SUFFIX, settings.relay.max_suffix_tokens),
         candidates=min(CANDIDATES, settings.relay.max_candidates, items // 2),
         max_prefix=settings.relay.max_prefix_tokens,
+        features=features_of(settings.model),
         run=run,
     )
 
 
 def generated(settings: Settings, seconds: float, rate: float, *, seed: int, run: str) -> list[WorkItem]:
-    """The generated requests of so many seconds. Raises ConfigError for a checkpoint that reads features."""
-    if features := features_of(settings.model):
-        raise ConfigError(
-            f"{settings.model.checkpoint} reads the feature {features.columns[0].name!r}, and generated users have "
-            f"none; name a log that has it with --events"
-        )
+    """The generated requests of so many seconds."""
     options = traffic_options(settings, items=known_items(settings.model), rate=rate, seed=seed, run=run)
     return list(takewhile(lambda item: item.at < seconds, Generator(options)))
 

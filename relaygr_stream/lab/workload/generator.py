@@ -16,8 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from relaygr_stream.errors import ConfigError
-from relaygr_stream.lab.workload.items import StageDelay, WorkItem, make_item
+from relaygr_stream.lab.workload.items import StageDelay, WorkItem, make_item, with_zero_features
 from relaygr_stream.lab.workload.tastes import INTERESTS, NEAR_SHARE, SERIES_ITEMS, Tastes, zipf
+from relaygr_stream.wire.features import NO_FEATURES, FeatureSchema
 from relaygr_stream.wire.messages import Behaviours
 
 #: Memory of histories. Beyond it, users are dropped, least recently used first, and return as new users. 2,000 users of
@@ -53,6 +54,7 @@ class GeneratorOptions:
     max_prefix: int = 4096
     delay: StageDelay = field(default_factory=StageDelay)
     run: str = "g"  # prefix of every request id
+    features: FeatureSchema = NO_FEATURES  # sent with all values 0
 
     def __post_init__(self) -> None:
         for name in ("rate", "users", "items", "length_median", "recent", "candidates", "max_prefix"):
@@ -132,6 +134,7 @@ class Generator:
                 f"and others, {NEAR_SHARE:.0%} of them interests, the rest by popularity",
                 f"gaps between behaviours log-normal, median {GAP_MEDIAN_MS / 60_000:g} min, sigma {GAP_SIGMA:g}; "
                 f"actions 1, 2, 3 with shares {', '.join(f'{share:g}' for share in ACTION_SHARES)}",
+                *([f"features: {len(o.features.columns)} columns, all values 0"] if o.features else []),
             ]
         )
 
@@ -207,6 +210,8 @@ class Generator:
             target=user.next_item,
             negatives=others,
         )
+        if o.features:
+            item = with_zero_features(item, o.features)
         return replace(item, popularity=self._tastes.popularity[candidates])
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import UNSET, structs
 
+from relaygr_stream.wire.features import FeatureSchema, FeatureTables, Table
 from relaygr_stream.wire.messages import Behaviours, RankingRequest, RequestEvent, pack_items
 
 
@@ -68,6 +70,24 @@ def make_item(
         request_id=name, user_id=user, prefix=prefix, candidates=len(candidates), rank_in_ms=delay.median_ms
     )
     return WorkItem(at, delay.draw(rng), event, request, place), candidates
+
+
+def with_zero_features(item: WorkItem, schema: FeatureSchema) -> WorkItem:
+    """The request with all columns of the schema, their values 0."""
+
+    def zeros(table: Table, rows: int) -> dict[str, bytes]:
+        return schema.pack(schema.zeros(table, rows), {table: rows})[table]
+
+    event, request = item.event, item.request
+    prefix = structs.replace(request.prefix, columns=zeros("behaviour", len(request.prefix)) or UNSET)
+    suffix = structs.replace(request.suffix, columns=zeros("behaviour", len(request.suffix)) or UNSET)
+    known = FeatureTables(schema.digest, zeros("user", 1))
+    columns = structs.replace(known, candidate=zeros("candidate", event.candidates))
+    return replace(
+        item,
+        event=structs.replace(event, prefix=prefix, columns=known),
+        request=structs.replace(request, prefix=prefix, suffix=suffix, columns=columns),
+    )
 
 
 def sample_others(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -16,6 +17,8 @@ from relaygr_stream.models.hstu_model import HSTUConfig
 from relaygr_stream.models.loading import random_model, save_checkpoint
 from relaygr_stream.settings.load import load_settings
 from relaygr_stream.settings.schema import Settings
+from relaygr_stream.wire.features import FeatureColumn, FeatureSchema
+from relaygr_stream.wire.messages import check_features
 
 ITEMS = 40
 CONFIG = HSTUConfig(layers=1, dim=8, heads=1, dqk=8, dv=8, scale_tokens=8, vocab=ITEMS, max_positions=8, tasks=("a",))
@@ -117,3 +120,18 @@ def test_the_command_says_what_is_wrong_before_it_starts_anything(
     assert shown.exit_code != 0
     assert said in shown.output + str(shown.exception)
     assert "starting" not in shown.output
+
+
+def test_requests_have_the_features_that_the_checkpoint_reads(tmp_path: Path) -> None:
+    column = FeatureColumn(name="dwell_s", of="behaviour", dtype="float32")
+    save_checkpoint(random_model(msgspec.structs.replace(CONFIG, features=(column,)), 1), tmp_path / "checkpoint")
+    settings = settings_of(tmp_path / "checkpoint")
+    file = log_of(tmp_path, 0)
+    with pytest.raises(InputError, match="no column `dwell_s`"):
+        requests_of(settings, file, seconds=5, rate=4, seed=3)
+    first, *lines = file.read_text(encoding="utf-8").splitlines()
+    file.write_text("\n".join([f"{first},dwell_s", *(f"{line},{at}" for at, line in enumerate(lines))]))
+    for events in (None, file):
+        requests = requests_of(settings, events, seconds=5, rate=4, seed=3)
+        for item in (*requests.warm_up, *requests.measured, *requests.newest):
+            check_features(item.request, FeatureSchema([column]))

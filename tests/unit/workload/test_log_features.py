@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 import re
 from collections.abc import Callable
@@ -14,9 +16,10 @@ from click.testing import CliRunner
 
 from relaygr_stream.cli.replay import replay_command
 from relaygr_stream.errors import InputError
+from relaygr_stream.lab.workload.generator import Generator, GeneratorOptions
 from relaygr_stream.lab.workload.logs import InteractionLog, read_log
 from relaygr_stream.lab.workload.replay import Replay, ReplayOptions
-from relaygr_stream.wire.features import FeatureColumn, FeatureSchema
+from relaygr_stream.wire.features import NO_FEATURES, FeatureColumn, FeatureSchema
 from relaygr_stream.wire.messages import check_features
 
 SCHEMA = FeatureSchema(
@@ -181,15 +184,25 @@ def test_a_missing_column_is_named(tmp_path: Path) -> None:
         read_log(bare, features=SCHEMA)
 
 
-def test_the_command_reads_the_schema_and_refuses_it_for_generated_users(tmp_path: Path) -> None:
+def test_the_command_reads_the_schema_and_names_what_is_wrong_with_it(tmp_path: Path) -> None:
     schema = tmp_path / "config.json"
     schema.write_text('{"features": [{"name": "age", "of": "user"}]}')
-    log = str(write_csv(tmp_path, rows()))
-    for arguments, error in (
-        (["--events", log, "--features", str(schema)], "config.json: .*dtype"),
-        (["--generate", "--features", str(schema)], "--features goes with --events only"),
-    ):
-        result = CliRunner().invoke(replay_command, arguments)
+    for source in (["--generate"], ["--events", str(write_csv(tmp_path, rows()))]):
+        result = CliRunner().invoke(replay_command, [*source, "--features", str(schema)])
         assert result.exit_code != 0
-        said = result.output + str(result.exception)
-        assert re.search(error, said), said
+        assert re.search("config.json: .*dtype", result.output + str(result.exception))
+
+
+@pytest.mark.parametrize("suffix", [0, 4])
+def test_generated_requests_have_every_column_with_zeros(suffix: int) -> None:
+    options = GeneratorOptions(users=3, items=50, candidates=5, suffix=suffix, length_median=30, features=SCHEMA)
+    assert "features: 5 columns" in Generator(options).describe()
+    plain = Generator(dataclasses.replace(options, features=NO_FEATURES))
+    for item, known in itertools.islice(zip(Generator(options), plain, strict=True), 20):
+        check_features(item.event, SCHEMA)
+        check_features(item.request, SCHEMA)
+        assert item.request.columns
+        assert not any(b"".join([*item.request.columns.candidate.values(), *item.request.prefix.table.values()]))
+        assert (item.request.candidates, item.request.prefix.items) == (
+            known.request.candidates, known.request.prefix.items,
+        )  # fmt: skip
