@@ -45,7 +45,7 @@ class Bare:
 
     def conformance(self, file: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         command = [str(self.bin / "relaygr"), "model", "conformance", str(file), *arguments]
-        environment = {"PATH": str(self.bin), "HOME": str(self.site)}
+        environment = {"PATH": str(self.bin), "HOME": str(self.site), "OMP_NUM_THREADS": "1"}
         return subprocess.run(
             command, capture_output=True, text=True, check=False, cwd=self.site.parent, env=environment
         )
