@@ -14,6 +14,8 @@ TEST_WORKERS ?= 4
 # Each worker has its part of the tests in their order, and takes over from the longest part left when it is through.
 # Not in make test-stack, whose files start a Kafka each.
 TEST_DIST ?= worksteal
+# What an installation compiles; it is installed again where one of them has changed.
+KERNELS := hatch_build.py $(shell find relaygr_stream/models/native -name '*.[ch]' -o -name CMakeLists.txt)
 # Length of a soak.
 MINUTES ?= 30
 
@@ -33,9 +35,9 @@ export NO_MKDOCS_2_WARNING := true
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
 
-setup: $(STAMP) ## make .venv with the relaygr command
+setup: $(STAMP) ## make .venv with the relaygr command, and compile the kernels in C
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt $(KERNELS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "make: Python 3.11 or later is needed; name one with PYTHON=…"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
@@ -47,13 +49,13 @@ demo: $(STAMP) ## run the whole relay on an embedded broker and show what it doe
 test: $(STAMP) ## unit tests, the bus on the embedded broker, end to end with real processes (6 minutes on two cores)
 	$(BIN)/pytest -n $(TEST_WORKERS) --dist $(TEST_DIST) $(ARGS)
 
-test-stack: $(STAMP) ## what make test leaves out: on Apache Kafka (KAFKA_HOME, or RELAYGR_TEST_BOOTSTRAP), mutants of the ledger, the SLO bench
+test-stack: $(STAMP) ## what make test leaves out: the wheel, on Apache Kafka (KAFKA_HOME, or RELAYGR_TEST_BOOTSTRAP), mutants of the ledger, the SLO bench
 	$(BIN)/pytest -n $(TEST_WORKERS) --dist loadfile -m "(kafka or stack) and not long and not faults" $(ARGS)
 
 test-repeat: $(STAMP) ## make test N times beside BUSY busy loops, and what failed (N=20 BUSY=0; Ctrl-C lists what there is)
 	$(BIN)/python -m tests.repeat --times $(or $(N),20) --busy $(or $(BUSY),0) -- --hypothesis-profile=search -n $(TEST_WORKERS) --dist $(TEST_DIST) $(ARGS)
 
-test-long: $(STAMP) ## a million random operations, the books checked after each (ARGS="--long-operations N --long-seed N")
+test-long: $(STAMP) ## a million random operations, the books checked after each; kernels under ASan and UBSan (ARGS="--long-operations N --long-seed N")
 	$(BIN)/pytest -m long -s $(ARGS)
 
 fuzz: $(STAMP) ## bad input by the million: codec, intake, trigger, client, dead letters (INPUTS=1000000 SEED=1)
@@ -157,4 +159,4 @@ lock: $(STAMP) ## docker/*.lock anew, after a change of dependencies: what image
 	done
 
 clean: ## remove what make made
-	rm -rf $(VENV) .cache .mypy_cache .ruff_cache .pytest_cache out build dist
+	rm -rf $(VENV) .cache .mypy_cache .ruff_cache .pytest_cache out build dist relaygr_stream/models/native/*.so

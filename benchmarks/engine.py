@@ -14,7 +14,7 @@ import argparse
 import itertools
 import json
 from pathlib import Path
-from typing import Final
+from typing import Final, get_args
 
 import numpy as np
 import torch
@@ -204,6 +204,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--dtype", nargs="+", default=["bfloat16", "float32"], choices=("float32", "bfloat16", "float16")
     )
+    parser.add_argument("--kernels", default="auto", choices=get_args(settings.Kernels), help="as worker.kernels")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of one operator; a worker's default is 1")
     parser.add_argument("--prefix", type=int, nargs="+", default=[512, 2048, 8192, 16384], help="prefix tokens, rising")
     parser.add_argument("--candidates", type=int, nargs="+", default=[64, 512], help="candidates of a ranking")
@@ -230,7 +231,7 @@ def main() -> None:
     )
     facts(machine, options)
     for name in options.dtype:
-        load = EngineLoad(shape, device, getattr(torch, name))
+        load = EngineLoad(shape, device, getattr(torch, name), options.kernels)
         EngineBench(load, machine, report, options).run()
     copies(EngineLoad(shape, device, getattr(torch, options.dtype[0])), machine, report, options.seconds)
     print()

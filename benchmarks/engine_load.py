@@ -42,11 +42,13 @@ def triangle(rows: int) -> int:
 class EngineLoad:
     """One model of the bench's shape on one device, in one dtype."""
 
-    def __init__(self, shape: settings.Model, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, shape: settings.Model, device: torch.device, dtype: torch.dtype, kernels: settings.Kernels = "auto"
+    ) -> None:
         self.shape = shape
         self.device = device
         self.dtype = dtype
-        self.model: RankingModel = load_model(shape, settings.Relay(), device=device, dtype=dtype)
+        self.model: RankingModel = load_model(shape, settings.Relay(), device=device, dtype=dtype, kernels=kernels)
         self.random = np.random.default_rng(0)
         value, key = shape.heads * shape.dv, shape.heads * shape.dqk
         self._row_flops = 2 * shape.dim * (5 * value + 2 * key)

@@ -7,7 +7,7 @@ import sys
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import click
 
@@ -16,7 +16,7 @@ from relaygr_stream.errors import RelayError
 from relaygr_stream.ops.stopping import Interrupted, stopped
 from relaygr_stream.settings.files import FILE_TROUBLE, discard_output
 from relaygr_stream.settings.load import Config
-from relaygr_stream.settings.schema import Settings
+from relaygr_stream.settings.schema import Kernels, Settings
 
 #: Commands in modules of their own, which are imported on demand.
 _COMMANDS: Final = {
@@ -202,7 +202,8 @@ def model() -> None:
 @model.command()
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), default="float32", show_default=True)
-def conformance(file: Path, dtype: str) -> None:
+@click.option("--kernels", type=click.Choice(get_args(Kernels)), default="auto", help="As worker.kernels.")
+def conformance(file: Path, dtype: str, kernels: Kernels) -> None:
     """Compare the built-in HSTU with reference arrays (FILE.npz), full and cached.
 
     float32: prints the largest absolute deviations of each variant; exits 1 if one exceeds 1e-4. Half precision: exits
@@ -215,7 +216,7 @@ def conformance(file: Path, dtype: str) -> None:
 
     from relaygr_stream.models.conformance import format_table, run_conformance
 
-    results = run_conformance(file, getattr(torch, dtype))
+    results = run_conformance(file, getattr(torch, dtype), kernels)
     click.echo(format_table(results))
     sys.exit(not all(result.conforms for result in results))
 

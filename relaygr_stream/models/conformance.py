@@ -27,6 +27,7 @@ from relaygr_stream.models.api import KVRegion
 from relaygr_stream.models.check.probe import HALF_LIMIT
 from relaygr_stream.models.hstu import HSTUStack
 from relaygr_stream.models.stu import RankingRows, StackConfig
+from relaygr_stream.settings import Kernels
 
 #: Largest absolute deviation that conforms. Outputs are about 20, so it allows a few float32 roundings per layer.
 LIMIT: Final = 1e-4
@@ -133,13 +134,16 @@ class VariantResult:
         return f"{self.ratio(comparison):.2f}×" if comparison in FULL else f"{self.noise(comparison):.1e}"
 
 
-def run_conformance(path: str | Path, dtype: torch.dtype = torch.float32) -> list[VariantResult]:
-    """Compare every variant of the file, computing in `dtype` on the CPU.
+def run_conformance(
+    path: str | Path, dtype: torch.dtype = torch.float32, kernels: Kernels = "auto"
+) -> list[VariantResult]:
+    """Compare every variant of the file, computing in `dtype` on the CPU. kernels: as the setting worker.kernels.
 
-    Raises InputError if the file cannot be read or has no variant, or if a key is missing or has another shape.
+    Raises ModelError if `kernels` cannot run a variant, InputError if the file cannot be read or has no variant, or if
+    a key is missing or has another shape.
     """
     arrays = _Arrays(Path(path))
-    return [_run_variant(arrays, name, dtype) for name in arrays.variants()]
+    return [_run_variant(arrays, name, dtype, kernels) for name in arrays.variants()]
 
 
 def format_table(results: Iterable[VariantResult]) -> str:
@@ -157,8 +161,8 @@ def format_table(results: Iterable[VariantResult]) -> str:
     return "\n".join("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows)
 
 
-def _run_variant(arrays: _Arrays, name: str, dtype: torch.dtype) -> VariantResult:
-    stack = _stack(arrays, name).to(dtype)
+def _run_variant(arrays: _Arrays, name: str, dtype: torch.dtype, kernels: Kernels) -> VariantResult:
+    stack = _stack(arrays, name).place(torch.device("cpu"), dtype, kernels)
     config, users = stack.config, arrays.users(name)
     result = VariantResult(name, len(users), config, dtype)
     chunking = np.random.default_rng(CHUNK_SEED)

@@ -25,6 +25,7 @@ from relaygr_stream.models.stu import NORM_EPS, RankingRows, StackConfig, STULay
 if TYPE_CHECKING:
     from relaygr_stream.models.embeddings import TaskHead, TokenEmbedding
     from relaygr_stream.models.native.ends import NativeEnds
+    from relaygr_stream.settings import Kernels
 
 
 class FusedLayers(Protocol):
@@ -60,18 +61,22 @@ class HSTUStack(nn.Module):
         self._scale = 1 / math.sqrt(config.dqk)
         self._weight = 1 / config.scale_tokens
 
-    def place(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Move the weights and convert them. Packs them for the native layers, so they must not change afterwards."""
+    def place(self, device: torch.device, dtype: torch.dtype, kernels: Kernels = "auto") -> HSTUStack:
+        """Move the weights and convert them. Packs them for the native layers, so they must not change afterwards.
+
+        kernels: as the setting worker.kernels. Raises ModelError if it names instructions that cannot be used.
+        """
         self.to(device=device, dtype=dtype)
-        self._native = native_layers(self.config, self.stu_layers(), NORM_EPS)
+        self._native = native_layers(self.config, self.stu_layers(), NORM_EPS, kernels)
+        return self
 
     @property
     def native(self) -> NativeLayers | None:
         """The layers in C; None if there are none for this stack, or if torch is faster with its present threads."""
-        return self._native if self._native and self._native.is_faster() else None
+        return self._native if self._native and self._native.in_use else None
 
     def native_ends(self, embedding: TokenEmbedding, head: TaskHead) -> NativeEnds | None:
-        """The embedding and the head in C; None where the layers are not compiled."""
+        """The embedding and the head in C; None where there are no layers in C."""
         return self._native.ends(embedding, head, NORM_EPS) if self._native else None
 
     @property

@@ -15,10 +15,11 @@ from torch import nn
 from relaygr_stream.models.api import KVLayout, KVRegion, ScoreInput, Tokens, digest, version_of
 from relaygr_stream.models.embeddings import TaskHead, TokenEmbedding
 from relaygr_stream.models.hstu import FusedLayers, HSTUStack
-from relaygr_stream.models.kernels.choice import Kernels, fused_stack
+from relaygr_stream.models.kernels.choice import fused_stack
 from relaygr_stream.models.kernels.graphs import CudaRecorder, RecordedScores, Recorder
 from relaygr_stream.models.native.ends import NativeEnds, Sequences
 from relaygr_stream.models.stu import Positive, RankingRows, StackConfig
+from relaygr_stream.settings import Kernels
 from relaygr_stream.wire.features import FeatureColumn, FeatureSchema
 
 #: The types that the kernels support and the settings offer.
@@ -94,13 +95,13 @@ class HSTUModel(nn.Module):
     def place(self, device: torch.device, dtype: torch.dtype, kernels: Kernels = "auto") -> HSTUModel:
         """Move to `device` and convert all but the head to `dtype`. Sets the version, which names the dtype.
 
-        kernels: as the setting worker.kernels. Raises ModelError if it is "triton" and the fused kernels are not
-        available, ValueError for a dtype outside DTYPES.
+        kernels: as the setting worker.kernels. Raises ModelError if it names kernels that cannot be used, ValueError
+        for a dtype outside DTYPES.
         """
         if dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}; got {dtype}")
         self.embedding.to(device=device, dtype=dtype)
-        self.stack.place(device, dtype)
+        self.stack.place(device, dtype, kernels)
         self.head.to(device=device)
         # The embedding in C, and the recorded one, read no features.
         self._ends = None if self.features else self.stack.native_ends(self.embedding, self.head)
@@ -109,6 +110,13 @@ class HSTUModel(nn.Module):
         fused = fused_stack(self.config, device, dtype, kernels)
         self.use(fused, None if fused is None else CudaRecorder(device))
         return self
+
+    @property
+    def kernels(self) -> str:
+        """What computes the layers: "triton", an object of native/objects.py, or "torch"."""
+        if self.stack.fused is not None:
+            return "triton"
+        return self.stack.native.name if self.stack.native else "torch"
 
     def use(self, fused: FusedLayers | None, recorder: Recorder | None) -> None:
         """Use `fused` for attention from now on, its launches recorded by `recorder`; None: plain torch operators."""

@@ -23,7 +23,6 @@ from relaygr_stream import settings
 from relaygr_stream.errors import ConfigError, ModelError, RelayError
 from relaygr_stream.models.api import KVLayout, RankingModel
 from relaygr_stream.models.hstu_model import HSTUConfig, HSTUModel
-from relaygr_stream.models.kernels.choice import Kernels
 from relaygr_stream.settings.files import packaged_dir
 from relaygr_stream.wire.features import NO_FEATURES, FeatureSchema
 
@@ -162,12 +161,12 @@ def load_model(
     *,
     device: torch.device,
     dtype: torch.dtype,
-    kernels: Kernels = "auto",
+    kernels: settings.Kernels = "auto",
 ) -> RankingModel:
     """The model that the settings name, on `device`, with prefix KV in `dtype`.
 
     `model.factory` takes precedence over `model.checkpoint`, which takes precedence over random weights. A checkpoint
-    defines its own shape. kernels: the attention of the built-in model; a user's model ignores it.
+    defines its own shape. kernels: the layers of the built-in model; a user's model ignores it.
     Raises ConfigError for settings that clash or are malformed, ModelError for a factory or checkpoint that fails.
     """
     if model.factory:

@@ -4,6 +4,7 @@ from relaygr_stream.settings.schema import (
     Client,
     Handover,
     Kafka,
+    Kernels,
     Model,
     Relay,
     Settings,
@@ -12,4 +13,4 @@ from relaygr_stream.settings.schema import (
     Worker,
 )
 
-__all__ = ["Client", "Handover", "Kafka", "Model", "Relay", "Settings", "Telemetry", "Trigger", "Worker"]
+__all__ = ["Client", "Handover", "Kafka", "Kernels", "Model", "Relay", "Settings", "Telemetry", "Trigger", "Worker"]

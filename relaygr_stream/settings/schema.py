@@ -22,6 +22,7 @@ Port = Annotated[int, Meta(ge=0, le=65535)]
 Positive = Annotated[int, Meta(ge=1)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Ms = Annotated[float, Meta(gt=0, le=3.6e6)]
+Kernels = Literal["auto", "torch", "triton", "amx", "avx512_bf16", "avx512"]
 
 
 def _doc(text: str) -> Meta:
@@ -149,8 +150,12 @@ class Worker(Section, frozen=True, kw_only=True):
     device: Annotated[str, Meta(pattern=r"^(cpu|cuda|npu)(:\d+)?$"), _doc("cpu, cuda[:N] or npu[:N]")] = "cpu"
     dtype: Annotated[Literal["float32", "bfloat16", "float16"], _doc("type of weights, K and V")] = "float32"
     kernels: Annotated[
-        Literal["auto", "torch", "triton"],
-        _doc("attention of the built-in model; auto: triton on cuda if installed and numerically equal, else torch"),
+        Kernels,
+        _doc(
+            "what computes the built-in model's layers. auto: triton on cuda, the processor's instructions on cpu, "
+            "and torch operators where those are absent or deviate; an instruction set: on cpu, at most its "
+            "instructions. All but auto and torch refuse to start where they cannot run"
+        ),
     ] = "auto"
     threads: Annotated[Positive, _doc("CPU threads of one operator")] = 1
     capacity: Annotated[

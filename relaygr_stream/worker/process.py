@@ -32,6 +32,7 @@ from relaygr_stream.bus.renewed import RenewalsCollector
 from relaygr_stream.bus.topics import TopicSet, load_topics, verify_topics
 from relaygr_stream.errors import CRASHED, BrokerError, DecodeError, DeviceError
 from relaygr_stream.models.api import schema_of
+from relaygr_stream.models.hstu_model import HSTUModel
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.background import Background
 from relaygr_stream.telemetry.process import ProcessContext
@@ -111,7 +112,10 @@ async def made_worker(context: ProcessContext, make_handover: MakeHandover = lam
         runtime = await device.start(lambda: build(settings, audits, device.wake))
         metrics.model_info.labels(runtime.model.version, runtime.model.note).set(1)
         describe = log.warning if runtime.model.note else log.info
-        describe("model loaded", version=runtime.model.version, note=runtime.model.note, device=str(runtime.device))
+        described = {"version": runtime.model.version, "note": runtime.model.note, "device": str(runtime.device)}
+        if isinstance(runtime.model, HSTUModel):
+            described["kernels"] = runtime.model.kernels
+        describe("model loaded", **described)
         check_answers_fit(topics, settings.relay.max_candidates, runtime.model)
         context.set_ready(False, "joining the group")
         name = settings.worker.name or f"{socket.gethostname()}-{os.getpid()}"

@@ -39,14 +39,15 @@ Verdict = Literal["killed", "SURVIVED", "NOT JUDGED"]
 
 
 def copy_tree(target: Path) -> None:
-    """The files that git tracks, and those that it does not ignore, as they are now."""
+    """The files that git tracks, and those that it does not ignore, as they are now; and the compiled kernels."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
         capture_output=True,
         check=True,
     )
-    for name in listed.stdout.decode().split("\0"):
+    kernels = [str(file.relative_to(ROOT)) for file in (ROOT / PACKAGE).rglob("*.so")]
+    for name in (*listed.stdout.decode().split("\0"), *kernels):
         if name and (ROOT / name).is_file():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(ROOT / name, target / name)

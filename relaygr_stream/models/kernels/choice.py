@@ -7,7 +7,7 @@ kernels with the plain path on the device itself. Recorded graphs have their own
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final
 
 import structlog
 import torch
@@ -16,15 +16,12 @@ from relaygr_stream.errors import ModelError
 from relaygr_stream.models.api import KVRegion
 from relaygr_stream.models.hstu import HSTUStack
 from relaygr_stream.models.stu import RankingRows, StackConfig
+from relaygr_stream.settings import Kernels
 
 if TYPE_CHECKING:
     from relaygr_stream.models.kernels.fused import FusedStack
 
 log = structlog.get_logger(__name__)
-
-#: The setting worker.kernels. auto: Triton on CUDA if it is installed and passes the check, else torch. triton: the
-#: worker does not start without it. torch: plain torch operators, as on every other device.
-Kernels = Literal["auto", "torch", "triton"]
 
 #: float32: largest deviation relative to the largest output. Half precision: RMS deviation from the float32 truth over
 #: that of the plain path; 10,000 outputs determine an RMS to 1 %, and common inputs add to that.
@@ -42,9 +39,10 @@ def fused_stack(
 ) -> FusedStack | None:
     """The fused layers for a stack of this shape, or None for the plain path. Logs the choice and its reason.
 
-    Raises ModelError if `kernels` is "triton" and the fused layers are not available.
+    kernels: the setting worker.kernels. auto: fused on CUDA if Triton is installed and passes the check. Raises
+    ModelError if it is "triton" and the fused layers are not available.
     """
-    if kernels == "torch" or (kernels == "auto" and device.type != "cuda"):
+    if kernels not in ("auto", "triton") or (kernels == "auto" and device.type != "cuda"):
         return None
     fused, problem = _make(config, device, dtype)
     if fused is None:

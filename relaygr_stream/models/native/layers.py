@@ -13,24 +13,27 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Generator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from relaygr_stream.errors import ModelError
 from relaygr_stream.models.native import arguments
 from relaygr_stream.models.native.arguments import Attention, Columns
-from relaygr_stream.models.native.build import library
 from relaygr_stream.models.native.ends import NativeEnds
+from relaygr_stream.models.native.objects import Unavailable, library
 
 if TYPE_CHECKING:
     from relaygr_stream.models.api import KVRegion
     from relaygr_stream.models.attention import Block
     from relaygr_stream.models.embeddings import TaskHead, TokenEmbedding
     from relaygr_stream.models.stu import RankingRows, StackConfig, STULayer
+    from relaygr_stream.settings import Kernels
 
-#: dtype → its kinds of build.py, the fastest first.
+#: dtype → its objects (objects.py), the fastest first.
 KINDS: Final = {torch.bfloat16: ("amx", "avx512_bf16", "avx512_widened"), torch.float32: ("avx512",)}
 #: The width of one step, and the largest width of a head in attention.c.
 TILE_WIDTH: Final = 32
@@ -40,24 +43,50 @@ MAX_WIDTH: Final = 128
 MAX_THREADS: Final = 2
 
 
-def native_layers(config: StackConfig, layers: Sequence[STULayer], eps: float) -> NativeLayers | None:
-    """The layers in C; None if the machine or the stack's shape does not suit them. The first call compiles (1 s)."""
-    weight = layers[0].uvqk_weight
-    fit = (
-        weight.device.type == "cpu"
-        and weight.dtype in KINDS
-        and max(config.dqk, config.dv) <= MAX_WIDTH
-        and not any(width % TILE_WIDTH for width in (config.dim, config.dqk, config.dv))
-    )
-    compiled = next(filter(None, map(library, KINDS[weight.dtype])), None) if fit else None
-    return None if compiled is None else NativeLayers(compiled, config, layers, eps)
+def native_layers(
+    config: StackConfig, layers: Sequence[STULayer], eps: float, kernels: Kernels = "auto"
+) -> NativeLayers | None:
+    """The layers in C; None if the machine or the stack's shape does not suit them, or `kernels` names others.
+
+    kernels: as the setting worker.kernels. Raises ModelError if it names instructions and these layers cannot run.
+    """
+    if kernels in ("torch", "triton"):
+        return None
+    most, weight = "" if kernels == "auto" else kernels, layers[0].uvqk_weight
+    try:
+        _check_fit(config, weight)
+        return NativeLayers(library(KINDS[weight.dtype], most), config, layers, eps, always=bool(most))
+    except Unavailable as error:
+        if most:
+            raise ModelError(f'worker.kernels = "{most}", but {error}; set it to "auto" or "torch"') from error
+        return None
+
+
+def _check_fit(config: StackConfig, weight: torch.Tensor) -> None:
+    """Raises Unavailable, which says what does not fit."""
+    if weight.device.type != "cpu":
+        raise Unavailable(f"the device is {weight.device}: they are for cpu")
+    if weight.dtype not in KINDS:
+        raise Unavailable(f"the model computes in {weight.dtype}: they are for {' and '.join(map(str, KINDS))}")
+    widths = config.dim, config.dqk, config.dv
+    if any(width % TILE_WIDTH for width in widths) or max(config.dqk, config.dv) > MAX_WIDTH:
+        found = ", ".join(map(str, widths))
+        raise Unavailable(
+            f"the model's D, dqk, dv are {found}: multiples of {TILE_WIDTH} are needed, dqk and dv up to {MAX_WIDTH}"
+        )
 
 
 class NativeLayers:
-    """Packed weights, and the calls of layers.c. One call at a time, as for all calls of a model."""
+    """Packed weights, and the calls of layers.c. One call at a time, as for all calls of a model.
 
-    def __init__(self, compiled: ctypes.CDLL, config: StackConfig, layers: Sequence[STULayer], eps: float) -> None:
+    always: they are used where torch is faster, too.
+    """
+
+    def __init__(
+        self, compiled: ctypes.CDLL, config: StackConfig, layers: Sequence[STULayer], eps: float, *, always: bool
+    ) -> None:
         self._compiled = compiled
+        self._always = always
         self._config = config
         self._scale, self._weight = 1 / math.sqrt(config.dqk), 1 / config.scale_tokens
         # Buffers for one chunk's rows between the parts of a layer: normed, gates, q.
@@ -75,10 +104,15 @@ class NativeLayers:
         """The embedding and the head in C, in the same width and dtype."""
         return NativeEnds(self._compiled, embedding, head, eps)
 
-    @staticmethod
-    def is_faster() -> bool:
-        """Whether these layers are faster than torch with its present number of threads."""
-        return torch.get_num_threads() <= MAX_THREADS
+    @property
+    def name(self) -> str:
+        """The object (objects.py) that computes them."""
+        return Path(self._compiled._name).stem
+
+    @property
+    def in_use(self) -> bool:
+        """Whether these layers are faster than torch with its present number of threads, or used in any case."""
+        return self._always or torch.get_num_threads() <= MAX_THREADS
 
     def prefill_in_steps(
         self, kv: KVRegion, x: torch.Tensor, blocks: Sequence[Block], outputs: bool

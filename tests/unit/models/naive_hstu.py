@@ -91,3 +91,17 @@ def conformance_arrays(
         arrays[f"{variant}/layer{index}/k_cache_jagged"] = np.concatenate([k for k, _ in cache])
         arrays[f"{variant}/layer{index}/v_cache_jagged"] = np.concatenate([v for _, v in cache])
     return {key: value.astype(np.float32) if value.dtype == np.float64 else value for key, value in arrays.items()}
+
+
+def arrays_for_kernels() -> dict[str, npt.NDArray[Any]]:
+    """Variants whose widths suit the kernels in C, which those of the reference's own file do not."""
+    arrays: dict[str, npt.NDArray[Any]] = {}
+    random = np.random.default_rng(2)
+    plain = {"D": 64, "H": 2, "dv": 64, "dqk": 32, "layers": 2}
+    for name, contextual, window, group in (
+        ("base", 0, 0, 0), ("windowed", 0, 5, 0), ("seen by all", 4, 0, 0), ("by head", 0, 33, 1)
+    ):  # fmt: skip
+        attention = {"contextual_seq_len": contextual, "max_attn_len": window, "group_norm": group}
+        meta = plain | attention | {"N": 64, "candidates": 40}
+        arrays |= conformance_arrays(random, name, meta, [70, 9])
+    return arrays

@@ -9,10 +9,11 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from relaygr_stream.errors import InputError
+from relaygr_stream.errors import InputError, ModelError
 from relaygr_stream.models.check.probe import HALF_LIMIT
 from relaygr_stream.models.conformance import COMPARISONS, FULL, LIMIT, META, format_table, run_conformance
-from tests.unit.models.naive_hstu import conformance_arrays
+from relaygr_stream.settings import Kernels
+from tests.unit.models.naive_hstu import arrays_for_kernels, conformance_arrays
 
 REFERENCE = Path(__file__).parents[2] / "data" / "hstu_reference.npz"
 ONLY_INCREMENTAL = {"chunked_history", "chunked_candidates", "suffix_candidates", "chunked_kv"}
@@ -54,6 +55,20 @@ def test_another_file_with_other_shapes_and_users(tmp_path: Path) -> None:
         (name, len(histories)) for name, (_, histories) in variants.items()
     ]
     assert all(result.worst < 1e-5 for result in results), format_table(results)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kernels", ["avx512", "avx512_bf16", "amx"])
+def test_each_instruction_set_reproduces_arrays_of_its_widths(
+    tmp_path: Path, kernels: Kernels, dtype: torch.dtype
+) -> None:
+    file = write(tmp_path / "wide.npz", arrays_for_kernels())
+    try:
+        results = run_conformance(file, dtype, kernels)
+    except ModelError as error:  # it never falls back to torch operators
+        pytest.skip(str(error))
+    assert len(results) == 4
+    assert all(result.conforms for result in results), format_table(results)
 
 
 @pytest.mark.parametrize("key", ["out_full/hist1", "out_full/cand0", "out_cached/cand2", "layer1/v_cache_jagged"])

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+import platform
 import shlex
+import shutil
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import cache
@@ -18,13 +20,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
+from relaygr_stream.errors import ModelError
 from relaygr_stream.models.api import KVRegion, ScoreInput
 from relaygr_stream.models.hstu import HSTUStack
 from relaygr_stream.models.hstu_model import HSTUModel
-from relaygr_stream.models.native import build, layers
+from relaygr_stream.models.loading import load_model
+from relaygr_stream.models.native import layers, objects
 from relaygr_stream.models.native.layers import KINDS, MAX_THREADS
+from relaygr_stream.models.native.objects import OBJECTS, Unavailable
 from relaygr_stream.models.stu import RankingRows, StackConfig
+from relaygr_stream.settings import Kernels, Model, Relay
+from tests.unit.models.built_kernels import SOURCES, build_kernels
 from tests.unit.models.small_models import (
     deviation,
     full_scores,
@@ -46,17 +54,22 @@ DTYPES = {kind: dtype for dtype, kinds in KINDS.items() for kind in kinds} | {IN
 
 @cache
 def library(kind: str) -> ctypes.CDLL | None:
-    """As build.library, also in software."""
+    """The object of this name, also in software; None where this processor or this clone has none."""
+    try:
+        found = objects.library([kind.replace(IN_SOFTWARE, "avx512_bf16")])
+    except Unavailable:
+        return None
     if kind != IN_SOFTWARE:
-        return build.library(kind)
-    header = Path(__file__).with_name("software_tiles.h")
-    compiler = f"{os.environ.get('CC', 'cc')} -include {shlex.quote(str(header))}"
-    return None if build.library("avx512_bf16") is None else build._compile("amx", compiler)
+        return found
+    header = shlex.quote(str(Path(__file__).with_name("software_tiles.h")))
+    return ctypes.CDLL(str(build_kernels(f"-mavx512f -mavx512bf16 -include {header}", "amx") / "amx.so"))
 
 
 def needs(kind: str) -> pytest.MarkDecorator:
     processor = "avx512_bf16" if kind == IN_SOFTWARE else kind
-    return pytest.mark.skipif(library(kind) is None, reason=f"needs a CPU with {processor} and a C compiler")
+    return pytest.mark.skipif(
+        library(kind) is None, reason=f"needs a CPU with {processor}, and make setup with a C compiler"
+    )
 
 
 in_each_kind = pytest.mark.parametrize("kind", [pytest.param(kind, marks=needs(kind)) for kind in DTYPES])
@@ -78,19 +91,17 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
-def afresh() -> Iterator[None]:
-    """Whatever the process has compiled is forgotten, before and after."""
-    build.library.cache_clear()
-    yield
-    build.library.cache_clear()
+def every_instruction(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processor is said to have all instructions; nothing was said of missing objects yet."""
+    monkeypatch.setattr(objects, "instructions", lambda _: set(OBJECTS["amx"]))
+    objects._warn.cache_clear()
 
 
 def place(placed: HSTUStack | HSTUModel, kind: str) -> None:
     """Place it on the CPU, with the layers of this kind."""
-    dtype = DTYPES.get(kind, torch.float64)
-    only = patch.dict(KINDS, {dtype: (kind,)}) if kind in DTYPES else nullcontext()
-    with only, patch.object(layers, "library", library):
-        placed.place(CPU, dtype)
+    only = patch.object(layers, "library", lambda *_: library(kind)) if kind in DTYPES else nullcontext()
+    with only:
+        placed.place(CPU, DTYPES.get(kind, torch.float64))
 
 
 def stack_of(config: StackConfig, seed: int, kind: str) -> HSTUStack:
@@ -283,16 +294,21 @@ def test_a_window_sums_its_columns_in_one_order_wherever_a_chunk_begins(kind: st
     assert torch.equal(found[0], found[2])
 
 
-@pytest.mark.usefixtures("afresh")
-@pytest.mark.parametrize("dtype", KINDS)
-def test_without_a_compiler_torch_does_it(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "_instructions", lambda _: set(build.KINDS["amx"]))
-    monkeypatch.setenv("CC", "no-such-compiler")
-    assert all(build.library(kind) is None for kind in KINDS[dtype])
-    model = small_model(dim=32, dqk=32, dv=32).place(CPU, dtype)
-    assert model.stack.native is None
-    random = np.random.default_rng(0)
-    assert bool(full_scores(model, random_tokens(random, 40), random_items(random, 5)).isfinite().all())
+@pytest.mark.usefixtures("every_instruction")
+def test_without_the_objects_torch_does_it_and_says_so_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(objects, "FOLDER", tmp_path)
+    with capture_logs() as logs:
+        for dtype in KINDS:
+            model = small_model(dim=32, dqk=32, dv=32).place(CPU, dtype)
+            assert model.kernels == "torch"
+            random = np.random.default_rng(0)
+            assert bool(full_scores(model, random_tokens(random, 40), random_items(random, 5)).isfinite().all())
+    warnings = [line for line in logs if line["log_level"] == "warning"]
+    assert {line["event"] for line in warnings} == {"native_layers_unavailable"}
+    assert [line["reason"].partition(":")[0] for line in warnings] == ["avx512.so is missing", "amx.so is missing"]
+    assert {line["instead"] for line in warnings} == {"torch operators"}
 
 
 @in_each_kind
@@ -304,22 +320,81 @@ def test_with_many_threads_torch_does_it(kind: str) -> None:
     assert model.stack.native is None
 
 
-@pytest.mark.usefixtures("afresh")
-def test_a_compiler_that_refuses_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "layers.c").write_text("this is no C", encoding="utf-8")
-    monkeypatch.setattr(build, "_instructions", lambda _: set(build.KINDS["amx"]))
-    monkeypatch.setattr(build, "FOLDER", tmp_path)
-    for kind in build.KINDS:
-        assert build.library(kind) is None
+#: worker.kernels → what computes float32, and bfloat16.
+FORCED: dict[Kernels, tuple[str, str]] = {
+    "torch": ("torch", "torch"),
+    "avx512": ("avx512", "avx512_widened"),
+    "avx512_bf16": ("avx512", "avx512_bf16"),
+    "amx": ("avx512", "amx"),
+}
+
+
+@pytest.mark.parametrize("kernels", FORCED)
+def test_the_setting_bounds_the_instructions_and_is_obeyed_with_many_threads(kernels: Kernels) -> None:
+    lacking = set(OBJECTS.get(kernels, ())) - objects.instructions(objects.CPUINFO)
+    if lacking or library("avx512") is None:
+        pytest.skip(f"needs a CPU with {kernels}, and make setup with a C compiler")
+    torch.set_num_threads(MAX_THREADS + 1)
+    shape, dtypes = Model(layers=1, dim=32, heads=1), (torch.float32, torch.bfloat16)
+    models = [load_model(shape, Relay(), device=CPU, dtype=dtype, kernels=kernels) for dtype in dtypes]
+    assert tuple(model.kernels for model in models if isinstance(model, HSTUModel)) == FORCED[kernels]
+
+
+@pytest.mark.parametrize(
+    ("kernels", "dtype", "dim", "has", "words"),
+    [
+        ("amx", torch.bfloat16, 32, OBJECTS["avx512_bf16"], "this processor has no amx_tile, amx_bf16; set it to"),
+        ("avx512_bf16", torch.float32, 32, OBJECTS["avx512"], "this processor has no avx512_bf16; set it to"),
+        ("avx512", torch.float32, 32, (), "no avx512f, avx512bw, avx512vl, avx512dq"),
+        ("avx512", torch.float32, 32, OBJECTS["avx512"], "avx512.so is missing: .* without a C compiler"),
+        ("avx512", torch.float32, 48, OBJECTS["avx512"], "D, dqk, dv are 48, 32, 32: multiples of 32"),
+        ("avx512", torch.float16, 32, OBJECTS["avx512"], "computes in torch.float16"),
+    ],
+)
+def test_instructions_that_cannot_be_used_are_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kernels: Kernels, dtype: torch.dtype, dim: int,
+    has: tuple[str, ...], words: str,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(objects, "instructions", lambda _: set(has))
+    monkeypatch.setattr(objects, "FOLDER", tmp_path)
+    with pytest.raises(ModelError, match=f'worker.kernels = "{kernels}", but .*{words}'):
+        small_model(dim=dim, dqk=32, dv=32).place(CPU, dtype, kernels)
+
+
+@pytest.mark.usefixtures("every_instruction")
+def test_an_object_that_does_not_load_leaves_the_work_to_the_next(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("amx", "avx512_bf16"):
+        (tmp_path / f"{name}.so").write_text("this is no object")
+    if library("avx512_widened") is None:
+        pytest.skip("needs an object that loads: make setup with a C compiler")
+    shutil.copy(objects.FOLDER / "avx512_widened.so", tmp_path)
+    monkeypatch.setattr(objects, "FOLDER", tmp_path)
+    with capture_logs() as logs:
+        found = [objects.library(KINDS[torch.bfloat16]) for _ in range(2)]
+    assert Path(found[0]._name).stem == "avx512_widened"
+    (line,) = logs
+    assert "amx.so" in line["reason"] and line["instead"] == "avx512_widened"
+
+
+@pytest.mark.skipif(
+    platform.machine() != "x86_64" or shutil.which(os.environ.get("CC", "cc")) is None, reason="needs a C compiler"
+)
+def test_the_objects_are_those_of_the_sources() -> None:
+    sources = [path for path in SOURCES.rglob("*") if path.suffix in (".c", ".h")]
+    newest = max(path.stat().st_mtime for path in sources)
+    found = {path.stem for path in objects.FOLDER.glob("*.so") if path.stat().st_mtime >= newest}
+    assert found == set(OBJECTS), "kernels are missing or older than their sources: make setup"
 
 
 def test_instructions_are_those_of_the_flags_line(tmp_path: Path) -> None:
     cpuinfo = tmp_path / "cpuinfo"
-    assert build._instructions(cpuinfo) == set()
+    assert objects.instructions(cpuinfo) == set()
     cpuinfo.write_text("model name : amx_tile\nflags\t\t: fpu amx_bf16\nflags : other\n", encoding="utf-8")
-    assert build._instructions(cpuinfo) == {"fpu", "amx_bf16"}
+    assert objects.instructions(cpuinfo) == {"fpu", "amx_bf16"}
     cpuinfo.write_text("no flags here\n", encoding="utf-8")
-    assert build._instructions(cpuinfo) == set()
+    assert objects.instructions(cpuinfo) == set()
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ static inline __m512 multiply_add(__m512 x, __m512 y, __m512 sum) {
 
 static inline __m512 lower(__m512 x) { return (__m512)_mm512_slli_epi32((__m512i)x, 16); }
 
-static inline __m512 upper(__m512 x) { return (__m512)_mm512_and_si512((__m512i)x, _mm512_set1_epi32(-1 << 16)); }
+static inline __m512 upper(__m512 x) { return (__m512)_mm512_and_si512((__m512i)x, _mm512_set1_epi32(-0x10000)); }
 
 static inline __m512 multiply_add(__m512 x, __m512 y, __m512 sum) {
     return _mm512_fmadd_ps(lower(x), lower(y), _mm512_fmadd_ps(upper(x), upper(y), sum));
