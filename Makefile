@@ -30,7 +30,7 @@ export TRITON_CACHE_DIR := $(CURDIR)/.cache/triton
 export NO_MKDOCS_2_WARNING := true
 
 .PHONY: help setup demo test test-stack test-repeat test-kafka test-faults test-long test-device mutants recoveries check docs format lock clean soak fuzz example-movielens demo-checkpoint
-.PHONY: bench-cache bench-engine bench-features bench-forwarding bench-handover bench-peers bench-scheduler bench-simulate bench-slo bench-trigger bench-vllm
+.PHONY: bench-cache bench-engine bench-features bench-forwarding bench-handover bench-models bench-peers bench-scheduler bench-simulate bench-slo bench-trigger bench-vllm
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -117,6 +117,9 @@ $(VLLM_STAMP): benchmarks/peers_vllm_requirements.txt
 	$(VLLM)/bin/pip install --quiet --requirement benchmarks/peers_vllm_requirements.txt
 	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
+
+bench-models: $(STAMP) ## model families beside each other: bytes, full inference, hits, throughput, length (4 minutes; ARGS=--quick)
+	$(BIN)/python benchmarks/models.py $(ARGS)
 
 bench-features: $(STAMP) ## requests with 10, 40 and 120 feature columns: bytes, times to make, decode and embed them (20 seconds; CHECK=1 judges)
 	$(BIN)/python benchmarks/features.py

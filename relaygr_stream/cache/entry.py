@@ -113,10 +113,11 @@ class Entry:
         """Whether its DRAM copy is complete, so that evicting it from HBM loses nothing."""
         return self.stored is not None and self.spill is None and self.stored.length == len(self.tokens)
 
-    def coverage(self, tokens: Tokens, *, incremental: bool, max_stale: int = 0) -> Coverage:
+    def coverage(self, tokens: Tokens, *, incremental: bool, sliceable: bool = True, max_stale: int = 0) -> Coverage:
         """How the entry's sequence, computed or being computed, relates to a request's prefix.
 
         incremental: whether K/V stay valid as a sequence grows; if not, only equal sequences match.
+        sliceable: whether a longer sequence has the K/V of its beginning; if not, a longer entry is of no use.
         max_stale: number of newest tokens of the prefix that a covering entry may lack.
         """
         held, wanted = self.tokens.array, tokens.array
@@ -125,7 +126,7 @@ class Entry:
             return Coverage.NONE
         if held.shape[1] == wanted.shape[1]:
             return Coverage.COVERS
-        if not incremental:
+        if not incremental or (held.shape[1] > wanted.shape[1] and not sliceable):
             return Coverage.NONE
         return Coverage.COVERS if held.shape[1] + max_stale >= wanted.shape[1] else Coverage.PREFIX
 

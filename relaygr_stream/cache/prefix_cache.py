@@ -49,6 +49,7 @@ class PrefixCache:
         storage: StorageKind = "exact",
     ) -> None:
         self._incremental = incremental
+        self._sliceable = layout.sliceable
         self._max_stale = max_stale_tokens if incremental else 0
         self.counters = CacheCounters()
         self._table = EntryTable(layout, hbm, dram, make_storage(storage, layout), predict_ms, self.counters)
@@ -62,8 +63,8 @@ class PrefixCache:
             raise CapacityError(
                 f"worker.hbm_bytes = {hbm.arena.size} cannot hold one prefix and one full inference of "
                 f"{scratch_tokens} tokens (relay.max_prefix_tokens + relay.max_suffix_tokens): each takes "
-                f"{self._scratch_bytes} bytes ({layout.bytes_per_token} a token); set worker.hbm_bytes to at least "
-                f"{2 * self._scratch_bytes} or lower relay.max_prefix_tokens"
+                f"{self._scratch_bytes} bytes ({layout.bytes_per_token} a token, {layout.nbytes(0)} beside); set "
+                f"worker.hbm_bytes to at least {2 * self._scratch_bytes} or lower relay.max_prefix_tokens"
             )
         self.scratch = Scratch(reserved[1])
         if self._dram is not None and self._dram.size < self._dram.size_of(capacity):
@@ -83,11 +84,15 @@ class PrefixCache:
 
     def coverage(self, entry: Entry, tokens: Tokens) -> Coverage:
         """How the entry's sequence, computed or being computed, relates to this prefix."""
-        return entry.coverage(tokens, incremental=self._incremental, max_stale=self._max_stale)
+        return entry.coverage(
+            tokens, incremental=self._incremental, sliceable=self._sliceable, max_stale=self._max_stale
+        )
 
     def serves(self, entry: Entry, tokens: Tokens) -> bool:
-        """Whether an entry that covers this prefix has computed enough of it by now."""
-        return entry.region is not None and 0 < entry.region.length >= len(tokens) - self._max_stale
+        """Whether an entry that covers this prefix has computed enough of it by now, and is not being rewritten."""
+        if entry.region is None or (entry.computing and not self._sliceable):
+            return False
+        return 0 < entry.region.length >= len(tokens) - self._max_stale
 
     @property
     def pinned_bytes(self) -> int:
@@ -141,12 +146,13 @@ class PrefixCache:
     def extend(self, entry: Entry, tokens: Tokens) -> Entry | None:
         """ready → computing: the entry's sequence grows to `tokens`, which continue it. Returns the entry to compute.
 
-        If the region has room, it is the same entry; readers of the old length may continue to read. Otherwise it is a
-        new entry in a larger region, with a copy of the computed part; the old entry stays until its last holder
-        releases it. Returns None and changes nothing if HBM has no room.
+        If the region has room, it is the same entry; readers of the old length may continue to read. Otherwise, or if
+        the region has a state that a reader or a copy may not find rewritten, it is a new entry in another region, with
+        a copy of the computed part; the old entry stays until its last holder releases it. Returns None and changes
+        nothing if HBM has no room.
         """
         assert entry.ready and entry.region is not None
-        if len(tokens) <= entry.region.capacity:
+        if len(tokens) <= entry.region.capacity and (self._sliceable or not (entry.pins or entry.spill)):
             self.counters.extended_in_place += 1
             entry.tokens = tokens
             entry.computing = True

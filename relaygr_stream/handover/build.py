@@ -74,4 +74,5 @@ def identity_of(settings: Settings, runtime: WorkerRuntime, lanes: int) -> Ident
         storage=settings.worker.dram_storage,
         device=runtime.device.type,
         lanes=lanes,
+        state=layout.state,
     )

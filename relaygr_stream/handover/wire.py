@@ -50,6 +50,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     storage: Text
     device: Text
     lanes: int
+    state: int = 0  # elements beside the tokens
 
     def difference(self, other: Identity) -> str:
         """The first difference in words, from the viewpoint of `self`; "" if there is none."""

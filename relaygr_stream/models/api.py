@@ -1,7 +1,7 @@
 """What a model and the worker exchange: tokens, prefix KV, the `RankingModel` protocol, versions.
 
 Prefix KV is layer-major and contiguous per head: for each layer K (heads, capacity, dqk), then V (heads, capacity, dv).
-Matrix products and kernels read a head's tokens in place.
+Matrix products and kernels read a head's tokens in place. Behind them lies the state, if the model has one.
 """
 
 from __future__ import annotations
@@ -95,13 +95,31 @@ class Tokens(msgspec.Struct, frozen=True):  # built for every chunk; a frozen da
 
 @dataclass(frozen=True)
 class KVLayout:
-    """The shape and type of one token of prefix KV."""
+    """The shape and type of prefix KV: K and V of each token, and a state of the whole prefix.
+
+    state: elements that a region has once, whatever its length, such as a recurrent state or K and V of context tokens.
+    """
 
     layers: int
     heads: int
     dqk: int  # key width per head
     dv: int  # value width per head
     dtype: torch.dtype
+    state: int = 0
+
+    def __post_init__(self) -> None:
+        if self.elements(1) < 1:
+            raise ValueError(f"a layout needs K and V per token, or a state: {self}")
+
+    @classmethod
+    def of_state(cls, elements: int, dtype: torch.dtype) -> KVLayout:
+        """A layout without K and V per token: its size does not depend on the length."""
+        return cls(0, 0, 0, 0, dtype, elements)
+
+    @property
+    def sliceable(self) -> bool:
+        """Whether the first n tokens of a region are the prefix KV of these n tokens. A state has one length only."""
+        return not self.state
 
     @property
     def elements_per_token(self) -> int:
@@ -113,22 +131,26 @@ class KVLayout:
         """Bytes of one token in all layers."""
         return self.elements_per_token * self.dtype.itemsize
 
+    def elements(self, capacity: int) -> int:
+        """Elements of a region for `capacity` tokens."""
+        return capacity * self.elements_per_token + self.state
+
     def nbytes(self, capacity: int) -> int:
         """Bytes of a region for `capacity` tokens."""
-        return capacity * self.bytes_per_token
+        return self.elements(capacity) * self.dtype.itemsize
 
 
 class KVRegion:
     """One contiguous piece of memory that holds `length` ≤ `capacity` tokens. The region does not own the memory.
 
-    storage: 1-D tensor of layout.dtype with at least capacity × layout.elements_per_token elements.
+    storage: 1-D tensor of layout.dtype with at least layout.elements(capacity) elements.
     Raises ValueError for a storage of another type, shape or a smaller size.
     """
 
     __slots__ = ("capacity", "layout", "length", "storage")
 
     def __init__(self, layout: KVLayout, storage: torch.Tensor, capacity: int, length: int = 0) -> None:
-        needed = capacity * layout.elements_per_token
+        needed = layout.elements(capacity)
         if storage.dtype != layout.dtype or storage.dim() != 1 or storage.numel() < needed:
             raise ValueError(
                 f"a region of {capacity} tokens needs {needed} elements of {layout.dtype}, "
@@ -140,9 +162,13 @@ class KVRegion:
         self.length = length
 
     def copy_from(self, other: KVRegion, tokens: int) -> None:
-        """Copy the first `tokens` tokens of another region of this layout: two copies for any number of layers."""
-        for target, source in zip(self._all_layers(), other._all_layers(), strict=True):
-            target[:, :, :tokens].copy_(source[:, :, :tokens])
+        """Copy the first `tokens` tokens of another region of this layout, two copies for any number of layers, and its
+        state."""
+        if self.layout.elements_per_token:
+            for target, source in zip(self._all_layers(), other._all_layers(), strict=True):
+                target[:, :, :tokens].copy_(source[:, :, :tokens])
+        if self.layout.state:
+            self.state.copy_(other.state)
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K (heads, capacity, dqk) and V (heads, capacity, dv) of one layer, as views to read and write in place."""
@@ -154,10 +180,15 @@ class KVRegion:
         values = self.storage[start + k_elements : start + k_elements + v_elements]
         return keys, values.view(layout.heads, capacity, layout.dv)
 
+    @property
+    def state(self) -> torch.Tensor:
+        """The state of the first `length` tokens, layout.state elements, as a view. At length 0 it means nothing."""
+        return self.storage[self.capacity * self.layout.elements_per_token :]
+
     def _all_layers(self) -> tuple[torch.Tensor, torch.Tensor]:
         """K (layers, heads, capacity, dqk) and V (layers, heads, capacity, dv), as views."""
         layout, capacity = self.layout, self.capacity
-        layers = self.storage.view(layout.layers, -1)
+        layers = self.storage[: capacity * layout.elements_per_token].view(layout.layers, -1)
         k_elements = layout.heads * capacity * layout.dqk
         shape = (layout.layers, layout.heads, capacity)
         return layers[:, :k_elements].view(*shape, layout.dqk), layers[:, k_elements:].view(*shape, layout.dv)
@@ -183,13 +214,17 @@ class RankingModel(Protocol):
     It has two operations: append tokens to prefix KV, and score candidates against prefix KV. Prefill, chunked prefill
     and full inference all consist of these two, so a relayed and a full score agree by construction.
 
-    layout: the prefix KV of a token.
+    layout: the shape of prefix KV.
     version: changes whenever the scores may change; the worker never uses prefix KV of another version.
     note: a remark on the weights for the log and the status ("random weights, seed 7"), or "".
     tasks: names of the score columns.
     incremental: True if appending tokens never changes the K/V of earlier tokens. False if it does (contextual tokens
         that see the whole history): the worker then computes a prefix in one call of `prefill`, never in chunks, and
-        never appends to it; a request with a suffix is inferred in full, the suffix appended to the prefix.
+        never appends to it; a request with a suffix is inferred in full, the suffix appended to the prefix, unless the
+        model takes a suffix all the same (takes_suffix).
+
+    A model with a state (layout.state) rewrites it in `prefill`, together with kv.length as the last thing it does: a
+    call that fails, or steps that are abandoned, leave it as it was. Nothing else reads the region meanwhile.
 
     A model that reads features has an attribute `features` too, a FeatureSchema, whose digest its version contains.
     If the schema has user features, the first token of every sequence is the user's; no other one is.
@@ -216,6 +251,17 @@ class RankingModel(Protocol):
         ...
 
 
+def takes_suffix(model: RankingModel) -> bool:
+    """Whether `score` takes a suffix behind a prefix: of an incremental model always, else its attribute of this name.
+
+    A model with incremental = False that does is defined on the prefix and the suffix of a request apart: its prefix KV
+    depend on the whole prefix and on nothing else, and its suffix rows on them and on earlier suffix rows. Its scores
+    depend on where the client cuts a history, so the worker never moves that cut. Full inference is `prefill` of the
+    whole prefix, then `score` with the suffix.
+    """
+    return model.incremental or bool(getattr(model, "takes_suffix", False))
+
+
 def schema_of(model: RankingModel) -> FeatureSchema:
     """The features that the model reads."""
     schema: FeatureSchema = getattr(model, "features", NO_FEATURES)
@@ -239,8 +285,9 @@ class SteppedModel(RankingModel, Protocol):
     def prefill_in_steps(self, kv: KVRegion, tokens: Tokens) -> Iterator[None]:
         """As `prefill`, in steps of about equal duration, for example one layer each.
 
-        Only the last step advances kv.length. Between steps the worker makes other calls, on this region too, which it
-        reads up to kv.length. The worker may abandon the remaining steps: data behind kv.length then has no meaning.
+        Only the last step advances kv.length, and rewrites a state. Between steps the worker makes other calls, on this
+        region too, which it reads up to kv.length. The worker may abandon the remaining steps: data behind kv.length
+        then has no meaning.
         """
         ...
 

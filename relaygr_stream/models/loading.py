@@ -310,10 +310,14 @@ def _contract_problem(made: object) -> str:
         return f"its `tasks` must be one or more different names, found {tasks!r}"
     if not made.version:  # type: ignore[attr-defined]
         return "its `version` is empty; the worker keeps the prefix KV of different versions apart by it"
-    return _features_problem(getattr(made, "features", NO_FEATURES), made.version)  # type: ignore[attr-defined]
+    return _optional_problem(made, made.version)  # type: ignore[attr-defined]
 
 
-def _features_problem(features: object, version: str) -> str:
+def _optional_problem(made: object, version: str) -> str:
+    """The same for the attributes that a model need not have."""
+    takes_suffix, features = getattr(made, "takes_suffix", False), getattr(made, "features", NO_FEATURES)
+    if not isinstance(takes_suffix, bool):
+        return f"its `takes_suffix` must be a bool, found {takes_suffix!r}"
     if not isinstance(features, FeatureSchema):
         return f"its `features` must be a FeatureSchema, found {features!r}"
     if features.digest not in version:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 import torch
@@ -103,7 +103,12 @@ class TransformerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def make(model: settings.Model, device: torch.device, dtype: torch.dtype) -> Transformer:
-    """The factory: a model with the shape, tasks and seed of the settings.
+    """The factory: a model with the shape, tasks and seed of the settings. Raises as `shape_of`."""
+    return Transformer(TransformerConfig(**shape_of(model)), model.seed, device, dtype)
+
+
+def shape_of(model: settings.Model) -> dict[str, Any]:
+    """The fields of TransformerConfig in the settings.
 
     Raises ConfigError for settings of the built-in HSTU that a transformer does not have.
     """
@@ -113,10 +118,10 @@ def make(model: settings.Model, device: torch.device, dtype: torch.dtype) -> Tra
         if getattr(model, name) != without:
             raise ConfigError(
                 f"`model.{name}` = {getattr(model, name)!r} is a setting of the built-in HSTU, and `model.factory` = "
-                f"{model.factory!r} is a softmax transformer: leave it out"
+                f"{model.factory!r} does not have it: leave it out"
             )
     shape = {name: getattr(model, name) for name in TransformerConfig.__struct_fields__ if name != "tasks"}
-    return Transformer(TransformerConfig(**shape, tasks=check_tasks(model.tasks)), model.seed, device, dtype)
+    return {**shape, "tasks": check_tasks(model.tasks)}
 
 
 class TransformerLayer(nn.Module):
@@ -155,20 +160,29 @@ class TransformerLayer(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A softmax transformer as a `RankingModel`, with weights drawn from a seed."""
+    """A softmax transformer as a `RankingModel`, with weights drawn from a seed. embedding: another than the usual."""
 
+    architecture = "transformer"
     incremental = True  # a behaviour sees only earlier behaviours, so cached K/V stay valid
 
-    def __init__(self, config: TransformerConfig, seed: int, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        seed: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        embedding: TokenEmbedding | None = None,
+    ) -> None:
         super().__init__()
-        self.embedding = TokenEmbedding(config.dim, config.vocab, config.max_positions)
+        self.config = config
+        self.embedding = embedding or TokenEmbedding(config.dim, config.vocab, config.max_positions)
         self.layers = nn.ModuleList(TransformerLayer(config) for _ in range(config.layers))
         self.head = TaskHead(config.dim, len(config.tasks))
         self.load_state_dict(draw_weights(self.state_dict(), seed))
         self.layout = config.layout(dtype)
         self.tasks = config.tasks
         self.note = f"random weights, seed {seed}"
-        self.version = version_of("transformer", digest(config, self.state_dict()), dtype)
+        self.version = version_of(self.architecture, digest(config, self.state_dict()), dtype)
         self.embedding.to(device=device, dtype=dtype)
         self.layers.to(device=device, dtype=dtype)
         self.head.to(device=device)  # the head stays float32

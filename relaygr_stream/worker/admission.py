@@ -11,6 +11,7 @@ from bisect import bisect_left
 from typing import Final
 
 from relaygr_stream.cache.entry import Coverage, Found
+from relaygr_stream.models.api import takes_suffix
 from relaygr_stream.worker.clients import Clients
 from relaygr_stream.worker.commands import RankTask
 from relaygr_stream.worker.executor import Executor
@@ -126,7 +127,7 @@ class Admission:
     def _infer_ms(self, task: RankTask, found: Found) -> float:
         """Predicted device time until its prefix KV are there; a job that others wait for costs nothing more."""
         entry, coverage = found
-        tokens, suffix = len(task.tokens), 0 if self._executor.model.incremental else len(task.suffix)
+        tokens, suffix = len(task.tokens), 0 if takes_suffix(self._executor.model) else len(task.suffix)
         if entry is None or coverage is Coverage.NONE or task.full or suffix:
             return self._jobs.prefill_ms(0, tokens + suffix)
         job = self._jobs.of(entry)

@@ -167,12 +167,27 @@ def assemble(
         ),
         Auditor(worker.audit_share, report_audit, audit_seed),
     )
-    # Triggers count ⌈tokens × bytes_per_token ÷ alloc_bytes⌉ units. Where a granule is no multiple of the arena's
-    # alignment, its padding counts as part of the tokens, so that they never count less than the cache takes.
-    alloc_bytes = cache.nbytes(1)
-    return WorkerRuntime(
-        scheduler, cache, executor, model, executor.device, -(-alloc_bytes // GRANULE_TOKENS), alloc_bytes
+    bytes_per_token, alloc_bytes = _stated_bytes(
+        cache, schema_of(model).context_tokens + settings.relay.max_prefix_tokens
     )
+    return WorkerRuntime(scheduler, cache, executor, model, executor.device, bytes_per_token, alloc_bytes)
+
+
+def _stated_bytes(cache: PrefixCache, longest: int) -> tuple[int, int]:
+    """The bytes_per_token and alloc_bytes of a status.
+
+    Triggers count ⌈tokens × bytes_per_token ÷ alloc_bytes⌉ units of alloc_bytes for a prefix. They must never count
+    less than the cache takes, which has padding per granule of tokens, and may have a state that does not grow. So a
+    prefix of one token more than any number of granules has to count as many units as it takes.
+    """
+    alloc_bytes = cache.nbytes(1)
+    units_before = ((tokens, -(-cache.nbytes(tokens + 1) // alloc_bytes) - 1) for tokens in _granules(longest))
+    return max([1, *(-(-units * alloc_bytes // tokens) for tokens, units in units_before)]), alloc_bytes
+
+
+def _granules(longest: int) -> range:
+    """The lengths of one granule, two, … below the longest prefix."""
+    return range(GRANULE_TOKENS, max(longest, GRANULE_TOKENS + 1), GRANULE_TOKENS)
 
 
 def longest_sequence(settings: Settings, model: RankingModel) -> int:

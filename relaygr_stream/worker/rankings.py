@@ -18,7 +18,7 @@ import torch
 
 from relaygr_stream.cache.entry import Coverage, Entry, Found
 from relaygr_stream.cache.prefix_cache import PrefixCache
-from relaygr_stream.models.api import KVRegion, ScoreInput
+from relaygr_stream.models.api import KVRegion, ScoreInput, takes_suffix
 from relaygr_stream.wire.messages import Outcome, Status
 from relaygr_stream.worker.admission import LOST, Admission
 from relaygr_stream.worker.audit import Auditor
@@ -64,8 +64,10 @@ class Rankings:
         self._scratch_wanted: TimerHeap[RankTask] = TimerHeap(lambda task: task.answered)
         self._delays = (0.0, 0)  # seconds and number of delays until the device took a ranking
         self._batching = Batching()
+        self._takes_suffix = takes_suffix(executor.model)
         layout = executor.model.layout
-        self._empty = KVRegion(layout, torch.empty(0, dtype=layout.dtype, device=executor.device), 0)
+        none = torch.empty(layout.elements(0), dtype=layout.dtype, device=executor.device)
+        self._empty = KVRegion(layout, none, 0)
 
     def __len__(self) -> int:
         """Rankings without an answer."""
@@ -82,7 +84,7 @@ class Rankings:
         if task.deadline <= now:
             self._answer(task, "deadline_exceeded", "the deadline passed before the worker read the request")
             return
-        found = self._cache.find(task.user_key, task.tokens)
+        found = self._find(task)
         self._admission.book(task, found)
         self._admission.truncate(task, found, now)
         while (full := self._admission.full(task, now)) is not None:
@@ -93,7 +95,7 @@ class Rankings:
             self._answer(loser, "overloaded", f"{full.reason}, and {LOST[full.measure]}")
         self._admission.add(task)
         self._deadlines.add(task.deadline, task)
-        self._place(task, self._cache.find(task.user_key, task.tokens))
+        self._place(task, self._find(task))
 
     def expire(self, now: float) -> None:
         """Answer those whose deadline has passed."""
@@ -106,7 +108,7 @@ class Rankings:
         while self._scratch_wanted.first() is not None and self._scratch_free():
             task = self._scratch_wanted.pop()
             tokens = task.tokens
-            if not self._executor.model.incremental and len(task.suffix):
+            if not self._takes_suffix and len(task.suffix):
                 tokens = task.tokens.followed_by(task.suffix)
                 task.suffix = task.suffix.slice(0, 0)
             task.computed_tokens = len(tokens)
@@ -140,7 +142,7 @@ class Rankings:
             self._set_ready(task, _first(held.region, len(task.tokens)), "hbm")
         else:
             self._let_go(task)
-            self._place(task, self._cache.find(task.user_key, task.tokens))
+            self._place(task, self._find(task))
 
     def score(self, now: float) -> float:
         """Score the next rankings, which are ready, and answer them; returns the milliseconds it took.
@@ -204,13 +206,22 @@ class Rankings:
 
     # ---- placing ----
 
+    def _find(self, task: RankTask) -> Found:
+        """The user's entry and its coverage. If it is of no use, what the request's own signal pinned: a newer sequence
+        of the user may have replaced that."""
+        entry, coverage = self._cache.find(task.user_key, task.tokens)
+        if coverage is Coverage.NONE:
+            pinned = self._pins.entry(task.request_key)
+            if pinned is not None and self._serves(pinned, task):
+                return pinned, Coverage.COVERS
+        return entry, coverage
+
     def _place(self, task: RankTask, found: Found) -> None:
         """What this ranking can be scored against; may be called again when something it waited for is over."""
-        incremental = self._executor.model.incremental
-        if len(task.tokens) == 0 and (len(task.suffix) == 0 or incremental):
+        if len(task.tokens) == 0 and (len(task.suffix) == 0 or self._takes_suffix):
             self._set_ready(task, self._empty, "full")
             return
-        if task.full or (len(task.suffix) and not incremental):
+        if task.full or (len(task.suffix) and not self._takes_suffix):
             self._full(task, in_cache=False)
             return
         entry, coverage = found

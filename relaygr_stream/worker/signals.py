@@ -52,6 +52,11 @@ class PinTable:
         first = self._ends.first()
         return None if first is None else first[0]
 
+    def entry(self, request_id: str) -> Entry | None:
+        """What the request pins; None: nothing."""
+        pin = self._pins.get(request_id)
+        return None if pin is None else pin.entry
+
     def lane_bytes(self, lane: int) -> int:
         """Bytes that a lane's pinned requests were admitted for.
 

@@ -58,7 +58,9 @@ def run_tests(
 ) -> tuple[int, str]:
     """pytest's exit code, and the end of what it says. A run that does not end has FAILED."""
     # The tree's own package before the one that is installed. No run may leave a mutant's bytecode behind.
-    env = {**os.environ, "PYTHONPATH": str(tree)} | ({} if write_bytecode else {"PYTHONDONTWRITEBYTECODE": "1"})
+    env = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"} | (
+        {} if write_bytecode else {"PYTHONDONTWRITEBYTECODE": "1"}
+    )
     files = [f"tests/unit/{name}.py" for name in tests]
     plugins = ("-p", "no:cacheprovider", "-p", "tests.mutants.quick")
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", *plugins, *files]

@@ -19,6 +19,7 @@ class Mutant(NamedTuple):
 
 COSTS: Final = "worker/test_costs worker/test_quadratic"
 BUDGETS: Final = "worker/test_budgets worker/test_split"
+FAMILIES: Final = "worker/test_core_families"
 CLIENTS_QUEUE: Final = "worker/test_queue worker/test_clients"
 
 MUTANTS: Final = (
@@ -56,6 +57,12 @@ MUTANTS: Final = (
     Mutant("worker/executor.py", "            region.length = self.position\n", "", "worker/test_core_failures"),
     Mutant("worker/device.py", "            self.submit(command)\n", "            del command\n", "worker/test_device"),
     Mutant("worker/audit.py", "self.deviating.append(task.user_key)", "pass", "worker/test_audit worker/test_distrust"),
+    Mutant("worker/rankings.py", "if pinned is not None and self._serves(pinned, task):", "if pinned:", FAMILIES),
+    Mutant("worker/build.py", "alloc_bytes) - 1) for tokens", "alloc_bytes)) for tokens", "worker/test_build"),
+    # a state of one length
+    Mutant("cache/entry.py", "(held.shape[1] > wanted.shape[1] and not sliceable)", "False", FAMILIES),
+    Mutant("cache/prefix_cache.py", "(entry.computing and not self._sliceable)", "False", FAMILIES),
+    Mutant("cache/prefix_cache.py", "not (entry.pins or entry.spill)", "not entry.pins", "cache/test_prefix_cache"),
     # worker: clients among each other
     Mutant("worker/clients.py", "max(account.served_ms, self.floor_ms)", "account.served_ms", "worker/test_clients"),
     Mutant(

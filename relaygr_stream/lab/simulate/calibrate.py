@@ -97,7 +97,7 @@ def calibrate(settings: Settings, length: int, rows: int, rounds: int = ROUNDS) 
     model, device = executor.model, executor.device
     longest = min(settings.relay.max_prefix_tokens, 2 * length)
     layout = model.layout
-    storage = torch.zeros(longest * layout.elements_per_token, dtype=layout.dtype, device=device)
+    storage = torch.zeros(layout.elements(longest), dtype=layout.dtype, device=device)
     region = KVRegion(layout, storage, longest)
     executor.warm_up(region)
     extends, scores = Samples(), Samples()

@@ -26,18 +26,23 @@ LASTING_MS: Final = 10.0
 
 NotNegative = Annotated[float, Meta(ge=0)]
 Above = Annotated[float, Meta(gt=0)]
+Count = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
 Factors = Annotated[tuple[Annotated[float, Meta(gt=0)], ...], Meta(min_length=1)]
 
 
 class KV(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The shape of a token's prefix KV."""
+    """The shape of prefix KV. state: elements beside the tokens, whatever their number."""
 
-    layers: Positive
-    heads: Positive
-    dqk: Positive
-    dv: Positive
+    layers: Count
+    heads: Count
+    dqk: Count
+    dv: Count
     dtype: Literal["float32", "bfloat16", "float16"]
+    state: Count = 0
+
+    def __post_init__(self) -> None:
+        self.layout()
 
     @classmethod
     def of(cls, layout: KVLayout) -> KV:
@@ -47,11 +52,11 @@ class KV(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             torch.bfloat16: "bfloat16",
             torch.float16: "float16",
         }
-        return cls(layout.layers, layout.heads, layout.dqk, layout.dv, kinds[layout.dtype])
+        return cls(layout.layers, layout.heads, layout.dqk, layout.dv, kinds[layout.dtype], layout.state)
 
     def layout(self) -> KVLayout:
         """The layout, for the cache."""
-        return KVLayout(self.layers, self.heads, self.dqk, self.dv, getattr(torch, self.dtype))
+        return KVLayout(self.layers, self.heads, self.dqk, self.dv, getattr(torch, self.dtype), self.state)
 
 
 class DeviceCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

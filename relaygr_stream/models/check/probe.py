@@ -31,6 +31,7 @@ from relaygr_stream.models.api import (
     Tokens,
     relative_deviation,
     schema_of,
+    takes_suffix,
 )
 from relaygr_stream.models.hashing import oov_hash
 from relaygr_stream.wire.features import FeatureColumn, Table, Values
@@ -141,6 +142,7 @@ class Probe:
         self.bounds = bounds
         self.model = make(dtype)
         self.half = dtype != torch.float32
+        self.takes_suffix = takes_suffix(self.model)
         self.reference = make(torch.float32) if self.half else self.model
         self.random = np.random.default_rng(seed)
         self.schema = schema_of(self.model)
@@ -203,7 +205,7 @@ class Probe:
     def region(self, capacity: int, fill: float = 0.0, model: RankingModel | None = None) -> KVRegion:
         """An empty region whose memory holds `fill`."""
         layout, capacity = (model or self.model).layout, max(capacity, 1)
-        storage = torch.full((capacity * layout.elements_per_token,), fill, dtype=layout.dtype, device=self.device)
+        storage = torch.full((layout.elements(capacity),), fill, dtype=layout.dtype, device=self.device)
         return KVRegion(layout, storage, capacity)
 
     def prefix(
@@ -253,9 +255,17 @@ class Probe:
         """A ranking of these candidates with their features."""
         return ScoreInput(kv, suffix, candidates, self.features(candidates, salt))
 
-    def full(self, history: Tokens, candidates: Items, model: RankingModel | None = None) -> Scores:
-        """Full inference: prefill all history into its own region in one call, then score the candidates."""
-        return self.score(self.prefix(history, model=model), self.none, candidates, model)
+    def full(
+        self, history: Tokens, candidates: Items, model: RankingModel | None = None, suffix: Tokens | None = None
+    ) -> Scores:
+        """Full inference: prefill all history into its own region in one call, then score the candidates.
+
+        The suffix belongs to the history, unless the model tells the two apart (api.takes_suffix).
+        """
+        suffix = self.none if suffix is None else suffix
+        if self.model.incremental:
+            history, suffix = history.followed_by(suffix), self.none
+        return self.score(self.prefix(history, model=model), suffix, candidates, model)
 
     # ---- comparing ----
 
@@ -263,10 +273,12 @@ class Probe:
         """An empty collection with the rule for the probe's type."""
         return Deviations(half=self.half, limit=limit, half_limit=half_limit)
 
-    def compare(self, into: Deviations, found: Scores, history: Tokens, candidates: Items) -> None:
-        """Compare `found`, scores of `candidates` behind `history`, with full inference."""
-        full = self.full(history, candidates)
-        into.add(found, full, self.full(history, candidates, self.reference) if self.half else full)
+    def compare(
+        self, into: Deviations, found: Scores, history: Tokens, candidates: Items, suffix: Tokens | None = None
+    ) -> None:
+        """Compare `found`, scores of `candidates` behind `history` and `suffix`, with full inference."""
+        full = self.full(history, candidates, suffix=suffix)
+        into.add(found, full, self.full(history, candidates, self.reference, suffix) if self.half else full)
 
 
 @contextmanager

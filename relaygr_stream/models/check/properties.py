@@ -91,11 +91,11 @@ def score_reads_only(probe: Probe) -> None:
         region = probe.region(length + 19, 0.37)  # a model is unlikely to write this number
         probe.prefill(region, probe.history(length))
         before = region.storage.clone()
-        suffix = probe.behaviours(5) if probe.model.incremental else probe.none
+        suffix = probe.behaviours(5) if probe.takes_suffix else probe.none
         probe.score(region, suffix, probe.candidates(CANDIDATES))
         if region.length != length:
             raise Failed(f"score() left kv.length at {region.length}, it was {length}")
-        changed = _changed(region, before, region.capacity)
+        changed = _changed(region, before, region.capacity) or _changed_state(region, before)
         if changed:
             raise Failed(f"score() of {length} tokens and {len(suffix)} in the suffix wrote to the region: {changed}")
 
@@ -176,9 +176,9 @@ def suffix(probe: Probe) -> Measure:
     for length in probe.lengths()[1:]:
         history, candidates = probe.history(length), probe.candidates(CANDIDATES)
         for cut in sorted({1, length // 2, length - 1}):
-            behind = min(length, cut + max(probe.bounds.suffix, 1))  # the settings limit the suffix
-            scores = probe.score(probe.prefix(history.slice(0, cut)), history.slice(cut, behind), candidates)
-            probe.compare(deviations, scores, history.slice(0, behind), candidates)
+            prefix, after = history.slice(0, cut), _suffix(probe, history, cut)
+            scores = probe.score(probe.prefix(prefix), after, candidates)
+            probe.compare(deviations, scores, prefix, candidates, after)
     return deviations.measure
 
 
@@ -226,16 +226,15 @@ def edges(probe: Probe) -> Measure:
     deviations = probe.deviations()
     candidates = probe.candidates(CANDIDATES)
     user = probe.user
-    empty = probe.region(8)
+    empty = probe.region(8, math.nan)
     probe.prefill(empty, user)
     scores = probe.score(empty, probe.none, candidates)
     if not np.isfinite(scores).all():
         raise Failed("scores of a user without any history are not finite")
     deviations.add(scores, scores, probe.full(user, candidates, probe.reference))
-    for length in (1, 9) if probe.model.incremental else ():
+    for length in (1, 9) if probe.takes_suffix else ():
         after = probe.behaviours(min(length, max(probe.bounds.suffix, 1)))
-        scores = probe.score(probe.prefix(user, slack=4), after, candidates)
-        probe.compare(deviations, scores, user.followed_by(after), candidates)
+        probe.compare(deviations, probe.score(empty, after, candidates), user, candidates, after)
     one = user.followed_by(probe.behaviours(1))
     probe.compare(deviations, probe.score(probe.prefix(one, slack=2), probe.none, candidates), one, candidates)
     return deviations.measure
@@ -248,12 +247,12 @@ def unknown_items(probe: Probe) -> Measure:
     for length in probe.lengths()[-2:]:
         history, candidates = probe.history(length), np.concatenate([items, probe.candidates(3)])
         history.array[0, history.context :] = probe.random.permutation(np.resize(items, length))[history.context :]
-        cut = length // 2 if probe.model.incremental else length
-        behind = min(length, cut + max(probe.bounds.suffix, 1))  # the settings limit the suffix
-        scores = probe.score(probe.prefix(history.slice(0, cut)), history.slice(cut, behind), candidates)
+        cut = length // 2 if probe.takes_suffix else length
+        prefix, after = history.slice(0, cut), _suffix(probe, history, cut)
+        scores = probe.score(probe.prefix(prefix), after, candidates)
         if not np.isfinite(scores).all():
             raise Failed(f"{int((~np.isfinite(scores)).sum())} of {scores.size} scores are not finite")
-        probe.compare(deviations, scores, history.slice(0, behind), candidates)
+        probe.compare(deviations, scores, prefix, candidates, after)
     return deviations.measure
 
 
@@ -264,13 +263,14 @@ def longest(probe: Probe) -> Measure:
     """
     deviations = probe.deviations(half_limit=ONE_HISTORY_LIMIT)
     bounds, incremental = probe.bounds, probe.model.incremental
-    prefix = probe.schema.context_tokens + bounds.prefix
-    total = prefix + (bounds.suffix if incremental else 0)
+    longest = probe.schema.context_tokens + bounds.prefix
+    total = longest + (bounds.suffix if probe.takes_suffix else 0)
     history, candidates = probe.history(total), probe.candidates(bounds.candidates)
-    for length in sorted({prefix - bounds.max_stale, prefix}) if incremental else (total,):
+    for length in sorted({longest - bounds.max_stale, longest}) if incremental else (longest,):
         stops = tuple(range(LONG_CHUNK, length, LONG_CHUNK)) if incremental else ()
-        region = probe.prefix(history.slice(0, length), stops=stops, slack=total - length)
-        probe.compare(deviations, probe.score(region, history.slice(length, total), candidates), history, candidates)
+        prefix, after = history.slice(0, length), history.slice(length, total)
+        scores = probe.score(probe.prefix(prefix, stops=stops, slack=len(after)), after, candidates)
+        probe.compare(deviations, scores, prefix, candidates, after)
     return deviations.measure
 
 
@@ -301,6 +301,12 @@ def _changed(region: KVRegion, before: torch.Tensor, length: int) -> str:
     return ""
 
 
+def _changed_state(region: KVRegion, before: torch.Tensor) -> str:
+    """Whether the state's bits differ from `before`, in words; "" if they do not."""
+    old = KVRegion(region.layout, before, region.capacity)
+    return "" if torch.equal(region.state.view(torch.uint8), old.state.view(torch.uint8)) else "its state"
+
+
 def _held(region: KVRegion, length: int) -> list[Scores]:
     """K and V of the first `length` tokens of each layer, in float32 on the host."""
     parts = [part for layer in range(region.layout.layers) for part in region.layer(layer)]
@@ -310,16 +316,19 @@ def _held(region: KVRegion, length: int) -> list[Scores]:
 def _moved(probe: Probe, region: KVRegion, capacity: int) -> KVRegion:
     """The region's tokens in a region of another capacity, as the cache moves an entry that outgrew its region."""
     moved = probe.region(capacity)
-    for layer in range(region.layout.layers):
-        for target, source in zip(moved.layer(layer), region.layer(layer), strict=True):
-            target[:, : region.length].copy_(source[:, : region.length])
+    moved.copy_from(region, region.length)
     moved.length = region.length
     region.storage.zero_()
     return moved
 
 
+def _suffix(probe: Probe, history: Tokens, start: int) -> Tokens:
+    """The history from `start` on, as far as the settings allow for a suffix; one behaviour at least."""
+    return history.slice(start, min(len(history), start + max(probe.bounds.suffix, 1)))
+
+
 def _request(probe: Probe, length: int, index: int) -> tuple[Tokens, Tokens, Items]:
-    after = probe.behaviours(min(index, probe.bounds.suffix)) if probe.model.incremental else probe.none
+    after = probe.behaviours(min(index, probe.bounds.suffix)) if probe.takes_suffix else probe.none
     return probe.history(length), after, probe.candidates(1 + index * 5)
 
 

@@ -16,6 +16,15 @@ from relaygr_stream.models.check.probe import Failed, Measure, Probe
 CANDIDATES: Final = 12
 
 
+#: Why what is about K and V of single tokens does not apply.
+STATE_ONLY: Final = "its layout has a state alone, and no K/V per token"
+
+
+def has_tokens(probe: Probe) -> bool:
+    """Whether the model's prefix KV consist of K and V per token, at least in part."""
+    return probe.model.layout.elements_per_token > 0
+
+
 def has_steps(probe: Probe) -> bool:
     """Whether the model's class offers `prefill_in_steps`; the worker looks at the class too."""
     return hasattr(type(probe.model), "prefill_in_steps")
@@ -161,6 +170,8 @@ PROPERTIES: Final = (
         properties.appends_only,
         hazard="writing-to-what-others-read",
         incremental_only=True,
+        applies=has_tokens,
+        unless=STATE_ONLY,
     ),
     Property(
         "earlier K/V do not depend on later tokens",
@@ -170,6 +181,8 @@ PROPERTIES: Final = (
         properties.causal,
         hazard="positions-or-times-counted-from-the-end",
         incremental_only=True,
+        applies=has_tokens,
+        unless=STATE_ONLY,
     ),
     Property(
         "the region is all there is",
@@ -189,7 +202,8 @@ PROPERTIES: Final = (
     Property(
         "steps",
         "prefill in the model's own steps, with rankings in between or abandoned half-way, is prefill at once",
-        "kv.length moves before the last step, or a workspace is shared with score or with another prefill",
+        "kv.length moves or a state is rewritten before the last step, or a workspace is shared with score or with "
+        "another prefill",
         steps,
         hazard="chunks-that-start-anew",
         applies=has_steps,

@@ -76,7 +76,7 @@ def run_properties(probe: Probe) -> Iterator[Finding]:
 def _reason_not_applicable(about: Property, probe: Probe) -> str:
     """Why the property does not apply to this model; "" if it does."""
     if about.incremental_only and not probe.model.incremental:
-        return "incremental = False: the prefix is computed whole, without a suffix"
+        return "incremental = False: the prefix is computed whole" + (", without a suffix" * (not probe.takes_suffix))
     if about.name == "half precision" and not probe.half:
         return "the check runs in float32; see --dtype"
     return "" if about.applies(probe) else about.unless

@@ -14,7 +14,7 @@ from relaygr_stream.cache.prefix_cache import PrefixCache
 from relaygr_stream.cache.storage import StorageKind, make_storage
 from relaygr_stream.cache.tiers import capacity_for
 from relaygr_stream.cache.transit import Lease, Reservation
-from relaygr_stream.models.api import KVRegion, Tokens
+from relaygr_stream.models.api import KVLayout, KVRegion, Tokens
 from tests.unit.cache.worlds import GRANULE_BYTES, LAYOUT, MOST, Copies, entries, holds, make, sequence, table_of, write
 
 Going = Literal["finish", "part", "cut short", "abort"]
@@ -24,17 +24,25 @@ class Play:
     """Users who come back with longer or other sequences, readers who keep what they pinned, copies that fail."""
 
     def __init__(
-        self, hbm: int, dram: int | None, copier: Copies, *, incremental: bool = True, storage: StorageKind = "exact"
+        self,
+        hbm: int,
+        dram: int | None,
+        copier: Copies,
+        *,
+        incremental: bool = True,
+        storage: StorageKind = "exact",
+        layout: KVLayout = LAYOUT,
     ) -> None:
         self.copier = copier
-        self.cache: PrefixCache = make(hbm, dram, copier, incremental=incremental, storage=storage)
+        self.cache: PrefixCache = make(hbm, dram, copier, incremental=incremental, storage=storage, layout=layout)
+        self._layout = layout
         self.readers: list[tuple[Entry, KVRegion, Tokens]] = []
         self.leases: list[Lease] = []
         self.reservations: list[Reservation] = []
         self.seen: set[EntryState] = set()
         self._incremental = incremental
         self._rounds = storage == "int8"
-        self._storage = make_storage(storage, LAYOUT)
+        self._storage = make_storage(storage, layout)
         self._budgets = (hbm * GRANULE_BYTES, (dram or 0) * GRANULE_BYTES)
 
     # ---- what there is ----
@@ -87,7 +95,8 @@ class Play:
             entry = busy[which % len(busy)]
             self.cache.pin(entry)
             assert entry.region is not None
-            self.readers.append((entry, KVRegion(LAYOUT, entry.region.storage, entry.region.capacity, 0), entry.tokens))
+            view = KVRegion(self._layout, entry.region.storage, entry.region.capacity, 0)
+            self.readers.append((entry, view, entry.tokens))
 
     def let_go(self, which: int) -> None:
         if self.readers:
@@ -133,7 +142,7 @@ class Play:
             return
         reservation = self.reservations.pop(which % len(self.reservations))
         capacity = reservation.copy.capacity
-        region = KVRegion(LAYOUT, torch.zeros(capacity * LAYOUT.elements_per_token), capacity)
+        region = KVRegion(self._layout, torch.zeros(self._layout.elements(capacity)), capacity)
         write(region, reservation.tokens)
         self._storage.spill(reservation.data, region.storage)
         if not whole:
@@ -193,9 +202,9 @@ class Play:
     # ---- inside ----
 
     def _stored_holds(self, data: torch.Tensor, capacity: int, tokens: Tokens) -> bool:
-        elements = torch.empty(capacity * LAYOUT.elements_per_token)
+        elements = torch.empty(self._layout.elements(capacity))
         self._storage.reload(elements, data)
-        return holds(KVRegion(LAYOUT, elements, capacity, len(tokens)), tokens)
+        return holds(KVRegion(self._layout, elements, capacity, len(tokens)), tokens)
 
     def _place(self, user: int, version: int, length: int) -> None:
         tokens = sequence(user, version, length)
@@ -228,4 +237,4 @@ class Play:
         self.cache.pin(entry)
         region = entry.region
         assert region is not None
-        self.readers.append((entry, KVRegion(LAYOUT, region.storage, region.capacity, len(tokens)), tokens))
+        self.readers.append((entry, KVRegion(self._layout, region.storage, region.capacity, len(tokens)), tokens))

@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from relaygr_stream.cache.storage import StorageKind
 from tests.unit.cache.play import Going, Play
-from tests.unit.cache.worlds import MOST, Copies, Flaky, Slow
+from tests.unit.cache.worlds import LAYOUT, MOST, WITH_STATE, Copies, Flaky, Slow
 
 WHICH = st.integers(0, 50)
 
@@ -18,11 +18,14 @@ class CacheMachine(RuleBasedStateMachine):
 
     incremental = True
     storage: StorageKind = "exact"
+    layout = LAYOUT
     copies: type[Copies] = Flaky
 
     @initialize(dram=st.sampled_from([None, 3, 6, 20]), hbm=st.sampled_from([6, 7, 8, 9, 10, 24]))
     def begin(self, dram: int | None, hbm: int) -> None:
-        self.play = Play(hbm, dram, self.copies(), incremental=self.incremental, storage=self.storage)
+        self.play = Play(
+            hbm, dram, self.copies(), incremental=self.incremental, storage=self.storage, layout=self.layout
+        )
 
     @rule(
         user=st.integers(0, 4),
@@ -100,6 +103,13 @@ class StoredAsInt8(CacheMachine):
     storage: StorageKind = "int8"
 
 
+class WithState(CacheMachine):
+    """Prefix KV with a state, which readers and copies must never find rewritten; in DRAM, exact beside what rounds."""
+
+    storage: StorageKind = "int8"
+    layout = WITH_STATE
+
+
 class CopiedByThreads(CacheMachine):
     """The engine's own threads, slow enough that evictions, pins and polls come in between."""
 
@@ -114,5 +124,7 @@ TestWholeSequencesOnly = WholeSequencesOnly.TestCase
 TestWholeSequencesOnly.settings = settings(SETTINGS, max_examples=20)
 TestStoredAsInt8 = StoredAsInt8.TestCase
 TestStoredAsInt8.settings = settings(SETTINGS, max_examples=30)
+TestWithState = WithState.TestCase
+TestWithState.settings = settings(SETTINGS, max_examples=40)
 TestCopiedByThreads = CopiedByThreads.TestCase
 TestCopiedByThreads.settings = settings(SETTINGS, max_examples=20)

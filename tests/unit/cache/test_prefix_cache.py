@@ -14,7 +14,19 @@ from relaygr_stream.cache.prefix_cache import PrefixCache
 from relaygr_stream.cache.tiers import GRANULE_TOKENS
 from relaygr_stream.errors import CacheCorruption, CapacityError
 from relaygr_stream.models.api import KVLayout
-from tests.unit.cache.worlds import CPU, GRANULE_BYTES, MOST, Flaky, compute, holds, make, sequence, settle, write
+from tests.unit.cache.worlds import (
+    CPU,
+    GRANULE_BYTES,
+    MOST,
+    WITH_STATE,
+    Flaky,
+    compute,
+    holds,
+    make,
+    sequence,
+    settle,
+    write,
+)
 
 
 def test_an_entry_goes_through_all_states_and_carries_its_bytes(small: tuple[PrefixCache, Flaky]) -> None:
@@ -106,6 +118,31 @@ def test_a_reader_keeps_the_old_region_of_an_entry_that_moved(small: tuple[Prefi
     used = cache.hbm_used
     cache.unpin(entry)
     assert cache.hbm_used == used - GRANULE_BYTES
+
+
+def test_a_state_that_is_being_copied_does_not_grow_in_place() -> None:
+    """Nor one that a reader holds; with neither, it does."""
+    copier = Flaky()
+    with closing(make(9, 9, copier, layout=WITH_STATE)) as cache:
+        entry = compute(cache, 1, 40)
+        assert cache.transit.lend("u1") == "soon"  # a copy starts
+        grown = cache.extend(entry, sequence(1, 0, 50))
+        assert grown is not None
+        assert grown.region is not entry.region
+        assert grown.region is not None
+        write(grown.region, grown.tokens)
+        cache.finish(grown)
+        settle(cache, copier)
+        assert cache.extend(grown, sequence(1, 0, 60)) is grown
+        write(grown.region, grown.tokens)
+        cache.finish(grown)
+        cache.pin(grown)
+        other = cache.extend(grown, sequence(1, 0, 64))
+        assert other is not grown
+        assert holds(grown.region, sequence(1, 0, 60))
+        assert other is not None
+        cache.abort(other)
+        cache.unpin(grown)
 
 
 def test_an_entry_is_not_evicted_for_its_own_continuation() -> None:

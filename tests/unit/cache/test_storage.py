@@ -15,8 +15,9 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def layouts(dtype: torch.dtype) -> st.SearchStrategy[KVLayout]:
-    small = st.integers(1, 3)
-    return st.builds(KVLayout, small, small, st.integers(1, 9), st.integers(1, 9), st.just(dtype))
+    small, state = st.integers(1, 3), st.integers(0, 7)
+    per_token = st.builds(KVLayout, small, small, st.integers(1, 9), st.integers(1, 9), st.just(dtype), state)
+    return per_token | st.builds(KVLayout.of_state, st.integers(1, 9), st.just(dtype))
 
 
 def round_trip(form: Storage, region: torch.Tensor, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -30,7 +31,7 @@ def round_trip(form: Storage, region: torch.Tensor, capacity: int) -> tuple[torc
 
 def rows(layout: KVLayout, region: torch.Tensor) -> list[torch.Tensor]:
     """K or V of one token and head each, in the region's order."""
-    capacity = region.numel() // layout.elements_per_token
+    capacity = (region.numel() - layout.state) // max(1, layout.elements_per_token)
     found, start = [], 0
     for width in (layout.dqk, layout.dv) * layout.layers:
         size = layout.heads * capacity * width
@@ -47,8 +48,10 @@ def test_int8_is_off_by_half_a_step_at_most_and_rounds_only_once(
 ) -> None:
     layout, capacity = data.draw(layouts(dtype)), data.draw(st.integers(1, 5))
     generator = torch.Generator().manual_seed(seed)
-    region = (torch.randn(capacity * layout.elements_per_token, generator=generator) * 2.0**scale).to(dtype)
+    region = (torch.randn(layout.elements(capacity), generator=generator) * 2.0**scale).to(dtype)
     stored, back = round_trip(Int8(layout), region, capacity)
+    whole = region.numel() - layout.state
+    assert torch.equal(back[whole:], region[whole:])  # a state is not rounded
     resolution = torch.finfo(dtype).eps
     for before, after in zip(rows(layout, region), rows(layout, back), strict=True):
         top = float(before.float().abs().max())
@@ -65,7 +68,7 @@ def test_int8_is_off_by_half_a_step_at_most_and_rounds_only_once(
 @given(data=st.data())
 def test_exact_comes_back_bit_for_bit(dtype: torch.dtype, data: st.DataObject) -> None:
     layout, capacity = data.draw(layouts(dtype)), data.draw(st.integers(1, 5))
-    size = capacity * layout.elements_per_token
+    size = layout.elements(capacity)
     region = torch.randint(0, 256, (size * dtype.itemsize,), dtype=torch.uint8).view(dtype)  # NaN of all kinds included
     stored, back = round_trip(Exact(layout), region, capacity)
     assert stored.numel() == layout.nbytes(capacity)

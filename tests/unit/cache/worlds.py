@@ -18,6 +18,8 @@ from relaygr_stream.models.api import KVLayout, KVRegion, Tokens
 
 CPU = torch.device("cpu")
 LAYOUT = KVLayout(layers=2, heads=2, dqk=4, dv=4, dtype=torch.float32)
+#: The same bytes for a granule: half of them are a state that does not grow.
+WITH_STATE = KVLayout(layers=1, heads=2, dqk=4, dv=4, dtype=torch.float32, state=1024)
 GRANULE_BYTES = GRANULE_TOKENS * LAYOUT.bytes_per_token  # 8 KiB: two pages
 MOST = 3 * GRANULE_TOKENS  # the longest sequence
 
@@ -39,28 +41,36 @@ def contents(tokens: Tokens, layer: int, head: int) -> torch.Tensor:
 
 
 def write(region: KVRegion, tokens: Tokens) -> None:
-    """Stand-in for a model's `prefill` up to the end of `tokens`."""
+    """Stand-in for a model's `prefill` up to the end of `tokens`. A state says how many, and which one is the last."""
     start, stop = region.length, len(tokens)
-    for layer in range(LAYOUT.layers):
+    for layer in range(region.layout.layers):
         for part, sign in zip(region.layer(layer), (1, -1), strict=True):
-            for head in range(LAYOUT.heads):
+            for head in range(region.layout.heads):
                 part[head, start:stop] = sign * contents(tokens.slice(start, stop), layer, head)
+    region.state.copy_(state_of(region.layout, tokens))
     region.length = stop
+
+
+def state_of(layout: KVLayout, tokens: Tokens) -> torch.Tensor:
+    """The state of these tokens (layout.state)."""
+    newest = int(tokens.array[0, -1]) if len(tokens) else 0
+    return torch.arange(layout.state, dtype=layout.dtype) * len(tokens) + newest
 
 
 def holds(region: KVRegion, tokens: Tokens) -> bool:
     """Whether the region's first tokens are those of the sequence."""
-    n = min(region.length, len(tokens))
+    n, layout = min(region.length, len(tokens)), region.layout
     expected = [
         sign * contents(tokens.slice(0, n), layer, head)
-        for layer in range(LAYOUT.layers)
+        for layer in range(layout.layers)
         for sign in (1, -1)
-        for head in range(LAYOUT.heads)
+        for head in range(layout.heads)
     ]
     found = [
-        part[head, :n] for layer in range(LAYOUT.layers) for part in region.layer(layer) for head in range(LAYOUT.heads)
+        part[head, :n] for layer in range(layout.layers) for part in region.layer(layer) for head in range(layout.heads)
     ]
-    return torch.equal(torch.stack(found), torch.stack(expected))
+    state = n == 0 or torch.equal(region.state, state_of(layout, tokens.slice(0, n)))
+    return state and torch.equal(torch.stack(found), torch.stack(expected))
 
 
 def fail_half_way(dst: torch.Tensor, src: torch.Tensor) -> None:
@@ -131,11 +141,12 @@ def make(
     *,
     incremental: bool = True,
     storage: StorageKind = "exact",
+    layout: KVLayout = LAYOUT,
 ) -> PrefixCache:
     """A cache of so many granules of HBM, three of which are the scratch region, and of DRAM (where int8 takes half of
     a granule: 4 elements and 4 bytes of scale for 16 bytes)."""
     return PrefixCache(
-        LAYOUT,
+        layout,
         TierMemory(hbm * GRANULE_BYTES, CPU),
         None if dram is None else TierMemory(dram * GRANULE_BYTES, CPU),
         copier or Flaky(),

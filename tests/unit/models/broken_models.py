@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from examples.models.retention import Retention, RetentionConfig
 from relaygr_stream.models.api import KVRegion, ScoreInput, Tokens
 from relaygr_stream.models.hstu_model import HSTUConfig, HSTUModel
 from relaygr_stream.models.loading import draw_weights
@@ -349,3 +350,44 @@ class SharedWorkspace(Plain):
         if self.scored != before:
             keys, _ = kv.layer(0)
             keys[:, kv.length - len(tokens) : kv.length] += 1.0
+
+
+# ---- models with a state ----
+
+
+class Recurrent(Retention):
+    """A state alone; it breaks nothing."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        config = RetentionConfig(**{name: getattr(CONFIG, name) for name in CONFIG.__struct_fields__})
+        super().__init__(config, 3, CPU, dtype)
+
+
+class OldState(Recurrent):
+    """At length 0, it goes on from whatever the memory held."""
+
+    def _states(self, kv: KVRegion) -> Iterator[torch.Tensor]:
+        yield from kv.state.view(self.config.layers, self.config.heads, self.config.dqk, self.config.dv)
+
+
+class WritesState(Recurrent):
+    """score leaves the state behind the suffix."""
+
+    def score(self, batch: Batch) -> list[torch.Tensor]:
+        scores = super().score(batch)
+        for one in batch:
+            length = one.kv.length
+            self.prefill(one.kv, one.suffix)
+            one.kv.length = length
+        return scores
+
+
+class EarlyState(Recurrent):
+    """The first step rewrites the state, the last one moves kv.length."""
+
+    def prefill_in_steps(self, kv: KVRegion, tokens: Tokens) -> Iterator[None]:
+        length = kv.length
+        self.prefill(kv, tokens)
+        kv.length = length
+        yield
+        kv.length = length + len(tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -17,11 +18,38 @@ def naive_scores(
     model: Transformer, config: TransformerConfig, history: Tokens, candidates: npt.NDArray[np.int64]
 ) -> torch.Tensor:
     """Scores (m, tasks): behaviours see earlier ones and themselves, candidates all behaviours and themselves."""
-    n, total = len(history), len(history) + len(candidates)
-    visible = torch.eye(total, dtype=torch.bool)
+    visible = visible_in_order(len(history), len(candidates))
+    x = model.embedding.rankings([(history, 0, candidates)])
+
+    def attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return softmax_attention(q, k, v, visible)
+
+    return naive_logits(model, config, x, len(history), attended)
+
+
+def visible_in_order(n: int, m: int) -> torch.Tensor:
+    """Which of n behaviours and then m candidates a row (n + m, n + m) sees."""
+    visible = torch.eye(n + m, dtype=torch.bool)
     visible[:n, :n] |= torch.ones(n, n, dtype=torch.bool).tril()
     visible[n:, :n] = True
-    x = model.embedding.rankings([(history, 0, candidates)]).double()
+    return visible
+
+
+def softmax_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+    """One head: rows (n, dqk), (n, dqk), (n, dv) → (n, dv)."""
+    scores = (q @ k.T / math.sqrt(q.shape[1])).masked_fill(~visible, -math.inf)
+    return scores.exp() / scores.exp().sum(1, keepdim=True) @ v
+
+
+def naive_logits(
+    model: Transformer,
+    config: TransformerConfig,
+    x: torch.Tensor,
+    first: int,
+    attend: Callable[..., torch.Tensor],
+) -> torch.Tensor:
+    """Scores of the rows of x from `first` on. attend(q, k, v): the outputs of the next head, for all rows."""
+    x = x.double()
     weights = {name: value.double() for name, value in model.state_dict().items()}
     for index in range(config.layers):
         w = {name.split(".")[2]: value for name, value in weights.items() if name.startswith(f"layers.{index}.")}
@@ -30,13 +58,12 @@ def naive_scores(
         attended = []
         for head in range(config.heads):
             qk, of_v = (slice(head * width, (head + 1) * width) for width in (config.dqk, config.dv))
-            scores = (q[:, qk] @ k[:, qk].T / math.sqrt(config.dqk)).masked_fill(~visible, -math.inf)
-            attended.append(scores.exp() / scores.exp().sum(1, keepdim=True) @ v[:, of_v])
+            attended.append(attend(q[:, qk], k[:, qk], v[:, of_v]))
         x = x + torch.cat(attended, 1) @ w["output_weight"]
         up = _normed(x, w["mlp_norm_weight"], w["mlp_norm_bias"]) @ w["up_weight"] + w["up_bias"]
         gelu = up * (1 + torch.erf(up / math.sqrt(2))) / 2
         x = x + gelu @ w["down_weight"] + w["down_bias"]
-    out = _normed(x[n:], weights["head.norm_weight"], weights["head.norm_bias"])
+    out = _normed(x[first:], weights["head.norm_weight"], weights["head.norm_bias"])
     return torch.addmm(weights["head.bias"], out, weights["head.weight"])
 
 

@@ -12,6 +12,7 @@ import torch
 from click.testing import CliRunner
 from msgspec.structs import replace
 
+from examples.models.retention import Retention
 from relaygr_stream import settings
 from relaygr_stream.cli.main import main
 from relaygr_stream.models.api import RankingModel
@@ -28,6 +29,7 @@ from tests.unit.models.broken_models import (
     CoarseSuffix,
     Dropout,
     EarlyLength,
+    EarlyState,
     Featured,
     ForgetsChunks,
     FromTheEnd,
@@ -40,6 +42,7 @@ from tests.unit.models.broken_models import (
     NeedsHistory,
     NoAdvance,
     Noise,
+    OldState,
     OneVersion,
     ReadsSlack,
     RefusesChunks,
@@ -54,6 +57,7 @@ from tests.unit.models.broken_models import (
     Transposed,
     UnknownElsewhere,
     Unseeded,
+    WritesState,
     WritesSuffix,
 )
 
@@ -81,7 +85,7 @@ BROKEN: list[tuple[Callable[[torch.dtype], RankingModel], list[str]]] = [
     (Dropout, ["determinism"]),
     (OneVersion, ["version"]),
     (Unseeded, ["version"]),
-    (ReadsSlack, ["reads up to kv.length"]),
+    (ReadsSlack, ["reads up to kv.length", "edges"]),
     (WritesSuffix, ["score only reads"]),
     (Touches, ["prefill only appends"]),
     (FromTheEnd, [LATER, "chunks", "extension", "suffix", "edges", "unknown items", "longest"]),
@@ -136,10 +140,12 @@ def built_in(**changes: Any) -> Callable[[torch.dtype], RankingModel]:
         {"max_attn_len": 9, "group_norm": True, "oov_rows": 3},
         {"contextual_seq_len": 3},
         {"factory": "relaygr_stream.models.transformer:make"},
+        {"factory": "examples.models.retention:make"},
+        {"factory": "examples.models.contextual:make"},
     ],
     ids=str,
 )
-def test_the_built_in_models_pass(changes: dict[str, Any], dtype: torch.dtype) -> None:
+def test_the_models_of_this_repository_pass(changes: dict[str, Any], dtype: torch.dtype) -> None:
     said: list[str] = []
     assert check_model(Probe(built_in(**changes), CPU, dtype, BOUNDS, seed=1), said.append), "\n".join(said)
 
@@ -172,6 +178,27 @@ def test_models_that_take_their_prefix_whole_are_spared_what_is_about_chunks() -
             assert detail.startswith("incremental = False")
         else:
             assert verdict == "passed" or about.name == "half precision" or "features" in about.name
+
+
+@pytest.mark.parametrize(
+    ("family", "spared"),
+    [
+        ("retention", {"prefill only appends", LATER}),
+        ("contextual", {"prefill only appends", LATER, "chunks", "extension", "suffix"}),
+    ],
+)
+def test_what_means_nothing_for_a_family_is_not_judged(family: str, spared: set[str]) -> None:
+    probe = Probe(built_in(factory=f"examples.models.{family}:make"), CPU, torch.float32, BOUNDS, seed=1)
+    found = {finding.about.name for finding in run_properties(probe) if finding.verdict == "not applicable"}
+    assert {name for name in found if "features" not in name} - {"half precision", "steps"} == spared
+
+
+@pytest.mark.parametrize(
+    ("broken", "expected"),
+    [(OldState, ["reads up to kv.length", "edges"]), (WritesState, ["score only reads"]), (EarlyState, ["steps"])],
+)
+def test_a_broken_state_is_named(broken: type[Retention], expected: list[str]) -> None:
+    assert failures(broken)[: len(expected)] == expected
 
 
 def test_without_the_contract_nothing_else_is_run() -> None:

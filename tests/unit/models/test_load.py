@@ -155,6 +155,11 @@ class NoFlag(Half):
 
 no_flag = lambda model, device, dtype: NoFlag()
 
+class SaysSuffix(Mine):
+    takes_suffix = "behind the prefix"
+
+says_suffix = lambda model, device, dtype: SaysSuffix()
+
 class Former(Mine):
     def extend(self, kv, tokens):
         return "extended"
@@ -207,6 +212,7 @@ def test_methods_by_their_former_names_work_and_say_so(users_module: str) -> Non
         ("{}:nothing", "returned a NoneType, but it has no method `prefill`"),
         ("{}:half", "returned a Half, but it has no method `score`"),
         ("{}:no_flag", r"it has no attribute `incremental` \(bool\)"),
+        ("{}:says_suffix", "its `takes_suffix` must be a bool, found 'behind the prefix'"),
         ("{}:no_layout", r"its `layout` must be a KVLayout, found \(1, 2\)"),
         ("{}:note_missing", "its `note` must be a str, found None"),
         ("{}:no_tasks", r"its `tasks` must be one or more different names, found \(\)"),

@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from relaygr_stream.cache.copy import CopyEngine
+from relaygr_stream.cache.prefix_cache import PrefixCache
 from relaygr_stream.cache.storage import Int8
 from relaygr_stream.errors import CapacityError, ConfigError, ModelError
 from relaygr_stream.models.api import KVRegion, RankingModel, ScoreInput
-from relaygr_stream.settings.schema import Relay, Settings, Worker
+from relaygr_stream.settings.schema import Model, Relay, Settings, Worker
+from relaygr_stream.wire.worker_status import prefix_bytes
 from relaygr_stream.worker.audit import PROBE_IDS, check_rounding
 from relaygr_stream.worker.build import WorkerRuntime, build
 from relaygr_stream.worker.executor import Executor
-from tests.unit.worker.worlds import CONTEXTUAL, CPU, GRANULE_BYTES, MAX_TOKENS, TOY, Wrapped, toy_model
+from tests.unit.worker.worlds import (
+    CONTEXTUAL,
+    CPU,
+    GRANULE_BYTES,
+    MAX_TOKENS,
+    RETENTION,
+    TOY,
+    WITH_CONTEXT,
+    Wrapped,
+    toy_model,
+)
 
 #: Three granules for the longest sequence, as in the worlds; the longest prefix is two.
 RELAY = Relay(max_prefix_tokens=128, max_suffix_tokens=64)
@@ -68,6 +83,23 @@ def test_budgets_that_cannot_hold_one_prefix_are_refused_naming_the_numbers(
 def test_budgets_that_just_hold_one_prefix_are_taken() -> None:
     built(settings_of(hbm_bytes=6 * GRANULE_BYTES, pinned_share=2 / 6, dram_bytes=3 * GRANULE_BYTES))
     built(settings_of(dram_bytes=0))
+
+
+@pytest.mark.parametrize("kind", [TOY, RETENTION, WITH_CONTEXT], ids=["tokens", "state", "both"])
+@given(tokens=st.integers(1, MAX_TOKENS))
+def test_triggers_never_count_less_than_a_prefix_takes(kind: Model, tokens: int) -> None:
+    cache, stated = accounts(kind)
+    assert prefix_bytes(tokens, stated) >= cache.nbytes(tokens)
+    if kind is not WITH_CONTEXT:  # its context tokens count as part of the others
+        assert prefix_bytes(tokens, stated) == cache.nbytes(tokens)
+
+
+@functools.cache
+def accounts(kind: Model) -> tuple[PrefixCache, Any]:
+    """A worker's cache, and what it states of its prefixes' bytes."""
+    settings = msgspec.structs.replace(settings_of(), model=kind)
+    runtime = built(msgspec.structs.replace(settings, relay=Relay(max_prefix_tokens=MAX_TOKENS, max_suffix_tokens=0)))
+    return runtime.cache, runtime
 
 
 def test_int8_that_moves_scores_too_far_is_refused_naming_both_numbers() -> None:

@@ -11,7 +11,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from relaygr_stream.worker.commands import LanesLost
-from tests.unit.worker.worlds import GRANULE_BYTES, LIMITS, MAX_TOKENS, Flaky, World, Wrapped
+from tests.unit.worker.worlds import (
+    GRANULE_BYTES,
+    LIMITS,
+    MAX_TOKENS,
+    RETENTION,
+    TOY,
+    WITH_CONTEXT,
+    Flaky,
+    World,
+    Wrapped,
+)
 
 USERS = st.integers(0, 3)
 LENGTHS = st.integers(1, MAX_TOKENS)
@@ -20,11 +30,16 @@ CLIENTS = st.sampled_from(["", "a", "b"])
 
 class CoreMachine(RuleBasedStateMachine):
     lag = 0
+    kind = TOY
+    hbm, dram = 10, 9  # granules
 
     def __init__(self) -> None:
         super().__init__()
         limits = dataclasses.replace(LIMITS, queue_limit=12, waiting_bytes=20)
-        self.world = World(hbm=10, dram=9, audit_share=0.2, lag=self.lag, limits=limits, wrap=Wrapped, copier=Flaky)
+        self.world = World(
+            self.hbm, self.dram, audit_share=0.2, lag=self.lag, limits=limits, kind=self.kind, wrap=Wrapped,
+            copier=Flaky,
+        )  # fmt: skip
         self.answerable = 0
         self.sent = 0
         self.signalled: list[tuple[str, int, int, int]] = []
@@ -90,8 +105,8 @@ class CoreMachine(RuleBasedStateMachine):
         world = self.world
         world.scheduler.check_integrity()
         assert len({answer.task for answer in world.answers}) == len(world.answers)
-        assert world.cache.hbm_used <= 10 * GRANULE_BYTES
-        assert world.cache.dram_used <= 9 * GRANULE_BYTES
+        assert world.cache.hbm_used <= self.hbm * GRANULE_BYTES
+        assert world.cache.dram_used <= self.dram * GRANULE_BYTES
         assert len(world.scheduler.rankings) <= world.limits.queue_limit
         assert world.scheduler.admission.clients.nbytes <= world.limits.waiting_bytes
 
@@ -121,6 +136,28 @@ class LaggingMachine(CoreMachine):
 
 TestCoreThatLags = LaggingMachine.TestCase
 TestCoreThatLags.settings = TestCore.settings
+
+
+class RecurrentMachine(CoreMachine):
+    """A state that is rewritten as it grows. Memory holds four, the scratch region among them; copies, three."""
+
+    lag = 20
+    kind = RETENTION
+    hbm, dram = 1, 1
+
+
+TestCoreWithAState = RecurrentMachine.TestCase
+TestCoreWithAState.settings = settings(TestCore.settings, max_examples=25)
+
+
+class ContextMachine(CoreMachine):
+    """A prefix that cannot grow, with suffixes behind it."""
+
+    kind = WITH_CONTEXT
+
+
+TestCoreWithContext = ContextMachine.TestCase
+TestCoreWithContext.settings = settings(TestCore.settings, max_examples=15)
 
 
 @pytest.mark.long

@@ -16,7 +16,7 @@ from relaygr_stream.cache.copy import Convert, CopyEngine, CopyTicket, unchanged
 from relaygr_stream.cache.memory import TierMemory
 from relaygr_stream.cache.prefix_cache import PrefixCache
 from relaygr_stream.cache.storage import StorageKind
-from relaygr_stream.models.api import KVRegion, RankingModel, ScoreInput, Tokens, relative_deviation
+from relaygr_stream.models.api import KVRegion, RankingModel, ScoreInput, Tokens, relative_deviation, takes_suffix
 from relaygr_stream.models.loading import load_model
 from relaygr_stream.settings.schema import Model, Relay
 from relaygr_stream.worker.audit import Auditor
@@ -34,6 +34,11 @@ MAX_TOKENS = 192  # three granules
 LIMITS = Limits(pinned_bytes=6 * GRANULE_BYTES, max_ranking_delay_ms=0.2, batch=4, queue_limit=64)
 
 
+TRANSFORMER = msgspec.structs.replace(TOY, factory="relaygr_stream.models.transformer:make")
+#: A state of 1 KiB for any length, which takes a page of 4 KiB.
+RETENTION = msgspec.structs.replace(TOY, factory="examples.models.retention:make")
+#: Learned context tokens that see the whole prefix, and a suffix behind it.
+WITH_CONTEXT = msgspec.structs.replace(TOY, factory="examples.models.contextual:make")
 #: Its first tokens see the whole history: nothing of it can be reused for a longer one.
 CONTEXTUAL = msgspec.structs.replace(TOY, contextual_seq_len=2)
 
@@ -57,10 +62,10 @@ def full_scores(
 ) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
     """The truth: everything inferred at once, in memory of its own."""
     tokens = task.tokens
-    if not model.incremental:
+    if not takes_suffix(model):
         tokens, suffix = tokens.followed_by(suffix), Tokens.zeros(0)
     n = len(tokens)
-    region = KVRegion(model.layout, torch.zeros(max(n, 1) * model.layout.elements_per_token), max(n, 1))
+    region = KVRegion(model.layout, torch.zeros(model.layout.elements(n)), n)
     with torch.inference_mode():
         if n:
             model.prefill(region, tokens)
