@@ -171,7 +171,7 @@ def _rate(mode: Mode, times: Times, length: float, revisit: float) -> float:
     traffic, cost = Traffic(length, revisit, GROWTH, CANDIDATES, STAGE_DELAY_MS), times.cost(length)
     if revisit_matters(mode, revisit) and cost.full > slack_ms(mode, traffic, SLO_MS) - BUS_MS:
         return 0.0
-    return predicted_rate(mode, cost, traffic, SLO_MS, BUS_MS, workers=1)
+    return predicted_rate(mode, cost, traffic, SLO_MS, BUS_MS, workers=1, least_busy=0.0)
 
 
 def _largest(holds: Callable[[float], bool], low: float, high: float) -> float:

@@ -20,8 +20,8 @@ from relaygr_stream.wire.messages import CostModel
 
 #: Requests of a simulated queue, of which 200 are beyond the 99th percentile.
 SIMULATED: Final = 20_000
-#: Lower bound of a guess, as a share of the devices' capacity: a probe at a low rate takes long. The search can still
-#: go below it.
+#: Lower bound of a guess where a search starts, as a share of the devices' capacity: a probe at a low rate takes long.
+#: The search can still go below it.
 LEAST_BUSY: Final = 0.15
 
 
@@ -114,12 +114,19 @@ def slack_ms(mode: Mode, traffic: Traffic, slo_ms: float) -> float:
 
 
 def predicted_rate(
-    mode: Mode, cost: RequestCost, traffic: Traffic, slo_ms: float, bus_ms: float, workers: int
+    mode: Mode,
+    cost: RequestCost,
+    traffic: Traffic,
+    slo_ms: float,
+    bus_ms: float,
+    workers: int,
+    least_busy: float = LEAST_BUSY,
 ) -> float:
     """An estimate of the largest rate whose P99 is within the SLO, from a simulated queue (Lindley's recursion).
 
     Arrivals are Poisson, and each worker serves its share first come, first served. It is a start for a search, not a
-    bound: the bus's time is assumed, and pre-inference is not really served in this order.
+    bound: the bus's time is assumed, and pre-inference is not really served in this order. least_busy: lower bound of
+    the estimate, as a share of the devices' capacity.
     """
     rng = np.random.default_rng(0)  # the same arrivals for every rate, so that the estimate is monotone in it
     gaps = rng.exponential(size=SIMULATED)
@@ -134,7 +141,7 @@ def predicted_rate(
     for _ in range(20):
         middle = (low + high) / 2
         low, high = (middle, high) if in_time(middle) else (low, middle)
-    return max(LEAST_BUSY, low) * 1e3 * workers / float(service.mean())
+    return max(least_busy, low) * 1e3 * workers / float(service.mean())
 
 
 def _waits(gaps: npt.NDArray[np.float64], service: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

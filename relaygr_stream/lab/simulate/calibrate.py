@@ -16,6 +16,7 @@ import torch
 
 from relaygr_stream.cache.copy import CopyEngine
 from relaygr_stream.cache.memory import TierMemory
+from relaygr_stream.errors import ConfigError
 from relaygr_stream.lab.simulate.costs import KV, DeviceCosts
 from relaygr_stream.lab.simulate.device import META, SimulatedCopies, SimulatedModel
 from relaygr_stream.lab.simulate.timeline import Clock
@@ -91,10 +92,18 @@ def fit_relative(features: Floats, ms: Floats) -> Floats:
 
 
 def calibrate(settings: Settings, length: int, rows: int, rounds: int = ROUNDS) -> DeviceCosts:
-    """Measure costs for prefixes of about `length` tokens and rankings of about `rows` suffix and candidate tokens."""
+    """Measure costs for prefixes of about `length` tokens and rankings of about `rows` suffix and candidate tokens.
+
+    Raises ConfigError for a model whose prefixes cannot grow: a simulated one's do.
+    """
     worker = settings.worker
     executor = load_executor(settings)
     model, device = executor.model, executor.device
+    if not model.incremental:
+        raise ConfigError(
+            f"{model.version} has incremental = False, and the simulation knows only models whose prefixes grow; "
+            f"`relaygr bench slo` measures any model"
+        )
     longest = min(settings.relay.max_prefix_tokens, 2 * length)
     layout = model.layout
     storage = torch.zeros(layout.elements(longest), dtype=layout.dtype, device=device)

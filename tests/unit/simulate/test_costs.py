@@ -7,10 +7,12 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+import torch
 
-from relaygr_stream.errors import InputError
+from relaygr_stream.errors import ConfigError, InputError
 from relaygr_stream.lab.simulate.calibrate import Samples, calibrate, fit_relative
 from relaygr_stream.lab.simulate.costs import DeviceCosts
+from relaygr_stream.models.api import KVLayout
 from tests.unit.simulate.scenes import COSTS, scenario
 
 
@@ -61,6 +63,16 @@ def test_calibration_measures_the_configured_model() -> None:
     assert costs.extend(0, 128) > 0 and costs.score([(128, 32)]) > 0
     assert costs.step_ms > 0 and costs.reload_bytes_per_s > 1e6
     assert "cpu" in costs.source
+
+
+def test_calibration_takes_a_state_and_refuses_prefixes_that_cannot_grow() -> None:
+    flags = {"model.layers": "1", "model.dim": "16", "model.heads": "2", "model.dqk": "8", "model.dv": "8"}
+    flags |= {"model.vocab": "100", "relay.max_prefix_tokens": "256", "model.factory": "examples.models.retention:make"}
+    costs = calibrate(scenario(flags, traffic={"max_prefix": 512}).settings, 128, 32, rounds=12)
+    assert costs.kv.layout() == KVLayout.of_state(1 * 2 * 8 * 8, torch.float32)
+    flags["model.factory"] = "examples.models.contextual:make"
+    with pytest.raises(ConfigError, match="incremental = False, and the simulation"):
+        calibrate(scenario(flags, traffic={"max_prefix": 512}).settings, 128, 32, rounds=12)
 
 
 def test_the_rarest_are_among_the_quantiles() -> None:
