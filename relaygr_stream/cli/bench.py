@@ -98,6 +98,75 @@ def slo_command(
     sys.exit(int(not met and os.environ.get("CHECK") == "1"))
 
 
+@bench_command.command(name="paper")
+@click.option("--quick", is_flag=True, help="Ten minutes: throughput against length. [two hours: every curve]")
+@click.option(
+    "--costs",
+    default="npu",
+    show_default=True,
+    metavar="NAME|FILE",
+    help="Costs of the emulated devices: npu, h100, cpu, or a TOML file as `relaygr simulate --save-costs` writes.",
+)
+@click.option(
+    "--broker",
+    type=click.Choice(["embedded", "kafka"]),
+    help="Private broker to start: the embedded one, or Apache Kafka from KAFKA_HOME. [kafka if KAFKA_HOME is set]",
+)
+@click.option("--repeats", type=click.IntRange(1, 20), help="Repeats of every search. [quick: 1; else 3]")
+@click.option("--budget", type=click.FloatRange(60), metavar="SECONDS", help="Time of the run. [quick: 570; else 7200]")
+@click.option("--seed", type=int, default=7, show_default=True, help="Seed of the traffic.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder for report.html and report.json. [out/paper, or out/paper-quick]",
+)
+@source_options
+def paper_command(
+    quick: bool,
+    costs: str,
+    broker: str | None,
+    repeats: int | None,
+    budget: float | None,
+    seed: int,
+    out: Path | None,
+    files: tuple[str, ...],
+    assignments: tuple[str, ...],
+) -> None:
+    """Measure what each mechanism is worth, on a fleet of emulated devices beside an oracle queue.
+
+    Trigger, workers, broker and client are real processes; devices take the times of a cost file and no processor. Time
+    is dilated, so that the fleet fits two cores. A run that was broken off goes on where it was.
+    With CHECK=1 in the environment, exits 1 if a target is missed.
+
+    \b
+    Examples:
+      relaygr bench paper --quick
+      relaygr bench paper --costs h100 --out out/h100
+    """
+    settings = load_settings(["fleet", *files], parse_flags(assignments)).settings
+    out = out or Path("out/paper-quick" if quick else "out/paper")
+    for name in ("report.json", "report.html"):
+        check_writable(out / name, "--out")
+    from relaygr_stream.lab.paper.assemble import run_paper
+    from relaygr_stream.lab.paper.run import PaperOptions
+    from relaygr_stream.ops.stopping import run_until_stopped
+    from relaygr_stream.telemetry.process import loop_factory
+
+    options = PaperOptions(
+        quick=quick,
+        costs=costs,
+        broker=broker or ("kafka" if os.environ.get("KAFKA_HOME") else "embedded"),  # type: ignore[arg-type]
+        samples=100 if quick else 300,
+        tolerance=1.2 if quick else 1.1,
+        repeats=repeats or (1 if quick else 3),
+        budget_s=budget or (570.0 if quick else 7200.0),
+        seed=seed,
+        out=out,
+    )
+    met = run_until_stopped(run_paper(options, settings, f"relaygr {shlex.join(sys.argv[1:])}"), loop_factory())
+    sys.exit(int(not met and os.environ.get("CHECK") == "1"))
+
+
 def build_options(preset: str, *, private: bool, flags: dict[str, Any]) -> Any:
     """The preset's options, with those that the flags change. Raises click.UsageError or ConfigError."""
     from relaygr_stream.lab.bench.modes import modes_named

@@ -137,9 +137,10 @@ class Connection:
             self._metrics.announcements.labels(type(error).__name__).inc()
             raise
 
-    async def rank(self, request: RankingRequest, key: bytes, value: bytes) -> ScoreReply:
+    async def rank(self, request: RankingRequest, key: bytes, value: bytes, lane: int | None = None) -> ScoreReply:
         """Send a request, and copies of it if its lane does not answer; the first answer counts.
 
+        lane: where it is sent first; None: the user's own lane.
         Raises DeadlineExceeded, BrokerError, or the error that completed the call.
         """
         call = self._answers.expect(request.request_id)
@@ -147,7 +148,7 @@ class Connection:
         copies = Copies(self._sender, self._route, self._topics.ranking.name, request, key, value, call.correlation)
         exchange = Exchange(
             call,
-            lane_of(request.user_id, self._topics.lanes),
+            lane_of(request.user_id, self._topics.lanes) if lane is None else lane,
             copies,
             self._hedges,
             self._settings.client.hedge_ms / 1000,

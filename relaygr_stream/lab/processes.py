@@ -16,15 +16,25 @@ LANES_TIMEOUT_S: Final = 30.0
 POLL_S: Final = 0.05
 
 
-def start_relay(settings: Settings, folder: Path, trigger: str, workers: Sequence[str]) -> list[Child]:
-    """Start a trigger and workers with these names; returns them in this order, without waiting. folder: for logs."""
+def start_relay(
+    settings: Settings,
+    folder: Path,
+    trigger: str,
+    workers: Sequence[str],
+    module: str = "relaygr_stream",
+    options: Sequence[str] = (),
+) -> list[Child]:
+    """Start a trigger and workers with these names; returns them in this order, without waiting. folder: for logs.
+
+    module, options: what runs instead of the `relaygr` command, and its further options.
+    """
     file = folder / f"{trigger}.toml"
     file.touch(mode=0o600)  # it holds the secrets
     file.write_text(settings_as_toml(settings), encoding="utf-8")
-    common = ("--config", str(file), "--set", "telemetry.log_format=console")
+    common = ("--config", str(file), "--set", "telemetry.log_format=console", *options)
     return [
-        Child(trigger, ("trigger", *common), folder),
-        *(Child(name, ("worker", *common, "--set", f"worker.name={name}"), folder) for name in workers),
+        Child(trigger, ("trigger", *common), folder, module),
+        *(Child(name, ("worker", *common, "--set", f"worker.name={name}"), folder, module) for name in workers),
     ]
 
 

@@ -31,15 +31,15 @@ LOG_TAIL_LINES: Final = 12
 
 
 class Child:
-    """One `relaygr` process, with its log in `folder`."""
+    """One `relaygr` process, with its log in `folder`. module: what runs instead of the `relaygr` command."""
 
-    def __init__(self, name: str, arguments: Sequence[str], folder: Path) -> None:
+    def __init__(self, name: str, arguments: Sequence[str], folder: Path, module: str = "relaygr_stream") -> None:
         self.name = name
         self.log = folder / f"{name}.log"
         self._port_file = folder / f"{name}.port"
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
-                relaygr_command(arguments, self._port_file),
+                relaygr_command(arguments, self._port_file, module),
                 stdin=subprocess.DEVNULL,
                 # The settings passed on already include the environment's, which would override them here.
                 env={name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)},
@@ -126,10 +126,10 @@ def settings_as_toml(settings: Settings) -> str:
     return "\n".join(lines) + "\n"
 
 
-def relaygr_command(arguments: Sequence[str], port_file: Path) -> list[str]:
+def relaygr_command(arguments: Sequence[str], port_file: Path, module: str = "relaygr_stream") -> list[str]:
     """The command line of `relaygr ARGUMENTS…` with a file for its telemetry port."""
     return [
-        *(sys.executable, "-P", "-m", "relaygr_stream", *arguments),
+        *(sys.executable, "-P", "-m", module, *arguments),
         *("--set", f"telemetry.port_file={port_file}"),
     ]
 

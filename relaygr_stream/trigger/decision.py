@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Final, Literal, get_args
+from typing import Final, Literal, Protocol, get_args
 
 import msgspec
 
@@ -191,7 +191,7 @@ class LaneState:
         loads: OwnerLoads | None = None,
     ) -> None:
         self.ledger = LaneLedger(log_end, keep_s, now_s)
-        self.bucket = LoadBucket(policy.burst_ms)
+        self.bucket = LoadBucket(policy.burst_ms, LANE_S)
         self._number = number
         self._loads = OwnerLoads() if loads is None else loads
         self._owner_bucket: LoadBucket | None = None
@@ -247,8 +247,26 @@ class LaneState:
         return self.ledger.admit(decision.nbytes)
 
 
+class Decide(Protocol):
+    """How a trigger decides: `decide`, or what the laboratory compares with it."""
+
+    def __call__(
+        self,
+        event: RequestEvent,
+        /,
+        *,
+        policy: Policy,
+        lane: LaneState,
+        owner: Claim | None,
+        age_ms: float,
+        now_s: float,
+    ) -> Decision:
+        """As `decide`."""
+        ...
+
+
 def decide(
-    event: RequestEvent, *, policy: Policy, lane: LaneState, owner: Claim | None, age_ms: float, now_s: float
+    event: RequestEvent, /, *, policy: Policy, lane: LaneState, owner: Claim | None, age_ms: float, now_s: float
 ) -> Decision:
     """Whether to pre-infer for this event, and the reason. Changes nothing.
 

@@ -18,7 +18,7 @@ from relaygr_stream.bus.ages import AgeBounds, LogEnd
 from relaygr_stream.bus.topics import lane_of
 from relaygr_stream.errors import BrokerError, DecodeError
 from relaygr_stream.telemetry.limiter import LogLimiter
-from relaygr_stream.trigger.decision import Decision, LaneState, decide
+from relaygr_stream.trigger.decision import Decision, LaneState
 from relaygr_stream.trigger.refused import NOT_REPORTED
 from relaygr_stream.trigger.signals import LaneContext, LaneSignals
 from relaygr_stream.wire.messages import RequestEvent, RequestEventInPlace, check_times, decode, kind_of
@@ -132,7 +132,9 @@ class LaneTrigger:
         owner = self._shared.owners.owner(self._number)
         state.observe(owner, now_s)
         age_ms = self._age_ms(event, record.offset, now_s)
-        decision = decide(event, policy=self._shared.policy, lane=state, owner=owner, age_ms=age_ms, now_s=now_s)
+        decision = self._shared.decide(
+            event, policy=self._shared.policy, lane=state, owner=owner, age_ms=age_ms, now_s=now_s
+        )
         self._shared.metrics.decided(decision.reason, time.perf_counter() - started)
         if self._shared.log_decisions:
             log.debug(

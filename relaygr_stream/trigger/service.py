@@ -29,7 +29,7 @@ from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.background import Background
 from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.telemetry.process import ProcessContext
-from relaygr_stream.trigger.decision import Policy
+from relaygr_stream.trigger.decision import Decide, Policy, decide
 from relaygr_stream.trigger.lane import LaneTrigger
 from relaygr_stream.trigger.metrics import TriggerMetrics
 from relaygr_stream.trigger.refused import FLUSH_S, Refused
@@ -63,7 +63,7 @@ FINAL_STATUS_S: Final = 1.0
 DRAIN_S: Final = 8.0
 
 
-async def run_trigger(context: ProcessContext) -> None:
+async def run_trigger(context: ProcessContext, decide: Decide = decide) -> None:
     """Run a trigger until `context.stop` is set, then drain.
 
     Raises ConfigError, TopicError, CoPartitionError or BrokerUnavailable at the start, BrokerError when reading fails
@@ -94,7 +94,7 @@ async def run_trigger(context: ProcessContext) -> None:
         tail = TopicTail(settings.kafka, status.name, range(status.partitions), "latest", owners.on_records)
         await stack.enter_async_context(tail)
         stack.push_async_callback(background.end)
-        lanes = TriggerLanes(settings, topics, member, owners, producer, ends, metrics, background)
+        lanes = TriggerLanes(settings, topics, member, owners, producer, ends, metrics, background, decide)
         consumer, dead_letters, counts = lanes.consumer, lanes.dead_letters, PartitionCounts(topics, producer)
         stack.callback(dead_letters.close)
         context.conditions += [dead_letters.why_not_taken, counts.why_not_ready]
@@ -157,6 +157,7 @@ class TriggerLanes:
         ends: LogEnds,
         metrics: TriggerMetrics,
         background: Background,
+        decide: Decide = decide,
     ) -> None:
         self._background = background
         self._lanes: dict[int, LaneTrigger] = {}
@@ -189,6 +190,7 @@ class TriggerLanes:
             metrics,
             self.consumer.done,
             Refused(topics.pre_infer.name, producer),
+            decide=decide,
             log_decisions=settings.telemetry.log_level == "debug",
         )
         background.start(repeat(shared.policy.stale_ms / 1000 / SAMPLES_PER_STALE, self._sample_ages))

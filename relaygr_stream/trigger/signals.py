@@ -19,7 +19,7 @@ from relaygr_stream.bus.producer import Producer, Sent
 from relaygr_stream.bus.topics import TopicSet
 from relaygr_stream.errors import BrokerError
 from relaygr_stream.telemetry.limiter import LogLimiter
-from relaygr_stream.trigger.decision import OwnerLoads, Policy
+from relaygr_stream.trigger.decision import Decide, OwnerLoads, Policy, decide
 from relaygr_stream.trigger.ledger import LaneLedger, Pending
 from relaygr_stream.trigger.metrics import TriggerMetrics
 from relaygr_stream.trigger.refused import Refused
@@ -48,6 +48,7 @@ class LaneContext:
     # event that a wrong clock makes stale only loses a pre-inference. A worker does not: it would lose an answer.
     lag: SenderLag = field(default_factory=partial(SenderLag, 0.0))
     loads: OwnerLoads = field(default_factory=OwnerLoads)
+    decide: Decide = decide
     log_decisions: bool = False  # off by default: a log line costs more than a decision, even one below the level
 
 

@@ -42,7 +42,7 @@ from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.refusals import KIND as REFUSALS
 from relaygr_stream.wire.refusals import Reasons
 from relaygr_stream.wire.worker_status import StatusReader
-from relaygr_stream.worker.audit import AuditReport
+from relaygr_stream.worker.audit import AuditReport, Report
 from relaygr_stream.worker.build import Held, WorkerRuntime, build
 from relaygr_stream.worker.commands import Answer, LanesLost, Prefill, Rank, RankTask
 from relaygr_stream.worker.device import DeviceThread
@@ -91,14 +91,23 @@ MakeHandover = Callable[
 ]
 
 
-async def run_worker(context: ProcessContext, make_handover: MakeHandover = lambda *_: None) -> None:
+#: Builds a worker's runtime on the device thread, of its settings, where audits are reported, and what wakes the
+#: thread; the laboratory builds one with an emulated device.
+Build = Callable[[Settings, Report, Callable[[], None]], WorkerRuntime]
+
+
+async def run_worker(
+    context: ProcessContext, make_handover: MakeHandover = lambda *_: None, build: Build = build
+) -> None:
     """Serve until `context.stop` is set, then drain. Raises RelayError where the process must end otherwise."""
-    async with made_worker(context, make_handover) as worker:
+    async with made_worker(context, make_handover, build) as worker:
         await worker.run()
 
 
 @asynccontextmanager
-async def made_worker(context: ProcessContext, make_handover: MakeHandover = lambda *_: None) -> AsyncIterator[Worker]:
+async def made_worker(
+    context: ProcessContext, make_handover: MakeHandover = lambda *_: None, build: Build = build
+) -> AsyncIterator[Worker]:
     """A worker whose model is loaded and whose producers are connected; all of it is closed at the end."""
     settings, topics = context.settings, load_topics(context.settings.kafka)
     context.set_ready(False, "loading the model")

@@ -67,6 +67,7 @@ class Cell:
     revisit: float
     at: float | None
     tolerance: float
+    start: float | None = None  # of the first search; None: by an estimate
     searches: list[Search] = field(default_factory=list)
     ats: list[float] = field(default_factory=list)  # of each search
     probes: list[Probe] = field(default_factory=list)
@@ -79,7 +80,9 @@ class Cell:
         assert self.at is not None
         known = [search.passed for search in self.searches if search.passed is not None]
         low, high = self._limits(worlds[-1])
-        guess, step = (known[-1], self.tolerance) if known else (alike or self._guess(worlds), FIRST_STEP)
+        guess, step = alike or self._guess(worlds), FIRST_STEP
+        if known or self.start is not None:
+            guess, step = known[-1] if known else self.start or 0.0, self.tolerance
         self.searches.append(Search(guess=guess, low=low, high=high, step=step, tolerance=self.tolerance))
         self.ats.append(self.at)
 

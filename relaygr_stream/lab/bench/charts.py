@@ -54,6 +54,7 @@ class Series:
     points: Sequence[Point]
     dots: bool = True
     dashed: bool = False
+    spread: Sequence[tuple[float, float, float]] = ()  # (x, low, high): vertical lines
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,8 @@ def draw_lines(axes: Axes, series: Sequence[Series], x: Axis, y: Axis, limit: tu
             (x, [point.x for point in points]), (y, [point.y for point in points])
         ))  # fmt: skip
         axes.plot(xs, ys, "--" if one.dashed else "-", color=one.colour, linewidth=1.6, label=one.name)
+        for at, low, high in one.spread:
+            axes.vlines(at, low, high, color=one.colour, linewidth=1.2)
         if one.dots:
             fills = ["white" if point.hollow else one.colour for point in points]
             axes.scatter(xs, ys, s=26, c=fills, edgecolors=one.colour, zorder=3)

@@ -22,6 +22,11 @@ PROC: Final = Path("/proc")
 OTHERS_CORES: Final = 0.2
 
 
+#: Emulated devices that end their operations later than this share of their busy time are not the devices of the cost
+#: file; whatever such a probe found is set aside.
+LATE_DEVICE: Final = 0.05
+
+
 @dataclass(frozen=True)
 class CpuTimes:
     """Seconds of all cores since the system started: all work, and that of this process and its descendants."""
@@ -52,10 +57,12 @@ class CpuTimes:
 
 
 def disturbance_of(probe: Probe, *, private: bool) -> str:
-    """An external cause that may have made this probe fail, as text; "": none is known, or it passed.
+    """Why this probe says nothing, as text: late devices, or an external cause that may have made it fail; "": neither.
 
     private: whether all processes of the run are descendants of this one.
     """
+    if is_late(probe):
+        return f"emulated devices were {probe.device_late:.0%} late"
     if probe.passed:
         return ""
     if probe.stalled:
@@ -63,6 +70,11 @@ def disturbance_of(probe: Probe, *, private: bool) -> str:
     if private and (probe.others_cores or 0.0) > OTHERS_CORES:
         return f"other processes used {probe.others_cores:.1f} cores"
     return ""
+
+
+def is_late(probe: Probe) -> bool:
+    """Whether its emulated devices were later than LATE_DEVICE allows."""
+    return (probe.device_late or 0.0) > LATE_DEVICE
 
 
 def _ours() -> int:

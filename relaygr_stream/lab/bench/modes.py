@@ -9,6 +9,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from relaygr_stream.errors import ConfigError
+from relaygr_stream.lab.bench.routing import Route
 from relaygr_stream.settings.schema import Settings
 
 
@@ -22,6 +23,8 @@ class Mode:
     request: Literal["auto", "full"]  # of the ranking requests
     keeps: bool  # prefix KV outlives its ranking, so that returning users are cheaper
     overrides: Mapping[str, Any] = field(default_factory=dict)
+    route: Route = "owner"  # where the client sends rankings
+    policy: str = "relay"  # of a fleet's trigger (lab/emulate/process.py); others need emulated devices
 
 
 FULL: Final = Mode("full", "full inference at ranking, no relay", announce=False, request="full", keeps=False)
@@ -46,6 +49,47 @@ RELAY_WARM: Final = Mode(
     overrides={"warm_up": True},
 )
 MODES: Final = (FULL, CACHE, RELAY_HBM, RELAY, RELAY_WARM)
+
+# A fleet's modes (`bench paper`): two baselines without any relay, and the relay without one of its parts.
+
+FULL_LANE: Final = Mode(
+    "full-lane", "full inference by the lane's owner", announce=False, request="full", keeps=False, route="lane"
+)
+FULL_ANY: Final = Mode(
+    "full-any",
+    "full inference by any worker, least waiting first",
+    announce=False,
+    request="full",
+    keeps=False,
+    route="least",
+)
+RELAY_ANYWHERE: Final = Mode(
+    "relay-anywhere",
+    "relay without affinity: the ranking goes to any live worker",
+    announce=True,
+    request="auto",
+    keeps=True,
+    route="any",
+)
+RELAY_EVERYTHING: Final = Mode(
+    "relay-everything",
+    "relay without the test of risk and without bounds",
+    announce=True,
+    request="auto",
+    keeps=True,
+    policy="everything",
+)
+RELAY_WHOLE: Final = Mode(
+    "relay-whole",
+    "relay without chunks: nothing interrupts a prefill",
+    announce=True,
+    request="auto",
+    keeps=True,
+    overrides={"max_ranking_delay_ms": 3.6e6},
+)
+BASELINES: Final = (FULL_LANE, FULL_ANY, CACHE)
+ABLATIONS: Final = (RELAY_ANYWHERE, RELAY_HBM, RELAY_WHOLE, RELAY_EVERYTHING)
+FLEET_MODES: Final = (*BASELINES, RELAY, *ABLATIONS)
 
 
 def modes_named(names: str) -> tuple[Mode, ...]:
@@ -76,9 +120,9 @@ def apply_mode(mode: Mode, settings: Settings) -> Settings:
 
 def grouped(modes: Sequence[Mode], settings: Settings) -> list[tuple[str, list[Mode]]]:
     """Groups of modes that can share processes; each group has the name of its last mode."""
-    groups: list[tuple[Settings, list[Mode]]] = []
+    groups: list[tuple[tuple[Settings, str], list[Mode]]] = []
     for mode in modes:
-        wanted = apply_mode(mode, settings)
+        wanted = apply_mode(mode, settings), mode.policy
         same = next((group for other, group in groups if other == wanted), None)
         if same is None:
             groups.append((wanted, [mode]))

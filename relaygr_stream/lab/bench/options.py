@@ -5,6 +5,7 @@ The processes' settings (model, memory, SLO) are in workers/slo-quick.toml and w
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -43,6 +44,13 @@ class SloOptions:
     budget_s: float  # time of the run: no probe starts that would end later
     seed: int = 7
     out: Path = Path("out/slo")
+    starts: Mapping[str, float] = field(default_factory=dict)  # mode → rate at which its search starts, where known
+    shared_broker: bool = False  # the cluster at kafka.bootstrap is this run's own, on this machine
+
+    @property
+    def private(self) -> bool:
+        """Whether all processes of the run are descendants of this one."""
+        return self.broker is not None or self.shared_broker
 
     def __post_init__(self) -> None:
         if not self.revisits or not all(0 <= ratio < 1 for ratio in (*self.revisits, *self.length_revisits)):

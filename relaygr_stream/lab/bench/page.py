@@ -106,7 +106,9 @@ def _verdict(report: SloReport) -> str:
 
 
 def _paper(report: SloReport) -> str:
-    return _table(("", "RelayGR paper", "here", "aim"), [[escape(cell) for cell in row] for row in paper_rows(report)])
+    return table_html(
+        ("", "RelayGR paper", "here", "aim"), [[escape(cell) for cell in row] for row in paper_rows(report)]
+    )
 
 
 def _found(report: SloReport) -> str:
@@ -134,10 +136,10 @@ def _found(report: SloReport) -> str:
                 ]
             )
     heads = ("mode", "revisit", "given", "largest", "ratio", "allowed", "work", "late (95 %)", "why not more")
-    return _table(heads, rows, wide=True)
+    return table_html(heads, rows, wide=True)
 
 
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], wide: bool = False) -> str:
+def table_html(heads: Sequence[str], rows: Sequence[Sequence[str]], wide: bool = False) -> str:
     """Cells are HTML; wide: the last column is prose."""
     head = "".join(f"<th>{escape(name)}</th>" for name in heads)
     body = ""

@@ -18,9 +18,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.bus.topics import apply_topics, load_topics
-from relaygr_stream.client import RelayClient
 from relaygr_stream.errors import RelayError
+from relaygr_stream.lab.bench.dilation import Fleet
 from relaygr_stream.lab.bench.results import Memory
+from relaygr_stream.lab.bench.routing import RoutedClient
+from relaygr_stream.lab.emulate.process import BUSY_METRIC, LATE_METRIC, MODULE
 from relaygr_stream.lab.processes import check_running, start_relay, wait_for_lanes
 from relaygr_stream.ops.children import Child, stop_all
 from relaygr_stream.settings.schema import Settings
@@ -44,16 +46,27 @@ _signal_id = msgspec.msgpack.Decoder(_SignalId)
 class Pipeline:
     """An async context in which all processes are ready and the workers own all lanes; they are stopped at its end."""
 
-    def __init__(self, name: str, settings: Settings, workers: int, folder: Path) -> None:
+    def __init__(
+        self,
+        name: str,
+        settings: Settings,
+        workers: int,
+        folder: Path,
+        fleet: Fleet | None = None,
+        policy: str = "relay",
+    ) -> None:
         self.name = name
+        self.fleet = fleet
+        self._policy = policy
         kafka = msgspec.structs.replace(settings.kafka, prefix=f"{settings.kafka.prefix}{name}.")
         self.settings = msgspec.structs.replace(settings, kafka=kafka)
         self.topics = load_topics(kafka)
-        self.client = RelayClient(settings=self.settings, client_id=f"bench-{name}")
+        self.client = RoutedClient(settings=self.settings, client_id=f"bench-{name}")
         self._admitted: set[str] = set()  # requests for which there was a pre-infer signal
         self._signals: TopicTail
         self.history: list[tuple[float, WorkerStatus]] = []  # (time of receipt, status), by the monotonic clock
         self._latest: dict[str, WorkerStatus] = {}
+        self.workers = workers
         self._workers = [f"{name}-{number}" for number in range(1, workers + 1)]
         self._folder = folder
         self._children: list[Child] = []
@@ -62,7 +75,12 @@ class Pipeline:
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
             await apply_topics(self.settings.kafka)
-            self._children = start_relay(self.settings, self._folder, f"{self.name}-trigger", self._workers)
+            how = (
+                ()
+                if self.fleet is None
+                else (MODULE, ("--policy", self._policy, "--dilation", f"{self.fleet.factor:g}"))
+            )
+            self._children = start_relay(self.settings, self._folder, f"{self.name}-trigger", self._workers, *how)
             stack.push_async_callback(self._stop_children)
             kafka, topics = self.settings.kafka, self.topics
             await asyncio.gather(*(child.wait_ready() for child in self._children))
@@ -83,7 +101,9 @@ class Pipeline:
 
     @property
     def costs(self) -> CostModel:
-        """The first worker's fitted costs."""
+        """The devices' costs: those of the cost file, or as the first worker fitted them."""
+        if self.fleet is not None:
+            return self.fleet.cost_model
         return self._latest[self._workers[0]].costs
 
     @property
@@ -108,6 +128,14 @@ class Pipeline:
         """Requests for which there was a pre-infer signal up to now."""
         await self._signals.catch_up()
         return frozenset(self._admitted)
+
+    async def device_ms(self) -> tuple[float, float]:
+        """Running totals of the emulated devices: busy, and late; zeros where devices are real."""
+        if self.fleet is None:
+            return 0.0, 0.0
+        texts = await asyncio.gather(*(asyncio.to_thread(child.metrics) for child in self._children[1:]))
+        busy, late = (sum(_sample(text, f"{name}_total") for text in texts) for name in (BUSY_METRIC, LATE_METRIC))
+        return busy, late
 
     async def decisions(self) -> dict[str, float]:
         """Running totals of the trigger's decisions by reason."""
@@ -152,6 +180,12 @@ class Pipeline:
                 self._admitted.add(_signal_id.decode(record.value or b"").request_id)
             except msgspec.MsgspecError:
                 continue  # the workers report it
+
+
+def _sample(text: str, name: str) -> float:
+    """The value of a metric without labels; 0 if it is not there."""
+    families = text_string_to_metric_families(text)
+    return sum(sample.value for family in families for sample in family.samples if sample.name == name)
 
 
 def memory_over_time(pipeline: Pipeline, started_s: float) -> list[Memory]:

@@ -80,7 +80,8 @@ async def run_probe(
     traffic = _Staged(population, rate, judgement)
     tally = _Tally(judgement, traffic, progress)
     totals, decisions = pipeline.totals(), await pipeline.decisions()
-    cpu = CpuTimes.now()
+    devices, cpu = await pipeline.device_ms(), CpuTimes.now()
+    pipeline.client.route = mode.route
     started, began = clock(), time.monotonic()
     with _no_collections():
         await drive(
@@ -96,6 +97,7 @@ async def run_probe(
     seconds = time.monotonic() - began
     cpu_after = CpuTimes.now()
     after, decided = pipeline.totals(), await pipeline.decisions()
+    busy_ms, late_ms = (now - before for now, before in zip(await pipeline.device_ms(), devices, strict=True))
     results = tally.judged()
     done = {result.item.request.request_id: result for result in results}
     announced = done.keys() if mode.announce else set()
@@ -128,6 +130,8 @@ async def run_probe(
         decisions={name: int(total - decisions.get(name, 0)) for name, total in decided.items()},
         others_cores=None if cpu is None or cpu_after is None else cpu_after.others_since(cpu),
         cores_busy=None if cpu is None or cpu_after is None else cpu_after.busy_since(cpu),
+        device_late=late_ms / busy_ms if busy_ms else None,
+        workers=pipeline.workers,
         device_ms_per_s={name: (after.get(name, 0.0) - totals.get(name, 0.0)) / seconds for name in DEVICE_WORK},
     )
     return Measured(probe, stages["inbound"], stages["outbound"])

@@ -75,7 +75,9 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
     cores_busy: float | None = None  # share of all cores' time that was used by any process
     set_aside: bool = False  # disturbed by other processes, and repeated
     stalled_ms: float | None = None  # largest delay of a process that only sleeps; None: unknown
-    device_ms_per_s: dict[str, float]  # by DEVICE_WORK; warm-up included
+    device_ms_per_s: dict[str, float]  # by DEVICE_WORK, all workers together; warm-up included
+    workers: int = 1
+    device_late: float | None = None  # lateness of emulated devices, as a share of their busy time; None: real devices
 
     @property
     def passed(self) -> bool:
@@ -89,8 +91,8 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def busy(self) -> float:
-        """Busy share of one device."""
-        return sum(self.device_ms_per_s.values()) / 1e3
+        """Busy share of the devices."""
+        return sum(self.device_ms_per_s.values()) / 1e3 / self.workers
 
 
 class Found(msgspec.Struct, frozen=True, kw_only=True):

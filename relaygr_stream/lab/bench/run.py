@@ -21,7 +21,8 @@ from relaygr_stream.errors import ConfigError
 from relaygr_stream.lab.bench.broker_warm_up import compile_broker
 from relaygr_stream.lab.bench.capacity import most_rate
 from relaygr_stream.lab.bench.cells import LENGTH_STEP, Cell, World
-from relaygr_stream.lab.bench.interference import OTHERS_CORES, CpuTimes, disturbance_of
+from relaygr_stream.lab.bench.dilation import Fleet
+from relaygr_stream.lab.bench.interference import OTHERS_CORES, CpuTimes, disturbance_of, is_late
 from relaygr_stream.lab.bench.modes import FULL, RELAY, Mode, apply_mode, grouped, missing_settings
 from relaygr_stream.lab.bench.options import SloOptions
 from relaygr_stream.lab.bench.pipeline import Pipeline, memory_over_time
@@ -43,10 +44,14 @@ CALM_TIMEOUT_S: Final = 10.0
 
 
 class Bench:
-    """One run: its cells, its probes and its results."""
+    """One run: its cells, its probes and its results. fleet: the workers' emulated devices; None: real ones.
 
-    def __init__(self, options: SloOptions, settings: Settings, progress: Progress) -> None:
+    With a fleet, the settings are undilated, the options' times are dilated, and the costs need no warm-up.
+    """
+
+    def __init__(self, options: SloOptions, settings: Settings, progress: Progress, fleet: Fleet | None = None) -> None:
         self.options = options
+        self.fleet = fleet
         # Budgets are per lane, so few lanes are better; but every worker needs some.
         lanes = max(settings.kafka.partitions, LANES_PER_WORKER * options.workers)
         self.settings = msgspec.structs.replace(
@@ -61,7 +66,10 @@ class Bench:
         }
         self.modes = [mode for mode in options.modes if mode.name not in self.skipped]
         self.cells = [
-            *(Cell("rate", mode, ratio, None, options.tolerance) for mode, ratio in options.rate_cells()),
+            *(
+                Cell("rate", mode, ratio, None, options.tolerance, start=options.starts.get(mode.name))
+                for mode, ratio in options.rate_cells()
+            ),
             *(Cell("length", mode, ratio, options.rate, options.tolerance) for mode, ratio in options.length_cells()),
         ]
         self.cells = [cell for cell in self.cells if cell.mode in self.modes]
@@ -83,7 +91,10 @@ class Bench:
         # Beside the reports, so that nothing outside the user's folder remains, even after a crash.
         with tempfile.TemporaryDirectory(prefix=".bench-", dir=out, ignore_cleanup_errors=True) as name:
             folder = Path(name)
-            async with self.wakes, self._cluster(folder) as settings:
+            async with self.wakes, self._cluster(folder) as connected:
+                settings = connected
+                if self.fleet is not None:
+                    settings = self.settings = self.fleet.settings(connected, folder)
                 for repeat in range(self.options.repeats):
                     await self._repeat(repeat, settings, folder)
 
@@ -150,10 +161,14 @@ class Bench:
             f"repeat {repeat + 1}, starting a trigger and {self.options.workers} worker(s) for "
             f"{', '.join(mode.name for mode in modes)} …"
         )
-        async with Pipeline(f"{name}-{repeat}", settings, self.options.workers, folder) as pipeline:
+        pipe = Pipeline(f"{name}-{repeat}", settings, self.options.workers, folder, self.fleet, modes[0].policy)
+        async with pipe as pipeline:
             self.about |= {"device": pipeline.device, "note": pipeline.note}
             populations = Populations(self.options, pipeline, self.options.seed + repeat, self.progress.live)
-            if self.world is None:
+            if self.fleet is not None:
+                self.worlds = [self._world(pipeline)]
+                self._search_rates_at(self.options.length or 0)
+            elif self.world is None:
                 await self._warm_up(pipeline, populations)
             open_cells = self._opened(cells)
             while open_cells:
@@ -173,8 +188,10 @@ class Bench:
 
     def _now_given(self, cells: Sequence[Cell]) -> list[Cell]:
         """The cells that waited for full inference's largest rate of this repeat, if there is one."""
-        full = next(cell for cell in self.cells if cell.mode is FULL and cell.kind == "rate")
-        waiting = [cell for cell in cells if cell.at is None] if full.searches[-1].passed is not None else []
+        full = next((cell for cell in self.cells if cell.mode is FULL and cell.kind == "rate"), None)
+        if full is None or full.searches[-1].passed is None:
+            return []
+        waiting = [cell for cell in cells if cell.at is None]
         for cell in waiting:
             cell.at = full.searches[-1].passed
         return self._opened(waiting)
@@ -228,14 +245,16 @@ class Bench:
             stalled_ms = max(self.wakes_in(measured.probe), default=None)
             probe = msgspec.structs.replace(measured.probe, stalled_ms=stalled_ms)
             # The brokers of a running cluster may be on this machine, and do not count as this run's processes.
-            disturbance = disturbance_of(probe, private=self.options.broker is not None)
+            disturbance = disturbance_of(probe, private=self.options.private)
             again = attempt < ATTEMPTS and in_time and bool(disturbance)
-            probe = msgspec.structs.replace(probe, set_aside=again)
+            probe = msgspec.structs.replace(probe, set_aside=again or is_late(probe))
             self.measured.append(replace(measured, probe=probe))
             self.progress.say(f"{self.clock():5.0f} s  {where}  {_verdict(probe, disturbance)}")
             if not again:
                 break
             await self._wait_for_calm()
+        if is_late(probe):
+            return False  # of other devices than the cost file's: no verdict, and no reason to hope for the next one
         cell.record(probe)
         self.worlds.append(self._world(pipeline))  # costs fitted under load are more accurate
         return True

@@ -90,6 +90,32 @@ class DeviceCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         s0, s1, s2 = self.score_ms
         return s0 + sum(s1 * rows + s2 * rows * prefix for prefix, rows in batch)
 
+    def full_ms(self, prefix: int, rows: int) -> float:
+        """Milliseconds of full inference in one piece, without noise. rows: suffix and candidates."""
+        return self.extend(0, prefix) + self.score([(prefix, rows)])
+
+    def longest_full(self, full_ms: float, rows: int, step: int) -> int:
+        """The longest prefix, in whole steps, whose full inference takes at most full_ms; 0 if none does."""
+        low, high = 0, 1
+        while self.full_ms(high * step, rows) <= full_ms:
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.full_ms(middle * step, rows) <= full_ms else (low, middle)
+        return low * step
+
+    def dilated(self, factor: float) -> DeviceCosts:
+        """The costs of a device that takes `factor` times as long for everything."""
+        return msgspec.structs.replace(
+            self,
+            prefill_ms=_times(self.prefill_ms, factor),
+            score_ms=_times(self.score_ms, factor),
+            cold_ms=factor * self.cold_ms,
+            lasting_ms=factor * self.lasting_ms,
+            reload_bytes_per_s=self.reload_bytes_per_s / factor,
+            spill_bytes_per_s=self.spill_bytes_per_s / factor,
+        )
+
     @classmethod
     def read(cls, path: Path) -> DeviceCosts:
         """Read a TOML file. Raises InputError, which names file and key."""
@@ -112,6 +138,10 @@ class DeviceCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         table = values.pop("kv")
         lines = [f"{name} = {_toml(value)}" for name, value in values.items()]
         return "\n".join([*lines, "", "[kv]", *(f"{name} = {_toml(value)}" for name, value in table.items())]) + "\n"
+
+
+def _times(ms: tuple[float, float, float], factor: float) -> tuple[float, float, float]:
+    return factor * ms[0], factor * ms[1], factor * ms[2]
 
 
 def _toml(value: Any) -> str:

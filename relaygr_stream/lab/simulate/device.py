@@ -7,7 +7,7 @@ as on a real device. Memory is `TierMemory` on torch's `meta` device: the real a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 import torch
@@ -15,12 +15,24 @@ import torch
 from relaygr_stream.cache.copy import Convert, CopyEngine, CopyTicket, unchanged
 from relaygr_stream.lab.simulate.costs import DeviceCosts
 from relaygr_stream.lab.simulate.noise import Lasting, Noise
-from relaygr_stream.lab.simulate.timeline import Clock
 from relaygr_stream.models.api import KVRegion, ScoreInput, Tokens
 
 META = torch.device("meta")
 #: After this long without an operation, the next one takes cold_ms longer.
 IDLE_S: Final = 1e-3
+
+
+class DeviceClock(Protocol):
+    """The time by which a device works: simulated (timeline.py), or real (lab/emulate)."""
+
+    @property
+    def now(self) -> float:
+        """Seconds."""
+        ...
+
+    def spend(self, seconds: float) -> None:
+        """Let an operation take this time; returns when it is over."""
+        ...
 
 
 class SimulatedModel:
@@ -31,7 +43,7 @@ class SimulatedModel:
     tasks: tuple[str, ...] = ("score",)
     incremental = True
 
-    def __init__(self, costs: DeviceCosts, clock: Clock, rng: np.random.Generator) -> None:
+    def __init__(self, costs: DeviceCosts, clock: DeviceClock, rng: np.random.Generator) -> None:
         self.layout = costs.kv.layout()
         self.busy_s = 0.0
         self._costs = costs
@@ -67,14 +79,14 @@ class SimulatedModel:
     def _scores(self, candidates: int) -> torch.Tensor:
         known = self._zeros.get(candidates)
         if known is None:
-            known = self._zeros[candidates] = torch.zeros(candidates, 1)
+            known = self._zeros[candidates] = torch.zeros(candidates, len(self.tasks))
         return known
 
     def _pass(self, ms: float) -> None:
         if self._clock.now > self._worked_until + IDLE_S:
             ms += self._costs.cold_ms
         self.busy_s += ms / 1e3
-        self._clock.now += ms / 1e3
+        self._clock.spend(ms / 1e3)
         self._worked_until = self._clock.now
 
 
@@ -83,7 +95,9 @@ class _Ticket(CopyTicket):
 
     __slots__ = ("_clock", "_over_at")
 
-    def __init__(self, dst: torch.Tensor, src: torch.Tensor, clock: Clock, seconds: float, over_at: float) -> None:
+    def __init__(
+        self, dst: torch.Tensor, src: torch.Tensor, clock: DeviceClock, seconds: float, over_at: float
+    ) -> None:
         super().__init__(dst, src, None)
         self.seconds = seconds
         self._clock = clock
@@ -100,7 +114,7 @@ class SimulatedCopies(CopyEngine):
     wake_at(time): called for each copy with the time of its completion.
     """
 
-    def __init__(self, costs: DeviceCosts, clock: Clock, wake_at: Callable[[float], None]) -> None:
+    def __init__(self, costs: DeviceCosts, clock: DeviceClock, wake_at: Callable[[float], None]) -> None:
         self._speed = {True: costs.reload_bytes_per_s, False: costs.spill_bytes_per_s}
         self._free_at = {True: 0.0, False: 0.0}
         self._clock = clock

@@ -21,6 +21,10 @@ class Clock:
         """The current time."""
         return self.now
 
+    def spend(self, seconds: float) -> None:
+        """Let an operation take this time."""
+        self.now += seconds
+
 
 class Timeline:
     """Runs actions in the order of their times, and of `at` for equal times. `clock`: the current action's time."""

@@ -1,0 +1,60 @@
+"""The bench's client: sends rankings to the owner of the user's lane, or to other workers, as a mode wants.
+
+It is the only sender, so what it has sent to a worker and not heard of is all that waits there.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any, Final, Literal
+
+import msgspec
+
+from relaygr_stream.bus.topics import lane_of
+from relaygr_stream.client import RelayClient
+from relaygr_stream.client.connection import Connection
+from relaygr_stream.wire.messages import RankingRequest, ScoreReply, WorkerStatus, encode
+
+#: owner: as every client. lane: the same, and no worker forwards it. least: to the worker with the fewest rankings
+#: waiting, which keeps it. any: to any worker, at random, which keeps it.
+Route = Literal["owner", "lane", "least", "any"]
+#: With so many hops behind it, a ranking stays where it is (worker/forwarding.py).
+NO_MORE_HOPS: Final = 2
+
+
+class RoutedClient(RelayClient):
+    """A RelayClient whose rankings go where `route` says. seed: of its choices among equals."""
+
+    def __init__(self, *given: Any, seed: int = 0, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.route: Route = "owner"
+        self._random = random.Random(seed)
+        self._waiting: Counter[str] = Counter()  # rankings at each worker
+
+    async def _ask(self, connection: Connection, request: RankingRequest, key: bytes, value: bytes) -> ScoreReply:
+        if self.route == "owner":
+            return await super()._ask(connection, request, key, value)
+        name, lane = self._place(request)
+        stays = encode(msgspec.structs.replace(request, hops=NO_MORE_HOPS))
+        self._waiting[name] += 1
+        try:
+            return await connection.rank(request, key, stays, lane)
+        finally:
+            self._waiting[name] -= 1
+
+    def _place(self, request: RankingRequest) -> tuple[str, int]:
+        """The worker that is asked, and the lane to reach it by."""
+        home = lane_of(request.user_id, self._topics.lanes)
+        workers = [] if self.route == "lane" else self._serving()
+        if not workers:
+            owner = self._owners.owner(home)
+            return "" if owner is None else owner.worker.name, home
+        self._random.shuffle(workers)
+        if self.route == "least":
+            workers.sort(key=lambda status: self._waiting[status.name])
+        chosen = workers[0]
+        return chosen.name, self._random.choice(chosen.lanes).lane
+
+    def _serving(self) -> list[WorkerStatus]:
+        return [status for status in self._owners.workers().values() if status.state == "serving" and status.lanes]

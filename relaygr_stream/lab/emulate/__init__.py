@@ -1,0 +1,1 @@
+"""Workers with emulated devices: real processes whose device takes the time of a cost file, and computes nothing."""

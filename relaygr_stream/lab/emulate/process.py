@@ -1,0 +1,115 @@
+"""`python -m relaygr_stream.lab.emulate.process worker|trigger`: that process, with parts of the laboratory.
+
+A worker has an emulated device. `--policy` replaces one of the relay's policies by what it is compared with. The
+serving code is the same and knows of neither.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from functools import partial
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
+
+from relaygr_stream.errors import RelayError
+from relaygr_stream.settings.load import load_settings
+from relaygr_stream.settings.schema import Settings
+from relaygr_stream.telemetry.process import ProcessContext, run_process
+from relaygr_stream.trigger.decision import Decision, decide
+from relaygr_stream.trigger.service import run_trigger
+from relaygr_stream.wire.messages import RequestEvent
+
+if TYPE_CHECKING:
+    from relaygr_stream.lab.emulate.device import WallClock
+
+MODULE: Final = "relaygr_stream.lab.emulate.process"
+FACTORY: Final = "relaygr_stream.lab.emulate.device:make"
+#: The metrics in which a worker states its device's time, in milliseconds.
+BUSY_METRIC: Final = "relaygr_emulated_busy_ms"
+LATE_METRIC: Final = "relaygr_emulated_late_ms"
+#: Reasons of the trigger that are bounds or the test of risk: `everything` overrules them.
+BOUNDS: Final = frozenset({"not_at_risk", "over_footprint", "over_load", "too_late"})
+
+
+#: Times of serving that are constants and no settings: averages, buckets, epochs. Dilated time needs them longer.
+CONSTANTS: Final = {
+    "relaygr_stream.trigger.decision": ("START_S", "LANE_S", "OWNER_S"),
+    "relaygr_stream.worker.budgets": ("EPOCH_S", "RANKING_AVERAGE_S", "REUSE_AVERAGE_S", "AVERAGE_S"),
+    "relaygr_stream.worker.forwarding": ("AVERAGE_S", "FORGET_S"),
+}
+
+
+def dilate_constants(factor: float) -> None:
+    """Make the serving code's own averages `factor` times as long, in this process."""
+    for module, names in CONSTANTS.items():
+        found = import_module(module)
+        for name in names:
+            setattr(found, name, factor * getattr(found, name))
+
+
+def decide_everything(event: RequestEvent, /, **given: Any) -> Decision:
+    """As `decide`, without the test of risk and without bounds: every request that can be pre-inferred is admitted."""
+    decision = decide(event, **given)
+    return msgspec.structs.replace(decision, reason="admitted") if decision.reason in BOUNDS else decision
+
+
+#: Policy → how a trigger decides.
+DECISIONS: Final = {"relay": decide, "everything": decide_everything}
+
+
+class Lateness(Collector):
+    """The device's busy time and lateness, as metrics."""
+
+    def __init__(self, clock: WallClock) -> None:
+        self._clock = clock
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """Totals in milliseconds."""
+        yield CounterMetricFamily(BUSY_METRIC, "Time of the emulated device's operations", self._clock.busy_s * 1e3)
+        yield CounterMetricFamily(LATE_METRIC, "Time by which its operations ended late", self._clock.late_s * 1e3)
+
+
+async def run_emulated_worker(context: ProcessContext) -> None:
+    """A worker with an emulated device, whose lateness is among its metrics."""
+    # Only here: a trigger does not load torch.
+    from relaygr_stream.lab.emulate.device import EmulatedModel, build  # noqa: PLC0415
+    from relaygr_stream.worker.build import WorkerRuntime  # noqa: PLC0415
+    from relaygr_stream.worker.process import run_worker  # noqa: PLC0415
+
+    def build_here(*given: Any) -> WorkerRuntime:
+        runtime = build(*given)
+        assert isinstance(runtime.model, EmulatedModel)
+        context.registry.register(Lateness(runtime.model.clock))
+        return runtime
+
+    await run_worker(context, build=build_here)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the process; returns its exit code."""
+    parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=__doc__)
+    parser.add_argument("role", choices=("worker", "trigger"))
+    parser.add_argument("--config", action="append", default=[], metavar="FILE", help="TOML file with settings")
+    parser.add_argument("--set", action="append", default=[], dest="assignments", metavar="SECTION.KEY=VALUE")
+    parser.add_argument("--policy", choices=list(DECISIONS), default="relay", help="what replaces the relay's policy")
+    parser.add_argument("--dilation", type=float, default=1.0, metavar="K", help="factor of all times of serving")
+    given = parser.parse_args(arguments)
+    try:
+        flags = dict(each.split("=", 1) for each in given.assignments)
+        settings: Settings = load_settings(given.config, flags).settings
+    except (RelayError, ValueError) as error:
+        parser.error(str(error))
+    dilate_constants(given.dilation)
+    if given.role == "trigger":
+        return run_process("trigger", settings, partial(run_trigger, decide=DECISIONS[given.policy]))
+    return run_process("worker", settings, run_emulated_worker)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

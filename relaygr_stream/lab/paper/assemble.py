@@ -1,0 +1,83 @@
+"""`relaygr bench paper`: runs the searches, makes the report, prints and writes it."""
+
+from __future__ import annotations
+
+import os
+import platform
+from typing import Any
+
+import msgspec
+from rich.console import Console
+
+from relaygr_stream.lab.bench.progress import Progress
+from relaygr_stream.lab.bench.statistics import fewest_samples
+from relaygr_stream.lab.paper.plan import FULL_SHARE, GRID, GROWTH, MOST_RATE, SUFFIX, Setup, costs_named, curves
+from relaygr_stream.lab.paper.report import as_json, make_report, page, render
+from relaygr_stream.lab.paper.results import Record
+from relaygr_stream.lab.paper.run import Paper, PaperOptions
+from relaygr_stream.lab.simulate.costs import DeviceCosts
+from relaygr_stream.settings.schema import Settings
+from relaygr_stream.telemetry.printable import SafeConsole, print_table
+
+
+async def run_paper(options: PaperOptions, settings: Settings, command: str, console: Console | None = None) -> bool:
+    """Measure, print and write the reports; returns whether no target was missed. Raises RelayError."""
+    console = console or SafeConsole()
+    costs = costs_named(options.costs)
+    planned = curves(options.quick)
+    record = Record(options.out, _fixed(options, settings, costs))
+    if record.outcomes:
+        console.print(f"going on with {options.out}: {len(record.outcomes)} outcomes are there")
+    with Progress(console) as progress:
+        paper = Paper(options, settings, costs, planned, record, progress)
+        await paper.run()
+    conditions = {"words": _words(options, settings, costs, command), **_fixed(options, settings, costs)}
+    report = make_report(record.outcomes, planned, conditions, paper.left_out, paper.wall_s)
+    print_table(render(report), console)
+    json, html = options.out / "report.json", options.out / "report.html"
+    json.write_bytes(as_json(report))
+    html.write_text(page(report, planned), encoding="utf-8")
+    console.print(f"report: {html}, {json}", soft_wrap=True)
+    if report.complete or options.quick:
+        record.finish()
+    return all(one.state != "missed" for one in report.verdicts)
+
+
+def _fixed(options: PaperOptions, settings: Settings, costs: DeviceCosts) -> dict[str, Any]:
+    """What must not change between the parts of one run."""
+    sections = {name: getattr(settings, name) for name in ("relay", "trigger", "worker", "model", "client")}
+    built: dict[str, Any] = msgspec.to_builtins(
+        {
+            "quick": options.quick,
+            "broker": options.broker,
+            "samples": options.samples,
+            "tolerance": options.tolerance,
+            "seed": options.seed,
+            "costs": costs,
+            "settings": sections,
+        }
+    )
+    return built
+
+
+def _words(options: PaperOptions, settings: Settings, costs: DeviceCosts, command: str) -> dict[str, str]:
+    slo, usual = settings.relay.slo_ms, Setup()
+    lengths = ", ".join(f"{Setup(share=share).length(costs, slo):,}" for share in GRID)
+    worker, samples = settings.worker, max(fewest_samples(), options.samples)
+    broker = "Apache Kafka" if options.broker == "kafka" else "Tansu"
+    return {
+        "devices": f"emulated: {costs.source}; {costs.kv.layout().bytes_per_token >> 10} KiB of K and V a token",
+        "fleet": f"{usual.workers} workers unless stated, each with {worker.hbm_bytes >> 30} GiB HBM tier and "
+        f"{worker.dram_bytes >> 30} GiB DRAM tier; {broker}, one node",
+        "machine": f"{os.cpu_count()} CPU cores, {platform.machine()}, {platform.system()}",
+        "lengths": f"{lengths} tokens; the unit is the length whose full inference takes {FULL_SHARE:g} of the SLO",
+        "SLO": f"P99 ≤ {slo:g} ms, head start {usual.delay_ms:g} ms unless stated, undilated",
+        "dilation": f"all times of serving × k, so that no probe exceeds {MOST_RATE:g} requests/s; the bus is not "
+        "dilated and weighs 1/k as much",
+        "traffic": f"Poisson arrivals; {usual.candidates} candidates unless stated, {SUFFIX} suffix behaviours; a "
+        f"return brings {GROWTH:g} new behaviours",
+        "statistics": f"a probe judges {samples} to three times as many requests; values to "
+        f"within {options.tolerance - 1:.0%}; {options.repeats} repeat(s); the interval is the range of the repeats, "
+        "with one repeat the bracket of the search",
+        "command": command,
+    }

@@ -1,0 +1,79 @@
+"""A probe of a fleet with emulated devices, end to end: real processes, every policy, devices of a cost file."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from relaygr_stream.lab.bench.dilation import Fleet
+from relaygr_stream.lab.bench.modes import CACHE, FULL_ANY, FULL_LANE, RELAY, RELAY_ANYWHERE, Mode
+from relaygr_stream.lab.bench.pipeline import Pipeline
+from relaygr_stream.lab.bench.probe import Judgement, run_probe
+from relaygr_stream.lab.bench.results import Probe
+from relaygr_stream.lab.bench.traffic import Population, TrafficOptions
+from relaygr_stream.lab.paper.plan import costs_named
+from relaygr_stream.lab.workload.items import StageDelay
+from relaygr_stream.settings.load import load_settings
+from relaygr_stream.settings.schema import Kafka, Settings
+
+K = 20.0
+LENGTH = 352
+
+
+@pytest.mark.stack
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("policy", ["relay", "everything"])
+async def test_every_mode_is_served_by_devices_of_the_cost_file(
+    embedded_settings: Kafka, tmp_path: Path, policy: str
+) -> None:
+    settings: Settings = load_settings(["fleet"], {"relay.slo_ms": "200", "trigger.risk_share": "0"}).settings
+    kafka = msgspec.structs.replace(embedded_settings, partitions=4)
+    fleet = Fleet(costs_named("npu"), K)
+    settings = fleet.settings(msgspec.structs.replace(settings, kafka=kafka), tmp_path)
+    async with Pipeline("fleet", settings, 2, tmp_path, fleet, policy) as pipeline:
+        population = Population("users", LENGTH, 0.5, traffic())
+
+        async def probe(mode: Mode) -> Probe:
+            judgement = Judgement(settings.relay.slo_ms, samples=20, least_s=1.0, warm_up_s=1.0)
+            measured = await run_probe(pipeline, mode, population, 8.0, judgement, repeat=0, clock=time.monotonic)
+            return measured.probe
+
+        for mode in (FULL_LANE, FULL_ANY):
+            found = await probe(mode)
+            assert found.passed, found
+            assert set(found.outcomes) == {"full"}
+            assert found.announced == 0
+            # Every ranking takes the device as long as the file says.
+            full_ms = K * costs_named("npu").full_ms(LENGTH, 40)
+            assert found.stage_means["device"] == pytest.approx(full_ms, rel=0.25)
+            assert found.device_late is not None
+            assert found.device_late >= 0.0
+        relayed = await probe(RELAY)
+        assert relayed.passed, relayed
+        assert relayed.admitted > 0
+        assert relayed.admitted_hits >= 0.9 * relayed.admitted
+        assert relayed.stage_means["device"] < full_ms / 2
+        cached = await probe(CACHE)
+        assert cached.announced == 0
+        assert cached.outcomes.get("hbm", 0) > 0
+        anywhere = await probe(RELAY_ANYWHERE)
+        assert anywhere.passed, anywhere
+        assert anywhere.outcomes.get("full", 0) > 0, "half of the rankings go to the other worker"
+
+
+def traffic() -> TrafficOptions:
+    return TrafficOptions(
+        items=20_000,
+        suffix=8,
+        candidates=32,
+        growth=3.0,
+        recent=400,
+        strangers=10,
+        sigma=0.0,
+        max_prefix=8192,
+        delay=StageDelay(K * 150.0, 0.1),
+        seed=1,
+    )

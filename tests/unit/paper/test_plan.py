@@ -1,0 +1,116 @@
+"""What a run measures, and that a run that was broken off goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from relaygr_stream.errors import ConfigError
+from relaygr_stream.lab.bench.dilation import DILATED, Fleet, dilated
+from relaygr_stream.lab.bench.modes import FLEET_MODES, apply_mode, grouped
+from relaygr_stream.lab.emulate.process import CONSTANTS, FACTORY, dilate_constants
+from relaygr_stream.lab.paper.plan import GRID, HEADLINE, MOST_RATE, Setup, costs_named, curves, factor_for, steps
+from relaygr_stream.lab.paper.results import OUTCOMES_FILE, Record
+from relaygr_stream.settings.load import load_settings
+from relaygr_stream.settings.schema import Settings
+from relaygr_stream.trigger import decision
+from tests.unit.paper.test_judge import outcome
+
+
+@pytest.mark.parametrize("name", ["npu", "h100", "cpu"])
+def test_lengths_follow_from_the_cost_file_alone(name: str) -> None:
+    costs = costs_named(name)
+    lengths = [Setup(share=share).length(costs, 50.0) for share in GRID]
+    unit = lengths[HEADLINE.index(1.0)]
+    assert costs.full_ms(unit, 40) <= 20.0 < costs.full_ms(unit + 32, 40)
+    assert [length / unit for length in lengths] == pytest.approx(list(GRID), rel=0.05)
+
+
+def test_unknown_costs_are_told_with_those_there_are() -> None:
+    with pytest.raises(ConfigError, match="packaged are cpu, h100, npu"):
+        costs_named("gpu")
+
+
+@pytest.mark.parametrize("rates", [[1.0], [10.0, 359.0], [60.0], [61.0], [5000.0]])
+def test_no_probe_exceeds_the_most(rates: list[float]) -> None:
+    factor = factor_for(rates)
+    assert max(rates) / factor <= MOST_RATE
+    assert factor == 1 or max(rates) / (factor - 1) > MOST_RATE
+
+
+def test_every_setup_is_measured_once_with_all_its_modes() -> None:
+    planned = curves(quick=False)
+    every = list(steps(planned))
+    assert len({step.setup for step in every}) == len(every)
+    wanted = {(step.setup, mode.name) for curve in planned for step in curve.steps for mode in step.modes}
+    assert wanted == {(step.setup, mode.name) for step in every for mode in step.modes}
+    assert {mode.name for mode in FLEET_MODES} == {name for _, name in wanted}
+
+
+def test_quick_measures_the_headline() -> None:
+    (curve,) = curves(quick=True)
+    half = [step.setup.share for step in curve.steps if step.setup.revisit == 0.5]
+    assert sorted(half) == sorted(HEADLINE)
+    assert {step.setup.revisit for step in curve.steps} == {0.0, 0.5, 0.9}
+
+
+def test_baselines_share_the_relays_processes() -> None:
+    groups = dict(grouped(FLEET_MODES, Settings()))
+    shared = next(modes for modes in groups.values() if any(mode.name == "relay" for mode in modes))
+    assert {mode.name for mode in shared} == {"full-lane", "full-any", "cache", "relay", "relay-anywhere"}
+    assert apply_mode(FLEET_MODES[-1], Settings()) == apply_mode(FLEET_MODES[0], Settings())
+
+
+def test_times_of_serving_are_dilated_and_times_of_the_bus_are_not(tmp_path: Path) -> None:
+    settings = Settings()
+    slower = dilated(settings, 6.0)
+    for section, names in DILATED.items():
+        for name in names:
+            assert getattr(getattr(slower, section), name) == 6.0 * getattr(getattr(settings, section), name)
+    assert slower.kafka == settings.kafka
+    assert slower.worker.reply_ms == settings.worker.reply_ms
+    fleet = Fleet(costs_named("npu"), 6.0)
+    made = fleet.settings(settings, tmp_path)
+    assert made.model.factory == FACTORY
+    assert costs_named(made.model.checkpoint) == costs_named("npu").dilated(6.0)
+    again = load_settings([], {"relay.slo_ms": str(made.relay.slo_ms)}).settings
+    assert again.relay.slo_ms == 300.0
+    full = fleet.cost_model.full_ms(1408, 40)
+    assert full == pytest.approx(6.0 * costs_named("npu").full_ms(1408, 40))
+
+
+def test_the_constants_that_are_dilated_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, names in CONSTANTS.items():
+        for name in names:
+            monkeypatch.setattr(f"{module}.{name}", 2.0)
+    dilate_constants(3.0)
+    assert decision.OWNER_S == 6.0
+
+
+def test_a_run_that_was_broken_off_goes_on_and_a_complete_one_begins_anew(tmp_path: Path) -> None:
+    record = Record(tmp_path, {"seed": 1})
+    record.add(outcome("relay", 10.0))
+    with (tmp_path / OUTCOMES_FILE).open("ab") as file:
+        file.write(b'{"setup":{"sha')  # killed while it wrote
+    again = Record(tmp_path, {"seed": 1})
+    assert again.outcomes == record.outcomes
+    assert again.has(Setup(), "relay", 0)
+    assert not again.has(Setup(), "relay", 1)
+    again.add(outcome("cache", 10.0))
+    assert [one.mode for one in Record(tmp_path, {"seed": 1}).outcomes] == ["relay", "cache"]
+    with pytest.raises(ConfigError, match="unfinished run of other conditions"):
+        Record(tmp_path, {"seed": 2})
+    again.finish()
+    assert Record(tmp_path, {"seed": 2}).outcomes == []
+
+
+def test_points_join_the_repeats() -> None:
+    made = msgspec.structs.replace(outcome("relay", 12.0), repeat=1)
+    from relaygr_stream.lab.paper.results import points
+
+    (point,) = points([outcome("relay", 10.0), made])
+    assert (point.value, point.interval) == (11.0, (10.0, 12.0))
+    (single,) = points([made])
+    assert single.interval == pytest.approx((12.0, 14.4))
