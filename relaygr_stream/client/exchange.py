@@ -44,7 +44,8 @@ class Hedges:
     busy workers get no hedges.
 
     busy_ms: a worker with a longer queue gets no hedges. stuck(lane): whether the lane's broker acknowledges nothing.
-    broker_of(lane): the broker that leads the lane; None: not known. silence_ms: how long to listen before an owner that has not stated itself counts as silent.
+    broker_of(lane): the broker that leads the lane; None: not known. silence_ms: how long to listen before an owner
+    that has not stated itself counts as silent.
     """
 
     def __init__(
