@@ -11,10 +11,11 @@ import pytest
 from relaygr_stream.lab.bench.dilation import Fleet
 from relaygr_stream.lab.bench.modes import CACHE, FULL_ANY, FULL_LANE, RELAY, RELAY_ANYWHERE, Mode
 from relaygr_stream.lab.bench.pipeline import Pipeline
+from relaygr_stream.lab.bench.populations import Population
 from relaygr_stream.lab.bench.probe import Judgement, run_probe
 from relaygr_stream.lab.bench.results import Probe
-from relaygr_stream.lab.bench.traffic import Population, TrafficOptions
 from relaygr_stream.lab.paper.plan import costs_named
+from relaygr_stream.lab.workload.generator import GeneratorOptions
 from relaygr_stream.lab.workload.items import StageDelay
 from relaygr_stream.settings.load import load_settings
 from relaygr_stream.settings.schema import Kafka, Settings
@@ -34,7 +35,7 @@ async def test_every_mode_is_served_by_devices_of_the_cost_file(
     fleet = Fleet(costs_named("npu"), K)
     settings = fleet.settings(msgspec.structs.replace(settings, kafka=kafka), tmp_path)
     async with Pipeline("fleet", settings, 2, tmp_path, fleet, policy) as pipeline:
-        population = Population("users", LENGTH, 0.5, traffic())
+        population = Population("users", traffic())
 
         async def probe(mode: Mode) -> Probe:
             judgement = Judgement(settings.relay.slo_ms, samples=20, least_s=1.0, warm_up_s=1.0)
@@ -64,16 +65,19 @@ async def test_every_mode_is_served_by_devices_of_the_cost_file(
         assert anywhere.outcomes.get("full", 0) > 0, "half of the rankings go to the other worker"
 
 
-def traffic() -> TrafficOptions:
-    return TrafficOptions(
+def traffic() -> GeneratorOptions:
+    return GeneratorOptions(
+        rate=1.0,
+        users=100_000,
+        zipf=0.0,
+        revisit=0.5,
+        length=LENGTH,
+        sigma=0.0,
         items=20_000,
         suffix=8,
         candidates=32,
-        growth=3.0,
-        recent=400,
-        strangers=10,
-        sigma=0.0,
         max_prefix=8192,
         delay=StageDelay(K * 150.0, 0.1),
+        known=10,
         seed=1,
     )

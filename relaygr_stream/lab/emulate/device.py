@@ -19,7 +19,6 @@ import torch
 
 from relaygr_stream.cache.memory import TierMemory
 from relaygr_stream.errors import ConfigError
-from relaygr_stream.lab.emulate.process import FACTORY
 from relaygr_stream.lab.simulate.costs import DeviceCosts
 from relaygr_stream.lab.simulate.device import META, DeviceClock, SimulatedCopies, SimulatedModel
 from relaygr_stream.settings import schema
@@ -130,7 +129,7 @@ def build(settings: schema.Settings, report_audit: Report, wake: Callable[[], No
     executor = load_executor(settings)
     model = executor.model
     if not isinstance(model, EmulatedModel):
-        raise ConfigError(f"model.factory = {settings.model.factory!r}: an emulated device needs {FACTORY}")
+        raise ConfigError(f"model.factory = {settings.model.factory!r}: an emulated device needs {__name__}:make")
     runtime = assemble(
         settings,
         executor,

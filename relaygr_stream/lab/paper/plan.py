@@ -30,6 +30,9 @@ REVISITS: Final = (0.0, 0.5, 0.9)
 MOST_RATE: Final = 60.0
 #: Searches begin at this share of the oracle's rate, and may end at this multiple of it.
 FIRST_SHARE: Final = 0.85
+#: Known users with whom prefix KV fill more than the HBM tiers of four npu devices: 2,000 · 512 tokens of 192 KiB are
+#: 190 GiB, the tiers 128.
+MANY: Final = 2_000
 SUFFIX: Final = 8
 GROWTH: Final = 3.0
 #: The packaged cost files.
@@ -37,13 +40,17 @@ COSTS_DIR: Final = Path(__file__).parent.parent / "emulate" / "costs"
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
-    """A fleet and its traffic. share: of the grid's unit length. delay_ms: head start, undilated."""
+    """A fleet and its traffic. share: of the grid's unit length. delay_ms: head start, undilated.
+
+    known: users with 512 tokens that it knows before it is measured, fewer if longer.
+    """
 
     share: float = 1.0
     revisit: float = 0.5
     workers: int = 4
     candidates: int = 32
     delay_ms: float = 150.0
+    known: int = 100
 
     def length(self, costs: DeviceCosts, slo_ms: float) -> int:
         """Prefix tokens. The unit is that of 32 candidates, whatever the setup's own."""
@@ -70,6 +77,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
         parts += [f"{self.workers} workers"] if self.workers != usual.workers else []
         parts += [f"{self.candidates} candidates"] if self.candidates != usual.candidates else []
         parts += [f"head start {self.delay_ms:g} ms"] if self.delay_ms != usual.delay_ms else []
+        parts += [f"{self.known} known users of 512 tokens"] if self.known != usual.known else []
         return ", ".join(parts)
 
 
@@ -106,7 +114,7 @@ def curves(quick: bool) -> tuple[Curve, ...]:
     lengths += [
         Step(Setup(share=share, revisit=revisit), (RELAY,)) for share in GRID[len(HEADLINE) :] for revisit in others
     ]
-    parts = [Step(Setup(share=share), (RELAY, *ABLATIONS)) for share in (1.0, 2.0)]
+    parts = [Step(Setup(share=share, known=MANY), (RELAY, *ABLATIONS)) for share in (1.0, 2.0)]
     return (
         Curve("length", "Throughput within the SLO against length", "× unit length", "share", tuple(lengths)),
         Curve("parts", "What each mechanism is worth", "× unit length", "share", tuple(parts)),

@@ -170,6 +170,7 @@ class Paper:
             suffix=SUFFIX,
             candidates=setup.candidates,
             growth=GROWTH,
+            known=setup.known,
             samples=max(fewest_samples(), self.options.samples),
             warm_up_s=max(LEAST_WARM_UP_S, WARM_UP_SLOS * slo_s),
             tolerance=self.options.tolerance,
