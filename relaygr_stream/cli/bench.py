@@ -116,7 +116,7 @@ def slo_command(
     help="Private broker to start: the embedded one, or Apache Kafka from KAFKA_HOME. [kafka if KAFKA_HOME is set]",
 )
 @click.option("--repeats", type=click.IntRange(1, 20), help="Repeats of every search. [quick: 1; else 3]")
-@click.option("--budget", type=click.FloatRange(60), metavar="SECONDS", help="Time of the run. [quick: 570; else 7200]")
+@click.option("--budget", type=click.FloatRange(60), metavar="SECONDS", help="Time of the run. [quick: 540; else 7200]")
 @click.option("--seed", type=int, default=7, show_default=True, help="Seed of the traffic.")
 @click.option(
     "--out",
@@ -162,7 +162,7 @@ def paper_command(
         samples=100 if quick else 300,
         tolerance=1.2 if quick else 1.1,
         repeats=repeats or (1 if quick else 3),
-        budget_s=budget or (570.0 if quick else 7200.0),
+        budget_s=budget or (540.0 if quick else 7200.0),
         seed=seed,
         out=out,
     )

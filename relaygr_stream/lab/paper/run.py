@@ -34,6 +34,9 @@ from relaygr_stream.settings.schema import Settings
 #: hundred milliseconds of its own time.
 WARM_UP_SLOS: Final = 4.0
 LEAST_WARM_UP_S: Final = 1.0
+#: A setup may take this multiple of its part of the time left: searches end by themselves, and the first setups, which
+#: matter most, come to an end.
+GENEROUS: Final = 1.5
 #: The longest prefix of a run may grow by so many tokens.
 ROOM_TO_GROW: Final = 512
 #: Modes that the oracle allows fewer dilated requests a second are left out: a hundred of them take a minute.
@@ -98,10 +101,11 @@ class Paper:
                 kafka = broker.kafka_settings(self.settings.kafka)
                 if self.options.broker == "kafka":
                     await compile_broker(kafka, self.progress.say)
+                settings = msgspec.structs.replace(self.settings, kafka=kafka)
                 for number, (repeat, step) in enumerate(todo):
-                    await self._step(
-                        number, repeat, step, msgspec.structs.replace(self.settings, kafka=kafka), len(todo)
-                    )
+                    weights = [1 + len(each.modes) for _, each in todo[number:]]  # a fleet's start, and its searches
+                    part = min(1.0, GENEROUS * weights[0] / sum(weights))
+                    await self._step(f"{number + 1} of {len(todo)}", repeat, step, settings, part)
 
     def oracle(self, setup: Setup, mode: Mode) -> float:
         """The oracle queue's largest rate."""
@@ -114,7 +118,8 @@ class Paper:
         modes = tuple(mode for mode in step.modes if not self.record.has(step.setup, mode.name, repeat))
         return Step(step.setup, modes) if modes else None
 
-    async def _step(self, number: int, repeat: int, step: Step, settings: Settings, of: int) -> None:
+    async def _step(self, number: str, repeat: int, step: Step, settings: Settings, part: float) -> None:
+        """Measure a setup. number: its own, in words. part: of the time left."""
         left = self.options.budget_s - self.wall_s
         setup, words = step.setup, f"{step.setup.words}: {', '.join(mode.name for mode in step.modes)}"
         if left < LEAST_SETUP_S:
@@ -132,12 +137,11 @@ class Paper:
                 )
         if not measurable:
             return
-        self.progress.say(f"{self.wall_s:5.0f} s  {number + 1} of {of}: {words}; time dilated {factor} times")
-        # Searches end by themselves: twice an equal share lets the first ones, which matter most, come to an end.
-        share = max(LEAST_SETUP_S, 2 * left / (of - number + 1))
-        options = self._options(setup, measurable, factor, rates, min(left, share), repeat)
+        self.progress.say(f"{self.wall_s:5.0f} s  {number}: {words}; time dilated {factor} times")
+        budget_s = min(left, max(LEAST_SETUP_S, part * left))
+        options = self._options(setup, measurable, factor, rates, budget_s, repeat)
         kafka = msgspec.structs.replace(
-            settings.kafka, prefix=f"{settings.kafka.prefix}{repeat}.{number}.", partitions=0
+            settings.kafka, prefix=f"{settings.kafka.prefix}{repeat}.{number.partition(' ')[0]}.", partitions=0
         )
         longest = max(step.setup.length(self.costs, settings.relay.slo_ms) for _, step in self.steps)
         relay = msgspec.structs.replace(settings.relay, max_prefix_tokens=longest + ROOM_TO_GROW)
