@@ -44,7 +44,9 @@ from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import (
     ITEM_DTYPE,
     Behaviours,
+    Cancel,
     HistoryReference,
+    Id,
     Mode,
     RankingRequest,
     RequestEvent,
@@ -242,6 +244,20 @@ class RelayClient:
         self._metrics.rank_seconds.observe(ranking.latency_s)
         return ranking
 
+    async def cancel(self, user_id: str, request_id: str, *, tenant: str = "") -> None:
+        """Say that an announced request will not be ranked: its prefix KV are released at once, not only at the end of
+        relay.life_window_ms. A ranking that follows nevertheless is answered. `request` does this for you.
+
+        Returns once the cancel is buffered. Raises Rejected (invalid), BrokerError (no broker takes it), LanesChanged.
+        """
+        connection = self._open()
+        try:
+            cancel = validated(Cancel(request_id=request_id, tenant=tenant or self._settings.client.tenant))
+            key = msgspec.convert(user_id, Id)
+        except (DecodeError, ValueError) as error:
+            raise Rejected(f"not a valid Cancel: {error}") from error
+        await connection.cancel(key, encode(cancel))
+
     async def _rank(self, request: RankingRequest, timeout_s: float) -> Ranking:
         started = time.perf_counter()
         connection = self._open()
@@ -298,7 +314,8 @@ class RelayClient:
 
 
 class Request:
-    """One request, made by `RelayClient.request`: entering it announces it; `rank` may be called repeatedly."""
+    """One request, made by `RelayClient.request`: entering it announces it; `rank` may be called repeatedly; leaving it
+    without scores cancels it."""
 
     def __init__(
         self, relay: RelayClient, event: RequestEvent, store: HistoryStore | None = None, store_s: float = 0.0
@@ -307,6 +324,7 @@ class Request:
         self._event = event
         self._store = store  # to be asked for the reference
         self._store_s = store_s
+        self._pinned = False  # as far as is known: announced, and not yet ranked
 
     @property
     def request_id(self) -> str:
@@ -319,6 +337,7 @@ class Request:
             self._event = msgspec.structs.replace(self._event, **with_version(reference or UNSET))
         try:
             await self._relay.announce(self._event)
+            self._pinned = True
         except LanesChanged:
             raise
         except BrokerError:
@@ -328,7 +347,11 @@ class Request:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Does nothing: unused prefix KV are released after relay.life_window_ms."""
+        """Cancel the request if no ranking of it was answered with scores: what it pins is released at once."""
+        if self._pinned:
+            self._pinned = False
+            with suppress(RelayError):  # counted; without the cancel, the life window ends what is pinned
+                await self._relay.cancel(self._event.user_id, self.request_id, tenant=self._event.tenant)
 
     async def rank(
         self,
@@ -363,7 +386,9 @@ class Request:
             tenant=event.tenant,
             **with_version(event.history),
         )
-        return await self._relay.rank(request, timeout=timeout)
+        ranking = await self._relay.rank(request, timeout=timeout)
+        self._pinned = False
+        return ranking
 
 
 def behaviours_of(history: History, what: str) -> Behaviours:

@@ -59,6 +59,7 @@ __all__ = [
     "SCHEMA_VERSION",
     "SCORE_DTYPE",
     "Behaviours",
+    "Cancel",
     "CostModel",
     "Finite",
     "HistoryReference",
@@ -200,6 +201,18 @@ class RankingRequest(msgspec.Struct, frozen=True, kw_only=True):
                 raise DecodeError("invalid", f"the suffix starts at {first}, before the prefix ends at {last}")
 
 
+class Cancel(msgspec.Struct, frozen=True, kw_only=True):
+    """On `ranking`, header relaygr-kind = cancel, on the user's lane: no ranking of this request will follow."""
+
+    v: int = SCHEMA_VERSION
+    min_v: LeastVersion = 0
+    request_id: Id
+    tenant: Label = ""  # as in the request event
+
+    def validate(self) -> None:
+        """Does nothing: every value of the right type is valid."""
+
+
 class Timings(msgspec.Struct, frozen=True, kw_only=True):
     """A ranking's times on the worker, in milliseconds, and the tokens it computed."""
 
@@ -321,8 +334,8 @@ def _check_prefix(message: RequestEvent | PreInferSignal | RankingRequest) -> No
         raise DecodeError("invalid", f"a message that refers to a history must state min_v {HISTORY_VERSION} or later")
 
 
-Message = RequestEvent | PreInferSignal | RankingRequest | ScoreReply | WorkerStatus
-M = TypeVar("M", RequestEvent, PreInferSignal, RankingRequest, ScoreReply, WorkerStatus)
+Message = RequestEvent | PreInferSignal | RankingRequest | Cancel | ScoreReply | WorkerStatus
+M = TypeVar("M", RequestEvent, PreInferSignal, RankingRequest, Cancel, ScoreReply, WorkerStatus)
 
 _encoder = msgspec.msgpack.Encoder()
 #: A reference of another form, beside a prefix, is ignored.
@@ -332,6 +345,7 @@ _decoders: dict[type, VersionedDecoder[Any]] = {
     RequestEventInPlace: VersionedDecoder(RequestEventInPlace, _HISTORY),
     PreInferSignal: VersionedDecoder(PreInferSignal, _HISTORY),
     RankingRequest: VersionedDecoder(RankingRequest, {"mode": OpenEnum(get_args(Mode), "auto"), **_HISTORY}),
+    Cancel: VersionedDecoder(Cancel),
     ScoreReply: VersionedDecoder(
         ScoreReply,
         {
