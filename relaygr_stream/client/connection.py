@@ -67,6 +67,7 @@ async def connected(
         max_bytes = max(topics.retrieval.max_message_bytes, topics.ranking.max_message_bytes)
         producer = Producer(kafka, client_id=client_id, acks=1, max_bytes=max_bytes)
         sender = Sender(await stack.enter_async_context(producer), kafka.bootstrap)
+        ranking = topics.ranking.name
         counts = PartitionCounts(topics, producer)
         stack.callback(asyncio.create_task(counts.run()).cancel)
         connection = Connection(
@@ -80,7 +81,8 @@ async def connected(
             Hedges(
                 owners,
                 settings.relay.slo_ms,
-                stuck=partial(sender.stuck, topics.ranking.name),
+                stuck=partial(sender.stuck, ranking),
+                broker_of=partial(producer.broker_of, ranking),
                 silence_ms=client.silence_ms if listening else 0.0,
             ),
             metrics,
