@@ -134,10 +134,10 @@ class Connections:
         await self._listener.drain(seconds)
 
     async def _serve(self, accepted: socket.socket, known: Known) -> None:
-        transport: asyncio.BaseTransport | None = None
+        connection: Connection | None = None
         try:
             loop = asyncio.get_running_loop()
-            transport, connection = await loop.connect_accepted_socket(
+            _, connection = await loop.connect_accepted_socket(
                 lambda: Connection(self._config, self._state, known, self._read_s), accepted,
                 ssl=self._tls, ssl_handshake_timeout=self._read_s if self._tls else None,
             )  # fmt: skip
@@ -145,8 +145,8 @@ class Connections:
         except (OSError, TimeoutError) as error:  # a handshake that fails is the client's fault
             structlog.get_logger(__name__).debug("connection failed", error=repr(error))
         finally:
-            if isinstance(transport, asyncio.Transport):
-                transport.abort()
+            if connection is not None:
+                connection.transport.abort()
             else:
                 with contextlib.suppress(OSError):
                     accepted.close()
