@@ -12,10 +12,11 @@ from itertools import chain
 
 from relaygr_stream.cache.arena import Extent
 from relaygr_stream.cache.entry import Entry, StoredCopy
+from relaygr_stream.cache.fading import CostAwarePolicy
 from relaygr_stream.cache.memory import TierMemory
 from relaygr_stream.cache.reloads import Reloads
 from relaygr_stream.cache.storage import Storage
-from relaygr_stream.cache.tiers import DramTier, HbmTier
+from relaygr_stream.cache.tiers import DramTier, HbmTier, MakePolicy
 from relaygr_stream.errors import CacheCorruption
 from relaygr_stream.models.api import KVLayout, KVRegion, Tokens
 
@@ -63,14 +64,15 @@ class EntryTable:
         storage: Storage,
         predict_ms: Callable[[int], float],
         counters: CacheCounters,
+        policy: MakePolicy = CostAwarePolicy,
     ) -> None:
         self._predict_ms = predict_ms
         self._counters = counters
         self._entries: dict[str, Entry] = {}
         self._retired: set[Entry] = set()
         self.reloads = Reloads()
-        self.hbm = HbmTier(layout, hbm, self._hbm_eviction_ms, last_tier=dram is None)
-        self.dram = None if dram is None else DramTier(dram, storage, self._dram_eviction_ms)
+        self.hbm = HbmTier(layout, hbm, self._hbm_eviction_ms, policy, last_tier=dram is None)
+        self.dram = None if dram is None else DramTier(dram, storage, self._dram_eviction_ms, policy)
 
     def __len__(self) -> int:
         return len(self._entries)

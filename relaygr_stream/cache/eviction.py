@@ -24,11 +24,13 @@ class Evictor(Generic[K]):
     The owner adds an entry when it becomes idle, and removes it when it is pinned, moved or evicted, before it frees
     the extent. The arena always knows how much space eviction could free, so a choice takes about as long with 10⁶
     entries as with 10³, also if no eviction helps.
+
+    policy: the eviction order; by default a new CostAwarePolicy.
     """
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, arena: Arena, policy: CostAwarePolicy[K] | None = None) -> None:
         self._arena = arena
-        self._policy: CostAwarePolicy[K] = CostAwarePolicy()
+        self._policy: CostAwarePolicy[K] = CostAwarePolicy() if policy is None else policy
         self._extents: dict[K, Extent] = {}
         self._keys: dict[Extent, K] = {}
 

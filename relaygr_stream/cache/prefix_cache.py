@@ -13,10 +13,11 @@ from relaygr_stream.cache.arena import Extent
 from relaygr_stream.cache.copy import CopyEngine
 from relaygr_stream.cache.entry import Coverage, Entry, Found
 from relaygr_stream.cache.entry_table import CacheCounters, EntryTable
+from relaygr_stream.cache.fading import CostAwarePolicy
 from relaygr_stream.cache.memory import TierMemory
 from relaygr_stream.cache.moves import Moves
 from relaygr_stream.cache.storage import Scratch, StorageKind, make_storage
-from relaygr_stream.cache.tiers import capacity_for
+from relaygr_stream.cache.tiers import MakePolicy, capacity_for
 from relaygr_stream.cache.transit import Transit
 from relaygr_stream.errors import CapacityError
 from relaygr_stream.models.api import KVLayout, KVRegion, Tokens
@@ -31,6 +32,7 @@ class PrefixCache:
     max_stale_tokens: number of newest tokens that a covering entry may lack; its reader appends them to the suffix.
     storage: the form of copies in DRAM. An entry reloaded from a form that rounds is `approximate` from then on, with
         all tokens that are later computed on top of it.
+    policy: makes each tier's eviction order.
 
     Raises CapacityError if HBM cannot hold the scratch region and one entry of the same size, or DRAM one copy.
     """
@@ -47,12 +49,13 @@ class PrefixCache:
         incremental: bool = True,
         max_stale_tokens: int = 0,
         storage: StorageKind = "exact",
+        policy: MakePolicy = CostAwarePolicy,
     ) -> None:
         self._incremental = incremental
         self._sliceable = layout.sliceable
         self._max_stale = max_stale_tokens if incremental else 0
         self.counters = CacheCounters()
-        self._table = EntryTable(layout, hbm, dram, make_storage(storage, layout), predict_ms, self.counters)
+        self._table = EntryTable(layout, hbm, dram, make_storage(storage, layout), predict_ms, self.counters, policy)
         self._hbm, self._dram = self._table.hbm, self._table.dram
         capacity = capacity_for(scratch_tokens)
         self._scratch_bytes = self._hbm.size_of(capacity)

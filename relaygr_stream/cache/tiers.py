@@ -15,6 +15,7 @@ import torch
 from relaygr_stream.cache.arena import Extent
 from relaygr_stream.cache.entry import Entry, StoredCopy
 from relaygr_stream.cache.eviction import Evictor
+from relaygr_stream.cache.fading import CostAwarePolicy
 from relaygr_stream.cache.memory import TierMemory
 from relaygr_stream.cache.storage import Storage
 from relaygr_stream.errors import CacheCorruption
@@ -23,6 +24,9 @@ from relaygr_stream.models.api import KVLayout, KVRegion
 #: A region's capacity is a multiple of this many tokens. It wastes half a granule per entry (1.6 % at 2,048 tokens); a
 #: returning user's few new behaviours then fit in place.
 GRANULE_TOKENS = 64
+
+#: Makes a tier's eviction order, by user id; the laboratory compares another one.
+MakePolicy = Callable[[], CostAwarePolicy[str]]
 
 
 def capacity_for(tokens: int) -> int:
@@ -46,7 +50,13 @@ class HbmTier:
     """
 
     def __init__(
-        self, layout: KVLayout, memory: TierMemory, cost_ms: Callable[[Entry], float], *, last_tier: bool
+        self,
+        layout: KVLayout,
+        memory: TierMemory,
+        cost_ms: Callable[[Entry], float],
+        policy: MakePolicy = CostAwarePolicy,
+        *,
+        last_tier: bool,
     ) -> None:
         self._layout = layout
         self._memory = memory
@@ -55,7 +65,7 @@ class HbmTier:
         self._noted: dict[Entry, tuple[Residency, Extent]] = {}
         self._bytes = dict.fromkeys(Residency, 0)
         self._idle: dict[str, Entry] = {}
-        self._evictor: Evictor[str] = Evictor(memory.arena)  # by user id, which outlives an entry
+        self._evictor: Evictor[str] = Evictor(memory.arena, policy())  # by user id, which outlives an entry
 
     @property
     def size(self) -> int:
@@ -184,13 +194,19 @@ class DramTier:
     changed since.
     """
 
-    def __init__(self, memory: TierMemory, storage: Storage, cost_ms: Callable[[Entry], float]) -> None:
+    def __init__(
+        self,
+        memory: TierMemory,
+        storage: Storage,
+        cost_ms: Callable[[Entry], float],
+        policy: MakePolicy = CostAwarePolicy,
+    ) -> None:
         self.storage = storage
         self.full = False
         self._memory = memory
         self._cost_ms = cost_ms
         self._evictable: dict[str, Entry] = {}
-        self._evictor: Evictor[str] = Evictor(memory.arena)
+        self._evictor: Evictor[str] = Evictor(memory.arena, policy())
 
     @property
     def size(self) -> int:

@@ -10,10 +10,11 @@ import structlog
 import torch
 
 from relaygr_stream.cache.copy import CopyEngine
+from relaygr_stream.cache.fading import CostAwarePolicy
 from relaygr_stream.cache.memory import TierMemory
 from relaygr_stream.cache.prefix_cache import PrefixCache
 from relaygr_stream.cache.storage import make_storage
-from relaygr_stream.cache.tiers import GRANULE_TOKENS
+from relaygr_stream.cache.tiers import GRANULE_TOKENS, MakePolicy
 from relaygr_stream.errors import CapacityError
 from relaygr_stream.models.api import RankingModel, schema_of
 from relaygr_stream.models.devices import select_device
@@ -142,8 +143,12 @@ def assemble(
     copier: CopyEngine,
     report_audit: Report,
     audit_seed: int | None = None,
+    policy: MakePolicy = CostAwarePolicy,
 ) -> WorkerRuntime:
-    """Cache and scheduler over this executor and memory, as configured; also what `relaygr simulate` runs."""
+    """Cache and scheduler over this executor and memory, as configured; also what `relaygr simulate` runs.
+
+    policy: makes each tier's eviction order.
+    """
     worker, model = settings.worker, executor.model
     cache = PrefixCache(
         model.layout,
@@ -155,6 +160,7 @@ def assemble(
         incremental=model.incremental,
         max_stale_tokens=worker.max_stale_tokens,
         storage=worker.dram_storage,
+        policy=policy,
     )
     pinned_bytes = _pinned_bytes(settings, cache, schema_of(model).context_tokens)
     scheduler = Scheduler(

@@ -24,7 +24,7 @@ class Mode:
     keeps: bool  # prefix KV outlives its ranking, so that returning users are cheaper
     overrides: Mapping[str, Any] = field(default_factory=dict)
     route: Route = "owner"  # where the client sends rankings
-    policy: str = "relay"  # of a fleet's trigger (lab/emulate/process.py); others need emulated devices
+    policy: str = "relay"  # of a fleet's processes (lab/emulate/process.py); others need emulated devices
 
 
 FULL: Final = Mode("full", "full inference at ranking, no relay", announce=False, request="full", keeps=False)
@@ -87,8 +87,16 @@ RELAY_WHOLE: Final = Mode(
     keeps=True,
     overrides={"max_ranking_delay_ms": 3.6e6},
 )
+RELAY_LRU: Final = Mode(
+    "relay-lru",
+    "relay whose tiers evict what was used longest ago",
+    announce=True,
+    request="auto",
+    keeps=True,
+    policy="lru",
+)
 BASELINES: Final = (FULL_LANE, FULL_ANY, CACHE)
-ABLATIONS: Final = (RELAY_ANYWHERE, RELAY_HBM, RELAY_WHOLE, RELAY_EVERYTHING)
+ABLATIONS: Final = (RELAY_ANYWHERE, RELAY_HBM, RELAY_LRU, RELAY_WHOLE, RELAY_EVERYTHING)
 FLEET_MODES: Final = (*BASELINES, RELAY, *ABLATIONS)
 
 

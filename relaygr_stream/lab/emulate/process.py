@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
@@ -59,8 +59,8 @@ def decide_everything(event: RequestEvent, /, **given: Any) -> Decision:
     return msgspec.structs.replace(decision, reason="admitted") if decision.reason in BOUNDS else decision
 
 
-#: Policy → how a trigger decides.
-DECISIONS: Final = {"relay": decide, "everything": decide_everything}
+#: `relay`: as it serves. `everything`: the trigger admits all. `lru`: tiers evict what was used longest ago.
+POLICIES: Final = ("relay", "everything", "lru")
 
 
 class Lateness(Collector):
@@ -75,15 +75,17 @@ class Lateness(Collector):
         yield CounterMetricFamily(LATE_METRIC, "Time by which its operations ended late", self._clock.late_s * 1e3)
 
 
-async def run_emulated_worker(context: ProcessContext) -> None:
+async def run_emulated_worker(context: ProcessContext, policy: str = "relay") -> None:
     """A worker with an emulated device, whose lateness is among its metrics."""
     # Only here: a trigger does not load torch.
-    from relaygr_stream.lab.emulate.device import EmulatedModel, build  # noqa: PLC0415
+    from relaygr_stream.cache.fading import CostAwarePolicy  # noqa: PLC0415
+    from relaygr_stream.lab.emulate.device import EmulatedModel, LeastRecent, build  # noqa: PLC0415
+    from relaygr_stream.worker.audit import Report  # noqa: PLC0415
     from relaygr_stream.worker.build import WorkerRuntime  # noqa: PLC0415
     from relaygr_stream.worker.process import run_worker  # noqa: PLC0415
 
-    def build_here(*given: Any) -> WorkerRuntime:
-        runtime = build(*given)
+    def build_here(settings: Settings, report: Report, wake: Callable[[], None]) -> WorkerRuntime:
+        runtime = build(settings, report, wake, LeastRecent if policy == "lru" else CostAwarePolicy)
         assert isinstance(runtime.model, EmulatedModel)
         context.registry.register(Lateness(runtime.model.clock))
         return runtime
@@ -97,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("role", choices=("worker", "trigger"))
     parser.add_argument("--config", action="append", default=[], metavar="FILE", help="TOML file with settings")
     parser.add_argument("--set", action="append", default=[], dest="assignments", metavar="SECTION.KEY=VALUE")
-    parser.add_argument("--policy", choices=list(DECISIONS), default="relay", help="what replaces the relay's policy")
+    parser.add_argument("--policy", choices=POLICIES, default="relay", help="what replaces the relay's policy")
     parser.add_argument("--dilation", type=float, default=1.0, metavar="K", help="factor of all times of serving")
     given = parser.parse_args(arguments)
     try:
@@ -107,8 +109,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     dilate_constants(given.dilation)
     if given.role == "trigger":
-        return run_process("trigger", settings, partial(run_trigger, decide=DECISIONS[given.policy]))
-    return run_process("worker", settings, run_emulated_worker)
+        how = decide_everything if given.policy == "everything" else decide
+        return run_process("trigger", settings, partial(run_trigger, decide=how))
+    return run_process("worker", settings, partial(run_emulated_worker, policy=given.policy))
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ COLOURS: Final = {
     "relay": "#0f766e",
     "relay-anywhere": "#7c3aed",
     "relay-hbm": "#2563eb",
+    "relay-lru": "#0891b2",
     "relay-whole": "#be185d",
     "relay-everything": "#65a30d",
 }
