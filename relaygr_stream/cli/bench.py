@@ -160,6 +160,7 @@ def paper_command(
         costs=costs,
         broker=broker or ("kafka" if os.environ.get("KAFKA_HOME") else "embedded"),  # type: ignore[arg-type]
         samples=100 if quick else 300,
+        stages=1 if quick else 3,
         tolerance=1.2 if quick else 1.1,
         repeats=repeats or (1 if quick else 3),
         budget_s=budget or (540.0 if quick else 7200.0),

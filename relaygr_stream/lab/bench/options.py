@@ -12,6 +12,7 @@ from typing import Any, Final, Literal
 
 from relaygr_stream.errors import ConfigError
 from relaygr_stream.lab.bench.modes import CACHE, FULL, MODES, RELAY, Mode
+from relaygr_stream.lab.bench.statistics import STAGES_AT_MOST
 from relaygr_stream.lab.workload.arrivals import ArrivalLog
 from relaygr_stream.lab.workload.items import StageDelay
 from relaygr_stream.lab.workload.traffic import Mix, Spread, Tide
@@ -41,7 +42,8 @@ class SloOptions:
     mix: Mix | None = None
     tide: Tide | None = None
     arrivals: ArrivalLog | None = None
-    samples: int  # requests judged in a probe
+    samples: int  # requests judged in a stage of a probe
+    stages: int = STAGES_AT_MOST
     least_s: float = 2.5
     warm_up_s: float = 1.0
     settle_s: float = 4.0  # seconds that users return before the first probe of a population

@@ -25,7 +25,7 @@ from relaygr_stream.lab.bench.modes import Mode
 from relaygr_stream.lab.bench.pipeline import Pipeline
 from relaygr_stream.lab.bench.populations import Population
 from relaygr_stream.lab.bench.results import DEVICE_WORK, STAGES, Probe, Spread
-from relaygr_stream.lab.bench.statistics import allowed_bad, passes
+from relaygr_stream.lab.bench.statistics import STAGES_AT_MOST, allowed_bad, passes
 from relaygr_stream.lab.demo.report import quantile
 from relaygr_stream.lab.workload.driver import Result, drive
 from relaygr_stream.lab.workload.items import WorkItem
@@ -33,8 +33,6 @@ from relaygr_stream.wire.messages import MISSES
 
 #: Timeout of a ranking, in SLOs: long enough to measure how late a late one is.
 TIMEOUT_SLOS: Final = 8.0
-#: Most stages of a probe.
-STAGES_AT_MOST: Final = 3
 #: One in this many answers, the slowest, is examined to find the causes of slowness.
 SLOW: Final = 20
 
@@ -47,6 +45,7 @@ class Judgement:
     samples: int  # least number of judged requests
     least_s: float  # least time of judged requests
     warm_up_s: float
+    stages: int = STAGES_AT_MOST  # a probe that would fail by a few goes on for so many stages in all
 
     def seconds(self, rate: float) -> float:
         """Expected seconds of a probe of one stage at this rate, warm-up included."""
@@ -162,6 +161,7 @@ class _Staged:
 
     def __init__(self, population: Population, rate: float, judgement: Judgement) -> None:
         self._population, self._rate, self._judgement = population, rate, judgement
+        self._stages = judgement.stages
         since = judgement.warm_up_s
         self._first = population.take(rate, count=judgement.samples, since=since, until=since + judgement.least_s)
         self._stage = sum(item.at >= since for item in self._first)  # requests to be judged in each
@@ -171,7 +171,7 @@ class _Staged:
     @property
     def most(self) -> int:
         """Number of judged requests in all stages."""
-        return STAGES_AT_MOST * self._stage
+        return self._stages * self._stage
 
     def requests(self, stages: int) -> int:
         """Number of judged requests in the first `stages` stages."""
@@ -181,7 +181,7 @@ class _Staged:
         yield from self._first
         self.ended.append(self._first[-1].at)
         rest = self._population.stream(self._rate, after=self._first[-1].at)
-        while len(self.ended) < STAGES_AT_MOST:
+        while len(self.ended) < self._stages:
             for item in islice(rest, self._stage):
                 yield item
             self.ended.append(item.at)

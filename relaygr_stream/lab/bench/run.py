@@ -274,7 +274,8 @@ class Bench:
     @property
     def _judgement(self) -> Judgement:
         options = self.options
-        return Judgement(self.settings.relay.slo_ms, options.samples, options.least_s, options.warm_up_s)
+        slo_ms = self.settings.relay.slo_ms
+        return Judgement(slo_ms, options.samples, options.least_s, options.warm_up_s, options.stages)
 
     def _world(self, pipeline: Pipeline) -> World:
         options, relay = self.options, self.settings.relay

@@ -13,6 +13,8 @@ from typing import Final
 
 #: The quantile that the SLO is about.
 QUANTILE: Final = 0.99
+#: Most stages of a probe, unless a run says otherwise.
+STAGES_AT_MOST: Final = 3
 
 
 def allowed_bad(requests: int) -> int:

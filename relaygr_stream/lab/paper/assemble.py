@@ -51,6 +51,7 @@ def _fixed(options: PaperOptions, settings: Settings, costs: DeviceCosts) -> dic
             "quick": options.quick,
             "broker": options.broker,
             "samples": options.samples,
+            "stages": options.stages,
             "tolerance": options.tolerance,
             "seed": options.seed,
             "costs": costs,
@@ -76,7 +77,7 @@ def _words(options: PaperOptions, settings: Settings, costs: DeviceCosts, comman
         "dilated and weighs 1/k as much",
         "traffic": f"Poisson arrivals; {usual.candidates} candidates unless stated, {SUFFIX} suffix behaviours; a "
         f"return brings {GROWTH:g} new behaviours",
-        "statistics": f"a probe judges {samples} to three times as many requests; values to "
+        "statistics": f"a probe judges {samples} to {options.stages * samples} requests; values to "
         f"within {options.tolerance - 1:.0%}; {options.repeats} repeat(s); the interval is the range of the repeats, "
         "with one repeat the bracket of the search",
         "command": command,

@@ -52,7 +52,8 @@ class PaperOptions:
     quick: bool
     costs: str  # the cost file, as named
     broker: Literal["embedded", "kafka"]
-    samples: int
+    samples: int  # requests judged in a stage of a probe
+    stages: int
     tolerance: float
     repeats: int
     budget_s: float
@@ -176,6 +177,7 @@ class Paper:
             growth=GROWTH,
             known=setup.known,
             samples=max(fewest_samples(), self.options.samples),
+            stages=self.options.stages,
             warm_up_s=max(LEAST_WARM_UP_S, WARM_UP_SLOS * slo_s),
             tolerance=self.options.tolerance,
             repeats=1,

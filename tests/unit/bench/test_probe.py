@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relaygr_stream.lab.bench.populations import Population
-from relaygr_stream.lab.bench.probe import STAGES_AT_MOST, Judgement, _Staged, _Tally
-from relaygr_stream.lab.bench.statistics import passes
+from relaygr_stream.lab.bench.probe import Judgement, _Staged, _Tally
+from relaygr_stream.lab.bench.statistics import STAGES_AT_MOST, passes
 from relaygr_stream.lab.workload.driver import Result
 from relaygr_stream.lab.workload.items import WorkItem
 from tests.unit.bench.test_populations import options
