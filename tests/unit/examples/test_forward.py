@@ -7,6 +7,7 @@ import torch
 from examples.movielens import catalogue, forward, train
 from examples.movielens.data import History
 from examples.movielens.evaluate import empty_region, scores_of
+from examples.movielens.losses import losses
 from relaygr_stream.models.hstu_model import HSTUModel
 
 ITEMS = 30
@@ -83,7 +84,7 @@ def steps(recipe: train.Recipe, count: int, *, ranking: bool) -> HSTUModel:
     catalogue.restrict(model)
     optimizer = torch.optim.Adam([value for value in model.parameters() if value.requires_grad], lr=1e-2)
     for _ in range(count):
-        found = train.losses(model, train.padded(made_up(7, 12, 15)), recipe, ranking=ranking)
+        found = losses(model, train.padded(made_up(7, 12, 15)), recipe, ranking=ranking)
         optimizer.zero_grad()
         torch.stack(list(found.values())).sum().backward()  # type: ignore[no-untyped-call]
         optimizer.step()

@@ -61,7 +61,8 @@ def test_another_file_with_other_shapes_and_users(tmp_path: Path) -> None:
 def test_a_bias_on_relative_positions_and_times_conforms_whole_cached_chunked_and_cut(
     tmp_path: Path, dtype: torch.dtype
 ) -> None:
-    random, arrays = np.random.default_rng(4), {}
+    random = np.random.default_rng(4)
+    arrays: dict[str, npt.NDArray[Any]] = {}
     wide = meta(D=32, H=2, dv=16, dqk=16, candidates=9)
     for name, shape, positions, times in (
         ("positions", meta(), 7, 0),
