@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Final
+
+ROUNDING: Final = 1 + 1e-9
 
 
 @dataclass
@@ -47,7 +50,7 @@ class Search:
             return None if self.passed >= self.high else min(self.high, self.passed * self.step)
         if self.passed is None:
             return None if self.failed <= self.low else max(self.low, self.failed / self.step)
-        return None if self.failed <= self.passed * self.tolerance else math.sqrt(self.passed * self.failed)
+        return None if self._close else math.sqrt(self.passed * self.failed)
 
     def record(self, value: float, passed: bool) -> None:
         """Record the verdict on `value`."""
@@ -68,4 +71,10 @@ class Search:
             return True
         if self.failed is not None and self.failed <= self.low:
             return True
-        return self.passed is not None and self.failed is not None and self.failed <= self.passed * self.tolerance
+        return self._close
+
+    @property
+    def _close(self) -> bool:
+        """Whether the bracket is within the tolerance, which a step of just that factor is, however it was rounded."""
+        known = self.passed is not None and self.failed is not None
+        return known and (self.failed or 0.0) <= (self.passed or 0.0) * self.tolerance * ROUNDING

@@ -31,7 +31,7 @@ def judge(points: Sequence[Point], outcomes: Sequence[Outcome]) -> list[Verdict]
 def headline(points: Sequence[Point], revisit: float) -> dict[str, list[float]]:
     """Baseline → geometric mean, least and greatest ratio of the relay over the first four lengths.
 
-    Only where all four are known: a mean over other lengths is another number.
+    Only where all four are known: a mean over other lengths is another number. The relay's values may be lower bounds.
     """
     found: dict[str, list[float]] = {}
     for mode in BASELINES:
@@ -39,7 +39,7 @@ def headline(points: Sequence[Point], revisit: float) -> dict[str, list[float]]:
             relay.value / base.value
             for share in HEADLINE
             if (relay := _at(points, RELAY.name, share, revisit)) is not None
-            and (base := _at(points, mode.name, share, revisit)) is not None
+            and (base := _baseline(points, mode.name, share, revisit)) is not None
             and relay.value
             and base.value
         ]
@@ -58,12 +58,20 @@ def _at(points: Sequence[Point], mode: str, share: float, revisit: float) -> Poi
     return exact
 
 
+def _baseline(points: Sequence[Point], mode: str, share: float, revisit: float) -> Point | None:
+    """The same, if its search came to an end: a lower bound of a baseline would be an upper one of the ratio."""
+    found = _at(points, mode, share, revisit)
+    return found if found is not None and found.settled else None
+
+
 def _oracle(points: Sequence[Point]) -> Iterator[Verdict]:
     for revisit in REVISITS:
         shares = {
             share: (one.value or 0.0) / one.oracle
             for share in HEADLINE
-            if (one := _at(points, RELAY.name, share, revisit)) is not None and one.oracle
+            if (one := _at(points, RELAY.name, share, revisit)) is not None
+            and one.oracle
+            and (one.settled or (one.value or 0.0) >= ORACLE_SHARE * one.oracle)
         }
         target = f"relay ≥ {ORACLE_SHARE:g} of the oracle's throughput at revisit {revisit:.0%}"
         if not shares:
@@ -87,7 +95,7 @@ def _against(points: Sequence[Point], baseline: str, revisit: float, times: floa
     target = f"relay ≥ {times:g} × {baseline} at revisit {revisit:.0%}, where the oracle allows it"
     parts, states = [], set()
     for share in HEADLINE:
-        relay, base = _at(points, RELAY.name, share, revisit), _at(points, baseline, share, revisit)
+        relay, base = _at(points, RELAY.name, share, revisit), _baseline(points, baseline, share, revisit)
         if relay is None or base is None or not base.value:
             continue
         ratio, allowed = (relay.value or 0.0) / base.value, relay.oracle / base.value

@@ -79,9 +79,16 @@ def _without_gain(known: Sequence[Point]) -> Iterable[str]:
     """Where the relay is not ahead of another mode, in words."""
     for one in known:
         relay = next((each for each in known if each.mode == "relay" and each.setup == one.setup), None)
-        if relay is not None and one.mode != "relay" and one.value and relay.value and relay.value <= one.value:
+        if (
+            relay is not None
+            and one.mode != "relay"
+            and one.value
+            and relay.settled
+            and (relay.value or 0) <= one.value
+        ):
             yield (
-                f"no gain: {one.mode} carried {one.value:,.0f}/s and relay {relay.value:,.0f}/s at {one.setup.words}"
+                f"no gain: {one.mode} carried {one.value:,.0f}/s and relay {relay.value or 0:,.0f}/s at "
+                f"{one.setup.words}"
             )
 
 
@@ -103,12 +110,13 @@ def table_rows(report: PaperReport) -> list[tuple[str, ...]]:
     """One row a point, as in COLUMNS."""
     order = [mode.name for mode in FLEET_MODES]
     full = {
-        name: {one.setup.share: one.value for one in report.points if one.mode == name}
+        name: {one.setup.share: one.value for one in report.points if one.mode == name and one.settled}
         for name in ("full-lane", "full-any")
     }
     rows = []
     for one in sorted(report.points, key=lambda one: (one.setup.share, one.setup.revisit, order.index(one.mode))):
         ratios = (full[name].get(one.setup.share) for name in full)
+        least = "" if one.settled else "≥ "
         low, high = one.interval or (None, None)
         rows.append(
             (
@@ -116,11 +124,11 @@ def table_rows(report: PaperReport) -> list[tuple[str, ...]]:
                 one.setup.words,
                 f"{one.length:,}",
                 f"{one.factor:g}",
-                "none" if one.value is None else f"{one.value:,.0f}",
+                "none" if one.value is None else f"{least}{one.value:,.0f}",
                 "" if low is None else f"{low:,.0f}…{'' if high == inf else f'{high:,.0f}'}",
                 f"{one.oracle:,.0f}",
-                f"{one.value / one.oracle:.2f}" if one.value and one.oracle else "",
-                *(f"{one.value / base:.2f}" if one.value and base else "" for base in ratios),
+                f"{least}{one.value / one.oracle:.2f}" if one.value and one.oracle else "",
+                *(f"{least}{one.value / base:.2f}" if one.value and base else "" for base in ratios),
             )
         )
     return rows

@@ -55,6 +55,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     failed: list[float]  # the smallest failing rate of each repeat
     oracle: float
     repeats: int
+    settled: bool  # every repeat found its value; else the value is a lower bound
 
     @property
     def value(self) -> float | None:
@@ -107,6 +108,7 @@ def points(outcomes: Sequence[Outcome]) -> list[Point]:
             failed=[one.failed for one in some if one.failed is not None],
             oracle=some[0].oracle,
             repeats=len(some),
+            settled=all(one.settled for one in some),
         )
         for (setup, mode), some in groups.items()
     ]

@@ -157,7 +157,7 @@ class Paper:
             if cell.probes:
                 self.record.add(self._outcome(bench, cell, setup, repeat, factor, rates[cell.mode.name]))
             else:
-                self.left_out.append(f"{setup.words}: {cell.mode.name}: no time was left")
+                self.left_out.append(f"{setup.words}: {cell.mode.name}: no probe counts: no time, or late devices")
 
     def _options(
         self, setup: Setup, modes: tuple[Mode, ...], factor: int, rates: dict[str, float], left: float, repeat: int

@@ -94,6 +94,17 @@ def test_the_headline_needs_all_four_lengths() -> None:
     assert headline(points(uneven), 0.5)["full-lane"] == pytest.approx([(6 * 6 * 6 * 16) ** 0.25, 6.0, 16.0])
 
 
+def test_a_baseline_whose_search_was_broken_off_gives_no_ratio_and_such_a_relay_a_lower_bound() -> None:
+    outcomes = grid(360.0, 80.0)
+    broken = [msgspec.structs.replace(one, settled=one.mode != "full-lane") for one in outcomes]
+    assert verdict(broken, "4.5 × full-lane at revisit 50%").state == "not measured"
+    assert "full-lane" not in headline(points(broken), 0.5)
+    low = [msgspec.structs.replace(one, settled=one.mode != "relay") for one in grid(300.0, 50.0)]
+    assert verdict(low, "oracle's throughput at revisit 50%").state == "not measured"
+    high = [msgspec.structs.replace(one, settled=one.mode != "relay") for one in grid(350.0, 50.0)]
+    assert verdict(high, "oracle's throughput at revisit 50%").state == "met"
+
+
 def test_an_ablation_that_is_ahead_is_a_miss() -> None:
     behind = [*grid(300.0, 50.0), outcome("relay-hbm", 250.0)]
     assert verdict(behind, "ahead of relay-hbm").state == "met"
