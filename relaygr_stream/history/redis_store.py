@@ -160,11 +160,11 @@ class RedisStore:
 
 @asynccontextmanager
 async def _errors() -> AsyncIterator[None]:
-    """Errors of the client as HistoryUnavailable. They name the server; commands with users' keys are not shown."""
+    """Errors of the client as HistoryUnavailable, without the commands, which name users' keys."""
     try:
         yield
     except (RedisError, OSError) as error:
-        text = str(error).partition(" of pipeline ")[0] if "Command #" in str(error) else str(error)
+        text = str(error).rpartition(" caused error: ")[2]
         raise HistoryUnavailable(f"Redis: {type(error).__name__}: {text}") from error
 
 
