@@ -34,6 +34,7 @@ from relaygr_stream.errors import CRASHED, BrokerError, DecodeError, DeviceError
 from relaygr_stream.history.store import HistoryStore, open_store
 from relaygr_stream.models.api import schema_of
 from relaygr_stream.models.hstu_model import HSTUModel
+from relaygr_stream.models.relative import is_relative
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.background import Background
 from relaygr_stream.telemetry.process import ProcessContext
@@ -118,6 +119,8 @@ async def made_worker(context: ProcessContext, make_handover: MakeHandover = lam
         described = {"version": runtime.model.version, "note": runtime.model.note, "device": str(runtime.device)}
         if isinstance(runtime.model, HSTUModel):
             described["kernels"] = runtime.model.kernels
+            if is_relative(runtime.model.config):
+                log.info("torch operators compute the bias on relative positions or times; no kernel does")
         describe("model loaded", **described)
         check_answers_fit(topics, settings.relay.max_candidates, runtime.model)
         context.set_ready(False, "joining the group")
