@@ -61,8 +61,8 @@ class Outcome:
         behaviours = f"{np.mean(self.lengths):.0f}" if self.lengths else "–"
         answered = f"{found[came].mean():.4f}" if came.any() else "–"
         return (
-            f"{name:24} {self.in_time.mean():8.1%} {self.counts['truncated'] / total:10.1%} {behaviours:>11} {answered:>9} "
-            f"{(found * self.in_time).mean():9.4f} {p50:9.0f} {p99:8.0f}"
+            f"{name:24} {self.in_time.mean():8.1%} {self.counts['truncated'] / total:10.1%} {behaviours:>11} "
+            f"{answered:>9} {(found * self.in_time).mean():9.4f} {p50:9.0f} {p99:8.0f}"
         )
 
 
