@@ -21,7 +21,7 @@ from msgspec import UNSET
 from prometheus_client import CollectorRegistry
 
 from relaygr_stream.bus.renewed import RenewalsCollector
-from relaygr_stream.bus.topics import Topic, load_topics
+from relaygr_stream.bus.topics import Topic, lane_of, load_topics
 from relaygr_stream.client.answers import Answers, Ranking, ranking_of
 from relaygr_stream.client.connection import Connection, connected
 from relaygr_stream.client.exchange import now_ms
@@ -113,6 +113,11 @@ class RelayClient:
         self._connection: Connection | None = None
         self._stack = AsyncExitStack()
         self._ended: RelayError = RequestError("the client is not open: use `async with RelayClient(…) as relay`")
+
+    @property
+    def error(self) -> RelayError | None:
+        """Why no call is possible: the client is not open, or its answers can no longer be read. None: it is open."""
+        return self._ended if self._connection is None else None
 
     @property
     def in_flight(self) -> int:
@@ -231,19 +236,26 @@ class RelayClient:
         self._metrics.rank_seconds.observe(ranking.latency_s)
         return ranking
 
-    async def cancel(self, user_id: str, request_id: str, *, tenant: str = "") -> None:
+    async def cancel(self, user: str | int, request_id: str, *, tenant: str = "") -> None:
         """Say that an announced request will not be ranked: its prefix KV are released at once, not only at the end of
         relay.life_window_ms. A ranking that follows nevertheless is answered. `request` does this for you.
 
-        Returns once the cancel is buffered. Raises Rejected (invalid), BrokerError (no broker takes it), LanesChanged.
+        user: the user's id, or the number of the lane that it is on. Returns once the cancel is buffered. Raises
+        Rejected (invalid), BrokerError (no broker takes it), LanesChanged.
         """
         connection = self._open()
         try:
             cancel = validated(Cancel(request_id=request_id, tenant=tenant or self._settings.client.tenant))
-            key = msgspec.convert(user_id, Id)
+            lane = self.lane(msgspec.convert(user, Id)) if isinstance(user, str) else user
         except (DecodeError, ValueError) as error:
             raise Rejected(f"not a valid Cancel: {error}") from error
-        await connection.cancel(key, encode(cancel))
+        if not 0 <= lane < self._topics.lanes:
+            raise Rejected(f"lane {lane}: this relay has lanes 0…{self._topics.lanes - 1}")
+        await connection.cancel(lane, encode(cancel))
+
+    def lane(self, user_id: str) -> int:
+        """The number of the user's lane."""
+        return lane_of(user_id, self._topics.lanes)
 
     async def _rank(self, request: RankingRequest, timeout_s: float) -> Ranking:
         started = time.perf_counter()
