@@ -110,16 +110,6 @@ class Forwarding:
         self._random = random.Random(seed)
         self._accounts: dict[str, _Account] = {}
 
-    def refused(self, answer: Answer, now: float) -> int | Kept | None:
-        """A lane to which this answer's ranking goes on instead; or why there is none; None: it was not refused, or was
-        cut: then it lost its place to another client's, and what is left of it does not say what it takes elsewhere.
-        """
-        task = answer.task
-        if answer.status != "overloaded" or task.truncated_to:
-            return None
-        left_ms = (task.deadline - now) * 1e3
-        return self.elsewhere(task.user_id, len(task.tokens), len(task.candidates), task.hops, left_ms)
-
     def elsewhere(self, user_id: str, prefix: int, candidates: int, hops: int, left_ms: float) -> int | Kept:
         """A lane of a worker that will answer in time, in full, and is charged with it; or why there is none.
 
@@ -163,6 +153,19 @@ class Forwarding:
     def _owns(self, name: str, lane: int) -> bool:
         claim = self._peers.owner(lane)
         return claim is not None and claim.worker.name == name
+
+
+def instead(forwarding: Forwarding, answer: Answer, now: float) -> int | Kept | None:
+    """A lane to which this answer's ranking goes on instead; or why there is none.
+
+    None: it was not refused, or it was cut: then it lost its place to another client's, and what is left of it does not
+    say what it takes elsewhere.
+    """
+    task = answer.task
+    if answer.status != "overloaded" or task.truncated_to:
+        return None
+    left_ms = (task.deadline - now) * 1e3
+    return forwarding.elsewhere(task.user_id, len(task.tokens), len(task.candidates), task.hops, left_ms)
 
 
 def next_hop(value: bytes, hops: int, sent_ms: int, timeout_ms: float) -> bytes:

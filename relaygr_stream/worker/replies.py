@@ -23,7 +23,7 @@ from relaygr_stream.wire.messages import HEADER_CORRELATION, SCORE_DTYPE, ScoreR
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.refusals import Reasons
 from relaygr_stream.worker.commands import Answer, RankTask
-from relaygr_stream.worker.forwarding import WHY, Forwarding, next_hop, time_left_ms
+from relaygr_stream.worker.forwarding import WHY, Forwarding, instead, next_hop, time_left_ms
 from relaygr_stream.worker.intake import Origin, TooMuch
 from relaygr_stream.worker.metrics import WorkerMetrics
 
@@ -81,7 +81,7 @@ class Outbox:
     def settle(self, answer: Answer) -> None:
         """Send the scheduler's answer; a ranking that it refused goes to a worker that is in time, if there is one."""
         if self._forwarding is not None:
-            lane = self._forwarding.refused(answer, time.monotonic())
+            lane = instead(self._forwarding, answer, time.monotonic())
             if isinstance(lane, int):
                 self._spawn(self._forward(answer, lane))
                 return

@@ -8,7 +8,7 @@ from relaygr_stream.lab.simulate.timeline import Clock
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.worker.commands import Answer
-from relaygr_stream.worker.forwarding import Forwarding, Kept
+from relaygr_stream.worker.forwarding import Forwarding, Kept, instead
 
 
 class Peers:
@@ -24,9 +24,9 @@ class Peers:
         }
 
     def refused(self, name: str, answer: Answer, home: int, now: float) -> int | Kept | None:
-        """As Forwarding.refused of this worker. home: the lane of the user."""
+        """As `instead`, by this worker's books. home: the lane of the user."""
         if answer.status != "overloaded":
             return None
         self._now.now = now
         self._home[answer.task.user_id] = home
-        return self._of[name].refused(answer, now)
+        return instead(self._of[name], answer, now)
