@@ -134,7 +134,10 @@ def _packed(schema: Any) -> Any:
     kept = {name: _packed(value) for name, value in schema.items() if name not in ("contentEncoding", "title")}
     if isinstance(pattern := kept.get("pattern"), str):  # Python's anchors are not those of JSON Schema
         kept["pattern"] = pattern.replace(r"\A", "^").replace(r"\Z", "$")
-    return {**kept, "x-messagepack": "bin"} if "contentEncoding" in schema else kept
+    if "contentEncoding" not in schema:
+        return kept
+    sizes = ("minLength", "maxLength")  # of the base64 text
+    return {**{name: value for name, value in kept.items() if name not in sizes}, "x-messagepack": "bin"}
 
 
 def main(arguments: list[str]) -> int:
