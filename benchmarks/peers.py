@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from engine_load import COLD_BYTES, Cost, EngineLoad
-from floors import Floors, Machine
+from engine_load import COLD_BYTES, EngineLoad
+from floors import Cost, Floors, Machine
 from peers_child import PEERS, turn
 from peers_process import PeerProcess
 from peers_report import Result, Row, head, missed
@@ -110,16 +110,14 @@ class PeersBench:
         peers = [self._prepared(name, operation, path) for name in self.processes]
         path.unlink()
         ours = Result("ours", deviation=0.0)
-        floors, until, rounds = Floors(0, 0), time.perf_counter() + self.seconds, 0
+        floors, until, rounds = Floors(0, 0, 0, 0, 0), time.perf_counter() + self.seconds, 0
         while rounds < ROUNDS or time.perf_counter() < until:
             ours.times += turn(operation.run, TURN_S)
             for peer in peers:
                 self._turn(peer)
-            seen = self.machine.floors(self.load.dtype, TURN_S)
-            floors = Floors(max(floors.peak, seen.peak), max(floors.bandwidth, seen.bandwidth))
+            floors = floors.best(self.machine.floors(self.load.dtype, TURN_S))
             rounds += 1
-        cost = operation.cost
-        row = Row(self._dtype, operation.name, floors.seconds(cost.flops, cost.nbytes), ours, peers)
+        row = Row(self._dtype, operation.name, floors.seconds(operation.cost), ours, peers)
         print("\n".join(row.lines()), flush=True)
         return row
 

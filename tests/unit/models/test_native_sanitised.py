@@ -1,4 +1,4 @@
-"""The property tests of the functions in C once more, compiled with AddressSanitizer and UBSan, and with ThreadSanitizer.
+"""The property tests of the functions in C once more, compiled with AddressSanitizer and UBSan, or ThreadSanitizer.
 
 With the first, each tensor is an allocation of its own, so reading or writing beside one ends the run. NaN behind
 `kv.length`, which no sanitiser sees, is part of the properties. The last sees the accesses of the functions in C alone.
