@@ -113,7 +113,7 @@ class Machine:
     def beside(self, work: Work, dtype: torch.dtype, seconds: float) -> tuple[float, Floors]:
         """Shortest seconds of `work`, and the machine's floors while it ran."""
         loops = self._registers(dtype)
-        multiply, flops = loops.pop("operations", None) or self._product(dtype)
+        multiply, flops = loops.pop("operations") if "operations" in loops else self._product(dtype)
         move, nbytes = self._reading(dtype) or self._copying()
         took, multiplied, moved, *rest = self.race(
             (work, multiply, move, *(loop for loop, _ in loops.values())), seconds
@@ -198,7 +198,8 @@ class Machine:
         loops = self.loops(dtype)
         if loops is None or dtype not in KERNELS:
             return {}
-        found, threads = {}, torch.get_num_threads()
+        found: dict[str, tuple[Work, float]] = {}
+        threads = torch.get_num_threads()
         names = {"operations": f"{str(dtype).removeprefix('torch.')}_operations"}
         names |= {name: name for name in SILU if hasattr(loops, name)}
         for name, symbol in names.items():

@@ -117,7 +117,7 @@ def test_helpers_are_as_many_as_are_wanted_and_sleep_when_idle(kind: str) -> Non
 #: Runs in a process of its own. The forked one makes no large tensor, for which torch's own threads would be needed.
 #: Both have helpers, and end as Python does, where these are joined.
 FORK = """
-import os, sys
+import os, sys, time
 import numpy as np, torch
 from relaygr_stream.models.api import ScoreInput
 from tests.unit.models.small_models import prefilled, random_items, random_tokens, small_model
@@ -132,12 +132,12 @@ scores = model.score([ranking])[0]
 child = os.fork()
 same = torch.equal(model.score([ranking])[0], scores)
 while not helper_states():
-    pass
+    time.sleep(0.001)
 sys.exit((child and os.waitpid(child, 0)[1]) or not same)
 """
 
 
 @in_each_kind
 def test_a_process_forks_and_ends_with_helpers(kind: str) -> None:
-    done = subprocess.run([sys.executable, "-c", FORK, kind], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", FORK, kind], capture_output=True, text=True, check=False, timeout=100)
     assert done.returncode == 0, done.stderr
