@@ -147,8 +147,10 @@ def _times(ms: tuple[float, float, float], factor: float) -> tuple[float, float,
 
 
 def _toml(value: Any) -> str:
-    if isinstance(value, str | bool):
-        return msgspec.json.encode(value).decode()  # JSON's strings and booleans are TOML's
+    if isinstance(value, str):
+        return msgspec.json.encode(value).decode()  # a JSON string is a basic string of TOML
+    if isinstance(value, bool):
+        return str(value).lower()
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_toml(each) for each in value) + "]"
     return repr(value)
