@@ -56,6 +56,10 @@ MUTANTS: Final = (
     ),
     Mutant("worker/prefill.py", "elif now > job.due:", "elif now < job.due:", "worker/test_core_signals"),
     Mutant("worker/signals.py", "        self._lane_bytes[pin.lane] -= pin.nbytes\n", "", "worker/test_pins"),
+    Mutant(
+        "gateway/connections.py", "self._head_bytes > MAX_HEAD_BYTES", "self._head_bytes < 0", "gateway/test_hostile"
+    ),
+    Mutant("gateway/app.py", "        self._open[tenant] -= 1\n", "", "gateway/test_hostile"),
     Mutant("worker/signals.py", "self._answered.add(request_key)", "pass", "worker/test_core_signals"),
     Mutant("worker/scheduler.py", "and self._jobs.cancelled(entry, now)", "and False", "worker/test_core_signals"),
     Mutant("client/relay.py", "        self._pinned = False\n        return", "        return", "test_request"),
