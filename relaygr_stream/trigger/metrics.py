@@ -43,6 +43,12 @@ class TriggerMetrics:
             registry=registry,
         )
         self.backlog = Gauge("relaygr_trigger_backlog", "Events read and not yet decided.", registry=registry)
+        self.lag = Gauge(
+            "relaygr_trigger_lag_records",
+            "Events of its lanes: unread, and read without their offsets being committable (uncommitted).",
+            ["stage"],
+            registry=registry,
+        )
         self.dead_letters = Counter(
             "relaygr_trigger_dead_letters",
             "Unreadable events, dead-lettered, by reason.",

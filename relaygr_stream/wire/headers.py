@@ -26,8 +26,6 @@ HEADER_REPLAYS: Final = "relaygr-replays"  # ASCII decimal
 HEADER_REPLAY_OF: Final = "relaygr-replay-of"  # PARTITION:OFFSET of the dead letter
 
 # Reserved for later releases: nothing else may use these names (docs/reference/protocol.md, "Reserved names").
-HEADER_TRACE_PARENT: Final = "traceparent"  # W3C Trace Context
-HEADER_TRACE_STATE: Final = "tracestate"  # W3C Trace Context
 KIND_CANCEL: Final = "cancel"  # on `ranking`: the client no longer waits for the request of that correlation id
 
 MAX_CORRELATION_BYTES: Final = 64

@@ -52,6 +52,14 @@ class WorkerMetrics:
         self.jobs = counter("relaygr_pre_infer_flights", "Pre-inferences by how they ended", "result")
         self.queue_seconds = gauge("relaygr_queue_seconds", "Recent delay of a ranking before the device takes it")
         self.lanes = gauge("relaygr_lanes", "Lanes owned")
+        self.lag = gauge(
+            "relaygr_lag_records",
+            "Records of the owned lanes: unread, and read without their offsets being committable (uncommitted)",
+            "stage",
+        )
+        self.name_conflicts = counter(
+            "relaygr_name_conflicts", "Statuses of another process with this worker's name, since this one started"
+        )
         self.lane_changes = counter("relaygr_lane_changes", "Lanes gained and lost", "change")
         self.audits = counter(
             "relaygr_audits",

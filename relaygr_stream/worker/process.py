@@ -14,7 +14,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final, Protocol
 
@@ -35,7 +35,9 @@ from relaygr_stream.models.api import schema_of
 from relaygr_stream.models.hstu_model import HSTUModel
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.background import Background
+from relaygr_stream.telemetry.otlp import tracing_of
 from relaygr_stream.telemetry.process import ProcessContext
+from relaygr_stream.telemetry.tracing import Tracing
 from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import kind_of
 from relaygr_stream.wire.records import Record
@@ -44,13 +46,14 @@ from relaygr_stream.wire.refusals import Reasons
 from relaygr_stream.wire.worker_status import StatusReader
 from relaygr_stream.worker.audit import AuditReport
 from relaygr_stream.worker.build import Held, WorkerRuntime, build
-from relaygr_stream.worker.commands import Answer, LanesLost, Prefill, Rank, RankTask
+from relaygr_stream.worker.commands import Answer, LanesLost, Placed, Prefill, Rank, RankTask
 from relaygr_stream.worker.device import DeviceThread
 from relaygr_stream.worker.forwarding import Forwarding
 from relaygr_stream.worker.intake import Intake, Origin, TooMuch
 from relaygr_stream.worker.metrics import WorkerMetrics
 from relaygr_stream.worker.replies import Outbox, check_answers_fit
 from relaygr_stream.worker.status import StatusReporter
+from relaygr_stream.worker.traces import SignalOrigin, signal_over
 from relaygr_stream.worker.watch import Watch
 
 log = structlog.get_logger(__name__)
@@ -121,6 +124,7 @@ async def made_worker(context: ProcessContext, make_handover: MakeHandover = lam
         name = settings.worker.name or f"{socket.gethostname()}-{os.getpid()}"
         max_bytes = max(topics.dead_letter.max_message_bytes, topics.worker_status.max_message_bytes)
         async with AsyncExitStack() as stack:
+            tracing = await stack.enter_async_context(tracing_of(settings.telemetry, "worker", context.registry))
             takes = topics.scores.max_message_bytes
             scores = Producer(settings.kafka, client_id=f"{name}-scores", acks=1, max_bytes=takes)
             others = Producer(settings.kafka, client_id=f"{name}-others", max_bytes=max_bytes)
@@ -131,7 +135,7 @@ async def made_worker(context: ProcessContext, make_handover: MakeHandover = lam
             await ends.__aenter__()
             stack.push_async_callback(end, "the lanes' ends", partial(ends.__aexit__, None, None, None), CLOSE_S)
             bus = Bus(topics, scores, others, ends)
-            yield Worker(context, name, bus, device, runtime, metrics, audits, make_handover)
+            yield Worker(context, name, bus, device, runtime, metrics, audits, make_handover, tracing)
     finally:
         if not await device.stop(timeout=settings.worker.drain_ms / 1e3):
             log.error("the device thread hangs; the process ends without it")
@@ -162,13 +166,17 @@ class Worker:
         metrics: WorkerMetrics,
         audits: AuditReport,
         make_handover: MakeHandover,
+        tracing: Tracing,
     ) -> None:
         settings, topics = context.settings, bus.topics
         self._context = context
         self._settings: Settings = settings
+        self._name = name
+        self._tracing = tracing
         self._bus = bus
         self._device = device
         device.on_answers = self._on_answers
+        device.on_placed = self._on_placed
         self._runtime = runtime
         self._metrics = metrics
         self._background = Background()
@@ -350,15 +358,21 @@ class Worker:
         self._reasons.admitted(task.request_id)
         # A signal is acknowledged at once: if it is lost with the process, its ranking runs in full.
         self._consumer.done(record)
+        if self._tracing.on:
+            task.origin = SignalOrigin(self._tracing.receive("relaygr.pre-infer", record), time.monotonic())
         if self._held.signal(task.nbytes):
             return Prefill(task)
         self._metrics.signals.labels("no_memory").inc()
+        if task.origin is not None:
+            signal_over(Placed(task, "no_memory", completed=False), self._name)
         return None
 
     def _ranking(self, record: Record) -> Rank | None:
         origin: Origin | None = None
         try:
             origin = self._intake.route(record)
+            if self._tracing.on:
+                origin = replace(origin, trace=self._tracing.receive("relaygr.ranking", record))
             task = self._intake.ranking(record, origin)
             self._metrics.rankings_read.labels(str(task.hops)).inc()
             if self._held.ranking(record.lane, record.offset, task.nbytes):
@@ -393,6 +407,10 @@ class Worker:
         self._outbox.dead_letter(record, error, origin)
 
     # ---- answers out ----
+
+    def _on_placed(self, placed: list[Placed]) -> None:
+        for each in placed:
+            signal_over(each, self._name)
 
     def _on_answers(self, answers: list[Answer]) -> None:
         for answer in answers:
