@@ -46,6 +46,8 @@ from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import (
     ITEM_DTYPE,
     Behaviours,
+    Cancel,
+    Id,
     Mode,
     RankingRequest,
     RequestEvent,
@@ -257,6 +259,20 @@ class RelayClient:
         self._metrics.rank_seconds.observe(ranking.latency_s)
         return ranking
 
+    async def cancel(self, user_id: str, request_id: str, *, tenant: str = "") -> None:
+        """Say that an announced request will not be ranked: its prefix KV are released at once, not only at the end of
+        relay.life_window_ms. A ranking that follows nevertheless is answered. `request` does this for you.
+
+        Returns once the cancel is buffered. Raises Rejected (invalid), BrokerError (no broker takes it), LanesChanged.
+        """
+        connection = self._open()
+        try:
+            cancel = validated(Cancel(request_id=request_id, tenant=tenant or self._settings.client.tenant))
+            key = msgspec.convert(user_id, Id)
+        except (DecodeError, ValueError) as error:
+            raise Rejected(f"not a valid Cancel: {error}") from error
+        await connection.cancel(key, encode(cancel))
+
     async def _rank(self, request: RankingRequest, timeout_s: float, trace: Trace | None) -> Ranking:
         started = time.perf_counter()
         connection = self._open()
@@ -314,12 +330,14 @@ class RelayClient:
 
 
 class Request:
-    """One request, made by `RelayClient.request`: entering it announces it; `rank` may be called repeatedly."""
+    """One request, made by `RelayClient.request`: entering it announces it; `rank` may be called repeatedly; leaving it
+    without scores cancels it."""
 
     def __init__(self, relay: RelayClient, event: RequestEvent) -> None:
         self._relay = relay
         self._event = event
         self._trace: Trace | None = None
+        self._pinned = False  # as far as is known: announced, and not yet ranked
 
     @property
     def request_id(self) -> str:
@@ -330,6 +348,7 @@ class Request:
         self._trace = self._relay.begin("relaygr.request", self._event.request_id)
         try:
             await self._relay.announce(self._event, within=self._trace)
+            self._pinned = True
         except BaseException as error:
             # Counted; a lost event costs speed, not scores, and the ranking raises if the brokers are away.
             if not isinstance(error, BrokerError) or isinstance(error, LanesChanged):
@@ -341,7 +360,11 @@ class Request:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Ends the request's span. Unused prefix KV are released after relay.life_window_ms."""
+        """Cancel the request if no ranking of it was answered with scores: what it pins is released at once."""
+        if self._pinned:
+            self._pinned = False
+            with suppress(RelayError):  # counted; without the cancel, the life window ends what is pinned
+                await self._relay.cancel(self._event.user_id, self.request_id, tenant=self._event.tenant)
         if self._trace is not None:
             if error is None:
                 self._trace.end()
@@ -380,7 +403,9 @@ class Request:
             mode=mode,
             tenant=event.tenant,
         )
-        return await self._relay.rank(request, timeout=timeout, within=self._trace)
+        ranking = await self._relay.rank(request, timeout=timeout, within=self._trace)
+        self._pinned = False
+        return ranking
 
 
 def behaviours_of(history: History, what: str) -> Behaviours:

@@ -14,6 +14,9 @@ HEADER_REPLY_PARTITION: Final = "relaygr-reply-partition"  # ASCII decimal: the 
 HEADER_KIND: Final = "relaygr-kind"  # ASCII; absent: the topic's main message. Readers skip unknown kinds
 HEADER_SIGNATURE: Final = "relaygr-signature"  # 32 bytes: HMAC-SHA256 with a shared secret
 
+# Kinds.
+KIND_CANCEL: Final = "cancel"  # on `ranking`: its client ranks this request no more; the value is a messages.Cancel
+
 # On a dead letter; its value and key are the original's.
 HEADER_REASON: Final = "relaygr-reason"
 HEADER_DETAIL: Final = "relaygr-detail"
@@ -24,9 +27,6 @@ HEADER_ORIGIN_OFFSET: Final = "relaygr-origin-offset"
 # On a replayed message: how often it was replayed. On the marker in the dead-letter topic: which dead letter it was.
 HEADER_REPLAYS: Final = "relaygr-replays"  # ASCII decimal
 HEADER_REPLAY_OF: Final = "relaygr-replay-of"  # PARTITION:OFFSET of the dead letter
-
-# Reserved for later releases: nothing else may use these names (docs/reference/protocol.md, "Reserved names").
-KIND_CANCEL: Final = "cancel"  # on `ranking`: the client no longer waits for the request of that correlation id
 
 MAX_CORRELATION_BYTES: Final = 64
 

@@ -39,6 +39,7 @@ from relaygr_stream.telemetry.otlp import tracing_of
 from relaygr_stream.telemetry.process import ProcessContext
 from relaygr_stream.telemetry.tracing import Tracing
 from relaygr_stream.wire.fleet import OwnerDirectory
+from relaygr_stream.wire.headers import KIND_CANCEL
 from relaygr_stream.wire.messages import kind_of
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.refusals import KIND as REFUSALS
@@ -46,7 +47,7 @@ from relaygr_stream.wire.refusals import Reasons
 from relaygr_stream.wire.worker_status import StatusReader
 from relaygr_stream.worker.audit import AuditReport
 from relaygr_stream.worker.build import Held, WorkerRuntime, build
-from relaygr_stream.worker.commands import Answer, LanesLost, Placed, Prefill, Rank, RankTask
+from relaygr_stream.worker.commands import Answer, Cancel, LanesLost, Placed, Prefill, Rank, RankTask
 from relaygr_stream.worker.device import DeviceThread
 from relaygr_stream.worker.forwarding import Forwarding
 from relaygr_stream.worker.intake import Intake, Origin, TooMuch
@@ -328,10 +329,11 @@ class Worker:
     def _on_records(self, records: list[Record]) -> None:
         """Hand what came to the device as commands: rankings first, because their clients wait."""
         signals: list[Prefill] = []
-        rankings: list[Rank] = []
+        rankings: list[Rank | Cancel] = []  # in their order: a ranking may come behind the cancel of its request
         for record in records:
             if kind := kind_of(record.headers):
-                self._other(record, kind)
+                if (cancel := self._other(record, kind)) is not None:
+                    rankings.append(cancel)
             elif record.topic == self._bus.topics.ranking.name:
                 if (ranking := self._ranking(record)) is not None:
                     rankings.append(ranking)
@@ -340,14 +342,23 @@ class Worker:
         if signals or rankings:
             self._device.submit(*rankings, *signals)
 
-    def _other(self, record: Record, kind: str) -> None:
-        """Refusals of the trigger, or a kind of a later release, which is skipped."""
+    def _other(self, record: Record, kind: str) -> Cancel | None:
+        """A client's cancel, refusals of the trigger, or a kind of a later release, which is skipped."""
+        if kind == KIND_CANCEL and record.topic == self._bus.topics.ranking.name:
+            try:
+                cancel = Cancel(self._intake.cancelled(record))
+            except DecodeError as error:
+                self._dead_letter(record, error)
+                return None
+            self._consumer.done(record)
+            return cancel
         if kind == REFUSALS and record.topic == self._bus.topics.pre_infer.name:
             with suppress(DecodeError):  # nothing depends on it
                 self._reasons.read(record)
         else:
             self._metrics.records_skipped.inc()
         self._consumer.done(record)
+        return None
 
     def _signal(self, record: Record) -> Prefill | None:
         try:

@@ -68,7 +68,9 @@ CASES = {
     "RelaygrFewPrefixHits": Case(answers(PER_STEP, full=PER_SECOND), answers(PER_SECOND, full=PER_STEP)),
     "RelaygrLaneUnread": Case(
         of("relaygr_lag_records", "2000x240", stage="unread"),
-        of("relaygr_lag_records", "900x240", of("relaygr_lag_records", "2000x240", stage="uncommitted"), stage="unread"),
+        of(
+            "relaygr_lag_records", "900x240", of("relaygr_lag_records", "2000x240", stage="uncommitted"), stage="unread"
+        ),
     ),
     "RelaygrLaneCommitLag": Case(
         of("relaygr_trigger_lag_records", "0+50x240", stage="uncommitted"),
@@ -87,12 +89,24 @@ CASES = {
         of("relaygr_forwards_total", "0+1x240", READ, result="sent"),
     ),
     "RelaygrPreInferStarved": Case(
-        of("relaygr_pre_infer_flights_total", PER_STEP, of("relaygr_pre_infer_flights_total", PER_STEP, result="finished"), result="late"),
-        of("relaygr_pre_infer_flights_total", PER_STEP, of("relaygr_pre_infer_flights_total", PER_SECOND, result="finished"), result="late"),
+        of(
+            "relaygr_pre_infer_flights_total",
+            PER_STEP,
+            of("relaygr_pre_infer_flights_total", PER_STEP, result="finished"),
+            result="late",
+        ),
+        of(
+            "relaygr_pre_infer_flights_total",
+            PER_STEP,
+            of("relaygr_pre_infer_flights_total", PER_SECOND, result="finished"),
+            result="late",
+        ),
     ),
     "RelaygrPreInferWasted": Case(
         of("relaygr_pins_expired_total", PER_STEP, of("relaygr_trigger_decisions_total", "0+2x240", reason="admitted")),
-        of("relaygr_pins_expired_total", PER_STEP, of("relaygr_trigger_decisions_total", PER_SECOND, reason="admitted")),
+        of(
+            "relaygr_pins_expired_total", PER_STEP, of("relaygr_trigger_decisions_total", PER_SECOND, reason="admitted")
+        ),
     ),
     "RelaygrAuditsStopped": Case(
         answers("0+30x240") | of("relaygr_audits_total", "7x240", verdict="agreed", storage="exact"),
@@ -110,7 +124,8 @@ CASES = {
         of("relaygr_dead_letters_waiting", "1x240"), of("relaygr_dead_letters_waiting", "0x230 1x1 0x9")
     ),
     "RelaygrRankingEndsWorkers": Case(
-        of("relaygr_dead_letters_total", ONCE, reason="crashed"), of("relaygr_dead_letters_total", ONCE, reason="invalid")
+        of("relaygr_dead_letters_total", ONCE, reason="crashed"),
+        of("relaygr_dead_letters_total", ONCE, reason="invalid"),
     ),
     "RelaygrNameConflict": Case(
         of("relaygr_name_conflicts_total", "0x220 9x20"), of("relaygr_name_conflicts_total", "0x20 9x220")
@@ -123,7 +138,9 @@ CASES = {
         of("relaygr_device_stall_seconds", "0x236 6 21 36 51"), of("relaygr_device_stall_seconds", "0.2x240")
     ),
     "RelaygrLoopSlow": Case(loop("1.0"), loop("0.05")),
-    "RelaygrRepliesFail": Case(of("relaygr_reply_failures_total", PER_STEP), of("relaygr_reply_failures_total", "5x240")),
+    "RelaygrRepliesFail": Case(
+        of("relaygr_reply_failures_total", PER_STEP), of("relaygr_reply_failures_total", "5x240")
+    ),
     "RelaygrPartsMadeAnew": Case(
         of("relaygr_parts_made_anew_total", "0x160 0+1x80", part="a producer"),
         of("relaygr_parts_made_anew_total", ONCE, part="a producer"),
@@ -131,7 +148,7 @@ CASES = {
     "RelaygrSpansLost": Case(
         of("relaygr_spans_total", PER_STEP, result="dropped"), of("relaygr_spans_total", PER_SECOND, result="exported")
     ),
-}  # fmt: skip
+}
 
 
 def test_every_rule_has_a_case_and_a_runbook() -> None:
