@@ -20,12 +20,14 @@ from relaygr_stream.bus.renewed import RenewalsCollector
 from relaygr_stream.cli.config_table import render_settings_markdown
 from relaygr_stream.cli.main import main
 from relaygr_stream.client.metrics import ClientMetrics
+from relaygr_stream.gateway.app import Metrics as GatewayMetrics
 from relaygr_stream.handover.desk import HandoverMetrics
 from relaygr_stream.settings.load import FORMER
 from relaygr_stream.telemetry.loopwatch import LoopWatch
 from relaygr_stream.telemetry.otlp import SpanCounts
 from relaygr_stream.telemetry.process import _describe
 from relaygr_stream.trigger.metrics import TriggerMetrics
+from relaygr_stream.worker.histories import HistoryMetrics
 from relaygr_stream.worker.metrics import WorkerMetrics
 
 NOTES: Final = Path(__file__).parent / "reference" / "metrics.toml"
@@ -76,15 +78,17 @@ def commands_list() -> str:
 
 
 def _registries() -> dict[str, CollectorRegistry]:
-    made = {title: CollectorRegistry() for title in ("Every process", "Worker", "Trigger", "Client")}
+    made = {title: CollectorRegistry() for title in ("Every process", "Worker", "Trigger", "Client", "Gateway")}
     LoopWatch(made["Every process"], stall_s=1.0)
     SpanCounts(made["Every process"])
     _describe(made["Every process"], "trigger")
     made["Every process"].register(RenewalsCollector())
     WorkerMetrics(made["Worker"])
+    HistoryMetrics(made["Worker"])
     HandoverMetrics(made["Worker"])
     TriggerMetrics(made["Trigger"])
     ClientMetrics(made["Client"])
+    GatewayMetrics(made["Gateway"])
     return made
 
 

@@ -137,15 +137,13 @@ class Connection:
             self._metrics.announcements.labels(type(error).__name__).inc()
             raise
 
-    async def cancel(self, user_id: str, value: bytes) -> None:
-        """Buffer the cancel of a request of this user. Raises BrokerError if its lane's broker takes no messages."""
-        topic, lane = self._topics.ranking.name, lane_of(user_id, self._topics.lanes)
+    async def cancel(self, lane: int, value: bytes) -> None:
+        """Buffer a cancel on this lane. Raises BrokerError if its broker takes no messages."""
         headers = [(HEADER_KIND, KIND_CANCEL.encode())]
         try:
             async with asyncio.timeout(self._settings.client.timeout_ms / 1000):
-                await self._sender.send(
-                    topic, value, key=user_id.encode(), partition=lane, headers=headers, settled=self._cancelled
-                )
+                topic = self._topics.ranking.name
+                await self._sender.send(topic, value, key=b"", partition=lane, headers=headers, settled=self._cancelled)
         except TimeoutError:
             raise BrokerUnavailable(self._buffer_full()) from None
 

@@ -22,7 +22,7 @@ from prometheus_client import CollectorRegistry
 
 from relaygr_stream.bus.producer import Outgoing
 from relaygr_stream.bus.renewed import RenewalsCollector
-from relaygr_stream.bus.topics import Topic, load_topics
+from relaygr_stream.bus.topics import Topic, lane_of, load_topics
 from relaygr_stream.client.answers import Answers, Ranking, ranking_of
 from relaygr_stream.client.connection import Connection, connected
 from relaygr_stream.client.exchange import now_ms
@@ -37,6 +37,7 @@ from relaygr_stream.errors import (
     RelayError,
     RequestError,
 )
+from relaygr_stream.history.store import HistoryStore, looked_up
 from relaygr_stream.settings.load import load_settings
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.otlp import tracing_of
@@ -47,6 +48,7 @@ from relaygr_stream.wire.messages import (
     ITEM_DTYPE,
     Behaviours,
     Cancel,
+    HistoryReference,
     Id,
     Mode,
     RankingRequest,
@@ -54,7 +56,9 @@ from relaygr_stream.wire.messages import (
     check_features,
     encode,
     pack_items,
+    prefix_length,
     validated,
+    with_version,
 )
 from relaygr_stream.wire.worker_status import StatusReader
 
@@ -66,6 +70,8 @@ FRAME_BYTES: Final = 256
 
 #: Behaviours, oldest first: packed, or three arrays (items, actions, Unix times in milliseconds) of one length n.
 History = Behaviours | tuple[npt.ArrayLike, npt.ArrayLike, npt.ArrayLike]
+#: A history; a reference to it; or the store that has it, which is asked for the reference.
+HistoryOrReference = History | HistoryReference | HistoryStore
 #: Name → values (rows, width), or (rows,) for width 1; those of the user without rows.
 Features = Mapping[str, npt.ArrayLike]
 
@@ -121,6 +127,11 @@ class RelayClient:
         self._ended: RelayError = RequestError("the client is not open: use `async with RelayClient(…) as relay`")
 
     @property
+    def error(self) -> RelayError | None:
+        """Why no call is possible: the client is not open, or its answers can no longer be read. None: it is open."""
+        return self._ended if self._connection is None else None
+
+    @property
     def in_flight(self) -> int:
         """Calls of rank() without an answer yet."""
         return len(self._answers)
@@ -162,7 +173,7 @@ class RelayClient:
     def request(
         self,
         user_id: str,
-        history: History,
+        history: HistoryOrReference,
         *,
         candidates: int,
         rank_in: float = 0.0,
@@ -173,13 +184,19 @@ class RelayClient:
         """One request of a user: enter it when retrieval starts, rank when the candidates are known.
 
         history: the long prefix, oldest first: Behaviours, or three arrays (items uint32, actions uint8, Unix times in
-        ms) of one length n. It is encoded here, once. candidates: expected number of candidates. rank_in: expected
-        seconds until the ranking; 0: unknown. request_id: random by default. tenant: the tenant of this user. features:
+        ms) of one length n. It is encoded here, once. Or a HistoryReference, or the HistoryStore that has it, which is
+        asked once, on entering (HistoryError if it does not answer): messages then carry the reference, and the worker
+        reads the history (history.store). candidates: expected number of candidates. rank_in: expected seconds until
+        the ranking; 0: unknown. request_id: random by default. tenant: the tenant of this user. features:
         those of the user and of the history's behaviours, where the client was made with a schema.
 
         Raises Rejected if the history is neither, or for features that are not those of the schema.
         """
-        prefix = behaviours_of(history, "history")
+        store = history if isinstance(history, HistoryStore) else None
+        reference = history if isinstance(history, HistoryReference) else UNSET
+        prefix = Behaviours()
+        if not isinstance(history, HistoryStore | HistoryReference):
+            prefix = behaviours_of(history, "history")
         prefix, tables = self.packed(features, prefix, {"user": 1})
         event = RequestEvent(
             request_id=request_id or secrets.token_hex(8),
@@ -188,9 +205,10 @@ class RelayClient:
             columns=FeatureTables(self._features.digest, tables["user"]) if self._features else UNSET,
             candidates=candidates,
             rank_in_ms=rank_in * 1000,
-            tenant=tenant,
+            tenant=tenant or self._settings.client.tenant,
+            **with_version(reference),
         )
-        return Request(self, event)
+        return Request(self, event, store, self._settings.history.timeout_ms / 1000)
 
     def packed(
         self, features: Features | None, behaviours: Behaviours, rows: Mapping[Table, int]
@@ -259,19 +277,26 @@ class RelayClient:
         self._metrics.rank_seconds.observe(ranking.latency_s)
         return ranking
 
-    async def cancel(self, user_id: str, request_id: str, *, tenant: str = "") -> None:
+    async def cancel(self, user: str | int, request_id: str, *, tenant: str = "") -> None:
         """Say that an announced request will not be ranked: its prefix KV are released at once, not only at the end of
         relay.life_window_ms. A ranking that follows nevertheless is answered. `request` does this for you.
 
-        Returns once the cancel is buffered. Raises Rejected (invalid), BrokerError (no broker takes it), LanesChanged.
+        user: the user's id, or the number of the lane that it is on. Returns once the cancel is buffered. Raises
+        Rejected (invalid), BrokerError (no broker takes it), LanesChanged.
         """
         connection = self._open()
         try:
             cancel = validated(Cancel(request_id=request_id, tenant=tenant or self._settings.client.tenant))
-            key = msgspec.convert(user_id, Id)
+            lane = self.lane(msgspec.convert(user, Id)) if isinstance(user, str) else user
         except (DecodeError, ValueError) as error:
             raise Rejected(f"not a valid Cancel: {error}") from error
-        await connection.cancel(key, encode(cancel))
+        if not 0 <= lane < self._topics.lanes:
+            raise Rejected(f"lane {lane}: this relay has lanes 0…{self._topics.lanes - 1}")
+        await connection.cancel(lane, encode(cancel))
+
+    def lane(self, user_id: str) -> int:
+        """The number of the user's lane."""
+        return lane_of(user_id, self._topics.lanes)
 
     async def _rank(self, request: RankingRequest, timeout_s: float, trace: Trace | None) -> Ranking:
         started = time.perf_counter()
@@ -323,7 +348,7 @@ class RelayClient:
     def _check_limits(self, request: RankingRequest) -> None:
         candidates = len(request.candidates) // ITEM_DTYPE.itemsize
         beyond = self._settings.relay.beyond(
-            prefix=len(request.prefix), suffix=len(request.suffix), candidates=candidates
+            prefix=prefix_length(request), suffix=len(request.suffix), candidates=candidates
         )
         if beyond:
             raise Rejected(beyond)
@@ -333,10 +358,14 @@ class Request:
     """One request, made by `RelayClient.request`: entering it announces it; `rank` may be called repeatedly; leaving it
     without scores cancels it."""
 
-    def __init__(self, relay: RelayClient, event: RequestEvent) -> None:
+    def __init__(
+        self, relay: RelayClient, event: RequestEvent, store: HistoryStore | None = None, store_s: float = 0.0
+    ) -> None:
         self._relay = relay
         self._event = event
         self._trace: Trace | None = None
+        self._store = store  # to be asked for the reference
+        self._store_s = store_s
         self._pinned = False  # as far as is known: announced, and not yet ranked
 
     @property
@@ -347,6 +376,9 @@ class Request:
     async def __aenter__(self) -> Self:
         self._trace = self._relay.begin("relaygr.request", self._event.request_id)
         try:
+            if self._store is not None:
+                reference = await looked_up(self._store, self._event.user_id, self._event.tenant, self._store_s)
+                self._event = msgspec.structs.replace(self._event, **with_version(reference or UNSET))
             await self._relay.announce(self._event, within=self._trace)
             self._pinned = True
         except BaseException as error:
@@ -402,6 +434,7 @@ class Request:
             candidates=packed,
             mode=mode,
             tenant=event.tenant,
+            **with_version(event.history),
         )
         ranking = await self._relay.rank(request, timeout=timeout, within=self._trace)
         self._pinned = False

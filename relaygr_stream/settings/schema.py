@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct, structs
 
 #: Names of settings that no log, error or traceback shows; each also has `secret` in its extra.
-SECRETS = frozenset({"answer_secret", "sasl_password", "tls_key_password", "hash_key", "secret"})
+SECRETS = frozenset({"answer_secret", "sasl_password", "tls_key_password", "hash_key", "secret", "tokens", "password"})
 SECRET_SHOWN = "********"
 
 #: Most lanes of a relay: a consumer's statement on each of them still fits into one message.
@@ -309,6 +309,73 @@ class Client(Section, frozen=True, kw_only=True):
     ] = 1500.0
 
 
+class History(Section, frozen=True, kw_only=True):
+    """The store of users' histories, for messages that refer to a history instead of having it."""
+
+    store: Annotated[
+        str,
+        Meta(pattern=r"^[^@]*$"),
+        _doc("redis://HOST:PORT/DB, rediss://… (TLS), sqlite:FILE, or module:factory of a user's own; empty: none"),
+    ] = ""
+    username: Annotated[str, _doc("user of the store; empty: its default user")] = ""
+    password: Annotated[str, Meta(extra={"secret": True}), _doc("password at the store")] = ""
+    tls_ca: Annotated[
+        str, _doc("PEM file of the authority that signed the store's certificate; empty: the system's")
+    ] = ""
+    tls_certificate: Annotated[str, _doc("PEM file of this process's certificate, if the store requires one")] = ""
+    tls_key: Annotated[
+        str, _doc("PEM file of the key of history.tls_certificate; empty: in the certificate's file")
+    ] = ""
+    prefix: Annotated[str, Meta(max_length=64), _doc("prefix of the keys in Redis")] = "relaygr:history:"
+    timeout_ms: Annotated[Ms, _doc("timeout of one call of the store, connecting included")] = 100.0
+    retries: Annotated[
+        int, Meta(ge=0, le=10), _doc("a failed read is tried so many times more, within the ranking's deadline")
+    ] = 2
+    reads: Annotated[Positive, _doc("most reads of a worker at a time; further ones wait")] = 32
+    cache_bytes: Annotated[
+        int,
+        Meta(ge=0, extra=BYTES),
+        _doc("histories that a worker keeps, so that a ranking behind its announcement reads nothing"),
+    ] = 64 << 20
+    max_behaviours: Annotated[
+        int,
+        Meta(ge=0),
+        _doc("`relaygr history append` cuts a longer history to its newest three quarters of this; 0: never"),
+    ] = 4096
+
+
+class Gateway(Section, frozen=True, kw_only=True):
+    """The gateway: announce, rank and cancel over HTTP."""
+
+    host: Annotated[str, _doc("address to serve on; without gateway.tokens, only this machine's own are allowed")] = (
+        "127.0.0.1"
+    )
+    port: Annotated[Port, _doc("port on gateway.host; 0: any free one, logged at start")] = 8080
+    tokens: Annotated[
+        str,
+        Meta(extra={"secret": True}),
+        _doc(
+            "TENANT:TOKEN, separated by blanks, commas or lines: bearer tokens of 16 characters or more, and the "
+            "tenant of their requests; a tenant may have several. Empty: every request is client.tenant's"
+        ),
+    ] = ""
+    tls_certificate: Annotated[str, _doc("PEM file of the certificate to serve HTTPS with; empty: HTTP")] = ""
+    tls_key: Annotated[
+        str, _doc("PEM file of the key of gateway.tls_certificate; empty: in the certificate's file")
+    ] = ""
+    max_body_bytes: Annotated[
+        int, Meta(ge=1024, le=64 << 20, extra=BYTES), _doc("largest body of a request; a larger one is refused unread")
+    ] = 1 << 20
+    max_requests: Annotated[
+        Positive,
+        _doc("most concurrent requests of one tenant; further ones are answered 429. Each holds a body at most"),
+    ] = 256
+    read_ms: Annotated[
+        Ms, _doc("time for a client to send a request's head, then its body, and to take up the answer")
+    ] = 5000.0
+    drain_ms: Annotated[Positive, _doc("on SIGTERM, longest time for accepted requests to complete")] = 10_000
+
+
 class Telemetry(Section, frozen=True, kw_only=True):
     """Logs, metrics and health."""
 
@@ -341,4 +408,6 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     handover: Handover = Handover()
     model: Model = Model()
     client: Client = Client()
+    history: History = History()
+    gateway: Gateway = Gateway()
     telemetry: Telemetry = Telemetry()

@@ -42,13 +42,14 @@ class Received(Protocol):
 class Trace:
     """One span of this process, under way. recorded: it will be exported; else it only passes the context on."""
 
-    __slots__ = ("_context", "_span", "_tracing", "headers", "recorded")
+    __slots__ = ("_context", "_span", "_tracing", "headers", "latest", "recorded")
 
     def __init__(self, tracing: Tracing, span: Any, context: Any, headers: list[tuple[str, bytes]]) -> None:
         self._tracing = tracing
         self._span = span
         self._context = context
         self.headers: Final = headers  # for what this part of the request sends
+        self.latest = 0.0  # end of its latest part
         self.recorded: Final = bool(span.get_span_context().trace_flags.sampled)
 
     @property
@@ -60,6 +61,7 @@ class Trace:
         """A span inside this one, which is over. start, end: seconds of time.monotonic()."""
         if self.recorded and end >= start:
             self._tracing.finish(self._tracing.start(name, self._context, start, attributes), end)
+            self.latest = end
 
     def describe(self, attributes: Attributes) -> None:
         """Add what is known meanwhile."""

@@ -16,7 +16,7 @@ import msgspec
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.trigger.ledger import LaneLedger, Pending
 from relaygr_stream.wire.fleet import Claim
-from relaygr_stream.wire.messages import CostModel, RequestEvent, tenant_key
+from relaygr_stream.wire.messages import CostModel, RequestEvent, prefix_length, tenant_key
 from relaygr_stream.wire.worker_status import FALLBACK_COSTS, charge_ms, prefix_bytes, usable_costs
 
 # The load bound: token buckets of device milliseconds, one for each lane and one for each owner of lanes. A lane's
@@ -255,7 +255,7 @@ def decide(
     owner: the lane's current owner, None if there is none or it is silent; `lane` has observed it. age_ms: of the
     event. now_s: this process's monotonic clock, in seconds.
     """
-    tokens = len(event.prefix)
+    tokens = prefix_length(event)
     against = _reason_against(event, tokens, policy, lane, age_ms, now_s)
     if against is not None:
         return Decision(against, tokens, age_ms)

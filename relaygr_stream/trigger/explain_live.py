@@ -19,7 +19,15 @@ from relaygr_stream.trigger.decision import Decision, LaneState, OwnerLoads, Pol
 from relaygr_stream.trigger.explain import Explanation, explain
 from relaygr_stream.trigger.statement import stated_policy
 from relaygr_stream.wire.fleet import OwnerDirectory
-from relaygr_stream.wire.messages import PreInferSignal, RequestEvent, WorkerStatus, decode, kind_of, tenant_key
+from relaygr_stream.wire.messages import (
+    PreInferSignal,
+    RequestEvent,
+    WorkerStatus,
+    decode,
+    kind_of,
+    prefix_length,
+    tenant_key,
+)
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.trigger_status import TriggerStatus, read_trigger
 from relaygr_stream.wire.worker_status import MAX_SKEW_S, StatusReader, charge_ms, prefix_bytes
@@ -182,7 +190,7 @@ class Shadow:
         """Book a request that the lane's trigger has admitted."""
         now, state, owner = time.monotonic(), self._lanes[record.lane], self._directory.owner(record.lane)
         state.observe(owner, now)  # first: it fills the lane's bucket
-        tokens = len(signal.prefix)
+        tokens = prefix_length(signal)
         nbytes = 0 if owner is None else prefix_bytes(tokens, owner.worker)
         cost_ms = 0.0 if owner is None else charge_ms(state.costs, tokens, owner.worker)
         admitted = Decision("admitted", tokens, 0.0, nbytes=nbytes, cost_ms=cost_ms)

@@ -25,7 +25,7 @@ from relaygr_stream.trigger.ledger import LaneLedger, Pending
 from relaygr_stream.trigger.metrics import TriggerMetrics
 from relaygr_stream.trigger.refused import Refused
 from relaygr_stream.wire.fleet import OwnerDirectory
-from relaygr_stream.wire.messages import PreInferSignal, RequestEvent, encode
+from relaygr_stream.wire.messages import PreInferSignal, RequestEvent, encode, with_version
 from relaygr_stream.wire.records import Record
 
 log = structlog.get_logger(__name__)
@@ -81,6 +81,7 @@ class LaneSignals:
             rank_in_ms=event.rank_in_ms,
             tenant=event.tenant,
             columns=event.columns,
+            **with_version(event.history),
         )
         headers = trace_headers(record.headers) if trace is None else trace.headers
         self._signals.append(_Signal(event, record, pending, trace))

@@ -31,6 +31,7 @@ from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.renewed import RenewalsCollector
 from relaygr_stream.bus.topics import TopicSet, load_topics, verify_topics
 from relaygr_stream.errors import CRASHED, BrokerError, DecodeError, DeviceError
+from relaygr_stream.history.store import HistoryStore, open_store
 from relaygr_stream.models.api import schema_of
 from relaygr_stream.models.hstu_model import HSTUModel
 from relaygr_stream.settings.schema import Settings
@@ -47,9 +48,10 @@ from relaygr_stream.wire.refusals import Reasons
 from relaygr_stream.wire.worker_status import StatusReader
 from relaygr_stream.worker.audit import AuditReport
 from relaygr_stream.worker.build import Held, WorkerRuntime, build
-from relaygr_stream.worker.commands import Answer, Cancel, LanesLost, Placed, Prefill, Rank, RankTask
+from relaygr_stream.worker.commands import Answer, Cancel, LanesLost, Placed, Prefill, PrefillTask, Rank, RankTask
 from relaygr_stream.worker.device import DeviceThread
 from relaygr_stream.worker.forwarding import Forwarding
+from relaygr_stream.worker.histories import Histories, HistoryMetrics, Resolver
 from relaygr_stream.worker.intake import Intake, Origin, TooMuch
 from relaygr_stream.worker.metrics import WorkerMetrics
 from relaygr_stream.worker.replies import Outbox, check_answers_fit
@@ -136,7 +138,10 @@ async def made_worker(context: ProcessContext, make_handover: MakeHandover = lam
             await ends.__aenter__()
             stack.push_async_callback(end, "the lanes' ends", partial(ends.__aexit__, None, None, None), CLOSE_S)
             bus = Bus(topics, scores, others, ends)
-            yield Worker(context, name, bus, device, runtime, metrics, audits, make_handover, tracing)
+            store = open_store(settings.history) if settings.history.store else None
+            if store is not None:
+                stack.push_async_callback(end, "the history store", store.close, CLOSE_S)
+            yield Worker(context, name, bus, device, runtime, metrics, audits, make_handover, tracing, store)
     finally:
         if not await device.stop(timeout=settings.worker.drain_ms / 1e3):
             log.error("the device thread hangs; the process ends without it")
@@ -168,6 +173,7 @@ class Worker:
         audits: AuditReport,
         make_handover: MakeHandover,
         tracing: Tracing,
+        store: HistoryStore | None = None,
     ) -> None:
         settings, topics = context.settings, bus.topics
         self._context = context
@@ -180,7 +186,6 @@ class Worker:
         device.on_placed = self._on_placed
         self._runtime = runtime
         self._metrics = metrics
-        self._background = Background()
         self._watch = Watch(context, device, settings.kafka.max_poll_interval_ms / 1e3, lambda: audits.distrust)
         self._intake = Intake(
             settings.relay,
@@ -194,6 +199,18 @@ class Worker:
             schema_of(runtime.model),
         )
         self._held = Held(settings.worker.max_waiting_bytes, lambda: device.prefill_bytes)
+        self._background = Background()
+        history_metrics = HistoryMetrics(context.registry)
+        self._resolver = Resolver(
+            None if store is None else Histories(store, settings.history, history_metrics),
+            self._intake,
+            history_metrics,
+            self._on_resolved,
+            lambda answer: self._on_answers([answer]),
+            self._signal_dropped,
+            lambda lane: lane in self._consumer.lanes,
+            self._background,
+        )
         self._peers = OwnerDirectory(
             settings.client.silence_ms,
             on_unreadable=metrics.statuses_unreadable.inc,
@@ -242,6 +259,7 @@ class Worker:
             self._peers,
             self._consumer,
             lambda: "" if self._handover is None else self._handover.address,
+            self._fetching_bytes,
             self._background,
         )
 
@@ -372,7 +390,8 @@ class Worker:
         if self._tracing.on:
             task.origin = SignalOrigin(self._tracing.receive("relaygr.pre-infer", record), time.monotonic())
         if self._held.signal(task.nbytes):
-            return Prefill(task)
+            resolved = self._resolver.take(Prefill(task))
+            return resolved if isinstance(resolved, Prefill) else None
         self._metrics.signals.labels("no_memory").inc()
         if task.origin is not None:
             signal_over(Placed(task, "no_memory", completed=False), self._name)
@@ -388,7 +407,8 @@ class Worker:
             self._metrics.rankings_read.labels(str(task.hops)).inc()
             if self._held.ranking(record.lane, record.offset, task.nbytes):
                 self._in_flight.add(task)
-                return Rank(task)
+                resolved = self._resolver.take(Rank(task))
+                return resolved if isinstance(resolved, Rank) else None
             self._outbox.decline(
                 task, f"requests of {self._held.nbytes >> 20} MiB wait for their answers (worker.max_waiting_bytes)"
             )
@@ -398,6 +418,21 @@ class Worker:
         except DecodeError as error:
             self._dead_letter(record, error, origin)
         return None
+
+    def _on_resolved(self, command: Rank | Prefill) -> None:
+        """A command that waited for its history has it; its ranking may have been answered meanwhile."""
+        if isinstance(command, Prefill) or command.task in self._in_flight:
+            self._device.submit(command)
+
+    def _signal_dropped(self, task: PrefillTask) -> None:
+        self._held.signal_over(task.nbytes)
+        if task.origin is not None:
+            signal_over(Placed(task, "no_history", completed=False), self._name)
+
+    def _fetching_bytes(self, lane: int) -> int:
+        """HBM bytes of signals that were read and wait for their history: a status counts them as pinned."""
+        context = schema_of(self._runtime.model).context_tokens
+        return sum(self._runtime.cache.nbytes(context + tokens) for tokens in self._resolver.signal_tokens(lane))
 
     def _on_crashed(self, record: Record) -> None:
         """Dead-letter a ranking at which so many workers ended: no worker runs it again."""

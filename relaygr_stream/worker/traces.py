@@ -1,13 +1,17 @@
 """A worker's spans, made from what the scheduler has answered: one for each ranking and each signal, with its parts.
 
-relaygr.ranking     queue │ prefill │ score          from the record's read to the answer's acknowledgement
-relaygr.pre-infer   queue │ prefill                  from the record's read to the end of its prefill job
+    relaygr.ranking     fetch │ queue │ prefill │ score  from the record's read to the answer's acknowledgement
+    relaygr.pre-infer   fetch │ queue │ prefill          from the record's read to the end of its prefill job
+
+Runs on the event loop; the device thread makes no spans.
 """
 
 from __future__ import annotations
 
+from time import monotonic
+
 from relaygr_stream.telemetry.tracing import Trace
-from relaygr_stream.worker.commands import Answer, Placed, RankTask
+from relaygr_stream.worker.commands import Answer, Placed, PrefillTask, RankTask
 
 #: Outcomes of rankings that waited for the device to compute prefix KV.
 PREFILLED = ("joined", "full", "truncated")
@@ -31,11 +35,18 @@ def ranking_parts(trace: Trace, answer: Answer) -> None:
     done = task.finished
     scoring = done - task.score_ms / 1e3 if task.score_ms else done
     begun = min(task.started, scoring)
-    trace.part("queue", task.arrived, begun)
+    trace.part("queue", max(task.arrived, trace.latest), begun)
     if task.outcome in PREFILLED:
         trace.part("prefill", begun, scoring, {"relaygr.computed_tokens": task.computed_tokens})
     if task.score_ms:
         trace.part("score", scoring, done, {"relaygr.candidates": len(task.candidates)})
+
+
+def fetch_part(task: RankTask | PrefillTask, started: float, behaviours: int) -> None:
+    """The part in which the task's history was read from the store, or not; started: seconds of time.monotonic()."""
+    trace = getattr(task.origin, "trace", None)
+    if isinstance(trace, Trace):
+        trace.part("fetch", started, monotonic(), {"relaygr.behaviours": behaviours})
 
 
 def ranking_attributes(task: RankTask, worker: str) -> dict[str, str | int | float]:
@@ -57,7 +68,7 @@ def signal_over(placed: Placed, worker: str) -> None:
     assert isinstance(origin, SignalOrigin)
     trace = origin.trace
     if placed.started:
-        trace.part("queue", origin.read, placed.started)
+        trace.part("queue", max(origin.read, trace.latest), placed.started)
         trace.part("prefill", placed.started, placed.ended, {"relaygr.computed_tokens": placed.tokens})
     trace.end(
         {
