@@ -42,6 +42,7 @@ from relaygr_stream.settings.load import load_settings
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.otlp import tracing_of
 from relaygr_stream.telemetry.tracing import OFF, Trace, Tracing
+from relaygr_stream.telemetry.tracing import Headers as TraceContext
 from relaygr_stream.wire.features import FeatureSchema, FeatureTables, Table
 from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import (
@@ -67,6 +68,8 @@ M = TypeVar("M", RequestEvent, RankingRequest)
 #: Bytes of a message besides its value and key, as the broker counts: the record batch's header (61), the record's
 #: varints (at most 35), our headers (about 60; those of a trace count apart), rounded up.
 FRAME_BYTES: Final = 256
+#: Announcements whose spans are remembered for their rankings, where `request` does not connect the two.
+MAX_ANNOUNCED: Final = 4096
 
 #: Behaviours, oldest first: packed, or three arrays (items, actions, Unix times in milliseconds) of one length n.
 History = Behaviours | tuple[npt.ArrayLike, npt.ArrayLike, npt.ArrayLike]
@@ -106,6 +109,7 @@ class RelayClient:
         tracer_provider: Any = None,
     ) -> None:
         self._features = features
+        self._announced: dict[str, Trace] = {}  # by request id, where tracing is on
         self._tracing = OFF if tracer_provider is None else Tracing(tracer_provider)
         if settings is None:
             settings = load_settings(flags={"kafka.bootstrap": bootstrap}).settings
@@ -228,29 +232,33 @@ class RelayClient:
             behaviours = msgspec.structs.replace(behaviours, columns=tables["behaviour"])
         return behaviours, tables
 
-    async def announce(self, event: RequestEvent, *, within: Trace | None = None) -> None:
+    async def announce(self, event: RequestEvent, *, within: Trace | TraceContext | None = None) -> None:
         """Publish a request event when retrieval starts; sets its `sent_ms`. `request` does this for you.
 
         Returns once the event is buffered, without waiting for the broker: a lost event costs speed, not scores. The
-        event is sent, together with others, within client.announce_linger_ms. within: the request's span. Raises
-        Rejected (invalid or too large),
-        BrokerUnavailable (no broker answers), LanesChanged (the cluster has another number of lanes than the settings).
+        event is sent, together with others, within client.announce_linger_ms. within: the request's span, or headers
+        with a trace context. Raises Rejected (invalid or too large), BrokerUnavailable (no broker answers),
+        LanesChanged (the cluster has another number of lanes than the settings).
         """
         connection = self._open()
         event = msgspec.structs.replace(event, sent_ms=now_ms(), tenant=event.tenant or self._settings.client.tenant)
-        trace = within
-        if trace is None and (trace := self.begin("relaygr.announce", event.request_id)) is not None:
-            trace.end()  # what follows from the event refers to it
+        trace = within if isinstance(within, Trace) else self.begin("relaygr.announce", event.request_id, within)
+        if trace is not None and trace is not within:
+            trace.end()  # what follows from the event refers to it, its ranking included
+            if len(self._announced) >= MAX_ANNOUNCED:
+                del self._announced[next(iter(self._announced))]
+            self._announced[event.request_id] = trace
         await connection.announce(event.user_id, self._encoded(event, self._topics.retrieval, trace))
 
-    def begin(self, name: str, request_id: str, within: Trace | None = None) -> Trace | None:
-        """Start a span of a request, inside another one or the caller's current one; None: tracing is off."""
+    def begin(self, name: str, request_id: str, within: Trace | TraceContext | None = None) -> Trace | None:
+        """Start a span of a request: inside another one, a context from elsewhere, or the caller's current span. None:
+        tracing is off."""
         if not self._tracing.on:
             return None
         return self._tracing.begin(name, within, attributes={"relaygr.request_id": request_id})
 
     async def rank(
-        self, request: RankingRequest, *, timeout: float | None = None, within: Trace | None = None
+        self, request: RankingRequest, *, timeout: float | None = None, within: Trace | TraceContext | None = None
     ) -> Ranking:
         """Score the request's candidates; sets its `sent_ms` and `timeout_ms`. `Request.rank` does this for you.
 
@@ -262,7 +270,7 @@ class RelayClient:
         closed).
         """
         timeout_s = self._settings.client.timeout_ms / 1000 if timeout is None else timeout
-        trace = self.begin("relaygr.rank", request.request_id, within)
+        trace = self.begin("relaygr.rank", request.request_id, within or self._announced.pop(request.request_id, None))
         try:
             ranking = await self._rank(request, timeout_s, trace)
         except BaseException as error:

@@ -48,6 +48,7 @@ from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.telemetry.printable import printable, render_plain
 from relaygr_stream.telemetry.process import ProcessContext
+from relaygr_stream.telemetry.tracing import TRACE_HEADERS, trace_headers
 
 log = structlog.get_logger(__name__)
 limited = LogLimiter().limited
@@ -138,14 +139,14 @@ class Door:
     async def _announce(self, asked: Asked) -> Response:
         body: Announce = await self._body(asked.http, Announce)
         request_id = self._request_id(body.request_id, body.user_id)
-        await self._relay.announce(body.event(request_id, asked.tenant))
+        await self._relay.announce(body.event(request_id, asked.tenant), within=_context(asked.http))
         return _answer(202, asked.reply, Announced(request_id=request_id))
 
     async def _rank(self, asked: Asked) -> Response:
         body: Rank = await self._body(asked.http, Rank)
         request = body.request(self._request_id(body.request_id, body.user_id), asked.tenant)
         left = None if asked.deadline_s is None else asked.deadline_s - time.monotonic()
-        ranking = await self._relay.rank(request, timeout=left)
+        ranking = await self._relay.rank(request, timeout=left, within=_context(asked.http))
         return _answer(200, asked.reply, Ranked.of(ranking, packed=asked.reply is MSGPACK))
 
     async def _cancel(self, asked: Asked) -> Response:
@@ -301,3 +302,8 @@ def _deadline(http: Request, started: float) -> float | None:
             400, "rejected", f"header {TIMEOUT_HEADER}: {printable(stated[:40])} is not 1…3600000 milliseconds"
         )
     return started + milliseconds / 1e3
+
+
+def _context(http: Request) -> list[tuple[str, bytes]]:
+    """The trace context that the caller states; empty: none."""
+    return trace_headers([(name, value.encode()) for name in TRACE_HEADERS if (value := http.headers.get(name))])

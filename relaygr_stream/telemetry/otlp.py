@@ -44,6 +44,8 @@ class SpanCounts:
             ["result"],
             registry=registry,
         )
+        for result in ("exported", "failed", "dropped"):
+            self.spans.labels(result)
 
 
 class CountingExporter:

@@ -11,6 +11,7 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from relaygr_stream.errors import REASONS as UNREADABLE
 from relaygr_stream.trigger.decision import REASONS, Reason
 
 #: Seconds. A decision takes microseconds; more than a millisecond is a defect or a stalled loop.
@@ -55,6 +56,8 @@ class TriggerMetrics:
             ["reason"],
             registry=registry,
         )
+        for unreadable in UNREADABLE:  # a rate over a counter that appears with its first event misses it
+            self.dead_letters.labels(unreadable)
         self.records_skipped = Counter(
             "relaygr_trigger_records_skipped",
             "Records of a kind (header relaygr-kind) that this release does not know.",

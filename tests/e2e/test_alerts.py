@@ -141,6 +141,10 @@ CASES = {
     "RelaygrRepliesFail": Case(
         of("relaygr_reply_failures_total", PER_STEP), of("relaygr_reply_failures_total", "5x240")
     ),
+    "RelaygrStoreErrors": Case(
+        of("relaygr_history_reads_total", PER_STEP, result="mismatch"),
+        of("relaygr_history_reads_total", PER_STEP, result="ok"),
+    ),
     "RelaygrPartsMadeAnew": Case(
         of("relaygr_parts_made_anew_total", "0x160 0+1x80", part="a producer"),
         of("relaygr_parts_made_anew_total", ONCE, part="a producer"),
