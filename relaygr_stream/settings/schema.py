@@ -283,6 +283,12 @@ class Model(Section, frozen=True, kw_only=True):
         int, Meta(ge=0), _doc("number of first tokens that attend to the whole prefix; requires an empty suffix")
     ] = 0
     max_attn_len: Annotated[int, Meta(ge=0), _doc("tokens attend at most this many tokens back; 0: no limit")] = 0
+    relative_positions: Annotated[
+        int, Meta(ge=0), _doc("distances of positions that bias attention, each with a weight a layer; 0: no such bias")
+    ] = 0
+    relative_times: Annotated[
+        int, Meta(ge=0, le=128), _doc("buckets of times between tokens that bias attention; 0: no such bias")
+    ] = 0
     group_norm: Annotated[bool, _doc("normalise attention outputs per head instead of over all heads")] = False
     tasks: Annotated[tuple[str, ...], _doc("names of the score columns")] = ("click", "like")
 

@@ -309,6 +309,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     handover: Annotated[str, Meta(max_length=300)] = ""  # HOST:PORT that serves prefix KV of its lost lanes
     version: Label = ""  # of the package
     lag: int = 0  # unread records of its lanes
+    erased: Annotated[tuple[Id, ...], Meta(max_length=64)] | UnsetType = UNSET  # newest erasures carried out (erase.py)
 
     def validate(self) -> None:
         """Does nothing: every value of the right type is a valid status."""
