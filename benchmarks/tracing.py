@@ -2,7 +2,7 @@
 
 The same work is timed in turn in processes of four kinds. `without`: the lines for traces are taken out of the code
 that answers. `off`: telemetry.traces = false. `0`, `1`: on, for requests that their client does not trace, or does;
-spans go to an OTLP receiver on this machine. The scheduler and the device, which make no spans, are left out, so the shares
+spans go to an OTLP receiver on this machine. The scheduler and the device make no spans and are left out, so the shares
 are of the event loop's work alone.
 """
 
