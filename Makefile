@@ -30,7 +30,7 @@ export TRITON_CACHE_DIR := $(CURDIR)/.cache/triton
 export NO_MKDOCS_2_WARNING := true
 
 .PHONY: help setup demo test test-stack test-repeat test-kafka test-faults test-long test-device mutants recoveries check docs format lock clean soak fuzz example-movielens demo-checkpoint
-.PHONY: bench-cache bench-engine bench-features bench-forwarding bench-gateway bench-handover bench-history bench-models bench-peers bench-scheduler bench-simulate bench-slo bench-trigger bench-vllm
+.PHONY: bench-cache bench-engine bench-features bench-forwarding bench-gateway bench-handover bench-history bench-models bench-peers bench-scheduler bench-simulate bench-slo bench-tracing bench-trigger bench-vllm
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -98,10 +98,10 @@ format: $(STAMP) ## let ruff rewrite what it can
 bench-cache: $(STAMP) ## usable share, cost per operation, eviction against other policies (4 minutes; CHECK=1 judges)
 	$(BIN)/python benchmarks/cache.py
 
-bench-engine: $(STAMP) ## the engine against the floors of this machine (4 minutes; CHECK=1 judges; ARGS="--device cuda")
+bench-engine: $(STAMP) ## the engine against this machine's floors, two threads, a pause (5 minutes; CHECK=1 judges; ARGS="--device cuda")
 	$(BIN)/python benchmarks/engine.py $(ARGS)
 
-bench-peers: $(STAMP) $(PEERS_STAMP) ## the engine against torch, torch.compile, ONNX Runtime, OpenVINO (10 minutes; CHECK=1 judges; ARGS=--quick)
+bench-peers: $(STAMP) $(PEERS_STAMP) ## the engine against torch, torch.compile, ONNX Runtime, OpenVINO (10 minutes, ARGS=--quick 3; CHECK=1 judges)
 	$(BIN)/python benchmarks/peers.py --python $(PEERS)/bin/python $(ARGS)
 
 $(PEERS_STAMP): benchmarks/peers_requirements.txt constraints.txt
@@ -128,11 +128,14 @@ bench-features: $(STAMP) ## requests with 10, 40 and 120 feature columns: bytes,
 bench-forwarding: $(STAMP) ## a hot lane and a general overload, with and without forwarding (2 minutes; CHECK=1 judges)
 	$(BIN)/python benchmarks/forwarding.py $(ARGS)
 
-bench-simulate: $(STAMP) ## relaygr simulate against the real core, and how fast it is (3 minutes; CHECK=1 judges)
+bench-simulate: $(STAMP) ## relaygr simulate against the real core, and how fast it is (5 minutes; CHECK=1 judges)
 	$(BIN)/python benchmarks/simulate.py $(ARGS)
 
 bench-scheduler: $(STAMP) ## delay of rankings behind pre-inference, with and without chunks, at rising load (2 minutes; CHECK=1 judges)
 	$(BIN)/python benchmarks/scheduler.py $(ARGS)
+
+bench-tracing: $(STAMP) ## what tracing costs a worker's event loop: off, and sampling 0 and 1 (1 minute; CHECK=1 judges)
+	$(BIN)/python benchmarks/tracing.py $(ARGS)
 
 bench-trigger: $(STAMP) ## predicted against measured costs, a decision's time, events a second (2 minutes; CHECK=1 judges)
 	$(BIN)/python benchmarks/trigger.py $(ARGS)
