@@ -392,6 +392,13 @@ class Telemetry(Section, frozen=True, kw_only=True):
     port: Annotated[Port, _doc("port of /metrics, /healthz, /readyz; 0: any free one, logged at start")] = 0
     port_file: Annotated[str, _doc("file that receives the chosen port, for supervisors; empty: none")] = ""
     stall_ms: Annotated[Ms, _doc("/healthz fails when the event loop has not run for this long")] = 10_000.0
+    traces: Annotated[
+        bool,
+        _doc("make spans of requests and export them by OTLP, as the variables OTEL_… say; needs the extra `otel`"),
+    ] = False
+    trace_share: Annotated[
+        Share, _doc("share of requests traced where no caller has decided; OTEL_TRACES_SAMPLER, if set, goes before")
+    ] = 0.01
 
 
 class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -20,7 +20,7 @@ from relaygr_stream.errors import BrokerError, DecodeError
 from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.trigger.decision import Decision, LaneState, decide
 from relaygr_stream.trigger.refused import NOT_REPORTED
-from relaygr_stream.trigger.signals import LaneContext, LaneSignals
+from relaygr_stream.trigger.signals import LaneContext, LaneSignals, described
 from relaygr_stream.wire.messages import RequestEvent, RequestEventInPlace, check_times, decode, kind_of
 from relaygr_stream.wire.records import Record
 
@@ -94,6 +94,7 @@ class LaneTrigger:
         """Decide on at most EVENTS_PER_TURN queued events, and send their signals together."""
         for _ in range(min(len(self._events), EVENTS_PER_TURN)):
             record = self._events.popleft()
+            tracing = self._shared.tracing
             if kind_of(record.headers):  # of a later release
                 self._shared.metrics.records_skipped.inc()
                 self._shared.done(record)
@@ -105,10 +106,13 @@ class LaneTrigger:
             except DecodeError as error:
                 self._dead_letter(record, error)
                 continue
+            trace = tracing.receive("relaygr.decide", record) if tracing.on else None
             decision = self._decide(event, record, state)
             if decision.admit:
-                signals.add(event, record, state.admit(event, decision, time.monotonic()))
+                signals.add(event, record, state.admit(event, decision, time.monotonic()), trace)
             else:
+                if trace is not None:
+                    trace.end(described(event, decision.reason))
                 if state.owner and decision.reason not in NOT_REPORTED:
                     refused = self._shared.refused
                     refused.add(state.owner, self._number, state.ledger, event.request_id, decision.reason)

@@ -28,7 +28,9 @@ from relaygr_stream.errors import BrokerError
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.background import Background
 from relaygr_stream.telemetry.limiter import LogLimiter
+from relaygr_stream.telemetry.otlp import tracing_of
 from relaygr_stream.telemetry.process import ProcessContext
+from relaygr_stream.telemetry.tracing import OFF, Tracing
 from relaygr_stream.trigger.decision import Policy
 from relaygr_stream.trigger.lane import LaneTrigger
 from relaygr_stream.trigger.metrics import TriggerMetrics
@@ -87,6 +89,7 @@ async def run_trigger(context: ProcessContext) -> None:
     )
     background = Background()
     async with AsyncExitStack() as stack:
+        tracing = await stack.enter_async_context(tracing_of(settings.telemetry, "trigger", context.registry))
         producer = await stack.enter_async_context(Producer(settings.kafka, client_id=member, max_bytes=max_bytes))
         ends = await stack.enter_async_context(LogEnds(settings.kafka, member))
         # From the end: a status written before this start may be of any age (wire/fleet.py).
@@ -94,7 +97,7 @@ async def run_trigger(context: ProcessContext) -> None:
         tail = TopicTail(settings.kafka, status.name, range(status.partitions), "latest", owners.on_records)
         await stack.enter_async_context(tail)
         stack.push_async_callback(background.end)
-        lanes = TriggerLanes(settings, topics, member, owners, producer, ends, metrics, background)
+        lanes = TriggerLanes(settings, topics, member, owners, producer, ends, metrics, background, tracing)
         consumer, dead_letters, counts = lanes.consumer, lanes.dead_letters, PartitionCounts(topics, producer)
         stack.callback(dead_letters.close)
         context.conditions += [dead_letters.why_not_taken, counts.why_not_ready]
@@ -157,6 +160,7 @@ class TriggerLanes:
         ends: LogEnds,
         metrics: TriggerMetrics,
         background: Background,
+        tracing: Tracing = OFF,
     ) -> None:
         self._background = background
         self._lanes: dict[int, LaneTrigger] = {}
@@ -189,6 +193,7 @@ class TriggerLanes:
             metrics,
             self.consumer.done,
             Refused(topics.pre_infer.name, producer),
+            tracing=tracing,
             log_decisions=settings.telemetry.log_level == "debug",
         )
         background.start(repeat(shared.policy.stale_ms / 1000 / SAMPLES_PER_STALE, self._sample_ages))
@@ -230,8 +235,12 @@ class TriggerLanes:
 
     async def _sample_ages(self) -> None:
         ends = await self._shared.ends.ask(self._shared.topics.retrieval.name, list(self._lanes))
+        unread, topic = 0, self._shared.topics.retrieval.name
         for number in ends.keys() & self._lanes.keys():
             self._lanes[number].sample_age(ends[number])
+            unread += max(0, ends[number].offset - self.consumer.position(topic, number))
+        self._shared.metrics.lag.labels("unread").set(unread)
+        self._shared.metrics.lag.labels("uncommitted").set(self.consumer.uncommitted)
 
     async def _reconcile(self) -> None:
         ends = await self._shared.ends.ask(self._shared.topics.pre_infer.name, list(self._lanes))

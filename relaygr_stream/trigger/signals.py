@@ -15,10 +15,11 @@ import structlog
 
 from relaygr_stream.bus.ages import LogEnds, SenderLag
 from relaygr_stream.bus.dead_letter import DeadLetters
-from relaygr_stream.bus.producer import Producer, Sent
+from relaygr_stream.bus.producer import Outgoing, Producer, Sent
 from relaygr_stream.bus.topics import TopicSet
 from relaygr_stream.errors import BrokerError
 from relaygr_stream.telemetry.limiter import LogLimiter
+from relaygr_stream.telemetry.tracing import OFF, Trace, Tracing, trace_headers
 from relaygr_stream.trigger.decision import OwnerLoads, Policy
 from relaygr_stream.trigger.ledger import LaneLedger, Pending
 from relaygr_stream.trigger.metrics import TriggerMetrics
@@ -48,6 +49,7 @@ class LaneContext:
     # event that a wrong clock makes stale only loses a pre-inference. A worker does not: it would lose an answer.
     lag: SenderLag = field(default_factory=partial(SenderLag, 0.0))
     loads: OwnerLoads = field(default_factory=OwnerLoads)
+    tracing: Tracing = OFF
     log_decisions: bool = False  # off by default: a log line costs more than a decision, even one below the level
 
 
@@ -55,6 +57,7 @@ class _Signal(NamedTuple):
     event: RequestEvent
     record: Record
     pending: Pending
+    trace: Trace | None
 
 
 class LaneSignals:
@@ -65,10 +68,10 @@ class LaneSignals:
         self._shared = shared
         self._ledger = ledger
         self._signals: list[_Signal] = []
-        self._messages: list[tuple[bytes | None, bytes]] = []
+        self._messages: list[Outgoing] = []
 
-    def add(self, event: RequestEvent, record: Record, pending: Pending) -> None:
-        """Gather a signal for the next `flush`."""
+    def add(self, event: RequestEvent, record: Record, pending: Pending, trace: Trace | None = None) -> None:
+        """Gather a signal for the next `flush`; trace: the event's span, which ends with the signal's send."""
         signal = PreInferSignal(
             request_id=event.request_id,
             user_id=event.user_id,
@@ -80,8 +83,9 @@ class LaneSignals:
             columns=event.columns,
             **with_version(event.history),
         )
-        self._signals.append(_Signal(event, record, pending))
-        self._messages.append((event.user_id.encode(), encode(signal)))
+        headers = trace_headers(record.headers) if trace is None else trace.headers
+        self._signals.append(_Signal(event, record, pending, trace))
+        self._messages.append(Outgoing(event.user_id.encode(), encode(signal), headers))
 
     async def flush(self) -> None:
         """Hand the gathered signals to the producer; waits while an earlier batch of the lane is not sent."""
@@ -111,4 +115,17 @@ class LaneSignals:
             )
         else:
             self._ledger.acknowledged(signal.pending, outcome.offset, time.monotonic(), outcome.batch)
+        if signal.trace is not None:
+            error = str(outcome) if isinstance(outcome, BrokerError) else ""
+            signal.trace.end(described(signal.event, "admitted"), error=error)
         self._shared.done(signal.record)
+
+
+def described(event: RequestEvent, reason: str) -> dict[str, str | int]:
+    """Attributes of a decision's span."""
+    return {
+        "relaygr.request_id": event.request_id,
+        "relaygr.decision": reason,
+        "relaygr.prefix_tokens": len(event.prefix),
+        "relaygr.candidates": event.candidates,
+    }

@@ -28,10 +28,6 @@ HEADER_ORIGIN_OFFSET: Final = "relaygr-origin-offset"
 HEADER_REPLAYS: Final = "relaygr-replays"  # ASCII decimal
 HEADER_REPLAY_OF: Final = "relaygr-replay-of"  # PARTITION:OFFSET of the dead letter
 
-# Reserved for later releases: nothing else may use these names (docs/reference/protocol.md, "Reserved names").
-HEADER_TRACE_PARENT: Final = "traceparent"  # W3C Trace Context
-HEADER_TRACE_STATE: Final = "tracestate"  # W3C Trace Context
-
 MAX_CORRELATION_BYTES: Final = 64
 
 Headers = Iterable[tuple[str, bytes | None]]  # Kafka allows null for a header's value

@@ -19,6 +19,7 @@ from relaygr_stream.bus.ages import Age, AgeBounds, LogEnd, SenderLag
 from relaygr_stream.errors import DecodeError
 from relaygr_stream.models.api import ROWS, Tokens
 from relaygr_stream.settings.schema import Relay
+from relaygr_stream.telemetry.tracing import Trace
 from relaygr_stream.wire.features import NO_FEATURES, NO_TABLES, FeatureSchema
 from relaygr_stream.wire.messages import (
     HEADER_CORRELATION,
@@ -54,6 +55,7 @@ class Origin:
     record: Record
     reply_partition: int
     correlation: bytes
+    trace: Trace | None = None  # the span of the work at it; None: this worker makes none
 
 
 class TooMuch(Exception):

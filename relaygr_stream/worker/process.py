@@ -14,7 +14,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final, Protocol
 
@@ -37,7 +37,9 @@ from relaygr_stream.models.hstu_model import HSTUModel
 from relaygr_stream.models.relative import is_relative
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.background import Background
+from relaygr_stream.telemetry.otlp import tracing_of
 from relaygr_stream.telemetry.process import ProcessContext
+from relaygr_stream.telemetry.tracing import Tracing
 from relaygr_stream.wire.erase import Erase
 from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.headers import KIND_CANCEL
@@ -48,7 +50,17 @@ from relaygr_stream.wire.refusals import Reasons
 from relaygr_stream.wire.worker_status import StatusReader
 from relaygr_stream.worker.audit import AuditReport
 from relaygr_stream.worker.build import Held, WorkerRuntime, build
-from relaygr_stream.worker.commands import Answer, Cancel, EraseUser, LanesLost, Prefill, Rank, RankTask
+from relaygr_stream.worker.commands import (
+    Answer,
+    Cancel,
+    EraseUser,
+    LanesLost,
+    Placed,
+    Prefill,
+    PrefillTask,
+    Rank,
+    RankTask,
+)
 from relaygr_stream.worker.device import DeviceThread
 from relaygr_stream.worker.forwarding import Forwarding
 from relaygr_stream.worker.histories import Histories, HistoryMetrics, Resolver
@@ -56,6 +68,7 @@ from relaygr_stream.worker.intake import Intake, Origin, TooMuch
 from relaygr_stream.worker.metrics import WorkerMetrics
 from relaygr_stream.worker.replies import Outbox, check_answers_fit
 from relaygr_stream.worker.status import StatusReporter
+from relaygr_stream.worker.traces import SignalOrigin, signal_over
 from relaygr_stream.worker.watch import Watch
 
 log = structlog.get_logger(__name__)
@@ -128,6 +141,7 @@ async def made_worker(context: ProcessContext, make_handover: MakeHandover = lam
         name = settings.worker.name or f"{socket.gethostname()}-{os.getpid()}"
         max_bytes = max(topics.dead_letter.max_message_bytes, topics.worker_status.max_message_bytes)
         async with AsyncExitStack() as stack:
+            tracing = await stack.enter_async_context(tracing_of(settings.telemetry, "worker", context.registry))
             takes = topics.scores.max_message_bytes
             scores = Producer(settings.kafka, client_id=f"{name}-scores", acks=1, max_bytes=takes)
             others = Producer(settings.kafka, client_id=f"{name}-others", max_bytes=max_bytes)
@@ -141,7 +155,7 @@ async def made_worker(context: ProcessContext, make_handover: MakeHandover = lam
             store = open_store(settings.history) if settings.history.store else None
             if store is not None:
                 stack.push_async_callback(end, "the history store", store.close, CLOSE_S)
-            yield Worker(context, name, bus, device, runtime, metrics, audits, make_handover, store)
+            yield Worker(context, name, bus, device, runtime, metrics, audits, make_handover, tracing, store)
     finally:
         if not await device.stop(timeout=settings.worker.drain_ms / 1e3):
             log.error("the device thread hangs; the process ends without it")
@@ -172,14 +186,18 @@ class Worker:
         metrics: WorkerMetrics,
         audits: AuditReport,
         make_handover: MakeHandover,
+        tracing: Tracing,
         store: HistoryStore | None = None,
     ) -> None:
         settings, topics = context.settings, bus.topics
         self._context = context
         self._settings: Settings = settings
+        self._name = name
+        self._tracing = tracing
         self._bus = bus
         self._device = device
         device.on_answers = self._on_answers
+        device.on_placed = self._on_placed
         self._runtime = runtime
         self._metrics = metrics
         self._watch = Watch(context, device, settings.kafka.max_poll_interval_ms / 1e3, lambda: audits.distrust)
@@ -203,7 +221,7 @@ class Worker:
             history_metrics,
             self._on_resolved,
             lambda answer: self._on_answers([answer]),
-            lambda task: self._held.signal_over(task.nbytes),
+            self._signal_dropped,
             lambda lane: lane in self._consumer.lanes,
             self._background,
         )
@@ -384,16 +402,22 @@ class Worker:
         self._reasons.admitted(task.request_id)
         # A signal is acknowledged at once: if it is lost with the process, its ranking runs in full.
         self._consumer.done(record)
+        if self._tracing.on:
+            task.origin = SignalOrigin(self._tracing.receive("relaygr.pre-infer", record), time.monotonic())
         if self._held.signal(task.nbytes):
             resolved = self._resolver.take(Prefill(task))
             return resolved if isinstance(resolved, Prefill) else None
         self._metrics.signals.labels("no_memory").inc()
+        if task.origin is not None:
+            signal_over(Placed(task, "no_memory", completed=False), self._name)
         return None
 
     def _ranking(self, record: Record) -> Rank | None:
         origin: Origin | None = None
         try:
             origin = self._intake.route(record)
+            if self._tracing.on:
+                origin = replace(origin, trace=self._tracing.receive("relaygr.ranking", record))
             task = self._intake.ranking(record, origin)
             self._metrics.rankings_read.labels(str(task.hops)).inc()
             if self._held.ranking(record.lane, record.offset, task.nbytes):
@@ -414,6 +438,11 @@ class Worker:
         """A command that waited for its history has it; its ranking may have been answered meanwhile."""
         if isinstance(command, Prefill) or command.task in self._in_flight:
             self._device.submit(command)
+
+    def _signal_dropped(self, task: PrefillTask) -> None:
+        self._held.signal_over(task.nbytes)
+        if task.origin is not None:
+            signal_over(Placed(task, "no_history", completed=False), self._name)
 
     def _fetching_bytes(self, lane: int) -> int:
         """HBM bytes of signals that were read and wait for their history: a status counts them as pinned."""
@@ -445,6 +474,10 @@ class Worker:
         self._outbox.dead_letter(record, error, origin)
 
     # ---- answers out ----
+
+    def _on_placed(self, placed: list[Placed]) -> None:
+        for each in placed:
+            signal_over(each, self._name)
 
     def _on_answers(self, answers: list[Answer]) -> None:
         for answer in answers:

@@ -172,12 +172,13 @@ class Rankings:
             admission.calibration.add(predicted_ms, ms)
             batching.add(predicted_ms, len(batch), ms)
             for task, rows in zip(batch, scores, strict=True):
-                self._answer_scored(task, rows, ms / len(batch))
+                self._answer_scored(task, rows, ms, len(batch))
         return spent_ms
 
-    def _answer_scored(self, task: RankTask, scores: npt.NDArray[np.float32], ms: float) -> None:
-        task.device_ms += ms
-        task.account.served_ms += ms
+    def _answer_scored(self, task: RankTask, scores: npt.NDArray[np.float32], batch_ms: float, batch: int) -> None:
+        task.score_ms = batch_ms
+        task.device_ms += batch_ms / batch
+        task.account.served_ms += batch_ms / batch
         if np.isfinite(scores).all():
             task.approximate = task.entry is not None and task.entry.approximate
             self._auditor.consider(task, scores)
@@ -243,7 +244,7 @@ class Rankings:
         elif (grown := self._cache.extend(entry, task.tokens)) is not None:
             task.outcome = task.outcome or "joined"  # not ready: what it lacks is computed first
             task.computed_tokens = len(task.tokens) - _computed(grown)
-            self._jobs.start(grown, task.deadline, pre_infer=False)
+            self._jobs.start(grown, task.deadline)
             self._join(task, grown)
         else:
             self._full(task, in_cache=True)
@@ -253,7 +254,7 @@ class Rankings:
         task.outcome = "truncated" if task.truncated_to else "full"
         if in_cache and (entry := self._cache.open(task.user_key, task.tokens)) is not None:
             task.computed_tokens = len(task.tokens)
-            self._jobs.start(entry, task.deadline, pre_infer=False)
+            self._jobs.start(entry, task.deadline)
             self._join(task, entry)
             return
         self._scratch_wanted.add(task.deadline, task)

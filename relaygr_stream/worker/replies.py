@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any, Final
 
 import structlog
@@ -18,6 +19,7 @@ from relaygr_stream.models.api import RankingModel
 from relaygr_stream.telemetry.background import Background
 from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.telemetry.logs import request_log_fields
+from relaygr_stream.telemetry.tracing import TRACE_HEADERS, trace_headers
 from relaygr_stream.wire.headers import HEADER_SIGNATURE, answer_signature
 from relaygr_stream.wire.messages import HEADER_CORRELATION, SCORE_DTYPE, ScoreReply, Status, Timings, encode
 from relaygr_stream.wire.records import Record
@@ -26,6 +28,7 @@ from relaygr_stream.worker.commands import Answer, RankTask
 from relaygr_stream.worker.forwarding import WHY, Forwarding, instead, next_hop, time_left_ms
 from relaygr_stream.worker.intake import Origin, TooMuch
 from relaygr_stream.worker.metrics import WorkerMetrics
+from relaygr_stream.worker.traces import ranking_attributes, ranking_parts
 
 log = structlog.get_logger(__name__)
 
@@ -94,7 +97,7 @@ class Outbox:
         """Answer a ranking for which there is no memory `overloaded`, here and now: nothing of it is kept."""
         origin = task.origin
         assert isinstance(origin, Origin)
-        task.origin = Origin(origin.record._replace(value=None), origin.reply_partition, origin.correlation)
+        task.origin = replace(origin, record=origin.record._replace(value=None))
         self._answer(Answer(task, "overloaded", detail=why))
 
     def _answer(self, answer: Answer) -> None:
@@ -131,6 +134,9 @@ class Outbox:
             detail=answer.detail,
         )
         assert isinstance(task.origin, Origin)
+        if task.origin.trace is not None:
+            ranking_parts(task.origin.trace, answer)
+            task.origin.trace.describe(ranking_attributes(task, self._worker))
         waits_s = task.arrived + (task.timeout_ms - task.age_ms) / 1e3 - now
         self._spawn(self._send(task.origin, reply, within_s=min(MOST_S, max(ANSWER_S, waits_s))))
 
@@ -192,19 +198,25 @@ class Outbox:
         task.add_done_callback(self._under_way.discard)
 
     async def _send(self, origin: Origin, reply: ScoreReply, *, within_s: float, done: bool = True) -> None:
+        error = "" if reply.status == "ok" else reply.detail or reply.status
         try:
             async with asyncio.timeout(within_s):
                 await self._deliver(origin, reply)
         except TimeoutError:
+            error = f"answer given up after {within_s:.1f} s"
             self._limiter.limited(log.warning, "given up")(
                 "answer given up", **self._about(origin, reply), after_s=round(within_s, 1)
             )
+        if origin.trace is not None:
+            outcome = reply.outcome or reply.status
+            origin.trace.end({"relaygr.request_id": reply.request_id, "relaygr.outcome": outcome}, error=error)
         if done:
             self._done(origin.record)
 
     async def _deliver(self, origin: Origin, reply: ScoreReply) -> None:
         value = encode(reply)
-        headers = [(HEADER_CORRELATION, origin.correlation)]
+        context = trace_headers(origin.record.headers) if origin.trace is None else origin.trace.headers
+        headers = [(HEADER_CORRELATION, origin.correlation), *context]
         if self._secret:
             headers.append((HEADER_SIGNATURE, answer_signature(self._secret, origin.correlation, value)))
         for pause in pauses():
@@ -227,6 +239,9 @@ class Outbox:
         """To that lane, as it came but for one hop more and the time that is left; it is refused here after all where
         no broker takes it within that, or it cannot be written again."""
         task, record, now = answer.task, answer.task.origin.record, time.monotonic()
+        headers, trace = record.headers, answer.task.origin.trace
+        if trace is not None:
+            headers = (*(each for each in headers if each[0] not in TRACE_HEADERS), *trace.headers)
         left_ms = time_left_ms(task, now)
         fields = request_log_fields(task.request_id, task.user_id, task.lane, "forwarded")
         try:
@@ -236,7 +251,7 @@ class Outbox:
                     next_hop(record.value, task.hops + 1, int(time.time() * 1e3), left_ms),
                     key=record.key,
                     partition=lane,
-                    headers=record.headers,
+                    headers=headers,
                 )
         except (BrokerError, DecodeError, TimeoutError) as error:
             why = str(error) or "no broker took it in its time"
@@ -246,6 +261,9 @@ class Outbox:
             return
         self._metrics.forwards.labels("sent").inc()
         log.debug("forwarded", **fields, to=lane, detail=answer.detail)
+        if trace is not None:
+            trace.part("forward", now, time.monotonic(), {"relaygr.to_lane": lane})
+            trace.end({**ranking_attributes(task, self._worker), "relaygr.outcome": "forwarded"})
         self._done(record)
 
 

@@ -30,6 +30,7 @@ from relaygr_stream.worker.commands import (
     Command,
     EraseUser,
     LanesLost,
+    Placed,
     Prefill,
     PrefillJob,
     PrefillTask,
@@ -110,11 +111,14 @@ class Scheduler:
         answered = RecentIds(ANSWERED)
         self._queue = WorkQueue(clients)
         self._waiters = Waiters()
-        self._jobs = PrefillJobs(executor, cache, self._queue, limits.max_ranking_delay_ms)
+        self._placed: list[Placed] = []
+        self._jobs = PrefillJobs(executor, cache, self._queue, limits.max_ranking_delay_ms, self._placed)
         self.time = DeviceTime()
         self.demand = Demand()
         self.pins = PinTable(cache)
-        self.signals = Signals(cache, self._jobs, self._waiters, self.pins, answered, footprint=limits.pinned_bytes)
+        self.signals = Signals(
+            cache, self._jobs, self._waiters, self.pins, answered, self._placed, footprint=limits.pinned_bytes
+        )
         self.admission = Admission(
             executor, self._jobs, clients, limits.queue_limit, limits.waiting_bytes, limits.truncate_min_tokens
         )
@@ -150,6 +154,12 @@ class Scheduler:
         """The answers since the last call; each ranking gets one."""
         answers, self.rankings.answers = self.rankings.answers, []
         return answers
+
+    def take_placed(self) -> list[Placed]:
+        """What became of signals since the last call, of those whose task has an origin."""
+        placed = list(self._placed)
+        self._placed.clear()
+        return placed
 
     # ---- one step ----
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 
 import pytest
 import torch
@@ -134,6 +135,8 @@ class CoreMachine(RuleBasedStateMachine):
         world.now += 10.0
         world.settle()
         assert world.cache.pinned_bytes == 0, "pins outlived their life windows"
+        assert Counter(each.task.origin for each in world.placed) == Counter(each[0] for each in self.signalled)
+        assert all(each.started <= each.ended for each in world.placed)
         world.scheduler.check_integrity()
         assert all(deviation <= 1e-5 for _, deviation in world.audits)
         world.close()
