@@ -14,6 +14,9 @@ HEADER_REPLY_PARTITION: Final = "relaygr-reply-partition"  # ASCII decimal: the 
 HEADER_KIND: Final = "relaygr-kind"  # ASCII; absent: the topic's main message. Readers skip unknown kinds
 HEADER_SIGNATURE: Final = "relaygr-signature"  # 32 bytes: HMAC-SHA256 with a shared secret
 
+# Kinds of records.
+KIND_DELEGATED: Final = "delegated"  # on `ranking`: a pre-infer signal on another worker's behalf
+
 # On a dead letter; its value and key are the original's.
 HEADER_REASON: Final = "relaygr-reason"
 HEADER_DETAIL: Final = "relaygr-detail"

@@ -152,6 +152,7 @@ class PreInferSignal(msgspec.Struct, frozen=True, kw_only=True):
     rank_in_ms: Millis = 0.0
     tenant: Label = ""
     columns: FeatureTables | UnsetType = UNSET  # as in the request event
+    delegate: Id | UnsetType = UNSET  # the worker on whose behalf another one computes the prefix KV
 
     def validate(self) -> None:
         """Raise DecodeError for errors that the field types do not exclude."""
@@ -289,6 +290,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     handover: Annotated[str, Meta(max_length=300)] = ""  # HOST:PORT that serves prefix KV of its lost lanes
     version: Label = ""  # of the package
     lag: int = 0  # unread records of its lanes
+    delegated_bytes: int = 0  # room for prefix KV that it computes on other workers' behalf
 
     def validate(self) -> None:
         """Does nothing: every value of the right type is a valid status."""

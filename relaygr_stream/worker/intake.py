@@ -31,9 +31,10 @@ from relaygr_stream.wire.messages import (
     check_features,
     check_times,
     decode,
+    kind_of,
 )
 from relaygr_stream.wire.records import Record
-from relaygr_stream.worker.commands import PrefillTask, RankTask
+from relaygr_stream.worker.commands import DELEGATED_LANE, PrefillTask, RankTask
 
 #: Decimal digits of the largest partition number (int32).
 MAX_PARTITION_DIGITS: Final = 10
@@ -108,13 +109,15 @@ class Intake:
             del self._ages[key]
 
     def signal(self, record: Record) -> PrefillTask:
-        """A pre-infer record as a task. Raises DecodeError."""
+        """A pre-infer signal as a task, also of one on another worker's behalf. Raises DecodeError."""
         signal = decode(PreInferSignal, record.value, self._max_bytes)
         if len(signal.prefix) > self._relay.max_prefix_tokens:
             raise DecodeError(
                 "invalid",
                 f"{len(signal.prefix)} prefix tokens, relay.max_prefix_tokens is {self._relay.max_prefix_tokens}",
             )
+        if kind_of(record.headers) and not signal.delegate:
+            raise DecodeError("invalid", "a delegated signal must say on whose behalf it comes (delegate)")
         check_times(signal.prefix, "prefix")
         check_features(signal, self._features)
         tokens = Tokens.of(signal.prefix, None, self._features, (signal.columns or NO_TABLES).user)
@@ -124,7 +127,7 @@ class Intake:
         return PrefillTask(
             request_id=signal.request_id,
             user_id=signal.user_id,
-            lane=record.lane,
+            lane=DELEGATED_LANE if signal.delegate else record.lane,
             tokens=tokens,
             due=now + max(0.0, (signal.rank_in_ms or signal.life_ms) - age) / 1e3,
             expires=now + life / 1e3,

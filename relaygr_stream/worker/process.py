@@ -37,6 +37,7 @@ from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.background import Background
 from relaygr_stream.telemetry.process import ProcessContext
 from relaygr_stream.wire.fleet import OwnerDirectory
+from relaygr_stream.wire.headers import KIND_DELEGATED
 from relaygr_stream.wire.messages import kind_of
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.refusals import KIND as REFUSALS
@@ -44,7 +45,7 @@ from relaygr_stream.wire.refusals import Reasons
 from relaygr_stream.wire.worker_status import StatusReader
 from relaygr_stream.worker.audit import AuditReport
 from relaygr_stream.worker.build import Held, WorkerRuntime, build
-from relaygr_stream.worker.commands import Answer, LanesLost, Prefill, Rank, RankTask
+from relaygr_stream.worker.commands import DELEGATED_LANE, Answer, LanesLost, Prefill, Rank, RankTask
 from relaygr_stream.worker.device import DeviceThread
 from relaygr_stream.worker.forwarding import Forwarding
 from relaygr_stream.worker.intake import Intake, Origin, TooMuch
@@ -204,6 +205,7 @@ class Worker:
             progressing=self._progressing,
             crashes=Crashes(topics.ranking.name, settings.worker.max_crashes, self._on_crashed),
         )
+        self._forwarding = Forwarding(name, self._peers, topics.lanes)
         self._outbox = Outbox(
             topics,
             bus.scores,
@@ -212,8 +214,9 @@ class Worker:
             name,
             runtime.model,
             self._done,
+            self._rank_again,
             self._background,
-            Forwarding(name, self._peers, topics.lanes) if settings.worker.forward else None,
+            self._forwarding if settings.worker.forward else None,
             settings.relay.answer_secret,
             self._reasons,
             settings.kafka.dead_letter_values,
@@ -322,9 +325,10 @@ class Worker:
         signals: list[Prefill] = []
         rankings: list[Rank] = []
         for record in records:
-            if kind := kind_of(record.headers):
+            kind, ranked = kind_of(record.headers), record.topic == self._bus.topics.ranking.name
+            if kind and not (ranked and kind == KIND_DELEGATED):
                 self._other(record, kind)
-            elif record.topic == self._bus.topics.ranking.name:
+            elif ranked and not kind:
                 if (ranking := self._ranking(record)) is not None:
                     rankings.append(ranking)
             elif (signal := self._signal(record)) is not None:
@@ -347,7 +351,7 @@ class Worker:
         except DecodeError as error:
             self._dead_letter(record, error)
             return None
-        self._reasons.admitted(task.request_id)
+        self._reasons.admitted(task.request_id, delegated=task.lane == DELEGATED_LANE)
         # A signal is acknowledged at once: if it is lost with the process, its ranking runs in full.
         self._consumer.done(record)
         if self._held.signal(task.nbytes):
@@ -361,6 +365,7 @@ class Worker:
             origin = self._intake.route(record)
             task = self._intake.ranking(record, origin)
             self._metrics.rankings_read.labels(str(task.hops)).inc()
+            task.pass_to = self._delegate(task)
             if self._held.ranking(record.lane, record.offset, task.nbytes):
                 self._in_flight.add(task)
                 return Rank(task)
@@ -373,6 +378,20 @@ class Worker:
         except DecodeError as error:
             self._dead_letter(record, error, origin)
         return None
+
+    def _delegate(self, task: RankTask) -> int | None:
+        """A lane of the worker that has a ranking's prefix KV on our behalf; None: there is none any more."""
+        name = self._reasons.take_delegate(task.request_key)
+        if not name or task.hops or task.full:
+            return None
+        lane = self._forwarding.lane_of_delegate(name, (task.deadline - time.monotonic()) * 1e3)
+        if lane is None:
+            self._metrics.forwards.labels("delegate_gone").inc()
+        return lane
+
+    def _rank_again(self, task: RankTask) -> None:
+        self._in_flight.add(task)
+        self._device.submit(Rank(task))
 
     def _on_crashed(self, record: Record) -> None:
         """Dead-letter a ranking at which so many workers ended: no worker runs it again."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any, Final
 
 import structlog
@@ -44,6 +45,7 @@ class Outbox:
     """Produces answers on `scores`, forwards and dead letters, and marks records done.
 
     forwarding: finds other workers for rankings that are refused here; None: they are answered `overloaded` at once.
+    again: takes a ranking back that could not be passed on to the worker that has its prefix KV.
     secret: signs answers; empty: they are not signed. background: runs the sending, and learns of a defect in it.
     """
 
@@ -56,6 +58,7 @@ class Outbox:
         worker: str,
         model: RankingModel,
         done: Callable[[Record], None],
+        again: Callable[[RankTask], None],
         background: Background,
         forwarding: Forwarding | None = None,
         secret: str = "",
@@ -70,6 +73,7 @@ class Outbox:
         self._reasons = reasons or Reasons(0.0)
         self._model = model
         self._done = done
+        self._again = again
         self._background = background
         self._forwarding = forwarding
         self._secret = secret
@@ -83,6 +87,9 @@ class Outbox:
     def settle(self, answer: Answer) -> None:
         """Send the scheduler's answer; a ranking that it refused goes to a worker that is in time, if there is one."""
         task = answer.task
+        if answer.status == "overloaded" and task.pass_to is not None:
+            self._spawn(self._forward(answer, task.pass_to))
+            return
         # One that was cut lost its place to another client's; what is left of it does not say what it takes elsewhere.
         if answer.status == "overloaded" and self._forwarding is not None and not task.truncated_to:
             left_ms = (task.deadline - time.monotonic()) * 1e3
@@ -248,9 +255,12 @@ class Outbox:
             why = str(error) or "no broker took it in its time"
             self._metrics.forwards.labels("unsent").inc()
             self._limiter.limited(log.warning, "forward")("not forwarded", **fields, to=lane, error=why)
-            self._answer(answer)
+            if task.pass_to is None:
+                self._answer(answer)
+            else:
+                self._again(replace(task, pass_to=None, answered=False))
             return
-        self._metrics.forwards.labels("sent").inc()
+        self._metrics.forwards.labels("sent" if task.pass_to is None else "delegate").inc()
         log.debug("forwarded", **fields, to=lane, detail=answer.detail)
         self._done(record)
 

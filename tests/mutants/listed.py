@@ -133,14 +133,14 @@ MUTANTS: Final = (
     Mutant("trigger/ledger.py", "return not self.on_hold and ", "return ", "trigger/test_ledger"),
     Mutant("trigger/ledger.py", "if offset >= self._read_to:", "if offset > self._read_to:", "trigger/test_ledger"),
     Mutant("trigger/ledger.py", " or entry.batch < log_end]", "]", "trigger/test_ledger"),
-    Mutant("trigger/decision.py", ">= min(cost_ms, self.depth)", ">= cost_ms", "trigger/test_load"),
+    Mutant("trigger/load.py", ">= min(cost_ms, self.depth)", ">= cost_ms", "trigger/test_load"),
     Mutant(
         "trigger/decision.py", "event.candidates) + owner.worker.queue_ms", "event.candidates)", "trigger/test_decision"
     ),
     Mutant(
         "trigger/decision.py",
-        "elif _wait_ms(owner, now_s) >",
-        "elif 0 * _wait_ms(owner, now_s) >",
+        "elif stated_wait_ms(owner, now_s) >",
+        "elif 0 * stated_wait_ms(owner, now_s) >",
         "trigger/test_decision",
     ),
     # bus

@@ -70,14 +70,14 @@ def as_json(view: Overview) -> bytes:
 
 
 def _triggers(view: Overview) -> Table:
-    numbers = ("lanes", "admitted", "of events", "backlog")
+    numbers = ("lanes", "admitted", "delegated", "of events", "backlog")
     table = listing(("trigger", "group", *numbers), numbers=numbers)
     for name, status in sorted(view.living_triggers().items()):
         events = sum(status.decisions.values())
-        admitted = status.decisions.get("admitted", 0.0)
+        admitted, delegated = (status.decisions.get(reason, 0.0) for reason in ("admitted", "delegated"))
         table.add_row(
-            name, status.group, str(len(status.lanes)),
-            _share(admitted / events if events else None), f"{events:.0f}", str(status.backlog),
+            name, status.group, str(len(status.lanes)), _share(admitted / events if events else None),
+            _share(delegated / events if events else None), f"{events:.0f}", str(status.backlog),
         )  # fmt: skip
     return table
 
