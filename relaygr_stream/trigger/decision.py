@@ -33,6 +33,10 @@ Reason = Literal[
     "too_late",
     "delegated",
 ]
+#: A request that is refused may be delegated where its prefix KV are ready within so many times the predicted time of
+#: its full inference: what else was refused runs in full there, too, which the owner's stated queue tells too late.
+#: Simulated at 95 % load, P99 with 1, 1.5, 2, 3 and no bound: 1.9, 2.4, 1.7, 1.3 and 1.4 s.
+REFUSED_FACTOR: Final = 3.0
 REASONS: Final[tuple[Reason, ...]] = get_args(Reason)
 
 
@@ -202,7 +206,9 @@ def decide(
         reason = "too_late"
     if delegation is not None:
         # When the owner would have the prefix KV: by pre-inference, or by full inference once the ranking came.
-        done_ms = lane.wait_ms(owner, now_s) + cost_ms if reason == "admitted" else left_ms + predicted_ms
+        done_ms = lane.wait_ms(owner, now_s) + cost_ms
+        if reason != "admitted":
+            done_ms = min(policy.life_ms, REFUSED_FACTOR * (left_ms + predicted_ms))
         if done_ms > left_ms:
             place = delegation.find(event.context_tokens + tokens, owner.worker.name, done_ms, now_s)
             if place is not None:

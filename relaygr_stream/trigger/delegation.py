@@ -18,11 +18,7 @@ from typing import Final, NamedTuple
 from relaygr_stream.trigger.load import OwnerLoads, stated_wait_ms
 from relaygr_stream.wire.fleet import Claim, OwnerDirectory
 from relaygr_stream.wire.worker_status import prefix_bytes, usable_costs
-from relaygr_stream.worker.forwarding import IN_TIME, LOOKED_AT, TRAVEL_MS
-
-#: A delegate must be done within this share of the time that the owner would need: as for a first forward.
-SOONER: Final = IN_TIME[0]
-
+from relaygr_stream.worker.forwarding import LOOKED_AT, TRAVEL_MS
 
 #: Nothing is delegated for so long after a delegated signal that no broker took: without the grant to write `ranking`,
 #: or without a leader, owners would compute in full what they could have pre-inferred.
@@ -51,9 +47,8 @@ class Delegation:
         """A delegated signal could not be sent: find no places for PAUSE_S."""
         self._paused_until_s = now_s + PAUSE_S
 
-    def find(self, tokens: int, owner: str, done_ms: float, now_s: float) -> Place | None:
-        """A worker that has the prefix KV of so many tokens clearly before done_ms, when the owner would. Changes
-        nothing."""
+    def find(self, tokens: int, owner: str, within_ms: float, now_s: float) -> Place | None:
+        """A worker that has the prefix KV of so many tokens within this time. Changes nothing."""
         if now_s < self._paused_until_s:
             return None
         lanes = self._loads.lanes()
@@ -65,7 +60,7 @@ class Delegation:
                 continue
             place = Place(claim.worker.name, lane, *self._takes(claim, tokens))
             ready_ms = self.ready_ms(claim, place, now_s)
-            if ready_ms is not None and ready_ms <= SOONER * done_ms:
+            if ready_ms is not None and ready_ms <= within_ms:
                 found[place.worker] = ready_ms, place
         return self.choose(list(found.values()))
 

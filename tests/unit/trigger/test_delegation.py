@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relaygr_stream.trigger.decision import Decision, LaneState, Policy, decide
-from relaygr_stream.trigger.delegation import PAUSE_S, SOONER, Delegation
+from relaygr_stream.trigger.decision import REFUSED_FACTOR, Decision, LaneState, Policy, decide
+from relaygr_stream.trigger.delegation import PAUSE_S, Delegation
 from relaygr_stream.trigger.load import OwnerLoads
 from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.worker.forwarding import LOOKED_AT, TRAVEL_MS
+from tests.unit.trigger.delegating_fleet import Fleet
 from tests.unit.trigger.parts import POLICY, event, lane_status, worker_status
 
 LANES = 6
@@ -88,6 +89,16 @@ def test_an_owner_in_time_keeps_its_own() -> None:
     assert [view.ask().reason for _ in range(3)] == ["admitted"] * 3
 
 
+def test_an_owner_is_not_relieved_by_a_worker_that_is_no_sooner() -> None:
+    """At 350 ms it is late for the ranking, at 300; the other one would be done at 360."""
+    view = View()
+    view.state("a", (0, 1), pre_infer_wait_ms=250.0)
+    view.state("b", (2, 3), pre_infer_wait_ms=250.0)
+    assert view.ask(book=False).reason == "admitted"
+    view.state("b", (2, 3), pre_infer_wait_ms=250.0 - TRAVEL_MS)
+    assert view.ask(book=False).reason == "delegated"
+
+
 def test_what_came_together_is_late_at_the_owner_before_it_says_so() -> None:
     """300 ms of work fit before the ranking; the owner's status is from before all of it."""
     view = View()
@@ -104,8 +115,8 @@ def test_what_came_together_is_late_at_the_owner_before_it_says_so() -> None:
     [
         {"delegated_bytes": 10 * TOKENS - 1},
         {"state": "draining"},
-        {"pre_infer_wait_ms": SOONER * (HEAD_MS + TOKENS) - TOKENS - TRAVEL_MS + 1},
-        {"queue_ms": SOONER * (HEAD_MS + TOKENS) - TOKENS - TRAVEL_MS + 1},
+        {"pre_infer_wait_ms": REFUSED_FACTOR * (HEAD_MS + TOKENS) - TOKENS - TRAVEL_MS + 1},
+        {"queue_ms": REFUSED_FACTOR * (HEAD_MS + TOKENS) - TOKENS - TRAVEL_MS + 1},
     ],
 )
 def test_a_worker_without_room_or_time_gets_nothing(changes: dict[str, Any]) -> None:
@@ -178,7 +189,7 @@ def test_all_with_room_are_used_and_few_are_looked_at() -> None:
 @settings(max_examples=100)
 @given(
     room=st.integers(0, 5000),
-    wait_ms=st.floats(0, 400),
+    wait_ms=st.floats(0, 1500),
     sizes=st.lists(st.integers(10, 200), min_size=1, max_size=30),
     gap_s=st.floats(0, 0.05),
 )
@@ -194,6 +205,27 @@ def test_between_two_statuses_a_delegate_gets_no_more_than_its_room_and_time(
         if found.delegate is not None:
             sent += tokens
             stated = max(0.0, wait_ms - (view.now - begun) * 1e3)
-            assert TRAVEL_MS + stated + sent <= SOONER * (HEAD_MS + tokens) + 1e-6
+            assert TRAVEL_MS + stated + sent <= REFUSED_FACTOR * (HEAD_MS + tokens) + 1e-6
         assert 10 * sent <= room
         view.now += gap_s
+
+
+# ---- a fleet in simulated time ----
+
+
+@settings(max_examples=15, deadline=None)
+@given(load=st.sampled_from([0.1, 0.5, 0.8, 1.2]), head_s=st.sampled_from([0.08, 0.3]), seed=st.integers(0, 99))
+def test_one_answer_each_and_one_hop_whatever_the_load(load: float, head_s: float, seed: int) -> None:
+    books = Fleet(3, 2, Delegation).run(load, 3.0, head_s, seed)
+    for number, home in books.homes.items():
+        assert books.answers[number] == [books.delegates.get(number, home)]
+        assert books.delegates.get(number) != home
+
+
+def test_first_visits_at_80_percent_load_are_faster_and_without_load_none_is_slower() -> None:
+    on, off = (Fleet(4, 2, make).run(0.8, 40.0, 0.3) for make in (Delegation, None))
+    assert on.p(0.99) <= 0.7 * off.p(0.99)
+    assert on.outcomes["hit"] >= 2 * off.outcomes["hit"]
+    on, off = (Fleet(4, 2, make).run(0.08, 60.0, 0.3) for make in (Delegation, None))
+    assert all(on.p(q) <= off.p(q) + 1.0 for q in (0.5, 0.9, 0.99))
+    assert on.outcomes["full"] <= off.outcomes["full"]
