@@ -30,7 +30,7 @@ export TRITON_CACHE_DIR := $(CURDIR)/.cache/triton
 export NO_MKDOCS_2_WARNING := true
 
 .PHONY: help setup demo test test-stack test-repeat test-kafka test-faults test-long test-device mutants recoveries check docs format lock clean soak fuzz example-movielens demo-checkpoint
-.PHONY: bench-cache bench-delegation bench-engine bench-features bench-forwarding bench-handover bench-models bench-peers bench-scheduler bench-simulate bench-slo bench-trigger bench-vllm
+.PHONY: bench-cache bench-delegation bench-engine bench-features bench-forwarding bench-gateway bench-handover bench-models bench-peers bench-scheduler bench-simulate bench-slo bench-trigger bench-vllm
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -138,6 +138,9 @@ bench-scheduler: $(STAMP) ## delay of rankings behind pre-inference, with and wi
 
 bench-trigger: $(STAMP) ## predicted against measured costs, a decision's time, events a second (2 minutes; CHECK=1 judges)
 	$(BIN)/python benchmarks/trigger.py $(ARGS)
+
+bench-gateway: $(STAMP) ## what the gateway adds to a ranking at 100 requests/s, beside RelayClient (1 minute; CHECK=1 judges)
+	$(BIN)/python benchmarks/gateway.py $(ARGS)
 
 bench-handover: $(STAMP) ## a planned scale-out with and without hand-over: hits, delays, bytes (2 minutes; CHECK=1 judges)
 	$(BIN)/python benchmarks/handover.py

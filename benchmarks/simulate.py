@@ -29,8 +29,8 @@ from relaygr_stream.lab.simulate.run import run_group, run_scenario
 from relaygr_stream.lab.simulate.scenario import Group, Mode, Scenario
 from relaygr_stream.lab.simulate.story import Story, hit_share, latencies, percentile, story_of
 from relaygr_stream.lab.simulate.timeline import Timeline
-from relaygr_stream.lab.simulate.traffic import Traffic
 from relaygr_stream.lab.simulate.worker import SimulatedWorker
+from relaygr_stream.lab.workload.traffic import Traffic
 from relaygr_stream.models.api import ScoreInput, Tokens
 from relaygr_stream.settings.load import load_settings
 from relaygr_stream.settings.schema import Settings

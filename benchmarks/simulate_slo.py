@@ -26,8 +26,8 @@ from relaygr_stream.lab.simulate.costs import DeviceCosts
 from relaygr_stream.lab.simulate.run import run_group
 from relaygr_stream.lab.simulate.scenario import Mode, Scenario
 from relaygr_stream.lab.simulate.story import Story, hit_share, joined, latencies, percentile
-from relaygr_stream.lab.simulate.traffic import Traffic
 from relaygr_stream.lab.workload.items import StageDelay
+from relaygr_stream.lab.workload.traffic import Traffic
 from relaygr_stream.settings.schema import Settings
 
 #: Simulations of each probe. Not one that is twenty times as long: in that, more users than a probe has come by.
@@ -91,7 +91,7 @@ def _scenario(probe: Probe, settings: Settings, fit: Fit, seed: int) -> Scenario
     returns = probe["rate"] * probe["revisit"]
     traffic = Traffic(
         rate=probe["rate"], users=10**6, revisit=probe["revisit"], length=float(probe["length"]), sigma=options.sigma,
-        return_s=options.users / returns if returns else 1.0, growth=options.growth,
+        return_s=options.known / returns if returns else 1.0, growth=options.growth,
         max_prefix=settings.relay.max_prefix_tokens, suffix=options.suffix, candidates=options.candidates,
         delay=STAGE_DELAY,
     )  # fmt: skip

@@ -20,6 +20,7 @@ from relaygr_stream.bus.renewed import RenewalsCollector
 from relaygr_stream.cli.config_table import render_settings_markdown
 from relaygr_stream.cli.main import main
 from relaygr_stream.client.metrics import ClientMetrics
+from relaygr_stream.gateway.app import Metrics as GatewayMetrics
 from relaygr_stream.handover.desk import HandoverMetrics
 from relaygr_stream.settings.load import FORMER
 from relaygr_stream.telemetry.loopwatch import LoopWatch
@@ -75,7 +76,7 @@ def commands_list() -> str:
 
 
 def _registries() -> dict[str, CollectorRegistry]:
-    made = {title: CollectorRegistry() for title in ("Every process", "Worker", "Trigger", "Client")}
+    made = {title: CollectorRegistry() for title in ("Every process", "Worker", "Trigger", "Client", "Gateway")}
     LoopWatch(made["Every process"], stall_s=1.0)
     _describe(made["Every process"], "trigger")
     made["Every process"].register(RenewalsCollector())
@@ -83,6 +84,7 @@ def _registries() -> dict[str, CollectorRegistry]:
     HandoverMetrics(made["Worker"])
     TriggerMetrics(made["Trigger"])
     ClientMetrics(made["Client"])
+    GatewayMetrics(made["Gateway"])
     return made
 
 

@@ -25,7 +25,7 @@ STRANGERS = 1 << 20
 def fresh_requests(settings: Settings, items: int, count: int, seed: int) -> list[WorkItem]:
     """The first requests of `count` users."""
     options = traffic_options(settings, items=items, rate=1.0, seed=seed, run="fresh-")
-    return list(islice(Generator(replace(options, users=STRANGERS, user_exponent=0.0, revisit=0.0)), count))
+    return list(islice(Generator(replace(options, users=STRANGERS, zipf=0.0, revisit=0.0)), count))
 
 
 def histories(requests: Iterable[WorkItem], items: int) -> Histories:

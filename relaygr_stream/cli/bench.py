@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from relaygr_stream.cli.options import parse_flags, source_options
+from relaygr_stream.cli.options import parse_flags, source_options, traffic_options
 from relaygr_stream.lab.bench.options import PRESETS
 from relaygr_stream.settings.files import check_writable
 from relaygr_stream.settings.load import load_settings
@@ -37,20 +37,23 @@ def bench_command() -> None:
     help="Modes to compare: full (required), cache, relay-hbm, relay, relay-warm. [quick: full,cache,relay]",
 )
 @click.option("--slo", type=float, metavar="MS", help="Target of the ranking P99. [as in the preset]")
-@click.option(
-    "--length",
-    type=int,
-    help="Prefix tokens at which the largest rate is searched. [where full inference takes 0.4 SLO]",
-)
-@click.option(
-    "--rate", type=float, help="Requests/s at which the largest length is searched. [the largest rate of `full`]"
+@traffic_options(
+    length="where full inference takes 0.4 of the SLO; the largest rate is searched there",
+    rate="the largest of `full`; the largest length is searched there",
+    arrivals="",
+    tide="",
+    users="200000",
+    zipf="0",
+    sigma="0",
+    mix="",
+    growth="3",
+    suffix="8",
+    candidates="32",
+    stage_delay="150",
+    stage_sigma="0.1",
 )
 @click.option("--revisits", metavar="R,…", help="Shares of returning users. [0,0.5,0.9]")
 @click.option("--length-revisits", metavar="R,…", help="Shares of returning users in searches of lengths. [0.5,0.9]")
-@click.option("--growth", type=float, help="Mean new behaviours of a returning user. [3]")
-@click.option("--stage-delay", type=float, metavar="MS", help="Median from announcement to ranking request. [150]")
-@click.option("--stage-sigma", type=float, help="Sigma of that log-normal delay. [0.1]")
-@click.option("--candidates", type=int, help="Items to rank. [32]")
 @click.option("--samples", type=int, help="Requests judged in a probe.")
 @click.option("--repeats", type=int, help="Repeats of every search.")
 @click.option("--budget", type=float, metavar="SECONDS", help="Time of the run; no probe starts that would end later.")
@@ -111,6 +114,11 @@ def build_options(preset: str, *, private: bool, flags: dict[str, Any]) -> Any:
     for name in ("revisits", "length_revisits"):
         if name in given:
             given[name] = _ratios(f"--{name.replace('_', '-')}", given[name])
+    log = given.get("arrivals")
+    if log is not None and log.users is not None and ("revisits" in given or "length_revisits" in given):
+        raise click.UsageError(f"--arrivals {log.name} has users, who return as they did; leave --revisits out")
+    if "length" in given:
+        given["length"] = round(given["length"])
     if "budget" in given:
         given["budget_s"] = given.pop("budget")
     delay = {"median_ms": given.pop("stage_delay", None), "sigma": given.pop("stage_sigma", None)}

@@ -12,7 +12,7 @@ from typing import Any, Final, get_args
 import click
 
 from relaygr_stream.cli.options import config_options, settings_options
-from relaygr_stream.errors import RelayError
+from relaygr_stream.errors import ConfigError, RelayError
 from relaygr_stream.ops.stopping import Interrupted, stopped
 from relaygr_stream.settings.files import FILE_TROUBLE, discard_output
 from relaygr_stream.settings.load import Config
@@ -133,6 +133,27 @@ def trigger(settings: Settings) -> None:
     from relaygr_stream.trigger.service import run_trigger
 
     sys.exit(run_process("trigger", settings, run_trigger))
+
+
+@main.command()
+@settings_options
+def gateway(settings: Settings) -> None:
+    """Run a gateway: announce, rank and cancel over HTTP.
+
+    It serves JSON and MessagePack, and its own documentation at /docs. Needs the extra `gateway`. Any number of
+    gateways may run; each takes any request.
+
+    \b
+    Example: relaygr gateway --bootstrap kafka:9092
+             curl localhost:8080/docs
+    """
+    from relaygr_stream.telemetry.process import run_process
+
+    try:
+        from relaygr_stream.gateway.service import run_gateway
+    except ImportError as error:
+        raise ConfigError(f"{error}: install the extra, pip install 'relaygr-stream[gateway]'") from error
+    sys.exit(run_process("gateway", settings, run_gateway))
 
 
 @main.group()

@@ -5,12 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
 
 from relaygr_stream.errors import ConfigError
 from relaygr_stream.settings.load import Config, load_settings
+
+if TYPE_CHECKING:
+    from relaygr_stream.lab.workload.arrivals import ArrivalLog
+    from relaygr_stream.lab.workload.traffic import Mix, Tide
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -74,6 +79,110 @@ def settings_options(command: F) -> F:
         return command(config.settings, *args, **kwargs)
 
     return wrapped  # type: ignore[return-value]
+
+
+def parse_share(text: str) -> float:
+    """A share: 0.02 or 2%. Raises click.BadParameter."""
+    try:
+        return float(text[:-1]) / 100 if text.endswith("%") else float(text)
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is not a share; write 0.02 or 2%") from None
+
+
+def share(_: click.Context, __: click.Parameter, value: str | None) -> float | None:
+    """The callback of an option that is a share."""
+    return None if value is None else parse_share(value)
+
+
+def _pair(text: str, expected: str) -> tuple[float, float]:
+    first, _, second = text.partition(":")
+    try:
+        return parse_share(first), float(second)
+    except (ValueError, click.BadParameter):
+        raise click.BadParameter(f"{text!r}: write {expected}") from None
+
+
+def _mix(_: click.Context, __: click.Parameter, value: str | None) -> Mix | None:
+    from relaygr_stream.lab.workload.traffic import Mix
+
+    return None if value is None else Mix(*_pair(value, "SHARE:TOKENS, such as 80%:128"))
+
+
+def _tide(_: click.Context, __: click.Parameter, value: str | None) -> Tide | None:
+    from relaygr_stream.lab.workload.traffic import Tide
+
+    return None if value is None else Tide(*_pair(value, "SHARE:SECONDS, such as 50%:60"))
+
+
+def _arrivals(_: click.Context, __: click.Parameter, value: Path | None) -> ArrivalLog | None:
+    from relaygr_stream.lab.workload.arrivals import read_arrivals
+
+    return None if value is None else read_arrivals(value)
+
+
+#: The options of traffic, by the names of Traffic's fields: flag, other arguments.
+_TRAFFIC: Final[dict[str, tuple[str, dict[str, Any]]]] = {
+    "rate": ("--rate", {"type": float, "help": "Requests per second."}),
+    "arrivals": (
+        "--arrivals",
+        {
+            "type": click.Path(path_type=Path),
+            "metavar": "FILE",
+            "callback": _arrivals,
+            "help": "Times of a log, scaled to the rate, and its users and returns if it has users: an interaction "
+            "log, a trace of prompts, or a CSV with a column of times.",
+        },
+    ),
+    "tide": (
+        "--tide",
+        {"metavar": "SHARE:SECONDS", "callback": _tide, "help": "Let the rate swing by this share in this time."},
+    ),
+    "users": ("--users", {"type": click.IntRange(1, 10**12), "help": "Users among whom first visits are drawn."}),
+    "zipf": ("--zipf", {"type": float, "help": "Zipf exponent over users; 0: all alike."}),
+    "revisit": (
+        "--revisit",
+        {"metavar": "SHARE", "callback": share, "help": "Share of requests by returning users."},
+    ),
+    "return_s": ("--return-after", {"type": float, "help": "Mean seconds until a return."}),
+    "length": ("--length", {"type": float, "help": "Median prefix tokens of a new user (log-normal)."}),
+    "sigma": ("--sigma", {"type": float, "help": "Sigma of the log-normal lengths; 0: all alike."}),
+    "mix": (
+        "--mix",
+        {
+            "metavar": "SHARE:TOKENS",
+            "callback": _mix,
+            "help": "A short majority: this share of the users has so many tokens at the median, not --length.",
+        },
+    ),
+    "growth": ("--growth", {"type": float, "help": "Mean new behaviours of a returning user."}),
+    "suffix": ("--suffix", {"type": click.IntRange(0, 65536), "help": "Latest behaviours, sent at ranking only."}),
+    "candidates": ("--candidates", {"type": click.IntRange(1, 65536), "help": "Items to rank."}),
+    "stage_delay": ("--stage-delay", {"type": float, "metavar": "MS", "help": "Median from event to ranking request."}),
+    "stage_sigma": ("--stage-sigma", {"type": float, "help": "Sigma of that log-normal delay."}),
+}
+
+
+def traffic_options(**defaults: str) -> Callable[[F], F]:
+    """Add the named options of traffic, with the defaults as help shows them; the command gets None where not given."""
+
+    def add(command: F) -> F:
+        for name in reversed(defaults):
+            flag, arguments = _TRAFFIC[name]
+            default = f" [{defaults[name]}]" if defaults[name] else ""
+            command = click.option(flag, name, **{**arguments, "help": arguments["help"] + default})(command)
+        return command
+
+    return add
+
+
+def flag_of(name: str) -> str:
+    """The flag of an option by its name."""
+    return _TRAFFIC[name][0] if name in _TRAFFIC else f"--{name.replace('_', '-')}"
+
+
+def taken(given: dict[str, Any], *names: str) -> dict[str, Any]:
+    """The options among these names that were given."""
+    return {name: given[name] for name in names if given.get(name) is not None}
 
 
 def check_pace(speed: float | None, rate: float | None) -> None:

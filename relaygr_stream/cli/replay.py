@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from relaygr_stream.cli.options import check_pace, settings_options
+from relaygr_stream.cli.options import check_pace, flag_of, settings_options, taken, traffic_options
 from relaygr_stream.lab.workload.columns import ColumnMap
 from relaygr_stream.lab.workload.formats import FORMATS
 from relaygr_stream.lab.workload.generator import GeneratorOptions
@@ -25,14 +25,18 @@ from relaygr_stream.wire.features import NO_FEATURES, FeatureSchema
 #: Flags of one source only; given with the other one, they are refused.
 LOG_FLAGS = ("format", "columns", "time_unit", "item_ids", "speed", "which", "min_history")
 GENERATOR_FLAGS = (
+    "arrivals",
+    "tide",
     "users",
-    "user_exponent",
+    "zipf",
+    "revisit",
+    "return_s",
+    "length",
+    "sigma",
+    "mix",
+    "growth",
     "items",
     "item_exponent",
-    "length_median",
-    "length_sigma",
-    "revisit",
-    "growth",
 )
 
 
@@ -42,13 +46,22 @@ GENERATOR_FLAGS = (
 @click.option(
     "--requests", type=click.IntRange(min=0), help="Requests to send; 0 with --generate: until stopped. [1000]"
 )
-@click.option("--rate", type=float, help="Requests per second, Poisson arrivals. [20]")
-@click.option("--suffix", type=int, default=8, show_default=True, help="Latest behaviours sent at ranking only.")
-@click.option(
-    "--candidates", type=int, default=100, show_default=True, help="Items to rank, the true next one included."
-)
-@click.option(
-    "--stage-delay", type=float, default=80.0, show_default=True, help="Median ms from event to ranking request."
+@traffic_options(
+    rate="20",
+    arrivals="",
+    tide="",
+    users="2000",
+    zipf="1",
+    revisit="30%",
+    return_s="2",
+    length="512, at most half of relay.max_prefix_tokens",
+    sigma="0.8",
+    mix="",
+    growth="3",
+    suffix="8",
+    candidates="100, the true next item included",
+    stage_delay="80",
+    stage_sigma="0.25",
 )
 @click.option("--timeout", type=float, help="Seconds a ranking may take. [client.timeout_ms]")
 @click.option("--seed", type=click.IntRange(min=0), default=7, show_default=True, help="Seed of every random choice.")
@@ -76,14 +89,8 @@ GENERATOR_FLAGS = (
     "--which", type=click.Choice(["all", "last"]), help="Requests from all interactions, or each user's last. [all]"
 )
 @click.option("--min-history", type=int, help="Behaviours a user must have before a request. [16]")
-@click.option("--users", type=int, help="Generated users. [2000]")
-@click.option("--user-exponent", type=float, help="Zipf exponent over users. [1.0]")
 @click.option("--items", type=int, help="Generated items. [50000, at most model.vocab]")
 @click.option("--item-exponent", type=float, help="Zipf exponent over items. [1.0]")
-@click.option("--length-median", type=float, help="Median history of a new user (log-normal). [512]")
-@click.option("--length-sigma", type=float, help="Sigma of that log-normal. [0.8]")
-@click.option("--revisit", type=float, help="Share of requests by a recent user. [0.3]")
-@click.option("--growth", type=float, help="Mean new behaviours of a returning user. [3]")
 @settings_options
 def replay_command(settings: Settings, json_path: Path | None, **flags: Any) -> None:
     """Replay a log and measure its rankings.
@@ -126,18 +133,15 @@ def build_options(settings: Settings, flags: dict[str, Any]) -> PublishOptions:
     for name in GENERATOR_FLAGS if events is not None else LOG_FLAGS:
         if flags[name] is not None:
             other = "--generate" if events is not None else "--events"
-            raise click.UsageError(f"--{name.replace('_', '-')} goes with {other} only")
+            raise click.UsageError(f"{flag_of(name)} goes with {other} only")
     check_pace(flags["speed"], flags["rate"])
     if flags["timeout"] is not None and not 0 < flags["timeout"] <= 3600:
         raise click.UsageError(f"--timeout {flags['timeout']:g}: must be within 0…3600 seconds")
-    if not 0 < flags["stage_delay"] <= 60_000:
+    head = taken({"median_ms": flags["stage_delay"], "sigma": flags["stage_sigma"]}, "median_ms", "sigma")
+    if not 0 < head.get("median_ms", 1.0) <= 60_000:
         raise click.UsageError(f"--stage-delay {flags['stage_delay']:g}: must be within 0…60000 ms")
-
-    def given(*names: str) -> dict[str, Any]:
-        return {name: flags[name] for name in names if flags[name] is not None}
-
-    shape = given("rate", "suffix", "candidates", "seed")
-    shape |= {"max_prefix": settings.relay.max_prefix_tokens, "delay": StageDelay(flags["stage_delay"])}
+    shape = taken(flags, "rate", "suffix", "candidates", "seed")
+    shape |= {"max_prefix": settings.relay.max_prefix_tokens, "delay": StageDelay(**head)}
     # Workers keep the ids of answered requests: a second run's requests must not count as duplicates of the first's.
     shape["run"] = f"{secrets.token_hex(4)}-"
     features = NO_FEATURES if flags["features"] is None else FeatureSchema.read(flags["features"])
@@ -150,12 +154,13 @@ def build_options(settings: Settings, flags: dict[str, Any]) -> PublishOptions:
             path=events,
             columns=None if flags["columns"] is None else ColumnMap.parse(flags["columns"]),
             features=features,
-            replay=ReplayOptions(requests=requests, **given("speed", "which", "min_history"), **shape),
-            **given("format", "time_unit", "item_ids"),
+            replay=ReplayOptions(requests=requests, **taken(flags, "speed", "which", "min_history"), **shape),
+            **taken(flags, "format", "time_unit", "item_ids"),
         )
     else:
         shape["items"] = min(50_000, settings.model.vocab)
-        source = GeneratorOptions(features=features, **(shape | given(*GENERATOR_FLAGS)))
+        shape["length"] = min(GeneratorOptions.length, settings.relay.max_prefix_tokens / 2)
+        source = GeneratorOptions(features=features, **(shape | taken(flags, *GENERATOR_FLAGS)))
     return PublishOptions(
         source=source,
         requests=requests or None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import time
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from relaygr_stream.cli.options import parse_flags, source_options
+from relaygr_stream.cli.options import parse_flags, share, source_options, taken, traffic_options
 from relaygr_stream.errors import ConfigError
 from relaygr_stream.lab.simulate.bus import BusLatency
 from relaygr_stream.ops.stopping import interruptible
@@ -22,17 +23,8 @@ if TYPE_CHECKING:
     from relaygr_stream.lab.simulate.costs import DeviceCosts
     from relaygr_stream.lab.simulate.plan import Probe
     from relaygr_stream.lab.simulate.scenario import Scenario
+    from relaygr_stream.lab.workload.traffic import Traffic
     from relaygr_stream.settings.schema import Settings
-
-
-def _share(_: click.Context, __: click.Parameter, value: str | None) -> float | None:
-    """A share: 0.02 or 2%."""
-    if value is None:
-        return None
-    try:
-        return float(value[:-1]) / 100 if value.endswith("%") else float(value)
-    except ValueError:
-        raise click.BadParameter(f"{value!r} is not a share; write 0.02 or 2%") from None
 
 
 @click.command(name="simulate")
@@ -42,24 +34,23 @@ def _share(_: click.Context, __: click.Parameter, value: str | None) -> float | 
 @click.option(
     "--lanes-per-worker", type=click.IntRange(1, 1000), default=8, show_default=True, help="Lanes per worker."
 )
-@click.option("--users", type=click.IntRange(1, 10**12), default=10**6, show_default=True, help="Users in all.")
-@click.option("--rate", type=float, default=2000.0, show_default=True, help="Requests per second of all users.")
-@click.option("--zipf", type=float, default=0.0, show_default=True, help="Zipf exponent over users; 0: uniform.")
-@click.option(
-    "--revisit",
-    metavar="SHARE",
-    callback=_share,
-    default="50%",
-    show_default=True,
-    help="Share of requests by returning users.",
+@traffic_options(
+    rate="2000, of all users",
+    arrivals="",
+    tide="",
+    users="1000000",
+    zipf="0",
+    revisit="50%",
+    return_s="20",
+    length="1024",
+    sigma="0",
+    mix="",
+    growth="3",
+    suffix="8",
+    candidates="100",
+    stage_delay="80",
+    stage_sigma="0.25",
 )
-@click.option("--return-after", type=float, default=20.0, show_default=True, help="Mean seconds until a return.")
-@click.option("--length", type=float, default=1024.0, show_default=True, help="Median prefix tokens of a new user.")
-@click.option("--sigma", type=float, default=0.0, show_default=True, help="Sigma of the log-normal lengths.")
-@click.option("--growth", type=float, default=3.0, show_default=True, help="Mean new behaviours at a return.")
-@click.option("--suffix", type=click.IntRange(0, 65536), default=8, show_default=True, help="Suffix tokens.")
-@click.option("--candidates", type=click.IntRange(1, 65536), default=100, show_default=True, help="Candidates.")
-@click.option("--delay", type=float, default=80.0, show_default=True, help="Median ms from the event to the ranking.")
 @click.option(
     "--mode",
     type=click.Choice(["relay", "cache", "full"]),
@@ -95,12 +86,12 @@ def _share(_: click.Context, __: click.Parameter, value: str | None) -> float | 
 @click.option(
     "--status-loss",
     metavar="SHARE",
-    callback=_share,
+    callback=share,
     default="0",
     show_default=True,
     help="Share of worker statuses that are lost.",
 )
-@click.option("--fail-rack", metavar="SHARE", callback=_share, help="Share of the workers that die at once, e.g. 2%.")
+@click.option("--fail-rack", metavar="SHARE", callback=share, help="Share of the workers that die at once, e.g. 2%.")
 @click.option("--at", type=float, default=10.0, show_default=True, help="Seconds of measured time before --fail-rack.")
 @click.option("--seconds", type=float, default=30.0, show_default=True, help="Measured simulated time.")
 @click.option("--warm-up", type=float, help="Simulated time before the measured one. [three times --return-after]")
@@ -111,7 +102,7 @@ def _share(_: click.Context, __: click.Parameter, value: str | None) -> float | 
 @click.option(
     "--hit-target",
     metavar="SHARE",
-    callback=_share,
+    callback=share,
     default="90%",
     show_default=True,
     help="With --plan: share of returning users that hit.",
@@ -164,7 +155,7 @@ def _simulate(settings: Settings, given: dict[str, Any]) -> None:
         click.echo(f"all figures in {given['json_file']}", err=True)
 
 
-def _costs(given: dict[str, Any], settings: Settings) -> DeviceCosts:
+def _costs(given: dict[str, Any], settings: Settings, traffic: Traffic) -> DeviceCosts:
     from relaygr_stream.lab.simulate.costs import DeviceCosts
 
     if given["costs"] != "calibrate":
@@ -172,33 +163,13 @@ def _costs(given: dict[str, Any], settings: Settings) -> DeviceCosts:
     from relaygr_stream.lab.simulate.calibrate import calibrate
 
     click.echo(f"measuring {settings.worker.device}; nothing else should run meanwhile", err=True)
-    return calibrate(settings, round(given["length"]), given["suffix"] + given["candidates"])
+    return calibrate(settings, round(traffic.length), traffic.suffix + traffic.candidates)
 
 
 def _scenario(given: dict[str, Any], settings: Settings) -> Scenario:
     from relaygr_stream.lab.simulate.scenario import Failure, Scenario
-    from relaygr_stream.lab.simulate.traffic import Traffic
-    from relaygr_stream.lab.workload.items import StageDelay
 
-    relay = settings.relay
-    if beyond := relay.beyond(suffix=given["suffix"], candidates=given["candidates"]):
-        raise ConfigError(beyond)
-    if not 0 < given["delay"] <= relay.life_window_ms:
-        raise ConfigError(f"--delay {given['delay']:g}: must be above 0, at most relay.life_window_ms")
-    traffic = Traffic(
-        rate=given["rate"],
-        users=given["users"],
-        exponent=given["zipf"],
-        revisit=given["revisit"],
-        return_s=given["return_after"],
-        length=given["length"],
-        sigma=given["sigma"],
-        growth=given["growth"],
-        max_prefix=relay.max_prefix_tokens,
-        suffix=given["suffix"],
-        candidates=given["candidates"],
-        delay=StageDelay(given["delay"]),
-    )
+    traffic = _traffic(given, settings)
     bus = BusLatency(given["bus_p50"], given["bus_p99"], given["bus_lasting"])
     answer_p50, answer_p99 = given["answer_p50"], given["answer_p99"]
     answers = BusLatency(
@@ -207,7 +178,7 @@ def _scenario(given: dict[str, Any], settings: Settings) -> Scenario:
     failure = None if given["fail_rack"] is None else Failure(share=given["fail_rack"], at=given["at"])
     return Scenario(
         settings=settings,
-        costs=_costs(given, settings),
+        costs=_costs(given, settings, traffic),
         traffic=traffic,
         workers=given["workers"],
         lanes_per_worker=given["lanes_per_worker"],
@@ -221,6 +192,21 @@ def _scenario(given: dict[str, Any], settings: Settings) -> Scenario:
         failure=failure,
         seed=given["seed"],
     )
+
+
+def _traffic(given: dict[str, Any], settings: Settings) -> Traffic:
+    from relaygr_stream.lab.workload.items import StageDelay
+    from relaygr_stream.lab.workload.traffic import Traffic
+
+    relay = settings.relay
+    head = taken({"median_ms": given["stage_delay"], "sigma": given["stage_sigma"]}, "median_ms", "sigma")
+    if not 0 < head.get("median_ms", 1.0) <= relay.life_window_ms:
+        raise ConfigError(f"--stage-delay {given['stage_delay']:g}: must be above 0, at most relay.life_window_ms")
+    shape = taken(given, *(field.name for field in dataclasses.fields(Traffic) if field.name in given))
+    traffic = Traffic(**{"rate": 2000.0, **shape}, max_prefix=relay.max_prefix_tokens, delay=StageDelay(**head))
+    if beyond := relay.beyond(suffix=traffic.suffix, candidates=traffic.candidates):
+        raise ConfigError(beyond)
+    return traffic
 
 
 def _plan(scenario: Scenario, given: dict[str, Any]) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from relaygr_stream.errors import BrokerError, BrokerUnavailable, ConfigError, D
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.wire.fleet import OwnerDirectory
+from relaygr_stream.wire.headers import HEADER_KIND, KIND_CANCEL
 from relaygr_stream.wire.messages import RankingRequest, ScoreReply
 from relaygr_stream.wire.records import Record
 
@@ -66,6 +67,7 @@ async def connected(
         max_bytes = max(topics.retrieval.max_message_bytes, topics.ranking.max_message_bytes)
         producer = Producer(kafka, client_id=client_id, acks=1, max_bytes=max_bytes)
         sender = Sender(await stack.enter_async_context(producer), kafka.bootstrap)
+        ranking = topics.ranking.name
         counts = PartitionCounts(topics, producer)
         stack.callback(asyncio.create_task(counts.run()).cancel)
         connection = Connection(
@@ -79,7 +81,8 @@ async def connected(
             Hedges(
                 owners,
                 settings.relay.slo_ms,
-                stuck=partial(sender.stuck, topics.ranking.name),
+                stuck=partial(sender.stuck, ranking),
+                broker_of=partial(producer.broker_of, ranking),
                 silence_ms=client.silence_ms if listening else 0.0,
             ),
             metrics,
@@ -122,20 +125,27 @@ class Connection:
 
     async def announce(self, user_id: str, key: bytes, value: bytes) -> None:
         """Buffer a request event. Raises BrokerError if its lane's broker accepts no messages."""
-        lane, client = lane_of(user_id, self._topics.lanes), self._settings.client
+        lane = lane_of(user_id, self._topics.lanes)
         try:
-            async with asyncio.timeout(client.timeout_ms / 1000):
+            async with asyncio.timeout(self._settings.client.timeout_ms / 1000):
                 self._sender.check(self._topics.retrieval.name, lane)
                 await self.announcements.add(lane, key, value)
         except TimeoutError:
             self._metrics.announcements.labels("BrokerUnavailable").inc()
-            raise BrokerUnavailable(
-                f"the send buffer stayed full for {client.timeout_ms:g} ms (client.timeout_ms); "
-                f"brokers at {self._settings.kafka.bootstrap}"
-            ) from None
+            raise BrokerUnavailable(self._buffer_full()) from None
         except BrokerError as error:
             self._metrics.announcements.labels(type(error).__name__).inc()
             raise
+
+    async def cancel(self, lane: int, value: bytes) -> None:
+        """Buffer a cancel on this lane. Raises BrokerError if its broker takes no messages."""
+        headers = [(HEADER_KIND, KIND_CANCEL.encode())]
+        try:
+            async with asyncio.timeout(self._settings.client.timeout_ms / 1000):
+                topic = self._topics.ranking.name
+                await self._sender.send(topic, value, key=b"", partition=lane, headers=headers, settled=self._cancelled)
+        except TimeoutError:
+            raise BrokerUnavailable(self._buffer_full()) from None
 
     async def rank(self, request: RankingRequest, key: bytes, value: bytes) -> ScoreReply:
         """Send a request, and copies of it if its lane does not answer; the first answer counts.
@@ -162,6 +172,14 @@ class Connection:
             raise DeadlineExceeded(f"no answer within {timeout_ms:g} ms") from None
         finally:
             self._answers.release(call)
+
+    def _buffer_full(self) -> str:
+        settings = self._settings
+        waited = f"{settings.client.timeout_ms:g} ms (client.timeout_ms)"
+        return f"the send buffer stayed full for {waited}; brokers at {settings.kafka.bootstrap}"
+
+    def _cancelled(self, error: BrokerError | None) -> None:
+        self._metrics.cancels.labels("sent" if error is None else type(error).__name__).inc()
 
     def _announced(self, error: BrokerError | None) -> None:
         self._metrics.announcements.labels("sent" if error is None else type(error).__name__).inc()

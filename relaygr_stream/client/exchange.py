@@ -44,7 +44,8 @@ class Hedges:
     busy workers get no hedges.
 
     busy_ms: a worker with a longer queue gets no hedges. stuck(lane): whether the lane's broker acknowledges nothing.
-    silence_ms: how long to listen before an owner that has not stated itself counts as silent.
+    broker_of(lane): the broker that leads the lane; None: not known. silence_ms: how long to listen before an owner
+    that has not stated itself counts as silent.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Hedges:
         busy_ms: float,
         seed: int | None = None,
         stuck: Callable[[int], bool] = lambda lane: False,
+        broker_of: Callable[[int], int | None] = lambda lane: None,
         silence_ms: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -61,6 +63,7 @@ class Hedges:
         self._owners = owners
         self._busy_ms = busy_ms
         self._stuck = stuck
+        self._broker_of = broker_of
         self._random = random.Random(seed)
         self._slow = SLOW_BURST
 
@@ -81,7 +84,11 @@ class Hedges:
         return self._clock() >= self._all_known_s or self._owners.owner(lane, math.inf) is not None
 
     def other_lane(self, tried: Collection[int]) -> int | None:
-        """A lane of a worker that is alive, has time and owns none of the lanes tried; None if there is none."""
+        """A lane of a worker that is alive, has time and owns none of the lanes tried; None if there is none.
+
+        Led by another broker than the lanes tried, if there is such a lane: a dead broker is noticed after half a
+        second, and by then all copies would have been sent.
+        """
         owners = (self._owners.owner(lane, self._max_age_ms) for lane in tried)
         excluded = {claim.worker.name for claim in owners if claim is not None}
         choices = [
@@ -93,6 +100,11 @@ class Hedges:
         ]
         if not choices:
             return None
+        brokers = {self._broker_of(lane) for lane in tried}
+        apart = [
+            (queue_ms, [lane for lane in lanes if self._broker_of(lane) not in brokers]) for queue_ms, lanes in choices
+        ]
+        choices = [choice for choice in apart if choice[1]] or choices
         # The better of two at random: the best of all would get every client's hedges until its next status. Only the
         # queues are compared, so that two idle workers have equal chances.
         _, lanes = min(self._random.sample(choices, min(2, len(choices))), key=lambda choice: choice[0])

@@ -28,6 +28,12 @@ class ClientMetrics:
             ["outcome"],
             registry=registry,
         )
+        self.cancels = Counter(
+            "relaygr_client_cancels",
+            "Cancels of announced requests that were not ranked, by outcome: sent, or the error.",
+            ["outcome"],
+            registry=registry,
+        )
         self.hedges = Counter(
             "relaygr_client_hedges",
             "Copies of ranking requests sent to another worker's lane: slow (no answer in time), silent (the lane's "

@@ -21,7 +21,7 @@ from msgspec import UNSET
 from prometheus_client import CollectorRegistry
 
 from relaygr_stream.bus.renewed import RenewalsCollector
-from relaygr_stream.bus.topics import Topic, load_topics
+from relaygr_stream.bus.topics import Topic, lane_of, load_topics
 from relaygr_stream.client.answers import Answers, Ranking, ranking_of
 from relaygr_stream.client.connection import Connection, connected
 from relaygr_stream.client.exchange import now_ms
@@ -43,6 +43,8 @@ from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import (
     ITEM_DTYPE,
     Behaviours,
+    Cancel,
+    Id,
     Mode,
     RankingRequest,
     RequestEvent,
@@ -111,6 +113,11 @@ class RelayClient:
         self._connection: Connection | None = None
         self._stack = AsyncExitStack()
         self._ended: RelayError = RequestError("the client is not open: use `async with RelayClient(…) as relay`")
+
+    @property
+    def error(self) -> RelayError | None:
+        """Why no call is possible: the client is not open, or its answers can no longer be read. None: it is open."""
+        return self._ended if self._connection is None else None
 
     @property
     def in_flight(self) -> int:
@@ -229,6 +236,27 @@ class RelayClient:
         self._metrics.rank_seconds.observe(ranking.latency_s)
         return ranking
 
+    async def cancel(self, user: str | int, request_id: str, *, tenant: str = "") -> None:
+        """Say that an announced request will not be ranked: its prefix KV are released at once, not only at the end of
+        relay.life_window_ms. A ranking that follows nevertheless is answered. `request` does this for you.
+
+        user: the user's id, or the number of the lane that it is on. Returns once the cancel is buffered. Raises
+        Rejected (invalid), BrokerError (no broker takes it), LanesChanged.
+        """
+        connection = self._open()
+        try:
+            cancel = validated(Cancel(request_id=request_id, tenant=tenant or self._settings.client.tenant))
+            lane = self.lane(msgspec.convert(user, Id)) if isinstance(user, str) else user
+        except (DecodeError, ValueError) as error:
+            raise Rejected(f"not a valid Cancel: {error}") from error
+        if not 0 <= lane < self._topics.lanes:
+            raise Rejected(f"lane {lane}: this relay has lanes 0…{self._topics.lanes - 1}")
+        await connection.cancel(lane, encode(cancel))
+
+    def lane(self, user_id: str) -> int:
+        """The number of the user's lane."""
+        return lane_of(user_id, self._topics.lanes)
+
     async def _rank(self, request: RankingRequest, timeout_s: float) -> Ranking:
         started = time.perf_counter()
         connection = self._open()
@@ -285,11 +313,13 @@ class RelayClient:
 
 
 class Request:
-    """One request, made by `RelayClient.request`: entering it announces it; `rank` may be called repeatedly."""
+    """One request, made by `RelayClient.request`: entering it announces it; `rank` may be called repeatedly; leaving it
+    without scores cancels it."""
 
     def __init__(self, relay: RelayClient, event: RequestEvent) -> None:
         self._relay = relay
         self._event = event
+        self._pinned = False  # as far as is known: announced, and not yet ranked
 
     @property
     def request_id(self) -> str:
@@ -299,6 +329,7 @@ class Request:
     async def __aenter__(self) -> Self:
         try:
             await self._relay.announce(self._event)
+            self._pinned = True
         except LanesChanged:
             raise
         except BrokerError:
@@ -308,7 +339,11 @@ class Request:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Does nothing: unused prefix KV are released after relay.life_window_ms."""
+        """Cancel the request if no ranking of it was answered with scores: what it pins is released at once."""
+        if self._pinned:
+            self._pinned = False
+            with suppress(RelayError):  # counted; without the cancel, the life window ends what is pinned
+                await self._relay.cancel(self._event.user_id, self.request_id, tenant=self._event.tenant)
 
     async def rank(
         self,
@@ -342,7 +377,9 @@ class Request:
             mode=mode,
             tenant=event.tenant,
         )
-        return await self._relay.rank(request, timeout=timeout)
+        ranking = await self._relay.rank(request, timeout=timeout)
+        self._pinned = False
+        return ranking
 
 
 def behaviours_of(history: History, what: str) -> Behaviours:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct, structs
 
 #: Names of settings that no log, error or traceback shows; each also has `secret` in its extra.
-SECRETS = frozenset({"answer_secret", "sasl_password", "tls_key_password", "hash_key", "secret"})
+SECRETS = frozenset({"answer_secret", "sasl_password", "tls_key_password", "hash_key", "secret", "tokens"})
 SECRET_SHOWN = "********"
 
 #: Most lanes of a relay: a consumer's statement on each of them still fits into one message.
@@ -312,6 +312,38 @@ class Client(Section, frozen=True, kw_only=True):
     ] = 1500.0
 
 
+class Gateway(Section, frozen=True, kw_only=True):
+    """The gateway: announce, rank and cancel over HTTP."""
+
+    host: Annotated[str, _doc("address to serve on; without gateway.tokens, only this machine's own are allowed")] = (
+        "127.0.0.1"
+    )
+    port: Annotated[Port, _doc("port on gateway.host; 0: any free one, logged at start")] = 8080
+    tokens: Annotated[
+        str,
+        Meta(extra={"secret": True}),
+        _doc(
+            "TENANT:TOKEN, separated by blanks, commas or lines: bearer tokens of 16 characters or more, and the "
+            "tenant of their requests; a tenant may have several. Empty: every request is client.tenant's"
+        ),
+    ] = ""
+    tls_certificate: Annotated[str, _doc("PEM file of the certificate to serve HTTPS with; empty: HTTP")] = ""
+    tls_key: Annotated[
+        str, _doc("PEM file of the key of gateway.tls_certificate; empty: in the certificate's file")
+    ] = ""
+    max_body_bytes: Annotated[
+        int, Meta(ge=1024, le=64 << 20, extra=BYTES), _doc("largest body of a request; a larger one is refused unread")
+    ] = 1 << 20
+    max_requests: Annotated[
+        Positive,
+        _doc("most concurrent requests of one tenant; further ones are answered 429. Each holds a body at most"),
+    ] = 256
+    read_ms: Annotated[
+        Ms, _doc("time for a client to send a request's head, then its body, and to take up the answer")
+    ] = 5000.0
+    drain_ms: Annotated[Positive, _doc("on SIGTERM, longest time for accepted requests to complete")] = 10_000
+
+
 class Telemetry(Section, frozen=True, kw_only=True):
     """Logs, metrics and health."""
 
@@ -337,4 +369,5 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     handover: Handover = Handover()
     model: Model = Model()
     client: Client = Client()
+    gateway: Gateway = Gateway()
     telemetry: Telemetry = Telemetry()

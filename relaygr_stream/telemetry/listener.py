@@ -50,27 +50,46 @@ class Listener:
         self._grace_s = grace_s
         self._strangers: dict[asyncio.Task[None], float] = {}  # since when each is one, the oldest first
         self._all: set[asyncio.Task[None]] = set()
+        self._accepting: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
         """Accept until cancelled, then end all connections."""
-        loop = asyncio.get_running_loop()
+        self._accepting = asyncio.create_task(self._accept(), name="accept")
         try:
-            while True:
-                await self._wait_for_room()
-                try:
-                    connection, _ = await loop.sock_accept(self._socket)
-                except OSError as error:
-                    if error.errno in _NO_ROOM:
-                        _limited(_log.warning, "descriptors")("cannot accept connections, will retry", error=str(error))
-                        await asyncio.sleep(BACKOFF_S)
-                    continue  # other errors: the peer closed before the connection was accepted
-                self._begin(connection)
+            await asyncio.wait([self._accepting])
+            if not self._accepting.cancelled():
+                self._accepting.result()
+            await asyncio.get_running_loop().create_future()  # drained; wait to be cancelled
         finally:
+            self._accepting.cancel()
+            await asyncio.wait([self._accepting])
             self.close()
             await asyncio.sleep(0)  # the task of a new connection must start, so that it closes its socket
             for task in self._all:
                 task.cancel()
             await asyncio.gather(*self._all, return_exceptions=True)
+
+    async def drain(self, seconds: float) -> None:
+        """Accept no more, free the port, and wait until all connections have ended, for so long at most."""
+        if self._accepting is not None:
+            self._accepting.cancel()
+            await asyncio.wait([self._accepting])
+        self.close()
+        if self._all:
+            await asyncio.wait(self._all, timeout=seconds)
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await self._wait_for_room()
+            try:
+                connection, _ = await loop.sock_accept(self._socket)
+            except OSError as error:
+                if error.errno in _NO_ROOM:
+                    _limited(_log.warning, "descriptors")("cannot accept connections, will retry", error=str(error))
+                    await asyncio.sleep(BACKOFF_S)
+                continue  # other errors: the peer closed before the connection was accepted
+            self._begin(connection)
 
     def close(self) -> None:
         """Free the port."""

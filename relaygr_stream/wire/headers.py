@@ -14,7 +14,8 @@ HEADER_REPLY_PARTITION: Final = "relaygr-reply-partition"  # ASCII decimal: the 
 HEADER_KIND: Final = "relaygr-kind"  # ASCII; absent: the topic's main message. Readers skip unknown kinds
 HEADER_SIGNATURE: Final = "relaygr-signature"  # 32 bytes: HMAC-SHA256 with a shared secret
 
-# Kinds of records.
+# Kinds.
+KIND_CANCEL: Final = "cancel"  # on `ranking`: its client ranks this request no more; the value is a messages.Cancel
 KIND_DELEGATED: Final = "delegated"  # on `ranking`: a pre-infer signal on another worker's behalf
 
 # On a dead letter; its value and key are the original's.
@@ -31,7 +32,6 @@ HEADER_REPLAY_OF: Final = "relaygr-replay-of"  # PARTITION:OFFSET of the dead le
 # Reserved for later releases: nothing else may use these names (docs/reference/protocol.md, "Reserved names").
 HEADER_TRACE_PARENT: Final = "traceparent"  # W3C Trace Context
 HEADER_TRACE_STATE: Final = "tracestate"  # W3C Trace Context
-KIND_CANCEL: Final = "cancel"  # on `ranking`: the client no longer waits for the request of that correlation id
 
 MAX_CORRELATION_BYTES: Final = 64
 

@@ -58,6 +58,7 @@ __all__ = [
     "SCHEMA_VERSION",
     "SCORE_DTYPE",
     "Behaviours",
+    "Cancel",
     "CostModel",
     "Finite",
     "Id",
@@ -194,6 +195,18 @@ class RankingRequest(msgspec.Struct, frozen=True, kw_only=True):
                 raise DecodeError("invalid", f"the suffix starts at {first}, before the prefix ends at {last}")
 
 
+class Cancel(msgspec.Struct, frozen=True, kw_only=True):
+    """On `ranking`, header relaygr-kind = cancel, on the user's lane: no ranking of this request will follow."""
+
+    v: int = SCHEMA_VERSION
+    min_v: LeastVersion = 0
+    request_id: Id
+    tenant: Label = ""  # as in the request event
+
+    def validate(self) -> None:
+        """Does nothing: every value of the right type is valid."""
+
+
 class Timings(msgspec.Struct, frozen=True, kw_only=True):
     """A ranking's times on the worker, in milliseconds, and the tokens it computed."""
 
@@ -296,8 +309,8 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
         """Does nothing: every value of the right type is a valid status."""
 
 
-Message = RequestEvent | PreInferSignal | RankingRequest | ScoreReply | WorkerStatus
-M = TypeVar("M", RequestEvent, PreInferSignal, RankingRequest, ScoreReply, WorkerStatus)
+Message = RequestEvent | PreInferSignal | RankingRequest | Cancel | ScoreReply | WorkerStatus
+M = TypeVar("M", RequestEvent, PreInferSignal, RankingRequest, Cancel, ScoreReply, WorkerStatus)
 
 _encoder = msgspec.msgpack.Encoder()
 _decoders: dict[type, VersionedDecoder[Any]] = {
@@ -305,6 +318,7 @@ _decoders: dict[type, VersionedDecoder[Any]] = {
     RequestEventInPlace: VersionedDecoder(RequestEventInPlace),
     PreInferSignal: VersionedDecoder(PreInferSignal),
     RankingRequest: VersionedDecoder(RankingRequest, {"mode": OpenEnum(get_args(Mode), "auto")}),
+    Cancel: VersionedDecoder(Cancel),
     ScoreReply: VersionedDecoder(
         ScoreReply,
         {

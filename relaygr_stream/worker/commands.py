@@ -151,6 +151,12 @@ class Prefill(NamedTuple):
     task: PrefillTask
 
 
+class Cancel(NamedTuple):
+    """No ranking of this request (Keys.request_key) will come: release what it pins, compute nothing more for it."""
+
+    request_key: str
+
+
 class LanesLost(NamedTuple):
     """Other workers own these lanes now: what is pinned for their requests is released."""
 
@@ -164,4 +170,4 @@ class Query(NamedTuple):
 
 
 #: What Scheduler.handle takes.
-Command = Rank | Prefill | LanesLost | Query | TransitCommand
+Command = Rank | Prefill | Cancel | LanesLost | Query | TransitCommand

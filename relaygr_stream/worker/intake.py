@@ -26,12 +26,14 @@ from relaygr_stream.wire.messages import (
     ITEM_DTYPE,
     MAX_CORRELATION_BYTES,
     SCORE_DTYPE,
+    Cancel,
     PreInferSignal,
     RankingRequest,
     check_features,
     check_times,
     decode,
     kind_of,
+    tenant_key,
 )
 from relaygr_stream.wire.records import Record
 from relaygr_stream.worker.commands import DELEGATED_LANE, PrefillTask, RankTask
@@ -200,6 +202,11 @@ class Intake:
             origin=origin,
             features=self._features.values("candidate", columns.candidate) if columns.candidate else {},
         )
+
+    def cancelled(self, record: Record) -> str:
+        """The request (Keys.request_key) that a cancel record names. Raises DecodeError."""
+        cancel = decode(Cancel, record.value, self._max_bytes)
+        return tenant_key(cancel.tenant, cancel.request_id)
 
     def _nbytes(self, record: Record, request: RankingRequest) -> int:
         """Bytes of a ranking: as it came, decoded, and its scores (twice, while they are written)."""

@@ -20,6 +20,7 @@ class PrefillCounters:
     flight_finished: int = 0  # before their ranking was expected
     flight_late: int = 0  # after that
     flight_starved: int = 0  # the life window, the ranking or the lane ended first
+    flight_cancelled: int = 0  # its client cancelled the only request that it was for
     flight_failed: int = 0
     flight_joined: int = 0
 
@@ -63,6 +64,17 @@ class PrefillJobs:
             self.counters.flight_joined += 1
         job.waiters.append(task)
         self._queue.urge(job, task)
+
+    def cancelled(self, entry: Entry, now: float) -> bool:
+        """A request that the entry was computed for was cancelled: end its job at once, if no ranking waits for it or
+        will. What was computed stays. Returns whether a job ended."""
+        job = self._by_entry.get(entry)
+        if job is None:
+            return False
+        job.waiters = [task for task in job.waiters if not task.answered]
+        if not job.wanted:
+            self._end(job, now, cancelled=True)
+        return job.over
 
     def of(self, entry: Entry) -> PrefillJob | None:
         """The job that computes this entry, if there is one."""
@@ -110,7 +122,7 @@ class PrefillJobs:
             self._end(job, now + ms / 1e3)
         return ms
 
-    def _end(self, job: PrefillJob, now: float) -> None:
+    def _end(self, job: PrefillJob, now: float, *, cancelled: bool = False) -> None:
         job.over = True
         completed = job.run.done and job.error is None
         if job.entry is None:
@@ -121,7 +133,7 @@ class PrefillJobs:
             return
         del self._by_entry[job.entry]
         if job.pre_infer:
-            self._count(job, completed, now)
+            self._count(job, completed, cancelled, now)
         if job.error is not None:
             self._cache.abort(job.entry)
         elif completed:
@@ -129,9 +141,11 @@ class PrefillJobs:
         else:
             self._cache.cut_short(job.entry)
 
-    def _count(self, job: PrefillJob, completed: bool, now: float) -> None:
+    def _count(self, job: PrefillJob, completed: bool, cancelled: bool, now: float) -> None:
         if job.error is not None:
             self.counters.flight_failed += 1
+        elif cancelled:
+            self.counters.flight_cancelled += 1
         elif not completed:
             self.counters.flight_starved += 1
         elif now > job.due:

@@ -9,6 +9,7 @@ ranking   ─┴─► intake ─► device ─► ───┼─► ranking (a
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import socket
 import time
@@ -37,7 +38,7 @@ from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.background import Background
 from relaygr_stream.telemetry.process import ProcessContext
 from relaygr_stream.wire.fleet import OwnerDirectory
-from relaygr_stream.wire.headers import KIND_DELEGATED
+from relaygr_stream.wire.headers import KIND_CANCEL, KIND_DELEGATED
 from relaygr_stream.wire.messages import kind_of
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.refusals import KIND as REFUSALS
@@ -45,7 +46,7 @@ from relaygr_stream.wire.refusals import Reasons
 from relaygr_stream.wire.worker_status import StatusReader
 from relaygr_stream.worker.audit import AuditReport
 from relaygr_stream.worker.build import Held, WorkerRuntime, build
-from relaygr_stream.worker.commands import DELEGATED_LANE, Answer, LanesLost, Prefill, Rank, RankTask
+from relaygr_stream.worker.commands import DELEGATED_LANE, Answer, Cancel, LanesLost, Prefill, Rank, RankTask
 from relaygr_stream.worker.device import DeviceThread
 from relaygr_stream.worker.forwarding import Forwarding
 from relaygr_stream.worker.intake import Intake, Origin, TooMuch
@@ -323,11 +324,12 @@ class Worker:
     def _on_records(self, records: list[Record]) -> None:
         """Hand what came to the device as commands: rankings first, because their clients wait."""
         signals: list[Prefill] = []
-        rankings: list[Rank] = []
+        rankings: list[Rank | Cancel] = []  # in their order: a ranking may come behind the cancel of its request
         for record in records:
             kind, ranked = kind_of(record.headers), record.topic == self._bus.topics.ranking.name
             if kind and not (ranked and kind == KIND_DELEGATED):
-                self._other(record, kind)
+                if (cancel := self._other(record, kind)) is not None:
+                    rankings.append(cancel)
             elif ranked and not kind:
                 if (ranking := self._ranking(record)) is not None:
                     rankings.append(ranking)
@@ -336,14 +338,24 @@ class Worker:
         if signals or rankings:
             self._device.submit(*rankings, *signals)
 
-    def _other(self, record: Record, kind: str) -> None:
-        """Refusals of the trigger, or a kind of a later release, which is skipped."""
+    def _other(self, record: Record, kind: str) -> Cancel | None:
+        """A client's cancel, refusals of the trigger, or a kind of a later release, which is skipped."""
+        if kind == KIND_CANCEL and record.topic == self._bus.topics.ranking.name:
+            try:
+                cancel = Cancel(self._intake.cancelled(record))
+            except DecodeError as error:
+                self._dead_letter(record, error)
+                return None
+            self._pass_on_cancel(record, cancel)
+            self._consumer.done(record)
+            return cancel
         if kind == REFUSALS and record.topic == self._bus.topics.pre_infer.name:
             with suppress(DecodeError):  # nothing depends on it
                 self._reasons.read(record)
         else:
             self._metrics.records_skipped.inc()
         self._consumer.done(record)
+        return None
 
     def _signal(self, record: Record) -> Prefill | None:
         try:
@@ -388,6 +400,13 @@ class Worker:
         if lane is None:
             self._metrics.forwards.labels("delegate_gone").inc()
         return lane
+
+    def _pass_on_cancel(self, record: Record, cancel: Cancel) -> None:
+        """What another worker pins on our behalf for this request is to be released there, too."""
+        name = self._reasons.take_delegate(cancel.request_key)
+        lane = self._forwarding.lane_of_delegate(name, math.inf) if name else None
+        if lane is not None:
+            self._outbox.pass_on(record, lane)
 
     def _rank_again(self, task: RankTask) -> None:
         self._in_flight.add(task)

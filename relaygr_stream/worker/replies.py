@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final
 
@@ -100,6 +101,10 @@ class Outbox:
             self._metrics.forwards.labels(lane).inc()
             answer.detail = f"{answer.detail}; {WHY[lane]}"
         self._answer(answer)
+
+    def pass_on(self, record: Record, lane: int) -> None:
+        """Copy a client's cancel to that lane; one that no broker takes is no loss: what it ends has a life window."""
+        self._spawn(self._copy(record, lane))
 
     def decline(self, task: RankTask, why: str) -> None:
         """Answer a ranking for which there is no memory `overloaded`, here and now: nothing of it is kept."""
@@ -230,6 +235,12 @@ class Outbox:
                     "answer not delivered yet", **self._about(origin, reply), error=str(error)
                 )
                 await asyncio.sleep(pause)
+
+    async def _copy(self, record: Record, lane: int) -> None:
+        with suppress(BrokerError):
+            await self._others.send_and_wait(
+                record.topic, record.value, key=record.key, partition=lane, headers=record.headers
+            )
 
     def _about(self, origin: Origin, reply: ScoreReply) -> dict[str, Any]:
         return request_log_fields(reply.request_id, user_of(origin.record), origin.record.lane, reply.status)

@@ -26,6 +26,7 @@ from relaygr_stream.worker.clients import SLACK_SLICES, Clients
 from relaygr_stream.worker.commands import (
     DELEGATED_LANE,
     Answer,
+    Cancel,
     Command,
     LanesLost,
     Prefill,
@@ -142,6 +143,8 @@ class Scheduler:
         elif isinstance(command, Prefill):
             self.warm_up.asked(command.task.user_key)
             self.signals.enqueue(command.task, now)
+        elif isinstance(command, Cancel):
+            self._cancel(command.request_key, now)
         elif isinstance(command, LanesLost):
             self.pins.release_lanes(command.lanes)
             self.demand.lanes_lost(command.lanes)
@@ -236,6 +239,11 @@ class Scheduler:
         self.check_integrity()
 
     # ---- inside ----
+
+    def _cancel(self, request_key: str, now: float) -> None:
+        entry = self.signals.cancel(request_key)
+        if entry is not None and self._jobs.cancelled(entry, now):
+            self._wake(entry)
 
     def _snapshot(self, lanes: Collection[int], now: float) -> Snapshot:
         cache, pins, demand = self.cache, self.pins, self.demand

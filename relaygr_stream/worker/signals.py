@@ -121,7 +121,8 @@ class SignalCounters:
     signal_joined: int = 0
     signal_duplicate: int = 0
     signal_expired: int = 0
-    signal_ranked: int = 0  # its ranking had been answered before it came
+    signal_ranked: int = 0  # its ranking had been answered, or it had been cancelled, before it came
+    signal_cancelled: int = 0  # its client cancelled it while it was pinned
     signal_over_footprint: int = 0
     signal_no_room: int = 0
     signal_delegated: int = 0  # of the pinned ones, those on another worker's behalf
@@ -156,7 +157,7 @@ class Signals:
         self.counters = SignalCounters()
 
     def enqueue(self, task: PrefillTask, now: float) -> None:
-        """Place a signal that came, unless it is a duplicate, expired, or behind its ranking."""
+        """Place a signal that came, unless it is a duplicate, expired, or behind its ranking or its cancel."""
         self.counters.signals += 1
         if task.request_key in self._pins:
             self.counters.signal_duplicate += 1
@@ -167,8 +168,16 @@ class Signals:
         else:
             self._place(task)
 
+    def cancel(self, request_key: str) -> Entry | None:
+        """End the request's pin, and drop its signal if that is still to come. Returns the entry that it pinned."""
+        entry = self._pins.entry(request_key)
+        self._answered.add(request_key)
+        if self._pins.release(request_key):
+            self.counters.signal_cancelled += 1
+        return entry
+
     def again(self, task: PrefillTask) -> None:
-        """Place a signal whose wait is over. If its pin is gone (expired, ranked, lane lost), so is the signal."""
+        """Place a signal whose wait is over. If its pin is gone (expired, ranked, cancelled, lane lost), so is it."""
         if self._pins.release(task.request_key):
             self._place(task)
 

@@ -140,7 +140,7 @@ def test_prometheus_answers_every_query_of_the_dashboard(testbed: Testbed) -> No
 async def test_a_killed_worker_loses_no_request(testbed: Testbed) -> None:
     """Each request before, meanwhile and after gets one answer or one typed error; then the other worker serves all."""
     load_s, kill_after_s = 20.0, 5.0  # the session timeout is 3 s: the lanes move under load
-    options = GeneratorOptions(rate=5.0, length_median=256, run=f"load{time.time_ns()}-")
+    options = GeneratorOptions(rate=5.0, length=256, run=f"load{time.time_ns()}-")
     items = list(itertools.takewhile(lambda item: item.at < load_s, Generator(options)))
 
     async def kill() -> None:

@@ -122,7 +122,7 @@ def traffic(seconds: float, rate: float, *, seed: int = 1, run: str = "t") -> li
         rate=rate,
         users=40,
         items=5000,
-        length_median=150.0,
+        length=150.0,
         revisit=0.5,
         candidates=20,
         suffix=4,

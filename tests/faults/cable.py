@@ -24,12 +24,16 @@ from dataclasses import dataclass
 from typing import Final
 
 ETH_P_ALL: Final = 3  # <linux/if_ether.h>
+IPPROTO_TCP: Final = 6
 SOL_PACKET, PACKET_IGNORE_OUTGOING = 263, 23  # <linux/socket.h>, <linux/if_packet.h>
 SO_RCVBUFFORCE: Final = 33  # <asm-generic/socket.h>
 SIOCETHTOOL, ETHTOOL_STXCSUM = 0x8946, 0x17  # <linux/sockios.h>, <linux/ethtool.h>
 #: Frames wait here while this process does not get a core: a second at 100 Mbit/s is 12 MB.
 BUFFER_BYTES: Final = 16 << 20
 FRAME_BYTES: Final = 65536
+#: TCP waits twice as long after each loss, from 0.2 s on. Five losses running, as happen now and then, silence a
+#: connection for six seconds: longer than any request lasts, whatever runs above TCP.
+MOST_RUNNING: Final = 3
 #: Taken from one end before the other, and those that are due, have their turn.
 BATCH: Final = 64
 
@@ -44,7 +48,7 @@ class Cable:
 
     def wear(self, *, delay_s: float = 0.0, jitter_s: float = 0.0, loss: float = 0.0) -> None:
         """From now on, in each direction: every frame takes `delay_s` longer, give or take up to `jitter_s` (so frames
-        overtake each other), and a share `loss` of them never arrives."""
+        overtake each other), and a share `loss` of them never arrives, MOST_RUNNING of a TCP connection running."""
         self._tell(f"{delay_s} {jitter_s} {loss}")
 
     def mend(self) -> None:
@@ -81,9 +85,33 @@ class _Wear:
     loss: float = 0.0
 
 
+class Losses:
+    """Which frames are lost: by chance, at most MOST_RUNNING of a TCP connection until one has passed each way."""
+
+    def __init__(self, seed: int) -> None:
+        self._chance = random.Random(seed)
+        self._running: dict[tuple[bytes, ...], tuple[int, set[int]]] = {}  # losses, directions that passed since
+
+    def lost(self, frame: bytes, direction: int, share: float) -> bool:
+        by_chance = self._chance.random() < share
+        if frame[12:14] != b"\x08\x00" or frame[23] != IPPROTO_TCP:
+            return by_chance
+        ports = 14 + 4 * (frame[14] & 15)
+        ends = (frame[26:30] + frame[ports : ports + 2], frame[30:34] + frame[ports + 2 : ports + 4])
+        connection = tuple(sorted(ends))
+        losses, passed = self._running.get(connection, (0, set[int]()))
+        if by_chance and losses < MOST_RUNNING:
+            self._running[connection] = losses + 1, set()
+            return True
+        passed.add(direction)
+        if len(passed) == 2:
+            self._running.pop(connection, None)
+        return False
+
+
 def _carry(near: str, far: str, seed: int) -> None:
     ends = (_end(near), _end(far))
-    chance, wear = random.Random(seed), _Wear()
+    chance, losses, wear = random.Random(seed), Losses(seed), _Wear()
     under_way: list[tuple[float, int, socket.socket, bytes]] = []  # heap: due by the clock, number, towards, frame
     number = lost = 0
     while True:
@@ -94,10 +122,10 @@ def _carry(near: str, far: str, seed: int) -> None:
                 return
             wear = _Wear(*map(float, line.split()))
             os.write(1, f"{number - lost} {lost}\n".encode())
-        for source, sink in (ends, ends[::-1]):
+        for direction, (source, sink) in enumerate((ends, ends[::-1])):
             for frame in _received(source) if source in readable else ():
                 number += 1
-                if chance.random() < wear.loss:
+                if losses.lost(frame, direction, wear.loss):
                     lost += 1
                     continue
                 due = time.monotonic() + wear.delay_s + chance.uniform(-wear.jitter_s, wear.jitter_s)

@@ -65,7 +65,7 @@ class Load:
                 rate=rate,
                 users=60,
                 items=5000,
-                length_median=150.0,
+                length=150.0,
                 revisit=0.7,
                 candidates=20,
                 suffix=4,

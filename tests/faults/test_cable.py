@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from tests.faults.cable import MOST_RUNNING, Losses
 from tests.faults.network import HERE, HINT, Network, network, permitted
 
 pytestmark = pytest.mark.faults
@@ -63,6 +64,27 @@ def flight(machines: Network, packets: int = PACKETS) -> tuple[list[int], list[f
             numbers.append(int(number))
             took.append(heard - float(sent))
     return numbers, took
+
+
+def test_no_connection_is_silenced_for_longer_than_a_request() -> None:
+    """Whatever is lost by chance: of a TCP connection, MOST_RUNNING frames at most until one has passed each way."""
+    ends = b"\xc6\x12\x00\x01", b"\xc6\x12\x00\x02", b"\x23\x84", b"\x90\x1f"
+    there = bytes(12) + b"\x08\x00\x45" + bytes(8) + b"\x06" + bytes(2) + ends[0] + ends[1] + ends[2] + ends[3]
+    back = bytes(12) + b"\x08\x00\x45" + bytes(8) + b"\x06" + bytes(2) + ends[1] + ends[0] + ends[3] + ends[2]
+    losses, running, worst = Losses(seed=3), 0, 0
+    passed: set[int] = set()
+    for number in range(20_000):
+        direction = number % 2
+        if losses.lost(back if direction else there, direction, 0.6):
+            running, passed = running + 1, set()
+            worst = max(worst, running)
+        else:
+            passed.add(direction)
+            running = 0 if len(passed) == 2 else running
+    assert worst == MOST_RUNNING
+    datagram = there[:23] + b"\x11" + there[24:]
+    lost = [losses.lost(datagram, 0, 0.6) for _ in range(2000)]
+    assert any(all(lost[at : at + MOST_RUNNING + 1]) for at in range(len(lost))), "only connections are spared"
 
 
 def known(machines: Network) -> None:

@@ -13,6 +13,7 @@ from relaygr_stream.wire.messages import (
     HEADER_CORRELATION,
     HEADER_REPLY_PARTITION,
     Behaviours,
+    Cancel,
     CostModel,
     LaneStatus,
     Message,
@@ -61,6 +62,8 @@ def message(kind: type[Message], rng: random.Random) -> Message:
         suffix = behaviours(rng, rng.randrange(4), EPOCH_MS + 100 * size)
         candidates = pack_items([rng.randrange(1 << 32) for _ in range(rng.randrange(1, 8))])
         return RankingRequest(request_id=request, user_id=user, prefix=prefix, suffix=suffix, candidates=candidates)
+    if kind is Cancel:
+        return Cancel(request_id=request, tenant=f"t{rng.randrange(3)}")
     if kind is ScoreReply:
         scores = np.ones(2 * rng.randrange(1, 5), "<f4").tobytes()
         return ScoreReply(request_id=request, status="ok", outcome="hbm", scores=scores, tasks=("click", "like"))

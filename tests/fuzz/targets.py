@@ -35,6 +35,7 @@ from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import (
     HEADER_CORRELATION,
     MAX_CORRELATION_BYTES,
+    Cancel,
     Message,
     PreInferSignal,
     RankingRequest,
@@ -73,7 +74,7 @@ def holds(condition: object, what: str) -> None:
 
 def targets(stack: ExitStack) -> dict[str, Target]:
     """Every target by its name, each with fresh state; what they opened is closed with the stack."""
-    kinds: tuple[type[Any], ...] = (RequestEvent, PreInferSignal, RankingRequest, ScoreReply, WorkerStatus)
+    kinds: tuple[type[Any], ...] = (RequestEvent, PreInferSignal, RankingRequest, Cancel, ScoreReply, WorkerStatus)
     return {
         **{f"decode {kind.__name__}": _decode(kind) for kind in kinds},
         "worker intake": _Intake(),

@@ -14,17 +14,20 @@ from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.bus.topics import apply_topics, load_topics
 from relaygr_stream.client import RelayClient
 from relaygr_stream.settings.schema import Client, Kafka, Settings
+from relaygr_stream.wire.headers import KIND_CANCEL
 from relaygr_stream.wire.messages import (
     HEADER_CORRELATION,
     HEADER_REPLY_PARTITION,
     ITEM_DTYPE,
     Behaviours,
+    Cancel,
     RankingRequest,
     RequestEvent,
     ScoreReply,
     Timings,
     decode,
     encode,
+    kind_of,
     pack_items,
 )
 from relaygr_stream.wire.records import Record
@@ -75,10 +78,13 @@ class Responder:
         self.requests: list[tuple[Record, RankingRequest]] = []
         self.held: list[tuple[Record, RankingRequest]] = []
         self.events: list[Record] = []
+        self.cancels: list[Cancel] = []
         self.tasks: set[asyncio.Task[None]] = set()
 
     def on_records(self, records: list[Record]) -> None:
-        taken = [(record, decode(RankingRequest, record.value)) for record in records]
+        cancels = [record for record in records if kind_of(record.headers) == KIND_CANCEL]
+        self.cancels += [decode(Cancel, record.value) for record in cancels]
+        taken = [(record, decode(RankingRequest, record.value)) for record in records if record not in cancels]
         self.requests += taken
         if self.hold:
             self.held += taken

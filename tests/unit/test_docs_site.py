@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry
 from relaygr_stream.bus.renewed import RenewalsCollector
 from relaygr_stream.cli.main import main
 from relaygr_stream.client.metrics import ClientMetrics
+from relaygr_stream.gateway.app import Metrics as GatewayMetrics
 from relaygr_stream.handover.desk import HandoverMetrics
 from relaygr_stream.settings import load as config
 from relaygr_stream.settings.schema import Settings, Telemetry
@@ -65,7 +66,7 @@ def test_the_settings_page_has_every_setting(site: Path) -> None:
 
 async def test_the_metrics_page_has_every_metric_and_no_other(site: Path) -> None:
     async with process(Settings(telemetry=Telemetry(log_level="error")), "worker") as ctx:
-        kinds = (WorkerMetrics, HandoverMetrics, TriggerMetrics, ClientMetrics)
+        kinds = (WorkerMetrics, HandoverMetrics, TriggerMetrics, ClientMetrics, GatewayMetrics)
         registries = [ctx.registry, *(CollectorRegistry() for _ in kinds)]
         for metrics, registry in zip(kinds, registries[1:], strict=True):
             metrics(registry)

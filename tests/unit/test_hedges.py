@@ -221,6 +221,16 @@ def test_a_lane_that_no_broker_takes_is_left_and_never_chosen() -> None:
     assert {hedges.other_lane([0]) for _ in range(50)} == {3}
 
 
+def test_copies_go_to_lanes_of_different_brokers_while_there_are_some() -> None:
+    """A killed broker counts as away after half a second: until then, copies on its other lanes are lost, too."""
+    owners = directory(status("a", [0, 1, 2]), status("b", [3, 4, 5]), status("c", [6, 7]))
+    hedges = Hedges(owners, 50.0, seed=1, broker_of=lambda lane: lane % 3)
+    assert {hedges.other_lane([0]) for _ in range(100)} == {4, 5, 7}, "6 and 3 are led by the broker of 0"
+    assert {hedges.other_lane([0, 4]) for _ in range(100)} == {6, 7}, "c owns no lane of the third broker"
+    one = Hedges(owners, 50.0, seed=1, broker_of=lambda lane: 1)
+    assert {one.other_lane([0]) for _ in range(100)} == {3, 4, 5, 6, 7}
+
+
 def test_an_owner_that_was_not_heard_yet_is_not_silent() -> None:
     """A new client has heard those who happened to speak first: it asked them what others' pinned KV were for."""
     now = [100.0]

@@ -19,6 +19,7 @@ from relaygr_stream.wire.messages import (
     MAX_MESSAGE_BYTES,
     SCHEMA_VERSION,
     Behaviours,
+    Cancel,
     CostModel,
     LaneStatus,
     Message,
@@ -34,7 +35,7 @@ from relaygr_stream.wire.messages import (
     pack_items,
 )
 
-KINDS: list[Any] = [RequestEvent, PreInferSignal, RankingRequest, ScoreReply, WorkerStatus]
+KINDS: list[Any] = [RequestEvent, PreInferSignal, RankingRequest, Cancel, ScoreReply, WorkerStatus]
 
 ids = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=256)
 labels = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=128)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import numpy as np
 import pytest
 
@@ -94,6 +96,45 @@ async def test_an_announcement_that_cannot_leave_does_not_stop_the_ranking(
             assert (await request.rank([1, 2], timeout=20)).top(1, task="click").tolist() == [2]
         assert not peer.events
         assert count(relay, "announcements", outcome="BrokerUnavailable") == 1
+
+
+async def test_a_request_left_without_scores_is_cancelled_and_no_other(kafka_settings: Kafka) -> None:
+    async with responder_on(kafka_settings) as peer, client_on(kafka_settings) as relay:
+        async with relay.request("u", HISTORY, candidates=3) as ranked:
+            await ranked.rank([1, 2], timeout=20)
+        async with relay.request("u", HISTORY, candidates=3, request_id="left", tenant="shop"):
+            pass
+        with pytest.raises(Rejected):
+            async with relay.request("u", HISTORY, candidates=3, request_id="refused") as request:
+                await request.rank([])
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01), relay.request("u", HISTORY, candidates=3, request_id="late"):
+                await asyncio.sleep(20)
+        await until(lambda: len(peer.cancels) == 3, "cancelled")
+        assert [(cancel.request_id, cancel.tenant) for cancel in peer.cancels] == [
+            ("left", "shop"), ("refused", ""), ("late", ""),
+        ]  # fmt: skip
+        assert count(relay, "cancels", outcome="sent") == 3
+
+
+async def test_a_cancel_that_cannot_be_sent_disturbs_nobody(
+    kafka_settings: Kafka, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from relaygr_stream.client.sender import Sender
+    from relaygr_stream.errors import BrokerUnavailable
+
+    async def away(*_: object, **__: object) -> None:
+        raise BrokerUnavailable("no broker takes cancels")
+
+    async with responder_on(kafka_settings) as peer, client_on(kafka_settings) as relay:
+        monkeypatch.setattr(Sender, "send", away)
+        async with relay.request("u", HISTORY, candidates=3):
+            pass
+        with pytest.raises(BrokerUnavailable):
+            await relay.cancel("u", "r")
+        with pytest.raises(Rejected, match="request_id"):
+            await relay.cancel("u", "")
+        assert not peer.cancels
 
 
 def nothing(request: RankingRequest) -> list[ScoreReply]:

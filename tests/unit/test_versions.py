@@ -19,6 +19,7 @@ from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import (
     MAX_UNKNOWN_BYTES,
     Behaviours,
+    Cancel,
     Message,
     PreInferSignal,
     RankingRequest,
@@ -35,7 +36,7 @@ from relaygr_stream.wire.versions import RESERVED_FIELDS
 WIRE = Path(__file__).parents[1] / "data" / "wire"
 GOLDEN = [(path.stem, entry) for path in sorted(WIRE.glob("*.json")) for entry in json.loads(path.read_text())]
 KINDS: dict[str, Any] = {
-    kind.__name__: kind for kind in (RequestEvent, PreInferSignal, RankingRequest, ScoreReply, WorkerStatus)
+    kind.__name__: kind for kind in (RequestEvent, PreInferSignal, RankingRequest, Cancel, ScoreReply, WorkerStatus)
 }
 
 

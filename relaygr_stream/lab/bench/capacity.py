@@ -8,7 +8,7 @@ Reloads from DRAM run beside the device and count as free, which only loosens th
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from relaygr_stream.lab.bench.modes import Mode
 from relaygr_stream.lab.bench.statistics import QUANTILE
+from relaygr_stream.lab.workload.traffic import Spread
 from relaygr_stream.wire.messages import CostModel
 
 #: Requests of a simulated queue, of which 200 are beyond the 99th percentile.
@@ -34,6 +35,11 @@ class Traffic:
     growth: float
     candidates: int
     delay_ms: float  # between announcement and ranking, median
+    spread: Spread | None = None  # of lengths whose median `length` is; None: all the same
+
+    def powers(self) -> tuple[float, float]:
+        """The means of the length and of its square."""
+        return (self.length, self.length**2) if self.spread is None else self.spread.powers(self.length)
 
 
 @dataclass(frozen=True)
@@ -53,11 +59,12 @@ class RequestCost:
     @classmethod
     def of(cls, costs: CostModel, traffic: Traffic) -> RequestCost:
         """From the fitted T_full = c0 + c1·n + c2·n² + c3·n·m + c4·m: c1 and c2 are the prefix, the others the hit."""
-        n, old = traffic.length, max(0.0, traffic.length - traffic.growth)
-        prefix = costs.c1 * n + costs.c2 * n * n
+        n, square = traffic.powers()
+        prefix = costs.c1 * n + costs.c2 * square
+        more = min(n, traffic.growth)
         return cls(
             prefix=prefix,
-            extension=prefix - (costs.c1 * old + costs.c2 * old * old),
+            extension=costs.c1 * more + costs.c2 * (2 * n - more) * more,
             hit=costs.c0 + (costs.c3 * n + costs.c4) * traffic.candidates,
             operation=costs.c0,
         )
@@ -80,17 +87,19 @@ def most_length(
     """The longest prefix with which the devices keep up and a first visit can be ready in time."""
 
     def fits(length: float) -> bool:
-        cost = RequestCost.of(costs, _with_length(traffic, length))
+        cost = RequestCost.of(costs, replace(traffic, length=length))
         slack = slack_ms(mode, traffic, slo_ms)
         first = revisit_matters(mode, traffic.revisit)
-        return rate <= most_rate(mode, cost, traffic.revisit, workers) and (not first or cost.full <= slack)
+        alone = RequestCost.of(costs, replace(traffic, length=length, spread=None)).full
+        return rate <= most_rate(mode, cost, traffic.revisit, workers) and (not first or alone <= slack)
 
     return _longest(fits, longest)
 
 
 def longest_full(costs: CostModel, traffic: Traffic, full_ms: float, longest: int) -> float:
     """The largest length whose full inference takes at most full_ms; `longest` if all do, 0 if none does."""
-    return _longest(lambda length: RequestCost.of(costs, _with_length(traffic, length)).full <= full_ms, longest)
+    alike = replace(traffic, spread=None)
+    return _longest(lambda length: RequestCost.of(costs, replace(alike, length=length)).full <= full_ms, longest)
 
 
 def _longest(fits: Callable[[float], bool], longest: int) -> float:
@@ -164,12 +173,8 @@ def predicted_length(
     low, high = 1.0, float(longest)
     for _ in range(12):
         length = (low + high) / 2
-        shaped = _with_length(traffic, length)
+        shaped = replace(traffic, length=length)
         cost = RequestCost.of(costs, shaped)
         enough = predicted_rate(mode, cost, shaped, slo_ms, bus_ms, workers) >= rate
         low, high = (length, high) if enough else (low, length)
     return low
-
-
-def _with_length(traffic: Traffic, length: float) -> Traffic:
-    return Traffic(length, traffic.revisit, traffic.growth, traffic.candidates, traffic.delay_ms)

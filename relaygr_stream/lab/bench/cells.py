@@ -20,6 +20,7 @@ from relaygr_stream.lab.bench.capacity import (
 from relaygr_stream.lab.bench.modes import Mode
 from relaygr_stream.lab.bench.results import Probe
 from relaygr_stream.lab.bench.search import Search
+from relaygr_stream.lab.workload.traffic import Spread
 from relaygr_stream.wire.messages import CostModel
 
 #: First step of a search, a factor: estimates from fitted costs and a simulated queue are off by some tens of percent.
@@ -48,10 +49,11 @@ class World:
     growth: float
     workers: int
     longest: int  # tokens
+    spread: Spread | None = None  # of lengths
 
     def traffic(self, length: float, revisit: float) -> Traffic:
         """Requests of this length."""
-        return Traffic(length, revisit, self.growth, self.candidates, self.delay_ms)
+        return Traffic(length, revisit, self.growth, self.candidates, self.delay_ms, self.spread)
 
     def cost(self, length: float, revisit: float) -> RequestCost:
         """Device milliseconds of such a request."""

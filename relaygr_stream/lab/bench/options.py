@@ -11,7 +11,9 @@ from typing import Any, Final, Literal
 
 from relaygr_stream.errors import ConfigError
 from relaygr_stream.lab.bench.modes import CACHE, FULL, MODES, RELAY, Mode
+from relaygr_stream.lab.workload.arrivals import ArrivalLog
 from relaygr_stream.lab.workload.items import StageDelay
+from relaygr_stream.lab.workload.traffic import Mix, Spread, Tide
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,9 +33,13 @@ class SloOptions:
     suffix: int = 8
     candidates: int = 32
     growth: float = 3.0
-    users: int = 100  # users with 512 tokens that a population knows before its first probe; fewer if longer
-    recent: int = 400
+    known: int = 100  # users with 512 tokens who are about to return at any moment; fewer if longer
+    users: int = 200_000  # among whom first visits are drawn: with 1,000 known, one in 200 draws gives a known user
+    zipf: float = 0.0
     sigma: float = 0.0
+    mix: Mix | None = None
+    tide: Tide | None = None
+    arrivals: ArrivalLog | None = None
     samples: int  # requests judged in a probe
     least_s: float = 2.5
     warm_up_s: float = 1.0
@@ -45,17 +51,24 @@ class SloOptions:
     out: Path = Path("out/slo")
 
     def __post_init__(self) -> None:
+        if self.arrivals is not None and self.arrivals.users is not None:  # returns are the log's
+            for name in ("revisits", "length_revisits"):
+                object.__setattr__(self, name, (self.arrivals.returns,))
         if not self.revisits or not all(0 <= ratio < 1 for ratio in (*self.revisits, *self.length_revisits)):
             raise ConfigError(f"revisit ratios {self.revisits}, {self.length_revisits}: must be within 0…1, 1 excluded")
         if self.length is not None and self.length <= 0:
             raise ConfigError(f"length = {self.length}: must be above 0")
-        for name in ("workers", "suffix", "candidates", "users", "samples", "repeats", "budget_s"):
+        for name in ("workers", "suffix", "candidates", "known", "users", "samples", "repeats", "budget_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} = {getattr(self, name)}: must be above 0")
         if self.rate is not None and self.rate <= 0:
             raise ConfigError(f"rate = {self.rate:g}: must be above 0")
         if self.tolerance <= 1:
             raise ConfigError(f"tolerance = {self.tolerance:g}: is a factor above 1")
+
+    def spread(self, most: int) -> Spread | None:
+        """How lengths of at most `most` tokens vary; None: not at all."""
+        return Spread(self.sigma, self.mix, most) if self.sigma or self.mix else None
 
     def rate_cells(self) -> list[tuple[Mode, float]]:
         """Modes and revisit ratios for which the largest rate is searched."""

@@ -5,18 +5,25 @@ Modes of a pipeline share populations, as they share the workers' caches.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Final, TypeVar
+
+import msgspec
+import numpy as np
 
 from relaygr_stream.lab.bench.capacity import most_rate
 from relaygr_stream.lab.bench.cells import World
 from relaygr_stream.lab.bench.modes import RELAY, Mode
 from relaygr_stream.lab.bench.options import SloOptions
 from relaygr_stream.lab.bench.pipeline import Pipeline
-from relaygr_stream.lab.bench.traffic import Population, TrafficOptions
 from relaygr_stream.lab.workload.driver import drive
+from relaygr_stream.lab.workload.generator import Generator, GeneratorOptions
+from relaygr_stream.lab.workload.items import WorkItem
+from relaygr_stream.lab.workload.visits import Pace
+from relaygr_stream.wire.messages import RankingRequest, RequestEvent
 
-#: Tokens of a user, to which the options' number of users refers.
+#: Tokens of a user, to which the options' number of known users refers.
 USERS_TOKENS: Final = 512
 #: Users are introduced at this share of the device's capacity, so that no queue grows.
 FILL_SHARE: Final = 0.6
@@ -24,6 +31,59 @@ FILL_TIMEOUT_S: Final = 10.0
 #: Then users return for a while, at this share of the device's capacity, before a probe: after many new users the
 #: worker expects every event to be a new one, grants too little device time, and first visits are refused.
 SETTLE_SHARE: Final = 0.3
+
+M = TypeVar("M", RequestEvent, RankingRequest)
+
+
+class Population:
+    """Users with histories, who live on from probe to probe, at whatever rate.
+
+    The workers' caches live on, too, as in a long-running service: probes of returning users do not start with cold
+    caches. Populations have no user in common.
+    """
+
+    def __init__(self, name: str, options: GeneratorOptions) -> None:
+        self.name = name
+        self.length = round(options.length)
+        self.revisit = options.returns
+        self.two_kinds = options.two_kinds
+        seed = int(np.random.default_rng([options.seed, *name.encode()]).integers(2**31))
+        self._tide = options.tide
+        self._requests = Generator(replace(options, seed=seed, run=f"{name}-")).paced()
+        self._waiting: WorkItem | None = None
+
+    def take(self, rate: float, *, count: int, since: float = 0.0, until: float = 0.0) -> list[WorkItem]:
+        """The next requests, at `rate` per second from now on.
+
+        At least `count` of them are due after `since`, and the last is due after `until` (seconds from now).
+        """
+        taken: list[WorkItem] = []
+        counted = 0
+        pace = Pace(rate, self._tide)
+        while True:
+            request = self._next()
+            item = self._due(request, pace)
+            if counted >= count and item.at >= until:
+                self._waiting = request  # not sent yet: the next stream begins with it
+                return taken
+            taken.append(item)
+            counted += item.at >= since
+
+    def stream(self, rate: float, after: float = 0.0) -> Iterator[WorkItem]:
+        """An endless stream of requests, made on demand; the first is due after `after`."""
+        pace = Pace(rate, self._tide, start=after)
+        while True:
+            yield self._due(self._next(), pace)
+
+    def _next(self) -> WorkItem:
+        waiting, self._waiting = self._waiting, None
+        return waiting or next(self._requests)
+
+    def _due(self, item: WorkItem, pace: Pace) -> WorkItem:
+        return replace(item, at=pace.after(item.at), event=self._own(item.event), request=self._own(item.request))
+
+    def _own(self, message: M) -> M:
+        return msgspec.structs.replace(message, user_id=f"{self.name}-{message.user_id}")
 
 
 class Populations:
@@ -38,7 +98,10 @@ class Populations:
 
     async def get(self, length: int, revisit: float, mode: Mode, world: World) -> Population:
         """The population; if users return, the workers already know the number of users in the options."""
-        if not mode.keeps:
+        log = self._options.arrivals
+        if log is not None and log.users is not None:
+            revisit = log.returns
+        elif not mode.keeps:
             revisit = 0.0
         if (length, revisit) not in self._known:
             self._known[length, revisit] = await self._make(length, revisit, world)
@@ -47,24 +110,31 @@ class Populations:
     async def _make(self, length: int, revisit: float, world: World) -> Population:
         options = self._options
         # The same number of tokens in all, whatever the length.
-        strangers = 0 if revisit == 0 else max(8, round(options.users * USERS_TOKENS / length))
-        traffic = TrafficOptions(
+        known = 0 if revisit == 0 else max(8, round(options.known * USERS_TOKENS / length))
+        traffic = GeneratorOptions(
+            rate=1.0,
+            users=options.users,
+            zipf=options.zipf,
+            revisit=revisit,
+            length=length,
+            sigma=options.sigma,
+            mix=options.mix,
+            growth=options.growth,
+            tide=options.tide,
+            arrivals=options.arrivals,
             items=self._pipeline.settings.model.vocab,
             suffix=options.suffix,
             candidates=options.candidates,
-            growth=options.growth,
-            recent=options.recent,
-            strangers=strangers,
-            sigma=options.sigma,
             max_prefix=self._pipeline.settings.relay.max_prefix_tokens,
             delay=options.delay,
+            known=known,
             seed=self._seed,
         )
         name = f"{self._pipeline.name}.{length}.{round(100 * revisit)}"
-        population = Population(name, length, revisit, traffic)
-        if strangers:
-            self._tell(f"introducing {strangers} users with {length:,} tokens …")
-            await self._play(population, FILL_SHARE * self._most_rate(world, length, 0.0), count=strangers)
+        population = Population(name, traffic)
+        if known:
+            self._tell(f"introducing {known} users with {length:,} tokens …")
+            await self._play(population, FILL_SHARE * self._most_rate(world, length, 0.0), count=known)
             await self._play(population, SETTLE_SHARE * self._most_rate(world, length, revisit), until=options.settle_s)
         return population
 

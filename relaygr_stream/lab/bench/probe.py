@@ -23,9 +23,9 @@ from relaygr_stream.client import Ranking
 from relaygr_stream.lab.bench.interference import CpuTimes
 from relaygr_stream.lab.bench.modes import Mode
 from relaygr_stream.lab.bench.pipeline import Pipeline
+from relaygr_stream.lab.bench.populations import Population
 from relaygr_stream.lab.bench.results import DEVICE_WORK, STAGES, Probe, Spread
 from relaygr_stream.lab.bench.statistics import allowed_bad, passes
-from relaygr_stream.lab.bench.traffic import Population
 from relaygr_stream.lab.demo.report import quantile
 from relaygr_stream.lab.workload.driver import Result, drive
 from relaygr_stream.lab.workload.items import WorkItem
@@ -115,7 +115,9 @@ async def run_probe(
         bad=sum(map(tally.is_bad, results)),
         cut_short=tally.hopeless,
         p50=quantile(latencies := [one.latency_ms for one in results], 0.5),
-        p99=sorted(latencies)[-1 - allowed_bad(len(latencies))] if latencies else 0.0,
+        p99=_p99(latencies) or 0.0,
+        p99_short=_p99([one.latency_ms for one in results if not one.item.long]) if population.two_kinds else None,
+        p99_long=_p99([one.latency_ms for one in results if one.item.long]) if population.two_kinds else None,
         stages={name: Spread.of(values) for name, values in stages.items()},
         stage_means=_means(stages),
         slow_stages=_means(_stages(slow)),
@@ -131,6 +133,10 @@ async def run_probe(
         device_ms_per_s={name: (after.get(name, 0.0) - totals.get(name, 0.0)) / seconds for name in DEVICE_WORK},
     )
     return Measured(probe, stages["inbound"], stages["outbound"])
+
+
+def _p99(latencies: Sequence[float]) -> float | None:
+    return sorted(latencies)[-1 - allowed_bad(len(latencies))] if latencies else None
 
 
 @contextmanager

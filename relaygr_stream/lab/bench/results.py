@@ -61,6 +61,8 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
     cut_short: bool  # ended early because it could no longer pass
     p50: float | None  # of all judged requests, from the scheduled send time; without scores: the timeout
     p99: float  # nearest rank; a lower bound if cut short
+    p99_short: float | None = None  # of short users alone, if there are two kinds
+    p99_long: float | None = None
     stages: dict[str, Spread]  # of answered requests, by STAGES
     stage_means: dict[str, float]
     slow_stages: dict[str, float]  # the same means over the slowest answered requests, one in twenty

@@ -109,6 +109,8 @@ class Bench:
             raise ConfigError(
                 f"length = {options.length}: must be at most {longest} (relay.max_prefix_tokens, less room to grow)"
             )
+        if options.mix is not None and options.mix.tokens > longest:
+            raise ConfigError(f"mix = …:{options.mix.tokens:g}: must be at most {longest}, as the length")
         if beyond := relay.beyond(suffix=options.suffix, candidates=options.candidates):
             raise ConfigError(beyond)
 
@@ -265,6 +267,7 @@ class Bench:
             growth=options.growth,
             workers=options.workers,
             longest=relay.max_prefix_tokens - LENGTH_STEP,
+            spread=options.spread(relay.max_prefix_tokens),
         )
 
     def _alike(self, cell: Cell) -> float | None:
@@ -285,5 +288,6 @@ class Bench:
 
 def _verdict(probe: Probe, disturbance: str) -> str:
     at_least = "≥ " if probe.cut_short else ""
+    kinds = "" if probe.p99_long is None else f" (short {probe.p99_short or 0:,.0f}, long {probe.p99_long:,.0f})"
     sign = "✓" if probe.passed else f"– {disturbance}: again" if probe.set_aside else "✗"
-    return f"P99 {at_least}{probe.p99:,.0f} ms, {probe.bad} of {probe.requests} beyond  {sign}"
+    return f"P99 {at_least}{probe.p99:,.0f} ms{kinds}, {probe.bad} of {probe.requests} beyond  {sign}"

@@ -14,8 +14,7 @@ from relaygr_stream.client.answers import Ranking
 from relaygr_stream.lab.bench.capacity import longest_full
 from relaygr_stream.lab.bench.cells import LEAST_LENGTH, LENGTH_STEP, World
 from relaygr_stream.lab.bench.modes import FULL, RELAY
-from relaygr_stream.lab.bench.populations import FILL_TIMEOUT_S
-from relaygr_stream.lab.bench.traffic import Population
+from relaygr_stream.lab.bench.populations import FILL_TIMEOUT_S, Population
 from relaygr_stream.lab.workload.driver import Result, drive
 
 REQUESTS: Final = 20  # of each kind

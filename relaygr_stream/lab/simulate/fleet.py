@@ -18,11 +18,12 @@ import numpy as np
 from relaygr_stream.bus.assignor import Claim, assign_lanes
 from relaygr_stream.bus.topics import load_topics
 from relaygr_stream.lab.simulate.bus import Paths
-from relaygr_stream.lab.simulate.scenario import Group, Scenario
+from relaygr_stream.lab.simulate.scenario import Group, Request, Scenario
 from relaygr_stream.lab.simulate.timeline import Timeline
-from relaygr_stream.lab.simulate.traffic import Arrival, Part, Request, arrivals
 from relaygr_stream.lab.simulate.trigger import SimulatedTrigger
 from relaygr_stream.lab.simulate.worker import SimulatedWorker
+from relaygr_stream.lab.workload.users import Part
+from relaygr_stream.lab.workload.visits import Arrival, arrivals
 from relaygr_stream.models.api import Tokens
 from relaygr_stream.trigger.ledger import Pending
 from relaygr_stream.wire.messages import WorkerStatus
@@ -113,8 +114,8 @@ class Fleet:
         """A client publishes its request event."""
         self._next_event(until)
         request = Request(
-            len(self.requests), now, self.start + arrival.rank_at, arrival.user, arrival.lane, arrival.prefix,
-            arrival.returning,
+            len(self.requests), now, self.start + arrival.rank_at, arrival.user, arrival.life, arrival.lane,
+            arrival.prefix, arrival.returning, arrival.long,
         )  # fmt: skip
         self.requests.append(request)
         if self._scenario.mode == "relay":

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import numpy.typing as npt
 
-from relaygr_stream.lab.simulate.traffic import Arrival
+from relaygr_stream.lab.workload.visits import Arrival
 
 
 class _Sums:
@@ -37,12 +37,12 @@ def reuse_bytes(requests: Iterable[Arrival], nbytes: Callable[[int], int]) -> np
     """For each return, the bytes used since the user's last request, its own included. nbytes(tokens): of a prefix."""
     ordered = list(requests)
     sums = _Sums(len(ordered))
-    last: dict[int, tuple[int, int]] = {}  # user → position, bytes
+    last: dict[tuple[int, int], tuple[int, int]] = {}  # history → position, bytes
     found = []
     total = 0
     for position, request in enumerate(ordered, 1):
         size = nbytes(request.prefix)
-        before = last.get(request.user)
+        before = last.get((request.user, request.life))
         if before is not None:
             since = total - sums.up_to(before[0])
             found.append(since + size)
@@ -50,7 +50,7 @@ def reuse_bytes(requests: Iterable[Arrival], nbytes: Callable[[int], int]) -> np
             total -= before[1]
         sums.add(position, size)
         total += size
-        last[request.user] = (position, size)
+        last[request.user, request.life] = (position, size)
     return np.array(found, np.int64)
 
 

@@ -23,7 +23,8 @@ from relaygr_stream.errors import CapacityError
 from relaygr_stream.lab.simulate.memory import bytes_for, reuse_bytes
 from relaygr_stream.lab.simulate.scenario import Scenario
 from relaygr_stream.lab.simulate.story import ALLOWED_LATE, Story, late_share
-from relaygr_stream.lab.simulate.traffic import Part, arrivals
+from relaygr_stream.lab.workload.users import Part
+from relaygr_stream.lab.workload.visits import arrivals
 from relaygr_stream.trigger.decision import REASONS
 
 #: Simulates one fleet.
@@ -148,6 +149,6 @@ def _guess(scenario: Scenario) -> int:
     prefix = costs.extend(0, length)
     if scenario.mode != "full":
         extension = costs.extend(length, round(traffic.growth))
-        prefix = (1 - traffic.revisit) * prefix + traffic.revisit * min(prefix, extension)
+        prefix = (1 - traffic.returns) * prefix + traffic.returns * min(prefix, extension)
     ms = prefix + costs.score([(length, rows)]) + 2 * costs.step_ms
     return max(1, math.ceil(traffic.rate * ms / 1e3 / GUESS_BUSY))

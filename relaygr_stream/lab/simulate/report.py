@@ -42,10 +42,12 @@ def summary(scenario: Scenario, story: Story) -> dict[str, Any]:
         "simulated_workers": len(story.busy),
         "requests": len(story.at),
         "rate": scenario.traffic.rate,
-        "users": scenario.traffic.users,
+        "traffic": scenario.traffic.describe().splitlines(),
         "slo_ms": slo_ms,
         "p50_ms": _plain(percentile(values, 0.5)),
         "p99_ms": _estimate(p99(story)),
+        "p99_ms_short": _estimate(p99(story, long=False)),
+        "p99_ms_long": _estimate(p99(story, long=True)),
         "late": _estimate(late_share(story, slo_ms)),
         "hits": _estimate(hit_share(story)),
         "hits_returning": _estimate(hit_share(story, returning=True)),
@@ -100,6 +102,7 @@ def render(scenario: Scenario, story: Story, wall_s: float | None = None) -> Tab
         ("", ""),
         ("P50", f"{_ms(percentile(latencies(story), 0.5))}"),
         ("P99", f"{_ms(p99(story).value)}{_ms_error(p99(story))}"),
+        *_kinds(scenario, story),
         (f"later than {slo_ms:g} ms", f"{late.value:.2%}{_percent_error(late)}: the SLO {verdict}"),
         ("hits", f"{_percent(hit_share(story))}; returning users {_percent(hit_share(story, returning=True))}"),
         ("scored from", _shares(counts(story.outcome[story.outcome >= 0], OUTCOMES))),
@@ -142,17 +145,17 @@ def _window(window: Window) -> str:
     return f"{window.at:4.0f}  {window.requests:6,}  {_ms(window.p99_ms):>9}  {window.late:6.1%}  {window.hits:6.1%}"
 
 
+def _kinds(scenario: Scenario, story: Story) -> list[Row]:
+    """The P99s of short and long users, where there are both."""
+    if not scenario.traffic.two_kinds:
+        return []
+    kinds = [("short", p99(story, long=False)), ("long", p99(story, long=True))]
+    return [(f"  {name} users", f"{_ms(each.value)}{_ms_error(each)}") for name, each in kinds]
+
+
 def _traffic(scenario: Scenario) -> list[Row]:
-    t = scenario.traffic
-    law = f"Zipf {t.exponent:g}" if t.exponent else "uniform"
-    return [
-        (
-            "traffic",
-            f"{t.rate:,.0f} requests/s of {t.users:,} users ({law}), {t.revisit:.0%} returns after {t.return_s:g} s",
-        ),
-        ("lengths", f"log-normal, median {t.length:g}, sigma {t.sigma:g}; {t.growth:g} new behaviours at a return"),
-        ("rankings", f"{t.suffix} suffix tokens, {t.candidates} candidates, {t.delay.median_ms:g} ms after the event"),
-    ]
+    first, *others = scenario.traffic.describe().splitlines()
+    return [("traffic", first), *(("", line) for line in others)]
 
 
 def table(rows: Sequence[Row]) -> Table:

@@ -1,4 +1,4 @@
-"""A scenario: fleet, traffic, bus, faults. Plain values, which can be sent to other processes."""
+"""A scenario: fleet, traffic, bus, faults, and its requests. Plain values, which can be sent to other processes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import Final, Literal
 from relaygr_stream.errors import ConfigError
 from relaygr_stream.lab.simulate.bus import BusLatency
 from relaygr_stream.lab.simulate.costs import DeviceCosts
-from relaygr_stream.lab.simulate.traffic import Traffic
+from relaygr_stream.lab.workload.traffic import Traffic
 from relaygr_stream.settings.schema import Settings
+from relaygr_stream.trigger.decision import Reason
+from relaygr_stream.wire.messages import Outcome, Status
 
 #: relay: events, signals, reuse. cache: prefix KV kept after ranking, no events. full: every ranking inferred in full.
 Mode = Literal["relay", "cache", "full"]
@@ -91,3 +93,33 @@ class Group:
     index: int
     first: int
     size: int
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A request. Times are seconds. Until it completes, latency is infinite and status None."""
+
+    number: int
+    at: float  # its event
+    rank_at: float
+    user: int
+    life: int
+    lane: int
+    prefix: int
+    returning: bool  # the user's history was there before
+    long: bool  # one of the traffic's long users
+    reason: Reason | None = None  # the trigger's decision
+    latency_s: float = math.inf  # from rank_at to the client's scores
+    status: Status | None = None  # of the answer; None: none came in time
+    outcome: Outcome | None = None
+    answers: int = 0
+
+    @property
+    def name(self) -> str:
+        """Its request id."""
+        return f"s{self.number}"
+
+    @property
+    def user_id(self) -> str:
+        """Its user id."""
+        return f"u{self.user}.{self.life}"

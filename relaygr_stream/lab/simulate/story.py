@@ -32,7 +32,7 @@ GOOD_WINDOWS: Final = 3
 #: Share of late requests that the SLO allows.
 ALLOWED_LATE: Final = 0.01
 
-PER_REQUEST: Final = ("at", "latency_ms", "status", "outcome", "reason", "returning")
+PER_REQUEST: Final = ("at", "latency_ms", "status", "outcome", "reason", "returning", "long")
 PER_WORKER: Final = ("busy", "pinned_bytes", "hbm_bytes", "dram_bytes")
 
 Floats = npt.NDArray[np.float64]
@@ -48,6 +48,7 @@ class Story:
     outcome: npt.NDArray[np.int8]  # into OUTCOMES
     reason: npt.NDArray[np.int8]  # into REASONS
     returning: npt.NDArray[np.bool_]
+    long: npt.NDArray[np.bool_]  # of the traffic's long users
     worker: npt.NDArray[np.int32]
     busy: Floats  # share of the measured time that the device worked
     pinned_bytes: Floats  # the most pinned bytes in any status
@@ -84,6 +85,7 @@ def story_of(fleet: Fleet, scenario: Scenario, busy_before: Sequence[float], cpu
         outcome=np.array([outcomes[r.outcome] if r.outcome else NONE for r in measured], np.int8),
         reason=np.array([reasons[r.reason] if r.reason else NONE for r in measured], np.int8),
         returning=np.array([request.returning for request in measured], np.bool_),
+        long=np.array([request.long for request in measured], np.bool_),
         worker=np.array([index[home[request.lane]] for request in measured], np.int32),
         busy=np.array(
             [
@@ -149,10 +151,11 @@ def latencies(story: Story) -> Floats:
     return np.where(story.status == STATUSES.index("ok"), story.latency_ms, np.inf)
 
 
-def p99(story: Story) -> Estimate:
-    """The P99 over all measured requests."""
+def p99(story: Story, *, long: bool | None = None) -> Estimate:
+    """The P99 over all measured requests. long: only long users', or only short ones'."""
     values = latencies(story)
-    return _estimate(story, percentile(values, 0.99), lambda chosen: percentile(values[chosen], 0.99))
+    among = np.ones(len(values), np.bool_) if long is None else story.long == long
+    return _estimate(story, percentile(values[among], 0.99), lambda chosen: percentile(values[among & chosen], 0.99))
 
 
 def late_share(story: Story, slo_ms: float) -> Estimate:

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from relaygr_stream.bus.topics import TopicSet
+from relaygr_stream.lab.simulate.scenario import Request
 from relaygr_stream.lab.simulate.timeline import Timeline
-from relaygr_stream.lab.simulate.traffic import Request, Traffic
+from relaygr_stream.lab.workload.traffic import Traffic
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.trigger.decision import LaneState, Policy, decide
 from relaygr_stream.trigger.ledger import Pending

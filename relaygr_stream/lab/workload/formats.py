@@ -59,7 +59,7 @@ def recognise(path: Path, start: bytes) -> Format | None:
     best = max(votes, key=lambda name: votes[name])
     if 2 * votes[best] > len(lines):
         return best
-    name = path.name.lower().removesuffix(".gz")
+    name = path.name.lower().removesuffix(".gz").removesuffix(".xz")
     for pattern, named in _NAMES:
         if re.search(pattern, name):
             return named

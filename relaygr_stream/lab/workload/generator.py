@@ -1,23 +1,23 @@
-"""A synthetic workload with stated distributions, for use without a log of interactions.
+"""Generated requests: traffic (visits.py) by users whose histories grow and follow tastes, for use without a log.
 
-Zipf users and items, log-normal history lengths, revisits, histories that grow between a user's requests. What a user
-takes next follows from the past as tastes.py says, so a model can learn to rank it.
+What a user takes next follows from the past as tastes.py says, so a model can learn to rank it.
 """
 
 from __future__ import annotations
 
-import math
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from relaygr_stream.errors import ConfigError
-from relaygr_stream.lab.workload.items import StageDelay, WorkItem, make_item, with_zero_features
-from relaygr_stream.lab.workload.tastes import INTERESTS, NEAR_SHARE, SERIES_ITEMS, Tastes, zipf
+from relaygr_stream.lab.workload.items import WorkItem, make_item, with_zero_features
+from relaygr_stream.lab.workload.tastes import INTERESTS, NEAR_SHARE, SERIES_ITEMS, Tastes
+from relaygr_stream.lab.workload.traffic import Traffic
+from relaygr_stream.lab.workload.visits import Pace, Visit, visits
 from relaygr_stream.wire.features import NO_FEATURES, FeatureSchema
 from relaygr_stream.wire.messages import Behaviours
 
@@ -34,48 +34,37 @@ ACTION_SHARES: Final = (0.80, 0.15, 0.05)  # of actions 1, 2, 3: view, like, sha
 
 
 @dataclass(frozen=True, kw_only=True)
-class GeneratorOptions:
-    """The options of a generated workload. Raises ConfigError for numbers out of range."""
+class GeneratorOptions(Traffic):
+    """Traffic, and what its users are offered. Raises ConfigError for numbers out of range."""
 
-    seed: int = 7
-    rate: float = 20.0  # requests per second, Poisson arrivals
+    rate: float = 20.0
     users: int = 2_000
-    user_exponent: float = 1.0  # of the Zipf law over users
+    zipf: float = 1.0
+    revisit: float = 0.3
+    return_s: float = 2.0
+    length: float = 512.0
+    sigma: float = 0.8
+    seed: int = 7
     items: int = 50_000  # item ids are 0…items-1
-    item_exponent: float = 1.0
-    length_median: float = 512.0  # behaviours at a user's first request, log-normal
-    length_sigma: float = 0.8
-    revisit: float = 0.3  # share of requests made by a recent user
-    recent: int = 64  # a revisit is by a user of one of the last `recent` requests
-    strangers: int = 0  # number of first requests that are all by new users
-    growth: float = 3.0  # mean number of new behaviours at a return, 1 + Poisson
-    suffix: int = 8  # the last behaviours, sent as suffix
-    candidates: int = 100  # one of them the true next item
-    max_prefix: int = 4096
-    delay: StageDelay = field(default_factory=StageDelay)
+    item_exponent: float = 1.0  # of the Zipf law over items
+    known: int | None = None  # users introduced by first visits before any returns; None: as many as return
     run: str = "g"  # prefix of every request id
     features: FeatureSchema = NO_FEATURES  # sent with all values 0
 
     def __post_init__(self) -> None:
-        for name in ("rate", "users", "items", "length_median", "recent", "candidates", "max_prefix"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} = {getattr(self, name)}: must be above 0")
-        for name in ("user_exponent", "item_exponent", "length_sigma", "strangers", "suffix"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} = {getattr(self, name)}: must be at least 0")
-        if not 0 <= self.revisit <= 1:
-            raise ConfigError(f"revisit = {self.revisit}: must be a probability within 0…1")
-        if not 1 <= self.growth <= self.max_prefix:
-            raise ConfigError(f"growth = {self.growth}: must be within 1…max_prefix ({self.max_prefix})")
+        super().__post_init__()
         if self.items < 2 * self.candidates:
             raise ConfigError(f"items = {self.items}: must be at least twice the candidates ({self.candidates})")
+        if not 0 <= self.item_exponent < float("inf"):
+            raise ConfigError(f"item_exponent = {self.item_exponent}: must be at least 0")
 
 
 class _User:
     """A user's interests, behaviours so far, and next item."""
 
-    def __init__(self, name: str, capacity: int, interests: npt.NDArray[np.int64]) -> None:
+    def __init__(self, name: str, life: int, capacity: int, interests: npt.NDArray[np.int64]) -> None:
         self.name = name
+        self.life = life
         self.interests = interests
         self.length = 0
         self.next_item = -1
@@ -109,29 +98,24 @@ class _User:
 class Generator:
     """An endless workload, equal for equal options; every iteration starts from the beginning.
 
-    Memory: MEMORY_BYTES of histories plus 12 bytes for each of `users` and 16 for each of `items`.
+    Memory: MEMORY_BYTES of histories plus 12 bytes for each of `items`.
     """
 
     def __init__(self, options: GeneratorOptions) -> None:
         self.options = options
         self._tastes = Tastes(options.items, options.item_exponent)
-        self._user_law = zipf(options.users, options.user_exponent)
 
     def describe(self) -> str:
         """A description of every distribution, one a line."""
         o = self.options
         return "\n".join(
             [
-                f"generated, seed {o.seed}: Poisson arrivals at {o.rate:g} requests/s; {o.delay.describe()}",
-                f"users: {o.users}, Zipf with exponent {o.user_exponent:g}; {o.revisit:.0%} of requests by one of the "
-                f"users of the last {o.recent} requests",
+                f"generated, seed {o.seed}",
+                *o.describe().splitlines(),
                 f"items: {o.items}, Zipf with exponent {o.item_exponent:g}, in series of {SERIES_ITEMS}; a user stays "
                 f"in a series, returns to one of {INTERESTS} slowly changing interests, or takes any by popularity",
-                f"histories: log-normal, median {o.length_median:g}, sigma {o.length_sigma:g}, at most {o.max_prefix} "
-                f"in the prefix; a returning user has 1 + Poisson({o.growth - 1:g}) new behaviours; once full, the "
-                "user comes back as a new one",
-                f"requests: the last {o.suffix} behaviours as suffix, {o.candidates} candidates: the user's next item "
-                f"and others, {NEAR_SHARE:.0%} of them interests, the rest by popularity",
+                f"candidates: the user's next item and others, {NEAR_SHARE:.0%} of them interests, the rest by "
+                "popularity",
                 f"gaps between behaviours log-normal, median {GAP_MEDIAN_MS / 60_000:g} min, sigma {GAP_SIGMA:g}; "
                 f"actions 1, 2, 3 with shares {', '.join(f'{share:g}' for share in ACTION_SHARES)}",
                 *([f"features: {len(o.features.columns)} columns, all values 0"] if o.features else []),
@@ -139,41 +123,38 @@ class Generator:
         )
 
     def __iter__(self) -> Iterator[WorkItem]:
+        pace = Pace(self.options.rate, self.options.tide)
+        return (replace(item, at=pace.after(item.at)) for item in self.paced())
+
+    def paced(self) -> Iterator[WorkItem]:
+        """The requests without a rate: `at` is the gap to the request before, in mean times between two requests."""
         o = self.options
-        rng = np.random.default_rng(o.seed)
+        rng = np.random.default_rng([o.seed, 1])  # not the seed of the visits
         known: OrderedDict[int, _User] = OrderedDict()  # longest unseen first
-        births = np.zeros(o.users, np.uint32)
-        recent: deque[int] = deque(maxlen=o.recent)
-        held, at, index = 0, 0.0, 0
-        while True:
-            at += float(rng.exponential(1 / o.rate))
-            now_ms = EPOCH_MS + int(at * 1000)
-            if recent and rng.random() < o.revisit and index >= o.strangers:
-                code = recent[int(rng.integers(len(recent)))]
-            else:
-                code = int(np.searchsorted(self._user_law, rng.random(), side="right"))
-            recent.append(code)
-            user = known.pop(code, None)
+        held, now = 0, 0.0
+        for index, visit in enumerate(visits(o, o.seed, known=o.pool if o.known is None else o.known)):
+            now += visit.gap / o.rate
+            now_ms = EPOCH_MS + int(now * 1000)
+            user = known.pop(visit.user, None)
             if user is not None:
                 held -= user.nbytes
-                user = self._grown(rng, user, now_ms)
-            if user is None:
-                births[code] += 1
-                name = f"user-{code}" if births[code] == 1 else f"user-{code}.{births[code]}"
-                user = self._born(rng, name, now_ms)
-            known[code] = user
+            if user is not None and user.life == visit.life:
+                self._grow(rng, user, visit.prefix + o.suffix, now_ms)
+            else:
+                # A life that goes on without its history was forgotten here, and begins anew.
+                again = f"~{index}" if visit.returning else ""
+                user = self._born(rng, visit, f"user-{visit.user}.{visit.life}{again}", now_ms)
+            known[visit.user] = user
             held += user.nbytes
             while held > MEMORY_BYTES and len(known) > 1:
                 held -= known.popitem(last=False)[1].nbytes
-            yield self._item(rng, user, at, f"{o.run}{index:08d}")
-            index += 1
+            yield self._item(rng, user, visit, f"{o.run}{index:08d}")
 
-    def _born(self, rng: np.random.Generator, name: str, now_ms: int) -> _User:
+    def _born(self, rng: np.random.Generator, visit: Visit, name: str, now_ms: int) -> _User:
         o = self.options
-        drawn = o.length_median * np.exp(o.length_sigma * rng.standard_normal())
-        length = int(min(o.max_prefix + o.suffix, max(o.suffix + 1, round(drawn))))
+        length = visit.prefix + o.suffix
         interests = self._tastes.interests(rng, o.max_prefix + o.suffix)
-        user = _User(name, length, interests)
+        user = _User(name, visit.life, length, interests)
         gaps = np.exp(np.log(GAP_MEDIAN_MS) + GAP_SIGMA * rng.standard_normal(length))
         times = now_ms - np.cumsum(gaps)[::-1].astype(np.int64)
         items = self._tastes.following(rng, interests, None, 0, length + 1)
@@ -181,28 +162,24 @@ class Generator:
         user.next_item = int(items[-1])
         return user
 
-    def _grown(self, rng: np.random.Generator, user: _User, now_ms: int) -> _User | None:
-        """The user with behaviours since the last request; None if the prefix would be too long."""
-        o = self.options
-        count = 1 + int(rng.poisson(o.growth - 1))
-        if user.length + count > o.max_prefix + o.suffix:
-            return None
+    def _grow(self, rng: np.random.Generator, user: _User, length: int, now_ms: int) -> None:
+        """Add behaviours since the last request, up to this length."""
+        count = length - user.length
         last = int(user.times[user.length - 1])
         target = user.next_item  # of the last request: it comes true
         items = self._tastes.following(rng, user.interests, target, user.length + 1, count)
         times = np.sort(rng.integers(last, max(last, now_ms) + 1, size=count))
         user.append(np.append(target, items[:-1]), _actions(rng, count), times)
         user.next_item = int(items[-1])
-        return user
 
-    def _item(self, rng: np.random.Generator, user: _User, at: float, name: str) -> WorkItem:
+    def _item(self, rng: np.random.Generator, user: _User, visit: Visit, name: str) -> WorkItem:
         o = self.options
         others = self._tastes.candidates(rng, user.interests, user.length, user.next_item, o.candidates - 1)
         split = user.length - o.suffix
         item, candidates = make_item(
             rng,
             name=name,
-            at=at,
+            at=visit.gap,
             delay=o.delay,
             user=user.name,
             prefix=user.behaviours(0, split),
@@ -212,7 +189,8 @@ class Generator:
         )
         if o.features:
             item = with_zero_features(item, o.features)
-        return replace(item, popularity=self._tastes.popularity[candidates])
+        popularity = self._tastes.popularity[candidates]
+        return replace(item, popularity=popularity, stage_delay=visit.head_start, long=visit.long)
 
 
 def _actions(rng: np.random.Generator, count: int) -> npt.NDArray[np.uint32]:

@@ -23,6 +23,7 @@ class WorkItem:
     request: RankingRequest
     target: int | None  # index of the true next item among the candidates; None: unknown
     popularity: npt.NDArray[np.float64] | None = None  # (m,): popularity of each candidate as of this request
+    long: bool | None = None  # by one of the traffic's long users; None: the traffic does not say
 
     @property
     def rank_at(self) -> float:

@@ -1,4 +1,4 @@
-"""Reads a log file, gzipped or not, as numbered text lines, and refuses files that are not text.
+"""Reads a log file, compressed (gzip, xz) or not, as numbered text lines, and refuses files that are not text.
 
 A line that is not text (not UTF-8, or too long) becomes a `BrokenLine`, which the readers count and skip.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import lzma
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ SNIFF_BYTES: Final = 1 << 16
 PROGRESS_LINES: Final = 50_000
 
 _GZIP_MAGIC: Final = b"\x1f\x8b"
+_XZ_MAGIC: Final = b"\xfd7zXZ\x00"
 _PARQUET_MAGIC: Final = b"PAR1"
 _UTF8_BOM: Final = b"\xef\xbb\xbf"
 _UTF16_BOMS: Final = (b"\xff\xfe", b"\xfe\xff")
@@ -50,10 +52,14 @@ class TextLog:
         self._progress = progress
         self._size = path.stat().st_size
         self._raw: IO[bytes] = path.open("rb")
-        zipped = self._raw.read(2) == _GZIP_MAGIC
+        magic = self._raw.read(len(_XZ_MAGIC))
         self._raw.seek(0)
         # BufferedReader around GzipFile: readline on a bare GzipFile is several times slower.
-        self._stream: IO[bytes] = io.BufferedReader(gzip.GzipFile(fileobj=self._raw)) if zipped else self._raw
+        self._stream: IO[bytes] = self._raw
+        if magic.startswith(_GZIP_MAGIC):
+            self._stream = io.BufferedReader(gzip.GzipFile(fileobj=self._raw))
+        elif magic == _XZ_MAGIC:
+            self._stream = io.BufferedReader(lzma.open(self._raw))  # noqa: SIM115 - closed in __exit__
 
     def __enter__(self) -> TextLog:
         return self
@@ -85,9 +91,9 @@ class TextLog:
     def _readline(self) -> bytes:
         try:
             return self._stream.readline(MAX_LINE_BYTES)
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        except (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError) as error:
             raise InputError(
-                f"{self.path}: the gzip data is damaged or cut off after line {self.lines} ({error}); "
+                f"{self.path}: the compressed data is damaged or cut off after line {self.lines} ({error}); "
                 "check that the download is complete"
             ) from error
         except OSError as error:
@@ -99,7 +105,7 @@ class TextLog:
 
 
 def head(path: Path) -> bytes:
-    """The first SNIFF_BYTES of the file's content, unzipped. Raises InputError if it cannot be a log."""
+    """The first SNIFF_BYTES of the file's content, unpacked. Raises InputError if it cannot be a log."""
     try:
         if path.is_dir():
             raise InputError(f"{path} is a directory; name the log file in it")
@@ -110,10 +116,13 @@ def head(path: Path) -> bytes:
         if start.startswith(_GZIP_MAGIC):
             with gzip.open(path) as unzipped:
                 start = unzipped.read(SNIFF_BYTES)
+        elif start.startswith(_XZ_MAGIC):
+            with lzma.open(path) as unpacked:
+                start = unpacked.read(SNIFF_BYTES)
     except FileNotFoundError as error:
         raise InputError(f"{path}: no such file") from error
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise InputError(f"{path}: looks like gzip but cannot be unzipped: {error}") from error
+    except (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError) as error:
+        raise InputError(f"{path}: looks compressed (gzip or xz) but cannot be unpacked: {error}") from error
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         raise InputError(f"{path}: cannot be read: {error}") from error
     if not start.strip():

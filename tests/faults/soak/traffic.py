@@ -174,7 +174,7 @@ class Traffic:
 
     def _items(self, rate: float, seed: int, run: str) -> Iterator[WorkItem]:
         options = GeneratorOptions(
-            seed=seed, rate=rate, users=200, items=5000, length_median=150.0, revisit=0.6, candidates=20, suffix=4,
+            seed=seed, rate=rate, users=200, items=5000, length=150.0, revisit=0.6, candidates=20, suffix=4,
             max_prefix=400, run=run,
         )  # fmt: skip
         for item in Generator(options):

@@ -7,18 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from relaygr_stream.lab.bench.populations import Population
 from relaygr_stream.lab.bench.probe import STAGES_AT_MOST, Judgement, _Staged, _Tally
 from relaygr_stream.lab.bench.statistics import passes
-from relaygr_stream.lab.bench.traffic import Population
 from relaygr_stream.lab.workload.driver import Result
 from relaygr_stream.lab.workload.items import WorkItem
-from tests.unit.bench.test_traffic import OPTIONS
+from tests.unit.bench.test_populations import options
 
 JUDGEMENT = Judgement(slo_ms=50.0, samples=100, least_s=0.5, warm_up_s=0.2)
 
 
 def staged() -> _Staged:
-    return _Staged(Population("p", 16, 0.0, OPTIONS), 400.0, JUDGEMENT)
+    return _Staged(Population("p", options(16, 0.0)), 400.0, JUDGEMENT)
 
 
 STAGE = staged().requests(1)

@@ -7,7 +7,7 @@ from typing import Any
 from relaygr_stream.lab.simulate.costs import KV, DeviceCosts
 from relaygr_stream.lab.simulate.fleet import Fleet
 from relaygr_stream.lab.simulate.scenario import Scenario
-from relaygr_stream.lab.simulate.traffic import Traffic
+from relaygr_stream.lab.workload.traffic import Traffic
 from relaygr_stream.settings.load import load_settings
 
 #: 4 KiB a token; a prefix of 512 tokens takes about 8 ms, a ranking about 2 ms.

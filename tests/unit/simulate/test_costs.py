@@ -55,9 +55,7 @@ def test_the_fit_finds_coefficients_and_drops_negative_ones() -> None:
 
 def test_calibration_measures_the_configured_model() -> None:
     flags = {"model.layers": "1", "model.dim": "16", "model.heads": "2", "model.dqk": "8", "model.dv": "8"}
-    settings = scenario(
-        {**flags, "model.vocab": "100", "relay.max_prefix_tokens": "256"}, traffic={"max_prefix": 512}
-    ).settings
+    settings = scenario({**flags, "model.vocab": "100", "relay.max_prefix_tokens": "256"}).settings
     costs = calibrate(settings, 128, 32, rounds=12)
     assert costs.kv.layout().bytes_per_token == 1 * 2 * 16 * 4
     assert costs.extend(0, 128) > 0 and costs.score([(128, 32)]) > 0
@@ -68,11 +66,11 @@ def test_calibration_measures_the_configured_model() -> None:
 def test_calibration_takes_a_state_and_refuses_prefixes_that_cannot_grow() -> None:
     flags = {"model.layers": "1", "model.dim": "16", "model.heads": "2", "model.dqk": "8", "model.dv": "8"}
     flags |= {"model.vocab": "100", "relay.max_prefix_tokens": "256", "model.factory": "examples.models.retention:make"}
-    costs = calibrate(scenario(flags, traffic={"max_prefix": 512}).settings, 128, 32, rounds=12)
+    costs = calibrate(scenario(flags).settings, 128, 32, rounds=12)
     assert costs.kv.layout() == KVLayout.of_state(1 * 2 * 8 * 8, torch.float32)
     flags["model.factory"] = "examples.models.contextual:make"
     with pytest.raises(ConfigError, match="incremental = False, and the simulation"):
-        calibrate(scenario(flags, traffic={"max_prefix": 512}).settings, 128, 32, rounds=12)
+        calibrate(scenario(flags).settings, 128, 32, rounds=12)
 
 
 def test_the_rarest_are_among_the_quantiles() -> None:

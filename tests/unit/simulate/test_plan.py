@@ -16,12 +16,13 @@ from relaygr_stream.lab.simulate.memory import bytes_for, reuse_bytes
 from relaygr_stream.lab.simulate.plan import Probe, search
 from relaygr_stream.lab.simulate.run import run_scenario
 from relaygr_stream.lab.simulate.story import Window, recovery_s
-from relaygr_stream.lab.simulate.traffic import Arrival
+from relaygr_stream.lab.workload.visits import Arrival
 from tests.unit.simulate.scenes import COSTS, SETTINGS, scenario
+from tests.unit.workload.test_arrivals import prompts
 
 
 def visits(*users: int) -> list[Arrival]:
-    return [Arrival(float(at), float(at), user, 0, 10, False) for at, user in enumerate(users)]
+    return [Arrival(float(at), float(at), user, 0, 0, 10, False, False) for at, user in enumerate(users)]
 
 
 def test_reuse_distance_is_what_was_used_since() -> None:
@@ -109,7 +110,7 @@ def test_the_command_plans(tmp_path: Path) -> None:
 @pytest.mark.parametrize("rack", [[], ["--fail-rack", "50%", "--at", "1"]])
 def test_where_one_worker_will_do_the_plan_says_what_its_loss_means(tmp_path: Path, rack: list[str]) -> None:
     out = tmp_path / "out.json"
-    code, text = invoke(tmp_path, "--plan", "--rate", "2", "--users", "200", "--json", str(out), *rack)
+    code, text = invoke(tmp_path, "--plan", "--rate", "5", "--users", "200", "--json", str(out), *rack)
     assert code == 0, text
     assert "The fleet has one worker" in text
     figures = json.loads(out.read_text())
@@ -131,7 +132,11 @@ def test_a_fleet_with_more_lanes_than_topics_may_have_is_said_to_be_several(tmp_
         (["--length", "5000"], "length"),
         (["--suffix", "5000"], "max_suffix_tokens"),
         (["--candidates", "60000"], "max_candidates"),
-        (["--delay", "0"], "delay"),
+        (["--stage-delay", "0"], "--stage-delay 0"),
+        (["--mix", "80%"], "80%:128"),
+        (["--mix", "2:128"], "mix = 2:128"),
+        (["--tide", "half:60"], "50%:60"),
+        (["--arrivals", "none.csv"], "none.csv: no such file"),
         (["--set", "worker.hbm_bytes=1MiB"], "hbm_bytes"),
         (["--bus-p99", "0.1"], "bus latency"),
         (["--costs", "none.toml"], "none.toml"),
@@ -141,3 +146,20 @@ def test_bad_input_is_told_in_a_line(tmp_path: Path, options: list[str], words: 
     code, text = invoke(tmp_path, *options)
     assert code != 0
     assert words in text and "Traceback" not in text
+
+
+def test_the_command_simulates_the_arrivals_of_a_log(tmp_path: Path) -> None:
+    trace, out = prompts(tmp_path / "trace.jsonl", 400), tmp_path / "out.json"
+    options = ["--arrivals", str(trace), "--workers", "3", "--rate", "60", "--mix", "80%:64", "--json", str(out)]
+    code, text = invoke(tmp_path, *options)
+    assert code == 0, text
+    assert "trace.jsonl: 400 arrivals" in text and "short users" in text
+    figures = json.loads(out.read_text())
+    assert figures["requests"] == pytest.approx(120, abs=40)  # 2 s at 60/s
+    assert figures["p99_ms_short"]["value"] < figures["p99_ms_long"]["value"]
+    again = tmp_path / "again.json"
+    invoke(tmp_path, *options[:-1], str(again))
+    untimed = {"worker_seconds_per_cpu_second"}
+    assert {k: v for k, v in json.loads(again.read_text()).items() if k not in untimed} == {
+        k: v for k, v in figures.items() if k not in untimed
+    }

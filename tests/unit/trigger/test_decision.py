@@ -55,7 +55,7 @@ def test_with_the_defaults_a_usual_prefix_is_at_risk_on_a_fast_core_and_a_tiny_o
         return decide(one, policy=policy, lane=lane.state, owner=lane.owner, age_ms=0.0, now_s=lane.now).reason
 
     usual = GeneratorOptions()
-    assert reason(int(usual.length_median), usual.candidates) == "admitted"
+    assert reason(int(usual.length), usual.candidates) == "admitted"
     assert reason(32, usual.candidates) == "not_at_risk"
 
 

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from relaygr_stream.worker.commands import DELEGATED_LANE, LanesLost
+from relaygr_stream.worker.commands import DELEGATED_LANE, Cancel, LanesLost
 from tests.unit.worker.worlds import (
     GRANULE_BYTES,
     LIMITS,
@@ -43,6 +43,7 @@ class CoreMachine(RuleBasedStateMachine):
         self.answerable = 0
         self.sent = 0
         self.signalled: list[tuple[str, int, int, int]] = []
+        self.cancelled: set[str] = set()
 
     @rule(user=USERS, length=LENGTHS, version=st.sampled_from([0, 0, 0, 1]), life=st.floats(0.05, 1))
     def signal(self, user: int, length: int, version: int, life: float) -> None:
@@ -58,6 +59,19 @@ class CoreMachine(RuleBasedStateMachine):
             request, user, length, version = self.signalled[at]  # which leaves it there for a duplicate
             self.answerable += 1
             self.world.rank(request, user, length, version=version, timeout=timeout, client=client, nbytes=nbytes)
+
+    @rule(data=st.data(), ahead=st.booleans())
+    def cancel(self, data: st.DataObject, ahead: bool) -> None:
+        """What the request pinned is released before anything else happens; a signal behind it pins nothing."""
+        if ahead:  # of a signal that never comes, or of the next one
+            request = f"r{self.sent + data.draw(st.integers(1, 2))}"
+        elif self.signalled:
+            request = self.signalled[data.draw(st.integers(0, len(self.signalled) - 1))][0]
+        else:
+            return
+        self.world.handle(Cancel(request))
+        assert request not in self.world.scheduler.pins
+        self.cancelled.add(request)
 
     @rule(user=USERS, length=st.integers(0, MAX_TOKENS), full=st.booleans(), suffix=st.integers(0, 4), client=CLIENTS)
     def rank_unannounced(self, user: int, length: int, full: bool, suffix: int, client: str) -> None:
@@ -118,6 +132,7 @@ class CoreMachine(RuleBasedStateMachine):
         world = self.world
         world.scheduler.check_integrity()
         assert len({answer.task for answer in world.answers}) == len(world.answers)
+        assert not any(request in world.scheduler.pins for request in self.cancelled)
         assert world.cache.hbm_used <= self.hbm * GRANULE_BYTES
         assert world.cache.dram_used <= self.dram * GRANULE_BYTES
         assert world.scheduler.pins.lane_bytes(DELEGATED_LANE) <= world.limits.delegated_bytes

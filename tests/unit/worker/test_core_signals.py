@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from relaygr_stream.worker.commands import LanesLost
+from relaygr_stream.worker.commands import Cancel, LanesLost
 from tests.unit.worker.worlds import GRANULE_BYTES, MAX_TOKENS, World, history, world
 
 # ---- signals that wait for the beginning of their sequence ----
@@ -58,6 +58,77 @@ def test_the_same_waiting_signal_twice_is_a_duplicate() -> None:
         longer_signal_waits(w)
         w.signal("long", 1, 150)
         assert w.scheduler.signals.counters.signal_duplicate == 1
+
+
+# ---- signals of requests that their client cancels ----
+
+
+def test_a_cancel_ends_the_pin_and_the_job_at_once() -> None:
+    with world() as w:
+        w.signal("kept", 1, 150)
+        w.signal("gone", 2, 150)
+        w.step()
+        w.handle(Cancel("gone"))
+        assert w.scheduler.pins.lane_bytes(2) == 0
+        assert w.cache.pinned_bytes == w.scheduler.pins.lane_bytes(1) == 3 * GRANULE_BYTES
+        assert w.scheduler.backlog == 1
+        assert ended(w) == {"flight_cancelled": 1}
+        w.settle()
+        assert ended(w) == {"flight_cancelled": 1, "flight_finished": 1}
+
+
+def test_a_job_that_another_request_needs_goes_on() -> None:
+    with world() as w:
+        w.signal("gone", 1, 150)
+        w.signal("needs it", 1, 150)
+        w.signal("also gone", 2, 150)
+        w.rank("waits for it", 2, 150)
+        w.handle(Cancel("gone"))
+        w.handle(Cancel("also gone"))
+        w.settle()
+        assert ended(w) == {"flight_finished": 2, "flight_joined": 1}
+        assert w.outcome("waits for it") == "joined"
+        w.rank("needs it", 1, 150)
+        w.settle()
+        assert w.outcome("needs it") == "hbm"
+
+
+def test_a_signal_behind_its_cancel_pins_nothing() -> None:
+    with world() as w:
+        w.handle(Cancel("r"))
+        w.signal("r", 1, 60)
+        assert w.cache.pinned_bytes == 0
+        assert w.scheduler.backlog == 0
+
+
+def test_a_waiting_signal_ends_with_its_cancel() -> None:
+    with world() as w:
+        longer_signal_waits(w)
+        w.handle(Cancel("long"))
+        w.settle()
+        assert "long" not in w.scheduler.pins
+        assert "short" in w.scheduler.pins
+
+
+def test_a_ranking_behind_its_cancel_is_answered() -> None:
+    with world() as w:
+        w.signal("idle", 1, 60)
+        w.settle()
+        w.signal("cut short", 2, 150)
+        w.step()
+        for request, user, length in (("idle", 1, 60), ("cut short", 2, 150)):
+            w.handle(Cancel(request))
+            w.rank(request, user, length)
+        w.settle()
+        assert w.outcome("idle") == "hbm"  # it was not evicted meanwhile
+        assert w.answer("cut short").status == "ok"
+
+
+def test_a_cancel_of_another_tenants_request_does_nothing() -> None:
+    with world() as w:
+        w.signal("r", 1, 60, tenant="shop")
+        w.handle(Cancel("r"))
+        assert len(w.scheduler.pins) == 1
 
 
 # ---- the footprint ----

@@ -139,6 +139,19 @@ async def test_one_that_cannot_be_passed_on_is_ranked_here() -> None:
     assert (out.done, out.scores.sent) == ([], []), "it has no answer yet"
 
 
+async def test_a_cancel_is_copied_to_the_delegate_and_may_be_lost() -> None:
+    out = Outgoing("alone")
+    cancel = Record("ranking", 3, 7, 0, b"u", b"value", ((HEADER_KIND, b"cancel"),))
+    out.outbox.pass_on(cancel, 6)
+    await out.outbox.flush(5.0)
+    ((topic, value, more),) = out.others.sent
+    assert (topic, value, more["partition"], more["headers"]) == ("ranking", b"value", 6, cancel.headers)
+    out.others.error = BrokerError("no leader")
+    out.outbox.pass_on(cancel, 6)
+    await out.outbox.flush(5.0)
+    out.background.check()
+
+
 def test_a_delegate_that_is_gone_or_late_is_not_asked() -> None:
     view = View()
     assert view.forwarding.lane_of_delegate("b", 100.0) is None

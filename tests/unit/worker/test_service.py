@@ -29,12 +29,15 @@ from relaygr_stream.ops.children import Child, settings_as_toml
 from relaygr_stream.settings.schema import Handover, Kafka
 from relaygr_stream.telemetry.process import START_END_S
 from relaygr_stream.trigger.ledger import LaneLedger
+from relaygr_stream.wire.headers import KIND_CANCEL
 from relaygr_stream.wire.messages import (
     HEADER_CORRELATION,
+    HEADER_KIND,
     HEADER_ORIGIN_TOPIC,
     HEADER_REASON,
     HEADER_REPLY_PARTITION,
     Behaviours,
+    Cancel,
     CostModel,
     RankingRequest,
     WorkerStatus,
@@ -482,3 +485,19 @@ async def test_stopping_without_a_broker_takes_bounded_time(tmp_path: Path) -> N
             assert worker.exit_code in (0, 1), worker.log_tail()
         finally:
             worker.kill()
+
+
+async def test_a_cancel_releases_in_its_order_and_a_broken_one_is_buried(embedded_settings: Kafka) -> None:
+    kind = [(HEADER_KIND, KIND_CANCEL.encode())]
+    async with Peer(embedded_settings) as peer, worker_on(worker_settings(embedded_settings)) as w:
+        before = await committed(embedded_settings, peer.topics.ranking.name)
+        await peer.signal("r", "u", 100)
+        await until(lambda: any(lane.pinned_bytes for status in peer.statuses for lane in status.lanes), "pinned")
+        await peer.send_ranking(b"\xc1", headers=kind)
+        await peer.send_ranking(encode(Cancel(request_id="r")), headers=kind)
+        await until(lambda: not any(lane.pinned_bytes for lane in peer.statuses[-1].lanes), "released")
+        assert w.total("signals") == 2  # computed, cancelled
+        assert w.total("records_skipped") == 0
+        assert (await peer.reply(await peer.rank("r", "u", 100))).outcome == "hbm"
+        await until(lambda: len(peer.dead) == 1, "buried")
+    assert await committed(embedded_settings, peer.topics.ranking.name) == before + 3

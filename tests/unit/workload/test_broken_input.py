@@ -104,7 +104,7 @@ def test_more_actions_than_fit_are_broken_lines(tmp_path: Path) -> None:
         (b"\n \n", "is empty"),
         (b"\x7fELF\x00\x01\x02" * 50, "is a binary file (a zero byte at offset 4)"),
         ("user\titem".encode("utf-16"), "UTF-16"),
-        (b"\x1f\x8b\x08garbage", "looks like gzip but cannot be unzipped"),
+        (b"\x1f\x8b\x08garbage", "looks compressed (gzip or xz) but cannot be unpacked"),
         (b"PAR1 but not really", "cannot be read as Parquet"),
         (b"Dear diary\ntoday nothing\n", "not recognised as any of u.data, ratings.dat, csv, jsonl, parquet"),
         (b"Dear diary\n", "its first line is 'Dear diary'"),

@@ -16,7 +16,7 @@ from relaygr_stream.lab.workload.items import WorkItem
 from relaygr_stream.wire.messages import RankingRequest, RequestEvent
 from tests.unit.workload.recording_client import RecordingClient
 
-OPTIONS = GeneratorOptions(users=10, items=200, length_median=20, max_prefix=60, candidates=10, rate=400)
+OPTIONS = GeneratorOptions(users=10, items=200, length=20, max_prefix=60, candidates=10, rate=400)
 
 
 def workload(count: int) -> list[WorkItem]:
@@ -119,7 +119,7 @@ async def test_full_mode_without_announcements() -> None:
 
 async def test_stop_begins_nothing_new_and_finishes_what_began() -> None:
     client, stop = RecordingClient(), asyncio.Event()
-    options = GeneratorOptions(users=10, items=200, length_median=20, candidates=10, rate=200)
+    options = GeneratorOptions(users=10, items=200, length=20, candidates=10, rate=200)
 
     def on_result(result: Result) -> None:
         stop.set()

@@ -16,7 +16,7 @@ from relaygr_stream.lab.workload.generator import Generator, GeneratorOptions
 from relaygr_stream.lab.workload.items import StageDelay, WorkItem, sample_others
 from relaygr_stream.wire.messages import Behaviours, RankingRequest, RequestEvent, decode, encode
 
-SMALL = GeneratorOptions(users=40, items=500, length_median=40, max_prefix=120, candidates=20, suffix=4)
+SMALL = GeneratorOptions(users=40, items=500, length=40, max_prefix=120, candidates=20, suffix=4)
 
 
 def take(count: int, options: GeneratorOptions = SMALL) -> list[WorkItem]:
@@ -28,7 +28,7 @@ def test_the_same_seed_gives_the_same_requests_and_another_seed_others() -> None
     first = [(item.at, item.stage_delay, item.event, item.request, item.target) for item in islice(generator, 50)]
     again = [(item.at, item.stage_delay, item.event, item.request, item.target) for item in islice(generator, 50)]
     assert first == again
-    other = take(50, GeneratorOptions(users=40, items=500, length_median=40, max_prefix=120, candidates=20, seed=8))
+    other = take(50, GeneratorOptions(users=40, items=500, length=40, max_prefix=120, candidates=20, seed=8))
     assert first[0][3] != other[0].request
 
 
@@ -36,7 +36,7 @@ def test_the_same_seed_gives_the_same_requests_and_another_seed_others() -> None
 @given(
     seed=st.integers(0, 1000),
     suffix=st.integers(0, 10),
-    revisit=st.floats(0, 1),
+    revisit=st.floats(0, 0.99),
     growth=st.floats(1, 20),
     candidates=st.integers(1, 50),
 )
@@ -45,7 +45,7 @@ def test_invariants(seed: int, suffix: int, revisit: float, growth: float, candi
         seed=seed,
         users=10,
         items=100,
-        length_median=30,
+        length=30,
         max_prefix=60,
         suffix=suffix,
         revisit=revisit,
@@ -98,7 +98,7 @@ def test_users_beyond_the_memory_are_forgotten_and_come_back_as_new(monkeypatch:
 
 
 def test_distributions() -> None:
-    options = GeneratorOptions(users=1000, items=2000, revisit=0, length_median=60, length_sigma=0.5, rate=50, suffix=0)
+    options = GeneratorOptions(users=1000, items=2000, revisit=0, length=60, sigma=0.5, rate=50, suffix=0)
     items = take(3000, options)
     gaps = np.diff([item.at for item in items])
     assert gaps.mean() == pytest.approx(1 / 50, rel=0.1)
@@ -120,9 +120,7 @@ def test_revisits_raise_the_share_of_recent_users() -> None:
     def share(revisit: float) -> float:
         users = [
             item.event.user_id
-            for item in take(
-                400, GeneratorOptions(users=100_000, user_exponent=0, items=5000, length_median=20, revisit=revisit)
-            )
+            for item in take(400, GeneratorOptions(users=100_000, zipf=0, items=5000, length=20, revisit=revisit))
         ]
         return float(np.mean([user in users[max(0, at - 64) : at] for at, user in enumerate(users)]))
 
@@ -131,7 +129,7 @@ def test_revisits_raise_the_share_of_recent_users() -> None:
 
 
 def test_describe_states_every_parameter() -> None:
-    text = Generator(GeneratorOptions(seed=11, rate=33, users=44, items=5500, length_median=66, growth=7)).describe()
+    text = Generator(GeneratorOptions(seed=11, rate=33, users=44, items=5500, length=66, growth=7)).describe()
     for part in ("seed 11", "33 requests/s", "44, Zipf", "5500, Zipf", "median 66", "Poisson(6)", "median 80 ms"):
         assert part in text
 

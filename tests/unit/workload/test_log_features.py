@@ -195,7 +195,7 @@ def test_the_command_reads_the_schema_and_names_what_is_wrong_with_it(tmp_path: 
 
 @pytest.mark.parametrize("suffix", [0, 4])
 def test_generated_requests_have_every_column_with_zeros(suffix: int) -> None:
-    options = GeneratorOptions(users=3, items=50, candidates=5, suffix=suffix, length_median=30, features=SCHEMA)
+    options = GeneratorOptions(users=3, items=50, candidates=5, suffix=suffix, length=30, features=SCHEMA)
     assert "features: 5 columns" in Generator(options).describe()
     plain = Generator(dataclasses.replace(options, features=NO_FEATURES))
     for item, known in itertools.islice(zip(Generator(options), plain, strict=True), 20):

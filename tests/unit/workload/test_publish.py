@@ -105,7 +105,7 @@ async def test_errors_by_type_make_the_report_incomplete(udata: Path) -> None:
 
 
 async def test_generated_workload_and_its_json(tmp_path: Path) -> None:
-    source = GeneratorOptions(users=20, items=300, length_median=30, candidates=20, rate=500)
+    source = GeneratorOptions(users=20, items=300, length=30, candidates=20, rate=500)
     report = await run(PublishOptions(source=source, requests=25), RecordingClient())
     parsed = json.loads(report.json())
     assert parsed["requests"] == parsed["answered"] == 25
@@ -219,7 +219,8 @@ def test_flags_reach_the_options(tmp_path: Path) -> None:
         ([], "--events FILE or --generate"),
         (["--events", "x", "--generate"], "--events FILE or --generate"),
         (["--events", "x", "--speed", "2", "--rate", "3"], "--speed keeps the log's times"),
-        (["--events", "x", "--length-median", "3"], "--length-median goes with --generate only"),
+        (["--events", "x", "--length", "3"], "--length goes with --generate only"),
+        (["--events", "x", "--return-after", "3"], "--return-after goes with --generate only"),
         (["--generate", "--columns", "user=a"], "--columns goes with --events only"),
         (["--events", "x", "--requests", "0"], "--generate only"),
         (["--generate", "--timeout", "0"], "--timeout 0"),

@@ -16,7 +16,7 @@ from relaygr_stream.lab.workload.tastes import INTERESTS, RETURN, SERIES_ITEMS, 
 
 ITEMS = 4000
 EVERYONE_NEW = GeneratorOptions(
-    users=1 << 20, user_exponent=0, revisit=0, items=ITEMS, item_exponent=0.25, length_median=700, length_sigma=0.2
+    users=1 << 20, zipf=0, revisit=0, items=ITEMS, item_exponent=0.25, length=700, sigma=0.2
 )
 
 

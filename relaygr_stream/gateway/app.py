@@ -1,0 +1,303 @@
+"""The gateway's paths: who asks, within which bounds, and which status an outcome has.
+
+POST   /v1/announce        202  {"request_id": …}
+POST   /v1/rank            200  scores
+DELETE /v1/requests/{id}   204  what the request pinned is released
+GET    /  /metrics         the fleet, this process's metrics: with a token, where there are tokens
+GET    /docs  /openapi.json  /healthz  /readyz
+"""
+
+from __future__ import annotations
+
+import asyncio
+import html
+import re
+import secrets
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import msgspec
+import prometheus_client
+import structlog
+from msgspec import UNSET
+from prometheus_client.exposition import choose_encoder
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from relaygr_stream.client import RelayClient
+from relaygr_stream.errors import (
+    BrokerError,
+    DeadlineExceeded,
+    DecodeError,
+    Overloaded,
+    Rejected,
+    RelayError,
+    WorkerFailed,
+)
+from relaygr_stream.gateway.messages import FORMATS, JSON, MSGPACK, Announce, Announced, Format, Problem, Rank, Ranked
+from relaygr_stream.gateway.openapi import document
+from relaygr_stream.gateway.tokens import Refused, Tokens
+from relaygr_stream.ops.status.overview import Overview
+from relaygr_stream.ops.status.table import as_json, render
+from relaygr_stream.settings.schema import Settings
+from relaygr_stream.telemetry.limiter import LogLimiter
+from relaygr_stream.telemetry.printable import printable, render_plain
+from relaygr_stream.telemetry.process import ProcessContext
+
+log = structlog.get_logger(__name__)
+limited = LogLimiter().limited
+
+#: Milliseconds within which the client wants the answer.
+TIMEOUT_HEADER: Final = "relaygr-timeout-ms"
+REQUEST_ID_HEADER: Final = "x-request-id"
+#: Seconds after which an overloaded relay is asked again: its queues are shorter than a deadline.
+RETRY_AFTER_S: Final = "1"
+#: At the end of the ids that a gateway makes: the user's lane, by which any gateway finds it for a DELETE.
+_LANE: Final = re.compile(r"-(\d{1,5})\Z")
+_TRACKED: Final = re.compile(r"[\x21-\x7e]{1,128}")
+_NO_CONTENT: Final = Response(status_code=204)
+PAGE: Final = Path(__file__).with_name("docs.html")
+
+#: The status of each error; the first that fits.
+STATUSES: Final[tuple[tuple[type[RelayError], int, str], ...]] = (
+    (DeadlineExceeded, 504, "deadline_exceeded"),
+    (Overloaded, 429, "overloaded"),
+    (Rejected, 400, "rejected"),
+    (WorkerFailed, 502, "failed"),
+    (BrokerError, 503, "unavailable"),
+    (RelayError, 503, "unavailable"),
+)
+#: Statuses after which the same request may succeed a moment later.
+_AGAIN: Final = (429, 503)
+
+
+class Metrics:
+    """The gateway's Prometheus metrics."""
+
+    def __init__(self, registry: prometheus_client.CollectorRegistry) -> None:
+        self.requests = prometheus_client.Counter(
+            "relaygr_gateway_requests", "HTTP requests by path and status", ["path", "status"], registry=registry
+        )
+        self.seconds = prometheus_client.Histogram(
+            "relaygr_gateway_request_seconds",
+            "From a request's head to its answer",
+            ["path"],
+            registry=registry,
+            buckets=(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0),
+        )
+        self.in_flight = prometheus_client.Gauge(
+            "relaygr_gateway_in_flight", "Requests with a valid token that are not answered yet", registry=registry
+        )
+        self.connections = prometheus_client.Gauge("relaygr_gateway_connections", "Open connections", registry=registry)
+
+
+class Asked(NamedTuple):
+    """A request that passed the door."""
+
+    http: Request
+    tenant: str
+    deadline_s: float | None  # by the monotonic clock
+    reply: Format
+
+
+class Door:
+    """The application. relay: open; view: of the fleet, kept up to date by the caller."""
+
+    def __init__(
+        self, context: ProcessContext, settings: Settings, relay: RelayClient, view: Overview, tokens: Tokens
+    ) -> None:
+        self._context = context
+        self._settings = settings.gateway
+        self._relay = relay
+        self._view = view
+        self._tokens = tokens
+        self._open: Counter[str] = Counter()  # requests by tenant
+        self.metrics = Metrics(context.registry)
+        self._document = msgspec.json.encode(document())
+        self.application = Starlette(
+            routes=[
+                self._api("POST", "/v1/announce", self._announce),
+                self._api("POST", "/v1/rank", self._rank),
+                self._api("DELETE", "/v1/requests/{request_id:path}", self._cancel),
+                self._page("/", self._fleet, closed=True),
+                self._page("/metrics", self._exposition, closed=True),
+                self._page("/healthz", lambda _: self._check(context.why_not_live())),
+                self._page("/readyz", lambda _: self._check(context.why_not_ready())),
+                self._page("/openapi.json", lambda _: Response(self._document, media_type=JSON.media)),
+                self._page("/docs", lambda _: Response(PAGE.read_bytes(), media_type="text/html")),
+            ]
+        )
+
+    # ---- the relay's three verbs ----
+
+    async def _announce(self, asked: Asked) -> Response:
+        body: Announce = await self._body(asked.http, Announce)
+        request_id = self._request_id(body.request_id, body.user_id)
+        await self._relay.announce(body.event(request_id, asked.tenant))
+        return _answer(202, asked.reply, Announced(request_id=request_id))
+
+    async def _rank(self, asked: Asked) -> Response:
+        body: Rank = await self._body(asked.http, Rank)
+        request = body.request(self._request_id(body.request_id, body.user_id), asked.tenant)
+        left = None if asked.deadline_s is None else asked.deadline_s - time.monotonic()
+        ranking = await self._relay.rank(request, timeout=left)
+        return _answer(200, asked.reply, Ranked.of(ranking, packed=asked.reply is MSGPACK))
+
+    async def _cancel(self, asked: Asked) -> Response:
+        request_id = asked.http.path_params["request_id"]
+        user_id = asked.http.query_params.get("user_id", "")
+        lane = _LANE.search(request_id)
+        if not user_id and lane is None:
+            raise Rejected("this id was not made by a gateway: name the user, …/v1/requests/ID?user_id=USER")
+        await self._relay.cancel(user_id or int(lane[1]), request_id, tenant=asked.tenant)  # type: ignore[index]
+        return _NO_CONTENT
+
+    def _request_id(self, stated: str | msgspec.UnsetType, user_id: str) -> str:
+        return f"{secrets.token_hex(8)}-{self._relay.lane(user_id)}" if stated is UNSET else stated
+
+    # ---- the door ----
+
+    def _api(self, method: str, path: str, verb: Callable[[Asked], Awaitable[Response]]) -> Route:
+        async def endpoint(http: Request) -> Response:
+            started = time.monotonic()
+            reply, tenant = _reply_format(http), None
+            try:
+                tenant = self._enter(http)
+                response = await verb(Asked(http, tenant, _deadline(http, started), reply))
+            except Refused as error:
+                response = _answer(error.status, reply, Problem(error=error.error, detail=error.detail), error.headers)
+            except RelayError as error:
+                response = self._failed(error, reply, http)
+            except ClientDisconnect:
+                response = Response(status_code=499)  # nobody reads it
+            finally:
+                if tenant is not None:
+                    self._leave(tenant)
+            stated = http.headers.get(REQUEST_ID_HEADER, "")
+            tracked = stated if _TRACKED.fullmatch(stated) else secrets.token_hex(8)
+            if response is not _NO_CONTENT:
+                response.headers[REQUEST_ID_HEADER] = tracked
+            self.metrics.requests.labels(path, str(response.status_code)).inc()
+            self.metrics.seconds.labels(path).observe(time.monotonic() - started)
+            return response
+
+        return Route(path, endpoint, methods=[method])
+
+    def _enter(self, http: Request) -> str:
+        """The tenant, with a place taken that `_leave` gives back. Raises Refused."""
+        tenant = self._tokens.tenant(http)
+        http.state.known()
+        if self._open[tenant] >= self._settings.max_requests:
+            most = f"{self._settings.max_requests} requests of this tenant are under way (gateway.max_requests)"
+            raise Refused(429, "overloaded", most, {"retry-after": RETRY_AFTER_S})
+        self._open[tenant] += 1
+        self.metrics.in_flight.inc()
+        return tenant
+
+    def _leave(self, tenant: str) -> None:
+        self._open[tenant] -= 1
+        self.metrics.in_flight.dec()
+
+    async def _body(self, http: Request, kind: type[Any]) -> Any:
+        """The decoded body. Raises Refused."""
+        media = http.headers.get("content-type", JSON.media).partition(";")[0].strip().lower()
+        form, most = FORMATS.get(media), self._settings.max_body_bytes
+        if form is None or http.headers.get("content-encoding", "identity") != "identity":
+            raise Refused(
+                415, "unsupported", f"content type {printable(media)}: send {' or '.join(FORMATS)}, uncompressed"
+            )
+        length = http.headers.get("content-length", "")
+        data = bytearray()
+        try:
+            async with asyncio.timeout(self._settings.read_ms / 1e3):
+                if not (length.isdigit() and len(length) < 16 and int(length) > most):
+                    async for chunk in http.stream():
+                        data += chunk
+                        if len(data) > most:
+                            break
+                    else:
+                        return form.decoders[kind](data)
+        except TimeoutError:
+            took = f"the body did not come within {self._settings.read_ms:g} ms (gateway.read_ms)"
+            raise Refused(408, "slow", took) from None
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise Refused(400, "malformed", str(error)[:500] or type(error).__name__, close=False) from error
+        raise Refused(413, "too_large", f"the body has more than {most} bytes (gateway.max_body_bytes)")
+
+    def _failed(self, error: RelayError, reply: Format, http: Request) -> Response:
+        if isinstance(error, DecodeError):
+            error = Rejected(error.detail)
+        status, name = next((status, name) for kind, status, name in STATUSES if isinstance(error, kind))
+        if status >= 500 and status != 504:
+            limited(log.warning, name)("a request failed", path=http.url.path, outcome=name, detail=str(error))
+        headers = {"retry-after": RETRY_AFTER_S} if status in _AGAIN else {}
+        return _answer(status, reply, Problem(error=name, detail=str(error)), headers)
+
+    # ---- pages ----
+
+    def _page(self, path: str, make: Callable[[Request], Response], *, closed: bool = False) -> Route:
+        async def endpoint(http: Request) -> Response:
+            try:
+                if closed:
+                    self._tokens.tenant(http, browser=True)
+                response = make(http)
+            except Refused as error:
+                response = _answer(error.status, JSON, Problem(error=error.error, detail=error.detail), error.headers)
+            response.headers["cache-control"] = "no-store"
+            return response
+
+        return Route(path, endpoint, methods=["GET"])
+
+    def _fleet(self, http: Request) -> Response:
+        """What `relaygr status` shows, as a page; as JSON where that is asked for."""
+        if JSON.media in http.headers.get("accept", ""):
+            return Response(as_json(self._view), media_type=JSON.media)
+        page = _FLEET.format(html.escape(render_plain(render(self._view), 100)))
+        return Response(page, media_type="text/html")
+
+    def _exposition(self, http: Request) -> Response:
+        encode, media = choose_encoder(http.headers.get("accept", ""))
+        return Response(encode(self._context.registry), headers={"content-type": media})
+
+    def _check(self, why_not: str | None) -> Response:
+        found = {"status": "unavailable", "reason": why_not} if why_not else {"status": "ok"}
+        return Response(msgspec.json.encode(found), 503 if why_not else 200, media_type=JSON.media)
+
+
+_FLEET: Final = """<!doctype html><html lang="en"><meta charset="utf-8"><meta http-equiv="refresh" content="5">
+<title>RelayGR Stream</title><style>body{{font:14px monospace;margin:2em}}</style>
+<h1>The fleet</h1><pre>{}</pre><p><a href="docs">API</a> · <a href="metrics">metrics</a></p></html>"""
+
+
+def _answer(status: int, form: Format, body: msgspec.Struct, headers: dict[str, str] | None = None) -> Response:
+    return Response(form.encode(body), status, headers, form.media)
+
+
+def _reply_format(http: Request) -> Format:
+    """As the client accepts; where it says nothing of the two, as it asks."""
+    accepted = http.headers.get("accept", "")
+    for media, form in FORMATS.items():
+        if media in accepted:
+            return form
+    return FORMATS.get(http.headers.get("content-type", "").partition(";")[0].strip().lower(), JSON)
+
+
+def _deadline(http: Request, started: float) -> float | None:
+    """When the answer is worthless, by the monotonic clock; None: the client does not say. Raises Refused."""
+    stated = http.headers.get(TIMEOUT_HEADER)
+    if stated is None:
+        return None
+    try:
+        milliseconds = float(stated)
+    except ValueError:
+        milliseconds = -1.0
+    if not 0 < milliseconds <= 3.6e6:
+        raise Refused(
+            400, "rejected", f"header {TIMEOUT_HEADER}: {printable(stated[:40])} is not 1…3600000 milliseconds"
+        )
+    return started + milliseconds / 1e3

@@ -1,0 +1,170 @@
+"""Bodies of the gateway's requests and answers, in JSON and in MessagePack.
+
+One type serves both: an array is a list of numbers, or packed as in docs/reference/protocol.md (`bin` in MessagePack,
+base64 in JSON). openapi.py describes these types.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final
+
+import msgspec
+import numpy as np
+from msgspec import UNSET, Meta, UnsetType
+
+from relaygr_stream.client.answers import Ranking
+from relaygr_stream.errors import Rejected
+from relaygr_stream.wire.behaviours import ACTION_DTYPE, ITEM_DTYPE, TIME_DTYPE, Behaviours, pack_items
+from relaygr_stream.wire.features import FeatureTables
+from relaygr_stream.wire.messages import Id, Millis, Mode, Outcome, RankingRequest, RequestEvent, Timings
+
+#: A list of numbers, or their little-endian bytes.
+Packed = bytes | list[int]
+
+
+class History(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A user's behaviours, oldest first: three arrays of one length."""
+
+    items: Annotated[Packed, Meta(description="item ids: uint32")] = b""
+    actions: Annotated[Packed, Meta(description="what the user did: uint8, as the model was trained")] = b""
+    times: Annotated[Packed, Meta(description="Unix times in ms: int64; they do not go back")] = b""
+    columns: (
+        Annotated[dict[str, bytes], Meta(description="features: NAME:TYPE to packed values, a row each")] | UnsetType
+    ) = UNSET
+
+    def behaviours(self, what: str) -> Behaviours:
+        """As they travel. Raises Rejected, naming `what`."""
+        parts = (self.items, self.actions, self.times)
+        if not isinstance(self.items, list) and not isinstance(self.actions, list) and not isinstance(self.times, list):
+            return Behaviours(self.items, self.actions, self.times, self.columns)
+        dtypes: tuple[np.dtype[Any], ...] = (ITEM_DTYPE, ACTION_DTYPE, TIME_DTYPE)
+        try:
+            arrays = [
+                part if isinstance(part, list) else np.frombuffer(part, dtype)
+                for part, dtype in zip(parts, dtypes, strict=True)
+            ]
+            return msgspec.structs.replace(Behaviours.of(*arrays), columns=self.columns)
+        except ValueError as error:
+            raise Rejected(f"{what}: {error}") from error
+
+
+class Announce(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Retrieval starts: a ranking of this user will follow."""
+
+    user_id: Id
+    history: History
+    candidates: Annotated[int, Meta(ge=0, le=1_000_000, description="expected number in the ranking")]
+    rank_in_ms: Annotated[Millis, Meta(description="your guess of the time until the ranking; 0: unknown")] = 0.0
+    request_id: Annotated[Id, Meta(description="absent: the gateway makes one")] | UnsetType = UNSET
+    columns: Annotated[FeatureTables, Meta(description="the user's features")] | UnsetType = UNSET
+
+    def event(self, request_id: str, tenant: str) -> RequestEvent:
+        """As it travels. Raises Rejected."""
+        return RequestEvent(
+            request_id=request_id,
+            user_id=self.user_id,
+            prefix=self.history.behaviours("history"),
+            candidates=self.candidates,
+            rank_in_ms=self.rank_in_ms,
+            tenant=tenant,
+            columns=self.columns,
+        )
+
+
+class Rank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Score candidates against the history and what came since."""
+
+    user_id: Id
+    history: Annotated[History, Meta(description="the same as in the announcement")]
+    candidates: Annotated[Packed, Meta(description="item ids to score: uint32, at least one")]
+    suffix: Annotated[History, Meta(description="behaviours since the history")] | UnsetType = UNSET
+    request_id: Annotated[Id, Meta(description="that of the announcement; absent: not announced")] | UnsetType = UNSET
+    mode: Annotated[Mode, Meta(description="full: ignore cached prefix KV")] = "auto"
+    columns: Annotated[FeatureTables, Meta(description="features of the user and the candidates")] | UnsetType = UNSET
+
+    def request(self, request_id: str, tenant: str) -> RankingRequest:
+        """As it travels. Raises Rejected."""
+        candidates = self.candidates
+        if isinstance(candidates, list):
+            try:
+                candidates = pack_items(candidates)
+            except ValueError as error:
+                raise Rejected(f"candidates: {error}") from error
+        return RankingRequest(
+            request_id=request_id,
+            user_id=self.user_id,
+            prefix=self.history.behaviours("history"),
+            suffix=Behaviours() if self.suffix is UNSET else self.suffix.behaviours("suffix"),
+            candidates=candidates,
+            mode=self.mode,
+            tenant=tenant,
+            client_id=tenant,  # so that workers are fair among tenants, not among gateways
+            columns=self.columns,
+        )
+
+
+class Announced(msgspec.Struct, frozen=True, kw_only=True):
+    """The request is on its way to a trigger."""
+
+    request_id: str
+
+
+class Ranked(msgspec.Struct, frozen=True, kw_only=True):
+    """Scores of the candidates, in their order."""
+
+    request_id: str
+    tasks: Annotated[tuple[str, ...], Meta(description="names of the score columns")]
+    scores: Annotated[
+        bytes | list[list[float]],
+        Meta(description="a row for each candidate, a column for each task; in MessagePack packed float32, row by row"),
+    ]
+    outcome: Annotated[Outcome, Meta(description="where the prefix KV was found")]
+    admission: Annotated[str, Meta(description="the trigger's decision; empty: unknown")]
+    truncated_to: Annotated[int, Meta(description="newest behaviours that were ranked with; 0: all")]
+    worker: str
+    model_version: str
+    latency_ms: Annotated[float, Meta(description="from the gateway over the relay and back")]
+    timings: Annotated[Timings, Meta(description="on the worker, in milliseconds")]
+
+    @classmethod
+    def of(cls, ranking: Ranking, *, packed: bool) -> Ranked:
+        """The answer to a ranking; packed: as for MessagePack."""
+        return cls(
+            request_id=ranking.request_id,
+            tasks=ranking.tasks,
+            scores=ranking.scores.tobytes() if packed else ranking.scores.tolist(),
+            outcome=ranking.outcome,
+            admission=ranking.admission,
+            truncated_to=ranking.truncated_to,
+            worker=ranking.worker,
+            model_version=ranking.model_version,
+            latency_ms=round(ranking.latency_s * 1e3, 3),
+            timings=ranking.timings,
+        )
+
+
+class Problem(msgspec.Struct, frozen=True, kw_only=True):
+    """Why there is no answer."""
+
+    error: Annotated[str, Meta(description="overloaded, deadline_exceeded, rejected, …")]
+    detail: Annotated[str, Meta(description="for a person: what, where, what to do")]
+
+
+class Format:
+    """One of the two forms of bodies."""
+
+    def __init__(self, media: str, codec: Any) -> None:
+        self.media: Final = media
+        self.encode = codec.Encoder().encode
+        self.decoders = {kind: codec.Decoder(kind).decode for kind in (Announce, Rank)}
+
+
+JSON: Final = Format("application/json", msgspec.json)
+MSGPACK: Final = Format("application/msgpack", msgspec.msgpack)
+#: Media types by which clients name the two.
+FORMATS: Final = {
+    "application/json": JSON,
+    "application/msgpack": MSGPACK,
+    "application/vnd.msgpack": MSGPACK,
+    "application/x-msgpack": MSGPACK,
+}

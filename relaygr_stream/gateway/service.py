@@ -1,0 +1,60 @@
+"""The gateway process: one relay client, one view of the fleet, HTTP in front of them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from typing import Final
+
+from relaygr_stream.bus.tail import TopicTail
+from relaygr_stream.bus.topics import load_topics
+from relaygr_stream.client import RelayClient
+from relaygr_stream.gateway.app import Door
+from relaygr_stream.gateway.connections import Connections
+from relaygr_stream.gateway.tokens import Tokens
+from relaygr_stream.ops.status.overview import Overview
+from relaygr_stream.telemetry.background import Background
+from relaygr_stream.telemetry.process import ProcessContext
+from relaygr_stream.wire.worker_status import StatusReader
+
+#: How often it looks whether its client still works.
+LOOK_S: Final = 0.5
+
+
+async def run_gateway(context: ProcessContext) -> None:
+    """Serve until `context.stop` is set, then answer what was accepted. Raises RelayError where it cannot go on."""
+    settings, background = context.settings, Background()
+    tokens = Tokens(settings.gateway)
+    topics = load_topics(settings.kafka)
+    reader = StatusReader.of(settings, topics)
+    await reader.prepare()
+    view = Overview(settings, topics, reader)
+    name = f"gateway-{socket.gethostname()}-{os.getpid()}"
+    relay = RelayClient(settings=settings, client_id=name, registry=context.registry)
+    tail = TopicTail(settings.kafka, topics.worker_status.name, [0], "earliest", view.on_records)
+    async with relay, tail:
+        view.live = True
+        background.watch(tail.failed)
+        door = Door(context, settings, relay, view, tokens)
+        connections = Connections(door.application, settings.gateway)
+        door.metrics.connections.set_function(lambda: connections.count)
+        serving = background.start(connections.run())
+        background.start(_look(relay))
+        context.set_ready(True)
+        scheme = "https" if settings.gateway.tls_certificate else "http"
+        context.log.info("serving", url=f"{scheme}://{settings.gateway.host}:{connections.port}")
+        try:
+            await background.until(context.stop.wait())
+            await connections.drain(settings.gateway.drain_ms / 1e3)
+        finally:
+            serving.cancel()
+            await background.end()
+
+
+async def _look(relay: RelayClient) -> None:
+    """End the process, for its supervisor to restart it, when answers can no longer be read."""
+    while True:
+        if (error := relay.error) is not None:
+            raise error
+        await asyncio.sleep(LOOK_S)

@@ -1,0 +1,72 @@
+"""Bearer tokens: whose requests these are. Knows no Kafka."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+from typing import Final
+
+from starlette.requests import Request
+
+from relaygr_stream.errors import ConfigError
+from relaygr_stream.settings.schema import Gateway
+
+#: Characters that a token has at least: 96 bits in base64.
+MIN_TOKEN: Final = 16
+_LOCAL: Final = ("127.0.0.1", "::1", "localhost")
+
+
+class Refused(Exception):
+    """A request that does not reach the relay. close: its body was not read, so the connection cannot go on."""
+
+    def __init__(
+        self, status: int, error: str, detail: str, headers: dict[str, str] | None = None, *, close: bool = True
+    ) -> None:
+        super().__init__(detail)
+        self.status, self.error, self.detail = status, error, detail
+        self.headers = {**(headers or {}), **({"connection": "close"} if close else {})}
+
+
+class Tokens:
+    """Whose requests these are. Raises ConfigError for settings that are none, or that would let everybody in."""
+
+    def __init__(self, settings: Gateway) -> None:
+        self._tenants: dict[bytes, str] = {}
+        for number, entry in enumerate(settings.tokens.replace(",", " ").split(), 1):
+            tenant, separator, token = entry.rpartition(":")
+            if not separator or len(token) < MIN_TOKEN:
+                raise ConfigError(
+                    f"gateway.tokens: entry {number} is not TENANT:TOKEN with a token of {MIN_TOKEN} characters or more"
+                )
+            if self._tenants.setdefault(_digest(token), tenant) != tenant:
+                raise ConfigError(f"gateway.tokens: entry {number} has the token of another tenant")
+        if not self._tenants and settings.host not in _LOCAL:
+            raise ConfigError(
+                f"gateway.host {settings.host} is open to other machines, and gateway.tokens is empty: set tokens, "
+                f"best in a file that RELAYGR_GATEWAY_TOKENS_FILE names"
+            )
+
+    def tenant(self, request: Request, *, browser: bool = False) -> str:
+        """The tenant of a request. browser: its password prompt is accepted, too. Raises Refused."""
+        if not self._tenants:
+            return ""
+        scheme, _, value = request.headers.get("authorization", "").partition(" ")
+        token = value.strip()
+        if scheme.lower() == "basic" and browser:
+            try:
+                token = base64.b64decode(token, validate=True).decode().partition(":")[2]
+            except (binascii.Error, UnicodeDecodeError):
+                token = ""
+        elif scheme.lower() != "bearer":
+            token = ""
+        tenant = self._tenants.get(_digest(token))  # of its hash: the time of the look-up tells nothing of a token
+        if tenant is None:
+            challenge = "Basic" if browser else "Bearer"
+            headers = {"www-authenticate": f'{challenge} realm="relaygr"'}
+            raise Refused(401, "unauthorized", "no valid bearer token", headers)
+        return tenant
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode(errors="surrogateescape")).digest()

@@ -1,0 +1,39 @@
+"""A request that its client leaves without ranking holds nothing any more, long before its life window ends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from relaygr_stream.client import RelayClient
+from relaygr_stream.settings.schema import Kafka
+from tests.e2e.fleet import Fleet, traffic
+from tests.waiting import until
+
+
+@pytest.mark.timeout(240)
+async def test_pinned_bytes_fall_when_a_client_leaves(kafka_settings: Kafka, tmp_path: Path) -> None:
+    async with Fleet(kafka_settings, tmp_path) as fleet:
+        relay = msgspec.structs.replace(fleet.settings.relay, life_window_ms=60_000)
+        fleet.use(msgspec.structs.replace(fleet.settings, relay=relay))
+        fleet.start("trigger", "trigger")
+        fleet.start("worker", "w1")
+        await fleet.ready("trigger", "w1")
+        await fleet.lanes_settled("w1")
+
+        def pinned() -> int:
+            return sum(lane.pinned_bytes for lane in fleet.statuses["w1"].lanes)
+
+        event = traffic(seconds=9, rate=1)[0].request
+        async with RelayClient(settings=fleet.settings) as client:
+            async with client.request("left", event.prefix, candidates=9) as left:
+                await until(lambda: pinned() > 0, "pinned")
+            await until(lambda: pinned() == 0, "released")
+            async with client.request("left", event.prefix, candidates=9) as again:
+                await until(lambda: again.request_id in fleet.admitted and pinned() > 0, "admitted in its place")
+                assert (await again.rank([1, 2], timeout=20)).admission == "admitted"
+            # The trigger takes the same id for a duplicate, and the worker answers what it no longer pins.
+            async with client.request("left", event.prefix, candidates=9, request_id=left.request_id) as late:
+                assert len((await late.rank([1, 2], timeout=20)).scores) == 2

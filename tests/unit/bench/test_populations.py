@@ -1,0 +1,96 @@
+"""A population's users live on from probe to probe, at whatever rate the probes ask for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from relaygr_stream.lab.bench.populations import Population
+from relaygr_stream.lab.workload.arrivals import read_arrivals
+from relaygr_stream.lab.workload.generator import GeneratorOptions
+from relaygr_stream.lab.workload.items import StageDelay
+from relaygr_stream.lab.workload.traffic import Mix
+from tests.unit.workload.test_arrivals import prompts
+
+
+def options(length: float, revisit: float, **given: object) -> GeneratorOptions:
+    shape = {
+        "length": length, "revisit": revisit, "users": 200_000, "zipf": 0.0, "sigma": 0.0, "items": 5000, "suffix": 4,
+        "candidates": 20, "max_prefix": 400, "delay": StageDelay(100.0, 0.1), "seed": 3, "known": 30 if revisit else 0,
+        **given,
+    }  # fmt: skip
+    return GeneratorOptions(**shape)  # type: ignore[arg-type]
+
+
+def test_requests_come_at_poisson_times_of_the_asked_rate() -> None:
+    items = Population("p", options(64, 0.0)).take(50.0, count=2000)
+    gaps = np.diff([0.0, *(item.at for item in items)])
+    assert abs(gaps.mean() * 50 - 1) < 0.1
+    assert abs(gaps.std() / gaps.mean() - 1) < 0.1  # exponential: as wide as it is long
+
+
+def test_takes_as_many_as_are_to_be_judged() -> None:
+    items = Population("p", options(64, 0.0)).take(20.0, count=100, since=2.0)
+    assert sum(item.at >= 2.0 for item in items) == 100
+    assert Population("p", options(64, 0.0)).take(20.0, count=5, until=10.0)[-1].at > 9.0
+
+
+def test_users_live_on_from_probe_to_probe_and_return_with_grown_histories() -> None:
+    population = Population("p", options(64, 0.8))
+    strangers = population.take(50.0, count=30)
+    assert len({item.event.user_id for item in strangers}) == 30
+    assert {len(item.event.prefix) for item in strangers} == {64}
+    known = {item.event.user_id: item.event.prefix for item in strangers}
+    later = population.take(20.0, count=600)
+    returning = [item.event.user_id in known for item in later[:50]]
+    assert np.mean(returning) > 0.5
+    seen = set(known)
+    came_back = []
+    for item in later:
+        user = item.event.user_id
+        came_back.append(user in seen)
+        if user in known:
+            assert len(item.event.prefix) > len(known[user])
+            assert item.event.prefix.slice(0, len(known[user])) == known[user]
+        known[user] = item.event.prefix
+        seen.add(user)
+    assert np.mean(came_back) == pytest.approx(0.8, abs=0.06)
+
+
+def test_a_request_that_was_not_sent_comes_first_next_time() -> None:
+    one, other = Population("p", options(64, 0.5)), Population("p", options(64, 0.5))
+    in_turns = [item.request.request_id for _ in range(5) for item in one.take(50.0, count=10)]
+    assert in_turns == [item.request.request_id for item in other.take(20.0, count=50)]
+
+
+def test_two_populations_share_no_user_and_no_request() -> None:
+    one = Population("a", options(64, 0.5)).take(50.0, count=100)
+    other = Population("b", options(64, 0.5)).take(50.0, count=100)
+    for name in ("user_id", "request_id"):
+        assert not {getattr(i.event, name) for i in one} & {getattr(i.event, name) for i in other}
+    assert all(item.event.user_id == item.request.user_id for item in one)
+    ids = [item.request.request_id for item in one]
+    assert len(set(ids)) == len(ids)
+
+
+def test_a_log_gives_gaps_and_users_at_any_rate(tmp_path: Path) -> None:
+    log = read_arrivals(prompts(tmp_path / "trace.jsonl", 200))
+    population = Population("p", options(64, 0.0, arrivals=log))
+    assert population.revisit == log.returns
+    items = [*population.take(10.0, count=120), *population.take(40.0, count=80)]
+    users = [item.event.user_id for item in items]
+    assert log.users is not None
+    assert [users.index(user) for user in users] == [log.users.tolist().index(user) for user in log.users]
+    at = np.array([item.at for item in items])
+    for part, rate in ((slice(0, 120), 10.0), (slice(120, 200), 40.0)):
+        assert np.diff(at[part]) * rate == pytest.approx(log.gaps[part][1:], abs=1e-9)
+
+
+def test_short_and_long_users_are_told_apart() -> None:
+    population = Population("p", options(256, 0.0, users=10**9, mix=Mix(0.75, 32.0)))
+    assert population.two_kinds
+    items = population.take(50.0, count=400)
+    assert {(len(item.event.prefix), item.long) for item in items} == {(256, True), (32, False)}
+    assert np.mean([item.long for item in items]) == pytest.approx(0.25, abs=0.07)

@@ -1,0 +1,191 @@
+"""Clients that are slow, huge, broken, many or strangers: each is refused or closed, and the next request is served."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from relaygr_stream.errors import ConfigError
+from relaygr_stream.gateway import connections
+from relaygr_stream.gateway.tokens import Tokens
+from relaygr_stream.settings.schema import Client, Gateway, Kafka
+from relaygr_stream.wire.messages import RankingRequest, ScoreReply
+from tests.unit.client_peers import responder_on
+from tests.unit.gateway.doors import OTHER, RANK, TOKEN, OpenDoor, door_on
+from tests.waiting import until
+
+HEAD = f"POST /v1/rank HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {TOKEN}\r\n".encode()
+
+
+@asynccontextmanager
+async def raw(door: OpenDoor) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", door.port)
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+
+
+async def answer_to(door: OpenDoor, data: bytes) -> bytes:
+    """What a client that sends this gets until the gateway closes."""
+    async with raw(door) as (reader, writer):
+        writer.write(data)
+        async with asyncio.timeout(30):
+            return await reader.read()
+
+
+async def still_serves(door: OpenDoor) -> bool:
+    return (await door.ask("POST", "/v1/rank", RANK, relaygr_timeout_ms="20000")).status == 200
+
+
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        (b"\x16\x03\x01 not http\r\n\r\n", b"400"),
+        (b"GET / HTTP/1.1\r\nhost: x\r\ncontent-length: -5\r\n\r\n", b"400"),
+        (b"GET / HTTP/1.1\r\nx: " + b"y" * 100_000, b"431"),
+        (HEAD + b"content-length: 99999999\r\n\r\n", b"413"),
+        (HEAD + b"content-length: 1" + b"0" * 400 + b"\r\n\r\n", b"400"),
+        (HEAD + b"transfer-encoding: chunked\r\n\r\n" + b"8000\r\n" + b" " * 0x8000 + b"\r\n" * 1, b"413"),
+        (HEAD + b"content-length: 50\r\n\r\nhalf", b"408"),
+        (HEAD + b"content-encoding: gzip\r\ncontent-length: 2\r\n\r\n{}", b"415"),
+        (HEAD + b"content-type: text/plain\r\ncontent-length: 2\r\n\r\n{}", b"415"),
+        (b"POST /v1/rank HTTP/1.1\r\nhost: x\r\nauthorization: Bearer \xff\xfe\r\n\r\n", b"401"),
+    ],
+    ids=["tls", "negative", "head", "huge", "digits", "chunked", "slow", "gzip", "text", "token"],
+)
+async def test_what_cannot_be_served_is_refused_and_closed(
+    embedded_settings: Kafka, data: bytes, status: bytes
+) -> None:
+    async with (
+        responder_on(embedded_settings),
+        door_on(embedded_settings, max_body_bytes=20_000, read_ms=300.0) as door,
+    ):
+        answer = await answer_to(door, data)
+        assert answer.split(b" ", 2)[1] == status, answer[:200]
+        assert await still_serves(door)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"[", b"\xc1", b"[" * 200_000, b'{"user_id":"' + b"\xff" * 9 + b'"}', b'{"user_id":1e999}', b"null"],
+    ids=["empty", "cut", "c1", "deep", "utf8", "inf", "null"],
+)
+@pytest.mark.parametrize("media", ["application/json", "application/msgpack"])
+async def test_bodies_that_are_none_are_malformed(embedded_settings: Kafka, body: bytes, media: str) -> None:
+    async with responder_on(embedded_settings), door_on(embedded_settings) as door:
+        for path in ("/v1/announce", "/v1/rank"):
+            found = await door.ask("POST", path, body, content_type=media)
+            assert (found.status, found.value["error"]) == (400, "malformed")
+        assert await still_serves(door)
+
+
+async def test_slow_heads_and_slow_readers_are_closed(embedded_settings: Kafka) -> None:
+    """A client that takes up nothing of what it asked for holds a connection for read_ms, and no memory beyond it."""
+
+    async with responder_on(embedded_settings), door_on(embedded_settings, read_ms=300.0) as door:
+        async with raw(door) as (reader, writer), raw(door) as (silent, _):
+            writer.write(b"POST /v1/ra")
+            async with asyncio.timeout(30):
+                with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+                    await reader.readexactly(1)
+                with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+                    await silent.readexactly(1)
+        async with raw(door) as (reader, writer):
+            reader.set_limit = None  # type: ignore[attr-defined]
+            writer.transport.pause_reading()  # type: ignore[attr-defined]
+            writer.write(b"GET /docs HTTP/1.1\r\nhost: x\r\n\r\n" * 3000)
+            await until(lambda: door.count("connections") == 0, "closed")
+        assert await still_serves(door)
+
+
+async def test_strangers_do_not_keep_clients_out(embedded_settings: Kafka, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "MAX_STRANGERS", 4)
+    monkeypatch.setattr(connections, "GRACE_S", 0.05)
+    async with responder_on(embedded_settings), door_on(embedded_settings, read_ms=60_000.0) as door:
+        opened = [await asyncio.open_connection("127.0.0.1", door.port) for _ in range(12)]
+        try:
+            assert await still_serves(door)
+        finally:
+            for _, writer in opened:
+                writer.close()
+
+
+async def test_one_tenant_cannot_take_the_places_of_another(embedded_settings: Kafka) -> None:
+    held: list[RankingRequest] = []
+
+    def hold(request: RankingRequest) -> list[ScoreReply]:
+        held.append(request)
+        return []
+
+    async with responder_on(embedded_settings, hold), door_on(embedded_settings, max_requests=2) as door:
+        ask: Callable[..., asyncio.Task[object]] = lambda token: asyncio.create_task(  # noqa: E731
+            door.ask("POST", "/v1/rank", RANK, relaygr_timeout_ms="2000", token_=token)
+        )
+        waiting = [ask(TOKEN), ask(TOKEN)]
+        await until(lambda: len(held) == 2, "both wait")
+        refused = await door.ask("POST", "/v1/rank", RANK)
+        assert (refused.status, refused.value["error"]) == (429, "overloaded")
+        assert "gateway.max_requests" in refused.value["detail"]
+        waiting.append(ask(OTHER))
+        await until(lambda: len(held) == 3, "the other tenant's is on its way")
+        assert {request.client_id for request in held} == {"shop", "library"}
+        assert {answer.status for answer in await asyncio.gather(*waiting)} == {504}  # type: ignore[attr-defined]
+        assert door.count("in_flight") == 0
+
+
+async def test_a_client_that_leaves_gives_its_place_back(embedded_settings: Kafka) -> None:
+    async with responder_on(embedded_settings), door_on(embedded_settings) as door:
+        async with raw(door) as (_, writer):
+            writer.write(HEAD + b"content-length: 50\r\n\r\nhalf")
+            await until(lambda: door.count("in_flight") == 1, "it asks")
+        await until(lambda: door.count("in_flight") == 0, "it left")
+        assert await still_serves(door)
+
+
+async def test_a_stop_answers_what_was_accepted_and_takes_nothing_more(embedded_settings: Kafka) -> None:
+    async with responder_on(embedded_settings) as peer, door_on(embedded_settings, Client(timeout_ms=20_000)) as door:
+        peer.hold = True
+        async with raw(door) as (idle, _):
+            asked = asyncio.create_task(door.ask("POST", "/v1/rank", RANK))
+            await until(lambda: len(peer.held) == 1, "accepted")
+            door.context.stop.set()
+            async with asyncio.timeout(30):
+                assert await idle.read() == b""  # closed at once
+            with pytest.raises(ConnectionRefusedError):
+                await door.ask("GET", "/healthz")
+            assert not asked.done()
+            peer.release()
+            answer = await asked
+            assert (answer.status, answer.headers["connection"]) == (200, "close")
+        async with asyncio.timeout(30):
+            await door.task
+
+
+@pytest.mark.parametrize("token", ["", "wrong-but-long-enough", TOKEN[:-1], TOKEN.upper()])
+async def test_without_a_valid_token_nothing_is_done(embedded_settings: Kafka, token: str) -> None:
+    async with responder_on(embedded_settings) as peer, door_on(embedded_settings) as door:
+        for method, path in (("POST", "/v1/rank"), ("POST", "/v1/announce"), ("DELETE", "/v1/requests/r-1")):
+            found = await door.ask(method, path, json.dumps(RANK), token_=token)
+            assert (found.status, found.headers["www-authenticate"]) == (401, 'Bearer realm="relaygr"')
+        assert not (peer.requests or peer.events or peer.cancels)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        (Gateway(tokens="shop:short"), "entry 1 is not TENANT:TOKEN"),
+        (Gateway(tokens=f"shop:{TOKEN}\n{OTHER}"), "entry 2 is not"),
+        (Gateway(tokens=f"shop:{TOKEN} library:{TOKEN}"), "entry 2 has the token of another tenant"),
+        (Gateway(host="0.0.0.0"), "gateway.tokens is empty"),
+    ],
+)
+def test_tokens_that_are_none_are_refused_without_being_shown(settings: Gateway, named: str) -> None:
+    with pytest.raises(ConfigError, match=named) as raised:
+        Tokens(settings)
+    assert TOKEN not in str(raised.value)
+    assert TOKEN not in repr(settings)

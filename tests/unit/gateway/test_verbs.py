@@ -1,0 +1,172 @@
+"""Announce, rank and cancel over HTTP: what goes in arrives on the topics, and what comes back is what workers say."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import struct
+
+import msgspec
+import pytest
+
+from relaygr_stream.gateway.messages import MSGPACK
+from relaygr_stream.gateway.openapi import document
+from relaygr_stream.settings.schema import Client, Kafka
+from relaygr_stream.wire.messages import Behaviours, RankingRequest, RequestEvent, ScoreReply, decode
+from tests.unit.client_peers import responder_on
+from tests.unit.gateway.doors import ANNOUNCE, HISTORY, OTHER, RANK, TOKEN, door_on
+from tests.waiting import until
+
+WIRE = Behaviours.of(HISTORY["items"], HISTORY["actions"], HISTORY["times"])
+PACKED = {"items": WIRE.items, "actions": WIRE.actions, "times": WIRE.times}
+
+
+async def test_a_request_announced_ranked_and_cancelled_in_json(kafka_settings: Kafka) -> None:
+    async with responder_on(kafka_settings) as peer, door_on(kafka_settings) as door:
+        announced = await door.ask("POST", "/v1/announce", {**ANNOUNCE, "rank_in_ms": 80}, x_request_id="trace-me")
+        assert (announced.status, announced.headers["x-request-id"]) == (202, "trace-me")
+        request_id = announced.value["request_id"]
+        await until(lambda: len(peer.events) == 1, "announced")
+        event = decode(RequestEvent, peer.events[0].value)
+        assert (event.request_id, event.user_id, event.prefix, event.tenant) == (request_id, "u", WIRE, "shop")
+        assert (event.candidates, event.rank_in_ms) == (3, 80.0)
+
+        body = {**RANK, "request_id": request_id, "suffix": {"items": [8], "actions": [1], "times": [400]}}
+        ranked = await door.ask("POST", "/v1/rank", body, relaygr_timeout_ms="20000")
+        assert ranked.status == 200
+        assert ranked.value["scores"] == [[11, -11], [30, -30], [20, -20]]
+        assert (ranked.value["tasks"], ranked.value["request_id"]) == (["click", "like"], request_id)
+        assert (ranked.value["outcome"], ranked.value["worker"]) == ("hbm", "peer")
+        ((_, asked),) = peer.requests
+        assert (asked.prefix, asked.suffix, asked.tenant, asked.client_id) == (
+            WIRE, Behaviours.of([8], [1], [400]), "shop", "shop",
+        )  # fmt: skip
+        assert 19_000 < asked.timeout_ms <= 20_000
+
+        assert (await door.ask("DELETE", f"/v1/requests/{request_id}", token_=OTHER)).status == 204
+        assert (await door.ask("DELETE", "/v1/requests/my%2Fown?user_id=u")).status == 204
+        await until(lambda: len(peer.cancels) == 2, "cancelled")
+        assert {(cancel.request_id, cancel.tenant) for cancel in peer.cancels} == {
+            (request_id, "library"),  # which is not the shop's request
+            ("my/own", "shop"),
+        }
+        unknown = await door.ask("DELETE", "/v1/requests/my-own")
+        assert (unknown.status, unknown.value["error"]) == (400, "rejected")
+        assert "user_id" in unknown.value["detail"]
+        assert door.count("requests_total", path="/v1/rank", status="200") == 1
+
+
+@pytest.mark.parametrize("media", ["application/msgpack", "application/vnd.msgpack", "application/x-msgpack"])
+async def test_messagepack_is_packed_both_ways(embedded_settings: Kafka, media: str) -> None:
+    async with responder_on(embedded_settings) as peer, door_on(embedded_settings) as door:
+        body = msgspec.msgpack.encode({**RANK, "history": PACKED, "candidates": struct.pack("<2I", 7, 9)})
+        ranked = await door.ask("POST", "/v1/rank", body, content_type=media)
+        assert ranked.headers["content-type"] == MSGPACK.media
+        assert struct.unpack("<4f", ranked.value["scores"]) == (7, -7, 9, -9)
+        assert peer.requests[0][1].prefix == WIRE
+        as_json = await door.ask("POST", "/v1/rank", body, content_type=media, accept="application/json")
+        assert as_json.value["scores"] == [[7, -7], [9, -9]]
+
+
+async def test_arrays_may_be_packed_in_json_and_lists_in_messagepack_and_features_pass(
+    embedded_settings: Kafka,
+) -> None:
+    async with responder_on(embedded_settings) as peer, door_on(embedded_settings) as door:
+        mixed = {
+            "items": base64.b64encode(WIRE.items).decode(),
+            "actions": HISTORY["actions"],
+            "times": base64.b64encode(WIRE.times).decode(),
+            "columns": {"dwell:float32": base64.b64encode(struct.pack("<3f", 1, 2, 3)).decode()},
+        }
+        columns = {"user": {"age:int32": base64.b64encode(struct.pack("<i", 31)).decode()}}
+        assert (await door.ask("POST", "/v1/rank", {**RANK, "history": mixed, "columns": columns})).status == 200
+        lists = msgspec.msgpack.encode(RANK)
+        assert (await door.ask("POST", "/v1/rank", lists, content_type="application/msgpack")).status == 200
+        (_, first), (_, second) = peer.requests
+        assert first.prefix == msgspec.structs.replace(WIRE, columns={"dwell:float32": struct.pack("<3f", 1, 2, 3)})
+        assert first.columns
+        assert first.columns.user == {"age:int32": struct.pack("<i", 31)}
+        assert second.prefix == WIRE
+
+
+def answering(status: str) -> object:
+    return lambda request: [ScoreReply(request_id=request.request_id, status=status, detail="because")]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "named"),
+    [
+        ("overloaded", 429, "overloaded"),
+        ("deadline_exceeded", 504, "deadline_exceeded"),
+        ("rejected", 400, "rejected"),
+        ("failed", 502, "failed"),
+    ],
+)
+async def test_each_outcome_has_its_status(embedded_settings: Kafka, status: str, code: int, named: str) -> None:
+    async with responder_on(embedded_settings, answering(status)) as _, door_on(embedded_settings) as door:  # type: ignore[arg-type]
+        found = await door.ask("POST", "/v1/rank", RANK)
+        assert (found.status, found.value) == (code, {"error": named, "detail": "because"})
+        assert found.headers.get("retry-after") == ("1" if code == 429 else None)
+
+
+async def test_no_answer_in_time_is_504_and_a_full_gateway_429(embedded_settings: Kafka) -> None:
+    def nothing(request: RankingRequest) -> list[ScoreReply]:
+        return []
+
+    async with (
+        responder_on(embedded_settings, nothing),
+        door_on(embedded_settings, Client(max_in_flight=1)) as door,
+    ):
+        late = await door.ask("POST", "/v1/rank", RANK, relaygr_timeout_ms="30")
+        assert (late.status, late.value["error"]) == (504, "deadline_exceeded")
+        for bad in ("0", "-1", "nan", "soon", "1e9"):
+            assert (await door.ask("POST", "/v1/rank", RANK, relaygr_timeout_ms=bad)).status == 400
+        waiting = asyncio.create_task(door.ask("POST", "/v1/rank", RANK, relaygr_timeout_ms="3000"))
+        await until(lambda: door.count("in_flight") == 1, "one waits")
+        full = await door.ask("POST", "/v1/rank", RANK)
+        assert (full.status, full.headers["retry-after"]) == (429, "1")
+        assert (await waiting).status == 504
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"user_id": ""}, "$.user_id"),
+        ({"history": {**HISTORY, "items": [1]}}, "history: items, actions and times"),
+        ({"history": {**HISTORY, "items": [1, 2, -3]}}, "history: items must be within"),
+        ({"history": {**HISTORY, "times": [3, 2, 1]}}, "times must not go back"),
+        ({"history": {**HISTORY, "colums": {}}}, "colums"),
+        ({"candidates": [2**32]}, "candidates: item ids must be within"),
+        ({"candidates": []}, "candidates must be m ≥ 1"),
+        ({"candidates": "AAA="}, "candidates must be m ≥ 1"),
+        ({"mode": "fast"}, "$.mode"),
+        ({"request_id": 7}, "$.request_id"),
+    ],
+    ids=str,
+)
+async def test_what_is_wrong_is_named(embedded_settings: Kafka, change: dict[str, object], named: str) -> None:
+    async with responder_on(embedded_settings), door_on(embedded_settings) as door:
+        found = await door.ask("POST", "/v1/rank", {**RANK, **change})
+        assert found.status == 400
+        assert named in found.value["detail"]
+
+
+async def test_pages_tell_of_the_fleet_and_the_process(embedded_settings: Kafka) -> None:
+    async with responder_on(embedded_settings), door_on(embedded_settings) as door:
+        page = await door.ask("GET", "/")
+        assert "0 trigger(s), 0 worker(s)" in page.body.decode()
+        assert "no worker is ready" in page.body.decode()
+        assert (await door.ask("GET", "/", accept="application/json")).value["workers"] == []
+        basic = base64.b64encode(f"anyone:{TOKEN}".encode()).decode()
+        assert (await door.ask("GET", "/", token_="", authorization=f"Basic {basic}")).status == 200
+        assert b"relaygr_gateway_connections" in (await door.ask("GET", "/metrics")).body
+        assert (await door.ask("GET", "/readyz", token_="")).value == {"status": "ok"}
+        assert (await door.ask("GET", "/healthz", token_="")).status == 200
+        assert (await door.ask("GET", "/openapi.json", token_="")).value == json.loads(json.dumps(document()))
+        assert b"openapi.json" in (await door.ask("GET", "/docs", token_="")).body
+        for path in ("/", "/metrics"):
+            closed = await door.ask("GET", path, token_="")
+            assert (closed.status, closed.headers["www-authenticate"][:5]) == (401, "Basic")
+        assert (await door.ask("GET", "/v1/rank")).status == 405
+        assert (await door.ask("GET", "/v2")).status == 404
