@@ -97,7 +97,7 @@ format: $(STAMP) ## let ruff rewrite what it can
 bench-cache: $(STAMP) ## usable share, cost per operation, eviction against other policies (4 minutes; CHECK=1 judges)
 	$(BIN)/python benchmarks/cache.py
 
-bench-delegation: $(STAMP) ## first visits at 80 % load, with and without delegation, and three ways to choose (9 minutes; CHECK=1 judges)
+bench-delegation: $(STAMP) ## first visits at 80 % load, with and without delegation, and three ways to choose (5 minutes; CHECK=1 judges)
 	$(BIN)/python benchmarks/delegation.py $(ARGS)
 
 bench-engine: $(STAMP) ## the engine against the floors of this machine (4 minutes; CHECK=1 judges; ARGS="--device cuda")

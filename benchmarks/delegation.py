@@ -1,10 +1,10 @@
 """First visits that come together, with and without delegation, and three ways of choosing the delegate.
 
-    python benchmarks/delegation.py [--seconds 60]     with CHECK=1 exits non-zero naming the targets missed
+    python benchmarks/delegation.py [--seconds 30]     with CHECK=1 exits non-zero naming the targets missed
 
 Four worker processes with two lanes each and a trigger over the embedded broker, real but for the model: its operations
 sleep (forwarding_model.py), so that four devices fit into a machine of two cores. Every request is a new user's, 195
-tokens and 8 candidates: 400 ms of the device (all times are dilated by SLEEPER_DILATION, 4). The client announces it
+tokens and 8 candidates: 200 ms of the device (all times are dilated by SLEEPER_DILATION, 2). The client announces it
 and ranks it HEAD_START_S later; arrivals are Poisson, on lanes at random; clients do not hedge. In turn without
 delegation and with each policy (delegation_policies.py), at 80 % of the devices' time and at 8 %, where each finds its
 worker idle. All runs have the same arrivals. Times are the client's, from `rank` to the scores; a hit found prefix KV
@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-os.environ.setdefault("SLEEPER_DILATION", "4")  # the workers import forwarding_model, too
+os.environ.setdefault("SLEEPER_DILATION", "2")  # the workers import forwarding_model, too
 
 import msgspec
 import numpy as np
@@ -48,7 +48,7 @@ EACH = 2
 #: Three times a first visit's own time: three that come together are ready in time at one worker.
 HEAD_START_S = 3e-3 * SERVICE_MS
 LOADS = {"busy": 0.8, "idle": 0.08}
-WARM_S = 6.0 * DILATION
+WARM_S = 4.0 * DILATION
 #: Of the P99 of first visits at 80 % load.
 TARGET = 0.7
 #: Without load two runs differ by as much.
@@ -179,7 +179,8 @@ async def run(kafka: Kafka, policy: str, seconds: float, folder: Path) -> tuple[
             runs = {}
             for number, (name, share) in enumerate(LOADS.items()):
                 await asyncio.sleep(2 * TIMEOUT_S)
-                runs[name] = await load(client, name, share, seconds, seed=2 + number)
+                length = seconds if share > max(LOADS.values()) / 2 else seconds / 2
+                runs[name] = await load(client, name, share, length, seed=2 + number)
             decisions = Counter(
                 {
                     reason: int(float(count))
@@ -244,7 +245,7 @@ async def main(seconds: float, policies: list[str]) -> list[str]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=60.0, help="length of each load")
+    parser.add_argument("--seconds", type=float, default=30.0, help="length of the busy load; the idle one's is half")
     parser.add_argument("--policies", nargs="+", default=["off", *POLICIES], choices=["off", *POLICIES])
     options = parser.parse_args()
     end(asyncio.run(main(options.seconds, options.policies)))

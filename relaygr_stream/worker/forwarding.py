@@ -132,7 +132,7 @@ class Forwarding:
     def lane_of_delegate(self, name: str, left_ms: float) -> int | None:
         """A lane of the worker that has a ranking's prefix KV; None: it is gone, or would score it too late."""
         owned = None if name == self._name else self._peers.lanes_of(name)
-        if owned is None or owned[0].state != "serving" or TRAVEL_MS + owned[0].queue_ms > IN_TIME[0] * left_ms:
+        if owned is None or TRAVEL_MS + owned[0].queue_ms > IN_TIME[0] * left_ms:
             return None
         return self._random.choice(owned[1])
 

@@ -114,7 +114,7 @@ MUTANTS: Final = (
         "replace(task, answered=False)",
         "worker/test_delegated",
     ),
-    Mutant("worker/forwarding.py", 'owned[0].state != "serving" or TRAVEL_MS', "TRAVEL_MS", "worker/test_delegated"),
+    Mutant("worker/forwarding.py", "TRAVEL_MS + owned[0].queue_ms >", "TRAVEL_MS >", "worker/test_delegated"),
     # worker: in time or not, room or not
     Mutant("worker/forecast.py", "if 0.0 <= spare < own:", "if spare < own:", "worker/test_overload"),
     Mutant("worker/forecast.py", "self._saved_ms > PAYS *", "self._saved_ms > 0 *", "worker/test_batching"),

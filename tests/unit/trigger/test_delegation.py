@@ -128,6 +128,16 @@ def test_a_worker_without_room_or_time_gets_nothing(changes: dict[str, Any]) -> 
     assert view.ask().reason == "delegated"
 
 
+def test_what_was_sent_counts_against_the_room_until_a_status_includes_it() -> None:
+    view = View()
+    view.state("a", (0, 1), **REFUSALS["over_load"])
+    view.state("b", (2, 3), delegated_bytes=25 * TOKENS)
+    assert [view.ask().reason for _ in range(3)] == ["delegated", "delegated", "over_load"]
+    view.now += 0.1
+    view.state("b", (2, 3), delegated_bytes=15 * TOKENS)
+    assert [view.ask().reason for _ in range(2)] == ["delegated", "over_load"]
+
+
 def test_a_silent_worker_and_one_of_an_earlier_release_get_nothing() -> None:
     view = View()
     view.state("b", (2, 3))
@@ -188,7 +198,7 @@ def test_all_with_room_are_used_and_few_are_looked_at() -> None:
 
 @settings(max_examples=100)
 @given(
-    room=st.integers(0, 5000),
+    room=st.one_of(st.integers(0, 5000), st.just(10**6)),
     wait_ms=st.floats(0, 1500),
     sizes=st.lists(st.integers(10, 200), min_size=1, max_size=30),
     gap_s=st.floats(0, 0.05),
