@@ -26,6 +26,7 @@ from relaygr_stream.settings.load import FORMER
 from relaygr_stream.telemetry.loopwatch import LoopWatch
 from relaygr_stream.telemetry.process import _describe
 from relaygr_stream.trigger.metrics import TriggerMetrics
+from relaygr_stream.worker.histories import HistoryMetrics
 from relaygr_stream.worker.metrics import WorkerMetrics
 
 NOTES: Final = Path(__file__).parent / "reference" / "metrics.toml"
@@ -81,6 +82,7 @@ def _registries() -> dict[str, CollectorRegistry]:
     _describe(made["Every process"], "trigger")
     made["Every process"].register(RenewalsCollector())
     WorkerMetrics(made["Worker"])
+    HistoryMetrics(made["Worker"])
     HandoverMetrics(made["Worker"])
     TriggerMetrics(made["Trigger"])
     ClientMetrics(made["Client"])

@@ -20,6 +20,9 @@ from relaygr_stream.errors import (
     DeadlineExceeded,
     DecodeError,
     DeviceError,
+    HistoryError,
+    HistoryMismatch,
+    HistoryUnavailable,
     InputError,
     LanesChanged,
     ModelError,
@@ -34,6 +37,7 @@ from relaygr_stream.errors import (
 
 if TYPE_CHECKING:
     from relaygr_stream.client import Ranking, RelayClient, Request
+    from relaygr_stream.history.store import HistoryStore, open_store
     from relaygr_stream.models.api import (
         KVLayout,
         KVRegion,
@@ -46,6 +50,7 @@ if TYPE_CHECKING:
     from relaygr_stream.settings import Settings
     from relaygr_stream.settings.load import load_settings
     from relaygr_stream.wire.features import FeatureColumn, FeatureSchema
+    from relaygr_stream.wire.history import HistoryReference
     from relaygr_stream.wire.messages import Behaviours, RankingRequest, RequestEvent, pack_items
 
 __all__ = [
@@ -62,6 +67,11 @@ __all__ = [
     "DeviceError",
     "FeatureColumn",
     "FeatureSchema",
+    "HistoryError",
+    "HistoryMismatch",
+    "HistoryReference",
+    "HistoryStore",
+    "HistoryUnavailable",
     "InputError",
     "KVLayout",
     "KVRegion",
@@ -86,6 +96,7 @@ __all__ = [
     "WarmedModel",
     "WorkerFailed",
     "load_settings",
+    "open_store",
     "pack_items",
 ]
 
@@ -102,6 +113,9 @@ _LAZY: Final = {
     "WarmedModel": "relaygr_stream.models.api",
     "Settings": "relaygr_stream.settings",
     "load_settings": "relaygr_stream.settings.load",
+    "HistoryReference": "relaygr_stream.wire.history",
+    "HistoryStore": "relaygr_stream.history.store",
+    "open_store": "relaygr_stream.history.store",
     "FeatureColumn": "relaygr_stream.wire.features",
     "FeatureSchema": "relaygr_stream.wire.features",
     "Behaviours": "relaygr_stream.wire.messages",

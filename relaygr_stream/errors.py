@@ -13,6 +13,9 @@ RelayError
 ├── CapacityError            the memory budget is too small for the settings
 ├── CacheCorruption          the cache's tables and its memory disagree: a bug of this package
 ├── DeviceError              the device is absent or failed
+├── HistoryError             a user's history cannot be had from the store
+│   ├── HistoryUnavailable   the store does not answer in time, or refuses
+│   └── HistoryMismatch      the store has another history than a reference says
 ├── InputError               a file given by the user has no usable content
 ├── Superseded               a later incarnation of this worker's name runs
 └── RequestError             one request got no scores; the client raises these
@@ -104,6 +107,18 @@ class CacheCorruption(RelayError):
 
 class DeviceError(RelayError):
     """The device is absent, lacks its driver or failed."""
+
+
+class HistoryError(RelayError):
+    """A user's history cannot be had from the store."""
+
+
+class HistoryUnavailable(HistoryError):
+    """The history store does not answer in time, or refuses; asking again may help."""
+
+
+class HistoryMismatch(HistoryError):
+    """The history store has another history than a reference says; the message names both digests."""
 
 
 class InputError(RelayError):

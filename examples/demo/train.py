@@ -59,7 +59,8 @@ QUERY_SCALE: Final = 1.5
 THRESHOLD: Final = 6.0
 
 RECIPE: Final = Recipe(
-    layers=4, dim=128, heads=2, longest=2048, window=200, long_share=0.4, positions=32, negatives=9,
+    layers=4, dim=128, heads=2, relative_positions=0, relative_times=0, longest=2048, window=200,
+    long_share=0.4, positions=32, negatives=9,
     batch_tokens=2048, epochs=4, learning_rate=1e-3, averaging=0.02, dropout=0.0, validate_every=1, seed=SEED,
 )  # fmt: skip
 
@@ -93,9 +94,12 @@ class DemoRun(Run):
         others = popularity.multinomial(targets.numel() * self.recipe.negatives, replacement=True)
         candidates = torch.cat([targets, others.view(*positions.shape, -1)], -1)
         at = positions[..., None].expand_as(candidates).flatten(1)
-        out = forward.rows(self.model, kv, at, candidates.flatten(1), self.recipe.dropout)
+        out = forward.rows(self.model, kv, at, candidates.flatten(1), batch.times, self.recipe.dropout)
         scores = forward.logits(self.model, out).view(candidates.shape)
         return {"ranking": -scores.log_softmax(-1)[..., 0].mean()}
+
+    def hold(self, model: HSTUModel) -> None:
+        """Nothing: every weight may change."""
 
     def quality(self, model: HSTUModel) -> Quality:
         """HR@10 and NDCG@10 of fresh requests with their own candidates."""

@@ -33,6 +33,8 @@ from relaygr_stream.models.loading import load_checkpoint
 from relaygr_stream.settings.schema import Settings
 
 LENGTHS: Final = (25, 50, 100, 200, 500, 1000)
+#: Offline ranks of a checkpoint.
+OFFLINE_FILE: Final = "offline.npz"
 #: Users with at least so many behaviours, each group ranked at every length.
 GROUPS: Final = (200, 500, 1000)
 #: Groups smaller than this are shown and not concluded from.
@@ -105,16 +107,16 @@ def run(options: argparse.Namespace, recipe: Recipe) -> int:
     if model.config.vocab != len(data.names):
         raise DataError(f"{options.out} knows {model.config.vocab} items, {options.data} has {len(data.names)}")
     longest = model.config.max_positions - 1
-    step(f"rank the test item of {len(data.users)} users among {len(data.names)} items, offline")
+    step(f"rank the test item of {len(data.users)} users among {len(data.names)} items, offline; with the last n only")
+    ranks = offline_ranks(model, data, options.out)
     report = Report(
         data,
-        offline=evaluate(model, data.users, len(data.names), longest, TEST),
+        offline=ranks["test"],
         deviation=deviation_from_float64(model, data.users[:20], longest),
         checked=model_check(options.out, len(data.names), longest),
+        lengths=by_group(data, {int(name): ndcg(found) for name, found in ranks.items() if name != "test"}),
     )
     print(quality(report.offline))
-    step("what length buys: the test item with the last n behaviours only")
-    report.lengths = lengths_of(model, data, [length for length in LENGTHS if length <= longest])
     users = data.users[: options.serve_users or (300 if options.quick else len(data.users))]
     report.served_users = len(users)
     step(f"serve {len(users)} users through Kafka: with the relay, then in full")
@@ -146,13 +148,29 @@ def model_check(out: Path, items: int, longest: int) -> bool:
     )
 
 
-def lengths_of(model: HSTUModel, data: Histories, lengths: Sequence[int]) -> dict[str, dict[int, Floats]]:
-    """For each group of users: length → NDCG@10 of each user."""
+def offline_ranks(model: HSTUModel, data: Histories, out: Path) -> dict[str, Ints]:
+    """Ranks of the test item: "test" for all users, "n" with the last n behaviours for those with GROUPS[0] or more.
+
+    Kept in OFFLINE_FILE with the model's version, since they take longer than the rest of a run without training.
+    """
+    file, key = out / OFFLINE_FILE, f"{model.version} {data.interactions}"
+    if file.is_file():
+        with np.load(file) as kept:
+            if str(kept["key"]) == key:
+                print(f"from {file}, of this checkpoint and this data")
+                return {name: kept[name] for name in kept.files if name != "key"}
+    items, longest = len(data.names), model.config.max_positions - 1
+    found = {"test": evaluate(model, data.users, items, longest, TEST)}
     users = [user for user in data.users if len(user) >= GROUPS[0]]
-    if not users:
-        return {}
-    found = {length: ndcg(evaluate(model, users, len(data.names), length, TEST)) for length in lengths}
-    counts = np.array([len(user) for user in users])
+    for length in [length for length in LENGTHS if length <= longest and users]:
+        found[str(length)] = evaluate(model, users, items, length, TEST)
+    np.savez(file, key=np.array(key), **found)  # type: ignore[arg-type]  # its stub takes a keyword for allow_pickle
+    return found
+
+
+def by_group(data: Histories, found: dict[int, Floats]) -> dict[str, dict[int, Floats]]:
+    """For each group of users: length → NDCG@10 of each user. found: of users with GROUPS[0] behaviours or more."""
+    counts = np.array([len(user) for user in data.users if len(user) >= GROUPS[0]])
     groups: dict[str, dict[int, Floats]] = {}
     for least in GROUPS:
         chosen = counts >= least

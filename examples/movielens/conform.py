@@ -22,9 +22,11 @@ def deviation_from_float64(model: HSTUModel, users: Sequence[History], longest: 
     candidates, region, worst = np.arange(model.config.vocab), empty_region(model, longest), 0.0
     for user in users:
         history, _, _ = split(user, TEST, longest)
-        kv = forward.behaviours(exact, padded([history]))
+        batch = padded([history])
+        kv = forward.behaviours(exact, batch)
         positions = torch.full((1, len(candidates)), len(history))
-        truth = forward.logits(exact, forward.rows(exact, kv, positions, torch.from_numpy(candidates)[None]))[0]
+        out = forward.rows(exact, kv, positions, torch.from_numpy(candidates)[None], batch.times)
+        truth = forward.logits(exact, out)[0]
         found = scores_of(model, history, candidates, region)
         worst = max(worst, float(np.abs(found - truth.numpy()).max()))
     return worst

@@ -119,8 +119,3 @@ def paired_gain(longer: Floats, shorter: Floats, resamples: int = 2000, seed: in
     means = [difference[draw.integers(0, len(difference), len(difference))].mean() for _ in range(resamples)]
     low, high = np.percentile(means, [2.5, 97.5])
     return Gain(float(difference.mean()), float(low), float(high))
-
-
-def by_length(model: RankingModel, users: Sequence[History], items: int, lengths: Sequence[int]) -> dict[int, Ints]:
-    """The test item's rank (users,) with only the last n behaviours known, for each n in `lengths`."""
-    return {length: evaluate(model, users, items, length, TEST) for length in lengths}

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from relaygr_stream.models import relative
 from relaygr_stream.models.hstu_model import HSTUModel
 from relaygr_stream.models.stu import NORM_EPS, STULayer
 
@@ -24,11 +25,12 @@ KV = tuple[Tensor, Tensor]
 
 
 class Batch(NamedTuple):
-    """B histories, padded at their end to n behaviours: item ids, actions, gap buckets (B, n); lengths (B,)."""
+    """B histories, padded at their end to n behaviours: ids, actions, gap buckets, times in ms (B, n); lengths (B,)."""
 
     items: Tensor
     actions: Tensor
     gaps: Tensor
+    times: Tensor
     lengths: Tensor
 
 
@@ -38,35 +40,51 @@ def behaviours(model: HSTUModel, batch: Batch, dropout: float = 0.0) -> list[KV]
     positions = torch.arange(count).clamp(max=table.max_positions - 1)
     x = table.item[batch.items] + table.position[positions] + table.action[batch.actions] + table.gap[batch.gaps]
     x = functional.dropout(x, dropout)
-    mask = torch.full((count, count), INVISIBLE).triu(1)
     found: list[KV] = []
     for layer in model.stack.stu_layers():
         u, v, q, k = project(layer, x)
         found.append((k, v))
         if len(found) < len(model.stack.layers):  # nobody reads the last layer's outputs of behaviours
-            x = finish(layer, x, u, attend(model, q, k, v, mask), dropout)
+            own = bias(layer, torch.arange(count)[None], batch.times, own=True)[:, None]
+            x = finish(layer, x, u, attend(model, q, k, v, own), dropout)
     return found
 
 
 def rows(
-    model: HSTUModel, kv: list[KV], positions: Tensor, items: Tensor | None = None, dropout: float = 0.0
+    model: HSTUModel, kv: list[KV], positions: Tensor, items: Tensor, times: Tensor, dropout: float = 0.0
 ) -> Tensor:
     """The last layer's outputs (B, r, D) of candidates at `positions` (B, r) or (1, r), each behind what came before.
 
-    items: the candidates (B, r). None: candidates without an item; training asks them what comes next, which no served
-    model does.
+    items: the candidates (B, r). times: of the behaviours (B, n); a candidate's is that of the newest before it.
     """
     table = model.embedding
-    x = table.position[positions.clamp(max=table.max_positions - 1)]
-    x = (x if items is None else table.item[items] + x) + table.candidate
-    batch, _, count, _ = kv[0][0].shape
-    x = functional.dropout(x.expand(batch, -1, -1), dropout)
-    mask = torch.where(torch.arange(count) < positions[..., None], 0.0, INVISIBLE)[:, None]  # (B, 1, r, n)
+    x = table.item[items] + table.position[positions.clamp(max=table.max_positions - 1)] + table.candidate
+    x = functional.dropout(x, dropout)
     for layer, (keys, values) in zip(model.stack.stu_layers(), kv, strict=True):
         u, v, q, k = project(layer, x)
-        own = functional.silu((q * k).sum(-1, keepdim=True) / math.sqrt(model.config.dqk)) / model.config.scale_tokens
-        x = finish(layer, x, u, attend(model, q, keys, values, mask) + own * v, dropout)
+        own = (q * k).sum(-1, keepdim=True) / math.sqrt(model.config.dqk)
+        own_bias = relative.own_bias(layer)
+        own = functional.silu(own if own_bias is None else own + own_bias) / model.config.scale_tokens
+        o = attend(model, q, keys, values, bias(layer, positions, times)[:, None]) + own * v
+        x = finish(layer, x, u, o, dropout)
     return x
+
+
+def bias(layer: STULayer, positions: Tensor, times: Tensor, *, own: bool = False) -> Tensor:
+    """What is added to the scores of rows at `positions` (B or 1, r) over the behaviours, (B or 1, r, n); times (B, n).
+
+    A row sees the behaviours before its position. With `own` it is the behaviour at its position and sees itself; else
+    it is a candidate, with the time of the newest that it sees.
+    """
+    distances = positions[..., None] - torch.arange(times.shape[1])
+    added = torch.where(distances >= (0 if own else 1), 0.0, INVISIBLE)
+    if layer.relative_position is not None:
+        added = added + layer.relative_position[distances.clamp(0, len(layer.relative_position) - 1)]
+    if layer.relative_time is not None:
+        at = (positions if own else positions - 1).clamp(min=0).expand(len(times), -1)
+        apart = times.gather(1, at)[..., None] - times[:, None]
+        added = added + layer.relative_time[relative.time_buckets(apart, len(layer.relative_time))]
+    return added
 
 
 def logits(model: HSTUModel, out: Tensor) -> Tensor:
@@ -86,9 +104,9 @@ def project(layer: STULayer, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]
     return parts[0], v, q, k
 
 
-def attend(model: HSTUModel, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """SiLU(q·kᵀ / √dqk) / N · v over the pairs that `mask` leaves visible, (B, H, r, dv)."""
-    scores = (q / math.sqrt(model.config.dqk)) @ k.transpose(2, 3) + mask
+def attend(model: HSTUModel, q: Tensor, k: Tensor, v: Tensor, added: Tensor) -> Tensor:
+    """SiLU(q·kᵀ / √dqk + added) / N · v, (B, H, r, dv); added: `bias`."""
+    scores = (q / math.sqrt(model.config.dqk)) @ k.transpose(2, 3) + added
     return functional.silu(scores) @ (v / model.config.scale_tokens)
 
 

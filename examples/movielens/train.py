@@ -2,13 +2,9 @@
 
     python -m examples.movielens.train --data FILE --out FOLDER [--epochs N] [--seed N] [--resume]
 
-Two losses share every weight of the stack, for windows of the users' histories without their last two behaviours:
-
-- ranking: at some positions, the softmax over the next item's logit and those of sampled candidates, which estimate
-  the softmax over the whole catalogue (Jean et al. 2015: each sample counts 1 / its expected number);
-- next item: at every position, a candidate token without an item asks the history what comes next; its output against
-  the item table, softmax over the whole catalogue. It is cheap, it trains the item table, and it proposes the
-  candidates that the ranking loss needs most: those that come close.
+In the first epochs all candidates share what they ask of the history, so every position is trained on the whole
+catalogue (catalogue.py). In the last epochs they ask for themselves (the ranking loss of losses.py). The served model
+has the same weights and makes the same scores at every step of both.
 
 Writes a checkpoint for `model.checkpoint`, items.json (the file's own item ids), a model card, and what resumes a run.
 """
@@ -30,12 +26,12 @@ from typing import Any, Final
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from examples.movielens import forward
+from examples.movielens import catalogue, forward
 from examples.movielens.card import write_card
 from examples.movielens.data import DataError, Histories, History, read_histories
 from examples.movielens.evaluate import VALIDATION, Quality, evaluate, quality
+from examples.movielens.losses import losses
 from relaygr_stream.models.embeddings import gap_buckets
 from relaygr_stream.models.hstu_model import HSTUConfig, HSTUModel
 from relaygr_stream.models.loading import save_checkpoint
@@ -47,61 +43,73 @@ HELD_OUT: Final = 2
 #: Standard deviation of the initial item and position rows. Layer norm makes the scale matter only beside the step
 #: size: Adam's first steps move a row by about 2 % of it.
 TABLE_STD: Final = 0.05
-#: Cosines are in -1 … 1; a softmax over thousands of items needs logits of some tens (as in HSTU's own training).
-TEMPERATURE: Final = 0.05
-#: Share of proposals drawn uniformly, so that no item has an expected number near 0.
-UNIFORM_SHARE: Final = 0.5
+#: Initial bias of attention at a distance d: RECENT · exp(-d / RECENT_SPAN).
+RECENT: Final = 3.0
+RECENT_SPAN: Final = 8.0
 
 
 @dataclass(frozen=True)
 class Recipe:
     """All that decides a run beside the data. Lengths and windows in behaviours."""
 
-    layers: int = 2
+    layers: int = 3
     dim: int = 64
-    heads: int = 2
+    heads: int = 1
     scale_tokens: int = 32  # N of the attention: near the number of behaviours that matter, so that sums stay near 1
     longest: int = 1000  # longest window; positions behind it share a row
     window: int = 200  # most windows are at most so long
     long_share: float = 0.1  # share of windows that may be `longest`
+    relative_positions: int = 1000  # distances with a bias of their own
+    relative_times: int = 128  # buckets of times with a bias of their own, if the data has times
+    catalogue: int = 1000  # items of the catalogue that a batch's softmax draws; all, if there are fewer
+    ranking_epochs: int = 5  # the last epochs, with the ranking loss
     positions: int = 4  # positions per window with candidates
     negatives: int = 48  # sampled candidates per position
     batch_tokens: int = 4096  # behaviours in a batch
-    epochs: int = 40
-    learning_rate: float = 4e-3
+    epochs: int = 32
+    learning_rate: float = 3e-3
     averaging: float = 0.01  # step of the moving average of the weights, which is the model that is kept
     weight_decay: float = 0.0
     dropout: float = 0.2
-    validation_users: int = 1000
-    validate_every: int = 2  # epochs
+    validation_users: int = 400
+    validate_every: int = 4  # epochs
     seed: int = 1
 
-    def config(self, items: int) -> HSTUConfig:
+    def config(self, items: int, has_times: bool) -> HSTUConfig:
         """The served model's shape."""
         width = self.dim // self.heads
         return HSTUConfig(
             layers=self.layers, dim=self.dim, heads=self.heads, dqk=width, dv=width, scale_tokens=self.scale_tokens,
-            vocab=items, max_positions=self.longest + 1, tasks=("next",),
+            vocab=items, max_positions=self.longest + 1, tasks=("next",), relative_positions=self.relative_positions,
+            relative_times=self.relative_times if has_times else 0,
         )  # fmt: skip
 
 
 #: What --quick changes: about three minutes of two cores on 100,000 ratings.
-QUICK: Final[dict[str, Any]] = {"epochs": 15, "longest": 500, "batch_tokens": 2048, "validation_users": 300}
+QUICK: Final[dict[str, Any]] = {
+    "epochs": 15, "ranking_epochs": 3, "longest": 500, "batch_tokens": 2048, "validation_users": 300,
+}  # fmt: skip
 
 
-def new_model(recipe: Recipe, items: int) -> HSTUModel:
+def new_model(recipe: Recipe, items: int, has_times: bool = False) -> HSTUModel:
     """A model to train, its weights drawn from the seed.
 
-    Position rows start as sinusoids: "the behaviour before" is then one direction for every position, where independent
-    rows would each have to learn it.
+    With a bias on distances, position rows stay 0: where a behaviour stands matters by distance alone. Without, they
+    start as sinusoids: "the behaviour before" is then one direction for every position, where independent rows would
+    each have to learn it.
     """
     torch.manual_seed(recipe.seed)
-    model = HSTUModel(recipe.config(items))
+    model = HSTUModel(recipe.config(items, has_times))
     for name, value in model.named_parameters():
         if name.endswith("norm_weight"):
             value.fill_(1)
         elif name in ("embedding.item", "embedding.candidate"):
             value.normal_(0, TABLE_STD)
+        elif name.endswith("relative_position"):
+            value.copy_(RECENT * torch.exp(-torch.arange(len(value)) / RECENT_SPAN))
+        elif name == "embedding.position" and recipe.relative_positions:
+            value.zero_()
+            continue
         elif name == "embedding.position":
             value.copy_(sinusoids(*value.shape) * (TABLE_STD * math.sqrt(2)))
         elif name.startswith("embedding.") or value.dim() == 1:
@@ -146,44 +154,11 @@ def _window(user: History, recipe: Recipe, draw: np.random.Generator) -> History
 
 def padded(windows: list[History]) -> forward.Batch:
     """The windows as one batch; padding is item 0, which no row sees."""
-    rows = np.zeros((3, len(windows), max(map(len, windows))), np.int64)
+    rows = np.zeros((4, len(windows), max(map(len, windows))), np.int64)
     for index, window in enumerate(windows):
-        rows[:, index, : len(window)] = window.items, window.actions, gap_buckets(window.gaps())
-    items, actions, gaps = torch.from_numpy(rows)
-    return forward.Batch(items, actions, gaps, torch.tensor([len(window) for window in windows]))
-
-
-# The losses.
-
-
-def losses(model: HSTUModel, batch: forward.Batch, recipe: Recipe) -> tuple[Tensor, Tensor]:
-    """Means of the next-item loss over all positions, and of the ranking loss over sampled ones; in nats."""
-    kv = forward.behaviours(model, batch, recipe.dropout)
-    count = batch.items.shape[1]
-    # The first behaviour has no history. Position p predicts item p from the items before it.
-    asked = forward.rows(model, kv, torch.arange(1, count)[None], None, recipe.dropout)
-    real = torch.arange(1, count) < batch.lengths[:, None]
-    table = functional.normalize(model.embedding.item, dim=-1) / TEMPERATURE
-    guesses = functional.normalize(asked, dim=-1)
-    next_item = functional.cross_entropy(guesses[real] @ table.T, batch.items[:, 1:][real])
-    # Positions of a window are drawn alike; a short window draws some twice.
-    drawn = torch.rand(len(batch.items), recipe.positions) * (batch.lengths[:, None] - 1)
-    positions = drawn.long().clamp(max=count - 2) + 1
-    with torch.no_grad():
-        chosen = guesses.gather(1, (positions - 1)[..., None].expand(-1, -1, guesses.shape[-1]))
-        proposal = (1 - UNIFORM_SHARE) * (chosen @ table.T).softmax(-1) + UNIFORM_SHARE / len(table)
-        negatives = proposal.flatten(0, 1).multinomial(recipe.negatives, replacement=True).view(*positions.shape, -1)
-    targets = batch.items.gather(1, positions)[..., None]
-    candidates = torch.cat([targets, negatives], -1)  # (B, positions, 1 + negatives)
-    out = forward.rows(
-        model, kv, positions[..., None].expand_as(candidates).flatten(1), candidates.flatten(1), recipe.dropout
-    )
-    scores = forward.logits(model, out).view(candidates.shape)
-    correction = -(recipe.negatives * proposal.gather(2, negatives)).log()
-    correction = correction.masked_fill(negatives == targets, -math.inf)  # the next item itself counts once
-    scores = torch.cat([scores[..., :1], scores[..., 1:] + correction], -1)
-    ranking = -scores.log_softmax(-1)[..., 0]
-    return next_item, ranking[batch.lengths > 1].mean()
+        rows[:, index, : len(window)] = window.items, window.actions, gap_buckets(window.gaps()), window.times
+    items, actions, gaps, times = torch.from_numpy(rows)
+    return forward.Batch(items, actions, gaps, times, torch.tensor([len(window) for window in windows]))
 
 
 # The run.
@@ -197,13 +172,14 @@ class Progress:
     best: float = -1.0
     best_epoch: int = 0
     seconds: float = 0.0
+    processor_seconds: float = 0.0
     curve: tuple[dict[str, float], ...] = ()
 
 
 class Run:
     """One training run in `folder`. Its epochs depend on the recipe and the data only, resumed or not.
 
-    Another task overrides `untrained`, `losses`, `quality` and `write_card`.
+    Another task overrides `untrained`, `losses`, `hold`, `quality` and `write_card`.
     """
 
     def __init__(self, data: Histories, recipe: Recipe, folder: Path) -> None:
@@ -223,11 +199,18 @@ class Run:
 
     def untrained(self) -> HSTUModel:
         """The model before its first step. What does not require a gradient stays as it is."""
-        return new_model(self.recipe, len(self.data.names))
+        model = new_model(self.recipe, len(self.data.names), self.data.has_times)
+        catalogue.restrict(model)
+        return model
 
     def losses(self, batch: forward.Batch) -> dict[str, Tensor]:
         """The losses that are minimised together, by name; in nats."""
-        return dict(zip(("next_item", "ranking"), losses(self.model, batch, self.recipe), strict=True))
+        ranking = self.progress.epoch >= self.recipe.epochs - self.recipe.ranking_epochs
+        return losses(self.model, batch, self.recipe, ranking=ranking)
+
+    def hold(self, model: HSTUModel) -> None:
+        """Set the weights again that a step, or an average, must not change."""
+        catalogue.hold(model)
 
     def quality(self, model: HSTUModel) -> Quality:
         """Validation: the quality by which the best epoch is chosen."""
@@ -244,10 +227,12 @@ class Run:
         """Train to the recipe's last epoch, or to `until`; yields each epoch's figures when they are saved."""
         stop = self.recipe.epochs if until is None else until
         while self.progress.epoch < stop:
-            started = time.monotonic()
+            started, used = time.monotonic(), time.process_time()
             figures = self._epoch()
             self.progress.seconds += time.monotonic() - started
+            self.progress.processor_seconds += time.process_time() - used
             figures["minutes"] = self.progress.seconds / 60
+            figures["processor_minutes"] = self.progress.processor_seconds / 60
             self.progress.curve += (figures,)
             self._save()
             yield figures
@@ -269,6 +254,7 @@ class Run:
             torch.stack(list(found.values())).sum().backward()  # type: ignore[no-untyped-call]
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             self.optimizer.step()
+            self.hold(self.model)
             self._average()
             sums.update({name: loss.item() for name, loss in found.items()})
             count += 1
@@ -286,8 +272,10 @@ class Run:
 
     def served(self) -> HSTUModel:
         """The averaged model as the package serves it: float32 on the CPU."""
-        weights = {name: value.clone() for name, value in self.average.items()}
-        return HSTUModel(self.model.config).load_weights(weights, note="")
+        averaged = HSTUModel(self.model.config)
+        averaged.load_state_dict(self.average)
+        self.hold(averaged)
+        return HSTUModel(self.model.config).load_weights(dict(averaged.state_dict()), note="")
 
     def _validate(self) -> Quality:
         """The present quality; the best epoch's model becomes the checkpoint."""
@@ -369,11 +357,11 @@ def train(data: Histories, recipe: Recipe, folder: Path, *, resume: bool, task: 
 
 def epoch_line(epoch: dict[str, float], last: int) -> str:
     """One epoch's figures."""
-    losses = [f"{name.replace('_', ' ')} {epoch[name]:.3f}" for name in ("next_item", "ranking") if name in epoch]
+    losses = [f"{name.replace('_', ' ')} {epoch[name]:.3f}" for name in ("catalogue", "ranking") if name in epoch]
     line = "  ".join([f"epoch {epoch['epoch']:3.0f}/{last}", *losses])
     if "ndcg" in epoch:
         line += f"  validation HR@10 {epoch['hr']:.4f} NDCG@10 {epoch['ndcg']:.4f}"
-    return f"{line}  {epoch['minutes']:.1f} min"
+    return f"{line}  {epoch['minutes']:.1f} min, {epoch['processor_minutes']:.1f} of a processor"
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -7,8 +7,8 @@ int8: the dqk elements of a token's key in one head (the dv of its value) are q 
 float32 and q rounded to nearest, so the error of an element is at most half a scale. One scale for each token and head
 has three reasons. Scores deviate less than with one per head and granule, for 6 % more bytes at 64 elements
 (docs/explanation/performance.md). A token's bytes do not depend on the rest of the region. Quantising reloaded elements
-gives the same bytes, so a prefix that is spilled and reloaded many times while it grows is rounded once. A state
-(KVLayout.state) is stored unchanged: all later tokens would carry its rounding on.
+gives the same bytes, so a prefix that is spilled and reloaded many times while it grows is rounded once. Times and a
+state (KVLayout) are stored unchanged: a time has no rounding, and all later tokens would carry a state's on.
 """
 
 from __future__ import annotations
@@ -119,9 +119,9 @@ class Int8:
         self._rows_per_token = 2 * layout.layers * layout.heads
 
     def nbytes(self, capacity: int) -> int:
-        """One byte per element of a token and four per scale; a state as in HBM."""
-        per_token = self._layout.elements_per_token + self._rows_per_token * torch.float32.itemsize
-        return capacity * per_token + self._layout.nbytes(0)
+        """One byte per element of K and V and four per scale; times and a state as in HBM."""
+        per_token = self._layout.kv_per_token + self._rows_per_token * torch.float32.itemsize
+        return capacity * per_token + self._layout.exact_bytes(capacity)
 
     def spill(self, stored: torch.Tensor, region: torch.Tensor) -> None:
         """Quantise on the region's device, so that only the int8 form crosses the bus."""
@@ -131,28 +131,30 @@ class Int8:
             scale.view(torch.int32).bitwise_and_(SCALE_MASK)
             kept.copy_((values / scale).round_().to(torch.int8), non_blocking=True)
             scales.copy_(scale, non_blocking=True)
-        state, kept_state = self._states(region, stored)
-        kept_state.copy_(state, non_blocking=True)
+        exact, kept_exact = self._exact(region, stored)
+        kept_exact.copy_(exact, non_blocking=True)
 
     def reload(self, region: torch.Tensor, stored: torch.Tensor) -> None:
         """Multiply on the region's device, so that only the int8 form crosses the bus."""
         for rows, kept, scales in self._pieces(region, stored):
             near = kept.to(rows.device, non_blocking=True)
             torch.mul(near, scales.to(rows.device, non_blocking=True), out=rows)
-        state, kept_state = self._states(region, stored)
-        state.copy_(kept_state, non_blocking=True)
+        exact, kept_exact = self._exact(region, stored)
+        exact.copy_(kept_exact, non_blocking=True)
 
-    def _states(self, region: torch.Tensor, stored: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The bytes of the state in the region and in its copy."""
-        size = self._layout.nbytes(0)
+    def _capacity(self, region: torch.Tensor) -> int:
+        return (region.numel() - self._layout.state) // max(1, self._layout.elements_per_token)
+
+    def _exact(self, region: torch.Tensor, stored: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The bytes of times and the state in the region and in its copy."""
+        size = self._layout.exact_bytes(self._capacity(region))
         return region.view(torch.uint8)[region.nbytes - size :], stored[stored.nbytes - size :]
 
     def _pieces(
         self, region: torch.Tensor, stored: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Pieces of the region, each of rows of one width: elements (n, d), their q (n, d), their scales (n, 1)."""
-        layout = self._layout
-        capacity = (region.numel() - layout.state) // max(1, layout.elements_per_token)
+        layout, capacity = self._layout, self._capacity(region)
         scale_bytes = capacity * self._rows_per_token * torch.float32.itemsize
         all_scales, all_kept = stored[:scale_bytes].view(torch.float32), stored[scale_bytes:].view(torch.int8)
         most = CPU_PIECE if region.device.type == "cpu" else DEVICE_PIECE

@@ -25,6 +25,7 @@ _COMMANDS: Final = {
     "dead-letters": "relaygr_stream.cli.dead_letters:dead_letters_command",
     "demo": "relaygr_stream.cli.demo:demo_command",
     "explain": "relaygr_stream.cli.explain:explain_command",
+    "history": "relaygr_stream.cli.history:history_command",
     "replay": "relaygr_stream.cli.replay:replay_command",
     "simulate": "relaygr_stream.cli.simulate:simulate_command",
     "status": "relaygr_stream.cli.status:status_command",

@@ -36,6 +36,7 @@ from relaygr_stream.errors import (
     RelayError,
     RequestError,
 )
+from relaygr_stream.history.store import HistoryStore, looked_up
 from relaygr_stream.settings.load import load_settings
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.wire.features import FeatureSchema, FeatureTables, Table
@@ -44,6 +45,7 @@ from relaygr_stream.wire.messages import (
     ITEM_DTYPE,
     Behaviours,
     Cancel,
+    HistoryReference,
     Id,
     Mode,
     RankingRequest,
@@ -51,7 +53,9 @@ from relaygr_stream.wire.messages import (
     check_features,
     encode,
     pack_items,
+    prefix_length,
     validated,
+    with_version,
 )
 from relaygr_stream.wire.worker_status import StatusReader
 
@@ -63,6 +67,8 @@ FRAME_BYTES: Final = 256
 
 #: Behaviours, oldest first: packed, or three arrays (items, actions, Unix times in milliseconds) of one length n.
 History = Behaviours | tuple[npt.ArrayLike, npt.ArrayLike, npt.ArrayLike]
+#: A history; a reference to it; or the store that has it, which is asked for the reference.
+HistoryOrReference = History | HistoryReference | HistoryStore
 #: Name → values (rows, width), or (rows,) for width 1; those of the user without rows.
 Features = Mapping[str, npt.ArrayLike]
 
@@ -158,7 +164,7 @@ class RelayClient:
     def request(
         self,
         user_id: str,
-        history: History,
+        history: HistoryOrReference,
         *,
         candidates: int,
         rank_in: float = 0.0,
@@ -169,13 +175,19 @@ class RelayClient:
         """One request of a user: enter it when retrieval starts, rank when the candidates are known.
 
         history: the long prefix, oldest first: Behaviours, or three arrays (items uint32, actions uint8, Unix times in
-        ms) of one length n. It is encoded here, once. candidates: expected number of candidates. rank_in: expected
-        seconds until the ranking; 0: unknown. request_id: random by default. tenant: the tenant of this user. features:
+        ms) of one length n. It is encoded here, once. Or a HistoryReference, or the HistoryStore that has it, which is
+        asked once, on entering (HistoryError if it does not answer): messages then carry the reference, and the worker
+        reads the history (history.store). candidates: expected number of candidates. rank_in: expected seconds until
+        the ranking; 0: unknown. request_id: random by default. tenant: the tenant of this user. features:
         those of the user and of the history's behaviours, where the client was made with a schema.
 
         Raises Rejected if the history is neither, or for features that are not those of the schema.
         """
-        prefix = behaviours_of(history, "history")
+        store = history if isinstance(history, HistoryStore) else None
+        reference = history if isinstance(history, HistoryReference) else UNSET
+        prefix = Behaviours()
+        if not isinstance(history, HistoryStore | HistoryReference):
+            prefix = behaviours_of(history, "history")
         prefix, tables = self.packed(features, prefix, {"user": 1})
         event = RequestEvent(
             request_id=request_id or secrets.token_hex(8),
@@ -184,9 +196,10 @@ class RelayClient:
             columns=FeatureTables(self._features.digest, tables["user"]) if self._features else UNSET,
             candidates=candidates,
             rank_in_ms=rank_in * 1000,
-            tenant=tenant,
+            tenant=tenant or self._settings.client.tenant,
+            **with_version(reference),
         )
-        return Request(self, event)
+        return Request(self, event, store, self._settings.history.timeout_ms / 1000)
 
     def packed(
         self, features: Features | None, behaviours: Behaviours, rows: Mapping[Table, int]
@@ -306,7 +319,7 @@ class RelayClient:
     def _check_limits(self, request: RankingRequest) -> None:
         candidates = len(request.candidates) // ITEM_DTYPE.itemsize
         beyond = self._settings.relay.beyond(
-            prefix=len(request.prefix), suffix=len(request.suffix), candidates=candidates
+            prefix=prefix_length(request), suffix=len(request.suffix), candidates=candidates
         )
         if beyond:
             raise Rejected(beyond)
@@ -316,9 +329,13 @@ class Request:
     """One request, made by `RelayClient.request`: entering it announces it; `rank` may be called repeatedly; leaving it
     without scores cancels it."""
 
-    def __init__(self, relay: RelayClient, event: RequestEvent) -> None:
+    def __init__(
+        self, relay: RelayClient, event: RequestEvent, store: HistoryStore | None = None, store_s: float = 0.0
+    ) -> None:
         self._relay = relay
         self._event = event
+        self._store = store  # to be asked for the reference
+        self._store_s = store_s
         self._pinned = False  # as far as is known: announced, and not yet ranked
 
     @property
@@ -327,6 +344,9 @@ class Request:
         return self._event.request_id
 
     async def __aenter__(self) -> Self:
+        if self._store is not None:
+            reference = await looked_up(self._store, self._event.user_id, self._event.tenant, self._store_s)
+            self._event = msgspec.structs.replace(self._event, **with_version(reference or UNSET))
         try:
             await self._relay.announce(self._event)
             self._pinned = True
@@ -376,6 +396,7 @@ class Request:
             candidates=packed,
             mode=mode,
             tenant=event.tenant,
+            **with_version(event.history),
         )
         ranking = await self._relay.rank(request, timeout=timeout)
         self._pinned = False

@@ -1,7 +1,8 @@
 """What a model and the worker exchange: tokens, prefix KV, the `RankingModel` protocol, versions.
 
 Prefix KV is layer-major and contiguous per head: for each layer K (heads, capacity, dqk), then V (heads, capacity, dv).
-Matrix products and kernels read a head's tokens in place. Behind them lies the state, if the model has one.
+Matrix products and kernels read a head's tokens in place. Behind them lie the tokens' times and the state, if the model
+has them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ import torch
 
 from relaygr_stream.wire.features import NO_FEATURES, FeatureSchema, Values
 from relaygr_stream.wire.messages import Behaviours
+
+#: Bytes of a token's time in a region.
+TIME_BYTES: Final = 8
 
 #: Rows of a token before its features: item, action, gap.
 ROWS: Final = 3
@@ -95,9 +99,10 @@ class Tokens(msgspec.Struct, frozen=True):  # built for every chunk; a frozen da
 
 @dataclass(frozen=True)
 class KVLayout:
-    """The shape and type of prefix KV: K and V of each token, and a state of the whole prefix.
+    """The shape and type of prefix KV: K and V of each token, perhaps its time, and a state of the whole prefix.
 
     state: elements that a region has once, whatever its length, such as a recurrent state or K and V of context tokens.
+    times: whether each token's time is kept beside its K and V, 8 bytes, for a model that compares times at ranking.
     """
 
     layers: int
@@ -106,6 +111,7 @@ class KVLayout:
     dv: int  # value width per head
     dtype: torch.dtype
     state: int = 0
+    times: bool = False
 
     def __post_init__(self) -> None:
         if self.elements(1) < 1:
@@ -122,14 +128,28 @@ class KVLayout:
         return not self.state
 
     @property
-    def elements_per_token(self) -> int:
-        """Elements of one token in all layers."""
+    def kv_per_token(self) -> int:
+        """Elements of K and V of one token in all layers."""
         return self.layers * self.heads * (self.dqk + self.dv)
+
+    @property
+    def time_elements(self) -> int:
+        """Elements that one token's time takes."""
+        return TIME_BYTES // self.dtype.itemsize if self.times else 0
+
+    @property
+    def elements_per_token(self) -> int:
+        """Elements of one token: K and V in all layers, and its time."""
+        return self.kv_per_token + self.time_elements
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes of one token in all layers."""
         return self.elements_per_token * self.dtype.itemsize
+
+    def exact_bytes(self, capacity: int) -> int:
+        """Bytes at the end of a region that are no K or V, and that no storage may round: times and the state."""
+        return (capacity * self.time_elements + self.state) * self.dtype.itemsize
 
     def elements(self, capacity: int) -> int:
         """Elements of a region for `capacity` tokens."""
@@ -164,7 +184,9 @@ class KVRegion:
     def copy_from(self, other: KVRegion, tokens: int) -> None:
         """Copy the first `tokens` tokens of another region of this layout, two copies for any number of layers, and its
         state."""
-        if self.layout.elements_per_token:
+        if self.layout.times:
+            self._times()[:tokens].copy_(other._times()[:tokens])
+        if self.layout.kv_per_token:
             for target, source in zip(self._all_layers(), other._all_layers(), strict=True):
                 target[:, :, :tokens].copy_(source[:, :, :tokens])
         if self.layout.state:
@@ -180,6 +202,22 @@ class KVRegion:
         values = self.storage[start + k_elements : start + k_elements + v_elements]
         return keys, values.view(layout.heads, capacity, layout.dv)
 
+    def times(self, start: int, stop: int) -> torch.Tensor:
+        """A copy of the times of tokens start:stop, int64 (stop - start,), in ms since the first token's behaviour
+        before."""
+        # Cloned first: a view as int64 would need an even number of elements before it.
+        return self._times()[start:stop].clone().view(torch.int64).flatten()
+
+    def set_times(self, start: int, times: torch.Tensor) -> None:
+        """Write the times (n,), int64, of tokens from `start` on."""
+        self._times()[start : start + len(times)].copy_(times.view(-1, 1).view(self.layout.dtype))
+
+    def _times(self) -> torch.Tensor:
+        """(capacity, elements of a time), as a view."""
+        layout, start = self.layout, self.capacity * self.layout.kv_per_token
+        found = self.storage[start : start + self.capacity * layout.time_elements]
+        return found.view(self.capacity, layout.time_elements)
+
     @property
     def state(self) -> torch.Tensor:
         """The state of the first `length` tokens, layout.state elements, as a view. At length 0 it means nothing."""
@@ -188,7 +226,7 @@ class KVRegion:
     def _all_layers(self) -> tuple[torch.Tensor, torch.Tensor]:
         """K (layers, heads, capacity, dqk) and V (layers, heads, capacity, dv), as views."""
         layout, capacity = self.layout, self.capacity
-        layers = self.storage[: capacity * layout.elements_per_token].view(layout.layers, -1)
+        layers = self.storage[: capacity * layout.kv_per_token].view(layout.layers, -1)
         k_elements = layout.heads * capacity * layout.dqk
         shape = (layout.layers, layout.heads, capacity)
         return layers[:, :k_elements].view(*shape, layout.dqk), layers[:, k_elements:].view(*shape, layout.dv)

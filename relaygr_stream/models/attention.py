@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 import torch
 from torch.nn import functional
@@ -32,6 +32,14 @@ UNBLOCKED_ROWS: Final = 1 << 30
 MIN_BLOCK_ROWS: Final = 32
 #: The same for the columns of a piece.
 MIN_PIECE_COLUMNS: Final = 256
+
+
+class Bias(Protocol):
+    """What is added to the scores of a layer."""
+
+    def of(self, block: Block) -> torch.Tensor:
+        """For the block's rows and columns, (rows or 1, columns)."""
+        ...
 
 
 class Block(NamedTuple):
@@ -155,9 +163,10 @@ def attend(
     *,
     scale: float,
     weight: float,
+    bias: Bias | None = None,
     accumulate: bool = False,
 ) -> None:
-    """out (+)= weight · SiLU(scale · q·kᵀ)·v over the visible pairs.
+    """out (+)= weight · SiLU(scale · q·kᵀ + bias)·v over the visible pairs.
 
     queries (heads, rows, dqk), keys (heads, columns, dqk), values (heads, columns, dv), out (heads, rows, dv): views
     of any strides, read and written in place. Columns outside all blocks are not read.
@@ -171,6 +180,8 @@ def attend(
                 target.zero_()
             continue
         scores = _products(queries[:, block.row_start : block.row_stop], keys[:, columns], scale)
+        if bias is not None:
+            scores += bias.of(block)
         functional.silu(scores, inplace=True)
         # tril_ is about 20 times as fast as masked_fill_ with a mask.
         if block.causal is not None:
@@ -189,13 +200,16 @@ def attend_to_self(
     *,
     scale: float,
     weight: torch.Tensor | float,
+    bias: torch.Tensor | None = None,
 ) -> None:
-    """out += weight · SiLU(scale · q·k)·v of each row with itself; queries … out are (rows, heads, width).
+    """out += weight · SiLU(scale · q·k + bias)·v of each row with itself; queries … out are (rows, heads, width).
 
     weight: one number, or (rows, 1, 1) float32, with 0 for rows whose own column another call counts.
     """
     # In float32, as a matrix product accumulates its sums over dqk.
     own = (queries.float() * keys.float()).sum(-1, keepdim=True).mul_(scale)
+    if bias is not None:
+        own += bias
     functional.silu(own, inplace=True).mul_(weight)
     out.addcmul_(own.to(out.dtype), values)
 

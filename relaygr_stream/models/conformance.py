@@ -4,7 +4,8 @@ In float32 every value must be within LIMIT. In half precision cached, chunked a
 the float32 reference than full inference in that type is.
 
 The reference file is an npz with any number of variants V, found by their keys `V/meta`. Each variant has weights,
-embedded inputs, and the outputs of each user.
+embedded inputs, and the outputs of each user. A variant with a bias on relative positions or times (relative.py) has
+`V/layerI/relative_position` or `relative_time`, and then `V/in/timesU`, each user's times in milliseconds.
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ WEIGHTS: Final = {
     "output_norm_weight": "output_norm_weight",
     "output_norm_bias": "output_norm_bias",
     "output_weight": "output_weight",
+    "relative_position": "relative_position",
+    "relative_time": "relative_time",
 }
 #: Comparison → its column in the table.
 COMPARISONS: Final = {
@@ -170,32 +173,39 @@ def _run_variant(arrays: _Arrays, name: str, dtype: torch.dtype, kernels: Kernel
     for user in users:
         history = arrays.inputs(f"{name}/in/hist{user}", config.dim).to(dtype)
         candidates = arrays.inputs(f"{name}/in/cand{user}", config.dim).to(dtype)
+        times = arrays.times(f"{name}/in/times{user}", len(history)) if config.relative_times else None
         expected_history = arrays.get(f"{name}/out_full/hist{user}", tuple(history.shape))
         expected = arrays.get(f"{name}/out_full/cand{user}", tuple(candidates.shape))
         expected_cached = arrays.get(f"{name}/out_cached/cand{user}", tuple(candidates.shape))
 
         full = _region(stack, len(history), dtype, slack=0)
-        result.add("full_history", stack.prefill(full, history), expected_history)
-        result.add("full_candidates", _score(stack, full, history[:0], candidates), expected)
+        result.add("full_history", stack.prefill(full, history, times), expected_history)
+        result.add("full_candidates", _score(stack, full, history[:0], candidates, _part(times, stop=0)), expected)
 
         # Prefill as the worker runs it: into a larger region, without the last layer's outputs.
         cached = _region(stack, len(history), dtype)
-        stack.append(cached, history)
-        result.add("cached_candidates", _score(stack, cached, history[:0], candidates), expected_cached)
+        stack.append(cached, history, times)
+        scores = _score(stack, cached, history[:0], candidates, _part(times, stop=0))
+        result.add("cached_candidates", scores, expected_cached)
         regions["full_kv"].append(full)
         regions["kv_cache"].append(cached)
 
         if stack.incremental:
             chunked = _region(stack, len(history), dtype)
-            outputs = [stack.prefill(chunked, chunk) for chunk in _chunks(history, chunking)]
+            outputs = [
+                stack.prefill(chunked, history[start:stop], _part(times, start, stop))
+                for start, stop in _chunks(len(history), chunking)
+            ]
             regions["chunked_kv"].append(chunked)
             result.add("chunked_history", torch.cat([history[:0], *outputs]), expected_history)
-            result.add("chunked_candidates", _score(stack, chunked, history[:0], candidates), expected)
+            scores = _score(stack, chunked, history[:0], candidates, _part(times, stop=0))
+            result.add("chunked_candidates", scores, expected)
 
             for prefix in chunking.integers(0, len(history) + 1, CUTS):
                 shorter = _region(stack, int(prefix), dtype)
-                stack.append(shorter, history[:prefix])
-                result.add("suffix_candidates", _score(stack, shorter, history[prefix:], candidates), expected)
+                stack.append(shorter, history[:prefix], _part(times, stop=prefix))
+                scores = _score(stack, shorter, history[prefix:], candidates, _part(times, prefix))
+                result.add("suffix_candidates", scores, expected)
     for comparison, held in regions.items():
         if held:
             _compare_cache(arrays, result, comparison, held)
@@ -223,6 +233,8 @@ def _stack(arrays: _Arrays, name: str) -> HSTUStack:
         contextual_seq_len=meta["contextual_seq_len"],
         max_attn_len=meta["max_attn_len"],
         group_norm=bool(meta["group_norm"]),
+        relative_positions=arrays.length(f"{name}/layer0/relative_position"),
+        relative_times=arrays.length(f"{name}/layer0/relative_time"),
     )
     stack = HSTUStack(config)
     weights = {}
@@ -239,16 +251,22 @@ def _region(stack: HSTUStack, tokens: int, dtype: torch.dtype, slack: int = SLAC
     return KVRegion(layout, torch.full((capacity * layout.elements_per_token,), torch.nan, dtype=dtype), capacity)
 
 
-def _score(stack: HSTUStack, kv: KVRegion, suffix: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
+def _score(
+    stack: HSTUStack, kv: KVRegion, suffix: torch.Tensor, candidates: torch.Tensor, times: torch.Tensor | None
+) -> torch.Tensor:
     rows = torch.cat((suffix, candidates))
-    return stack.score([RankingRows(kv, len(suffix), len(candidates))], rows)[len(suffix) :]
+    return stack.score([RankingRows(kv, len(suffix), len(candidates), times)], rows)[len(suffix) :]
 
 
-def _chunks(history: torch.Tensor, random: np.random.Generator) -> Iterable[torch.Tensor]:
+def _part(times: torch.Tensor | None, start: int = 0, stop: int | None = None) -> torch.Tensor | None:
+    return None if times is None else times[start:stop]
+
+
+def _chunks(length: int, random: np.random.Generator) -> Iterable[tuple[int, int]]:
     start = 0
-    while start < len(history):
-        stop = int(random.integers(start + 1, len(history) + 1))
-        yield history[start:stop]
+    while start < length:
+        stop = int(random.integers(start + 1, length + 1))
+        yield start, stop
         start = stop
 
 
@@ -291,6 +309,14 @@ class _Arrays:
     def inputs(self, key: str, dim: int) -> torch.Tensor:
         """Embedded tokens (n, dim) in float32, for any n."""
         return torch.from_numpy(self.get(key, (None, dim)).astype(np.float32))
+
+    def times(self, key: str, count: int) -> torch.Tensor:
+        """Times of `count` tokens, int64."""
+        return torch.from_numpy(self.get(key, (count,)).astype(np.int64))
+
+    def length(self, key: str) -> int:
+        """The length of an array that need not be there; 0 if it is not."""
+        return len(self.get(key, (None,))) if key in self._arrays else 0
 
     def get(self, key: str, shape: tuple[int | None, ...]) -> npt.NDArray[Any]:
         """The array at `key`, whose shape must be `shape` (None: any extent)."""

@@ -20,6 +20,7 @@ from relaygr_stream.models.api import KVRegion
 from relaygr_stream.models.attention import UNBLOCKED_ROWS, Block, Visibility, attend, attend_to_self, block_rows
 from relaygr_stream.models.embeddings import compiles_per_shape, pad_rows
 from relaygr_stream.models.native.layers import NativeLayers, native_layers
+from relaygr_stream.models.relative import Places, own_bias
 from relaygr_stream.models.stu import NORM_EPS, RankingRows, StackConfig, STULayer, Workspace
 
 if TYPE_CHECKING:
@@ -84,27 +85,32 @@ class HSTUStack(nn.Module):
         """Whether prefix KV stays valid when behaviours follow; False if contextual tokens see the whole history."""
         return self.config.contextual_seq_len == 0
 
-    def append(self, kv: KVRegion, x: torch.Tensor) -> None:
+    def append(self, kv: KVRegion, x: torch.Tensor, times: torch.Tensor | None = None) -> None:
         """Append the K/V of embedded behaviours x (n, D) behind kv.length, and advance kv.length by n.
 
+        times: of the behaviours, as `KVRegion.times`, for a stack that compares them.
         Reads the tokens already in `kv` in place. Raises ModelError if the region holds tokens and the model is not
         incremental, ValueError if n tokens do not fit. An error leaves kv.length unchanged.
         """
-        _run(self.append_in_steps(kv, x))
+        _run(self.append_in_steps(kv, x, times))
 
-    def append_in_steps(self, kv: KVRegion, x: torch.Tensor) -> Generator[None, None, torch.Tensor]:
+    def append_in_steps(
+        self, kv: KVRegion, x: torch.Tensor, times: torch.Tensor | None = None
+    ) -> Generator[None, None, torch.Tensor]:
         """As `append`, one layer per step; the last step advances kv.length.
 
         Between steps the caller may make any call that does not write behind kv.length.
         """
-        return self._prefill_in_steps(kv, x, outputs=False)
+        return self._prefill_in_steps(kv, x, times, outputs=False)
 
-    def prefill(self, kv: KVRegion, x: torch.Tensor) -> torch.Tensor:
+    def prefill(self, kv: KVRegion, x: torch.Tensor, times: torch.Tensor | None = None) -> torch.Tensor:
         """As `append`, but also computes and returns the last layer's outputs (n, D)."""
-        return _run(self._prefill_in_steps(kv, x, outputs=True))
+        return _run(self._prefill_in_steps(kv, x, times, outputs=True))
 
     @torch.no_grad()
-    def _prefill_in_steps(self, kv: KVRegion, x: torch.Tensor, outputs: bool) -> Generator[None, None, torch.Tensor]:
+    def _prefill_in_steps(
+        self, kv: KVRegion, x: torch.Tensor, times: torch.Tensor | None, outputs: bool
+    ) -> Generator[None, None, torch.Tensor]:
         start, stop = kv.length, kv.length + len(x)
         if start and not self.incremental:
             raise ModelError(
@@ -128,6 +134,13 @@ class HSTUStack(nn.Module):
             return x
         x = pad_rows(x)
         workspace = Workspace(self.config, x, count)
+        apart = None
+        if self.config.relative_times:
+            assert times is not None
+            kv.set_times(start, times)
+            columns = kv.times(0, stop)
+            apart = columns[start:], columns
+        places = Places((start, 0), count, x.device, apart)
         for index, layer in enumerate(self.stu_layers()):
             region_keys, region_values = kv.layer(index)
             if index == len(self.layers) - 1 and not outputs:
@@ -140,7 +153,7 @@ class HSTUStack(nn.Module):
             region_values[:, start:stop] = v.transpose(0, 1)
             attend(
                 q.transpose(0, 1), region_keys, region_values, workspace.o[:count].transpose(0, 1), blocks,
-                scale=self._scale, weight=self._weight,
+                scale=self._scale, weight=self._weight, bias=places.bias(layer),
             )  # fmt: skip
             x = layer.finish(x, workspace)
             yield
@@ -167,6 +180,7 @@ class HSTUStack(nn.Module):
         if native:
             return native.score(batch, x, [self._whole_plan(rows) for rows in batch], self._self_weights(batch))
         plans = [self._plan(rows, x) for rows in batch]
+        places = [self._places(rows, x.device) for rows in batch]
         self_weight = self._self_weight(batch, x.device)
         count = len(x)
         x = pad_rows(x)
@@ -175,13 +189,17 @@ class HSTUStack(nn.Module):
         for index, layer in enumerate(self.stu_layers()):
             q, k, v = (part[:count] for part in layer.split(layer.project(x, workspace)))
             by_head = [part.transpose(0, 1) for part in (q, k, v, o)]
-            for rows, start, (on_prefix, on_suffix) in zip(batch, offsets, plans, strict=True):
+            for rows, start, plan, place in zip(batch, offsets, plans, places, strict=True):
                 stop = start + rows.suffix + rows.candidates
                 own_q, own_k, own_v, own_o = (part[:, start:stop] for part in by_head)
                 keys, values = rows.kv.layer(index)
-                attend(own_q, keys, values, own_o, on_prefix, scale=self._scale, weight=self._weight)
-                attend(own_q, own_k, own_v, own_o, on_suffix, scale=self._scale, weight=self._weight, accumulate=True)
-            attend_to_self(q, k, v, o, scale=self._scale, weight=self_weight)
+                parts = ((keys, values, False), (own_k, own_v, True))
+                for (its_keys, its_values, adds), blocks, at in zip(parts, plan, place, strict=True):
+                    attend(
+                        own_q, its_keys, its_values, own_o, blocks,
+                        scale=self._scale, weight=self._weight, bias=at.bias(layer), accumulate=adds,
+                    )  # fmt: skip
+            attend_to_self(q, k, v, o, scale=self._scale, weight=self_weight, bias=own_bias(layer))
             x = layer.finish(x, workspace)
         return x[:count]
 
@@ -209,6 +227,21 @@ class HSTUStack(nn.Module):
         if not rows.suffix:
             return on_prefix, []
         return on_prefix, self._visibility.blocks(length, count, length, rows.suffix, history, together)
+
+    def _places(self, rows: RankingRows, device: torch.device) -> tuple[Places, Places]:
+        """Where one ranking's rows stand on its prefix, and on its suffix."""
+        length, suffix = rows.kv.length, rows.suffix
+        on_prefix = on_suffix = None
+        if self.config.relative_times:
+            assert rows.times is not None
+            earlier, later = rows.kv.times(0, length), rows.times.to(device)
+            newest = torch.cat([earlier.new_zeros(1), earlier[-1:], later[-1:]])[-1:]  # 0 without a history
+            own = torch.cat([later, newest.expand(rows.candidates)])
+            on_prefix, on_suffix = (own, earlier), (own, later)
+        return (
+            Places((length, 0), suffix, device, on_prefix),
+            Places((length, length), suffix, device, on_suffix),
+        )
 
     def _whole_plan(self, rows: RankingRows) -> list[Block]:
         """The blocks of one ranking's rows over its prefix and suffix together."""

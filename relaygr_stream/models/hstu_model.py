@@ -18,12 +18,15 @@ from relaygr_stream.models.hstu import FusedLayers, HSTUStack
 from relaygr_stream.models.kernels.choice import fused_stack
 from relaygr_stream.models.kernels.graphs import CudaRecorder, RecordedScores, Recorder
 from relaygr_stream.models.native.ends import NativeEnds, Sequences
+from relaygr_stream.models.relative import MOST_BUCKETS, is_relative
 from relaygr_stream.models.stu import Positive, RankingRows, StackConfig
 from relaygr_stream.settings import Kernels
 from relaygr_stream.wire.features import FeatureColumn, FeatureSchema
 
 #: The types that the kernels support and the settings offer.
 DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
+#: Fields of the configuration that the first release did not have.
+LATER_FIELDS: Final = ("oov_rows", "features", "relative_positions", "relative_times")
 
 
 class HSTUConfig(StackConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -41,6 +44,12 @@ class HSTUConfig(StackConfig, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def __post_init__(self) -> None:
         FeatureSchema(self.features)  # raises ValueError for a name that stands there twice
+        if self.contextual_seq_len and is_relative(self):
+            raise ValueError("contextual_seq_len and a bias on relative positions or times exclude each other")
+        if self.relative_times > MOST_BUCKETS:
+            raise ValueError(
+                f"relative_times = {self.relative_times} is over {MOST_BUCKETS} buckets, which reach 1,000 years"
+            )
         for one in self.features:
             if "." in one.name:
                 raise ValueError(f"the feature {one.name!r} has a dot, which no weight's name may have")
@@ -49,10 +58,10 @@ class HSTUConfig(StackConfig, frozen=True, kw_only=True, forbid_unknown_fields=T
                 raise ValueError(f"the {one.dtype} feature {one.name!r} needs {wanted}")
 
     def fields(self) -> dict[str, Any]:
-        """The fields as config.json has them. oov_rows = 0 and no features are left out: the model's version stays what
-        it was before these fields were there, and an older release reads the file."""
+        """The fields as config.json has them. Later fields are left out at their defaults: the model's version stays
+        what it was before these fields were there, and an older release reads the file."""
         fields: dict[str, Any] = to_builtins(self)
-        return {name: value for name, value in fields.items() if value or name not in ("oov_rows", "features")}
+        return {name: value for name, value in fields.items() if value or name not in LATER_FIELDS}
 
 
 class HSTUModel(nn.Module):
@@ -132,12 +141,20 @@ class HSTUModel(nn.Module):
     @torch.no_grad()
     def prefill(self, kv: KVRegion, tokens: Tokens) -> None:
         """Append the K/V of `tokens`, at positions from kv.length on. Raises as `HSTUStack.append`."""
-        self.stack.append(kv, (self._ends or self.embedding).behaviours(tokens, kv.length))
+        self.stack.append(kv, (self._ends or self.embedding).behaviours(tokens, kv.length), self._times(kv, tokens))
 
     @torch.no_grad()
     def prefill_in_steps(self, kv: KVRegion, tokens: Tokens) -> Iterator[None]:
         """As `prefill`, one layer per step."""
-        yield from self.stack.append_in_steps(kv, (self._ends or self.embedding).behaviours(tokens, kv.length))
+        x = (self._ends or self.embedding).behaviours(tokens, kv.length)
+        yield from self.stack.append_in_steps(kv, x, self._times(kv, tokens))
+
+    def _times(self, kv: KVRegion, tokens: Tokens) -> torch.Tensor | None:
+        """The times of tokens behind those in `kv`, for a stack that compares them."""
+        if not self.config.relative_times:
+            return None
+        gaps = torch.from_numpy(tokens.array[2]).cumsum(0)
+        return gaps + kv.times(kv.length - 1, kv.length).cpu() if kv.length else gaps
 
     @torch.no_grad()
     def score(self, batch: Sequence[ScoreInput]) -> list[torch.Tensor]:
@@ -145,7 +162,9 @@ class HSTUModel(nn.Module):
         if not batch:
             return []
         tokens = [(one.suffix, one.kv.length, one.candidates) for one in batch]
-        rows = [RankingRows(one.kv, len(one.suffix), len(one.candidates)) for one in batch]
+        rows = [
+            RankingRows(one.kv, len(one.suffix), len(one.candidates), self._times(one.kv, one.suffix)) for one in batch
+        ]
         counts = [one.candidates for one in rows]
         if self._recorded is not None:
             logits = self._recorded.logits(tokens, rows)

@@ -203,6 +203,8 @@ def _config(model: settings.Model) -> HSTUConfig:
         tasks=check_tasks(model.tasks),
         contextual_seq_len=model.contextual_seq_len,
         max_attn_len=model.max_attn_len,
+        relative_positions=model.relative_positions,
+        relative_times=model.relative_times,
         group_norm=model.group_norm,
     )
 

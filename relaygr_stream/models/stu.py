@@ -1,7 +1,7 @@
 """One STU layer, as in meta-recsys/generative-recommenders (no softmax, and only u is activated), and its shape.
 
     xn = LayerNorm(x);  [u|v|q|k] = xn·W_uvqk + b;  u = SiLU(u)
-    A  = SiLU(q·kᵀ / √dqk) / N ⊙ visible;  o = A·v
+    A  = SiLU(q·kᵀ / √dqk + bias) / N ⊙ visible;  o = A·v         bias: 0, or as in relative.py
     out = [u, o, u ⊙ Norm(o)]·W_o + x            Norm: LayerNorm over H·dv, or per-head group norm
 
 The layer computes everything but A. The stack computes A, so it decides which pairs are visible.
@@ -29,7 +29,8 @@ Positive = Annotated[int, Meta(ge=1)]
 class StackConfig(msgspec.Struct, frozen=True):
     """The shape of the layers; HSTUConfig adds what is around them.
 
-    scale_tokens is N of the attention scale 1/N; contextual_seq_len and max_attn_len: 0 for none.
+    scale_tokens is N of the attention scale 1/N; contextual_seq_len and max_attn_len: 0 for none. relative_positions,
+    relative_times: distances and time buckets that have a weight in each layer (relative.py); 0: no such bias.
     """
 
     layers: Positive
@@ -41,10 +42,12 @@ class StackConfig(msgspec.Struct, frozen=True):
     contextual_seq_len: Annotated[int, Meta(ge=0)] = 0
     max_attn_len: Annotated[int, Meta(ge=0)] = 0
     group_norm: bool = False
+    relative_positions: Annotated[int, Meta(ge=0)] = 0
+    relative_times: Annotated[int, Meta(ge=0)] = 0
 
     def layout(self, dtype: torch.dtype) -> KVLayout:
         """The prefix KV of one token."""
-        return KVLayout(self.layers, self.heads, self.dqk, self.dv, dtype)
+        return KVLayout(self.layers, self.heads, self.dqk, self.dv, dtype, times=bool(self.relative_times))
 
 
 class Workspace:
@@ -79,6 +82,8 @@ class STULayer(nn.Module):
         self.output_norm_weight = _parameter(norm)
         self.output_norm_bias = _parameter(norm)
         self.output_weight = _parameter(3 * heads * dv, config.dim)
+        self.relative_position = _parameter(config.relative_positions) if config.relative_positions else None
+        self.relative_time = _parameter(config.relative_times) if config.relative_times else None
 
     def project(self, x: torch.Tensor, workspace: Workspace) -> torch.Tensor:
         """x (n, D) → workspace.uvqk: u, v, q, k side by side (n, 2·H·dv + 2·H·dqk), u not yet activated."""
@@ -127,8 +132,12 @@ def _parameter(*shape: int) -> nn.Parameter:
 
 @dataclass(frozen=True)
 class RankingRows:
-    """The rows of one ranking in a batch: `suffix` behaviours behind kv.length, then `candidates`."""
+    """The rows of one ranking in a batch: `suffix` behaviours behind kv.length, then `candidates`.
+
+    times: of the suffix's behaviours, int64 (suffix,) on the host, as `kv.times`; None: the model compares no times.
+    """
 
     kv: KVRegion
     suffix: int
     candidates: int
+    times: torch.Tensor | None = None

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct, structs
 
 #: Names of settings that no log, error or traceback shows; each also has `secret` in its extra.
-SECRETS = frozenset({"answer_secret", "sasl_password", "tls_key_password", "hash_key", "secret", "tokens"})
+SECRETS = frozenset({"answer_secret", "sasl_password", "tls_key_password", "hash_key", "secret", "tokens", "password"})
 SECRET_SHOWN = "********"
 
 #: Most lanes of a relay: a consumer's statement on each of them still fits into one message.
@@ -286,6 +286,12 @@ class Model(Section, frozen=True, kw_only=True):
         int, Meta(ge=0), _doc("number of first tokens that attend to the whole prefix; requires an empty suffix")
     ] = 0
     max_attn_len: Annotated[int, Meta(ge=0), _doc("tokens attend at most this many tokens back; 0: no limit")] = 0
+    relative_positions: Annotated[
+        int, Meta(ge=0), _doc("distances of positions that bias attention, each with a weight a layer; 0: no such bias")
+    ] = 0
+    relative_times: Annotated[
+        int, Meta(ge=0, le=128), _doc("buckets of times between tokens that bias attention; 0: no such bias")
+    ] = 0
     group_norm: Annotated[bool, _doc("normalise attention outputs per head instead of over all heads")] = False
     tasks: Annotated[tuple[str, ...], _doc("names of the score columns")] = ("click", "like")
 
@@ -310,6 +316,41 @@ class Client(Section, frozen=True, kw_only=True):
     silence_ms: Annotated[
         Ms, _doc("if a lane's owner has stated nothing for this long, requests go to another worker at once")
     ] = 1500.0
+
+
+class History(Section, frozen=True, kw_only=True):
+    """The store of users' histories, for messages that refer to a history instead of having it."""
+
+    store: Annotated[
+        str,
+        Meta(pattern=r"^[^@]*$"),
+        _doc("redis://HOST:PORT/DB, rediss://… (TLS), sqlite:FILE, or module:factory of a user's own; empty: none"),
+    ] = ""
+    username: Annotated[str, _doc("user of the store; empty: its default user")] = ""
+    password: Annotated[str, Meta(extra={"secret": True}), _doc("password at the store")] = ""
+    tls_ca: Annotated[
+        str, _doc("PEM file of the authority that signed the store's certificate; empty: the system's")
+    ] = ""
+    tls_certificate: Annotated[str, _doc("PEM file of this process's certificate, if the store requires one")] = ""
+    tls_key: Annotated[
+        str, _doc("PEM file of the key of history.tls_certificate; empty: in the certificate's file")
+    ] = ""
+    prefix: Annotated[str, Meta(max_length=64), _doc("prefix of the keys in Redis")] = "relaygr:history:"
+    timeout_ms: Annotated[Ms, _doc("timeout of one call of the store, connecting included")] = 100.0
+    retries: Annotated[
+        int, Meta(ge=0, le=10), _doc("a failed read is tried so many times more, within the ranking's deadline")
+    ] = 2
+    reads: Annotated[Positive, _doc("most reads of a worker at a time; further ones wait")] = 32
+    cache_bytes: Annotated[
+        int,
+        Meta(ge=0, extra=BYTES),
+        _doc("histories that a worker keeps, so that a ranking behind its announcement reads nothing"),
+    ] = 64 << 20
+    max_behaviours: Annotated[
+        int,
+        Meta(ge=0),
+        _doc("`relaygr history append` cuts a longer history to its newest three quarters of this; 0: never"),
+    ] = 4096
 
 
 class Gateway(Section, frozen=True, kw_only=True):
@@ -369,5 +410,6 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     handover: Handover = Handover()
     model: Model = Model()
     client: Client = Client()
+    history: History = History()
     gateway: Gateway = Gateway()
     telemetry: Telemetry = Telemetry()

@@ -17,7 +17,7 @@ from relaygr_stream.trigger.delegation import Delegation, Place
 from relaygr_stream.trigger.ledger import LaneLedger, Pending
 from relaygr_stream.trigger.load import LoadBucket, OwnerBucket, OwnerLoads, stated_wait_ms
 from relaygr_stream.wire.fleet import Claim
-from relaygr_stream.wire.messages import CostModel, RequestEvent, tenant_key
+from relaygr_stream.wire.messages import CostModel, RequestEvent, prefix_length, tenant_key
 from relaygr_stream.wire.worker_status import FALLBACK_COSTS, charge_ms, prefix_bytes, usable_costs
 
 Reason = Literal[
@@ -185,7 +185,7 @@ def decide(
     event. now_s: this process's monotonic clock, in seconds. delegation: finds another worker for what the owner
     cannot compute in time; None: it is computed by the owner or not at all.
     """
-    tokens = len(event.prefix)
+    tokens = prefix_length(event)
     against = _reason_against(event, tokens, policy, lane, age_ms, now_s)
     if against is not None:
         return Decision(against, tokens, age_ms)

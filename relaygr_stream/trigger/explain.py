@@ -17,7 +17,7 @@ from relaygr_stream.telemetry.printable import printable, printable_json
 from relaygr_stream.trigger.decision import Decision, LaneState, Policy, Reason, decide
 from relaygr_stream.trigger.delegation import Delegation
 from relaygr_stream.wire.fleet import Claim
-from relaygr_stream.wire.messages import RequestEvent
+from relaygr_stream.wire.messages import RequestEvent, prefix_length
 from relaygr_stream.wire.worker_status import charge_ms, prefix_bytes
 
 
@@ -64,7 +64,7 @@ def explain(
 ) -> tuple[Explanation, Decision]:
     """The decision and its numbers; like `decide`, books nothing. at_s: the event's time in the explanation."""
     decision = decide(event, policy=policy, lane=lane, owner=owner, age_ms=age_ms, now_s=now_s, delegation=delegation)
-    tokens = len(event.prefix)
+    tokens = prefix_length(event)
     explanation = Explanation(
         request_id=event.request_id,
         user_id=event.user_id,

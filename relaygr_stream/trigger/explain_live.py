@@ -21,7 +21,15 @@ from relaygr_stream.trigger.explain import Explanation, explain
 from relaygr_stream.trigger.load import OwnerLoads
 from relaygr_stream.trigger.statement import stated_policy
 from relaygr_stream.wire.fleet import OwnerDirectory
-from relaygr_stream.wire.messages import PreInferSignal, RequestEvent, WorkerStatus, decode, kind_of, tenant_key
+from relaygr_stream.wire.messages import (
+    PreInferSignal,
+    RequestEvent,
+    WorkerStatus,
+    decode,
+    kind_of,
+    prefix_length,
+    tenant_key,
+)
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.refusals import KIND as REFUSALS
 from relaygr_stream.wire.refusals import decode_refusals
@@ -190,7 +198,7 @@ class Shadow:
         """Book a request that the lane's trigger has admitted."""
         now, state, owner = time.monotonic(), self._lanes[record.lane], self._directory.owner(record.lane)
         state.observe(owner, now)  # first: it fills the lane's bucket
-        tokens = len(signal.prefix)
+        tokens = prefix_length(signal)
         nbytes = 0 if owner is None else prefix_bytes(tokens, owner.worker)
         cost_ms = 0.0 if owner is None else charge_ms(state.costs, tokens, owner.worker)
         admitted = Decision("admitted", tokens, 0.0, nbytes=nbytes, cost_ms=cost_ms)

@@ -31,7 +31,7 @@ from relaygr_stream.trigger.metrics import TriggerMetrics
 from relaygr_stream.trigger.refused import Refused
 from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.headers import HEADER_KIND, KIND_DELEGATED
-from relaygr_stream.wire.messages import PreInferSignal, RequestEvent, encode
+from relaygr_stream.wire.messages import PreInferSignal, RequestEvent, encode, with_version
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.refusals import Refusal
 
@@ -104,6 +104,7 @@ class LaneSignals:
             tenant=event.tenant,
             columns=event.columns,
             delegate=delegate,
+            **with_version(event.history),
         )
 
     async def flush(self) -> None:

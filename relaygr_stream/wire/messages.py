@@ -35,6 +35,7 @@ from relaygr_stream.wire.headers import (
     MAX_CORRELATION_BYTES,
     kind_of,
 )
+from relaygr_stream.wire.history import HISTORY_VERSION, HistoryReference
 from relaygr_stream.wire.versions import NOT_DECODED, SCHEMA_VERSION, OpenEnum, VersionedDecoder
 
 __all__ = [
@@ -61,6 +62,7 @@ __all__ = [
     "Cancel",
     "CostModel",
     "Finite",
+    "HistoryReference",
     "Id",
     "Label",
     "LaneStatus",
@@ -84,8 +86,10 @@ __all__ = [
     "encode",
     "kind_of",
     "pack_items",
+    "prefix_length",
     "tenant_key",
     "validated",
+    "with_version",
     "without_tenant",
 ]
 
@@ -123,6 +127,7 @@ class RequestEvent(msgspec.Struct, frozen=True, kw_only=True):
     rank_in_ms: Millis = 0.0  # the sender's estimate of the time until the ranking request; 0: unknown
     tenant: Label = ""  # the user's tenant: prefix KV are found by tenant and user id
     columns: FeatureTables | UnsetType = UNSET  # the user's features
+    history: HistoryReference | UnsetType = UNSET  # in place of the prefix, which is then empty
 
     @property
     def context_tokens(self) -> int:
@@ -131,7 +136,7 @@ class RequestEvent(msgspec.Struct, frozen=True, kw_only=True):
 
     def validate(self) -> None:
         """Raise DecodeError for errors that the field types do not exclude."""
-        self.prefix.checked(_Invalid)
+        _check_prefix(self)
 
 
 class RequestEventInPlace(RequestEvent, frozen=True, kw_only=True):
@@ -154,11 +159,12 @@ class PreInferSignal(msgspec.Struct, frozen=True, kw_only=True):
     tenant: Label = ""
     columns: FeatureTables | UnsetType = UNSET  # as in the request event
     delegate: Id | UnsetType = UNSET  # the worker on whose behalf another one computes the prefix KV
+    history: HistoryReference | UnsetType = UNSET  # as in the request event
 
     def validate(self) -> None:
         """Raise DecodeError for errors that the field types do not exclude."""
-        self.prefix.checked(_Invalid)
-        if len(self.prefix) == 0:
+        _check_prefix(self)
+        if prefix_length(self) == 0:
             raise DecodeError("invalid", "a pre-infer signal needs a prefix of at least one behaviour")
 
 
@@ -179,10 +185,11 @@ class RankingRequest(msgspec.Struct, frozen=True, kw_only=True):
     tenant: Label = ""  # as in the request event
     client_id: Label = ""  # the client's name, not authenticated
     columns: FeatureTables | UnsetType = UNSET  # the user's features and the candidates'
+    history: HistoryReference | UnsetType = UNSET  # in place of the prefix, which is then empty
 
     def validate(self) -> None:
         """Raise DecodeError for errors that the field types do not exclude."""
-        self.prefix.checked(_Invalid)
+        _check_prefix(self)
         self.suffix.checked(_Invalid)
         if not self.candidates or len(self.candidates) % ITEM_DTYPE.itemsize:
             raise DecodeError("invalid", f"candidates must be m ≥ 1 uint32; got {len(self.candidates)} bytes")
@@ -309,15 +316,37 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
         """Does nothing: every value of the right type is a valid status."""
 
 
+def prefix_length(message: RequestEvent | PreInferSignal | RankingRequest) -> int:
+    """Behaviours of the prefix, which the message has, or refers to."""
+    return message.history.length if message.history else len(message.prefix)
+
+
+def with_version(history: HistoryReference | UnsetType) -> dict[str, Any]:
+    """The fields of a message with this reference, or with none, that say who reads it."""
+    return {"history": history, "v": HISTORY_VERSION, "min_v": HISTORY_VERSION} if history else {}
+
+
+def _check_prefix(message: RequestEvent | PreInferSignal | RankingRequest) -> None:
+    if not message.history:
+        message.prefix.checked(_Invalid)
+    elif len(message.prefix) or message.prefix.nbytes():
+        raise DecodeError("invalid", "a message has a prefix or refers to a history, not both")
+    elif (message.min_v or message.v) < HISTORY_VERSION:
+        # A reader of an earlier version would take the user for one without a history.
+        raise DecodeError("invalid", f"a message that refers to a history must state min_v {HISTORY_VERSION} or later")
+
+
 Message = RequestEvent | PreInferSignal | RankingRequest | Cancel | ScoreReply | WorkerStatus
 M = TypeVar("M", RequestEvent, PreInferSignal, RankingRequest, Cancel, ScoreReply, WorkerStatus)
 
 _encoder = msgspec.msgpack.Encoder()
+#: A reference of another form, beside a prefix, is ignored.
+_HISTORY: Final = {"history": OpenEnum((), UNSET)}
 _decoders: dict[type, VersionedDecoder[Any]] = {
-    RequestEvent: VersionedDecoder(RequestEvent),
-    RequestEventInPlace: VersionedDecoder(RequestEventInPlace),
-    PreInferSignal: VersionedDecoder(PreInferSignal),
-    RankingRequest: VersionedDecoder(RankingRequest, {"mode": OpenEnum(get_args(Mode), "auto")}),
+    RequestEvent: VersionedDecoder(RequestEvent, _HISTORY),
+    RequestEventInPlace: VersionedDecoder(RequestEventInPlace, _HISTORY),
+    PreInferSignal: VersionedDecoder(PreInferSignal, _HISTORY),
+    RankingRequest: VersionedDecoder(RankingRequest, {"mode": OpenEnum(get_args(Mode), "auto"), **_HISTORY}),
     Cancel: VersionedDecoder(Cancel),
     ScoreReply: VersionedDecoder(
         ScoreReply,
@@ -389,6 +418,8 @@ def validated(message: M) -> M:
     msgspec.convert({name: value for name, value in fields.items() if value is not UNSET}, type(message))
     if isinstance(columns := fields.get("columns"), FeatureTables):
         msgspec.convert(msgspec.structs.asdict(columns), FeatureTables)
+    if isinstance(history := fields.get("history"), HistoryReference):
+        msgspec.convert(msgspec.structs.asdict(history), HistoryReference)
     message.validate()
     return message
 
@@ -400,7 +431,8 @@ def check_features(message: RequestEvent | PreInferSignal | RankingRequest, sche
         return  # the common case
     columns = message.columns or NO_TABLES
     schema.check("user", 1, columns.user)
-    schema.check("behaviour", len(message.prefix), message.prefix.table)
+    if not message.history:  # else whoever fetches the history checks its columns
+        schema.check("behaviour", len(message.prefix), message.prefix.table)
     if isinstance(message, RankingRequest):
         schema.check("behaviour", len(suffix), suffix.table)
         candidates = len(message.candidates) // ITEM_DTYPE.itemsize

@@ -8,14 +8,17 @@ by a known value (`OpenEnum`).
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Annotated, Any, Final, Generic, NamedTuple, TypeVar, get_args
+from typing import Annotated, Any, Final, Generic, NamedTuple, TypeVar, Union, get_args
 
 import msgspec
 from msgspec.structs import FieldInfo
 
 from relaygr_stream.errors import DecodeError
 
+#: The version of messages that every release reads: what is written unless a message needs later readers.
 SCHEMA_VERSION: Final = 1
+#: The latest version that this program reads: 2 knows references to histories (wire/history.py).
+READ_VERSION: Final = 2
 
 #: Errors of decoding bytes that are not MessagePack, or have another shape.
 NOT_DECODED: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
@@ -23,7 +26,7 @@ NOT_DECODED: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 MAX_NAME: Final = 64
 #: Names reserved for fields of requests and events in later releases (docs/reference/protocol.md, "Reserved names").
 #: A pre-infer signal has a `delegate` already.
-RESERVED_FIELDS: Final = frozenset({"history", "delegate"})
+RESERVED_FIELDS: Final = frozenset({"delegate"})
 
 _NAME: Final = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
 
@@ -31,13 +34,13 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 
 class OpenEnum(NamedTuple):
-    """The known values of a field, and the one that replaces an unknown value.
+    """The known values of a field, and what replaces an unknown text.
 
     note: the text field that then names the unknown value, if that field is empty; "": none.
     """
 
     known: Collection[str]
-    otherwise: str
+    otherwise: str | msgspec.UnsetType
     note: str = ""
 
 
@@ -55,10 +58,10 @@ def check_version(v: int, min_v: int) -> None:
     min_v: 0 means not stated: only readers of version v understand the message.
     """
     needed = min_v or v
-    if v < 1 or needed > SCHEMA_VERSION:
+    if v < 1 or needed > READ_VERSION:
         raise DecodeError(
             "unknown_version",
-            f"schema version {v}, for readers of version {needed} or later; this program reads {SCHEMA_VERSION}",
+            f"schema version {v}, for readers of version {needed} or later; this program reads {READ_VERSION}",
         )
 
 
@@ -97,12 +100,13 @@ class VersionedDecoder(Generic[S]):
     def _opened(self, field: FieldInfo) -> Any:
         if field.name not in self._enums:
             return field.type
-        return _NAME | None if type(None) in get_args(field.type) else _NAME
+        others = [each for each in get_args(field.type) if isinstance(each, type) and not issubclass(each, str)]
+        return Union[(_NAME, *others)]
 
     def _known_values(self, values: dict[str, Any]) -> dict[str, Any]:
         for name, enum in self._enums.items():
             value = values[name]
-            if value is not None and value not in enum.known:
+            if isinstance(value, str) and value not in enum.known:
                 values[name] = enum.otherwise
                 if enum.note and not values[enum.note]:
                     values[enum.note] = f"{name} {value!r}, which this program does not know"

@@ -79,6 +79,10 @@ class Held:
         self._signals_read += nbytes
         return True
 
+    def signal_over(self, nbytes: int) -> None:
+        """Release a signal that never comes to the device thread."""
+        self._signals_read -= nbytes
+
 
 log = structlog.get_logger(__name__)
 

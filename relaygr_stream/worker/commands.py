@@ -5,6 +5,7 @@ Times are seconds of one monotonic clock.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -14,7 +15,9 @@ import numpy.typing as npt
 from relaygr_stream.cache.entry import Entry
 from relaygr_stream.cache.transit import TransitCommand
 from relaygr_stream.models.api import KVRegion, Tokens
+from relaygr_stream.wire.behaviours import Behaviours
 from relaygr_stream.wire.features import Values
+from relaygr_stream.wire.history import HistoryReference
 from relaygr_stream.wire.messages import Outcome, Status, tenant_key
 from relaygr_stream.worker.clients import UNBOOKED, Account
 from relaygr_stream.worker.executor import PrefillRun
@@ -42,6 +45,15 @@ class Keys:
         return tenant_key(self.tenant, self.request_id)
 
 
+@dataclass(frozen=True, slots=True)
+class Referred:
+    """What a task lacks until its history is there: the prefix in tokens, and what was sent beside it."""
+
+    reference: HistoryReference
+    user: Mapping[str, bytes]  # the user's features
+    suffix: Behaviours
+
+
 @dataclass(slots=True, eq=False)
 class PrefillTask(Keys):
     """An admitted request whose prefix KV is to be ready, and pinned, before its ranking comes."""
@@ -54,6 +66,7 @@ class PrefillTask(Keys):
     expires: float  # end of the life window
     tenant: str = ""
     nbytes: int = 0  # memory of its tokens
+    referred: Referred | None = None  # until its tokens are there
 
 
 @dataclass(slots=True, eq=False)
@@ -92,6 +105,7 @@ class RankTask(Keys):
     approximate: bool = False  # scored against prefix KV that had been rounded in DRAM
     features: Values = field(default_factory=dict)  # of the candidates
     truncated_to: int = 0  # behaviours that it was cut to, since all would be late; 0: it was not
+    referred: Referred | None = None  # until its tokens are there
     answered: bool = False
 
     def keep_newest(self, size: int) -> None:

@@ -26,6 +26,7 @@ from relaygr_stream.wire.messages import (
     ITEM_DTYPE,
     MAX_CORRELATION_BYTES,
     SCORE_DTYPE,
+    Behaviours,
     Cancel,
     PreInferSignal,
     RankingRequest,
@@ -33,10 +34,11 @@ from relaygr_stream.wire.messages import (
     check_times,
     decode,
     kind_of,
+    prefix_length,
     tenant_key,
 )
 from relaygr_stream.wire.records import Record
-from relaygr_stream.worker.commands import DELEGATED_LANE, PrefillTask, RankTask
+from relaygr_stream.worker.commands import DELEGATED_LANE, PrefillTask, RankTask, Referred
 
 #: Decimal digits of the largest partition number (int32).
 MAX_PARTITION_DIGITS: Final = 10
@@ -113,16 +115,18 @@ class Intake:
     def signal(self, record: Record) -> PrefillTask:
         """A pre-infer signal as a task, also of one on another worker's behalf. Raises DecodeError."""
         signal = decode(PreInferSignal, record.value, self._max_bytes)
-        if len(signal.prefix) > self._relay.max_prefix_tokens:
+        length = prefix_length(signal)
+        if length > self._relay.max_prefix_tokens:
             raise DecodeError(
                 "invalid",
-                f"{len(signal.prefix)} prefix tokens, relay.max_prefix_tokens is {self._relay.max_prefix_tokens}",
+                f"{length} prefix tokens, relay.max_prefix_tokens is {self._relay.max_prefix_tokens}",
             )
         if kind_of(record.headers) and not signal.delegate:
             raise DecodeError("invalid", "a delegated signal must say on whose behalf it comes (delegate)")
         check_times(signal.prefix, "prefix")
         check_features(signal, self._features)
-        tokens = Tokens.of(signal.prefix, None, self._features, (signal.columns or NO_TABLES).user)
+        user = (signal.columns or NO_TABLES).user
+        tokens = Tokens.of(signal.prefix, None, self._features, user)
         now = time.monotonic()
         age = self._age(record, signal.admitted_ms, now).sure_ms
         life = min(signal.life_ms, self._relay.life_window_ms) - age
@@ -134,8 +138,22 @@ class Intake:
             due=now + max(0.0, (signal.rank_in_ms or signal.life_ms) - age) / 1e3,
             expires=now + life / 1e3,
             tenant=signal.tenant,
-            nbytes=OBJECT_BYTES + self._token_bytes * len(tokens),
+            nbytes=OBJECT_BYTES + self._token_bytes * (self._features.context_tokens + length),
+            referred=Referred(signal.history, user, Behaviours()) if signal.history else None,
         )
+
+    def complete(self, task: PrefillTask | RankTask, prefix: Behaviours) -> None:
+        """Give a task the history that it refers to. Raises DecodeError for one that does not fit model or suffix."""
+        assert task.referred is not None
+        check_times(prefix, "history")
+        self._features.check("behaviour", len(prefix), prefix.table)
+        if isinstance(task, RankTask):
+            suffix, last = task.referred.suffix, int.from_bytes(prefix.times[-8:], "little", signed=True)
+            if len(suffix) and int.from_bytes(suffix.times[:8], "little", signed=True) < last:
+                raise DecodeError("invalid", "the suffix starts before the history ends")
+            task.suffix = Tokens.of(suffix, last, self._features)
+        task.tokens = Tokens.of(prefix, None, self._features, task.referred.user)
+        task.referred = None
 
     def route(self, record: Record) -> Origin:
         """Where to answer a ranking record, from its headers alone. Raises DecodeError."""
@@ -158,7 +176,7 @@ class Intake:
         request = decode(RankingRequest, record.value, self._max_bytes)
         limits = self._relay
         for what, count, limit, setting in (
-            ("prefix tokens", len(request.prefix), limits.max_prefix_tokens, "relay.max_prefix_tokens"),
+            ("prefix tokens", prefix_length(request), limits.max_prefix_tokens, "relay.max_prefix_tokens"),
             ("suffix tokens", len(request.suffix), limits.max_suffix_tokens, "relay.max_suffix_tokens"),
             (
                 "candidates",
@@ -201,6 +219,7 @@ class Intake:
             hops=request.hops,
             origin=origin,
             features=self._features.values("candidate", columns.candidate) if columns.candidate else {},
+            referred=Referred(request.history, columns.user, request.suffix) if request.history else None,
         )
 
     def cancelled(self, record: Record) -> str:
@@ -214,7 +233,7 @@ class Intake:
         came = len(record.value or b"") + len(record.key or b"") + headers
         candidates = len(request.candidates) // ITEM_DTYPE.itemsize
         scores = 2 * SCORE_DTYPE.itemsize * self._score_columns
-        tokens = self._features.context_tokens + len(request.prefix) + len(request.suffix)
+        tokens = self._features.context_tokens + prefix_length(request) + len(request.suffix)
         decoded = self._token_bytes * tokens + (8 + scores) * candidates
         if request.columns:
             decoded += request.columns.nbytes()  # copied from the record; the task keeps the candidates'

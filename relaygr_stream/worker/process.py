@@ -32,8 +32,10 @@ from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.renewed import RenewalsCollector
 from relaygr_stream.bus.topics import TopicSet, load_topics, verify_topics
 from relaygr_stream.errors import CRASHED, BrokerError, DecodeError, DeviceError
+from relaygr_stream.history.store import HistoryStore, open_store
 from relaygr_stream.models.api import schema_of
 from relaygr_stream.models.hstu_model import HSTUModel
+from relaygr_stream.models.relative import is_relative
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.background import Background
 from relaygr_stream.telemetry.process import ProcessContext
@@ -49,6 +51,7 @@ from relaygr_stream.worker.build import Held, WorkerRuntime, build
 from relaygr_stream.worker.commands import DELEGATED_LANE, Answer, Cancel, LanesLost, Prefill, Rank, RankTask
 from relaygr_stream.worker.device import DeviceThread
 from relaygr_stream.worker.forwarding import Forwarding
+from relaygr_stream.worker.histories import Histories, HistoryMetrics, Resolver
 from relaygr_stream.worker.intake import Intake, Origin, TooMuch
 from relaygr_stream.worker.metrics import WorkerMetrics
 from relaygr_stream.worker.replies import Outbox, check_answers_fit
@@ -117,6 +120,8 @@ async def made_worker(context: ProcessContext, make_handover: MakeHandover = lam
         described = {"version": runtime.model.version, "note": runtime.model.note, "device": str(runtime.device)}
         if isinstance(runtime.model, HSTUModel):
             described["kernels"] = runtime.model.kernels
+            if is_relative(runtime.model.config):
+                log.info("torch operators compute the bias on relative positions or times; no kernel does")
         describe("model loaded", **described)
         check_answers_fit(topics, settings.relay.max_candidates, runtime.model)
         context.set_ready(False, "joining the group")
@@ -133,7 +138,10 @@ async def made_worker(context: ProcessContext, make_handover: MakeHandover = lam
             await ends.__aenter__()
             stack.push_async_callback(end, "the lanes' ends", partial(ends.__aexit__, None, None, None), CLOSE_S)
             bus = Bus(topics, scores, others, ends)
-            yield Worker(context, name, bus, device, runtime, metrics, audits, make_handover)
+            store = open_store(settings.history) if settings.history.store else None
+            if store is not None:
+                stack.push_async_callback(end, "the history store", store.close, CLOSE_S)
+            yield Worker(context, name, bus, device, runtime, metrics, audits, make_handover, store)
     finally:
         if not await device.stop(timeout=settings.worker.drain_ms / 1e3):
             log.error("the device thread hangs; the process ends without it")
@@ -164,6 +172,7 @@ class Worker:
         metrics: WorkerMetrics,
         audits: AuditReport,
         make_handover: MakeHandover,
+        store: HistoryStore | None = None,
     ) -> None:
         settings, topics = context.settings, bus.topics
         self._context = context
@@ -173,7 +182,6 @@ class Worker:
         device.on_answers = self._on_answers
         self._runtime = runtime
         self._metrics = metrics
-        self._background = Background()
         self._watch = Watch(context, device, settings.kafka.max_poll_interval_ms / 1e3, lambda: audits.distrust)
         self._intake = Intake(
             settings.relay,
@@ -187,6 +195,18 @@ class Worker:
             schema_of(runtime.model),
         )
         self._held = Held(settings.worker.max_waiting_bytes, lambda: device.prefill_bytes)
+        self._background = Background()
+        history_metrics = HistoryMetrics(context.registry)
+        self._resolver = Resolver(
+            None if store is None else Histories(store, settings.history, history_metrics),
+            self._intake,
+            history_metrics,
+            self._on_resolved,
+            lambda answer: self._on_answers([answer]),
+            lambda task: self._held.signal_over(task.nbytes),
+            lambda lane: lane in self._consumer.lanes,
+            self._background,
+        )
         self._peers = OwnerDirectory(
             settings.client.silence_ms,
             on_unreadable=metrics.statuses_unreadable.inc,
@@ -237,6 +257,7 @@ class Worker:
             self._peers,
             self._consumer,
             lambda: "" if self._handover is None else self._handover.address,
+            self._fetching_bytes,
             self._background,
         )
 
@@ -367,7 +388,8 @@ class Worker:
         # A signal is acknowledged at once: if it is lost with the process, its ranking runs in full.
         self._consumer.done(record)
         if self._held.signal(task.nbytes):
-            return Prefill(task)
+            resolved = self._resolver.take(Prefill(task))
+            return resolved if isinstance(resolved, Prefill) else None
         self._metrics.signals.labels("no_memory").inc()
         return None
 
@@ -380,7 +402,8 @@ class Worker:
             task.pass_to = self._delegate(task)
             if self._held.ranking(record.lane, record.offset, task.nbytes):
                 self._in_flight.add(task)
-                return Rank(task)
+                resolved = self._resolver.take(Rank(task))
+                return resolved if isinstance(resolved, Rank) else None
             self._outbox.decline(
                 task, f"requests of {self._held.nbytes >> 20} MiB wait for their answers (worker.max_waiting_bytes)"
             )
@@ -411,6 +434,16 @@ class Worker:
     def _rank_again(self, task: RankTask) -> None:
         self._in_flight.add(task)
         self._device.submit(Rank(task))
+
+    def _on_resolved(self, command: Rank | Prefill) -> None:
+        """A command that waited for its history has it; its ranking may have been answered meanwhile."""
+        if isinstance(command, Prefill) or command.task in self._in_flight:
+            self._device.submit(command)
+
+    def _fetching_bytes(self, lane: int) -> int:
+        """HBM bytes of signals that were read and wait for their history: a status counts them as pinned."""
+        context = schema_of(self._runtime.model).context_tokens
+        return sum(self._runtime.cache.nbytes(context + tokens) for tokens in self._resolver.signal_tokens(lane))
 
     def _on_crashed(self, record: Record) -> None:
         """Dead-letter a ranking at which so many workers ended: no worker runs it again."""

@@ -64,12 +64,14 @@ class StatusReporter:
         peers: OwnerDirectory,
         consumer: LaneConsumer,
         handover: Callable[[], str],
+        fetching: Callable[[int], int],
         background: Background,
     ) -> None:
         self._background = background
         self._settings = settings
         self._peers = peers
         self._handover = handover
+        self._fetching = fetching
         self._topics = topics
         self._name = name
         self._incarnation = 0  # until the statuses that were there before us are read
@@ -151,9 +153,12 @@ class StatusReporter:
         # of it is in the books that the answer tells of. Positions asked for afterwards would claim more than that.
         consumer, topic = self._consumer, self._topics.pre_infer.name
         positions = {lane: consumer.position(topic, lane) for lane in consumer.lanes}
+        fetching = {lane: self._fetching(lane) for lane in positions}
         self._metrics.device_stall_seconds.set(self._device.stalled_for)
         async with asyncio.timeout(SNAPSHOT_S):
             now: Snapshot = await self._device.ask(Query(tuple(positions)))
+        lane_bytes = {lane: nbytes + fetching[lane] for lane, nbytes in now.lane_bytes.items()}
+        now = msgspec.structs.replace(now, lane_bytes=lane_bytes)
         self._export(now, len(positions))
         status = self._status(now, positions)
         await self._send(encode(status))

@@ -13,7 +13,9 @@ import pytest
 
 from relaygr_stream.bus.topics import lane_of
 from relaygr_stream.wire import headers, versions
+from relaygr_stream.wire.behaviours import Behaviours
 from relaygr_stream.wire.headers import answer_signature
+from relaygr_stream.wire.history import digests
 from relaygr_stream.wire.messages import MAX_UNKNOWN_BYTES, decode, encode
 from relaygr_stream.wire.refusals import decode_refusals
 from tests.unit.test_versions import KINDS, meaning, plain
@@ -66,6 +68,16 @@ def test_the_signature_of_an_answer_is_a_plain_hmac() -> None:
 def test_lanes_are_those_of_the_vectors() -> None:
     for vector in VECTORS["lanes"]:
         assert lane_of(vector["user_id"], vector["partitions"]) == vector["lane"]
+
+
+def test_digests_of_histories_are_those_of_the_vectors() -> None:
+    for vector in VECTORS["histories"]:
+        parts = {name: value for name, value in vector["behaviours"].items() if name != "columns"}
+        table = {key: bytes.fromhex(value["bytes"]) for key, value in vector["behaviours"].get("columns", {}).items()}
+        plain_parts = {name: bytes.fromhex(value["bytes"]) for name, value in parts.items()}
+        behaviours = Behaviours(**plain_parts, columns=table or msgspec.UNSET)
+        found = digests(behaviours, map(int, vector["digests"]))
+        assert {str(at): digest.hex() for at, digest in found.items()} == vector["digests"]
 
 
 def test_headers_reserved_names_and_bounds_are_documented() -> None:

@@ -16,11 +16,12 @@ ERRORS = {
 CLIENT = {"Behaviours", "Ranking", "RankingRequest", "RelayClient", "Request", "RequestEvent", "pack_items"}
 FEATURES = {"FeatureColumn", "FeatureSchema"}
 MODEL = {"KVLayout", "KVRegion", "RankingModel", "ScoreInput", "SteppedModel", "Tokens", "WarmedModel"}
+HISTORY = {"HistoryReference", "HistoryStore", "open_store"}
 SETTINGS = {"Settings", "load_settings"}
 
 
 def test_the_list_is_this_one() -> None:
-    assert set(relaygr_stream.__all__) == ERRORS | CLIENT | FEATURES | MODEL | SETTINGS
+    assert set(relaygr_stream.__all__) == ERRORS | CLIENT | FEATURES | HISTORY | MODEL | SETTINGS
     assert dir(relaygr_stream) == sorted(relaygr_stream.__all__)
 
 

@@ -6,8 +6,18 @@ import asyncio
 
 import numpy as np
 import pytest
+from msgspec import UNSET
 
-from relaygr_stream import Behaviours, DeadlineExceeded, RankingRequest, Rejected, RelayClient, RequestEvent
+from relaygr_stream import (
+    Behaviours,
+    DeadlineExceeded,
+    HistoryReference,
+    HistoryUnavailable,
+    RankingRequest,
+    Rejected,
+    RelayClient,
+    RequestEvent,
+)
 from relaygr_stream.client.answers import Ranking
 from relaygr_stream.settings.schema import Kafka, Settings
 from relaygr_stream.wire.messages import ScoreReply, Timings, decode
@@ -166,3 +176,65 @@ def test_one_task_needs_no_name_and_an_unknown_one_is_told_of() -> None:
 
 def test_of_equals_the_earlier_given_comes_first() -> None:
     assert ranking([[1.0], [2.0], [2.0], [1.0]], ("click",)).top(4).tolist() == [11, 12, 10, 13]
+
+
+class KnownUsers:
+    """A history store of a user's own, which is asked for references alone."""
+
+    def __init__(self, known: dict[str, HistoryReference], error: Exception | None = None) -> None:
+        self._known = known
+        self._error = error
+
+    async def reference(self, user_id: str, tenant: str = "") -> HistoryReference | None:
+        if self._error is not None:
+            raise self._error
+        return self._known.get(f"{tenant}/{user_id}")
+
+    async def read(self, user_id: str, tenant: str, version: int, start: int, stop: int) -> Behaviours:
+        raise AssertionError("a client reads no history")
+
+    async def close(self) -> None:
+        pass
+
+
+async def test_a_reference_goes_in_place_of_the_history(kafka_settings: Kafka) -> None:
+    reference = HistoryReference.of(Behaviours.of(*HISTORY), 5, [1])
+    store = KnownUsers({"shop/u": reference})
+    async with responder_on(kafka_settings) as peer, client_on(kafka_settings) as relay:
+        for history in (reference, store):
+            async with relay.request("u", history, candidates=3, tenant="shop") as request:
+                await request.rank([11, 30], suffix=RECENT, timeout=20)
+        await until(lambda: len(peer.events) == 2, "announced")
+        events = [decode(RequestEvent, record.value) for record in peer.events]
+        asked = [message for _, message in peer.requests]
+        assert [event.history for event in events] == [request.history for request in asked] == [reference] * 2
+        assert not any(len(event.prefix) for event in events) and not any(len(each.prefix) for each in asked)
+        async with relay.request("stranger", store, candidates=3) as request:
+            await request.rank([11], timeout=20)
+        assert peer.requests[-1][1].history is UNSET
+        assert peer.requests[-1][1].v == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError("no route"), "OSError: no route"),
+        (TimeoutError(), "history.timeout_ms"),
+        (HistoryUnavailable("x"), "x"),
+    ],
+)
+async def test_a_store_that_does_not_answer_is_a_typed_error(error: Exception, said: str) -> None:
+    request = RelayClient(settings=Settings()).request("u", KnownUsers({}, error), candidates=3)
+    with pytest.raises(HistoryUnavailable, match=said):
+        await request.__aenter__()
+
+
+async def test_a_reference_beyond_the_limit_is_rejected(kafka_settings: Kafka) -> None:
+    long = HistoryReference(length=5000, digest=bytes(16))
+    async with (
+        responder_on(kafka_settings),
+        client_on(kafka_settings) as relay,
+        relay.request("u", long, candidates=3) as request,
+    ):
+        with pytest.raises(Rejected, match=r"5000 prefix behaviours, the limit is 4096"):
+            await request.rank([1])

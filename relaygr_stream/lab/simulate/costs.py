@@ -40,6 +40,7 @@ class KV(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dv: Count
     dtype: Literal["float32", "bfloat16", "float16"]
     state: Count = 0
+    times: bool = False
 
     def __post_init__(self) -> None:
         self.layout()
@@ -52,11 +53,12 @@ class KV(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             torch.bfloat16: "bfloat16",
             torch.float16: "float16",
         }
-        return cls(layout.layers, layout.heads, layout.dqk, layout.dv, kinds[layout.dtype], layout.state)
+        return cls(layout.layers, layout.heads, layout.dqk, layout.dv, kinds[layout.dtype], layout.state, layout.times)
 
     def layout(self) -> KVLayout:
         """The layout, for the cache."""
-        return KVLayout(self.layers, self.heads, self.dqk, self.dv, getattr(torch, self.dtype), self.state)
+        dtype = getattr(torch, self.dtype)
+        return KVLayout(self.layers, self.heads, self.dqk, self.dv, dtype, self.state, self.times)
 
 
 class DeviceCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

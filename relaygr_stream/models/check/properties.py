@@ -291,6 +291,8 @@ def half_precision(probe: Probe) -> Measure | None:
 def _changed(region: KVRegion, before: torch.Tensor, length: int) -> str:
     """The first place where the first `length` tokens' bits differ from `before`, in words; "" if there is none."""
     old = KVRegion(region.layout, before, region.capacity)
+    if region.layout.times and not torch.equal(region.times(0, length), old.times(0, length)):
+        return "the times of tokens"
     for layer in range(region.layout.layers):
         for name, now, then in zip(("K", "V"), region.layer(layer), old.layer(layer), strict=True):
             # Compared as bytes, since NaN is unequal to itself.

@@ -15,6 +15,7 @@ import torch
 from relaygr_stream.errors import ModelError
 from relaygr_stream.models.api import KVRegion
 from relaygr_stream.models.hstu import HSTUStack
+from relaygr_stream.models.relative import is_relative
 from relaygr_stream.models.stu import RankingRows, StackConfig
 from relaygr_stream.settings import Kernels
 
@@ -59,6 +60,8 @@ def _make(config: StackConfig, device: torch.device, dtype: torch.dtype) -> tupl
         return None, f"the device is {device}: fused kernels are for cuda"
     if config.contextual_seq_len:
         return None, f"the model has contextual_seq_len = {config.contextual_seq_len}, which they do not cover"
+    if is_relative(config):
+        return None, "the model has a bias on relative positions or times, which they do not cover"
     try:
         module = importlib.import_module("relaygr_stream.models.kernels.fused")
     except ImportError as error:

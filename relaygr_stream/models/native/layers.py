@@ -25,6 +25,7 @@ from relaygr_stream.models.native import arguments
 from relaygr_stream.models.native.arguments import Attention, Columns
 from relaygr_stream.models.native.ends import NativeEnds
 from relaygr_stream.models.native.objects import Unavailable, library
+from relaygr_stream.models.relative import is_relative
 
 if TYPE_CHECKING:
     from relaygr_stream.models.api import KVRegion
@@ -68,6 +69,8 @@ def _check_fit(config: StackConfig, weight: torch.Tensor) -> None:
         raise Unavailable(f"the device is {weight.device}: they are for cpu")
     if weight.dtype not in KINDS:
         raise Unavailable(f"the model computes in {weight.dtype}: they are for {' and '.join(map(str, KINDS))}")
+    if is_relative(config):
+        raise Unavailable("the model has a bias on relative positions or times, which they do not compute")
     widths = config.dim, config.dqk, config.dv
     if any(width % TILE_WIDTH for width in widths) or max(config.dqk, config.dv) > MAX_WIDTH:
         found = ", ".join(map(str, widths))

@@ -35,8 +35,22 @@ def normed(x: Array, weight: Array, bias: Array) -> Array:
     return out
 
 
+def relative_bias(weights: dict[str, Any], history: int, times: npt.NDArray[np.int64]) -> Array | float:
+    """The bias of each pair of tokens. times: of the history and of the candidates, which all stand behind it."""
+    total: Array | float = 0.0
+    if "relative_position" in weights:
+        table = weights["relative_position"]
+        places = np.minimum(np.arange(len(times)), history)
+        total = total + table[np.clip(places[:, None] - places, 0, len(table) - 1)]
+    if "relative_time" in weights:
+        table = weights["relative_time"]
+        apart = np.maximum(times[:, None] - times, 1)
+        total = total + table[np.minimum(np.floor(np.log(apart) / 0.301).astype(int), len(table) - 1)]
+    return total
+
+
 def run_layer(
-    x: Array, weights: dict[str, Any], meta: dict[str, int], mask: npt.NDArray[np.bool_]
+    x: Array, weights: dict[str, Any], meta: dict[str, int], mask: npt.NDArray[np.bool_], bias: Array | float = 0.0
 ) -> tuple[Array, Array, Array]:
     """Output, K and V (tokens, H × width) of one layer."""
     heads, dv, dqk, n = meta["H"], meta["dv"], meta["dqk"], len(x)
@@ -44,11 +58,11 @@ def run_layer(
     columns = columns + weights["uvqk_beta"]
     u, v, q, k = np.split(columns, np.cumsum([heads * dv, heads * dv, heads * dqk]), axis=1)
     by_head = [part.reshape(n, heads, -1).transpose(1, 0, 2) for part in (q, k, v)]
-    scores = silu(by_head[0] @ by_head[1].transpose(0, 2, 1) / np.sqrt(dqk)) / meta["N"] * mask
+    scores = silu(by_head[0] @ by_head[1].transpose(0, 2, 1) / np.sqrt(dqk) + bias) / meta["N"] * mask
     o = (scores @ by_head[2]).transpose(1, 0, 2)  # (n, heads, dv)
     if meta["group_norm"]:
-        weight, bias = (weights[f"output_norm_{name}"][:, None] for name in ("weight", "bias"))
-        norm = normed(o, weight, bias).reshape(n, -1)
+        weight, shift = (weights[f"output_norm_{name}"][:, None] for name in ("weight", "bias"))
+        norm = normed(o, weight, shift).reshape(n, -1)
     else:
         norm = normed(o.reshape(n, -1), weights["output_norm_weight"], weights["output_norm_bias"])
     u, o = silu(u), o.reshape(n, -1)
@@ -56,9 +70,17 @@ def run_layer(
 
 
 def conformance_arrays(
-    random: np.random.Generator, variant: str, meta: dict[str, int], histories: list[int]
+    random: np.random.Generator,
+    variant: str,
+    meta: dict[str, int],
+    histories: list[int],
+    positions: int = 0,
+    times: int = 0,
 ) -> dict[str, npt.NDArray[Any]]:
-    """The arrays of one variant with random weights, under the keys of a conformance file."""
+    """The arrays of one variant with random weights, under the keys of a conformance file.
+
+    positions, times: lengths of the tables of a relative bias.
+    """
     d, heads, dv, dqk = meta["D"], meta["H"], meta["dv"], meta["dqk"]
     norm = heads if meta["group_norm"] else heads * dv
     arrays: dict[str, npt.NDArray[Any]] = {f"{variant}/meta": np.array(list(meta.values()))}
@@ -75,14 +97,21 @@ def conformance_arrays(
                 "output_weight": random.normal(0, (3 * heads * dv) ** -0.5, (3 * heads * dv, d)),
             }
         )
+        layers[-1] |= {"relative_position": random.normal(0, 1, positions)} if positions else {}
+        layers[-1] |= {"relative_time": random.normal(0, 1, times)} if times else {}
     caches: list[list[tuple[Array, Array]]] = [[] for _ in layers]
     for user, history in enumerate(histories):
         count = meta["candidates"]
         x = random.normal(0, 1, (history + count, d))
         mask = valid_attention(history, count, meta["contextual_seq_len"], meta["max_attn_len"])
         arrays |= {f"{variant}/in/hist{user}": x[:history], f"{variant}/in/cand{user}": x[history:]}
+        # Gaps from milliseconds to years, and none at all.
+        gaps = (10 ** random.uniform(0, 11, history)).astype(np.int64) * random.integers(0, 2, history)
+        at = np.cumsum(gaps)
+        arrays |= {f"{variant}/in/times{user}": at} if times else {}
+        at = np.concatenate([at, np.repeat(at[-1:] if history else np.array([0]), count)])
         for cache, weights in zip(caches, layers, strict=True):
-            x, k, v = run_layer(x, weights, meta, mask)
+            x, k, v = run_layer(x, weights, meta, mask, relative_bias(weights, history, at))
             cache.append((k[:history], v[:history]))
         arrays |= {f"{variant}/out_full/hist{user}": x[:history], f"{variant}/out_full/cand{user}": x[history:]}
         arrays[f"{variant}/out_cached/cand{user}"] = x[history:]

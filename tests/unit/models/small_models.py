@@ -25,6 +25,9 @@ INCREMENTAL: tuple[dict[str, Any], ...] = (
     {"max_attn_len": 6},
     {"group_norm": True},
     {"max_attn_len": 1, "group_norm": True},
+    {"relative_positions": 12},
+    {"relative_times": 70, "max_attn_len": 6},
+    {"relative_positions": 60, "relative_times": 128},
 )
 
 

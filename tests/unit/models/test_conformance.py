@@ -57,6 +57,33 @@ def test_another_file_with_other_shapes_and_users(tmp_path: Path) -> None:
     assert all(result.worst < 1e-5 for result in results), format_table(results)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_bias_on_relative_positions_and_times_conforms_whole_cached_chunked_and_cut(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    random = np.random.default_rng(4)
+    arrays: dict[str, npt.NDArray[Any]] = {}
+    wide = meta(D=32, H=2, dv=16, dqk=16, candidates=9)
+    for name, shape, positions, times in (
+        ("positions", meta(), 7, 0),
+        ("times", meta(group_norm=1), 0, 90),
+        ("both", wide, 64, 128),
+        ("windowed", meta(max_attn_len=5, layers=3), 4, 20),
+    ):
+        arrays |= conformance_arrays(random, name, shape, [17, 1, 0, 40], positions, times)
+    results = run_conformance(write(tmp_path / "relative.npz", arrays), dtype)
+    assert len(results) == 4
+    assert all(result.conforms for result in results), format_table(results)
+    assert all(set(result.deviations) == set(COMPARISONS) for result in results)
+
+
+def test_a_relative_bias_without_times_is_refused_by_name(tmp_path: Path) -> None:
+    arrays = conformance_arrays(np.random.default_rng(4), "timed", meta(), [5], times=9)
+    del arrays["timed/in/times0"]
+    with pytest.raises(InputError, match="`timed/in/times0` is missing"):
+        run_conformance(write(tmp_path / "timeless.npz", arrays))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kernels", ["avx512", "avx512_bf16", "amx"])
 def test_each_instruction_set_reproduces_arrays_of_its_widths(

@@ -11,7 +11,7 @@ from relaygr_stream.lab.workload.generator import GeneratorOptions
 from relaygr_stream.settings.schema import Relay, Settings, Trigger
 from relaygr_stream.trigger.decision import REASONS, Decision, LaneState, Policy, decide
 from relaygr_stream.wire.fleet import Claim
-from relaygr_stream.wire.messages import CostModel, RequestEvent
+from relaygr_stream.wire.messages import Behaviours, CostModel, HistoryReference, RequestEvent, with_version
 from relaygr_stream.wire.worker_status import FALLBACK_COSTS, prefix_bytes, usable_costs
 from tests.unit.trigger.parts import POLICY, claim, event, lane_status, worker_status
 
@@ -74,6 +74,14 @@ def test_an_empty_or_too_long_prefix_is_not_pre_inferred() -> None:
     assert lane.decide(event(0)).reason == "empty_prefix"
     assert lane.decide(event(POLICY.max_prefix_tokens)).reason != "too_long"
     assert lane.decide(event(POLICY.max_prefix_tokens + 1)).reason == "too_long"
+
+
+@pytest.mark.parametrize("tokens", [1, 25, 400, POLICY.max_prefix_tokens, POLICY.max_prefix_tokens + 1])
+def test_a_reference_counts_as_the_history_that_it_refers_to(tokens: int) -> None:
+    lane, carried = OneLane(), event(tokens)
+    reference = HistoryReference(length=tokens, digest=bytes(16))
+    referred = msgspec.structs.replace(carried, prefix=Behaviours(), **with_version(reference))
+    assert lane.decide(referred) == lane.decide(carried)
 
 
 def test_an_event_past_the_staleness_bound_is_not_pre_inferred() -> None:

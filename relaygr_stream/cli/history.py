@@ -1,0 +1,228 @@
+"""`relaygr history`: import, append, show, erase users' histories in the store that history.store names."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import click
+
+from relaygr_stream.cli.options import settings_options
+from relaygr_stream.lab.workload.formats import FORMATS
+from relaygr_stream.settings.schema import Settings
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from relaygr_stream.history.store import WritableStore
+    from relaygr_stream.lab.workload.logs import InteractionLog
+    from relaygr_stream.wire.behaviours import Behaviours
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+#: Users that failed are shown by name up to so many.
+SHOWN: Final = 5
+
+
+def _log_options(command: F) -> F:
+    for option in (
+        click.option("--tenant", default="", help="The users' tenant."),
+        click.option("--time-unit", type=click.Choice(["s", "ms", "iso"]), help="Unit of times. [by magnitude]"),
+        click.option(
+            "--features", type=click.Path(path_type=Path), help="As in `relaygr replay`: the model's columns."
+        ),
+        click.option("--columns", metavar="user=A,item=B,action=C,time=D", help="As in `relaygr replay`."),
+        click.option("--format", type=click.Choice(FORMATS), help="Format of FILE. [detected]"),
+        click.argument("file", type=click.Path(path_type=Path)),
+    ):
+        command = option(command)
+    return command
+
+
+@click.group(name="history")
+def history_command() -> None:
+    """Read and write users' histories in the history store.
+
+    Messages may refer to a history in the store instead of having it. history.store names the store; example:
+    RELAYGR_HISTORY_STORE=redis://localhost:6379/0
+    """
+
+
+@history_command.command(name="import")
+@_log_options
+@settings_options
+def import_command(settings: Settings, file: Path, **how: Any) -> None:
+    """Make a log's interactions the whole histories of its users.
+
+    FILE is a log as `relaygr replay` reads it (docs/reference/workloads.md). A history longer than
+    history.max_behaviours keeps its newest. Other users' histories stay as they are. Exits 1 if a user failed.
+    """
+    most = settings.history.max_behaviours
+
+    async def write(store: WritableStore, user: str, behaviours: Behaviours) -> None:
+        newest = behaviours.slice(max(0, len(behaviours) - most), len(behaviours)) if most else behaviours
+        await store.replace(user, how["tenant"], newest)
+
+    _write_all(settings, _log(file, how, numbers=False), "imported", write)
+
+
+@history_command.command()
+@_log_options
+@settings_options
+def append(settings: Settings, file: Path, **how: Any) -> None:
+    """Append a log's interactions to the histories of its users.
+
+    A user's interactions must not be older than the last one in the store; otherwise the user is left as it was, and
+    named. Items and actions must be numbers. A history that grows beyond history.max_behaviours loses its oldest
+    behaviours. Exits 1 if a user failed.
+    """
+    most = settings.history.max_behaviours
+
+    async def write(store: WritableStore, user: str, behaviours: Behaviours) -> None:
+        await store.append(user, how["tenant"], behaviours, most)
+
+    _write_all(settings, _log(file, how, numbers=True), "appended", write)
+
+
+@history_command.command()
+@click.argument("user")
+@click.option("--tenant", default="", help="The user's tenant.")
+@click.option("--last", default=10, show_default=True, type=click.IntRange(min=0), help="Newest behaviours to list.")
+@settings_options
+def show(settings: Settings, user: str, tenant: str, last: int) -> None:
+    """Show a user's history: length, version, digest, the newest behaviours. Exits 1 if there is none."""
+    from relaygr_stream.history.store import looked_up, open_store
+    from relaygr_stream.telemetry.printable import listing, print_table
+
+    async def read() -> tuple[Any, Any]:
+        store = open_store(settings.history)
+        try:
+            reference = await looked_up(store, user, tenant, settings.history.timeout_ms / 1e3)
+            if reference is None:
+                return None, None
+            start = max(0, reference.length - last)
+            return reference, await store.read(user, tenant, reference.version, start, reference.length)
+        finally:
+            await store.close()
+
+    reference, newest = asyncio.run(read())
+    if reference is None:
+        click.echo("the store has no history of this user")
+        sys.exit(1)
+    earlier = ", ".join(str(at) for at, _ in reference.positions[-8:]) or "none"
+    click.echo(f"{reference.length} behaviours, version {reference.version}, digest {reference.digest.hex()}")
+    click.echo(f"earlier lengths with a digest: {earlier}")
+    table = listing(["position", "item", "action", "time (UTC)", *newest.table], numbers=["position", "item", "action"])
+    items, actions, times = newest.arrays()
+    for at in range(len(newest)):
+        values = [_values(key, data, at, len(newest)) for key, data in newest.table.items()]
+        row = [reference.length - len(newest) + at, items[at], actions[at], _time(int(times[at])), *values]
+        table.add_row(*map(str, row))
+    if len(newest):
+        print_table(table)
+
+
+def _values(key: str, data: bytes, at: int, rows: int) -> str:
+    import numpy as np
+
+    row = np.frombuffer(data, key.rpartition(":")[2]).reshape(rows, -1)[at]
+    return " ".join(f"{value:g}" for value in row)
+
+
+def _time(ms: int) -> str:
+    try:
+        return datetime.fromtimestamp(ms / 1e3, UTC).strftime("%Y-%m-%d %H:%M:%S")
+    except (OverflowError, ValueError, OSError):
+        return str(ms)
+
+
+def _log(file: Path, how: dict[str, Any], *, numbers: bool) -> InteractionLog:
+    from relaygr_stream.errors import InputError
+    from relaygr_stream.lab.workload.columns import ColumnMap
+    from relaygr_stream.lab.workload.logs import read_log
+    from relaygr_stream.wire.features import NO_FEATURES, FeatureSchema
+
+    log = read_log(
+        file,
+        format=how["format"],
+        columns=ColumnMap.parse(how["columns"]) if how["columns"] else None,
+        time_unit=how["time_unit"] or "auto",
+        features=FeatureSchema.read(how["features"]) if how["features"] else NO_FEATURES,
+    )
+    if numbers and (log.item_names or log.action_names):
+        raise InputError(f"{file}: items or actions are names, which each file numbers anew; append numbers")
+    return log
+
+
+def _write_all(settings: Settings, log: InteractionLog, done: str, write: Callable[..., Any]) -> None:
+    """Write every user of the log, so many at a time as history.reads says, and say what became of them."""
+    from rich.progress import Progress
+
+    from relaygr_stream.errors import HistoryUnavailable, InputError
+    from relaygr_stream.telemetry.printable import SafeConsole, printable
+
+    if broken := log.broken_text():
+        click.echo(broken, err=True)
+    failed: list[str] = []
+    users = _histories(log)
+
+    async def run() -> None:
+        async with _writable(settings) as store:
+            with Progress(console=SafeConsole(stderr=True), transient=True, disable=not sys.stderr.isatty()) as shown:
+                bar = shown.add_task("users", total=len(log.users))
+
+                async def work() -> None:
+                    for user, behaviours in users:
+                        try:
+                            async with asyncio.timeout(10 * settings.history.timeout_ms / 1e3):
+                                await write(store, user, behaviours)
+                        except InputError as error:
+                            failed.append(f"{printable(user)}: {error}")
+                        except TimeoutError as error:
+                            raise HistoryUnavailable("the history store does not answer in time") from error
+                        shown.advance(bar)
+
+                await asyncio.gather(*(work() for _ in range(settings.history.reads)))
+
+    asyncio.run(run())
+    for line in failed[:SHOWN]:
+        click.echo(line, err=True)
+    if len(failed) > SHOWN:
+        click.echo(f"{len(failed) - SHOWN} more users failed", err=True)
+    click.echo(f"{done}: {len(log.users) - len(failed)} users; failed: {len(failed)}")
+    sys.exit(bool(failed))
+
+
+def _histories(log: InteractionLog) -> Iterator[tuple[str, Behaviours]]:
+    import msgspec
+
+    from relaygr_stream.wire.behaviours import Behaviours
+
+    columns = [one for one in log.schema.columns if one.of == "behaviour"]
+    for code, user in enumerate(log.users):
+        rows = slice(int(log.offsets[code]), int(log.offsets[code + 1]))
+        behaviours = Behaviours.of(log.items[rows], log.actions[rows], log.times[rows])
+        if columns:
+            values = {one.name: log.features[one.name][rows] for one in columns}
+            packed = log.schema.pack(values, {"behaviour": len(behaviours)})
+            behaviours = msgspec.structs.replace(behaviours, columns=packed["behaviour"])
+        yield user, behaviours
+
+
+@asynccontextmanager
+async def _writable(settings: Settings) -> AsyncIterator[WritableStore]:
+    from relaygr_stream.errors import ConfigError
+    from relaygr_stream.history.store import WritableStore, open_store
+
+    store = open_store(settings.history)
+    try:
+        if not isinstance(store, WritableStore):
+            raise ConfigError(f"history.store = {settings.history.store} is read-only: it has no append and replace")
+        yield store
+    finally:
+        await store.close()

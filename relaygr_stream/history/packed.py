@@ -1,0 +1,185 @@
+"""A history as stores keep it: one packed string for each group of columns, and a head that says what they hold.
+
+    group       a row of it
+    behaviours  item (uint32), action (uint8), time (int64): 13 bytes, little-endian
+    features    the feature columns by key, as in messages; no group without columns
+
+Rows are packed, so a range of behaviours is one range of bytes. The head holds what the digest of the next append
+depends on: the history is not read for it, but for its last rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from relaygr_stream.errors import HistoryUnavailable, InputError
+from relaygr_stream.wire.behaviours import ACTION_DTYPE, ITEM_DTYPE, TIME_DTYPE, Behaviours
+from relaygr_stream.wire.history import BLOCK, MAX_POSITIONS, HistoryReference, digests, row_bytes
+
+PLAIN: Final = np.dtype([("items", ITEM_DTYPE), ("actions", ACTION_DTYPE), ("times", TIME_DTYPE)])
+#: A history that is longer than its limit is cut to this share of it: it is cut, and inferred anew, once in a while.
+KEPT_SHARE: Final = 0.75
+
+
+class Head(msgspec.Struct, frozen=True, kw_only=True):
+    """What a store keeps beside the rows of a history with at least one behaviour.
+
+    block: the digest at the last multiple of BLOCK. positions: as in references. columns: bytes of a row, by key.
+    """
+
+    version: int
+    length: int
+    digest: bytes
+    block: bytes
+    columns: dict[str, int] = {}
+    positions: tuple[tuple[int, bytes], ...] = ()
+
+    @property
+    def reference(self) -> HistoryReference:
+        """The reference of all of it."""
+        return HistoryReference(
+            length=self.length, digest=self.digest, version=self.version, positions=self.positions[-MAX_POSITIONS:]
+        )
+
+    @property
+    def tail(self) -> int:
+        """Where the last, incomplete block begins: an append needs the rows from there on."""
+        return self.length - self.length % BLOCK
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Bytes of a row, by group."""
+        return widths(self.columns)
+
+
+class Write(msgspec.Struct, frozen=True):
+    """A write that is to take effect if the head is still `before`. rows: by group, behind those there if `appends`."""
+
+    before: Head | None
+    after: Head
+    rows: tuple[bytes, ...]
+    appends: bool
+
+
+_heads = msgspec.msgpack.Decoder(Head)
+encode_head: Final = msgspec.msgpack.Encoder().encode
+
+
+def decode_head(data: bytes) -> Head:
+    """A head. Raises HistoryUnavailable where it is not one."""
+    try:
+        return _heads.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise HistoryUnavailable(f"the store holds what is no history: {str(error)[:200]}") from error
+
+
+def widths(columns: Mapping[str, int]) -> tuple[int, ...]:
+    """Bytes of a row of each group."""
+    return (PLAIN.itemsize, sum(columns.values())) if columns else (PLAIN.itemsize,)
+
+
+def pack(behaviours: Behaviours) -> tuple[bytes, ...]:
+    """The rows of each group."""
+    items, actions, times = behaviours.arrays()
+    rows = np.empty(len(items), PLAIN)
+    rows["items"], rows["actions"], rows["times"] = items, actions, times
+    columns = row_bytes(behaviours)
+    if not columns:
+        return (rows.tobytes(),)
+    table = behaviours.table
+    parts = [np.frombuffer(table[key], np.uint8).reshape(len(items), size) for key, size in columns.items()]
+    return rows.tobytes(), np.concatenate(parts, axis=1).tobytes()
+
+
+def unpack(groups: Sequence[bytes], columns: Mapping[str, int]) -> Behaviours:
+    """The behaviours whose rows these are; of groups of unequal length the common rows."""
+    count = min(len(rows) // size for rows, size in zip(groups, widths(columns), strict=True))
+    rows = np.frombuffer(groups[0], PLAIN, count)
+    table = {}
+    if columns:
+        width = sum(columns.values())
+        features = np.frombuffer(groups[1], np.uint8, count * width).reshape(count, width)
+        at = 0
+        for key, size in columns.items():
+            table[key] = features[:, at : at + size].tobytes()
+            at += size
+    items, actions, times = rows["items"], rows["actions"], rows["times"]
+    return Behaviours(items.tobytes(), actions.tobytes(), times.tobytes(), table or msgspec.UNSET)
+
+
+def joined(first: Behaviours, second: Behaviours) -> Behaviours:
+    """Both, one behind the other; their columns are the same, unless one is empty."""
+    if not len(first) or not len(second):
+        return second if len(second) else first
+    table = {key: data + second.table[key] for key, data in first.table.items()}
+    return Behaviours(
+        bytes(first.items) + second.items,
+        bytes(first.actions) + second.actions,
+        bytes(first.times) + second.times,
+        table or msgspec.UNSET,
+    )
+
+
+def replacing(before: Head | None, behaviours: Behaviours) -> Write:
+    """The write that makes these behaviours the history. Raises InputError for none, or times that go back."""
+    behaviours.checked(InputError)
+    count = len(behaviours)
+    if not count:
+        raise InputError("a history needs at least one behaviour; `relaygr history erase` removes a user's")
+    found = digests(behaviours, [count - count % BLOCK, count])
+    head = Head(
+        version=1 if before is None else before.version + 1,
+        length=count,
+        digest=found[count],
+        block=found[count - count % BLOCK],
+        columns=row_bytes(behaviours),
+    )
+    return Write(before, head, pack(behaviours), appends=False)
+
+
+def needed(before: Head | None, count: int, most: int) -> tuple[int, int]:
+    """Start and stop of the rows that an append of `count` behaviours needs to know."""
+    if before is None:
+        return 0, 0
+    return (0 if _too_long(before, count, most) else before.tail), before.length
+
+
+def appending(before: Head | None, rows: Behaviours, behaviours: Behaviours, most: int = 0) -> Write:
+    """The write that appends behaviours, and cuts what is longer than `most` (0: nothing) to KEPT_SHARE of it.
+
+    rows: those that are `needed`. Raises InputError as `WritableStore.append`.
+    """
+    if before is None:
+        return replacing(
+            before, behaviours.slice(max(0, len(behaviours) - most), len(behaviours)) if most else behaviours
+        )
+    behaviours.checked(InputError)
+    if not len(behaviours):
+        raise InputError("there are no behaviours to append")
+    if row_bytes(behaviours) != before.columns:
+        raise InputError(
+            f"the history has the columns {sorted(before.columns)}, the behaviours to append {sorted(behaviours.table)}"
+        )
+    both = joined(rows, behaviours).checked(InputError)
+    if _too_long(before, len(behaviours), most):
+        return replacing(before, both.slice(max(0, len(both) - max(1, int(KEPT_SHARE * most))), len(both)))
+    length = before.length + len(behaviours)
+    boundary = length - length % BLOCK
+    found = digests(both, [boundary, length], before.tail, before.block)
+    head = Head(
+        version=before.version + 1,
+        length=length,
+        digest=found[length],
+        block=found[boundary],
+        columns=before.columns,
+        positions=(*before.positions, (before.length, before.digest))[-MAX_POSITIONS:],
+    )
+    return Write(before, head, pack(behaviours), appends=True)
+
+
+def _too_long(before: Head, count: int, most: int) -> bool:
+    return bool(most) and before.length + count > most

@@ -1,0 +1,172 @@
+"""Histories in Redis, or in what speaks its protocol: a head and one packed string for each group of columns a user.
+
+    PREFIX{USER}:head  PREFIX{USER}:behaviours  PREFIX{USER}:features
+
+USER is the user with its tenant, percent-encoded; in braces, so that a cluster keeps the keys of a user together. A
+read is one transaction (MULTI): head, and GETRANGE of the rows. A write is one script, which does nothing unless the
+head is still the one that the write was made from: it appends (APPEND) or replaces.
+"""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
+from typing import Any, Final, cast
+from urllib.parse import quote
+
+from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+
+from relaygr_stream.errors import ConfigError, HistoryUnavailable
+from relaygr_stream.history.packed import (
+    Head,
+    Write,
+    appending,
+    decode_head,
+    encode_head,
+    needed,
+    replacing,
+    unpack,
+    widths,
+)
+from relaygr_stream.settings.schema import History
+from relaygr_stream.wire.behaviours import Behaviours
+from relaygr_stream.wire.history import HistoryReference
+from relaygr_stream.wire.messages import tenant_key
+
+#: Keys: head, behaviours, features. Arguments: the head that the write was made from (empty: none), the new head,
+#: 1 to append, the rows of both groups.
+_WRITE: Final = """
+if (redis.call('GET', KEYS[1]) or '') ~= ARGV[1] then return 0 end
+for group = 2, 3 do
+  if ARGV[3] == '0' then redis.call('DEL', KEYS[group]) end
+  if ARGV[group + 2] ~= '' then redis.call('APPEND', KEYS[group], ARGV[group + 2]) end
+end
+redis.call('SET', KEYS[1], ARGV[2])
+return 1
+"""
+#: A write whose head has changed meanwhile is made anew so often: as many writers of one user may meet.
+CONFLICTS: Final = 16
+
+
+class RedisStore:
+    """A HistoryStore and WritableStore in Redis. Raises ConfigError for a malformed URL or an unreadable PEM file."""
+
+    def __init__(self, settings: History) -> None:
+        timeout_s = settings.timeout_ms / 1e3
+        options: dict[str, Any] = {}
+        if settings.store.startswith("rediss://"):
+            options = {
+                "ssl_ca_certs": settings.tls_ca or None,
+                "ssl_certfile": settings.tls_certificate or None,
+                "ssl_keyfile": settings.tls_key or settings.tls_certificate or None,
+                "ssl_min_version": ssl.TLSVersion.TLSv1_2,
+            }
+        try:
+            pool = BlockingConnectionPool.from_url(
+                settings.store,
+                username=settings.username or None,
+                password=settings.password or None,
+                max_connections=settings.reads,
+                timeout=timeout_s,
+                socket_timeout=timeout_s,
+                socket_connect_timeout=timeout_s,
+                retry=Retry(NoBackoff(), 0),  # the worker repeats reads within a ranking's deadline
+                protocol=2,
+                client_name="relaygr",
+                **options,
+            )
+        except ValueError as error:
+            raise ConfigError(f"history.store = {settings.store}: {error}") from error
+        self._redis = Redis(connection_pool=pool)
+        self._write_script = self._redis.register_script(_WRITE)
+        self._prefix = settings.prefix
+        self._columns: dict[str, int] = {}  # of the last head that was read: all users have those of one model
+
+    async def reference(self, user_id: str, tenant: str = "") -> HistoryReference | None:
+        """As HistoryStore.reference."""
+        head = await self._head(self._keys(user_id, tenant))
+        return None if head is None else head.reference
+
+    async def read(self, user_id: str, tenant: str, version: int, start: int, stop: int) -> Behaviours:  # noqa: ARG002
+        """As HistoryStore.read."""
+        return (await self._rows(self._keys(user_id, tenant), start, stop))[1]
+
+    async def append(self, user_id: str, tenant: str, behaviours: Behaviours, most: int = 0) -> HistoryReference:
+        """As WritableStore.append."""
+        keys = self._keys(user_id, tenant)
+        for _ in range(CONFLICTS):
+            head = await self._head(keys)
+            start, stop = needed(head, len(behaviours), most)
+            again, rows = await self._rows(keys, start, stop) if stop > start else (head, Behaviours())
+            if again == head and await self._write(keys, write := appending(head, rows, behaviours, most)):
+                return write.after.reference
+        raise _too_many_writers()
+
+    async def replace(self, user_id: str, tenant: str, behaviours: Behaviours) -> HistoryReference:
+        """As WritableStore.replace."""
+        keys = self._keys(user_id, tenant)
+        for _ in range(CONFLICTS):
+            write = replacing(await self._head(keys), behaviours)
+            if await self._write(keys, write):
+                return write.after.reference
+        raise _too_many_writers()
+
+    async def erase(self, user_id: str, tenant: str = "") -> bool:
+        """As WritableStore.erase. Redis' own files (RDB, AOF) and replicas follow by their own rules."""
+        async with _errors():
+            return bool(await self._redis.delete(*self._keys(user_id, tenant)))
+
+    async def close(self) -> None:
+        """Disconnect."""
+        await self._redis.aclose()
+        await self._redis.connection_pool.disconnect()
+
+    def _keys(self, user_id: str, tenant: str) -> list[str]:
+        user = f"{self._prefix}{{{quote(tenant_key(tenant, user_id), safe='')}}}"
+        return [f"{user}:head", f"{user}:behaviours", f"{user}:features"]
+
+    async def _head(self, keys: list[str]) -> Head | None:
+        async with _errors():
+            found = await self._redis.get(keys[0])
+        return None if found is None else decode_head(cast("bytes", found))
+
+    async def _rows(self, keys: list[str], start: int, stop: int) -> tuple[Head | None, Behaviours]:
+        """The head and the behaviours start:stop, of one moment."""
+        while True:
+            columns = self._columns
+            async with _errors(), self._redis.pipeline(transaction=True) as together:
+                together.get(keys[0])
+                for key, size in zip(keys[1:], widths(columns), strict=False):
+                    together.getrange(key, start * size, stop * size - 1)
+                found, *groups = await together.execute()
+            if found is None:
+                return None, Behaviours()
+            head = decode_head(found)
+            if head.columns == columns:
+                return head, unpack(groups, columns)
+            self._columns = head.columns  # so the ranges were not those of its rows: once more
+
+    async def _write(self, keys: list[str], write: Write) -> bool:
+        before = b"" if write.before is None else encode_head(write.before)
+        rows = (*write.rows, b"")[:2]
+        async with _errors():
+            wrote = self._write_script(keys, [before, encode_head(write.after), int(write.appends), *rows])
+            return bool(await cast("Awaitable[int]", wrote))
+
+
+@asynccontextmanager
+async def _errors() -> AsyncIterator[None]:
+    """Errors of the client as HistoryUnavailable, without the commands, which name users' keys."""
+    try:
+        yield
+    except (RedisError, OSError) as error:
+        text = str(error).rpartition(" caused error: ")[2]
+        raise HistoryUnavailable(f"Redis: {type(error).__name__}: {text}") from error
+
+
+def _too_many_writers() -> HistoryUnavailable:
+    return HistoryUnavailable(f"others wrote this history at the same time, {CONFLICTS} times in a row")

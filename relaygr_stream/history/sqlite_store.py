@@ -1,0 +1,149 @@
+"""Histories in a SQLite file: for a demo, for tests, and for one machine. Each call runs on a thread of its own.
+
+Several processes may read and write it. SQLite's journal makes a write all or nothing; writers wait for each other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Final, TypeVar
+
+from relaygr_stream.errors import ConfigError, HistoryUnavailable
+from relaygr_stream.history.packed import (
+    Head,
+    Write,
+    appending,
+    decode_head,
+    encode_head,
+    needed,
+    replacing,
+    unpack,
+    widths,
+)
+from relaygr_stream.wire.behaviours import Behaviours
+from relaygr_stream.wire.history import HistoryReference
+from relaygr_stream.wire.messages import tenant_key
+
+T = TypeVar("T")
+
+#: SQLite opens a file for one thread at a time; reads take tens of microseconds.
+THREADS: Final = 1
+_CREATE: Final = (
+    "CREATE TABLE IF NOT EXISTS histories"
+    " (user BLOB PRIMARY KEY, head BLOB NOT NULL, behaviours BLOB NOT NULL, features BLOB NOT NULL)"
+)
+
+
+class SqliteStore:
+    """A HistoryStore and WritableStore in the file `path`. timeout_s: how long a call waits for another writer."""
+
+    def __init__(self, path: str | Path, timeout_s: float = 1.0) -> None:
+        if not str(path):
+            raise ConfigError("history.store = sqlite: names no file; write sqlite:FILE")
+        self._path = Path(path)
+        self._timeout_s = timeout_s
+        self._thread = ThreadPoolExecutor(THREADS, "history")
+        self._open: sqlite3.Connection | None = None
+
+    async def reference(self, user_id: str, tenant: str = "") -> HistoryReference | None:
+        """As HistoryStore.reference."""
+        head = await self._run(lambda db: _head(db, _key(user_id, tenant)))
+        return None if head is None else head.reference
+
+    async def read(self, user_id: str, tenant: str, version: int, start: int, stop: int) -> Behaviours:  # noqa: ARG002
+        """As HistoryStore.read."""
+        return await self._run(lambda db: _rows(db, _key(user_id, tenant), start, stop))
+
+    async def append(self, user_id: str, tenant: str, behaviours: Behaviours, most: int = 0) -> HistoryReference:
+        """As WritableStore.append."""
+        return await self._write(_key(user_id, tenant), lambda db, key: _appending(db, key, behaviours, most))
+
+    async def replace(self, user_id: str, tenant: str, behaviours: Behaviours) -> HistoryReference:
+        """As WritableStore.replace."""
+        return await self._write(_key(user_id, tenant), lambda db, key: replacing(_head(db, key), behaviours))
+
+    async def erase(self, user_id: str, tenant: str = "") -> bool:
+        """As WritableStore.erase. The file's freed pages are overwritten (secure_delete)."""
+        key = _key(user_id, tenant)
+
+        def work(db: sqlite3.Connection) -> bool:
+            return db.execute("DELETE FROM histories WHERE user = ?", (key,)).rowcount > 0
+
+        return await self._run(work, "BEGIN IMMEDIATE")
+
+    async def close(self) -> None:
+        """Close the file."""
+        if self._open is not None:
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._open.close)
+            self._open = None
+        self._thread.shutdown(wait=False)
+
+    async def _write(self, key: bytes, make: Callable[[sqlite3.Connection, bytes], Write]) -> HistoryReference:
+        def work(db: sqlite3.Connection) -> HistoryReference:
+            write = make(db, key)
+            rows = (*write.rows, b"")[:2]
+            if write.appends:  # CAST: || makes text of blobs
+                db.execute(
+                    "UPDATE histories SET head = ?, behaviours = CAST(behaviours || ? AS BLOB),"
+                    " features = CAST(features || ? AS BLOB) WHERE user = ?",
+                    (encode_head(write.after), *rows, key),
+                )
+            else:
+                db.execute("REPLACE INTO histories VALUES (?, ?, ?, ?)", (key, encode_head(write.after), *rows))
+            return write.after.reference
+
+        return await self._run(work, "BEGIN IMMEDIATE")
+
+    async def _run(self, work: Callable[[sqlite3.Connection], T], begin: str = "BEGIN") -> T:
+        """What `work` returns, in a transaction of its own on the thread."""
+
+        def on_thread() -> T:
+            try:
+                with self._connection() as db:
+                    db.execute(begin)
+                    return work(db)
+            except sqlite3.Error as error:
+                raise HistoryUnavailable(f"{self._path}: {error}") from error
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, on_thread)
+
+    def _connection(self) -> sqlite3.Connection:
+        if self._open is None:
+            db = sqlite3.connect(self._path, timeout=self._timeout_s, isolation_level=None, check_same_thread=False)
+            for pragma in ("journal_mode = WAL", "synchronous = NORMAL", "secure_delete = ON"):
+                db.execute(f"PRAGMA {pragma}")
+            db.execute(_CREATE)
+            self._open = db
+        return self._open
+
+
+def _key(user_id: str, tenant: str) -> bytes:
+    return tenant_key(tenant, user_id).encode()
+
+
+def _head(db: sqlite3.Connection, key: bytes) -> Head | None:
+    found = db.execute("SELECT head FROM histories WHERE user = ?", (key,)).fetchone()
+    return None if found is None else decode_head(found[0])
+
+
+def _rows(db: sqlite3.Connection, key: bytes, start: int, stop: int) -> Behaviours:
+    """The behaviours start:stop."""
+    head = _head(db, key)
+    if head is None:
+        return Behaviours()
+    sizes = (*widths(head.columns), 0)[:2]
+    found = db.execute(
+        "SELECT substr(behaviours, ?, ?), substr(features, ?, ?) FROM histories WHERE user = ?",
+        (*(part for size in sizes for part in (start * size + 1, max(0, stop - start) * size)), key),
+    ).fetchone()
+    return unpack(found[: len(head.widths)], head.columns)
+
+
+def _appending(db: sqlite3.Connection, key: bytes, behaviours: Behaviours, most: int) -> Write:
+    head = _head(db, key)
+    rows = _rows(db, key, *needed(head, len(behaviours), most))
+    return appending(head, rows, behaviours, most)

@@ -1,0 +1,122 @@
+"""The protocol of a history store, and how the settings name one.
+
+A history grows at its end. `read` returns behaviours of the version that was asked for, or of a later one, whose
+beginning they are; whoever reads compares digests (wire/history.py) and believes nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from importlib import import_module
+from typing import Final, Protocol, runtime_checkable
+
+from relaygr_stream.errors import ConfigError, HistoryError, HistoryUnavailable
+from relaygr_stream.settings.schema import History
+from relaygr_stream.wire.behaviours import Behaviours
+from relaygr_stream.wire.history import HistoryReference
+
+#: Schemes of history.store and what serves them; another one is a factory, MODULE:NAME.
+REDIS: Final = ("redis://", "rediss://")
+SQLITE: Final = "sqlite:"
+
+
+@runtime_checkable
+class HistoryStore(Protocol):
+    """Reads users' histories. Each call raises HistoryUnavailable where the store does not answer, or refuses.
+
+    Calls run concurrently on one event loop, and must not block it. A call that is cancelled must leave the store
+    usable: callers bound the time of each.
+    """
+
+    async def reference(self, user_id: str, tenant: str = "") -> HistoryReference | None:
+        """The user's history as it is now, in one read; None: the store has none, or an empty one."""
+        ...
+
+    async def read(self, user_id: str, tenant: str, version: int, start: int, stop: int) -> Behaviours:
+        """The behaviours start:stop, oldest first, of this version or a later one; fewer where the store has fewer.
+
+        Their columns are those that the model reads of each behaviour (wire/features.py).
+        """
+        ...
+
+    async def close(self) -> None:
+        """Disconnect."""
+        ...
+
+
+@runtime_checkable
+class WritableStore(HistoryStore, Protocol):
+    """A store that `relaygr history` writes. A reader sees all of a write, or nothing of it."""
+
+    async def append(self, user_id: str, tenant: str, behaviours: Behaviours, most: int = 0) -> HistoryReference:
+        """Append behaviours, at least one, and return what the history is now.
+
+        most: a history that would be longer loses its oldest quarter and what is above; 0: no limit. It then begins
+        elsewhere, so prefix KV of before do not serve it. Raises InputError for behaviours that are older than the
+        last, or have other columns.
+        """
+        ...
+
+    async def replace(self, user_id: str, tenant: str, behaviours: Behaviours) -> HistoryReference:
+        """Make these behaviours, at least one, the user's whole history."""
+        ...
+
+    async def erase(self, user_id: str, tenant: str = "") -> bool:
+        """Remove the user's history; False: there was none."""
+        ...
+
+
+async def looked_up(store: HistoryStore, user_id: str, tenant: str, within_s: float) -> HistoryReference | None:
+    """`store.reference` within a time. Raises HistoryUnavailable, whatever the store raises."""
+    try:
+        async with asyncio.timeout(within_s):
+            return await store.reference(user_id, tenant)
+    except TimeoutError as error:
+        raise HistoryUnavailable(
+            f"the history store did not answer within {within_s * 1e3:g} ms (history.timeout_ms)"
+        ) from error
+    except HistoryError:
+        raise
+    except Exception as error:  # a user's own store may raise anything
+        raise HistoryUnavailable(f"the history store failed: {type(error).__name__}: {error}") from error
+
+
+def open_store(settings: History) -> HistoryStore:
+    """The store that history.store names. Connects on first use.
+
+    Raises ConfigError: no store is set, its extra is not installed, or the factory is not one.
+    """
+    name = settings.store
+    if name.startswith(REDIS):
+        try:
+            from relaygr_stream.history.redis_store import RedisStore  # noqa: PLC0415
+        except ImportError as error:
+            raise ConfigError(
+                f"history.store = {name}: {error}; install the extra: pip install 'relaygr-stream[redis]'"
+            ) from error
+        return RedisStore(settings)
+    if name.startswith(SQLITE):
+        from relaygr_stream.history.sqlite_store import SqliteStore  # noqa: PLC0415
+
+        return SqliteStore(name.removeprefix(SQLITE), settings.timeout_ms / 1e3)
+    return _of_factory(settings)
+
+
+def _of_factory(settings: History) -> HistoryStore:
+    module, _, attribute = settings.store.partition(":")
+    if not attribute:
+        raise ConfigError(
+            "history.store names no store: set it to redis://HOST:PORT/DB, rediss://…, sqlite:FILE, or MODULE:FACTORY"
+        )
+    try:
+        factory = getattr(import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"history.store = {settings.store}: {error}") from error
+    store: object = factory(settings)
+    if not isinstance(store, HistoryStore) or not inspect.iscoroutinefunction(store.read):
+        raise ConfigError(
+            f"history.store = {settings.store} made a {type(store).__name__}, which has not the methods of "
+            f"relaygr_stream.history.store.HistoryStore"
+        )
+    return store

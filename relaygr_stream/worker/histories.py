@@ -1,0 +1,333 @@
+"""Histories that messages refer to: kept, or read from the store beside the event loop's other work.
+
+    reference ─► kept, same digest? ── yes ─► behaviours
+                      └── no ─► read what is missing ─► same digest? ── yes ─► keep, behaviours
+                                                             └── no ─► read all of it once more ─► HistoryMismatch
+
+What leaves here has the digest that the reference states. Everything behind works as with a prefix in the message: the
+scheduler compares tokens, and never sees a reference.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from time import monotonic, perf_counter
+from typing import Final
+
+import structlog
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from relaygr_stream.errors import DecodeError, HistoryError, HistoryMismatch, HistoryUnavailable
+from relaygr_stream.history.packed import joined
+from relaygr_stream.history.store import HistoryStore
+from relaygr_stream.settings.schema import History
+from relaygr_stream.telemetry.background import Background
+from relaygr_stream.telemetry.limiter import LogLimiter
+from relaygr_stream.telemetry.logs import request_log_fields
+from relaygr_stream.wire.behaviours import Behaviours
+from relaygr_stream.wire.history import MAX_POSITIONS, HistoryReference, digests, row_bytes
+from relaygr_stream.wire.messages import Status, tenant_key
+from relaygr_stream.worker.commands import Answer, Prefill, PrefillTask, Rank
+from relaygr_stream.worker.intake import Intake
+from relaygr_stream.worker.metrics import LATENCY_BUCKETS
+
+log = structlog.get_logger(__name__)
+limited = LogLimiter().limited
+
+#: Pause before a failed read is tried again; it doubles. A restarted store is back in tenths of a second.
+RETRY_S: Final = 0.01
+#: Python's objects around a kept history.
+OBJECT_BYTES: Final = 1024
+#: Digests remembered of a kept history: those of two references.
+MAX_DIGESTS: Final = 2 * MAX_POSITIONS
+
+
+class HistoryMetrics:
+    """Prometheus metrics of a worker's histories."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.found = Counter(
+            "relaygr_histories", "Messages with a reference to a history, by result", ["result"], registry=registry
+        )
+        self.reads = Counter(
+            "relaygr_history_reads", "Reads of the history store, by result", ["result"], registry=registry
+        )
+        self.seconds = Histogram(
+            "relaygr_history_read_seconds",
+            "Time of a read of the history store",
+            registry=registry,
+            buckets=LATENCY_BUCKETS,
+        )
+        self.behaviours = Counter(
+            "relaygr_history_behaviours", "Behaviours read from the history store", registry=registry
+        )
+        self.waiting = Gauge("relaygr_history_waiting", "Messages that wait for their history", registry=registry)
+        self.bytes = Gauge("relaygr_history_cache_bytes", "Histories kept by the worker", registry=registry)
+
+
+@dataclass(slots=True)
+class _Kept:
+    behaviours: Behaviours
+    digests: dict[int, bytes]  # at the lengths that were asked for
+    nbytes: int
+
+
+class Histories:
+    """The histories of a worker's users: those that it keeps, and the store that it reads the others from."""
+
+    def __init__(self, store: HistoryStore, settings: History, metrics: HistoryMetrics) -> None:
+        self._store = store
+        self._settings = settings
+        self._metrics = metrics
+        self._kept: OrderedDict[str, _Kept] = OrderedDict()
+        self._bytes = 0
+        self._slots = asyncio.Semaphore(settings.reads)
+        self._reading: dict[tuple[str, int, bytes], asyncio.Task[Behaviours]] = {}
+
+    def known(self, user_id: str, tenant: str, reference: HistoryReference) -> Behaviours | None:
+        """What the reference refers to, if it is kept. Reads nothing."""
+        user = tenant_key(tenant, user_id)
+        kept = self._kept.get(user)
+        if kept is None or len(kept.behaviours) < reference.length:
+            return None
+        if self._digests(kept, [reference.length])[reference.length] != reference.digest:
+            return None
+        self._kept.move_to_end(user)
+        if len(kept.behaviours) == reference.length:
+            return kept.behaviours
+        return kept.behaviours.slice(0, reference.length)
+
+    async def find(self, user_id: str, tenant: str, reference: HistoryReference, until: float) -> Behaviours:
+        """What the reference refers to, kept or read; messages of one user that come together share a read.
+
+        until: the time of the monotonic clock at which waiting ends with a TimeoutError. Raises HistoryUnavailable or
+        HistoryMismatch.
+        """
+        if (known := self.known(user_id, tenant, reference)) is not None:
+            return known
+        key = tenant_key(tenant, user_id), reference.length, reference.digest
+        reading = self._reading.get(key)
+        if reading is None:
+            reading = self._reading[key] = asyncio.create_task(self._read(user_id, tenant, reference, until))
+            reading.add_done_callback(lambda task: self._over(key, task))
+        async with asyncio.timeout(until - monotonic()):
+            return await asyncio.shield(reading)
+
+    def erase(self, user_id: str, tenant: str = "") -> bool:
+        """Drop what is kept of a user."""
+        return self._drop(tenant_key(tenant, user_id))
+
+    async def close(self) -> None:
+        """End the reads under way, and disconnect."""
+        for reading in self._reading.values():
+            reading.cancel()
+        await self._store.close()
+
+    def _over(self, key: tuple[str, int, bytes], task: asyncio.Task[Behaviours]) -> None:
+        del self._reading[key]
+        if not task.cancelled():
+            task.exception()  # whoever waits learns of it; perhaps no one does any more
+
+    async def _read(self, user_id: str, tenant: str, reference: HistoryReference, until: float) -> Behaviours:
+        pause, failed = RETRY_S, 0
+        async with self._slots:
+            while True:
+                if monotonic() >= until:
+                    raise HistoryUnavailable("the history could not be read in time")
+                try:
+                    return await self._attempt(user_id, tenant, reference)
+                except HistoryError as error:
+                    failed += 1
+                    result = "mismatch" if isinstance(error, HistoryMismatch) else "unavailable"
+                    self._metrics.reads.labels(result).inc()
+                    if failed > self._settings.retries:
+                        raise
+                await asyncio.sleep(pause)
+                pause *= 2
+
+    async def _attempt(self, user_id: str, tenant: str, reference: HistoryReference) -> Behaviours:
+        """One read of what is missing behind what is kept; and of everything, if the two do not fit together."""
+        user = tenant_key(tenant, user_id)
+        begun = self._beginning(user, reference)
+        rest = await self._rows(user_id, tenant, reference, len(begun))
+        if not len(begun):
+            whole = rest
+        elif row_bytes(rest) == row_bytes(begun) and len(rest):
+            whole = joined(begun, rest)
+        else:
+            whole = Behaviours()
+        found = _digest(whole)
+        if len(begun) and (len(whole), found) != (reference.length, reference.digest):
+            self._drop(user)
+            whole = await self._rows(user_id, tenant, reference, 0)
+            found = _digest(whole)
+        if (len(whole), found) != (reference.length, reference.digest):
+            raise HistoryMismatch(
+                f"the history store answers with {len(whole)} behaviours of digest {found.hex()}, the request refers "
+                f"to {reference.length} of digest {reference.digest.hex()}"
+            )
+        whole.checked(HistoryMismatch)
+        self._keep(user, whole, reference.digest)
+        return whole
+
+    async def _rows(self, user_id: str, tenant: str, reference: HistoryReference, start: int) -> Behaviours:
+        started = perf_counter()
+        try:
+            async with asyncio.timeout(self._settings.timeout_ms / 1e3):
+                rows = await self._store.read(user_id, tenant, reference.version, start, reference.length)
+        except TimeoutError as error:
+            raise HistoryUnavailable(
+                f"the history store did not answer within {self._settings.timeout_ms:g} ms (history.timeout_ms)"
+            ) from error
+        except HistoryError:
+            raise
+        except Exception as error:  # a user's own store may raise anything; the request must be answered
+            raise HistoryUnavailable(f"the history store failed: {type(error).__name__}: {error}") from error
+        self._metrics.seconds.observe(perf_counter() - started)
+        self._metrics.reads.labels("ok").inc()
+        self._metrics.behaviours.inc(len(rows))
+        return rows
+
+    def _beginning(self, user: str, reference: HistoryReference) -> Behaviours:
+        """The longest beginning of what is kept that the reference states the digest of; perhaps none."""
+        kept = self._kept.get(user)
+        if kept is None:
+            return Behaviours()
+        stated = {at: digest for at, digest in reference.stated().items() if at <= len(kept.behaviours)}
+        found = self._digests(kept, stated)
+        fitting = max((at for at, digest in stated.items() if found[at] == digest), default=0)
+        return kept.behaviours.slice(0, fitting)
+
+    def _digests(self, kept: _Kept, lengths: Iterable[int]) -> dict[int, bytes]:
+        """The digests of what is kept, at these lengths and at others."""
+        if len(kept.digests) > MAX_DIGESTS:
+            kept.digests = {}
+        missing = [at for at in lengths if at not in kept.digests]
+        if missing:
+            kept.digests |= digests(kept.behaviours, missing)
+        return kept.digests
+
+    def _keep(self, user: str, behaviours: Behaviours, digest: bytes) -> None:
+        kept = self._kept.get(user)
+        if kept is not None and len(kept.behaviours) > len(behaviours):
+            found = self._digests(kept, [len(behaviours)])
+            if found[len(behaviours)] == digest:
+                return  # what is kept is longer, and begins with it
+        self._drop(user)
+        nbytes = OBJECT_BYTES + behaviours.nbytes()
+        self._kept[user] = _Kept(behaviours, {len(behaviours): digest}, nbytes)
+        self._bytes += nbytes
+        while self._bytes > self._settings.cache_bytes and self._kept:
+            self._bytes -= self._kept.popitem(last=False)[1].nbytes
+        self._metrics.bytes.set(self._bytes)
+
+    def _drop(self, user: str) -> bool:
+        kept = self._kept.pop(user, None)
+        if kept is not None:
+            self._bytes -= kept.nbytes
+            self._metrics.bytes.set(self._bytes)
+        return kept is not None
+
+
+def _digest(behaviours: Behaviours) -> bytes:
+    return digests(behaviours, [len(behaviours)])[len(behaviours)]
+
+
+class Resolver:
+    """Completes commands whose messages refer to a history.
+
+    histories: None: no store is set. submit: hands completed commands to the device. answered: takes answers to
+    rankings that get no history. dropped: called for signals that get none. owns(lane): whether this worker does.
+    """
+
+    def __init__(
+        self,
+        histories: Histories | None,
+        intake: Intake,
+        metrics: HistoryMetrics,
+        submit: Callable[[Rank | Prefill], None],
+        answered: Callable[[Answer], None],
+        dropped: Callable[[PrefillTask], None],
+        owns: Callable[[int], bool],
+        background: Background,
+    ) -> None:
+        self._histories = histories
+        self._intake = intake
+        self._metrics = metrics
+        self._submit = submit
+        self._answered = answered
+        self._dropped = dropped
+        self._owns = owns
+        self._background = background
+        self._signal_tokens: defaultdict[int, list[int]] = defaultdict(list)  # of signals on their way, by lane
+
+    def take(self, command: Rank | Prefill) -> Rank | Prefill | None:
+        """The command, if it has its history; None: it is submitted or answered when it has it, or cannot get it."""
+        task = command.task
+        if task.referred is None:
+            return command
+        reference = task.referred.reference
+        if self._histories is None:
+            self._failed(command, "failed", "the request refers to a history, and this worker has no history.store")
+            return None
+        known = self._histories.known(task.user_id, task.tenant, reference)
+        if known is not None:
+            self._metrics.found.labels("kept").inc()
+            return command if self._complete(command, known) else None
+        self._metrics.waiting.inc()
+        if isinstance(command, Prefill):
+            self._signal_tokens[task.lane].append(reference.length)
+        self._background.start(self._fetch(self._histories, command))
+        return None
+
+    def signal_tokens(self, lane: int) -> list[int]:
+        """The prefix lengths of a lane's signals that wait for their history: read, and not yet pinned."""
+        return self._signal_tokens.get(lane, [])
+
+    async def _fetch(self, histories: Histories, command: Rank | Prefill) -> None:
+        task = command.task
+        assert task.referred is not None
+        reference = task.referred.reference
+        until = command.task.deadline if isinstance(command, Rank) else command.task.expires
+        try:
+            behaviours = await histories.find(task.user_id, task.tenant, reference, until)
+        except TimeoutError:
+            self._failed(command, "deadline_exceeded", "the deadline passed while the history was read from the store")
+        except HistoryError as error:
+            self._failed(command, "failed", str(error))
+        else:
+            if self._complete(command, behaviours):
+                self._metrics.found.labels("read").inc()
+                self._submit(command)
+        finally:
+            self._metrics.waiting.dec()
+            if isinstance(command, Prefill):
+                self._signal_tokens[task.lane].remove(reference.length)
+
+    def _complete(self, command: Rank | Prefill, behaviours: Behaviours) -> bool:
+        """Give the task its tokens; False: it was answered or dropped instead."""
+        if isinstance(command, Prefill) and not self._owns(command.task.lane):
+            self._dropped(command.task)
+            return False
+        try:
+            self._intake.complete(command.task, behaviours)
+        except DecodeError as error:
+            self._failed(command, "rejected", error.detail)
+            return False
+        return True
+
+    def _failed(self, command: Rank | Prefill, status: Status, detail: str) -> None:
+        self._metrics.found.labels(status).inc()
+        if isinstance(command, Rank):
+            self._answered(Answer(command.task, status, detail=detail))
+            return
+        task = command.task
+        limited(log.warning, status)(
+            "signal without its history",
+            **request_log_fields(task.request_id, task.user_id, task.lane, status),
+            detail=detail,
+        )
+        self._dropped(task)

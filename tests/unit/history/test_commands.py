@@ -1,0 +1,115 @@
+"""`relaygr history`: a log in, histories in a store, and what is said of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from relaygr_stream.cli.main import main
+from relaygr_stream.history.sqlite_store import SqliteStore
+from relaygr_stream.wire.behaviours import Behaviours
+from relaygr_stream.wire.history import HistoryReference
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    return tmp_path / "histories"
+
+
+def run(store: Path, *arguments: str | Path, settings: tuple[str, ...] = ()) -> Result:
+    chosen = [f"--set={each}" for each in (f"history.store=sqlite:{store}", "history.timeout_ms=20000", *settings)]
+    command, *rest = map(str, arguments)
+    return CliRunner().invoke(main, ["history", command, *chosen, *rest])
+
+
+def read(store: Path, user: str, tenant: str = "") -> tuple[HistoryReference | None, Behaviours]:
+    async def both() -> tuple[HistoryReference | None, Behaviours]:
+        opened = SqliteStore(store)
+        try:
+            return await opened.reference(user, tenant), await opened.read(user, tenant, 0, 0, 9999)
+        finally:
+            await opened.close()
+
+    return asyncio.run(both())
+
+
+def log(path: Path, *rows: str) -> Path:
+    path.write_text("\n".join(["user,item,action,time", *rows]) + "\n", encoding="utf-8")
+    return path
+
+
+def test_a_log_is_imported_appended_to_and_shown(tmp_path: Path, store: Path) -> None:
+    first = log(tmp_path / "a.csv", "ann,5,1,2000000000", "bob,7,2,2000000001", "ann,6,3,2000000002")
+    done = run(store, "import", first)
+    assert (done.exit_code, done.output) == (0, "imported: 2 users; failed: 0\n")
+    more = log(tmp_path / "b.csv", "ann,8,1,2000000003", "cid,9,1,2000000003")
+    assert run(store, "append", more).output == "appended: 2 users; failed: 0\n"
+    assert read(store, "ann")[1] == Behaviours.of(
+        [5, 6, 8], [1, 3, 1], np.array([2000000000, 2000000002, 2000000003]) * 1000
+    )
+    shown = run(store, "show", "ann", "--last", "2")
+    assert shown.exit_code == 0
+    assert "3 behaviours, version 2, digest " in shown.output
+    assert "earlier lengths with a digest: 2" in shown.output
+    assert "2033-05-18 03:33:23" in shown.output
+    assert run(store, "import", first).exit_code == 0  # anew: what was appended is gone
+    assert len(read(store, "ann")[1]) == 2
+    assert len(read(store, "cid")[1]) == 1
+
+
+def test_who_cannot_be_appended_to_is_named_and_left_as_it_was(tmp_path: Path, store: Path) -> None:
+    run(store, "import", log(tmp_path / "a.csv", "ann,5,1,2000000000", "bob,5,1,2000000000"))
+    late = run(store, "append", log(tmp_path / "b.csv", "ann,5,1,1900000000", "bob,6,1,2000000001"))
+    assert late.exit_code == 1
+    assert "ann: times must not go back" in late.output
+    assert "appended: 1 users; failed: 1" in late.output
+    assert len(read(store, "ann")[1]) == 1
+    names = run(store, "append", log(tmp_path / "c.csv", "ann,shoes,view,2000000009"))
+    assert names.exit_code == 1
+    assert "append numbers" in names.output
+
+
+def test_tenants_features_and_the_limit(tmp_path: Path, store: Path) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text(json.dumps({"features": [{"name": "dwell", "of": "behaviour", "dtype": "float32"}]}))
+    rows = "\n".join(f"ann,{at},1,{2000000000 + at},{at / 2}" for at in range(10))
+    (tmp_path / "a.csv").write_text(f"user,item,action,time,dwell\n{rows}\n")
+    limited = run(
+        store,
+        "import",
+        tmp_path / "a.csv",
+        "--features",
+        schema,
+        "--tenant",
+        "shop",
+        settings=("history.max_behaviours=4",),
+    )
+    assert limited.exit_code == 0, limited.output
+    assert read(store, "ann")[0] is None
+    kept = read(store, "ann", "shop")[1]
+    assert kept.arrays()[0].tolist() == [6, 7, 8, 9]
+    assert np.frombuffer(kept.table["dwell:float32"], "<f4").tolist() == [3.0, 3.5, 4.0, 4.5]
+    assert "4.5" in run(store, "show", "ann", "--tenant", "shop").output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "settings", "said"),
+    [
+        (("show", "nobody"), (), "the store has no history of this user"),
+        (("show", "ann"), ("history.store=",), "history.store names no store"),
+        (("import", "no-such-file"), (), "no-such-file"),
+        (("show", "ann"), ("history.store=redis://127.0.0.1:1/0",), "error: Redis: ConnectionError"),
+        (("show", "ann"), ("history.store=sqlite:/no/such/folder/x",), "unable to open database file"),
+    ],
+)
+def test_what_cannot_be_done_is_said(
+    store: Path, arguments: tuple[str, ...], settings: tuple[str, ...], said: str
+) -> None:
+    done = run(store, *arguments, settings=settings)
+    assert done.exit_code == 1
+    assert said in done.output

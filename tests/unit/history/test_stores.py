@@ -1,0 +1,138 @@
+"""What every history store does: in SQLite, and in a real Redis."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+
+from relaygr_stream.errors import ConfigError, InputError
+from relaygr_stream.history.packed import KEPT_SHARE
+from relaygr_stream.history.store import HistoryStore, WritableStore, open_store
+from relaygr_stream.settings.schema import History
+from relaygr_stream.wire.behaviours import Behaviours
+from relaygr_stream.wire.history import MAX_POSITIONS, HistoryReference
+from tests.unit.history.behaviours import history
+from tests.unit.history.servers import RedisServer
+
+
+@pytest.fixture(params=["sqlite", "redis"])
+async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[WritableStore]:
+    async with AsyncExitStack() as stack:
+        settings = History(store=f"sqlite:{tmp_path / 'histories'}", timeout_ms=5000.0)
+        if request.param == "redis":
+            settings = (await stack.enter_async_context(RedisServer(tmp_path))).settings()
+        opened = open_store(settings)
+        stack.push_async_callback(opened.close)
+        assert isinstance(opened, WritableStore)
+        yield opened
+
+
+@pytest.mark.parametrize("features", [False, True], ids=["plain", "features"])
+async def test_a_history_grows_and_is_read_in_parts(store: WritableStore, features: bool) -> None:
+    whole = history(200, features=features)
+    assert await store.reference("u") is None
+    assert len(await store.read("u", "", 0, 0, 10)) == 0
+    for start, stop in ((0, 1), (1, 70), (70, 128), (128, 200)):
+        after = await store.append("u", "", whole.slice(start, stop))
+    assert after == await store.reference("u") == HistoryReference.of(whole, 4, [1, 70, 128])
+    for start, stop in ((0, 200), (0, 1), (63, 130), (199, 200)):
+        assert await store.read("u", "", 4, start, stop) == whole.slice(start, stop)
+    assert await store.read("u", "", 4, 150, 999) == whole.slice(150, 200)
+    assert len(await store.read("u", "", 4, 200, 300)) == 0
+
+
+async def test_tenants_and_strange_ids_are_apart(store: WritableStore) -> None:
+    users = [("u", ""), ("u", "t"), ("t\0u", ""), ("}", ""), ("用户", "{"), ("a b:c%20", ""), ("a b:c ", "")]
+    for number, (user, tenant) in enumerate(users):
+        await store.replace(user, tenant, history(5 + number, number))
+    for number, (user, tenant) in enumerate(users):
+        if (user, tenant) != ("u", "t"):  # one key with the next, as everywhere: a NUL is of no id that a tenant has
+            assert await store.read(user, tenant, 1, 0, 99) == history(5 + number, number)
+
+
+async def test_a_replaced_history_has_a_new_version_and_no_positions(store: WritableStore) -> None:
+    await store.append("u", "", history(50))
+    await store.append("u", "", history(60).slice(50, 60))
+    assert await store.replace("u", "", history(20, 1, features=True)) == HistoryReference.of(
+        history(20, 1, features=True), 3
+    )
+    assert await store.read("u", "", 3, 0, 99) == history(20, 1, features=True)
+    await store.replace("u", "", history(9, 2))
+    assert await store.read("u", "", 4, 0, 99) == history(9, 2)
+
+
+async def test_a_history_beyond_its_limit_keeps_its_newest(store: WritableStore) -> None:
+    whole = history(201)
+    await store.append("u", "", whole.slice(0, 100), 200)
+    assert (await store.append("u", "", whole.slice(100, 200), 200)).length == 200
+    kept = int(KEPT_SHARE * 200)
+    assert await store.append("u", "", whole.slice(200, 201), 200) == HistoryReference.of(
+        whole.slice(201 - kept, 201), 3
+    )
+    assert await store.read("u", "", 3, 0, 999) == whole.slice(201 - kept, 201)
+    assert (await store.append("new", "", whole, 200)).length == 200
+
+
+async def test_positions_are_the_newest(store: WritableStore) -> None:
+    whole = history(50)
+    for at in range(50):
+        after = await store.append("u", "", whole.slice(at, at + 1))
+    assert [at for at, _ in after.positions] == list(range(50 - MAX_POSITIONS, 50))
+
+
+async def test_what_does_not_continue_a_history_is_refused_and_changes_nothing(store: WritableStore) -> None:
+    before = await store.append("u", "", history(50))
+    for bad in (history(3), history(60, features=True).slice(50, 60), Behaviours()):
+        with pytest.raises(InputError):
+            await store.append("u", "", bad)
+    with pytest.raises(InputError, match="erase"):
+        await store.replace("u", "", Behaviours())
+    assert await store.reference("u") == before
+
+
+async def test_an_erased_user_is_gone_and_may_begin_anew(store: WritableStore) -> None:
+    await store.append("u", "", history(50, features=True))
+    await store.append("v", "", history(50))
+    assert await store.erase("u")
+    assert not await store.erase("u")
+    assert await store.reference("u") is None
+    assert len(await store.read("u", "", 1, 0, 50)) == 0
+    assert (await store.append("u", "", history(4))).length == 4
+    assert (await store.reference("v")) is not None
+
+
+async def test_writers_at_once_lose_nothing_and_readers_see_whole_writes(store: WritableStore) -> None:
+    """Every reference that a reader gets is one of a state that was, and the rows behind it fit."""
+    same = Behaviours.of([1], [1], [1])
+
+    async def read() -> None:
+        for _ in range(30):
+            reference = await store.reference("u")
+            if reference is not None:
+                rows = await store.read("u", "", reference.version, 0, reference.length)
+                assert HistoryReference.of(rows).digest == reference.digest
+
+    await asyncio.gather(*(store.append("u", "", same) for _ in range(12)), read(), read())
+    found = await store.reference("u")
+    assert found is not None
+    assert (found.length, found.version) == (12, 12)
+
+
+def unusable(settings: History) -> object:
+    return settings
+
+
+@pytest.mark.parametrize(
+    "name", ["", "nothing", "no_module:x", "json:nothing", f"{__name__}:unusable", "redis://h:x/0"]
+)
+def test_a_store_that_is_none_is_a_configuration_error(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"history\.store"):
+        open_store(History(store=name))
+
+
+def test_both_stores_have_the_protocol() -> None:
+    assert isinstance(open_store(History(store="sqlite:x")), HistoryStore)
