@@ -15,7 +15,7 @@ import msgspec
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.trigger.delegation import Delegation, Place
 from relaygr_stream.trigger.ledger import LaneLedger, Pending
-from relaygr_stream.trigger.load import LoadBucket, OwnerBucket, OwnerLoads, stated_wait_ms
+from relaygr_stream.trigger.load import LoadBucket, OwnerLoads, stated_wait_ms
 from relaygr_stream.wire.fleet import Claim
 from relaygr_stream.wire.messages import CostModel, RequestEvent, prefix_length, tenant_key
 from relaygr_stream.wire.worker_status import FALLBACK_COSTS, charge_ms, prefix_bytes, usable_costs
@@ -100,7 +100,7 @@ class LaneState:
         self.bucket = LoadBucket(policy.burst_ms)
         self._number = number
         self._loads = OwnerLoads() if loads is None else loads
-        self._owner_bucket: OwnerBucket | None = None
+        self._owner_bucket: LoadBucket | None = None
         self.costs: CostModel = FALLBACK_COSTS  # the owner's, if they are usable
         self._life_s = policy.life_ms / 1000.0
         self._recent: OrderedDict[str, float] = OrderedDict()  # tenant_key of request id → when admitted
@@ -136,10 +136,11 @@ class LaneState:
         self.bucket.spend(cost_ms, now_s)
         if self._owner_bucket is not None:
             self._owner_bucket.spend(cost_ms, now_s)
+            self._loads.sent(self.owner, now_s).add(cost_ms, 0, now_s)
 
     def wait_ms(self, owner: Claim, now_s: float) -> float:
         """Predicted time until the owner has done what it was sent: what it stated, and signals since then."""
-        sent_ms = 0.0 if self._owner_bucket is None else self._owner_bucket.sent_since(owner.received_s)[0]
+        sent_ms, _ = self._loads.sent(owner.worker.name, now_s).since(owner.received_s)
         return owner.worker.queue_ms + stated_wait_ms(owner, now_s) + sent_ms
 
     def admitted_recently(self, request: str, now_s: float) -> bool:
@@ -157,9 +158,7 @@ class LaneState:
         """Book a delegated request: it is charged to the delegate, and the lane's own bounds do not change."""
         assert decision.delegate is not None
         self._note(event, now_s)
-        bucket = self._loads.bucket(decision.delegate.worker)
-        if bucket is not None:
-            bucket.delegate(decision.cost_ms, decision.nbytes, now_s)
+        self._loads.sent(decision.delegate.worker, now_s).add(decision.cost_ms, decision.nbytes, now_s)
 
     def _note(self, event: RequestEvent, now_s: float) -> None:
         while self._recent and now_s - next(iter(self._recent.values())) > self._life_s:

@@ -1,7 +1,7 @@
 """Delegation: prefix KV that a lane's owner would have too late are computed by another worker with room and time.
 
-    refused, or late at the owner ─► owners of this trigger's other lanes ─► sooner, within load and memory
-                                        └─ two of them at random ─► the sooner one ─► one of its lanes
+    refused, or late at the owner ─► owners of some other lanes ─► in time, within their room
+                                        └─ two of them at random ─► the sooner one
 
 Room is the memory that the delegate states for others. Time is what it states to wait for, and what this trigger sent
 it since; not the load budgets of its lanes, because at the owner the prefix would take as much of a device, in full
@@ -35,10 +35,11 @@ class Place(NamedTuple):
 
 
 class Delegation:
-    """Finds delegates among the owners of this trigger's lanes. seed: of the random choices; None: any."""
+    """Finds delegates. loads: what this trigger sent; lanes: how many there are; seed: of the random choices."""
 
-    def __init__(self, owners: OwnerDirectory, loads: OwnerLoads, seed: int | None = None) -> None:
+    def __init__(self, owners: OwnerDirectory, loads: OwnerLoads, lanes: int, seed: int | None = None) -> None:
         self._owners = owners
+        self._lanes = range(lanes)
         self._loads = loads
         self._random = random.Random(seed)
         self._paused_until_s = -math.inf
@@ -51,10 +52,8 @@ class Delegation:
         """A worker that has the prefix KV of so many tokens within this time. Changes nothing."""
         if now_s < self._paused_until_s:
             return None
-        lanes = self._loads.lanes()
-        some = lanes if len(lanes) <= LOOKED_AT else self._random.sample(lanes, LOOKED_AT)
         found: dict[str, tuple[float, Place]] = {}
-        for lane in some:
+        for lane in self._random.sample(self._lanes, min(LOOKED_AT, len(self._lanes))):
             claim = self._owners.owner(lane)
             if claim is None or claim.worker.name == owner or claim.worker.name in found:
                 continue
@@ -75,10 +74,7 @@ class Delegation:
 
     def ready_ms(self, claim: Claim, place: Place, now_s: float) -> float | None:
         """When the delegate would be done, its way included; None: it has no room."""
-        bucket = self._loads.bucket(place.worker)
-        if bucket is None:
-            return None
-        sent_ms, sent_bytes = bucket.sent_since(claim.received_s)
+        sent_ms, sent_bytes = self._loads.sent(place.worker, now_s).since(claim.received_s)
         if sent_bytes + place.nbytes > claim.worker.delegated_bytes:
             return None
         return TRAVEL_MS + claim.worker.queue_ms + stated_wait_ms(claim, now_s) + sent_ms + place.cost_ms

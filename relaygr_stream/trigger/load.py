@@ -12,7 +12,7 @@ from collections import deque
 from typing import Final, NamedTuple
 
 from relaygr_stream.wire.fleet import Claim
-from relaygr_stream.worker.forwarding import TRAVEL_MS
+from relaygr_stream.worker.forwarding import FORGET_S, TRAVEL_MS
 
 #: A new bucket holds the refill of this many seconds. Not a full burst: triggers restart and hand lanes over, and each
 #: time every lane would get another burst. One second's refill summed over an owner's lanes is one second of its
@@ -85,39 +85,38 @@ class _Sent(NamedTuple):
     delegated_bytes: int
 
 
-class OwnerBucket(LoadBucket):
-    """The bucket of one owner, and what was sent to it lately: its newest status does not know of that yet."""
+class SentLately:
+    """What this trigger sent to one worker, whose newest status may not know of it yet."""
 
     def __init__(self) -> None:
-        super().__init__(math.inf, OWNER_S)
         self._sent: deque[_Sent] = deque(maxlen=MOST_SENT)
 
-    def spend(self, cost_ms: float, now_s: float) -> None:
-        """As LoadBucket.spend, and remember it as sent."""
-        super().spend(cost_ms, now_s)
-        self._sent.append(_Sent(now_s, cost_ms, 0))
+    def add(self, cost_ms: float, delegated_bytes: int, now_s: float) -> None:
+        """Remember a signal. delegated_bytes: of prefix KV for another worker's user; 0: for a lane's own."""
+        self._sent.append(_Sent(now_s, cost_ms, delegated_bytes))
 
-    def delegate(self, cost_ms: float, nbytes: int, now_s: float) -> None:
-        """Remember what was sent on another worker's behalf. The budget of the owner's lanes is not spent by it."""
-        self._sent.append(_Sent(now_s, cost_ms, nbytes))
-
-    def sent_since(self, received_s: float) -> tuple[float, int]:
+    def since(self, received_s: float) -> tuple[float, int]:
         """Milliseconds, and bytes on others' behalf, that a status received then does not include. Forgets the rest."""
         sent = self._sent
         while sent and sent[0].at_s < received_s - TRAVEL_MS / 1e3:
             sent.popleft()
         return sum(each.ms for each in sent), sum(each.delegated_bytes for each in sent)
 
+    def over(self, now_s: float) -> bool:
+        """Whether the last was sent so long ago that it is done, or its worker gone."""
+        return not self._sent or now_s - self._sent[-1].at_s > FORGET_S
+
 
 class OwnerLoads:
-    """One bucket for each owner of this trigger's lanes; its rate is the sum of its lanes' rates."""
+    """One bucket for each owner of this trigger's lanes, at the sum of its lanes' rates; and what was sent to whom."""
 
     def __init__(self) -> None:
         self._lanes: dict[int, tuple[str, float]] = {}
-        self._buckets: dict[str, OwnerBucket] = {}
+        self._buckets: dict[str, LoadBucket] = {}
         self._counts: dict[str, int] = {}
+        self._sent: dict[str, SentLately] = {}
 
-    def observe(self, lane: int, owner: str, ms_per_s: float, now_s: float) -> OwnerBucket:
+    def observe(self, lane: int, owner: str, ms_per_s: float, now_s: float) -> LoadBucket:
         """Note a lane's owner and the rate it grants; returns the owner's bucket."""
         before, known_ms = self._lanes.get(lane, ("", 0.0))
         if before != owner:
@@ -126,7 +125,7 @@ class OwnerLoads:
             known_ms = 0.0
         bucket = self._buckets.get(owner)
         if bucket is None:
-            bucket = self._buckets[owner] = OwnerBucket()
+            bucket = self._buckets[owner] = LoadBucket(math.inf, OWNER_S)
         self._lanes[lane] = owner, ms_per_s
         new = before != owner
         bucket.set_rate(bucket.rate + ms_per_s - known_ms, now_s, ms_per_s * START_S if new else 0.0)
@@ -144,13 +143,13 @@ class OwnerLoads:
         else:
             del self._counts[owner], self._buckets[owner]
 
-    def lanes(self) -> list[int]:
-        """The lanes whose owner is known."""
-        return list(self._lanes)
-
-    def bucket(self, owner: str) -> OwnerBucket | None:
-        """The owner's bucket; None: it owns none of this trigger's lanes."""
-        return self._buckets.get(owner)
+    def sent(self, worker: str, now_s: float) -> SentLately:
+        """What was sent to a worker lately, whether or not it owns lanes of this trigger."""
+        found = self._sent.get(worker)
+        if found is None:
+            self._sent = {name: known for name, known in self._sent.items() if not known.over(now_s)}
+            found = self._sent[worker] = SentLately()
+        return found
 
 
 def stated_wait_ms(owner: Claim, now_s: float) -> float:

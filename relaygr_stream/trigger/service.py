@@ -195,7 +195,7 @@ class TriggerLanes:
             self.consumer.done,
             Refused(topics.pre_infer.name, producer),
             loads=loads,
-            delegation=Delegation(owners, loads) if policy.delegate else None,
+            delegation=Delegation(owners, loads, topics.lanes) if policy.delegate else None,
             log_decisions=settings.telemetry.log_level == "debug",
         )
         background.start(repeat(shared.policy.stale_ms / 1000 / SAMPLES_PER_STALE, self._sample_ages))

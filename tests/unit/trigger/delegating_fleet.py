@@ -25,7 +25,7 @@ TOKENS, TOKEN_MS, SCORE_MS = 195, 0.5, 2.5
 PREFILL_MS = TOKENS * TOKEN_MS
 SERVICE_MS = PREFILL_MS + SCORE_MS
 POLICY = Policy(risk_ms=5.0, stale_ms=1000.0, life_ms=2000.0, burst_ms=100.0, max_prefix_tokens=1000)
-MakeDelegation = Callable[[OwnerDirectory, OwnerLoads], Delegation]
+MakeDelegation = Callable[[OwnerDirectory, OwnerLoads, int], Delegation]
 
 
 @dataclass(eq=False)
@@ -126,9 +126,9 @@ class Books:
 
 
 class Fleet:
-    """`each` lanes a worker. make: the trigger's delegation; None: it delegates nothing."""
+    """`each` lanes a worker, divided among triggers. make: their delegation; None: they delegate nothing."""
 
-    def __init__(self, workers: int, each: int, make: MakeDelegation | None) -> None:
+    def __init__(self, workers: int, each: int, make: MakeDelegation | None, triggers: int = 1) -> None:
         self.now = 100.0
         self.books = Books()
         self.outcomes = self.books.outcomes
@@ -137,11 +137,12 @@ class Fleet:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self.owners = OwnerDirectory(3000.0, clock=lambda: self.now)
-        loads = OwnerLoads()
-        self.delegation = None if make is None else make(self.owners, loads)
+        count = workers * each
+        loads = [OwnerLoads() for _ in range(triggers)]
+        self.delegations = [None if make is None else make(self.owners, known, count) for known in loads]
         self.workers = [Worker(self, f"w{n}", list(range(n * each, (n + 1) * each))) for n in range(workers)]
         self.by_name = {worker.name: worker for worker in self.workers}
-        self.lanes = [LaneState(POLICY, 0, 60.0, self.now, lane, loads) for lane in range(workers * each)]
+        self.lanes = [LaneState(POLICY, 0, 60.0, self.now, lane, loads[lane % triggers]) for lane in range(count)]
         self.home = {lane: worker for worker in self.workers for lane in worker.lanes}
         for number, worker in enumerate(self.workers):
             self.after(number * STATUS_S / workers, partial(self.state, worker))
@@ -172,7 +173,13 @@ class Fleet:
         asked = event(0, str(number), rank_in_ms=head_start_s * 1e3)
         asked = msgspec.structs.replace(asked, prefix=PREFIX)
         found = decide(
-            asked, policy=POLICY, lane=state, owner=owner, age_ms=0.0, now_s=self.now, delegation=self.delegation
+            asked,
+            policy=POLICY,
+            lane=state,
+            owner=owner,
+            age_ms=0.0,
+            now_s=self.now,
+            delegation=self.delegations[lane % len(self.delegations)],
         )
         self.books.decisions[found.reason] += 1
         home, due_s = self.home[lane], self.now + head_start_s
