@@ -18,7 +18,8 @@ from typing import Any, Final
 import msgspec
 
 from relaygr_stream.settings.schema import Kafka
-from relaygr_stream.wire import headers, refusals, trigger_status
+from relaygr_stream.wire import erase, headers, refusals, trigger_status
+from relaygr_stream.wire.erase import Erase
 from relaygr_stream.wire.messages import Cancel, PreInferSignal, RankingRequest, RequestEvent, ScoreReply, WorkerStatus
 from relaygr_stream.wire.refusals import Refusals
 from relaygr_stream.wire.topic_files import load_topics
@@ -49,6 +50,7 @@ RECORDS: Final[dict[type[Any], tuple[str, dict[str, Any], list[str]]]] = {
         [headers.HEADER_CORRELATION],
     ),
     WorkerStatus: ("worker-status", _SIGNED, []),
+    Erase: ("worker-status", {headers.HEADER_KIND: {"const": erase.KIND}, **_SIGNED}, [headers.HEADER_KIND]),
     TriggerStatus: (
         "worker-status",
         {headers.HEADER_KIND: {"const": trigger_status.KIND}, **_SIGNED},

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
 import structlog
-from aiokafka.admin import AIOKafkaAdminClient, NewPartitions, NewTopic
+from aiokafka import TopicPartition
+from aiokafka.admin import AIOKafkaAdminClient, NewPartitions, NewTopic, RecordsToDelete
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
-from aiokafka.errors import NoError, TopicAlreadyExistsError, for_code
+from aiokafka.errors import KafkaError, NoError, TopicAlreadyExistsError, for_code
 
 from relaygr_stream.bus.aiokafka_compat import client_options, typed_errors
 from relaygr_stream.bus.probe import check_connection
@@ -32,6 +33,7 @@ __all__ = [
     "TopicRow",
     "TopicSet",
     "apply_topics",
+    "delete_before",
     "describe_topics",
     "lane_of",
     "load_topics",
@@ -102,6 +104,22 @@ async def verify_topics(kafka: Kafka, *, strict: bool = False, optional: Collect
             raise
         log.warning("topics differ from their files", detail=str(error))
     return rows
+
+
+async def delete_before(kafka: Kafka, topic: str, offsets: Mapping[int, int]) -> None:
+    """Delete the records of a topic's partitions below these offsets; partition → offset.
+
+    Raises BrokerError, also for a broker that deletes no records.
+    """
+    wanted = {TopicPartition(topic, partition): RecordsToDelete(offset) for partition, offset in offsets.items()}
+    async with _admin(kafka) as admin:
+        try:
+            await admin.delete_records(wanted)
+        except (KafkaError, OSError) as error:
+            raise BrokerError(
+                f"the broker does not delete records of {topic} ({type(error).__name__}: {error}); the embedded one "
+                f"cannot, Apache Kafka asks for the right Delete on the topic"
+            ) from error
 
 
 async def apply_topics(kafka: Kafka, *, alter: bool = False) -> TopicReport:

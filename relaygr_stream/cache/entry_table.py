@@ -36,6 +36,7 @@ class CacheCounters:
     loaded_bytes: int = 0
     distrusted: int = 0  # evicted from both tiers because an audit deviated or scores were not finite
     forgotten: int = 0  # evicted from DRAM to make room there
+    erased: int = 0  # evicted from both tiers because their user was erased
     copy_failures: int = 0
     no_room: int = 0  # HBM allocations that failed even after eviction
 

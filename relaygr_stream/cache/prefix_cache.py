@@ -205,6 +205,15 @@ class PrefixCache:
             self.evict(entry)
         return entry
 
+    def erase_users(self, names: Callable[[str], bool]) -> list[Entry]:
+        """Remove the entries of these users from both tiers, and return them. Those in use are freed by their last
+        holder, whose requests they still serve."""
+        found = [entry for user_id in self._table.users() if names(user_id) and (entry := self._table.get(user_id))]
+        for entry in found:
+            self.counters.erased += 1
+            self._table.retire(entry)
+        return found
+
     # ---- holding ----
 
     def pin(self, entry: Entry) -> None:

@@ -127,6 +127,42 @@ def show(settings: Settings, user: str, tenant: str, last: int) -> None:
         print_table(table)
 
 
+@history_command.command()
+@click.argument("user")
+@click.option("--tenant", default="", help="The user's tenant.")
+@click.option("--wait", default=15.0, show_default=True, type=click.FloatRange(0), help="Seconds to wait for workers.")
+@settings_options
+def erase(settings: Settings, user: str, tenant: str, wait: float) -> None:
+    """Remove a user: the history store, every worker's memory, the dead letters that name the user.
+
+    First stop asking for the user: a message that comes later brings prefix KV back. Workers confirm in their statuses.
+    Says which topics' retention still holds messages of the user. Exits 1 if a worker did not confirm, or dead letters
+    are left; run it again then.
+    """
+    from relaygr_stream.ops.erase import erase_from_fleet, retained
+    from relaygr_stream.telemetry.printable import printable
+
+    async def run() -> Any:
+        if settings.history.store:
+            async with _writable(settings) as store:
+                there = await store.erase(user, tenant)
+            click.echo("history store: erased" if there else "history store: it has no history of this user")
+        else:
+            click.echo("history store: none is set (history.store)")
+        return await erase_from_fleet(settings, user, tenant, wait)
+
+    done = asyncio.run(run())
+    click.echo(f"workers: {len(done.confirmed)} have dropped the user")
+    for name in done.unconfirmed:
+        click.echo(f"worker {printable(name)}: did not confirm within {wait:g} s; it may be older, or busy", err=True)
+    click.echo(f"dead letters: {done.letters} removed")
+    if done.letters_left:
+        click.echo(f"dead letters: could not be removed: {done.letters_left}", err=True)
+    click.echo("still held by the logs, if the user was asked for in that time:")
+    retained(settings, lambda topic, hours: click.echo(f"  {topic}: up to {hours:.3g} h (retention.ms)"))
+    sys.exit(not done.complete)
+
+
 def _values(key: str, data: bytes, at: int, rows: int) -> str:
     import numpy as np
 

@@ -311,6 +311,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     version: Label = ""  # of the package
     lag: int = 0  # unread records of its lanes
     delegated_bytes: int = 0  # room for prefix KV that it computes on other workers' behalf
+    erased: Annotated[tuple[Id, ...], Meta(max_length=64)] | UnsetType = UNSET  # newest erasures carried out (erase.py)
 
     def validate(self) -> None:
         """Does nothing: every value of the right type is a valid status."""

@@ -16,6 +16,7 @@ from relaygr_stream.cache.entry import Entry
 from relaygr_stream.cache.transit import TransitCommand
 from relaygr_stream.models.api import KVRegion, Tokens
 from relaygr_stream.wire.behaviours import Behaviours
+from relaygr_stream.wire.erase import Erase
 from relaygr_stream.wire.features import Values
 from relaygr_stream.wire.history import HistoryReference
 from relaygr_stream.wire.messages import Outcome, Status, tenant_key
@@ -171,6 +172,12 @@ class Cancel(NamedTuple):
     request_key: str
 
 
+class EraseUser(NamedTuple):
+    """Drop this user's prefix KV in both tiers, with its pins. Returns the number of entries."""
+
+    erase: Erase
+
+
 class LanesLost(NamedTuple):
     """Other workers own these lanes now: what is pinned for their requests is released."""
 
@@ -184,4 +191,4 @@ class Query(NamedTuple):
 
 
 #: What Scheduler.handle takes.
-Command = Rank | Prefill | Cancel | LanesLost | Query | TransitCommand
+Command = Rank | Prefill | Cancel | EraseUser | LanesLost | Query | TransitCommand

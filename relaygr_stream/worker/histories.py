@@ -114,11 +114,20 @@ class Histories:
             reading = self._reading[key] = asyncio.create_task(self._read(user_id, tenant, reference, until))
             reading.add_done_callback(lambda task: self._over(key, task))
         async with asyncio.timeout(until - monotonic()):
-            return await asyncio.shield(reading)
+            await asyncio.wait({reading})
+        if reading.cancelled():
+            raise HistoryUnavailable("the user was erased while the history was read")
+        return reading.result()
 
-    def erase(self, user_id: str, tenant: str = "") -> bool:
-        """Drop what is kept of a user."""
-        return self._drop(tenant_key(tenant, user_id))
+    def erase(self, names: Callable[[str], bool]) -> bool:
+        """Drop what is kept of a user, and end reads of it; False: nothing was kept. names(user_key): whether it is."""
+        for (user, _, _), reading in self._reading.items():
+            if names(user):
+                reading.cancel()
+        named = [user for user in self._kept if names(user)]
+        for user in named:
+            self._drop(user)
+        return bool(named)
 
     async def close(self) -> None:
         """End the reads under way, and disconnect."""
@@ -282,6 +291,10 @@ class Resolver:
             self._signal_tokens[task.lane].append(reference.length)
         self._background.start(self._fetch(self._histories, command))
         return None
+
+    def erase(self, names: Callable[[str], bool]) -> bool:
+        """Drop the histories kept of a user."""
+        return self._histories is not None and self._histories.erase(names)
 
     def signal_tokens(self, lane: int) -> list[int]:
         """The prefix lengths of a lane's signals that wait for their history: read, and not yet pinned."""

@@ -39,6 +39,7 @@ from relaygr_stream.models.relative import is_relative
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.background import Background
 from relaygr_stream.telemetry.process import ProcessContext
+from relaygr_stream.wire.erase import Erase
 from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.headers import KIND_CANCEL, KIND_DELEGATED
 from relaygr_stream.wire.messages import kind_of
@@ -48,7 +49,16 @@ from relaygr_stream.wire.refusals import Reasons
 from relaygr_stream.wire.worker_status import StatusReader
 from relaygr_stream.worker.audit import AuditReport
 from relaygr_stream.worker.build import Held, WorkerRuntime, build
-from relaygr_stream.worker.commands import DELEGATED_LANE, Answer, Cancel, LanesLost, Prefill, Rank, RankTask
+from relaygr_stream.worker.commands import (
+    DELEGATED_LANE,
+    Answer,
+    Cancel,
+    EraseUser,
+    LanesLost,
+    Prefill,
+    Rank,
+    RankTask,
+)
 from relaygr_stream.worker.device import DeviceThread
 from relaygr_stream.worker.forwarding import Forwarding
 from relaygr_stream.worker.histories import Histories, HistoryMetrics, Resolver
@@ -258,6 +268,7 @@ class Worker:
             self._consumer,
             lambda: "" if self._handover is None else self._handover.address,
             self._fetching_bytes,
+            self._erase,
             self._background,
         )
 
@@ -444,6 +455,12 @@ class Worker:
         """HBM bytes of signals that were read and wait for their history: a status counts them as pinned."""
         context = schema_of(self._runtime.model).context_tokens
         return sum(self._runtime.cache.nbytes(context + tokens) for tokens in self._resolver.signal_tokens(lane))
+
+    async def _erase(self, erase: Erase) -> None:
+        """Drop a user from this worker: kept histories, both tiers, pins."""
+        self._resolver.erase(erase.names)
+        entries = await self._device.ask(EraseUser(erase))
+        log.info("a user was erased", erase=erase.id, entries=entries)
 
     def _on_crashed(self, record: Record) -> None:
         """Dead-letter a ranking at which so many workers ended: no worker runs it again."""

@@ -18,6 +18,7 @@ import msgspec
 from relaygr_stream.cache.entry import Entry
 from relaygr_stream.cache.prefix_cache import PrefixCache
 from relaygr_stream.errors import CacheCorruption, DeviceError
+from relaygr_stream.wire.erase import Erase
 from relaygr_stream.wire.messages import MISSES
 from relaygr_stream.worker.admission import Admission
 from relaygr_stream.worker.audit import Auditor
@@ -28,6 +29,7 @@ from relaygr_stream.worker.commands import (
     Answer,
     Cancel,
     Command,
+    EraseUser,
     LanesLost,
     Prefill,
     PrefillJob,
@@ -132,8 +134,9 @@ class Scheduler:
         )  # fmt: skip
 
     def handle(self, command: Command, now: float) -> object:
-        """Take a command. Returns what it asks for: a Snapshot for a Query, for the cache's transit what Transit.handle
-        says; None for the others. Rankings that are refused at once are answered here."""
+        """Take a command. Returns what it asks for: a Snapshot for a Query, the number of entries for an EraseUser, for
+        the cache's transit what Transit.handle says; None for the others. Rankings that are refused at once
+        are answered here."""
         if isinstance(command, Rank):
             task = command.task
             self.demand.ask(task.lane, self.cache.nbytes(len(task.tokens)), now)
@@ -145,6 +148,8 @@ class Scheduler:
             self.signals.enqueue(command.task, now)
         elif isinstance(command, Cancel):
             self._cancel(command.request_key, now)
+        elif isinstance(command, EraseUser):
+            return self._erase(command.erase)
         elif isinstance(command, LanesLost):
             self.pins.release_lanes(command.lanes)
             self.demand.lanes_lost(command.lanes)
@@ -296,6 +301,14 @@ class Scheduler:
                 self.rankings.again(task)
         if entry.failed:
             self.pins.release_entry(entry)
+
+    def _erase(self, erase: Erase) -> int:
+        """Rankings of the user that are on their way keep what they hold until they are answered."""
+        entries = self.cache.erase_users(erase.names)
+        for entry in entries:
+            self.pins.release_entry(entry)
+        self.warm_up.erase(erase.names)
+        return len(entries)
 
     def _evict_deviating(self) -> None:
         """What an audit found to deviate serves no one any more: its admitted rankings will run in full."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from importlib.metadata import version
 from types import TracebackType
 from typing import Final, Self
@@ -23,8 +25,10 @@ from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.background import Background
 from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.telemetry.printable import printable
+from relaygr_stream.wire.erase import KIND as ERASE
+from relaygr_stream.wire.erase import Erase, read_erase
 from relaygr_stream.wire.fleet import OwnerDirectory
-from relaygr_stream.wire.messages import State, WorkerStatus, encode
+from relaygr_stream.wire.messages import State, WorkerStatus, encode, kind_of
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.worker_status import HEADER_INCARNATION, StatusReader
 from relaygr_stream.worker.build import WorkerRuntime
@@ -42,13 +46,16 @@ VERSION: Final = version("relaygr-stream")
 SNAPSHOT_S: Final = 1.0
 #: A last status takes milliseconds; without a broker no one reads it, and stopping must not wait for one.
 ANNOUNCE_S: Final = 1.0
+#: Erasures carried out that a status lists: whoever asked for one waits seconds for it.
+ERASED_STATED: Final = 16
 
 
 class StatusReporter:
     """Publishes WorkerStatus and keeps the metrics current, as an async context; a failure is told to `background`.
 
     consumer: whose lanes are stated. peers: takes what the workers state from now on, ourselves included. handover():
-    HOST:PORT of our hand-over, or "".
+    HOST:PORT of our hand-over, or "". fetching(lane): bytes of signals that were read and wait for their history.
+    on_erase: carries out a request to erase a user.
     """
 
     def __init__(
@@ -65,6 +72,7 @@ class StatusReporter:
         consumer: LaneConsumer,
         handover: Callable[[], str],
         fetching: Callable[[int], int],
+        on_erase: Callable[[Erase], Awaitable[None]],
         background: Background,
     ) -> None:
         self._background = background
@@ -72,6 +80,8 @@ class StatusReporter:
         self._peers = peers
         self._handover = handover
         self._fetching = fetching
+        self._on_erase = on_erase
+        self._erased: deque[str] = deque(maxlen=ERASED_STATED)
         self._topics = topics
         self._name = name
         self._incarnation = 0  # until the statuses that were there before us are read
@@ -176,7 +186,9 @@ class StatusReporter:
         self._sent_ms = max(int(time.time() * 1e3), self._sent_ms + 1)
         status = self._statements.status(identity, self._state, now, positions, time.monotonic(), self._sent_ms)
         counters = {**status.counters, **self._metrics.answered}
-        return msgspec.structs.replace(status, counters=counters, lag=sum(self.lag.values()), version=VERSION)
+        erased = tuple(self._erased) or msgspec.UNSET
+        lag = sum(self.lag.values())
+        return msgspec.structs.replace(status, counters=counters, lag=lag, version=VERSION, erased=erased)
 
     def _export(self, now: Snapshot, lanes: int) -> None:
         metrics = self._metrics
@@ -217,11 +229,32 @@ class StatusReporter:
         metrics.queue_seconds.set(now.queue_ms / 1e3)
         metrics.lanes.set(lanes)
 
+    def _take_erase(self, record: Record) -> None:
+        try:
+            erase = read_erase(record, self._reader)
+        except DecodeError as error:
+            self._metrics.statuses_unsigned.inc()
+            limited(log.warning, "erase")("a request to erase a user is refused", detail=str(error))
+            return
+        if erase is not None:
+            self._background.start(self._carry_out(erase))
+
+    async def _carry_out(self, erase: Erase) -> None:
+        try:
+            await self._on_erase(erase)
+        except DeviceError:  # the process ends, and what it held with it
+            return
+        self._erased.append(erase.id)
+        with suppress(BrokerError, DeviceError, TimeoutError):  # then the next status says so
+            await self._publish()
+
     def _on_statuses(self, records: list[Record]) -> None:
         """Two processes of one name: the later incarnation serves, the earlier gives way once it does."""
         if self._incarnation:  # what was there before us may be of any age
             self._peers.on_records(records)
         for record in records:
+            if self._incarnation and kind_of(record.headers) == ERASE:  # one from before us: we have nothing yet
+                self._take_erase(record)
             if record.key != self._name.encode():
                 continue
             try:

@@ -9,6 +9,7 @@ for it. It is not pinned: it may be evicted at once.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -105,6 +106,12 @@ class WarmUp:
                 self._warmed[expected.user_id] = None
                 return True
         return False
+
+    def erase(self, names: Callable[[str], bool]) -> None:
+        """Forget when these users came."""
+        for user_id in [each for each in self._users if names(each)]:
+            del self._users[user_id]
+            self._drop(user_id)
 
     def _drop(self, user_id: str) -> None:
         expected = self._expected.pop(user_id, None)

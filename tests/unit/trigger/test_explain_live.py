@@ -58,4 +58,4 @@ def test_a_delegated_request_is_explained_with_the_running_triggers_delegate() -
         shadow.on_signals([record(encode_refusals([told]), number, KIND)])
     rows = shadow.explanations()
     assert {(row.reason, row.delegate, row.signalled) for row in rows} == {("delegated", "w3", True)}
-    assert "delegated to w3" in "".join(as_table(rows).columns[-2].cells)
+    assert list(as_table(rows).columns[-2].cells) == ["delegated to w3"] * 20

@@ -1,0 +1,174 @@
+"""Removes a user everywhere: the history store, both tiers of every worker, the dead letters that name the user.
+
+    store ─► every worker (wire/erase.py), until each has said so ─► dead letters ─► what the lanes' logs still hold
+
+In this order: a worker that reads the history once more finds none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+import msgpack
+
+from relaygr_stream.bus.producer import Producer
+from relaygr_stream.bus.tail import TopicTail
+from relaygr_stream.bus.topics import TopicRow, delete_before, load_topics, verify_topics
+from relaygr_stream.errors import BrokerError, DecodeError
+from relaygr_stream.settings.schema import Kafka, Settings
+from relaygr_stream.wire.erase import KEY_PREFIX, KIND, Erase, encode_erase, user_mark
+from relaygr_stream.wire.messages import HEADER_KIND, HEADER_REASON, HEADER_REPLAY_OF, WorkerStatus, tenant_key
+from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.worker_status import StatusReader
+
+#: Statuses that a living worker has sent by then, and after which the fleet counts as known.
+PERIODS: Final = 4
+#: Least time to listen for workers, in seconds: a tail that wakes late, a busy broker.
+LISTEN_S: Final = 2.0
+
+
+@dataclass
+class Erased:
+    """What was done. unconfirmed: living workers that did not say so in time; letters_left: why letters are left."""
+
+    confirmed: list[str] = field(default_factory=list)
+    unconfirmed: list[str] = field(default_factory=list)
+    letters: int = 0
+    letters_left: str = ""
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing is left but what the logs hold."""
+        return not self.unconfirmed and not self.letters_left
+
+
+async def erase_from_fleet(settings: Settings, user_id: str, tenant: str, wait_s: float) -> Erased:
+    """Have every worker drop the user, then remove the dead letters. wait_s: how long to wait for the workers.
+
+    Raises BrokerError, TopicError, ConfigError.
+    """
+    rows = {row.topic.name: row for row in await verify_topics(settings.kafka)}
+    done = Erased()
+    await _ask_workers(settings, tenant_key(tenant, user_id), wait_s, done)
+    try:
+        done.letters = await _remove_letters(settings.kafka, rows, user_id, tenant)
+    except BrokerError as error:
+        done.letters_left = str(error)
+    return done
+
+
+async def _ask_workers(settings: Settings, user_key: str, wait_s: float, done: Erased) -> None:
+    topics = load_topics(settings.kafka)
+    reader, topic = StatusReader.of(settings, topics), topics.worker_status.name
+    await reader.prepare()
+    living: dict[str, WorkerStatus] = {}
+
+    def on_records(records: list[Record]) -> None:
+        for record in records:
+            try:
+                status = reader.read(record)
+            except DecodeError:
+                continue
+            if isinstance(status, WorkerStatus):
+                living[status.name] = status
+                if status.state == "stopped":
+                    del living[status.name]
+
+    erase_id = secrets.token_hex(16)
+    key = (KEY_PREFIX + erase_id).encode()
+    kind = [(HEADER_KIND, KIND.encode())]
+
+    async def send(producer: Producer, value: bytes | None) -> None:
+        signed = kind if reader.signer is None else reader.signer.sign(topic, key, value, kind)
+        await producer.send_and_wait(topic, value, key=key, headers=signed)
+
+    def has_confirmed(status: WorkerStatus) -> bool:
+        return erase_id in (status.erased or ())
+
+    erase = Erase(id=erase_id, user=user_mark(erase_id, user_key), sent_ms=int(time.time() * 1e3))
+    async with (
+        TopicTail(settings.kafka, topic, [0], "latest", on_records),
+        Producer(settings.kafka, client_id="relaygr-erase") as producer,
+    ):
+        await send(producer, encode_erase(erase))
+        known = max(LISTEN_S, PERIODS * settings.worker.status_interval_ms / 1e3)
+        started = time.monotonic()
+        while (waited := time.monotonic() - started) < max(wait_s, known):
+            if waited >= known and all(map(has_confirmed, living.values())):
+                break
+            await asyncio.sleep(0.05)
+        await send(producer, None)
+    done.confirmed = sorted(name for name, status in living.items() if has_confirmed(status))
+    done.unconfirmed = sorted(living.keys() - set(done.confirmed))
+
+
+# ---- dead letters ----
+
+
+async def _remove_letters(kafka: Kafka, rows: dict[str, TopicRow], user_id: str, tenant: str) -> int:
+    """Remove the user's dead letters, and return their number.
+
+    A log loses its beginning only. So the others' letters before the user's last one are written anew, at its end, and
+    everything up to that last one is deleted. They get new addresses; markers of replays follow them.
+    """
+    topic = load_topics(kafka).dead_letter
+    found = rows[topic.name].found
+    assert found is not None  # verified
+    records: list[Record] = []
+    async with TopicTail(kafka, topic.name, range(found.partitions), "earliest", records.extend):
+        pass
+    his = [record for record in records if names_user(record, user_id, tenant)]
+    last = {lane: max(each.offset for each in his if each.lane == lane) for lane in {each.lane for each in his}}
+    if not last:
+        return 0
+    await delete_before(kafka, topic.name, dict.fromkeys(last, 0))  # deletes nothing: can this broker delete records?
+    kept = [each for each in records if each not in his and each.offset < last.get(each.lane, -1)]
+    async with Producer(kafka, client_id="relaygr-erase", max_bytes=topic.max_message_bytes) as producer:
+        await _write_anew(producer, topic.name, kept)
+    await delete_before(kafka, topic.name, {lane: offset + 1 for lane, offset in last.items()})
+    return len(his)
+
+
+async def _write_anew(producer: Producer, topic: str, records: Iterable[Record]) -> None:
+    moved: dict[bytes, bytes] = {}  # PARTITION:OFFSET of letters, for the markers that name them
+    for record in records:
+        headers = [
+            (name, moved.get(value, value) if name == HEADER_REPLAY_OF and value else value or b"")
+            for name, value in record.headers
+        ]
+        at = await producer.send_and_wait(topic, record.value, key=record.key, partition=record.lane, headers=headers)
+        moved[f"{record.lane}:{record.offset}".encode()] = f"{record.lane}:{at}".encode()
+
+
+def names_user(record: Record, user_id: str, tenant: str) -> bool:
+    """Whether a dead letter, or the marker of a replay, names this user: its key, or the message in it.
+
+    A letter without its message names no tenant: the user id alone counts.
+    """
+    headers = dict(record.headers)
+    stated = _stated(record.value) if HEADER_REASON in headers else None
+    if stated is not None:
+        return stated == (user_id, tenant)
+    return record.key == user_id.encode()
+
+
+def _stated(value: bytes | None) -> tuple[str, str] | None:
+    """User and tenant in a message, if it can be read so far."""
+    try:
+        fields = msgpack.unpackb(value or b"", strict_map_key=False)
+        user, tenant = fields["user_id"], fields.get("tenant", "")
+    except Exception:  # hostile bytes: msgpack raises ValueError, its own errors, RecursionError
+        return None
+    return (user, tenant) if isinstance(user, str) and isinstance(tenant, str) else None
+
+
+def retained(settings: Settings, report: Callable[[str, float], None]) -> None:
+    """Report each topic whose messages name users, and the hours for which its file keeps them."""
+    topics = load_topics(settings.kafka)
+    for topic in (topics.retrieval, topics.pre_infer, topics.ranking):
+        report(topic.name, topic.retention_ms / 3.6e6)

@@ -1,0 +1,175 @@
+"""A user is removed everywhere, and nobody else is: the store, a real worker's memory, the dead letters."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+
+from relaygr_stream.cli.main import main
+from relaygr_stream.errors import DecodeError
+from relaygr_stream.history.sqlite_store import SqliteStore
+from relaygr_stream.ops.dead_letters.replay import read_letters
+from relaygr_stream.ops.erase import erase_from_fleet, names_user
+from relaygr_stream.settings.schema import Handover, Kafka, Settings
+from relaygr_stream.wire.erase import KEY_PREFIX, KIND, Erase, encode_erase, read_erase, user_mark
+from relaygr_stream.wire.messages import (
+    HEADER_KIND,
+    HEADER_ORIGIN_TOPIC,
+    HEADER_REASON,
+    HEADER_REPLAY_OF,
+    Behaviours,
+    RequestEvent,
+    encode,
+    tenant_key,
+)
+from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.signature import Signer
+from relaygr_stream.wire.worker_status import StatusReader
+from tests.unit.worker.services import Peer, history, now_ms, worker_on
+from tests.unit.worker.test_service_histories import rank, settings_with, signal, sqlite
+from tests.waiting import until
+
+SECRET = "a secret of sixteen characters"
+
+
+async def test_every_worker_drops_the_user_and_says_so(embedded_settings: Kafka, tmp_path: Path) -> None:
+    settings = settings_with(embedded_settings, sqlite(tmp_path))
+    settings = msgspec.structs.replace(settings, handover=Handover(secret=SECRET))
+    store = SqliteStore(tmp_path / "histories", 20.0)
+    async with Peer(embedded_settings) as peer, worker_on(settings) as w:
+        users = ("ann", "bob")
+        references = {user: await store.replace(user, "", history(user, 60)) for user in users}
+        for user in users:
+            await signal(peer, f"r-{user}", user, references[user])
+            assert (await peer.reply(await rank(peer, f"r-{user}", user, references[user]))).status == "ok"
+        await peer.reply(await peer.rank("mine", "ann", 50, tenant="shop"))
+        cache, histories = w.runtime.scheduler.cache, w.worker._resolver._histories
+        assert histories is not None
+        assert cache.entries == 3
+        assert await store.erase("ann")
+        done = await erase_from_fleet(settings, "ann", "", 20.0)
+        assert (done.confirmed, done.unconfirmed, done.complete) == (["w1"], [], True)
+        assert sorted(cache._table.users()) == ["bob", tenant_key("shop", "ann")]
+        assert histories.known("ann", "", references["ann"]) is None
+        assert histories.known("bob", "", references["bob"]) is not None
+        failed = await peer.reply(await rank(peer, "again", "ann", references["ann"]))
+        assert failed.status == "failed"
+        # Whoever has not the secret erases nobody.
+        mallory = msgspec.structs.replace(settings, handover=Handover())
+        refused = await erase_from_fleet(mallory, "bob", "", 1.0)
+        assert refused.unconfirmed == ["w1"]
+        await until(lambda: w.total("statuses_unsigned") > 0)
+        assert "bob" in cache._table.users()
+        w.runtime.scheduler.check_integrity()
+    await store.close()
+
+
+async def test_a_ranking_on_its_way_is_answered_and_leaves_nothing(embedded_settings: Kafka, tmp_path: Path) -> None:
+    settings = settings_with(embedded_settings, sqlite(tmp_path))
+    async with Peer(embedded_settings) as peer, worker_on(settings) as w:
+        w.model.hang = True
+        ranking = await peer.rank("r", "ann", 60)
+        await until(lambda: len(w.runtime.scheduler.rankings))
+        erasing = asyncio.create_task(erase_from_fleet(settings, "ann", "", 20.0))
+        await asyncio.sleep(0.3)
+        w.model.hang = False
+        assert (await erasing).confirmed == ["w1"]
+        assert (await peer.reply(ranking)).status == "ok"
+        await until(lambda: w.runtime.scheduler.cache.entries == 0)
+        w.runtime.scheduler.check_integrity()
+
+
+def letter(user: str, *, tenant: str = "", value: bool = False) -> dict[str, Any]:
+    message = RequestEvent(request_id="r", user_id=user, prefix=Behaviours(), candidates=1, tenant=tenant)
+    headers = [(HEADER_REASON, b"invalid"), (HEADER_ORIGIN_TOPIC, b"x.retrieval")]
+    return {"value": encode(message) if value else b"", "key": user.encode(), "headers": headers}
+
+
+async def test_dead_letters_of_the_user_go_and_those_of_others_stay(
+    request: pytest.FixtureRequest, kafka_settings: Kafka
+) -> None:
+    settings = Settings(kafka=kafka_settings)
+    async with Peer(kafka_settings) as peer:
+        topic = peer.topics.dead_letter.name
+        written = [
+            letter("bob"),
+            letter("ann", value=True),
+            letter("cid", value=True),
+            {"value": b"", "key": b"bob", "headers": [(HEADER_REPLAY_OF, b"0:0")]},
+            letter("ann", tenant="shop", value=True),
+            letter("ann"),
+            letter("dan"),
+        ]
+        for each in written:
+            await peer.producer.send_and_wait(topic, **each)
+        before = await read_letters(kafka_settings)
+        assert [each.key for each in before if each.replayed] == [b"bob"]
+        done = await erase_from_fleet(settings, "ann", "", 0.0)
+        if "embedded" in request.node.name:  # it deletes no records, and nothing has changed
+            assert "does not delete records" in done.letters_left
+            assert not done.complete
+            assert len(await read_letters(kafka_settings)) == len(before)
+            return
+        assert (done.letters, done.letters_left) == (2, "")
+        left = await read_letters(kafka_settings)
+        assert sorted(each.key or b"" for each in left) == [b"ann", b"bob", b"cid", b"dan"]
+        assert [each.key for each in left if each.replayed] == [b"bob"]
+        assert {each.key: each.value for each in left}[b"cid"] == written[2]["value"]
+        assert (await erase_from_fleet(settings, "nobody", "", 0.0)).letters == 0
+
+
+@pytest.mark.parametrize(
+    ("written", "user", "named"),
+    [
+        (letter("ann"), ("ann", ""), True),
+        (letter("ann"), ("ann", "shop"), True),
+        (letter("ann", value=True), ("ann", "shop"), False),
+        (letter("ann", tenant="shop", value=True), ("ann", "shop"), True),
+        (letter("bob"), ("ann", ""), False),
+        ({"value": b"\xc1", "key": b"ann", "headers": [(HEADER_REASON, b"malformed")]}, ("ann", ""), True),
+        ({"value": b"\x92\x01\x02", "key": None, "headers": [(HEADER_REASON, b"malformed")]}, ("ann", ""), False),
+    ],
+)
+def test_who_a_dead_letter_names(written: dict[str, Any], user: tuple[str, str], named: bool) -> None:
+    record = Record("d", 0, 0, 0, written["key"], written["value"], tuple(written["headers"]))
+    assert names_user(record, *user) is named
+
+
+def test_a_request_to_erase_is_signed_fresh_and_names_nobody_in_clear() -> None:
+    signer = Signer(SECRET)
+    reader = StatusReader(signer=signer)
+    asked = Erase(id="0" * 32, user=user_mark("0" * 32, "ann"), sent_ms=now_ms())
+
+    def record(erase: Erase, signed: bool = True) -> Record:
+        key, value, headers = (KEY_PREFIX + erase.id).encode(), encode_erase(erase), [(HEADER_KIND, KIND.encode())]
+        headers = signer.sign("t", key, value, headers) if signed else headers
+        return Record("t", 0, 0, 0, key, value, tuple(headers))
+
+    assert read_erase(record(asked), reader) == asked
+    assert asked.names("ann")
+    assert not asked.names("bob")
+    assert b"ann" not in encode_erase(asked)
+    for forged in (record(asked, signed=False), record(msgspec.structs.replace(asked, sent_ms=now_ms() - 120_000))):
+        with pytest.raises(DecodeError, match="unsigned"):
+            read_erase(forged, reader)
+
+
+async def test_the_command_says_what_it_did_and_what_the_logs_hold(embedded_settings: Kafka, tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "histories", 20.0)
+    await store.replace("ann", "", history("ann", 60))
+    async with Peer(embedded_settings):
+        flags = {"history.store": sqlite(tmp_path), "kafka.prefix": embedded_settings.prefix, "kafka.partitions": "8"}
+        given = [f"--set={name}={value}" for name, value in flags.items()]
+        arguments = ["history", "erase", "ann", "--wait", "0", *given, "--bootstrap", embedded_settings.bootstrap]
+        done = await asyncio.to_thread(CliRunner().invoke, main, arguments)
+        assert done.exit_code == 0, done.output
+        assert "history store: erased" in done.output
+        assert "workers: 0 have dropped the user" in done.output
+        assert "ranking: up to" in done.output
+    assert await store.reference("ann") is None
+    await store.close()
