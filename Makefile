@@ -30,7 +30,7 @@ export TRITON_CACHE_DIR := $(CURDIR)/.cache/triton
 export NO_MKDOCS_2_WARNING := true
 
 .PHONY: help setup demo test test-stack test-repeat test-kafka test-faults test-long test-device mutants recoveries check docs format lock clean soak fuzz example-movielens demo-checkpoint
-.PHONY: bench-cache bench-delegation bench-engine bench-features bench-forwarding bench-gateway bench-handover bench-models bench-peers bench-scheduler bench-simulate bench-slo bench-trigger bench-vllm
+.PHONY: bench-cache bench-delegation bench-engine bench-features bench-forwarding bench-gateway bench-handover bench-history bench-models bench-peers bench-scheduler bench-simulate bench-slo bench-trigger bench-vllm
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -145,6 +145,9 @@ bench-gateway: $(STAMP) ## what the gateway adds to a ranking at 100 requests/s,
 
 bench-handover: $(STAMP) ## a planned scale-out with and without hand-over: hits, delays, bytes (2 minutes; CHECK=1 judges)
 	$(BIN)/python benchmarks/handover.py
+
+bench-history: $(STAMP) ## histories by reference: bytes, a trigger's events a second, a ranking's time and hits (3 minutes; CHECK=1 judges)
+	$(BIN)/python benchmarks/history.py $(ARGS)
 
 bench-slo: $(STAMP) ## how much longer, how much more at the same P99: table, JSON, HTML (3 minutes; CHECK=1 judges)
 	$(BIN)/relaygr bench slo $(ARGS)

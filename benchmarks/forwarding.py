@@ -21,7 +21,7 @@ import os
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -50,6 +50,9 @@ TIMEOUT_S = 10 * SERVICE_MS / 1e3
 #: Workers refuse nothing before they have compared twenty predictions of each kind with what came of them.
 WARM_S = 8.0
 LOAD = 2.0
+WARM_RATE = 0.5 * CAPACITY_PER_S * len(WORKERS)
+HOT_RATE, BUSY_RATE = LOAD * CAPACITY_PER_S, LOAD * CAPACITY_PER_S * len(WORKERS)
+PAUSE_S = 2 * TIMEOUT_S
 TARGET = 0.95
 #: Two runs of one overload differ by as much: Poisson arrivals of some hundred requests.
 NOISE = 0.05
@@ -115,17 +118,21 @@ def settings(kafka: Kafka, forward: bool) -> Settings:
     )
 
 
-async def load(client: RelayClient, name: str, rate: float, seconds: float, lanes: list[int], seed: int) -> Load:
-    """Poisson arrivals on these lanes, each its share; every request is a new user's."""
-    random = np.random.default_rng(seed)
-    result, calls = Load(), []
-    begin, at, number = time.monotonic(), 0.0, 0
+def arrivals(rate: float, seconds: float, lanes: list[int], seed: int) -> Iterator[tuple[float, int, np.ndarray]]:
+    """Poisson times, lanes and item ids; each lane has its share."""
+    random, at = np.random.default_rng(seed), 0.0
     while (at := at + random.exponential(1 / rate)) < seconds:
-        lane = lanes[random.integers(len(lanes))]
+        yield at, lanes[random.integers(len(lanes))], random.integers(0, ITEMS, TOKENS)
+
+
+async def load(client: RelayClient, name: str, rate: float, seconds: float, lanes: list[int], seed: int) -> Load:
+    """Every request is a new user's."""
+    result, calls = Load(), []
+    begin, number = time.monotonic(), 0
+    for at, lane, items in arrivals(rate, seconds, lanes, seed):
         while lane_of(user := f"{name}-{number}", LANES) != lane:
             number += 1
         number += 1
-        items = random.integers(0, ITEMS, TOKENS)
         await asyncio.sleep(max(0.0, begin + at - time.monotonic()))
         calls.append(asyncio.create_task(rank(client, user, items, result)))
     await asyncio.gather(*calls)
@@ -178,10 +185,10 @@ async def run(kafka: Kafka, forward: bool, seconds: float, folder: Path) -> tupl
             await asyncio.gather(*(child.wait_ready() for child in children))
             await lanes.shared_out.wait()
             everywhere = list(range(LANES))
-            await load(client, "warm", 0.5 * CAPACITY_PER_S * len(WORKERS), WARM_S, everywhere, seed=1)
-            hot = await load(client, "hot", LOAD * CAPACITY_PER_S, seconds, [lanes.of[WORKERS[0]][0]], seed=2)
-            await asyncio.sleep(2 * TIMEOUT_S)
-            busy = await load(client, "busy", LOAD * CAPACITY_PER_S * len(WORKERS), seconds, everywhere, seed=3)
+            await load(client, "warm", WARM_RATE, WARM_S, everywhere, seed=1)
+            hot = await load(client, "hot", HOT_RATE, seconds, [lanes.of[WORKERS[0]][0]], seed=2)
+            await asyncio.sleep(PAUSE_S)
+            busy = await load(client, "busy", BUSY_RATE, seconds, everywhere, seed=3)
     finally:
         await stop_all(children)
     return hot, busy, hops
@@ -199,13 +206,13 @@ def show(name: str, forward: bool, one: Load) -> None:
     )
 
 
-async def main(seconds: float) -> list[str]:
-    """Run, print, return the targets missed."""
+async def both(seconds: float) -> tuple[dict[bool, tuple[Load, Load]], Hops]:
+    """Both loads with and without forwarding, printed."""
     print(
         f"capacity of a worker {CAPACITY_PER_S:.0f}/s, a request {SERVICE_MS:.0f} ms, timeout {TIMEOUT_S * 1e3:.0f} ms"
     )
     print("load  fwd    sent  in time  refused   p50 ms   p99 ms  refusal   device   answered by")
-    missed, loads = [], {}
+    loads = {}
     # The workers import forwarding_model, too.
     os.environ["PYTHONPATH"] = os.pathsep.join(
         [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -217,17 +224,26 @@ async def main(seconds: float) -> list[str]:
                 loads[forward] = hot, busy
                 for name, one in (("hot", hot), ("busy", busy)):
                     show(name, forward, one)
-                    if one.wrong:
-                        missed.append(f"{name}: {one.wrong} answers with wrong scores")
+    return loads, hops
+
+
+def stretched(loads: dict[bool, tuple[Load, Load]]) -> float:
+    """How much longer the devices' sleeps took than they should, at the worst load."""
+    return max(float(np.mean(each.device_ms)) for pair in loads.values() for each in pair) / SERVICE_MS
+
+
+async def main(seconds: float) -> list[str]:
+    """Run, print, return the targets missed."""
+    loads, hops = await both(seconds)
+    missed = [f"{one.wrong} answers with wrong scores" for pair in loads.values() for one in pair if one.wrong]
     print(
         f"forwards by hop {dict(sorted(hops.forwards.items()))}, most copies of one request {max(hops.copies.values())}"
     )
     (hot_off, busy_off), (hot_on, busy_on) = loads[False], loads[True]
     print(f"hot lane, answered in time: {hot_off.share:.1%} without, {hot_on.share:.1%} with forwarding")
     print(f"all busy, answered in time: {busy_off.share:.1%} without, {busy_on.share:.1%} with forwarding")
-    stretched = max(float(np.mean(each.device_ms)) for pair in loads.values() for each in pair) / SERVICE_MS
-    if stretched > DISTURBED:
-        return [f"not judged: the device's sleeps took {stretched:.1f} times as long as they should, others run here"]
+    if (longer := stretched(loads)) > DISTURBED:
+        return [f"not judged: the device's sleeps took {longer:.1f} times as long as they should, others run here"]
     if hot_on.share < TARGET:
         missed.append(f"hot lane: {hot_on.share:.1%} in time with forwarding, {TARGET:.0%} wanted")
     if busy_on.share < busy_off.share - NOISE:

@@ -2,7 +2,8 @@
 
 Truth: one real core with the real model on this machine's clock, under arrivals at wall-clock times, against the
 simulation of the same arrivals with costs fitted to the operations of that very run: what is judged is the simulation,
-not whether a shared machine is as fast now as a minute ago. Speed: a thousand workers.
+not whether a shared machine is as fast now as a minute ago. Forwarding: three real workers with a hot lane, and all of
+them overloaded, beside the same load simulated (simulate_forwarding.py). Speed: a thousand workers.
 With CHECK=1 in the environment it exits non-zero naming the targets missed.
 """
 
@@ -14,11 +15,13 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from simulate_forwarding import compare as forwarding
 from simulate_slo import compare
 from targets import end
 
@@ -44,6 +47,7 @@ from relaygr_stream.worker.turn import Submitted, take_turn
 #: Targets: the simulation's P99 and hit share are within this of the real core's, relative; and a thousand workers at
 #: RATE requests per second each simulate at least as fast as time passes.
 WITHIN = 0.15
+FORWARDING_S = 12.0
 WORKERS = 1000
 RATE = 2.0
 #: A model whose full inference of 1,024 tokens takes about half of the SLO on a 2-core machine, as the SLO bench's.
@@ -146,7 +150,7 @@ class LiveFleet(Fleet):
 
     def _make_worker(self, name: str, seed: int) -> SimulatedWorker:
         del seed  # nothing is drawn here
-        return LiveWorker(name, self._settings, self._answered)  # type: ignore[return-value]
+        return LiveWorker(name, self._settings, partial(self._answered, name))  # type: ignore[return-value]
 
     def _tokens(self, length: int) -> Tokens:
         return Tokens(self._histories[:, :length])
@@ -233,7 +237,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rate", type=float, default=15.0, help="requests per second of the validation")
     parser.add_argument("--seconds", type=float, default=40.0)
-    parser.add_argument("--only", choices=["truth", "speed"])
+    parser.add_argument("--only", choices=["truth", "forwarding", "speed"])
     parser.add_argument("--slo", type=Path, help="only: beside `relaygr bench slo`'s report.json")
     parser.add_argument("--costs", type=Path, help="with --slo: calibrated costs (default: calibrate now)")
     chosen = parser.parse_args()
@@ -242,9 +246,11 @@ def main() -> None:
     if chosen.slo is not None:
         missed = compare(chosen.slo, chosen.costs, WITHIN)
         chosen.only = "slo"
-    if chosen.only not in ("speed", "slo"):
+    if chosen.only in (None, "truth"):
         missed += validate("relay", chosen.rate, chosen.seconds, settings)
-    if chosen.only not in ("truth", "slo"):
+    if chosen.only in (None, "forwarding"):
+        missed += forwarding(FORWARDING_S, WITHIN)
+    if chosen.only in (None, "speed"):
         costs = calibrate(settings, 1024, 108, rounds=30)
         missed += speed(load_settings([]).settings, costs, 27.0)
     end(missed)

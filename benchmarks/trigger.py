@@ -1,5 +1,5 @@
-"""The trigger: how well costs are predicted, what a decision takes, what warm-up gains, how many events a second one
-process sustains.
+"""The trigger: how well costs are predicted, what a decision takes, how many events a second one process
+sustains.
 
 python benchmarks/trigger.py        prints the tables; with CHECK=1 exits non-zero naming the targets missed
 The last table runs the real `relaygr trigger` on Apache Kafka where KAFKA_HOME names one, else on the embedded broker.
@@ -16,7 +16,6 @@ import numpy as np
 from targets import end
 from trigger_costs import CASES, WARM_UP, in_hindsight, measure, predict
 from trigger_rate import Mix, Rate, measure_rates
-from trigger_warmup import table as warm_up
 
 from relaygr_stream.ops.brokers.local import BrokerKind
 from relaygr_stream.settings.schema import Settings
@@ -131,7 +130,7 @@ def rate() -> None:
 
 def main() -> None:
     logging.getLogger("aiokafka").setLevel(logging.CRITICAL)  # topics made a moment ago have no leaders yet
-    parts = {"costs": costs, "decision": decision, "warm_up": warm_up, "rate": rate}
+    parts = {"costs": costs, "decision": decision, "rate": rate}
     for name in sys.argv[1:] or parts:
         parts[name]()
     end(missed)

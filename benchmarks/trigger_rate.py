@@ -17,6 +17,7 @@ from typing import Final
 import numpy as np
 import uvloop
 from aiokafka import AIOKafkaConsumer, TopicPartition
+from msgspec import UNSET
 
 from relaygr_stream.bus.ages import LogEnds
 from relaygr_stream.bus.aiokafka_compat import client_options
@@ -25,9 +26,18 @@ from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.topics import TopicSet, apply_topics, load_topics
 from relaygr_stream.ops.brokers.local import BrokerKind, local_broker
 from relaygr_stream.ops.children import Child, settings_as_toml, stop_all
-from relaygr_stream.settings.schema import Kafka, Settings, Telemetry, Trigger
+from relaygr_stream.settings.schema import Kafka, Relay, Settings, Telemetry, Trigger
 from relaygr_stream.trigger.service import CHECK_CRCS
-from relaygr_stream.wire.messages import Behaviours, CostModel, LaneStatus, RequestEvent, WorkerStatus, encode
+from relaygr_stream.wire.messages import (
+    Behaviours,
+    CostModel,
+    HistoryReference,
+    LaneStatus,
+    RequestEvent,
+    WorkerStatus,
+    encode,
+    with_version,
+)
 
 LANES: Final = 16
 #: At risk or not is decided by the number of candidates alone, so that events of one size can be either.
@@ -45,6 +55,7 @@ class Mix:
     tokens: int
     admitted: float
     events: int
+    by_reference: bool = False  # events refer to the behaviours instead of having them
 
 
 @dataclass(frozen=True)
@@ -69,12 +80,12 @@ def on_core(core: int) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-def measure_rates(kind: BrokerKind, mixes: Sequence[Mix], show: Callable[[Rate], None]) -> None:
-    """One broker, one trigger process per mix; each is shown as soon as it was measured."""
-    uvloop.run(_measure(kind, mixes, show))
+def measure_rates(kind: BrokerKind, mixes: Sequence[Mix], show: Callable[[Rate], None], *, floor: bool = True) -> None:
+    """One broker, one trigger process per mix; each is shown as soon as it was measured. floor: measure it, too."""
+    uvloop.run(_measure(kind, mixes, show, floor))
 
 
-async def _measure(kind: BrokerKind, mixes: Sequence[Mix], show: Callable[[Rate], None]) -> None:
+async def _measure(kind: BrokerKind, mixes: Sequence[Mix], show: Callable[[Rate], None], floor: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
         with on_core(CORES[0]):  # inherited
             local = local_broker(kind, folder=Path(folder))
@@ -82,14 +93,15 @@ async def _measure(kind: BrokerKind, mixes: Sequence[Mix], show: Callable[[Rate]
         try:
             for number, mix in enumerate(mixes):
                 base = Kafka(prefix=f"rate{number}.", partitions=LANES)
-                show(await _measure_one(broker.kafka_settings(base), mix, Path(folder)))
+                show(await _measure_one(broker.kafka_settings(base), mix, Path(folder), floor))
         finally:
             await local.__aexit__(None, None, None)
 
 
-async def _measure_one(kafka: Kafka, mix: Mix, folder: Path) -> Rate:
+async def _measure_one(kafka: Kafka, mix: Mix, folder: Path, floor: bool) -> Rate:
     settings = Settings(
         kafka=kafka,
+        relay=Relay(max_prefix_tokens=max(Relay().max_prefix_tokens, mix.tokens)),
         # The log waits for the trigger here, so nothing in it may count as late.
         trigger=Trigger(stale_ms=3.6e6, load_burst_ms=3.6e6, max_status_age_ms=10_000),
         telemetry=Telemetry(log_format="json"),
@@ -109,6 +121,8 @@ async def _measure_one(kafka: Kafka, mix: Mix, folder: Path) -> Rate:
             await stop_all([child])
             owner.cancel()
             await asyncio.gather(owner, return_exceptions=True)
+    if not floor:
+        return Rate(mix, size, per_second, cpu_us, 0.0, 0.0)
     with on_core(CORES[-1]):
         floor_per_second, floor_cpu_us = await _read_only(kafka, topics, mix.events)
     return Rate(mix, size, per_second, cpu_us, floor_per_second, floor_cpu_us)
@@ -117,13 +131,18 @@ async def _measure_one(kafka: Kafka, mix: Mix, folder: Path) -> Rate:
 async def _publish(producer: Producer, topics: TopicSet, mix: Mix) -> int:
     """Fill the log; returns the size of an event."""
     prefix = Behaviours.of(np.arange(mix.tokens), np.zeros(mix.tokens, np.uint8), np.arange(mix.tokens))
+    reference = HistoryReference.of(prefix, 1, range(0, mix.tokens, 64)) if mix.by_reference else UNSET
     every = max(1, round(1 / mix.admitted)) if mix.admitted else mix.events + 1
     size = 0
     sent = []
     for number in range(mix.events):
         candidates = AT_RISK_CANDIDATES if number % every == every - 1 else 0
         event = RequestEvent(
-            request_id=f"request-{number:012d}", user_id=f"user-{number}", prefix=prefix, candidates=candidates
+            request_id=f"request-{number:012d}",
+            user_id=f"user-{number}",
+            prefix=Behaviours() if mix.by_reference else prefix,
+            candidates=candidates,
+            **with_version(reference),
         )
         value = encode(event)
         size = len(value)

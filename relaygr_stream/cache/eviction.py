@@ -70,10 +70,6 @@ class Evictor(Generic[K]):
         """The expected cost of evicting the entry, in ms × uses (see FadingFrequency)."""
         return self._policy.value(key)
 
-    def expected(self, key: K, cost_ms: float) -> float:
-        """The value that the entry would have at this cost if it were present."""
-        return self._policy.expected(key, cost_ms)
-
     def uses(self, key: K) -> float:
         """The entry's faded uses, present or remembered."""
         return self._policy.uses(key)

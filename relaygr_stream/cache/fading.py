@@ -180,12 +180,6 @@ class FadingFrequency(Generic[K]):
         held = self._held[key]
         return math.exp2(held.uses - self._clock) * held.cost_ms
 
-    def expected(self, key: K, cost_ms: float) -> float:
-        """The value that the key would have if it were held at this cost; 0 for an unknown key."""
-        if key in self._held:
-            return self.value(key)
-        return math.exp2(self._remembered.get(hash(key), -math.inf) - self._clock) * cost_ms
-
     def uses(self, key: K) -> float:
         """The key's faded uses, held or remembered; 0 for an unknown key."""
         held = self._held.get(key)

@@ -39,8 +39,8 @@ class Moves:
         """Whether copies are in progress."""
         return bool(self._loading or self._spilling)
 
-    def load(self, entry: Entry, *, urgent: bool = True) -> bool:
-        """in DRAM → loading. Returns False and changes nothing if HBM has no room. urgent: before write-backs."""
+    def load(self, entry: Entry) -> bool:
+        """in DRAM → loading, before write-backs. Returns False and changes nothing if HBM has no room."""
         assert entry.region is None and entry.stored is not None and self._dram is not None
         place = self._table.allocate_hbm(entry.stored.capacity)
         if place is None:
@@ -48,7 +48,7 @@ class Moves:
         entry.extent, entry.region = place
         entry.region.length = entry.stored.length
         entry.load = self._copier.submit(
-            entry.region.storage, self._dram.view(entry.stored), urgent=urgent, convert=self._dram.storage.reload
+            entry.region.storage, self._dram.view(entry.stored), urgent=True, convert=self._dram.storage.reload
         )
         self._loading.append(entry)
         self._table.note(entry)

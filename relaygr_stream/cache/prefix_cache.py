@@ -239,24 +239,9 @@ class PrefixCache:
         """Whether there is a DRAM tier."""
         return self._dram is not None
 
-    def in_hbm(self, user_id: str) -> bool:
-        """Whether the user's entry is in HBM, or loading."""
-        entry = self._table.get(user_id)
-        return entry is not None and entry.region is not None
-
-    def warm(self, user_id: str) -> bool:
-        """in DRAM → loading: reload the user's entry before a request needs it.
-
-        Returns False and changes nothing if there is no such entry, or if the entries to evict for it are worth more.
-        """
-        entry = self._table.get(user_id)
-        if entry is None or entry.region is not None or entry.stored is None:
-            return False
-        return self._hbm.worth_room(entry, entry.stored.capacity) and self.load(entry, urgent=False)
-
-    def load(self, entry: Entry, *, urgent: bool = True) -> bool:
-        """in DRAM → loading. Returns False and changes nothing if HBM has no room. urgent: before write-backs."""
-        return self._moves.load(entry, urgent=urgent)
+    def load(self, entry: Entry) -> bool:
+        """in DRAM → loading, before write-backs. Returns False and changes nothing if HBM has no room."""
+        return self._moves.load(entry)
 
     def poll(self) -> list[Entry]:
         """Complete finished copies and start write-backs. Returns the entries loaded, or `failed` to load."""

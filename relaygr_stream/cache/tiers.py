@@ -105,15 +105,6 @@ class HbmTier:
             users = self._evictor.choose(size)
         return [self._idle[user] for user in users or ()]
 
-    def worth_room(self, entry: Entry, capacity: int) -> bool:
-        """Whether an entry outside HBM, whose user is expected, is worth more than the entries to evict for it.
-
-        The expected use counts as one use, as it will when the entry is in HBM.
-        """
-        at_stake = sum(self._evictor.value(victim.user_id) for victim in self.victims(capacity))
-        cost_ms = self._cost_ms(entry)
-        return at_stake < self._evictor.expected(entry.user_id, cost_ms) + cost_ms
-
     def uses(self, user_id: str) -> float:
         """The faded uses of the user's entry, in this tier or remembered."""
         return self._evictor.uses(user_id)

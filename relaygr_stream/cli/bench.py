@@ -34,7 +34,7 @@ def bench_command() -> None:
 @click.option(
     "--modes",
     metavar="NAME,…",
-    help="Modes to compare: full (required), cache, relay-hbm, relay, relay-warm. [quick: full,cache,relay]",
+    help="Modes to compare: full (required), cache, relay-hbm, relay. [quick: full,cache,relay]",
 )
 @click.option("--slo", type=float, metavar="MS", help="Target of the ranking P99. [as in the preset]")
 @traffic_options(

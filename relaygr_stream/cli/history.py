@@ -114,7 +114,7 @@ def show(settings: Settings, user: str, tenant: str, last: int) -> None:
     if reference is None:
         click.echo("the store has no history of this user")
         sys.exit(1)
-    earlier = ", ".join(str(at) for at, _ in reference.positions[-8:]) or "none"
+    earlier = ", ".join(map(str, sorted(reference.stated())[-9:-1])) or "none"
     click.echo(f"{reference.length} behaviours, version {reference.version}, digest {reference.digest.hex()}")
     click.echo(f"earlier lengths with a digest: {earlier}")
     table = listing(["position", "item", "action", "time (UTC)", *newest.table], numbers=["position", "item", "action"])

@@ -39,15 +39,27 @@ from relaygr_stream.errors import (
     RelayError,
     WorkerFailed,
 )
-from relaygr_stream.gateway.messages import FORMATS, JSON, MSGPACK, Announce, Announced, Format, Problem, Rank, Ranked
+from relaygr_stream.gateway.messages import (
+    FORMATS,
+    JSON,
+    MSGPACK,
+    Announce,
+    Announced,
+    Asking,
+    Format,
+    Problem,
+    Rank,
+    Ranked,
+)
 from relaygr_stream.gateway.openapi import document
 from relaygr_stream.gateway.tokens import Refused, Tokens
+from relaygr_stream.history.store import HistoryStore, looked_up
 from relaygr_stream.ops.status.overview import Overview
 from relaygr_stream.ops.status.table import as_json, render
-from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.telemetry.printable import printable, render_plain
 from relaygr_stream.telemetry.process import ProcessContext
+from relaygr_stream.wire.messages import Behaviours, with_version
 
 log = structlog.get_logger(__name__)
 limited = LogLimiter().limited
@@ -60,7 +72,6 @@ RETRY_AFTER_S: Final = "1"
 #: At the end of the ids that a gateway makes: the user's lane, by which any gateway finds it for a DELETE.
 _LANE: Final = re.compile(r"-(\d{1,5})\Z")
 _TRACKED: Final = re.compile(r"[\x21-\x7e]{1,128}")
-_NO_CONTENT: Final = Response(status_code=204)
 PAGE: Final = Path(__file__).with_name("docs.html")
 
 #: The status of each error; the first that fits.
@@ -106,13 +117,19 @@ class Asked(NamedTuple):
 
 
 class Door:
-    """The application. relay: open; view: of the fleet, kept up to date by the caller."""
+    """The application. relay: open; view: of the fleet, kept up to date by the caller; store: of histories."""
 
     def __init__(
-        self, context: ProcessContext, settings: Settings, relay: RelayClient, view: Overview, tokens: Tokens
+        self,
+        context: ProcessContext,
+        relay: RelayClient,
+        view: Overview,
+        tokens: Tokens,
+        store: HistoryStore | None = None,
     ) -> None:
         self._context = context
-        self._settings = settings.gateway
+        self._settings, self._limits = context.settings, context.settings.gateway
+        self._store = store
         self._relay = relay
         self._view = view
         self._tokens = tokens
@@ -138,12 +155,13 @@ class Door:
     async def _announce(self, asked: Asked) -> Response:
         body: Announce = await self._body(asked.http, Announce)
         request_id = self._request_id(body.request_id, body.user_id)
-        await self._relay.announce(body.event(request_id, asked.tenant))
+        await self._relay.announce(body.event(request_id, asked.tenant, await self._prefix(body, asked.tenant)))
         return _answer(202, asked.reply, Announced(request_id=request_id))
 
     async def _rank(self, asked: Asked) -> Response:
         body: Rank = await self._body(asked.http, Rank)
-        request = body.request(self._request_id(body.request_id, body.user_id), asked.tenant)
+        request_id, prefix = self._request_id(body.request_id, body.user_id), await self._prefix(body, asked.tenant)
+        request = body.request(request_id, asked.tenant, prefix)
         left = None if asked.deadline_s is None else asked.deadline_s - time.monotonic()
         ranking = await self._relay.rank(request, timeout=left)
         return _answer(200, asked.reply, Ranked.of(ranking, packed=asked.reply is MSGPACK))
@@ -155,7 +173,22 @@ class Door:
         if not user_id and lane is None:
             raise Rejected("this id was not made by a gateway: name the user, …/v1/requests/ID?user_id=USER")
         await self._relay.cancel(user_id or int(lane[1]), request_id, tenant=asked.tenant)  # type: ignore[index]
-        return _NO_CONTENT
+        return Response(status_code=204)
+
+    async def _prefix(self, body: Asking, tenant: str) -> dict[str, Any]:
+        """The fields of a message that say what the history is. Raises Rejected, HistoryError."""
+        reference = body.reference
+        if body.history is not UNSET and reference is not UNSET:
+            raise Rejected("a request has a history or refers to one, not both")
+        if body.history is not UNSET:
+            return {"prefix": body.history.behaviours("history")}
+        if reference is UNSET:
+            if self._store is None:
+                raise Rejected("neither history nor reference, and this gateway has no history.store to ask")
+            of = tenant or self._settings.client.tenant
+            within_s = self._settings.history.timeout_ms / 1e3
+            reference = await looked_up(self._store, body.user_id, of, within_s) or UNSET
+        return {"prefix": Behaviours(), **with_version(reference)}
 
     def _request_id(self, stated: str | msgspec.UnsetType, user_id: str) -> str:
         return f"{secrets.token_hex(8)}-{self._relay.lane(user_id)}" if stated is UNSET else stated
@@ -180,8 +213,7 @@ class Door:
                     self._leave(tenant)
             stated = http.headers.get(REQUEST_ID_HEADER, "")
             tracked = stated if _TRACKED.fullmatch(stated) else secrets.token_hex(8)
-            if response is not _NO_CONTENT:
-                response.headers[REQUEST_ID_HEADER] = tracked
+            response.headers[REQUEST_ID_HEADER] = tracked
             self.metrics.requests.labels(path, str(response.status_code)).inc()
             self.metrics.seconds.labels(path).observe(time.monotonic() - started)
             return response
@@ -192,8 +224,8 @@ class Door:
         """The tenant, with a place taken that `_leave` gives back. Raises Refused."""
         tenant = self._tokens.tenant(http)
         http.state.known()
-        if self._open[tenant] >= self._settings.max_requests:
-            most = f"{self._settings.max_requests} requests of this tenant are under way (gateway.max_requests)"
+        if self._open[tenant] >= self._limits.max_requests:
+            most = f"{self._limits.max_requests} requests of this tenant are under way (gateway.max_requests)"
             raise Refused(429, "overloaded", most, {"retry-after": RETRY_AFTER_S})
         self._open[tenant] += 1
         self.metrics.in_flight.inc()
@@ -206,7 +238,7 @@ class Door:
     async def _body(self, http: Request, kind: type[Any]) -> Any:
         """The decoded body. Raises Refused."""
         media = http.headers.get("content-type", JSON.media).partition(";")[0].strip().lower()
-        form, most = FORMATS.get(media), self._settings.max_body_bytes
+        form, most = FORMATS.get(media), self._limits.max_body_bytes
         if form is None or http.headers.get("content-encoding", "identity") != "identity":
             raise Refused(
                 415, "unsupported", f"content type {printable(media)}: send {' or '.join(FORMATS)}, uncompressed"
@@ -214,7 +246,7 @@ class Door:
         length = http.headers.get("content-length", "")
         data = bytearray()
         try:
-            async with asyncio.timeout(self._settings.read_ms / 1e3):
+            async with asyncio.timeout(self._limits.read_ms / 1e3):
                 if not (length.isdigit() and len(length) < 16 and int(length) > most):
                     async for chunk in http.stream():
                         data += chunk
@@ -223,7 +255,7 @@ class Door:
                     else:
                         return form.decoders[kind](data)
         except TimeoutError:
-            took = f"the body did not come within {self._settings.read_ms:g} ms (gateway.read_ms)"
+            took = f"the body did not come within {self._limits.read_ms:g} ms (gateway.read_ms)"
             raise Refused(408, "slow", took) from None
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise Refused(400, "malformed", str(error)[:500] or type(error).__name__, close=False) from error

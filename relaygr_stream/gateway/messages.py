@@ -16,7 +16,16 @@ from relaygr_stream.client.answers import Ranking
 from relaygr_stream.errors import Rejected
 from relaygr_stream.wire.behaviours import ACTION_DTYPE, ITEM_DTYPE, TIME_DTYPE, Behaviours, pack_items
 from relaygr_stream.wire.features import FeatureTables
-from relaygr_stream.wire.messages import Id, Millis, Mode, Outcome, RankingRequest, RequestEvent, Timings
+from relaygr_stream.wire.messages import (
+    HistoryReference,
+    Id,
+    Millis,
+    Mode,
+    Outcome,
+    RankingRequest,
+    RequestEvent,
+    Timings,
+)
 
 #: A list of numbers, or their little-endian bytes.
 Packed = bytes | list[int]
@@ -48,42 +57,49 @@ class History(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise Rejected(f"{what}: {error}") from error
 
 
-class Announce(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Retrieval starts: a ranking of this user will follow."""
+class Asking(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Whose request it is, and the history: as it is, by reference, or as the gateway's store has it."""
 
     user_id: Id
-    history: History
+    history: Annotated[History, Meta(description="absent: the reference")] | UnsetType = UNSET
+    reference: (
+        Annotated[HistoryReference, Meta(description="in place of the history; absent: what history.store says")]
+        | UnsetType
+    ) = UNSET
+
+
+class Announce(Asking, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Retrieval starts: a ranking of this user will follow."""
+
     candidates: Annotated[int, Meta(ge=0, le=1_000_000, description="expected number in the ranking")]
     rank_in_ms: Annotated[Millis, Meta(description="your guess of the time until the ranking; 0: unknown")] = 0.0
     request_id: Annotated[Id, Meta(description="absent: the gateway makes one")] | UnsetType = UNSET
     columns: Annotated[FeatureTables, Meta(description="the user's features")] | UnsetType = UNSET
 
-    def event(self, request_id: str, tenant: str) -> RequestEvent:
-        """As it travels. Raises Rejected."""
+    def event(self, request_id: str, tenant: str, prefix: dict[str, Any]) -> RequestEvent:
+        """As it travels. prefix: the fields that say what the history is."""
         return RequestEvent(
             request_id=request_id,
             user_id=self.user_id,
-            prefix=self.history.behaviours("history"),
             candidates=self.candidates,
             rank_in_ms=self.rank_in_ms,
             tenant=tenant,
             columns=self.columns,
+            **prefix,
         )
 
 
-class Rank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Rank(Asking, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Score candidates against the history and what came since."""
 
-    user_id: Id
-    history: Annotated[History, Meta(description="the same as in the announcement")]
     candidates: Annotated[Packed, Meta(description="item ids to score: uint32, at least one")]
     suffix: Annotated[History, Meta(description="behaviours since the history")] | UnsetType = UNSET
     request_id: Annotated[Id, Meta(description="that of the announcement; absent: not announced")] | UnsetType = UNSET
     mode: Annotated[Mode, Meta(description="full: ignore cached prefix KV")] = "auto"
     columns: Annotated[FeatureTables, Meta(description="features of the user and the candidates")] | UnsetType = UNSET
 
-    def request(self, request_id: str, tenant: str) -> RankingRequest:
-        """As it travels. Raises Rejected."""
+    def request(self, request_id: str, tenant: str, prefix: dict[str, Any]) -> RankingRequest:
+        """As it travels. prefix: the fields that say what the history is. Raises Rejected."""
         candidates = self.candidates
         if isinstance(candidates, list):
             try:
@@ -93,13 +109,13 @@ class Rank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return RankingRequest(
             request_id=request_id,
             user_id=self.user_id,
-            prefix=self.history.behaviours("history"),
             suffix=Behaviours() if self.suffix is UNSET else self.suffix.behaviours("suffix"),
             candidates=candidates,
             mode=self.mode,
             tenant=tenant,
             client_id=tenant,  # so that workers are fair among tenants, not among gateways
             columns=self.columns,
+            **prefix,
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+from contextlib import AsyncExitStack
 from typing import Final
 
 from relaygr_stream.bus.tail import TopicTail
@@ -13,6 +14,7 @@ from relaygr_stream.client import RelayClient
 from relaygr_stream.gateway.app import Door
 from relaygr_stream.gateway.connections import Connections
 from relaygr_stream.gateway.tokens import Tokens
+from relaygr_stream.history.store import open_store
 from relaygr_stream.ops.status.overview import Overview
 from relaygr_stream.telemetry.background import Background
 from relaygr_stream.telemetry.process import ProcessContext
@@ -33,10 +35,15 @@ async def run_gateway(context: ProcessContext) -> None:
     name = f"gateway-{socket.gethostname()}-{os.getpid()}"
     relay = RelayClient(settings=settings, client_id=name, registry=context.registry)
     tail = TopicTail(settings.kafka, topics.worker_status.name, [0], "earliest", view.on_records)
-    async with relay, tail:
+    store = open_store(settings.history) if settings.history.store else None
+    async with AsyncExitStack() as stack:
+        if store is not None:
+            stack.push_async_callback(store.close)
+        await stack.enter_async_context(relay)
+        await stack.enter_async_context(tail)
         view.live = True
         background.watch(tail.failed)
-        door = Door(context, settings, relay, view, tokens)
+        door = Door(context, relay, view, tokens, store)
         connections = Connections(door.application, settings.gateway)
         door.metrics.connections.set_function(lambda: connections.count)
         serving = background.start(connections.run())

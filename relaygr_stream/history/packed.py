@@ -18,7 +18,7 @@ import numpy as np
 
 from relaygr_stream.errors import HistoryUnavailable, InputError
 from relaygr_stream.wire.behaviours import ACTION_DTYPE, ITEM_DTYPE, TIME_DTYPE, Behaviours
-from relaygr_stream.wire.history import BLOCK, MAX_POSITIONS, HistoryReference, digests, row_bytes
+from relaygr_stream.wire.history import BLOCK, MAX_POSITIONS, HistoryReference, digests, positioned, row_bytes
 
 PLAIN: Final = np.dtype([("items", ITEM_DTYPE), ("actions", ACTION_DTYPE), ("times", TIME_DTYPE)])
 #: A history that is longer than its limit is cut to this share of it: it is cut, and inferred anew, once in a while.
@@ -28,7 +28,8 @@ KEPT_SHARE: Final = 0.75
 class Head(msgspec.Struct, frozen=True, kw_only=True):
     """What a store keeps beside the rows of a history with at least one behaviour.
 
-    block: the digest at the last multiple of BLOCK. positions: as in references. columns: bytes of a row, by key.
+    block: the digest at the last multiple of BLOCK. positions: the newest earlier lengths with their digests. columns:
+    bytes of a row, by key.
     """
 
     version: int
@@ -42,7 +43,7 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
     def reference(self) -> HistoryReference:
         """The reference of all of it."""
         return HistoryReference(
-            length=self.length, digest=self.digest, version=self.version, positions=self.positions[-MAX_POSITIONS:]
+            length=self.length, digest=self.digest, version=self.version, positions=positioned(self.positions)
         )
 
     @property

@@ -57,6 +57,7 @@ FORMER: Final[Mapping[str, str | None]] = {
     "worker.start_nice": None,
     "worker.status_ms": "worker.status_interval_ms",
     "worker.waiting_bytes": "worker.max_waiting_bytes",
+    "worker.warm_up": None,
 }
 
 _UNITS: Final = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}

@@ -188,9 +188,6 @@ class Worker(Section, frozen=True, kw_only=True):
     ] = 16
     batch: Annotated[Positive, _doc("most ranking requests per step if batching is faster; otherwise two")] = 8
     audit_share: Annotated[Share, _doc("share of ranking requests that are also scored in full, for comparison")] = 0.01
-    warm_up: Annotated[bool, _doc("in idle time, reload prefix KV of users likely to return soon from DRAM to HBM")] = (
-        False
-    )
     reply_ms: Annotated[
         float, Meta(ge=0, le=1e4), _doc("time reserved before a ranking's deadline for the answer's way to its client")
     ] = 5.0

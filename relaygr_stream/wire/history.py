@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from hashlib import blake2b
+from struct import Struct
 from typing import Annotated, Final
 
 import msgspec
@@ -25,6 +26,8 @@ DIGEST_BYTES: Final = 16
 BLOCK: Final = 64
 #: Most earlier lengths whose digests a reference states: as many appends may lie between two requests of a user.
 MAX_POSITIONS: Final = 32
+#: A position: a length and its digest.
+POSITION: Final = Struct("<I16s")
 #: The schema version of messages with a reference: readers of version 1 refuse them.
 HISTORY_VERSION: Final = 2
 
@@ -35,14 +38,14 @@ Length = Annotated[int, Meta(ge=1, lt=1 << 32)]
 class HistoryReference(msgspec.Struct, frozen=True, kw_only=True):
     """The first `length` behaviours of a user's history, as the store had them at `version`.
 
-    The user is that of the message. positions: (length, digest) of some of their beginnings, so that a reader who has
-    such a beginning knows it for one, and reads only the rest.
+    The user is that of the message. positions: lengths and digests of some of their beginnings, packed (`positioned`),
+    so that a reader who has such a beginning knows it for one, and reads only the rest.
     """
 
     length: Length
     digest: Digest
     version: Annotated[int, Meta(ge=0, lt=2**53)] = 0
-    positions: Annotated[tuple[tuple[Length, Digest], ...], Meta(max_length=MAX_POSITIONS)] = ()
+    positions: Annotated[bytes, Meta(max_length=MAX_POSITIONS * POSITION.size)] = b""
 
     @classmethod
     def of(cls, behaviours: Behaviours, version: int = 0, positions: Iterable[int] = ()) -> HistoryReference:
@@ -53,12 +56,24 @@ class HistoryReference(msgspec.Struct, frozen=True, kw_only=True):
             length=len(behaviours),
             digest=found[len(behaviours)],
             version=version,
-            positions=tuple((each, found[each]) for each in wanted),
+            positions=positioned((each, found[each]) for each in wanted),
         )
 
     def stated(self) -> dict[int, bytes]:
         """Every length whose digest it states, its own among them."""
-        return {**{at: digest for at, digest in self.positions if at < self.length}, self.length: self.digest}
+        earlier = {at: digest for at, digest in POSITION.iter_unpack(self.positions) if 0 < at < self.length}
+        return {**earlier, self.length: self.digest}
+
+    def checked(self, error: type[Exception]) -> HistoryReference:
+        """Returns self if the positions are whole; otherwise raises `error`."""
+        if len(self.positions) % POSITION.size:
+            raise error(f"positions have {len(self.positions)} bytes, not a multiple of {POSITION.size}")
+        return self
+
+
+def positioned(positions: Iterable[tuple[int, bytes]]) -> bytes:
+    """Lengths and digests, packed: unpacked for every event they would cost a trigger 3 µs."""
+    return b"".join(POSITION.pack(at, digest) for at, digest in positions)
 
 
 def digests(behaviours: Behaviours, lengths: Iterable[int], start: int = 0, state: bytes = b"") -> dict[int, bytes]:

@@ -335,6 +335,8 @@ def _check_prefix(message: RequestEvent | PreInferSignal | RankingRequest) -> No
     elif (message.min_v or message.v) < HISTORY_VERSION:
         # A reader of an earlier version would take the user for one without a history.
         raise DecodeError("invalid", f"a message that refers to a history must state min_v {HISTORY_VERSION} or later")
+    else:
+        message.history.checked(_Invalid)
 
 
 Message = RequestEvent | PreInferSignal | RankingRequest | Cancel | ScoreReply | WorkerStatus

@@ -171,7 +171,6 @@ def assemble(
             batch=worker.batch,
             queue_limit=worker.max_queue,
             waiting_bytes=int(SCHEDULER_SHARE * worker.max_waiting_bytes),
-            warm_up=worker.warm_up,
             truncate_min_tokens=worker.truncate_min_tokens,
         ),
         Auditor(worker.audit_share, report_audit, audit_seed),

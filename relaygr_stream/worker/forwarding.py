@@ -17,6 +17,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, Literal
 
 import msgspec
@@ -26,6 +27,7 @@ from relaygr_stream.errors import DecodeError
 from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import WorkerStatus
 from relaygr_stream.worker.budgets import AVERAGE_S
+from relaygr_stream.worker.commands import Answer, RankTask
 
 #: A request that was refused twice has met two workers without room: a third search costs more than it finds.
 MOST_HOPS: Final = 2
@@ -44,6 +46,9 @@ LEAST_SPARE: Final = 0.05
 LOOKED_AT: Final = 16
 #: What we sent to a peer is dropped when the peer was not looked at for so long: it is done, or the peer is gone.
 FORGET_S: Final = 60.0
+
+#: A timeout of 0 on the wire means the default.
+LEAST_MS: Final = 1.0
 
 #: Why a ranking was not forwarded: `hops` used up, `alone` (no other worker), `late` (none of them would be in time).
 Kept = Literal["hops", "alone", "late"]
@@ -83,8 +88,14 @@ class _Account:
         self.lately_ms += ms
 
 
+def time_left_ms(task: RankTask, now: float) -> float:
+    """Milliseconds that a ranking has left when it travels on, as it states them. The next worker knows its age since
+    now alone: no clock of ours or of the sender's has to be right. And it takes off its answer's way by itself."""
+    return max(LEAST_MS, task.timeout_ms - task.age_ms - (now - task.arrived) * 1e3)
+
+
 class Forwarding:
-    """One worker's view of its peers. name: its own; lanes: how many there are."""
+    """One worker's view of its peers. name: its own; lanes: how many there are; home: the lane of a user."""
 
     def __init__(
         self,
@@ -93,10 +104,11 @@ class Forwarding:
         lanes: int,
         clock: Callable[[], float] = time.monotonic,
         seed: int | None = None,
+        home: Callable[[str], int] | None = None,
     ) -> None:
         self._name = name
         self._peers = peers
-        self._lanes = lanes
+        self._home = home or partial(lane_of, lanes=lanes)
         self._clock = clock
         self._random = random.Random(seed)
         self._accounts: dict[str, _Account] = {}
@@ -108,7 +120,7 @@ class Forwarding:
         """
         if hops >= MOST_HOPS:
             return "hops"
-        now, home = self._clock(), self._peers.owner(lane_of(user_id, self._lanes))
+        now, home = self._clock(), self._peers.owner(self._home(user_id))
         # The owner of the user's lane had the request first, or reads it there: two hops never lead back.
         been = {self._name} if home is None else {self._name, home.worker.name}
         found = self._peers.some(LOOKED_AT, self._random)
@@ -146,6 +158,19 @@ class Forwarding:
         if account.spare < LEAST_SPARE:
             return math.inf
         return TRAVEL_MS + peer.queue_ms + account.waiting_ms / account.spare + cost_ms
+
+
+def instead(forwarding: Forwarding, answer: Answer, now: float) -> int | Kept | None:
+    """A lane to which this answer's ranking goes on instead; or why there is none.
+
+    None: it was not refused, or it was cut: then it lost its place to another client's, and what is left of it does not
+    say what it takes elsewhere.
+    """
+    task = answer.task
+    if answer.status != "overloaded" or task.truncated_to:
+        return None
+    left_ms = (task.deadline - now) * 1e3
+    return forwarding.elsewhere(task.user_id, len(task.tokens), len(task.candidates), task.hops, left_ms)
 
 
 def next_hop(value: bytes, hops: int, sent_ms: int, timeout_ms: float) -> bytes:

@@ -33,9 +33,6 @@ class WorkerMetrics:
         self.signals = counter("relaygr_signals", "Pre-infer signals by what became of them", "result")
         self.device_seconds = counter("relaygr_device_seconds", "Device time by kind of work", "work")
         self.cache_events = counter("relaygr_cache_events", "What happened in the cache tiers", "event")
-        self.warm_ups = counter(
-            "relaygr_warm_ups", "Prefix KV brought to HBM before anyone asked, and whether anyone then did", "result"
-        )
         self.hbm_bytes = gauge("relaygr_hbm_bytes", "HBM tier", "kind")
         self.dram_bytes = gauge("relaygr_dram_bytes", "DRAM tier", "kind")
         self.entries = gauge("relaygr_cache_entries", "Users with prefix KV in either tier")

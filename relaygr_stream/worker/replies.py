@@ -25,7 +25,7 @@ from relaygr_stream.wire.messages import HEADER_CORRELATION, SCORE_DTYPE, ScoreR
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.refusals import Reasons
 from relaygr_stream.worker.commands import Answer, RankTask
-from relaygr_stream.worker.forwarding import WHY, Forwarding, next_hop
+from relaygr_stream.worker.forwarding import WHY, Forwarding, instead, next_hop, time_left_ms
 from relaygr_stream.worker.intake import Origin, TooMuch
 from relaygr_stream.worker.metrics import WorkerMetrics
 
@@ -35,8 +35,6 @@ log = structlog.get_logger(__name__)
 #: then it holds its request in memory and its lane's commits back. One try alone may take kafka.request_timeout_ms.
 ANSWER_S: Final = 8.0
 MOST_S: Final = 60.0
-#: A timeout of 0 on the wire means the default.
-LEAST_MS: Final = 1.0
 #: What an answer has beside scores, their columns' names and the model's version: an id (256 characters of up to
 #: 4 bytes), the worker's name, headers, the record batch's own.
 REST_BYTES: Final = 2048
@@ -87,19 +85,18 @@ class Outbox:
 
     def settle(self, answer: Answer) -> None:
         """Send the scheduler's answer; a ranking that it refused goes to a worker that is in time, if there is one."""
-        task = answer.task
-        if answer.status == "overloaded" and task.pass_to is not None:
-            self._spawn(self._forward(answer, task.pass_to))
+        pass_to = answer.task.pass_to
+        if answer.status == "overloaded" and pass_to is not None:
+            self._spawn(self._forward(answer, pass_to))
             return
-        # One that was cut lost its place to another client's; what is left of it does not say what it takes elsewhere.
-        if answer.status == "overloaded" and self._forwarding is not None and not task.truncated_to:
-            left_ms = (task.deadline - time.monotonic()) * 1e3
-            lane = self._forwarding.elsewhere(task.user_id, len(task.tokens), len(task.candidates), task.hops, left_ms)
+        if self._forwarding is not None:
+            lane = instead(self._forwarding, answer, time.monotonic())
             if isinstance(lane, int):
                 self._spawn(self._forward(answer, lane))
                 return
-            self._metrics.forwards.labels(lane).inc()
-            answer.detail = f"{answer.detail}; {WHY[lane]}"
+            if lane is not None:
+                self._metrics.forwards.labels(lane).inc()
+                answer.detail = f"{answer.detail}; {WHY[lane]}"
         self._answer(answer)
 
     def pass_on(self, record: Record, lane: int) -> None:
@@ -249,9 +246,7 @@ class Outbox:
         """To that lane, as it came but for one hop more and the time that is left; it is refused here after all where
         no broker takes it within that, or it cannot be written again."""
         task, record, now = answer.task, answer.task.origin.record, time.monotonic()
-        # The next worker knows its age since now alone: no clock of ours or of the sender's has to be right. And it
-        # takes off its answer's way by itself.
-        left_ms = max(LEAST_MS, task.timeout_ms - task.age_ms - (now - task.arrived) * 1e3)
+        left_ms = time_left_ms(task, now)
         fields = request_log_fields(task.request_id, task.user_id, task.lane, "forwarded")
         try:
             async with asyncio.timeout(task.deadline - now):

@@ -43,7 +43,6 @@ from relaygr_stream.worker.prefill import PrefillJobs
 from relaygr_stream.worker.queue import RecentIds, Waiters, WorkQueue
 from relaygr_stream.worker.rankings import Rankings
 from relaygr_stream.worker.signals import PinTable, Signals
-from relaygr_stream.worker.warmup import WarmUp
 
 #: Answered requests remembered, so that a signal behind its ranking is not computed: some seconds of traffic.
 ANSWERED: Final = 4096
@@ -62,7 +61,6 @@ class Limits:
     batch: int
     queue_limit: int
     waiting_bytes: int = 1 << 62  # of rankings that wait for an answer
-    warm_up: bool = False
     delegated_bytes: int = 0  # pinned on other workers' behalf, beside pinned_bytes
     truncate_min_tokens: int = 0  # fewest newest behaviours that a ranking may be cut to; 0: none is cut
 
@@ -119,7 +117,6 @@ class Scheduler:
         self._jobs = PrefillJobs(executor, cache, self._queue, limits.max_ranking_delay_ms)
         self.time = DeviceTime()
         self.demand = Demand()
-        self.warm_up = WarmUp(cache, enabled=limits.warm_up)
         self.pins = PinTable(cache)
         self.signals = Signals(
             cache, self._jobs, self._waiters, self.pins, answered,
@@ -140,11 +137,8 @@ class Scheduler:
         if isinstance(command, Rank):
             task = command.task
             self.demand.ask(task.lane, self.cache.nbytes(len(task.tokens)), now)
-            self.warm_up.asked(task.user_key)
-            self.warm_up.seen(task.user_key, now)
             self.rankings.enqueue(task, now)
         elif isinstance(command, Prefill):
-            self.warm_up.asked(command.task.user_key)
             self.signals.enqueue(command.task, now)
         elif isinstance(command, Cancel):
             self._cancel(command.request_key, now)
@@ -169,7 +163,7 @@ class Scheduler:
     def step(self, now: float) -> bool:
         """Run a slice of the most urgent work. False: there was nothing to do.
 
-        Rankings come first, with what they wait for; then pre-inference by due time, audits, and warm-up. Raises
+        Rankings come first, with what they wait for; then pre-inference by due time, and audits. Raises
         DeviceError when the device fails whatever it is given; what was being worked on has its answer.
         """
         self.pins.expire(now)
@@ -187,7 +181,7 @@ class Scheduler:
         elif self.auditor.step(self._executor, self.cache.scratch, self._limits.max_ranking_delay_ms):
             self._evict_deviating()
         else:
-            return self.warm_up.step(now)
+            return False
         if self._executor.failed_in_a_row >= GIVE_UP_AFTER:
             raise DeviceError(
                 f"{self._executor.device} failed {GIVE_UP_AFTER} times in a row, at last with "
@@ -218,7 +212,6 @@ class Scheduler:
             **{name: float(total) for name, total in vars(self.signals.counters).items()},
             **{name: float(total) for name, total in vars(self._jobs.counters).items()},
             **vars(self.time),
-            **{f"warm_{name}": float(total) for name, total in vars(self.warm_up.counters).items()},
             "device_failures": float(self._executor.failures),
             "out_of_memory": float(self._executor.out_of_memory),
             "unknown_items": float(getattr(self._executor.model, "unknown_items", 0)),
@@ -307,7 +300,6 @@ class Scheduler:
         entries = self.cache.erase_users(erase.names)
         for entry in entries:
             self.pins.release_entry(entry)
-        self.warm_up.erase(erase.names)
         return len(entries)
 
     def _evict_deviating(self) -> None:

@@ -195,8 +195,6 @@ class StatusReporter:
         for name, total in now.totals.items():
             if name.startswith("signal_"):
                 metrics.advance(metrics.signals, name.removeprefix("signal_"), total)
-            elif name.startswith("warm_"):
-                metrics.advance(metrics.warm_ups, name.removeprefix("warm_"), total)
             elif name.startswith("flight_"):
                 metrics.advance(metrics.jobs, name.removeprefix("flight_"), total)
             elif name.endswith("_ms"):

@@ -7,6 +7,7 @@ makes, in place of which this interpreter's folder leads the PATH. A line that t
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -24,7 +25,13 @@ ROOT = Path(__file__).parents[2]
 TUTORIAL = ROOT / "docs" / "tutorial" / "index.md"
 ACTIVATE = ". .venv/bin/activate"
 #: Commands that run until they are stopped, and the words of theirs after which the next line is typed.
-READY = {"relaygr broker": [r"serves localhost:"], "relaygr up": [r"^trigger .*ready", r"-0 .*ready"]}
+READY = {
+    "relaygr broker": [r"serves localhost:"],
+    "relaygr up": [r"^trigger .*ready", r"-0 .*ready"],
+    "relaygr gateway": [],  # the next line waits for it
+}
+#: What the page says where the port is free.
+GATEWAY = "localhost:8080"
 #: A busy machine may infer the history too late, or start the trigger behind the worker: the page says to ask again.
 TRIES = 10
 
@@ -46,17 +53,20 @@ class Desk:
     """One person's folder and terminals."""
 
     def __init__(self, folder: Path) -> None:
-        (port,) = free_ports(1)
+        port, gateway = free_ports(2)
+        self.gateway = f"localhost:{gateway}"
         self.folder = folder
         self.serving: dict[str, subprocess.Popen[str]] = {}
         self._environment = os.environ | {
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
             "RELAYGR_KAFKA_BOOTSTRAP": f"localhost:{port}",  # as the page says where port 9092 is taken
+            "RELAYGR_GATEWAY_PORT": str(gateway),
             "PYTHONUNBUFFERED": "1",
         }
 
     def type(self, line: str) -> str:
         """What a line prints, when it has ended or says that it serves. A command that fails is an AssertionError."""
+        line = line.replace(GATEWAY, self.gateway)
         serves = next((name for name in READY if line.startswith(name)), "")
         with (self.folder / "stderr.log").open("a") as log:
             process = subprocess.Popen(
@@ -109,7 +119,8 @@ def desk(folder: Path) -> Iterator[Desk]:
 
 def test_its_blocks_are_files_commands_and_what_they_print() -> None:
     assert [block.title for block in blocks() if block.language == "python"] == ["my_model.py", "ask.py"]
-    assert {block.language for block in blocks()} == {"sh", "python", "text"}
+    assert [block.title for block in blocks() if block.language == "json"] == ["announce.json", "rank.json"]
+    assert {block.language for block in blocks()} == {"sh", "python", "text", "json"}
     assert len([block for block in blocks() if block.language == "text"]) == 1
 
 
@@ -119,7 +130,7 @@ def test_every_line_of_the_tutorial_does_what_it_says(tmp_path: Path) -> None:
     typed = []
     with desk(tmp_path) as place:
         for block in blocks():
-            if block.language == "python":
+            if block.language in ("python", "json"):
                 (tmp_path / block.title).write_text(block.text, encoding="utf-8")
             for line in block.text.splitlines() if block.language == "sh" else []:
                 typed.append(line)
@@ -133,10 +144,17 @@ def test_every_line_of_the_tutorial_does_what_it_says(tmp_path: Path) -> None:
                         said.append(place.type(line))
                     assert said[-1] == prints, said
                     assert {answer.partition("\n")[2] for answer in said} == {prints.partition("\n")[2]}, said
+                elif "/v1/rank" in line:
+                    answer = json.loads(place.type(line))
+                    assert (len(answer["scores"]), answer["tasks"]) == (3, ["click"])
+                    assert answer["outcome"] in ("hbm", "joined", "full")
+                elif "/v1/announce" in line:
+                    assert json.loads(place.type(line)) == {"request_id": "visit-1"}
                 elif line != ACTIVATE:
                     place.type(line)
         assert typed[:2] == ["make setup", ACTIVATE]
         assert set(place.serving) == set(READY)
+        assert place.interrupt("relaygr gateway") == 0
         assert place.interrupt("relaygr up") == 0
         assert place.interrupt("relaygr broker") == 0
     assert "Traceback" not in place.log()

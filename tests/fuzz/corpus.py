@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 
 from relaygr_stream.wire.features import FeatureColumn, FeatureSchema, Table
+from relaygr_stream.wire.history import HISTORY_VERSION, HistoryReference
 from relaygr_stream.wire.messages import (
     HEADER_CORRELATION,
     HEADER_REPLY_PARTITION,
@@ -92,6 +93,14 @@ def plain(kind: type[Message], rng: random.Random) -> dict[str, Any]:
     """The same as a map, to be mutated."""
     found: dict[str, Any] = msgspec.to_builtins(message(kind, rng), builtin_types=(bytes,))
     return found
+
+
+def by_reference(fields: dict[str, Any]) -> dict[str, Any]:
+    """The map of an event, a signal or a request, which refers to its prefix instead of having it."""
+    reference = HistoryReference.of(Behaviours(**fields["prefix"]), 3, range(64))
+    empty = msgspec.to_builtins(Behaviours(), builtin_types=(bytes,))
+    stated = msgspec.to_builtins(reference, builtin_types=(bytes,))
+    return {**fields, "prefix": empty, "history": stated, "v": HISTORY_VERSION, "min_v": HISTORY_VERSION}
 
 
 def with_features(fields: dict[str, Any], rng: random.Random) -> dict[str, Any]:

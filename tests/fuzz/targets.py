@@ -47,7 +47,7 @@ from relaygr_stream.wire.messages import (
 )
 from relaygr_stream.wire.records import Record
 from relaygr_stream.worker.intake import Intake, Origin, TooMuch
-from tests.fuzz.corpus import SCHEMA, plain, route, with_features
+from tests.fuzz.corpus import SCHEMA, behaviours, by_reference, plain, route, with_features
 from tests.fuzz.handover import Handover
 from tests.fuzz.mutate import Mutator
 
@@ -135,6 +135,8 @@ class _Intake:
         kinds: list[tuple[type[Any], Topic]] = [(RankingRequest, TOPICS.ranking), (PreInferSignal, TOPICS.pre_infer)]
         kind, topic = rng.choice(kinds)
         fields = with_features(plain(kind, rng), rng) if self._schema else plain(kind, rng)
+        if not self._schema and rng.random() < 0.3:
+            fields = by_reference(fields)
         value = mutator.value(fields) if rng.random() < 0.95 else None
         headers: Any = tuple(mutator.headers(route(rng, REPLIES)))
         self._offset += 1
@@ -157,6 +159,8 @@ class _Intake:
                     holds(np.isfinite(rows).all(), f"{name} is not finite")
                 held = len(value or b"") + task.tokens.array.nbytes + task.suffix.array.nbytes
                 holds(held < task.nbytes < held + MAX_BYTES, f"{task.nbytes} bytes counted of {held}")
+            if task.referred is not None:
+                self._intake.complete(task, behaviours(rng, rng.randrange(1, 12)))
             holds((task.tokens.array[2] >= 0).all(), "a gap of the prefix below 0")
             context = self._schema.context_tokens
             holds(task.tokens.context == context, "the user's token")

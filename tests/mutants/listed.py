@@ -20,6 +20,8 @@ class Mutant(NamedTuple):
 COSTS: Final = "worker/test_costs worker/test_quadratic"
 BUDGETS: Final = "worker/test_budgets worker/test_split"
 FAMILIES: Final = "worker/test_core_families"
+HISTORY: Final = "history/test_reference"
+KEPT: Final = "worker/test_histories"
 CLIENTS_QUEUE: Final = "worker/test_queue worker/test_clients"
 
 MUTANTS: Final = (
@@ -54,6 +56,10 @@ MUTANTS: Final = (
     ),
     Mutant("worker/prefill.py", "elif now > job.due:", "elif now < job.due:", "worker/test_core_signals"),
     Mutant("worker/signals.py", "        self._lane_bytes[pin.lane] -= pin.nbytes\n", "", "worker/test_pins"),
+    Mutant(
+        "gateway/connections.py", "self._head_bytes > MAX_HEAD_BYTES", "self._head_bytes < 0", "gateway/test_hostile"
+    ),
+    Mutant("gateway/app.py", "        self._open[tenant] -= 1\n", "", "gateway/test_hostile"),
     Mutant("worker/signals.py", "self._answered.add(request_key)", "pass", "worker/test_core_signals"),
     Mutant("worker/scheduler.py", "and self._jobs.cancelled(entry, now)", "and False", "worker/test_core_signals"),
     Mutant("client/relay.py", "        self._pinned = False\n        return", "        return", "test_request"),
@@ -207,4 +213,31 @@ MUTANTS: Final = (
         "wire/features.py", "halves[at // 2, at % 2 :: 2] = column", "halves[at // 2, ::2] = column", "test_features"
     ),
     Mutant("models/api.py", "                array[1, 0] = USER_ACTION\n", "", "test_features"),
+    # histories by reference
+    Mutant("wire/history.py", "_hashed(state, behaviours, at - start, at + BLOCK - start)", "state", HISTORY),
+    Mutant("wire/messages.py", "elif (message.min_v or message.v) < HISTORY_VERSION:", "elif False:", HISTORY),
+    Mutant(
+        "worker/histories.py", "!= reference.digest:\n            return None", "== b'':\n            return None", KEPT
+    ),
+    Mutant("worker/histories.py", "return kept.behaviours.slice(0, fitting)", "return kept.behaviours", KEPT),
+    Mutant(
+        "worker/histories.py",
+        "            self._drop(user)\n            whole = await",
+        "            whole = await",
+        KEPT,
+    ),
+    Mutant(
+        "history/packed.py",
+        "found = digests(both, [boundary, length], before.tail, before.block)",
+        "found = digests(both, [boundary, length])",
+        "history/test_stores",
+    ),
+    Mutant(
+        "history/packed.py",
+        "return (0 if _too_long(before, count, most) else before.tail)",
+        "return (before.tail)",
+        "history/test_stores",
+    ),
+    Mutant("ops/erase.py", "return stated == (user_id, tenant)", "return stated[0] == user_id", "history/test_erase"),
+    Mutant("wire/erase.py", "    reader.verify(record)\n", "", "history/test_erase"),
 )

@@ -61,7 +61,7 @@ def test_the_dockerfile_has_the_three_targets() -> None:
 def _lock(what: str) -> dict[str, tuple[str, list[str]]]:
     """Version and hashes by package."""
     text = (DOCKER / f"{what}.lock").read_text(encoding="utf-8")
-    assert "http" not in text, "a lock file names no index"
+    assert "://" not in text, "a lock file names no index"
     found = re.findall(r"^([\w.-]+)==(\S+)([^\n]*\n(?:    --hash=sha256:[0-9a-f]{64}[^\n]*\n)+)", text, re.MULTILINE)
     lines = [line for line in text.splitlines() if line and line[0] not in " #"]
     assert len(lines) == len(found), "each package has hashes"
@@ -134,8 +134,10 @@ def test_every_command_is_one_the_program_has(command: list[str]) -> None:
 
 
 def test_containers_stop_after_the_processes_have_drained() -> None:
-    for name in ("worker-1", "worker-2"):
-        assert int(SERVICES[name]["stop_grace_period"].removesuffix("s")) * 1e3 > Settings().worker.drain_ms
+    settings = Settings()
+    drains = dict.fromkeys(("worker-1", "worker-2"), settings.worker.drain_ms) | {"gateway": settings.gateway.drain_ms}
+    for name, drain_ms in drains.items():
+        assert int(SERVICES[name]["stop_grace_period"].removesuffix("s")) * 1e3 > drain_ms
 
 
 def test_ports_are_published_on_the_loopback_address_only() -> None:
@@ -149,7 +151,9 @@ def test_prometheus_scrapes_every_process_at_its_port() -> None:
     assert set(re.findall(r"^EXPOSE (\d+)$", DOCKERFILE, re.MULTILINE)) == {PORT}
     jobs = [each for job in PROMETHEUS["scrape_configs"] for each in job["static_configs"]]
     targets = {target for job in jobs for target in job["targets"]}
-    assert targets == {f"{service}:{PORT}" for service in SERVICES if service.startswith(("trigger", "worker"))}
+    assert targets == {
+        f"{service}:{PORT}" for service in SERVICES if service.startswith(("gateway", "trigger", "worker"))
+    }
 
 
 def test_grafana_reads_the_prometheus_of_the_testbed() -> None:

@@ -37,15 +37,7 @@ RELAY_HBM: Final = Mode(
     overrides={"dram_bytes": 0},
 )
 RELAY: Final = Mode("relay", "relay with DRAM", announce=True, request="auto", keeps=True)
-RELAY_WARM: Final = Mode(
-    "relay-warm",
-    "relay with DRAM and warm-up of likely returns",
-    announce=True,
-    request="auto",
-    keeps=True,
-    overrides={"warm_up": True},
-)
-MODES: Final = (FULL, CACHE, RELAY_HBM, RELAY, RELAY_WARM)
+MODES: Final = (FULL, CACHE, RELAY_HBM, RELAY)
 
 
 def modes_named(names: str) -> tuple[Mode, ...]:
@@ -66,12 +58,8 @@ def missing_settings(mode: Mode, settings: Settings) -> list[str]:
 
 
 def apply_mode(mode: Mode, settings: Settings) -> Settings:
-    """The settings of the mode's processes; switches of other modes are off."""
-    others = {name for other in MODES for name, value in other.overrides.items() if value is True}
-    off = {name: False for name in others if name in settings.worker.__struct_fields__}
-    return msgspec.structs.replace(
-        settings, worker=msgspec.structs.replace(settings.worker, **{**off, **mode.overrides})
-    )
+    """The settings of the mode's processes."""
+    return msgspec.structs.replace(settings, worker=msgspec.structs.replace(settings.worker, **mode.overrides))
 
 
 def grouped(modes: Sequence[Mode], settings: Settings) -> list[tuple[str, list[Mode]]]:

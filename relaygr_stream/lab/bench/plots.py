@@ -13,7 +13,7 @@ from relaygr_stream.lab.workload.report import OUTCOMES
 
 Chart = tuple[str, str, str]
 
-MODES: Final = {"full": RED, "cache": ORANGE, "relay-hbm": SKY, "relay": BLUE, "relay-warm": GREEN}
+MODES: Final = {"full": RED, "cache": ORANGE, "relay-hbm": SKY, "relay": BLUE}
 STAGE_COLOURS: Final = dict(zip(STAGES.values(), (GREY, SKY, ORANGE, RED, PINK, BLUE), strict=True))
 WORK_COLOURS: Final = dict(zip(DEVICE_WORK.values(), (BLUE, RED, GREEN), strict=True))
 #: Lines of the tiers' chart: name, colour, whether dashed.

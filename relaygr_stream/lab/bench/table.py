@@ -34,7 +34,7 @@ def _found(report: SloReport) -> Table:
     table = Table(
         title=f"Largest within the SLO (P99 ≤ {slo:g} ms)", title_justify="left", title_style="bold", box=SIMPLE_HEAD
     )
-    table.add_column("mode", no_wrap=True, min_width=10)  # of `relay-warm`
+    table.add_column("mode", no_wrap=True, min_width=10)  # of `relay-hbm`
     for name in ("revisit", "at", "largest", "× full", "allowed", "late (95 %)"):
         table.add_column(name, justify="right", no_wrap=True)
     ratios = {(one.kind, one.mode, one.revisit): one for one in report.ratios}

@@ -119,6 +119,8 @@ class DeviceCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 def _toml(value: Any) -> str:
     if isinstance(value, str):
         return msgspec.json.encode(value).decode()  # a JSON string is a basic string of TOML
+    if isinstance(value, bool):
+        return str(value).lower()
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_toml(each) for each in value) + "]"
     return repr(value)

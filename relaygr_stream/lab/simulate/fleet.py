@@ -1,15 +1,17 @@
 """A simulated fleet: the bus, the group protocol and the clients around triggers and workers.
 
-event ─► trigger ─► signal ─► worker ◄─ ranking
-                                └─► answer ─► client
+event ─► trigger ─► signal ─► worker ◄─ ranking ◄─┐
+                                ├─► answer ─► client │
+                                └─► refused: a peer's lane, by its status
 
 Every message has a latency, and a process reads in order. A dead worker is silent; its lanes' messages wait in their
-logs until the group notices and the real assignor gives the lanes to others.
+logs until the group notices and the real assignor gives the lanes to others. Workers forward within their group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Final
 
@@ -18,7 +20,8 @@ import numpy as np
 from relaygr_stream.bus.assignor import Claim, assign_lanes
 from relaygr_stream.bus.topics import load_topics
 from relaygr_stream.lab.simulate.bus import Paths
-from relaygr_stream.lab.simulate.scenario import Group, Request, Scenario
+from relaygr_stream.lab.simulate.peers import Peers
+from relaygr_stream.lab.simulate.scenario import Group, Request, Scenario, Sent
 from relaygr_stream.lab.simulate.timeline import Timeline
 from relaygr_stream.lab.simulate.trigger import SimulatedTrigger
 from relaygr_stream.lab.simulate.worker import SimulatedWorker
@@ -28,6 +31,7 @@ from relaygr_stream.models.api import Tokens
 from relaygr_stream.trigger.ledger import Pending
 from relaygr_stream.wire.messages import WorkerStatus
 from relaygr_stream.worker.commands import Answer, LanesLost, Prefill, PrefillTask, Rank, RankTask
+from relaygr_stream.worker.forwarding import time_left_ms
 from relaygr_stream.worker.intake import due_ms
 
 Deliver = Callable[[SimulatedWorker, float], None]
@@ -49,9 +53,18 @@ class Lane:
 
 
 class Fleet:
-    """One group's workers, lanes, triggers and clients. Call `run` once; `requests` then hold the results."""
+    """One group's workers, lanes, triggers and clients. Call `run` once; `requests` then hold the results.
 
-    def __init__(self, scenario: Scenario, group: Group, timeline: Timeline | None = None) -> None:
+    requests: in place of those of the scenario's traffic.
+    """
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        group: Group,
+        timeline: Timeline | None = None,
+        requests: Iterator[Arrival] | None = None,
+    ) -> None:
         settings = scenario.settings
         self._scenario = scenario
         self._settings = settings
@@ -76,8 +89,15 @@ class Fleet:
         self._trigger = SimulatedTrigger(settings, load_topics(settings.kafka), count, scenario.traffic, self.timeline)
         self.start = START_STATUSES * settings.worker.status_interval_ms / 1e3
         part = Part(group.first * scenario.lanes_per_worker, count, scenario.workers * scenario.lanes_per_worker)
-        self._arrivals = arrivals(scenario.traffic, part, int(seeds[2].generate_state(1)[0]))
+        self._arrivals = requests or arrivals(scenario.traffic, part, int(seeds[2].generate_state(1)[0]))
         self.requests: list[Request] = []
+        self.forwards: Counter[str] = Counter()  # `sent`, or why a refused ranking was not
+        forward_seed = int(self._rng.integers(2**31))
+        self._peers = (
+            Peers(settings, self._by_name, count, self.timeline.clock, forward_seed)
+            if settings.worker.forward
+            else None
+        )
         self._sequence = np.zeros((1, settings.relay.max_prefix_tokens), np.int8)
         self._suffix = self._tokens(scenario.traffic.suffix)
         self._candidates = np.zeros(scenario.traffic.candidates, np.int64)
@@ -87,7 +107,8 @@ class Fleet:
         self.dead: list[SimulatedWorker] = []
 
     def _make_worker(self, name: str, seed: int) -> SimulatedWorker:
-        return SimulatedWorker(name, self._settings, self._scenario.costs, self.timeline, seed, self._answered)
+        answered = partial(self._answered, name)
+        return SimulatedWorker(name, self._settings, self._scenario.costs, self.timeline, seed, answered)
 
     def run(self) -> None:
         """Run until every client has its answer or has timed out."""
@@ -106,8 +127,8 @@ class Fleet:
     # ---- requests ----
 
     def _next_event(self, until: float) -> None:
-        arrival = next(self._arrivals)
-        if self.start + arrival.at < until:
+        arrival = next(self._arrivals, None)
+        if arrival is not None and self.start + arrival.at < until:
             self.timeline.at(self.start + arrival.at, partial(self._event, arrival, until))
 
     def _event(self, arrival: Arrival, until: float, now: float) -> None:
@@ -137,10 +158,11 @@ class Fleet:
 
     def _rank(self, request: Request, now: float) -> None:
         """The client sends the ranking request."""
-        lane = self.lanes[request.lane]
-        self.timeline.at(
-            lane.paths.to_worker.arrival(now), partial(self._arrive, lane, partial(self._ranking, request))
-        )
+        self._send(Sent(request, request.lane, now, self._settings.client.timeout_ms, 0), now)
+
+    def _send(self, sent: Sent, now: float) -> None:
+        lane = self.lanes[sent.lane]
+        self.timeline.at(lane.paths.to_worker.arrival(now), partial(self._arrive, lane, partial(self._ranking, sent)))
 
     def _arrive(self, lane: Lane, message: Deliver, now: float) -> None:
         """Deliver a message to the lane's owner, or keep it for the next one."""
@@ -162,20 +184,24 @@ class Fleet:
         )
         worker.submit(Prefill(task))
 
-    def _ranking(self, request: Request, worker: SimulatedWorker, now: float) -> None:
+    def _ranking(self, sent: Sent, worker: SimulatedWorker, now: float) -> None:
+        request, age_ms = sent.request, (now - sent.at) * 1e3
         task = RankTask(
             request.name,
             request.user_id,
-            request.lane,
+            sent.lane,
             self._tokens(request.prefix),
             self._suffix,
             self._candidates,
             arrived=now,
-            deadline=request.rank_at + due_ms(self._settings.client.timeout_ms, self._settings.worker.reply_ms) / 1e3,
+            deadline=now + (due_ms(sent.timeout_ms, self._settings.worker.reply_ms) - age_ms) / 1e3,
+            age_ms=age_ms,
+            timeout_ms=sent.timeout_ms,
             full=self._scenario.mode == "full",
-            origin=request,
+            hops=sent.hops,
+            origin=sent,
         )
-        self.lanes[request.lane].ranking.add(task)
+        self.lanes[sent.lane].ranking.add(task)
         worker.submit(Rank(task))
 
     def _tokens(self, length: int) -> Tokens:
@@ -183,18 +209,25 @@ class Fleet:
         user are compared, and each continues the one before."""
         return Tokens(self._sequence[:, :length])  # type: ignore[arg-type]
 
-    def _answered(self, answers: list[Answer], now: float) -> None:
+    def _answered(self, name: str, answers: list[Answer], now: float) -> None:
         timeout_s = self._settings.client.timeout_ms / 1e3
         for answer in answers:
-            request: Request = answer.task.origin
-            lane = self.lanes[request.lane]
-            lane.ranking.discard(answer.task)
+            task, sent = answer.task, answer.task.origin
+            request: Request = sent.request
+            self.lanes[sent.lane].ranking.discard(task)
+            to = None if self._peers is None else self._peers.refused(name, answer, request.lane, now)
+            if to is not None:
+                self.forwards["sent" if isinstance(to, int) else to] += 1
+            if isinstance(to, int):
+                self._send(Sent(request, to, now, time_left_ms(task, now), sent.hops + 1), now)
+                continue
             request.answers += 1
-            latency_s = lane.paths.to_client.arrival(now) - request.rank_at
+            latency_s = self.lanes[sent.lane].paths.to_client.arrival(now) - request.rank_at
             if request.status is None and latency_s <= timeout_s:
                 request.status = answer.status
-                request.outcome = answer.task.outcome if answer.status == "ok" else None
+                request.outcome = task.outcome if answer.status == "ok" else None
                 request.latency_s = latency_s
+                request.hops = sent.hops
 
     # ---- statements ----
 
@@ -211,7 +244,14 @@ class Fleet:
 
     def _publish(self, status: WorkerStatus, now: float) -> None:
         if self._rng.random() >= self._scenario.status_loss:
-            self.timeline.at(self._paths[status.name].to_trigger.arrival(now), lambda _: self._trigger.take(status))
+            self.timeline.at(self._paths[status.name].to_trigger.arrival(now), partial(self._take, status))
+
+    def _take(self, status: WorkerStatus, now: float) -> None:
+        """Triggers and peers read a status."""
+        del now
+        self._trigger.take(status)
+        if self._peers is not None:
+            self._peers.owners.take(status)
 
     # ---- faults ----
 

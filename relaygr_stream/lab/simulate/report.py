@@ -29,6 +29,7 @@ from relaygr_stream.lab.simulate.story import (
 )
 from relaygr_stream.settings.schema import MAX_LANES
 from relaygr_stream.trigger.decision import REASONS
+from relaygr_stream.worker.forwarding import WHY
 
 Row = tuple[str, str]
 
@@ -55,6 +56,7 @@ def summary(scenario: Scenario, story: Story) -> dict[str, Any]:
         "outcomes": counts(story.outcome, OUTCOMES),
         "statuses": counts(story.status, STATUSES),
         "decisions": counts(story.reason, REASONS),
+        "forwards": dict(story.forwards),
         "busy": {"mean": float(story.busy.mean()), "most": float(story.busy.max())},
         "pinned_bytes_most": float(story.pinned_bytes.max()),
         "hbm_bytes": float(story.hbm_bytes.mean()),
@@ -108,6 +110,7 @@ def render(scenario: Scenario, story: Story, wall_s: float | None = None) -> Tab
         ("scored from", _shares(counts(story.outcome[story.outcome >= 0], OUTCOMES))),
         ("answers", _shares(counts(story.status, STATUSES))),
         ("decisions", _shares(counts(story.reason, REASONS)) if scenario.mode == "relay" else "no events"),
+        *([("refused", ", ".join(_forwards(story)))] if story.forwards else []),
         ("device busy", f"{busy.mean():.1%} on average, {busy.max():.1%} the busiest worker"),
         ("HBM a worker", f"{render_bytes(float(story.hbm_bytes.mean()))} used of {render_bytes(worker.hbm_bytes)}"),
         ("pinned at most", f"{render_bytes(pinned)} of {render_bytes(worker.pinned_share * worker.hbm_bytes)}"),
@@ -143,6 +146,11 @@ def _failure(scenario: Scenario, story: Story) -> list[Row]:
 
 def _window(window: Window) -> str:
     return f"{window.at:4.0f}  {window.requests:6,}  {_ms(window.p99_ms):>9}  {window.late:6.1%}  {window.hits:6.1%}"
+
+
+def _forwards(story: Story) -> list[str]:
+    words = {"sent": "forwarded"} | {str(name): f"not: {why}" for name, why in WHY.items()}
+    return [f"{count:,} {words[name]}" for name, count in story.forwards.most_common()]
 
 
 def _kinds(scenario: Scenario, story: Story) -> list[Row]:

@@ -17,7 +17,9 @@ from relaygr_stream.wire.messages import Outcome, Status
 #: relay: events, signals, reuse. cache: prefix KV kept after ranking, no events. full: every ranking inferred in full.
 Mode = Literal["relay", "cache", "full"]
 
-#: Most workers in a group: few, so that a small sample uses all cores.
+#: A fleet of so many workers is simulated whole, as one group, where all of it is asked for.
+WHOLE: Final = 50
+#: Most workers in a group of a larger fleet: few, so that a small sample uses all cores. Forwarding looks at 16 peers.
 GROUP: Final = 20
 #: Most workers in a group with a failure: enough that a share of 2 % is one worker.
 FAILING_GROUP: Final = 50
@@ -78,8 +80,13 @@ class Scenario:
 
     @property
     def groups(self) -> list[Group]:
-        """The sample in groups of nearly equal size, at most GROUP workers each, which are simulated separately."""
+        """The sample in groups of nearly equal size, at most GROUP workers each, which are simulated separately.
+
+        A fleet of at most WHOLE workers is one group: its workers forward to each other.
+        """
         sample = min(self.sample, self.workers)
+        if sample == self.workers <= WHOLE and self.settings.worker.forward:
+            return [Group(0, 0, sample)]
         count = -(-sample // (GROUP if self.failure is None else FAILING_GROUP))
         sizes = [sample // count + (index < sample % count) for index in range(count)]
         starts = [sum(sizes[:index]) for index in range(count)]
@@ -112,6 +119,7 @@ class Request:
     latency_s: float = math.inf  # from rank_at to the client's scores
     status: Status | None = None  # of the answer; None: none came in time
     outcome: Outcome | None = None
+    hops: int = 0  # times it had been forwarded when it was answered
     answers: int = 0
 
     @property
@@ -123,3 +131,14 @@ class Request:
     def user_id(self) -> str:
         """Its user id."""
         return f"u{self.user}.{self.life}"
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A ranking on its way to a lane: by its client, or by a worker that refused it."""
+
+    request: Request
+    lane: int
+    at: float
+    timeout_ms: float  # from then on
+    hops: int

@@ -50,6 +50,8 @@ class Story:
     returning: npt.NDArray[np.bool_]
     long: npt.NDArray[np.bool_]  # of the traffic's long users
     worker: npt.NDArray[np.int32]
+    group: npt.NDArray[np.int32]  # of each worker: groups are independent, workers of one group forward to each other
+    forwards: Counter[str]  # refused rankings that were forwarded (`sent`), or why they were not, since the start
     busy: Floats  # share of the measured time that the device worked
     pinned_bytes: Floats  # the most pinned bytes in any status
     hbm_bytes: Floats  # used at the end
@@ -96,6 +98,8 @@ def story_of(fleet: Fleet, scenario: Scenario, busy_before: Sequence[float], cpu
         pinned_bytes=np.array([worker.most_pinned for worker in fleet.workers], np.float64),
         hbm_bytes=np.array([each.hbm_used for each in caches], np.float64),
         dram_bytes=np.array([each.dram_used for each in caches], np.float64),
+        group=np.zeros(len(fleet.workers), np.int32),
+        forwards=fleet.forwards,
         cache=cache,
         signals=signals,
         moved_lanes=fleet.moved_lanes,
@@ -120,6 +124,8 @@ def joined(stories: Sequence[Story]) -> Story:
         worker=np.concatenate([story.worker + offset for story, offset in zip(stories, offsets, strict=True)]).astype(
             np.int32
         ),
+        group=np.concatenate([story.group + index for index, story in enumerate(stories)]).astype(np.int32),
+        forwards=sum((story.forwards for story in stories), Counter()),
         cache=sum((story.cache for story in stories), Counter()),
         signals=sum((story.signals for story in stories), Counter()),
         moved_lanes=sum(story.moved_lanes for story in stories),
@@ -229,12 +235,12 @@ def _mean(values: npt.NDArray[np.bool_]) -> float:
 
 
 def _estimate(story: Story, value: float, of: Callable[[npt.NDArray[np.bool_]], float]) -> Estimate:
-    """The value with the interval from the spread between batches of workers."""
-    workers = len(story.busy)
-    batches = min(BATCHES, workers)
+    """The value with the interval from the spread between batches: of groups, if there are several; of workers."""
+    units = np.arange(len(story.busy)) if not story.group.any() else story.group
+    batches = min(BATCHES, int(units.max()) + 1)
     if batches < 2:
         return Estimate(value, float("nan"))
-    found = np.array([of(story.worker % batches == batch) for batch in range(batches)])
+    found = np.array([of((units % batches)[story.worker] == batch) for batch in range(batches)])
     if not np.isfinite(found).all():
         return Estimate(value, float("nan"))
     return Estimate(value, float(T_QUANTILE[batches - 1] * found.std(ddof=1) / np.sqrt(batches)))

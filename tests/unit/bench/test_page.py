@@ -54,7 +54,7 @@ def test_the_page_is_whole_and_refers_to_nothing_outside() -> None:
     assert not re.search(r"https?://|//[a-z]|@import|url\((?!#)|<script|<link|<iframe", page)
     assert not {"src", "srcset", "data"} & {name for name, _ in balance.attributes}
     assert all((value or "").startswith("#") for name, value in balance.attributes if name.endswith("href"))
-    for words in ("3.00×", "Beside the paper", "P99", "HBM and DRAM over time", "relay-warm did not run"):
+    for words in ("3.00×", "Beside the paper", "P99", "HBM and DRAM over time", "relay-hbm did not run"):
         assert words in page
 
 

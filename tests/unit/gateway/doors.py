@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from relaygr_stream.gateway.service import run_gateway
 from relaygr_stream.ops.brokers.distribution import free_ports
-from relaygr_stream.settings.schema import Client, Gateway, Kafka, Settings, Telemetry
+from relaygr_stream.settings.schema import Client, Gateway, History, Kafka, Settings, Telemetry
 from relaygr_stream.telemetry.process import ProcessContext, process
 from tests.waiting import until
 
@@ -71,12 +71,15 @@ class OpenDoor:
 
 
 @asynccontextmanager
-async def door_on(kafka: Kafka, client: Client | None = None, **gateway: Any) -> AsyncIterator[OpenDoor]:
+async def door_on(
+    kafka: Kafka, client: Client | None = None, history: History | None = None, **gateway: Any
+) -> AsyncIterator[OpenDoor]:
     """A gateway that is ready; stopped in order at the end."""
     (port,) = free_ports(1)
     settings = Settings(
         kafka=kafka,
         client=client or Client(),
+        history=history or History(),
         gateway=msgspec.structs.replace(Gateway(port=port, tokens=TOKENS), **gateway),
         telemetry=Telemetry(log_level="warning"),
     )

@@ -6,14 +6,16 @@ import asyncio
 import base64
 import json
 import struct
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from relaygr_stream.gateway.messages import MSGPACK
 from relaygr_stream.gateway.openapi import document
-from relaygr_stream.settings.schema import Client, Kafka
-from relaygr_stream.wire.messages import Behaviours, RankingRequest, RequestEvent, ScoreReply, decode
+from relaygr_stream.history.store import WritableStore, open_store
+from relaygr_stream.settings.schema import Client, History, Kafka
+from relaygr_stream.wire.messages import Behaviours, HistoryReference, RankingRequest, RequestEvent, ScoreReply, decode
 from tests.unit.client_peers import responder_on
 from tests.unit.gateway.doors import ANNOUNCE, HISTORY, OTHER, RANK, TOKEN, door_on
 from tests.waiting import until
@@ -88,6 +90,35 @@ async def test_arrays_may_be_packed_in_json_and_lists_in_messagepack_and_feature
         assert first.columns
         assert first.columns.user == {"age:int32": struct.pack("<i", 31)}
         assert second.prefix == WIRE
+
+
+async def test_a_history_by_reference_is_the_clients_or_the_stores(embedded_settings: Kafka, tmp_path: Path) -> None:
+    settings = History(store=f"sqlite:{tmp_path / 'histories'}", timeout_ms=5000)
+    store = open_store(settings)
+    assert isinstance(store, WritableStore)
+    known = await store.append("u", "shop", WIRE)
+    await store.close()
+    mine = {"length": 7, "digest": base64.b64encode(bytes(range(16))).decode(), "version": 3}
+    async with responder_on(embedded_settings) as peer, door_on(embedded_settings, history=settings) as door:
+        announced = await door.ask("POST", "/v1/announce", {"user_id": "u", "candidates": 3})
+        assert announced.status == 202
+        for body in (
+            {"user_id": "u", "candidates": [1]},
+            {"user_id": "u", "candidates": [1], "reference": mine},
+            {"user_id": "stranger", "candidates": [1]},
+        ):
+            assert (await door.ask("POST", "/v1/rank", body)).status == 200
+        stored, stated, none = (request for _, request in peer.requests)
+        await until(lambda: len(peer.events) == 1, "announced")
+        assert decode(RequestEvent, peer.events[0].value).history == known == stored.history
+        assert stated.history == HistoryReference(length=7, digest=bytes(range(16)), version=3)
+        assert not none.history
+        assert len(none.prefix) == 0
+        both = await door.ask("POST", "/v1/rank", {**RANK, "reference": mine})
+        assert (both.status, "not both" in both.value["detail"]) == (400, True)
+    async with responder_on(embedded_settings), door_on(embedded_settings) as door:
+        neither = await door.ask("POST", "/v1/rank", {"user_id": "u", "candidates": [1]})
+        assert (neither.status, "history.store" in neither.value["detail"]) == (400, True)
 
 
 def answering(status: str) -> object:

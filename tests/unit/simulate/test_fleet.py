@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
+from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 from relaygr_stream.lab.simulate.fleet import Fleet
 from relaygr_stream.lab.simulate.run import run_group, run_scenario
 from relaygr_stream.lab.simulate.scenario import Failure
 from relaygr_stream.lab.simulate.story import hit_share, late_share, latencies, percentile
+from relaygr_stream.lab.workload.visits import Arrival
+from relaygr_stream.worker.forwarding import MOST_HOPS
 from tests.unit.simulate.scenes import fleet_of, scenario, trace
 
 
@@ -133,3 +138,41 @@ def test_a_slower_bus_shows() -> None:
     )
     difference = percentile(latencies(slow), 0.5) - percentile(latencies(fast), 0.5)
     assert 17.0 < difference < 21.0  # two ways, 9.5 ms more each
+
+
+def hot_lane(lanes: list[int], rate: float, seconds: float) -> Iterator[Arrival]:
+    """New users at Poisson times on these lanes."""
+    rng, at = np.random.default_rng(3), 0.0
+    for user in itertools.count():
+        at += float(rng.exponential(1 / rate))
+        if at > seconds:
+            return
+        yield Arrival(at, at + 0.08, user, user, lanes[int(rng.integers(len(lanes)))], 512, False, False)
+
+
+@pytest.mark.parametrize("hot", [True, False])
+def test_a_hot_lanes_rankings_are_forwarded_and_still_answered_once(hot: bool) -> None:
+    """One lane at twice its owner's capacity beside two idle workers; or all at twice theirs, where nobody has room."""
+    scored: dict[bool, float] = {}
+    for forward in (True, False):
+        scene = scenario({"worker.forward": str(forward).lower()}, mode="cache", seconds=3.0, warm_s=1.0)
+        lanes = [0] if hot else list(range(12))
+        fleet = Fleet(scene, scene.groups[0], requests=hot_lane(lanes, 200.0 * (1 if hot else 3), 4.0))
+        fleet.run()
+        assert {request.answers for request in fleet.requests} <= {0, 1}
+        assert all(request.hops <= MOST_HOPS for request in fleet.requests)
+        scored[forward] = float(np.mean([request.status == "ok" for request in fleet.requests]))
+        assert forward or not fleet.forwards
+        for worker in fleet.workers:
+            worker.scheduler.check_integrity()
+    if hot:
+        assert scored[True] > 0.9
+        assert scored[False] < 0.75
+    else:
+        assert scored[True] > scored[False] - 0.08
+
+
+def test_a_fleet_that_forwards_is_simulated_whole_if_it_is_small() -> None:
+    assert [group.size for group in scenario(workers=40, sample=40).groups] == [40]
+    assert [group.size for group in scenario(workers=400, sample=40).groups] == [20, 20]
+    assert len(scenario({"worker.forward": "false"}, workers=40, sample=40).groups) == 2

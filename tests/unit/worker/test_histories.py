@@ -20,7 +20,7 @@ from relaygr_stream.history.packed import joined
 from relaygr_stream.history.sqlite_store import SqliteStore
 from relaygr_stream.settings.schema import History
 from relaygr_stream.wire.behaviours import Behaviours
-from relaygr_stream.wire.history import HistoryReference
+from relaygr_stream.wire.history import HistoryReference, positioned
 from relaygr_stream.worker.histories import OBJECT_BYTES, Histories, HistoryMetrics
 from tests.unit.history.behaviours import history
 from tests.waiting import until
@@ -94,7 +94,7 @@ async def test_a_history_that_begins_otherwise_is_read_anew(store: Watched) -> N
     assert await found(histories, other) == history(80, 1)
     # Positions are only what a sender states: where they are wrong, everything is read.
     wrong = msgspec.structs.replace(
-        HistoryReference.of(history(120, 2)), positions=((80, HistoryReference.of(history(80, 1)).digest),)
+        HistoryReference.of(history(120, 2)), positions=positioned([(80, HistoryReference.of(history(80, 1)).digest)])
     )
     await store.replace("u", "", history(120, 2))
     assert await found(histories, wrong) == history(120, 2)

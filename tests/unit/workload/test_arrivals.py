@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relaygr_stream.errors import InputError
-from relaygr_stream.lab.workload.arrivals import ArrivalLog, read_arrivals
+from relaygr_stream.lab.workload.arrivals import ArrivalLog, read_arrivals, spread
 from tests.unit.workload.logs_for_tests import movielens_rows, write_udata
 
 
@@ -44,7 +44,9 @@ def test_the_users_of_a_trace_are_the_first_blocks_that_differ(tmp_path: Path, s
     path = prompts(tmp_path / "t.jsonl", 300, shared)
     records = [json.loads(line) for line in path.read_text().splitlines()]
     log = read_arrivals(path)
-    assert log.times.tolist() == [record["timestamp"] / 1e3 for record in records]
+    stamps = [record["timestamp"] / 1e3 for record in records]
+    assert (np.diff(log.times) > 0).all()
+    assert all(0 <= at - stamp < 0.007 for at, stamp in zip(log.times, stamps, strict=True))  # the least step
     names = [record["hash_ids"][shared] for record in records]
     assert log.users is not None
     assert [names.index(name) for name in names] == [log.users.tolist().index(user) for user in log.users]
@@ -79,7 +81,8 @@ def test_a_table_of_times_has_no_users(tmp_path: Path) -> None:
 def test_an_interaction_log_gives_its_times_and_users(tmp_path: Path) -> None:
     rows = movielens_rows(users=20)
     log = read_arrivals(write_udata(tmp_path / "u.data", rows))
-    assert log.times.tolist() == sorted(row[3] for row in rows)
+    stamps = np.sort(np.array([row[3] for row in rows], np.float64))
+    assert ((log.times >= stamps) & (log.times < stamps + np.diff(np.unique(stamps)).min())).all()
     assert log.user_count == 20 and len(log.times) == len(rows)
     table = tmp_path / "shop.csv"
     table.write_text("user_id,item_id,time\n" + "".join(f"u{row[0]},{row[1]},{row[3]}\n" for row in rows))
@@ -120,6 +123,18 @@ def test_a_bad_file_is_one_error_that_says_what_was_expected(tmp_path: Path, nam
     message = str(caught.value)
     assert words in message and str(path) in message and "\n" not in message
     assert "expected" in message
+
+
+@given(st.lists(st.integers(0, 20), min_size=2).filter(lambda times: len(set(times)) > 1))
+def test_equal_times_are_spread_over_the_tick(times: list[int]) -> None:
+    given = np.sort(np.array(times, np.float64))
+    tick = np.diff(np.unique(given)).min()
+    found = spread(given)
+    assert (np.diff(found) > 0).all()
+    assert ((found >= given) & (found < given + tick)).all()
+    for time in set(times):
+        group = found[given == time]
+        assert group - time == pytest.approx(tick * np.arange(len(group)) / len(group))
 
 
 @given(st.lists(st.integers(0, 10**6), min_size=2).filter(lambda times: len(set(times)) > 1))

@@ -1,0 +1,1 @@
+"""A small recommendation service: behaviours in, recommendations out, ranked over the relay."""

@@ -1,0 +1,74 @@
+"""examples/clients: Node and Java, written from docs/reference/protocol.md alone, with a relay on Apache Kafka."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from relaygr_stream.settings.schema import Kafka
+from tests.conftest import AnyBroker
+from tests.e2e.fleet import serving_fleet
+from tests.waiting import until
+
+ROOT = Path(__file__).parents[2]
+CLIENTS = ROOT / "examples" / "clients"
+#: Outside the example, so that it stays as it was cloned.
+NODE = ROOT / ".cache" / "clients" / "node"
+
+
+def node() -> list[str]:
+    """The command of the Node client, its packages installed; skips where that cannot be."""
+    if not (shutil.which("node") and shutil.which("npm")):
+        pytest.skip("no node and npm here")
+    NODE.mkdir(parents=True, exist_ok=True)
+    for name in ("client.mjs", "package.json"):
+        shutil.copy(CLIENTS / "node" / name, NODE / name)
+    environment = os.environ | {"npm_config_cache": str(ROOT / ".cache" / "npm"), "npm_config_update_notifier": "false"}
+    installed = subprocess.run(
+        ["npm", "install", "--no-audit", "--no-fund", "--silent"],
+        cwd=NODE, env=environment, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    if installed.returncode:
+        pytest.skip(f"npm cannot install kafkajs here: {installed.stderr[-200:].strip() or 'no registry'}")
+    return ["node", str(NODE / "client.mjs")]
+
+
+def java() -> list[str]:
+    """The command of the Java client; skips where Java or the jars are missing."""
+    home = os.environ.get("KAFKA_HOME", "")
+    if not shutil.which("java") or not home:
+        pytest.skip("no java here" if home else "KAFKA_HOME is not set")
+    return ["java", "-cp", f"{home}/libs/*", str(CLIENTS / "java" / "Client.java")]
+
+
+@pytest.mark.kafka
+@pytest.mark.parametrize("command", [node, java], ids=["node", "java"])
+@pytest.mark.parametrize("broker", ["kafka"], indirect=True)
+@pytest.mark.timeout(300)
+async def test_a_client_of_the_protocol_alone_gets_scores_and_cancels(
+    broker: AnyBroker, kafka_settings: Kafka, tmp_path: Path, command: Callable[[], list[str]]
+) -> None:
+    started = await asyncio.to_thread(command)
+    async with serving_fleet(kafka_settings, tmp_path, "w1") as fleet:
+        process = await asyncio.create_subprocess_exec(
+            *started, kafka_settings.bootstrap, kafka_settings.prefix,
+            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        out, error = await process.communicate()
+        assert process.returncode == 0, error.decode(errors="replace")[-3000:]
+        said = json.loads(out)
+        assert (said["status"], said["tasks"]) == ("ok", ["click", "like"])
+        assert said["outcome"] in ("hbm", "joined", "full")
+        assert len(said["scores"]) == 3 * 2
+        await until(lambda: {said["request_id"], said["cancelled"]} <= fleet.admitted, "announced and admitted")
+        # The cancel is on another topic than the signal that it is about, and may be read before it.
+        cancelled = {f'relaygr_signals_total{{result="{result}"}} 1.0' for result in ("cancelled", "ranked")}
+        metrics = fleet.children["w1"].metrics
+        await until(lambda: any(line in cancelled for line in metrics().splitlines()), "cancelled")
