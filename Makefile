@@ -101,10 +101,10 @@ bench-cache: $(STAMP) ## usable share, cost per operation, eviction against othe
 bench-delegation: $(STAMP) ## first visits at 80 % load, with and without delegation, and three ways to choose (5 minutes; CHECK=1 judges)
 	$(BIN)/python benchmarks/delegation.py $(ARGS)
 
-bench-engine: $(STAMP) ## the engine against the floors of this machine (4 minutes; CHECK=1 judges; ARGS="--device cuda")
+bench-engine: $(STAMP) ## the engine against this machine's floors, two threads, a pause (5 minutes; CHECK=1 judges; ARGS="--device cuda")
 	$(BIN)/python benchmarks/engine.py $(ARGS)
 
-bench-peers: $(STAMP) $(PEERS_STAMP) ## the engine against torch, torch.compile, ONNX Runtime, OpenVINO (10 minutes; CHECK=1 judges; ARGS=--quick)
+bench-peers: $(STAMP) $(PEERS_STAMP) ## the engine against torch, torch.compile, ONNX Runtime, OpenVINO (10 minutes, ARGS=--quick 3; CHECK=1 judges)
 	$(BIN)/python benchmarks/peers.py --python $(PEERS)/bin/python $(ARGS)
 
 $(PEERS_STAMP): benchmarks/peers_requirements.txt constraints.txt
@@ -131,7 +131,7 @@ bench-features: $(STAMP) ## requests with 10, 40 and 120 feature columns: bytes,
 bench-forwarding: $(STAMP) ## a hot lane and a general overload, with and without forwarding (2 minutes; CHECK=1 judges)
 	$(BIN)/python benchmarks/forwarding.py $(ARGS)
 
-bench-simulate: $(STAMP) ## relaygr simulate against the real core, and how fast it is (3 minutes; CHECK=1 judges)
+bench-simulate: $(STAMP) ## relaygr simulate against the real core, and how fast it is (5 minutes; CHECK=1 judges)
 	$(BIN)/python benchmarks/simulate.py $(ARGS)
 
 bench-scheduler: $(STAMP) ## delay of rankings behind pre-inference, with and without chunks, at rising load (2 minutes; CHECK=1 judges)

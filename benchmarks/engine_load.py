@@ -1,7 +1,7 @@
 """What the engine's bench runs: the model, regions full of history, rankings, and how many operations they are.
 
 Operations count visible pairs only (the triangle, not the square), and not what the last layer of an `extend` need not
-compute. SiLU, norms and sums are not counted: the floor is what a machine would need that has them for nothing.
+compute. Norms and sums are not counted: the floor is what a machine would need that has them for nothing.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 import torch
+from floors import Cost
 
 from relaygr_stream import settings
 from relaygr_stream.models.api import KVRegion, RankingModel, ScoreInput, Tokens
@@ -21,17 +21,6 @@ from relaygr_stream.models.loading import load_model
 
 #: Together the copies of a prefix are so large that a ranking finds none of it in the processor's own caches.
 COLD_BYTES: Final = 256 << 20
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Floating-point operations, and bytes of weights and K/V that must be read at least once."""
-
-    flops: float
-    nbytes: float
-
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(self.flops + other.flops, self.nbytes + other.nbytes)
 
 
 def triangle(rows: int) -> int:
@@ -54,6 +43,10 @@ class EngineLoad:
         self._row_flops = 2 * shape.dim * (5 * value + 2 * key)
         self._kv_row_flops = 2 * shape.dim * (value + key)
         self._pair_flops = 2 * (value + key)
+        self._row_activations = value  # u
+        # v, q and k, o, the gate and the output; a float32 number is rounded nowhere.
+        self._kv_row_conversions = (value + key) if dtype != torch.float32 else 0
+        self._row_conversions = (3 * value + 2 * key + shape.dim) if dtype != torch.float32 else 0
         self._weight_bytes = shape.layers * shape.dim * (5 * value + 2 * key) * dtype.itemsize
 
     def tokens(self, count: int) -> Tokens:
@@ -80,22 +73,27 @@ class EngineLoad:
     def extend_cost(self, prefix: int, tokens: int) -> Cost:
         """Appending `tokens` behind `prefix`."""
         pairs = tokens * prefix + triangle(tokens)
-        layers = self.shape.layers - 1
-        flops = layers * (tokens * self._row_flops + pairs * self._pair_flops) + tokens * self._kv_row_flops
-        return Cost(flops, self._weight_bytes + (prefix + tokens) * self.model.layout.bytes_per_token)
+        whole, last = self._cost(self.shape.layers - 1, tokens, pairs), tokens * self._kv_row_flops
+        nbytes = self._weight_bytes + (prefix + tokens) * self.model.layout.bytes_per_token
+        return whole + Cost(last, nbytes, conversions=tokens * self._kv_row_conversions)
 
     def score_cost(self, one: ScoreInput) -> Cost:
         """One ranking."""
         prefix, suffix, count = one.kv.length, len(one.suffix), len(one.candidates)
         pairs = suffix * prefix + triangle(suffix) + count * (prefix + suffix + 1)
-        flops = self.shape.layers * ((suffix + count) * self._row_flops + pairs * self._pair_flops)
-        return Cost(flops, self._weight_bytes + prefix * self.model.layout.bytes_per_token)
+        whole = self._cost(self.shape.layers, suffix + count, pairs)
+        return whole + Cost(0, self._weight_bytes + prefix * self.model.layout.bytes_per_token)
 
     def batch_cost(self, batch: list[ScoreInput]) -> Cost:
         """Rankings computed together: the weights are read once."""
-        costs = [self.score_cost(one) for one in batch]
-        nbytes = sum(cost.nbytes for cost in costs) - (len(costs) - 1) * self._weight_bytes
-        return Cost(sum(cost.flops for cost in costs), nbytes)
+        whole = sum((self.score_cost(one) for one in batch), Cost(0, 0))
+        return whole + Cost(0, -(len(batch) - 1) * self._weight_bytes)
+
+    def _cost(self, layers: int, rows: int, pairs: int) -> Cost:
+        """Of whole layers, without bytes."""
+        flops = rows * self._row_flops + pairs * self._pair_flops
+        each = Cost(flops, 0, pairs * self.shape.heads, rows * self._row_activations, rows * self._row_conversions)
+        return sum([each] * layers, Cost(0, 0))
 
     def _copy(self, kv: KVRegion) -> KVRegion:
         return KVRegion(kv.layout, kv.storage.clone(), kv.capacity, kv.length)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from engine_load import Cost
-from floors import Floors
+from floors import Cost, Floors
 
 
 class Report:
@@ -21,7 +20,7 @@ class Report:
 
     def figure(self, dtype: torch.dtype, name: str, seconds: float, cost: Cost, floors: Floors) -> float:
         """One operation beside its floor; how many times that it took."""
-        floor = floors.seconds(cost.flops, cost.nbytes)
+        floor = floors.seconds(cost)
         times, share = seconds / floor, cost.flops / seconds / floors.peak
         print(f"{name:44} {seconds * 1e3:9.2f} {floor * 1e3:9.2f} {times:8.2f} {share:8.0%}", flush=True)
         self.keep(dtype, name, ms=seconds * 1e3, floor_ms=floor * 1e3, of_floor=times, of_peak=share)

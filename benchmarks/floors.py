@@ -1,15 +1,16 @@
 """The machine's ceilings, measured in turn with what is compared with them, since a machine's clock drifts.
 
-The floor of an operation is its floating-point operations at the peak, or its bytes at the bandwidth, whichever takes
-longer. On a CPU the peak is that of multiply-adds in registers, and the bandwidth that of reading (peaks.c). They are
-those of torch's matrix product and copy on accelerators and without a C compiler; so is the peak of float16, and of
-bfloat16 with AMX.
+The floor of an operation is its multiply-adds, its SiLU and its conversions, each at its own peak, or its bytes at the
+bandwidth, whichever takes longer. On a CPU the peaks are those of loops in registers, and the bandwidth that of reading
+(peaks.c). They are those of torch's matrix product and copy on accelerators and without a C compiler, and the rest
+comes for nothing there; so it is with float16, and the product with bfloat16 and AMX.
 """
 
 from __future__ import annotations
 
 import ctypes
 import datetime
+import itertools
 import math
 import os
 import platform
@@ -19,15 +20,21 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 import torch
 
+from relaygr_stream.models.native.objects import CPUINFO, FOLDER, instructions
+
 Work = Callable[[], object]
 
 PEAKS: Final = Path(__file__).with_name("peaks.c")
+#: The folders of a dtype's kernels, and the loops of peaks.c that run what stands in them.
+KERNELS: Final = {torch.float32: ("avx512",), torch.bfloat16: ("bfloat16", "avx512_bf16")}
+SILU: Final = ("scores", "activations", "conversions")
 #: Rounds of a loop in registers: a millisecond or two.
 ROUNDS: Final = 200_000
 #: Edge of the product. On a CPU a larger one is no faster (measured 768 … 3,072), on an
@@ -42,15 +49,40 @@ TURN_S: Final = 0.03
 
 
 @dataclass(frozen=True)
+class Cost:
+    """What an operation must do at least: floating-point operations of products, bytes of weights and K/V to read, SiLU
+    of scores, SiLU of elements, and elements rounded to the dtype.
+    """
+
+    flops: float
+    nbytes: float
+    scores: float = 0
+    activations: float = 0
+    conversions: float = 0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(*(mine + others for mine, others in zip(astuple(self), astuple(other), strict=True)))
+
+
+@dataclass(frozen=True)
 class Floors:
-    """What the machine did at best: FLOP/s, bytes/s."""
+    """What the machine did at best, of each part of a Cost in a second."""
 
     peak: float
     bandwidth: float
+    scores: float = math.inf
+    activations: float = math.inf
+    conversions: float = math.inf
 
-    def seconds(self, flops: float, nbytes: float) -> float:
-        """The shortest time that `flops` operations on `nbytes` of memory may take."""
-        return max(flops / self.peak, nbytes / self.bandwidth)
+    def seconds(self, cost: Cost) -> float:
+        """The shortest time that `cost` may take."""
+        in_registers = cost.scores / self.scores + cost.activations / self.activations
+        in_registers += cost.flops / self.peak + cost.conversions / self.conversions
+        return max(in_registers, cost.nbytes / self.bandwidth)
+
+    def best(self, other: Floors) -> Floors:
+        """The better of each."""
+        return Floors(*map(max, astuple(self), astuple(other)))
 
 
 class Machine:
@@ -61,7 +93,7 @@ class Machine:
         self._products: dict[torch.dtype, tuple[Work, float]] = {}
         self._source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device)
         self._target = torch.zeros_like(self._source)
-        self._loops = _compiled() if device.type == "cpu" else None
+        self._loops: dict[torch.dtype, ctypes.CDLL | None] = {}
         self._pool = ThreadPoolExecutor(torch.get_num_threads())
 
     def race(self, works: Sequence[Work], seconds: float) -> list[float]:
@@ -80,10 +112,14 @@ class Machine:
 
     def beside(self, work: Work, dtype: torch.dtype, seconds: float) -> tuple[float, Floors]:
         """Shortest seconds of `work`, and the machine's floors while it ran."""
-        multiply, flops = self._multiply_adds(dtype) or self._product(dtype)
-        move, nbytes = self._reading() or self._copying()
-        took, multiplied, moved = self.race((work, multiply, move), seconds)
-        return took, Floors(flops / multiplied, nbytes / moved)
+        loops = self._registers(dtype)
+        multiply, flops = loops.pop("operations") if "operations" in loops else self._product(dtype)
+        move, nbytes = self._reading(dtype) or self._copying()
+        took, multiplied, moved, *rest = self.race(
+            (work, multiply, move, *(loop for loop, _ in loops.values())), seconds
+        )
+        rates = {name: count / time for (name, (_, count)), time in zip(loops.items(), rest, strict=True)}
+        return took, Floors(flops / multiplied, nbytes / moved, **rates)
 
     def product_share(self, dtype: torch.dtype, seconds: float) -> float:
         """The rate of torch's matrix product, a peer, as a share of the peak."""
@@ -133,19 +169,55 @@ class Machine:
             if stop > until:
                 return shortest
 
-    def _multiply_adds(self, dtype: torch.dtype) -> tuple[Work, float] | None:
-        """Multiply-adds in registers on every thread, and their number; None where there is no loop for them."""
-        if self._loops is None or dtype not in (torch.float32, torch.bfloat16):
+    def bare(self, kv: Sequence[torch.Tensor], cost: Cost) -> Work | None:
+        """The bytes of `kv` in turn and of weights, with the multiply-adds of `cost`; None without a compiler."""
+        loops = self.loops(kv[0].dtype)
+        if loops is None:
             return None
-        loop: Callable[[int], int] = getattr(self._loops, f"{str(dtype).removeprefix('torch.')}_operations")
-        threads = [ROUNDS] * torch.get_num_threads()
-        operations = loop(ROUNDS) * len(threads)
-        return (lambda: list(self._pool.map(loop, threads)), operations) if operations else None
+        half, held = int(kv[0].dtype == torch.bfloat16), kv[0].nbytes // 64 * 64
+        of_weights = int(max(cost.nbytes - held, 0)) // 64 * 64
+        weights = torch.zeros(of_weights, dtype=torch.uint8)
+        flops_of_vector = 2 * 64 // kv[0].itemsize
+        each = max(8, round(cost.flops / flops_of_vector / ((held + of_weights) / 64) / 8) * 8)
+        turns = itertools.cycle([one.data_ptr() for one in kv])
 
-    def _reading(self) -> tuple[Work, float] | None:
-        if self._loops is None:
+        def run() -> None:
+            loops.product_over(next(turns), held, each, half)
+            loops.product_over(weights.data_ptr(), of_weights, each, half)
+
+        return run
+
+    def loops(self, dtype: torch.dtype) -> ctypes.CDLL | None:
+        """peaks.c with the SiLU and the conversions of a dtype; None where there is none."""
+        if dtype not in self._loops:
+            self._loops[dtype] = _compiled(KERNELS.get(dtype, ())) if self.device.type == "cpu" else None
+        return self._loops[dtype]
+
+    def _registers(self, dtype: torch.dtype) -> dict[str, tuple[Work, float]]:
+        """Loops in registers on every thread, and what they count; "operations" is missing where there is none."""
+        loops = self.loops(dtype)
+        if loops is None or dtype not in KERNELS:
+            return {}
+        found: dict[str, tuple[Work, float]] = {}
+        threads = torch.get_num_threads()
+        names = {"operations": f"{str(dtype).removeprefix('torch.')}_operations"}
+        names |= {name: name for name in SILU if hasattr(loops, name)}
+        for name, symbol in names.items():
+            loop: Callable[[int], int] = getattr(loops, symbol)
+            loop.argtypes, loop.restype = [ctypes.c_int64], ctypes.c_int64  # type: ignore[attr-defined]
+            rounds = ROUNDS if name == "operations" else ROUNDS // 4
+            if count := loop(rounds) * threads:
+                found[name] = partial(self._on_all, loop, [rounds] * threads), float(count)
+        return found
+
+    def _on_all(self, loop: Callable[[int], int], arguments: list[int]) -> None:
+        list(self._pool.map(loop, arguments))
+
+    def _reading(self, dtype: torch.dtype) -> tuple[Work, float] | None:
+        loops = self.loops(dtype)
+        if loops is None:
             return None
-        read, part = self._loops.read_all, COPY_BYTES // torch.get_num_threads() // 256 * 256
+        read, part = loops.read_all, COPY_BYTES // torch.get_num_threads() // 256 * 256
         starts = [self._source.data_ptr() + part * thread for thread in range(torch.get_num_threads())]
         return lambda: list(self._pool.map(read, starts, [part] * len(starts))), part * len(starts)
 
@@ -161,23 +233,33 @@ class Machine:
         return self._products[dtype]
 
 
-def _compiled() -> ctypes.CDLL | None:
-    """peaks.c for this processor; None without a compiler."""
+def _compiled(kernels: Sequence[str]) -> ctypes.CDLL | None:
+    """peaks.c for this processor, with the kernels in these folders if it has AVX-512; None without a compiler."""
     compiler = shlex.split(os.environ.get("CC", "cc"))
+    wide = "avx512f" in instructions(CPUINFO) and kernels
+    include = ["-DKERNELS", *(f"-I{FOLDER / name}" for name in (".", *kernels))] if wide else []
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "peaks.so"
+        command = [
+            *compiler,
+            "-O3",
+            "-march=native",
+            "-fPIC",
+            "-shared",
+            *include,
+            str(PEAKS),
+            "-o",
+            str(target),
+            "-lm",
+        ]
         try:
-            subprocess.run(
-                [*compiler, "-O3", "-march=native", "-fPIC", "-shared", str(PEAKS), "-o", str(target)],
-                check=True, capture_output=True,
-            )  # fmt: skip
+            subprocess.run(command, check=True, capture_output=True)
         except OSError:
             return None
         loops = ctypes.CDLL(str(target))
-    for name in ("float32_operations", "bfloat16_operations"):
-        function = getattr(loops, name)
-        function.argtypes, function.restype = [ctypes.c_int64], ctypes.c_int64
     loops.read_all.argtypes, loops.read_all.restype = [ctypes.c_void_p, ctypes.c_int64], ctypes.c_int64
+    loops.product_over.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int]
+    loops.product_over.restype = ctypes.c_float
     return loops
 
 

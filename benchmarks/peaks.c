@@ -1,5 +1,13 @@
-/* The ceilings of one core: multiply-adds in registers, and reading memory. floors.py compiles it for this processor. */
+/* The ceilings of one core: multiply-adds, SiLU and conversions in registers, and reading memory.
+ *
+ * floors.py compiles it for this processor, once for each type of number, with the folders of its kernels, whose SiLU and
+ * conversions the loops run (KERNELS); on processors without kernels there are no such loops.
+ */
 #include <stdint.h>
+
+#ifdef KERNELS
+#include "lanes.h"
+#endif
 
 #ifdef __AVX512F__
 #include <immintrin.h>
@@ -46,6 +54,57 @@ int64_t bfloat16_operations(int64_t rounds) {
 #endif
 }
 
+#ifdef KERNELS
+enum { AT_ONCE = 8 /* vectors: enough to hide latencies, few enough for the registers */ };
+
+/* `rounds` times AT_ONCE lanes' scores of products; returns the scores. */
+int64_t scores(int64_t rounds) {
+    Silu silu_of;
+    make_silu(&silu_of, 0.125f);
+    __m512 product = _mm512_set1_ps(1.5f);
+    for (int64_t round = 0; round < rounds; round++)
+#pragma GCC unroll 8
+        for (int i = 0; i < AT_ONCE; i++) {
+            __m512 s[LANE];
+            for (int of = 0; of < LANE; of++) {
+                UNKNOWN(product);
+                s[of] = score_of(product, &silu_of);
+            }
+            __m512i done = joined(s);
+            UNKNOWN(done);
+        }
+    return rounds * AT_ONCE * LANE * TILE;
+}
+
+/* The same with SiLU and rounding of a layer's elements. */
+int64_t activations(int64_t rounds) {
+    num to[TILE];
+    __m512 x = _mm512_set1_ps(1.5f);
+    for (int64_t round = 0; round < rounds; round++)
+#pragma GCC unroll 8
+        for (int i = 0; i < AT_ONCE; i++) {
+            UNKNOWN(x);
+            store(to, silu(x));
+            __asm__ volatile("" : : "r"(to) : "memory");
+        }
+    return rounds * AT_ONCE * TILE;
+}
+
+/* The same with rounding alone. */
+int64_t conversions(int64_t rounds) {
+    num to[TILE];
+    __m512 x = _mm512_set1_ps(1.5f);
+    for (int64_t round = 0; round < rounds; round++)
+#pragma GCC unroll 8
+        for (int i = 0; i < AT_ONCE; i++) {
+            UNKNOWN(x);
+            store(to, x);
+            __asm__ volatile("" : : "r"(to) : "memory");
+        }
+    return rounds * AT_ONCE * TILE;
+}
+#endif
+
 /* Reads `bytes`, a multiple of 256, from an aligned address. */
 int64_t read_all(const char *from, int64_t bytes) {
     words found[4] = {{0}};
@@ -53,4 +112,28 @@ int64_t read_all(const char *from, int64_t bytes) {
         for (int i = 0; i < 4; i++) found[i] ^= *(const words *)(at + i * BYTES);
     found[0] ^= found[1] ^ found[2] ^ found[3];
     return found[0][0] ^ found[0][1] ^ found[0][2] ^ found[0][3];
+}
+
+/* The bare work of a ranking: reads `bytes`, a multiple of 64, and does `each` multiply-adds of a whole vector, a
+ * multiple of 8, with every 64 of them. */
+float product_over(const char *from, int64_t bytes, int64_t each, int bfloat16) {
+    floats sums[8] = {{0}}, factor = {0};
+    factor += 1.0001f;
+    UNKNOWN(factor);
+    for (const char *at = from; at < from + bytes; at += 64) {
+        floats line = *(const floats *)at;
+        for (int64_t i = 0; i < each; i += 8)
+#pragma GCC unroll 8
+            for (int k = 0; k < 8; k++) {
+#ifdef __AVX512BF16__
+                if (bfloat16) {
+                    sums[k] = (floats)_mm512_dpbf16_ps((__m512)sums[k], (__m512bh)line, (__m512bh)factor);
+                    continue;
+                }
+#endif
+                sums[k] += line * factor;
+            }
+    }
+    for (int k = 1; k < 8; k++) sums[0] += sums[k];
+    return sums[0][0];
 }

@@ -17,12 +17,13 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from engine_load import COLD_BYTES, Cost, EngineLoad
-from floors import Floors, Machine
+from engine_load import COLD_BYTES, EngineLoad
+from floors import Cost, Floors, Machine
 from peers_child import PEERS, turn
 from peers_process import PeerProcess
 from peers_report import Result, Row, head, missed
@@ -58,8 +59,9 @@ class PeersBench:
     """All rows of one dtype."""
 
     def __init__(
-        self, load: EngineLoad, machine: Machine, processes: dict[str, PeerProcess], folder: Path, seconds: float
-    ) -> None:
+        self, load: EngineLoad, machine: Machine, processes: dict[str, PeerProcess], folder: Path, seconds: float,
+        until: float = math.inf,
+    ) -> None:  # fmt: skip
         assert isinstance(load.model, HSTUModel)
         self.load = load
         self.model = load.model
@@ -67,13 +69,25 @@ class PeersBench:
         self.processes = processes
         self.folder = folder
         self.seconds = seconds
+        self.until = until
 
     def run(self, prefixes: list[int], candidates: list[int]) -> list[Row]:
+        """All rows that begin before `until`, a time of time.monotonic()."""
         print(head(self._dtype), flush=True)
+        makers = [
+            maker
+            for prefix in prefixes
+            for maker in (
+                *(partial(self.ranking, prefix, count) for count in candidates),
+                partial(self.prefill, prefix),
+            )
+        ]
         rows = []
-        for prefix in prefixes:
-            rows += [self.row(self.ranking(prefix, count)) for count in candidates]
-            rows.append(self.row(self.prefill(prefix)))
+        for number, maker in enumerate(makers):
+            if time.monotonic() > self.until:
+                print(f"left out, the time is over: {len(makers) - number} rows", flush=True)
+                break
+            rows.append(self.row(maker()))
         return rows
 
     def ranking(self, prefix: int, candidates: int) -> Operation:
@@ -110,16 +124,14 @@ class PeersBench:
         peers = [self._prepared(name, operation, path) for name in self.processes]
         path.unlink()
         ours = Result("ours", deviation=0.0)
-        floors, until, rounds = Floors(0, 0), time.perf_counter() + self.seconds, 0
+        floors, until, rounds = Floors(0, 0, 0, 0, 0), time.perf_counter() + self.seconds, 0
         while rounds < ROUNDS or time.perf_counter() < until:
             ours.times += turn(operation.run, TURN_S)
             for peer in peers:
                 self._turn(peer)
-            seen = self.machine.floors(self.load.dtype, TURN_S)
-            floors = Floors(max(floors.peak, seen.peak), max(floors.bandwidth, seen.bandwidth))
+            floors = floors.best(self.machine.floors(self.load.dtype, TURN_S))
             rounds += 1
-        cost = operation.cost
-        row = Row(self._dtype, operation.name, floors.seconds(cost.flops, cost.nbytes), ours, peers)
+        row = Row(self._dtype, operation.name, floors.seconds(operation.cost), ours, peers)
         print("\n".join(row.lines()), flush=True)
         return row
 
@@ -186,17 +198,21 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prefix", type=int, nargs="+", default=[512, 2048, 8192], help="prefix tokens")
     parser.add_argument("--candidates", type=int, nargs="*", default=[64, 512], help="candidates of a ranking")
     parser.add_argument("--seconds", type=float, default=6.0, help="time of a row's turns; preparing comes on top")
-    parser.add_argument("--quick", action="store_true", help="64 candidates, 512 tokens, a second a row: a smoke test")
+    parser.add_argument("--minutes", type=float, default=9.0, help="no row begins later than that")
+    parser.add_argument(
+        "--quick", action="store_true", help="64 candidates and 2,048 tokens alone: two or three minutes"
+    )
     parser.add_argument("--json", type=Path, default=Path("out/peers/report.json"), help="where the report goes")
     options = parser.parse_args()
     if options.quick:
-        options.prefix, options.candidates, options.seconds = [512], [64], 1.0
+        options.prefix, options.candidates, options.minutes = [2048], [64], 2.5
     return options
 
 
 def main() -> None:
     options = parse()
     torch.set_num_threads(1)
+    until = time.monotonic() + options.minutes * 60
     machine = Machine(torch.device("cpu"))
     shape = settings.Model(layers=8, dim=256, heads=4, dqk=64, dv=64)
     for line in machine.describe():
@@ -212,7 +228,7 @@ def main() -> None:
         try:
             for dtype in options.dtype:
                 load = EngineLoad(shape, torch.device("cpu"), getattr(torch, dtype))
-                bench = PeersBench(load, machine, processes, Path(folder), options.seconds)
+                bench = PeersBench(load, machine, processes, Path(folder), options.seconds, until)
                 rows += bench.run(options.prefix, options.candidates)
         finally:
             for process in processes.values():

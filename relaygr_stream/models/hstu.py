@@ -57,7 +57,7 @@ class HSTUStack(nn.Module):
         self.config = config
         self.fused: FusedLayers | None = None  # None: attention.py
         self.layers = nn.ModuleList(STULayer(config) for _ in range(config.layers))
-        self._native: NativeLayers | None = None
+        self.native: NativeLayers | None = None  # the layers in C, if there are any for this stack
         self._visibility = Visibility(config.contextual_seq_len, config.max_attn_len)
         self._scale = 1 / math.sqrt(config.dqk)
         self._weight = 1 / config.scale_tokens
@@ -68,17 +68,12 @@ class HSTUStack(nn.Module):
         kernels: as the setting worker.kernels. Raises ModelError if it names instructions that cannot be used.
         """
         self.to(device=device, dtype=dtype)
-        self._native = native_layers(self.config, self.stu_layers(), NORM_EPS, kernels)
+        self.native = native_layers(self.config, self.stu_layers(), NORM_EPS, kernels)
         return self
-
-    @property
-    def native(self) -> NativeLayers | None:
-        """The layers in C; None if there are none for this stack, or if torch is faster with its present threads."""
-        return self._native if self._native and self._native.in_use else None
 
     def native_ends(self, embedding: TokenEmbedding, head: TaskHead) -> NativeEnds | None:
         """The embedding and the head in C; None where there are no layers in C."""
-        return self._native.ends(embedding, head, NORM_EPS) if self._native else None
+        return self.native.ends(embedding, head, NORM_EPS) if self.native else None
 
     @property
     def incremental(self) -> bool:

@@ -96,7 +96,8 @@ def _of_interactions(path: Path) -> ArrivalLog:
     try:
         log = read_log(path)
     except InputError as error:
-        raise InputError(f"{error}; {EXPECTED}") from error
+        told = str(error).removesuffix(". Name the format with --format")  # which arrivals do not need
+        raise InputError(f"{told}; {EXPECTED}") from error
     codes = np.repeat(np.arange(len(log.users), dtype=np.int64), np.diff(log.offsets))
     return _sorted(path, log.times / 1e3, codes, log.broken_count)
 

@@ -1,7 +1,10 @@
 /* The embedding of behaviours and candidates, with the sums of embeddings.py in the same order and each rounded to num.
  * A behaviour so has the same vector in both.
  */
+#include <stdatomic.h>
+
 #include "parts.h"
+#include "team.h"
 
 enum { ACTIONS = 256, GAP_BUCKETS = 43 }; /* embeddings.py */
 
@@ -54,19 +57,50 @@ static int add_item_and_position(const Tables *t, const int64_t *items, int64_t 
     return unknown(t, item);
 }
 
-/* Writes the rows of one sequence after another: behaviours, then candidates. Returns how many items are unknown. */
-int64_t relaygr_embed(const Tables *t, const Sequence *sequences, int64_t count, num *x) {
+typedef struct {
+    const Tables *t;
+    const Sequence *sequences;
+    int64_t count, rows, parts;
+    num *x;
+    _Atomic int64_t *unknown_items;
+} Embedding;
+
+/* Rows `from` ... `to` - 1 of a sequence, whose first row is at x. Returns how many of their items are unknown. */
+static int64_t embed_rows(const Tables *t, const Sequence *s, int64_t from, int64_t to, num *x) {
     int64_t unknown_items = 0;
-    for (const Sequence *s = sequences; s < sequences + count; s++) {
-        for (int64_t i = 0; i < s->behaviours; i++, x += t->dim) {
-            unknown_items += add_item_and_position(t, s->items, i, s->behaviours, s->first + i, x);
-            add_row(x, t->action + (number(s->actions, i) & (ACTIONS - 1)) * t->dim, t->dim);
-            add_row(x, t->gap + gap_bucket(number(s->gaps, i)) * t->dim, t->dim);
-        }
-        for (int64_t i = 0; i < s->candidates; i++, x += t->dim) {
-            unknown_items += add_item_and_position(t, s->candidate_items, i, s->candidates, s->first + s->behaviours, x);
-            add_row(x, t->candidate, t->dim);
-        }
+    for (int64_t i = from; i < least(to, s->behaviours); i++) {
+        num *row = x + i * t->dim;
+        unknown_items += add_item_and_position(t, s->items, i, s->behaviours, s->first + i, row);
+        add_row(row, t->action + (number(s->actions, i) & (ACTIONS - 1)) * t->dim, t->dim);
+        add_row(row, t->gap + gap_bucket(number(s->gaps, i)) * t->dim, t->dim);
     }
+    for (int64_t i = most(from - s->behaviours, 0); i < to - s->behaviours; i++) {
+        num *row = x + (s->behaviours + i) * t->dim;
+        unknown_items += add_item_and_position(t, s->candidate_items, i, s->candidates, s->first + s->behaviours, row);
+        add_row(row, t->candidate, t->dim);
+    }
+    return unknown_items;
+}
+
+static void embed_part(const void *of, int64_t part) {
+    const Embedding *e = of;
+    Range rows = share_of(e->rows, 1, part, e->parts);
+    int64_t before = 0, unknown_items = 0;
+    for (const Sequence *s = e->sequences; s < e->sequences + e->count; s++) {
+        int64_t own = s->behaviours + s->candidates, from = most(rows.from - before, 0), to = least(rows.to - before, own);
+        unknown_items += embed_rows(e->t, s, from, to, e->x + before * e->t->dim);
+        before += own;
+    }
+    atomic_fetch_add(e->unknown_items, unknown_items);
+}
+
+/* Writes the rows of one sequence after another: behaviours, then candidates, in up to `threads` threads. Returns how
+ * many items are unknown. */
+int64_t relaygr_embed(const Tables *t, const Sequence *sequences, int64_t count, num *x, int64_t threads) {
+    _Atomic int64_t unknown_items = 0;
+    Embedding e = {t, sequences, count, 0, team_enter(threads), x, &unknown_items};
+    for (int64_t i = 0; i < count; i++) e.rows += sequences[i].behaviours + sequences[i].candidates;
+    team_run(e.parts, e.parts, embed_part, &e);
+    team_leave(e.parts);
     return unknown_items;
 }

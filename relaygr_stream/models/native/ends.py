@@ -51,6 +51,7 @@ class NativeEnds:
             sequences.array,
             ctypes.c_int64(len(sequences.array)),
             ctypes.c_void_p(x.data_ptr()),
+            ctypes.c_int64(torch.get_num_threads()),
         )
         return x
 
@@ -61,6 +62,7 @@ class NativeEnds:
         self._compiled.relaygr_logits(
             ctypes.byref(self._head), sequences.array, ctypes.c_int64(len(sequences.array)),
             ctypes.c_void_p(outputs.data_ptr()), ctypes.c_void_p(logits.data_ptr()),
+            ctypes.c_int64(torch.get_num_threads()),
         )  # fmt: skip
         return logits
 

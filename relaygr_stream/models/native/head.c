@@ -1,5 +1,6 @@
 /* TaskHead of embeddings.py in float32: LayerNorm of a candidate's outputs, and a product with each task's weights. */
 #include "parts.h"
+#include "team.h"
 
 typedef struct {
     const float *norm_weight, *norm_bias, *weight, *bias; /* weight: (tasks, dim) */
@@ -29,10 +30,34 @@ static void logits_of(const Head *h, const num *x, float *logits) {
     }
 }
 
-/* Writes the logits (all candidates, tasks) from the outputs of all rows. */
-void relaygr_logits(const Head *h, const Sequence *sequences, int64_t count, const num *x, float *logits) {
-    for (const Sequence *s = sequences; s < sequences + count; s++) {
-        x += s->behaviours * h->dim;
-        for (int64_t i = 0; i < s->candidates; i++, x += h->dim, logits += h->tasks) logits_of(h, x, logits);
+typedef struct {
+    const Head *h;
+    const Sequence *sequences;
+    int64_t count, candidates, parts;
+    const num *x;
+    float *logits;
+} Logits;
+
+static void logits_part(const void *of, int64_t part) {
+    const Logits *l = of;
+    Range share = share_of(l->candidates, 1, part, l->parts);
+    const num *x = l->x;
+    int64_t before = 0;
+    for (const Sequence *s = l->sequences; s < l->sequences + l->count; s++) {
+        x += s->behaviours * l->h->dim;
+        for (int64_t i = most(share.from - before, 0); i < least(share.to - before, s->candidates); i++)
+            logits_of(l->h, x + i * l->h->dim, l->logits + (before + i) * l->h->tasks);
+        x += s->candidates * l->h->dim;
+        before += s->candidates;
     }
+}
+
+/* Writes the logits (all candidates, tasks) from the outputs of all rows, in up to `threads` threads. */
+void relaygr_logits(
+    const Head *h, const Sequence *sequences, int64_t count, const num *x, float *logits, int64_t threads
+) {
+    Logits l = {h, sequences, count, 0, team_enter(threads), x, logits};
+    for (int64_t i = 0; i < count; i++) l.candidates += sequences[i].candidates;
+    team_run(l.parts, l.parts, logits_part, &l);
+    team_leave(l.parts);
 }

@@ -3,7 +3,7 @@
 oneDNN packs the weights in every product, which at 64 rows takes as long as the product itself. torch computes SiLU at
 a third of the speed of the processor's instructions, and each of a layer's ten operators costs a call and a pass over
 memory. Here the weights are packed once, in `HSTUStack.place`, and scores are never stored. Sums are float32;
-intermediate results have the model's dtype. Every sum has a fixed order, so chunks and batches change no bit.
+intermediate results have the model's dtype. Every sum has a fixed order, so chunks, batches and threads change no bit.
 
 The stack checks the arguments and advances kv.length.
 """
@@ -39,9 +39,6 @@ KINDS: Final = {torch.bfloat16: ("amx", "avx512_bf16", "avx512_widened"), torch.
 #: The width of one step, and the largest width of a head in attention.c.
 TILE_WIDTH: Final = 32
 MAX_WIDTH: Final = 128
-#: The functions run in the calling thread alone. They are at least 2.6 (AMX) and 1.6 times as fast as torch with one
-#: thread, and not slower than torch with two. With more threads than this, torch is at least as fast.
-MAX_THREADS: Final = 2
 
 
 def native_layers(
@@ -56,7 +53,7 @@ def native_layers(
     most, weight = "" if kernels == "auto" else kernels, layers[0].uvqk_weight
     try:
         _check_fit(config, weight)
-        return NativeLayers(library(KINDS[weight.dtype], most), config, layers, eps, always=bool(most))
+        return NativeLayers(library(KINDS[weight.dtype], most), config, layers, eps)
     except Unavailable as error:
         if most:
             raise ModelError(f'worker.kernels = "{most}", but {error}; set it to "auto" or "torch"') from error
@@ -82,14 +79,12 @@ def _check_fit(config: StackConfig, weight: torch.Tensor) -> None:
 class NativeLayers:
     """Packed weights, and the calls of layers.c. One call at a time, as for all calls of a model.
 
-    always: they are used where torch is faster, too.
+    A call uses as many threads as torch does. Those beside the calling one are the object's own (team.c): all models of
+    the process share them, and a call that finds them taken runs alone.
     """
 
-    def __init__(
-        self, compiled: ctypes.CDLL, config: StackConfig, layers: Sequence[STULayer], eps: float, *, always: bool
-    ) -> None:
+    def __init__(self, compiled: ctypes.CDLL, config: StackConfig, layers: Sequence[STULayer], eps: float) -> None:
         self._compiled = compiled
-        self._always = always
         self._config = config
         self._scale, self._weight = 1 / math.sqrt(config.dqk), 1 / config.scale_tokens
         # Buffers for one chunk's rows between the parts of a layer: normed, gates, q.
@@ -111,11 +106,6 @@ class NativeLayers:
     def name(self) -> str:
         """The object (objects.py) that computes them."""
         return Path(self._compiled._name).stem
-
-    @property
-    def in_use(self) -> bool:
-        """Whether these layers are faster than torch with its present number of threads, or used in any case."""
-        return self._always or torch.get_num_threads() <= MAX_THREADS
 
     def prefill_in_steps(
         self, kv: KVRegion, x: torch.Tensor, blocks: Sequence[Block], outputs: bool
@@ -181,6 +171,7 @@ class NativeLayers:
         self._compiled.relaygr_layers(
             ctypes.byref(self._shape), self._layers, ctypes.byref(rows),
             ctypes.c_int64(first), ctypes.c_int64(stop), ctypes.c_int32(only_kv),
+            ctypes.c_int64(torch.get_num_threads()),
         )  # fmt: skip
 
     def _of_layer(self, layer: STULayer) -> tuple[torch.Tensor, ...]:

@@ -139,7 +139,7 @@ async def test_one_tenant_cannot_take_the_places_of_another(embedded_settings: K
 
 
 async def test_a_client_that_leaves_gives_its_place_back(embedded_settings: Kafka) -> None:
-    async with responder_on(embedded_settings), door_on(embedded_settings) as door:
+    async with responder_on(embedded_settings), door_on(embedded_settings, max_requests=1) as door:
         async with raw(door) as (_, writer):
             writer.write(HEAD + b"content-length: 50\r\n\r\nhalf")
             await until(lambda: door.count("in_flight") == 1, "it asks")

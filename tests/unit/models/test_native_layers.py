@@ -28,7 +28,7 @@ from relaygr_stream.models.hstu import HSTUStack
 from relaygr_stream.models.hstu_model import HSTUModel
 from relaygr_stream.models.loading import load_model
 from relaygr_stream.models.native import layers, objects
-from relaygr_stream.models.native.layers import KINDS, MAX_THREADS
+from relaygr_stream.models.native.layers import KINDS
 from relaygr_stream.models.native.objects import OBJECTS, Unavailable
 from relaygr_stream.models.stu import RankingRows, StackConfig
 from relaygr_stream.settings import Kernels, Model, Relay
@@ -311,15 +311,6 @@ def test_without_the_objects_torch_does_it_and_says_so_in_one_line(
     assert {line["instead"] for line in warnings} == {"torch operators"}
 
 
-@in_each_kind
-def test_with_many_threads_torch_does_it(kind: str) -> None:
-    model = small_model(dim=32, dqk=32, dv=32)
-    place(model, kind)
-    assert model.stack.native is not None
-    torch.set_num_threads(MAX_THREADS + 1)
-    assert model.stack.native is None
-
-
 #: worker.kernels → what computes float32, and bfloat16.
 FORCED: dict[Kernels, tuple[str, str]] = {
     "torch": ("torch", "torch"),
@@ -330,11 +321,10 @@ FORCED: dict[Kernels, tuple[str, str]] = {
 
 
 @pytest.mark.parametrize("kernels", FORCED)
-def test_the_setting_bounds_the_instructions_and_is_obeyed_with_many_threads(kernels: Kernels) -> None:
+def test_the_setting_bounds_the_instructions(kernels: Kernels) -> None:
     lacking = set(OBJECTS.get(kernels, ())) - objects.instructions(objects.CPUINFO)
     if lacking or library("avx512") is None:
         pytest.skip(f"needs a CPU with {kernels}, and make setup with a C compiler")
-    torch.set_num_threads(MAX_THREADS + 1)
     shape, dtypes = Model(layers=1, dim=32, heads=1), (torch.float32, torch.bfloat16)
     models = [load_model(shape, Relay(), device=CPU, dtype=dtype, kernels=kernels) for dtype in dtypes]
     assert tuple(model.kernels for model in models if isinstance(model, HSTUModel)) == FORCED[kernels]
