@@ -115,7 +115,8 @@ async def measure(mode: str) -> float:
             over.set()
 
     model: Any = types.SimpleNamespace(tasks=("click", "like"), version="bench")
-    outbox = Outbox(topics, sink, sink, WorkerMetrics(registry), "w", model, done, Background())  # type: ignore[arg-type]
+    metrics = WorkerMetrics(registry)
+    outbox = Outbox(topics, sink, sink, metrics, "w", model, done, lambda task: None, Background())  # type: ignore[arg-type]
     intake = Intake(Relay(), 1e6, 8, 1 << 20, lambda: None)
     record = ranking_record(mode, topics.ranking.name)
     scores = np.zeros((CANDIDATES, 2), np.float32)

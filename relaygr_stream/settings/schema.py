@@ -138,6 +138,9 @@ class Trigger(Section, frozen=True, kw_only=True):
     stale_ms: Annotated[Ms, _doc("an event older than this is not admitted")] = 1000.0
     max_status_age_ms: Annotated[Ms, _doc("no admissions for an owner whose status is older than this")] = 3000.0
     load_burst_ms: Annotated[Ms, _doc("most device time that a lane may request at once")] = 100.0
+    delegate: Annotated[
+        bool, _doc("have prefix KV that a lane's owner would have too late computed by a worker with room and time")
+    ] = True
 
 
 class Worker(Section, frozen=True, kw_only=True):

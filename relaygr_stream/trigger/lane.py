@@ -23,6 +23,7 @@ from relaygr_stream.trigger.refused import NOT_REPORTED
 from relaygr_stream.trigger.signals import LaneContext, LaneSignals, described
 from relaygr_stream.wire.messages import RequestEvent, RequestEventInPlace, check_times, decode, kind_of
 from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.refusals import Refusal
 
 T = TypeVar("T")
 
@@ -110,12 +111,15 @@ class LaneTrigger:
             decision = self._decide(event, record, state)
             if decision.admit:
                 signals.add(event, record, state.admit(event, decision, time.monotonic()), trace)
+            elif decision.delegate is not None:
+                state.delegate(event, decision, time.monotonic())
+                signals.delegate(event, record, decision, state.owner, trace)
             else:
                 if trace is not None:
                     trace.end(described(event, decision.reason))
                 if state.owner and decision.reason not in NOT_REPORTED:
-                    refused = self._shared.refused
-                    refused.add(state.owner, self._number, state.ledger, event.request_id, decision.reason)
+                    refusal = Refusal(event.request_id, decision.reason)
+                    self._shared.refused.add(state.owner, self._number, state.ledger, refusal)
                 self._shared.done(record)
         await signals.flush()
 
@@ -136,7 +140,16 @@ class LaneTrigger:
         owner = self._shared.owners.owner(self._number)
         state.observe(owner, now_s)
         age_ms = self._age_ms(event, record.offset, now_s)
-        decision = decide(event, policy=self._shared.policy, lane=state, owner=owner, age_ms=age_ms, now_s=now_s)
+        shared = self._shared
+        decision = decide(
+            event,
+            policy=shared.policy,
+            lane=state,
+            owner=owner,
+            age_ms=age_ms,
+            now_s=now_s,
+            delegation=shared.delegation,
+        )
         self._shared.metrics.decided(decision.reason, time.perf_counter() - started)
         if self._shared.log_decisions:
             log.debug(
@@ -148,6 +161,7 @@ class LaneTrigger:
                 tokens=decision.tokens,
                 age_ms=round(age_ms, 1),
                 predicted_ms=round(decision.predicted_ms, 2),
+                delegate="" if decision.delegate is None else decision.delegate.worker,
             )
         return decision
 

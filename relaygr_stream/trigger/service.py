@@ -32,7 +32,9 @@ from relaygr_stream.telemetry.otlp import tracing_of
 from relaygr_stream.telemetry.process import ProcessContext
 from relaygr_stream.telemetry.tracing import OFF, Tracing
 from relaygr_stream.trigger.decision import Policy
+from relaygr_stream.trigger.delegation import Delegation
 from relaygr_stream.trigger.lane import LaneTrigger
+from relaygr_stream.trigger.load import OwnerLoads
 from relaygr_stream.trigger.metrics import TriggerMetrics
 from relaygr_stream.trigger.refused import FLUSH_S, Refused
 from relaygr_stream.trigger.signals import LaneContext
@@ -76,7 +78,8 @@ async def run_trigger(context: ProcessContext) -> None:
     check_dead_letters_fit(topics)
     await verify_topics(settings.kafka)
     member = f"trigger-{socket.gethostname()}-{os.getpid()}"
-    max_bytes = max(topics.pre_infer.max_message_bytes, topics.dead_letter.max_message_bytes)
+    takes = topics.pre_infer, topics.ranking, topics.dead_letter
+    max_bytes = max(topic.max_message_bytes for topic in takes)
     metrics = TriggerMetrics(context.registry)
     context.registry.register(RenewalsCollector())
     reader = StatusReader.of(settings, topics)
@@ -183,8 +186,10 @@ class TriggerLanes:
             background,
             keep_values=settings.kafka.dead_letter_values,
         )
+        loads = OwnerLoads()
+        policy = Policy.of(settings)
         self._shared = shared = LaneContext(
-            Policy.of(settings),
+            policy,
             topics,
             owners,
             producer,
@@ -193,6 +198,8 @@ class TriggerLanes:
             metrics,
             self.consumer.done,
             Refused(topics.pre_infer.name, producer),
+            loads=loads,
+            delegation=Delegation(owners, loads, topics.lanes) if policy.delegate else None,
             tracing=tracing,
             log_decisions=settings.telemetry.log_level == "debug",
         )

@@ -16,6 +16,7 @@ HEADER_SIGNATURE: Final = "relaygr-signature"  # 32 bytes: HMAC-SHA256 with a sh
 
 # Kinds.
 KIND_CANCEL: Final = "cancel"  # on `ranking`: its client ranks this request no more; the value is a messages.Cancel
+KIND_DELEGATED: Final = "delegated"  # on `ranking`: a pre-infer signal on another worker's behalf
 
 # On a dead letter; its value and key are the original's.
 HEADER_REASON: Final = "relaygr-reason"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,9 @@ from relaygr_stream.wire.history import HistoryReference
 from relaygr_stream.wire.messages import Outcome, Status, tenant_key
 from relaygr_stream.worker.clients import UNBOOKED, Account
 from relaygr_stream.worker.executor import PrefillRun
+
+#: The lane of signals on other workers' behalf: no lane, so that no trigger's books of a lane change by them.
+DELEGATED_LANE: Final = -1
 
 
 class Keys:
@@ -87,6 +90,7 @@ class RankTask(Keys):
     account: Account = UNBOOKED  # the client's books, once it was admitted
     cost_ms: float = 0.0  # device time, predicted when it came
     hops: int = 0  # times it was forwarded, or 1: a hedge
+    pass_to: int | None = None  # a lane of the worker that computed its prefix KV on this one's behalf
     origin: Any = None  # where its answer goes; the scheduler does not look at it
     outcome: Outcome | None = None  # where the prefix was first found
     entry: Entry | None = None  # held while set

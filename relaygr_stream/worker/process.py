@@ -9,6 +9,7 @@ ranking   ─┴─► intake ─► device ─► ───┼─► ranking (a
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import socket
 import time
@@ -42,7 +43,7 @@ from relaygr_stream.telemetry.process import ProcessContext
 from relaygr_stream.telemetry.tracing import Tracing
 from relaygr_stream.wire.erase import Erase
 from relaygr_stream.wire.fleet import OwnerDirectory
-from relaygr_stream.wire.headers import KIND_CANCEL
+from relaygr_stream.wire.headers import KIND_CANCEL, KIND_DELEGATED
 from relaygr_stream.wire.messages import kind_of
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.refusals import KIND as REFUSALS
@@ -51,6 +52,7 @@ from relaygr_stream.wire.worker_status import StatusReader
 from relaygr_stream.worker.audit import AuditReport
 from relaygr_stream.worker.build import Held, WorkerRuntime, build
 from relaygr_stream.worker.commands import (
+    DELEGATED_LANE,
     Answer,
     Cancel,
     EraseUser,
@@ -244,6 +246,7 @@ class Worker:
             progressing=self._progressing,
             crashes=Crashes(topics.ranking.name, settings.worker.max_crashes, self._on_crashed),
         )
+        self._forwarding = Forwarding(name, self._peers, topics.lanes)
         self._outbox = Outbox(
             topics,
             bus.scores,
@@ -252,8 +255,9 @@ class Worker:
             name,
             runtime.model,
             self._done,
+            self._rank_again,
             self._background,
-            Forwarding(name, self._peers, topics.lanes) if settings.worker.forward else None,
+            self._forwarding if settings.worker.forward else None,
             settings.relay.answer_secret,
             self._reasons,
             settings.kafka.dead_letter_values,
@@ -364,10 +368,11 @@ class Worker:
         signals: list[Prefill] = []
         rankings: list[Rank | Cancel] = []  # in their order: a ranking may come behind the cancel of its request
         for record in records:
-            if kind := kind_of(record.headers):
+            kind, ranked = kind_of(record.headers), record.topic == self._bus.topics.ranking.name
+            if kind and not (ranked and kind == KIND_DELEGATED):
                 if (cancel := self._other(record, kind)) is not None:
                     rankings.append(cancel)
-            elif record.topic == self._bus.topics.ranking.name:
+            elif ranked and not kind:
                 if (ranking := self._ranking(record)) is not None:
                     rankings.append(ranking)
             elif (signal := self._signal(record)) is not None:
@@ -383,6 +388,7 @@ class Worker:
             except DecodeError as error:
                 self._dead_letter(record, error)
                 return None
+            self._pass_on_cancel(record, cancel)
             self._consumer.done(record)
             return cancel
         if kind == REFUSALS and record.topic == self._bus.topics.pre_infer.name:
@@ -399,7 +405,7 @@ class Worker:
         except DecodeError as error:
             self._dead_letter(record, error)
             return None
-        self._reasons.admitted(task.request_id)
+        self._reasons.admitted(task.request_id, delegated=task.lane == DELEGATED_LANE)
         # A signal is acknowledged at once: if it is lost with the process, its ranking runs in full.
         self._consumer.done(record)
         if self._tracing.on:
@@ -420,6 +426,7 @@ class Worker:
                 origin = replace(origin, trace=self._tracing.receive("relaygr.ranking", record))
             task = self._intake.ranking(record, origin)
             self._metrics.rankings_read.labels(str(task.hops)).inc()
+            task.pass_to = self._delegate(task)
             if self._held.ranking(record.lane, record.offset, task.nbytes):
                 self._in_flight.add(task)
                 resolved = self._resolver.take(Rank(task))
@@ -433,6 +440,27 @@ class Worker:
         except DecodeError as error:
             self._dead_letter(record, error, origin)
         return None
+
+    def _delegate(self, task: RankTask) -> int | None:
+        """A lane of the worker that has a ranking's prefix KV on our behalf; None: there is none any more."""
+        name = self._reasons.take_delegate(task.request_key)
+        if not name or task.hops or task.full:
+            return None
+        lane = self._forwarding.lane_of_delegate(name, (task.deadline - time.monotonic()) * 1e3)
+        if lane is None:
+            self._metrics.forwards.labels("delegate_gone").inc()
+        return lane
+
+    def _pass_on_cancel(self, record: Record, cancel: Cancel) -> None:
+        """What another worker pins on our behalf for this request is to be released there, too."""
+        name = self._reasons.take_delegate(cancel.request_key)
+        lane = self._forwarding.lane_of_delegate(name, math.inf) if name else None
+        if lane is not None:
+            self._outbox.pass_on(record, lane)
+
+    def _rank_again(self, task: RankTask) -> None:
+        self._in_flight.add(task)
+        self._device.submit(Rank(task))
 
     def _on_resolved(self, command: Rank | Prefill) -> None:
         """A command that waited for its history has it; its ranking may have been answered meanwhile."""

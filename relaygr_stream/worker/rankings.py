@@ -85,6 +85,9 @@ class Rankings:
             self._answer(task, "deadline_exceeded", "the deadline passed before the worker read the request")
             return
         found = self._find(task)
+        if task.pass_to is not None and found[1] is not Coverage.COVERS:
+            self._answer(task, "overloaded", "its prefix KV are with another worker")  # and go there (replies.py)
+            return
         self._admission.book(task, found)
         self._admission.truncate(task, found, now)
         while (full := self._admission.full(task, now)) is not None:

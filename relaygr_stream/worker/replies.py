@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final
 
@@ -45,6 +46,7 @@ class Outbox:
     """Produces answers on `scores`, forwards and dead letters, and marks records done.
 
     forwarding: finds other workers for rankings that are refused here; None: they are answered `overloaded` at once.
+    again: takes a ranking back that could not be passed on to the worker that has its prefix KV.
     secret: signs answers; empty: they are not signed. background: runs the sending, and learns of a defect in it.
     """
 
@@ -57,6 +59,7 @@ class Outbox:
         worker: str,
         model: RankingModel,
         done: Callable[[Record], None],
+        again: Callable[[RankTask], None],
         background: Background,
         forwarding: Forwarding | None = None,
         secret: str = "",
@@ -71,6 +74,7 @@ class Outbox:
         self._reasons = reasons or Reasons(0.0)
         self._model = model
         self._done = done
+        self._again = again
         self._background = background
         self._forwarding = forwarding
         self._secret = secret
@@ -83,6 +87,10 @@ class Outbox:
 
     def settle(self, answer: Answer) -> None:
         """Send the scheduler's answer; a ranking that it refused goes to a worker that is in time, if there is one."""
+        pass_to = answer.task.pass_to
+        if answer.status == "overloaded" and pass_to is not None:
+            self._spawn(self._forward(answer, pass_to))
+            return
         if self._forwarding is not None:
             lane = instead(self._forwarding, answer, time.monotonic())
             if isinstance(lane, int):
@@ -92,6 +100,10 @@ class Outbox:
                 self._metrics.forwards.labels(lane).inc()
                 answer.detail = f"{answer.detail}; {WHY[lane]}"
         self._answer(answer)
+
+    def pass_on(self, record: Record, lane: int) -> None:
+        """Copy a client's cancel to that lane; one that no broker takes is no loss: what it ends has a life window."""
+        self._spawn(self._copy(record, lane))
 
     def decline(self, task: RankTask, why: str) -> None:
         """Answer a ranking for which there is no memory `overloaded`, here and now: nothing of it is kept."""
@@ -232,6 +244,12 @@ class Outbox:
                 )
                 await asyncio.sleep(pause)
 
+    async def _copy(self, record: Record, lane: int) -> None:
+        with suppress(BrokerError):
+            await self._others.send_and_wait(
+                record.topic, record.value, key=record.key, partition=lane, headers=record.headers
+            )
+
     def _about(self, origin: Origin, reply: ScoreReply) -> dict[str, Any]:
         return request_log_fields(reply.request_id, user_of(origin.record), origin.record.lane, reply.status)
 
@@ -257,9 +275,12 @@ class Outbox:
             why = str(error) or "no broker took it in its time"
             self._metrics.forwards.labels("unsent").inc()
             self._limiter.limited(log.warning, "forward")("not forwarded", **fields, to=lane, error=why)
-            self._answer(answer)
+            if task.pass_to is None:
+                self._answer(answer)
+            else:
+                self._again(replace(task, pass_to=None, answered=False))
             return
-        self._metrics.forwards.labels("sent").inc()
+        self._metrics.forwards.labels("sent" if task.pass_to is None else "delegate").inc()
         log.debug("forwarded", **fields, to=lane, detail=answer.detail)
         if trace is not None:
             trace.part("forward", now, time.monotonic(), {"relaygr.to_lane": lane})

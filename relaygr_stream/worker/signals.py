@@ -4,6 +4,9 @@
 
 A signal that waits for the beginning of its sequence pins what there is: the trigger's ledger counts its bytes from
 when it was read. It lives as long as that pin.
+
+Signals on other workers' behalf have bytes of their own, beside those that the lanes' triggers divide: whatever they
+pin, an own signal finds the room that its trigger was promised.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from typing import Final
 
 from relaygr_stream.cache.entry import Coverage, Entry
 from relaygr_stream.cache.prefix_cache import PrefixCache
-from relaygr_stream.worker.commands import Placed, PrefillTask
+from relaygr_stream.worker.commands import DELEGATED_LANE, Placed, PrefillTask
 from relaygr_stream.worker.prefill import PrefillJobs
 from relaygr_stream.worker.queue import RecentIds, TimerHeap, Waiters
 
@@ -126,14 +129,17 @@ class SignalCounters:
     signal_cancelled: int = 0  # its client cancelled it while it was pinned
     signal_over_footprint: int = 0
     signal_no_room: int = 0
-    tokens_asked: int = 0  # of prefixes that were pinned
+    signal_delegated: int = 0  # of the pinned ones, those on another worker's behalf
+    signal_over_delegated: int = 0  # beyond the bytes for those
+    tokens_asked: int = 0  # of prefixes that were pinned for the lanes' own users
     tokens_computed: int = 0  # of these, not found in the cache
 
 
 class Signals:
-    """Places signals: finds, loads or computes their prefix KV, and pins it. footprint: bytes that may be pinned.
+    """Places signals: finds, loads or computes their prefix KV, and pins it.
 
-    placed: takes what became of signals whose origin is to be told.
+    footprint: bytes that may be pinned. delegated: beside these, for signals on other workers' behalf. placed: takes
+    what became of signals whose origin is to be told.
     """
 
     def __init__(
@@ -145,6 +151,7 @@ class Signals:
         answered: RecentIds,
         placed: list[Placed],
         footprint: int,
+        delegated: int = 0,
     ) -> None:
         self._placed = placed
         self._cache = cache
@@ -153,6 +160,7 @@ class Signals:
         self._pins = pins
         self._answered = answered
         self._footprint = footprint
+        self._delegated = delegated
         self.counters = SignalCounters()
 
     def enqueue(self, task: PrefillTask, now: float) -> None:
@@ -184,9 +192,15 @@ class Signals:
 
     def _place(self, task: PrefillTask) -> None:
         entry, coverage = self._cache.find(task.user_key, task.tokens)
-        if self._cache.pinned_bytes + self._more(task, entry, coverage) > self._footprint:
+        delegated = self._pins.lane_bytes(DELEGATED_LANE)
+        if task.lane == DELEGATED_LANE:
+            if delegated + self._cache.nbytes(len(task.tokens)) > self._delegated:
+                self._count("over_delegated", task)
+                return
+        elif self._cache.pinned_bytes + self._more(task, entry, coverage) > self._footprint + delegated:
             self._count("over_footprint", task)  # the trigger's own bound comes first
-        elif entry is not None and coverage is Coverage.COVERS:
+            return
+        if entry is not None and coverage is Coverage.COVERS:
             self._use(task, entry)
         elif entry is not None and coverage is Coverage.PREFIX and self._continue(task, entry):
             self._count("extended", task)
@@ -224,7 +238,8 @@ class Signals:
 
     def _compute(self, task: PrefillTask, entry: Entry) -> None:
         assert entry.region is not None
-        self.counters.tokens_computed += len(task.tokens) - entry.region.length
+        if task.lane != DELEGATED_LANE:
+            self.counters.tokens_computed += len(task.tokens) - entry.region.length
         self._jobs.start(entry, task.due, task)
         self._pin(task, entry)
 
@@ -239,7 +254,10 @@ class Signals:
             self._placed.append(Placed(task, result))
 
     def _pin(self, task: PrefillTask, entry: Entry) -> None:
-        self.counters.tokens_asked += len(task.tokens)
+        if task.lane == DELEGATED_LANE:
+            self.counters.signal_delegated += 1
+        else:  # what own users ask for says what admissions of theirs cost
+            self.counters.tokens_asked += len(task.tokens)
         self._pins.add(task.request_key, task.lane, entry, task.expires, self._cache.nbytes(len(task.tokens)))
 
     def _more(self, task: PrefillTask, entry: Entry | None, coverage: Coverage) -> int:

@@ -194,12 +194,20 @@ class World:
         return deviation > 0.1  # more than int8 copies deviate by
 
     def signal(
-        self, request: str, user: int, length: int, *, version: int = 0, life: float = 2.0, tenant: str = ""
+        self,
+        request: str,
+        user: int,
+        length: int,
+        *,
+        version: int = 0,
+        life: float = 2.0,
+        tenant: str = "",
+        lane: int | None = None,
     ) -> None:
         tokens = history(user, length, version)
         due, expires = self.now + 0.1, self.now + life
-        task = PrefillTask(request, f"u{user}", user % 4, tokens, due, expires, tenant, origin=request)
-        self.handle(Prefill(task))
+        lane = user % 4 if lane is None else lane
+        self.handle(Prefill(PrefillTask(request, f"u{user}", lane, tokens, due, expires, tenant, origin=request)))
 
     def rank(self, request: str, user: int, length: int, **options: Any) -> RankTask:
         """Hand a ranking in, which arrives now. options: as `ranking` takes them."""
@@ -221,6 +229,7 @@ class World:
         tenant: str = "",
         client: str = "",
         nbytes: int = 0,
+        pass_to: int | None = None,
     ) -> RankTask:
         tokens = history(user, length, version)
         after = Tokens(np.full((3, suffix), 7, np.int64))
@@ -237,6 +246,7 @@ class World:
             tenant=tenant,
             client=client,
             nbytes=nbytes,
+            pass_to=pass_to,
         )
         self.suffixes[task] = after
         return task
