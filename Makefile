@@ -30,7 +30,7 @@ export TRITON_CACHE_DIR := $(CURDIR)/.cache/triton
 export NO_MKDOCS_2_WARNING := true
 
 .PHONY: help setup demo test test-stack test-repeat test-kafka test-faults test-long test-device mutants recoveries check docs format lock clean soak fuzz example-movielens demo-checkpoint
-.PHONY: bench-cache bench-engine bench-features bench-forwarding bench-gateway bench-handover bench-history bench-models bench-paper bench-peers bench-scheduler bench-simulate bench-slo bench-trigger bench-vllm
+.PHONY: bench-cache bench-delegation bench-engine bench-features bench-forwarding bench-gateway bench-handover bench-history bench-models bench-paper bench-peers bench-scheduler bench-simulate bench-slo bench-tracing bench-trigger bench-vllm
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -98,6 +98,9 @@ format: $(STAMP) ## let ruff rewrite what it can
 bench-cache: $(STAMP) ## usable share, cost per operation, eviction against other policies (4 minutes; CHECK=1 judges)
 	$(BIN)/python benchmarks/cache.py
 
+bench-delegation: $(STAMP) ## first visits at 80 % load, with and without delegation, and three ways to choose (5 minutes; CHECK=1 judges)
+	$(BIN)/python benchmarks/delegation.py $(ARGS)
+
 bench-engine: $(STAMP) ## the engine against this machine's floors, two threads, a pause (5 minutes; CHECK=1 judges; ARGS="--device cuda")
 	$(BIN)/python benchmarks/engine.py $(ARGS)
 
@@ -133,6 +136,9 @@ bench-simulate: $(STAMP) ## relaygr simulate against the real core, and how fast
 
 bench-scheduler: $(STAMP) ## delay of rankings behind pre-inference, with and without chunks, at rising load (2 minutes; CHECK=1 judges)
 	$(BIN)/python benchmarks/scheduler.py $(ARGS)
+
+bench-tracing: $(STAMP) ## what tracing costs a worker's event loop: off, and sampling 0 and 1 (1 minute; CHECK=1 judges)
+	$(BIN)/python benchmarks/tracing.py $(ARGS)
 
 bench-trigger: $(STAMP) ## predicted against measured costs, a decision's time, events a second (2 minutes; CHECK=1 judges)
 	$(BIN)/python benchmarks/trigger.py $(ARGS)

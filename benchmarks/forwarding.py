@@ -21,7 +21,7 @@ import os
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -96,14 +96,15 @@ class Hops:
 class Lanes:
     """Who owns which, and when all workers own as many."""
 
-    def __init__(self) -> None:
+    def __init__(self, workers: Sequence[str] = WORKERS, each: int = LANES // len(WORKERS)) -> None:
+        self._workers, self._each = workers, each
         self.of: dict[str, list[int]] = {}
         self.shared_out = asyncio.Event()
 
     def take(self, records: list[Record]) -> None:
         for status in worker_statuses(records):
             self.of[status.name] = [each.lane for each in status.lanes]
-        if [len(self.of.get(name, ())) for name in WORKERS] == [LANES // len(WORKERS)] * len(WORKERS):
+        if all(len(self.of.get(name, ())) == self._each for name in self._workers):
             self.shared_out.set()
 
 

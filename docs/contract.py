@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -56,6 +57,21 @@ RECORDS: Final[dict[type[Any], tuple[str, dict[str, Any], list[str]]]] = {
         [headers.HEADER_KIND],
     ),
 }
+#: Messages that travel on a second topic, by the name that they have there.
+ELSEWHERE: Final[dict[str, tuple[type[Any], tuple[str, dict[str, Any], list[str]]]]] = {
+    "DelegatedSignal": (
+        PreInferSignal,
+        ("ranking", {headers.HEADER_KIND: {"const": headers.KIND_DELEGATED}}, [headers.HEADER_KIND]),
+    ),
+}
+
+
+def named() -> Iterator[tuple[str, type[Any], str, dict[str, Any], list[str]]]:
+    """Every kind of record: its name, the type of its value, its topic, its headers, and those of every record."""
+    for kind, where in RECORDS.items():
+        yield kind.__name__, kind, *where
+    for name, (kind, where) in ELSEWHERE.items():
+        yield name, kind, *where
 
 
 def schemas(place: str) -> dict[str, Any]:
@@ -78,7 +94,7 @@ def asyncapi() -> dict[str, Any]:
     """The AsyncAPI 3 document: topics as channels, and who sends and receives what."""
     channels, operations, messages = {}, {}, {}
     for topic in load_topics(Kafka(prefix="")).all:
-        kinds = {kind.__name__: kind for kind, (name, _, _) in RECORDS.items() if name == topic.name}
+        kinds = [name for name, _, on, _, _ in named() if on == topic.name]
         channels[topic.name] = {
             "address": PREFIX + topic.name,
             "parameters": {"prefix": {"default": Kafka().prefix, "description": "kafka.prefix"}},
@@ -104,9 +120,9 @@ def asyncapi() -> dict[str, Any]:
                 "channel": {"$ref": f"#/channels/{topic.name}"},
                 "summary": ", ".join(topic.producers if action == "send" else topic.consumers),
             }
-    for kind, (_, fields, required) in RECORDS.items():
-        messages[kind.__name__] = {
-            "name": kind.__name__,
+    for name, kind, _, fields, required in named():
+        messages[name] = {
+            "name": name,
             "contentType": MEDIA,
             "summary": (kind.__doc__ or "").partition("\n")[0],
             "headers": {"type": "object", "properties": fields, "required": required},

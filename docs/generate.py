@@ -24,6 +24,7 @@ from relaygr_stream.gateway.app import Metrics as GatewayMetrics
 from relaygr_stream.handover.desk import HandoverMetrics
 from relaygr_stream.settings.load import FORMER
 from relaygr_stream.telemetry.loopwatch import LoopWatch
+from relaygr_stream.telemetry.otlp import SpanCounts
 from relaygr_stream.telemetry.process import _describe
 from relaygr_stream.trigger.metrics import TriggerMetrics
 from relaygr_stream.worker.histories import HistoryMetrics
@@ -79,6 +80,7 @@ def commands_list() -> str:
 def _registries() -> dict[str, CollectorRegistry]:
     made = {title: CollectorRegistry() for title in ("Every process", "Worker", "Trigger", "Client", "Gateway")}
     LoopWatch(made["Every process"], stall_s=1.0)
+    SpanCounts(made["Every process"])
     _describe(made["Every process"], "trigger")
     made["Every process"].register(RenewalsCollector())
     WorkerMetrics(made["Worker"])

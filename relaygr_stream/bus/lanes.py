@@ -149,6 +149,12 @@ class LaneConsumer:
         """The number of records handed out and not done, over all lanes."""
         return sum(ledger.undone for ledger in self._ledgers.values())
 
+    @property
+    def uncommitted(self) -> int:
+        """The number of offsets read and not committable, over all lanes: one record that is not done holds back all
+        behind it."""
+        return sum(ledger.position - ledger.committable for ledger in self._ledgers.values())
+
     def done(self, record: Record) -> None:
         """Mark the record as done. No effect if its lane is lost, or if it is done already."""
         ledger = self._ledgers.get((record.topic, record.lane))

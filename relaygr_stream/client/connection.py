@@ -15,7 +15,7 @@ import structlog
 
 from relaygr_stream.bus.aiokafka_compat import end
 from relaygr_stream.bus.counts import PartitionCounts
-from relaygr_stream.bus.producer import Producer
+from relaygr_stream.bus.producer import Outgoing, Producer
 from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.bus.topics import TopicRow, TopicSet, lane_of, verify_topics
 from relaygr_stream.client.answers import Answers, ReplyRoute, reply_partitions
@@ -123,13 +123,13 @@ class Connection:
         if self._counts.error is not None:
             raise copy(self._counts.error)  # each caller gets its own traceback
 
-    async def announce(self, user_id: str, key: bytes, value: bytes) -> None:
+    async def announce(self, user_id: str, message: Outgoing) -> None:
         """Buffer a request event. Raises BrokerError if its lane's broker accepts no messages."""
         lane = lane_of(user_id, self._topics.lanes)
         try:
             async with asyncio.timeout(self._settings.client.timeout_ms / 1000):
                 self._sender.check(self._topics.retrieval.name, lane)
-                await self.announcements.add(lane, key, value)
+                await self.announcements.add(lane, message)
         except TimeoutError:
             self._metrics.announcements.labels("BrokerUnavailable").inc()
             raise BrokerUnavailable(self._buffer_full()) from None
@@ -147,7 +147,7 @@ class Connection:
         except TimeoutError:
             raise BrokerUnavailable(self._buffer_full()) from None
 
-    async def rank(self, request: RankingRequest, key: bytes, value: bytes, lane: int | None = None) -> ScoreReply:
+    async def rank(self, request: RankingRequest, message: Outgoing, lane: int | None = None) -> ScoreReply:
         """Send a request, and copies of it if its lane does not answer; the first answer counts.
 
         lane: where it is sent first; None: the user's own lane.
@@ -155,7 +155,7 @@ class Connection:
         """
         call = self._answers.expect(request.request_id)
         timeout_ms = request.timeout_ms
-        copies = Copies(self._sender, self._route, self._topics.ranking.name, request, key, value, call.correlation)
+        copies = Copies(self._sender, self._route, self._topics.ranking.name, request, message, call.correlation)
         exchange = Exchange(
             call,
             lane_of(request.user_id, self._topics.lanes) if lane is None else lane,

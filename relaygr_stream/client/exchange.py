@@ -14,6 +14,7 @@ from typing import Final, Literal
 
 import msgspec
 
+from relaygr_stream.bus.producer import Outgoing
 from relaygr_stream.client.answers import Call, ReplyRoute
 from relaygr_stream.client.metrics import ClientMetrics
 from relaygr_stream.client.sender import Sender
@@ -143,34 +144,36 @@ class Copies:
         route: ReplyRoute,
         topic: str,
         request: RankingRequest,
-        key: bytes,
-        value: bytes,
+        message: Outgoing,
         correlation: bytes,
     ) -> None:
         self._sender = sender
         self._route = route
         self._topic = topic
         self._request = request
-        self._key = key
-        self._value = value
+        self._message = message
         self._correlation = correlation
         self._reply_to = route.choose()
         self._began_s = time.perf_counter()
 
     async def send(self, lane: int, *, hedge: bool, settled: Settled) -> None:
         """Send a copy; `settled` is called once, possibly before this returns."""
-        value, reply_to = self._value, self._reply_to
+        value, reply_to = self._message.value, self._reply_to
         if hedge:  # the worker measures the copy's age from now on, so it gets the time that is left
             spent_ms = (time.perf_counter() - self._began_s) * 1000
             left_ms = max(1.0, self._request.timeout_ms - spent_ms)
             again = msgspec.structs.replace(self._request, hops=1, sent_ms=now_ms(), timeout_ms=left_ms)
             value, reply_to = encode(again), self._route.choose_again()
-        headers = [(HEADER_CORRELATION, self._correlation), (HEADER_REPLY_PARTITION, str(reply_to).encode())]
+        headers = [
+            (HEADER_CORRELATION, self._correlation),
+            (HEADER_REPLY_PARTITION, str(reply_to).encode()),
+            *self._message.headers,
+        ]
         try:
             await self._sender.send(
                 self._topic,
                 value,
-                key=self._key,
+                key=self._message.key,
                 partition=lane,
                 headers=headers,
                 patience_s=self._request.timeout_ms / 1000,

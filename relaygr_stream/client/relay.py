@@ -13,13 +13,14 @@ from collections.abc import Mapping
 from contextlib import AsyncExitStack, suppress
 from copy import copy
 from types import TracebackType
-from typing import Final, Self, TypeVar
+from typing import Any, Final, Self, TypeVar
 
 import msgspec
 import numpy.typing as npt
 from msgspec import UNSET
 from prometheus_client import CollectorRegistry
 
+from relaygr_stream.bus.producer import Outgoing
 from relaygr_stream.bus.renewed import RenewalsCollector
 from relaygr_stream.bus.topics import Topic, lane_of, load_topics
 from relaygr_stream.client.answers import Answers, Ranking, ranking_of
@@ -39,6 +40,9 @@ from relaygr_stream.errors import (
 from relaygr_stream.history.store import HistoryStore, looked_up
 from relaygr_stream.settings.load import load_settings
 from relaygr_stream.settings.schema import Settings
+from relaygr_stream.telemetry.otlp import tracing_of
+from relaygr_stream.telemetry.tracing import OFF, Trace, Tracing
+from relaygr_stream.telemetry.tracing import Headers as TraceContext
 from relaygr_stream.wire.features import FeatureSchema, FeatureTables, Table
 from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import (
@@ -63,8 +67,10 @@ from relaygr_stream.wire.worker_status import StatusReader
 M = TypeVar("M", RequestEvent, RankingRequest)
 
 #: Bytes of a message besides its value and key, as the broker counts: the record batch's header (61), the record's
-#: varints (at most 35), our headers (about 60), rounded up.
+#: varints (at most 35), our headers (about 60; those of a trace count apart), rounded up.
 FRAME_BYTES: Final = 256
+#: Announcements whose spans are remembered for their rankings, where `request` does not connect the two.
+MAX_ANNOUNCED: Final = 4096
 
 #: Behaviours, oldest first: packed, or three arrays (items, actions, Unix times in milliseconds) of one length n.
 History = Behaviours | tuple[npt.ArrayLike, npt.ArrayLike, npt.ArrayLike]
@@ -86,7 +92,8 @@ class RelayClient:
     bootstrap: brokers, HOST:PORT[,HOST:PORT…]; replaces settings.kafka.bootstrap. settings: by default from the
     environment (RELAYGR_…). client_id: this client's name in brokers' logs and at workers; random by default.
     registry: takes the client's metrics; new by default. features: the schema of the model, where it reads features;
-    messages are then checked against it before they are sent.
+    messages are then checked against it before they are sent. tracer_provider: makes the spans of requests, instead of
+    the one that telemetry.traces asks for; an OpenTelemetry TracerProvider, which stays the caller's.
 
     Raises ConfigError; entering it raises BrokerUnavailable, TopicError or CoPartitionError. Thousands of calls may run
     concurrently, on the event loop that entered the context.
@@ -100,8 +107,11 @@ class RelayClient:
         client_id: str | None = None,
         registry: CollectorRegistry | None = None,
         features: FeatureSchema | None = None,
+        tracer_provider: Any = None,
     ) -> None:
         self._features = features
+        self._announced: dict[str, Trace] = {}  # by request id, where tracing is on
+        self._tracing = OFF if tracer_provider is None else Tracing(tracer_provider)
         if settings is None:
             settings = load_settings(flags={"kafka.bootstrap": bootstrap}).settings
         elif bootstrap is not None:
@@ -146,6 +156,9 @@ class RelayClient:
     async def __aenter__(self) -> Self:
         if self._settings.client.hedge_ms:
             await self._reader.prepare()
+        if not self._tracing.on:
+            tracing = tracing_of(self._settings.telemetry, "client", self.registry)
+            self._tracing = await self._stack.enter_async_context(tracing)
         way = connected(
             self._settings, self._topics, self._client_id, self._answers, self._owners, self._metrics, self._end
         )
@@ -220,32 +233,55 @@ class RelayClient:
             behaviours = msgspec.structs.replace(behaviours, columns=tables["behaviour"])
         return behaviours, tables
 
-    async def announce(self, event: RequestEvent) -> None:
+    async def announce(self, event: RequestEvent, *, within: Trace | TraceContext | None = None) -> None:
         """Publish a request event when retrieval starts; sets its `sent_ms`. `request` does this for you.
 
         Returns once the event is buffered, without waiting for the broker: a lost event costs speed, not scores. The
-        event is sent, together with others, within client.announce_linger_ms. Raises Rejected (invalid or too large),
-        BrokerUnavailable (no broker answers), LanesChanged (the cluster has another number of lanes than the settings).
+        event is sent, together with others, within client.announce_linger_ms. within: the request's span, or headers
+        with a trace context. Raises Rejected (invalid or too large), BrokerUnavailable (no broker answers),
+        LanesChanged (the cluster has another number of lanes than the settings).
         """
         connection = self._open()
         event = msgspec.structs.replace(event, sent_ms=now_ms(), tenant=event.tenant or self._settings.client.tenant)
-        key, value = self._encoded(event, self._topics.retrieval)
-        await connection.announce(event.user_id, key, value)
+        trace = within if isinstance(within, Trace) else self.begin("relaygr.announce", event.request_id, within)
+        if trace is not None and trace is not within:
+            trace.end()  # what follows from the event refers to it, its ranking included
+            if len(self._announced) >= MAX_ANNOUNCED:
+                del self._announced[next(iter(self._announced))]
+            self._announced[event.request_id] = trace
+        await connection.announce(event.user_id, self._encoded(event, self._topics.retrieval, trace))
 
-    async def rank(self, request: RankingRequest, *, timeout: float | None = None) -> Ranking:
+    def begin(self, name: str, request_id: str, within: Trace | TraceContext | None = None) -> Trace | None:
+        """Start a span of a request: inside another one, a context from elsewhere, or the caller's current span. None:
+        tracing is off."""
+        if not self._tracing.on:
+            return None
+        return self._tracing.begin(name, within, attributes={"relaygr.request_id": request_id})
+
+    async def rank(
+        self, request: RankingRequest, *, timeout: float | None = None, within: Trace | TraceContext | None = None
+    ) -> Ranking:
         """Score the request's candidates; sets its `sent_ms` and `timeout_ms`. `Request.rank` does this for you.
 
-        timeout: seconds; None: client.timeout_ms. Raises DeadlineExceeded (no answer in time, or the worker answers
+        timeout: seconds; None: client.timeout_ms. within: the request's span. Raises DeadlineExceeded (no answer in
+        time, or the worker answers
         that it is too late), Overloaded (the worker refuses, or client.max_in_flight calls are in flight), Rejected
         (invalid, too large, or beyond a limit, which it names), WorkerFailed, BrokerUnavailable or BrokerError (not
         sent), LanesChanged (the cluster has another number of lanes than the settings), RequestError (the client was
         closed).
         """
+        timeout_s = self._settings.client.timeout_ms / 1000 if timeout is None else timeout
+        trace = self.begin("relaygr.rank", request.request_id, within or self._announced.pop(request.request_id, None))
         try:
-            ranking = await self._rank(request, self._settings.client.timeout_ms / 1000 if timeout is None else timeout)
-        except RelayError as error:
-            self._metrics.rankings.labels(type(error).__name__).inc()
+            ranking = await self._rank(request, timeout_s, trace)
+        except BaseException as error:
+            if isinstance(error, RelayError):
+                self._metrics.rankings.labels(type(error).__name__).inc()
+            if trace is not None:
+                trace.fail(error)
             raise
+        if trace is not None:
+            trace.end({"relaygr.outcome": ranking.outcome, "relaygr.worker": ranking.worker})
         self._metrics.rankings.labels(ranking.outcome).inc()
         self._metrics.rank_seconds.observe(ranking.latency_s)
         return ranking
@@ -271,7 +307,7 @@ class RelayClient:
         """The number of the user's lane."""
         return lane_of(user_id, self._topics.lanes)
 
-    async def _rank(self, request: RankingRequest, timeout_s: float) -> Ranking:
+    async def _rank(self, request: RankingRequest, timeout_s: float, trace: Trace | None) -> Ranking:
         started = time.perf_counter()
         connection = self._open()
         if timeout_s <= 0:
@@ -283,17 +319,17 @@ class RelayClient:
             tenant=request.tenant or self._settings.client.tenant,
             client_id=request.client_id or self._client_id,
         )
-        key, value = self._encoded(request, self._topics.ranking)
+        message = self._encoded(request, self._topics.ranking, trace)
         self._check_limits(request)
         most = self._settings.client.max_in_flight
         if len(self._answers) >= most:
             raise Overloaded(f"{most} calls are under way (client.max_in_flight)")
-        reply = await self._ask(connection, request, key, value)
+        reply = await self._ask(connection, request, message)
         return ranking_of(reply, request.candidates, time.perf_counter() - started)
 
-    async def _ask(self, connection: Connection, request: RankingRequest, key: bytes, value: bytes) -> ScoreReply:
+    async def _ask(self, connection: Connection, request: RankingRequest, message: Outgoing) -> ScoreReply:
         """The worker's answer; the laboratory asks other workers than the lane's owner."""
-        return await connection.rank(request, key, value)
+        return await connection.rank(request, message)
 
     def _open(self) -> Connection:
         if self._connection is None:
@@ -305,21 +341,22 @@ class RelayClient:
         self._connection, self._ended = None, error
         self._answers.fail_all(error)
 
-    def _encoded(self, message: M, topic: Topic) -> tuple[bytes, bytes]:
-        """Key and value of a message. Raises Rejected if a receiver would refuse it."""
+    def _encoded(self, message: M, topic: Topic, trace: Trace | None = None) -> Outgoing:
+        """A message and its trace context. Raises Rejected if a receiver would refuse it."""
         try:
             value, key = encode(validated(message)), message.user_id.encode()
             if self._features is not None:
                 check_features(message, self._features)
         except (DecodeError, TypeError, ValueError, OverflowError) as error:
             raise Rejected(f"not a valid {type(message).__name__}: {error}") from error
-        size = len(value) + len(key) + FRAME_BYTES
+        headers = [] if trace is None else trace.headers
+        size = len(value) + len(key) + sum(len(name) + len(text) for name, text in headers) + FRAME_BYTES
         if size > topic.max_message_bytes:
             raise Rejected(
                 f"{size} bytes with headers, {topic.name} takes {topic.max_message_bytes}: shorten the history, or "
                 f"raise max_message_bytes in the topic's file"
             )
-        return key, value
+        return Outgoing(key, value, headers)
 
     def _check_limits(self, request: RankingRequest) -> None:
         candidates = len(request.candidates) // ITEM_DTYPE.itemsize
@@ -339,6 +376,7 @@ class Request:
     ) -> None:
         self._relay = relay
         self._event = event
+        self._trace: Trace | None = None
         self._store = store  # to be asked for the reference
         self._store_s = store_s
         self._pinned = False  # as far as is known: announced, and not yet ranked
@@ -349,16 +387,19 @@ class Request:
         return self._event.request_id
 
     async def __aenter__(self) -> Self:
-        if self._store is not None:
-            reference = await looked_up(self._store, self._event.user_id, self._event.tenant, self._store_s)
-            self._event = msgspec.structs.replace(self._event, **with_version(reference or UNSET))
+        self._trace = self._relay.begin("relaygr.request", self._event.request_id)
         try:
-            await self._relay.announce(self._event)
+            if self._store is not None:
+                reference = await looked_up(self._store, self._event.user_id, self._event.tenant, self._store_s)
+                self._event = msgspec.structs.replace(self._event, **with_version(reference or UNSET))
+            await self._relay.announce(self._event, within=self._trace)
             self._pinned = True
-        except LanesChanged:
-            raise
-        except BrokerError:
-            pass  # counted; a lost event costs speed, not scores, and the ranking raises if the brokers are away
+        except BaseException as error:
+            # Counted; a lost event costs speed, not scores, and the ranking raises if the brokers are away.
+            if not isinstance(error, BrokerError) or isinstance(error, LanesChanged):
+                if self._trace is not None:
+                    self._trace.fail(error)
+                raise
         return self
 
     async def __aexit__(
@@ -369,6 +410,11 @@ class Request:
             self._pinned = False
             with suppress(RelayError):  # counted; without the cancel, the life window ends what is pinned
                 await self._relay.cancel(self._event.user_id, self.request_id, tenant=self._event.tenant)
+        if self._trace is not None:
+            if error is None:
+                self._trace.end()
+            else:
+                self._trace.fail(error)
 
     async def rank(
         self,
@@ -403,7 +449,7 @@ class Request:
             tenant=event.tenant,
             **with_version(event.history),
         )
-        ranking = await self._relay.rank(request, timeout=timeout)
+        ranking = await self._relay.rank(request, timeout=timeout, within=self._trace)
         self._pinned = False
         return ranking
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from relaygr_stream.bus.producer import Producer, Sent
+from relaygr_stream.bus.producer import Outgoing, Producer, Sent
 from relaygr_stream.errors import BrokerError, BrokerUnavailable
 
 #: A broker that has acknowledged nothing for this long, although sends are due, counts as away: sends to the partitions
@@ -86,7 +86,7 @@ class Sender:
         topic: str,
         value: bytes,
         *,
-        key: bytes,
+        key: bytes | None,
         partition: int,
         headers: Sequence[tuple[str, bytes]] = (),
         patience_s: float = 0.0,
@@ -112,11 +112,11 @@ class Sender:
         self,
         topic: str,
         partition: int,
-        messages: Sequence[tuple[bytes | None, bytes]],
+        messages: Sequence[Outgoing],
         *,
         settled: Callable[[BrokerError | None], None],
     ) -> None:
-        """Buffer messages (key, value) of one partition in as few batches as possible.
+        """Buffer messages of one partition in as few batches as possible.
 
         The caller has passed `check`. Waits while an earlier batch of the partition is not sent. settled: called once
         for each message, as in `send`. Raises nothing.
@@ -166,9 +166,6 @@ class Sender:
 
 # Batches of request events.
 
-#: Key and value.
-Message = tuple[bytes | None, bytes]
-
 #: A lane's events are sent early once they have this many bytes: one batch holds no more (bus/producer.py).
 BATCH_BYTES: Final = 48 * 1024
 #: Most bytes that a lane gathers while its earlier send is not complete: beyond this, `add` waits.
@@ -182,18 +179,18 @@ class Announcements:
     others.
     """
 
-    def __init__(self, send: Callable[[int, list[Message]], Awaitable[None]], linger_s: float) -> None:
+    def __init__(self, send: Callable[[int, list[Outgoing]], Awaitable[None]], linger_s: float) -> None:
         self._send = send
         self._linger_s = linger_s
         self._lanes: dict[int, _Lane] = {}
         self._timer: asyncio.TimerHandle | None = None
 
-    async def add(self, number: int, key: bytes, value: bytes) -> None:
+    async def add(self, number: int, message: Outgoing) -> None:
         """Enqueue an event of lane `number`; waits only while the lane's buffer is full."""
         lane = self._lanes.get(number)
         if lane is None:
             lane = self._lanes[number] = _Lane(partial(self._send, number))
-        await lane.add(key, value)
+        await lane.add(message)
         if lane.bytes >= BATCH_BYTES:
             lane.send()
         elif self._timer is None:
@@ -216,19 +213,19 @@ class Announcements:
 class _Lane:
     """One lane's events. An unfinished send holds up later events of this lane, and of no other."""
 
-    def __init__(self, send: Callable[[list[Message]], Awaitable[None]]) -> None:
+    def __init__(self, send: Callable[[list[Outgoing]], Awaitable[None]]) -> None:
         self._send = send
-        self._events: list[Message] = []
+        self._events: list[Outgoing] = []
         self._room = asyncio.Event()
         self.bytes = 0
         self.sending: asyncio.Task[None] | None = None
 
-    async def add(self, key: bytes, value: bytes) -> None:
+    async def add(self, message: Outgoing) -> None:
         while self.bytes >= MAX_LANE_BYTES:
             self._room.clear()
             await self._room.wait()
-        self._events.append((key, value))
-        self.bytes += len(key) + len(value)
+        self._events.append(message)
+        self.bytes += len(message.key or b"") + len(message.value)
 
     def send(self) -> None:
         """Send all events; a send in progress takes them over."""

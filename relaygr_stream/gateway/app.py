@@ -59,6 +59,7 @@ from relaygr_stream.ops.status.table import as_json, render
 from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.telemetry.printable import printable, render_plain
 from relaygr_stream.telemetry.process import ProcessContext
+from relaygr_stream.telemetry.tracing import TRACE_HEADERS, trace_headers
 from relaygr_stream.wire.messages import Behaviours, with_version
 
 log = structlog.get_logger(__name__)
@@ -155,7 +156,8 @@ class Door:
     async def _announce(self, asked: Asked) -> Response:
         body: Announce = await self._body(asked.http, Announce)
         request_id = self._request_id(body.request_id, body.user_id)
-        await self._relay.announce(body.event(request_id, asked.tenant, await self._prefix(body, asked.tenant)))
+        event = body.event(request_id, asked.tenant, await self._prefix(body, asked.tenant))
+        await self._relay.announce(event, within=_context(asked.http))
         return _answer(202, asked.reply, Announced(request_id=request_id))
 
     async def _rank(self, asked: Asked) -> Response:
@@ -163,7 +165,7 @@ class Door:
         request_id, prefix = self._request_id(body.request_id, body.user_id), await self._prefix(body, asked.tenant)
         request = body.request(request_id, asked.tenant, prefix)
         left = None if asked.deadline_s is None else asked.deadline_s - time.monotonic()
-        ranking = await self._relay.rank(request, timeout=left)
+        ranking = await self._relay.rank(request, timeout=left, within=_context(asked.http))
         return _answer(200, asked.reply, Ranked.of(ranking, packed=asked.reply is MSGPACK))
 
     async def _cancel(self, asked: Asked) -> Response:
@@ -333,3 +335,8 @@ def _deadline(http: Request, started: float) -> float | None:
             400, "rejected", f"header {TIMEOUT_HEADER}: {printable(stated[:40])} is not 1…3600000 milliseconds"
         )
     return started + milliseconds / 1e3
+
+
+def _context(http: Request) -> list[tuple[str, bytes]]:
+    """The trace context that the caller states; empty: none."""
+    return trace_headers([(name, value.encode()) for name in TRACE_HEADERS if (value := http.headers.get(name))])

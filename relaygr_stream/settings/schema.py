@@ -138,6 +138,9 @@ class Trigger(Section, frozen=True, kw_only=True):
     stale_ms: Annotated[Ms, _doc("an event older than this is not admitted")] = 1000.0
     max_status_age_ms: Annotated[Ms, _doc("no admissions for an owner whose status is older than this")] = 3000.0
     load_burst_ms: Annotated[Ms, _doc("most device time that a lane may request at once")] = 100.0
+    delegate: Annotated[
+        bool, _doc("have prefix KV that a lane's owner would have too late computed by a worker with room and time")
+    ] = True
 
 
 class Worker(Section, frozen=True, kw_only=True):
@@ -392,6 +395,13 @@ class Telemetry(Section, frozen=True, kw_only=True):
     port: Annotated[Port, _doc("port of /metrics, /healthz, /readyz; 0: any free one, logged at start")] = 0
     port_file: Annotated[str, _doc("file that receives the chosen port, for supervisors; empty: none")] = ""
     stall_ms: Annotated[Ms, _doc("/healthz fails when the event loop has not run for this long")] = 10_000.0
+    traces: Annotated[
+        bool,
+        _doc("make spans of requests and export them by OTLP, as the variables OTEL_… say; needs the extra `otel`"),
+    ] = False
+    trace_share: Annotated[
+        Share, _doc("share of requests traced where no caller has decided; OTEL_TRACES_SAMPLER, if set, goes before")
+    ] = 0.01
 
 
 class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

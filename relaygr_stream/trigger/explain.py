@@ -15,6 +15,7 @@ from rich.table import Table
 
 from relaygr_stream.telemetry.printable import printable, printable_json
 from relaygr_stream.trigger.decision import Decision, LaneState, Policy, Reason, decide
+from relaygr_stream.trigger.delegation import Delegation
 from relaygr_stream.wire.fleet import Claim
 from relaygr_stream.wire.messages import RequestEvent, prefix_length
 from relaygr_stream.wire.worker_status import charge_ms, prefix_bytes
@@ -45,6 +46,7 @@ class Explanation:
     level_ms: float  # device time that the lane may request now
     rate_ms_per_s: float | None  # the refill of level_ms
     reason: Reason
+    delegate: str | None = None  # the worker that would compute the prefix KV for the owner
     signalled: bool | None = None  # whether the running trigger sent a signal; None: not a live sample
 
 
@@ -58,9 +60,10 @@ def explain(
     age_ms: float,
     now_s: float,
     at_s: float,
+    delegation: Delegation | None = None,
 ) -> tuple[Explanation, Decision]:
     """The decision and its numbers; like `decide`, books nothing. at_s: the event's time in the explanation."""
-    decision = decide(event, policy=policy, lane=lane, owner=owner, age_ms=age_ms, now_s=now_s)
+    decision = decide(event, policy=policy, lane=lane, owner=owner, age_ms=age_ms, now_s=now_s, delegation=delegation)
     tokens = prefix_length(event)
     explanation = Explanation(
         request_id=event.request_id,
@@ -84,6 +87,7 @@ def explain(
         level_ms=lane.load_left_ms(now_s),
         rate_ms_per_s=None if owner is None else owner.lane.device_ms_per_s,
         reason=decision.reason,
+        delegate=None if decision.delegate is None else decision.delegate.worker,
     )
     return explanation, decision
 
@@ -126,7 +130,7 @@ def as_table(rows: Sequence[Explanation]) -> Table:
             f"{row.outstanding_bytes / 1024:.0f} / {row.budget_bytes / 1024:.0f}" + (" on hold" if row.on_hold else ""),
             f"{_number(row.cost_ms)} / {row.level_ms:.1f}",
             printable(row.owner or "–"),
-            row.reason,
+            row.reason if row.delegate is None else f"{row.reason} to {printable(row.delegate)}",
             *(["yes" if row.signalled else "no"] if live else []),
         )
     return table

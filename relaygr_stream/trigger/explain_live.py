@@ -15,8 +15,10 @@ from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.bus.topics import TopicSet, load_topics, verify_topics
 from relaygr_stream.errors import BrokerUnavailable, DecodeError
 from relaygr_stream.settings.schema import Settings
-from relaygr_stream.trigger.decision import Decision, LaneState, OwnerLoads, Policy
+from relaygr_stream.trigger.decision import Decision, LaneState, Policy
+from relaygr_stream.trigger.delegation import Delegation
 from relaygr_stream.trigger.explain import Explanation, explain
+from relaygr_stream.trigger.load import OwnerLoads
 from relaygr_stream.trigger.statement import stated_policy
 from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import (
@@ -29,6 +31,8 @@ from relaygr_stream.wire.messages import (
     tenant_key,
 )
 from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.refusals import KIND as REFUSALS
+from relaygr_stream.wire.refusals import decode_refusals
 from relaygr_stream.wire.trigger_status import TriggerStatus, read_trigger
 from relaygr_stream.wire.worker_status import MAX_SKEW_S, StatusReader, charge_ms, prefix_bytes
 
@@ -138,11 +142,13 @@ class Shadow:
         now = time.monotonic()
         keep_s = topics.pre_infer.retention_ms / 1e3
         loads = OwnerLoads()
+        self._delegation = Delegation(directory, loads, topics.lanes) if policy.delegate else None
         self._lanes = {lane: LaneState(self._policy, end, keep_s, now, lane, loads) for lane, end in ends.items()}
         self._start = now
         self._rows: list[Explanation] = []
         self._events: dict[str, RequestEvent] = {}
         self._signalled: set[str] = set()
+        self._delegates: dict[str, str] = {}  # request → the worker that its signal was sent to
         self.looking = True
 
     def on_events(self, records: list[Record]) -> None:
@@ -168,6 +174,7 @@ class Shadow:
             age_ms=age_ms,
             now_s=now,
             at_s=now - self._start,
+            delegation=self._delegation,
         )
         self._rows.append(row)
         self._events[tenant_key(event.tenant, event.request_id)] = event
@@ -178,6 +185,7 @@ class Shadow:
             if kind_of(record.headers):  # not a signal, but the trigger that wrote it knows its offset
                 ledger = self._lanes[record.lane].ledger
                 ledger.acknowledged(ledger.admit(0), record.offset, time.monotonic())
+                self._note_delegated(record)
                 continue
             try:
                 signal = decode(PreInferSignal, record.value, self._topics.pre_infer.max_message_bytes)
@@ -202,6 +210,18 @@ class Shadow:
             pending = state.ledger.admit(nbytes)
         state.ledger.acknowledged(pending, record.offset, now)
 
+    def _note_delegated(self, record: Record) -> None:
+        """Note the requests whose signals went to delegates, and charge nothing: their own statuses will tell."""
+        if kind_of(record.headers) == REFUSALS:
+            with suppress(DecodeError):
+                for worker, keys in (decode_refusals(record.value).delegates or {}).items():
+                    self._delegates.update(dict.fromkeys(keys, worker))
+
     def explanations(self) -> list[Explanation]:
         """The explanations of all events, in the order of reading."""
-        return [replace(row, signalled=tenant_key(row.tenant, row.request_id) in self._signalled) for row in self._rows]
+        keys = [tenant_key(row.tenant, row.request_id) for row in self._rows]
+        sent = self._delegates  # the running trigger's choices, which are random: shown instead of those made here
+        return [
+            replace(row, signalled=key in self._signalled or key in sent, delegate=sent.get(key, row.delegate))
+            for row, key in zip(self._rows, keys, strict=True)
+        ]

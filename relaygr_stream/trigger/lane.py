@@ -20,9 +20,10 @@ from relaygr_stream.errors import BrokerError, DecodeError
 from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.trigger.decision import Decision, LaneState
 from relaygr_stream.trigger.refused import NOT_REPORTED
-from relaygr_stream.trigger.signals import LaneContext, LaneSignals
+from relaygr_stream.trigger.signals import LaneContext, LaneSignals, described
 from relaygr_stream.wire.messages import RequestEvent, RequestEventInPlace, check_times, decode, kind_of
 from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.refusals import Refusal
 
 T = TypeVar("T")
 
@@ -94,6 +95,7 @@ class LaneTrigger:
         """Decide on at most EVENTS_PER_TURN queued events, and send their signals together."""
         for _ in range(min(len(self._events), EVENTS_PER_TURN)):
             record = self._events.popleft()
+            tracing = self._shared.tracing
             if kind_of(record.headers):  # of a later release
                 self._shared.metrics.records_skipped.inc()
                 self._shared.done(record)
@@ -105,13 +107,19 @@ class LaneTrigger:
             except DecodeError as error:
                 self._dead_letter(record, error)
                 continue
+            trace = tracing.receive("relaygr.decide", record) if tracing.on else None
             decision = self._decide(event, record, state)
             if decision.admit:
-                signals.add(event, record, state.admit(event, decision, time.monotonic()))
+                signals.add(event, record, state.admit(event, decision, time.monotonic()), trace)
+            elif decision.delegate is not None:
+                state.delegate(event, decision, time.monotonic())
+                signals.delegate(event, record, decision, state.owner, trace)
             else:
+                if trace is not None:
+                    trace.end(described(event, decision.reason))
                 if state.owner and decision.reason not in NOT_REPORTED:
-                    refused = self._shared.refused
-                    refused.add(state.owner, self._number, state.ledger, event.request_id, decision.reason)
+                    refusal = Refusal(event.request_id, decision.reason)
+                    self._shared.refused.add(state.owner, self._number, state.ledger, refusal)
                 self._shared.done(record)
         await signals.flush()
 
@@ -132,8 +140,15 @@ class LaneTrigger:
         owner = self._shared.owners.owner(self._number)
         state.observe(owner, now_s)
         age_ms = self._age_ms(event, record.offset, now_s)
-        decision = self._shared.decide(
-            event, policy=self._shared.policy, lane=state, owner=owner, age_ms=age_ms, now_s=now_s
+        shared = self._shared
+        decision = shared.decide(
+            event,
+            policy=shared.policy,
+            lane=state,
+            owner=owner,
+            age_ms=age_ms,
+            now_s=now_s,
+            delegation=shared.delegation,
         )
         self._shared.metrics.decided(decision.reason, time.perf_counter() - started)
         if self._shared.log_decisions:
@@ -146,6 +161,7 @@ class LaneTrigger:
                 tokens=decision.tokens,
                 age_ms=round(age_ms, 1),
                 predicted_ms=round(decision.predicted_ms, 2),
+                delegate="" if decision.delegate is None else decision.delegate.worker,
             )
         return decision
 

@@ -11,6 +11,7 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from relaygr_stream.errors import REASONS as UNREADABLE
 from relaygr_stream.trigger.decision import REASONS, Reason
 
 #: Seconds. A decision takes microseconds; more than a millisecond is a defect or a stalled loop.
@@ -43,12 +44,20 @@ class TriggerMetrics:
             registry=registry,
         )
         self.backlog = Gauge("relaygr_trigger_backlog", "Events read and not yet decided.", registry=registry)
+        self.lag = Gauge(
+            "relaygr_trigger_lag_records",
+            "Events of its lanes: unread, and read without their offsets being committable (uncommitted).",
+            ["stage"],
+            registry=registry,
+        )
         self.dead_letters = Counter(
             "relaygr_trigger_dead_letters",
             "Unreadable events, dead-lettered, by reason.",
             ["reason"],
             registry=registry,
         )
+        for unreadable in UNREADABLE:  # a rate over a counter that appears with its first event misses it
+            self.dead_letters.labels(unreadable)
         self.records_skipped = Counter(
             "relaygr_trigger_records_skipped",
             "Records of a kind (header relaygr-kind) that this release does not know.",

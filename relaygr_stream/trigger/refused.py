@@ -1,4 +1,5 @@
-"""Reports to the owners why requests were not admitted: one record per owner every FLUSH_S, for all its lanes.
+"""Reports to the owners why requests were not admitted, and to which worker the delegated ones went: one record per
+owner every FLUSH_S, for all its lanes.
 
 The record occupies an offset of a lane's signal log, so the lane's ledger counts it as a signal of 0 bytes (ledger.py).
 """
@@ -14,7 +15,7 @@ from relaygr_stream.bus.producer import Producer
 from relaygr_stream.errors import BrokerError
 from relaygr_stream.trigger.ledger import LaneLedger, Pending
 from relaygr_stream.wire.messages import HEADER_KIND
-from relaygr_stream.wire.refusals import KIND, MAX_IDS, encode_refusals
+from relaygr_stream.wire.refusals import KIND, MAX_IDS, Refusal, encode_refusals
 
 #: A ranking follows its event after tens of milliseconds; more frequent records would cost the trigger more.
 FLUSH_S: Final = 0.02
@@ -25,19 +26,19 @@ NOT_REPORTED: Final = frozenset({"no_owner", "duplicate"})
 
 
 class Refused:
-    """Gathers (request id, reason) by owner, and sends them on one of the owner's lanes."""
+    """Gathers refusals by owner, and sends them on one of the owner's lanes."""
 
     def __init__(self, topic: str, producer: Producer) -> None:
         self._topic = topic
         self._producer = producer
-        self._gathered: dict[str, list[tuple[str, str]]] = {}
+        self._gathered: dict[str, list[Refusal]] = {}
         self._lanes: dict[str, tuple[int, LaneLedger]] = {}  # owner → one of its lanes, and that lane's ledger
 
-    def add(self, owner: str, lane: int, ledger: LaneLedger, request_id: str, reason: str) -> None:
+    def add(self, owner: str, lane: int, ledger: LaneLedger, refusal: Refusal) -> None:
         """Gather a request for the next `flush`."""
         gathered = self._gathered.setdefault(owner, [])
         if len(gathered) < MAX_GATHERED:
-            gathered.append((request_id, reason))
+            gathered.append(refusal)
             self._lanes[owner] = lane, ledger
 
     async def flush(self) -> None:

@@ -28,9 +28,13 @@ from relaygr_stream.errors import BrokerError
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.background import Background
 from relaygr_stream.telemetry.limiter import LogLimiter
+from relaygr_stream.telemetry.otlp import tracing_of
 from relaygr_stream.telemetry.process import ProcessContext
+from relaygr_stream.telemetry.tracing import OFF, Tracing
 from relaygr_stream.trigger.decision import Decide, Policy, decide
+from relaygr_stream.trigger.delegation import Delegation
 from relaygr_stream.trigger.lane import LaneTrigger
+from relaygr_stream.trigger.load import OwnerLoads
 from relaygr_stream.trigger.metrics import TriggerMetrics
 from relaygr_stream.trigger.refused import FLUSH_S, Refused
 from relaygr_stream.trigger.signals import LaneContext
@@ -74,7 +78,8 @@ async def run_trigger(context: ProcessContext, decide: Decide = decide) -> None:
     check_dead_letters_fit(topics)
     await verify_topics(settings.kafka)
     member = f"trigger-{socket.gethostname()}-{os.getpid()}"
-    max_bytes = max(topics.pre_infer.max_message_bytes, topics.dead_letter.max_message_bytes)
+    takes = topics.pre_infer, topics.ranking, topics.dead_letter
+    max_bytes = max(topic.max_message_bytes for topic in takes)
     metrics = TriggerMetrics(context.registry)
     context.registry.register(RenewalsCollector())
     reader = StatusReader.of(settings, topics)
@@ -87,6 +92,7 @@ async def run_trigger(context: ProcessContext, decide: Decide = decide) -> None:
     )
     background = Background()
     async with AsyncExitStack() as stack:
+        tracing = await stack.enter_async_context(tracing_of(settings.telemetry, "trigger", context.registry))
         producer = await stack.enter_async_context(Producer(settings.kafka, client_id=member, max_bytes=max_bytes))
         ends = await stack.enter_async_context(LogEnds(settings.kafka, member))
         # From the end: a status written before this start may be of any age (wire/fleet.py).
@@ -94,7 +100,7 @@ async def run_trigger(context: ProcessContext, decide: Decide = decide) -> None:
         tail = TopicTail(settings.kafka, status.name, range(status.partitions), "latest", owners.on_records)
         await stack.enter_async_context(tail)
         stack.push_async_callback(background.end)
-        lanes = TriggerLanes(settings, topics, member, owners, producer, ends, metrics, background, decide)
+        lanes = TriggerLanes(settings, topics, member, owners, producer, ends, metrics, background, tracing, decide)
         consumer, dead_letters, counts = lanes.consumer, lanes.dead_letters, PartitionCounts(topics, producer)
         stack.callback(dead_letters.close)
         context.conditions += [dead_letters.why_not_taken, counts.why_not_ready]
@@ -157,6 +163,7 @@ class TriggerLanes:
         ends: LogEnds,
         metrics: TriggerMetrics,
         background: Background,
+        tracing: Tracing = OFF,
         decide: Decide = decide,
     ) -> None:
         self._background = background
@@ -180,8 +187,10 @@ class TriggerLanes:
             background,
             keep_values=settings.kafka.dead_letter_values,
         )
+        loads = OwnerLoads()
+        policy = Policy.of(settings)
         self._shared = shared = LaneContext(
-            Policy.of(settings),
+            policy,
             topics,
             owners,
             producer,
@@ -190,7 +199,10 @@ class TriggerLanes:
             metrics,
             self.consumer.done,
             Refused(topics.pre_infer.name, producer),
+            loads=loads,
             decide=decide,
+            delegation=Delegation(owners, loads, topics.lanes) if policy.delegate else None,
+            tracing=tracing,
             log_decisions=settings.telemetry.log_level == "debug",
         )
         background.start(repeat(shared.policy.stale_ms / 1000 / SAMPLES_PER_STALE, self._sample_ages))
@@ -232,8 +244,12 @@ class TriggerLanes:
 
     async def _sample_ages(self) -> None:
         ends = await self._shared.ends.ask(self._shared.topics.retrieval.name, list(self._lanes))
+        unread, topic = 0, self._shared.topics.retrieval.name
         for number in ends.keys() & self._lanes.keys():
             self._lanes[number].sample_age(ends[number])
+            unread += max(0, ends[number].offset - self.consumer.position(topic, number))
+        self._shared.metrics.lag.labels("unread").set(unread)
+        self._shared.metrics.lag.labels("uncommitted").set(self.consumer.uncommitted)
 
     async def _reconcile(self) -> None:
         ends = await self._shared.ends.ask(self._shared.topics.pre_infer.name, list(self._lanes))

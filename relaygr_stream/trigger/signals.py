@@ -1,10 +1,13 @@
 """One lane's signals: gathered over a turn, sent together, acknowledged one by one.
 
 In a batch, a message costs about 8 µs less than alone. The ledger counts a signal before it is added here (ledger.py).
+Delegated signals go to `ranking`, on a lane of the delegate. On `pre-infer`, that lane's trigger could not tell their
+size, and would hold its lane until they were read.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,20 +15,26 @@ from functools import partial
 from typing import Final, NamedTuple
 
 import structlog
+from msgspec import UNSET, UnsetType
 
 from relaygr_stream.bus.ages import LogEnds, SenderLag
 from relaygr_stream.bus.dead_letter import DeadLetters
-from relaygr_stream.bus.producer import Producer, Sent
+from relaygr_stream.bus.producer import Outgoing, Producer, Sent
 from relaygr_stream.bus.topics import TopicSet
 from relaygr_stream.errors import BrokerError
 from relaygr_stream.telemetry.limiter import LogLimiter
-from relaygr_stream.trigger.decision import Decide, OwnerLoads, Policy, decide
+from relaygr_stream.telemetry.tracing import OFF, Trace, Tracing, trace_headers
+from relaygr_stream.trigger.decision import Decide, Decision, Policy, decide
+from relaygr_stream.trigger.delegation import Delegation
 from relaygr_stream.trigger.ledger import LaneLedger, Pending
+from relaygr_stream.trigger.load import OwnerLoads
 from relaygr_stream.trigger.metrics import TriggerMetrics
 from relaygr_stream.trigger.refused import Refused
 from relaygr_stream.wire.fleet import OwnerDirectory
+from relaygr_stream.wire.headers import HEADER_KIND, KIND_DELEGATED
 from relaygr_stream.wire.messages import PreInferSignal, RequestEvent, encode, with_version
 from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.refusals import Refusal
 
 log = structlog.get_logger(__name__)
 limited: Final = LogLimiter().limited
@@ -49,6 +58,8 @@ class LaneContext:
     lag: SenderLag = field(default_factory=partial(SenderLag, 0.0))
     loads: OwnerLoads = field(default_factory=OwnerLoads)
     decide: Decide = decide
+    delegation: Delegation | None = None
+    tracing: Tracing = OFF
     log_decisions: bool = False  # off by default: a log line costs more than a decision, even one below the level
 
 
@@ -56,6 +67,15 @@ class _Signal(NamedTuple):
     event: RequestEvent
     record: Record
     pending: Pending
+    trace: Trace | None
+
+
+class _Delegated(NamedTuple):
+    event: RequestEvent
+    record: Record
+    decision: Decision
+    owner: str
+    trace: Trace | None
 
 
 class LaneSignals:
@@ -66,26 +86,40 @@ class LaneSignals:
         self._shared = shared
         self._ledger = ledger
         self._signals: list[_Signal] = []
-        self._messages: list[tuple[bytes | None, bytes]] = []
+        self._messages: list[Outgoing] = []
+        self._delegated: list[_Delegated] = []
 
-    def add(self, event: RequestEvent, record: Record, pending: Pending) -> None:
-        """Gather a signal for the next `flush`."""
-        signal = PreInferSignal(
+    def add(self, event: RequestEvent, record: Record, pending: Pending, trace: Trace | None = None) -> None:
+        """Gather a signal for the next `flush`; trace: the event's span, which ends with the signal's send."""
+        value = encode(self._signal(event, event.rank_in_ms, UNSET))
+        self._signals.append(_Signal(event, record, pending, trace))
+        self._messages.append(Outgoing(event.user_id.encode(), value, _context(record, trace)))
+
+    def delegate(
+        self, event: RequestEvent, record: Record, decision: Decision, owner: str, trace: Trace | None = None
+    ) -> None:
+        """Gather a signal for a delegate of the owner; trace: as in `add`."""
+        self._delegated.append(_Delegated(event, record, decision, owner, trace))
+
+    def _signal(self, event: RequestEvent, rank_in_ms: float, delegate: str | UnsetType) -> PreInferSignal:
+        return PreInferSignal(
             request_id=event.request_id,
             user_id=event.user_id,
             prefix=event.prefix,
             admitted_ms=int(time.time() * 1000),
             life_ms=self._shared.policy.life_ms,
-            rank_in_ms=event.rank_in_ms,
+            rank_in_ms=rank_in_ms,
             tenant=event.tenant,
             columns=event.columns,
+            delegate=delegate,
             **with_version(event.history),
         )
-        self._signals.append(_Signal(event, record, pending))
-        self._messages.append((event.user_id.encode(), encode(signal)))
 
     async def flush(self) -> None:
         """Hand the gathered signals to the producer; waits while an earlier batch of the lane is not sent."""
+        delegated, self._delegated = self._delegated, []
+        for one in delegated:
+            await self._send_delegated(one)
         if not self._signals:
             return
         signals, messages = self._signals, self._messages
@@ -112,4 +146,68 @@ class LaneSignals:
             )
         else:
             self._ledger.acknowledged(signal.pending, outcome.offset, time.monotonic(), outcome.batch)
+        if signal.trace is not None:
+            error = str(outcome) if isinstance(outcome, BrokerError) else ""
+            signal.trace.end(described(signal.event, "admitted"), error=error)
         self._shared.done(signal.record)
+
+    async def _send_delegated(self, one: _Delegated) -> None:
+        """To the delegate, with the event's age taken off its time; the owner is told once a broker has it."""
+        event, place = one.event, one.decision.delegate
+        assert place is not None
+        rank_in_ms = event.rank_in_ms and max(1.0, event.rank_in_ms - one.decision.age_ms)
+        try:
+            sent = await self._shared.producer.send(
+                self._shared.topics.ranking.name,
+                encode(self._signal(event, rank_in_ms, one.owner)),
+                key=event.user_id.encode(),
+                partition=place.lane,
+                headers=[(HEADER_KIND, KIND_DELEGATED.encode()), *_context(one.record, one.trace)],
+            )
+        except BrokerError as error:
+            self._settled_delegated(one, error)
+            return
+
+        def settle(done: asyncio.Future[int]) -> None:
+            if not done.cancelled():  # else the trigger stops, and the lane's next one decides again
+                self._settled_delegated(one, done.exception())
+
+        sent.add_done_callback(settle)
+
+    def _settled_delegated(self, one: _Delegated, error: BaseException | None) -> None:
+        event, place, shared = one.event, one.decision.delegate, self._shared
+        assert place is not None
+        told = Refusal(event.request_id, "delegated", event.tenant, place.worker)
+        if error is not None:  # its owner infers it in full
+            told = Refusal(event.request_id, "delegated")
+            shared.metrics.signals_failed.inc()
+            if shared.delegation is not None:
+                shared.delegation.not_sent(time.monotonic())
+            limited(log.warning, "delegated signal not sent")(
+                "delegated signal not sent",
+                request_id=event.request_id,
+                user_id=event.user_id,
+                lane=self._lane,
+                to=place.worker,
+                outcome="not_sent",
+                error=str(error),
+            )
+        if one.trace is not None:
+            one.trace.end(described(event, "delegated"), error="" if error is None else str(error))
+        shared.refused.add(one.owner, self._lane, self._ledger, told)
+        shared.done(one.record)
+
+
+def described(event: RequestEvent, reason: str) -> dict[str, str | int]:
+    """Attributes of a decision's span."""
+    return {
+        "relaygr.request_id": event.request_id,
+        "relaygr.decision": reason,
+        "relaygr.prefix_tokens": len(event.prefix),
+        "relaygr.candidates": event.candidates,
+    }
+
+
+def _context(record: Record, trace: Trace | None) -> list[tuple[str, bytes]]:
+    """The trace context that a signal of this event carries."""
+    return trace_headers(record.headers) if trace is None else trace.headers

@@ -111,6 +111,7 @@ def policy_status(policy: Policy) -> PolicyStatus:
         life_ms=policy.life_ms,
         burst_ms=policy.burst_ms,
         max_prefix_tokens=policy.max_prefix_tokens,
+        delegate=policy.delegate,
     )
 
 
@@ -122,4 +123,5 @@ def stated_policy(status: PolicyStatus) -> Policy:
         life_ms=status.life_ms,
         burst_ms=status.burst_ms,
         max_prefix_tokens=status.max_prefix_tokens,
+        delegate=status.delegate,
     )

@@ -140,6 +140,14 @@ class OwnerDirectory:
         horizon = self._clock() - (self._silence_ms if silence_ms is None else silence_ms) / 1000.0
         return {name: worker.status for name, worker in self._workers.items() if worker.received_s >= horizon}
 
+    def lanes_of(self, name: str) -> tuple[WorkerStatus, list[int]] | None:
+        """A serving worker's newest status, and its lanes that no other worker claimed since; None: silent, or none."""
+        known = self._workers.get(name)
+        if known is None or (self._clock() - known.received_s) * 1000.0 > self._silence_ms:
+            return None
+        lanes = [lane for lane in known.claims if self._owners[lane].worker.name == name]
+        return (known.status, lanes) if lanes else None
+
     def some(self, most: int, choice: random.Random) -> list[WorkerStatus]:
         """At most `most` of `workers`, chosen at random: for frequent callers that need any suitable worker."""
         horizon = self._clock() - self._silence_ms / 1000.0

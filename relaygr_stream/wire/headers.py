@@ -16,6 +16,7 @@ HEADER_SIGNATURE: Final = "relaygr-signature"  # 32 bytes: HMAC-SHA256 with a sh
 
 # Kinds.
 KIND_CANCEL: Final = "cancel"  # on `ranking`: its client ranks this request no more; the value is a messages.Cancel
+KIND_DELEGATED: Final = "delegated"  # on `ranking`: a pre-infer signal on another worker's behalf
 
 # On a dead letter; its value and key are the original's.
 HEADER_REASON: Final = "relaygr-reason"
@@ -27,10 +28,6 @@ HEADER_ORIGIN_OFFSET: Final = "relaygr-origin-offset"
 # On a replayed message: how often it was replayed. On the marker in the dead-letter topic: which dead letter it was.
 HEADER_REPLAYS: Final = "relaygr-replays"  # ASCII decimal
 HEADER_REPLAY_OF: Final = "relaygr-replay-of"  # PARTITION:OFFSET of the dead letter
-
-# Reserved for later releases: nothing else may use these names (docs/reference/protocol.md, "Reserved names").
-HEADER_TRACE_PARENT: Final = "traceparent"  # W3C Trace Context
-HEADER_TRACE_STATE: Final = "tracestate"  # W3C Trace Context
 
 MAX_CORRELATION_BYTES: Final = 64
 

@@ -158,6 +158,7 @@ class PreInferSignal(msgspec.Struct, frozen=True, kw_only=True):
     rank_in_ms: Millis = 0.0
     tenant: Label = ""
     columns: FeatureTables | UnsetType = UNSET  # as in the request event
+    delegate: Id | UnsetType = UNSET  # the worker on whose behalf another one computes the prefix KV
     history: HistoryReference | UnsetType = UNSET  # as in the request event
 
     def validate(self) -> None:
@@ -309,6 +310,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     handover: Annotated[str, Meta(max_length=300)] = ""  # HOST:PORT that serves prefix KV of its lost lanes
     version: Label = ""  # of the package
     lag: int = 0  # unread records of its lanes
+    delegated_bytes: int = 0  # room for prefix KV that it computes on other workers' behalf
     erased: Annotated[tuple[Id, ...], Meta(max_length=64)] | UnsetType = UNSET  # newest erasures carried out (erase.py)
 
     def validate(self) -> None:

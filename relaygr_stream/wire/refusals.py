@@ -1,21 +1,21 @@
-"""Why requests were not admitted: sent by the trigger to the worker that ranks them, which puts it into its answers.
+"""Why requests were not admitted, and which worker has their prefix KV instead: sent by the trigger to their owner.
 
-On `pre-infer`, header relaygr-kind = refusals: one small record per owner and flush. A late or lost record only leaves
-the answer's `admission` empty.
+On `pre-infer`, header relaygr-kind = refusals: one small record per owner and flush. A late or lost record leaves the
+answer's `admission` empty, and has a delegated request inferred in full by its owner.
 """
 
 from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import Annotated, Final
+from collections.abc import Callable, Iterable
+from typing import Annotated, Final, NamedTuple
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from relaygr_stream.errors import DecodeError
-from relaygr_stream.wire.messages import Id, Label, LeastVersion
+from relaygr_stream.wire.messages import Id, Label, LeastVersion, tenant_key
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.versions import NOT_DECODED, SCHEMA_VERSION, VersionedDecoder
 
@@ -26,57 +26,91 @@ MAX_IDS: Final = 256
 #: Most requests whose admission a worker keeps: some seconds of traffic, 3 MB at 200 bytes for an id and its entry.
 MAX_REQUESTS: Final = 16_384
 
+#: A request and its tenant (wire/messages.py: tenant_key): 256 characters, 128, and the NUL between them.
+RequestKey = Annotated[str, Meta(min_length=1, max_length=385)]
+
 
 class Refusals(msgspec.Struct, frozen=True, kw_only=True):
-    """Ids of requests that were not admitted, by reason."""
+    """Ids of requests that were not admitted, by reason; keys of those that were delegated, by delegate."""
 
     v: int = SCHEMA_VERSION
     min_v: LeastVersion = 0
     reasons: Annotated[dict[Label, Annotated[list[Id], Meta(max_length=MAX_IDS)]], Meta(max_length=64)]
+    delegates: (
+        Annotated[dict[Id, Annotated[list[RequestKey], Meta(max_length=MAX_IDS)]], Meta(max_length=MAX_IDS)] | UnsetType
+    ) = UNSET
+
+
+class Refusal(NamedTuple):
+    """A request that was not admitted, and why. delegate: the worker that has its prefix KV; empty: none."""
+
+    request_id: str
+    reason: str
+    tenant: str = ""
+    delegate: str = ""
 
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = VersionedDecoder(Refusals, min_v=1)
 
 
-def encode_refusals(refused: list[tuple[str, str]]) -> bytes:
-    """At most MAX_IDS pairs (request id, reason) as MessagePack."""
+def encode_refusals(refused: Iterable[Refusal]) -> bytes:
+    """At most MAX_IDS refusals as MessagePack."""
     reasons: dict[str, list[str]] = {}
-    for request_id, reason in refused:
-        reasons.setdefault(reason, []).append(request_id)
-    return _encoder.encode(Refusals(reasons=reasons))
+    delegates: dict[str, list[str]] = {}
+    for one in refused:
+        reasons.setdefault(one.reason, []).append(one.request_id)
+        if one.delegate:
+            delegates.setdefault(one.delegate, []).append(tenant_key(one.tenant, one.request_id))
+    return _encoder.encode(Refusals(reasons=reasons, delegates=delegates or UNSET))
+
+
+def decode_refusals(value: bytes | None) -> Refusals:
+    """The record's refusals. Raises DecodeError."""
+    try:
+        return _decoder.decode(value or b"")
+    except NOT_DECODED as error:
+        raise DecodeError("malformed", str(error)[:300]) from error
 
 
 class Reasons:
     """The trigger's decisions on requests that a worker will rank; beyond MAX_REQUESTS the oldest are dropped.
 
-    late_ms: a record that is older by its own timestamp is ignored.
+    late_ms: the life window. A record that is older by its own timestamp is ignored, and a delegate counts no longer.
     """
 
     def __init__(self, late_ms: float, wall: Callable[[], float] = time.time) -> None:
         self._late_ms = late_ms
         self._wall = wall
         self._reasons: OrderedDict[str, str] = OrderedDict()
+        self._delegates: OrderedDict[str, tuple[str, float]] = OrderedDict()  # (worker, end of the life window)
 
-    def admitted(self, request_id: str) -> None:
-        """Note that a signal for this request was read."""
-        self._put(request_id, "admitted")
+    def admitted(self, request_id: str, *, delegated: bool = False) -> None:
+        """Note that a signal for this request was read; delegated: on another worker's behalf."""
+        self._put(request_id, "delegated" if delegated else "admitted")
 
     def read(self, record: Record) -> None:
         """Note the refusals of a record. Raises DecodeError."""
         if self._wall() * 1e3 - record.timestamp_ms > self._late_ms:
             return
-        try:
-            refused = _decoder.decode(record.value or b"")
-        except NOT_DECODED as error:
-            raise DecodeError("malformed", str(error)[:300]) from error
+        refused = decode_refusals(record.value)
         for reason, ids in refused.reasons.items():
             for request_id in ids:
                 self._put(request_id, reason)
+        for worker, keys in (refused.delegates or {}).items():
+            for key in keys:
+                self._delegates[key] = worker, record.timestamp_ms + self._late_ms
+                if len(self._delegates) > MAX_REQUESTS:
+                    self._delegates.popitem(last=False)
 
     def take(self, request_id: str) -> str:
         """Pop the trigger's decision on a request; empty: unknown."""
         return self._reasons.pop(request_id, "")
+
+    def take_delegate(self, request_key: str) -> str:
+        """Pop the worker that has the request's prefix KV; empty: none, or its life window is over."""
+        worker, until_ms = self._delegates.pop(request_key, ("", 0.0))
+        return worker if self._wall() * 1e3 <= until_ms else ""
 
     def _put(self, request_id: str, reason: str) -> None:
         self._reasons[request_id] = reason

@@ -34,6 +34,7 @@ class PolicyStatus(msgspec.Struct, frozen=True, kw_only=True):
     life_ms: Finite
     burst_ms: Finite
     max_prefix_tokens: Count
+    delegate: bool = False
 
 
 class TriggerStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -25,6 +25,7 @@ NOT_DECODED: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 #: Longest value of an open enumeration; a longer text is refused.
 MAX_NAME: Final = 64
 #: Names reserved for fields of requests and events in later releases (docs/reference/protocol.md, "Reserved names").
+#: A pre-infer signal has a `delegate` already.
 RESERVED_FIELDS: Final = frozenset({"delegate"})
 
 _NAME: Final = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]

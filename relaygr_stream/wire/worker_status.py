@@ -156,7 +156,7 @@ class StatusReader:
         least = 1 if status.lanes else 0  # a worker without lanes may have no model yet
         yield "bytes_per_token", status.bytes_per_token, least, MAX_BYTES
         yield "alloc_bytes", status.alloc_bytes, least, MAX_BYTES
-        for field in ("hbm_used_bytes", "hbm_bytes", "dram_used_bytes", "dram_bytes"):
+        for field in ("hbm_used_bytes", "hbm_bytes", "dram_used_bytes", "dram_bytes", "delegated_bytes"):
             yield field, getattr(status, field), 0, MAX_BYTES
         for name, total in status.counters.items():
             yield f"counter {name[:MAX_TEXT]!r}", total, -sys.float_info.max, sys.float_info.max

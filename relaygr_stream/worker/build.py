@@ -20,6 +20,7 @@ from relaygr_stream.models.api import RankingModel, schema_of
 from relaygr_stream.models.devices import select_device
 from relaygr_stream.models.loading import load_model
 from relaygr_stream.settings.schema import Settings
+from relaygr_stream.settings.schema import Worker as WorkerSettings
 from relaygr_stream.worker.audit import Auditor, Report, check_rounding
 from relaygr_stream.worker.executor import Executor
 from relaygr_stream.worker.scheduler import Limits, Scheduler
@@ -32,6 +33,9 @@ from relaygr_stream.worker.scheduler import Limits, Scheduler
 #: Share of worker.max_waiting_bytes for rankings inside the scheduler, where the client with the most gives way to
 #: others. The rest is for commands that the device thread has not taken and for answers on their way.
 SCHEDULER_SHARE: Final = 0.75
+#: Bytes pinned on other workers' behalf, as a part of those for the lanes' own users. A worker is a delegate for
+#: moments in which it has time; its own users' returns need the rest of HBM as a cache.
+DELEGATED_PART: Final = 0.25
 
 
 class Held:
@@ -168,6 +172,7 @@ def assemble(
         cache,
         Limits(
             pinned_bytes=pinned_bytes,
+            delegated_bytes=delegated_bytes(worker),
             max_ranking_delay_ms=worker.max_ranking_delay_ms,
             batch=worker.batch,
             queue_limit=worker.max_queue,
@@ -202,6 +207,12 @@ def _granules(longest: int) -> range:
 def longest_sequence(settings: Settings, model: RankingModel) -> int:
     """Tokens of the longest sequence that the settings allow."""
     return schema_of(model).context_tokens + settings.relay.max_prefix_tokens + settings.relay.max_suffix_tokens
+
+
+def delegated_bytes(worker: WorkerSettings) -> int:
+    """Bytes that may be pinned on other workers' behalf, beside worker.pinned_share: nothing is set aside for them."""
+    pinned = int(worker.pinned_share * worker.hbm_bytes)
+    return min(int(DELEGATED_PART * pinned), worker.hbm_bytes - pinned)
 
 
 def _pinned_bytes(settings: Settings, cache: PrefixCache, context_tokens: int) -> int:

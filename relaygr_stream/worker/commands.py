@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,9 @@ from relaygr_stream.wire.history import HistoryReference
 from relaygr_stream.wire.messages import Outcome, Status, tenant_key
 from relaygr_stream.worker.clients import UNBOOKED, Account
 from relaygr_stream.worker.executor import PrefillRun
+
+#: The lane of signals on other workers' behalf: no lane, so that no trigger's books of a lane change by them.
+DELEGATED_LANE: Final = -1
 
 
 class Keys:
@@ -64,6 +67,7 @@ class PrefillTask(Keys):
     expires: float  # end of the life window
     tenant: str = ""
     nbytes: int = 0  # memory of its tokens
+    origin: Any = None  # where it came from; not None: what becomes of it is told. The scheduler does not look at it
     referred: Referred | None = None  # until its tokens are there
 
 
@@ -86,6 +90,7 @@ class RankTask(Keys):
     account: Account = UNBOOKED  # the client's books, once it was admitted
     cost_ms: float = 0.0  # device time, predicted when it came
     hops: int = 0  # times it was forwarded, or 1: a hedge
+    pass_to: int | None = None  # a lane of the worker that computed its prefix KV on this one's behalf
     origin: Any = None  # where its answer goes; the scheduler does not look at it
     outcome: Outcome | None = None  # where the prefix was first found
     entry: Entry | None = None  # held while set
@@ -98,6 +103,7 @@ class RankTask(Keys):
     timeout_ms: float = 0.0  # since then, for its client: as stated, or the default
     expected_ms: float = 0.0  # cost_ms where predictions of its kind have proved good, else 0
     device_ms: float = 0.0
+    score_ms: float = 0.0  # of that, the batch that scored it
     computed_tokens: int = 0
     approximate: bool = False  # scored against prefix KV that had been rounded in DRAM
     features: Values = field(default_factory=dict)  # of the candidates
@@ -126,13 +132,20 @@ class PrefillJob:
     run: PrefillRun
     due: float
     entry: Entry | None = None  # None: into scratch, for one full inference
-    pre_infer: bool = False  # for an admitted request
+    signal: PrefillTask | None = None  # of the admitted request that it is for; None: a ranking has come
     joined: bool = False  # a ranking came for it while it was computed
     waiters: list[RankTask] = field(default_factory=list)
     over: bool = False  # completed, failed or cut short; queues drop it when they meet it
     error: str | None = None  # what it failed with
     expected_ms: float = 0.0  # device time, predicted when it was started, uncorrected
     ms: float = 0.0  # device time so far
+    started: float = 0.0  # when the device first worked for it
+    position: int = 0  # tokens that were there before
+
+    @property
+    def pre_infer(self) -> bool:
+        """It is for an admitted request, whose ranking had not come when it started."""
+        return self.signal is not None
 
     @property
     def wanted(self) -> bool:
@@ -148,6 +161,19 @@ class Answer:
     status: Status
     scores: npt.NDArray[np.float32] | None = None  # (candidates, tasks)
     detail: str = ""
+
+
+@dataclass(slots=True)
+class Placed:
+    """What became of a signal's task that has an origin."""
+
+    task: PrefillTask
+    result: str  # as `relaygr_signals_total` counts; `unpinned`: its request was over before its copy had come
+    started: float = 0.0  # when the device first worked for it; 0: never
+    ended: float = 0.0
+    device_ms: float = 0.0
+    tokens: int = 0  # computed
+    completed: bool = True  # its prefix KV is there, or will be
 
 
 class Rank(NamedTuple):

@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 from relaygr_stream.errors import DeviceError
-from relaygr_stream.worker.commands import Answer, Command
+from relaygr_stream.worker.commands import Answer, Command, Placed
 from relaygr_stream.worker.scheduler import Scheduler
 from relaygr_stream.worker.turn import Submitted, Turn, take_turn
 
@@ -44,7 +44,8 @@ class _Question(NamedTuple):
 
 
 class DeviceThread:
-    """Runs a Scheduler; answers arrive on the loop through `on_answers`, a failure of the thread through `failed`.
+    """Runs a Scheduler; answers arrive on the loop through `on_answers`, what became of signals through
+    `on_placed`, a failure of the thread through `failed`.
 
     Answers given before a failure arrive before it.
     """
@@ -54,6 +55,7 @@ class DeviceThread:
     ) -> None:
         self._loop = loop
         self.on_answers = on_answers
+        self.on_placed: Callable[[list[Placed]], None] = lambda placed: None
         self._inbox: deque[Submitted] = deque()
         self._event = threading.Event()
         self._thread: threading.Thread | None = None
@@ -162,7 +164,7 @@ class DeviceThread:
         now = self._pulse = time.monotonic()
         for answer in turn.answers:
             answer.task.finished = now
-        if turn.answers or turn.replies:
+        if turn.answers or turn.replies or turn.placed:
             self._loop.call_soon_threadsafe(self._deliver, turn)
         self.turns += 1
 
@@ -181,6 +183,8 @@ class DeviceThread:
                 question.reply.set_result(reply)
         if turn.answers:
             self.on_answers(turn.answers)
+        if turn.placed:
+            self.on_placed(turn.placed)
 
     def _take_back(self, question: _Question, reply: Any) -> None:
         command = question.undo(reply)

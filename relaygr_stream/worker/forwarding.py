@@ -5,6 +5,9 @@
 
 Statuses come a few times a second, rankings a thousand times: what was sent to a peer meanwhile counts as waiting
 there, and is worked off no faster than the spare share of the peer's device allows.
+
+A ranking whose prefix KV another worker computed on this one's behalf (trigger/delegation.py) is passed on there in the
+same way, unless they are here as well: its first hop, and no other.
 """
 
 from __future__ import annotations
@@ -133,11 +136,17 @@ class Forwarding:
         # The better of two at random: all workers that forward now would find the same peer the best.
         two = self._random.sample(in_time, min(2, len(in_time)))
         for _, cost_ms, peer in sorted(two, key=lambda each: each[0]):
-            lanes = [lane.lane for lane in peer.lanes if self._owns(peer.name, lane.lane)]
-            if lanes:
+            if (owned := self._peers.lanes_of(peer.name)) is not None:
                 self._accounts[peer.name].send(cost_ms)
-                return self._random.choice(lanes)
+                return self._random.choice(owned[1])
         return "late"
+
+    def lane_of_delegate(self, name: str, left_ms: float) -> int | None:
+        """A lane of the worker that has a ranking's prefix KV; None: it is gone, or would score it too late."""
+        owned = None if name == self._name else self._peers.lanes_of(name)
+        if owned is None or TRAVEL_MS + owned[0].queue_ms > IN_TIME[0] * left_ms:
+            return None
+        return self._random.choice(owned[1])
 
     def _done_ms(self, peer: WorkerStatus, cost_ms: float, now: float) -> float:
         """Milliseconds until its answer is with the client, behind what waits there and what we sent."""
@@ -149,10 +158,6 @@ class Forwarding:
         if account.spare < LEAST_SPARE:
             return math.inf
         return TRAVEL_MS + peer.queue_ms + account.waiting_ms / account.spare + cost_ms
-
-    def _owns(self, name: str, lane: int) -> bool:
-        claim = self._peers.owner(lane)
-        return claim is not None and claim.worker.name == name
 
 
 def instead(forwarding: Forwarding, answer: Answer, now: float) -> int | Kept | None:

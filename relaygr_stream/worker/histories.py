@@ -33,6 +33,7 @@ from relaygr_stream.wire.messages import Status, tenant_key
 from relaygr_stream.worker.commands import Answer, Prefill, PrefillTask, Rank
 from relaygr_stream.worker.intake import Intake
 from relaygr_stream.worker.metrics import LATENCY_BUCKETS
+from relaygr_stream.worker.traces import fetch_part
 
 log = structlog.get_logger(__name__)
 limited = LogLimiter().limited
@@ -303,7 +304,7 @@ class Resolver:
     async def _fetch(self, histories: Histories, command: Rank | Prefill) -> None:
         task = command.task
         assert task.referred is not None
-        reference = task.referred.reference
+        reference, started = task.referred.reference, monotonic()
         until = command.task.deadline if isinstance(command, Rank) else command.task.expires
         try:
             behaviours = await histories.find(task.user_id, task.tenant, reference, until)
@@ -316,6 +317,7 @@ class Resolver:
                 self._metrics.found.labels("read").inc()
                 self._submit(command)
         finally:
+            fetch_part(task, started, reference.length)
             self._metrics.waiting.dec()
             if isinstance(command, Prefill):
                 self._signal_tokens[task.lane].remove(reference.length)

@@ -19,6 +19,7 @@ from relaygr_stream.bus.ages import Age, AgeBounds, LogEnd, SenderLag
 from relaygr_stream.errors import DecodeError
 from relaygr_stream.models.api import ROWS, Tokens
 from relaygr_stream.settings.schema import Relay
+from relaygr_stream.telemetry.tracing import Trace
 from relaygr_stream.wire.features import NO_FEATURES, NO_TABLES, FeatureSchema
 from relaygr_stream.wire.messages import (
     HEADER_CORRELATION,
@@ -33,11 +34,12 @@ from relaygr_stream.wire.messages import (
     check_features,
     check_times,
     decode,
+    kind_of,
     prefix_length,
     tenant_key,
 )
 from relaygr_stream.wire.records import Record
-from relaygr_stream.worker.commands import PrefillTask, RankTask, Referred
+from relaygr_stream.worker.commands import DELEGATED_LANE, PrefillTask, RankTask, Referred
 
 #: Decimal digits of the largest partition number (int32).
 MAX_PARTITION_DIGITS: Final = 10
@@ -54,6 +56,7 @@ class Origin:
     record: Record
     reply_partition: int
     correlation: bytes
+    trace: Trace | None = None  # the span of the work at it; None: this worker makes none
 
 
 class TooMuch(Exception):
@@ -112,7 +115,7 @@ class Intake:
             del self._ages[key]
 
     def signal(self, record: Record) -> PrefillTask:
-        """A pre-infer record as a task. Raises DecodeError."""
+        """A pre-infer signal as a task, also of one on another worker's behalf. Raises DecodeError."""
         signal = decode(PreInferSignal, record.value, self._max_bytes)
         length = prefix_length(signal)
         if length > self._relay.max_prefix_tokens:
@@ -120,6 +123,8 @@ class Intake:
                 "invalid",
                 f"{length} prefix tokens, relay.max_prefix_tokens is {self._relay.max_prefix_tokens}",
             )
+        if kind_of(record.headers) and not signal.delegate:
+            raise DecodeError("invalid", "a delegated signal must say on whose behalf it comes (delegate)")
         check_times(signal.prefix, "prefix")
         check_features(signal, self._features)
         user = (signal.columns or NO_TABLES).user
@@ -130,7 +135,7 @@ class Intake:
         return PrefillTask(
             request_id=signal.request_id,
             user_id=signal.user_id,
-            lane=record.lane,
+            lane=DELEGATED_LANE if signal.delegate else record.lane,
             tokens=tokens,
             due=now + max(0.0, (signal.rank_in_ms or signal.life_ms) - age) / 1e3,
             expires=now + life / 1e3,

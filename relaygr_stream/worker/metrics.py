@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from relaygr_stream.errors import REASONS
+
 #: Milliseconds to seconds around a tight ranking SLO; 1.5–2× apart, so that a quantile is known within that.
 LATENCY_BUCKETS = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2)
 
@@ -49,6 +51,14 @@ class WorkerMetrics:
         self.jobs = counter("relaygr_pre_infer_flights", "Pre-inferences by how they ended", "result")
         self.queue_seconds = gauge("relaygr_queue_seconds", "Recent delay of a ranking before the device takes it")
         self.lanes = gauge("relaygr_lanes", "Lanes owned")
+        self.lag = gauge(
+            "relaygr_lag_records",
+            "Records of the owned lanes: unread, and read without their offsets being committable (uncommitted)",
+            "stage",
+        )
+        self.name_conflicts = counter(
+            "relaygr_name_conflicts", "Statuses of another process with this worker's name, since this one started"
+        )
         self.lane_changes = counter("relaygr_lane_changes", "Lanes gained and lost", "change")
         self.audits = counter(
             "relaygr_audits",
@@ -85,6 +95,13 @@ class WorkerMetrics:
         self.model_info = gauge(
             "relaygr_model_info", "1; the model's version and a note on its weights", "version", "note"
         )
+        # Known label values from the start: a rate over a counter that appears with its first event misses that event.
+        for reason in REASONS:
+            self.dead_letters.labels(reason)
+        for verdict in ("agreed", "deviated"):
+            self.audits.labels(verdict, "exact")
+        for result in ("sent", "late", "alone", "hops", "unsent"):
+            self.forwards.labels(result)
         self.answered: dict[str, float] = {}  # running totals by status and by outcome, for `worker-status`
         self._totals: dict[tuple[Counter, str | None], float] = {}
 

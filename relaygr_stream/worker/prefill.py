@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from relaygr_stream.cache.entry import Entry
 from relaygr_stream.cache.prefix_cache import PrefixCache
 from relaygr_stream.models.api import Tokens
-from relaygr_stream.worker.commands import PrefillJob, RankTask
+from relaygr_stream.worker.commands import Placed, PrefillJob, PrefillTask, RankTask
 from relaygr_stream.worker.executor import Executor, describe
 from relaygr_stream.worker.forecast import Calibration
 from relaygr_stream.worker.queue import WorkQueue
@@ -26,24 +26,31 @@ class PrefillCounters:
 
 
 class PrefillJobs:
-    """The running jobs. bound_ms: how long a slice may keep the device from a ranking that comes meanwhile."""
+    """The running jobs. bound_ms: how long a slice may keep the device from a ranking that comes meanwhile.
 
-    def __init__(self, executor: Executor, cache: PrefixCache, queue: WorkQueue, bound_ms: float) -> None:
+    placed: takes what became of signals whose origin is to be told.
+    """
+
+    def __init__(
+        self, executor: Executor, cache: PrefixCache, queue: WorkQueue, bound_ms: float, placed: list[Placed]
+    ) -> None:
         self._executor = executor
         self._cache = cache
         self._queue = queue
         self._bound_ms = bound_ms
+        self._placed = placed
         self.counters = PrefillCounters()
         self.calibration = Calibration()
         self._by_entry: dict[Entry, PrefillJob] = {}
 
-    def start(self, entry: Entry, due: float, *, pre_infer: bool) -> None:
+    def start(self, entry: Entry, due: float, signal: PrefillTask | None = None) -> None:
         """Start computing what the entry lacks; the queue orders it by `due` until a ranking joins.
 
-        pre_infer: for an admitted request, not for a ranking that has come.
+        signal: of the admitted request that it is for; None: it is for a ranking that has come.
         """
         assert entry.region is not None
-        job = PrefillJob(self._executor.prefill(entry.region, entry.tokens), due, entry, pre_infer)
+        job = PrefillJob(self._executor.prefill(entry.region, entry.tokens), due, entry, signal)
+        job.position = entry.region.length
         job.expected_ms = self._predicted_ms(job)
         self._by_entry[entry] = job
         self._queue.add_background(job)
@@ -110,6 +117,7 @@ class PrefillJobs:
         if not job.wanted:
             self._end(job, now)
             return 0.0
+        job.started = job.started or now
         try:
             ms = job.run.advance(self._bound_ms)
         except Exception as error:  # a user's model or the device may raise anything; the request must be answered
@@ -132,8 +140,10 @@ class PrefillJobs:
                 self._cache.scratch.give_back(job.run.region)
             return
         del self._by_entry[job.entry]
-        if job.pre_infer:
+        if job.signal is not None:
             self._count(job, completed, cancelled, now)
+            if job.signal.origin is not None:
+                self._placed.append(_placed(job, job.signal, completed, now))
         if job.error is not None:
             self._cache.abort(job.entry)
         elif completed:
@@ -152,3 +162,8 @@ class PrefillJobs:
             self.counters.flight_late += 1
         else:
             self.counters.flight_finished += 1
+
+
+def _placed(job: PrefillJob, task: PrefillTask, completed: bool, now: float) -> Placed:
+    result = "extended" if job.position else "computed"
+    return Placed(task, result, job.started, now, job.ms, job.run.region.length - job.position, completed)

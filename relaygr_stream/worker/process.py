@@ -9,12 +9,13 @@ ranking   ─┴─► intake ─► device ─► ───┼─► ranking (a
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final, Protocol
 
@@ -37,10 +38,12 @@ from relaygr_stream.models.hstu_model import HSTUModel
 from relaygr_stream.models.relative import is_relative
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.background import Background
+from relaygr_stream.telemetry.otlp import tracing_of
 from relaygr_stream.telemetry.process import ProcessContext
+from relaygr_stream.telemetry.tracing import Tracing
 from relaygr_stream.wire.erase import Erase
 from relaygr_stream.wire.fleet import OwnerDirectory
-from relaygr_stream.wire.headers import KIND_CANCEL
+from relaygr_stream.wire.headers import KIND_CANCEL, KIND_DELEGATED
 from relaygr_stream.wire.messages import kind_of
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.refusals import KIND as REFUSALS
@@ -48,7 +51,18 @@ from relaygr_stream.wire.refusals import Reasons
 from relaygr_stream.wire.worker_status import StatusReader
 from relaygr_stream.worker.audit import AuditReport, Report
 from relaygr_stream.worker.build import Held, WorkerRuntime, build
-from relaygr_stream.worker.commands import Answer, Cancel, EraseUser, LanesLost, Prefill, Rank, RankTask
+from relaygr_stream.worker.commands import (
+    DELEGATED_LANE,
+    Answer,
+    Cancel,
+    EraseUser,
+    LanesLost,
+    Placed,
+    Prefill,
+    PrefillTask,
+    Rank,
+    RankTask,
+)
 from relaygr_stream.worker.device import DeviceThread
 from relaygr_stream.worker.forwarding import Forwarding
 from relaygr_stream.worker.histories import Histories, HistoryMetrics, Resolver
@@ -56,6 +70,7 @@ from relaygr_stream.worker.intake import Intake, Origin, TooMuch
 from relaygr_stream.worker.metrics import WorkerMetrics
 from relaygr_stream.worker.replies import Outbox, check_answers_fit
 from relaygr_stream.worker.status import StatusReporter
+from relaygr_stream.worker.traces import SignalOrigin, signal_over
 from relaygr_stream.worker.watch import Watch
 
 log = structlog.get_logger(__name__)
@@ -137,6 +152,7 @@ async def made_worker(
         name = settings.worker.name or f"{socket.gethostname()}-{os.getpid()}"
         max_bytes = max(topics.dead_letter.max_message_bytes, topics.worker_status.max_message_bytes)
         async with AsyncExitStack() as stack:
+            tracing = await stack.enter_async_context(tracing_of(settings.telemetry, "worker", context.registry))
             takes = topics.scores.max_message_bytes
             scores = Producer(settings.kafka, client_id=f"{name}-scores", acks=1, max_bytes=takes)
             others = Producer(settings.kafka, client_id=f"{name}-others", max_bytes=max_bytes)
@@ -150,7 +166,7 @@ async def made_worker(
             store = open_store(settings.history) if settings.history.store else None
             if store is not None:
                 stack.push_async_callback(end, "the history store", store.close, CLOSE_S)
-            yield Worker(context, name, bus, device, runtime, metrics, audits, make_handover, store)
+            yield Worker(context, name, bus, device, runtime, metrics, audits, make_handover, tracing, store)
     finally:
         if not await device.stop(timeout=settings.worker.drain_ms / 1e3):
             log.error("the device thread hangs; the process ends without it")
@@ -181,14 +197,18 @@ class Worker:
         metrics: WorkerMetrics,
         audits: AuditReport,
         make_handover: MakeHandover,
+        tracing: Tracing,
         store: HistoryStore | None = None,
     ) -> None:
         settings, topics = context.settings, bus.topics
         self._context = context
         self._settings: Settings = settings
+        self._name = name
+        self._tracing = tracing
         self._bus = bus
         self._device = device
         device.on_answers = self._on_answers
+        device.on_placed = self._on_placed
         self._runtime = runtime
         self._metrics = metrics
         self._watch = Watch(context, device, settings.kafka.max_poll_interval_ms / 1e3, lambda: audits.distrust)
@@ -212,7 +232,7 @@ class Worker:
             history_metrics,
             self._on_resolved,
             lambda answer: self._on_answers([answer]),
-            lambda task: self._held.signal_over(task.nbytes),
+            self._signal_dropped,
             lambda lane: lane in self._consumer.lanes,
             self._background,
         )
@@ -235,6 +255,7 @@ class Worker:
             progressing=self._progressing,
             crashes=Crashes(topics.ranking.name, settings.worker.max_crashes, self._on_crashed),
         )
+        self._forwarding = Forwarding(name, self._peers, topics.lanes)
         self._outbox = Outbox(
             topics,
             bus.scores,
@@ -243,8 +264,9 @@ class Worker:
             name,
             runtime.model,
             self._done,
+            self._rank_again,
             self._background,
-            Forwarding(name, self._peers, topics.lanes) if settings.worker.forward else None,
+            self._forwarding if settings.worker.forward else None,
             settings.relay.answer_secret,
             self._reasons,
             settings.kafka.dead_letter_values,
@@ -355,10 +377,11 @@ class Worker:
         signals: list[Prefill] = []
         rankings: list[Rank | Cancel] = []  # in their order: a ranking may come behind the cancel of its request
         for record in records:
-            if kind := kind_of(record.headers):
+            kind, ranked = kind_of(record.headers), record.topic == self._bus.topics.ranking.name
+            if kind and not (ranked and kind == KIND_DELEGATED):
                 if (cancel := self._other(record, kind)) is not None:
                     rankings.append(cancel)
-            elif record.topic == self._bus.topics.ranking.name:
+            elif ranked and not kind:
                 if (ranking := self._ranking(record)) is not None:
                     rankings.append(ranking)
             elif (signal := self._signal(record)) is not None:
@@ -374,6 +397,7 @@ class Worker:
             except DecodeError as error:
                 self._dead_letter(record, error)
                 return None
+            self._pass_on_cancel(record, cancel)
             self._consumer.done(record)
             return cancel
         if kind == REFUSALS and record.topic == self._bus.topics.pre_infer.name:
@@ -390,21 +414,28 @@ class Worker:
         except DecodeError as error:
             self._dead_letter(record, error)
             return None
-        self._reasons.admitted(task.request_id)
+        self._reasons.admitted(task.request_id, delegated=task.lane == DELEGATED_LANE)
         # A signal is acknowledged at once: if it is lost with the process, its ranking runs in full.
         self._consumer.done(record)
+        if self._tracing.on:
+            task.origin = SignalOrigin(self._tracing.receive("relaygr.pre-infer", record), time.monotonic())
         if self._held.signal(task.nbytes):
             resolved = self._resolver.take(Prefill(task))
             return resolved if isinstance(resolved, Prefill) else None
         self._metrics.signals.labels("no_memory").inc()
+        if task.origin is not None:
+            signal_over(Placed(task, "no_memory", completed=False), self._name)
         return None
 
     def _ranking(self, record: Record) -> Rank | None:
         origin: Origin | None = None
         try:
             origin = self._intake.route(record)
+            if self._tracing.on:
+                origin = replace(origin, trace=self._tracing.receive("relaygr.ranking", record))
             task = self._intake.ranking(record, origin)
             self._metrics.rankings_read.labels(str(task.hops)).inc()
+            task.pass_to = self._delegate(task)
             if self._held.ranking(record.lane, record.offset, task.nbytes):
                 self._in_flight.add(task)
                 resolved = self._resolver.take(Rank(task))
@@ -419,10 +450,36 @@ class Worker:
             self._dead_letter(record, error, origin)
         return None
 
+    def _delegate(self, task: RankTask) -> int | None:
+        """A lane of the worker that has a ranking's prefix KV on our behalf; None: there is none any more."""
+        name = self._reasons.take_delegate(task.request_key)
+        if not name or task.hops or task.full:
+            return None
+        lane = self._forwarding.lane_of_delegate(name, (task.deadline - time.monotonic()) * 1e3)
+        if lane is None:
+            self._metrics.forwards.labels("delegate_gone").inc()
+        return lane
+
+    def _pass_on_cancel(self, record: Record, cancel: Cancel) -> None:
+        """What another worker pins on our behalf for this request is to be released there, too."""
+        name = self._reasons.take_delegate(cancel.request_key)
+        lane = self._forwarding.lane_of_delegate(name, math.inf) if name else None
+        if lane is not None:
+            self._outbox.pass_on(record, lane)
+
+    def _rank_again(self, task: RankTask) -> None:
+        self._in_flight.add(task)
+        self._device.submit(Rank(task))
+
     def _on_resolved(self, command: Rank | Prefill) -> None:
         """A command that waited for its history has it; its ranking may have been answered meanwhile."""
         if isinstance(command, Prefill) or command.task in self._in_flight:
             self._device.submit(command)
+
+    def _signal_dropped(self, task: PrefillTask) -> None:
+        self._held.signal_over(task.nbytes)
+        if task.origin is not None:
+            signal_over(Placed(task, "no_history", completed=False), self._name)
 
     def _fetching_bytes(self, lane: int) -> int:
         """HBM bytes of signals that were read and wait for their history: a status counts them as pinned."""
@@ -454,6 +511,10 @@ class Worker:
         self._outbox.dead_letter(record, error, origin)
 
     # ---- answers out ----
+
+    def _on_placed(self, placed: list[Placed]) -> None:
+        for each in placed:
+            signal_over(each, self._name)
 
     def _on_answers(self, answers: list[Answer]) -> None:
         for answer in answers:

@@ -85,6 +85,9 @@ class Rankings:
             self._answer(task, "deadline_exceeded", "the deadline passed before the worker read the request")
             return
         found = self._find(task)
+        if task.pass_to is not None and found[1] is not Coverage.COVERS:
+            self._answer(task, "overloaded", "its prefix KV are with another worker")  # and go there (replies.py)
+            return
         self._admission.book(task, found)
         self._admission.truncate(task, found, now)
         while (full := self._admission.full(task, now)) is not None:
@@ -172,12 +175,13 @@ class Rankings:
             admission.calibration.add(predicted_ms, ms)
             batching.add(predicted_ms, len(batch), ms)
             for task, rows in zip(batch, scores, strict=True):
-                self._answer_scored(task, rows, ms / len(batch))
+                self._answer_scored(task, rows, ms, len(batch))
         return spent_ms
 
-    def _answer_scored(self, task: RankTask, scores: npt.NDArray[np.float32], ms: float) -> None:
-        task.device_ms += ms
-        task.account.served_ms += ms
+    def _answer_scored(self, task: RankTask, scores: npt.NDArray[np.float32], batch_ms: float, batch: int) -> None:
+        task.score_ms = batch_ms
+        task.device_ms += batch_ms / batch
+        task.account.served_ms += batch_ms / batch
         if np.isfinite(scores).all():
             task.approximate = task.entry is not None and task.entry.approximate
             self._auditor.consider(task, scores)
@@ -243,7 +247,7 @@ class Rankings:
         elif (grown := self._cache.extend(entry, task.tokens)) is not None:
             task.outcome = task.outcome or "joined"  # not ready: what it lacks is computed first
             task.computed_tokens = len(task.tokens) - _computed(grown)
-            self._jobs.start(grown, task.deadline, pre_infer=False)
+            self._jobs.start(grown, task.deadline)
             self._join(task, grown)
         else:
             self._full(task, in_cache=True)
@@ -253,7 +257,7 @@ class Rankings:
         task.outcome = "truncated" if task.truncated_to else "full"
         if in_cache and (entry := self._cache.open(task.user_key, task.tokens)) is not None:
             task.computed_tokens = len(task.tokens)
-            self._jobs.start(entry, task.deadline, pre_infer=False)
+            self._jobs.start(entry, task.deadline)
             self._join(task, entry)
             return
         self._scratch_wanted.add(task.deadline, task)

@@ -6,6 +6,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Final
 
 import structlog
@@ -18,6 +20,7 @@ from relaygr_stream.models.api import RankingModel
 from relaygr_stream.telemetry.background import Background
 from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.telemetry.logs import request_log_fields
+from relaygr_stream.telemetry.tracing import TRACE_HEADERS, trace_headers
 from relaygr_stream.wire.headers import HEADER_SIGNATURE, answer_signature
 from relaygr_stream.wire.messages import HEADER_CORRELATION, SCORE_DTYPE, ScoreReply, Status, Timings, encode
 from relaygr_stream.wire.records import Record
@@ -26,6 +29,7 @@ from relaygr_stream.worker.commands import Answer, RankTask
 from relaygr_stream.worker.forwarding import WHY, Forwarding, instead, next_hop, time_left_ms
 from relaygr_stream.worker.intake import Origin, TooMuch
 from relaygr_stream.worker.metrics import WorkerMetrics
+from relaygr_stream.worker.traces import ranking_attributes, ranking_parts
 
 log = structlog.get_logger(__name__)
 
@@ -42,6 +46,7 @@ class Outbox:
     """Produces answers on `scores`, forwards and dead letters, and marks records done.
 
     forwarding: finds other workers for rankings that are refused here; None: they are answered `overloaded` at once.
+    again: takes a ranking back that could not be passed on to the worker that has its prefix KV.
     secret: signs answers; empty: they are not signed. background: runs the sending, and learns of a defect in it.
     """
 
@@ -54,6 +59,7 @@ class Outbox:
         worker: str,
         model: RankingModel,
         done: Callable[[Record], None],
+        again: Callable[[RankTask], None],
         background: Background,
         forwarding: Forwarding | None = None,
         secret: str = "",
@@ -68,6 +74,7 @@ class Outbox:
         self._reasons = reasons or Reasons(0.0)
         self._model = model
         self._done = done
+        self._again = again
         self._background = background
         self._forwarding = forwarding
         self._secret = secret
@@ -80,6 +87,10 @@ class Outbox:
 
     def settle(self, answer: Answer) -> None:
         """Send the scheduler's answer; a ranking that it refused goes to a worker that is in time, if there is one."""
+        pass_to = answer.task.pass_to
+        if answer.status == "overloaded" and pass_to is not None:
+            self._spawn(self._forward(answer, pass_to))
+            return
         if self._forwarding is not None:
             lane = instead(self._forwarding, answer, time.monotonic())
             if isinstance(lane, int):
@@ -90,11 +101,15 @@ class Outbox:
                 answer.detail = f"{answer.detail}; {WHY[lane]}"
         self._answer(answer)
 
+    def pass_on(self, record: Record, lane: int) -> None:
+        """Copy a client's cancel to that lane; one that no broker takes is no loss: what it ends has a life window."""
+        self._spawn(self._copy(record, lane))
+
     def decline(self, task: RankTask, why: str) -> None:
         """Answer a ranking for which there is no memory `overloaded`, here and now: nothing of it is kept."""
         origin = task.origin
         assert isinstance(origin, Origin)
-        task.origin = Origin(origin.record._replace(value=None), origin.reply_partition, origin.correlation)
+        task.origin = replace(origin, record=origin.record._replace(value=None))
         self._answer(Answer(task, "overloaded", detail=why))
 
     def _answer(self, answer: Answer) -> None:
@@ -131,6 +146,9 @@ class Outbox:
             detail=answer.detail,
         )
         assert isinstance(task.origin, Origin)
+        if task.origin.trace is not None:
+            ranking_parts(task.origin.trace, answer)
+            task.origin.trace.describe(ranking_attributes(task, self._worker))
         waits_s = task.arrived + (task.timeout_ms - task.age_ms) / 1e3 - now
         self._spawn(self._send(task.origin, reply, within_s=min(MOST_S, max(ANSWER_S, waits_s))))
 
@@ -192,19 +210,25 @@ class Outbox:
         task.add_done_callback(self._under_way.discard)
 
     async def _send(self, origin: Origin, reply: ScoreReply, *, within_s: float, done: bool = True) -> None:
+        error = "" if reply.status == "ok" else reply.detail or reply.status
         try:
             async with asyncio.timeout(within_s):
                 await self._deliver(origin, reply)
         except TimeoutError:
+            error = f"answer given up after {within_s:.1f} s"
             self._limiter.limited(log.warning, "given up")(
                 "answer given up", **self._about(origin, reply), after_s=round(within_s, 1)
             )
+        if origin.trace is not None:
+            outcome = reply.outcome or reply.status
+            origin.trace.end({"relaygr.request_id": reply.request_id, "relaygr.outcome": outcome}, error=error)
         if done:
             self._done(origin.record)
 
     async def _deliver(self, origin: Origin, reply: ScoreReply) -> None:
         value = encode(reply)
-        headers = [(HEADER_CORRELATION, origin.correlation)]
+        context = trace_headers(origin.record.headers) if origin.trace is None else origin.trace.headers
+        headers = [(HEADER_CORRELATION, origin.correlation), *context]
         if self._secret:
             headers.append((HEADER_SIGNATURE, answer_signature(self._secret, origin.correlation, value)))
         for pause in pauses():
@@ -220,6 +244,12 @@ class Outbox:
                 )
                 await asyncio.sleep(pause)
 
+    async def _copy(self, record: Record, lane: int) -> None:
+        with suppress(BrokerError):
+            await self._others.send_and_wait(
+                record.topic, record.value, key=record.key, partition=lane, headers=record.headers
+            )
+
     def _about(self, origin: Origin, reply: ScoreReply) -> dict[str, Any]:
         return request_log_fields(reply.request_id, user_of(origin.record), origin.record.lane, reply.status)
 
@@ -227,6 +257,9 @@ class Outbox:
         """To that lane, as it came but for one hop more and the time that is left; it is refused here after all where
         no broker takes it within that, or it cannot be written again."""
         task, record, now = answer.task, answer.task.origin.record, time.monotonic()
+        headers, trace = record.headers, answer.task.origin.trace
+        if trace is not None:
+            headers = (*(each for each in headers if each[0] not in TRACE_HEADERS), *trace.headers)
         left_ms = time_left_ms(task, now)
         fields = request_log_fields(task.request_id, task.user_id, task.lane, "forwarded")
         try:
@@ -236,16 +269,22 @@ class Outbox:
                     next_hop(record.value, task.hops + 1, int(time.time() * 1e3), left_ms),
                     key=record.key,
                     partition=lane,
-                    headers=record.headers,
+                    headers=headers,
                 )
         except (BrokerError, DecodeError, TimeoutError) as error:
             why = str(error) or "no broker took it in its time"
             self._metrics.forwards.labels("unsent").inc()
             self._limiter.limited(log.warning, "forward")("not forwarded", **fields, to=lane, error=why)
-            self._answer(answer)
+            if task.pass_to is None:
+                self._answer(answer)
+            else:
+                self._again(replace(task, pass_to=None, answered=False))
             return
-        self._metrics.forwards.labels("sent").inc()
+        self._metrics.forwards.labels("sent" if task.pass_to is None else "delegate").inc()
         log.debug("forwarded", **fields, to=lane, detail=answer.detail)
+        if trace is not None:
+            trace.part("forward", now, time.monotonic(), {"relaygr.to_lane": lane})
+            trace.end({**ranking_attributes(task, self._worker), "relaygr.outcome": "forwarded"})
         self._done(record)
 
 

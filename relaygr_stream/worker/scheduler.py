@@ -25,11 +25,13 @@ from relaygr_stream.worker.audit import Auditor
 from relaygr_stream.worker.budgets import Demand
 from relaygr_stream.worker.clients import SLACK_SLICES, Clients
 from relaygr_stream.worker.commands import (
+    DELEGATED_LANE,
     Answer,
     Cancel,
     Command,
     EraseUser,
     LanesLost,
+    Placed,
     Prefill,
     PrefillJob,
     PrefillTask,
@@ -60,6 +62,7 @@ class Limits:
     batch: int
     queue_limit: int
     waiting_bytes: int = 1 << 62  # of rankings that wait for an answer
+    delegated_bytes: int = 0  # pinned on other workers' behalf, beside pinned_bytes
     truncate_min_tokens: int = 0  # fewest newest behaviours that a ranking may be cut to; 0: none is cut
 
 
@@ -75,7 +78,8 @@ class DeviceTime:
 class Snapshot(msgspec.Struct, frozen=True):  # made for every statement; a frozen dataclass takes a microsecond more
     """The scheduler's numbers at one moment.
 
-    lane_bytes, largest: bytes pinned, and of the largest prefix lately, of each lane asked for. demand, totals, cache:
+    lane_bytes, largest: bytes pinned, and of the largest prefix lately, of each lane asked for. delegated_bytes: pinned
+    on other workers' behalf. demand, totals, cache:
     running totals by lane or name. queue_ms: delay until the device takes a ranking, since the last snapshot.
     """
 
@@ -87,6 +91,7 @@ class Snapshot(msgspec.Struct, frozen=True):  # made for every statement; a froz
     hbm_used: int
     dram_used: int
     pinned_bytes: int
+    delegated_bytes: int
     entries: int
     pins: int
     pins_expired: int
@@ -110,11 +115,15 @@ class Scheduler:
         answered = RecentIds(ANSWERED)
         self._queue = WorkQueue(clients)
         self._waiters = Waiters()
-        self._jobs = PrefillJobs(executor, cache, self._queue, limits.max_ranking_delay_ms)
+        self._placed: list[Placed] = []
+        self._jobs = PrefillJobs(executor, cache, self._queue, limits.max_ranking_delay_ms, self._placed)
         self.time = DeviceTime()
         self.demand = Demand()
         self.pins = PinTable(cache)
-        self.signals = Signals(cache, self._jobs, self._waiters, self.pins, answered, footprint=limits.pinned_bytes)
+        self.signals = Signals(
+            cache, self._jobs, self._waiters, self.pins, answered, self._placed,
+            footprint=limits.pinned_bytes, delegated=limits.delegated_bytes,
+        )  # fmt: skip
         self.admission = Admission(
             executor, self._jobs, clients, limits.queue_limit, limits.waiting_bytes, limits.truncate_min_tokens
         )
@@ -150,6 +159,12 @@ class Scheduler:
         """The answers since the last call; each ranking gets one."""
         answers, self.rankings.answers = self.rankings.answers, []
         return answers
+
+    def take_placed(self) -> list[Placed]:
+        """What became of signals since the last call, of those whose task has an origin."""
+        placed = list(self._placed)
+        self._placed.clear()
+        return placed
 
     # ---- one step ----
 
@@ -247,6 +262,7 @@ class Scheduler:
             hbm_used=cache.hbm_used,
             dram_used=cache.dram_used,
             pinned_bytes=cache.pinned_bytes,
+            delegated_bytes=pins.lane_bytes(DELEGATED_LANE),
             entries=cache.entries,
             pins=len(pins),
             pins_expired=pins.expired,

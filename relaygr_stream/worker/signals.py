@@ -4,6 +4,9 @@
 
 A signal that waits for the beginning of its sequence pins what there is: the trigger's ledger counts its bytes from
 when it was read. It lives as long as that pin.
+
+Signals on other workers' behalf have bytes of their own, beside those that the lanes' triggers divide: whatever they
+pin, an own signal finds the room that its trigger was promised.
 """
 
 from __future__ import annotations
@@ -11,12 +14,16 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Final
 
 from relaygr_stream.cache.entry import Coverage, Entry
 from relaygr_stream.cache.prefix_cache import PrefixCache
-from relaygr_stream.worker.commands import PrefillTask
+from relaygr_stream.worker.commands import DELEGATED_LANE, Placed, PrefillTask
 from relaygr_stream.worker.prefill import PrefillJobs
 from relaygr_stream.worker.queue import RecentIds, TimerHeap, Waiters
+
+#: Results of signals that a prefill job computes, or that wait for a copy and are placed again.
+COMPUTED: Final = ("computed", "extended")
 
 
 @dataclass(slots=True, eq=False)
@@ -122,12 +129,18 @@ class SignalCounters:
     signal_cancelled: int = 0  # its client cancelled it while it was pinned
     signal_over_footprint: int = 0
     signal_no_room: int = 0
-    tokens_asked: int = 0  # of prefixes that were pinned
+    signal_delegated: int = 0  # of the pinned ones, those on another worker's behalf
+    signal_over_delegated: int = 0  # beyond the bytes for those
+    tokens_asked: int = 0  # of prefixes that were pinned for the lanes' own users
     tokens_computed: int = 0  # of these, not found in the cache
 
 
 class Signals:
-    """Places signals: finds, loads or computes their prefix KV, and pins it. footprint: bytes that may be pinned."""
+    """Places signals: finds, loads or computes their prefix KV, and pins it.
+
+    footprint: bytes that may be pinned. delegated: beside these, for signals on other workers' behalf. placed: takes
+    what became of signals whose origin is to be told.
+    """
 
     def __init__(
         self,
@@ -136,25 +149,29 @@ class Signals:
         waiters: Waiters,
         pins: PinTable,
         answered: RecentIds,
+        placed: list[Placed],
         footprint: int,
+        delegated: int = 0,
     ) -> None:
+        self._placed = placed
         self._cache = cache
         self._jobs = jobs
         self._waiters = waiters
         self._pins = pins
         self._answered = answered
         self._footprint = footprint
+        self._delegated = delegated
         self.counters = SignalCounters()
 
     def enqueue(self, task: PrefillTask, now: float) -> None:
         """Place a signal that came, unless it is a duplicate, expired, or behind its ranking or its cancel."""
         self.counters.signals += 1
         if task.request_key in self._pins:
-            self.counters.signal_duplicate += 1
+            self._count("duplicate", task)
         elif task.request_key in self._answered:
-            self.counters.signal_ranked += 1
+            self._count("ranked", task)
         elif task.expires <= now:
-            self.counters.signal_expired += 1
+            self._count("expired", task)
         else:
             self._place(task)
 
@@ -170,31 +187,39 @@ class Signals:
         """Place a signal whose wait is over. If its pin is gone (expired, ranked, cancelled, lane lost), so is it."""
         if self._pins.release(task.request_key):
             self._place(task)
+        else:
+            self._tell(task, "unpinned")
 
     def _place(self, task: PrefillTask) -> None:
         entry, coverage = self._cache.find(task.user_key, task.tokens)
-        if self._cache.pinned_bytes + self._more(task, entry, coverage) > self._footprint:
-            self.counters.signal_over_footprint += 1  # the trigger's own bound comes first
-        elif entry is not None and coverage is Coverage.COVERS:
+        delegated = self._pins.lane_bytes(DELEGATED_LANE)
+        if task.lane == DELEGATED_LANE:
+            if delegated + self._cache.nbytes(len(task.tokens)) > self._delegated:
+                self._count("over_delegated", task)
+                return
+        elif self._cache.pinned_bytes + self._more(task, entry, coverage) > self._footprint + delegated:
+            self._count("over_footprint", task)  # the trigger's own bound comes first
+            return
+        if entry is not None and coverage is Coverage.COVERS:
             self._use(task, entry)
         elif entry is not None and coverage is Coverage.PREFIX and self._continue(task, entry):
-            self.counters.signal_extended += 1
+            self._count("extended", task)
         elif (fresh := self._cache.open(task.user_key, task.tokens)) is not None:
-            self.counters.signal_computed += 1
+            self._count("computed", task)
             self._compute(task, fresh)
         else:
-            self.counters.signal_no_room += 1
+            self._count("no_room", task)
 
     def _use(self, task: PrefillTask, entry: Entry) -> None:
         """Pin an entry that has, or will have, the whole prefix."""
         if entry.ready:
-            self.counters.signal_hbm += 1
+            self._count("hbm", task)
         elif entry.computing or entry.load is not None:
-            self.counters.signal_joined += 1
+            self._count("joined", task)
         elif self._cache.load(entry):
-            self.counters.signal_dram += 1
+            self._count("dram", task)
         else:
-            self.counters.signal_no_room += 1
+            self._count("no_room", task)
             return
         self._pin(task, entry)
 
@@ -213,12 +238,26 @@ class Signals:
 
     def _compute(self, task: PrefillTask, entry: Entry) -> None:
         assert entry.region is not None
-        self.counters.tokens_computed += len(task.tokens) - entry.region.length
-        self._jobs.start(entry, task.due, pre_infer=True)
+        if task.lane != DELEGATED_LANE:
+            self.counters.tokens_computed += len(task.tokens) - entry.region.length
+        self._jobs.start(entry, task.due, task)
         self._pin(task, entry)
 
+    def _count(self, result: str, task: PrefillTask) -> None:
+        name = f"signal_{result}"
+        setattr(self.counters, name, getattr(self.counters, name) + 1)
+        if result not in COMPUTED:  # of those, their job tells
+            self._tell(task, result)
+
+    def _tell(self, task: PrefillTask, result: str) -> None:
+        if task.origin is not None:
+            self._placed.append(Placed(task, result))
+
     def _pin(self, task: PrefillTask, entry: Entry) -> None:
-        self.counters.tokens_asked += len(task.tokens)
+        if task.lane == DELEGATED_LANE:
+            self.counters.signal_delegated += 1
+        else:  # what own users ask for says what admissions of theirs cost
+            self.counters.tokens_asked += len(task.tokens)
         self._pins.add(task.request_key, task.lane, entry, task.expires, self._cache.nbytes(len(task.tokens)))
 
     def _more(self, task: PrefillTask, entry: Entry | None, coverage: Coverage) -> int:

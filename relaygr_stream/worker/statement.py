@@ -9,7 +9,7 @@ from typing import Final
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.wire.messages import LaneStatus, State, WorkerStatus
 from relaygr_stream.worker.budgets import BusyShare, LaneBudgets, LaneShares, LoadSplit
-from relaygr_stream.worker.build import WorkerRuntime
+from relaygr_stream.worker.build import WorkerRuntime, delegated_bytes
 from relaygr_stream.worker.executor import SHARE
 from relaygr_stream.worker.scheduler import Snapshot
 
@@ -95,6 +95,7 @@ class Statements:
             hbm_bytes=worker.hbm_bytes,
             dram_used_bytes=snapshot.dram_used,
             dram_bytes=worker.dram_bytes,
+            delegated_bytes=max(0, delegated_bytes(worker) - snapshot.delegated_bytes),
             counters={**snapshot.totals, **{f"cache_{name}": float(total) for name, total in snapshot.cache.items()}},
         )
 

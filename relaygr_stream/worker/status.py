@@ -226,6 +226,8 @@ class StatusReporter:
         metrics.pre_infer_late.set(now.pre_infer_late_s)
         metrics.queue_seconds.set(now.queue_ms / 1e3)
         metrics.lanes.set(lanes)
+        metrics.lag.labels("unread").set(sum(self.lag.values()))
+        metrics.lag.labels("uncommitted").set(self._consumer.uncommitted)
 
     def _take_erase(self, record: Record) -> None:
         try:
@@ -263,7 +265,10 @@ class StatusReporter:
                 continue
             if not self._incarnation:
                 self._before_us = max(self._before_us, other.incarnation)
-            elif gives_way_to(other, self._incarnation, self._host, os.getpid()):
+                continue
+            if (other.incarnation, other.host, other.pid) != (self._incarnation, self._host, os.getpid()):
+                self._metrics.name_conflicts.inc()
+            if gives_way_to(other, self._incarnation, self._host, os.getpid()):
                 self._background.fail(
                     Superseded(
                         f"another worker named {self._name!r} started later and serves: host {printable(other.host)}, "

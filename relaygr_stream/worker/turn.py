@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from relaygr_stream.worker.commands import Answer, Command, Prefill
+from relaygr_stream.worker.commands import Answer, Command, Placed, Prefill
 from relaygr_stream.worker.scheduler import Scheduler
 
 
@@ -25,6 +25,7 @@ class Turn:
 
     worked: bool = False  # False: there was nothing to do
     answers: list[Answer] = field(default_factory=list)
+    placed: list[Placed] = field(default_factory=list)
     replies: list[tuple[Any, Any]] = field(default_factory=list)  # asked_by, what `handle` returned
     prefill_bytes: int = 0  # memory of the Prefill commands taken
     error: BaseException | None = None  # what ended the turn, and ends the scheduler
@@ -45,4 +46,5 @@ def take_turn(scheduler: Scheduler, inbox: deque[Submitted], clock: Callable[[],
     except BaseException as error:  # a defect, or a device that always fails: the caller decides
         turn.error = error
     turn.answers = scheduler.take_answers()
+    turn.placed = scheduler.take_placed()
     return turn

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from aiokafka import AIOKafkaConsumer, TopicPartition
 
-from relaygr_stream.bus.producer import Producer, Sent
+from relaygr_stream.bus.producer import Outgoing, Producer, Sent
 from relaygr_stream.bus.topics import apply_topics, load_topics
 from relaygr_stream.errors import BrokerError, BrokerUnavailable, TopicError
 from relaygr_stream.ops.brokers.local import local_broker
@@ -33,7 +33,10 @@ async def test_messages_sent_together_are_acknowledged_one_by_one(kafka_settings
     await apply_topics(kafka_settings)
     topic = load_topics(kafka_settings).scores.name
     sizes = [100, 40_000, 40_000, 0, 90_000, 200_000, 7, *([1000] * 200)]  # of one batch 64 KiB; the sixth is too large
-    messages = [(f"key-{number}".encode(), bytes([number]) * size) for number, size in enumerate(sizes)]
+    messages = [
+        Outgoing(f"key-{number}".encode(), bytes([number]) * size, [("at", b"%d" % number)] * (number % 2))
+        for number, size in enumerate(sizes)
+    ]
     settled: dict[int, Sent | BrokerError] = {}
 
     def settle(index: int, outcome: Sent | BrokerError) -> None:
@@ -65,7 +68,7 @@ async def test_messages_sent_together_are_acknowledged_one_by_one(kafka_settings
         read = [await asyncio.wait_for(consumer.getone(), 10) for _ in range(len(messages) - 1)]
     finally:
         await consumer.stop()
-    assert [(each.key, each.value) for each in read] == messages[:5] + messages[6:]
+    assert [Outgoing(each.key, each.value, list(each.headers)) for each in read] == messages[:5] + messages[6:]
 
 
 async def test_messages_that_cannot_be_sent_together_each_say_why() -> None:
@@ -85,7 +88,9 @@ async def test_messages_that_cannot_be_sent_together_each_say_why() -> None:
                     if len(settled) == 2:
                         both.set()
 
-                await producer.send_together(topic, [(b"k", b"v"), (None, b"w")], partition=partition, settled=settle)
+                await producer.send_together(
+                    topic, [Outgoing(b"k", b"v"), Outgoing(None, b"w")], partition=partition, settled=settle
+                )
                 await asyncio.wait_for(both.wait(), 10)
                 return settled
 
@@ -101,7 +106,9 @@ async def test_messages_that_cannot_be_sent_together_each_say_why() -> None:
 async def test_a_producer_that_is_closed_fails_what_comes_together() -> None:
     settled: dict[int, object] = {}
     producer = Producer(Kafka(), client_id="test")
-    await producer.send_together("t", [(b"k", b"v"), (None, b"w")], partition=0, settled=settled.__setitem__)
+    await producer.send_together(
+        "t", [Outgoing(b"k", b"v"), Outgoing(None, b"w")], partition=0, settled=settled.__setitem__
+    )
     assert [type(settled[index]) for index in (0, 1)] == [BrokerUnavailable, BrokerUnavailable]
 
 

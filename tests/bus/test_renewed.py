@@ -11,7 +11,7 @@ import pytest
 
 from relaygr_stream.bus import renewed
 from relaygr_stream.bus.ages import LogEnds
-from relaygr_stream.bus.producer import Producer, Sent
+from relaygr_stream.bus.producer import Outgoing, Producer, Sent
 from relaygr_stream.bus.renewed import background_tasks, renewals
 from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.bus.topics import TopicSet, apply_topics, load_topics
@@ -148,7 +148,7 @@ async def test_a_producer_sends_on(embedded_settings: Kafka, topics: TopicSet, b
         def settle(_: int, outcome: Sent | BrokerError) -> None:
             settled.append(outcome)
 
-        await producer.send_together(name, [(None, b"2")], partition=1, settled=settle)
+        await producer.send_together(name, [Outgoing(None, b"2")], partition=1, settled=settle)
         assert await producer.send_and_wait(name, b"3", partition=1) > first
         await until(lambda: settled, "settled")
         assert not isinstance(settled[0], BrokerError)

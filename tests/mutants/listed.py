@@ -92,6 +92,35 @@ MUTANTS: Final = (
     Mutant("worker/forwarding.py", "account.spare < LEAST_SPARE:", "account.spare < 0.0:", "worker/test_forwarding"),
     Mutant("worker/forwarding.py", "self._accounts[peer.name].send(cost_ms)", "pass", "worker/test_forwarding"),
     Mutant("worker/forwarding.py", "TRAVEL_MS + peer.queue_ms +", "TRAVEL_MS +", "worker/test_forwarding"),
+    # worker: delegates
+    Mutant(
+        "worker/signals.py",
+        "self._footprint + delegated:",
+        "self._footprint:",
+        "worker/test_delegated",
+    ),
+    Mutant(
+        "worker/signals.py",
+        "if delegated + self._cache.nbytes(len(task.tokens)) > self._delegated:",
+        "if delegated > self._delegated:",
+        "worker/test_delegated worker/test_core_machine",
+    ),
+    Mutant(
+        "worker/rankings.py",
+        "if task.pass_to is not None and found[1] is not Coverage.COVERS:",
+        "if False:",
+        "worker/test_delegated",
+    ),
+    Mutant(
+        "worker/intake.py", "DELEGATED_LANE if signal.delegate else record.lane", "record.lane", "worker/test_delegated"
+    ),
+    Mutant(
+        "worker/replies.py",
+        "replace(task, pass_to=None, answered=False)",
+        "replace(task, answered=False)",
+        "worker/test_delegated",
+    ),
+    Mutant("worker/forwarding.py", "TRAVEL_MS + owned[0].queue_ms >", "TRAVEL_MS >", "worker/test_delegated"),
     # worker: in time or not, room or not
     Mutant("worker/forecast.py", "if 0.0 <= spare < own:", "if spare < own:", "worker/test_overload"),
     Mutant("worker/forecast.py", "self._saved_ms > PAYS *", "self._saved_ms > 0 *", "worker/test_batching"),
@@ -142,16 +171,27 @@ MUTANTS: Final = (
     Mutant("trigger/ledger.py", "return not self.on_hold and ", "return ", "trigger/test_ledger"),
     Mutant("trigger/ledger.py", "if offset >= self._read_to:", "if offset > self._read_to:", "trigger/test_ledger"),
     Mutant("trigger/ledger.py", " or entry.batch < log_end]", "]", "trigger/test_ledger"),
-    Mutant("trigger/decision.py", ">= min(cost_ms, self.depth)", ">= cost_ms", "trigger/test_load"),
+    Mutant("trigger/load.py", ">= min(cost_ms, self.depth)", ">= cost_ms", "trigger/test_load"),
     Mutant(
         "trigger/decision.py", "event.candidates) + owner.worker.queue_ms", "event.candidates)", "trigger/test_decision"
     ),
     Mutant(
         "trigger/decision.py",
-        "elif _wait_ms(owner, now_s) >",
-        "elif 0 * _wait_ms(owner, now_s) >",
+        "elif stated_wait_ms(owner, now_s) >",
+        "elif 0 * stated_wait_ms(owner, now_s) >",
         "trigger/test_decision",
     ),
+    Mutant("trigger/delegation.py", "claim.worker.name == owner or", "", "trigger/test_delegation"),
+    Mutant(
+        "trigger/delegation.py",
+        "if sent_bytes + place.nbytes > claim.worker.delegated_bytes:",
+        "if place.nbytes > claim.worker.delegated_bytes:",
+        "trigger/test_delegation",
+    ),
+    Mutant("trigger/delegation.py", " + sent_ms + place.cost_ms", " + place.cost_ms", "trigger/test_delegation"),
+    Mutant("trigger/delegation.py", "if now_s < self._paused_until_s:", "if False:", "trigger/test_delegation"),
+    Mutant("trigger/decision.py", "        if done_ms > left_ms:\n", "        if True:\n", "trigger/test_delegation"),
+    Mutant("wire/refusals.py", "if self._wall() * 1e3 <= until_ms else", "if True else", "test_refusals"),
     # bus
     Mutant(
         "bus/crashes.py", "while self._order and self._order[0]", "if self._order and self._order[0]", "test_offsets"

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from relaygr_stream.bus.producer import Outgoing
 from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.bus.topics import lane_of, load_topics
-from relaygr_stream.client.sender import BATCH_BYTES, MAX_LANE_BYTES, Announcements, Message
+from relaygr_stream.client.sender import BATCH_BYTES, MAX_LANE_BYTES, Announcements
 from relaygr_stream.settings.schema import Kafka
 from tests.unit.client_peers import client_on, count, event, responder_on
 from tests.waiting import until
@@ -23,15 +24,15 @@ class Gate:
     """Takes batches as a producer would: a lane that is held takes one, and the next waits in it."""
 
     def __init__(self) -> None:
-        self.batches: defaultdict[int, list[list[Message]]] = defaultdict(list)
+        self.batches: defaultdict[int, list[list[Outgoing]]] = defaultdict(list)
         self.open: defaultdict[int, asyncio.Event] = defaultdict(asyncio.Event)
 
-    async def send(self, lane: int, events: list[Message]) -> None:
+    async def send(self, lane: int, events: list[Outgoing]) -> None:
         self.batches[lane].append(events)
         await self.open[lane].wait()
 
     def sent(self, lane: int) -> list[bytes]:
-        return [value for batch in self.batches[lane] for _, value in batch]
+        return [event.value for batch in self.batches[lane] for event in batch]
 
 
 @given(
@@ -54,7 +55,7 @@ def test_every_event_is_sent_once_in_its_lanes_order(steps: list[tuple[str, int,
         for number, (what, lane, size) in enumerate(steps):
             if what == "add":
                 value = number.to_bytes(4, "big") + bytes(size)
-                await announcements.add(lane, b"k", value)
+                await announcements.add(lane, Outgoing(b"k", value))
                 added[lane].append(value)
             elif what == "turn":
                 await asyncio.sleep(0)
@@ -74,20 +75,20 @@ async def test_events_of_all_lanes_leave_together_when_the_first_has_waited() ->
     gate = Gate()
     announcements = Announcements(gate.send, linger_s=0.05)
     for number in range(6):
-        await announcements.add(number % 2, b"k", b"%d" % number)
+        await announcements.add(number % 2, Outgoing(b"k", b"%d" % number))
     assert not gate.batches
     await until(lambda: bool(gate.batches))
     assert gate.batches == {
-        0: [[(b"k", b"0"), (b"k", b"2"), (b"k", b"4")]],
-        1: [[(b"k", b"1"), (b"k", b"3"), (b"k", b"5")]],
+        0: [[Outgoing(b"k", b"0"), Outgoing(b"k", b"2"), Outgoing(b"k", b"4")]],
+        1: [[Outgoing(b"k", b"1"), Outgoing(b"k", b"3"), Outgoing(b"k", b"5")]],
     }
 
 
 async def test_a_batchs_worth_leaves_at_once() -> None:
     gate = Gate()
     announcements = Announcements(gate.send, linger_s=LONG_S)
-    await announcements.add(0, b"k", b"small")
-    await announcements.add(1, b"k", bytes(BATCH_BYTES))
+    await announcements.add(0, Outgoing(b"k", b"small"))
+    await announcements.add(1, Outgoing(b"k", bytes(BATCH_BYTES)))
     await until(lambda: bool(gate.batches[1]))
     assert not gate.batches[0]
 
@@ -100,21 +101,21 @@ async def test_a_lane_that_is_held_up_bounds_its_own_events_and_no_others() -> N
 
     async def fill() -> None:
         while True:
-            await announcements.add(0, b"k", large)
+            await announcements.add(0, Outgoing(b"k", large))
 
     filling = asyncio.create_task(fill())
     await until(lambda: len(gate.batches[0]) == 1)
     for _ in range(5):
-        await announcements.add(1, b"k", large)
+        await announcements.add(1, Outgoing(b"k", large))
         await asyncio.sleep(0)
     assert len(gate.sent(1)) == 5
     with pytest.raises(TimeoutError):  # the lane is full
         async with asyncio.timeout(0.05):
-            await announcements.add(0, b"k", large)
+            await announcements.add(0, Outgoing(b"k", large))
     gate.open[0].set()
     await until(lambda: len(gate.batches[0]) > 1)
     filling.cancel()
-    held = sum(len(value) for _, value in gate.batches[0][1])
+    held = sum(len(event.value) for event in gate.batches[0][1])
     assert MAX_LANE_BYTES <= held <= MAX_LANE_BYTES + 2 * BATCH_BYTES
     await announcements.flush()
 

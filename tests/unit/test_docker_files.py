@@ -19,7 +19,10 @@ from prometheus_client.metrics import MetricWrapperBase
 from relaygr_stream.cli.main import main
 from relaygr_stream.settings.load import ENV_CONFIG, ENV_NOT_SETTINGS, FIELDS, load_settings
 from relaygr_stream.settings.schema import Settings
+from relaygr_stream.telemetry.loopwatch import LoopWatch
+from relaygr_stream.telemetry.otlp import SpanCounts
 from relaygr_stream.trigger.metrics import TriggerMetrics
+from relaygr_stream.worker.histories import HistoryMetrics
 from relaygr_stream.worker.metrics import WorkerMetrics
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,6 +38,8 @@ DOCKERFILE = (DOCKER / "Dockerfile").read_text()
 PROMETHEUS = yaml.safe_load((DOCKER / "prometheus" / "prometheus.yml").read_text())
 DASHBOARD = json.loads((DOCKER / "grafana" / "dashboards" / "relay.json").read_text())
 TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text() for path in sorted(DOCKER.rglob("*")) if path.is_file()}
+RULES = yaml.safe_load((DOCKER / "prometheus" / "alerts.yml").read_text())["groups"][0]["rules"]
+ALERTS = [rule["expr"] for rule in RULES]
 EXPRESSIONS = [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
 
 
@@ -173,24 +178,27 @@ def _samples() -> dict[str, set[str]]:
     suffixes = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "gauge": ("",)}
     registry = CollectorRegistry()
     samples: dict[str, set[str]] = {}
-    for metrics in (WorkerMetrics(registry), TriggerMetrics(registry)):
+    LoopWatch(registry, stall_s=1.0)
+    parts = (WorkerMetrics(registry), TriggerMetrics(registry), HistoryMetrics(registry), SpanCounts(registry))
+    for metrics in parts:
         for metric in vars(metrics).values():
             if isinstance(metric, MetricWrapperBase):
                 (family,) = metric.describe()
                 samples |= {family.name + suffix: set(metric._labelnames) for suffix in suffixes[family.type]}
+    samples["relaygr_parts_made_anew_total"] = {"part"}
     for family in registry.collect():  # those that are collected from plain numbers
         for sample in family.samples:
             samples.setdefault(sample.name, set()).update(sample.labels)
     return samples
 
 
-@pytest.mark.parametrize("expression", EXPRESSIONS)
-def test_every_metric_and_label_on_the_dashboard_is_exported(expression: str) -> None:
+@pytest.mark.parametrize("expression", EXPRESSIONS + ALERTS)
+def test_every_metric_and_label_of_dashboard_and_alerts_is_exported(expression: str) -> None:
     samples = _samples()
     named = set(re.findall(r"\brelaygr_\w+", expression))
-    assert named
+    assert named or expression == "up == 0"
     assert named <= set(samples)
-    labels = set(re.findall(r"(\w+)=~?\"", expression))
+    labels = set(re.findall(r"(\w+)!?=~?\"", expression))
     labels |= set(chain.from_iterable(re.split(r", *", group) for group in re.findall(r"\bby \(([^)]*)\)", expression)))
     exported = set().union(*(samples[name] for name in named)) | {"instance", "job", "le"}
     assert labels <= exported

@@ -21,6 +21,7 @@ from relaygr_stream.gateway.app import Metrics as GatewayMetrics
 from relaygr_stream.handover.desk import HandoverMetrics
 from relaygr_stream.settings import load as config
 from relaygr_stream.settings.schema import Settings, Telemetry
+from relaygr_stream.telemetry.otlp import SpanCounts
 from relaygr_stream.telemetry.process import process
 from relaygr_stream.trigger.metrics import TriggerMetrics
 from relaygr_stream.worker.histories import HistoryMetrics
@@ -67,7 +68,15 @@ def test_the_settings_page_has_every_setting(site: Path) -> None:
 
 async def test_the_metrics_page_has_every_metric_and_no_other(site: Path) -> None:
     async with process(Settings(telemetry=Telemetry(log_level="error")), "worker") as ctx:
-        kinds = (WorkerMetrics, HistoryMetrics, HandoverMetrics, TriggerMetrics, ClientMetrics, GatewayMetrics)
+        kinds = (
+            WorkerMetrics,
+            HistoryMetrics,
+            HandoverMetrics,
+            TriggerMetrics,
+            ClientMetrics,
+            GatewayMetrics,
+            SpanCounts,
+        )
         registries = [ctx.registry, *(CollectorRegistry() for _ in kinds)]
         for metrics, registry in zip(kinds, registries[1:], strict=True):
             metrics(registry)

@@ -17,6 +17,7 @@ from relaygr_stream.wire.behaviours import Behaviours
 from relaygr_stream.wire.headers import answer_signature
 from relaygr_stream.wire.history import digests
 from relaygr_stream.wire.messages import MAX_UNKNOWN_BYTES, decode, encode
+from relaygr_stream.wire.refusals import decode_refusals
 from tests.unit.test_versions import KINDS, meaning, plain
 
 DOCS = Path(__file__).parents[2] / "docs" / "reference"
@@ -47,6 +48,13 @@ def test_every_field_is_documented_where_its_message_is(kind: str) -> None:
     section = PROTOCOL.split(f"### {kind}, on ", 1)[1].split("\n### ", 1)[0]
     for field in msgspec.structs.fields(KINDS[kind]):
         assert f"`{field.name}`" in section, f"{kind}.{field.name}"
+
+
+def test_refusals_are_what_their_vector_says() -> None:
+    vector = VECTORS["refusals"]
+    data = bytes.fromhex(vector["message"])
+    assert msgspec.to_builtins(decode_refusals(data)) == msgpack.unpackb(data) == vector["means"]
+    assert msgspec.msgpack.encode(decode_refusals(data)) == data
 
 
 def test_the_signature_of_an_answer_is_a_plain_hmac() -> None:

@@ -87,8 +87,16 @@ RELAY_LRU: Final = Mode(
     keeps=True,
     policy="lru",
 )
+RELAY_UNDELEGATED: Final = Mode(
+    "relay-undelegated",
+    "relay whose trigger sends no prefill to other workers than the lane's owner",
+    announce=True,
+    request="auto",
+    keeps=True,
+    policy="undelegated",
+)
 BASELINES: Final = (FULL_LANE, FULL_ANY, CACHE)
-ABLATIONS: Final = (RELAY_ANYWHERE, RELAY_HBM, RELAY_LRU, RELAY_WHOLE, RELAY_EVERYTHING)
+ABLATIONS: Final = (RELAY_ANYWHERE, RELAY_UNDELEGATED, RELAY_HBM, RELAY_LRU, RELAY_WHOLE, RELAY_EVERYTHING)
 FLEET_MODES: Final = (*BASELINES, RELAY, *ABLATIONS)
 
 

@@ -11,6 +11,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
+from relaygr_stream.bus.producer import Outgoing
 from relaygr_stream.bus.topics import lane_of
 from relaygr_stream.client import RelayClient
 from relaygr_stream.client.connection import Connection
@@ -32,14 +33,14 @@ class RoutedClient(RelayClient):
         self._random = random.Random(seed)
         self._waiting: Counter[str] = Counter()  # rankings at each worker
 
-    async def _ask(self, connection: Connection, request: RankingRequest, key: bytes, value: bytes) -> ScoreReply:
+    async def _ask(self, connection: Connection, request: RankingRequest, message: Outgoing) -> ScoreReply:
         if self.route == "owner":
-            return await super()._ask(connection, request, key, value)
+            return await super()._ask(connection, request, message)
         name, lane = self._place(request)
-        stays = encode(msgspec.structs.replace(request, hops=NO_MORE_HOPS))
+        stays = message._replace(value=encode(msgspec.structs.replace(request, hops=NO_MORE_HOPS)))
         self._waiting[name] += 1
         try:
-            return await connection.rank(request, key, stays, lane)
+            return await connection.rank(request, stays, lane)
         finally:
             self._waiting[name] -= 1
 

@@ -39,7 +39,7 @@ BOUNDS: Final = frozenset({"not_at_risk", "over_footprint", "over_load", "too_la
 
 #: Times of serving that are constants and no settings: averages, buckets, epochs. Dilated time needs them longer.
 CONSTANTS: Final = {
-    "relaygr_stream.trigger.decision": ("START_S", "LANE_S", "OWNER_S"),
+    "relaygr_stream.trigger.load": ("START_S", "LANE_S", "OWNER_S", "FORGET_S"),
     "relaygr_stream.worker.budgets": ("EPOCH_S", "RANKING_AVERAGE_S", "REUSE_AVERAGE_S", "AVERAGE_S"),
     "relaygr_stream.worker.forwarding": ("AVERAGE_S", "FORGET_S"),
 }
@@ -54,13 +54,19 @@ def dilate_constants(factor: float) -> None:
 
 
 def decide_everything(event: RequestEvent, /, **given: Any) -> Decision:
-    """As `decide`, without the test of risk and without bounds: every request that can be pre-inferred is admitted."""
-    decision = decide(event, **given)
+    """As `decide`, without test of risk, bounds and delegates: every request that can be pre-inferred is admitted."""
+    decision = decide_undelegated(event, **given)
     return msgspec.structs.replace(decision, reason="admitted") if decision.reason in BOUNDS else decision
 
 
-#: `relay`: as it serves. `everything`: the trigger admits all. `lru`: tiers evict what was used longest ago.
-POLICIES: Final = ("relay", "everything", "lru")
+def decide_undelegated(event: RequestEvent, /, **given: Any) -> Decision:
+    """As `decide`, where only the lane's owner computes the prefix KV."""
+    return decide(event, **given | {"delegation": None})
+
+
+#: `relay`: as it serves. `everything`: the trigger admits all. `undelegated`: it chooses no delegates. `lru`: tiers evict
+#: what was used longest ago.
+POLICIES: Final = ("relay", "everything", "undelegated", "lru")
 
 
 class Lateness(Collector):
@@ -109,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     dilate_constants(given.dilation)
     if given.role == "trigger":
-        how = decide_everything if given.policy == "everything" else decide
+        how = {"everything": decide_everything, "undelegated": decide_undelegated}.get(given.policy, decide)
         return run_process("trigger", settings, partial(run_trigger, decide=how))
     return run_process("worker", settings, partial(run_emulated_worker, policy=given.policy))
 

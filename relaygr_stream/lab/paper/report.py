@@ -28,6 +28,7 @@ COLOURS: Final = {
     "cache": "#64748b",
     "relay": "#0f766e",
     "relay-anywhere": "#7c3aed",
+    "relay-undelegated": "#c026d3",
     "relay-hbm": "#2563eb",
     "relay-lru": "#0891b2",
     "relay-whole": "#be185d",

@@ -10,8 +10,9 @@ from relaygr_stream.lab.simulate.scenario import Request
 from relaygr_stream.lab.simulate.timeline import Timeline
 from relaygr_stream.lab.workload.traffic import Traffic
 from relaygr_stream.settings.schema import Settings
-from relaygr_stream.trigger.decision import LaneState, OwnerLoads, Policy, decide
+from relaygr_stream.trigger.decision import LaneState, Policy, decide
 from relaygr_stream.trigger.ledger import Pending
+from relaygr_stream.trigger.load import OwnerLoads
 from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import Behaviours, RequestEvent, WorkerStatus
 

@@ -15,8 +15,9 @@ from typing import Final
 from relaygr_stream.bus.topics import lane_of
 from relaygr_stream.lab.workload.items import WorkItem
 from relaygr_stream.settings.schema import Settings
-from relaygr_stream.trigger.decision import LaneState, OwnerLoads, Policy
+from relaygr_stream.trigger.decision import LaneState, Policy
 from relaygr_stream.trigger.explain import Explanation, explain
+from relaygr_stream.trigger.load import OwnerLoads
 from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import CostModel, LaneStatus, WorkerStatus
 from relaygr_stream.wire.worker_status import prefix_bytes

@@ -70,15 +70,15 @@ def as_json(view: Overview) -> bytes:
 
 
 def _triggers(view: Overview) -> Table:
-    numbers = ("lanes", "admitted", "of events", "backlog")
+    """One row each; a column of the delegated ones where there are any: with it, long names pass 80 columns."""
+    living = sorted(view.living_triggers().items())
+    reasons = ["admitted", *(["delegated"] if any("delegated" in status.decisions for _, status in living) else [])]
+    numbers = ("lanes", *reasons, "of events", "backlog")
     table = listing(("trigger", "group", *numbers), numbers=numbers)
-    for name, status in sorted(view.living_triggers().items()):
+    for name, status in living:
         events = sum(status.decisions.values())
-        admitted = status.decisions.get("admitted", 0.0)
-        table.add_row(
-            name, status.group, str(len(status.lanes)),
-            _share(admitted / events if events else None), f"{events:.0f}", str(status.backlog),
-        )  # fmt: skip
+        shares = (_share(status.decisions.get(reason, 0.0) / events if events else None) for reason in reasons)
+        table.add_row(name, status.group, str(len(status.lanes)), *shares, f"{events:.0f}", str(status.backlog))
     return table
 
 

@@ -15,7 +15,7 @@ from relaygr_stream.lab.paper.plan import GRID, HEADLINE, MOST_RATE, Setup, cost
 from relaygr_stream.lab.paper.results import OUTCOMES_FILE, Record
 from relaygr_stream.settings.load import load_settings
 from relaygr_stream.settings.schema import Settings
-from relaygr_stream.trigger import decision
+from relaygr_stream.trigger import load
 from tests.unit.paper.test_judge import outcome
 
 
@@ -86,7 +86,7 @@ def test_the_constants_that_are_dilated_exist(monkeypatch: pytest.MonkeyPatch) -
         for name in names:
             monkeypatch.setattr(f"{module}.{name}", 2.0)
     dilate_constants(3.0)
-    assert decision.OWNER_S == 6.0
+    assert load.OWNER_S == 6.0
 
 
 def test_a_run_that_was_broken_off_goes_on_and_a_complete_one_begins_anew(tmp_path: Path) -> None:

@@ -82,6 +82,13 @@ def overview(*statuses: WorkerStatus | TriggerStatus) -> Overview:
     return view
 
 
+def test_delegated_requests_have_a_column_once_there_are_any() -> None:
+    assert "delegated" not in render_plain(render(overview(trigger("t"))), 80)
+    text = render_plain(render(overview(trigger("t", decisions={"admitted": 3.0, "delegated": 1.0}))), 80)
+    header, row = (line.split() for line in text.splitlines() if line.split()[:1] in (["trigger"], ["t"]))
+    assert dict(zip(header[2:5], row[2:5], strict=True)) == {"lanes": row[2], "admitted": "75%", "delegated": "25%"}
+
+
 def test_a_fleet_as_it_should_be_is_not_odd_and_reads_well_at_80_columns() -> None:
     view = overview(worker("w1", range(2)), worker("w2", range(2, 4)), trigger("trigger-some-host-12345"))
     text = render_plain(render(view), 80)

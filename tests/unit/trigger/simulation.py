@@ -13,8 +13,9 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Final
 
-from relaygr_stream.trigger.decision import START_S, LaneState, Policy, decide
+from relaygr_stream.trigger.decision import LaneState, Policy, decide
 from relaygr_stream.trigger.ledger import Pending
+from relaygr_stream.trigger.load import START_S
 from relaygr_stream.wire.fleet import Claim, OwnerDirectory
 from relaygr_stream.wire.messages import RequestEvent, WorkerStatus
 from tests.unit.trigger.parts import behaviours, lane_status, worker_status

@@ -189,10 +189,10 @@ def test_costs_that_cannot_be_reckoned_with_are_replaced(costs: CostModel) -> No
 def test_the_policy_is_as_configured() -> None:
     settings = Settings(
         relay=Relay(slo_ms=40, life_window_ms=3000, max_prefix_tokens=7),
-        trigger=Trigger(risk_share=0.25, stale_ms=11, load_burst_ms=12),
+        trigger=Trigger(risk_share=0.25, stale_ms=11, load_burst_ms=12, delegate=True),
     )
     assert Policy.of(settings) == Policy(
-        risk_ms=10.0, stale_ms=11.0, life_ms=3000.0, burst_ms=12.0, max_prefix_tokens=7
+        risk_ms=10.0, stale_ms=11.0, life_ms=3000.0, burst_ms=12.0, max_prefix_tokens=7, delegate=True
     )
 
 
@@ -208,4 +208,5 @@ def test_every_reason_is_counted_under_its_name() -> None:
         "duplicate",
         "empty_prefix",
         "too_late",
+        "delegated",
     }

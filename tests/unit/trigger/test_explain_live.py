@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from relaygr_stream.bus.topics import load_topics
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.trigger.decision import Policy
+from relaygr_stream.trigger.explain import as_table
 from relaygr_stream.trigger.explain_live import Shadow
 from relaygr_stream.wire.fleet import OwnerDirectory
+from relaygr_stream.wire.headers import HEADER_KIND
 from relaygr_stream.wire.messages import PreInferSignal, encode
 from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.refusals import KIND, Refusal, encode_refusals
 from tests.unit.trigger.parts import behaviours, event, lane_status, worker_status
 
 TOKENS = 25
 LANE = 3
 
 
-def record(value: bytes, offset: int = 0) -> Record:
-    return Record("t", LANE, offset, 0, b"u", value, ())
+def record(value: bytes, offset: int = 0, kind: str = "") -> Record:
+    return Record("t", LANE, offset, 0, b"u", value, ((HEADER_KIND, kind.encode()),) if kind else ())
 
 
 @pytest.mark.parametrize("signal_first", [False, True])
@@ -36,3 +40,22 @@ def test_a_lane_s_first_event_is_decided_on_alike_whichever_topic_is_read_first(
     assert row.reason == "admitted"
     assert row.signalled
     assert row.level_ms >= TOKENS
+
+
+def test_a_delegated_request_is_explained_with_the_running_triggers_delegate() -> None:
+    """Its own choice among delegates is random, as the running trigger's is."""
+    settings = Settings()
+    topics = load_topics(settings.kafka)
+    directory = OwnerDirectory(silence_ms=10_000)
+    directory.take(worker_status(lane_status(lane=LANE, rate=0.0)))
+    for number, name in enumerate(("w2", "w3")):
+        other = worker_status(lane_status(lane=number), name=name)
+        directory.take(msgspec.structs.replace(other, delegated_bytes=1 << 20))
+    shadow = Shadow(Policy.of(settings), topics, directory, {LANE: 0})
+    for number in range(20):
+        told = Refusal(str(number), "delegated", "", "w3")
+        shadow.on_events([record(encode(event(TOKENS, str(number), rank_in_ms=300.0)), number)])
+        shadow.on_signals([record(encode_refusals([told]), number, KIND)])
+    rows = shadow.explanations()
+    assert {(row.reason, row.delegate, row.signalled) for row in rows} == {("delegated", "w3", True)}
+    assert list(as_table(rows).columns[-2].cells) == ["delegated to w3"] * 20

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relaygr_stream.trigger.decision import LANE_S, MIN_MS_PER_S, OWNER_S, START_S, LoadBucket, OwnerLoads
+from relaygr_stream.trigger.load import LANE_S, MIN_MS_PER_S, OWNER_S, START_S, LoadBucket, OwnerLoads
 
 steps = st.lists(st.tuples(st.floats(0, 3), st.floats(0.1, 300)), max_size=60)
 

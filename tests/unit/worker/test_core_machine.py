@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from relaygr_stream.worker.commands import Cancel, LanesLost
+from relaygr_stream.worker.commands import DELEGATED_LANE, Cancel, LanesLost
 from tests.unit.worker.worlds import (
     GRANULE_BYTES,
     LIMITS,
@@ -35,7 +36,7 @@ class CoreMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        limits = dataclasses.replace(LIMITS, queue_limit=12, waiting_bytes=20)
+        limits = dataclasses.replace(LIMITS, queue_limit=12, waiting_bytes=20, delegated_bytes=2 * GRANULE_BYTES)
         self.world = World(
             self.hbm, self.dram, audit_share=0.2, lag=self.lag, limits=limits, kind=self.kind, wrap=Wrapped,
             copier=Flaky,
@@ -110,6 +111,19 @@ class CoreMachine(RuleBasedStateMachine):
         model.fail_prefill, model.fail_score = extend, score
         model.error = torch.OutOfMemoryError("none left") if memory else RuntimeError("on fire")
 
+    @rule(user=USERS, length=LENGTHS, life=st.floats(0.05, 1))
+    def signal_on_anothers_behalf(self, user: int, length: int, life: float) -> None:
+        self.sent += 1
+        self.world.signal(f"s{self.sent}", user, length, life=life, lane=DELEGATED_LANE)
+        self.signalled.append((f"s{self.sent}", user, length, 0))
+
+    @rule(user=USERS, length=LENGTHS)
+    def rank_what_another_worker_has(self, user: int, length: int) -> None:
+        """It is scored here if all of it is here, else refused at once, to be passed on."""
+        self.sent += 1
+        self.answerable += 1
+        self.world.rank(f"p{self.sent}", user, length, pass_to=7)
+
     @rule(lane=st.integers(0, 3))
     def lose_a_lane(self, lane: int) -> None:
         self.world.handle(LanesLost(frozenset([lane])))
@@ -122,6 +136,7 @@ class CoreMachine(RuleBasedStateMachine):
         assert not any(request in world.scheduler.pins for request in self.cancelled)
         assert world.cache.hbm_used <= self.hbm * GRANULE_BYTES
         assert world.cache.dram_used <= self.dram * GRANULE_BYTES
+        assert world.scheduler.pins.lane_bytes(DELEGATED_LANE) <= world.limits.delegated_bytes
         assert len(world.scheduler.rankings) <= world.limits.queue_limit
         assert world.scheduler.admission.clients.nbytes <= world.limits.waiting_bytes
 
@@ -134,6 +149,8 @@ class CoreMachine(RuleBasedStateMachine):
         world.now += 10.0
         world.settle()
         assert world.cache.pinned_bytes == 0, "pins outlived their life windows"
+        assert Counter(each.task.origin for each in world.placed) == Counter(each[0] for each in self.signalled)
+        assert all(each.started <= each.ended for each in world.placed)
         world.scheduler.check_integrity()
         assert all(deviation <= 1e-5 for _, deviation in world.audits)
         world.close()

@@ -29,7 +29,7 @@ from relaygr_stream.wire.messages import (
 )
 from relaygr_stream.wire.records import Record
 from relaygr_stream.worker import replies as outbox
-from relaygr_stream.worker.commands import Answer
+from relaygr_stream.worker.commands import Answer, RankTask
 from relaygr_stream.worker.forwarding import Kept
 from relaygr_stream.worker.intake import Intake
 from relaygr_stream.worker.metrics import WorkerMetrics
@@ -67,6 +67,7 @@ class World:
     def __init__(self, where: int | Kept) -> None:
         self.scores, self.others = Producer(), Producer()
         self.done: list[Record] = []
+        self.again: list[RankTask] = []
         self.asked: list[tuple[Any, ...]] = []
         self.registry = CollectorRegistry()
         self.background = Background()
@@ -83,6 +84,7 @@ class World:
             "w1",
             SimpleNamespace(version="m", tasks=("click",)),
             self.done.append,
+            self.again.append,
             self.background,
             SimpleNamespace(elsewhere=elsewhere),  # type: ignore[arg-type]
         )
@@ -93,9 +95,11 @@ class World:
         *,
         as_sent: Callable[[bytes], bytes] = lambda value: value,
         cut: int = 0,
+        pass_to: int | None = None,
         **fields: Any,
     ) -> Record:
-        """A ranking request as it comes in, and what the device says to it. cut: to so many behaviours, or not (0)."""
+        """A ranking request as it comes in, and what the device says to it. cut: to so many behaviours, or not (0).
+        pass_to: the lane of a worker that has its prefix KV."""
         request = RankingRequest(
             request_id="r",
             user_id="u",
@@ -106,6 +110,7 @@ class World:
         record = Record(TOPICS.ranking.name, 5, 40, 0, b"u", as_sent(encode(request)), HEADERS)
         intake = Intake(Relay(), DEFAULT_TIMEOUT_MS, 4, 1 << 20, lambda: None, reply_ms=REPLY_MS)
         task = intake.ranking(record, intake.route(record))
+        task.pass_to = pass_to
         if cut:
             task.keep_newest(cut)
         await asyncio.sleep(SPENT_S)

@@ -46,7 +46,7 @@ from relaygr_stream.wire.messages import (
     pack_items,
 )
 from relaygr_stream.wire.records import Record
-from relaygr_stream.wire.refusals import encode_refusals
+from relaygr_stream.wire.refusals import Refusal, encode_refusals
 from relaygr_stream.wire.worker_status import StatusReader, Tombstone
 from relaygr_stream.worker.commands import Query
 from relaygr_stream.worker.process import CLOSE_S
@@ -401,7 +401,7 @@ async def test_an_answer_carries_what_the_trigger_decided(embedded_settings: Kaf
     async with Peer(embedded_settings) as peer, worker_on(worker_settings(embedded_settings)):
         signalled = await peer.signal("r-in", "u1", 40)
         async with Producer(embedded_settings, client_id="trigger") as trigger:
-            refused = encode_refusals([("r-out", "not_at_risk"), ("r-full", "over_load")])
+            refused = encode_refusals([Refusal("r-out", "not_at_risk"), Refusal("r-full", "over_load")])
             topic, headers = peer.topics.pre_infer.name, [("relaygr-kind", b"refusals")]
             for value in (refused, b"\xc1"):
                 await trigger.send_and_wait(topic, value, partition=peer.lane("u1"), headers=headers)

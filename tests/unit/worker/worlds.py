@@ -20,7 +20,7 @@ from relaygr_stream.models.api import KVRegion, RankingModel, ScoreInput, Tokens
 from relaygr_stream.models.loading import load_model
 from relaygr_stream.settings.schema import Model, Relay
 from relaygr_stream.worker.audit import Auditor
-from relaygr_stream.worker.commands import Answer, Command, Prefill, PrefillTask, Rank, RankTask
+from relaygr_stream.worker.commands import Answer, Command, Placed, Prefill, PrefillTask, Rank, RankTask
 from relaygr_stream.worker.executor import Executor
 from relaygr_stream.worker.scheduler import Limits, Scheduler
 
@@ -164,6 +164,7 @@ class World:
     clock: Callable[[], float] = time.perf_counter  # what the executor measures by
     now: float = 100.0
     answers: list[Answer] = field(default_factory=list)
+    placed: list[Placed] = field(default_factory=list)
     audits: list[tuple[RankTask, float]] = field(default_factory=list)
     suffixes: dict[RankTask, Tokens] = field(default_factory=dict)
 
@@ -193,11 +194,20 @@ class World:
         return deviation > 0.1  # more than int8 copies deviate by
 
     def signal(
-        self, request: str, user: int, length: int, *, version: int = 0, life: float = 2.0, tenant: str = ""
+        self,
+        request: str,
+        user: int,
+        length: int,
+        *,
+        version: int = 0,
+        life: float = 2.0,
+        tenant: str = "",
+        lane: int | None = None,
     ) -> None:
         tokens = history(user, length, version)
         due, expires = self.now + 0.1, self.now + life
-        self.handle(Prefill(PrefillTask(request, f"u{user}", user % 4, tokens, due, expires, tenant)))
+        lane = user % 4 if lane is None else lane
+        self.handle(Prefill(PrefillTask(request, f"u{user}", lane, tokens, due, expires, tenant, origin=request)))
 
     def rank(self, request: str, user: int, length: int, **options: Any) -> RankTask:
         """Hand a ranking in, which arrives now. options: as `ranking` takes them."""
@@ -219,6 +229,7 @@ class World:
         tenant: str = "",
         client: str = "",
         nbytes: int = 0,
+        pass_to: int | None = None,
     ) -> RankTask:
         tokens = history(user, length, version)
         after = Tokens(np.full((3, suffix), 7, np.int64))
@@ -235,6 +246,7 @@ class World:
             tenant=tenant,
             client=client,
             nbytes=nbytes,
+            pass_to=pass_to,
         )
         self.suffixes[task] = after
         return task
@@ -245,6 +257,7 @@ class World:
             return self.scheduler.handle(command, self.now)
         finally:
             self.answers += self.scheduler.take_answers()
+            self.placed += self.scheduler.take_placed()
 
     def step(self, now: float | None = None) -> bool:
         """One step, now or at another time; `answers` gets what was answered since the last."""
@@ -252,6 +265,7 @@ class World:
             return self.scheduler.step(self.now if now is None else now)
         finally:
             self.answers += self.scheduler.take_answers()
+            self.placed += self.scheduler.take_placed()
 
     def settle(self, most: int = 10_000) -> None:
         """Step until there is nothing to do, copies included."""

@@ -1,0 +1,107 @@
+"""A `relaygr` process with another way of choosing delegates than the one that serves, for benchmarks/delegation.py.
+
+    python benchmarks/delegation_policies.py POLICY worker|trigger …     as `relaygr worker|trigger …`
+
+- two: as it serves: the sooner of two at random among those with stated room;
+- stated: the soonest of all with stated room;
+- tried: any worker at random, whatever it states. One that would be late by its own, exact books refuses: it passes the
+  signal on to another at random, three in all, and tells the owner (as P/D-Serve forwards upon rejection).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+from typing import Any, Final
+
+import relaygr_stream.trigger.service as trigger_service
+from relaygr_stream.__main__ import run
+from relaygr_stream.bus.topics import lane_of
+from relaygr_stream.errors import BrokerError
+from relaygr_stream.trigger.delegation import Delegation, Place
+from relaygr_stream.wire.headers import HEADER_KIND, KIND_DELEGATED
+from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.refusals import KIND, Refusal, encode_refusals
+from relaygr_stream.worker.commands import DELEGATED_LANE, Prefill, Query
+from relaygr_stream.worker.forwarding import IN_TIME, TRAVEL_MS
+from relaygr_stream.worker.process import Worker
+
+MOST_TRIES: Final = 3
+HEADER_TRIES: Final = "bench-tries"
+POLICIES: Final = ("two", "stated", "tried")
+
+
+class Stated(Delegation):
+    """The soonest of all that state room."""
+
+    def choose(self, found: list[tuple[float, Place]]) -> Place | None:
+        return min(found)[1] if found else None
+
+
+class Tried(Delegation):
+    """Any other worker."""
+
+    def ready_ms(self, *_: object) -> float | None:
+        return 0.0
+
+    def choose(self, found: list[tuple[float, Place]]) -> Place | None:
+        return random.choice(found)[1] if found else None
+
+
+def refuse_what_is_late() -> None:
+    """Workers look at their own books before they take a delegated signal, and pass it on where it would be late."""
+    as_served, other_as_served = Worker._signal, Worker._other
+
+    def signal(worker: Any, record: Record) -> Prefill | None:
+        taken = as_served(worker, record)
+        if taken is None or taken.task.lane != DELEGATED_LANE:
+            return taken
+        worker._background.start(try_here(worker, record, taken))
+        return None
+
+    def other(worker: Any, record: Record, kind: str) -> None:
+        if kind == KIND and record.topic == worker._bus.topics.ranking.name:  # where a signal came to in the end
+            worker._reasons.read(record)
+        other_as_served(worker, record, kind)
+
+    Worker._signal, Worker._other = signal, other  # type: ignore[method-assign, assignment]
+
+
+async def try_here(worker: Any, record: Record, taken: Prefill) -> None:
+    task, now = taken.task, asyncio.get_running_loop().time()
+    tries = int(dict(record.headers).get(HEADER_TRIES) or b"1")
+    books = await worker._device.ask(Query())
+    cost_ms = worker._runtime.executor.costs.prefill_ms(0, len(task.tokens))
+    left_ms = (task.due - now) * 1e3
+    if books.pre_infer_waiting_ms + books.queue_ms + cost_ms <= IN_TIME[0] * (left_ms + cost_ms) - TRAVEL_MS:
+        worker._device.submit(taken)
+        return
+    topics, lanes = worker._bus.topics, worker._bus.topics.lanes
+    home = lane_of(task.user_id, lanes)
+    owner = worker._peers.owner(home)
+    been = {worker._reporter._name, "" if owner is None else owner.worker.name}
+    others = [status for status in worker._peers.workers().values() if status.name not in been and status.lanes]
+    to = ""
+    headers = [(HEADER_KIND, KIND_DELEGATED.encode()), (HEADER_TRIES, str(tries + 1).encode())]
+    try:
+        if others and tries < MOST_TRIES:
+            status = random.choice(others)
+            to, lane = status.name, random.choice(status.lanes).lane
+            await worker._bus.others.send_and_wait(
+                topics.ranking.name, record.value, key=record.key, partition=lane, headers=headers
+            )
+        told = encode_refusals([Refusal(task.request_id, "delegated", task.tenant, to or "nobody")])
+        await worker._bus.others.send_and_wait(
+            topics.ranking.name, told, partition=home, headers=[(HEADER_KIND, KIND.encode())]
+        )
+    except BrokerError:
+        pass
+
+
+if __name__ == "__main__":
+    policy = sys.argv.pop(1)
+    vars(trigger_service)["Delegation"] = {"two": Delegation, "stated": Stated, "tried": Tried}[policy]
+    if policy == "tried":
+        refuse_what_is_late()
+    run()

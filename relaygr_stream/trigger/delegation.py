@@ -1,0 +1,80 @@
+"""Delegation: prefix KV that a lane's owner would have too late are computed by another worker with room and time.
+
+    refused, or late at the owner ─► owners of some other lanes ─► in time, within their room
+                                        └─ two of them at random ─► the sooner one
+
+Room is the memory that the delegate states for others. Time is what it states to wait for, and what this trigger sent
+it since; not the load budgets of its lanes, because at the owner the prefix would take as much of a device, in full
+inference. The owner is told (refused.py) and passes the ranking on. A miss costs one full inference, so nothing here
+must be exact.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Final, NamedTuple
+
+from relaygr_stream.trigger.load import OwnerLoads, stated_wait_ms
+from relaygr_stream.wire.fleet import Claim, OwnerDirectory
+from relaygr_stream.wire.worker_status import prefix_bytes, usable_costs
+from relaygr_stream.worker.forwarding import LOOKED_AT, TRAVEL_MS
+
+#: Nothing is delegated for so long after a delegated signal that no broker took: without the grant to write `ranking`,
+#: or without a leader, owners would compute in full what they could have pre-inferred.
+PAUSE_S: Final = 10.0
+
+
+class Place(NamedTuple):
+    """A worker that computes a prefix for another, by one of its lanes; what it takes there."""
+
+    worker: str
+    lane: int
+    nbytes: int
+    cost_ms: float
+
+
+class Delegation:
+    """Finds delegates. loads: what this trigger sent; lanes: how many there are; seed: of the random choices."""
+
+    def __init__(self, owners: OwnerDirectory, loads: OwnerLoads, lanes: int, seed: int | None = None) -> None:
+        self._owners = owners
+        self._lanes = range(lanes)
+        self._loads = loads
+        self._random = random.Random(seed)
+        self._paused_until_s = -math.inf
+
+    def not_sent(self, now_s: float) -> None:
+        """A delegated signal could not be sent: find no places for PAUSE_S."""
+        self._paused_until_s = now_s + PAUSE_S
+
+    def find(self, tokens: int, owner: str, within_ms: float, now_s: float) -> Place | None:
+        """A worker that has the prefix KV of so many tokens within this time. Changes nothing."""
+        if now_s < self._paused_until_s:
+            return None
+        found: dict[str, tuple[float, Place]] = {}
+        for lane in self._random.sample(self._lanes, min(LOOKED_AT, len(self._lanes))):
+            claim = self._owners.owner(lane)
+            if claim is None or claim.worker.name == owner or claim.worker.name in found:
+                continue
+            place = Place(claim.worker.name, lane, *self._takes(claim, tokens))
+            ready_ms = self.ready_ms(claim, place, now_s)
+            if ready_ms is not None and ready_ms <= within_ms:
+                found[place.worker] = ready_ms, place
+        return self.choose(list(found.values()))
+
+    def choose(self, found: list[tuple[float, Place]]) -> Place | None:
+        """The sooner of two at random: all triggers that delegate now would find the same worker the soonest."""
+        two = self._random.sample(found, min(2, len(found)))
+        return min(two)[1] if two else None
+
+    def _takes(self, claim: Claim, tokens: int) -> tuple[int, float]:
+        """Bytes and device time of a prefix there. Nothing of it is cached: the user is another worker's."""
+        return prefix_bytes(tokens, claim.worker), usable_costs(claim.worker.costs).pre_infer_ms(tokens)
+
+    def ready_ms(self, claim: Claim, place: Place, now_s: float) -> float | None:
+        """When the delegate would be done, its way included; None: it has no room."""
+        sent_ms, sent_bytes = self._loads.sent(place.worker, now_s).since(claim.received_s)
+        if sent_bytes + place.nbytes > claim.worker.delegated_bytes:
+            return None
+        return TRAVEL_MS + claim.worker.queue_ms + stated_wait_ms(claim, now_s) + sent_ms + place.cost_ms

@@ -1,0 +1,157 @@
+"""The load bound: how much device time the owners' lanes may be asked for, and what was asked for since their statuses.
+
+Token buckets of device milliseconds, one for each lane and one for each owner of lanes. A lane's bucket limits it to
+its owner's grant. An owner's bucket limits all its lanes of this trigger together to one second of its grants, however
+many lanes there are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import Final, NamedTuple
+
+from relaygr_stream.wire.fleet import Claim
+from relaygr_stream.worker.forwarding import FORGET_S, TRAVEL_MS
+
+#: A new bucket holds the refill of this many seconds. Not a full burst: triggers restart and hand lanes over, and each
+#: time every lane would get another burst. One second's refill summed over an owner's lanes is one second of its
+#: pre-infer share, whatever the number of lanes.
+START_S: Final = 1.0
+#: A lane's bucket holds at most the refill of this many seconds, so that savings shrink with the grant. It is about as
+#: long as an owner counts a lane as in use after its last request (worker/budgets.py).
+LANE_S: Final = 10.0
+#: An owner's bucket holds at most the refill of this many seconds: its lanes together save at most one second of its
+#: device time, which is less than a life window.
+OWNER_S: Final = 1.0
+#: A lower rate counts as zero: it is the rounding error of a sum of rates that were withdrawn one by one.
+MIN_MS_PER_S: Final = 1e-6
+#: Signals to one owner that are remembered: more than a trigger sends between two statuses.
+MOST_SENT: Final = 4096
+
+
+class LoadBucket:
+    """A token bucket of device milliseconds. Times are seconds of a monotonic clock.
+
+    It holds at most `depth`: the refill of depth_s seconds, and never more than burst_ms. Over any interval of dt
+    seconds at most burst_ms + rate·dt is spent. A cost above the depth is allowed when the bucket is full, and leaves
+    it in debt: the bound is exceeded once, by (cost - depth), and the refill repays it. Without a rate nothing is
+    allowed.
+    """
+
+    def __init__(self, burst_ms: float, depth_s: float = LANE_S) -> None:
+        self._burst_ms = burst_ms
+        self._depth_s = depth_s
+        self._rate = 0.0
+        self._level_ms = 0.0
+        self._at_s: float | None = None  # None until the first rate is known
+
+    @property
+    def rate(self) -> float:
+        """Its refill, in milliseconds per second."""
+        return self._rate
+
+    @property
+    def depth(self) -> float:
+        """Device milliseconds in a full bucket."""
+        return min(self._burst_ms, self._rate * self._depth_s)
+
+    def set_rate(self, ms_per_s: float, now_s: float, more_ms: float = 0.0) -> None:
+        """Refill at this rate from now on; the first call starts the bucket. more_ms: added once."""
+        level = self.level(now_s) + more_ms if self._at_s is not None else ms_per_s * START_S
+        self._at_s = now_s
+        self._rate = ms_per_s if ms_per_s >= MIN_MS_PER_S else 0.0
+        self._level_ms = min(self.depth, level)
+
+    def level(self, now_s: float) -> float:
+        """Device milliseconds available; negative: debt. Changes nothing."""
+        if self._at_s is None:
+            return 0.0
+        return min(self.depth, self._level_ms + self._rate * max(0.0, now_s - self._at_s))
+
+    def allows(self, cost_ms: float, now_s: float) -> bool:
+        """Whether `spend` is permitted now. Changes nothing."""
+        return self._rate > 0 and self.level(now_s) >= min(cost_ms, self.depth)
+
+    def spend(self, cost_ms: float, now_s: float) -> None:
+        """Spend device milliseconds; the caller asked `allows` at the same instant."""
+        self._level_ms = self.level(now_s) - cost_ms
+        self._at_s = now_s
+
+
+class _Sent(NamedTuple):
+    at_s: float
+    ms: float
+    delegated_bytes: int
+
+
+class SentLately:
+    """What this trigger sent to one worker, whose newest status may not know of it yet."""
+
+    def __init__(self) -> None:
+        self._sent: deque[_Sent] = deque(maxlen=MOST_SENT)
+
+    def add(self, cost_ms: float, delegated_bytes: int, now_s: float) -> None:
+        """Remember a signal. delegated_bytes: of prefix KV for another worker's user; 0: for a lane's own."""
+        self._sent.append(_Sent(now_s, cost_ms, delegated_bytes))
+
+    def since(self, received_s: float) -> tuple[float, int]:
+        """Milliseconds, and bytes on others' behalf, that a status received then does not include. Forgets the rest."""
+        sent = self._sent
+        while sent and sent[0].at_s < received_s - TRAVEL_MS / 1e3:
+            sent.popleft()
+        return sum(each.ms for each in sent), sum(each.delegated_bytes for each in sent)
+
+    def over(self, now_s: float) -> bool:
+        """Whether the last was sent so long ago that it is done, or its worker gone."""
+        return not self._sent or now_s - self._sent[-1].at_s > FORGET_S
+
+
+class OwnerLoads:
+    """One bucket for each owner of this trigger's lanes, at the sum of its lanes' rates; and what was sent to whom."""
+
+    def __init__(self) -> None:
+        self._lanes: dict[int, tuple[str, float]] = {}
+        self._buckets: dict[str, LoadBucket] = {}
+        self._counts: dict[str, int] = {}
+        self._sent: dict[str, SentLately] = {}
+
+    def observe(self, lane: int, owner: str, ms_per_s: float, now_s: float) -> LoadBucket:
+        """Note a lane's owner and the rate it grants; returns the owner's bucket."""
+        before, known_ms = self._lanes.get(lane, ("", 0.0))
+        if before != owner:
+            self.remove(lane, now_s)
+            self._counts[owner] = self._counts.get(owner, 0) + 1
+            known_ms = 0.0
+        bucket = self._buckets.get(owner)
+        if bucket is None:
+            bucket = self._buckets[owner] = LoadBucket(math.inf, OWNER_S)
+        self._lanes[lane] = owner, ms_per_s
+        new = before != owner
+        bucket.set_rate(bucket.rate + ms_per_s - known_ms, now_s, ms_per_s * START_S if new else 0.0)
+        return bucket
+
+    def remove(self, lane: int, now_s: float) -> None:
+        """Remove a lane that has another owner now, or that another trigger decides for."""
+        owner, ms_per_s = self._lanes.pop(lane, ("", 0.0))
+        if not owner:
+            return
+        self._counts[owner] -= 1
+        if self._counts[owner]:
+            bucket = self._buckets[owner]
+            bucket.set_rate(bucket.rate - ms_per_s, now_s)
+        else:
+            del self._counts[owner], self._buckets[owner]
+
+    def sent(self, worker: str, now_s: float) -> SentLately:
+        """What was sent to a worker lately, whether or not it owns lanes of this trigger."""
+        found = self._sent.get(worker)
+        if found is None:
+            self._sent = {name: known for name, known in self._sent.items() if not known.over(now_s)}
+            found = self._sent[worker] = SentLately()
+        return found
+
+
+def stated_wait_ms(owner: Claim, now_s: float) -> float:
+    """The owner's pre-infer queue now: the stated one less the time since, at most one status interval."""
+    return max(0.0, owner.worker.pre_infer_wait_ms - owner.age_ms(now_s))

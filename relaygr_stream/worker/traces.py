@@ -1,0 +1,82 @@
+"""A worker's spans, made from what the scheduler has answered: one for each ranking and each signal, with its parts.
+
+    relaygr.ranking     fetch │ queue │ prefill │ score  from the record's read to the answer's acknowledgement
+    relaygr.pre-infer   fetch │ queue │ prefill          from the record's read to the end of its prefill job
+
+Runs on the event loop; the device thread makes no spans.
+"""
+
+from __future__ import annotations
+
+from time import monotonic
+
+from relaygr_stream.telemetry.tracing import Trace
+from relaygr_stream.worker.commands import Answer, Placed, PrefillTask, RankTask
+
+#: Outcomes of rankings that waited for the device to compute prefix KV.
+PREFILLED = ("joined", "full", "truncated")
+
+
+class SignalOrigin:
+    """Where a traced signal came from: its span, and when it was read, in seconds of time.monotonic()."""
+
+    __slots__ = ("read", "trace")
+
+    def __init__(self, trace: Trace, read: float) -> None:
+        self.trace = trace
+        self.read = read
+
+
+def ranking_parts(trace: Trace, answer: Answer) -> None:
+    """The parts of a ranking that is answered: what it waited for, and what the device did for it."""
+    task = answer.task
+    if not trace.recorded or not task.started:
+        return
+    done = task.finished
+    scoring = done - task.score_ms / 1e3 if task.score_ms else done
+    begun = min(task.started, scoring)
+    trace.part("queue", max(task.arrived, trace.latest), begun)
+    if task.outcome in PREFILLED:
+        trace.part("prefill", begun, scoring, {"relaygr.computed_tokens": task.computed_tokens})
+    if task.score_ms:
+        trace.part("score", scoring, done, {"relaygr.candidates": len(task.candidates)})
+
+
+def fetch_part(task: RankTask | PrefillTask, started: float, behaviours: int) -> None:
+    """The part in which the task's history was read from the store, or not; started: seconds of time.monotonic()."""
+    trace = getattr(task.origin, "trace", None)
+    if isinstance(trace, Trace):
+        trace.part("fetch", started, monotonic(), {"relaygr.behaviours": behaviours})
+
+
+def ranking_attributes(task: RankTask, worker: str) -> dict[str, str | int | float]:
+    """What a ranking's span says of it."""
+    return {
+        "relaygr.request_id": task.request_id,
+        "relaygr.worker": worker,
+        "relaygr.prefix_tokens": len(task.tokens),
+        "relaygr.candidates": len(task.candidates),
+        "relaygr.hops": task.hops,
+        "relaygr.device_ms": task.device_ms,
+        "relaygr.inbound_ms": task.inbound_ms,
+    }
+
+
+def signal_over(placed: Placed, worker: str) -> None:
+    """End the span of a signal."""
+    task, origin = placed.task, placed.task.origin
+    assert isinstance(origin, SignalOrigin)
+    trace = origin.trace
+    if placed.started:
+        trace.part("queue", max(origin.read, trace.latest), placed.started)
+        trace.part("prefill", placed.started, placed.ended, {"relaygr.computed_tokens": placed.tokens})
+    trace.end(
+        {
+            "relaygr.request_id": task.request_id,
+            "relaygr.signal": placed.result,
+            "relaygr.prefix_tokens": len(task.tokens),
+            "relaygr.worker": worker,
+            "relaygr.device_ms": placed.device_ms,
+            "relaygr.completed": placed.completed,
+        }
+    )

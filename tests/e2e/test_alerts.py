@@ -1,0 +1,200 @@
+"""Prometheus's own `promtool test rules` on docker/prometheus/alerts.yml: for each rule a case that fires, and one that
+does not."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml  # type: ignore[import-untyped]
+
+ROOT = Path(__file__).resolve().parents[2]
+ALERTS = ROOT / "docker" / "prometheus" / "alerts.yml"
+RULES: dict[str, Any] = {rule["alert"]: rule for rule in yaml.safe_load(ALERTS.read_text())["groups"][0]["rules"]}
+RUNBOOK = (ROOT / "docs" / "how-to" / "alerts.md").read_text(encoding="utf-8")
+
+#: An hour in steps of 15 s: nothing happens, something happens once a second, once a step, once, half way.
+NEVER, PER_SECOND, PER_STEP, ONCE = "0x240", "0+15x240", "0+1x240", "0x160 1x80"
+
+Series = dict[str, str]
+
+
+class Case(NamedTuple):
+    fires: Series
+    rests: Series
+
+
+def latency(bucket: str) -> Series:
+    """A ranking a second, all below this bound."""
+    bounds = ["0.01", "0.05", "0.1", "1.0", "+Inf"]
+    at = bounds.index(bucket)
+    name = 'relaygr_ranking_seconds_bucket{{outcome="hbm",le="{}"}}'
+    return {name.format(bound): NEVER if index < at else PER_SECOND for index, bound in enumerate(bounds)}
+
+
+def loop(bucket: str) -> Series:
+    return {
+        re.sub(
+            r"relaygr_ranking_seconds_bucket{outcome=\"hbm\"", 'relaygr_loop_lag_seconds_bucket{instance="w"', name
+        ): value
+        for name, value in latency(bucket).items()
+    }
+
+
+def answers(ok: str, **more: str) -> Series:
+    """Answers with scores by outcome `hbm`, and others by their outcome, or their status."""
+    named = {'relaygr_answers_total{instance="w",status="ok",outcome="hbm"}': ok}
+    for name, value in more.items():
+        status, outcome = ("ok", name) if name in {"full", "truncated"} else (name, "none")
+        named[f'relaygr_answers_total{{instance="w",status="{status}",outcome="{outcome}"}}'] = value
+    return named
+
+
+def of(name: str, value: str, more: Series | None = None, **labels: str) -> Series:
+    inside = ",".join(f'{label}="{text}"' for label, text in {"instance": "w", **labels}.items())
+    return {f"{name}{{{inside}}}": value, **(more or {})}
+
+
+READ = of("relaygr_rankings_read_total", PER_SECOND, hops="0")
+CASES = {
+    "RelaygrProcessDown": Case(of("up", "0x240"), of("up", "1x240")),
+    "RelaygrRankingSlow": Case(latency("0.1"), latency("0.05")),
+    "RelaygrNoScores": Case(answers(PER_SECOND, overloaded=PER_STEP), answers(PER_SECOND, overloaded=NEVER)),
+    "RelaygrTruncated": Case(answers(PER_SECOND, truncated=PER_STEP), answers(PER_SECOND, truncated="0+0.2x240")),
+    "RelaygrFewPrefixHits": Case(answers(PER_STEP, full=PER_SECOND), answers(PER_SECOND, full=PER_STEP)),
+    "RelaygrLaneUnread": Case(
+        of("relaygr_lag_records", "2000x240", stage="unread"),
+        of(
+            "relaygr_lag_records", "900x240", of("relaygr_lag_records", "2000x240", stage="uncommitted"), stage="unread"
+        ),
+    ),
+    "RelaygrLaneCommitLag": Case(
+        of("relaygr_trigger_lag_records", "0+50x240", stage="uncommitted"),
+        of("relaygr_trigger_lag_records", "40x240", stage="uncommitted"),
+    ),
+    "RelaygrLanesWithoutOwner": Case(
+        of("relaygr_trigger_decisions_total", PER_STEP, reason="no_owner"),
+        of("relaygr_trigger_decisions_total", PER_STEP, reason="not_at_risk"),
+    ),
+    "RelaygrTooFewWorkers": Case(
+        of("relaygr_forwards_total", PER_STEP, READ, result="late"),
+        of("relaygr_forwards_total", PER_STEP, READ, result="sent"),
+    ),
+    "RelaygrHotLane": Case(
+        of("relaygr_forwards_total", "0+3x240", READ, result="sent"),
+        of("relaygr_forwards_total", "0+1x240", READ, result="sent"),
+    ),
+    "RelaygrPreInferStarved": Case(
+        of(
+            "relaygr_pre_infer_flights_total",
+            PER_STEP,
+            of("relaygr_pre_infer_flights_total", PER_STEP, result="finished"),
+            result="late",
+        ),
+        of(
+            "relaygr_pre_infer_flights_total",
+            PER_STEP,
+            of("relaygr_pre_infer_flights_total", PER_SECOND, result="finished"),
+            result="late",
+        ),
+    ),
+    "RelaygrPreInferWasted": Case(
+        of("relaygr_pins_expired_total", PER_STEP, of("relaygr_trigger_decisions_total", "0+2x240", reason="admitted")),
+        of(
+            "relaygr_pins_expired_total", PER_STEP, of("relaygr_trigger_decisions_total", PER_SECOND, reason="admitted")
+        ),
+    ),
+    "RelaygrAuditsStopped": Case(
+        answers("0+30x240") | of("relaygr_audits_total", "7x240", verdict="agreed", storage="exact"),
+        answers("0+30x240") | of("relaygr_audits_total", "7x200 8x40", verdict="agreed", storage="exact"),
+    ),
+    "RelaygrScoresDeviate": Case(
+        of("relaygr_audits_total", ONCE, verdict="deviated", storage="exact"),
+        of("relaygr_audits_total", PER_STEP, verdict="agreed", storage="exact"),
+    ),
+    "RelaygrDeadLetters": Case(
+        of("relaygr_trigger_dead_letters_total", "0x220 1x20", reason="malformed"),
+        of("relaygr_trigger_dead_letters_total", "0x20 5x220", reason="malformed"),  # an old one
+    ),
+    "RelaygrDeadLettersStuck": Case(
+        of("relaygr_dead_letters_waiting", "1x240"), of("relaygr_dead_letters_waiting", "0x230 1x1 0x9")
+    ),
+    "RelaygrRankingEndsWorkers": Case(
+        of("relaygr_dead_letters_total", ONCE, reason="crashed"),
+        of("relaygr_dead_letters_total", ONCE, reason="invalid"),
+    ),
+    "RelaygrNameConflict": Case(
+        of("relaygr_name_conflicts_total", "0x220 9x20"), of("relaygr_name_conflicts_total", "0x20 9x220")
+    ),
+    "RelaygrStrangers": Case(
+        of("relaygr_statuses_unsigned_total", NEVER, of("relaygr_statuses_unreadable_total", PER_STEP)),
+        of("relaygr_statuses_unsigned_total", NEVER, of("relaygr_statuses_unreadable_total", "5x240")),
+    ),
+    "RelaygrDeviceStalled": Case(
+        of("relaygr_device_stall_seconds", "0x236 6 21 36 51"), of("relaygr_device_stall_seconds", "0.2x240")
+    ),
+    "RelaygrLoopSlow": Case(loop("1.0"), loop("0.05")),
+    "RelaygrRepliesFail": Case(
+        of("relaygr_reply_failures_total", PER_STEP), of("relaygr_reply_failures_total", "5x240")
+    ),
+    "RelaygrStoreErrors": Case(
+        of("relaygr_history_reads_total", PER_STEP, result="mismatch"),
+        of("relaygr_history_reads_total", PER_STEP, result="ok"),
+    ),
+    "RelaygrPartsMadeAnew": Case(
+        of("relaygr_parts_made_anew_total", "0x160 0+1x80", part="a producer"),
+        of("relaygr_parts_made_anew_total", ONCE, part="a producer"),
+    ),
+    "RelaygrSpansLost": Case(
+        of("relaygr_spans_total", PER_STEP, result="dropped"), of("relaygr_spans_total", PER_SECOND, result="exported")
+    ),
+}
+
+
+def test_every_rule_has_a_case_and_a_runbook() -> None:
+    assert CASES.keys() == RULES.keys()
+    assert sorted(re.findall(r"^## (Relaygr\w+)$", RUNBOOK, re.M)) == sorted(RULES)
+    for rule in RULES.values():
+        assert rule["labels"]["severity"] in {"page", "ticket"}
+        assert rule["annotations"]["summary"]
+
+
+@pytest.mark.stack
+def test_prometheus_accepts_the_rules() -> None:
+    assert promtool("check", "rules", str(ALERTS)).returncode == 0
+
+
+@pytest.mark.stack
+@pytest.mark.parametrize("alert", CASES)
+def test_a_rule_fires_when_it_should_and_only_then(alert: str, tmp_path: Path) -> None:
+    case = CASES[alert]
+    outcomes = []
+    for series, firing in ((case.fires, 1), (case.rests, 0)):
+        test = {
+            "interval": "15s",
+            "input_series": [{"series": name, "values": values} for name, values in series.items()],
+            "promql_expr_test": [
+                {
+                    "expr": f'count(ALERTS{{alertname="{alert}", alertstate="firing"}})',
+                    "eval_time": "60m",
+                    "exp_samples": [{"labels": "{}", "value": firing}] if firing else [],
+                }
+            ],
+        }
+        file = tmp_path / f"{firing}.yml"
+        whole = {"rule_files": [str(ALERTS)], "evaluation_interval": "15s", "tests": [test]}
+        file.write_text(yaml.safe_dump(whole), encoding="utf-8")
+        done = promtool("test", "rules", str(file))
+        outcomes.append((done.returncode, done.stdout + done.stderr))
+    assert [code for code, _ in outcomes] == [0, 0], "\n".join(text for _, text in outcomes)
+
+
+def promtool(*arguments: str) -> subprocess.CompletedProcess[str]:
+    program = shutil.which("promtool")
+    if program is None:
+        pytest.skip("no promtool here: install Debian's package prometheus")
+    return subprocess.run([program, *arguments], capture_output=True, text=True, check=False)

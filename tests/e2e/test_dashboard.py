@@ -1,0 +1,149 @@
+"""Every query of the Grafana dashboard, and every alert rule, on a real Prometheus that scrapes a real relay."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import re
+import shutil
+import socket
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+from urllib.request import ProxyHandler, build_opener
+
+import pytest
+import yaml  # type: ignore[import-untyped]
+
+from relaygr_stream.settings.schema import Kafka
+from tests.e2e.test_alerts import RULES
+from tests.e2e.test_up import up
+from tests.waiting import until
+
+DOCKER = Path(__file__).resolve().parents[2] / "docker"
+PANELS = json.loads((DOCKER / "grafana" / "dashboards" / "relay.json").read_text())["panels"]
+QUERIES = [target["expr"].replace("$__rate_interval", "30s") for panel in PANELS for target in panel["targets"]]
+LOOPBACK = build_opener(ProxyHandler({}))
+
+
+def free_ports(count: int) -> int:
+    """The first of so many free ports in a row."""
+    for first in range(23_000, 32_000, count):
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            for port in range(first, first + count):
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            return first
+    raise AssertionError("no free ports")
+
+
+class Prometheus:
+    """A running Prometheus."""
+
+    def __init__(self, port: int) -> None:
+        self._url = f"http://127.0.0.1:{port}"
+
+    def ask(self, path: str, **parameters: str) -> Any:
+        with LOOPBACK.open(f"{self._url}/api/v1/{path}?{urlencode(parameters)}", timeout=5) as response:
+            return json.load(response)["data"]
+
+    def values(self, expression: str) -> list[float]:
+        """The present values of an expression, those that are no number left out."""
+        found = [float(each["value"][1]) for each in self.ask("query", query=expression)["result"]]
+        return [value for value in found if not math.isnan(value)]
+
+    def answers(self) -> bool:
+        with contextlib.suppress(OSError):
+            return bool(self.ask("status/buildinfo"))
+        return False
+
+
+@contextlib.asynccontextmanager
+async def prometheus(folder: Path, targets: dict[str, list[str]]) -> AsyncIterator[Prometheus]:
+    """With the testbed's rules, scraping these every second."""
+    program, port = shutil.which("prometheus"), free_ports(1)
+    assert program is not None
+    config = yaml.safe_load((DOCKER / "prometheus" / "prometheus.yml").read_text())
+    config["global"] = {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"}
+    config["rule_files"] = [str(DOCKER / "prometheus" / name) for name in config["rule_files"]]
+    config["scrape_configs"] = [
+        {"job_name": job, "static_configs": [{"targets": addresses}]} for job, addresses in targets.items()
+    ]
+    (folder / "prometheus.yml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    with (folder / "prometheus.log").open("wb") as log:
+        process = await asyncio.create_subprocess_exec(
+            program,
+            f"--config.file={folder / 'prometheus.yml'}",
+            f"--storage.tsdb.path={folder / 'data'}",
+            f"--web.listen-address=127.0.0.1:{port}",
+            stdout=log,
+            stderr=log,
+        )
+    try:
+        running = Prometheus(port)
+        await until(running.answers, "Prometheus answers")
+        yield running
+    finally:
+        process.terminate()
+        await process.wait()
+
+
+@contextlib.asynccontextmanager
+async def replay(kafka: Kafka, folder: Path) -> AsyncIterator[None]:
+    """`relaygr replay --generate` until the end."""
+    options = ["--requests", "0", "--rate", "5", "--length", "150", "--candidates", "20", "--items", "5000"]
+    with (folder / "replay.log").open("wb") as log:
+        process = await asyncio.create_subprocess_exec(
+            *(
+                sys.executable,
+                "-m",
+                "relaygr_stream",
+                "replay",
+                "--generate",
+                "--config",
+                str(folder / "settings.toml"),
+            ),
+            *options,
+            stdout=log,
+            stderr=log,
+        )
+    try:
+        yield
+    finally:
+        process.terminate()
+        await process.wait()
+
+
+@pytest.mark.stack
+@pytest.mark.timeout(300)
+async def test_every_query_of_the_dashboard_has_data(embedded_settings: Kafka, tmp_path: Path) -> None:
+    if shutil.which("prometheus") is None:
+        pytest.skip("no prometheus here: install Debian's package prometheus")
+    first = free_ports(3)  # the trigger's, then the workers'
+    addresses = [f"127.0.0.1:{first + number}" for number in range(3)]
+    async with (
+        up(embedded_settings, tmp_path, "--workers", "2", "--name", "w", "--set", f"telemetry.port={first}") as relay,
+        prometheus(tmp_path, {"trigger": addresses[:1], "worker": addresses[1:]}) as server,
+    ):
+        await until(lambda: relay.ready("trigger", "w-0", "w-1"), "all ready")
+        async with replay(embedded_settings, tmp_path):
+            for query in QUERIES:
+                await until(lambda query=query: server.values(query), f"data for {query}", 120)  # type: ignore[misc]
+            (hits,) = server.values('sum(relaygr_answers_total{status="ok",outcome=~"hbm|dram|joined"})')
+            assert hits > 0
+        groups = server.ask("rules")["groups"]
+        rules = [rule for group in groups for rule in group["rules"]]
+        assert {rule["name"]: rule["health"] for rule in rules} == dict.fromkeys(RULES, "ok")
+        scraped = server.ask("label/__name__/values")
+        assert sorted(name for rule in rules for name in _named(rule["query"]) if name not in {*scraped, *ABSENT}) == []
+
+
+#: Metrics that the rules name and only a configured part exports: a history store, tracing, clients made anew.
+ABSENT = {"relaygr_history_reads_total", "relaygr_spans_total", "relaygr_parts_made_anew_total"}
+
+
+def _named(query: str) -> list[str]:
+    return re.findall(r"\brelaygr_\w+", query)

@@ -1,0 +1,107 @@
+"""Prefix KV that a lane's owner may not compute, with real processes: another worker does, and ranks; then it dies."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from relaygr_stream.bus.tail import TopicTail
+from relaygr_stream.bus.topics import lane_of
+from relaygr_stream.client import Ranking, RelayClient
+from relaygr_stream.models.api import relative_deviation
+from relaygr_stream.settings.schema import Client, Kafka
+from relaygr_stream.wire.messages import Behaviours, RankingRequest, decode, kind_of, pack_items
+from relaygr_stream.wire.records import Record
+from tests.e2e.fleet import Fleet
+from tests.waiting import until
+
+HEAD_START_S = 0.5
+CANDIDATES = np.arange(20)
+
+
+class Copies:
+    """The hops of every copy of a ranking, and the kinds of other records."""
+
+    def __init__(self) -> None:
+        self.hops: defaultdict[str, list[int]] = defaultdict(list)
+        self.kinds: list[str] = []
+
+    def take(self, records: list[Record]) -> None:
+        for record in records:
+            if kind := kind_of(record.headers):
+                self.kinds.append(kind)
+            else:
+                request = decode(RankingRequest, record.value)
+                self.hops[request.request_id].append(request.hops)
+
+
+def history(user: str) -> Behaviours:
+    random = np.random.default_rng(list(user.encode()))
+    return Behaviours.of(random.integers(0, 5000, 150), np.zeros(150, int), np.arange(150))
+
+
+@pytest.mark.timeout(240)
+async def test_a_delegate_computes_and_ranks_and_a_dead_one_costs_a_full_inference(
+    kafka_settings: Kafka, tmp_path: Path
+) -> None:
+    async with Fleet(kafka_settings, tmp_path) as fleet:
+        fleet.start("trigger", "trigger")
+        fleet.start("worker", "w1", "worker.pre_infer_share=0")  # its trigger refuses all of it as over_load
+        fleet.start("worker", "w2")
+        await fleet.ready("trigger", "w1", "w2")
+        await fleet.lanes_settled("w1", "w2")
+        topics, copies = fleet.topics, Copies()
+        own = {lane.lane for lane in fleet.statuses["w1"].lanes}
+        users = [user for n in range(200) if lane_of(user := f"user-{n}", topics.lanes) in own][:24]
+        trigger, owner, delegate = (fleet.children[name] for name in ("trigger", "w1", "w2"))
+        async with (
+            TopicTail(kafka_settings, topics.ranking.name, range(topics.lanes), "latest", copies.take),
+            # Hedges would be copies, too.
+            RelayClient(settings=msgspec.structs.replace(fleet.settings, client=Client(hedge_ms=0))) as client,
+        ):
+
+            async def visit(user: str, meanwhile: float = HEAD_START_S) -> Ranking:
+                async with client.request(
+                    user, history(user), candidates=20, rank_in=HEAD_START_S, request_id=user
+                ) as request:
+                    await asyncio.sleep(meanwhile)
+                    return await request.rank(CANDIDATES, timeout=30.0)
+
+            async def check(answer: Ranking, user: str) -> None:
+                whole = RankingRequest(
+                    request_id=f"{user}-truth", user_id=user, prefix=history(user),
+                    candidates=pack_items(CANDIDATES), mode="full",
+                )  # fmt: skip
+                truth = await client.rank(whole, timeout=30.0)
+                assert relative_deviation(answer.scores, truth.scores) <= 1e-5
+
+            answers = {user: await visit(user) for user in users[:16]}
+            for user, answer in answers.items():
+                await check(answer, user)
+            hits = {user for user, answer in answers.items() if answer.worker == "w2"}
+            # A statement that is late on a crowded machine, or a ranking before the word on it, costs a full inference.
+            assert len(hits) >= 12, {user: (a.worker, a.outcome, a.admission) for user, a in answers.items()}
+            assert {(answers[user].outcome, answers[user].admission) for user in hits} <= {
+                ("hbm", "delegated"),
+                ("joined", "delegated"),
+            }
+            # The tail reads lane by lane, and may be behind the client.
+            wanted = {user: [0, 1] if user in hits else [0] for user in answers}
+            await until(lambda: {user: sorted(copies.hops[user]) for user in answers} == wanted, f"copies: {wanted}")
+            assert copies.kinds.count("delegated") >= len(hits)
+            assert 'relaygr_trigger_decisions_total{reason="delegated"}' in trigger.metrics()
+            assert f'relaygr_forwards_total{{result="delegate"}} {len(hits)}.0' in owner.metrics()
+            await until(lambda: fleet.statuses["w2"].counters["signal_delegated"] >= len(hits), "w2 tells of them")
+
+            before = fleet.statuses["w2"].counters["signal_delegated"]
+            late = [asyncio.create_task(visit(user, meanwhile=2.0)) for user in users[16:]]
+            await until(lambda: fleet.statuses["w2"].counters["signal_delegated"] > before, "w2 has some of them")
+            delegate.kill()
+            for user, answer in zip(users[16:], await asyncio.gather(*late), strict=True):
+                assert (answer.worker, answer.outcome in ("full", "joined", "hbm")) == ("w1", True)
+                await check(answer, user)

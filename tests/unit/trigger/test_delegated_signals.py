@@ -1,0 +1,105 @@
+"""A delegated signal on its way: to the delegate's lane, then the owner is told and the event done; nothing is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from relaygr_stream.bus.topics import load_topics
+from relaygr_stream.errors import BrokerError
+from relaygr_stream.settings.schema import Kafka
+from relaygr_stream.trigger.decision import Decision
+from relaygr_stream.trigger.delegation import Place
+from relaygr_stream.trigger.ledger import LaneLedger
+from relaygr_stream.trigger.signals import LaneSignals
+from relaygr_stream.wire.headers import HEADER_KIND
+from relaygr_stream.wire.messages import PreInferSignal, decode
+from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.refusals import Refusal
+from tests.unit.trigger.parts import POLICY, event
+
+TOPICS = load_topics(Kafka(partitions=8))
+PLACE = Place("w2", 6, 250, 25.0)
+RECORD = Record(TOPICS.retrieval.name, 3, 11, 0, b"u", b"", ())
+
+
+class World:
+    """One lane's signals before a producer that the test settles."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[str, bytes, dict[str, Any]]] = []
+        self.acknowledged: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self.refused_at_once = False
+        self.told: list[tuple[str, Refusal]] = []
+        self.done: list[Record] = []
+        self.failed = self.paused = 0
+        shared = SimpleNamespace(
+            policy=POLICY,
+            topics=TOPICS,
+            producer=SimpleNamespace(send=self.send),
+            refused=SimpleNamespace(add=lambda owner, lane, ledger, refusal: self.told.append((owner, refusal))),
+            metrics=SimpleNamespace(signals_failed=SimpleNamespace(inc=self.count_failed)),
+            delegation=SimpleNamespace(not_sent=self.count_paused),
+            done=self.done.append,
+        )
+        self.ledger = LaneLedger(0, 60.0, 0.0)
+        self.signals = LaneSignals(3, shared, self.ledger)  # type: ignore[arg-type]
+
+    def count_failed(self) -> None:
+        self.failed += 1
+
+    def count_paused(self, now_s: float) -> None:
+        self.paused += 1
+
+    async def send(self, topic: str, value: bytes, **more: Any) -> asyncio.Future[int]:
+        if self.refused_at_once:
+            raise BrokerError("no grant")
+        self.sent.append((topic, value, more))
+        return self.acknowledged
+
+    async def delegate(self) -> None:
+        decision = Decision("delegated", 25, 40.0, 30.0, PLACE.nbytes, PLACE.cost_ms, PLACE)
+        asked = event(25, "r", "u", tenant="shop", rank_in_ms=300.0)
+        self.signals.delegate(asked, RECORD, decision, "w1")
+        await self.signals.flush()
+
+
+async def test_it_goes_to_the_delegates_lane_and_the_owner_learns_of_it_once_it_is_there() -> None:
+    world = World()
+    await world.delegate()
+    ((topic, value, more),) = world.sent
+    assert (topic, more["partition"], more["key"]) == (TOPICS.ranking.name, 6, b"u")
+    assert more["headers"] == [(HEADER_KIND, b"delegated")]
+    signal = decode(PreInferSignal, value)
+    assert (signal.request_id, signal.tenant, signal.delegate, len(signal.prefix)) == ("r", "shop", "w1", 25)
+    assert (signal.rank_in_ms, signal.life_ms) == (260.0, POLICY.life_ms), "the event was 40 ms old"
+    assert (world.told, world.done) == ([], []), "a trigger that ends now leaves the event to the next"
+    world.acknowledged.set_result(5)
+    await asyncio.sleep(0)
+    assert world.told == [("w1", Refusal("r", "delegated", "shop", "w2"))]
+    assert world.done == [RECORD]
+    assert world.ledger.outstanding == 0
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+async def test_one_that_no_broker_takes_leaves_the_request_to_its_owner(at_once: bool) -> None:
+    world = World()
+    world.refused_at_once = at_once
+    await world.delegate()
+    if not at_once:
+        world.acknowledged.set_exception(BrokerError("no leader"))
+        await asyncio.sleep(0)
+    assert world.told == [("w1", Refusal("r", "delegated"))], "no delegate: nothing is passed on"
+    assert world.done == [RECORD]
+    assert (world.failed, world.paused) == (1, 1)
+
+
+async def test_a_trigger_that_stops_meanwhile_leaves_the_event_to_the_next() -> None:
+    world = World()
+    await world.delegate()
+    world.acknowledged.cancel()
+    await asyncio.sleep(0)
+    assert (world.told, world.done) == ([], [])
