@@ -64,8 +64,8 @@ def decide_undelegated(event: RequestEvent, /, **given: Any) -> Decision:
     return decide(event, **given | {"delegation": None})
 
 
-#: `relay`: as it serves. `everything`: the trigger admits all. `undelegated`: it chooses no delegates. `lru`: tiers evict
-#: what was used longest ago.
+#: `relay`: as it serves. `everything`: the trigger admits all. `undelegated`: it chooses no delegates. `lru`: tiers
+#: evict what was used longest ago.
 POLICIES: Final = ("relay", "everything", "undelegated", "lru")
 
 
