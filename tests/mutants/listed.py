@@ -144,7 +144,7 @@ MUTANTS: Final = (
     ),
     Mutant("worker/intake.py", "min(reply_ms, REPLY_SHARE * timeout_ms)", "reply_ms", "worker/test_intake"),
     Mutant(
-        "worker/replies.py",
+        "worker/forwarding.py",
         "task.timeout_ms - task.age_ms - (now - task.arrived) * 1e3)",
         "task.timeout_ms)",
         "worker/test_outbox_forwards",

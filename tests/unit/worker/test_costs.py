@@ -64,6 +64,20 @@ def test_known_coefficients_are_found(
     assert costs.model().full_ms(3000, 200) == pytest.approx(full, rel=0.01)
 
 
+@settings(max_examples=20)
+@given(extend=COEFFICIENTS, factor=st.floats(1.0, 300.0), seed=st.integers(0, 9))
+def test_a_slower_device_is_learnt_from_as_few_operations(
+    extend: tuple[float, float, float], factor: float, seed: int
+) -> None:
+    """A worker predicts from its warm-up, a few operations: predictions do not depend on the unit of time."""
+    quick = fitted(extend, extend, samples=8, noise=0.05, seed=seed)
+    slow = (extend[0] * factor, extend[1] * factor, extend[2] * factor)
+    slowly = fitted(slow, slow, samples=8, noise=0.05, seed=seed)
+    for position, tokens in ((0, 64), (0, 2048), (2048, 512)):
+        assert slowly.prefill_ms(position, tokens) == pytest.approx(factor * quick.prefill_ms(position, tokens))
+    assert slowly.score_ms(2000, 100) == pytest.approx(factor * quick.score_ms(2000, 100))
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_noise_and_interruptions_do_not_mislead(seed: int) -> None:
     extend, score = (0.4, 6.0, 3.0), (0.5, 8.0, 2.0)
