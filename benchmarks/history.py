@@ -98,7 +98,7 @@ def rates(events: int, missed: list[str]) -> None:
     kind = "kafka" if os.environ.get("KAFKA_HOME") else "embedded"
     print(f"\n2. Events a second of one trigger process ({kind} broker, {events:,} events)\n")
     heads = f"{CARRIED} carried", "2,000 by ref.", "ratio", "10,000 by ref.", "ratio"
-    print(f"{'admitted':>8} {heads[0]:>12} {heads[1]:>14} {heads[2]:>6} {heads[3]:>15} {heads[4]:>6}")
+    print(f"{'admitted':>8} {heads[0]:>12} {heads[1]:>14} {heads[2]:>6} {heads[3]:>15} {heads[4]:>6}   CPU µs an event")
     mixes = [
         Mix(tokens, admitted, events, by_reference=tokens != CARRIED)
         for admitted in ADMITTED
@@ -110,7 +110,8 @@ def rates(events: int, missed: list[str]) -> None:
         ratios = [each.per_second / carried.per_second for each in (shorter, longer)]
         print(
             f"{carried.mix.admitted:>8.0%} {carried.per_second:>12,.0f} {shorter.per_second:>14,.0f} {ratios[0]:>6.2f} "
-            f"{longer.per_second:>15,.0f} {ratios[1]:>6.2f}"
+            f"{longer.per_second:>15,.0f} {ratios[1]:>6.2f}   "
+            f"{carried.cpu_us:.1f}, {shorter.cpu_us:.1f}, {longer.cpu_us:.1f}"
         )
         for each, ratio in zip((shorter, longer), ratios, strict=True):
             if ratio < RATE_SHARE:

@@ -69,6 +69,7 @@ def _conditions(bench: Bench, command: str) -> dict[str, Any]:
     model, worker = settings.model, settings.worker
     note = f", {bench.about['note']}" if bench.about.get("note") else ""
     samples = options.samples
+    arrivals = "Poisson arrivals" if options.arrivals is None else f"times of {options.arrivals.describe()}"
     shape = f"HSTU, {model.layers} layers, D {model.dim}, {model.heads} heads of {model.dqk}"
     device = bench.about.get("device", worker.device)
     words = {
@@ -77,7 +78,7 @@ def _conditions(bench: Bench, command: str) -> dict[str, Any]:
         f"worker(s) on {device}, {worker.threads} thread(s) an operator",
         "memory": f"a worker has {worker.hbm_bytes >> 20:,} MiB HBM tier, {worker.dram_bytes >> 20:,} MiB DRAM tier",
         "broker": bench.about["broker"],
-        "traffic": f"open loop, Poisson arrivals; {options.candidates} candidates, {options.suffix} suffix behaviours; "
+        "traffic": f"open loop, {arrivals}; {options.candidates} candidates, {options.suffix} suffix behaviours; "
         f"a return brings {options.growth:g} new behaviours; {options.delay.describe()}",
         "statistics": f"a probe judges about {samples} requests ({fewest_samples()} is the fewest that have a P99; "
         f"{samples_for(0.95)}, all good, would show it with 95 % confidence) after {options.warm_up_s:g} s of warm-up; "
