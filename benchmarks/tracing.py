@@ -93,12 +93,15 @@ async def measure(mode: str) -> float:
     from relaygr_stream.bus.topics import load_topics
     from relaygr_stream.settings.schema import Kafka, Relay, Telemetry
     from relaygr_stream.telemetry.background import Background
+    from relaygr_stream.telemetry.logs import configure_logging
     from relaygr_stream.telemetry.otlp import tracing_of
     from relaygr_stream.wire.records import Record
     from relaygr_stream.worker.commands import Answer
     from relaygr_stream.worker.intake import Intake
     from relaygr_stream.worker.metrics import WorkerMetrics
     from relaygr_stream.worker.replies import Outbox
+
+    configure_logging(Telemetry(), "bench")
 
     class Sink:
         async def send_and_wait(self, *_: Any, **__: Any) -> int:
@@ -176,7 +179,7 @@ def main() -> None:
             for mode in MODES if turn % 2 else MODES[::-1]:
                 command = [sys.executable, __file__, "--child", mode]
                 done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-                times[mode].append(float(done.stdout))
+                times[mode].append(float(done.stdout.splitlines()[-1]))
     print(
         f"a ranking of {TOKENS} behaviours and {CANDIDATES} candidates, from its record to its answer, event loop only"
     )

@@ -62,9 +62,9 @@ class Prometheus:
 
 
 @contextlib.asynccontextmanager
-async def prometheus(folder: Path, targets: dict[str, list[str]]) -> AsyncIterator[Prometheus]:
+async def prometheus(folder: Path, port: int, targets: dict[str, list[str]]) -> AsyncIterator[Prometheus]:
     """With the testbed's rules, scraping these every second."""
-    program, port = shutil.which("prometheus"), free_ports(1)
+    program = shutil.which("prometheus")
     assert program is not None
     config = yaml.safe_load((DOCKER / "prometheus" / "prometheus.yml").read_text())
     config["global"] = {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"}
@@ -122,11 +122,11 @@ async def replay(kafka: Kafka, folder: Path) -> AsyncIterator[None]:
 async def test_every_query_of_the_dashboard_has_data(embedded_settings: Kafka, tmp_path: Path) -> None:
     if shutil.which("prometheus") is None:
         pytest.skip("no prometheus here: install Debian's package prometheus")
-    first = free_ports(3)  # the trigger's, then the workers'
+    first = free_ports(4)  # the trigger's, the workers', Prometheus's
     addresses = [f"127.0.0.1:{first + number}" for number in range(3)]
     async with (
         up(embedded_settings, tmp_path, "--workers", "2", "--name", "w", "--set", f"telemetry.port={first}") as relay,
-        prometheus(tmp_path, {"trigger": addresses[:1], "worker": addresses[1:]}) as server,
+        prometheus(tmp_path, first + 3, {"trigger": addresses[:1], "worker": addresses[1:]}) as server,
     ):
         await until(lambda: relay.ready("trigger", "w-0", "w-1"), "all ready")
         async with replay(embedded_settings, tmp_path):
