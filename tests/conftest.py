@@ -13,6 +13,7 @@ import hypothesis
 import msgspec
 import pytest
 import structlog
+from hypothesis.internal.conjecture import providers
 
 from relaygr_stream.ops.brokers.local import BrokerKind, LocalBroker, local_broker
 from relaygr_stream.settings.schema import Kafka
@@ -52,6 +53,13 @@ def pytest_configure(config: pytest.Config) -> None:
     # Before torch is imported. The tests' tensors are small, and threads for them only wait for each other: on a busy
     # machine that took fifty times as long.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_collection_finish() -> None:
+    """Hypothesis also draws constants from our modules' source, as these are loaded. One that it finds in the middle
+    of a test changes what it draws, and the test fails as flaky. So it takes those that are loaded by now, once."""
+    found = providers._get_local_constants()
+    setattr(providers, "_get_local_constants", lambda: found)  # noqa: B010  (mypy knows it as a function)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -16,9 +16,8 @@ import random
 from typing import Final, NamedTuple
 
 from relaygr_stream.trigger.load import OwnerLoads, stated_wait_ms
-from relaygr_stream.wire.fleet import Claim, OwnerDirectory
+from relaygr_stream.wire.fleet import LOOKED_AT, TRAVEL_MS, Claim, OwnerDirectory
 from relaygr_stream.wire.worker_status import prefix_bytes, usable_costs
-from relaygr_stream.worker.forwarding import LOOKED_AT, TRAVEL_MS
 
 #: Nothing is delegated for so long after a delegated signal that no broker took: without the grant to write `ranking`,
 #: or without a leader, owners would compute in full what they could have pre-inferred.

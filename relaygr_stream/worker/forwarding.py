@@ -24,15 +24,13 @@ import msgspec
 
 from relaygr_stream.bus.topics import lane_of
 from relaygr_stream.errors import DecodeError
-from relaygr_stream.wire.fleet import OwnerDirectory
+from relaygr_stream.wire.fleet import FORGET_S, LOOKED_AT, TRAVEL_MS, OwnerDirectory
 from relaygr_stream.wire.messages import WorkerStatus
 from relaygr_stream.worker.budgets import AVERAGE_S
 from relaygr_stream.worker.commands import Answer, RankTask
 
 #: A request that was refused twice has met two workers without room: a third search costs more than it finds.
 MOST_HOPS: Final = 2
-#: The forward and the answer go through a broker, 5 ms each at P99.
-TRAVEL_MS: Final = 10.0
 #: A peer must be done within this share of the time left, by its own numbers, for the first hop and for the second: its
 #: queue is a mean of some moments ago. A ranking that a first forward has failed goes on only to a clear place.
 IN_TIME: Final = (0.7, 0.5)
@@ -40,12 +38,6 @@ IN_TIME: Final = (0.7, 0.5)
 FILL: Final = 0.85
 #: A peer with less to spare gets nothing: an average over a second does not tell so small a share from none.
 LEAST_SPARE: Final = 0.05
-
-#: Peers looked at for one ranking, chosen at random: where every fifth has room, 3 of 100 searches find none.
-#: Looking at all of 100 took 0.8 ms, which a hot lane's refusals would take from the loop hundreds of times a second.
-LOOKED_AT: Final = 16
-#: What we sent to a peer is dropped when the peer was not looked at for so long: it is done, or the peer is gone.
-FORGET_S: Final = 60.0
 
 #: A timeout of 0 on the wire means the default.
 LEAST_MS: Final = 1.0

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from relaygr_stream.trigger.decision import REFUSED_FACTOR, Decision, LaneState, Policy, decide
 from relaygr_stream.trigger.delegation import PAUSE_S, Delegation
 from relaygr_stream.trigger.load import OwnerLoads
-from relaygr_stream.wire.fleet import OwnerDirectory
-from relaygr_stream.worker.forwarding import LOOKED_AT, TRAVEL_MS
+from relaygr_stream.wire.fleet import LOOKED_AT, TRAVEL_MS, OwnerDirectory
 from tests.unit.trigger.delegating_fleet import Fleet
 from tests.unit.trigger.parts import POLICY, event, lane_status, worker_status
 

@@ -20,7 +20,8 @@ pytest.importorskip("triton", reason=HINT)
 
 #: Heads of widths that are no power of two, and wider than the smallest tile.
 WIDE: dict[str, Any] = {"layers": 1, "dqk": 24, "dv": 40, "heads": 1}
-SHAPES = [*INCREMENTAL, WIDE]
+#: Models with a bias on positions or times get no such kernels (models/kernels/choice.py).
+SHAPES = [*(shape for shape in INCREMENTAL if not shape.keys() & {"relative_positions", "relative_times"}), WIDE]
 MODELS = [(fused_model(**changes), plain_model(**changes)) for changes in SHAPES]
 #: (prefix in two steps, suffix, candidates) of a ranking.
 rankings = st.tuples(st.integers(0, 40), st.integers(0, 12), st.integers(0, 6), st.integers(1, 40))
