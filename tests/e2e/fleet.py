@@ -102,11 +102,12 @@ class Fleet:
 
 @asynccontextmanager
 async def serving_fleet(
-    kafka: Kafka, folder: Path, *workers: str, model: Model = TEST_SETTINGS.model
+    kafka: Kafka, folder: Path, *workers: str, model: Model = TEST_SETTINGS.model, delegate: bool = True
 ) -> AsyncIterator[Fleet]:
-    """A trigger and these workers, all ready, all lanes owned."""
+    """A trigger and these workers, all ready, all lanes owned. delegate: whether the trigger chooses delegates."""
     async with Fleet(kafka, folder) as fleet:
-        fleet.use(msgspec.structs.replace(fleet.settings, model=model))
+        trigger = msgspec.structs.replace(fleet.settings.trigger, delegate=delegate)
+        fleet.use(msgspec.structs.replace(fleet.settings, model=model, trigger=trigger))
         fleet.start("trigger", "trigger")
         for name in workers:
             fleet.start("worker", name)

@@ -111,7 +111,6 @@ async def test_with_the_documented_grants_the_relay_serves_and_without_it_does_n
         ("retrieval", "ranking"),
         ("retrieval", "worker-status"),
         ("trigger", "scores"),
-        ("trigger", "ranking"),
         ("worker", "pre-infer"),
         ("worker", "retrieval"),
         ("operator", "scores"),

@@ -9,7 +9,7 @@ sees, this judges.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
@@ -148,7 +148,13 @@ class Ledger:
     @property
     def skipped(self) -> list[str]:
         """Ranking records below the committed offset that nobody answered or buried: promised, and not done."""
-        return self._unanswered(place for place in self.rankings if place[2] < self.committed.get(place[:2], 0))
+        return self.skipped_on(self.committed)
+
+    def skipped_on(self, lanes: Collection[tuple[str, int]]) -> list[str]:
+        """As `skipped`, of these lanes alone."""
+        return self._unanswered(
+            place for place in self.rankings if place[:2] in lanes and place[2] < self.committed.get(place[:2], 0)
+        )
 
     @property
     def _endless(self) -> list[str]:

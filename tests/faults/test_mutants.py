@@ -93,13 +93,14 @@ async def test_a_worker_that_discards_rankings_is_found(mutant: None, embedded_s
 async def test_a_worker_that_commits_what_it_has_read_is_found(
     mutant: None, embedded_settings: Kafka, tmp_path: Path
 ) -> None:
-    async with serving_fleet(embedded_settings, tmp_path, "w1", "w2") as fleet:
+    # Without delegates: w1 would pass rankings on, which are done then, and commits of other records count for nothing.
+    async with serving_fleet(embedded_settings, tmp_path, "w1", "w2", delegate=False) as fleet:
         async with Witness(fleet.settings) as witness, RelayClient(settings=fleet.settings) as client:
             ledger, victim = witness.ledger, fleet.children.pop("w1")
             lanes = {(fleet.topics.ranking.name, lane.lane) for lane in fleet.statuses["w1"].lanes}
             items = ledger.sending(traffic(seconds=6, rate=15))
             load = asyncio.create_task(drive(client, items, timeout=20.0, on_result=witness.result))
-            while not any(ledger.committed.get(lane) for lane in lanes):
+            while not ledger.skipped_on(lanes):
                 await witness.note_offsets()
             await asyncio.to_thread(victim.kill)
             await fleet.lanes_settled("w2")
