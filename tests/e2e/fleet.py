@@ -90,6 +90,14 @@ class Fleet:
 
         await until(settled, f"lanes of {workers}: {self.statuses}")
 
+    def pinned(self) -> int:
+        """Bytes that the workers' lanes hold for announced requests, by their last statuses."""
+        return sum(lane.pinned_bytes for status in self.statuses.values() for lane in status.lanes)
+
+    async def announced(self, request_id: str) -> None:
+        """Until a worker has taken the request's signal: one on the log may still be overtaken by its ranking."""
+        await until(lambda: request_id in self.admitted and self.pinned() > 0, f"{request_id} pinned")
+
     def _on_statuses(self, records: list[Record]) -> None:
         for status in worker_statuses(records):
             self.statuses[status.name] = status

@@ -23,16 +23,13 @@ async def test_pinned_bytes_fall_when_a_client_leaves(kafka_settings: Kafka, tmp
         await fleet.ready("trigger", "w1")
         await fleet.lanes_settled("w1")
 
-        def pinned() -> int:
-            return sum(lane.pinned_bytes for lane in fleet.statuses["w1"].lanes)
-
         event = traffic(seconds=9, rate=1)[0].request
         async with RelayClient(settings=fleet.settings) as client:
             async with client.request("left", event.prefix, candidates=9) as left:
-                await until(lambda: pinned() > 0, "pinned")
-            await until(lambda: pinned() == 0, "released")
+                await until(lambda: fleet.pinned() > 0, "pinned")
+            await until(lambda: fleet.pinned() == 0, "released")
             async with client.request("left", event.prefix, candidates=9) as again:
-                await until(lambda: again.request_id in fleet.admitted and pinned() > 0, "admitted in its place")
+                await fleet.announced(again.request_id)
                 assert (await again.rank([1, 2], timeout=20)).admission == "admitted"
             # The trigger takes the same id for a duplicate, and the worker answers what it no longer pins.
             async with client.request("left", event.prefix, candidates=9, request_id=left.request_id) as late:

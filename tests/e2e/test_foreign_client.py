@@ -20,7 +20,6 @@ from relaygr_stream.settings.schema import Kafka, Model
 from relaygr_stream.wire.features import FeatureColumn, FeatureSchema
 from relaygr_stream.wire.messages import RankingRequest, pack_items
 from tests.e2e.fleet import serving_fleet
-from tests.waiting import until
 
 PROTOCOL = Path(__file__).parents[2] / "docs" / "reference" / "protocol.md"
 SCORES = r"\['click', 'like'\] \((-?[\d.e-]+, ){5}-?[\d.e-]+\)"
@@ -100,7 +99,7 @@ async def test_with_features_it_gets_them_from_a_model_that_reads_them(kafka_set
             history = [1, 2, 3] * 20, [1] * 60, range(60)
             features: dict[str, Any] = {"age": 30, "dwell_s": [0.5] * 60}
             async with relay.request("user", history, candidates=2, features=features) as announced:
-                await until(lambda: announced.request_id in fleet.admitted, "the signal")
+                await fleet.announced(announced.request_id)
                 ranking = await announced.rank([7, 8], features={"price": [1.0, 2.0]}, timeout=20)
                 assert ranking.outcome in ("hbm", "joined")
             event = announced._event

@@ -45,27 +45,24 @@ async def test_services_without_kafka_are_served_by_any_gateway(kafka_settings: 
         await fleet.ready("trigger", "w1", "g0", "g1")
         await fleet.lanes_settled("w1")
 
-        def pinned() -> int:
-            return sum(lane.pinned_bytes for lane in fleet.statuses["w1"].lanes)
-
         items, actions, times = (array.tolist() for array in traffic(9, rate=1)[0].request.prefix.arrays())
         history = {"items": items, "actions": actions, "times": times}
         announce = {"user_id": "u", "history": history, "candidates": 3}
         rank = {"user_id": "u", "history": history, "candidates": [11, 12, 13]}
 
         ranked_id = (await ask(ports[0], "POST", "/v1/announce", announce))["request_id"]
-        await until(lambda: ranked_id in fleet.admitted and pinned() > 0, "pinned")
+        await fleet.announced(ranked_id)
         relayed = await ask(ports[1], "POST", "/v1/rank", {**rank, "request_id": ranked_id})
         assert (relayed["outcome"], relayed["admission"]) in (("hbm", "admitted"), ("joined", "admitted"))
         full = await ask(ports[0], "POST", "/v1/rank", {**rank, "mode": "full"})
         for one, other in zip(relayed["scores"], full["scores"], strict=True):
             assert one == pytest.approx(other, rel=1e-4, abs=1e-5)
-        await until(lambda: pinned() == 0, "ranked")
+        await until(lambda: fleet.pinned() == 0, "ranked")
 
         left_id = (await ask(ports[0], "POST", "/v1/announce", announce))["request_id"]
-        await until(lambda: left_id in fleet.admitted and pinned() > 0, "pinned again")
+        await fleet.announced(left_id)
         await ask(ports[1], "DELETE", f"/v1/requests/{left_id}")
-        await until(lambda: pinned() == 0, "cancelled")
+        await until(lambda: fleet.pinned() == 0, "cancelled")
 
         seen = await ask(ports[0], "GET", "/")
         assert [worker["name"] for worker in seen["workers"]] == ["w1"]
