@@ -1,4 +1,4 @@
-"""What replaces one of the relay's policies in the laboratory: how a trigger decides, what the tiers evict.
+"""What replaces one of the relay's policies in the laboratory: where rankings go, how a trigger decides, what is evicted.
 
 Emulated processes (emulate/process.py) and simulated fleets (simulate/fleet.py) take the same ones. The serving code
 knows of none of them.
@@ -17,6 +17,11 @@ from relaygr_stream.wire.messages import RequestEvent
 if TYPE_CHECKING:  # a trigger does not load torch
     from relaygr_stream.cache.tiers import MakePolicy
 
+#: owner: as every client. lane: the same, and no worker forwards it. least: to the worker with the fewest rankings
+#: waiting, which keeps it. any: to any worker, at random, which keeps it.
+Route = Literal["owner", "lane", "least", "any"]
+#: With so many hops behind it, a ranking stays where it is (worker/forwarding.py).
+NO_MORE_HOPS: Final = 2
 #: relay: as it serves. everything: the trigger admits all. lru: tiers evict what was used longest ago.
 Policy = Literal["relay", "everything", "lru"]
 POLICIES: Final[tuple[Policy, ...]] = get_args(Policy)

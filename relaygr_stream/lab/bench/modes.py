@@ -9,8 +9,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from relaygr_stream.errors import ConfigError
-from relaygr_stream.lab.bench.routing import Route
-from relaygr_stream.lab.policies import Policy
+from relaygr_stream.lab.policies import Policy, Route
 from relaygr_stream.settings.schema import Settings
 
 

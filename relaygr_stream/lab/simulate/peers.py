@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Final
 
-from relaygr_stream.lab.bench.routing import NO_MORE_HOPS, Route
+from relaygr_stream.lab.policies import NO_MORE_HOPS, Route
 from relaygr_stream.lab.simulate.scenario import Request
 from relaygr_stream.lab.simulate.timeline import Clock
 from relaygr_stream.settings.schema import Settings

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from relaygr_stream.errors import ConfigError
-from relaygr_stream.lab.bench.routing import Route
-from relaygr_stream.lab.policies import Policy
+from relaygr_stream.lab.policies import Policy, Route
 from relaygr_stream.lab.simulate.bus import BusLatency
 from relaygr_stream.lab.simulate.costs import DeviceCosts
 from relaygr_stream.lab.workload.traffic import Traffic

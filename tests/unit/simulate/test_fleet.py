@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from relaygr_stream.lab.bench.routing import Route
+from relaygr_stream.lab.policies import Route
 from relaygr_stream.lab.simulate.fleet import Fleet
 from relaygr_stream.lab.simulate.run import run_group, run_scenario
 from relaygr_stream.lab.simulate.scenario import Failure
