@@ -1,4 +1,4 @@
-"""What replaces one of the relay's policies in the laboratory: where rankings go, how a trigger decides, what is evicted.
+"""What replaces a policy of the relay in the laboratory: where rankings go, how a trigger decides, what is evicted.
 
 Emulated processes (emulate/process.py) and simulated fleets (simulate/fleet.py) take the same ones. The serving code
 knows of none of them.
