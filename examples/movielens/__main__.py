@@ -23,20 +23,25 @@ import torch
 
 from examples.movielens.conform import deviation_from_float64
 from examples.movielens.data import DataError, Histories, History, Ints, read_histories
-from examples.movielens.evaluate import TEST, Floats, Gain, Quality, evaluate, ndcg, paired_gain, quality
-from examples.movielens.serve import Latency, Served, latencies, rank_all, running, settings_for
+from examples.movielens.evaluate import (
+    LENGTHS,
+    SHORT,
+    Floats,
+    Gain,
+    Quality,
+    by_group,
+    ndcg,
+    offline_ranks,
+    paired_gain,
+    quality,
+)
+from examples.movielens.serve import WAYS, Latency, Served, latencies, rank_all, running, settings_for
 from examples.movielens.train import PROGRESS_FILE, Recipe, parse, train
 from relaygr_stream.errors import RelayError
 from relaygr_stream.lab.drawing import INSTALL, can_draw
-from relaygr_stream.models.hstu_model import HSTUModel
 from relaygr_stream.models.loading import load_checkpoint
 from relaygr_stream.settings.schema import Settings
 
-LENGTHS: Final = (25, 50, 100, 200, 500, 1000)
-#: Offline ranks of a checkpoint.
-OFFLINE_FILE: Final = "offline.npz"
-#: Users with at least so many behaviours, each group ranked at every length.
-GROUPS: Final = (200, 500, 1000)
 #: Groups smaller than this are shown and not concluded from.
 ENOUGH_USERS: Final = 100
 #: Candidates and requests per length of the latencies.
@@ -108,7 +113,7 @@ def run(options: argparse.Namespace, recipe: Recipe) -> int:
         raise DataError(f"{options.out} knows {model.config.vocab} items, {options.data} has {len(data.names)}")
     longest = model.config.max_positions - 1
     step(f"rank the test item of {len(data.users)} users among {len(data.names)} items, offline; with the last n only")
-    ranks = offline_ranks(model, data, options.out)
+    ranks = offline_ranks(model, data, longest, options.out)
     report = Report(
         data,
         offline=ranks["test"],
@@ -146,38 +151,6 @@ def model_check(out: Path, items: int, longest: int) -> bool:
     return (
         subprocess.run([sys.executable, "-m", "relaygr_stream", "model", "check", *flags], check=False).returncode == 0
     )
-
-
-def offline_ranks(model: HSTUModel, data: Histories, out: Path) -> dict[str, Ints]:
-    """Ranks of the test item: "test" for all users, "n" with the last n behaviours for those with GROUPS[0] or more.
-
-    Kept in OFFLINE_FILE with the model's version, since they take longer than the rest of a run without training.
-    """
-    file, key = out / OFFLINE_FILE, f"{model.version} {data.interactions}"
-    if file.is_file():
-        with np.load(file) as kept:
-            if str(kept["key"]) == key:
-                print(f"from {file}, of this checkpoint and this data")
-                return {name: kept[name] for name in kept.files if name != "key"}
-    items, longest = len(data.names), model.config.max_positions - 1
-    found = {"test": evaluate(model, data.users, items, longest, TEST)}
-    users = [user for user in data.users if len(user) >= GROUPS[0]]
-    for length in [length for length in LENGTHS if length <= longest and users]:
-        found[str(length)] = evaluate(model, users, items, length, TEST)
-    np.savez(file, key=np.array(key), **found)  # type: ignore[arg-type]  # its stub takes a keyword for allow_pickle
-    return found
-
-
-def by_group(data: Histories, found: dict[int, Floats]) -> dict[str, dict[int, Floats]]:
-    """For each group of users: length → NDCG@10 of each user. found: of users with GROUPS[0] behaviours or more."""
-    counts = np.array([len(user) for user in data.users if len(user) >= GROUPS[0]])
-    groups: dict[str, dict[int, Floats]] = {}
-    for least in GROUPS:
-        chosen = counts >= least
-        if chosen.any():
-            name = f"users with {least:,} behaviours or more ({chosen.sum():,})"
-            groups[name] = {length: values[chosen] for length, values in found.items()}
-    return groups
 
 
 def finish(report: Report, options: argparse.Namespace, recipe: Recipe) -> int:
@@ -229,11 +202,10 @@ def table(report: Report) -> str:
     if report.served_users < len(report.offline):
         part = quality(offline)
         lines.append(f"{f'offline, the {len(offline):,} users served':36} {part.hr:7.4f} {part.ndcg:8.4f}")
-    names = {"auto": "served with the relay", "full": "served, full inference"}
     for one in report.served:
         hits = f"{one.hits:,} of {len(offline):,}"
         lines.append(
-            f"{names[one.mode]:36} {one.quality.hr:7.4f} {one.quality.ndcg:8.4f} {one.same(offline):10.2%} {hits:>12}"
+            f"{WAYS[one.mode]:36} {one.quality.hr:7.4f} {one.quality.ndcg:8.4f} {one.same(offline):10.2%} {hits:>12}"
         )
         lines.append(f"    prefix KV: {counts(one.outcomes)}; no answer: {counts(one.errors)}; {one.seconds:.0f} s")
         if one.missed:
@@ -244,9 +216,9 @@ def table(report: Report) -> str:
     for name, curve in report.lengths.items():
         count = len(next(iter(curve.values())))
         lines += ["", f"{name}{'' if count >= ENOUGH_USERS else ': too few to conclude from'}"]
-        lines.append(f"{'last n':>8} {'NDCG@10':>8}   against 50, paired 95 % interval")
+        lines.append(f"{'last n':>8} {'NDCG@10':>8}   against {SHORT}, paired 95 % interval")
         for length, values in curve.items():
-            gain = f"   {paired_gain(values, curve[50])}" if 50 in curve and length != 50 else ""
+            gain = f"   {paired_gain(values, curve[SHORT])}" if SHORT in curve and length != SHORT else ""
             lines.append(f"{length:8,} {values.mean():8.4f}{gain}")
     lines += ["", f"latency at the client, {LATENCY_CANDIDATES} candidates, ms: P50 and P99"]
     lines.append(f"{'last n':>8} {'full inference':>18} {'relay (hit)':>18} {'hits':>10}")
@@ -270,9 +242,9 @@ def as_json(report: Report, recipe: Recipe) -> dict[str, Any]:
         for name, curve in report.lengths.items()
     }
     gains: dict[str, dict[str, Gain]] = {
-        name: {str(length): paired_gain(values, curve[50]) for length, values in curve.items()}
+        name: {str(length): paired_gain(values, curve[SHORT]) for length, values in curve.items()}
         for name, curve in report.lengths.items()
-        if 50 in curve
+        if SHORT in curve
     }
     return {
         "recipe": asdict(recipe),

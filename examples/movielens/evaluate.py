@@ -6,14 +6,16 @@ ranked, HR@10 and NDCG@10 are means over users. Scores come from the served mode
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from examples.movielens.data import History, Ints
+from examples.movielens.data import Histories, History, Ints
+from relaygr_stream.lab.workload.report import LiveLine
 from relaygr_stream.models.api import KVRegion, RankingModel, ScoreInput, Tokens
 from relaygr_stream.wire.messages import Behaviours
 
@@ -22,6 +24,13 @@ Floats = npt.NDArray[np.float64]
 #: `held_out` of `split`: which of a user's last behaviours is the target.
 TEST: Final = 1
 VALIDATION: Final = 2
+#: Newest behaviours of the curve of lengths, and the length that others are compared with.
+LENGTHS: Final = (25, 50, 100, 200, 500, 1000)
+SHORT: Final = 50
+#: Users with at least so many behaviours, each group ranked at every length.
+GROUPS: Final = (200, 500, 1000)
+#: The ranks of a checkpoint, kept beside it.
+OFFLINE_FILE: Final = "offline.npz"
 
 
 class Quality(NamedTuple):
@@ -77,8 +86,18 @@ def scores_of(model: RankingModel, history: History, candidates: Ints, region: K
     return np.asarray(scores[:, 0].cpu().numpy())
 
 
-def evaluate(model: RankingModel, users: Sequence[History], items: int, longest: int, held_out: int) -> Ints:
-    """The rank (users,) of each user's target among all `items`, behind the last `longest` behaviours before it."""
+def evaluate(
+    model: RankingModel,
+    users: Sequence[History],
+    items: int,
+    longest: int,
+    held_out: int,
+    progress: Callable[[int], None] | None = None,
+) -> Ints:
+    """The rank (users,) of each user's target among all `items`, behind the last `longest` behaviours before it.
+
+    progress: called behind each user with the number of users done.
+    """
     candidates = np.arange(items)
     region = empty_region(model, longest)
     ranks = np.zeros(len(users), np.int64)
@@ -86,6 +105,8 @@ def evaluate(model: RankingModel, users: Sequence[History], items: int, longest:
         for index, user in enumerate(users):
             history, target, seen = split(user, held_out, longest)
             ranks[index] = rank_of(scores_of(model, history, candidates, region), target, seen)
+            if progress is not None:
+                progress(index + 1)
     return ranks
 
 
@@ -96,6 +117,53 @@ def empty_region(model: RankingModel, tokens: int) -> KVRegion:
 
 
 # What length buys.
+
+
+def offline_ranks(model: RankingModel, data: Histories, longest: int, out: Path) -> dict[str, Ints]:
+    """Ranks of the test item: "test" for all users, "n" with the last n behaviours for those with GROUPS[0] or more.
+
+    A user with at most n behaviours before the test item has the rank of "test" at n. Kept in OFFLINE_FILE with the
+    model's version, since they take longer than the rest of a run without training.
+    """
+    file, key = out / OFFLINE_FILE, f"{model.version} {data.interactions}"
+    if file.is_file():
+        with np.load(file) as kept:
+            if str(kept["key"]) == key:
+                print(f"from {file}, of this checkpoint and this data")
+                return {name: kept[name] for name in kept.files if name != "key"}
+    items, line = len(data.names), LiveLine()
+
+    def ranked(users: Sequence[History], length: int) -> Ints:
+        def progress(done: int) -> None:
+            if line.due():
+                line.show(f"offline, the last {length:,} behaviours: {done:,} of {len(users):,} users")
+
+        return evaluate(model, users, items, length, TEST, progress)
+
+    found = {"test": ranked(data.users, longest)}
+    enough = np.array([len(user) >= GROUPS[0] for user in data.users])
+    users = [data.users[index] for index in enough.nonzero()[0]]
+    for length in [length for length in LENGTHS if length <= longest and users]:
+        cut = (
+            np.array([len(user) - TEST > length for user in users]) if length < longest else np.zeros(len(users), bool)
+        )
+        found[str(length)] = ranks = found["test"][enough]
+        ranks[cut] = ranked([users[index] for index in cut.nonzero()[0]], length)
+    line.close()
+    np.savez(file, key=np.array(key), **found)  # type: ignore[arg-type]  # its stub takes a keyword for allow_pickle
+    return found
+
+
+def by_group(data: Histories, found: dict[int, Floats]) -> dict[str, dict[int, Floats]]:
+    """For each group of users: length → NDCG@10 of each user. found: of users with GROUPS[0] behaviours or more."""
+    counts = np.array([len(user) for user in data.users if len(user) >= GROUPS[0]])
+    groups: dict[str, dict[int, Floats]] = {}
+    for least in GROUPS:
+        chosen = counts >= least
+        if chosen.any():
+            name = f"users with {least:,} behaviours or more ({chosen.sum():,})"
+            groups[name] = {length: values[chosen] for length, values in found.items()}
+    return groups
 
 
 class Gain(NamedTuple):

@@ -23,15 +23,18 @@ from examples.movielens.evaluate import TEST, Quality, behaviours_of, quality, r
 from relaygr_stream.client import RelayClient
 from relaygr_stream.client.answers import Ranking
 from relaygr_stream.lab.bench.pipeline import Pipeline
+from relaygr_stream.lab.workload.report import LiveLine
 from relaygr_stream.ops.brokers.distribution import BRIEF_RELAY
 from relaygr_stream.ops.brokers.local import local_broker
 from relaygr_stream.settings.schema import Client, Model, Relay, Settings, Trigger, Worker
 from relaygr_stream.wire.messages import Mode
 
+#: The two ways of serving, by the mode of the request.
+WAYS: Final[dict[Mode, str]] = {"auto": "served with the relay", "full": "served, full inference"}
 #: Seconds from announcement to ranking, as retrieval and pre-processing take them.
 STAGE_S: Final = 0.1
 #: Users under way at once. The comparison is about scores; `latencies` sends one request at a time.
-TOGETHER: Final = 4
+TOGETHER: Final = 2
 #: Seconds that a request may take: nothing is refused for being late.
 TIMEOUT_S: Final = 30.0
 #: Each length's latencies start after so many requests: a worker's first calls of a size are slower.
@@ -78,7 +81,7 @@ class Latency:
 def settings_for(checkpoint: Path, items: int, longest: int, threads: int) -> Settings:
     """Settings under which every request is admitted and none is refused for being late."""
     return Settings(
-        relay=Relay(max_prefix_tokens=longest, max_candidates=items, max_suffix_tokens=0, life_window_ms=10_000.0),
+        relay=Relay(max_prefix_tokens=longest, max_candidates=items, max_suffix_tokens=0, life_window_ms=2_000.0),
         trigger=Trigger(risk_share=0.0),
         worker=Worker(dtype="float32", audit_share=0.0, threads=threads),
         model=Model(checkpoint=str(checkpoint.resolve())),
@@ -100,7 +103,7 @@ async def rank_all(client: RelayClient, users: Sequence[History], items: int, lo
     served = Served(mode, np.full(len(users), -1, np.int64))
     candidates = np.arange(items)
     slots = asyncio.Semaphore(TOGETHER)
-    started = time.monotonic()
+    started, line = time.monotonic(), LiveLine()
 
     async def one(index: int, user: History) -> None:
         history, target, seen = split(user, TEST, longest)
@@ -114,8 +117,11 @@ async def rank_all(client: RelayClient, users: Sequence[History], items: int, lo
         if mode == "auto" and ranking.outcome == "full":
             served.missed[ranking.admission or "unknown"] += 1
         served.ranks[index] = rank_of(ranking.scores[:, 0], target, seen)
+        if line.due():
+            line.show(f"{WAYS[mode]}: {served.outcomes.total():,} of {len(users):,} users, {served.hits:,} hits")
 
     await asyncio.gather(*(one(index, user) for index, user in enumerate(users)))
+    line.close()
     served.seconds = time.monotonic() - started
     return served
 

@@ -62,23 +62,26 @@ class Places:
             return None
         return LayerBias(self, layer)
 
-    def indices(self, block: Block, positions: int, times: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The indices (rows, columns) of the block's pairs in tables of these lengths; None for a length of 0.
+    def of_positions(self, block: Block, table: torch.Tensor) -> torch.Tensor:
+        """`table` at the distances of the block's pairs (rows, columns). All candidates share one row, the last.
 
-        All candidates share one row. If the block has only candidates, it is the only row.
+        Distances are alike along a diagonal, so every row is a window of one strip: a copy, not a gather for each pair.
         """
-        start, stop = block.row_start, min(block.row_stop, max(block.row_start, self._behaviours) + 1)
-        distances = buckets = None
-        if positions:
-            row, column = self._positions
-            rows = row + torch.arange(start, stop, device=self._device).clamp_(max=self._behaviours)
-            columns = torch.arange(column + block.col_start, column + block.col_stop, device=self._device)
-            distances = (rows[:, None] - columns).clamp_(0, positions - 1)
-        if times:
-            assert self._times is not None, "a layer compares times, and none are given"
-            ours, theirs = self._times
-            buckets = time_buckets(ours[start:stop, None] - theirs[block.col_start : block.col_stop], times)
-        return distances, buckets
+        (row, column), (start, stop), width = self._positions, self._distinct(block), block.col_stop - block.col_start
+        nearest = row + min(start, self._behaviours) - (column + block.col_start) - width + 1
+        distances = torch.arange(nearest + stop - start + width - 2, nearest - 1, -1, device=self._device)
+        strip = table[distances.clamp_(0, len(table) - 1)]
+        return strip.unfold(0, width, 1).flip(0)
+
+    def of_times(self, block: Block, table: torch.Tensor) -> torch.Tensor:
+        """`table` at the buckets of times of the block's pairs, as `of_positions`."""
+        assert self._times is not None, "a layer compares times, and none are given"
+        (start, stop), (ours, theirs) = self._distinct(block), self._times
+        return table[time_buckets(ours[start:stop, None] - theirs[block.col_start : block.col_stop], len(table))]
+
+    def _distinct(self, block: Block) -> tuple[int, int]:
+        """The block's rows of behaviours, and one for its candidates."""
+        return block.row_start, min(block.row_stop, max(block.row_start, self._behaviours) + 1)
 
 
 class LayerBias:
@@ -86,14 +89,16 @@ class LayerBias:
 
     def __init__(self, places: Places, layer: STULayer) -> None:
         self._places = places
-        self._tables = layer.relative_position, layer.relative_time
+        self._layer = layer
 
     def of(self, block: Block) -> torch.Tensor:
         """(rows, columns) of the block, or (1, columns) for candidates. Values of invisible pairs mean nothing."""
-        lengths = [0 if table is None else len(table) for table in self._tables]
-        indices = self._places.indices(block, *lengths)
-        pairs = zip(self._tables, indices, strict=True)
-        found = _sum([table[index] for table, index in pairs if table is not None and index is not None])
+        parts = []
+        if self._layer.relative_position is not None:
+            parts.append(self._places.of_positions(block, self._layer.relative_position))
+        if self._layer.relative_time is not None:
+            parts.append(self._places.of_times(block, self._layer.relative_time))
+        found = _sum(parts)
         missing = block.row_stop - block.row_start - len(found)
         if not missing or len(found) == 1:
             return found

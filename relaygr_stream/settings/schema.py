@@ -106,6 +106,11 @@ class Relay(Section, frozen=True, kw_only=True):
     max_prefix_tokens: Annotated[Positive, _doc("longest prefix; a longer one is refused")] = 4096
     max_suffix_tokens: Annotated[int, Meta(ge=0), _doc("longest suffix; a longer one is refused")] = 256
     max_candidates: Annotated[Positive, _doc("most candidates in a request")] = 2048
+    averaging: Annotated[
+        float,
+        Meta(gt=0, le=1e3),
+        _doc("factor of the times over which load, demand and reuse are averaged (1, 10 and 30 s)"),
+    ] = 1.0
     answer_secret: Annotated[
         str,
         Meta(pattern=r"^$|^.{16,}$", extra={"secret": True}),

@@ -51,6 +51,7 @@ class Policy:
     burst_ms: float
     max_prefix_tokens: int
     delegate: bool = False
+    averaging: float = 1.0  # factor of the times over which load is averaged
 
     @classmethod
     def of(cls, settings: Settings) -> Policy:
@@ -62,6 +63,7 @@ class Policy:
             burst_ms=settings.trigger.load_burst_ms,
             max_prefix_tokens=settings.relay.max_prefix_tokens,
             delegate=settings.trigger.delegate,
+            averaging=settings.relay.averaging,
         )
 
 
@@ -98,9 +100,9 @@ class LaneState:
         loads: OwnerLoads | None = None,
     ) -> None:
         self.ledger = LaneLedger(log_end, keep_s, now_s)
-        self.bucket = LoadBucket(policy.burst_ms, load.LANE_S)
+        self.bucket = LoadBucket(policy.burst_ms, policy.averaging * load.LANE_S, policy.averaging * load.START_S)
         self._number = number
-        self._loads = OwnerLoads() if loads is None else loads
+        self._loads = OwnerLoads(policy.averaging) if loads is None else loads
         self._owner_bucket: LoadBucket | None = None
         self.costs: CostModel = FALLBACK_COSTS  # the owner's, if they are usable
         self._life_s = policy.life_ms / 1000.0

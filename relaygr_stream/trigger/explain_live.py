@@ -141,7 +141,7 @@ class Shadow:
         self._directory = directory
         now = time.monotonic()
         keep_s = topics.pre_infer.retention_ms / 1e3
-        loads = OwnerLoads()
+        loads = OwnerLoads(policy.averaging)
         self._delegation = Delegation(directory, loads, topics.lanes) if policy.delegate else None
         self._lanes = {lane: LaneState(self._policy, end, keep_s, now, lane, loads) for lane, end in ends.items()}
         self._start = now

@@ -35,12 +35,13 @@ class LoadBucket:
     It holds at most `depth`: the refill of depth_s seconds, and never more than burst_ms. Over any interval of dt
     seconds at most burst_ms + rate·dt is spent. A cost above the depth is allowed when the bucket is full, and leaves
     it in debt: the bound is exceeded once, by (cost - depth), and the refill repays it. Without a rate nothing is
-    allowed.
+    allowed. A new one holds the refill of start_s.
     """
 
-    def __init__(self, burst_ms: float, depth_s: float = LANE_S) -> None:
+    def __init__(self, burst_ms: float, depth_s: float = LANE_S, start_s: float = START_S) -> None:
         self._burst_ms = burst_ms
         self._depth_s = depth_s
+        self._start_s = start_s
         self._rate = 0.0
         self._level_ms = 0.0
         self._at_s: float | None = None  # None until the first rate is known
@@ -57,7 +58,7 @@ class LoadBucket:
 
     def set_rate(self, ms_per_s: float, now_s: float, more_ms: float = 0.0) -> None:
         """Refill at this rate from now on; the first call starts the bucket. more_ms: added once."""
-        level = self.level(now_s) + more_ms if self._at_s is not None else ms_per_s * START_S
+        level = self.level(now_s) + more_ms if self._at_s is not None else ms_per_s * self._start_s
         self._at_s = now_s
         self._rate = ms_per_s if ms_per_s >= MIN_MS_PER_S else 0.0
         self._level_ms = min(self.depth, level)
@@ -107,9 +108,13 @@ class SentLately:
 
 
 class OwnerLoads:
-    """One bucket for each owner of this trigger's lanes, at the sum of its lanes' rates; and what was sent to whom."""
+    """One bucket for each owner of this trigger's lanes, at the sum of its lanes' rates; and what was sent to whom.
 
-    def __init__(self) -> None:
+    averaging: factor of OWNER_S and START_S.
+    """
+
+    def __init__(self, averaging: float = 1.0) -> None:
+        self._averaging = averaging
         self._lanes: dict[int, tuple[str, float]] = {}
         self._buckets: dict[str, LoadBucket] = {}
         self._counts: dict[str, int] = {}
@@ -124,10 +129,10 @@ class OwnerLoads:
             known_ms = 0.0
         bucket = self._buckets.get(owner)
         if bucket is None:
-            bucket = self._buckets[owner] = LoadBucket(math.inf, OWNER_S)
+            bucket = self._buckets[owner] = LoadBucket(math.inf, self._averaging * OWNER_S, self._averaging * START_S)
         self._lanes[lane] = owner, ms_per_s
         new = before != owner
-        bucket.set_rate(bucket.rate + ms_per_s - known_ms, now_s, ms_per_s * START_S if new else 0.0)
+        bucket.set_rate(bucket.rate + ms_per_s - known_ms, now_s, self._averaging * ms_per_s * START_S if new else 0.0)
         return bucket
 
     def remove(self, lane: int, now_s: float) -> None:

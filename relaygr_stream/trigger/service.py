@@ -187,8 +187,8 @@ class TriggerLanes:
             background,
             keep_values=settings.kafka.dead_letter_values,
         )
-        loads = OwnerLoads()
         policy = Policy.of(settings)
+        loads = OwnerLoads(policy.averaging)
         self._shared = shared = LaneContext(
             policy,
             topics,

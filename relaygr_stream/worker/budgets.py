@@ -29,9 +29,10 @@ QUIET_PART: Final = 0.5
 
 
 class LaneShares:
-    """Shares of the owned lanes, from how much each was asked for."""
+    """Shares of the owned lanes, from how much each was asked for. averaging: factor of the time that demand keeps."""
 
-    def __init__(self) -> None:
+    def __init__(self, averaging: float = 1.0) -> None:
+        self._averaging = averaging
         self._demand: dict[int, float] = {}
         self._seen: dict[int, int] = {}
 
@@ -43,7 +44,7 @@ class LaneShares:
         owned = sorted(lanes)
         if not owned:
             return {}
-        keep = DEMAND_DECAY**seconds
+        keep = DEMAND_DECAY ** (seconds / self._averaging)
         demand, active = {}, 0
         for lane in owned:
             total, left = asked.get(lane, 0), self._demand.get(lane, 0.0) * keep
@@ -208,9 +209,10 @@ EPOCH_S: Final = 30.0
 
 
 class Demand:
-    """Running totals of prefix bytes per lane, and each lane's largest recent prefix."""
+    """Running totals of prefix bytes per lane, and each lane's largest recent prefix. averaging: factor of EPOCH_S."""
 
-    def __init__(self) -> None:
+    def __init__(self, averaging: float = 1.0) -> None:
+        self._epoch_s = averaging * EPOCH_S
         self.totals: defaultdict[int, int] = defaultdict(int)  # lane → bytes asked for so far
         self._epoch = 0
         self._now: dict[int, int] = {}
@@ -218,7 +220,7 @@ class Demand:
 
     def ask(self, lane: int, nbytes: int, now: float) -> None:
         """A ranking came whose prefix KV take so many bytes."""
-        epoch = int(now / EPOCH_S)
+        epoch = int(now / self._epoch_s)
         if epoch != self._epoch:
             self._before = self._now if epoch == self._epoch + 1 else {}
             self._now, self._epoch = {}, epoch
@@ -258,10 +260,14 @@ LEAST_COMPUTED: Final = 0.1
 
 
 class LoadSplit:
-    """Device milliseconds a second that triggers may ask for. cap: share of the device for pre-inference at most."""
+    """Device milliseconds a second that triggers may ask for.
 
-    def __init__(self, cap: float) -> None:
+    cap: share of the device for pre-inference at most. averaging: factor of the times over which is averaged.
+    """
+
+    def __init__(self, cap: float, averaging: float = 1.0) -> None:
         self._cap = cap
+        self._averaging = averaging
         self.ranking_share = 0.0  # of the device's time, averaged over about a second
         self._last_ranking_ms = 0.0
         self._last_asked = self._last_computed = 0.0
@@ -280,8 +286,8 @@ class LoadSplit:
         and those of them that had to be computed. seconds: since the last call.
         """
         busy = min(1.0, max(0.0, ranking_ms - self._last_ranking_ms) / (seconds * 1e3))
-        self.ranking_share += min(1.0, seconds / RANKING_AVERAGE_S) * (busy - self.ranking_share)
-        keep = max(0.0, 1.0 - seconds / REUSE_AVERAGE_S)
+        self.ranking_share += min(1.0, seconds / (self._averaging * RANKING_AVERAGE_S)) * (busy - self.ranking_share)
+        keep = max(0.0, 1.0 - seconds / (self._averaging * REUSE_AVERAGE_S))
         self._asked = keep * self._asked + max(0.0, asked - self._last_asked)
         self._computed = keep * self._computed + max(0.0, computed - self._last_computed)
         self._last_ranking_ms, self._last_asked, self._last_computed = ranking_ms, asked, computed
@@ -297,9 +303,10 @@ AVERAGE_S: Final = 1.0
 
 
 class BusyShare:
-    """The share of the device's time in use, 0…1, averaged over about a second."""
+    """The share of the device's time in use, 0…1, averaged over about a second, times `averaging`."""
 
-    def __init__(self) -> None:
+    def __init__(self, averaging: float = 1.0) -> None:
+        self._average_s = averaging * AVERAGE_S
         self.share = 0.0
         self._last_ms = 0.0
 
@@ -307,5 +314,5 @@ class BusyShare:
         """total_ms: of all work, ever; seconds: since the last call. Returns the share from now on."""
         busy = min(1.0, max(0.0, total_ms - self._last_ms) / (seconds * 1e3))
         self._last_ms = total_ms
-        self.share += min(1.0, seconds / AVERAGE_S) * (busy - self.share)
+        self.share += min(1.0, seconds / self._average_s) * (busy - self.share)
         return self.share

@@ -56,20 +56,21 @@ class _Account:
     """What we sent to one peer, in milliseconds of its device by its own costs."""
 
     at: float
+    average_s: float  # over which the peer averages its busy share
     status: WorkerStatus | None = None  # its newest when we looked last
     spare: float = 0.0  # share of its device that others' rankings may use, as of that status
     waiting_ms: float = 0.0  # sent and not worked off yet
-    lately_ms: float = 0.0  # a sum of what was sent that fades with AVERAGE_S, as the peer's own average does
+    lately_ms: float = 0.0  # a sum of what was sent that fades with average_s, as the peer's own average does
     stated_ms: float = 0.0  # the same as of that status
 
     def advance(self, now: float, status: WorkerStatus) -> None:
         """Let time pass: the peer works off what it has room for."""
         seconds, before = max(0.0, now - self.at), self.spare
         self.at = now
-        self.lately_ms *= math.exp(-seconds / AVERAGE_S)
+        self.lately_ms *= math.exp(-seconds / self.average_s)
         if status is not self.status:
             # Its busy share includes our rankings, but not those that we sent since its last status.
-            ours = min(self.lately_ms, self.stated_ms) / (AVERAGE_S * 1e3)
+            ours = min(self.lately_ms, self.stated_ms) / (self.average_s * 1e3)
             self.status, self.stated_ms = status, self.lately_ms
             self.spare = min(FILL, max(0.0, FILL + ours - status.busy_share))
         # Its spare share changed at some time in between: count on the smaller one.
@@ -87,7 +88,10 @@ def time_left_ms(task: RankTask, now: float) -> float:
 
 
 class Forwarding:
-    """One worker's view of its peers. name: its own; lanes: how many there are; home: the lane of a user."""
+    """One worker's view of its peers. name: its own; lanes: how many there are; home: the lane of a user.
+
+    averaging: as the peers' (relay.averaging).
+    """
 
     def __init__(
         self,
@@ -97,7 +101,9 @@ class Forwarding:
         clock: Callable[[], float] = time.monotonic,
         seed: int | None = None,
         home: Callable[[str], int] | None = None,
+        averaging: float = 1.0,
     ) -> None:
+        self._average_s = averaging * AVERAGE_S
         self._name = name
         self._peers = peers
         self._home = home or partial(lane_of, lanes=lanes)
@@ -145,7 +151,7 @@ class Forwarding:
         account = self._accounts.get(peer.name)
         if account is None:
             self._accounts = {name: known for name, known in self._accounts.items() if now - known.at <= FORGET_S}
-            account = self._accounts[peer.name] = _Account(now)
+            account = self._accounts[peer.name] = _Account(now, self._average_s)
         account.advance(now, peer)
         if account.spare < LEAST_SPARE:
             return math.inf

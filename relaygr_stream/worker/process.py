@@ -255,7 +255,7 @@ class Worker:
             progressing=self._progressing,
             crashes=Crashes(topics.ranking.name, settings.worker.max_crashes, self._on_crashed),
         )
-        self._forwarding = Forwarding(name, self._peers, topics.lanes)
+        self._forwarding = Forwarding(name, self._peers, topics.lanes, averaging=settings.relay.averaging)
         self._outbox = Outbox(
             topics,
             bus.scores,

@@ -64,6 +64,7 @@ class Limits:
     waiting_bytes: int = 1 << 62  # of rankings that wait for an answer
     delegated_bytes: int = 0  # pinned on other workers' behalf, beside pinned_bytes
     truncate_min_tokens: int = 0  # fewest newest behaviours that a ranking may be cut to; 0: none is cut
+    averaging: float = 1.0  # factor of the times over which demand is averaged
 
 
 @dataclass
@@ -118,7 +119,7 @@ class Scheduler:
         self._placed: list[Placed] = []
         self._jobs = PrefillJobs(executor, cache, self._queue, limits.max_ranking_delay_ms, self._placed)
         self.time = DeviceTime()
-        self.demand = Demand()
+        self.demand = Demand(limits.averaging)
         self.pins = PinTable(cache)
         self.signals = Signals(
             cache, self._jobs, self._waiters, self.pins, answered, self._placed,

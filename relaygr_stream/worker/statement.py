@@ -35,14 +35,14 @@ class Statements:
         worker = settings.worker
         self._worker = worker
         self._runtime = runtime
-        self._shares = LaneShares()
+        self._shares = LaneShares(settings.relay.averaging)
         self._shared_at = now
         hold_s = (settings.trigger.max_status_age_ms + worker.status_interval_ms) / 1e3
         self._budgets = LaneBudgets(
             int(worker.pinned_share * worker.hbm_bytes), hold_s, turn_s=hold_s + settings.relay.life_window_ms / 1e3
         )
-        self._split = LoadSplit(worker.pre_infer_share)
-        self._busy = BusyShare()
+        self._split = LoadSplit(worker.pre_infer_share, settings.relay.averaging)
+        self._busy = BusyShare(settings.relay.averaging)
 
     def status(
         self,

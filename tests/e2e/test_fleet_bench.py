@@ -9,18 +9,20 @@ import msgspec
 import pytest
 
 from relaygr_stream.lab.bench.dilation import Fleet
-from relaygr_stream.lab.bench.modes import CACHE, FULL_ANY, FULL_LANE, RELAY, RELAY_ANYWHERE, Mode
+from relaygr_stream.lab.bench.modes import ABLATIONS, CACHE, FULL_ANY, FULL_LANE, RELAY, Mode
 from relaygr_stream.lab.bench.pipeline import Pipeline
 from relaygr_stream.lab.bench.populations import Population
 from relaygr_stream.lab.bench.probe import Judgement, run_probe
 from relaygr_stream.lab.bench.results import Probe
 from relaygr_stream.lab.paper.plan import costs_named
+from relaygr_stream.lab.policies import Policy
 from relaygr_stream.lab.workload.generator import GeneratorOptions
 from relaygr_stream.lab.workload.items import StageDelay
 from relaygr_stream.settings.load import load_settings
 from relaygr_stream.settings.schema import Kafka, Settings
 
 K = 20.0
+ANYWHERE = next(mode for mode in ABLATIONS if mode.route == "any")
 LENGTH = 352
 
 
@@ -28,7 +30,7 @@ LENGTH = 352
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("policy", ["relay", "everything"])
 async def test_every_mode_is_served_by_devices_of_the_cost_file(
-    embedded_settings: Kafka, tmp_path: Path, policy: str
+    embedded_settings: Kafka, tmp_path: Path, policy: Policy
 ) -> None:
     settings: Settings = load_settings(["fleet"], {"relay.slo_ms": "200", "trigger.risk_share": "0"}).settings
     kafka = msgspec.structs.replace(embedded_settings, partitions=4)
@@ -60,7 +62,7 @@ async def test_every_mode_is_served_by_devices_of_the_cost_file(
         cached = await probe(CACHE)
         assert cached.announced == 0
         assert cached.outcomes.get("hbm", 0) > 0
-        anywhere = await probe(RELAY_ANYWHERE)
+        anywhere = await probe(ANYWHERE)
         assert anywhere.passed, anywhere
         assert anywhere.outcomes.get("full", 0) > 0, "half of the rankings go to the other worker"
 

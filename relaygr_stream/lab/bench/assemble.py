@@ -51,7 +51,6 @@ def assemble(bench: Bench, command: str) -> SloReport:
         budgets=bench.budgets,
         bus=bus,
         hits=hits,
-        skipped=bench.skipped,
         missed=judge.missed(ratios, founds, bus, (hits["admitted"], hits["hit"])),
         wall_s=bench.clock(),
     )

@@ -1,4 +1,4 @@
-"""The modes that are compared: ways of serving the same rankings, with the worker settings of each."""
+"""The modes that are compared: ways of serving the same rankings, with what each changes of the settings."""
 
 from __future__ import annotations
 
@@ -9,94 +9,46 @@ from typing import Any, Final, Literal
 import msgspec
 
 from relaygr_stream.errors import ConfigError
-from relaygr_stream.lab.bench.routing import Route
+from relaygr_stream.lab.policies import Policy, Route
 from relaygr_stream.settings.schema import Settings
 
 
 @dataclass(frozen=True)
 class Mode:
-    """One way of serving. `overrides`: worker settings; modes with equal settings share their processes."""
+    """One way of serving; by default the relay's."""
 
     name: str
     words: str  # a description for the table
-    announce: bool  # whether request events are published, so that prefixes may be pre-inferred
-    request: Literal["auto", "full"]  # of the ranking requests
-    keeps: bool  # prefix KV outlives its ranking, so that returning users are cheaper
-    overrides: Mapping[str, Any] = field(default_factory=dict)
+    announce: bool = True  # whether request events are published, so that prefixes may be pre-inferred
+    request: Literal["auto", "full"] = "auto"  # of the ranking requests
+    keeps: bool = True  # prefix KV outlives its ranking, so that returning users are cheaper
+    overrides: Mapping[str, Any] = field(default_factory=dict)  # "section.name" → value of the processes' settings
     route: Route = "owner"  # where the client sends rankings
-    policy: str = "relay"  # of a fleet's processes (lab/emulate/process.py); others need emulated devices
+    policy: Policy = "relay"  # of a fleet's processes (lab/policies.py); others need emulated devices
 
 
-FULL: Final = Mode("full", "full inference at ranking, no relay", announce=False, request="full", keeps=False)
-CACHE: Final = Mode(
-    "cache", "prefix KV kept after ranking, no pre-inference", announce=False, request="auto", keeps=True
-)
-RELAY_HBM: Final = Mode(
-    "relay-hbm",
-    "relay without DRAM",
-    announce=True,
-    request="auto",
-    keeps=True,
-    overrides={"dram_bytes": 0},
-)
-RELAY: Final = Mode("relay", "relay with DRAM", announce=True, request="auto", keeps=True)
+def _full(name: str, words: str, route: Route = "owner") -> Mode:
+    return Mode(name, words, announce=False, request="full", keeps=False, route=route)
+
+
+FULL: Final = _full("full", "full inference at ranking, no relay")
+CACHE: Final = Mode("cache", "prefix KV kept after ranking, no pre-inference", announce=False)
+RELAY: Final = Mode("relay", "relay with DRAM")
+RELAY_HBM: Final = Mode("relay-hbm", "relay without DRAM", overrides={"worker.dram_bytes": 0})
 MODES: Final = (FULL, CACHE, RELAY_HBM, RELAY)
 
-# A fleet's modes (`bench paper`): two baselines without any relay, and the relay without one of its parts.
-
-FULL_LANE: Final = Mode(
-    "full-lane", "full inference by the lane's owner", announce=False, request="full", keeps=False, route="lane"
-)
-FULL_ANY: Final = Mode(
-    "full-any",
-    "full inference by any worker, least waiting first",
-    announce=False,
-    request="full",
-    keeps=False,
-    route="least",
-)
-RELAY_ANYWHERE: Final = Mode(
-    "relay-anywhere",
-    "relay without affinity: the ranking goes to any live worker",
-    announce=True,
-    request="auto",
-    keeps=True,
-    route="any",
-)
-RELAY_EVERYTHING: Final = Mode(
-    "relay-everything",
-    "relay without the test of risk and without bounds",
-    announce=True,
-    request="auto",
-    keeps=True,
-    policy="everything",
-)
-RELAY_WHOLE: Final = Mode(
-    "relay-whole",
-    "relay without chunks: nothing interrupts a prefill",
-    announce=True,
-    request="auto",
-    keeps=True,
-    overrides={"max_ranking_delay_ms": 3.6e6},
-)
-RELAY_LRU: Final = Mode(
-    "relay-lru",
-    "relay whose tiers evict what was used longest ago",
-    announce=True,
-    request="auto",
-    keeps=True,
-    policy="lru",
-)
-RELAY_UNDELEGATED: Final = Mode(
-    "relay-undelegated",
-    "relay whose trigger sends no prefill to other workers than the lane's owner",
-    announce=True,
-    request="auto",
-    keeps=True,
-    policy="undelegated",
-)
+# A fleet's modes (`bench paper`): baselines without any relay, and the relay without one of its parts.
+FULL_LANE: Final = _full("full-lane", "full inference by the lane's owner", "lane")
+FULL_ANY: Final = _full("full-any", "full inference by any worker, least waiting first", "least")
 BASELINES: Final = (FULL_LANE, FULL_ANY, CACHE)
-ABLATIONS: Final = (RELAY_ANYWHERE, RELAY_UNDELEGATED, RELAY_HBM, RELAY_LRU, RELAY_WHOLE, RELAY_EVERYTHING)
+ABLATIONS: Final = (
+    Mode("relay-anywhere", "relay without affinity: the ranking goes to any live worker", route="any"),
+    Mode("relay-undelegated", "relay without delegates", overrides={"trigger.delegate": False}),
+    RELAY_HBM,
+    Mode("relay-lru", "relay whose tiers evict what was used longest ago", policy="lru"),
+    Mode("relay-whole", "relay without chunks", overrides={"worker.max_ranking_delay_ms": 3.6e6}),
+    Mode("relay-everything", "relay without the test of risk and without bounds", policy="everything"),
+)
 FLEET_MODES: Final = (*BASELINES, RELAY, *ABLATIONS)
 
 
@@ -112,19 +64,18 @@ def modes_named(names: str) -> tuple[Mode, ...]:
     return tuple(mode for mode in MODES if mode.name in asked)
 
 
-def missing_settings(mode: Mode, settings: Settings) -> list[str]:
-    """Worker settings that the mode needs and this version does not have."""
-    return [name for name in mode.overrides if name not in settings.worker.__struct_fields__]
-
-
 def apply_mode(mode: Mode, settings: Settings) -> Settings:
     """The settings of the mode's processes."""
-    return msgspec.structs.replace(settings, worker=msgspec.structs.replace(settings.worker, **mode.overrides))
+    for name, value in mode.overrides.items():
+        section, _, key = name.partition(".")
+        changed = msgspec.structs.replace(getattr(settings, section), **{key: value})
+        settings = msgspec.structs.replace(settings, **{section: changed})
+    return settings
 
 
 def grouped(modes: Sequence[Mode], settings: Settings) -> list[tuple[str, list[Mode]]]:
     """Groups of modes that can share processes; each group has the name of its last mode."""
-    groups: list[tuple[tuple[Settings, str], list[Mode]]] = []
+    groups: list[tuple[tuple[Settings, Policy], list[Mode]]] = []
     for mode in modes:
         wanted = apply_mode(mode, settings), mode.policy
         same = next((group for other, group in groups if other == wanted), None)

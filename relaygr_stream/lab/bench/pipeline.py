@@ -23,6 +23,7 @@ from relaygr_stream.lab.bench.dilation import Fleet
 from relaygr_stream.lab.bench.results import Memory
 from relaygr_stream.lab.bench.routing import RoutedClient
 from relaygr_stream.lab.emulate.process import BUSY_METRIC, LATE_METRIC, MODULE
+from relaygr_stream.lab.policies import Policy
 from relaygr_stream.lab.processes import check_running, start_relay, wait_for_lanes
 from relaygr_stream.ops.children import Child, stop_all
 from relaygr_stream.settings.schema import Settings
@@ -53,7 +54,7 @@ class Pipeline:
         workers: int,
         folder: Path,
         fleet: Fleet | None = None,
-        policy: str = "relay",
+        policy: Policy = "relay",
     ) -> None:
         self.name = name
         self.fleet = fleet
@@ -75,11 +76,7 @@ class Pipeline:
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
             await apply_topics(self.settings.kafka)
-            how = (
-                ()
-                if self.fleet is None
-                else (MODULE, ("--policy", self._policy, "--dilation", f"{self.fleet.factor:g}"))
-            )
+            how = () if self.fleet is None else (MODULE, ("--policy", self._policy))
             self._children = start_relay(self.settings, self._folder, f"{self.name}-trigger", self._workers, *how)
             stack.push_async_callback(self._stop_children)
             kafka, topics = self.settings.kafka, self.topics

@@ -168,7 +168,6 @@ class SloReport(msgspec.Struct, frozen=True, kw_only=True):
     #: In the same probes: admitted, and of those answered from prefix KV (hit); announced, and of all of those answered
     #: from prefix KV that were ready, reloaded or joined. The last four are missing in older reports.
     hits: dict[str, int]
-    skipped: dict[str, str]  # modes that did not run, with the reason
     missed: list[str]  # missed targets, with causes
     wall_s: float
     quantile: float = QUANTILE

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from typing import Any, Final, Literal
+from typing import Any
 
 import msgspec
 
@@ -15,13 +15,8 @@ from relaygr_stream.bus.producer import Outgoing
 from relaygr_stream.bus.topics import lane_of
 from relaygr_stream.client import RelayClient
 from relaygr_stream.client.connection import Connection
+from relaygr_stream.lab.policies import NO_MORE_HOPS, Route
 from relaygr_stream.wire.messages import RankingRequest, ScoreReply, WorkerStatus, encode
-
-#: owner: as every client. lane: the same, and no worker forwards it. least: to the worker with the fewest rankings
-#: waiting, which keeps it. any: to any worker, at random, which keeps it.
-Route = Literal["owner", "lane", "least", "any"]
-#: With so many hops behind it, a ranking stays where it is (worker/forwarding.py).
-NO_MORE_HOPS: Final = 2
 
 
 class RoutedClient(RelayClient):

@@ -23,7 +23,7 @@ from relaygr_stream.lab.bench.capacity import most_rate
 from relaygr_stream.lab.bench.cells import LENGTH_STEP, Cell, World
 from relaygr_stream.lab.bench.dilation import Fleet
 from relaygr_stream.lab.bench.interference import OTHERS_CORES, CpuTimes, disturbance_of, is_late
-from relaygr_stream.lab.bench.modes import FULL, RELAY, Mode, apply_mode, grouped, missing_settings
+from relaygr_stream.lab.bench.modes import FULL, RELAY, Mode, apply_mode, grouped
 from relaygr_stream.lab.bench.options import SloOptions
 from relaygr_stream.lab.bench.pipeline import Pipeline, memory_over_time
 from relaygr_stream.lab.bench.populations import Populations
@@ -59,12 +59,7 @@ class Bench:
         )
         settings = self.settings
         self.progress = progress
-        self.skipped = {
-            mode.name: f"this version has no setting worker.{', worker.'.join(missing)}"
-            for mode in options.modes
-            if (missing := missing_settings(mode, settings))
-        }
-        self.modes = [mode for mode in options.modes if mode.name not in self.skipped]
+        self.modes = list(options.modes)
         self.cells = [
             *(
                 Cell("rate", mode, ratio, None, options.tolerance, start=options.starts.get(mode.name))
@@ -72,7 +67,6 @@ class Bench:
             ),
             *(Cell("length", mode, ratio, options.rate, options.tolerance) for mode, ratio in options.length_cells()),
         ]
-        self.cells = [cell for cell in self.cells if cell.mode in self.modes]
         self.length = 0  # at which rates are searched, once it is known
         self.worlds: list[World] = []  # by the costs that the workers stated in turn, the latest last
         self.measured: list[Measured] = []

@@ -19,9 +19,8 @@ def render_table(report: SloReport) -> RenderableType:
     """Tables, conditions and verdict."""
     faults = [Text(f"✗ {fault}", style="bold red") for fault in report.missed]
     verdict = faults or [Text("✓ every target that was measured is met", style="bold green")]
-    skipped = [Text(f"– {name} did not run: {why}", style="yellow") for name, why in report.skipped.items()]
     words = [Text(f"{name}: {text}", style="dim") for name, text in conditions(report)]
-    return Group(_found(report), _beside_paper(report), *words, *skipped, *verdict)
+    return Group(_found(report), _beside_paper(report), *words, *verdict)
 
 
 def conditions(report: SloReport) -> list[tuple[str, str]]:

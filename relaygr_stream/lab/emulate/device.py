@@ -17,7 +17,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from relaygr_stream.cache.fading import CostAwarePolicy, FadingFrequency
+from relaygr_stream.cache.fading import CostAwarePolicy
 from relaygr_stream.cache.memory import TierMemory
 from relaygr_stream.cache.tiers import MakePolicy
 from relaygr_stream.errors import ConfigError
@@ -30,10 +30,6 @@ from relaygr_stream.worker.build import WorkerRuntime, assemble, load_executor
 #: An operation that comes later than this after the last one's end was not held up by its lateness: a worker's turn
 #: between two operations takes tenths of a millisecond, and a few where processes share cores.
 FOLLOWS_S: Final = 2e-3
-
-#: A half-life in uses per held key, so short that any use outweighs all earlier ones: of n keys, a use counts 2^(-20/n)
-#: after the next one, and 2^-20 after n.
-AT_ONCE: Final = 0.05
 
 
 class WallClock:
@@ -127,29 +123,6 @@ class EmulatedCopies(SimulatedCopies):
 
     def __init__(self, costs: DeviceCosts, clock: DeviceClock, wake: Callable[[], None]) -> None:
         super().__init__(costs, clock, Alarm(wake).at)
-
-
-class LeastRecent(CostAwarePolicy[str]):
-    """Eviction of what was used longest ago: a use fades before the next one, and bytes cost the same."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.half_life = AT_ONCE
-
-    def add(self, key: str, nbytes: int, cost_ms: float) -> None:
-        """Hold the key, and count a use."""
-        del cost_ms
-        FadingFrequency.add(self, key, nbytes, float(nbytes))
-
-    def hold(self, key: str, nbytes: int, cost_ms: float) -> None:
-        """Hold the key without a use."""
-        del cost_ms
-        super().hold(key, nbytes, float(nbytes))
-
-    def touch(self, key: str, nbytes: int, cost_ms: float) -> None:
-        """Count a use."""
-        del cost_ms
-        FadingFrequency.touch(self, key, nbytes, float(nbytes))
 
 
 def build(

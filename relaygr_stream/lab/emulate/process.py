@@ -10,20 +10,17 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-import msgspec
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
 from relaygr_stream.errors import RelayError
+from relaygr_stream.lab.policies import POLICIES, Policy, decider, eviction
 from relaygr_stream.settings.load import load_settings
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.process import ProcessContext, run_process
-from relaygr_stream.trigger.decision import Decision, decide
 from relaygr_stream.trigger.service import run_trigger
-from relaygr_stream.wire.messages import RequestEvent
 
 if TYPE_CHECKING:
     from relaygr_stream.lab.emulate.device import WallClock
@@ -33,40 +30,6 @@ FACTORY: Final = "relaygr_stream.lab.emulate.device:make"
 #: The metrics in which a worker states its device's time, in milliseconds.
 BUSY_METRIC: Final = "relaygr_emulated_busy_ms"
 LATE_METRIC: Final = "relaygr_emulated_late_ms"
-#: Reasons of the trigger that are bounds or the test of risk: `everything` overrules them.
-BOUNDS: Final = frozenset({"not_at_risk", "over_footprint", "over_load", "too_late"})
-
-
-#: Times of serving that are constants and no settings: averages, buckets, epochs. Dilated time needs them longer.
-CONSTANTS: Final = {
-    "relaygr_stream.trigger.load": ("START_S", "LANE_S", "OWNER_S", "FORGET_S"),
-    "relaygr_stream.worker.budgets": ("EPOCH_S", "RANKING_AVERAGE_S", "REUSE_AVERAGE_S", "AVERAGE_S"),
-    "relaygr_stream.worker.forwarding": ("AVERAGE_S", "FORGET_S"),
-}
-
-
-def dilate_constants(factor: float) -> None:
-    """Make the serving code's own averages `factor` times as long, in this process."""
-    for module, names in CONSTANTS.items():
-        found = import_module(module)
-        for name in names:
-            setattr(found, name, factor * getattr(found, name))
-
-
-def decide_everything(event: RequestEvent, /, **given: Any) -> Decision:
-    """As `decide`, without test of risk, bounds and delegates: every request that can be pre-inferred is admitted."""
-    decision = decide_undelegated(event, **given)
-    return msgspec.structs.replace(decision, reason="admitted") if decision.reason in BOUNDS else decision
-
-
-def decide_undelegated(event: RequestEvent, /, **given: Any) -> Decision:
-    """As `decide`, where only the lane's owner computes the prefix KV."""
-    return decide(event, **given | {"delegation": None})
-
-
-#: `relay`: as it serves. `everything`: the trigger admits all. `undelegated`: it chooses no delegates. `lru`: tiers
-#: evict what was used longest ago.
-POLICIES: Final = ("relay", "everything", "undelegated", "lru")
 
 
 class Lateness(Collector):
@@ -81,17 +44,16 @@ class Lateness(Collector):
         yield CounterMetricFamily(LATE_METRIC, "Time by which its operations ended late", self._clock.late_s * 1e3)
 
 
-async def run_emulated_worker(context: ProcessContext, policy: str = "relay") -> None:
+async def run_emulated_worker(context: ProcessContext, policy: Policy = "relay") -> None:
     """A worker with an emulated device, whose lateness is among its metrics."""
     # Only here: a trigger does not load torch.
-    from relaygr_stream.cache.fading import CostAwarePolicy  # noqa: PLC0415
-    from relaygr_stream.lab.emulate.device import EmulatedModel, LeastRecent, build  # noqa: PLC0415
+    from relaygr_stream.lab.emulate.device import EmulatedModel, build  # noqa: PLC0415
     from relaygr_stream.worker.audit import Report  # noqa: PLC0415
     from relaygr_stream.worker.build import WorkerRuntime  # noqa: PLC0415
     from relaygr_stream.worker.process import run_worker  # noqa: PLC0415
 
     def build_here(settings: Settings, report: Report, wake: Callable[[], None]) -> WorkerRuntime:
-        runtime = build(settings, report, wake, LeastRecent if policy == "lru" else CostAwarePolicy)
+        runtime = build(settings, report, wake, eviction(policy))
         assert isinstance(runtime.model, EmulatedModel)
         context.registry.register(Lateness(runtime.model.clock))
         return runtime
@@ -106,17 +68,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", action="append", default=[], metavar="FILE", help="TOML file with settings")
     parser.add_argument("--set", action="append", default=[], dest="assignments", metavar="SECTION.KEY=VALUE")
     parser.add_argument("--policy", choices=POLICIES, default="relay", help="what replaces the relay's policy")
-    parser.add_argument("--dilation", type=float, default=1.0, metavar="K", help="factor of all times of serving")
     given = parser.parse_args(arguments)
     try:
         flags = dict(each.split("=", 1) for each in given.assignments)
         settings: Settings = load_settings(given.config, flags).settings
     except (RelayError, ValueError) as error:
         parser.error(str(error))
-    dilate_constants(given.dilation)
     if given.role == "trigger":
-        how = {"everything": decide_everything, "undelegated": decide_undelegated}.get(given.policy, decide)
-        return run_process("trigger", settings, partial(run_trigger, decide=how))
+        return run_process("trigger", settings, partial(run_trigger, decide=decider(given.policy)))
     return run_process("worker", settings, partial(run_emulated_worker, policy=given.policy))
 
 

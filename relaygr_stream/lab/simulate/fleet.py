@@ -19,18 +19,21 @@ import numpy as np
 
 from relaygr_stream.bus.assignor import Claim, assign_lanes
 from relaygr_stream.bus.topics import load_topics
+from relaygr_stream.lab.policies import decider
 from relaygr_stream.lab.simulate.bus import Paths
-from relaygr_stream.lab.simulate.peers import Peers
+from relaygr_stream.lab.simulate.peers import Peers, Routes
 from relaygr_stream.lab.simulate.scenario import Group, Request, Scenario, Sent
 from relaygr_stream.lab.simulate.timeline import Timeline
 from relaygr_stream.lab.simulate.trigger import SimulatedTrigger
 from relaygr_stream.lab.simulate.worker import SimulatedWorker
 from relaygr_stream.lab.workload.users import Part
-from relaygr_stream.lab.workload.visits import Arrival, arrivals
+from relaygr_stream.lab.workload.visits import Arrival, arrivals, on_one_lane
 from relaygr_stream.models.api import Tokens
+from relaygr_stream.trigger.delegation import Place
 from relaygr_stream.trigger.ledger import Pending
+from relaygr_stream.trigger.refused import FLUSH_S
 from relaygr_stream.wire.messages import WorkerStatus
-from relaygr_stream.worker.commands import Answer, LanesLost, Prefill, PrefillTask, Rank, RankTask
+from relaygr_stream.worker.commands import DELEGATED_LANE, Answer, LanesLost, Prefill, PrefillTask, Rank, RankTask
 from relaygr_stream.worker.forwarding import time_left_ms
 from relaygr_stream.worker.intake import due_ms
 
@@ -86,18 +89,20 @@ class Fleet:
             for number in numbers:
                 self.lanes[number].owner = self._by_name[name]
         self.first_owners = {number: name for name, numbers in self._owned.items() for number in numbers}
-        self._trigger = SimulatedTrigger(settings, load_topics(settings.kafka), count, scenario.traffic, self.timeline)
+        topics, decide = load_topics(settings.kafka), decider(scenario.policy)
+        self._trigger = SimulatedTrigger(
+            settings, topics, count, scenario.traffic, self.timeline, decide, scenario.seed + group.index
+        )
         self.start = START_STATUSES * settings.worker.status_interval_ms / 1e3
         part = Part(group.first * scenario.lanes_per_worker, count, scenario.workers * scenario.lanes_per_worker)
         self._arrivals = requests or arrivals(scenario.traffic, part, int(seeds[2].generate_state(1)[0]))
+        if scenario.hot:
+            self._arrivals = on_one_lane(self._arrivals, scenario.hot)
         self.requests: list[Request] = []
         self.forwards: Counter[str] = Counter()  # `sent`, or why a refused ranking was not
         forward_seed = int(self._rng.integers(2**31))
-        self._peers = (
-            Peers(settings, self._by_name, count, self.timeline.clock, forward_seed)
-            if settings.worker.forward
-            else None
-        )
+        self._peers = Peers(settings, list(self._by_name), count, self.timeline.clock, forward_seed)
+        self._routes = Routes(scenario.route, forward_seed)
         self._sequence = np.zeros((1, settings.relay.max_prefix_tokens), np.int8)
         self._suffix = self._tokens(scenario.traffic.suffix)
         self._candidates = np.zeros(scenario.traffic.candidates, np.int64)
@@ -108,7 +113,8 @@ class Fleet:
 
     def _make_worker(self, name: str, seed: int) -> SimulatedWorker:
         answered = partial(self._answered, name)
-        return SimulatedWorker(name, self._settings, self._scenario.costs, self.timeline, seed, answered)
+        scenario = self._scenario
+        return SimulatedWorker(name, self._settings, scenario.costs, self.timeline, seed, answered, scenario.policy)
 
     def run(self) -> None:
         """Run until every client has its answer or has timed out."""
@@ -145,20 +151,36 @@ class Fleet:
 
     def _decide(self, request: Request, now: float) -> None:
         pending = self._trigger.consider(request, now)
-        if pending is None:
-            return
         lane = self.lanes[request.lane]
+        if isinstance(pending, Place):
+            to = self.lanes[pending.lane]
+            signal = partial(self._signal, request, now, DELEGATED_LANE)
+            self.timeline.at(to.paths.to_worker.arrival(now), partial(self._arrive, to, signal))
+            flushed = now + FLUSH_S * float(self._rng.random())
+            self.timeline.at(flushed, partial(self._tell, lane, request, pending.worker))
+        if not isinstance(pending, Pending):
+            return
         offset, lane.end = lane.end, lane.end + 1
         at = lane.paths.to_worker.arrival(now)
         self.timeline.at(lane.paths.to_trigger.arrival(now), partial(self._acknowledge, request.lane, pending, offset))
-        self.timeline.at(at, partial(self._arrive, lane, partial(self._signal, request, now)))
+        self.timeline.at(at, partial(self._arrive, lane, partial(self._signal, request, now, request.lane)))
+
+    def _tell(self, lane: Lane, request: Request, delegate: str, now: float) -> None:
+        """The trigger tells the lane's owner where the prefix KV of a request are."""
+
+        def told(now: float) -> None:
+            del now
+            request.delegate = delegate
+
+        self.timeline.at(lane.paths.to_worker.arrival(now), told)
 
     def _acknowledge(self, lane: int, pending: Pending, offset: int, now: float) -> None:
         self._trigger.acknowledged(lane, pending, offset, now)
 
     def _rank(self, request: Request, now: float) -> None:
         """The client sends the ranking request."""
-        self._send(Sent(request, request.lane, now, self._settings.client.timeout_ms, 0), now)
+        lane, hops = self._routes.place(request, self._owned)
+        self._send(Sent(request, lane, now, self._settings.client.timeout_ms, hops), now)
 
     def _send(self, sent: Sent, now: float) -> None:
         lane = self.lanes[sent.lane]
@@ -171,13 +193,14 @@ class Fleet:
         else:
             message(lane.owner, now)
 
-    def _signal(self, request: Request, admitted: float, worker: SimulatedWorker, now: float) -> None:
-        self.lanes[request.lane].read += 1
+    def _signal(self, request: Request, admitted: float, lane: int, worker: SimulatedWorker, now: float) -> None:
+        if lane != DELEGATED_LANE:
+            self.lanes[lane].read += 1
         age = now - admitted
         task = PrefillTask(
             request.name,
             request.user_id,
-            request.lane,
+            lane,
             self._tokens(request.prefix),
             due=now + max(0.0, self._scenario.traffic.delay.median_ms / 1e3 - age),
             expires=now + self._settings.relay.life_window_ms / 1e3 - age,
@@ -201,6 +224,8 @@ class Fleet:
             hops=sent.hops,
             origin=sent,
         )
+        if not task.full:
+            task.pass_to = self._peers.pass_to(worker.name, request, sent.hops, (task.deadline - now) * 1e3)
         self.lanes[sent.lane].ranking.add(task)
         worker.submit(Rank(task))
 
@@ -215,13 +240,15 @@ class Fleet:
             task, sent = answer.task, answer.task.origin
             request: Request = sent.request
             self.lanes[sent.lane].ranking.discard(task)
-            to = None if self._peers is None else self._peers.refused(name, answer, request.lane, now)
+            to = self._peers.refused(name, answer, request.lane, now)
             if to is not None:
-                self.forwards["sent" if isinstance(to, int) else to] += 1
+                sent_as = "sent" if task.pass_to is None else "delegate"
+                self.forwards[sent_as if isinstance(to, int) else to] += 1
             if isinstance(to, int):
                 self._send(Sent(request, to, now, time_left_ms(task, now), sent.hops + 1), now)
                 continue
             request.answers += 1
+            self._routes.answered(request)
             latency_s = self.lanes[sent.lane].paths.to_client.arrival(now) - request.rank_at
             if request.status is None and latency_s <= timeout_s:
                 request.status = answer.status
@@ -250,8 +277,7 @@ class Fleet:
         """Triggers and peers read a status."""
         del now
         self._trigger.take(status)
-        if self._peers is not None:
-            self._peers.owners.take(status)
+        self._peers.owners.take(status)
 
     # ---- faults ----
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from relaygr_stream.errors import ConfigError
+from relaygr_stream.lab.policies import Policy, Route
 from relaygr_stream.lab.simulate.bus import BusLatency
 from relaygr_stream.lab.simulate.costs import DeviceCosts
 from relaygr_stream.lab.workload.traffic import Traffic
@@ -54,6 +55,9 @@ class Scenario:
     seconds: float = 30.0  # measured
     warm_s: float = 60.0  # before that: caches fill, nothing is counted
     mode: Mode = "relay"
+    route: Route = "owner"  # where clients send rankings
+    policy: Policy = "relay"
+    hot: float = 0.0  # share of the users who are all on the first lane of their group
     bus: BusLatency = field(default_factory=BusLatency)
     answers: BusLatency | None = None  # from the worker back to the client; None: as `bus`
     status_loss: float = 0.0  # share of worker statuses that never arrive
@@ -67,6 +71,8 @@ class Scenario:
             raise ConfigError(f"seconds = {self.seconds:g} must be above 0, warm-up = {self.warm_s:g} s at least 0")
         if not 0 <= self.status_loss < 1:
             raise ConfigError(f"status-loss = {self.status_loss:g}: must be a share below 1")
+        if not 0 <= self.hot < 1:
+            raise ConfigError(f"hot = {self.hot:g}: must be a share below 1")
         if self.failure is not None:
             if self.failure.at >= self.seconds:
                 raise ConfigError(
@@ -116,9 +122,11 @@ class Request:
     returning: bool  # the user's history was there before
     long: bool  # one of the traffic's long users
     reason: Reason | None = None  # the trigger's decision
+    delegate: str = ""  # the worker that computes the prefix KV, once the lane's owner knows of it
     latency_s: float = math.inf  # from rank_at to the client's scores
     status: Status | None = None  # of the answer; None: none came in time
     outcome: Outcome | None = None
+    sent_to: str = ""  # the worker that its client chose, until there is an answer
     hops: int = 0  # times it had been forwarded when it was answered
     answers: int = 0
 

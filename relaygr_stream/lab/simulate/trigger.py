@@ -10,7 +10,8 @@ from relaygr_stream.lab.simulate.scenario import Request
 from relaygr_stream.lab.simulate.timeline import Timeline
 from relaygr_stream.lab.workload.traffic import Traffic
 from relaygr_stream.settings.schema import Settings
-from relaygr_stream.trigger.decision import LaneState, Policy, decide
+from relaygr_stream.trigger.decision import Decide, LaneState, Policy, decide
+from relaygr_stream.trigger.delegation import Delegation, Place
 from relaygr_stream.trigger.ledger import Pending
 from relaygr_stream.trigger.load import OwnerLoads
 from relaygr_stream.wire.fleet import OwnerDirectory
@@ -23,23 +24,37 @@ RECONCILE_S: Final = 1.0
 class SimulatedTrigger:
     """The triggers of all lanes as one object: they share only the owner directory, which is equal in all."""
 
-    def __init__(self, settings: Settings, topics: TopicSet, lanes: int, traffic: Traffic, timeline: Timeline) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        topics: TopicSet,
+        lanes: int,
+        traffic: Traffic,
+        timeline: Timeline,
+        decide: Decide = decide,
+        seed: int = 0,
+    ) -> None:
         self._policy = Policy.of(settings)
+        self._decide = decide
         self._timeline = timeline
         self._traffic = traffic
         self._owners = OwnerDirectory(settings.trigger.max_status_age_ms, clock=timeline.clock)
         now = timeline.clock.now
         keep_s = topics.pre_infer.retention_ms / 1e3
-        loads = OwnerLoads()
+        loads = OwnerLoads(self._policy.averaging)
         self._lanes = [LaneState(self._policy, 0, keep_s, now, lane, loads) for lane in range(lanes)]
+        self._delegation = Delegation(self._owners, loads, lanes, seed) if self._policy.delegate else None
         self._zeros = bytes(4 * settings.relay.max_prefix_tokens)
 
     def take(self, status: WorkerStatus) -> None:
         """Apply a worker's status that has arrived."""
         self._owners.take(status)
 
-    def consider(self, request: Request, now: float) -> Pending | None:
-        """Decide on a request whose event has arrived; returns the ledger's entry of its signal; None: not admitted."""
+    def consider(self, request: Request, now: float) -> Pending | Place | None:
+        """Decide on a request whose event has arrived, and book it.
+
+        Returns the ledger's entry of its signal, or the delegate; None: there is no signal.
+        """
         state = self._lanes[request.lane]
         owner = self._owners.owner(request.lane)
         state.observe(owner, now)
@@ -51,8 +66,19 @@ class SimulatedTrigger:
             rank_in_ms=self._traffic.delay.median_ms,
         )
         age_ms = (now - request.at) * 1e3
-        decision = decide(event, policy=self._policy, lane=state, owner=owner, age_ms=age_ms, now_s=now)
+        decision = self._decide(
+            event,
+            policy=self._policy,
+            lane=state,
+            owner=owner,
+            age_ms=age_ms,
+            now_s=now,
+            delegation=self._delegation,
+        )
         request.reason = decision.reason
+        if decision.delegate is not None:
+            state.delegate(event, decision, now)
+            return decision.delegate
         return state.admit(event, decision, now) if decision.admit else None
 
     def acknowledged(self, lane: int, pending: Pending, offset: int, now: float) -> None:

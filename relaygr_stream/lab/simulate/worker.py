@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from relaygr_stream.cache.memory import TierMemory
+from relaygr_stream.lab.policies import Policy, eviction
 from relaygr_stream.lab.simulate.costs import DeviceCosts
 from relaygr_stream.lab.simulate.device import META, SimulatedCopies, SimulatedModel
 from relaygr_stream.lab.simulate.timeline import Clock, Timeline
@@ -44,6 +45,7 @@ class SimulatedWorker:
         timeline: Timeline,
         seed: int,
         on_answers: Callable[[list[Answer], float], None],
+        policy: Policy = "relay",
     ) -> None:
         self.name = name
         self.alive = True
@@ -65,6 +67,7 @@ class SimulatedWorker:
             SimulatedCopies(costs, self._clock, self._wake),
             _ignore_audit,
             audit_seed=seed,
+            policy=eviction(policy),
         )
         self.scheduler = self._runtime.scheduler
         scratch = self._runtime.cache.scratch.borrow()

@@ -115,7 +115,7 @@ def explain_log(
         budgets = LaneBudgets(int(worker.pinned_share * worker.hbm_bytes), hold_s, hold_s + policy.life_ms / 1e3)
         owners.append(_Owner(f"worker-{number}", lanes, budgets))
     owner_of = {lane: owner for owner in owners for lane in owner.lanes}
-    loads = OwnerLoads()
+    loads = OwnerLoads(policy.averaging)
     states = {lane: LaneState(policy, 0, KEEP_S, 0.0, lane, loads) for lane in range(fleet.lanes)}
     rankings: list[tuple[float, int, int]] = []  # (when, lane, bytes): future rankings, the owners' demand
     next_status = 0.0

@@ -20,6 +20,8 @@ from relaygr_stream.lab.workload.users import BLOCK, WHOLE, Part, Returners, Use
 
 #: Users whose lengths are remembered; the longest unseen come back as new ones. 200 bytes each.
 MOST_KNOWN: Final = 1 << 20
+#: Makes it independent of users' lanes who is on a hot one.
+HOT_SALT: Final = 1 << 40
 #: Halvings of an interval of about a period, down to a float's precision.
 TIDE_STEPS: Final = 60
 
@@ -78,6 +80,14 @@ def arrivals(traffic: Traffic, part: Part, seed: int) -> Iterator[Arrival]:
         yield Arrival(
             at, at + visit.head_start, visit.user, visit.life, lane, visit.prefix, visit.returning, visit.long
         )
+
+
+def on_one_lane(requests: Iterator[Arrival], share: float) -> Iterator[Arrival]:
+    """The same requests, with this share of the users on lane 0, whatever their own lane."""
+    bound = np.uint64(share * 2**64)
+    for request in requests:
+        hot = mixed(np.array([request.user + HOT_SALT]))[0] < bound
+        yield request._replace(lane=0) if hot else request
 
 
 def visits(traffic: Traffic, seed: int, part: Part = WHOLE, *, known: int | None = None) -> Iterator[Visit]:

@@ -83,7 +83,6 @@ def report(cells: list[Cell] | None = None, **changes: Any) -> SloReport:
         "budgets": {"relay-0": {"hbm": 8 << 20, "dram": 16 << 20}},
         "bus": BUS,
         "hits": {"admitted": 100, "hit": 100},
-        "skipped": {"relay-hbm": "this version has no such setting"},
         "missed": judge.missed(ratios, founds, BUS, (100, 100)),
         "wall_s": 100.0,
     }

@@ -5,16 +5,16 @@ import pytest
 from relaygr_stream.errors import ConfigError
 from relaygr_stream.lab.bench.modes import (
     CACHE,
+    FLEET_MODES,
     FULL,
     MODES,
     RELAY,
     RELAY_HBM,
     Mode,
     apply_mode,
-    missing_settings,
     modes_named,
 )
-from relaygr_stream.settings.schema import Settings, Worker
+from relaygr_stream.settings.schema import Settings
 
 
 def test_names_select_in_the_order_of_the_table() -> None:
@@ -35,10 +35,10 @@ def test_modes_change_the_worker_only_as_they_say() -> None:
     assert apply_mode(RELAY, settings).worker.dram_bytes == settings.worker.dram_bytes
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_mode_runs_or_names_the_setting_that_is_missing(mode: Mode) -> None:
-    missing = missing_settings(mode, Settings())
-    assert set(missing) == set(mode.overrides) - set(Worker.__struct_fields__)
-    if not missing:
-        worker = apply_mode(mode, Settings()).worker
-        assert {name: getattr(worker, name) for name in mode.overrides} == dict(mode.overrides)
+@pytest.mark.parametrize("mode", FLEET_MODES)
+def test_a_mode_changes_settings_that_there_are(mode: Mode) -> None:
+    changed = apply_mode(mode, Settings())
+    for name, value in mode.overrides.items():
+        section, _, key = name.partition(".")
+        assert getattr(getattr(changed, section), key) == value
+        assert getattr(getattr(Settings(), section), key) != value

@@ -54,12 +54,12 @@ def test_the_page_is_whole_and_refers_to_nothing_outside() -> None:
     assert not re.search(r"https?://|//[a-z]|@import|url\((?!#)|<script|<link|<iframe", page)
     assert not {"src", "srcset", "data"} & {name for name, _ in balance.attributes}
     assert all((value or "").startswith("#") for name, value in balance.attributes if name.endswith("href"))
-    for words in ("3.00×", "Beside the paper", "P99", "HBM and DRAM over time", "relay-hbm did not run"):
+    for words in ("3.00×", "Beside the paper", "P99", "HBM and DRAM over time"):
         assert words in page
 
 
 def test_hostile_text_stays_text() -> None:
-    made = report(skipped={"relay": "<script>alert(1)</script>"})
+    made = report(missed=["<script>alert(1)</script>"])
     made.conditions["words"]["command"] = "relaygr bench slo --out '<b>&'"
     page = render_page(made)
     parsed(page)

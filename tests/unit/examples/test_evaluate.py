@@ -2,12 +2,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
 
-from examples.movielens.data import History
-from examples.movielens.evaluate import TEST, VALIDATION, evaluate, ndcg, paired_gain, quality, rank_of, split
+from examples.movielens.data import Histories, History
+from examples.movielens.evaluate import (
+    TEST,
+    VALIDATION,
+    by_group,
+    evaluate,
+    ndcg,
+    offline_ranks,
+    paired_gain,
+    quality,
+    rank_of,
+    split,
+)
 from relaygr_stream.models.api import KVLayout, KVRegion, ScoreInput, Tokens
 
 ITEMS = 50
@@ -29,6 +41,14 @@ class NextNumber:
         (one,) = batch
         last = float(one.kv.layer(0)[0][0, one.kv.length - 1, 0])
         return [torch.from_numpy(-np.abs(one.candidates - last - 1))[:, None].float()]
+
+
+class FarFromTheFirst(NextNumber):
+    """Scores items by their distance from the oldest behaviour that it is given."""
+
+    def score(self, batch: Sequence[ScoreInput]) -> list[torch.Tensor]:
+        (one,) = batch
+        return [torch.from_numpy(np.abs(one.candidates - float(one.kv.layer(0)[0][0, 0, 0])))[:, None].float()]
 
 
 def history(*items: int) -> History:
@@ -69,6 +89,27 @@ def test_evaluation_ranks_each_users_own_target() -> None:
     users = [history(1, 9, 20, 21), history(5, 6, 30, 33), history(4, 11, 10, 12)]
     # 33 behind 30: 31, then 32; 29 is as far as 33. The third: 11 comes first, but is in the history.
     assert evaluate(NextNumber(), users, ITEMS, 3, TEST).tolist() == [0, 3, 0]
+
+
+def test_ranks_of_each_length_are_those_of_its_own_evaluation_and_kept_for_their_model(tmp_path: Path) -> None:
+    draw = np.random.default_rng(4)
+    users = [history(*draw.permutation(700)[:count]) for count in (201, 60, 200, 500, 501, 199, 620)]
+    data = Histories(users, [str(item) for item in range(700)], has_times=False)
+    model, long = FarFromTheFirst(), [user for user in users if len(user) >= 200]
+    found = offline_ranks(model, data, 550, tmp_path)
+    assert list(found) == ["test", "25", "50", "100", "200", "500"]
+    assert found["test"].tolist() == evaluate(model, users, 700, 550, TEST).tolist()
+    for length in (25, 50, 100, 200, 500):
+        assert found[str(length)].tolist() == evaluate(model, long, 700, length, TEST).tolist()
+    model.score = lambda batch: []  # type: ignore[method-assign]  # not asked again
+    assert {name: ranks.tolist() for name, ranks in offline_ranks(model, data, 550, tmp_path).items()} == {
+        name: ranks.tolist() for name, ranks in found.items()
+    }
+    groups = by_group(data, {25: ndcg(found["25"])})
+    assert [(name, len(curve[25])) for name, curve in groups.items()] == [
+        ("users with 200 behaviours or more (5)", 5),
+        ("users with 500 behaviours or more (3)", 3),
+    ]
 
 
 def test_paired_gain_finds_a_small_gain_that_the_spread_between_users_hides() -> None:

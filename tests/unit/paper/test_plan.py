@@ -10,12 +10,11 @@ import pytest
 from relaygr_stream.errors import ConfigError
 from relaygr_stream.lab.bench.dilation import DILATED, Fleet, dilated
 from relaygr_stream.lab.bench.modes import FLEET_MODES, apply_mode, grouped
-from relaygr_stream.lab.emulate.process import CONSTANTS, FACTORY, dilate_constants
+from relaygr_stream.lab.emulate.process import FACTORY
 from relaygr_stream.lab.paper.plan import GRID, HEADLINE, MOST_RATE, Setup, costs_named, curves, factor_for, steps
 from relaygr_stream.lab.paper.results import OUTCOMES_FILE, Record
 from relaygr_stream.settings.load import load_settings
 from relaygr_stream.settings.schema import Settings
-from relaygr_stream.trigger import load
 from tests.unit.paper.test_judge import outcome
 
 
@@ -79,14 +78,6 @@ def test_times_of_serving_are_dilated_and_times_of_the_bus_are_not(tmp_path: Pat
     assert again.relay.slo_ms == 300.0
     full = fleet.cost_model.full_ms(1408, 40)
     assert full == pytest.approx(6.0 * costs_named("npu").full_ms(1408, 40))
-
-
-def test_the_constants_that_are_dilated_exist(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, names in CONSTANTS.items():
-        for name in names:
-            monkeypatch.setattr(f"{module}.{name}", 2.0)
-    dilate_constants(3.0)
-    assert load.OWNER_S == 6.0
 
 
 def test_a_run_that_was_broken_off_goes_on_and_a_complete_one_begins_anew(tmp_path: Path) -> None:

@@ -10,10 +10,12 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from relaygr_stream.lab.policies import Route
 from relaygr_stream.lab.simulate.fleet import Fleet
 from relaygr_stream.lab.simulate.run import run_group, run_scenario
 from relaygr_stream.lab.simulate.scenario import Failure
 from relaygr_stream.lab.simulate.story import hit_share, late_share, latencies, percentile
+from relaygr_stream.lab.workload.report import HITS
 from relaygr_stream.lab.workload.visits import Arrival
 from relaygr_stream.worker.forwarding import MOST_HOPS
 from tests.unit.simulate.scenes import fleet_of, scenario, trace
@@ -170,6 +172,46 @@ def test_a_hot_lanes_rankings_are_forwarded_and_still_answered_once(hot: bool) -
         assert scored[False] < 0.75
     else:
         assert scored[True] > scored[False] - 0.08
+
+
+def test_a_prefix_that_its_owner_would_have_too_late_is_computed_by_another_worker() -> None:
+    """First visits on one lane, at more than its owner can prefill: delegates take what is late."""
+    hits: dict[bool, float] = {}
+    for delegate in (True, False):
+        given = {"trigger.delegate": str(delegate).lower(), "worker.forward": "false", "worker.hbm_bytes": "512MiB"}
+        scene = scenario(given, seconds=3.0)
+        fleet = Fleet(scene, scene.groups[0], requests=hot_lane([0], 150.0, 4.0))
+        fleet.run()
+        reasons = Counter(request.reason for request in fleet.requests)
+        passed_on = [request for request in fleet.requests if request.hops == 1]
+        assert (reasons["delegated"] > 0) is delegate
+        assert bool(passed_on) is delegate
+        assert {request.reason for request in passed_on} <= {"delegated"}
+        assert {request.answers for request in fleet.requests} <= {0, 1}
+        hits[delegate] = float(np.mean([request.outcome in HITS for request in fleet.requests]))
+        for worker in fleet.workers:
+            worker.scheduler.check_integrity()
+    assert hits[True] > hits[False] + 0.2
+
+
+@pytest.mark.parametrize(("route", "owners"), [("owner", True), ("lane", True), ("least", False), ("any", False)])
+def test_clients_send_rankings_where_their_route_says(route: Route, owners: bool) -> None:
+    scene = scenario(mode="cache", route=route, seconds=2.0)
+    fleet = fleet_of(scene)
+    fleet.run()
+    by = Counter(request.status for request in fleet.requests)
+    assert by["ok"] == len(fleet.requests)
+    returned = [request for request in fleet.requests if request.returning]
+    found = float(np.mean([request.outcome in HITS for request in returned]))
+    # Beside its lane's owner, one of two other workers is asked; prefix KV are where they were computed.
+    assert (found > 0.8) is owners
+
+
+def test_a_hot_lane_has_its_share_of_the_users() -> None:
+    fleet = fleet_of(scenario(hot=0.5, seconds=4.0))
+    fleet.run()
+    on_first = np.mean([request.lane == 0 for request in fleet.requests])
+    assert on_first == pytest.approx(0.5 + 0.5 / 12, abs=0.12)
 
 
 def test_a_fleet_that_forwards_is_simulated_whole_if_it_is_small() -> None:

@@ -1,0 +1,71 @@
+"""What replaces a policy of the relay in the laboratory: where rankings go, how a trigger decides, what is evicted.
+
+Emulated processes (emulate/process.py) and simulated fleets (simulate/fleet.py) take the same ones. The serving code
+knows of none of them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
+
+import msgspec
+
+from relaygr_stream.cache.fading import CostAwarePolicy, FadingFrequency
+from relaygr_stream.trigger.decision import Decide, Decision, decide
+from relaygr_stream.wire.messages import RequestEvent
+
+if TYPE_CHECKING:  # a trigger does not load torch
+    from relaygr_stream.cache.tiers import MakePolicy
+
+#: owner: as every client. lane: the same, and no worker forwards it. least: to the worker with the fewest rankings
+#: waiting, which keeps it. any: to any worker, at random, which keeps it.
+Route = Literal["owner", "lane", "least", "any"]
+#: With so many hops behind it, a ranking stays where it is (worker/forwarding.py).
+NO_MORE_HOPS: Final = 2
+#: relay: as it serves. everything: the trigger admits all. lru: tiers evict what was used longest ago.
+Policy = Literal["relay", "everything", "lru"]
+POLICIES: Final[tuple[Policy, ...]] = get_args(Policy)
+#: Reasons of the trigger that are bounds or the test of risk: `everything` overrules them.
+BOUNDS: Final = frozenset({"not_at_risk", "over_footprint", "over_load", "too_late"})
+#: A half-life in uses per held key, so short that any use outweighs all earlier ones: of n keys, a use counts 2^(-20/n)
+#: after the next one, and 2^-20 after n.
+AT_ONCE: Final = 0.05
+
+
+def decider(policy: Policy) -> Decide:
+    """How a trigger decides."""
+    return decide_everything if policy == "everything" else decide
+
+
+def eviction(policy: Policy) -> MakePolicy:
+    """What chooses the entries that leave a tier."""
+    return LeastRecent if policy == "lru" else CostAwarePolicy
+
+
+def decide_everything(event: RequestEvent, /, **given: Any) -> Decision:
+    """As `decide`, without test of risk, bounds and delegates: every request that can be pre-inferred is admitted."""
+    decision = decide(event, **given | {"delegation": None})
+    return msgspec.structs.replace(decision, reason="admitted") if decision.reason in BOUNDS else decision
+
+
+class LeastRecent(CostAwarePolicy[str]):
+    """Eviction of what was used longest ago: a use fades before the next one, and bytes cost the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.half_life = AT_ONCE
+
+    def add(self, key: str, nbytes: int, cost_ms: float) -> None:
+        """Hold the key, and count a use."""
+        del cost_ms
+        FadingFrequency.add(self, key, nbytes, float(nbytes))
+
+    def hold(self, key: str, nbytes: int, cost_ms: float) -> None:
+        """Hold the key without a use."""
+        del cost_ms
+        super().hold(key, nbytes, float(nbytes))
+
+    def touch(self, key: str, nbytes: int, cost_ms: float) -> None:
+        """Count a use."""
+        del cost_ms
+        FadingFrequency.touch(self, key, nbytes, float(nbytes))
