@@ -16,8 +16,9 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
@@ -101,6 +102,14 @@ class Desk:
         assert process.returncode == 0, f"{line}: {out}\n{self.log()[-3000:]}"
         return out
 
+    def counts(self, query: str) -> bool:
+        """Whether Prometheus has anything for the query, a command line."""
+        return bool(json.loads(self.type(query))["data"]["result"])
+
+    def exported(self, names: set[str]) -> bool:
+        """Whether spans of these names are in the file that the collector writes."""
+        return names <= set(re.findall(r'"name":"([^"]+)"', (self.folder / "spans.ndjson").read_text()))
+
     def interrupt(self, name: str) -> int:
         """Ctrl-C; the exit code."""
         process = self.serving.pop(name)
@@ -119,11 +128,6 @@ class Desk:
             assert line, f"ended before {words} were said:\n{said}\n{self.log()[-3000:]}"
             said += line
         return said
-
-
-def exported(spans: Path) -> set[str]:
-    """The names of the spans in the file so far."""
-    return set(re.findall(r'"name":"([^"]+)"', spans.read_text()))
 
 
 def consecutive_ports() -> list[int]:
@@ -197,7 +201,7 @@ def test_every_line_of_the_tutorial_does_what_it_says(tmp_path: Path) -> None:
 )
 @pytest.mark.timeout(300)
 async def test_every_line_of_the_front_door_does_what_it_says(tmp_path: Path) -> None:
-    answers: dict[str, Any] = {}
+    answers: dict[str, str] = {}
     with desk(tmp_path) as place:
         for block in blocks("front-door.md"):
             if block.language != "sh":
@@ -205,12 +209,9 @@ async def test_every_line_of_the_front_door_does_what_it_says(tmp_path: Path) ->
                 continue
             for line in block.text.splitlines():
                 if "9090/api" in line:
-                    counted = lambda line=line: json.loads(place.type(line))["data"]["result"]  # noqa: E731
-                    await until(counted, line)
-                    answers[line] = counted()
+                    await until(partial(place.counts, line), line)
                 elif "trace.py" in line:
-                    spans = tmp_path / "spans.ndjson"
-                    await until(lambda spans=spans: exported(spans) >= SPANS, "spans of all processes")
+                    await until(partial(place.exported, SPANS), "spans of all processes")
                     place.type(line.replace("docs/", f"{ROOT}/docs/"))
                     assert (tmp_path / "trace.png").stat().st_size > 10_000
                 else:
