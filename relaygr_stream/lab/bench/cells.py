@@ -70,6 +70,7 @@ class Cell:
     at: float | None
     tolerance: float
     start: float | None = None  # of the first search; None: by an estimate
+    most: int = 12  # probes of a search
     searches: list[Search] = field(default_factory=list)
     ats: list[float] = field(default_factory=list)  # of each search
     probes: list[Probe] = field(default_factory=list)
@@ -85,7 +86,9 @@ class Cell:
         guess, step = alike or self._guess(worlds), FIRST_STEP
         if known or self.start is not None:
             guess, step = known[-1] if known else self.start or 0.0, self.tolerance
-        self.searches.append(Search(guess=guess, low=low, high=high, step=step, tolerance=self.tolerance))
+        self.searches.append(
+            Search(guess=guess, low=low, high=high, step=step, tolerance=self.tolerance, most=self.most)
+        )
         self.ats.append(self.at)
 
     def next(self) -> tuple[int, float] | None:

@@ -55,6 +55,8 @@ class Series:
     dots: bool = True
     dashed: bool = False
     spread: Sequence[tuple[float, float, float]] = ()  # (x, low, high): vertical lines
+    lines: bool = True  # between its points
+    faint: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,9 @@ def draw_lines(axes: Axes, series: Sequence[Series], x: Axis, y: Axis, limit: tu
         xs, ys = ([max(LEAST, at) if axis.log else at for at in values] for axis, values in (
             (x, [point.x for point in points]), (y, [point.y for point in points])
         ))  # fmt: skip
-        axes.plot(xs, ys, "--" if one.dashed else "-", color=one.colour, linewidth=1.6, label=one.name)
+        style = ("--" if one.dashed else "-") if one.lines else ""
+        width, alpha = (1.0, 0.5) if one.faint else (1.6, 1.0)
+        axes.plot(xs, ys, linestyle=style, color=one.colour, linewidth=width, alpha=alpha, label=one.name)
         for at, low, high in one.spread:
             axes.vlines(at, low, high, color=one.colour, linewidth=1.2)
         if one.dots:
