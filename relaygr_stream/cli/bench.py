@@ -127,10 +127,10 @@ def slo_command(
 @click.option("--repeats", type=click.IntRange(1, 20), help="Repeats of measured values. [quick: 1; else 3]")
 @click.option(
     "--only",
-    type=click.Choice(["fleet", "simulated"]),
-    help="Measure, or simulate, what is lacking; another run in the same folder does the rest.",
+    type=click.Choice(["fleet", "simulated", "report"]),
+    help="Measure, or simulate, what is lacking, or report what there is; another run in the folder does the rest.",
 )
-@click.option("--budget", type=click.FloatRange(60), metavar="SECONDS", help="Time of the run. [quick: 540; else 7200]")
+@click.option("--budget", type=click.FloatRange(60), metavar="SECONDS", help="Time of the run. [quick: 570; else 7200]")
 @click.option("--seed", type=int, default=7, show_default=True, help="Seed of the traffic.")
 @click.option(
     "--out",
@@ -146,7 +146,7 @@ def paper_command(
     budget: float | None,
     seed: int,
     out: Path | None,
-    only: Literal["fleet", "simulated"] | None,
+    only: Literal["fleet", "simulated", "report"] | None,
     files: tuple[str, ...],
     assignments: tuple[str, ...],
 ) -> None:
@@ -175,13 +175,13 @@ def paper_command(
         quick=quick,
         costs=costs,
         broker=broker or ("kafka" if os.environ.get("KAFKA_HOME") else "embedded"),  # type: ignore[arg-type]
-        samples=120 if quick else 150,
-        least_s=6.0 if quick else 10.0,
+        samples=100 if quick else 150,
+        least_s=8.0 if quick else 20.0,
         stages=1 if quick else 2,
-        tolerance=1.2 if quick else 1.1,
+        tolerance=1.25 if quick else 1.1,
         repeats=repeats or (1 if quick else 3),
         seeds=1 if quick else 2,
-        budget_s=budget or (540.0 if quick else 7200.0),
+        budget_s=budget or (570.0 if quick else 7200.0),
         seed=seed,
         out=out,
         only=only,

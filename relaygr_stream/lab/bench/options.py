@@ -5,6 +5,7 @@ The processes' settings (model, memory, SLO) are in workers/slo-quick.toml and w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,6 +58,7 @@ class SloOptions:
     out: Path = Path("out/slo")
     starts: Mapping[str, float] = field(default_factory=dict)  # mode → rate at which its search starts, where known
     most_probes: int = 12  # of a search
+    most_rate: float = math.inf  # no probe exceeds it
     shared_broker: bool = False  # the cluster at kafka.bootstrap is this run's own, on this machine
 
     @property

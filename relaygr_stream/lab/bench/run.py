@@ -70,6 +70,7 @@ class Bench:
                     options.tolerance,
                     options.starts.get(mode.name),
                     options.most_probes,
+                    options.most_rate,
                 )
                 for mode, ratio in options.rate_cells()
             ),

@@ -15,7 +15,7 @@ from relaygr_stream.lab.bench.run import Bench
 from relaygr_stream.lab.bench.statistics import fewest_samples
 from relaygr_stream.lab.demo.report import quantile
 from relaygr_stream.lab.paper.results import Outcome
-from relaygr_stream.lab.paper.setup import GROWTH, SUFFIX, USERS, Setup
+from relaygr_stream.lab.paper.setup import GROWTH, MOST_RATE, SUFFIX, USERS, Setup
 from relaygr_stream.lab.simulate.costs import DeviceCosts
 from relaygr_stream.lab.workload.items import StageDelay
 from relaygr_stream.settings.schema import Settings
@@ -79,6 +79,7 @@ async def measure(
         seed=options.seed + repeat,
         out=options.out,
         starts={name: rate / factor for name, rate in rates.items()},
+        most_rate=MOST_RATE,
         most_probes=1 if setup.load else SloOptions.most_probes,
         shared_broker=True,
     )

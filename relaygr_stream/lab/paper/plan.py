@@ -69,11 +69,11 @@ class Curve:
 def curves(quick: bool) -> tuple[Curve, ...]:
     """The curves of a run, the most valuable first."""
     if quick:
-        return (_lengths(HEADLINE, others=(1.0,)), _parts((REGIMES["usual"],), fleet=False))
+        return (_lengths(HEADLINE, (1.0,), quick=True), _parts((REGIMES["usual"],), fleet=False))
     heads = (20.0, 40.0, 60.0, 80.0, 150.0, 300.0)
     candidates = (32, 128, 512, 1024, 2048)
     return (
-        _lengths(GRID, others=GRID),
+        _lengths(GRID, GRID),
         _parts(tuple(REGIMES.values()), fleet=True),
         _loads("load", "P99 against load", USUAL, Setup(), (RELAY, FULL_ANY)),
         _loads("delegation", "P99 of first visits, with and without delegation", (RELAY, UNDELEGATED), FIRST_VISITS),
@@ -94,16 +94,17 @@ FIRST_VISITS: Final = Setup(revisit=0.0)
 HOT_MODES: Final = (FULL_ANY, FULL_LANE, RELAY, UNDELEGATED)
 
 
-def _lengths(shares: Sequence[float], others: Sequence[float]) -> Curve:
+def _lengths(shares: Sequence[float], others: Sequence[float], *, quick: bool = False) -> Curve:
     """Full inference does not depend on the revisit ratio: it is measured at the middle one only.
 
-    others: the lengths at which other revisit ratios are simulated.
+    others: the lengths at which other revisit ratios are simulated. quick: these, and `cache`, are not measured.
     """
     every = [Step(Setup(share=share), USUAL) for share in shares]
     every += [Step(Setup(share=share, revisit=other), (RELAY, CACHE)) for share in others for other in (0.9, 0.0)]
-    fleet = [Step(Setup(share=share), USUAL, "fleet") for share in (1.0, 0.5, 0.25, 0.75)]
-    fleet += [Step(Setup(revisit=other), (RELAY,), "fleet") for other in (0.9, 0.0)]
-    fleet += [Step(Setup(share=share), (RELAY,), "fleet") for share in shares if share > 1.0]
+    fleet = [Step(Setup(share=share), USUAL[:3] if quick else USUAL, "fleet") for share in (1.0, 0.5, 0.25, 0.75)]
+    if not quick:
+        fleet += [Step(Setup(revisit=other), (RELAY,), "fleet") for other in (0.9, 0.0)]
+        fleet += [Step(Setup(share=share), (RELAY,), "fleet") for share in shares if share > 1.0]
     return Curve("length", "Throughput within the SLO against length", "× unit length", "share", (*every, *fleet))
 
 

@@ -34,6 +34,8 @@ from relaygr_stream.settings.schema import Settings
 
 #: Modes that the oracle allows fewer dilated requests a second are not measured: a hundred of them take a minute.
 SLOWEST: Final = 1.6
+#: Nothing is simulated where the oracle allows fewer dilated requests a second.
+FEWEST: Final = 0.5
 #: A setup may take this multiple of the time that is expected of it.
 GENEROUS: Final = 1.8
 #: The longest prefix of a run may grow by so many tokens.
@@ -44,7 +46,7 @@ STARTS: Final = 2
 
 @dataclass(frozen=True, kw_only=True)
 class PaperOptions:
-    """The options of one run. only: measure, or simulate, what is lacking there; None: both."""
+    """The options of one run. only: measure, or simulate, what is lacking there, or report what there is; None: all."""
 
     quick: bool
     costs: str  # the cost file, as named
@@ -58,7 +60,7 @@ class PaperOptions:
     budget_s: float
     seed: int
     out: Path
-    only: Where | None = None
+    only: Where | Literal["report"] | None = None
 
 
 class Paper:
@@ -108,10 +110,10 @@ class Paper:
         simulated, measured = ([each for each in todo if each[1].where == where] for where in ("simulated", "fleet"))
         for where, some in (("simulated", simulated), ("fleet", measured)):
             if some and self.options.only not in (None, where):
-                self.left_out.append(f"{where}: {len(some)} setups, left for a run without --only")
-        if simulated and self.options.only != "fleet":
+                self.left_out.append(f"{where}: {len(some)} setups, left for another run")
+        if simulated and self.options.only in (None, "simulated"):
             await self._simulate(simulated)
-        if measured and self.options.only != "simulated":
+        if measured and self.options.only in (None, "fleet"):
             await self._measure(measured)
 
     def oracle(self, setup: Setup, mode: Mode) -> float:
@@ -142,11 +144,14 @@ class Paper:
                 while jobs or running:
                     while jobs and len(running) < 2 * (os.cpu_count() or 1) and self.left_s > 0:
                         job = await asyncio.to_thread(self._simulation, *jobs.pop(0))
+                        if job is None:
+                            continue
                         with signals_later():  # the first submission starts the processes
                             running.add(loop.run_in_executor(pool, job.run))
                     if not running:
-                        self.left_out.append(f"simulated: no time was left for {len(jobs)} values")
-                        return
+                        if jobs:
+                            self.left_out.append(f"simulated: no time was left for {len(jobs)} values")
+                        break
                     over, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                     for one in over:
                         self.record.add(one.result())
@@ -156,7 +161,11 @@ class Paper:
                 pool.shutdown(wait=False, cancel_futures=True)
         self.progress.say(f"{self.wall_s:5.0f} s  simulated {done} values")
 
-    def _simulation(self, repeat: int, setup: Setup, mode: Mode) -> Simulation:
+    def _simulation(self, repeat: int, setup: Setup, mode: Mode) -> Simulation | None:
+        """None: the oracle serves no rate, or so few requests that a thousand of them take an hour."""
+        if not setup.load and self.oracle(setup, mode) < FEWEST * self.factor(setup):
+            self.record.add(self._nothing(setup, mode, "simulated", repeat))
+            return None
         return Simulation(
             setup=setup,
             mode=mode,
@@ -189,7 +198,7 @@ class Paper:
         modes = []
         for mode in step.modes:
             if not rates[mode.name]:
-                self.record.add(self._nothing(setup, mode, repeat, factor))
+                self.record.add(self._nothing(setup, mode, "fleet", repeat))
             elif rates[mode.name] / factor < SLOWEST:
                 self.left_out.append(f"{setup.words}: {mode.name}: {rates[mode.name]:.0f}/s, too slow to measure")
             else:
@@ -232,16 +241,17 @@ class Paper:
             return simulated.rate / math.sqrt(self.options.tolerance)
         return self.oracle(setup, mode) / self.options.tolerance
 
-    def _nothing(self, setup: Setup, mode: Mode, repeat: int, factor: int) -> Outcome:
-        """The outcome of a mode that serves no rate within the SLO, by the oracle: there is nothing to search."""
+    def _nothing(self, setup: Setup, mode: Mode, where: Where, repeat: int) -> Outcome:
+        """The outcome of a mode that serves next to no rate within the SLO, by the oracle: nothing is searched."""
         return Outcome(
             setup=setup,
             mode=mode.name,
+            where=where,
             repeat=repeat,
             length=setup.length(self.costs, self.settings.relay.slo_ms),
-            factor=factor,
+            factor=self.factor(setup),
             rate=None,
             failed=None,
             settled=True,
-            oracle=0.0,
+            oracle=self.oracle(setup, mode),
         )

@@ -131,6 +131,7 @@ def test_length_at_a_rate_lies_between_the_lengths_that_carry_more_and_less() ->
     known = points(outcomes)
     for rate in (1600.0, 900.0, 401.0, 101.0):
         assert length_at(known, "relay", 0.5, "fleet", rate, oracle=False) == pytest.approx((1600.0 / rate) ** 0.5)
+    for rate in (3200.0, 900.0, 201.0):
         assert length_at(known, "relay", 0.5, "fleet", rate, oracle=True) == pytest.approx((3200.0 / rate) ** 0.5)
     assert length_at(known, "relay", 0.5, "fleet", 1e6, oracle=False) == 0.0
     assert length_at(known, "relay", 0.5, "fleet", 99.0, oracle=False) == float("inf")

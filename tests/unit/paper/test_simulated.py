@@ -62,7 +62,7 @@ def test_every_mode_changes_what_is_simulated() -> None:
 
 
 def test_without_dram_fewer_returns_find_their_prefix_kv() -> None:
-    found = {gib: run(RELAY, known=200, hbm_gib=2, dram_gib=gib, load=0.4) for gib in (0, 16)}
+    found = {gib: run(RELAY, known=400, hbm_gib=4, dram_gib=gib, load=0.4) for gib in (0, 16)}
     none, some = (points([found[gib]])[0] for gib in (0, 16))
     assert none.from_dram == [0.0]
     assert some.from_dram[0] > 0.1
