@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import select
+import signal
 import subprocess
 from pathlib import Path
 from typing import Any, Final
@@ -48,11 +49,12 @@ class PeerProcess:
         return {"failed": f"its process ended with {code}; {self._last_words()}"}
 
     def stop(self) -> None:
-        """End the process, if it runs."""
+        """End the process, if it runs, and those that it started: vLLM's engine runs in two of its own."""
         process, self._process = self._process, None
         if process is None:
             return
-        process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         for pipe in (process.stdin, process.stdout):
             assert pipe is not None
             with contextlib.suppress(BrokenPipeError):
@@ -63,7 +65,12 @@ class PeerProcess:
         if self._process is None:
             with self._log.open("ab") as log:
                 self._process = subprocess.Popen(
-                    self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=self._environment
+                    self._command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    env=self._environment,
+                    start_new_session=True,  # a group of processes, which ends as one
                 )
         return self._process
 

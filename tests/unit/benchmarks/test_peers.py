@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -119,3 +120,22 @@ def test_a_silent_peer_and_a_missing_python_are_reasons(tmp_path: Path) -> None:
     assert silent.ask({"turn": 1}, timeout=0) == {"failed": "no answer within 0 s"}
     absent = PeerProcess([str(tmp_path / "python")], tmp_path / "log")
     assert absent.ask({"turn": 1}) == {"failed": f"{tmp_path / 'python'} does not start: No such file or directory"}
+
+
+def test_what_a_peer_started_ends_with_it(tmp_path: Path) -> None:
+    fifo = tmp_path / "held"
+    os.mkfifo(fifo)
+    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    starting = peer(
+        f"import os, signal, sys\nheld = os.open({str(fifo)!r}, os.O_WRONLY)\nos.fork() or signal.pause()\n"
+        "for line in sys.stdin:\n    print('{}', flush=True)",
+        tmp_path,
+    )
+    try:
+        assert starting.ask({}) == {}
+        starting.stop()
+        os.set_blocking(reader, True)
+        assert os.read(reader, 1) == b""  # nobody holds it any more
+    finally:
+        starting.stop()
+        os.close(reader)

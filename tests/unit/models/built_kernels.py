@@ -24,12 +24,14 @@ def build_kernels(flags: str, *targets: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     cmake = shutil.which("cmake", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     assert cmake is not None, "no cmake: make setup installs it"
+    # A sanitiser that is loaded into the tests would be loaded into the compiler, too, and libtsan ends it.
+    environment = {key: value for key, value in os.environ.items() if key != "LD_PRELOAD"}
     with (folder / "lock").open("w") as lock:  # processes of pytest-xdist build at the same time
         fcntl.flock(lock, fcntl.LOCK_EX)
         for arguments in (
             ["-S", str(SOURCES), "-B", str(folder), f"-DCMAKE_C_FLAGS={flags}"],
             ["--build", str(folder), *(["--target", *targets] if targets else [])],
         ):
-            done = subprocess.run([cmake, *arguments], capture_output=True, text=True, check=False)
+            done = subprocess.run([cmake, *arguments], env=environment, capture_output=True, text=True, check=False)
             assert done.returncode == 0, done.stdout + done.stderr
     return folder
