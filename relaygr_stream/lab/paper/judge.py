@@ -108,7 +108,7 @@ def length_at(points: Sequence[Point], mode: str, revisit: float, where: Where, 
     """The longest prefix, × unit length, that a mode carries at a rate.
 
     Between the grid's lengths it is interpolated, on logarithmic axes. 0: less than the grid's first; infinite: more
-    than its last.
+    than its last; NaN: more than the last that is known.
     """
     known = [(share, one.oracle if oracle else one.value or 0.0) for share in GRID
              if (one := _at(points, mode, share, revisit, where)) is not None]  # fmt: skip
@@ -118,7 +118,7 @@ def length_at(points: Sequence[Point], mode: str, revisit: float, where: Where, 
         if least < rate:
             at = math.log(most / rate) / math.log(most / max(least, 1e-3 * rate))
             return float(share * (longer / share) ** at)
-    return math.inf if known[-1][0] == GRID[-1] else known[-1][0]
+    return math.inf if known[-1][0] == GRID[-1] else math.nan
 
 
 def _at(points: Sequence[Point], mode: str, share: float, revisit: float, where: Where) -> Point | None:
@@ -206,7 +206,7 @@ def _lengths(points: Sequence[Point], revisit: float) -> Verdict:
                 length_at(points, RELAY.name, revisit, where, base.value, oracle=oracle) / share
                 for oracle in (False, True)
             )
-            if not mine and not allowed:
+            if not (mine or allowed) or math.isnan(mine):
                 continue
             states.add("met" if mine >= LENGTH_TARGET else "missed" if allowed >= LENGTH_TARGET else "not allowed")
             most = GRID[-1] / share

@@ -74,9 +74,10 @@ def curves(quick: bool) -> tuple[Curve, ...]:
     candidates = (32, 128, 512, 1024, 2048)
     return (
         _lengths(GRID, GRID),
-        _parts(tuple(REGIMES.values()), fleet=True),
         _loads("load", "P99 against load", USUAL, Setup(), (RELAY, FULL_ANY)),
         _loads("delegation", "P99 of first visits, with and without delegation", (RELAY, UNDELEGATED), FIRST_VISITS),
+        _dram(),
+        _parts(tuple(REGIMES.values()), fleet=True),
         _over("revisit", "Revisit ratio", "share of returns", (0.0, 0.25, 0.5, 0.75, 0.9, 0.95), (0.25, 0.75)),
         _over("delay_ms", "Head start", "ms", heads, (20.0, 80.0, 300.0)),
         _over("candidates", "Candidates", "candidates", candidates, (128, 512, 2048), log=True),
@@ -86,7 +87,6 @@ def curves(quick: bool) -> tuple[Curve, ...]:
         _over("width", "Width", "× that of the cost file", (0.25, 0.5, 0.75, 1.0, 1.5, 2.0)),
         _over("hot", "A hot lane", "share of the users on it", (0.0, 0.1, 0.2, 0.3, 0.5, 0.7), modes=HOT_MODES),
         _over("swing", "A tide", "swing of the rate", (0.0, 0.2, 0.4, 0.6, 0.8)),
-        _dram(),
     )
 
 
