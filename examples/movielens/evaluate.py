@@ -30,6 +30,8 @@ LENGTHS: Final = (25, 50, 100, 200, 500, 1000)
 SHORT: Final = 50
 #: Users with at least so many behaviours, each group ranked at every length.
 GROUPS: Final = (200, 500, 1000)
+#: Groups smaller than this are shown and not concluded from.
+ENOUGH_USERS: Final = 100
 #: The ranks of a checkpoint, kept beside it.
 OFFLINE_FILE: Final = "offline.npz"
 

@@ -86,7 +86,7 @@ class Recipe:
         )  # fmt: skip
 
 
-#: What --quick changes: about three minutes of two cores on 100,000 ratings.
+#: What --quick changes: training takes a minute of two cores on 100,000 ratings.
 QUICK: Final[dict[str, Any]] = {
     "epochs": 15, "long_epochs": 5, "longest": 500, "batch_tokens": 2048, "validation_users": 300,
 }  # fmt: skip

@@ -73,7 +73,7 @@ def test_all_windows_of_the_last_epochs_are_as_long_as_the_longest() -> None:
 
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     data = made_up(40)
-    recipe = Recipe(**{**SMALL.__dict__, "epochs": 4, "dropout": 0.2, "validate_every": 2})
+    recipe = Recipe(**{**SMALL.__dict__, "epochs": 4, "ranking_epochs": 4, "dropout": 0.2, "validate_every": 2})
     whole, first, second = (Run(data, recipe, tmp_path / name) for name in ("whole", "parts", "parts"))
     for run in (whole, first):
         run.folder.mkdir()
