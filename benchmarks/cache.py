@@ -117,7 +117,8 @@ def usable_share() -> None:
 
             def sample(churn: Churn = churn, held: list[float] = held, fragmented: list[float] = fragmented) -> None:
                 held.append(churn.arena.used / churn.arena.size)
-                fragmented.append(churn.arena.fragmentation)
+                free = churn.arena.free_bytes  # fragmented: the share of them outside the largest hole
+                fragmented.append(1 - churn.arena.largest_hole / free if free else 0.0)
 
             churn.run(3 * entries, sample)
             churn.arena.check_integrity()

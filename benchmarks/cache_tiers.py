@@ -16,9 +16,11 @@ from relaygr_stream.cache.entry import Coverage, Entry
 from relaygr_stream.cache.memory import TierMemory
 from relaygr_stream.cache.prefix_cache import PrefixCache
 from relaygr_stream.cache.storage import StorageKind, make_storage
-from relaygr_stream.models.api import KVLayout, KVRegion, ScoreInput, Tokens, relative_deviation
+from relaygr_stream.models.api import ScoreInput, Tokens, relative_deviation
+from relaygr_stream.models.kv import KVLayout, KVRegion
 from relaygr_stream.models.loading import load_model
-from relaygr_stream.settings.schema import Model, Relay
+from relaygr_stream.settings.schema import Relay
+from relaygr_stream.settings.worker import Model
 
 CPU = torch.device("cpu")
 #: K and V of the trace's entries: bookkeeping is what is measured, so a token has few bytes.

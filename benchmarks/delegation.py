@@ -40,7 +40,8 @@ from relaygr_stream.errors import Overloaded, RelayError
 from relaygr_stream.ops import children
 from relaygr_stream.ops.brokers.local import local_broker
 from relaygr_stream.ops.children import Child, settings_as_toml, stop_all
-from relaygr_stream.settings.schema import Client, Kafka, Model, Relay, Settings, Trigger, Worker
+from relaygr_stream.settings.schema import Client, Kafka, Relay, Settings, Trigger
+from relaygr_stream.settings.worker import Model, Worker
 from relaygr_stream.wire.messages import MISSES
 
 FLEET = tuple(f"w{number}" for number in range(1, 5))

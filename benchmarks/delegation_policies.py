@@ -21,12 +21,11 @@ from relaygr_stream.bus.topics import lane_of
 from relaygr_stream.errors import BrokerError
 from relaygr_stream.trigger.delegation import Delegation, Place
 from relaygr_stream.wire.fleet import TRAVEL_MS
-from relaygr_stream.wire.headers import HEADER_KIND, KIND_DELEGATED
-from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.records import HEADER_KIND, KIND_DELEGATED, Record
 from relaygr_stream.wire.refusals import KIND, Refusal, encode_refusals
 from relaygr_stream.worker.commands import DELEGATED_LANE, Prefill, Query
 from relaygr_stream.worker.forwarding import IN_TIME
-from relaygr_stream.worker.process import Worker
+from relaygr_stream.worker.requests import Requests
 
 MOST_TRIES: Final = 3
 HEADER_TRIES: Final = "bench-tries"
@@ -52,48 +51,50 @@ class Tried(Delegation):
 
 def refuse_what_is_late() -> None:
     """Workers look at their own books before they take a delegated signal, and pass it on where it would be late."""
-    as_served, other_as_served = Worker._signal, Worker._other
+    as_served, other_as_served = Requests._signal, Requests._other
 
-    def signal(worker: Any, record: Record) -> Prefill | None:
-        taken = as_served(worker, record)
+    def signal(requests: Any, record: Record) -> Prefill | None:
+        taken = as_served(requests, record)
         if taken is None or taken.task.lane != DELEGATED_LANE:
             return taken
-        worker._background.start(try_here(worker, record, taken))
+        requests.outbox._background.start(try_here(requests, record, taken))
         return None
 
-    def other(worker: Any, record: Record, kind: str) -> None:
-        if kind == KIND and record.topic == worker._bus.topics.ranking.name:  # where a signal came to in the end
-            worker._reasons.read(record)
-        other_as_served(worker, record, kind)
+    def other(requests: Any, record: Record, kind: str) -> None:
+        if kind == KIND and record.topic == requests._topics.ranking.name:  # where a signal came to in the end
+            requests._reasons.read(record)
+        other_as_served(requests, record, kind)
 
-    Worker._signal, Worker._other = signal, other  # type: ignore[method-assign, assignment]
+    Requests._signal, Requests._other = signal, other  # type: ignore[method-assign, assignment]
 
 
-async def try_here(worker: Any, record: Record, taken: Prefill) -> None:
+async def try_here(requests: Any, record: Record, taken: Prefill) -> None:
     task, now = taken.task, asyncio.get_running_loop().time()
     tries = int(dict(record.headers).get(HEADER_TRIES) or b"1")
-    books = await worker._device.ask(Query())
-    cost_ms = worker._runtime.executor.costs.prefill_ms(0, len(task.tokens))
+    books = await requests._device.ask(Query())
+    cost_ms = requests._runtime.executor.costs.prefill_ms(0, len(task.tokens))
     left_ms = (task.due - now) * 1e3
     if books.pre_infer_waiting_ms + books.queue_ms + cost_ms <= IN_TIME[0] * (left_ms + cost_ms) - TRAVEL_MS:
-        worker._device.submit(taken)
+        requests._device.submit(taken)
         return
-    topics, lanes = worker._bus.topics, worker._bus.topics.lanes
+    topics, lanes = requests._topics, requests._topics.lanes
     home = lane_of(task.user_id, lanes)
-    owner = worker._peers.owner(home)
-    been = {worker._reporter._name, "" if owner is None else owner.worker.name}
-    others = [status for status in worker._peers.workers().values() if status.name not in been and status.lanes]
+    owner = requests._forwarding._peers.owner(home)
+    been = {requests._name, "" if owner is None else owner.worker.name}
+    others = [
+        status for status in requests._forwarding._peers.workers().values() if status.name not in been and status.lanes
+    ]
     to = ""
     headers = [(HEADER_KIND, KIND_DELEGATED.encode()), (HEADER_TRIES, str(tries + 1).encode())]
     try:
         if others and tries < MOST_TRIES:
             status = random.choice(others)
             to, lane = status.name, random.choice(status.lanes).lane
-            await worker._bus.others.send_and_wait(
+            await requests.outbox._others.send_and_wait(
                 topics.ranking.name, record.value, key=record.key, partition=lane, headers=headers
             )
         told = encode_refusals([Refusal(task.request_id, "delegated", task.tenant, to or "nobody")])
-        await worker._bus.others.send_and_wait(
+        await requests.outbox._others.send_and_wait(
             topics.ranking.name, told, partition=home, headers=[(HEADER_KIND, KIND.encode())]
         )
     except BrokerError:

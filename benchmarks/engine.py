@@ -26,8 +26,9 @@ from floors import Cost, Floors, Machine, Work
 from targets import end
 
 from relaygr_stream import settings
-from relaygr_stream.models.api import KVRegion, ScoreInput
+from relaygr_stream.models.api import ScoreInput
 from relaygr_stream.models.devices import select_device
+from relaygr_stream.models.kv import KVRegion
 
 #: Where the targets below are judged: prefix tokens, candidates.
 PREFIX: Final = 2048

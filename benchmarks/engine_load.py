@@ -16,7 +16,8 @@ import torch
 from floors import Cost
 
 from relaygr_stream import settings
-from relaygr_stream.models.api import KVRegion, RankingModel, ScoreInput, Tokens
+from relaygr_stream.models.api import RankingModel, ScoreInput, Tokens
+from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.models.loading import load_model
 
 #: Together the copies of a prefix are so large that a ranking finds none of it in the processor's own caches.

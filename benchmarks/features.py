@@ -18,20 +18,16 @@ from msgspec import UNSET
 from msgspec.structs import replace
 from targets import end
 
-from relaygr_stream.models.api import KVRegion, ScoreInput
+from relaygr_stream.models.api import ScoreInput
 from relaygr_stream.models.hstu_model import HSTUConfig
+from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.models.loading import random_model
 from relaygr_stream.settings.schema import Relay
+from relaygr_stream.wire.behaviours import Behaviours, pack_items
+from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.features import FeatureColumn, FeatureSchema, FeatureTables, Of
-from relaygr_stream.wire.messages import (
-    HEADER_CORRELATION,
-    HEADER_REPLY_PARTITION,
-    Behaviours,
-    RankingRequest,
-    encode,
-    pack_items,
-)
-from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.messages import RankingRequest
+from relaygr_stream.wire.records import HEADER_CORRELATION, HEADER_REPLY_PARTITION, Record
 from relaygr_stream.worker.intake import Intake
 
 COLUMNS: Final = (0, 10, 40, 120)

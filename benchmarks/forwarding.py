@@ -36,8 +36,11 @@ from relaygr_stream.client import RelayClient
 from relaygr_stream.errors import Overloaded, RelayError
 from relaygr_stream.ops.brokers.local import local_broker
 from relaygr_stream.ops.children import Child, settings_as_toml, stop_all
-from relaygr_stream.settings.schema import Client, Kafka, Model, Relay, Settings, Worker
-from relaygr_stream.wire.messages import Behaviours, RankingRequest, decode, pack_items
+from relaygr_stream.settings.schema import Client, Kafka, Relay, Settings
+from relaygr_stream.settings.worker import Model, Worker
+from relaygr_stream.wire.behaviours import Behaviours, pack_items
+from relaygr_stream.wire.codec import decode
+from relaygr_stream.wire.messages import RankingRequest
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.worker_status import worker_statuses
 

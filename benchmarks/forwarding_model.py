@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from relaygr_stream.models.api import KVLayout, KVRegion, ScoreInput, Tokens
+from relaygr_stream.models.api import ScoreInput, Tokens
+from relaygr_stream.models.kv import KVLayout, KVRegion
 
 #: All its times are so many times as long (set before it is imported): the machine's own are less beside them.
 DILATION = float(os.environ.get("SLEEPER_DILATION", "1"))

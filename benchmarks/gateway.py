@@ -32,9 +32,11 @@ from relaygr_stream.client import RelayClient
 from relaygr_stream.ops.brokers.distribution import free_ports
 from relaygr_stream.ops.brokers.local import BrokerKind, local_broker
 from relaygr_stream.ops.children import Child, settings_as_toml, stop_all
-from relaygr_stream.settings.schema import Client, Gateway, Kafka, Model, Settings, Worker
+from relaygr_stream.settings.schema import Client, Gateway, Kafka, Settings
+from relaygr_stream.settings.worker import Model, Worker
 from relaygr_stream.telemetry.process import loop_factory
-from relaygr_stream.wire.messages import Behaviours, RankingRequest, pack_items
+from relaygr_stream.wire.behaviours import Behaviours, pack_items
+from relaygr_stream.wire.messages import RankingRequest
 
 RATE = 100
 BEHAVIOURS = 512

@@ -26,8 +26,10 @@ from relaygr_stream.client import RelayClient
 from relaygr_stream.errors import RelayError
 from relaygr_stream.ops.brokers.local import BrokerKind, local_broker
 from relaygr_stream.ops.children import Child, settings_as_toml, stop_all
-from relaygr_stream.settings.schema import Client, Handover, Kafka, Relay, Settings, Worker
-from relaygr_stream.wire.messages import Behaviours, RankingRequest, WorkerStatus, pack_items
+from relaygr_stream.settings.schema import Client, Kafka, Relay, Settings
+from relaygr_stream.settings.worker import Handover, Worker
+from relaygr_stream.wire.behaviours import Behaviours, pack_items
+from relaygr_stream.wire.messages import RankingRequest, WorkerStatus
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.worker_status import worker_statuses
 

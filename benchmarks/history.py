@@ -36,17 +36,12 @@ from relaygr_stream.errors import HistoryUnavailable, RelayError
 from relaygr_stream.history.store import WritableStore, open_store
 from relaygr_stream.ops.brokers.local import local_broker
 from relaygr_stream.ops.children import Child, settings_as_toml, stop_all
-from relaygr_stream.settings.schema import Client, History, Kafka, Model, Relay, Settings, Worker
-from relaygr_stream.wire.messages import (
-    Behaviours,
-    HistoryReference,
-    PreInferSignal,
-    RankingRequest,
-    RequestEvent,
-    encode,
-    pack_items,
-    with_version,
-)
+from relaygr_stream.settings.schema import Client, History, Kafka, Relay, Settings
+from relaygr_stream.settings.worker import Model, Worker
+from relaygr_stream.wire.behaviours import Behaviours, pack_items
+from relaygr_stream.wire.codec import encode
+from relaygr_stream.wire.history import HistoryReference
+from relaygr_stream.wire.messages import PreInferSignal, RankingRequest, RequestEvent, with_version
 
 LENGTHS: Final = (64, 512, 2_000, 10_000)
 CANDIDATES: Final = 200

@@ -31,9 +31,13 @@ import numpy as np
 import torch
 from targets import end
 
-from relaygr_stream.models.api import KVRegion, RankingModel, Tokens
-from relaygr_stream.settings.schema import Model, Relay, Settings, Worker
-from relaygr_stream.wire.messages import Behaviours, PreInferSignal, RankingRequest, encode, pack_items
+from relaygr_stream.models.api import RankingModel, Tokens
+from relaygr_stream.models.kv import KVRegion
+from relaygr_stream.settings.schema import Relay, Settings
+from relaygr_stream.settings.worker import Model, Worker
+from relaygr_stream.wire.behaviours import Behaviours, pack_items
+from relaygr_stream.wire.codec import encode
+from relaygr_stream.wire.messages import PreInferSignal, RankingRequest
 from relaygr_stream.wire.records import Record
 from relaygr_stream.worker.build import WorkerRuntime, build
 from relaygr_stream.worker.commands import Answer, Prefill, Query, Rank

@@ -40,9 +40,9 @@ from relaygr_stream.settings.schema import Settings
 from relaygr_stream.wire.messages import WorkerStatus
 from relaygr_stream.worker.build import build
 from relaygr_stream.worker.commands import Answer, Command, Query
+from relaygr_stream.worker.device import Submitted, take_turn
 from relaygr_stream.worker.executor import Executor
 from relaygr_stream.worker.statement import Identity, Statements
-from relaygr_stream.worker.turn import Submitted, take_turn
 
 #: Targets: the simulation's P99 and hit share are within this of the real core's, relative; and a thousand workers at
 #: RATE requests per second each simulate at least as fast as time passes.

@@ -62,15 +62,10 @@ def ranking_record(mode: str, topic: str) -> Any:
     """A ranking request as it is read from Kafka; its client traces it where the mode is 1."""
     import numpy as np
 
-    from relaygr_stream.wire.messages import (
-        HEADER_CORRELATION,
-        HEADER_REPLY_PARTITION,
-        Behaviours,
-        RankingRequest,
-        encode,
-        pack_items,
-    )
-    from relaygr_stream.wire.records import Record
+    from relaygr_stream.wire.behaviours import Behaviours, pack_items
+    from relaygr_stream.wire.codec import encode
+    from relaygr_stream.wire.messages import RankingRequest
+    from relaygr_stream.wire.records import HEADER_CORRELATION, HEADER_REPLY_PARTITION, Record
 
     behaviours = Behaviours.of(np.arange(TOKENS), np.ones(TOKENS, int), np.arange(TOKENS))
     request = RankingRequest(

@@ -20,8 +20,9 @@ from trigger_rate import Mix, Rate, measure_rates
 from relaygr_stream.ops.brokers.local import BrokerKind
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.trigger.decision import LaneState, Policy, decide
+from relaygr_stream.wire.behaviours import Behaviours
 from relaygr_stream.wire.fleet import Claim
-from relaygr_stream.wire.messages import Behaviours, CostModel, LaneStatus, RequestEvent, WorkerStatus
+from relaygr_stream.wire.messages import CostModel, LaneStatus, RequestEvent, WorkerStatus
 
 MEDIAN_ERROR = 0.15
 DECISION_US = 20.0

@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from relaygr_stream.models.api import KVRegion, ScoreInput, Tokens
+from relaygr_stream.models.api import ScoreInput, Tokens
+from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.models.loading import load_model
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.wire.messages import CostModel

@@ -21,23 +21,17 @@ from msgspec import UNSET
 
 from relaygr_stream.bus.ages import LogEnds
 from relaygr_stream.bus.aiokafka_compat import client_options
-from relaygr_stream.bus.lanes import FETCH_BYTES
+from relaygr_stream.bus.lane_reader import FETCH_BYTES
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.topics import TopicSet, apply_topics, load_topics
 from relaygr_stream.ops.brokers.local import BrokerKind, local_broker
 from relaygr_stream.ops.children import Child, settings_as_toml, stop_all
 from relaygr_stream.settings.schema import Kafka, Relay, Settings, Telemetry, Trigger
 from relaygr_stream.trigger.service import CHECK_CRCS
-from relaygr_stream.wire.messages import (
-    Behaviours,
-    CostModel,
-    HistoryReference,
-    LaneStatus,
-    RequestEvent,
-    WorkerStatus,
-    encode,
-    with_version,
-)
+from relaygr_stream.wire.behaviours import Behaviours
+from relaygr_stream.wire.codec import encode
+from relaygr_stream.wire.history import HistoryReference
+from relaygr_stream.wire.messages import CostModel, LaneStatus, RequestEvent, WorkerStatus, with_version
 
 LANES: Final = 16
 #: At risk or not is decided by the number of candidates alone, so that events of one size can be either.

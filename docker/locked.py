@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 #: Extras of the program that every image has.
-EXTRAS: Final = ("gateway",)
+EXTRAS: Final = ("gateway", "otel", "redis")
 
 
 def wanted(what: str) -> list[str]:

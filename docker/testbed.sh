@@ -107,6 +107,7 @@ show() {
 addresses() {
   say ""
   say "Kafka, for clients on this machine: 127.0.0.1:${TESTBED_KAFKA_PORT:-29092}"
+  say "The gateway: http://127.0.0.1:${TESTBED_GATEWAY_PORT:-8080}, token ${TESTBED_GATEWAY_TOKEN:-only-for-the-testbed}"
   if [[ ${COMPOSE_PROFILES-} == *observability* ]]; then
     say "Prometheus: http://127.0.0.1:${TESTBED_PROMETHEUS_PORT:-9090}"
     say "Grafana: http://127.0.0.1:${TESTBED_GRAFANA_PORT:-3000}"

@@ -18,7 +18,7 @@ from typing import Any, Final
 import msgspec
 
 from relaygr_stream.settings.schema import Kafka
-from relaygr_stream.wire import erase, headers, refusals, trigger_status
+from relaygr_stream.wire import erase, records, refusals, trigger_status
 from relaygr_stream.wire.erase import Erase
 from relaygr_stream.wire.messages import Cancel, PreInferSignal, RankingRequest, RequestEvent, ScoreReply, WorkerStatus
 from relaygr_stream.wire.refusals import Refusals
@@ -32,36 +32,36 @@ PREFIX: Final = "{prefix}"
 
 _HEADER: Final[dict[str, Any]] = {"type": "string", "x-messagepack": "bin"}
 _ROUTE: Final = {
-    headers.HEADER_CORRELATION: {**_HEADER, "minLength": 1, "maxLength": headers.MAX_CORRELATION_BYTES},
-    headers.HEADER_REPLY_PARTITION: {"type": "string", "pattern": "^[0-9]{1,10}$"},
+    records.HEADER_CORRELATION: {**_HEADER, "minLength": 1, "maxLength": records.MAX_CORRELATION_BYTES},
+    records.HEADER_REPLY_PARTITION: {"type": "string", "pattern": "^[0-9]{1,10}$"},
 }
-_SIGNED: Final = {headers.HEADER_SIGNATURE: {**_HEADER, "description": "HMAC-SHA256, where a secret is set"}}
+_SIGNED: Final = {records.HEADER_SIGNATURE: {**_HEADER, "description": "HMAC-SHA256, where a secret is set"}}
 
 #: Of each kind of record: its topic, its headers, and those of them that every record has.
 RECORDS: Final[dict[type[Any], tuple[str, dict[str, Any], list[str]]]] = {
     RequestEvent: ("retrieval", {}, []),
     PreInferSignal: ("pre-infer", {}, []),
-    Refusals: ("pre-infer", {headers.HEADER_KIND: {"const": refusals.KIND}}, [headers.HEADER_KIND]),
+    Refusals: ("pre-infer", {records.HEADER_KIND: {"const": refusals.KIND}}, [records.HEADER_KIND]),
     RankingRequest: ("ranking", _ROUTE, list(_ROUTE)),
-    Cancel: ("ranking", {headers.HEADER_KIND: {"const": headers.KIND_CANCEL}}, [headers.HEADER_KIND]),
+    Cancel: ("ranking", {records.HEADER_KIND: {"const": records.KIND_CANCEL}}, [records.HEADER_KIND]),
     ScoreReply: (
         "scores",
-        {headers.HEADER_CORRELATION: _ROUTE[headers.HEADER_CORRELATION], **_SIGNED},
-        [headers.HEADER_CORRELATION],
+        {records.HEADER_CORRELATION: _ROUTE[records.HEADER_CORRELATION], **_SIGNED},
+        [records.HEADER_CORRELATION],
     ),
     WorkerStatus: ("worker-status", _SIGNED, []),
-    Erase: ("worker-status", {headers.HEADER_KIND: {"const": erase.KIND}, **_SIGNED}, [headers.HEADER_KIND]),
+    Erase: ("worker-status", {records.HEADER_KIND: {"const": erase.KIND}, **_SIGNED}, [records.HEADER_KIND]),
     TriggerStatus: (
         "worker-status",
-        {headers.HEADER_KIND: {"const": trigger_status.KIND}, **_SIGNED},
-        [headers.HEADER_KIND],
+        {records.HEADER_KIND: {"const": trigger_status.KIND}, **_SIGNED},
+        [records.HEADER_KIND],
     ),
 }
 #: Messages that travel on a second topic, by the name that they have there.
 ELSEWHERE: Final[dict[str, tuple[type[Any], tuple[str, dict[str, Any], list[str]]]]] = {
     "DelegatedSignal": (
         PreInferSignal,
-        ("ranking", {headers.HEADER_KIND: {"const": headers.KIND_DELEGATED}}, [headers.HEADER_KIND]),
+        ("ranking", {records.HEADER_KIND: {"const": records.KIND_DELEGATED}}, [records.HEADER_KIND]),
     ),
 }
 

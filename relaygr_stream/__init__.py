@@ -38,20 +38,14 @@ from relaygr_stream.errors import (
 if TYPE_CHECKING:
     from relaygr_stream.client import Ranking, RelayClient, Request
     from relaygr_stream.history.store import HistoryStore, open_store
-    from relaygr_stream.models.api import (
-        KVLayout,
-        KVRegion,
-        RankingModel,
-        ScoreInput,
-        SteppedModel,
-        Tokens,
-        WarmedModel,
-    )
+    from relaygr_stream.models.api import RankingModel, ScoreInput, SteppedModel, Tokens, WarmedModel
+    from relaygr_stream.models.kv import KVLayout, KVRegion
     from relaygr_stream.settings import Settings
     from relaygr_stream.settings.load import load_settings
+    from relaygr_stream.wire.behaviours import Behaviours, pack_items
     from relaygr_stream.wire.features import FeatureColumn, FeatureSchema
     from relaygr_stream.wire.history import HistoryReference
-    from relaygr_stream.wire.messages import Behaviours, RankingRequest, RequestEvent, pack_items
+    from relaygr_stream.wire.messages import RankingRequest, RequestEvent
 
 __all__ = [
     "AccessDenied",
@@ -118,10 +112,10 @@ _LAZY: Final = {
     "open_store": "relaygr_stream.history.store",
     "FeatureColumn": "relaygr_stream.wire.features",
     "FeatureSchema": "relaygr_stream.wire.features",
-    "Behaviours": "relaygr_stream.wire.messages",
+    "Behaviours": "relaygr_stream.wire.behaviours",
     "RankingRequest": "relaygr_stream.wire.messages",
     "RequestEvent": "relaygr_stream.wire.messages",
-    "pack_items": "relaygr_stream.wire.messages",
+    "pack_items": "relaygr_stream.wire.behaviours",
 }
 
 

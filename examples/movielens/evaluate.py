@@ -18,7 +18,7 @@ import torch
 from examples.movielens.data import Histories, History, Ints
 from relaygr_stream.lab.workload.report import LiveLine
 from relaygr_stream.models.api import KVRegion, RankingModel, ScoreInput, Tokens
-from relaygr_stream.wire.messages import Behaviours
+from relaygr_stream.wire.behaviours import Behaviours
 
 Floats = npt.NDArray[np.float64]
 

@@ -26,7 +26,8 @@ from relaygr_stream.lab.bench.pipeline import Pipeline
 from relaygr_stream.lab.workload.report import LiveLine
 from relaygr_stream.ops.brokers.distribution import BRIEF_RELAY
 from relaygr_stream.ops.brokers.local import local_broker
-from relaygr_stream.settings.schema import Client, Model, Relay, Settings, Trigger, Worker
+from relaygr_stream.settings.schema import Client, Relay, Settings, Trigger
+from relaygr_stream.settings.worker import Model, Worker
 from relaygr_stream.wire.messages import Mode
 
 #: The two ways of serving, by the mode of the request.

@@ -48,7 +48,7 @@ def send(self: Any, request: Any, expect_response: bool = True) -> Any:
     - A closed asyncio transport drops what is written to it; uvloop's raises RuntimeError. aiokafka does not expect
       that, and it would end the task that sends heartbeats, and with it the process. Here: KafkaConnectionError.
     - A client that starts asks for metadata on a connection that only `bootstrap` knows. If the start is cancelled
-      meanwhile, nobody closes that connection. Here the request does.
+      meanwhile, nothing closes that connection. Here the request does.
     """
     try:
         answer = _send(self, request, expect_response)
@@ -81,7 +81,7 @@ async def close(self: Any) -> None:
 
 
 async def get_conn(self: Any, node_id: int, **options: Any) -> Any:
-    """As AIOKafkaClient._get_conn. A connection that is there only after the client's end is closed: nobody else would.
+    """As AIOKafkaClient._get_conn. A connection made after the client's end is closed: nothing else would.
 
     None then, as where a broker cannot be reached.
     """

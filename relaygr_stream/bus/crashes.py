@@ -13,7 +13,6 @@ A broker without commit metadata (the embedded one) counts nothing: every owner 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -22,6 +21,7 @@ import structlog
 from aiokafka import TopicPartition
 from aiokafka.errors import KafkaError
 
+from relaygr_stream.bus.lane_reader import OffsetLedger
 from relaygr_stream.bus.membership import Membership
 from relaygr_stream.wire.records import Record
 
@@ -33,62 +33,6 @@ NOTE_S: Final = 1.0
 RETRY_S: Final = 0.1
 #: The first word of a mark. A mark must fit into 4096 B (offset.metadata.max.bytes): 100 offsets of 19 digits do.
 _WORD: Final = "relaygr-owner"
-
-
-class OffsetLedger:
-    """Read and done offsets of one partition, from the offset at which this owner started.
-
-    `committable` never passes a record that was read and is not done, in any order of calls. A ledger lives while the
-    lane is owned without a break. The next ownership gets a new ledger, so a record of the former ownership that is
-    done late has no effect, unless it was read again.
-    """
-
-    __slots__ = ("_order", "_position", "_undone")
-
-    def __init__(self, start: int) -> None:
-        self._position = start
-        self._order: deque[int] = deque()  # offsets read, ascending, from the first undone one on
-        self._undone: set[int] = set()
-
-    @property
-    def position(self) -> int:
-        """The next offset to read."""
-        return self._position
-
-    @property
-    def undone(self) -> int:
-        """The number of records read and not done."""
-        return len(self._undone)
-
-    @property
-    def committable(self) -> int:
-        """The offset at which the next owner may start: every record read below it is done."""
-        return self._order[0] if self._order else self._position
-
-    def has(self, offset: int) -> bool:
-        """Whether the record was read and is not done."""
-        return offset in self._undone
-
-    def read(self, offset: int) -> bool:
-        """Mark a record as read. Returns False if it was read before, and must not be handed out again.
-
-        Offsets ascend, with gaps where the topic is compacted.
-        """
-        if offset < self._position:
-            return False
-        self._position = offset + 1
-        self._order.append(offset)
-        self._undone.add(offset)
-        return True
-
-    def done(self, offset: int) -> bool:
-        """Mark a record as done. Returns False if it was not read by this owner, or is done already."""
-        if offset not in self._undone:
-            return False
-        self._undone.remove(offset)
-        while self._order and self._order[0] not in self._undone:
-            self._order.popleft()
-        return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,14 +21,14 @@ from relaygr_stream.bus.topics import TopicSet
 from relaygr_stream.errors import BrokerError, BrokerUnavailable, ConfigError, DecodeError, TopicError
 from relaygr_stream.telemetry.background import Background
 from relaygr_stream.telemetry.limiter import LogLimiter
-from relaygr_stream.wire.messages import (
+from relaygr_stream.wire.records import (
     HEADER_DETAIL,
     HEADER_ORIGIN_OFFSET,
     HEADER_ORIGIN_PARTITION,
     HEADER_ORIGIN_TOPIC,
     HEADER_REASON,
+    Record,
 )
-from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.topic_files import Topic
 
 log = structlog.get_logger(__name__)

@@ -28,7 +28,7 @@ from relaygr_stream.bus.aiokafka_compat import CLOSE_S, broker_error, client_opt
 from relaygr_stream.bus.renewed import Renewed
 from relaygr_stream.errors import BrokerError, BrokerUnavailable, TopicError
 from relaygr_stream.settings.schema import Kafka
-from relaygr_stream.wire.partitioner import partition_of
+from relaygr_stream.wire.topic_files import partition_of
 
 #: The default size limit of a topic (max_message_bytes in its file).
 DEFAULT_MAX_BYTES: Final = 1_048_576

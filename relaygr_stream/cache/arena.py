@@ -70,11 +70,6 @@ class Arena:
         """Bytes of the largest extent that `allocate` could return if all evictable extents were freed."""
         return self._open.largest
 
-    @property
-    def fragmentation(self) -> float:
-        """The share of free bytes outside the largest hole; 0 if there is one hole or none."""
-        return 1 - self.largest_hole / self.free_bytes if self.free_bytes else 0.0
-
     def round_up(self, nbytes: int) -> int:
         """`nbytes` rounded up to the alignment. Raises ValueError if nbytes < 1."""
         if nbytes < 1:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from relaygr_stream.cache.arena import Extent
 from relaygr_stream.cache.copy import CopyTicket
-from relaygr_stream.models.api import KVRegion, Tokens
+from relaygr_stream.models.api import Tokens
+from relaygr_stream.models.kv import KVRegion
 
 
 class EntryState(enum.Enum):

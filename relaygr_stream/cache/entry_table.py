@@ -12,13 +12,14 @@ from itertools import chain
 
 from relaygr_stream.cache.arena import Extent
 from relaygr_stream.cache.entry import Entry, StoredCopy
+from relaygr_stream.cache.eviction import Reloads
 from relaygr_stream.cache.fading import CostAwarePolicy
 from relaygr_stream.cache.memory import TierMemory
-from relaygr_stream.cache.reloads import Reloads
 from relaygr_stream.cache.storage import Storage
 from relaygr_stream.cache.tiers import DramTier, HbmTier, MakePolicy
 from relaygr_stream.errors import CacheCorruption
-from relaygr_stream.models.api import KVLayout, KVRegion, Tokens
+from relaygr_stream.models.api import Tokens
+from relaygr_stream.models.kv import KVLayout, KVRegion
 
 
 @dataclass
@@ -131,7 +132,7 @@ class EntryTable:
         place = self.hbm.allocate(capacity)
         if place is None:
             for entry in self.hbm.victims(capacity):
-                self._evict_from_hbm(entry)
+                self.evict_from_hbm(entry)
             place = self.hbm.allocate(capacity)
         if place is None:
             self._counters.no_room += 1
@@ -143,7 +144,7 @@ class EntryTable:
         extent = self.dram.allocate(capacity)
         if extent is None:
             for entry in self.dram.victims(capacity):
-                self._evict_from_dram(entry)
+                self.evict_from_dram(entry)
             extent = self.dram.allocate(capacity)
         self.dram.full = extent is None
         return extent
@@ -189,7 +190,7 @@ class EntryTable:
         self._entries[entry.user_id] = entry
         self.note(entry)
 
-    def _evict_from_hbm(self, entry: Entry) -> None:
+    def evict_from_hbm(self, entry: Entry) -> None:
         """idle → in DRAM (if there is a copy) or absent."""
         if entry.clean:
             self._counters.evicted_clean += 1
@@ -201,7 +202,7 @@ class EntryTable:
         elif entry.stored.length < len(entry.tokens):
             entry.tokens = entry.tokens.slice(0, entry.stored.length)  # the copy is older than the entry's growth
 
-    def _evict_from_dram(self, entry: Entry) -> None:
+    def evict_from_dram(self, entry: Entry) -> None:
         """Free the DRAM copy; removes the entry too, unless it is in HBM."""
         self._counters.forgotten += 1
         self.release_dram(entry)

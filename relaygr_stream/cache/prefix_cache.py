@@ -20,7 +20,8 @@ from relaygr_stream.cache.storage import Scratch, StorageKind, make_storage
 from relaygr_stream.cache.tiers import MakePolicy, capacity_for
 from relaygr_stream.cache.transit import Transit
 from relaygr_stream.errors import CapacityError
-from relaygr_stream.models.api import KVLayout, KVRegion, Tokens
+from relaygr_stream.models.api import Tokens
+from relaygr_stream.models.kv import KVLayout, KVRegion
 
 
 class PrefixCache:
@@ -236,11 +237,6 @@ class PrefixCache:
         return self._table.pins()
 
     # ---- tiers ----
-
-    @property
-    def has_dram(self) -> bool:
-        """Whether there is a DRAM tier."""
-        return self._dram is not None
 
     def load(self, entry: Entry) -> bool:
         """in DRAM → loading, before write-backs. Returns False and changes nothing if HBM has no room."""

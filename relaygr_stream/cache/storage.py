@@ -18,7 +18,7 @@ from typing import Final, Literal, Protocol
 
 import torch
 
-from relaygr_stream.models.api import KVLayout, KVRegion
+from relaygr_stream.models.kv import KVLayout, KVRegion
 
 
 class Scratch:

@@ -19,7 +19,7 @@ from relaygr_stream.cache.fading import CostAwarePolicy
 from relaygr_stream.cache.memory import TierMemory
 from relaygr_stream.cache.storage import Storage
 from relaygr_stream.errors import CacheCorruption
-from relaygr_stream.models.api import KVLayout, KVRegion
+from relaygr_stream.models.kv import KVLayout, KVRegion
 
 #: A region's capacity is a multiple of this many tokens. It wastes half a granule per entry (1.6 % at 2,048 tokens); a
 #: returning user's few new behaviours then fit in place.
@@ -43,7 +43,30 @@ class Residency(enum.StrEnum):
     CLEAN = "clean"  # idle; evicting it loses nothing
 
 
-class HbmTier:
+class _Tier:
+    """What both tiers are: memory, and an order of eviction by user id, which outlives an entry."""
+
+    def __init__(self, memory: TierMemory, cost_ms: Callable[[Entry], float], policy: MakePolicy) -> None:
+        self._memory = memory
+        self._cost_ms = cost_ms
+        self._evictor: Evictor[str] = Evictor(memory.arena, policy())
+
+    @property
+    def size(self) -> int:
+        """Bytes in all."""
+        return self._memory.arena.size
+
+    @property
+    def used(self) -> int:
+        """Bytes handed out."""
+        return self._memory.arena.used
+
+    def uses(self, user_id: str) -> float:
+        """The faded uses of the user's entry, in this tier or remembered."""
+        return self._evictor.uses(user_id)
+
+
+class HbmTier(_Tier):
     """Regions in device memory. cost_ms(entry): the cost of its next use if it is evicted.
 
     last_tier: there is no DRAM tier, so every idle entry counts as clean.
@@ -58,24 +81,12 @@ class HbmTier:
         *,
         last_tier: bool,
     ) -> None:
+        super().__init__(memory, cost_ms, policy)
         self._layout = layout
-        self._memory = memory
-        self._cost_ms = cost_ms
         self._last_tier = last_tier
         self._noted: dict[Entry, tuple[Residency, Extent]] = {}
         self._bytes = dict.fromkeys(Residency, 0)
         self._idle: dict[str, Entry] = {}
-        self._evictor: Evictor[str] = Evictor(memory.arena, policy())  # by user id, which outlives an entry
-
-    @property
-    def size(self) -> int:
-        """Bytes in all."""
-        return self._memory.arena.size
-
-    @property
-    def used(self) -> int:
-        """Bytes handed out."""
-        return self._memory.arena.used
 
     @property
     def held_bytes(self) -> int:
@@ -114,10 +125,6 @@ class HbmTier:
         if users is None:
             users = self._evictor.choose(size)
         return [self._idle[user] for user in users or ()]
-
-    def uses(self, user_id: str) -> float:
-        """The faded uses of the user's entry, in this tier or remembered."""
-        return self._evictor.uses(user_id)
 
     def cheapest(self) -> Iterator[Entry]:
         """The idle entries, the cheapest to evict first."""
@@ -178,7 +185,7 @@ class HbmTier:
         return kind, entry.extent
 
 
-class DramTier:
+class DramTier(_Tier):
     """Copies of regions in host memory, in the form of `storage`.
 
     cost_ms(entry): the cost of its next use if the copy is evicted. full: the last allocation failed, and nothing has
@@ -192,22 +199,10 @@ class DramTier:
         cost_ms: Callable[[Entry], float],
         policy: MakePolicy = CostAwarePolicy,
     ) -> None:
+        super().__init__(memory, cost_ms, policy)
         self.storage = storage
         self.full = False
-        self._memory = memory
-        self._cost_ms = cost_ms
         self._evictable: dict[str, Entry] = {}
-        self._evictor: Evictor[str] = Evictor(memory.arena, policy())
-
-    @property
-    def size(self) -> int:
-        """Bytes in all."""
-        return self._memory.arena.size
-
-    @property
-    def used(self) -> int:
-        """Bytes handed out."""
-        return self._memory.arena.used
 
     def size_of(self, capacity: int) -> int:
         """Bytes of a copy of a region for `capacity` tokens, rounded up to the alignment."""
@@ -235,10 +230,6 @@ class DramTier:
         to evict for it. It counts as used now, as it will when it is in the tier."""
         at_stake = sum(self._evictor.value(victim.user_id) for victim in self.victims(capacity))
         return at_stake < max(1.0, self._evictor.uses(user_id)) * cost_ms
-
-    def uses(self, user_id: str) -> float:
-        """The faded uses of the user's entry, with a copy in this tier or remembered."""
-        return self._evictor.uses(user_id)
 
     def note(self, entry: Entry, *, used: bool) -> None:
         """Update the eviction order to the entry's present state. used: a use of it in HBM has ended."""

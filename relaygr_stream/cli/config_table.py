@@ -8,7 +8,8 @@ import msgspec
 from msgspec import inspect as msgspec_inspect
 from rich.table import Table
 
-from relaygr_stream.settings.load import FIELDS, Config, Field
+from relaygr_stream.settings.load import FIELDS, Config
+from relaygr_stream.settings.section import Field
 from relaygr_stream.telemetry.printable import listing
 
 _UNITS: Final = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))

@@ -6,8 +6,7 @@ import asyncio
 import sys
 from functools import partial
 from importlib import import_module
-from pathlib import Path
-from typing import Any, Final, get_args
+from typing import Any, Final
 
 import click
 
@@ -16,7 +15,7 @@ from relaygr_stream.errors import ConfigError, RelayError
 from relaygr_stream.ops.stopping import Interrupted, stopped
 from relaygr_stream.settings.files import FILE_TROUBLE, discard_output
 from relaygr_stream.settings.load import Config
-from relaygr_stream.settings.schema import Kernels, Settings
+from relaygr_stream.settings.schema import Settings
 
 #: Commands in modules of their own, which are imported on demand.
 _COMMANDS: Final = {
@@ -26,6 +25,7 @@ _COMMANDS: Final = {
     "demo": "relaygr_stream.cli.demo:demo_command",
     "explain": "relaygr_stream.cli.explain:explain_command",
     "history": "relaygr_stream.cli.history:history_command",
+    "model": "relaygr_stream.cli.model:model_command",
     "replay": "relaygr_stream.cli.replay:replay_command",
     "simulate": "relaygr_stream.cli.simulate:simulate_command",
     "status": "relaygr_stream.cli.status:status_command",
@@ -214,55 +214,3 @@ def config_show(config: Config, markdown: bool) -> None:
         click.echo(render_settings_markdown())
     else:
         print_table(render_settings_table(config))
-
-
-@main.group()
-def model() -> None:
-    """Check models."""
-
-
-@model.command()
-@click.argument("file", type=click.Path(path_type=Path))
-@click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), default="float32", show_default=True)
-@click.option("--kernels", type=click.Choice(get_args(Kernels)), default="auto", help="As worker.kernels.")
-def conformance(file: Path, dtype: str, kernels: Kernels) -> None:
-    """Compare the built-in HSTU with reference arrays (FILE.npz), full and cached.
-
-    float32: prints the largest absolute deviations of each variant; exits 1 if one exceeds 1e-4. Half precision: exits
-    1 if cached, chunked or cut results deviate more from the reference than full inference in that type does.
-    """
-    from relaygr_stream.models.devices import select_device
-
-    select_device("cpu")  # as in `worker`
-    import torch
-
-    from relaygr_stream.models.conformance import format_table, run_conformance
-
-    results = run_conformance(file, getattr(torch, dtype), kernels)
-    click.echo(format_table(results))
-    sys.exit(not all(result.conforms for result in results))
-
-
-@model.command(name="check")
-@click.argument("factory", default="")
-@click.option("--device", help="cpu, cuda[:N] or npu[:N]; short for --set worker.device=…")
-@click.option("--dtype", help="float32, bfloat16 or float16; short for --set worker.dtype=…")
-@click.option(
-    "--seed", default=0, show_default=True, help="Seed of the random requests; model.seed is that of the weights."
-)
-@settings_options
-def model_check(settings: Settings, factory: str, device: str | None, dtype: str | None, seed: int) -> None:
-    """Check that a model keeps the protocol and that its relayed scores equal full inference.
-
-    FACTORY is module:factory (model.factory); by default, the settings' model. Prints a table of properties and, for
-    each that failed, its usual cause; exits 1 if one failed. Check float32 first: in half precision, rounding hides
-    small errors.
-
-    \b
-    Examples:
-      relaygr model check relaygr_stream.models.transformer:make
-      relaygr model check my_model:make --set model.path=. --dtype bfloat16
-    """
-    from relaygr_stream.cli.model import run_check
-
-    sys.exit(0 if run_check(settings, factory, device, dtype, seed) else 1)

@@ -82,8 +82,9 @@ async def _forget(settings: Settings, name: str) -> None:
     from relaygr_stream.bus.tail import TopicTail
     from relaygr_stream.bus.topics import load_topics, verify_topics
     from relaygr_stream.errors import DecodeError
-    from relaygr_stream.wire.messages import HEADER_KIND, WorkerStatus, decode
-    from relaygr_stream.wire.records import Record
+    from relaygr_stream.wire.codec import decode
+    from relaygr_stream.wire.messages import WorkerStatus
+    from relaygr_stream.wire.records import HEADER_KIND, Record
     from relaygr_stream.wire.signature import Signer
     from relaygr_stream.wire.trigger_status import KEY_PREFIX, KIND
     from relaygr_stream.wire.worker_status import HEADER_INCARNATION

@@ -29,18 +29,11 @@ from relaygr_stream.errors import (
     WorkerFailed,
 )
 from relaygr_stream.telemetry.limiter import LogLimiter
-from relaygr_stream.wire.headers import HEADER_SIGNATURE, answer_signature, header
-from relaygr_stream.wire.messages import (
-    HEADER_CORRELATION,
-    ITEM_DTYPE,
-    Outcome,
-    ScoreReply,
-    Status,
-    Timings,
-    decode,
-    kind_of,
-)
-from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.behaviours import ITEM_DTYPE
+from relaygr_stream.wire.codec import decode
+from relaygr_stream.wire.messages import Outcome, ScoreReply, Status, Timings
+from relaygr_stream.wire.records import HEADER_CORRELATION, HEADER_SIGNATURE, Record, header, kind_of
+from relaygr_stream.wire.signature import answer_signature
 
 log = structlog.get_logger(__name__)
 _limited = LogLimiter().limited

@@ -14,9 +14,9 @@ from functools import partial
 import structlog
 
 from relaygr_stream.bus.aiokafka_compat import end
-from relaygr_stream.bus.counts import PartitionCounts
 from relaygr_stream.bus.producer import Outgoing, Producer
 from relaygr_stream.bus.tail import TopicTail
+from relaygr_stream.bus.topic_check import PartitionCounts
 from relaygr_stream.bus.topics import TopicRow, TopicSet, lane_of, verify_topics
 from relaygr_stream.client.answers import Answers, ReplyRoute, reply_partitions
 from relaygr_stream.client.exchange import Copies, Exchange, Hedges
@@ -26,9 +26,8 @@ from relaygr_stream.errors import BrokerError, BrokerUnavailable, ConfigError, D
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.wire.fleet import OwnerDirectory
-from relaygr_stream.wire.headers import HEADER_KIND, KIND_CANCEL
 from relaygr_stream.wire.messages import RankingRequest, ScoreReply
-from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.records import HEADER_KIND, KIND_CANCEL, Record
 
 log = structlog.get_logger(__name__)
 limited = LogLimiter().limited

@@ -19,15 +19,10 @@ from relaygr_stream.client.answers import Call, ReplyRoute
 from relaygr_stream.client.metrics import ClientMetrics
 from relaygr_stream.client.sender import Sender
 from relaygr_stream.errors import BrokerError
+from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.fleet import OwnerDirectory
-from relaygr_stream.wire.messages import (
-    HEADER_CORRELATION,
-    HEADER_REPLY_PARTITION,
-    RankingRequest,
-    ScoreReply,
-    WorkerStatus,
-    encode,
-)
+from relaygr_stream.wire.messages import RankingRequest, ScoreReply, WorkerStatus
+from relaygr_stream.wire.records import HEADER_CORRELATION, HEADER_REPLY_PARTITION
 
 #: The share of requests whose owner is alive that may be hedged, and the most hedges at once after a quiet time.
 #: Hedging the slowest twentieth bounds the tail at a few percent more load (Dean & Barroso, The Tail at Scale).

@@ -9,7 +9,6 @@ GET    /docs  /openapi.json  /healthz  /readyz
 
 from __future__ import annotations
 
-import asyncio
 import html
 import re
 import secrets
@@ -21,7 +20,6 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 import prometheus_client
-import structlog
 from msgspec import UNSET
 from prometheus_client.exposition import choose_encoder
 from starlette.applications import Starlette
@@ -30,62 +28,24 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from relaygr_stream.client import RelayClient
-from relaygr_stream.errors import (
-    BrokerError,
-    DeadlineExceeded,
-    DecodeError,
-    Overloaded,
-    Rejected,
-    RelayError,
-    WorkerFailed,
-)
-from relaygr_stream.gateway.messages import (
-    FORMATS,
-    JSON,
-    MSGPACK,
-    Announce,
-    Announced,
-    Asking,
-    Format,
-    Problem,
-    Rank,
-    Ranked,
-)
+from relaygr_stream.errors import Rejected, RelayError
+from relaygr_stream.gateway.http import RETRY_AFTER_S, answer, deadline, failure, read_body, reply_format, trace_context
+from relaygr_stream.gateway.messages import JSON, MSGPACK, Announce, Announced, Asking, Format, Problem, Rank, Ranked
 from relaygr_stream.gateway.openapi import document
 from relaygr_stream.gateway.tokens import Refused, Tokens
 from relaygr_stream.history.store import HistoryStore, looked_up
 from relaygr_stream.ops.status.overview import Overview
 from relaygr_stream.ops.status.table import as_json, render
-from relaygr_stream.telemetry.limiter import LogLimiter
-from relaygr_stream.telemetry.printable import printable, render_plain
+from relaygr_stream.telemetry.printable import render_plain
 from relaygr_stream.telemetry.process import ProcessContext
-from relaygr_stream.telemetry.tracing import TRACE_HEADERS, trace_headers
-from relaygr_stream.wire.messages import Behaviours, with_version
+from relaygr_stream.wire.behaviours import Behaviours
+from relaygr_stream.wire.messages import with_version
 
-log = structlog.get_logger(__name__)
-limited = LogLimiter().limited
-
-#: Milliseconds within which the client wants the answer.
-TIMEOUT_HEADER: Final = "relaygr-timeout-ms"
 REQUEST_ID_HEADER: Final = "x-request-id"
-#: Seconds after which an overloaded relay is asked again: its queues are shorter than a deadline.
-RETRY_AFTER_S: Final = "1"
 #: At the end of the ids that a gateway makes: the user's lane, by which any gateway finds it for a DELETE.
 _LANE: Final = re.compile(r"-(\d{1,5})\Z")
 _TRACKED: Final = re.compile(r"[\x21-\x7e]{1,128}")
 PAGE: Final = Path(__file__).with_name("docs.html")
-
-#: The status of each error; the first that fits.
-STATUSES: Final[tuple[tuple[type[RelayError], int, str], ...]] = (
-    (DeadlineExceeded, 504, "deadline_exceeded"),
-    (Overloaded, 429, "overloaded"),
-    (Rejected, 400, "rejected"),
-    (WorkerFailed, 502, "failed"),
-    (BrokerError, 503, "unavailable"),
-    (RelayError, 503, "unavailable"),
-)
-#: Statuses after which the same request may succeed a moment later.
-_AGAIN: Final = (429, 503)
 
 
 class Metrics:
@@ -154,19 +114,19 @@ class Door:
     # ---- the relay's three verbs ----
 
     async def _announce(self, asked: Asked) -> Response:
-        body: Announce = await self._body(asked.http, Announce)
+        body: Announce = await read_body(asked.http, Announce, self._limits)
         request_id = self._request_id(body.request_id, body.user_id)
         event = body.event(request_id, asked.tenant, await self._prefix(body, asked.tenant))
-        await self._relay.announce(event, within=_context(asked.http))
-        return _answer(202, asked.reply, Announced(request_id=request_id))
+        await self._relay.announce(event, within=trace_context(asked.http))
+        return answer(202, asked.reply, Announced(request_id=request_id))
 
     async def _rank(self, asked: Asked) -> Response:
-        body: Rank = await self._body(asked.http, Rank)
+        body: Rank = await read_body(asked.http, Rank, self._limits)
         request_id, prefix = self._request_id(body.request_id, body.user_id), await self._prefix(body, asked.tenant)
         request = body.request(request_id, asked.tenant, prefix)
         left = None if asked.deadline_s is None else asked.deadline_s - time.monotonic()
-        ranking = await self._relay.rank(request, timeout=left, within=_context(asked.http))
-        return _answer(200, asked.reply, Ranked.of(ranking, packed=asked.reply is MSGPACK))
+        ranking = await self._relay.rank(request, timeout=left, within=trace_context(asked.http))
+        return answer(200, asked.reply, Ranked.of(ranking, packed=asked.reply is MSGPACK))
 
     async def _cancel(self, asked: Asked) -> Response:
         request_id = asked.http.path_params["request_id"]
@@ -200,16 +160,16 @@ class Door:
     def _api(self, method: str, path: str, verb: Callable[[Asked], Awaitable[Response]]) -> Route:
         async def endpoint(http: Request) -> Response:
             started = time.monotonic()
-            reply, tenant = _reply_format(http), None
+            reply, tenant = reply_format(http), None
             try:
                 tenant = self._enter(http)
-                response = await verb(Asked(http, tenant, _deadline(http, started), reply))
+                response = await verb(Asked(http, tenant, deadline(http, started), reply))
             except Refused as error:
-                response = _answer(error.status, reply, Problem(error=error.error, detail=error.detail), error.headers)
+                response = answer(error.status, reply, Problem(error=error.error, detail=error.detail), error.headers)
             except RelayError as error:
-                response = self._failed(error, reply, http)
+                response = failure(error, reply, http.url.path)
             except ClientDisconnect:
-                response = Response(status_code=499)  # nobody reads it
+                response = Response(status_code=499)  # the client has left
             finally:
                 if tenant is not None:
                     self._leave(tenant)
@@ -237,41 +197,6 @@ class Door:
         self._open[tenant] -= 1
         self.metrics.in_flight.dec()
 
-    async def _body(self, http: Request, kind: type[Any]) -> Any:
-        """The decoded body. Raises Refused."""
-        media = http.headers.get("content-type", JSON.media).partition(";")[0].strip().lower()
-        form, most = FORMATS.get(media), self._limits.max_body_bytes
-        if form is None or http.headers.get("content-encoding", "identity") != "identity":
-            raise Refused(
-                415, "unsupported", f"content type {printable(media)}: send {' or '.join(FORMATS)}, uncompressed"
-            )
-        length = http.headers.get("content-length", "")
-        data = bytearray()
-        try:
-            async with asyncio.timeout(self._limits.read_ms / 1e3):
-                if not (length.isdigit() and len(length) < 16 and int(length) > most):
-                    async for chunk in http.stream():
-                        data += chunk
-                        if len(data) > most:
-                            break
-                    else:
-                        return form.decoders[kind](data)
-        except TimeoutError:
-            took = f"the body did not come within {self._limits.read_ms:g} ms (gateway.read_ms)"
-            raise Refused(408, "slow", took) from None
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise Refused(400, "malformed", str(error)[:500] or type(error).__name__, close=False) from error
-        raise Refused(413, "too_large", f"the body has more than {most} bytes (gateway.max_body_bytes)")
-
-    def _failed(self, error: RelayError, reply: Format, http: Request) -> Response:
-        if isinstance(error, DecodeError):
-            error = Rejected(error.detail)
-        status, name = next((status, name) for kind, status, name in STATUSES if isinstance(error, kind))
-        if status >= 500 and status != 504:
-            limited(log.warning, name)("a request failed", path=http.url.path, outcome=name, detail=str(error))
-        headers = {"retry-after": RETRY_AFTER_S} if status in _AGAIN else {}
-        return _answer(status, reply, Problem(error=name, detail=str(error)), headers)
-
     # ---- pages ----
 
     def _page(self, path: str, make: Callable[[Request], Response], *, closed: bool = False) -> Route:
@@ -281,7 +206,7 @@ class Door:
                     self._tokens.tenant(http, browser=True)
                 response = make(http)
             except Refused as error:
-                response = _answer(error.status, JSON, Problem(error=error.error, detail=error.detail), error.headers)
+                response = answer(error.status, JSON, Problem(error=error.error, detail=error.detail), error.headers)
             response.headers["cache-control"] = "no-store"
             return response
 
@@ -306,37 +231,3 @@ class Door:
 _FLEET: Final = """<!doctype html><html lang="en"><meta charset="utf-8"><meta http-equiv="refresh" content="5">
 <title>RelayGR Stream</title><style>body{{font:14px monospace;margin:2em}}</style>
 <h1>The fleet</h1><pre>{}</pre><p><a href="docs">API</a> · <a href="metrics">metrics</a></p></html>"""
-
-
-def _answer(status: int, form: Format, body: msgspec.Struct, headers: dict[str, str] | None = None) -> Response:
-    return Response(form.encode(body), status, headers, form.media)
-
-
-def _reply_format(http: Request) -> Format:
-    """As the client accepts; where it says nothing of the two, as it asks."""
-    accepted = http.headers.get("accept", "")
-    for media, form in FORMATS.items():
-        if media in accepted:
-            return form
-    return FORMATS.get(http.headers.get("content-type", "").partition(";")[0].strip().lower(), JSON)
-
-
-def _deadline(http: Request, started: float) -> float | None:
-    """When the answer is worthless, by the monotonic clock; None: the client does not say. Raises Refused."""
-    stated = http.headers.get(TIMEOUT_HEADER)
-    if stated is None:
-        return None
-    try:
-        milliseconds = float(stated)
-    except ValueError:
-        milliseconds = -1.0
-    if not 0 < milliseconds <= 3.6e6:
-        raise Refused(
-            400, "rejected", f"header {TIMEOUT_HEADER}: {printable(stated[:40])} is not 1…3600000 milliseconds"
-        )
-    return started + milliseconds / 1e3
-
-
-def _context(http: Request) -> list[tuple[str, bytes]]:
-    """The trace context that the caller states; empty: none."""
-    return trace_headers([(name, value.encode()) for name in TRACE_HEADERS if (value := http.headers.get(name))])

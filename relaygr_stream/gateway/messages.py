@@ -16,16 +16,8 @@ from relaygr_stream.client.answers import Ranking
 from relaygr_stream.errors import Rejected
 from relaygr_stream.wire.behaviours import ACTION_DTYPE, ITEM_DTYPE, TIME_DTYPE, Behaviours, pack_items
 from relaygr_stream.wire.features import FeatureTables
-from relaygr_stream.wire.messages import (
-    HistoryReference,
-    Id,
-    Millis,
-    Mode,
-    Outcome,
-    RankingRequest,
-    RequestEvent,
-    Timings,
-)
+from relaygr_stream.wire.history import HistoryReference
+from relaygr_stream.wire.messages import Id, Millis, Mode, Outcome, RankingRequest, RequestEvent, Timings
 
 #: A list of numbers, or their little-endian bytes.
 Packed = bytes | list[int]

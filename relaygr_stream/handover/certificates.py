@@ -25,7 +25,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from relaygr_stream.errors import ConfigError
-from relaygr_stream.settings.schema import Handover
+from relaygr_stream.settings.worker import Handover
 from relaygr_stream.wire.signature import purpose_key
 
 #: The protocol's name, negotiated by TLS (ALPN). Version 1 had a seal on each frame instead of TLS.
@@ -117,8 +117,8 @@ def make_credentials(settings: Handover, name: str, host: str) -> Credentials:
     """
     if not settings.tls_certificate:
         key = Ed25519PrivateKey.from_private_bytes(purpose_key(settings.secret, PURPOSE))
-        authority = _authority(key)
-        return Credentials(lambda: (_pem(authority), _issue(authority, key, name, host)))
+        authority = authority_of(key)
+        return Credentials(lambda: (pem(authority), issue(authority, key, name, host)))
     try:
         return Credentials(lambda: _from_files(settings, name, host))
     except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
@@ -190,7 +190,7 @@ def _load(context: ssl.SSLContext, own: Pem) -> None:
 # ---- from the secret ----
 
 
-def _authority(key: Ed25519PrivateKey) -> x509.Certificate:
+def authority_of(key: Ed25519PrivateKey) -> x509.Certificate:
     """The fleet's authority: the same bytes at every worker, since nothing in it is random or depends on the date."""
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "relaygr fleet")])
     public = key.public_key()
@@ -203,7 +203,7 @@ def _authority(key: Ed25519PrivateKey) -> x509.Certificate:
     )
 
 
-def _issue(authority: x509.Certificate, key: Ed25519PrivateKey, name: str, host: str) -> Pem:
+def issue(authority: x509.Certificate, key: Ed25519PrivateKey, name: str, host: str) -> Pem:
     """A new key, and its certificate for one day."""
     own, now = Ed25519PrivateKey.generate(), datetime.now(UTC)
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "relaygr worker")])
@@ -222,7 +222,7 @@ def _issue(authority: x509.Certificate, key: Ed25519PrivateKey, name: str, host:
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(key.public_key()), critical=False)
         .sign(key, None)
     )
-    return _pem(issued) + own.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    return pem(issued) + own.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
 
 
 def _host_name(host: str) -> x509.GeneralName:
@@ -242,7 +242,8 @@ def _usage(*, digital_signature: bool = False, key_cert_sign: bool = False) -> x
     return x509.KeyUsage(digital_signature, False, False, False, False, key_cert_sign, False, False, False)
 
 
-def _pem(certificate: x509.Certificate) -> Pem:
+def pem(certificate: x509.Certificate) -> Pem:
+    """The certificate in PEM."""
     return certificate.public_bytes(Encoding.PEM)
 
 

@@ -22,10 +22,9 @@ from relaygr_stream.handover.certificates import Credentials, Networks, identity
 from relaygr_stream.handover.channel import Bandwidth, Channel, PeerError
 from relaygr_stream.handover.connection import accept, connect
 from relaygr_stream.handover.desk import Desk, HandoverMetrics
-from relaygr_stream.handover.giver import Giver, SessionProgress
-from relaygr_stream.handover.taker import Taker
+from relaygr_stream.handover.session import Giver, SessionProgress, Taker
 from relaygr_stream.handover.wire import SLICE_BYTES, TOKEN_BYTES, Identity
-from relaygr_stream.settings.schema import Handover as HandoverSettings
+from relaygr_stream.settings.worker import Handover as HandoverSettings
 from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.telemetry.listener import Known, Listener
 from relaygr_stream.wire.messages import WorkerStatus

@@ -5,11 +5,12 @@
     features    the feature columns by key, as in messages; no group without columns
 
 Rows are packed, so a range of behaviours is one range of bytes. The head holds what the digest of the next append
-depends on: the history is not read for it, but for its last rows.
+depends on: the history is not read for it, but for its last rows. `PackedStore` is a store that keeps histories so.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Final
 
@@ -19,10 +20,13 @@ import numpy as np
 from relaygr_stream.errors import HistoryUnavailable, InputError
 from relaygr_stream.wire.behaviours import ACTION_DTYPE, ITEM_DTYPE, TIME_DTYPE, Behaviours
 from relaygr_stream.wire.history import BLOCK, MAX_POSITIONS, HistoryReference, digests, positioned, row_bytes
+from relaygr_stream.wire.messages import tenant_key
 
 PLAIN: Final = np.dtype([("items", ITEM_DTYPE), ("actions", ACTION_DTYPE), ("times", TIME_DTYPE)])
 #: A history that is longer than its limit is cut to this share of it: it is cut, and inferred anew, once in a while.
 KEPT_SHARE: Final = 0.75
+#: A write whose head has changed meanwhile is made anew so often: as many writers of one user may meet.
+CONFLICTS: Final = 16
 
 
 class Head(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,7 +75,7 @@ encode_head: Final = msgspec.msgpack.Encoder().encode
 
 
 def decode_head(data: bytes) -> Head:
-    """A head. Raises HistoryUnavailable where it is not one."""
+    """Decode a head. Raises HistoryUnavailable if the bytes are not a head."""
     try:
         return _heads.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -184,3 +188,56 @@ def appending(before: Head | None, rows: Behaviours, behaviours: Behaviours, mos
 
 def _too_long(before: Head, count: int, most: int) -> bool:
     return bool(most) and before.length + count > most
+
+
+class PackedStore(ABC):
+    """A HistoryStore and WritableStore over three operations on one user's packed history.
+
+    A write takes effect only where nothing was written since its head was read; otherwise it is made anew. user: the
+    tenant and the user in one key (tenant_key).
+    """
+
+    async def reference(self, user_id: str, tenant: str = "") -> HistoryReference | None:
+        """As HistoryStore.reference."""
+        head = await self._head(tenant_key(tenant, user_id))
+        return None if head is None else head.reference
+
+    async def read(self, user_id: str, tenant: str, version: int, start: int, stop: int) -> Behaviours:  # noqa: ARG002
+        """As HistoryStore.read."""
+        return (await self._rows(tenant_key(tenant, user_id), start, stop))[1]
+
+    async def append(self, user_id: str, tenant: str, behaviours: Behaviours, most: int = 0) -> HistoryReference:
+        """As WritableStore.append."""
+        user = tenant_key(tenant, user_id)
+        for _ in range(CONFLICTS):
+            head = await self._head(user)
+            start, stop = needed(head, len(behaviours), most)
+            again, rows = await self._rows(user, start, stop) if stop > start else (head, Behaviours())
+            if again == head and await self._write(user, write := appending(head, rows, behaviours, most)):
+                return write.after.reference
+        raise _too_many_writers()
+
+    async def replace(self, user_id: str, tenant: str, behaviours: Behaviours) -> HistoryReference:
+        """As WritableStore.replace."""
+        user = tenant_key(tenant, user_id)
+        for _ in range(CONFLICTS):
+            write = replacing(await self._head(user), behaviours)
+            if await self._write(user, write):
+                return write.after.reference
+        raise _too_many_writers()
+
+    @abstractmethod
+    async def _head(self, user: str) -> Head | None:
+        """The user's head; None: no history. Raises HistoryUnavailable, as the other two."""
+
+    @abstractmethod
+    async def _rows(self, user: str, start: int, stop: int) -> tuple[Head | None, Behaviours]:
+        """The head and the behaviours start:stop, of one moment."""
+
+    @abstractmethod
+    async def _write(self, user: str, write: Write) -> bool:
+        """Carry out the whole write, unless the head is not `write.before`; returns whether it was."""
+
+
+def _too_many_writers() -> HistoryUnavailable:
+    return HistoryUnavailable(f"others wrote this history at the same time, {CONFLICTS} times in a row")

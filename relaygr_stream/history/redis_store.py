@@ -21,20 +21,9 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from relaygr_stream.errors import ConfigError, HistoryUnavailable
-from relaygr_stream.history.packed import (
-    Head,
-    Write,
-    appending,
-    decode_head,
-    encode_head,
-    needed,
-    replacing,
-    unpack,
-    widths,
-)
+from relaygr_stream.history.packed import Head, PackedStore, Write, decode_head, encode_head, unpack, widths
 from relaygr_stream.settings.schema import History
 from relaygr_stream.wire.behaviours import Behaviours
-from relaygr_stream.wire.history import HistoryReference
 from relaygr_stream.wire.messages import tenant_key
 
 #: Keys: head, behaviours, features. Arguments: the head that the write was made from (empty: none), the new head,
@@ -48,12 +37,10 @@ end
 redis.call('SET', KEYS[1], ARGV[2])
 return 1
 """
-#: A write whose head has changed meanwhile is made anew so often: as many writers of one user may meet.
-CONFLICTS: Final = 16
 
 
-class RedisStore:
-    """A HistoryStore and WritableStore in Redis. Raises ConfigError for a malformed URL or an unreadable PEM file."""
+class RedisStore(PackedStore):
+    """A PackedStore in Redis. Raises ConfigError for a malformed URL or an unreadable PEM file."""
 
     def __init__(self, settings: History) -> None:
         timeout_s = settings.timeout_ms / 1e3
@@ -86,56 +73,27 @@ class RedisStore:
         self._prefix = settings.prefix
         self._columns: dict[str, int] = {}  # of the last head that was read: all users have those of one model
 
-    async def reference(self, user_id: str, tenant: str = "") -> HistoryReference | None:
-        """As HistoryStore.reference."""
-        head = await self._head(self._keys(user_id, tenant))
-        return None if head is None else head.reference
-
-    async def read(self, user_id: str, tenant: str, version: int, start: int, stop: int) -> Behaviours:  # noqa: ARG002
-        """As HistoryStore.read."""
-        return (await self._rows(self._keys(user_id, tenant), start, stop))[1]
-
-    async def append(self, user_id: str, tenant: str, behaviours: Behaviours, most: int = 0) -> HistoryReference:
-        """As WritableStore.append."""
-        keys = self._keys(user_id, tenant)
-        for _ in range(CONFLICTS):
-            head = await self._head(keys)
-            start, stop = needed(head, len(behaviours), most)
-            again, rows = await self._rows(keys, start, stop) if stop > start else (head, Behaviours())
-            if again == head and await self._write(keys, write := appending(head, rows, behaviours, most)):
-                return write.after.reference
-        raise _too_many_writers()
-
-    async def replace(self, user_id: str, tenant: str, behaviours: Behaviours) -> HistoryReference:
-        """As WritableStore.replace."""
-        keys = self._keys(user_id, tenant)
-        for _ in range(CONFLICTS):
-            write = replacing(await self._head(keys), behaviours)
-            if await self._write(keys, write):
-                return write.after.reference
-        raise _too_many_writers()
-
     async def erase(self, user_id: str, tenant: str = "") -> bool:
         """As WritableStore.erase. Redis' own files (RDB, AOF) and replicas follow by their own rules."""
         async with _errors():
-            return bool(await self._redis.delete(*self._keys(user_id, tenant)))
+            return bool(await self._redis.delete(*self._keys(tenant_key(tenant, user_id))))
 
     async def close(self) -> None:
         """Disconnect."""
         await self._redis.aclose()
         await self._redis.connection_pool.disconnect()
 
-    def _keys(self, user_id: str, tenant: str) -> list[str]:
-        user = f"{self._prefix}{{{quote(tenant_key(tenant, user_id), safe='')}}}"
-        return [f"{user}:head", f"{user}:behaviours", f"{user}:features"]
+    def _keys(self, user: str) -> list[str]:
+        name = f"{self._prefix}{{{quote(user, safe='')}}}"
+        return [f"{name}:head", f"{name}:behaviours", f"{name}:features"]
 
-    async def _head(self, keys: list[str]) -> Head | None:
+    async def _head(self, user: str) -> Head | None:
         async with _errors():
-            found = await self._redis.get(keys[0])
+            found = await self._redis.get(self._keys(user)[0])
         return None if found is None else decode_head(cast("bytes", found))
 
-    async def _rows(self, keys: list[str], start: int, stop: int) -> tuple[Head | None, Behaviours]:
-        """The head and the behaviours start:stop, of one moment."""
+    async def _rows(self, user: str, start: int, stop: int) -> tuple[Head | None, Behaviours]:
+        keys = self._keys(user)
         while True:
             columns = self._columns
             async with _errors(), self._redis.pipeline(transaction=True) as together:
@@ -150,11 +108,11 @@ class RedisStore:
                 return head, unpack(groups, columns)
             self._columns = head.columns  # so the ranges were not those of its rows: once more
 
-    async def _write(self, keys: list[str], write: Write) -> bool:
+    async def _write(self, user: str, write: Write) -> bool:
         before = b"" if write.before is None else encode_head(write.before)
         rows = (*write.rows, b"")[:2]
         async with _errors():
-            wrote = self._write_script(keys, [before, encode_head(write.after), int(write.appends), *rows])
+            wrote = self._write_script(self._keys(user), [before, encode_head(write.after), int(write.appends), *rows])
             return bool(await cast("Awaitable[int]", wrote))
 
 
@@ -166,7 +124,3 @@ async def _errors() -> AsyncIterator[None]:
     except (RedisError, OSError) as error:
         text = str(error).rpartition(" caused error: ")[2]
         raise HistoryUnavailable(f"Redis: {type(error).__name__}: {text}") from error
-
-
-def _too_many_writers() -> HistoryUnavailable:
-    return HistoryUnavailable(f"others wrote this history at the same time, {CONFLICTS} times in a row")

@@ -13,19 +13,8 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from relaygr_stream.errors import ConfigError, HistoryUnavailable
-from relaygr_stream.history.packed import (
-    Head,
-    Write,
-    appending,
-    decode_head,
-    encode_head,
-    needed,
-    replacing,
-    unpack,
-    widths,
-)
+from relaygr_stream.history.packed import Head, PackedStore, Write, decode_head, encode_head, unpack, widths
 from relaygr_stream.wire.behaviours import Behaviours
-from relaygr_stream.wire.history import HistoryReference
 from relaygr_stream.wire.messages import tenant_key
 
 T = TypeVar("T")
@@ -38,8 +27,8 @@ _CREATE: Final = (
 )
 
 
-class SqliteStore:
-    """A HistoryStore and WritableStore in the file `path`. timeout_s: how long a call waits for another writer."""
+class SqliteStore(PackedStore):
+    """A PackedStore in the file `path`. timeout_s: how long a call waits for another writer."""
 
     def __init__(self, path: str | Path, timeout_s: float = 1.0) -> None:
         if not str(path):
@@ -49,26 +38,9 @@ class SqliteStore:
         self._thread = ThreadPoolExecutor(THREADS, "history")
         self._open: sqlite3.Connection | None = None
 
-    async def reference(self, user_id: str, tenant: str = "") -> HistoryReference | None:
-        """As HistoryStore.reference."""
-        head = await self._run(lambda db: _head(db, _key(user_id, tenant)))
-        return None if head is None else head.reference
-
-    async def read(self, user_id: str, tenant: str, version: int, start: int, stop: int) -> Behaviours:  # noqa: ARG002
-        """As HistoryStore.read."""
-        return await self._run(lambda db: _rows(db, _key(user_id, tenant), start, stop))
-
-    async def append(self, user_id: str, tenant: str, behaviours: Behaviours, most: int = 0) -> HistoryReference:
-        """As WritableStore.append."""
-        return await self._write(_key(user_id, tenant), lambda db, key: _appending(db, key, behaviours, most))
-
-    async def replace(self, user_id: str, tenant: str, behaviours: Behaviours) -> HistoryReference:
-        """As WritableStore.replace."""
-        return await self._write(_key(user_id, tenant), lambda db, key: replacing(_head(db, key), behaviours))
-
     async def erase(self, user_id: str, tenant: str = "") -> bool:
         """As WritableStore.erase. The file's freed pages are overwritten (secure_delete)."""
-        key = _key(user_id, tenant)
+        key = tenant_key(tenant, user_id).encode()
 
         def work(db: sqlite3.Connection) -> bool:
             return db.execute("DELETE FROM histories WHERE user = ?", (key,)).rowcount > 0
@@ -82,10 +54,18 @@ class SqliteStore:
             self._open = None
         self._thread.shutdown(wait=False)
 
-    async def _write(self, key: bytes, make: Callable[[sqlite3.Connection, bytes], Write]) -> HistoryReference:
-        def work(db: sqlite3.Connection) -> HistoryReference:
-            write = make(db, key)
-            rows = (*write.rows, b"")[:2]
+    async def _head(self, user: str) -> Head | None:
+        return await self._run(lambda db: _head(db, user.encode()))
+
+    async def _rows(self, user: str, start: int, stop: int) -> tuple[Head | None, Behaviours]:
+        return await self._run(lambda db: _rows(db, user.encode(), start, stop))
+
+    async def _write(self, user: str, write: Write) -> bool:
+        key, rows = user.encode(), (*write.rows, b"")[:2]
+
+        def work(db: sqlite3.Connection) -> bool:
+            if _head(db, key) != write.before:
+                return False
             if write.appends:  # CAST: || makes text of blobs
                 db.execute(
                     "UPDATE histories SET head = ?, behaviours = CAST(behaviours || ? AS BLOB),"
@@ -94,7 +74,7 @@ class SqliteStore:
                 )
             else:
                 db.execute("REPLACE INTO histories VALUES (?, ?, ?, ?)", (key, encode_head(write.after), *rows))
-            return write.after.reference
+            return True
 
         return await self._run(work, "BEGIN IMMEDIATE")
 
@@ -121,29 +101,18 @@ class SqliteStore:
         return self._open
 
 
-def _key(user_id: str, tenant: str) -> bytes:
-    return tenant_key(tenant, user_id).encode()
-
-
 def _head(db: sqlite3.Connection, key: bytes) -> Head | None:
     found = db.execute("SELECT head FROM histories WHERE user = ?", (key,)).fetchone()
     return None if found is None else decode_head(found[0])
 
 
-def _rows(db: sqlite3.Connection, key: bytes, start: int, stop: int) -> Behaviours:
-    """The behaviours start:stop."""
+def _rows(db: sqlite3.Connection, key: bytes, start: int, stop: int) -> tuple[Head | None, Behaviours]:
     head = _head(db, key)
     if head is None:
-        return Behaviours()
+        return None, Behaviours()
     sizes = (*widths(head.columns), 0)[:2]
     found = db.execute(
         "SELECT substr(behaviours, ?, ?), substr(features, ?, ?) FROM histories WHERE user = ?",
         (*(part for size in sizes for part in (start * size + 1, max(0, stop - start) * size)), key),
     ).fetchone()
-    return unpack(found[: len(head.widths)], head.columns)
-
-
-def _appending(db: sqlite3.Connection, key: bytes, behaviours: Behaviours, most: int) -> Write:
-    head = _head(db, key)
-    rows = _rows(db, key, *needed(head, len(behaviours), most))
-    return appending(head, rows, behaviours, most)
+    return head, unpack(found[: len(head.widths)], head.columns)

@@ -1,7 +1,7 @@
 """The protocol of a history store, and how the settings name one.
 
 A history grows at its end. `read` returns behaviours of the version that was asked for, or of a later one, whose
-beginning they are; whoever reads compares digests (wire/history.py) and believes nothing else.
+beginning they are; readers compare digests (wire/history.py) and trust nothing else.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""What a model and the worker exchange: tokens, prefix KV, the `RankingModel` protocol, versions.
-
-Prefix KV is layer-major and contiguous per head: for each layer K (heads, capacity, dqk), then V (heads, capacity, dv).
-Matrix products and kernels read a head's tokens in place. Behind them lie the tokens' times and the state, if the model
-has them.
-"""
+"""What a model and the worker exchange: tokens, prefix KV (kv.py), the `RankingModel` protocol, versions."""
 
 from __future__ import annotations
 
@@ -17,11 +12,20 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from relaygr_stream.models.kv import KVLayout, KVRegion
+from relaygr_stream.wire.behaviours import Behaviours
 from relaygr_stream.wire.features import NO_FEATURES, FeatureSchema, Values
-from relaygr_stream.wire.messages import Behaviours
 
-#: Bytes of a token's time in a region.
-TIME_BYTES: Final = 8
+#: What the author of a model needs.
+__all__ = [
+    "KVLayout",
+    "KVRegion",
+    "RankingModel",
+    "ScoreInput",
+    "SteppedModel",
+    "Tokens",
+    "WarmedModel",
+]
 
 #: Rows of a token before its features: item, action, gap.
 ROWS: Final = 3
@@ -95,141 +99,6 @@ class Tokens(msgspec.Struct, frozen=True):  # built for every chunk; a frozen da
     def features(self, table: Literal["user", "behaviour"], schema: FeatureSchema) -> dict[str, npt.NDArray[Any]]:
         """The tokens' features, name → (n, width): of the user token alone, or of behaviours alone."""
         return schema.from_words(table, self.array[ROWS:])
-
-
-@dataclass(frozen=True)
-class KVLayout:
-    """The shape and type of prefix KV: K and V of each token, perhaps its time, and a state of the whole prefix.
-
-    state: elements that a region has once, whatever its length, such as a recurrent state or K and V of context tokens.
-    times: whether each token's time is kept beside its K and V, 8 bytes, for a model that compares times at ranking.
-    """
-
-    layers: int
-    heads: int
-    dqk: int  # key width per head
-    dv: int  # value width per head
-    dtype: torch.dtype
-    state: int = 0
-    times: bool = False
-
-    def __post_init__(self) -> None:
-        if self.elements(1) < 1:
-            raise ValueError(f"a layout needs K and V per token, or a state: {self}")
-
-    @classmethod
-    def of_state(cls, elements: int, dtype: torch.dtype) -> KVLayout:
-        """A layout without K and V per token: its size does not depend on the length."""
-        return cls(0, 0, 0, 0, dtype, elements)
-
-    @property
-    def sliceable(self) -> bool:
-        """Whether the first n tokens of a region are the prefix KV of these n tokens. A state has one length only."""
-        return not self.state
-
-    @property
-    def kv_per_token(self) -> int:
-        """Elements of K and V of one token in all layers."""
-        return self.layers * self.heads * (self.dqk + self.dv)
-
-    @property
-    def time_elements(self) -> int:
-        """Elements that one token's time takes."""
-        return TIME_BYTES // self.dtype.itemsize if self.times else 0
-
-    @property
-    def elements_per_token(self) -> int:
-        """Elements of one token: K and V in all layers, and its time."""
-        return self.kv_per_token + self.time_elements
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes of one token in all layers."""
-        return self.elements_per_token * self.dtype.itemsize
-
-    def exact_bytes(self, capacity: int) -> int:
-        """Bytes at the end of a region that are no K or V, and that no storage may round: times and the state."""
-        return (capacity * self.time_elements + self.state) * self.dtype.itemsize
-
-    def elements(self, capacity: int) -> int:
-        """Elements of a region for `capacity` tokens."""
-        return capacity * self.elements_per_token + self.state
-
-    def nbytes(self, capacity: int) -> int:
-        """Bytes of a region for `capacity` tokens."""
-        return self.elements(capacity) * self.dtype.itemsize
-
-
-class KVRegion:
-    """One contiguous piece of memory that holds `length` ≤ `capacity` tokens. The region does not own the memory.
-
-    storage: 1-D tensor of layout.dtype with at least layout.elements(capacity) elements.
-    Raises ValueError for a storage of another type, shape or a smaller size.
-    """
-
-    __slots__ = ("capacity", "layout", "length", "storage")
-
-    def __init__(self, layout: KVLayout, storage: torch.Tensor, capacity: int, length: int = 0) -> None:
-        needed = layout.elements(capacity)
-        if storage.dtype != layout.dtype or storage.dim() != 1 or storage.numel() < needed:
-            raise ValueError(
-                f"a region of {capacity} tokens needs {needed} elements of {layout.dtype}, "
-                f"got {tuple(storage.shape)} of {storage.dtype}"
-            )
-        self.layout = layout
-        self.storage = storage if storage.numel() == needed else storage[:needed]
-        self.capacity = capacity
-        self.length = length
-
-    def copy_from(self, other: KVRegion, tokens: int) -> None:
-        """Copy the first `tokens` tokens of another region of this layout, two copies for any number of layers, and its
-        state."""
-        if self.layout.times:
-            self._times()[:tokens].copy_(other._times()[:tokens])
-        if self.layout.kv_per_token:
-            for target, source in zip(self._all_layers(), other._all_layers(), strict=True):
-                target[:, :, :tokens].copy_(source[:, :, :tokens])
-        if self.layout.state:
-            self.state.copy_(other.state)
-
-    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K (heads, capacity, dqk) and V (heads, capacity, dv) of one layer, as views to read and write in place."""
-        layout, capacity = self.layout, self.capacity
-        k_elements = layout.heads * capacity * layout.dqk
-        v_elements = layout.heads * capacity * layout.dv
-        start = index * (k_elements + v_elements)
-        keys = self.storage[start : start + k_elements].view(layout.heads, capacity, layout.dqk)
-        values = self.storage[start + k_elements : start + k_elements + v_elements]
-        return keys, values.view(layout.heads, capacity, layout.dv)
-
-    def times(self, start: int, stop: int) -> torch.Tensor:
-        """A copy of the times of tokens start:stop, int64 (stop - start,), in ms since the first token's behaviour
-        before."""
-        # Cloned first: a view as int64 would need an even number of elements before it.
-        return self._times()[start:stop].clone().view(torch.int64).flatten()
-
-    def set_times(self, start: int, times: torch.Tensor) -> None:
-        """Write the times (n,), int64, of tokens from `start` on."""
-        self._times()[start : start + len(times)].copy_(times.view(-1, 1).view(self.layout.dtype))
-
-    def _times(self) -> torch.Tensor:
-        """(capacity, elements of a time), as a view."""
-        layout, start = self.layout, self.capacity * self.layout.kv_per_token
-        found = self.storage[start : start + self.capacity * layout.time_elements]
-        return found.view(self.capacity, layout.time_elements)
-
-    @property
-    def state(self) -> torch.Tensor:
-        """The state of the first `length` tokens, layout.state elements, as a view. At length 0 it means nothing."""
-        return self.storage[self.capacity * self.layout.elements_per_token :]
-
-    def _all_layers(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """K (layers, heads, capacity, dqk) and V (layers, heads, capacity, dv), as views."""
-        layout, capacity = self.layout, self.capacity
-        layers = self.storage[: capacity * layout.kv_per_token].view(layout.layers, -1)
-        k_elements = layout.heads * capacity * layout.dqk
-        shape = (layout.layers, layout.heads, capacity)
-        return layers[:, :k_elements].view(*shape, layout.dqk), layers[:, k_elements:].view(*shape, layout.dv)
 
 
 @dataclass(frozen=True)

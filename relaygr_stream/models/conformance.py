@@ -3,17 +3,11 @@
 In float32 every value must be within LIMIT. In half precision cached, chunked and cut results must be no further from
 the float32 reference than full inference in that type is.
 
-The reference file is an npz with any number of variants V, found by their keys `V/meta`. Each variant has weights,
-embedded inputs, and the outputs of each user. A variant with a bias on relative positions or times (relative.py) has
-`V/layerI/relative_position` or `relative_time`, and then `V/in/timesU`, each user's times in milliseconds.
 """
 
 from __future__ import annotations
 
 import math
-import pickle
-import re
-import zipfile
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,10 +17,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from relaygr_stream.errors import InputError
-from relaygr_stream.models.api import KVRegion
 from relaygr_stream.models.check.probe import HALF_LIMIT
 from relaygr_stream.models.hstu import HSTUStack
+from relaygr_stream.models.kv import KVRegion
+from relaygr_stream.models.reference_arrays import META, ReferenceArrays
 from relaygr_stream.models.stu import RankingRows, StackConfig
 from relaygr_stream.settings import Kernels
 
@@ -40,10 +34,6 @@ CUTS: Final = 32
 #: Unused tokens behind each region's length. They hold NaN, so reading them shows in every output.
 SLACK: Final = 5
 
-#: Names in `V/meta`, in its order.
-META: Final = (
-    "D", "H", "dv", "dqk", "layers", "contextual_seq_len", "max_attn_len", "group_norm", "N", "candidates"
-)  # fmt: skip
 #: Parameter of an STU layer → name in the file.
 WEIGHTS: Final = {
     "input_norm_weight": "input_norm_weight",
@@ -145,7 +135,7 @@ def run_conformance(
     Raises ModelError if `kernels` cannot run a variant, InputError if the file cannot be read or has no variant, or if
     a key is missing or has another shape.
     """
-    arrays = _Arrays(Path(path))
+    arrays = ReferenceArrays(Path(path))
     return [_run_variant(arrays, name, dtype, kernels) for name in arrays.variants()]
 
 
@@ -164,7 +154,7 @@ def format_table(results: Iterable[VariantResult]) -> str:
     return "\n".join("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows)
 
 
-def _run_variant(arrays: _Arrays, name: str, dtype: torch.dtype, kernels: Kernels) -> VariantResult:
+def _run_variant(arrays: ReferenceArrays, name: str, dtype: torch.dtype, kernels: Kernels) -> VariantResult:
     stack = _stack(arrays, name).place(torch.device("cpu"), dtype, kernels)
     config, users = stack.config, arrays.users(name)
     result = VariantResult(name, len(users), config, dtype)
@@ -212,7 +202,7 @@ def _run_variant(arrays: _Arrays, name: str, dtype: torch.dtype, kernels: Kernel
     return result
 
 
-def _compare_cache(arrays: _Arrays, result: VariantResult, comparison: str, regions: list[KVRegion]) -> None:
+def _compare_cache(arrays: ReferenceArrays, result: VariantResult, comparison: str, regions: list[KVRegion]) -> None:
     config, total = result.config, sum(region.length for region in regions)
     for layer in range(config.layers):
         for index, (key, width) in enumerate((("k_cache_jagged", config.dqk), ("v_cache_jagged", config.dv))):
@@ -221,7 +211,7 @@ def _compare_cache(arrays: _Arrays, result: VariantResult, comparison: str, regi
             result.add(comparison, torch.cat(held), expected)
 
 
-def _stack(arrays: _Arrays, name: str) -> HSTUStack:
+def _stack(arrays: ReferenceArrays, name: str) -> HSTUStack:
     meta = dict(zip(META, arrays.meta(f"{name}/meta"), strict=True))
     config = StackConfig(
         layers=meta["layers"],
@@ -268,70 +258,3 @@ def _chunks(length: int, random: np.random.Generator) -> Iterable[tuple[int, int
         stop = int(random.integers(start + 1, length + 1))
         yield start, stop
         start = stop
-
-
-class _Arrays:
-    """The file's arrays by key. A missing or misshapen array raises an InputError that names it."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            with path.open("rb") as file:
-                loaded = np.load(file, allow_pickle=False)
-                if not isinstance(loaded, np.lib.npyio.NpzFile):
-                    raise InputError(f"{path}: a single array; expected an npz with several named arrays")
-                self._arrays: dict[str, npt.NDArray[Any]] = {key: loaded[key] for key in loaded}
-        except (OSError, ValueError, EOFError, zipfile.BadZipFile, pickle.UnpicklingError) as error:
-            raise InputError(f"{path}: not a readable npz file: {error}") from error
-
-    def variants(self) -> list[str]:
-        names = [key.removesuffix("/meta") for key in self._arrays if key.endswith("/meta")]
-        if not names:
-            raise InputError(f"{self.path}: no variant; expected keys `VARIANT/meta`, found {len(self._arrays)} others")
-        return names
-
-    def users(self, variant: str) -> list[int]:
-        pattern = re.compile(re.escape(variant) + r"/in/hist(\d+)")
-        users = sorted(int(match[1]) for match in map(pattern.fullmatch, self._arrays) if match)
-        if not users:
-            raise InputError(f"{self.path}: key `{variant}/in/hist0` is missing; expected one user at least")
-        return users
-
-    def meta(self, key: str) -> list[int]:
-        values = self.get(key, (len(META),))
-        meta = [int(value) for value in values]
-        for name, value in zip(META, meta, strict=True):
-            least = 0 if name in ("contextual_seq_len", "max_attn_len", "group_norm", "candidates") else 1
-            if value < least:
-                raise InputError(f"{self.path}: `{key}` has {name} = {value}, expected at least {least}")
-        return meta
-
-    def inputs(self, key: str, dim: int) -> torch.Tensor:
-        """Embedded tokens (n, dim) in float32, for any n."""
-        return torch.from_numpy(self.get(key, (None, dim)).astype(np.float32))
-
-    def times(self, key: str, count: int) -> torch.Tensor:
-        """Times of `count` tokens, int64."""
-        return torch.from_numpy(self.get(key, (count,)).astype(np.int64))
-
-    def length(self, key: str) -> int:
-        """The length of an array that need not be there; 0 if it is not."""
-        return len(self.get(key, (None,))) if key in self._arrays else 0
-
-    def get(self, key: str, shape: tuple[int | None, ...]) -> npt.NDArray[Any]:
-        """The array at `key`, whose shape must be `shape` (None: any extent)."""
-        if key not in self._arrays:
-            raise InputError(f"{self.path}: key `{key}` is missing")
-        array = self._arrays[key]
-        matches = len(array.shape) == len(shape) and all(
-            wanted in (None, found) for found, wanted in zip(array.shape, shape, strict=True)
-        )
-        if not matches or not np.issubdtype(array.dtype, np.number):
-            found_shape, wanted_shape = (
-                " × ".join("any" if extent is None else str(extent) for extent in extents) or "one value"
-                for extents in (array.shape, shape)
-            )
-            raise InputError(
-                f"{self.path}: `{key}` is {found_shape} of {array.dtype}, expected {wanted_shape} of numbers"
-            )
-        return array

@@ -29,8 +29,7 @@ from torch import nn
 from torch.nn import functional
 
 from relaygr_stream.models.api import ROWS, Tokens
-from relaygr_stream.models.features import FeatureEmbedding
-from relaygr_stream.models.hashing import oov_hash
+from relaygr_stream.models.features import FeatureEmbedding, oov_hash
 from relaygr_stream.models.stu import NORM_EPS
 from relaygr_stream.wire.features import NO_FEATURES, FeatureSchema, Values
 

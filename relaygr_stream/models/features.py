@@ -1,7 +1,7 @@
 """The embedding of feature columns in the built-in model: a vector of the model's width for each row of a table.
 
 A table's vector is the sum of its columns'. A category has a row of a table for each of its values, summed over the
-width; a value outside 0 … rows - 1 has row hash(value) mod rows (hashing.py). Numbers are multiplied by a
+width; a value outside 0 … rows - 1 has row hash(value) mod rows (`oov_hash`). Numbers are multiplied by a
 matrix (width, D). The columns of a table are embedded by one sum of rows and one product, whatever their number.
 """
 
@@ -16,7 +16,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from relaygr_stream.models.hashing import oov_hash
 from relaygr_stream.wire.features import FeatureColumn, FeatureSchema, Table, Values
 
 
@@ -99,3 +98,14 @@ def _table_rows(values: npt.NDArray[Any], rows: int) -> npt.NDArray[np.int64]:
     if unknown.any():
         found[unknown] = oov_hash(found[unknown]) % rows
     return found
+
+
+def oov_hash(ids: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+    """The hash of ids outside a table: the finalizer of SplitMix64, elementwise.
+
+    A 64-bit number for each 64-bit id, different for different ids.
+    """
+    z = ids.astype(np.uint64)  # two's complement
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))

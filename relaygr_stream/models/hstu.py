@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from relaygr_stream.errors import ModelError
-from relaygr_stream.models.api import KVRegion
 from relaygr_stream.models.attention import UNBLOCKED_ROWS, Block, Visibility, attend, attend_to_self, block_rows
 from relaygr_stream.models.embeddings import compiles_per_shape, pad_rows
+from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.models.native.layers import NativeLayers, native_layers
 from relaygr_stream.models.relative import Places, own_bias
 from relaygr_stream.models.stu import NORM_EPS, RankingRows, StackConfig, STULayer, Workspace

@@ -12,11 +12,12 @@ import torch
 from msgspec import Meta, to_builtins
 from torch import nn
 
-from relaygr_stream.models.api import KVLayout, KVRegion, ScoreInput, Tokens, digest, version_of
+from relaygr_stream.models.api import ScoreInput, Tokens, digest, version_of
 from relaygr_stream.models.embeddings import TaskHead, TokenEmbedding
 from relaygr_stream.models.hstu import FusedLayers, HSTUStack
 from relaygr_stream.models.kernels.choice import fused_stack
 from relaygr_stream.models.kernels.graphs import CudaRecorder, RecordedScores, Recorder
+from relaygr_stream.models.kv import KVLayout, KVRegion
 from relaygr_stream.models.native.ends import NativeEnds, Sequences
 from relaygr_stream.models.relative import MOST_BUCKETS, is_relative
 from relaygr_stream.models.stu import Positive, RankingRows, StackConfig

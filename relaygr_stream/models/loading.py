@@ -21,8 +21,9 @@ from safetensors.torch import load_file, save_file
 
 from relaygr_stream import settings
 from relaygr_stream.errors import ConfigError, ModelError, RelayError
-from relaygr_stream.models.api import KVLayout, RankingModel
+from relaygr_stream.models.api import RankingModel
 from relaygr_stream.models.hstu_model import HSTUConfig, HSTUModel
+from relaygr_stream.models.kv import KVLayout
 from relaygr_stream.settings.files import packaged_dir
 from relaygr_stream.wire.features import NO_FEATURES, FeatureSchema
 

@@ -18,7 +18,7 @@ from msgspec import Meta
 from torch import nn
 from torch.nn import functional
 
-from relaygr_stream.models.api import KVLayout, KVRegion
+from relaygr_stream.models.kv import KVLayout, KVRegion
 
 NORM_EPS: Final = 1e-6
 

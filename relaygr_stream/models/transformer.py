@@ -21,8 +21,9 @@ from torch.nn import functional
 
 from relaygr_stream import settings
 from relaygr_stream.errors import ConfigError
-from relaygr_stream.models.api import KVLayout, KVRegion, ScoreInput, Tokens, digest, version_of
+from relaygr_stream.models.api import ScoreInput, Tokens, digest, version_of
 from relaygr_stream.models.embeddings import TaskHead, TokenEmbedding
+from relaygr_stream.models.kv import KVLayout, KVRegion
 from relaygr_stream.models.loading import check_tasks, draw_weights
 
 #: Rows computed together: their scores over 4,096 tokens and 4 heads are 16 MiB in float32.

@@ -1,25 +1,27 @@
-"""`relaygr` processes as children of a demo, a benchmark or a test: started, watched, stopped with their parent."""
+"""`relaygr` processes as children of a demo, a benchmark or a test: started, asked for health and metrics, stopped with
+their parent."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import ctypes
+import http.client
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
 from relaygr_stream.errors import RelayError
-from relaygr_stream.settings.load import ENV_PREFIX
 from relaygr_stream.settings.schema import Settings
-from relaygr_stream.telemetry.probe import probe, read_port
+from relaygr_stream.settings.section import ENV_PREFIX
 
 #: Loading torch and a model takes seconds on a free machine, and several times as long if three processes share two
 #: cores.
@@ -28,6 +30,12 @@ START_TIMEOUT_S: Final = 90.0
 STOP_TIMEOUT_S: Final = 15.0
 PR_SET_PDEATHSIG: Final = 1  # <linux/prctl.h>
 LOG_TAIL_LINES: Final = 12
+#: A dedicated thread answers in milliseconds; a longer time means that the process hangs or has ended.
+PROBE_TIMEOUT_S: Final = 2.0
+#: Longest body that is read, in bytes; /metrics of a worker has about 50 kB.
+MAX_BODY: Final = 4 << 20
+#: A server that listens on every address is asked on loopback.
+_ANY: Final = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 
 
 class Child:
@@ -138,3 +146,40 @@ def end_with_parent() -> None:
     """For preexec_fn: the child gets SIGTERM, drains and ends if its parent is killed (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+# ---- asking a process, over its telemetry port ----
+
+
+@dataclass(frozen=True)
+class Probed:
+    """An answer. status: the HTTP status; 0: no answer, and body holds the error."""
+
+    status: int
+    body: str
+
+    @property
+    def ok(self) -> bool:
+        """Whether the status is 200."""
+        return self.status == 200
+
+
+def read_port(port_file: Path) -> int | None:
+    """The port in the file telemetry.port_file; None if there is none yet."""
+    try:
+        return int(port_file.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return None
+
+
+def probe(port: int, path: str, host: str = "127.0.0.1") -> Probed:
+    """GET a path from a process on this machine; never raises. Proxies named by the environment are not used."""
+    connection = http.client.HTTPConnection(_ANY.get(host, host), port, timeout=PROBE_TIMEOUT_S)
+    try:
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        return Probed(answer.status, answer.read(MAX_BODY).decode("utf-8", "replace"))
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        return Probed(0, f"does not answer ({str(error) or type(error).__name__})")
+    finally:
+        connection.close()

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from relaygr_stream.ops.children import end_with_parent, relaygr_command
-from relaygr_stream.telemetry.probe import probe, read_port
+from relaygr_stream.ops.children import end_with_parent, probe, read_port, relaygr_command
 
 #: Pauses before restarts double from the first to the second of these; after a run of STABLE_S they begin anew.
 FIRST_PAUSE_S: Final = 0.5

@@ -1,7 +1,7 @@
 """Loads settings: defaults < TOML files < environment (RELAYGR_SECTION_KEY) < flags.
 
 Each value keeps its source, for `relaygr config show` and for errors. An unknown key or a bad value raises ConfigError,
-which names the key and the source. schema.py defines the settings.
+which names the key and the source. schema.py and worker.py define the settings.
 """
 
 from __future__ import annotations
@@ -12,19 +12,17 @@ import tomllib
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from dataclasses import field as dataclass_field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Final, get_type_hints
+from typing import Any, Final
 
 import msgspec
-from msgspec import inspect as msgspec_inspect
 
 from relaygr_stream.errors import ConfigError
 from relaygr_stream.settings.files import packaged_dir
-from relaygr_stream.settings.schema import SECRET_SHOWN, Settings
+from relaygr_stream.settings.schema import Settings
+from relaygr_stream.settings.section import ENV_PREFIX, SECRET_SHOWN, Field, Value, env_name, fields_of
 
-ENV_PREFIX: Final = "RELAYGR_"
 #: Names a TOML file to load.
 ENV_CONFIG: Final = "RELAYGR_CONFIG"
 #: Suffix of a secret's variable: the variable then names a file that holds the value.
@@ -64,73 +62,9 @@ _UNITS: Final = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, 
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([KMGT]iB|B)?\s*$", re.IGNORECASE)
 
 
-@dataclass(frozen=True)
-class Field:
-    """One setting of the schema."""
-
-    key: str  # "section.name"
-    kind: Any
-    default: Any
-    description: str
-    is_bytes: bool
-    is_secret: bool
-    is_list: bool  # of text
-
-    @property
-    def env(self) -> str:
-        """The environment variable that sets it."""
-        return _env(self.key)
-
-
-@dataclass(frozen=True)
-class Value:
-    """A setting's effective value and its source."""
-
-    field: Field
-    value: Any = dataclass_field(repr=False)  # may be a secret
-    source: str  # "default", "FILE", "environment RELAYGR_…", "flag --set …"
-
-    @property
-    def shown(self) -> str:
-        """The value as text; secrets are hidden."""
-        if self.field.is_secret and self.value:
-            return SECRET_SHOWN
-        return msgspec.json.encode(self.value).decode()
-
-
-def _env(key: str) -> str:
-    return ENV_PREFIX + key.replace(".", "_").upper()
-
-
-def _fields() -> dict[str, Field]:
-    fields: dict[str, Field] = {}
-    for section in msgspec.structs.fields(Settings):
-        hints = get_type_hints(section.type, include_extras=True)
-        for item in msgspec.structs.fields(section.type):
-            kind = hints[item.name]
-            info = msgspec_inspect.type_info(kind)
-            description = ""
-            extra: dict[str, Any] = {}
-            while isinstance(info, msgspec_inspect.Metadata):
-                description = (info.extra_json_schema or {}).get("description", description)
-                extra = {**extra, **(info.extra or {})}
-                info = info.type
-            key = f"{section.name}.{item.name}"
-            fields[key] = Field(
-                key=key,
-                kind=kind,
-                default=item.default,
-                description=description,
-                is_bytes=extra.get("unit") == "bytes",
-                is_secret=bool(extra.get("secret")),
-                is_list=isinstance(info, msgspec_inspect.VarTupleType),
-            )
-    return fields
-
-
-FIELDS: Final[dict[str, Field]] = _fields()
+FIELDS: Final[dict[str, Field]] = fields_of(Settings)
 _BY_ENV: Final = {field.env: field for field in FIELDS.values()}
-_KEY_BY_ENV: Final = {_env(key): key for key in (*FIELDS, *FORMER)}
+_KEY_BY_ENV: Final = {env_name(key): key for key in (*FIELDS, *FORMER)}
 
 
 @dataclass(frozen=True)

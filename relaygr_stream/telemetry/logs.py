@@ -20,7 +20,8 @@ import msgspec
 import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
 
-from relaygr_stream.settings.schema import SECRET_SHOWN, Telemetry
+from relaygr_stream.settings.schema import Telemetry
+from relaygr_stream.settings.section import SECRET_SHOWN
 from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.telemetry.printable import printable, printable_json, printable_lines
 

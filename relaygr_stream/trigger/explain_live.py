@@ -20,17 +20,10 @@ from relaygr_stream.trigger.delegation import Delegation
 from relaygr_stream.trigger.explain import Explanation, explain
 from relaygr_stream.trigger.load import OwnerLoads
 from relaygr_stream.trigger.statement import stated_policy
+from relaygr_stream.wire.codec import decode
 from relaygr_stream.wire.fleet import OwnerDirectory
-from relaygr_stream.wire.messages import (
-    PreInferSignal,
-    RequestEvent,
-    WorkerStatus,
-    decode,
-    kind_of,
-    prefix_length,
-    tenant_key,
-)
-from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.messages import PreInferSignal, RequestEvent, WorkerStatus, prefix_length, tenant_key
+from relaygr_stream.wire.records import Record, kind_of
 from relaygr_stream.wire.refusals import KIND as REFUSALS
 from relaygr_stream.wire.refusals import decode_refusals
 from relaygr_stream.wire.trigger_status import TriggerStatus, read_trigger

@@ -21,8 +21,10 @@ from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.trigger.decision import Decision, LaneState
 from relaygr_stream.trigger.refused import NOT_REPORTED
 from relaygr_stream.trigger.signals import LaneContext, LaneSignals, described
-from relaygr_stream.wire.messages import RequestEvent, RequestEventInPlace, check_times, decode, kind_of
-from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.behaviours import check_times
+from relaygr_stream.wire.codec import decode
+from relaygr_stream.wire.messages import RequestEvent, RequestEventInPlace
+from relaygr_stream.wire.records import Record, kind_of
 from relaygr_stream.wire.refusals import Refusal
 
 T = TypeVar("T")

@@ -14,7 +14,7 @@ from typing import Final
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.errors import BrokerError
 from relaygr_stream.trigger.ledger import LaneLedger, Pending
-from relaygr_stream.wire.messages import HEADER_KIND
+from relaygr_stream.wire.records import HEADER_KIND
 from relaygr_stream.wire.refusals import KIND, MAX_IDS, Refusal, encode_refusals
 
 #: A ranking follows its event after tens of milliseconds; more frequent records would cost the trigger more.

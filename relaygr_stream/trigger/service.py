@@ -17,12 +17,12 @@ from typing import Any, Final
 import structlog
 
 from relaygr_stream.bus.ages import LogEnds
-from relaygr_stream.bus.counts import PartitionCounts
 from relaygr_stream.bus.dead_letter import DeadLetters, check_dead_letters_fit
 from relaygr_stream.bus.lanes import LaneConsumer
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.renewed import RenewalsCollector
 from relaygr_stream.bus.tail import TopicTail
+from relaygr_stream.bus.topic_check import PartitionCounts
 from relaygr_stream.bus.topics import TopicSet, load_topics, verify_topics
 from relaygr_stream.errors import BrokerError
 from relaygr_stream.settings.schema import Settings

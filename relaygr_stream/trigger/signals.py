@@ -30,10 +30,10 @@ from relaygr_stream.trigger.ledger import LaneLedger, Pending
 from relaygr_stream.trigger.load import OwnerLoads
 from relaygr_stream.trigger.metrics import TriggerMetrics
 from relaygr_stream.trigger.refused import Refused
+from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.fleet import OwnerDirectory
-from relaygr_stream.wire.headers import HEADER_KIND, KIND_DELEGATED
-from relaygr_stream.wire.messages import PreInferSignal, RequestEvent, encode, with_version
-from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.messages import PreInferSignal, RequestEvent, with_version
+from relaygr_stream.wire.records import HEADER_KIND, KIND_DELEGATED, Record
 from relaygr_stream.wire.refusals import Refusal
 
 log = structlog.get_logger(__name__)

@@ -20,7 +20,7 @@ from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.trigger.decision import Policy, Reason
 from relaygr_stream.wire.fleet import OwnerDirectory
-from relaygr_stream.wire.messages import HEADER_KIND
+from relaygr_stream.wire.records import HEADER_KIND
 from relaygr_stream.wire.trigger_status import KEY_PREFIX, KIND, PolicyStatus, TriggerStatus, encode_trigger
 from relaygr_stream.wire.worker_status import StatusReader
 

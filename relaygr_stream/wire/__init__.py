@@ -1,1 +1,1 @@
-"""The wire format: messages, headers, topic files, the partitioner, statuses of workers and triggers."""
+"""The wire format: messages, their codec, headers, topic files, the partitioner, statuses of workers and triggers."""

@@ -1,7 +1,7 @@
 """Asks every worker to drop a user, on `worker-status`: header relaygr-kind = erase, key = erase/ID.
 
 The user is named by a keyed hash: the topic is compacted, and must not keep whom it forgets. A worker states in its
-status which of these it has carried out. Whoever asked then removes the record with a tombstone.
+status which of these it has carried out. The command that asked then removes the record with a tombstone.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import msgspec
 from msgspec import Meta
 
 from relaygr_stream.errors import DecodeError
-from relaygr_stream.wire.messages import LeastVersion, UnixMillis, kind_of
-from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.messages import LeastVersion, UnixMillis
+from relaygr_stream.wire.records import Record, kind_of
 from relaygr_stream.wire.versions import NOT_DECODED, SCHEMA_VERSION, VersionedDecoder
 from relaygr_stream.wire.worker_status import StatusReader
 

@@ -1,15 +1,13 @@
-"""The messages of the topics and their codec.
+"""The messages of the topics: one Struct each, and what its values must be.
 
-A message is a MessagePack map with its schema version `v`. Arrays are little-endian bytes (behaviours.py). The size is
-checked before decoding, and decoding is typed (msgspec), so that hostile nesting is refused without building it.
-versions.py defines how messages of later releases are read. Names of behaviours.py and headers.py can be imported from
-here, too.
+A message is a MessagePack map with its schema version `v`. Arrays are little-endian bytes (behaviours.py). codec.py
+encodes and decodes; versions.py defines how messages of later releases are read.
 """
 
 from __future__ import annotations
 
 import sys
-from typing import Annotated, Any, Final, Literal, TypeVar, get_args
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 import numpy as np
@@ -17,81 +15,11 @@ import numpy.typing as npt
 from msgspec import UNSET, Meta, UnsetType
 
 from relaygr_stream.errors import DecodeError
-from relaygr_stream.settings.schema import LABEL
-from relaygr_stream.wire.behaviours import ITEM_DTYPE, Behaviours, BehavioursInPlace, check_times, pack_items
-from relaygr_stream.wire.features import NO_TABLES, FeatureSchema, FeatureTables, check_rows
-from relaygr_stream.wire.headers import (
-    HEADER_CORRELATION,
-    HEADER_DETAIL,
-    HEADER_KIND,
-    HEADER_ORIGIN_OFFSET,
-    HEADER_ORIGIN_PARTITION,
-    HEADER_ORIGIN_TOPIC,
-    HEADER_REASON,
-    HEADER_REPLAY_OF,
-    HEADER_REPLAYS,
-    HEADER_REPLY_PARTITION,
-    HEADER_SIGNATURE,
-    MAX_CORRELATION_BYTES,
-    kind_of,
-)
+from relaygr_stream.settings.section import LABEL
+from relaygr_stream.wire.behaviours import ITEM_DTYPE, Behaviours, BehavioursInPlace
+from relaygr_stream.wire.features import FeatureTables, check_rows
 from relaygr_stream.wire.history import HISTORY_VERSION, HistoryReference
-from relaygr_stream.wire.versions import NOT_DECODED, SCHEMA_VERSION, OpenEnum, VersionedDecoder
-
-__all__ = [
-    "HEADER_CORRELATION",
-    "HEADER_DETAIL",
-    "HEADER_KIND",
-    "HEADER_ORIGIN_OFFSET",
-    "HEADER_ORIGIN_PARTITION",
-    "HEADER_ORIGIN_TOPIC",
-    "HEADER_REASON",
-    "HEADER_REPLAYS",
-    "HEADER_REPLAY_OF",
-    "HEADER_REPLY_PARTITION",
-    "HEADER_SIGNATURE",
-    "ITEM_DTYPE",
-    "MAX_CORRELATION_BYTES",
-    "MAX_DETAIL",
-    "MAX_MESSAGE_BYTES",
-    "MAX_UNKNOWN_BYTES",
-    "MISSES",
-    "SCHEMA_VERSION",
-    "SCORE_DTYPE",
-    "Behaviours",
-    "Cancel",
-    "CostModel",
-    "Finite",
-    "HistoryReference",
-    "Id",
-    "Label",
-    "LaneStatus",
-    "Message",
-    "Millis",
-    "Mode",
-    "Outcome",
-    "PreInferSignal",
-    "RankingRequest",
-    "RequestEvent",
-    "RequestEventInPlace",
-    "ScoreReply",
-    "State",
-    "Status",
-    "Timings",
-    "UnixMillis",
-    "WorkerStatus",
-    "check_features",
-    "check_times",
-    "decode",
-    "encode",
-    "kind_of",
-    "pack_items",
-    "prefix_length",
-    "tenant_key",
-    "validated",
-    "with_version",
-    "without_tenant",
-]
+from relaygr_stream.wire.versions import SCHEMA_VERSION
 
 SCORE_DTYPE: Final = np.dtype("<f4")
 
@@ -339,38 +267,6 @@ def _check_prefix(message: RequestEvent | PreInferSignal | RankingRequest) -> No
         message.history.checked(_Invalid)
 
 
-Message = RequestEvent | PreInferSignal | RankingRequest | Cancel | ScoreReply | WorkerStatus
-M = TypeVar("M", RequestEvent, PreInferSignal, RankingRequest, Cancel, ScoreReply, WorkerStatus)
-
-_encoder = msgspec.msgpack.Encoder()
-#: A reference of another form, beside a prefix, is ignored.
-_HISTORY: Final = {"history": OpenEnum((), UNSET)}
-_decoders: dict[type, VersionedDecoder[Any]] = {
-    RequestEvent: VersionedDecoder(RequestEvent, _HISTORY),
-    RequestEventInPlace: VersionedDecoder(RequestEventInPlace, _HISTORY),
-    PreInferSignal: VersionedDecoder(PreInferSignal, _HISTORY),
-    RankingRequest: VersionedDecoder(RankingRequest, {"mode": OpenEnum(get_args(Mode), "auto"), **_HISTORY}),
-    Cancel: VersionedDecoder(Cancel),
-    ScoreReply: VersionedDecoder(
-        ScoreReply,
-        {
-            "status": OpenEnum(get_args(Status), "failed", note="detail"),
-            "outcome": OpenEnum(get_args(Outcome), "full"),
-        },
-    ),
-    # An unknown state counts as serving: otherwise the lanes in the status would have no owner.
-    # min_v=1: every process of the fleet reads each status, so a later version is readable unless it states otherwise.
-    WorkerStatus: VersionedDecoder(WorkerStatus, {"state": OpenEnum(get_args(State), "serving")}, min_v=1),
-}
-
-#: Longest message that is decoded. The topics' files bound messages on the broker.
-MAX_MESSAGE_BYTES: Final = 4 * 1024 * 1024
-#: Most bytes of unknown fields in a message: room for the fields of a later release, not for filling a reader's memory.
-MAX_UNKNOWN_BYTES: Final = 4096
-#: Characters kept of a decoding error: the decoder quotes the unexpected value in full. This keeps place and beginning.
-MAX_DETAIL: Final = 500
-
-
 def tenant_key(tenant: str, of: str) -> str:
     """One key for an id and its tenant: `of` alone if the tenant is empty, else both with a NUL between them.
 
@@ -382,78 +278,6 @@ def tenant_key(tenant: str, of: str) -> str:
 def without_tenant(key: str) -> str:
     """The id in a tenant_key."""
     return key.partition("\0")[2] if "\0" in key else key
-
-
-def encode(message: Message) -> bytes:
-    """The message as MessagePack."""
-    return _encoder.encode(message)
-
-
-def decode(kind: type[M], data: bytes | None, max_bytes: int = MAX_MESSAGE_BYTES) -> M:
-    """Decode and validate one message of the given kind.
-
-    Raises DecodeError with reason `oversized` (the whole message, or its unknown fields), `malformed` (not MessagePack,
-    or another shape), `unknown_version` (for readers of a later version) or `invalid` (well-formed but contradictory).
-    """
-    if data is None:
-        raise DecodeError("malformed", "the message has no value")
-    if len(data) > max_bytes:
-        raise DecodeError("oversized", f"{len(data)} bytes, the limit is {max_bytes}")
-    try:
-        message: M = _decoders[kind].decode(data)
-    except NOT_DECODED as error:
-        raise DecodeError("malformed", str(error)[:MAX_DETAIL]) from error
-    if len(data) > MAX_UNKNOWN_BYTES:
-        _check_unknown(message, len(data))
-    message.validate()
-    return message
-
-
-def validated(message: M) -> M:
-    """The message, if receivers accept its values; a Struct does not check them when it is made.
-
-    Raises DecodeError, or a ValueError that names the field.
-    """
-    for array in (getattr(message, "prefix", None), getattr(message, "suffix", None)):
-        if isinstance(array, Behaviours) and {type(part) for part in array.parts()} != {bytes}:
-            raise DecodeError("invalid", "behaviours must be made of bytes; pack arrays with Behaviours.of")
-    fields = msgspec.structs.asdict(message)
-    msgspec.convert({name: value for name, value in fields.items() if value is not UNSET}, type(message))
-    if isinstance(columns := fields.get("columns"), FeatureTables):
-        msgspec.convert(msgspec.structs.asdict(columns), FeatureTables)
-    if isinstance(history := fields.get("history"), HistoryReference):
-        msgspec.convert(msgspec.structs.asdict(history), HistoryReference)
-    message.validate()
-    return message
-
-
-def check_features(message: RequestEvent | PreInferSignal | RankingRequest, schema: FeatureSchema) -> None:
-    """Raise DecodeError, naming the column, unless the message has exactly the columns of the schema."""
-    suffix = message.suffix if isinstance(message, RankingRequest) else message.prefix
-    if not (schema.columns or message.columns or message.prefix.columns or suffix.columns):
-        return  # the common case
-    columns = message.columns or NO_TABLES
-    schema.check("user", 1, columns.user)
-    if not message.history:  # else whoever fetches the history checks its columns
-        schema.check("behaviour", len(message.prefix), message.prefix.table)
-    if isinstance(message, RankingRequest):
-        schema.check("behaviour", len(suffix), suffix.table)
-        candidates = len(message.candidates) // ITEM_DTYPE.itemsize
-        schema.check("candidate", candidates, columns.candidate)
-    schema.check_digest(columns.schema)
-
-
-def _check_unknown(message: Message, size: int) -> None:
-    """Raise DecodeError if unknown fields, or known fields stated twice, take more than MAX_UNKNOWN_BYTES."""
-    arrays = 0
-    if isinstance(message, RequestEvent | PreInferSignal | RankingRequest):
-        arrays = message.prefix.nbytes() + (message.columns.nbytes() if message.columns else 0)
-    if size - arrays <= MAX_UNKNOWN_BYTES:  # the common case: everything but the arrays is small
-        return
-    unknown = size - len(encode(message))
-    if unknown > MAX_UNKNOWN_BYTES:
-        what = f"{unknown} of {size} bytes are in fields that this program does not know"
-        raise DecodeError("oversized", f"{what}, the limit is {MAX_UNKNOWN_BYTES}")
 
 
 class _Invalid(DecodeError):

@@ -1,8 +1,46 @@
-"""A message as it was read from Kafka, independent of the client library."""
+"""A message as it was read from Kafka, independent of the client library, and the headers of the relay."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any, Final, NamedTuple
+
+# On a ranking request and its answer. They are headers so that a worker can answer a request that it cannot decode.
+HEADER_CORRELATION: Final = "relaygr-correlation-id"  # 1–64 opaque bytes, echoed
+HEADER_REPLY_PARTITION: Final = "relaygr-reply-partition"  # ASCII decimal: the partition of `scores` to answer on
+
+# On a record of any topic.
+HEADER_KIND: Final = "relaygr-kind"  # ASCII; absent: the topic's main message. Readers skip unknown kinds
+HEADER_SIGNATURE: Final = "relaygr-signature"  # 32 bytes: HMAC-SHA256 with a shared secret
+
+# Kinds.
+KIND_CANCEL: Final = "cancel"  # on `ranking`: its client ranks this request no more; the value is a messages.Cancel
+KIND_DELEGATED: Final = "delegated"  # on `ranking`: a pre-infer signal on another worker's behalf
+
+# On a dead letter; its value and key are the original's.
+HEADER_REASON: Final = "relaygr-reason"
+HEADER_DETAIL: Final = "relaygr-detail"
+HEADER_ORIGIN_TOPIC: Final = "relaygr-origin-topic"
+HEADER_ORIGIN_PARTITION: Final = "relaygr-origin-partition"
+HEADER_ORIGIN_OFFSET: Final = "relaygr-origin-offset"
+
+# On a replayed message: how often it was replayed. On the marker in the dead-letter topic: which dead letter it was.
+HEADER_REPLAYS: Final = "relaygr-replays"  # ASCII decimal
+HEADER_REPLAY_OF: Final = "relaygr-replay-of"  # PARTITION:OFFSET of the dead letter
+
+MAX_CORRELATION_BYTES: Final = 64
+
+Headers = Iterable[tuple[str, bytes | None]]  # Kafka allows null for a header's value
+
+
+def header(headers: Headers, name: str) -> bytes:
+    """The first value of the header `name`; empty if there is none."""
+    return next((value or b"" for found, value in headers if found == name), b"")
+
+
+def kind_of(headers: Headers) -> str:
+    """The kind of a record, from its headers; "": the topic's main message."""
+    return header(headers, HEADER_KIND).decode("ascii", errors="backslashreplace")
 
 
 class Record(NamedTuple):

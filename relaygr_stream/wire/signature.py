@@ -12,8 +12,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import Final
 
-from relaygr_stream.wire.messages import HEADER_SIGNATURE
-from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.records import HEADER_SIGNATURE, Record
 
 #: scrypt (RFC 7914) with 32 MiB, three times. OWASP's password storage cheat sheet counts it as equal to N = 2^17 and
 #: p = 1, which takes 128 MiB: too much while other workers start on the same machine.
@@ -85,3 +84,20 @@ class Signer:
             mac.update(len(part).to_bytes(8, "little"))  # so that different lists of parts give different bytes
             mac.update(part)
         return mac.digest()
+
+
+# ---- answers, by relay.answer_secret ----
+
+
+def signature(secret: str, *parts: bytes) -> bytes:
+    """HMAC-SHA256 with the secret's UTF-8 bytes over the parts, each preceded by its length (4 bytes, big-endian).
+
+    The first part names the purpose, so that a signature for one purpose is never valid for another.
+    """
+    framed = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
+    return hmac.digest(secret.encode(), framed, "sha256")
+
+
+def answer_signature(secret: str, correlation: bytes, value: bytes) -> bytes:
+    """The signature of an answer to the call with this correlation id."""
+    return signature(secret, b"answer", correlation, value)

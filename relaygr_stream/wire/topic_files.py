@@ -6,6 +6,7 @@ user's lane is a partition number of each of them.
 
 from __future__ import annotations
 
+import struct
 import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
@@ -18,7 +19,6 @@ from msgspec import Meta
 from relaygr_stream.errors import ConfigError, CoPartitionError
 from relaygr_stream.settings.files import packaged_dir
 from relaygr_stream.settings.schema import MAX_LANES, Kafka
-from relaygr_stream.wire.partitioner import partition_of
 
 CleanupPolicy = Literal["delete", "compact"]
 Compression = Literal["uncompressed", "producer", "gzip", "snappy", "lz4", "zstd"]
@@ -155,3 +155,34 @@ def check_equal_counts(counts: Iterable[tuple[str, int]]) -> None:
                 f"topics {first} and {name} share lanes but have {expected} and {count} partitions; a user's lane must "
                 f"be the same partition of both: give them equal counts (a topic can be deleted and applied again)"
             )
+
+
+# ---- the partition of a key: MurmurHash2 with the seed of Kafka's Java client ----
+
+SEED: Final = 0x9747B28C
+FACTOR: Final = 0x5BD1E995
+MASK: Final = 0xFFFFFFFF
+WORD: Final = struct.Struct("<I")
+
+
+def murmur2(data: bytes) -> int:
+    """The hash, as an unsigned 32-bit number.
+
+    The same function as aiokafka's, which reads byte by byte. Reading word by word takes a third of the time, and the
+    trigger checks the lane of every event.
+    """
+    length = len(data)
+    words = length & ~3
+    value = SEED ^ length
+    for (word,) in WORD.iter_unpack(data[:words]):
+        mixed = (word * FACTOR) & MASK
+        value = (value * FACTOR ^ (mixed ^ mixed >> 24) * FACTOR) & MASK
+    if words != length:
+        value = ((value ^ int.from_bytes(data[words:], "little")) * FACTOR) & MASK
+    value = ((value ^ value >> 13) * FACTOR) & MASK
+    return value ^ value >> 15
+
+
+def partition_of(key: bytes, partitions: int) -> int:
+    """The partition, of `partitions`, that Kafka's Java client gives a key."""
+    return (murmur2(key) & 0x7FFFFFFF) % partitions

@@ -11,8 +11,8 @@ import msgspec
 from msgspec import Meta
 
 from relaygr_stream.errors import DecodeError
-from relaygr_stream.wire.messages import Finite, Id, Label, LeastVersion, UnixMillis, kind_of
-from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.messages import Finite, Id, Label, LeastVersion, UnixMillis
+from relaygr_stream.wire.records import Record, kind_of
 from relaygr_stream.wire.versions import NOT_DECODED, SCHEMA_VERSION, VersionedDecoder
 from relaygr_stream.wire.worker_status import StatusReader
 

@@ -15,8 +15,9 @@ from typing import Final, NamedTuple
 
 from relaygr_stream.errors import DecodeError
 from relaygr_stream.settings.schema import Settings
-from relaygr_stream.wire.messages import MAX_MESSAGE_BYTES, CostModel, LaneStatus, WorkerStatus, decode, kind_of
-from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.codec import MAX_MESSAGE_BYTES, decode
+from relaygr_stream.wire.messages import CostModel, LaneStatus, WorkerStatus
+from relaygr_stream.wire.records import Record, kind_of
 from relaygr_stream.wire.signature import Signer
 from relaygr_stream.wire.topic_files import TopicSet, load_topics
 

@@ -23,7 +23,8 @@ from relaygr_stream.cache.copy import CopyEngine
 from relaygr_stream.cache.storage import Scratch, Storage
 from relaygr_stream.cache.tiers import capacity_for
 from relaygr_stream.errors import ConfigError, DeviceError, ModelError
-from relaygr_stream.models.api import KVRegion, ScoreInput, Tokens, relative_deviation, schema_of
+from relaygr_stream.models.api import ScoreInput, Tokens, relative_deviation, schema_of
+from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.telemetry.logs import request_log_fields
 from relaygr_stream.wire.messages import MISSES
 from relaygr_stream.worker.commands import RankTask

@@ -3,9 +3,9 @@
 Device time follows demand. Pinned bytes do so too, but a budget below a lane's largest prefix is worth nothing to that
 prefix: such a lane would never have it admitted. So each lane that is asked gets room for its largest prefix first, in
 turns where there is not room for all, and then for a second one: with room for one, the next request waits until the
-first is ranked. Lanes that nobody asks lend theirs; what is left follows demand.
+first is ranked. Lanes without requests lend theirs; what is left follows demand.
 
-Bytes granted to one lane are granted to another only once nobody can use them any more (`LaneBudgets`).
+Bytes granted to one lane are granted to another only when no trigger can use them any more (`LaneBudgets`).
 Knows nothing of Kafka or of clocks.
 """
 

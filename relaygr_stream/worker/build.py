@@ -20,15 +20,12 @@ from relaygr_stream.models.api import RankingModel, schema_of
 from relaygr_stream.models.devices import select_device
 from relaygr_stream.models.loading import load_model
 from relaygr_stream.settings.schema import Settings
-from relaygr_stream.settings.schema import Worker as WorkerSettings
+from relaygr_stream.settings.worker import Worker as WorkerSettings
 from relaygr_stream.worker.audit import Auditor, Report, check_rounding
 from relaygr_stream.worker.executor import Executor
 from relaygr_stream.worker.scheduler import Limits, Scheduler
 
-# ---- memory of requests that were read and have no answer yet ----
-#
-# It is bounded whatever senders, backlogs or a hanging device do: a ranking beyond it is answered `overloaded` at once.
-
+log = structlog.get_logger(__name__)
 
 #: Share of worker.max_waiting_bytes for rankings inside the scheduler, where the client with the most gives way to
 #: others. The rest is for commands that the device thread has not taken and for answers on their way.
@@ -36,56 +33,6 @@ SCHEDULER_SHARE: Final = 0.75
 #: Bytes pinned on other workers' behalf, as a part of those for the lanes' own users. A worker is a delegate for
 #: moments in which it has time; its own users' returns need the rest of HBM as a cache.
 DELEGATED_PART: Final = 0.25
-
-
-class Held:
-    """Bytes of rankings without an acknowledged answer, and of signals that the device thread has not taken.
-
-    prefill_bytes(): bytes of all signals that the device thread has taken so far: the cache bounds what those hold.
-    """
-
-    def __init__(self, limit: int, prefill_bytes: Callable[[], int]) -> None:
-        self.limit = limit
-        self._prefill_bytes = prefill_bytes
-        self._rankings: dict[tuple[int, int], int] = {}
-        self._ranking_bytes = 0
-        self._signals_read = 0
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in use."""
-        return self._ranking_bytes + self._signals_read - self._prefill_bytes()
-
-    def ranking(self, lane: int, offset: int, nbytes: int) -> bool:
-        """Count a ranking that was read; False (nothing changed): there is no room for it.
-
-        A lane that was lost and regained may bring one again whose first copy is not over: they count together, and
-        end together, with the first of them.
-        """
-        if self.nbytes + nbytes > self.limit:
-            return False
-        key = (lane, offset)
-        self._rankings[key] = self._rankings.get(key, 0) + nbytes
-        self._ranking_bytes += nbytes
-        return True
-
-    def over(self, lane: int, offset: int) -> None:
-        """Release a ranking that needs no more work; one that was never counted is no error."""
-        self._ranking_bytes -= self._rankings.pop((lane, offset), 0)
-
-    def signal(self, nbytes: int) -> bool:
-        """Count a signal that was read; False (nothing changed): there is no room for it."""
-        if self.nbytes + nbytes > self.limit:
-            return False
-        self._signals_read += nbytes
-        return True
-
-    def signal_over(self, nbytes: int) -> None:
-        """Release a signal that never comes to the device thread."""
-        self._signals_read -= nbytes
-
-
-log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True)

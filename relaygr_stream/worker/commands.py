@@ -14,7 +14,8 @@ import numpy.typing as npt
 
 from relaygr_stream.cache.entry import Entry
 from relaygr_stream.cache.transit import TransitCommand
-from relaygr_stream.models.api import KVRegion, Tokens
+from relaygr_stream.models.api import Tokens
+from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.wire.behaviours import Behaviours
 from relaygr_stream.wire.erase import Erase
 from relaygr_stream.wire.features import Values

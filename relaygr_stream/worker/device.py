@@ -1,7 +1,7 @@
 """The thread that owns the device: takes the loop's commands, steps the scheduler, hands its answers back.
 
 Only this thread touches scheduler, cache and model once it runs. Commands go in as data (`submit`, `ask`), and the loop
-reads plain numbers.
+reads plain numbers. `take_turn` is the thread's loop body, and that of `relaygr simulate` and of tests.
 """
 
 from __future__ import annotations
@@ -12,15 +12,56 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 from relaygr_stream.errors import DeviceError
-from relaygr_stream.worker.commands import Answer, Command, Placed
+from relaygr_stream.worker.commands import Answer, Command, Placed, Prefill
 from relaygr_stream.worker.scheduler import Scheduler
-from relaygr_stream.worker.turn import Submitted, Turn, take_turn
 
 #: The thread looks around at least this often, so that its pulse (`turns`) shows a hang, not idleness.
 IDLE_WAIT_S: Final = 0.25
+
+
+class Submitted(NamedTuple):
+    """A command on its way to the scheduler. asked_by: who is told what `handle` returns; None: no one."""
+
+    command: Command
+    asked_by: Any = None
+
+
+@dataclass(slots=True)
+class Turn:
+    """What a turn did."""
+
+    worked: bool = False  # False: there was nothing to do
+    answers: list[Answer] = field(default_factory=list)
+    placed: list[Placed] = field(default_factory=list)
+    replies: list[tuple[Any, Any]] = field(default_factory=list)  # asked_by, what `handle` returned
+    prefill_bytes: int = 0  # memory of the Prefill commands taken
+    error: BaseException | None = None  # what ended the turn, and ends the scheduler
+
+
+def take_turn(scheduler: Scheduler, inbox: deque[Submitted], clock: Callable[[], float]) -> Turn:
+    """Handle every command in the inbox, then step. An error does not lose what was done before it."""
+    turn = Turn()
+    try:
+        while inbox:
+            command, asked_by = inbox.popleft()
+            reply = scheduler.handle(command, clock())
+            if asked_by is not None:
+                turn.replies.append((asked_by, reply))
+            if isinstance(command, Prefill):
+                turn.prefill_bytes += command.task.nbytes
+        turn.worked = scheduler.step(clock())
+    except BaseException as error:  # a defect, or a device that always fails: the caller decides
+        turn.error = error
+    turn.answers = scheduler.take_answers()
+    turn.placed = scheduler.take_placed()
+    return turn
+
+
+# ---- the thread ----
 
 
 class HasScheduler(Protocol):

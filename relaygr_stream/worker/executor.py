@@ -21,7 +21,8 @@ import structlog
 import torch
 
 from relaygr_stream.errors import CapacityError, ModelError
-from relaygr_stream.models.api import KVRegion, RankingModel, ScoreInput, SteppedModel, Tokens, WarmedModel, schema_of
+from relaygr_stream.models.api import RankingModel, ScoreInput, SteppedModel, Tokens, WarmedModel, schema_of
+from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.worker.cost_model import MAX_CHUNK, MIN_CHUNK, Costs
 
 log = structlog.get_logger(__name__)

@@ -4,39 +4,28 @@
                       └── no ─► read what is missing ─► same digest? ── yes ─► keep, behaviours
                                                              └── no ─► read all of it once more ─► HistoryMismatch
 
-What leaves here has the digest that the reference states. Everything behind works as with a prefix in the message: the
-scheduler compares tokens, and never sees a reference.
+What leaves here has the digest that the reference states.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from time import monotonic, perf_counter
 from typing import Final
 
-import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from relaygr_stream.errors import DecodeError, HistoryError, HistoryMismatch, HistoryUnavailable
+from relaygr_stream.errors import HistoryError, HistoryMismatch, HistoryUnavailable
 from relaygr_stream.history.packed import joined
 from relaygr_stream.history.store import HistoryStore
 from relaygr_stream.settings.schema import History
-from relaygr_stream.telemetry.background import Background
-from relaygr_stream.telemetry.limiter import LogLimiter
-from relaygr_stream.telemetry.logs import request_log_fields
 from relaygr_stream.wire.behaviours import Behaviours
 from relaygr_stream.wire.history import MAX_POSITIONS, HistoryReference, digests, row_bytes
-from relaygr_stream.wire.messages import Status, tenant_key
-from relaygr_stream.worker.commands import Answer, Prefill, PrefillTask, Rank
-from relaygr_stream.worker.intake import Intake
+from relaygr_stream.wire.messages import tenant_key
 from relaygr_stream.worker.metrics import LATENCY_BUCKETS
-from relaygr_stream.worker.traces import fetch_part
-
-log = structlog.get_logger(__name__)
-limited = LogLimiter().limited
 
 #: Pause before a failed read is tried again; it doubles. A restarted store is back in tenths of a second.
 RETRY_S: Final = 0.01
@@ -139,7 +128,7 @@ class Histories:
     def _over(self, key: tuple[str, int, bytes], task: asyncio.Task[Behaviours]) -> None:
         del self._reading[key]
         if not task.cancelled():
-            task.exception()  # whoever waits learns of it; perhaps no one does any more
+            task.exception()  # its waiters get it; there may be none
 
     async def _read(self, user_id: str, tenant: str, reference: HistoryReference, until: float) -> Behaviours:
         pause, failed = RETRY_S, 0
@@ -244,105 +233,3 @@ class Histories:
 
 def _digest(behaviours: Behaviours) -> bytes:
     return digests(behaviours, [len(behaviours)])[len(behaviours)]
-
-
-class Resolver:
-    """Completes commands whose messages refer to a history.
-
-    histories: None: no store is set. submit: hands completed commands to the device. answered: takes answers to
-    rankings that get no history. dropped: called for signals that get none. owns(lane): whether this worker does.
-    """
-
-    def __init__(
-        self,
-        histories: Histories | None,
-        intake: Intake,
-        metrics: HistoryMetrics,
-        submit: Callable[[Rank | Prefill], None],
-        answered: Callable[[Answer], None],
-        dropped: Callable[[PrefillTask], None],
-        owns: Callable[[int], bool],
-        background: Background,
-    ) -> None:
-        self._histories = histories
-        self._intake = intake
-        self._metrics = metrics
-        self._submit = submit
-        self._answered = answered
-        self._dropped = dropped
-        self._owns = owns
-        self._background = background
-        self._signal_tokens: defaultdict[int, list[int]] = defaultdict(list)  # of signals on their way, by lane
-
-    def take(self, command: Rank | Prefill) -> Rank | Prefill | None:
-        """The command, if it has its history; None: it is submitted or answered when it has it, or cannot get it."""
-        task = command.task
-        if task.referred is None:
-            return command
-        reference = task.referred.reference
-        if self._histories is None:
-            self._failed(command, "failed", "the request refers to a history, and this worker has no history.store")
-            return None
-        known = self._histories.known(task.user_id, task.tenant, reference)
-        if known is not None:
-            self._metrics.found.labels("kept").inc()
-            return command if self._complete(command, known) else None
-        self._metrics.waiting.inc()
-        if isinstance(command, Prefill):
-            self._signal_tokens[task.lane].append(reference.length)
-        self._background.start(self._fetch(self._histories, command))
-        return None
-
-    def erase(self, names: Callable[[str], bool]) -> bool:
-        """Drop the histories kept of a user."""
-        return self._histories is not None and self._histories.erase(names)
-
-    def signal_tokens(self, lane: int) -> list[int]:
-        """The prefix lengths of a lane's signals that wait for their history: read, and not yet pinned."""
-        return self._signal_tokens.get(lane, [])
-
-    async def _fetch(self, histories: Histories, command: Rank | Prefill) -> None:
-        task = command.task
-        assert task.referred is not None
-        reference, started = task.referred.reference, monotonic()
-        until = command.task.deadline if isinstance(command, Rank) else command.task.expires
-        try:
-            behaviours = await histories.find(task.user_id, task.tenant, reference, until)
-        except TimeoutError:
-            self._failed(command, "deadline_exceeded", "the deadline passed while the history was read from the store")
-        except HistoryError as error:
-            self._failed(command, "failed", str(error))
-        else:
-            if self._complete(command, behaviours):
-                self._metrics.found.labels("read").inc()
-                self._submit(command)
-        finally:
-            fetch_part(task, started, reference.length)
-            self._metrics.waiting.dec()
-            if isinstance(command, Prefill):
-                self._signal_tokens[task.lane].remove(reference.length)
-
-    def _complete(self, command: Rank | Prefill, behaviours: Behaviours) -> bool:
-        """Give the task its tokens; False: it was answered or dropped instead."""
-        if isinstance(command, Prefill) and not self._owns(command.task.lane):
-            self._dropped(command.task)
-            return False
-        try:
-            self._intake.complete(command.task, behaviours)
-        except DecodeError as error:
-            self._failed(command, "rejected", error.detail)
-            return False
-        return True
-
-    def _failed(self, command: Rank | Prefill, status: Status, detail: str) -> None:
-        self._metrics.found.labels(status).inc()
-        if isinstance(command, Rank):
-            self._answered(Answer(command.task, status, detail=detail))
-            return
-        task = command.task
-        limited(log.warning, status)(
-            "signal without its history",
-            **request_log_fields(task.request_id, task.user_id, task.lane, status),
-            detail=detail,
-        )
-        self._dropped(task)

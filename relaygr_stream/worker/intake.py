@@ -1,6 +1,6 @@
 """Intake: decodes records, checks them against the limits, and puts their times on this process's clock.
 
-It raises the reason why a record cannot become a task; process.py decides what becomes of the record.
+It raises the reason why a record cannot become a task; requests.py decides what becomes of the record.
 """
 
 from __future__ import annotations
@@ -20,25 +20,17 @@ from relaygr_stream.errors import DecodeError
 from relaygr_stream.models.api import ROWS, Tokens
 from relaygr_stream.settings.schema import Relay
 from relaygr_stream.telemetry.tracing import Trace
+from relaygr_stream.wire.behaviours import ITEM_DTYPE, Behaviours, check_times
+from relaygr_stream.wire.codec import check_features, decode
 from relaygr_stream.wire.features import NO_FEATURES, NO_TABLES, FeatureSchema
-from relaygr_stream.wire.messages import (
+from relaygr_stream.wire.messages import SCORE_DTYPE, Cancel, PreInferSignal, RankingRequest, prefix_length, tenant_key
+from relaygr_stream.wire.records import (
     HEADER_CORRELATION,
     HEADER_REPLY_PARTITION,
-    ITEM_DTYPE,
     MAX_CORRELATION_BYTES,
-    SCORE_DTYPE,
-    Behaviours,
-    Cancel,
-    PreInferSignal,
-    RankingRequest,
-    check_features,
-    check_times,
-    decode,
+    Record,
     kind_of,
-    prefix_length,
-    tenant_key,
 )
-from relaygr_stream.wire.records import Record
 from relaygr_stream.worker.commands import DELEGATED_LANE, PrefillTask, RankTask, Referred
 
 #: Decimal digits of the largest partition number (int32).
@@ -253,6 +245,56 @@ def due_ms(timeout_ms: float, reply_ms: float) -> float:
     """Milliseconds after which scores have to leave to be there within the timeout.
 
     Scores that leave at the deadline are late: under overload, when most finish close to it, a tenth of the device's
-    work was for nobody (docs/explanation/decisions.md).
+    work was useless (docs/explanation/decisions.md).
     """
     return timeout_ms - min(reply_ms, REPLY_SHARE * timeout_ms)
+
+
+# ---- memory of what was read ----
+
+
+class Held:
+    """Bytes of rankings without an acknowledged answer, and of signals that the device thread has not taken.
+
+    prefill_bytes(): bytes of all signals that the device thread has taken so far: the cache bounds what those hold.
+    """
+
+    def __init__(self, limit: int, prefill_bytes: Callable[[], int]) -> None:
+        self.limit = limit
+        self._prefill_bytes = prefill_bytes
+        self._rankings: dict[tuple[int, int], int] = {}
+        self._ranking_bytes = 0
+        self._signals_read = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in use."""
+        return self._ranking_bytes + self._signals_read - self._prefill_bytes()
+
+    def ranking(self, lane: int, offset: int, nbytes: int) -> bool:
+        """Count a ranking that was read; False (nothing changed): there is no room for it.
+
+        A lane that was lost and regained may bring one again whose first copy is not over: they count together, and
+        end together, with the first of them.
+        """
+        if self.nbytes + nbytes > self.limit:
+            return False
+        key = (lane, offset)
+        self._rankings[key] = self._rankings.get(key, 0) + nbytes
+        self._ranking_bytes += nbytes
+        return True
+
+    def over(self, lane: int, offset: int) -> None:
+        """Release a ranking that needs no more work; one that was never counted is no error."""
+        self._ranking_bytes -= self._rankings.pop((lane, offset), 0)
+
+    def signal(self, nbytes: int) -> bool:
+        """Count a signal that was read; False (nothing changed): there is no room for it."""
+        if self.nbytes + nbytes > self.limit:
+            return False
+        self._signals_read += nbytes
+        return True
+
+    def signal_over(self, nbytes: int) -> None:
+        """Release a signal that never comes to the device thread."""
+        self._signals_read -= nbytes

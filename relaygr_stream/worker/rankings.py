@@ -18,7 +18,8 @@ import torch
 
 from relaygr_stream.cache.entry import Coverage, Entry, Found
 from relaygr_stream.cache.prefix_cache import PrefixCache
-from relaygr_stream.models.api import KVRegion, ScoreInput, takes_suffix
+from relaygr_stream.models.api import ScoreInput, takes_suffix
+from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.wire.messages import Outcome, Status
 from relaygr_stream.worker.admission import LOST, Admission
 from relaygr_stream.worker.audit import Auditor

@@ -21,10 +21,11 @@ from relaygr_stream.telemetry.background import Background
 from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.telemetry.logs import request_log_fields
 from relaygr_stream.telemetry.tracing import TRACE_HEADERS, trace_headers
-from relaygr_stream.wire.headers import HEADER_SIGNATURE, answer_signature
-from relaygr_stream.wire.messages import HEADER_CORRELATION, SCORE_DTYPE, ScoreReply, Status, Timings, encode
-from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.codec import encode
+from relaygr_stream.wire.messages import SCORE_DTYPE, ScoreReply, Status, Timings
+from relaygr_stream.wire.records import HEADER_CORRELATION, HEADER_SIGNATURE, Record
 from relaygr_stream.wire.refusals import Reasons
+from relaygr_stream.wire.signature import answer_signature
 from relaygr_stream.worker.commands import Answer, RankTask
 from relaygr_stream.worker.forwarding import WHY, Forwarding, instead, next_hop, time_left_ms
 from relaygr_stream.worker.intake import Origin, TooMuch
@@ -161,7 +162,7 @@ class Outbox:
         )
         self._reject(origin, cause.request_id, str(cause), done=True)
 
-    def dead_letter(self, record: Record, error: DecodeError, origin: Origin | None) -> None:
+    def dead_letter(self, record: Record, error: DecodeError, origin: Origin | None = None) -> None:
         """Dead-letter a record that cannot be read, and tell its sender where its headers allow that."""
         self._metrics.dead_letters.labels(error.reason).inc()
         self._limiter.limited(log.warning, error.reason)(

@@ -25,11 +25,12 @@ from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.background import Background
 from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.telemetry.printable import printable
+from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.erase import KIND as ERASE
 from relaygr_stream.wire.erase import Erase, read_erase
 from relaygr_stream.wire.fleet import OwnerDirectory
-from relaygr_stream.wire.messages import State, WorkerStatus, encode, kind_of
-from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.messages import State, WorkerStatus
+from relaygr_stream.wire.records import Record, kind_of
 from relaygr_stream.wire.worker_status import HEADER_INCARNATION, StatusReader
 from relaygr_stream.worker.build import WorkerRuntime
 from relaygr_stream.worker.commands import Query
@@ -46,7 +47,7 @@ VERSION: Final = version("relaygr-stream")
 SNAPSHOT_S: Final = 1.0
 #: A last status takes milliseconds; without a broker no one reads it, and stopping must not wait for one.
 ANNOUNCE_S: Final = 1.0
-#: Erasures carried out that a status lists: whoever asked for one waits seconds for it.
+#: Erasures carried out that a status lists: the command that asked for one waits seconds for it.
 ERASED_STATED: Final = 16
 
 
@@ -278,7 +279,7 @@ class StatusReporter:
 
 
 def gives_way_to(other: WorkerStatus, incarnation: int, host: str, pid: int) -> bool:
-    """Whether a worker of our name started after us, and serves: one that never comes to serve ends nobody.
+    """Whether a worker of our name started after us, and serves: a worker that never serves ends no other.
 
     Two that started at once, from the same statuses, may have one incarnation: then host and pid decide.
     """

@@ -21,7 +21,7 @@ def unexpected(*_: object, **__: object) -> Any:
 
 def renewed(part: Producer | TopicTail | LogEnds | LaneConsumer) -> Renewed:
     """What makes the part's client anew; `client` is the present one."""
-    return part._renewed
+    return part._reader._renewed if isinstance(part, LaneConsumer) else part._renewed
 
 
 def member(consumer: LaneConsumer) -> Any:

@@ -28,8 +28,7 @@ from relaygr_stream.ops.dead_letters.letter import letters_of
 from relaygr_stream.ops.dead_letters.replay import verdict_before, why
 from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.telemetry.background import Background
-from relaygr_stream.wire.messages import HEADER_REASON
-from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.records import HEADER_REASON, Record
 from tests.waiting import until
 
 MIB = 1 << 20

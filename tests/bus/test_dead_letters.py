@@ -15,8 +15,7 @@ from relaygr_stream.bus.topics import TopicSet, apply_topics, lane_of, load_topi
 from relaygr_stream.cli.main import main
 from relaygr_stream.errors import DecodeError
 from relaygr_stream.settings.schema import Kafka
-from relaygr_stream.wire.messages import HEADER_REPLAYS
-from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.records import HEADER_REPLAYS, Record
 
 
 async def bury(kafka: Kafka, record: Record, reason: str = "malformed") -> None:

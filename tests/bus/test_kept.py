@@ -6,7 +6,7 @@ from pathlib import Path
 
 import psutil
 
-from relaygr_stream.ops.brokers.kept import KeptProcess
+from relaygr_stream.ops.brokers.keeper import KeptProcess
 
 
 def test_a_process_that_ended_by_itself_leaves_no_pipe_open(tmp_path: Path) -> None:

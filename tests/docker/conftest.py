@@ -31,12 +31,14 @@ class Testbed:
 
     def __init__(self) -> None:
         self.project = f"relaygr-test-{os.getpid()}"
-        kafka, self._prometheus = _free_port(), _free_port()
+        kafka, gateway, self._prometheus = _free_port(), _free_port(), _free_port()
         self.bootstrap = f"127.0.0.1:{kafka}"
+        self.gateway = f"http://127.0.0.1:{gateway}"
         self._environment = {
             **os.environ,
             "TESTBED_PROJECT": self.project,
             "TESTBED_KAFKA_PORT": str(kafka),
+            "TESTBED_GATEWAY_PORT": str(gateway),
             "TESTBED_PROMETHEUS_PORT": str(self._prometheus),
         }
         self.shown = ""  # what `up` printed
@@ -58,6 +60,13 @@ class Testbed:
             assert isinstance(result, list)
             return result
         return []
+
+    def ask(self, path: str, body: dict[str, Any]) -> Any:
+        """What the gateway answers; an error of HTTP is an error here."""
+        headers = {"content-type": "application/json", "authorization": "Bearer only-for-the-testbed"}
+        request = urllib.request.Request(self.gateway + path, json.dumps(body).encode(), headers)
+        with LOOPBACK.open(request, timeout=20) as response:
+            return json.load(response)
 
     def container(self, service: str) -> str:
         """The id of a service's container, running or not."""
@@ -81,9 +90,9 @@ def _free_port() -> int:
         return port
 
 
-def docker(*arguments: str) -> str:
+def docker(*arguments: str, stdin: str = "") -> str:
     """What `docker …` prints; a failure is an error."""
-    return subprocess.run(["docker", *arguments], capture_output=True, text=True, check=True).stdout
+    return subprocess.run(["docker", *arguments], input=stdin, capture_output=True, text=True, check=True).stdout
 
 
 @pytest.fixture(scope="session")

@@ -36,10 +36,11 @@ def test_it_shows_scores_being_served(testbed: Testbed) -> None:
     assert "worker-1: healthy" in testbed.shown
     assert "outcome=" in testbed.shown
     assert testbed.bootstrap in testbed.shown
+    assert testbed.gateway in testbed.shown
 
 
 def test_no_container_runs_as_root(testbed: Testbed) -> None:
-    for service in ("trigger", "worker-1", "worker-2", "client"):
+    for service in ("trigger", "worker-1", "worker-2", "gateway", "client"):
         assert docker("exec", testbed.container(service), "id", "-u").strip() != "0"
 
 
@@ -120,6 +121,21 @@ def test_a_foreign_request_gets_its_scores(testbed: Testbed) -> None:
     finally:
         client.close()
     assert HITS & set(outcomes), f"no foreign event led to a prefix hit: {outcomes}"
+
+
+def test_a_history_in_redis_is_ranked_over_http(testbed: Testbed) -> None:
+    clicks = "user,item,action,time\n" + "".join(f"visitor,{item},1,{1_764_000_000 + item}\n" for item in range(600))
+    imported = "cat > /tmp/clicks.csv && relaygr history import /tmp/clicks.csv --tenant testbed"
+    docker("exec", "-i", testbed.container("gateway"), "sh", "-c", imported, stdin=clicks)
+    (whose, candidates), outcomes = ({"user_id": "visitor"}, [700, 701, 702]), []
+    for attempt in range(5):  # as above
+        name = {"request_id": f"visit-{attempt}", **whose}
+        assert testbed.ask("/v1/announce", {**name, "candidates": 3}) == {"request_id": f"visit-{attempt}"}
+        time.sleep(0.5)
+        answer = testbed.ask("/v1/rank", {**name, "candidates": candidates})
+        assert len(answer["scores"]) == 3
+        outcomes.append(answer["outcome"])
+    assert HITS & set(outcomes), f"no announcement over HTTP led to a prefix hit: {outcomes}"
 
 
 def test_prometheus_answers_every_query_of_the_dashboard(testbed: Testbed) -> None:

@@ -18,8 +18,10 @@ from relaygr_stream.lab.workload.driver import Result
 from relaygr_stream.lab.workload.generator import Generator, GeneratorOptions
 from relaygr_stream.lab.workload.items import WorkItem
 from relaygr_stream.ops.children import Child, settings_as_toml, stop_all
-from relaygr_stream.settings.schema import Kafka, Model, Relay, Settings, Trigger, Worker
-from relaygr_stream.wire.messages import PreInferSignal, WorkerStatus, decode
+from relaygr_stream.settings.schema import Kafka, Relay, Settings, Trigger
+from relaygr_stream.settings.worker import Model, Worker
+from relaygr_stream.wire.codec import decode
+from relaygr_stream.wire.messages import PreInferSignal, WorkerStatus
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.worker_status import worker_statuses
 from tests.waiting import until

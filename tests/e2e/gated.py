@@ -12,7 +12,8 @@ import torch
 
 from relaygr_stream.models.api import RankingModel, ScoreInput
 from relaygr_stream.models.loading import load_model
-from relaygr_stream.settings.schema import Model, Relay
+from relaygr_stream.settings.schema import Relay
+from relaygr_stream.settings.worker import Model
 
 #: While the file that this variable of the environment names exists, scoring waits.
 GATE = "TESTS_GATE"

@@ -13,15 +13,15 @@ from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.client import RelayClient
 from relaygr_stream.errors import Rejected
 from relaygr_stream.settings.schema import Kafka
-from relaygr_stream.wire.messages import (
+from relaygr_stream.wire.codec import decode
+from relaygr_stream.wire.messages import ScoreReply
+from relaygr_stream.wire.records import (
     HEADER_CORRELATION,
     HEADER_ORIGIN_TOPIC,
     HEADER_REASON,
     HEADER_REPLY_PARTITION,
-    ScoreReply,
-    decode,
+    Record,
 )
-from relaygr_stream.wire.records import Record
 from tests.e2e.fleet import serving_fleet, traffic
 from tests.waiting import until
 

@@ -9,17 +9,10 @@ import pytest
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.settings.schema import Kafka
-from relaygr_stream.wire.messages import (
-    HEADER_CORRELATION,
-    HEADER_REASON,
-    HEADER_REPLY_PARTITION,
-    RankingRequest,
-    ScoreReply,
-    decode,
-    encode,
-    pack_items,
-)
-from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.behaviours import pack_items
+from relaygr_stream.wire.codec import decode, encode
+from relaygr_stream.wire.messages import RankingRequest, ScoreReply
+from relaygr_stream.wire.records import HEADER_CORRELATION, HEADER_REASON, HEADER_REPLY_PARTITION, Record
 from tests.e2e.fleet import Fleet
 from tests.e2e.gated import POISON
 from tests.unit.worker.services import history

@@ -15,8 +15,10 @@ from relaygr_stream.bus.topics import lane_of
 from relaygr_stream.client import Ranking, RelayClient
 from relaygr_stream.models.api import relative_deviation
 from relaygr_stream.settings.schema import Client, Kafka
-from relaygr_stream.wire.messages import Behaviours, RankingRequest, decode, kind_of, pack_items
-from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.behaviours import Behaviours, pack_items
+from relaygr_stream.wire.codec import decode
+from relaygr_stream.wire.messages import RankingRequest
+from relaygr_stream.wire.records import Record, kind_of
 from tests.e2e.fleet import Fleet
 from tests.waiting import until
 

@@ -16,9 +16,11 @@ from relaygr_stream.errors import Rejected
 from relaygr_stream.models.api import relative_deviation
 from relaygr_stream.models.hstu_model import HSTUConfig
 from relaygr_stream.models.loading import random_model, save_checkpoint
-from relaygr_stream.settings.schema import Kafka, Model
+from relaygr_stream.settings.schema import Kafka
+from relaygr_stream.settings.worker import Model
+from relaygr_stream.wire.behaviours import pack_items
 from relaygr_stream.wire.features import FeatureColumn, FeatureSchema
-from relaygr_stream.wire.messages import RankingRequest, pack_items
+from relaygr_stream.wire.messages import RankingRequest
 from tests.e2e.fleet import serving_fleet
 
 PROTOCOL = Path(__file__).parents[2] / "docs" / "reference" / "protocol.md"

@@ -14,7 +14,8 @@ from relaygr_stream.bus.topics import lane_of
 from relaygr_stream.client import Ranking, RelayClient
 from relaygr_stream.models.api import relative_deviation
 from relaygr_stream.settings.schema import Client, Kafka
-from relaygr_stream.wire.messages import RankingRequest, ScoreReply, decode
+from relaygr_stream.wire.codec import decode
+from relaygr_stream.wire.messages import RankingRequest, ScoreReply
 from relaygr_stream.wire.records import Record
 from tests.e2e.fleet import Fleet, traffic
 from tests.waiting import until

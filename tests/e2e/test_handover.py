@@ -13,8 +13,10 @@ from relaygr_stream.bus.topics import lane_of
 from relaygr_stream.client import RelayClient
 from relaygr_stream.client.answers import Ranking
 from relaygr_stream.models.api import relative_deviation
-from relaygr_stream.settings.schema import Client, Handover, Kafka
-from relaygr_stream.wire.messages import Behaviours, RankingRequest, pack_items
+from relaygr_stream.settings.schema import Client, Kafka
+from relaygr_stream.settings.worker import Handover
+from relaygr_stream.wire.behaviours import Behaviours, pack_items
+from relaygr_stream.wire.messages import RankingRequest
 from tests.e2e.fleet import Fleet
 from tests.waiting import until
 

@@ -23,15 +23,9 @@ from relaygr_stream.client import RelayClient
 from relaygr_stream.errors import CoPartitionError, LanesChanged
 from relaygr_stream.ops.children import Child, stop_all
 from relaygr_stream.settings.schema import Kafka
-from relaygr_stream.wire.messages import (
-    HEADER_CORRELATION,
-    HEADER_REPLY_PARTITION,
-    RankingRequest,
-    ScoreReply,
-    decode,
-    encode,
-)
-from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.codec import decode, encode
+from relaygr_stream.wire.messages import RankingRequest, ScoreReply
+from relaygr_stream.wire.records import HEADER_CORRELATION, HEADER_REPLY_PARTITION, Record
 from tests.e2e.fleet import Fleet, serving_fleet, traffic
 from tests.waiting import until
 

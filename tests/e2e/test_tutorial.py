@@ -1,4 +1,4 @@
-"""docs/tutorial/index.md, followed line by line: its files written, its commands run in order, in real processes.
+"""The pages of docs/tutorial, followed line by line: files written, commands run in order, in real processes.
 
 Two lines are not run here but before: `make setup`, of which only the target is tried, and the activation of what it
 makes, in place of which this interpreter's folder leads the PATH. A line that this test does not know fails it.
@@ -10,28 +10,37 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
 from relaygr_stream.ops.brokers.distribution import free_ports
+from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
-TUTORIAL = ROOT / "docs" / "tutorial" / "index.md"
+PAGES = ROOT / "docs" / "tutorial"
 ACTIVATE = ". .venv/bin/activate"
 #: Commands that run until they are stopped, and the words of theirs after which the next line is typed.
 READY = {
+    "redis-server": [r"Ready to accept connections"],
+    "python -u -m oteltap": [],  # its words go to a file, and who exports spans tries again
     "relaygr broker": [r"serves localhost:"],
     "relaygr up": [r"^trigger .*ready", r"-0 .*ready"],
     "relaygr gateway": [],  # the next line waits for it
+    "prometheus": [],  # its answers are awaited
 }
-#: What the page says where the port is free.
-GATEWAY = "localhost:8080"
+#: What the pages say where these ports are free.
+PORTS = ("4318", "6379", "8080", "9090", "9092", "9464", "9465")
+#: One of the gateway's, the trigger's and the worker's, which are exported apart.
+SPANS = {"relaygr.announce", "relaygr.decide", "relaygr.ranking"}
 #: A busy machine may infer the history too late, or start the trigger behind the worker: the page says to ask again.
 TRIES = 10
 
@@ -44,29 +53,37 @@ class Block(NamedTuple):
     text: str
 
 
-def blocks() -> list[Block]:
-    found = re.findall(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', TUTORIAL.read_text("utf-8"), re.M | re.S)
-    return [Block(*each) for each in found]
+def blocks(page: str) -> list[Block]:
+    text = (PAGES / page).read_text("utf-8")
+    return [Block(*each) for each in re.findall(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', text, re.M | re.S)]
 
 
 class Desk:
     """One person's folder and terminals."""
 
     def __init__(self, folder: Path) -> None:
-        port, gateway = free_ports(2)
-        self.gateway = f"localhost:{gateway}"
+        self._ports = dict(zip(PORTS, map(str, consecutive_ports()), strict=True))
         self.folder = folder
         self.serving: dict[str, subprocess.Popen[str]] = {}
         self._environment = os.environ | {
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-            "RELAYGR_KAFKA_BOOTSTRAP": f"localhost:{port}",  # as the page says where port 9092 is taken
-            "RELAYGR_GATEWAY_PORT": str(gateway),
+            "RELAYGR_KAFKA_BOOTSTRAP": self.here("localhost:9092"),  # as the page says where port 9092 is taken
+            "RELAYGR_GATEWAY_PORT": self.here("8080"),
+            "OTEL_EXPORTER_OTLP_ENDPOINT": self.here("http://localhost:4318"),
             "PYTHONUNBUFFERED": "1",
         }
 
+    def here(self, text: str) -> str:
+        """The text with this run's ports."""
+        return re.sub(rf"\b({'|'.join(PORTS)})\b", lambda port: self._ports[port[0]], text)
+
+    def save(self, block: Block) -> None:
+        """Write a block that is a file."""
+        (self.folder / block.title).write_text(self.here(block.text), encoding="utf-8")
+
     def type(self, line: str) -> str:
         """What a line prints, when it has ended or says that it serves. A command that fails is an AssertionError."""
-        line = line.replace(GATEWAY, self.gateway)
+        line = self.here(line)
         serves = next((name for name in READY if line.startswith(name)), "")
         with (self.folder / "stderr.log").open("a") as log:
             process = subprocess.Popen(
@@ -84,6 +101,14 @@ class Desk:
         out, _ = process.communicate(timeout=120)
         assert process.returncode == 0, f"{line}: {out}\n{self.log()[-3000:]}"
         return out
+
+    def counts(self, query: str) -> bool:
+        """Whether Prometheus has anything for the query, a command line."""
+        return bool(json.loads(self.type(query))["data"]["result"])
+
+    def exported(self, names: set[str]) -> bool:
+        """Whether spans of these names are in the file that the collector writes."""
+        return names <= set(re.findall(r'"name":"([^"]+)"', (self.folder / "spans.ndjson").read_text()))
 
     def interrupt(self, name: str) -> int:
         """Ctrl-C; the exit code."""
@@ -105,6 +130,14 @@ class Desk:
         return said
 
 
+def consecutive_ports() -> list[int]:
+    """A free port for each of PORTS, the last two beside each other: a trigger's, and its worker's behind it."""
+    while True:
+        *ports, trigger = free_ports(len(PORTS) - 1)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", trigger + 1)):
+            return [*ports, trigger, trigger + 1]
+
+
 @contextlib.contextmanager
 def desk(folder: Path) -> Iterator[Desk]:
     place = Desk(folder)
@@ -118,20 +151,21 @@ def desk(folder: Path) -> Iterator[Desk]:
 
 
 def test_its_blocks_are_files_commands_and_what_they_print() -> None:
-    assert [block.title for block in blocks() if block.language == "python"] == ["my_model.py", "ask.py"]
-    assert [block.title for block in blocks() if block.language == "json"] == ["announce.json", "rank.json"]
-    assert {block.language for block in blocks()} == {"sh", "python", "text", "json"}
-    assert len([block for block in blocks() if block.language == "text"]) == 1
+    page = blocks("index.md")
+    assert [block.title for block in page if block.language == "python"] == ["my_model.py", "ask.py"]
+    assert [block.title for block in page if block.language == "json"] == ["announce.json", "rank.json"]
+    assert {block.language for block in page} == {"sh", "python", "text", "json"}
+    assert len([block for block in page if block.language == "text"]) == 1
 
 
 @pytest.mark.timeout(300)
 def test_every_line_of_the_tutorial_does_what_it_says(tmp_path: Path) -> None:
-    (prints,) = (block.text for block in blocks() if block.language == "text")
+    (prints,) = (block.text for block in blocks("index.md") if block.language == "text")
     typed = []
     with desk(tmp_path) as place:
-        for block in blocks():
+        for block in blocks("index.md"):
             if block.language in ("python", "json"):
-                (tmp_path / block.title).write_text(block.text, encoding="utf-8")
+                place.save(block)
             for line in block.text.splitlines() if block.language == "sh" else []:
                 typed.append(line)
                 if line == "make setup":
@@ -153,6 +187,42 @@ def test_every_line_of_the_tutorial_does_what_it_says(tmp_path: Path) -> None:
                 elif line != ACTIVATE:
                     place.type(line)
         assert typed[:2] == ["make setup", ACTIVATE]
+        assert set(place.serving) == {"relaygr broker", "relaygr up", "relaygr gateway"}
+        assert place.interrupt("relaygr gateway") == 0
+        assert place.interrupt("relaygr up") == 0
+        assert place.interrupt("relaygr broker") == 0
+    assert "Traceback" not in place.log()
+
+
+@pytest.mark.stack
+@pytest.mark.skipif(
+    not all(map(shutil.which, ("redis-server", "prometheus", "curl"))),
+    reason="needs redis-server, prometheus and curl (Debian's packages of these names)",
+)
+@pytest.mark.timeout(300)
+async def test_every_line_of_the_front_door_does_what_it_says(tmp_path: Path) -> None:
+    answers: dict[str, str] = {}
+    with desk(tmp_path) as place:
+        for block in blocks("front-door.md"):
+            if block.language != "sh":
+                place.save(block)
+                continue
+            for line in block.text.splitlines():
+                if "9090/api" in line:
+                    await until(partial(place.counts, line), line)
+                elif "trace.py" in line:
+                    await until(partial(place.exported, SPANS), "spans of all processes")
+                    place.type(line.replace("docs/", f"{ROOT}/docs/"))
+                    assert (tmp_path / "trace.png").stat().st_size > 10_000
+                else:
+                    answers[line] = place.type(line)
+        said = {
+            word: text for line, text in answers.items() for word in ("show", "erase", "rank", "status") if word in line
+        }
+        assert said["show"].startswith("4 behaviours"), said
+        assert said["erase"].startswith("history store: erased\nworkers: 1 have dropped the user"), said
+        ranking = json.loads(said["rank"])
+        assert (len(ranking["scores"]), ranking["outcome"]) in [(3, "hbm"), (3, "joined"), (3, "full")]
         assert set(place.serving) == set(READY)
         assert place.interrupt("relaygr gateway") == 0
         assert place.interrupt("relaygr up") == 0

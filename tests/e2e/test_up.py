@@ -17,9 +17,8 @@ import psutil
 import pytest
 
 from relaygr_stream.bus.topics import apply_topics
-from relaygr_stream.ops.children import settings_as_toml
+from relaygr_stream.ops.children import probe, settings_as_toml
 from relaygr_stream.settings.schema import Kafka
-from relaygr_stream.telemetry.probe import probe
 from tests.e2e.fleet import TEST_SETTINGS
 from tests.waiting import until
 

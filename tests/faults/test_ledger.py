@@ -16,14 +16,8 @@ from relaygr_stream.lab.workload.driver import Result, drive
 from relaygr_stream.lab.workload.items import WorkItem
 from relaygr_stream.ops.children import stop_all
 from relaygr_stream.settings.schema import Kafka
-from relaygr_stream.wire.messages import (
-    HEADER_CORRELATION,
-    HEADER_REPLY_PARTITION,
-    CostModel,
-    LaneStatus,
-    Timings,
-    WorkerStatus,
-)
+from relaygr_stream.wire.messages import CostModel, LaneStatus, Timings, WorkerStatus
+from relaygr_stream.wire.records import HEADER_CORRELATION, HEADER_REPLY_PARTITION
 from tests.e2e.fleet import TEST_SETTINGS, serving_fleet, traffic
 from tests.faults.ledger import Copy, Ledger
 from tests.faults.truth import Truth

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from relaygr_stream.client import RelayClient
-from relaygr_stream.ops.brokers.kept import KeptProcess
+from relaygr_stream.ops.brokers.keeper import KeptProcess
 from relaygr_stream.ops.brokers.local import EMBEDDED_FETCH_WAIT_MS, _embedded_command
 from relaygr_stream.settings.schema import Kafka
 from tests.e2e.fleet import Fleet

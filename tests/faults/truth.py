@@ -9,10 +9,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from relaygr_stream.models.api import KVRegion, ScoreInput, Tokens, relative_deviation
+from relaygr_stream.models.api import ScoreInput, Tokens, relative_deviation
+from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.models.loading import load_model
 from relaygr_stream.settings.schema import Settings
-from relaygr_stream.wire.messages import ITEM_DTYPE, RankingRequest
+from relaygr_stream.wire.behaviours import ITEM_DTYPE
+from relaygr_stream.wire.messages import RankingRequest
 
 
 class Truth:

@@ -27,8 +27,9 @@ from relaygr_stream.errors import DecodeError
 from relaygr_stream.lab.workload.driver import Result
 from relaygr_stream.ops.dead_letters.letter import letters_of
 from relaygr_stream.settings.schema import Settings
-from relaygr_stream.wire.messages import HEADER_CORRELATION, RankingRequest, WorkerStatus, decode
-from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.codec import decode
+from relaygr_stream.wire.messages import RankingRequest, WorkerStatus
+from relaygr_stream.wire.records import HEADER_CORRELATION, Record
 from relaygr_stream.wire.worker_status import worker_statuses
 from tests.faults.ledger import Copy, Ledger
 from tests.faults.truth import Truth

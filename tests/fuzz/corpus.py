@@ -8,23 +8,21 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
+from relaygr_stream.wire.behaviours import Behaviours, pack_items
+from relaygr_stream.wire.codec import Message
 from relaygr_stream.wire.features import FeatureColumn, FeatureSchema, Table
 from relaygr_stream.wire.history import HISTORY_VERSION, HistoryReference
 from relaygr_stream.wire.messages import (
-    HEADER_CORRELATION,
-    HEADER_REPLY_PARTITION,
-    Behaviours,
     Cancel,
     CostModel,
     LaneStatus,
-    Message,
     PreInferSignal,
     RankingRequest,
     RequestEvent,
     ScoreReply,
     WorkerStatus,
-    pack_items,
 )
+from relaygr_stream.wire.records import HEADER_CORRELATION, HEADER_REPLY_PARTITION
 
 #: A column of each kind.
 SCHEMA: Final = FeatureSchema(

@@ -24,20 +24,17 @@ from relaygr_stream.errors import DecodeError
 from relaygr_stream.settings.schema import Kafka, Settings
 from relaygr_stream.telemetry.process import process
 from relaygr_stream.trigger.service import run_trigger
-from relaygr_stream.wire.messages import (
+from relaygr_stream.wire.behaviours import check_times
+from relaygr_stream.wire.codec import decode
+from relaygr_stream.wire.messages import PreInferSignal, RankingRequest, RequestEvent, ScoreReply
+from relaygr_stream.wire.records import (
     HEADER_CORRELATION,
     HEADER_ORIGIN_OFFSET,
     HEADER_ORIGIN_PARTITION,
     HEADER_ORIGIN_TOPIC,
     HEADER_REASON,
-    PreInferSignal,
-    RankingRequest,
-    RequestEvent,
-    ScoreReply,
-    check_times,
-    decode,
+    Record,
 )
-from relaygr_stream.wire.records import Record
 from relaygr_stream.worker.intake import Intake, TooMuch
 from tests.fuzz.corpus import plain, route
 from tests.fuzz.mutate import Mutator

@@ -30,22 +30,11 @@ from relaygr_stream.ops.dead_letters.replay import verdict_before
 from relaygr_stream.ops.dead_letters.table import as_json, line_of
 from relaygr_stream.settings.schema import Kafka, Relay, Settings
 from relaygr_stream.trigger.decision import LaneState, Policy, decide
+from relaygr_stream.wire.codec import Message, decode, encode
 from relaygr_stream.wire.features import NO_FEATURES, FeatureSchema
 from relaygr_stream.wire.fleet import OwnerDirectory
-from relaygr_stream.wire.messages import (
-    HEADER_CORRELATION,
-    MAX_CORRELATION_BYTES,
-    Cancel,
-    Message,
-    PreInferSignal,
-    RankingRequest,
-    RequestEvent,
-    ScoreReply,
-    WorkerStatus,
-    decode,
-    encode,
-)
-from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.messages import Cancel, PreInferSignal, RankingRequest, RequestEvent, ScoreReply, WorkerStatus
+from relaygr_stream.wire.records import HEADER_CORRELATION, MAX_CORRELATION_BYTES, Record
 from relaygr_stream.worker.intake import Intake, Origin, TooMuch
 from tests.fuzz.corpus import SCHEMA, behaviours, by_reference, plain, route, with_features
 from tests.fuzz.handover import Handover

@@ -20,6 +20,7 @@ class Mutant(NamedTuple):
 COSTS: Final = "worker/test_costs worker/test_quadratic"
 BUDGETS: Final = "worker/test_budgets worker/test_split"
 FAMILIES: Final = "worker/test_core_families"
+BOUNDS: Final = "trigger/test_bounds"
 HISTORY: Final = "history/test_reference"
 KEPT: Final = "worker/test_histories"
 CLIENTS_QUEUE: Final = "worker/test_queue worker/test_clients"
@@ -35,6 +36,8 @@ MUTANTS: Final = (
     # worker: what triggers may ask for
     Mutant("worker/budgets.py", "while before and now_s - before[0][0] > self._hold_s:", "while before:", BUDGETS),
     Mutant("worker/budgets.py", "return max(self.now, self.before[0][1]) if self.before else", "return", BUDGETS),
+    Mutant("worker/budgets.py", "max(self.now, self.before[0][1])", "self.before[0][1]", BUDGETS),
+    Mutant("worker/budgets.py", "bound if bound > most else most", "bound", BOUNDS),
     Mutant("worker/budgets.py", "self.before and self.before[-1][1] <= self.now:", "self.before:", BUDGETS),
     Mutant("worker/budgets.py", "budget = min(budget, already + room)", "budget = already + room", BUDGETS),
     Mutant("worker/budgets.py", "                room -= budget - already\n", "", BUDGETS),
@@ -171,7 +174,18 @@ MUTANTS: Final = (
     Mutant("trigger/ledger.py", "return not self.on_hold and ", "return ", "trigger/test_ledger"),
     Mutant("trigger/ledger.py", "if offset >= self._read_to:", "if offset > self._read_to:", "trigger/test_ledger"),
     Mutant("trigger/ledger.py", " or entry.batch < log_end]", "]", "trigger/test_ledger"),
+    Mutant("trigger/ledger.py", "_bytes + self._pending_bytes", "_bytes", BOUNDS),
+    Mutant("trigger/ledger.py", "_bytes + self._unread_bytes +", "_bytes +", BOUNDS),
+    Mutant("trigger/ledger.py", "return self._pinned_bytes + self._unread_bytes", "return self._unread_bytes", BOUNDS),
+    Mutant(
+        "trigger/ledger.py",
+        "self._read_to = status.pre_infer_offset\n",
+        "self._read_to = status.pre_infer_offset\n        del self._logged[: self._index(self._read_to)]\n",
+        BOUNDS,
+    ),
+    Mutant("trigger/ledger.py", "pending.failed_s = now_s", "self._settle(pending)", BOUNDS),
     Mutant("trigger/load.py", ">= min(cost_ms, self.depth)", ">= cost_ms", "trigger/test_load"),
+    Mutant("trigger/load.py", "level = self.level(now_s) + more_ms if", "level = self._level_ms + more_ms if", BOUNDS),
     Mutant(
         "trigger/decision.py", "event.candidates) + owner.worker.queue_ms", "event.candidates)", "trigger/test_decision"
     ),
@@ -194,7 +208,10 @@ MUTANTS: Final = (
     Mutant("wire/refusals.py", "if self._wall() * 1e3 <= until_ms else", "if True else", "test_refusals"),
     # bus
     Mutant(
-        "bus/crashes.py", "while self._order and self._order[0]", "if self._order and self._order[0]", "test_offsets"
+        "bus/lane_reader.py",
+        "while self._order and self._order[0]",
+        "if self._order and self._order[0]",
+        "test_offsets",
     ),
     Mutant(
         "bus/crashes.py", "tuple(end for end in before.log_ends if end > committed)", "before.log_ends", "test_crashes"

@@ -14,23 +14,10 @@ from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.bus.topics import apply_topics, load_topics
 from relaygr_stream.client import RelayClient
 from relaygr_stream.settings.schema import Client, Kafka, Settings
-from relaygr_stream.wire.headers import KIND_CANCEL
-from relaygr_stream.wire.messages import (
-    HEADER_CORRELATION,
-    HEADER_REPLY_PARTITION,
-    ITEM_DTYPE,
-    Behaviours,
-    Cancel,
-    RankingRequest,
-    RequestEvent,
-    ScoreReply,
-    Timings,
-    decode,
-    encode,
-    kind_of,
-    pack_items,
-)
-from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.behaviours import ITEM_DTYPE, Behaviours, pack_items
+from relaygr_stream.wire.codec import decode, encode
+from relaygr_stream.wire.messages import Cancel, RankingRequest, RequestEvent, ScoreReply, Timings
+from relaygr_stream.wire.records import HEADER_CORRELATION, HEADER_REPLY_PARTITION, KIND_CANCEL, Record, kind_of
 
 TASKS = ("click", "like")
 PREFIX = Behaviours.of([1, 2], [0, 0], [10, 20])

@@ -30,17 +30,10 @@ from relaygr_stream.errors import (
 )
 from relaygr_stream.ops.brokers.local import local_broker
 from relaygr_stream.settings.schema import Kafka, Relay, Settings
-from relaygr_stream.wire.messages import (
-    HEADER_CORRELATION,
-    Behaviours,
-    RankingRequest,
-    RequestEvent,
-    ScoreReply,
-    Timings,
-    decode,
-    encode,
-    pack_items,
-)
+from relaygr_stream.wire.behaviours import Behaviours, pack_items
+from relaygr_stream.wire.codec import decode, encode
+from relaygr_stream.wire.messages import RankingRequest, RequestEvent, ScoreReply, Timings
+from relaygr_stream.wire.records import HEADER_CORRELATION
 from tests.unit.client_peers import (
     TASKS,
     Answers,

@@ -10,7 +10,8 @@ from aiokafka import TopicPartition
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relaygr_stream.bus.crashes import Crashes, Mark, OffsetLedger, Suspects, parse, succeed
+from relaygr_stream.bus.crashes import Crashes, Mark, Suspects, parse, succeed
+from relaygr_stream.bus.lane_reader import OffsetLedger
 from relaygr_stream.wire.records import Record
 from tests.waiting import until
 

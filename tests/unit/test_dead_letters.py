@@ -20,8 +20,7 @@ from relaygr_stream.ops.dead_letters.replay import choose, verdict_before
 from relaygr_stream.ops.dead_letters.table import as_json, line_of, print_letter, print_letters
 from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.telemetry.printable import SafeConsole
-from relaygr_stream.wire.messages import HEADER_DETAIL, HEADER_REASON, HEADER_REPLAY_OF, HEADER_REPLAYS
-from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.records import HEADER_DETAIL, HEADER_REASON, HEADER_REPLAY_OF, HEADER_REPLAYS, Record
 
 TOPICS = load_topics(Kafka(prefix="t."))
 

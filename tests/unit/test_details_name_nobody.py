@@ -8,7 +8,8 @@ from structlog.testing import capture_logs
 from relaygr_stream.bus.topics import lane_of
 from relaygr_stream.errors import CacheCorruption
 from relaygr_stream.settings.schema import Kafka
-from relaygr_stream.wire.messages import HEADER_DETAIL, encode
+from relaygr_stream.wire.codec import encode
+from relaygr_stream.wire.records import HEADER_DETAIL
 from tests.unit.trigger.parts import event
 from tests.unit.trigger.processes import peer_on, trigger_on
 from tests.unit.worker.worlds import World

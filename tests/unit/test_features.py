@@ -22,20 +22,11 @@ from relaygr_stream.errors import ConfigError, DecodeError, Rejected
 from relaygr_stream.handover.wire import Offer, token_bytes
 from relaygr_stream.models.api import USER_ACTION, Tokens
 from relaygr_stream.settings.schema import Relay
+from relaygr_stream.wire.behaviours import Behaviours, pack_items
+from relaygr_stream.wire.codec import check_features, decode, encode
 from relaygr_stream.wire.features import NO_FEATURES, FeatureColumn, FeatureSchema, FeatureTables
-from relaygr_stream.wire.messages import (
-    HEADER_CORRELATION,
-    HEADER_REPLY_PARTITION,
-    Behaviours,
-    PreInferSignal,
-    RankingRequest,
-    RequestEvent,
-    check_features,
-    decode,
-    encode,
-    pack_items,
-)
-from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.messages import PreInferSignal, RankingRequest, RequestEvent
+from relaygr_stream.wire.records import HEADER_CORRELATION, HEADER_REPLY_PARTITION, Record
 from relaygr_stream.worker.intake import Intake, TooMuch
 
 VECTORS = json.loads((Path(__file__).parents[2] / "docs/reference/protocol-vectors.json").read_text(encoding="utf-8"))

@@ -16,17 +16,16 @@ from relaygr_stream.bus.topics import load_topics
 from relaygr_stream.client import RelayClient
 from relaygr_stream.errors import WorkerFailed
 from relaygr_stream.settings.schema import Client, Kafka, Relay, Settings
-from relaygr_stream.wire.headers import answer_signature
-from relaygr_stream.wire.messages import (
+from relaygr_stream.wire.codec import encode
+from relaygr_stream.wire.messages import RankingRequest, ScoreReply
+from relaygr_stream.wire.records import (
     HEADER_CORRELATION,
     HEADER_KIND,
     HEADER_REPLY_PARTITION,
     HEADER_SIGNATURE,
-    RankingRequest,
-    ScoreReply,
-    encode,
+    Record,
 )
-from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.signature import answer_signature
 from tests.unit.client_peers import Responder, client_on, count, request, responder_on, scored, scores_for
 from tests.unit.worker.services import Peer, history, worker_on, worker_settings
 from tests.waiting import until

@@ -15,8 +15,9 @@ from relaygr_stream.client import RelayClient
 from relaygr_stream.client.exchange import LAST_STATUS_MS, SLOW_BURST, SLOW_SHARE, Hedges
 from relaygr_stream.errors import DeadlineExceeded, Overloaded
 from relaygr_stream.settings.schema import Kafka
+from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.fleet import OwnerDirectory
-from relaygr_stream.wire.messages import CostModel, LaneStatus, RankingRequest, ScoreReply, WorkerStatus, encode
+from relaygr_stream.wire.messages import CostModel, LaneStatus, RankingRequest, ScoreReply, WorkerStatus
 from tests.unit.client_peers import Responder, client_on, count, request, responder_on, scored
 from tests.waiting import until
 

@@ -13,7 +13,8 @@ from relaygr_stream.errors import ConfigError
 from relaygr_stream.models.loading import load_model
 from relaygr_stream.ops import children
 from relaygr_stream.ops import supervisor as supervised
-from relaygr_stream.settings.schema import Model, Relay
+from relaygr_stream.settings.schema import Relay
+from relaygr_stream.settings.worker import Model
 
 #: Names that a start imports early and late; each says that it was imported, and ends the process.
 SHADOWS = ("click", "msgspec", "torch", "tomllib", "my_model")

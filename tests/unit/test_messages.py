@@ -14,15 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relaygr_stream.errors import DecodeError
+from relaygr_stream.wire.behaviours import Behaviours, pack_items
+from relaygr_stream.wire.codec import MAX_DETAIL, MAX_MESSAGE_BYTES, Message, decode, encode
 from relaygr_stream.wire.messages import (
-    MAX_DETAIL,
-    MAX_MESSAGE_BYTES,
-    SCHEMA_VERSION,
-    Behaviours,
     Cancel,
     CostModel,
     LaneStatus,
-    Message,
     PreInferSignal,
     RankingRequest,
     RequestEvent,
@@ -30,10 +27,8 @@ from relaygr_stream.wire.messages import (
     ScoreReply,
     Timings,
     WorkerStatus,
-    decode,
-    encode,
-    pack_items,
 )
+from relaygr_stream.wire.versions import SCHEMA_VERSION
 
 KINDS: list[Any] = [RequestEvent, PreInferSignal, RankingRequest, Cancel, ScoreReply, WorkerStatus]
 

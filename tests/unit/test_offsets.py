@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from relaygr_stream.bus.crashes import OffsetLedger
+from relaygr_stream.bus.lane_reader import OffsetLedger
 
 
 class LedgerMachine(RuleBasedStateMachine):

@@ -9,8 +9,9 @@ import pytest
 from structlog.testing import capture_logs
 
 from relaygr_stream.wire import fleet as owners
+from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.fleet import DROP_AFTER_S, OwnerDirectory
-from relaygr_stream.wire.messages import CostModel, LaneStatus, WorkerStatus, encode
+from relaygr_stream.wire.messages import CostModel, LaneStatus, WorkerStatus
 from relaygr_stream.wire.records import Record
 
 SILENCE_MS = 3000.0

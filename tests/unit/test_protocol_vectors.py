@@ -12,12 +12,12 @@ import msgspec
 import pytest
 
 from relaygr_stream.bus.topics import lane_of
-from relaygr_stream.wire import headers, versions
+from relaygr_stream.wire import records, versions
 from relaygr_stream.wire.behaviours import Behaviours
-from relaygr_stream.wire.headers import answer_signature
+from relaygr_stream.wire.codec import MAX_UNKNOWN_BYTES, decode, encode
 from relaygr_stream.wire.history import digests
-from relaygr_stream.wire.messages import MAX_UNKNOWN_BYTES, decode, encode
 from relaygr_stream.wire.refusals import decode_refusals
+from relaygr_stream.wire.signature import answer_signature
 from tests.unit.test_versions import KINDS, meaning, plain
 
 DOCS = Path(__file__).parents[2] / "docs" / "reference"
@@ -81,7 +81,7 @@ def test_digests_of_histories_are_those_of_the_vectors() -> None:
 
 
 def test_headers_reserved_names_and_bounds_are_documented() -> None:
-    names = [value for name, value in vars(headers).items() if name.startswith(("HEADER_", "KIND_"))]
+    names = [value for name, value in vars(records).items() if name.startswith(("HEADER_", "KIND_"))]
     for name in [*names, *versions.RESERVED_FIELDS]:
         assert f"`{name}`" in PROTOCOL, name
     assert f"{MAX_UNKNOWN_BYTES:,} bytes" in PROTOCOL

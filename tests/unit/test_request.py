@@ -20,7 +20,8 @@ from relaygr_stream import (
 )
 from relaygr_stream.client.answers import Ranking
 from relaygr_stream.settings.schema import Kafka, Settings
-from relaygr_stream.wire.messages import ScoreReply, Timings, decode
+from relaygr_stream.wire.codec import decode
+from relaygr_stream.wire.messages import ScoreReply, Timings
 from tests.unit.client_peers import client_on, count, responder_on
 from tests.waiting import until
 

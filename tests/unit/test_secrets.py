@@ -20,7 +20,8 @@ from relaygr_stream.cli.options import parse_flags
 from relaygr_stream.errors import ConfigError
 from relaygr_stream.handover.certificates import make_credentials
 from relaygr_stream.settings.load import ENV_FILE, FIELDS, MAX_SECRET_FILE, load_settings
-from relaygr_stream.settings.schema import Handover, Kafka, Settings, Telemetry
+from relaygr_stream.settings.schema import Kafka, Settings, Telemetry
+from relaygr_stream.settings.worker import Handover
 from relaygr_stream.telemetry.logs import configure_logging
 from relaygr_stream.telemetry.printable import render_plain
 

@@ -13,7 +13,8 @@ from relaygr_stream.bus.aiokafka_compat import security_options
 from relaygr_stream.cli.config_table import render_settings_table
 from relaygr_stream.errors import ConfigError
 from relaygr_stream.settings.load import FIELDS, load_settings
-from relaygr_stream.settings.schema import SECRETS, Kafka
+from relaygr_stream.settings.schema import Kafka
+from relaygr_stream.settings.section import SECRETS
 from relaygr_stream.telemetry.printable import render_plain
 
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from relaygr_stream.bus.topics import lane_of
 from relaygr_stream.settings.schema import Kafka
-from relaygr_stream.wire.messages import PreInferSignal, RequestEvent, decode, tenant_key, without_tenant
+from relaygr_stream.wire.codec import decode
+from relaygr_stream.wire.messages import PreInferSignal, RequestEvent, tenant_key, without_tenant
 from tests.unit.client_peers import client_on, responder_on
 from tests.unit.client_peers import event as an_event
 from tests.unit.client_peers import request as a_request

@@ -20,7 +20,7 @@ from relaygr_stream.bus.topics import LANE_TOPICS, lane_of, load_topics
 from relaygr_stream.errors import BrokerError, BrokerUnavailable, ConfigError, CoPartitionError
 from relaygr_stream.settings.files import packaged_dir
 from relaygr_stream.settings.schema import Kafka
-from relaygr_stream.wire.partitioner import murmur2
+from relaygr_stream.wire.topic_files import murmur2
 
 
 @pytest.fixture

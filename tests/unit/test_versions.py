@@ -14,20 +14,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relaygr_stream.errors import DecodeError
-from relaygr_stream.wire import messages
+from relaygr_stream.wire.behaviours import Behaviours
+from relaygr_stream.wire.codec import MAX_UNKNOWN_BYTES, Message, decode, encode
 from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import (
-    MAX_UNKNOWN_BYTES,
-    Behaviours,
     Cancel,
-    Message,
     PreInferSignal,
     RankingRequest,
     RequestEvent,
     RequestEventInPlace,
     ScoreReply,
     WorkerStatus,
-    decode,
 )
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.versions import RESERVED_FIELDS
@@ -183,9 +180,9 @@ def test_arrays_of_any_length_are_no_unknown_field() -> None:
     n = 50_000
     prefix = Behaviours.of([1] * n, [1] * n, range(n))
     request = RankingRequest(request_id="r", user_id="u", prefix=prefix, candidates=bytes(4 * n))
-    assert decode(RankingRequest, messages.encode(request)) == request
+    assert decode(RankingRequest, encode(request)) == request
     reply = ScoreReply(request_id="r", status="ok", outcome="hbm", scores=bytes(4 * n), tasks=("a",))
-    assert decode(ScoreReply, messages.encode(reply)) == reply
+    assert decode(ScoreReply, encode(reply)) == reply
 
 
 def test_reserved_names_are_free() -> None:

@@ -16,7 +16,8 @@ from relaygr_stream.bus.topics import lane_of
 from relaygr_stream.client import RelayClient
 from relaygr_stream.client.connection import Connection
 from relaygr_stream.lab.policies import NO_MORE_HOPS, Route
-from relaygr_stream.wire.messages import RankingRequest, ScoreReply, WorkerStatus, encode
+from relaygr_stream.wire.codec import encode
+from relaygr_stream.wire.messages import RankingRequest, ScoreReply, WorkerStatus
 
 
 class RoutedClient(RelayClient):

@@ -37,9 +37,11 @@ from relaygr_stream.models.loading import checkpoint_folder, read_config
 from relaygr_stream.ops.brokers.distribution import BRIEF_RELAY
 from relaygr_stream.ops.brokers.local import local_broker
 from relaygr_stream.ops.children import Child, stop_all
-from relaygr_stream.settings.schema import Model, Settings
+from relaygr_stream.settings.schema import Settings
+from relaygr_stream.settings.worker import Model
 from relaygr_stream.telemetry.printable import SafeConsole
-from relaygr_stream.wire.messages import MISSES, PreInferSignal, decode
+from relaygr_stream.wire.codec import decode
+from relaygr_stream.wire.messages import MISSES, PreInferSignal
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.worker_status import worker_statuses
 

@@ -17,7 +17,8 @@ from relaygr_stream.lab.workload.items import WorkItem
 from relaygr_stream.lab.workload.logs import InteractionLog, read_log
 from relaygr_stream.lab.workload.replay import Replay, ReplayOptions
 from relaygr_stream.models.loading import checkpoint_folder, read_config
-from relaygr_stream.settings.schema import Model, Settings
+from relaygr_stream.settings.schema import Settings
+from relaygr_stream.settings.worker import Model
 from relaygr_stream.wire.features import NO_FEATURES, FeatureSchema
 
 #: Median prefix: its full inference takes tens of milliseconds on one core, its ranking with prefix KV a few.

@@ -23,7 +23,8 @@ from relaygr_stream.cache.tiers import MakePolicy
 from relaygr_stream.errors import ConfigError
 from relaygr_stream.lab.simulate.costs import DeviceCosts
 from relaygr_stream.lab.simulate.device import META, DeviceClock, SimulatedCopies, SimulatedModel
-from relaygr_stream.settings import schema
+from relaygr_stream.settings.schema import Settings
+from relaygr_stream.settings.worker import Model
 from relaygr_stream.worker.audit import Report
 from relaygr_stream.worker.build import WorkerRuntime, assemble, load_executor
 
@@ -86,7 +87,7 @@ class EmulatedModel(SimulatedModel):
         self.tasks = tasks
 
 
-def make(model: schema.Model, device: torch.device, dtype: torch.dtype) -> EmulatedModel:
+def make(model: Model, device: torch.device, dtype: torch.dtype) -> EmulatedModel:
     """The factory: `model.checkpoint` is the cost file, which also says the shape of K and V. Raises ConfigError."""
     del device, dtype
     if not model.checkpoint:
@@ -126,7 +127,7 @@ class EmulatedCopies(SimulatedCopies):
 
 
 def build(
-    settings: schema.Settings,
+    settings: Settings,
     report_audit: Report,
     wake: Callable[[], None],
     policy: MakePolicy = CostAwarePolicy,

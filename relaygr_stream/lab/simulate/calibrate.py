@@ -20,7 +20,8 @@ from relaygr_stream.errors import ConfigError
 from relaygr_stream.lab.simulate.costs import KV, DeviceCosts
 from relaygr_stream.lab.simulate.device import META, SimulatedCopies, SimulatedModel
 from relaygr_stream.lab.simulate.timeline import Clock
-from relaygr_stream.models.api import ROWS, KVRegion, RankingModel, ScoreInput, SteppedModel, Tokens, schema_of
+from relaygr_stream.models.api import ROWS, RankingModel, ScoreInput, SteppedModel, Tokens, schema_of
+from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.worker.build import assemble, load_executor
 from relaygr_stream.worker.commands import Prefill, PrefillTask, Rank, RankTask

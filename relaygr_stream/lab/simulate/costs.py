@@ -19,7 +19,7 @@ import torch
 from msgspec import Meta
 
 from relaygr_stream.errors import InputError
-from relaygr_stream.models.api import KVLayout
+from relaygr_stream.models.kv import KVLayout
 
 #: On two cores during a bench, device times correlate like those of messages (bus.py).
 LASTING_MS: Final = 10.0

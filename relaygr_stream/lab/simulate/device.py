@@ -15,7 +15,8 @@ import torch
 from relaygr_stream.cache.copy import Convert, CopyEngine, CopyTicket, unchanged
 from relaygr_stream.lab.simulate.costs import DeviceCosts
 from relaygr_stream.lab.simulate.noise import Lasting, Noise
-from relaygr_stream.models.api import KVRegion, ScoreInput, Tokens
+from relaygr_stream.models.api import ScoreInput, Tokens
+from relaygr_stream.models.kv import KVRegion
 
 META = torch.device("meta")
 #: After this long without an operation, the next one takes cold_ms longer.

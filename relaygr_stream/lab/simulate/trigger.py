@@ -14,8 +14,9 @@ from relaygr_stream.trigger.decision import Decide, LaneState, Policy, decide
 from relaygr_stream.trigger.delegation import Delegation, Place
 from relaygr_stream.trigger.ledger import Pending
 from relaygr_stream.trigger.load import OwnerLoads
+from relaygr_stream.wire.behaviours import Behaviours
 from relaygr_stream.wire.fleet import OwnerDirectory
-from relaygr_stream.wire.messages import Behaviours, RequestEvent, WorkerStatus
+from relaygr_stream.wire.messages import RequestEvent, WorkerStatus
 
 #: As in trigger/service.py.
 RECONCILE_S: Final = 1.0

@@ -1,4 +1,4 @@
-"""One simulated worker: the real scheduler, whose turns (worker/turn.py) are events on the timeline.
+"""One simulated worker: the real scheduler, whose turns (take_turn) are events on the timeline.
 
 A turn lasts as long as the simulated device and the worker's own steps take; messages that arrive during it wait for
 the next turn.
@@ -23,10 +23,10 @@ from relaygr_stream.settings.schema import Settings
 from relaygr_stream.wire.messages import WorkerStatus
 from relaygr_stream.worker.build import assemble
 from relaygr_stream.worker.commands import Answer, Command, Query
+from relaygr_stream.worker.device import Submitted, take_turn
 from relaygr_stream.worker.executor import Executor
 from relaygr_stream.worker.scheduler import Snapshot
 from relaygr_stream.worker.statement import Identity, Statements
-from relaygr_stream.worker.turn import Submitted, take_turn
 
 Tell = Callable[[WorkerStatus, float], None]
 

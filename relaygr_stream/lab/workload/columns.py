@@ -20,7 +20,7 @@ from relaygr_stream.errors import InputError
 from relaygr_stream.lab.workload.log_features import FeatureReader
 from relaygr_stream.lab.workload.logfile import BrokenLine
 from relaygr_stream.lab.workload.values import FIRST_MILLISECONDS, BadValue, TimeUnit, is_number, parse_time, short
-from relaygr_stream.wire.messages import ITEM_DTYPE
+from relaygr_stream.wire.behaviours import ITEM_DTYPE
 
 IdKind = Literal["auto", "number", "name"]
 

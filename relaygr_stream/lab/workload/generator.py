@@ -18,8 +18,8 @@ from relaygr_stream.lab.workload.items import WorkItem, make_item, with_zero_fea
 from relaygr_stream.lab.workload.tastes import INTERESTS, NEAR_SHARE, SERIES_ITEMS, Tastes
 from relaygr_stream.lab.workload.traffic import Traffic
 from relaygr_stream.lab.workload.visits import Pace, Visit, visits
+from relaygr_stream.wire.behaviours import Behaviours
 from relaygr_stream.wire.features import NO_FEATURES, FeatureSchema
-from relaygr_stream.wire.messages import Behaviours
 
 #: Memory of histories. Beyond it, users are dropped, least recently used first, and return as new users. 2,000 users of
 #: 512 behaviours (the defaults) take 20 MB.

@@ -9,8 +9,9 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import UNSET, structs
 
+from relaygr_stream.wire.behaviours import Behaviours, pack_items
 from relaygr_stream.wire.features import FeatureSchema, FeatureTables, Table
-from relaygr_stream.wire.messages import Behaviours, RankingRequest, RequestEvent, pack_items
+from relaygr_stream.wire.messages import RankingRequest, RequestEvent
 
 
 @dataclass(frozen=True)

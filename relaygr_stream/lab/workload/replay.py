@@ -13,7 +13,7 @@ from relaygr_stream.errors import ConfigError, InputError
 from relaygr_stream.lab.workload.items import StageDelay, WorkItem, make_item, sample_others
 from relaygr_stream.lab.workload.log_features import Rows, behaviour_columns, request_columns
 from relaygr_stream.lab.workload.logs import InteractionLog
-from relaygr_stream.wire.messages import Behaviours
+from relaygr_stream.wire.behaviours import Behaviours
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,12 +8,11 @@ from typing import Final
 
 import numpy as np
 
-from relaygr_stream.models.api import ROWS, KVRegion, Tokens
-from relaygr_stream.models.check.probe import KV_LIMIT, Failed, Items, Measure, Probe, Scores
+from relaygr_stream.models.api import ROWS, Tokens
+from relaygr_stream.models.check.probe import CANDIDATES, KV_LIMIT, Failed, Items, Measure, Probe, Scores
+from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.wire.features import FeatureColumn, Table
 
-#: Candidates of a ranking.
-CANDIDATES: Final = 12
 #: Other values of a column to try: a small table has the same row for many of them.
 TRIES: Final = 8
 

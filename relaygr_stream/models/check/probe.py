@@ -25,7 +25,6 @@ from relaygr_stream.errors import ModelError
 from relaygr_stream.models.api import (
     ROWS,
     USER_ACTION,
-    KVRegion,
     RankingModel,
     ScoreInput,
     Tokens,
@@ -33,11 +32,14 @@ from relaygr_stream.models.api import (
     schema_of,
     takes_suffix,
 )
-from relaygr_stream.models.hashing import oov_hash
+from relaygr_stream.models.features import oov_hash
+from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.wire.features import FeatureColumn, Table, Values
 
 Scores = npt.NDArray[np.float32]
 
+#: Candidates of a ranking: enough scores for a root mean square in half precision.
+CANDIDATES: Final = 12
 #: The exactness bound. Products of other shapes round differently, up to 3e-6; a leak shows as 1e-2.
 FLOAT32_LIMIT: Final = 1e-5
 #: RMS deviation from the float32 truth over that of full inference. Its reason is in docs/explanation/exactness.md.

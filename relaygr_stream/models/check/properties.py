@@ -1,4 +1,4 @@
-"""The properties, one function each: it returns the model's deviation, or raises Failed with what it saw.
+"""The properties of scores, one function each: it returns the model's deviation, or raises Failed with what it saw.
 
 The order puts the most basic property first, since the first failure is the nearest to the cause.
 """
@@ -6,17 +6,14 @@ The order puts the most basic property first, since the first failure is the nea
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 from typing import Final
 
 import numpy as np
 import torch
 
-from relaygr_stream.models.api import KVRegion, ScoreInput, Tokens
-from relaygr_stream.models.check.probe import KV_LIMIT, Failed, Items, Measure, Probe, Scores
+from relaygr_stream.models.api import ScoreInput, Tokens
+from relaygr_stream.models.check.probe import CANDIDATES, Failed, Items, Measure, Probe, Scores
 
-#: Candidates of a ranking: enough scores for a root mean square in half precision.
-CANDIDATES: Final = 12
 #: Limit for one history in half precision. All its scores share the same roundings: 0.80…1.43 over 25 seeds.
 ONE_HISTORY_LIMIT: Final = 2.0
 #: Tokens of one `prefill` for the longest prefix: a chunk, as in the worker, far below the whole.
@@ -70,103 +67,6 @@ def determinism(probe: Probe) -> Measure:
     for _ in range(3):
         probe.full(probe.history(probe.lengths()[0]), probe.candidates(3))
         probe.compare(deviations, probe.score(region, probe.none, candidates), history, candidates)
-    return deviations.measure
-
-
-def reads_to_length(probe: Probe) -> Measure:
-    """Memory behind kv.length does not matter: here it holds NaN, then large numbers."""
-    deviations = probe.deviations()
-    for length in probe.lengths():
-        history, candidates = probe.history(length), probe.candidates(CANDIDATES)
-        for poison in (math.nan, 1e4):
-            region = probe.region(length + 19, poison)
-            probe.prefill(region, history)
-            probe.compare(deviations, probe.score(region, probe.none, candidates), history, candidates)
-    return deviations.measure
-
-
-def score_reads_only(probe: Probe) -> None:
-    """score() changes no bit of the region, its unused part included, and not kv.length."""
-    for length in probe.lengths():
-        region = probe.region(length + 19, 0.37)  # a model is unlikely to write this number
-        probe.prefill(region, probe.history(length))
-        before = region.storage.clone()
-        suffix = probe.behaviours(5) if probe.takes_suffix else probe.none
-        probe.score(region, suffix, probe.candidates(CANDIDATES))
-        if region.length != length:
-            raise Failed(f"score() left kv.length at {region.length}, it was {length}")
-        changed = _changed(region, before, region.capacity) or _changed_state(region, before)
-        if changed:
-            raise Failed(f"score() of {length} tokens and {len(suffix)} in the suffix wrote to the region: {changed}")
-
-
-def appends_only(probe: Probe) -> None:
-    """prefill() changes no bit of earlier tokens' K/V, which other requests may read meanwhile."""
-    for length, longer in pairwise(probe.lengths()):
-        history = probe.history(longer)
-        region = probe.region(longer)
-        probe.prefill(region, history.slice(0, length))
-        before = region.storage.clone()
-        probe.prefill(region, history.slice(length, longer))
-        changed = _changed(region, before, length)
-        if changed:
-            raise Failed(
-                f"prefill() of {longer - length} tokens behind {length} changed K/V of earlier ones: {changed}"
-            )
-
-
-def causal(probe: Probe) -> Measure:
-    """K/V of the first tokens do not depend on the tokens that follow in the same call."""
-    deviations = probe.deviations(KV_LIMIT)
-    for length, longer in pairwise(probe.lengths()):
-        history = probe.history(longer)
-        whole, part = probe.prefix(history), probe.prefix(history.slice(0, length))
-        truth = probe.prefix(history.slice(0, length), model=probe.reference) if probe.half else part
-        for found, full, true in zip(*(_held(region, length) for region in (whole, part, truth)), strict=True):
-            deviations.add(found, full, true)
-    return deviations.measure
-
-
-def chunks(probe: Probe) -> Measure:
-    """Prefill in chunks gives the scores of prefill at once."""
-    deviations = probe.deviations()
-    for length in probe.lengths():
-        for _ in range(3):
-            stops = sorted(int(stop) for stop in probe.random.integers(0, length + 1, 4))
-            history, candidates = probe.history(length), probe.candidates(CANDIDATES)
-            region = probe.prefix(history, stops=tuple(stops))
-            probe.compare(deviations, probe.score(region, probe.none, candidates), history, candidates)
-    return deviations.measure
-
-
-def relocation(probe: Probe) -> Measure:
-    """The model keeps no state outside the region: spill it, reuse its memory, reload it elsewhere, score."""
-    deviations = probe.deviations()
-    for length in probe.lengths():
-        history, candidates = probe.history(length), probe.candidates(CANDIDATES)
-        region = probe.prefix(history, slack=3)
-        spilled = region.storage.to("cpu", copy=True)
-        region.length = 0
-        probe.prefill(region, probe.history(length))
-        reloaded = probe.region(length + 3)
-        reloaded.storage.copy_(spilled)
-        reloaded.length = length
-        probe.compare(deviations, probe.score(reloaded, probe.none, candidates), history, candidates)
-    return deviations.measure
-
-
-def extension(probe: Probe) -> Measure:
-    """A prefix that was scored, then grown in place or moved into a larger region, scores as the longer prefix."""
-    deviations = probe.deviations()
-    for added, move in ((1, False), (13, False), (40, True)):
-        for length in probe.lengths(added):
-            history, candidates = probe.history(length + added), probe.candidates(CANDIDATES)
-            region = probe.prefix(history.slice(0, length), slack=added)
-            probe.score(region, probe.none, candidates)
-            if move:
-                region = _moved(probe, region, length + added + 7)
-            probe.prefill(region, history.slice(length, length + added))
-            probe.compare(deviations, probe.score(region, probe.none, candidates), history, candidates)
     return deviations.measure
 
 
@@ -286,42 +186,6 @@ def half_precision(probe: Probe) -> Measure | None:
             raise Failed(f"scores behind {length} behaviours are not finite in {probe.dtype}, and are in float32")
         worst = max(worst, float(np.sqrt(((found - truth) ** 2).mean() / (truth**2).mean().clip(1e-30))))
     return Measure(worst, 1.0)
-
-
-def _changed(region: KVRegion, before: torch.Tensor, length: int) -> str:
-    """The first place where the first `length` tokens' bits differ from `before`, in words; "" if there is none."""
-    old = KVRegion(region.layout, before, region.capacity)
-    if region.layout.times and not torch.equal(region.times(0, length), old.times(0, length)):
-        return "the times of tokens"
-    for layer in range(region.layout.layers):
-        for name, now, then in zip(("K", "V"), region.layer(layer), old.layer(layer), strict=True):
-            # Compared as bytes, since NaN is unequal to itself.
-            differs = now[:, :length].contiguous().view(torch.uint8) != then[:, :length].contiguous().view(torch.uint8)
-            if bool(differs.any()):
-                token = int(differs.any(2).any(0).nonzero()[0])
-                return f"{name} of layer {layer}, first at token {token}"
-    return ""
-
-
-def _changed_state(region: KVRegion, before: torch.Tensor) -> str:
-    """Whether the state's bits differ from `before`, in words; "" if they do not."""
-    old = KVRegion(region.layout, before, region.capacity)
-    return "" if torch.equal(region.state.view(torch.uint8), old.state.view(torch.uint8)) else "its state"
-
-
-def _held(region: KVRegion, length: int) -> list[Scores]:
-    """K and V of the first `length` tokens of each layer, in float32 on the host."""
-    parts = [part for layer in range(region.layout.layers) for part in region.layer(layer)]
-    return [part[:, :length].float().cpu().numpy() for part in parts]
-
-
-def _moved(probe: Probe, region: KVRegion, capacity: int) -> KVRegion:
-    """The region's tokens in a region of another capacity, as the cache moves an entry that outgrew its region."""
-    moved = probe.region(capacity)
-    moved.copy_from(region, region.length)
-    moved.length = region.length
-    region.storage.zero_()
-    return moved
 
 
 def _suffix(probe: Probe, history: Tokens, start: int) -> Tokens:

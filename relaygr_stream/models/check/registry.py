@@ -4,70 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, cast
+from typing import Final
 
-import torch
-
-from relaygr_stream.models.api import KVRegion, SteppedModel, Tokens
-from relaygr_stream.models.check import features, properties
-from relaygr_stream.models.check.probe import Failed, Measure, Probe
-
-#: Candidates of a ranking in `steps`.
-CANDIDATES: Final = 12
-
+from relaygr_stream.models.check import features, prefix_kv, properties
+from relaygr_stream.models.check.probe import Measure, Probe
 
 #: Why what is about K and V of single tokens does not apply.
 STATE_ONLY: Final = "its layout has a state alone, and no K/V per token"
-
-
-def has_tokens(probe: Probe) -> bool:
-    """Whether the model's prefix KV consist of K and V per token, at least in part."""
-    return probe.model.layout.elements_per_token > 0
-
-
-def has_steps(probe: Probe) -> bool:
-    """Whether the model's class offers `prefill_in_steps`; the worker looks at the class too."""
-    return hasattr(type(probe.model), "prefill_in_steps")
-
-
-def steps(probe: Probe) -> Measure:
-    """`prefill_in_steps` equals `prefill`, with rankings between steps, and after an attempt abandoned half-way."""
-    deviations = probe.deviations()
-    for length in probe.lengths():
-        history, candidates = probe.history(length), probe.candidates(CANDIDATES)
-        before = length // 2 if probe.model.incremental else 0
-        other = probe.prefix(probe.history(9))
-        region = probe.region(length, 0.37)
-        if before:
-            probe.prefill(region, history.slice(0, before))
-        known = probe.score(region, probe.none, candidates) if before else None
-        for most in (1, 1 << 30):  # the first attempt stops after one step
-            _prefill(probe, region, history.slice(before, length), most)
-            if region.length == length:
-                break
-            probe.score(other, probe.none, candidates)
-            if known is not None and (probe.score(region, probe.none, candidates) != known).any():
-                raise Failed(f"a prefill of {length - before} tokens behind {before}, abandoned, changed the scores")
-        probe.compare(deviations, probe.score(region, probe.none, candidates), history, candidates)
-    return deviations.measure
-
-
-def _prefill(probe: Probe, region: KVRegion, tokens: Tokens, most: int) -> None:
-    """Run at most `most` steps, with a ranking of another region after each."""
-    start, other = region.length, probe.prefix(probe.history(5))
-    taken = cast(SteppedModel, probe.model).prefill_in_steps(region, tokens)
-    for _ in range(most):
-        with torch.inference_mode():
-            over = next(taken, taken) is taken
-        if over:
-            break
-        if region.length != start:
-            raise Failed(f"kv.length moved from {start} to {region.length} before the last step")
-        probe.score(other, probe.none, probe.candidates(3))
-    else:
-        return
-    if region.length != start + len(tokens):
-        raise Failed(f"after the last step kv.length is {region.length}, not {start + len(tokens)}")
 
 
 @dataclass(frozen=True)
@@ -153,24 +96,24 @@ PROPERTIES: Final = (
         "reads up to kv.length",
         "memory behind kv.length may hold anything, NaN too",
         "attention reads the whole capacity and masks the rest (0 × NaN is NaN): slice K and V to kv.length",
-        properties.reads_to_length,
+        prefix_kv.reads_to_length,
         hazard="reading-behind-kvlength",
     ),
     Property(
         "score only reads",
         "score leaves kv as it is, bit for bit, the memory behind kv.length included",
         "score writes the suffix's K/V behind kv.length: another request may be appending to the same region",
-        properties.score_reads_only,
+        prefix_kv.score_reads_only,
         hazard="writing-to-what-others-read",
     ),
     Property(
         "prefill only appends",
         "prefill leaves the K/V of earlier tokens as they are, bit for bit",
         "K/V are rescaled, re-rotated or normalised when the sequence grows: store what never changes",
-        properties.appends_only,
+        prefix_kv.appends_only,
         hazard="writing-to-what-others-read",
         incremental_only=True,
-        applies=has_tokens,
+        applies=prefix_kv.has_tokens,
         unless=STATE_ONLY,
     ),
     Property(
@@ -178,24 +121,24 @@ PROPERTIES: Final = (
         "K/V of the first n tokens are the same for any tokens that follow them",
         "positions counted back from the end, times relative to the newest behaviour, a scale 1/N from the length, or "
         "attention that is not causal (contextual tokens: set incremental = False)",
-        properties.causal,
+        prefix_kv.causal,
         hazard="positions-or-times-counted-from-the-end",
         incremental_only=True,
-        applies=has_tokens,
+        applies=prefix_kv.has_tokens,
         unless=STATE_ONLY,
     ),
     Property(
         "the region is all there is",
         "a region's bytes, spilled, reloaded elsewhere and scored, give the same scores",
         "the model keeps something of a prefix outside the region, by its address or by user; it must be in K/V",
-        properties.relocation,
+        prefix_kv.relocation,
         hazard="state-outside-the-region",
     ),
     Property(
         "chunks",
         "prefill in chunks is prefill at once",
         "a chunk does not see the tokens before it, or its causal mask or positions start at 0 instead of kv.length",
-        properties.chunks,
+        prefix_kv.chunks,
         hazard="chunks-that-start-anew",
         incremental_only=True,
     ),
@@ -204,16 +147,16 @@ PROPERTIES: Final = (
         "prefill in the model's own steps, with rankings in between or abandoned half-way, is prefill at once",
         "kv.length moves or a state is rewritten before the last step, or a workspace is shared with score or with "
         "another prefill",
-        steps,
+        prefix_kv.steps,
         hazard="chunks-that-start-anew",
-        applies=has_steps,
+        applies=prefix_kv.has_steps,
         unless="it has no prefill_in_steps: the worker makes chunks shorter instead",
     ),
     Property(
         "extension",
         "a cached prefix that grew, in place or by a move, scores as the longer prefix",
         "as `chunks`; or the model keeps state from before the prefix grew",
-        properties.extension,
+        prefix_kv.extension,
         hazard="chunks-that-start-anew",
         incremental_only=True,
     ),

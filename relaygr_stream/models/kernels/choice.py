@@ -13,8 +13,8 @@ import structlog
 import torch
 
 from relaygr_stream.errors import ModelError
-from relaygr_stream.models.api import KVRegion
 from relaygr_stream.models.hstu import HSTUStack
+from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.models.relative import is_relative
 from relaygr_stream.models.stu import RankingRows, StackConfig
 from relaygr_stream.settings import Kernels

@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from relaygr_stream.models.api import KVRegion
 from relaygr_stream.models.kernels.silu_attention import Shape, silu_attention
 from relaygr_stream.models.kernels.tiles import Field, tile_table
+from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.models.stu import RankingRows, StackConfig, STULayer, Workspace
 
 

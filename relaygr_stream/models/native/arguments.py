@@ -6,8 +6,8 @@ import ctypes
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from relaygr_stream.models.api import KVRegion
     from relaygr_stream.models.attention import Block
+    from relaygr_stream.models.kv import KVRegion
     from relaygr_stream.models.stu import StackConfig
 
 

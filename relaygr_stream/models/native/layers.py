@@ -28,9 +28,9 @@ from relaygr_stream.models.native.objects import Unavailable, library
 from relaygr_stream.models.relative import is_relative
 
 if TYPE_CHECKING:
-    from relaygr_stream.models.api import KVRegion
     from relaygr_stream.models.attention import Block
     from relaygr_stream.models.embeddings import TaskHead, TokenEmbedding
+    from relaygr_stream.models.kv import KVRegion
     from relaygr_stream.models.stu import RankingRows, StackConfig, STULayer
     from relaygr_stream.settings import Kernels
 

@@ -35,7 +35,7 @@ from relaygr_stream.ops.brokers.distribution import (
     new_cluster_id,
     node_properties,
 )
-from relaygr_stream.ops.brokers.kept import KeptProcess
+from relaygr_stream.ops.brokers.keeper import KeptProcess
 from relaygr_stream.settings.schema import Kafka
 
 BrokerKind = Literal["embedded", "kafka"]

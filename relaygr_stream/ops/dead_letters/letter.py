@@ -13,7 +13,7 @@ from typing import Any, Final
 import msgpack
 
 from relaygr_stream.bus.dead_letter import HEADER_DIGEST
-from relaygr_stream.wire.messages import (
+from relaygr_stream.wire.records import (
     HEADER_DETAIL,
     HEADER_ORIGIN_OFFSET,
     HEADER_ORIGIN_PARTITION,
@@ -21,8 +21,8 @@ from relaygr_stream.wire.messages import (
     HEADER_REASON,
     HEADER_REPLAY_OF,
     HEADER_REPLAYS,
+    Record,
 )
-from relaygr_stream.wire.records import Record
 
 _OURS: Final = frozenset(
     {HEADER_REASON, HEADER_DETAIL, HEADER_ORIGIN_TOPIC, HEADER_ORIGIN_PARTITION, HEADER_ORIGIN_OFFSET, HEADER_REPLAYS}

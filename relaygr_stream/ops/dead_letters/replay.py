@@ -15,8 +15,7 @@ from relaygr_stream.bus.topics import TopicSet, verify_topics
 from relaygr_stream.errors import REASONS, BrokerError, BrokerUnavailable, InputError
 from relaygr_stream.ops.dead_letters.letter import Letter, letters_of
 from relaygr_stream.settings.schema import Kafka
-from relaygr_stream.wire.messages import HEADER_REPLAY_OF, HEADER_REPLAYS
-from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.records import HEADER_REPLAY_OF, HEADER_REPLAYS, Record
 
 
 async def read_letters(kafka: Kafka) -> list[Letter]:

@@ -13,8 +13,8 @@ from typing import Final, Generic, TypeVar
 from relaygr_stream.errors import DecodeError
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.wire.fleet import DROP_AFTER_S
-from relaygr_stream.wire.messages import WorkerStatus, kind_of
-from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.messages import WorkerStatus
+from relaygr_stream.wire.records import Record, kind_of
 from relaygr_stream.wire.topic_files import TopicSet
 from relaygr_stream.wire.trigger_status import KEY_PREFIX, TriggerStatus, read_trigger
 from relaygr_stream.wire.worker_status import StatusReader, Tombstone

@@ -18,7 +18,7 @@ from aiokafka import AIOKafkaProducer
 from aiokafka.errors import MessageSizeTooLargeError
 
 from relaygr_stream.bus.producer import Producer
-from relaygr_stream.wire.messages import HEADER_CORRELATION, HEADER_REPLY_PARTITION
+from relaygr_stream.wire.records import HEADER_CORRELATION, HEADER_REPLY_PARTITION
 from tests.faults.cluster import BROKERS
 from tests.faults.proxy import Link
 from tests.faults.soak.stage import EXTRA, TRIGGERS, WORKERS, Stage

@@ -14,7 +14,8 @@ from relaygr_stream.cache.prefix_cache import PrefixCache
 from relaygr_stream.cache.storage import StorageKind, make_storage
 from relaygr_stream.cache.tiers import capacity_for
 from relaygr_stream.cache.transit import Lease, Reservation
-from relaygr_stream.models.api import KVLayout, KVRegion, Tokens
+from relaygr_stream.models.api import Tokens
+from relaygr_stream.models.kv import KVLayout, KVRegion
 from tests.unit.cache.worlds import GRANULE_BYTES, LAYOUT, MOST, Copies, entries, holds, make, sequence, table_of, write
 
 Going = Literal["finish", "part", "cut short", "abort"]
@@ -128,7 +129,7 @@ class Play:
 
     def reserve(self, user: int, version: int, length: int) -> None:
         """Another worker offers an entry of the user."""
-        if not self.cache.has_dram:
+        if not self._budgets[1]:
             return
         before = self.cache.find(f"u{user}", sequence(user, version, length))
         reservation = self.cache.transit.reserve(f"u{user}", sequence(user, version, length), capacity_for(length))

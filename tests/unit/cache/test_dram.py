@@ -93,7 +93,7 @@ def test_rounded_stays_rounded_until_computed_anew(storage: StorageKind) -> None
     compute(cache, 2, MOST)
     spilled(cache, copier, 1)
     assert not entry.approximate  # HBM still has what was computed
-    table_of(cache)._evict_from_hbm(entry)
+    table_of(cache).evict_from_hbm(entry)
     assert entry.state is EntryState.DRAM
     assert cache.load(entry)
     settle(cache, copier)

@@ -53,7 +53,7 @@ def test_a_grown_entry_costs_what_its_copy_lacks() -> None:
     assert entry.stored is not None
     reload_ms = table_of(cache).reloads.predict_ms(entry.region.storage.nbytes)
     assert price(cache, entry) == pytest.approx(recompute_ms(120) - recompute_ms(100) + reload_ms, abs=2e-3)
-    table_of(cache)._evict_from_dram(entry)  # idle all the while
+    table_of(cache).evict_from_dram(entry)  # idle all the while
     assert price(cache, entry) == recompute_ms(120)
     cache.close()
 

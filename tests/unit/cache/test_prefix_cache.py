@@ -13,7 +13,7 @@ from relaygr_stream.cache.memory import TierMemory
 from relaygr_stream.cache.prefix_cache import PrefixCache
 from relaygr_stream.cache.tiers import GRANULE_TOKENS
 from relaygr_stream.errors import CacheCorruption, CapacityError
-from relaygr_stream.models.api import KVLayout
+from relaygr_stream.models.kv import KVLayout
 from tests.unit.cache.worlds import (
     CPU,
     GRANULE_BYTES,

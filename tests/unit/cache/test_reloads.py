@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from relaygr_stream.cache.reloads import PRIOR_BYTES_PER_S, Reloads
+from relaygr_stream.cache.eviction import PRIOR_BYTES_PER_S, Reloads
 
 
 def test_speed_is_that_of_the_last_reloads_by_their_bytes() -> None:

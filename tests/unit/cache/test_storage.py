@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from relaygr_stream.cache import storage
 from relaygr_stream.cache.storage import STEPS, Exact, Int8, Storage, make_storage
-from relaygr_stream.models.api import KVLayout
+from relaygr_stream.models.kv import KVLayout
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -11,7 +11,8 @@ from relaygr_stream.cache.entry import Coverage, Entry, EntryState
 from relaygr_stream.cache.prefix_cache import PrefixCache
 from relaygr_stream.cache.tiers import GRANULE_TOKENS, capacity_for
 from relaygr_stream.cache.transit import Lease, Reservation
-from relaygr_stream.models.api import KVRegion, Tokens
+from relaygr_stream.models.api import Tokens
+from relaygr_stream.models.kv import KVRegion
 from tests.unit.cache.worlds import (
     GRANULE_BYTES,
     LAYOUT,
@@ -103,7 +104,7 @@ def test_a_lent_copy_is_not_forgotten_for_others(pair: Pair) -> None:
     for user in (1, 2):
         compute(cache, user, MOST)
         cache.transit.give_back(lend(cache, copier, user))
-        table_of(cache)._evict_from_hbm(found(cache, user))
+        table_of(cache).evict_from_hbm(found(cache, user))
     lease = lend(cache, copier, 1)
     for user in (3, 4, 5):
         bring(cache, user, sequence(user, 0, MOST))
@@ -203,7 +204,7 @@ def two_in_dram(pair: Pair) -> PrefixCache:
     for user in (1, 2):
         compute(cache, user, MOST)
         cache.transit.give_back(lend(cache, copier, user))
-        table_of(cache)._evict_from_hbm(found(cache, user))
+        table_of(cache).evict_from_hbm(found(cache, user))
     return cache
 
 

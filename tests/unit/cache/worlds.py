@@ -14,7 +14,8 @@ from relaygr_stream.cache.memory import TierMemory
 from relaygr_stream.cache.prefix_cache import PrefixCache
 from relaygr_stream.cache.storage import StorageKind
 from relaygr_stream.cache.tiers import GRANULE_TOKENS
-from relaygr_stream.models.api import KVLayout, KVRegion, Tokens
+from relaygr_stream.models.api import Tokens
+from relaygr_stream.models.kv import KVLayout, KVRegion
 
 CPU = torch.device("cpu")
 LAYOUT = KVLayout(layers=2, heads=2, dqk=4, dv=4, dtype=torch.float32)

@@ -17,8 +17,8 @@ from relaygr_stream.models.hstu_model import HSTUConfig
 from relaygr_stream.models.loading import random_model, save_checkpoint
 from relaygr_stream.settings.load import load_settings
 from relaygr_stream.settings.schema import Settings
+from relaygr_stream.wire.codec import check_features
 from relaygr_stream.wire.features import FeatureColumn, FeatureSchema
-from relaygr_stream.wire.messages import check_features
 
 ITEMS = 40
 CONFIG = HSTUConfig(layers=1, dim=8, heads=1, dqk=8, dv=8, scale_tokens=8, vocab=ITEMS, max_positions=8, tasks=("a",))

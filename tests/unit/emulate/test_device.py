@@ -20,7 +20,8 @@ from relaygr_stream.lab.paper.plan import COSTS_DIR
 from relaygr_stream.lab.policies import LeastRecent, decide_everything
 from relaygr_stream.lab.simulate.costs import DeviceCosts
 from relaygr_stream.lab.simulate.device import META
-from relaygr_stream.models.api import KVRegion, ScoreInput, Tokens
+from relaygr_stream.models.api import ScoreInput, Tokens
+from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.settings.load import load_settings
 from tests.unit.simulate.scenes import COSTS
 

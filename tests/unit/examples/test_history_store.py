@@ -34,8 +34,8 @@ async def test_a_worker_reads_it_and_then_only_what_is_new(tmp_path: Path, monke
     path = tmp_path / "histories.db"
     monkeypatch.setenv("HISTORIES_DB", str(path))
     insert(path, 0, 100)
-    store, metrics = open_store(SETTINGS), HistoryMetrics(CollectorRegistry())
-    histories = Histories(store, SETTINGS, metrics)
+    store, registry = open_store(SETTINGS), CollectorRegistry()
+    histories = Histories(store, SETTINGS, HistoryMetrics(registry))
     first = await store.reference("ann", "shop")
     assert first is not None
     found = await histories.find("ann", "shop", first, monotonic() + 20)
@@ -46,11 +46,11 @@ async def test_a_worker_reads_it_and_then_only_what_is_new(tmp_path: Path, monke
     grown = await store.reference("ann", "shop")
     assert grown is not None
     assert len(await histories.find("ann", "shop", grown, monotonic() + 20)) == 110
-    assert metrics.behaviours._value.get() == 110
+    assert registry.get_sample_value("relaygr_history_behaviours_total") == 110
     with sqlite3.connect(path) as db:
         db.execute("UPDATE behaviours SET item = 7 WHERE position = 3")
     db.close()
-    wrong = Histories(store, SETTINGS, metrics)
+    wrong = Histories(store, SETTINGS, HistoryMetrics(CollectorRegistry()))
     with pytest.raises(HistoryMismatch):
         await wrong.find("ann", "shop", grown, monotonic() + 20)
     assert await store.reference("nobody", "shop") is None

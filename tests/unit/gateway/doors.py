@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -46,12 +47,18 @@ class OpenDoor:
         self.context = context
         self.port = port
         self.task = task
+        self.trust: ssl.SSLContext | None = None  # whom a client of HTTPS trusts; None: HTTP
 
     async def ask(self, method: str, path: str, body: Any = None, **headers: str) -> Reply:
         """One request on a connection of its own. body: a map, as JSON; bytes as they are. token_: "" for none."""
 
         def asked() -> Reply:
-            connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+            address: dict[str, Any] = {"host": "127.0.0.1", "port": self.port, "timeout": 30}
+            connection = (
+                http.client.HTTPSConnection(**address, context=self.trust)
+                if self.trust
+                else http.client.HTTPConnection(**address)
+            )
             token = headers.pop("token_", TOKEN)
             sent = {name.replace("_", "-"): value for name, value in headers.items()}
             if token:

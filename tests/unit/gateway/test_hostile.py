@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
+import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
+import trustme
 
 from relaygr_stream.errors import ConfigError
 from relaygr_stream.gateway import connections
@@ -164,6 +168,33 @@ async def test_a_stop_answers_what_was_accepted_and_takes_nothing_more(embedded_
             assert (answer.status, answer.headers["connection"]) == (200, "close")
         async with asyncio.timeout(30):
             await door.task
+
+
+async def test_https_is_served_to_who_trusts_the_certificate_and_to_nobody_in_the_clear(
+    embedded_settings: Kafka, tmp_path: Path
+) -> None:
+    authority, file = trustme.CA(), tmp_path / "gateway.pem"
+    authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(str(file))
+    async with responder_on(embedded_settings), door_on(embedded_settings, tls_certificate=str(file)) as door:
+        with pytest.raises((OSError, http.client.HTTPException)):
+            await door.ask("GET", "/readyz")
+        door.trust = ssl.create_default_context()
+        with pytest.raises(ssl.SSLCertVerificationError):
+            await door.ask("GET", "/readyz")
+        authority.configure_trust(door.trust)
+        assert (await door.ask("POST", "/v1/rank", RANK)).value["scores"] == [[11, -11], [30, -30], [20, -20]]
+
+
+async def test_a_certificate_that_is_none_ends_the_start_naming_its_file(
+    embedded_settings: Kafka, tmp_path: Path
+) -> None:
+    (tmp_path / "none.pem").write_text("no certificate")
+    with pytest.raises(ConfigError, match=r"gateway.tls_certificate .*none\.pem"):
+        async with (
+            responder_on(embedded_settings),
+            door_on(embedded_settings, tls_certificate=str(tmp_path / "none.pem")),
+        ):
+            pass
 
 
 @pytest.mark.parametrize("token", ["", "wrong-but-long-enough", TOKEN[:-1], TOKEN.upper()])

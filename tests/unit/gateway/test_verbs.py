@@ -15,7 +15,10 @@ from relaygr_stream.gateway.messages import MSGPACK
 from relaygr_stream.gateway.openapi import document
 from relaygr_stream.history.store import WritableStore, open_store
 from relaygr_stream.settings.schema import Client, History, Kafka
-from relaygr_stream.wire.messages import Behaviours, HistoryReference, RankingRequest, RequestEvent, ScoreReply, decode
+from relaygr_stream.wire.behaviours import Behaviours
+from relaygr_stream.wire.codec import decode
+from relaygr_stream.wire.history import HistoryReference
+from relaygr_stream.wire.messages import RankingRequest, RequestEvent, ScoreReply
 from tests.unit.client_peers import responder_on
 from tests.unit.gateway.doors import ANNOUNCE, HISTORY, OTHER, RANK, TOKEN, door_on
 from tests.waiting import until

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -18,7 +18,7 @@ from relaygr_stream.handover.connection import connect
 from relaygr_stream.handover.desk import Desk, HandoverMetrics
 from relaygr_stream.handover.service import Handover
 from relaygr_stream.handover.wire import Ask, Identity
-from relaygr_stream.settings.schema import Handover as HandoverSettings
+from relaygr_stream.settings.worker import Handover as HandoverSettings
 from relaygr_stream.wire.messages import CostModel, WorkerStatus
 from relaygr_stream.worker.commands import Answer, Rank
 from relaygr_stream.worker.device import DeviceThread
@@ -37,7 +37,13 @@ class Peer:
     """A worker's cache, device thread and hand-over; `known` are the statuses it has heard."""
 
     def __init__(
-        self, name: str, secret: str = SECRET, storage: StorageKind = "exact", rate: float = 1e3, dram: int = 30
+        self,
+        name: str,
+        secret: str = SECRET,
+        storage: StorageKind = "exact",
+        rate: float = 1e3,
+        dram: int = 30,
+        settings: HandoverSettings | None = None,
     ) -> None:
         self.name = name
         self.answers: list[Answer] = []
@@ -58,7 +64,7 @@ class Peer:
             lanes=LANES,
         )
         self.handover = Handover(
-            HandoverSettings(secret=secret, mib_per_s=rate),
+            settings or HandoverSettings(secret=secret, mib_per_s=rate),
             name,
             self.identity,
             Desk(self.thread, LANES),
@@ -120,9 +126,12 @@ def status(peer: Peer, state: Any = "serving", address: str | None = None) -> Wo
 
 
 @asynccontextmanager
-async def peers(**second: Any) -> AsyncIterator[tuple[Peer, Peer]]:
-    """An old owner who served some users, and a new one who knows of it. Both end with balanced books."""
-    old, new = Peer("old", storage=second.get("storage", "exact")), Peer("new", **second)
+async def peers(first: Mapping[str, Any] | None = None, **second: Any) -> AsyncIterator[tuple[Peer, Peer]]:
+    """An old owner who served some users, and a new one who knows of it. Both end with balanced books.
+
+    first, second: arguments of Peer for each.
+    """
+    old, new = Peer("old", storage=second.get("storage", "exact"), **(first or {})), Peer("new", **second)
     for peer in (old, new):
         await peer.thread.start(lambda peer=peer: peer.world)  # type: ignore[misc]
         await peer.handover.start()

@@ -26,8 +26,9 @@ from relaygr_stream.handover.certificates import (
     make_credentials,
     worker_name,
 )
-from relaygr_stream.settings.schema import Handover, Settings
-from tests.unit.handover.peers import ALL, SECRET, peers, status
+from relaygr_stream.settings.schema import Settings
+from relaygr_stream.settings.worker import Handover
+from tests.unit.handover.peers import ALL, SECRET, peers
 from tests.waiting import until
 
 NAMES = st.from_regex(r"[A-Za-z0-9._-]{1,128}", fullmatch=True)
@@ -45,8 +46,8 @@ def as_ssl_tells(pem: bytes) -> dict[str, object]:
 def issued(name: str, host: str, key: Ed25519PrivateKey | None = None) -> tuple[bytes, bytes]:
     """An authority and a certificate by it."""
     key = key or Ed25519PrivateKey.generate()
-    authority = certificates._authority(key)
-    return certificates._pem(authority), certificates._issue(authority, key, name, host)
+    authority = certificates.authority_of(key)
+    return certificates.pem(authority), certificates.issue(authority, key, name, host)
 
 
 @given(NAMES, HOSTS, NAMES, HOSTS)
@@ -128,12 +129,7 @@ async def test_configured_files_serve_in_place_of_the_secret(
     files: Callable[[str, Ed25519PrivateKey], Handover],
 ) -> None:
     key = Ed25519PrivateKey.generate()
-    async with peers() as (old, new):
-        for peer in (old, new):
-            await peer.handover.stop()
-            peer.handover._settings = files(peer.name, key)
-            await peer.handover.start()
-        old.known, new.known = {"new": status(new)}, {"old": status(old)}
+    async with peers(first={"settings": files("old", key)}, settings=files("new", key)) as (_, new):
         new.handover.lanes_changed(ALL, ())
         await until(lambda: new.total("entries", way="taken") == 6)
 

@@ -9,7 +9,7 @@ import pytest
 from relaygr_stream.bus.topics import lane_of
 from relaygr_stream.handover.channel import Channel, PeerError
 from relaygr_stream.handover.connection import connect
-from relaygr_stream.handover.giver import SessionProgress
+from relaygr_stream.handover.session import SessionProgress
 from relaygr_stream.handover.wire import COPY, HEADER, MESSAGE, Ask, End, Offer, Take, encode
 from relaygr_stream.models.api import Tokens
 from tests.unit.handover.peers import ALL, LANES, NETWORKS, connected, credentials, giver, peers

@@ -10,10 +10,9 @@ import pytest
 
 from relaygr_stream.bus.topics import lane_of
 from relaygr_stream.cache.storage import StorageKind
-from relaygr_stream.handover.channel import PeerError
-from relaygr_stream.handover.giver import SessionProgress
 from relaygr_stream.handover.service import advertised_host
-from relaygr_stream.settings.schema import Handover as HandoverSettings
+from relaygr_stream.handover.wire import Ask, Refused
+from relaygr_stream.settings.worker import Handover as HandoverSettings
 from tests.unit.handover.peers import ALL, LANES, connected, peers, status
 from tests.waiting import until
 
@@ -75,11 +74,10 @@ async def test_another_secret_gets_nothing_and_says_so() -> None:
 )
 async def test_what_would_not_serve_is_refused_in_words(changes: dict[str, Any], words: str) -> None:
     async with peers() as (old, new):
-        taker = new.handover._taker
-        taker._identity = msgspec.structs.replace(taker._identity, **changes)
         channel = await connected(old)
-        with pytest.raises(PeerError, match=f"refused: {words} is"):
-            await taker.take(channel, ALL, ALL, SessionProgress())
+        await channel.send(Ask(msgspec.structs.replace(new.identity, **changes), tuple(ALL)))
+        refused = await channel.receive(Refused, 1000)
+        assert refused.reason.startswith(f"{words} is")
         await channel.close()
         assert old.total("failed", way="given") == 1
 
@@ -90,21 +88,19 @@ async def test_a_receiver_with_little_room_keeps_within_it_and_takes_the_best() 
             await old.rank(2, 100)
         new.handover.lanes_changed(ALL, ())
         await until(lambda: new.total("declined", reason="full") > 0)
-        await until(lambda: not new.handover._wanted or old.total("seconds", way="given") > 0)
+        await until(lambda: old.total("seconds", way="given") > 0)
         await new.at_rest()
         users = await new.users()
         assert 1 <= len(users) < 6
 
 
 async def test_a_session_broken_off_leaves_the_books_balanced_and_is_tried_again() -> None:
-    async with peers() as (old, new):
-        old.handover._giver._bandwidth._rate = 50_000.0  # so that there is a middle: 60 tokens have 16 KiB
+    # At 50 kB/s there is a middle: 60 tokens have 16 KiB.
+    async with peers(first={"rate": 50_000 / 2**20}) as (old, new):
         new.handover.lanes_changed(ALL, ())
         await until(lambda: new.total("bytes", way="taken") > 0)
         await old.handover.stop()
         await until(lambda: new.total("failed", way="taken") == 1)
-        old.handover._giver._bandwidth._rate = 1e9
-        old.handover._giver._bandwidth._level = 0.0
         await old.handover.start()
         new.known["old"] = status(old)
         await until(lambda: new.total("entries", way="taken") >= 6)

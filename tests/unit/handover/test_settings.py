@@ -9,7 +9,8 @@ import pytest
 from relaygr_stream.errors import ConfigError
 from relaygr_stream.handover.build import handover_for
 from relaygr_stream.settings import load as config
-from relaygr_stream.settings.schema import Handover, Settings, Worker
+from relaygr_stream.settings.schema import Settings
+from relaygr_stream.settings.worker import Handover, Worker
 
 SECRET = "sixteen or more characters"
 

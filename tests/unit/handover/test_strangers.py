@@ -17,8 +17,9 @@ from relaygr_stream.handover.certificates import Networks
 from relaygr_stream.handover.channel import PeerError
 from relaygr_stream.handover.connection import connect
 from relaygr_stream.handover.wire import HEADER, MESSAGE, Offer
+from relaygr_stream.settings.worker import Handover as HandoverSettings
 from relaygr_stream.wire.messages import WorkerStatus
-from tests.unit.handover.peers import ALL, NETWORKS, Peer, connected, credentials, peers, status
+from tests.unit.handover.peers import ALL, NETWORKS, SECRET, Peer, connected, credentials, peers, status
 from tests.unit.worker.worlds import history
 from tests.waiting import until
 
@@ -210,11 +211,11 @@ async def test_silent_workers_hold_up_nobody(monkeypatch: pytest.MonkeyPatch) ->
 
 
 async def test_networks_that_are_not_named_are_neither_connected_to_nor_let_in() -> None:
-    elsewhere = Networks(["192.0.2.0/24", "2001:db8::/32"])
-    async with peers() as (old, new):
+    networks = ("192.0.2.0/24", "2001:db8::/32")
+    elsewhere = Networks(networks)
+    async with peers(first={"settings": HandoverSettings(secret=SECRET, networks=networks)}) as (old, new):
         with pytest.raises(PeerError, match=r"is at 127\.0\.0\.1, outside `handover\.networks` = 192"):
             await connect(old.handover.address, "old", credentials("new"), elsewhere)
-        old.handover._networks = elsewhere
         with pytest.raises(PeerError):
             await connected(old)
         await until(lambda: old.total("failed", way="given") == 1)

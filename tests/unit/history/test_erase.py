@@ -15,21 +15,16 @@ from relaygr_stream.errors import DecodeError
 from relaygr_stream.history.sqlite_store import SqliteStore
 from relaygr_stream.ops.dead_letters.replay import read_letters
 from relaygr_stream.ops.erase import erase_from_fleet, names_user
-from relaygr_stream.settings.schema import Handover, Kafka, Settings
+from relaygr_stream.settings.schema import Kafka, Settings
+from relaygr_stream.settings.worker import Handover
+from relaygr_stream.wire.behaviours import Behaviours
+from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.erase import KEY_PREFIX, KIND, Erase, encode_erase, read_erase, user_mark
-from relaygr_stream.wire.messages import (
-    HEADER_KIND,
-    HEADER_ORIGIN_TOPIC,
-    HEADER_REASON,
-    HEADER_REPLAY_OF,
-    Behaviours,
-    RequestEvent,
-    encode,
-    tenant_key,
-)
-from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.messages import RequestEvent, tenant_key
+from relaygr_stream.wire.records import HEADER_KIND, HEADER_ORIGIN_TOPIC, HEADER_REASON, HEADER_REPLAY_OF, Record
 from relaygr_stream.wire.signature import Signer
 from relaygr_stream.wire.worker_status import StatusReader
+from tests.unit.cache.worlds import table_of
 from tests.unit.worker.services import Peer, history, now_ms, worker_on
 from tests.unit.worker.test_service_histories import rank, settings_with, signal, sqlite
 from tests.waiting import until
@@ -48,13 +43,13 @@ async def test_every_worker_drops_the_user_and_says_so(embedded_settings: Kafka,
             await signal(peer, f"r-{user}", user, references[user])
             assert (await peer.reply(await rank(peer, f"r-{user}", user, references[user]))).status == "ok"
         await peer.reply(await peer.rank("mine", "ann", 50, tenant="shop"))
-        cache, histories = w.runtime.scheduler.cache, w.worker._resolver._histories
+        cache, histories = w.runtime.scheduler.cache, w.worker.requests.resolver.histories
         assert histories is not None
         assert cache.entries == 3
         assert await store.erase("ann")
         done = await erase_from_fleet(settings, "ann", "", 20.0)
         assert (done.confirmed, done.unconfirmed, done.complete) == (["w1"], [], True)
-        assert sorted(cache._table.users()) == ["bob", tenant_key("shop", "ann")]
+        assert sorted(table_of(cache).users()) == ["bob", tenant_key("shop", "ann")]
         assert histories.known("ann", "", references["ann"]) is None
         assert histories.known("bob", "", references["bob"]) is not None
         failed = await peer.reply(await rank(peer, "again", "ann", references["ann"]))
@@ -64,7 +59,7 @@ async def test_every_worker_drops_the_user_and_says_so(embedded_settings: Kafka,
         refused = await erase_from_fleet(mallory, "bob", "", 1.0)
         assert refused.unconfirmed == ["w1"]
         await until(lambda: w.total("statuses_unsigned") > 0)
-        assert "bob" in cache._table.users()
+        assert "bob" in table_of(cache).users()
         w.runtime.scheduler.check_integrity()
     await store.close()
 

@@ -6,6 +6,7 @@ import asyncio
 import subprocess
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -69,11 +70,13 @@ async def test_a_restarted_server_has_what_was_written_and_readers_go_on(redis_s
 
 async def test_a_read_is_tried_again_until_the_server_is_back(redis_server: RedisServer) -> None:
     store = RedisStore(redis_server.settings(timeout_ms=200.0))
-    histories = kept_by(store, redis_server, retries=10)
+    registry = CollectorRegistry()
+    histories = Histories(store, redis_server.settings(retries=10), HistoryMetrics(registry))
     written = await store.append("u", "", history(100))
     redis_server.stop()
     waiting = asyncio.create_task(histories.find("u", "", written, monotonic() + 60))
-    await until(lambda: histories._reading)
+    failed = partial(registry.get_sample_value, "relaygr_history_reads_total", {"result": "unavailable"})
+    await until(failed, "a read has failed")
     await redis_server.start()
     assert await waiting == history(100)
     await store.close()
@@ -178,4 +181,4 @@ async def test_a_worker_goes_on_while_redis_is_away_and_recovers(
         again = await peer.reply(await rank(peer, "r4", "other", other))
         assert again.status == "ok"
         np.testing.assert_allclose(again.matrix(), carried.matrix(), rtol=1e-5, atol=1e-6)
-        assert worker.worker._held.nbytes == 0
+        assert worker.worker.requests.held.nbytes == 0

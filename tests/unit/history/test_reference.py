@@ -14,17 +14,9 @@ from hypothesis import strategies as st
 from relaygr_stream.errors import DecodeError
 from relaygr_stream.wire import versions
 from relaygr_stream.wire.behaviours import Behaviours
+from relaygr_stream.wire.codec import Message, decode, encode, validated
 from relaygr_stream.wire.history import MAX_POSITIONS, HistoryReference, digests
-from relaygr_stream.wire.messages import (
-    Message,
-    PreInferSignal,
-    RankingRequest,
-    RequestEvent,
-    decode,
-    encode,
-    validated,
-    with_version,
-)
+from relaygr_stream.wire.messages import PreInferSignal, RankingRequest, RequestEvent, with_version
 from tests.unit.history.behaviours import history
 
 lengths = st.integers(0, 300)

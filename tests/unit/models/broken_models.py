@@ -11,8 +11,9 @@ import numpy.typing as npt
 import torch
 
 from examples.models.retention import Retention, RetentionConfig
-from relaygr_stream.models.api import KVRegion, ScoreInput, Tokens
+from relaygr_stream.models.api import ScoreInput, Tokens
 from relaygr_stream.models.hstu_model import HSTUConfig, HSTUModel
+from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.models.loading import draw_weights
 from relaygr_stream.models.transformer import Transformer, TransformerConfig
 from relaygr_stream.wire.features import FeatureColumn

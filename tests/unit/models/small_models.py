@@ -9,8 +9,9 @@ import numpy.typing as npt
 import torch
 from hypothesis import strategies as st
 
-from relaygr_stream.models.api import ROWS, KVRegion, RankingModel, ScoreInput, Tokens
+from relaygr_stream.models.api import ROWS, RankingModel, ScoreInput, Tokens
 from relaygr_stream.models.hstu_model import HSTUConfig, HSTUModel
+from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.models.loading import random_model
 from relaygr_stream.wire.features import NO_FEATURES, FeatureSchema, Table, Values
 

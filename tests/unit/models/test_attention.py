@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relaygr_stream.models.attention import FEW_ROWS, Visibility, attend, attend_to_self, block_rows
-from relaygr_stream.models.conformance import META
+from relaygr_stream.models.reference_arrays import META
 from tests.unit.models.naive_hstu import valid_attention
 from tests.unit.models.test_conformance import REFERENCE
 

@@ -11,7 +11,8 @@ import torch
 
 from relaygr_stream.errors import InputError, ModelError
 from relaygr_stream.models.check.probe import HALF_LIMIT
-from relaygr_stream.models.conformance import COMPARISONS, FULL, LIMIT, META, format_table, run_conformance
+from relaygr_stream.models.conformance import COMPARISONS, FULL, LIMIT, format_table, run_conformance
+from relaygr_stream.models.reference_arrays import META
 from relaygr_stream.settings import Kernels
 from tests.unit.models.naive_hstu import arrays_for_kernels, conformance_arrays
 

@@ -12,11 +12,11 @@ import torch
 
 from relaygr_stream.errors import ModelError
 from relaygr_stream.models.api import Tokens, schema_of
-from relaygr_stream.models.hashing import oov_hash
+from relaygr_stream.models.features import oov_hash
 from relaygr_stream.models.hstu_model import HSTUConfig
 from relaygr_stream.models.loading import load_checkpoint, read_config, save_checkpoint
+from relaygr_stream.wire.behaviours import Behaviours
 from relaygr_stream.wire.features import FeatureColumn, FeatureSchema
-from relaygr_stream.wire.messages import Behaviours
 from tests.unit.models.broken_models import COLUMNS, Featured
 from tests.unit.models.small_models import SHAPE, full_scores, random_features, random_items, random_tokens, small_model
 

@@ -9,7 +9,7 @@ import torch
 
 from relaygr_stream.models.api import ScoreInput, Tokens
 from relaygr_stream.models.hstu_model import HSTUModel
-from relaygr_stream.wire.messages import Behaviours
+from relaygr_stream.wire.behaviours import Behaviours
 from tests.unit.models.naive_hstu import run_layer, valid_attention
 from tests.unit.models.small_models import (
     SHAPE,

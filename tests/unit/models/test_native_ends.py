@@ -11,8 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relaygr_stream.models.api import KVRegion, Tokens
+from relaygr_stream.models.api import Tokens
 from relaygr_stream.models.hstu_model import HSTUModel
+from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.models.native.ends import NativeEnds, Sequences
 from relaygr_stream.models.native.layers import KINDS
 from relaygr_stream.models.native.objects import Unavailable, library

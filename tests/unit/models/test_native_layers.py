@@ -23,9 +23,10 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from relaygr_stream.errors import ModelError
-from relaygr_stream.models.api import KVRegion, ScoreInput
+from relaygr_stream.models.api import ScoreInput
 from relaygr_stream.models.hstu import HSTUStack
 from relaygr_stream.models.hstu_model import HSTUModel
+from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.models.loading import load_model
 from relaygr_stream.models.native import layers, objects
 from relaygr_stream.models.native.layers import KINDS

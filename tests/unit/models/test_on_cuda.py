@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from relaygr_stream.models.api import KVRegion, ScoreInput
+from relaygr_stream.models.api import ScoreInput
+from relaygr_stream.models.kv import KVRegion
 from tests.unit.models.small_models import INCREMENTAL, deviation, full_scores, random_items, random_tokens, small_model
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relaygr_stream.errors import ModelError
-from relaygr_stream.models.api import KVLayout, KVRegion, ScoreInput, Tokens
+from relaygr_stream.models.api import ScoreInput, Tokens
 from relaygr_stream.models.hstu_model import HSTUModel
+from relaygr_stream.models.kv import KVLayout, KVRegion
 from relaygr_stream.models.relative import MOST_BUCKETS, time_buckets
-from relaygr_stream.wire.messages import Behaviours
+from relaygr_stream.wire.behaviours import Behaviours
 from tests.unit.models.small_models import small_model
 
 CANDIDATES = np.arange(4)

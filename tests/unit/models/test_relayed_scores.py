@@ -19,8 +19,9 @@ from relaygr_stream.cache.entry import Coverage, Entry
 from relaygr_stream.cache.memory import TierMemory
 from relaygr_stream.cache.prefix_cache import PrefixCache
 from relaygr_stream.cache.tiers import GRANULE_TOKENS
-from relaygr_stream.models.api import KVRegion, RankingModel, ScoreInput, Tokens, schema_of
+from relaygr_stream.models.api import RankingModel, ScoreInput, Tokens, schema_of
 from relaygr_stream.models.check.probe import Deviations
+from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.models.loading import load_model
 from relaygr_stream.wire.features import FeatureColumn
 from tests.unit.models.broken_models import COLUMNS, Featured

@@ -12,7 +12,7 @@ import torch
 from relaygr_stream.errors import ConfigError, InputError
 from relaygr_stream.lab.simulate.calibrate import Samples, calibrate, fit_relative
 from relaygr_stream.lab.simulate.costs import DeviceCosts
-from relaygr_stream.models.api import KVLayout
+from relaygr_stream.models.kv import KVLayout
 from tests.unit.simulate.scenes import COSTS, scenario
 
 

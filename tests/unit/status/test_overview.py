@@ -14,7 +14,8 @@ from relaygr_stream.ops.status.overview import Overview
 from relaygr_stream.ops.status.table import as_json, render
 from relaygr_stream.settings.schema import Kafka, Settings
 from relaygr_stream.telemetry.printable import render_plain
-from relaygr_stream.wire.messages import CostModel, LaneStatus, WorkerStatus, encode
+from relaygr_stream.wire.codec import encode
+from relaygr_stream.wire.messages import CostModel, LaneStatus, WorkerStatus
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.trigger_status import PolicyStatus, TriggerStatus, encode_trigger
 from relaygr_stream.wire.worker_status import StatusReader

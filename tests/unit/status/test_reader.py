@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relaygr_stream.errors import DecodeError
+from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.fleet import OwnerDirectory
-from relaygr_stream.wire.messages import CostModel, LaneStatus, WorkerStatus, encode
+from relaygr_stream.wire.messages import CostModel, LaneStatus, WorkerStatus
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.signature import Signer
 from relaygr_stream.wire.worker_status import HEADER_INCARNATION, MAX_AHEAD_S, MAX_SKEW_S, StatusReader, Tombstone

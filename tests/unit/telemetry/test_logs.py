@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from relaygr_stream.settings.schema import Settings, Telemetry
 from relaygr_stream.telemetry.logs import configure_logging, hash_user_ids, hide_and_shorten, request_log_fields
-from relaygr_stream.wire.messages import Behaviours, RankingRequest
+from relaygr_stream.wire.behaviours import Behaviours
+from relaygr_stream.wire.messages import RankingRequest
 
 JSON = Telemetry(log_format="json")
 

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 
 from relaygr_stream.trigger.decision import Policy
+from relaygr_stream.wire.behaviours import Behaviours
 from relaygr_stream.wire.fleet import Claim
-from relaygr_stream.wire.messages import Behaviours, CostModel, LaneStatus, RequestEvent, WorkerStatus
+from relaygr_stream.wire.messages import CostModel, LaneStatus, RequestEvent, WorkerStatus
 
 POLICY = Policy(risk_ms=10.0, stale_ms=1000.0, life_ms=2000.0, burst_ms=500.0, max_prefix_tokens=1000)
 #: A millisecond a token: full inference of n tokens takes n ms.

@@ -18,8 +18,9 @@ from relaygr_stream.settings.schema import Kafka, Settings, Trigger
 from relaygr_stream.telemetry.process import ProcessContext
 from relaygr_stream.trigger.decision import REASONS
 from relaygr_stream.trigger.service import run_trigger
-from relaygr_stream.wire.messages import LaneStatus, PreInferSignal, RequestEvent, WorkerStatus, decode, encode, kind_of
-from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.codec import decode, encode
+from relaygr_stream.wire.messages import LaneStatus, PreInferSignal, RequestEvent, WorkerStatus
+from relaygr_stream.wire.records import Record, kind_of
 from tests.unit.trigger.parts import worker_status
 from tests.waiting import until
 

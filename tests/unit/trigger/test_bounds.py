@@ -12,7 +12,7 @@ from relaygr_stream.trigger import load
 from relaygr_stream.trigger.decision import LaneState
 from relaygr_stream.trigger.ledger import LaneLedger
 from relaygr_stream.trigger.load import LoadBucket
-from relaygr_stream.worker.budgets import LaneBudgets, _Granted
+from relaygr_stream.worker.budgets import LaneBudgets
 from tests.unit.trigger.owner_simulation import LONGEST, Owner
 from tests.unit.trigger.simulation import Lane
 
@@ -42,61 +42,23 @@ def without_hold(ledger: LaneLedger) -> bool:
     return False
 
 
-def without_pending(ledger: LaneLedger) -> int:
-    return ledger._pinned_bytes + ledger._unread_bytes
-
-
-def without_unread(ledger: LaneLedger) -> int:
-    return ledger._pinned_bytes + ledger._pending_bytes
-
-
-def without_pinned(ledger: LaneLedger) -> int:
-    return ledger._unread_bytes + ledger._pending_bytes
-
-
-def forgetting_what_was_read(original: Callable[..., None]) -> Callable[..., None]:
-    def observe(ledger: LaneLedger, status: object) -> None:
-        original(ledger, status)
-        ledger._logged = [entry for entry in ledger._logged if entry.offset >= ledger._read_to]
-
-    return observe
-
-
-def without_settling(bucket: LoadBucket, ms_per_s: float, now_s: float, more_ms: float = 0.0) -> None:
-    bucket._rate = ms_per_s
-    if bucket._at_s is None:
-        bucket._level_ms, bucket._at_s = min(bucket.depth, ms_per_s), now_s
-
-
 @pytest.mark.parametrize(
     ("owner", "name", "broken", "complaint"),
     [
         (LaneLedger, "fits", lambda ledger, nbytes: not ledger.on_hold, "footprint"),
         (LaneLedger, "on_hold", property(without_hold), "footprint"),
-        (LaneLedger, "outstanding", property(without_pending), "footprint"),
-        (LaneLedger, "outstanding", property(without_unread), "footprint"),
-        (LaneLedger, "outstanding", property(without_pinned), "footprint"),
-        (LaneLedger, "observe", forgetting_what_was_read(LaneLedger.observe), "footprint"),
-        (LaneLedger, "failed", lambda ledger, pending, now_s: ledger._settle(pending), "footprint"),
         (LaneLedger, "reconcile", lambda ledger, log_end, asked_s: 0, "for ever"),
         (LoadBucket, "allows", lambda bucket, cost_ms, now_s: True, "load"),
         (LoadBucket, "spend", lambda bucket, cost_ms, now_s: None, "load"),
-        (LoadBucket, "set_rate", without_settling, "load"),
         (load, "START_S", 1000.0, "load since the start"),
         (LaneState, "admitted_recently", lambda lane, request_id, now_s: False, "admitted twice"),
     ],
     ids=[
         "no footprint bound",
         "no hold after a restart",
-        "unacknowledged signals forgotten",
-        "unread signals forgotten",
-        "pinned bytes forgotten",
-        "read signals forgotten at once",
-        "failed signals forgotten",
         "never reconciled",
         "no load bound",
         "load never charged",
-        "a new rate counts for the past",
         "a burst at every restart",
         "duplicates not seen",
     ],
@@ -143,11 +105,10 @@ def without_hold_time(original: Callable[..., None]) -> Callable[..., None]:
     ("owner", "name", "broken"),
     [
         (LaneBudgets, "__init__", without_hold_time(LaneBudgets.__init__)),
-        (_Granted, "most", lambda granted: 0),
         (LaneLedger, "fits", lambda ledger, nbytes: not ledger.on_hold),
         (LaneLedger, "on_hold", property(without_hold)),
     ],
-    ids=["taken back at once", "grants forgotten", "no footprint bound", "no hold after a restart"],
+    ids=["taken back at once", "no footprint bound", "no hold after a restart"],
 )
 def test_without_one_part_of_the_budgets_some_run_exceeds_the_share(
     owner: type, name: str, broken: object, monkeypatch: pytest.MonkeyPatch

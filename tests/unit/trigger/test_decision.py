@@ -10,8 +10,10 @@ import pytest
 from relaygr_stream.lab.workload.generator import GeneratorOptions
 from relaygr_stream.settings.schema import Relay, Settings, Trigger
 from relaygr_stream.trigger.decision import REASONS, Decision, LaneState, Policy, decide
+from relaygr_stream.wire.behaviours import Behaviours
 from relaygr_stream.wire.fleet import Claim
-from relaygr_stream.wire.messages import Behaviours, CostModel, HistoryReference, RequestEvent, with_version
+from relaygr_stream.wire.history import HistoryReference
+from relaygr_stream.wire.messages import CostModel, RequestEvent, with_version
 from relaygr_stream.wire.worker_status import FALLBACK_COSTS, prefix_bytes, usable_costs
 from tests.unit.trigger.parts import POLICY, claim, event, lane_status, worker_status
 

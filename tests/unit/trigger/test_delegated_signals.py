@@ -15,9 +15,9 @@ from relaygr_stream.trigger.decision import Decision
 from relaygr_stream.trigger.delegation import Place
 from relaygr_stream.trigger.ledger import LaneLedger
 from relaygr_stream.trigger.signals import LaneSignals
-from relaygr_stream.wire.headers import HEADER_KIND
-from relaygr_stream.wire.messages import PreInferSignal, decode
-from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.codec import decode
+from relaygr_stream.wire.messages import PreInferSignal
+from relaygr_stream.wire.records import HEADER_KIND, Record
 from relaygr_stream.wire.refusals import Refusal
 from tests.unit.trigger.parts import POLICY, event
 

@@ -10,10 +10,10 @@ from relaygr_stream.settings.schema import Settings
 from relaygr_stream.trigger.decision import Policy
 from relaygr_stream.trigger.explain import as_table
 from relaygr_stream.trigger.explain_live import Shadow
+from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.fleet import OwnerDirectory
-from relaygr_stream.wire.headers import HEADER_KIND
-from relaygr_stream.wire.messages import PreInferSignal, encode
-from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.messages import PreInferSignal
+from relaygr_stream.wire.records import HEADER_KIND, Record
 from relaygr_stream.wire.refusals import KIND, Refusal, encode_refusals
 from tests.unit.trigger.parts import behaviours, event, lane_status, worker_status
 

@@ -24,15 +24,14 @@ from relaygr_stream.ops.brokers.local import local_broker
 from relaygr_stream.settings.schema import Kafka, Relay, Settings
 from relaygr_stream.telemetry.process import ProcessContext
 from relaygr_stream.trigger.service import run_trigger
-from relaygr_stream.wire.messages import (
+from relaygr_stream.wire.codec import decode, encode
+from relaygr_stream.wire.messages import PreInferSignal
+from relaygr_stream.wire.records import (
     HEADER_DETAIL,
     HEADER_ORIGIN_OFFSET,
     HEADER_ORIGIN_PARTITION,
     HEADER_ORIGIN_TOPIC,
     HEADER_REASON,
-    PreInferSignal,
-    decode,
-    encode,
 )
 from relaygr_stream.wire.refusals import Reasons
 from tests.unit.trigger.parts import event

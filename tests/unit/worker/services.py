@@ -19,21 +19,13 @@ from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.bus.topics import apply_topics, lane_of, load_topics
 from relaygr_stream.handover.build import handover_for
-from relaygr_stream.settings.schema import Kafka, Model, Relay, Settings, Telemetry, Worker
+from relaygr_stream.settings.schema import Kafka, Relay, Settings, Telemetry
+from relaygr_stream.settings.worker import Model, Worker
 from relaygr_stream.telemetry.process import ProcessContext, process
-from relaygr_stream.wire.messages import (
-    HEADER_CORRELATION,
-    HEADER_REPLY_PARTITION,
-    Behaviours,
-    PreInferSignal,
-    RankingRequest,
-    ScoreReply,
-    WorkerStatus,
-    decode,
-    encode,
-    pack_items,
-)
-from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.behaviours import Behaviours, pack_items
+from relaygr_stream.wire.codec import decode, encode
+from relaygr_stream.wire.messages import PreInferSignal, RankingRequest, ScoreReply, WorkerStatus
+from relaygr_stream.wire.records import HEADER_CORRELATION, HEADER_REPLY_PARTITION, Record
 from relaygr_stream.wire.worker_status import worker_statuses
 from relaygr_stream.worker import process as worker_process
 from relaygr_stream.worker.build import WorkerRuntime
@@ -100,11 +92,11 @@ class RunningWorker:
     @property
     def runtime(self) -> WorkerRuntime:
         """Its parts on the device thread, for tests that break one."""
-        return self.worker._runtime
+        return self.worker.runtime
 
     async def ask(self, query: Query) -> Snapshot:
         """What the scheduler answers to it."""
-        snapshot: Snapshot = await self.worker._device.ask(query)
+        snapshot: Snapshot = await self.worker.device.ask(query)
         return snapshot
 
     def total(self, name: str) -> float:
@@ -147,7 +139,7 @@ async def worker_on(settings: Settings, *, lanes: int = 8) -> AsyncIterator[Runn
 
 
 def owned(running: RunningWorker) -> int:
-    return 0 if running.made is None else len(running.made._consumer.lanes)
+    return 0 if running.made is None else len(running.made.consumer.lanes)
 
 
 class Peer:

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relaygr_stream.worker import budgets as budgets_module
 from relaygr_stream.worker.budgets import EPOCH_S, Demand, LaneBudgets, LaneShares
 
 LANES = st.sets(st.integers(0, 15), max_size=8)
@@ -148,22 +147,6 @@ def test_pinned_bytes_never_exceed_the_whole_whatever_triggers_heard(seed: int) 
 def run_seeds(count: int) -> None:
     for seed in range(count):
         Owner(seed).run(300)
-
-
-@pytest.mark.parametrize(
-    ("name", "broken"),
-    [
-        ("most", lambda granted: granted.now),
-        ("most", lambda granted: max([0, *(nbytes for _, nbytes in granted.before)])),
-    ],
-    ids=["earlier grants forgotten", "the present grant forgotten"],
-)
-def test_without_the_memory_of_grants_bytes_are_used_twice(
-    name: str, broken: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(budgets_module._Granted, name, broken)
-    with pytest.raises(AssertionError, match="footprint"):
-        run_seeds(300)
 
 
 def settled(

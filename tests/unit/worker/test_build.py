@@ -16,8 +16,10 @@ from relaygr_stream.cache.copy import CopyEngine
 from relaygr_stream.cache.prefix_cache import PrefixCache
 from relaygr_stream.cache.storage import Int8
 from relaygr_stream.errors import CapacityError, ConfigError, ModelError
-from relaygr_stream.models.api import KVRegion, RankingModel, ScoreInput
-from relaygr_stream.settings.schema import Model, Relay, Settings, Worker
+from relaygr_stream.models.api import RankingModel, ScoreInput
+from relaygr_stream.models.kv import KVRegion
+from relaygr_stream.settings.schema import Relay, Settings
+from relaygr_stream.settings.worker import Model, Worker
 from relaygr_stream.wire.worker_status import prefix_bytes
 from relaygr_stream.worker.audit import PROBE_IDS, check_rounding
 from relaygr_stream.worker.build import WorkerRuntime, build

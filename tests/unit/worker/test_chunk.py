@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from relaygr_stream.models.api import KVRegion, Tokens
+from relaygr_stream.models.api import Tokens
+from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.worker.executor import STEPS_STEP, Executor
 from tests.unit.models.small_models import empty_region, small_model
 

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relaygr_stream.models.api import KVRegion, ScoreInput, Tokens
+from relaygr_stream.models.api import ScoreInput, Tokens
+from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.worker.clients import MOST_CLIENTS, UNBOOKED, Account, Clients
 from relaygr_stream.worker.commands import RankTask
 from relaygr_stream.worker.queue import WorkQueue

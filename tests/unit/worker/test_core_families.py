@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from relaygr_stream.models.transformer import Transformer
-from relaygr_stream.settings.schema import Model
+from relaygr_stream.settings.worker import Model
 from tests.unit.worker.worlds import LIMITS, MAX_TOKENS, RETENTION, TRANSFORMER, WITH_CONTEXT, World, history, world
 
 # ---- random traffic ----

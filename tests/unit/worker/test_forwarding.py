@@ -12,8 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from relaygr_stream.wire.behaviours import Behaviours
+from relaygr_stream.wire.codec import decode, encode
 from relaygr_stream.wire.fleet import FORGET_S, LOOKED_AT, TRAVEL_MS, OwnerDirectory
-from relaygr_stream.wire.messages import Behaviours, CostModel, LaneStatus, RankingRequest, WorkerStatus, decode, encode
+from relaygr_stream.wire.messages import CostModel, LaneStatus, RankingRequest, WorkerStatus
 from relaygr_stream.worker.budgets import AVERAGE_S, BusyShare
 from relaygr_stream.worker.forwarding import FILL, IN_TIME, Forwarding, next_hop
 from tests.unit.worker.simulated_fleet import Books, Fleet, Request, users_of

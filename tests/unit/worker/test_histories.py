@@ -191,7 +191,8 @@ class AnyHistory(RuleBasedStateMachine):
     def begin(self, cache: int) -> None:
         self.store = Memory()
         settings = History(cache_bytes=cache, retries=0, timeout_ms=60_000.0)
-        self.histories = Histories(self.store, settings, HistoryMetrics(CollectorRegistry()))
+        self.most, self.registry = cache, CollectorRegistry()
+        self.histories = Histories(self.store, settings, HistoryMetrics(self.registry))
 
     @rule(more=st.integers(1, 90), seed=st.integers(0, 2))
     def append(self, more: int, seed: int) -> None:
@@ -227,8 +228,9 @@ class AnyHistory(RuleBasedStateMachine):
     @invariant()
     def within_bounds(self) -> None:
         if hasattr(self, "histories"):
-            assert self.histories._bytes == sum(each.nbytes for each in self.histories._kept.values())
-            assert self.histories._bytes <= self.histories._settings.cache_bytes
+            kept = self.registry.get_sample_value("relaygr_history_cache_bytes")
+            assert kept is not None
+            assert 0 <= kept <= self.most
 
     def state(self, behaviours: Behaviours) -> None:
         positions = [each.length for each in self.references[-3:]]

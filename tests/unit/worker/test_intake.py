@@ -16,16 +16,10 @@ from hypothesis import strategies as st
 from relaygr_stream.bus.ages import LogEnd
 from relaygr_stream.errors import DecodeError
 from relaygr_stream.settings.schema import Relay
-from relaygr_stream.wire.messages import (
-    HEADER_CORRELATION,
-    HEADER_REPLY_PARTITION,
-    Behaviours,
-    PreInferSignal,
-    RankingRequest,
-    encode,
-    pack_items,
-)
-from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.behaviours import Behaviours, pack_items
+from relaygr_stream.wire.codec import encode
+from relaygr_stream.wire.messages import PreInferSignal, RankingRequest
+from relaygr_stream.wire.records import HEADER_CORRELATION, HEADER_REPLY_PARTITION, Record
 from relaygr_stream.worker.intake import Intake, Origin, TooMuch
 
 LIMITS = Relay(max_prefix_tokens=8, max_suffix_tokens=4, max_candidates=5, life_window_ms=2000.0)

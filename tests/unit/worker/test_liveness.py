@@ -57,7 +57,7 @@ async def test_a_device_that_dies_while_the_worker_drains_leaves_no_request_with
         await until(lambda: w.total("rankings_read") == 3, "read")
         w.context.stop.set()
         # Its status does not tell: a device that hangs answers no question, so nothing is stated.
-        await until(lambda: not w.worker._consumer.healthy, "drains")
+        await until(lambda: not w.worker.consumer.healthy, "drains")
 
         def die(now: float) -> bool:
             raise DeviceError("a defect")

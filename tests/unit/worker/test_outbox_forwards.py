@@ -16,18 +16,10 @@ from relaygr_stream.bus.topics import load_topics
 from relaygr_stream.errors import BrokerError
 from relaygr_stream.settings.schema import Kafka, Relay
 from relaygr_stream.telemetry.background import Background
-from relaygr_stream.wire.messages import (
-    HEADER_CORRELATION,
-    HEADER_REPLY_PARTITION,
-    Behaviours,
-    RankingRequest,
-    ScoreReply,
-    Status,
-    decode,
-    encode,
-    pack_items,
-)
-from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.behaviours import Behaviours, pack_items
+from relaygr_stream.wire.codec import decode, encode
+from relaygr_stream.wire.messages import RankingRequest, ScoreReply, Status
+from relaygr_stream.wire.records import HEADER_CORRELATION, HEADER_REPLY_PARTITION, Record
 from relaygr_stream.worker import replies as outbox
 from relaygr_stream.worker.commands import Answer, RankTask
 from relaygr_stream.worker.forwarding import Kept

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from relaygr_stream.models.api import KVRegion, RankingModel, ScoreInput, Tokens
+from relaygr_stream.models.api import RankingModel, ScoreInput, Tokens
+from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.worker.commands import RankTask
 from relaygr_stream.worker.forecast import (
     ALONE_DEADLINE_FACTOR,

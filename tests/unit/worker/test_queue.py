@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from relaygr_stream.models.api import KVLayout, KVRegion, Tokens
+from relaygr_stream.models.api import Tokens
+from relaygr_stream.models.kv import KVLayout, KVRegion
 from relaygr_stream.worker.commands import PrefillJob, RankTask
 from relaygr_stream.worker.executor import PrefillRun
 from relaygr_stream.worker.queue import WorkQueue

@@ -26,26 +26,22 @@ from relaygr_stream.errors import BrokerError, ConfigError, DeviceError, Superse
 from relaygr_stream.models.api import RankingModel
 from relaygr_stream.ops.brokers.local import local_broker
 from relaygr_stream.ops.children import Child, settings_as_toml
-from relaygr_stream.settings.schema import Handover, Kafka
+from relaygr_stream.settings.schema import Kafka
+from relaygr_stream.settings.worker import Handover
 from relaygr_stream.telemetry.process import START_END_S
 from relaygr_stream.trigger.ledger import LaneLedger
-from relaygr_stream.wire.headers import KIND_CANCEL
-from relaygr_stream.wire.messages import (
+from relaygr_stream.wire.behaviours import Behaviours, pack_items
+from relaygr_stream.wire.codec import decode, encode
+from relaygr_stream.wire.messages import Cancel, CostModel, RankingRequest, WorkerStatus
+from relaygr_stream.wire.records import (
     HEADER_CORRELATION,
     HEADER_KIND,
     HEADER_ORIGIN_TOPIC,
     HEADER_REASON,
     HEADER_REPLY_PARTITION,
-    Behaviours,
-    Cancel,
-    CostModel,
-    RankingRequest,
-    WorkerStatus,
-    decode,
-    encode,
-    pack_items,
+    KIND_CANCEL,
+    Record,
 )
-from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.refusals import Refusal, encode_refusals
 from relaygr_stream.wire.worker_status import StatusReader, Tombstone
 from relaygr_stream.worker.commands import Query

@@ -12,15 +12,10 @@ import pytest
 
 from relaygr_stream.history.sqlite_store import SqliteStore
 from relaygr_stream.settings.schema import History, Kafka, Settings
+from relaygr_stream.wire.behaviours import Behaviours, pack_items
+from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.history import HistoryReference
-from relaygr_stream.wire.messages import (
-    Behaviours,
-    PreInferSignal,
-    RankingRequest,
-    encode,
-    pack_items,
-    with_version,
-)
+from relaygr_stream.wire.messages import PreInferSignal, RankingRequest, with_version
 from tests.unit.worker.services import Peer, history, now_ms, worker_on, worker_settings
 from tests.waiting import until
 
@@ -126,7 +121,7 @@ async def test_no_scores_from_another_history_than_the_reference_says(
         assert column.status == "rejected"
         assert "'x:int32'" in column.detail
         assert (await peer.reply(await rank(peer, "fine", "u", there))).status == "ok"
-        assert w.worker._held.nbytes == 0
+        assert w.worker.requests.held.nbytes == 0
         assert peer.dead == []
 
 
@@ -141,7 +136,7 @@ async def test_a_worker_without_a_store_says_so(embedded_settings: Kafka) -> Non
         reply = await peer.reply(await rank(peer, "r", "u", reference))
         assert reply.status == "failed"
         assert "history.store" in reply.detail
-        assert w.worker._held.nbytes == 0
+        assert w.worker.requests.held.nbytes == 0
 
 
 class Gate:
@@ -178,7 +173,7 @@ async def test_waiting_for_the_store_stops_nothing_else_and_ends_at_the_deadline
         finally:
             Gate.open = True
         assert (await peer.reply(slow)).status == "ok"
-        assert w.worker._held.nbytes == 0
+        assert w.worker.requests.held.nbytes == 0
 
 
 async def test_signals_that_wait_for_their_history_count_as_pinned(embedded_settings: Kafka) -> None:
@@ -193,7 +188,7 @@ async def test_signals_that_wait_for_their_history_count_as_pinned(embedded_sett
             assert len(w.runtime.scheduler.pins) == 0
         finally:
             Gate.open = True
-        await until(lambda: w.worker._resolver.signal_tokens(lane) == [])
+        await until(lambda: w.worker.requests.resolver.signal_tokens(lane) == [])
         read = len(peer.statuses)
         await until(lambda: len(peer.statuses) > read + 2)
         assert stated(peer, lane)[1] == nbytes
@@ -211,8 +206,8 @@ async def test_an_expired_signal_leaves_nothing_behind(embedded_settings: Kafka)
         try:
             await signal(peer, "r", "u", HistoryReference.of(history("u", 100)), life_ms=200.0)
             await until(lambda: w.total("histories") == 1)
-            assert w.worker._held.nbytes == 0
-            assert w.worker._resolver.signal_tokens(peer.lane("u")) == []
+            assert w.worker.requests.held.nbytes == 0
+            assert w.worker.requests.resolver.signal_tokens(peer.lane("u")) == []
         finally:
             Gate.open = True
 
@@ -225,8 +220,8 @@ async def test_a_device_that_fails_answers_those_that_wait_for_the_store_once(em
         Gate.open = False
         try:
             waiting = await rank(peer, "waiting", "u", HistoryReference.of(history("u", 100)))
-            await until(lambda: w.worker._in_flight)
-            w.worker._device.failed.set_exception(DeviceError("broken by a test"))
+            await until(lambda: w.worker.requests.in_flight)
+            w.worker.device.failed.set_exception(DeviceError("broken by a test"))
             reply = await peer.reply(waiting)
             assert (reply.status, reply.detail) == ("failed", "broken by a test")
             await until(w.task.done)

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relaygr_stream.cache.entry import Found
-from relaygr_stream.models.api import KVRegion, ScoreInput, Tokens, relative_deviation
+from relaygr_stream.models.api import ScoreInput, Tokens, relative_deviation
+from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.worker.commands import Rank, RankTask
 from relaygr_stream.worker.forecast import ENOUGH
 from tests.unit.worker.test_overload import Timed, finished

@@ -16,9 +16,11 @@ from relaygr_stream.cache.copy import Convert, CopyEngine, CopyTicket, unchanged
 from relaygr_stream.cache.memory import TierMemory
 from relaygr_stream.cache.prefix_cache import PrefixCache
 from relaygr_stream.cache.storage import StorageKind
-from relaygr_stream.models.api import KVRegion, RankingModel, ScoreInput, Tokens, relative_deviation, takes_suffix
+from relaygr_stream.models.api import RankingModel, ScoreInput, Tokens, relative_deviation, takes_suffix
+from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.models.loading import load_model
-from relaygr_stream.settings.schema import Model, Relay
+from relaygr_stream.settings.schema import Relay
+from relaygr_stream.settings.worker import Model
 from relaygr_stream.worker.audit import Auditor
 from relaygr_stream.worker.commands import Answer, Command, Placed, Prefill, PrefillTask, Rank, RankTask
 from relaygr_stream.worker.executor import Executor

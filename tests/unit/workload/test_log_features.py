@@ -19,8 +19,8 @@ from relaygr_stream.errors import InputError
 from relaygr_stream.lab.workload.generator import Generator, GeneratorOptions
 from relaygr_stream.lab.workload.logs import InteractionLog, read_log
 from relaygr_stream.lab.workload.replay import Replay, ReplayOptions
+from relaygr_stream.wire.codec import check_features
 from relaygr_stream.wire.features import NO_FEATURES, FeatureColumn, FeatureSchema
-from relaygr_stream.wire.messages import check_features
 
 SCHEMA = FeatureSchema(
     [

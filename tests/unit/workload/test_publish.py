@@ -22,7 +22,8 @@ from relaygr_stream.lab.workload.generator import GeneratorOptions
 from relaygr_stream.lab.workload.publish import LogOptions, PublishOptions, Workload, prepare, send
 from relaygr_stream.lab.workload.replay import ReplayOptions
 from relaygr_stream.lab.workload.report import LiveLine, PublishReport, print_report, render
-from relaygr_stream.settings.schema import Model, Relay, Settings
+from relaygr_stream.settings.schema import Relay, Settings
+from relaygr_stream.settings.worker import Model
 from relaygr_stream.telemetry.printable import render_plain
 from relaygr_stream.wire.messages import RankingRequest
 from tests.unit.workload.logs_for_tests import movielens_rows, write_udata

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from relaygr_stream.models.api import KVRegion, Tokens
+from relaygr_stream.models.api import Tokens
 from relaygr_stream.models.hstu_model import HSTUModel
 from relaygr_stream.models.kernels.graphs import CudaRecorder, Recorder, Recording
+from relaygr_stream.models.kv import KVRegion
 from tests.unit.models.kernels.interpreter import HINT
 from tests.unit.models.small_models import small_model
 

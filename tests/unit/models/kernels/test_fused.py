@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relaygr_stream.models.api import KVRegion, ScoreInput
+from relaygr_stream.models.api import ScoreInput
 from relaygr_stream.models.hstu_model import HSTUModel
+from relaygr_stream.models.kv import KVRegion
 from tests.unit.models.kernels.interpreter import HINT
 from tests.unit.models.kernels.models import DEVICE, fused_model, plain_model, region_of
 from tests.unit.models.small_models import INCREMENTAL, deviation, held, random_items, random_tokens

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relaygr_stream.models.api import KVLayout, KVRegion
 from relaygr_stream.models.kernels.tiles import GROUP_TILES, PART_COLUMNS, Field, tile_table
+from relaygr_stream.models.kv import KVLayout, KVRegion
 from relaygr_stream.models.stu import RankingRows
 from tests.unit.models.naive_hstu import valid_attention
 

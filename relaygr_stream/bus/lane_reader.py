@@ -1,0 +1,254 @@
+"""The data plane: reads the lanes that this member owns from manually assigned partitions.
+
+When the group rebalances, only lanes that changed their owner stop or start; a kept lane continues at its position.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import structlog
+from aiokafka import AIOKafkaConsumer, TopicPartition
+from aiokafka.errors import OffsetOutOfRangeError
+
+from relaygr_stream.bus.aiokafka_compat import client_options
+from relaygr_stream.bus.renewed import Renewed
+from relaygr_stream.bus.unreadable import pass_unreadable
+from relaygr_stream.settings.schema import Kafka
+from relaygr_stream.wire.records import Record, as_record
+
+log = structlog.get_logger(__name__)
+
+#: The time limit of one wait for records: the period of an idle loop.
+WAIT_MS: Final = 1000
+#: Largest answer to a fetch (or one message). asyncio copies its bytes several times, which is fastest if they fit the
+#: processor's cache: 28,000 events of 26 KB a second with 4 MiB, 21,000 with aiokafka's 50 MiB, 16,000–21,000 with
+#: 1 MiB (docs/explanation/performance.md).
+FETCH_BYTES: Final = 4 * 1024 * 1024
+#: A broker answers each fetch within the fetch wait. It counts as unavailable if it is silent for this much longer.
+SILENT_S: Final = 3.0
+
+
+class OffsetLedger:
+    """Read and done offsets of one partition, from the offset at which this owner started.
+
+    `committable` never passes a record that was read and is not done, in any order of calls. A ledger lives while the
+    lane is owned without a break. The next ownership gets a new ledger, so a record of the former ownership that is
+    done late has no effect, unless it was read again.
+    """
+
+    __slots__ = ("_order", "_position", "_undone")
+
+    def __init__(self, start: int) -> None:
+        self._position = start
+        self._order: deque[int] = deque()  # offsets read, ascending, from the first undone one on
+        self._undone: set[int] = set()
+
+    @property
+    def position(self) -> int:
+        """The next offset to read."""
+        return self._position
+
+    @property
+    def undone(self) -> int:
+        """The number of records read and not done."""
+        return len(self._undone)
+
+    @property
+    def committable(self) -> int:
+        """The offset at which the next owner may start: every record read below it is done."""
+        return self._order[0] if self._order else self._position
+
+    def has(self, offset: int) -> bool:
+        """Whether the record was read and is not done."""
+        return offset in self._undone
+
+    def read(self, offset: int) -> bool:
+        """Mark a record as read. Returns False if it was read before, and must not be handed out again.
+
+        Offsets ascend, with gaps where the topic is compacted.
+        """
+        if offset < self._position:
+            return False
+        self._position = offset + 1
+        self._order.append(offset)
+        self._undone.add(offset)
+        return True
+
+    def done(self, offset: int) -> bool:
+        """Mark a record as done. Returns False if it was not read by this owner, or is done already."""
+        if offset not in self._undone:
+            return False
+        self._undone.remove(offset)
+        while self._order and self._order[0] not in self._undone:
+            self._order.popleft()
+        return True
+
+
+class LaneReader:
+    """Hands out the records of some lanes, in order per topic and lane.
+
+    take(records): gets new records, all at once, since unread partitions block the others. set_apart(record): returns
+    True for a record that must not be handed out here. failed(error): reading cannot be resumed.
+    """
+
+    def __init__(
+        self,
+        kafka: Kafka,
+        topics: Sequence[str],
+        member: str,
+        take: Callable[[list[Record]], None],
+        set_apart: Callable[[Record], bool],
+        failed: Callable[[BaseException], None],
+        *,
+        check_crcs: bool,
+    ) -> None:
+        self._kafka = kafka
+        self._topics = topics
+        self._member = member
+        self._take = take
+        self._set_apart = set_apart
+        self._check_crcs = check_crcs
+        self._renewed = Renewed(kafka, "the lanes' reader", self._make, self._point, given_up=failed)
+        self.lanes: frozenset[int] = frozenset()
+        self.ledgers: Final[dict[tuple[str, int], OffsetLedger]] = {}
+        self._answered_ms = 0  # time of a broker's last answer, by aiokafka's clock, which is not monotonic
+        self._heard_s = 0.0  # monotonic time at which _answered_ms changed, or the lanes did
+        self._reading = asyncio.Event()  # set while there are lanes to read
+        self._halted = False
+
+    @property
+    def client(self) -> Any:
+        """The aiokafka consumer of this moment."""
+        return self._renewed.client
+
+    @property
+    def trouble(self) -> str | None:
+        """The part that has ended and is being replaced; no lane is read meanwhile. None if all is well."""
+        return self._renewed.trouble
+
+    @property
+    def answered(self) -> bool:
+        """Whether a broker has answered lately."""
+        answers = (self.client.last_poll_timestamp(TopicPartition(*each)) or 0 for each in self.ledgers)
+        if (answered_ms := max(answers, default=0)) != self._answered_ms:
+            self._answered_ms, self._heard_s = answered_ms, time.monotonic()
+        return time.monotonic() - self._heard_s < SILENT_S + self._kafka.fetch_max_wait_ms / 1000
+
+    @property
+    def undone(self) -> int:
+        """The number of records handed out and not done, over all lanes."""
+        return sum(ledger.undone for ledger in self.ledgers.values())
+
+    @property
+    def uncommitted(self) -> int:
+        """The number of offsets read and not committable, over all lanes: one record that is not done holds back all
+        behind it."""
+        return sum(ledger.position - ledger.committable for ledger in self.ledgers.values())
+
+    async def start(self) -> None:
+        """Connect, without lanes. Raises BrokerUnavailable, BrokerError."""
+        await self._renewed.start()
+
+    async def stop(self) -> None:
+        """Disconnect; the lanes and their ledgers stay."""
+        self._halted = True
+        await self._renewed.stop()
+
+    def expect(self) -> None:
+        """Lanes are about to be gained: a silent broker is noticed from now on."""
+        self._heard_s = time.monotonic()
+
+    def add(self, offsets: Mapping[int, Sequence[int]]) -> None:
+        """Read these lanes too. offsets: lane → the start offset of each topic."""
+        for lane, starts in offsets.items():
+            for topic, offset in zip(self._topics, starts, strict=True):
+                self.ledgers[topic, lane] = OffsetLedger(offset)
+        self.lanes |= frozenset(offsets)
+
+    def resume(self) -> None:
+        """Assign the owned lanes, each at its position. It does not await, so no record is lost."""
+        self._assign(self.client)
+        self._reading.set()
+
+    def drop(self, lanes: frozenset[int]) -> None:
+        """Read these lanes no more; their records are not handed out after this."""
+        if not self._halted:
+            # Pause only: a new assignment of the rest would abort the fetch in which the kept lanes wait.
+            self.client.pause(*(TopicPartition(topic, lane) for lane in lanes for topic in self._topics))
+        for topic in self._topics:
+            for lane in lanes:
+                del self.ledgers[topic, lane]
+        self.lanes -= lanes
+        if not self.lanes:
+            self._reading.clear()
+
+    def halt(self) -> None:
+        """Read nothing more; the lanes and their ledgers stay."""
+        self._halted = True
+        self._reading.clear()
+        self.client.assign([])
+
+    async def run(self) -> None:
+        """Read for ever. Raises what ends reading."""
+        while True:
+            await self._reading.wait()
+            try:
+                batches = await self.client.getmany(timeout_ms=WAIT_MS)
+            except OffsetOutOfRangeError as error:
+                await self._restart_lane(error.args[0])
+                continue
+            self._hand_out([as_record(message) for messages in batches.values() for message in messages])
+
+    def _hand_out(self, records: list[Record]) -> None:
+        """Hand out the new records of owned lanes in order. After a seek, some records arrive a second time."""
+        new = []
+        for record in records:
+            ledger = self.ledgers.get((record.topic, record.lane))
+            if ledger is not None and ledger.read(record.offset) and not self._set_apart(record):
+                new.append(record)
+        if new:
+            self._take(new)
+
+    async def _restart_lane(self, out_of_range: dict[TopicPartition, int]) -> None:
+        """Restart at the earliest offset: the log was truncated, expired or recreated, so the offset is not in it."""
+        earliest = await self.client.beginning_offsets(list(out_of_range))
+        for partition, offset in earliest.items():
+            if partition in self.ledgers and not self._halted:
+                log.warning(
+                    "offset_out_of_range",
+                    topic=partition.topic,
+                    lane=partition.partition,
+                    position=out_of_range[partition],
+                    restarted_at=offset,
+                )
+                self.ledgers[partition] = OffsetLedger(offset)
+                self.client.seek(partition, offset)
+
+    def _make(self) -> Any:
+        return AIOKafkaConsumer(
+            **client_options(self._kafka, self._member),
+            group_id=None,
+            enable_auto_commit=False,
+            auto_offset_reset="none",  # see _restart_lane
+            fetch_max_wait_ms=self._kafka.fetch_max_wait_ms,
+            fetch_max_bytes=FETCH_BYTES,
+            check_crcs=self._check_crcs,
+        )
+
+    async def _point(self, data: Any) -> None:
+        """Assign the owned lanes to a new consumer. It does not await, since the consumer takes over right after."""
+        pass_unreadable(data)
+        if self.lanes and not self._halted:
+            self._assign(data)
+
+    def _assign(self, data: Any) -> None:
+        partitions = [TopicPartition(topic, lane) for lane in sorted(self.lanes) for topic in self._topics]
+        data.assign(partitions)
+        for partition in partitions:
+            data.seek(partition, self.ledgers[partition].position)
+        self._heard_s = time.monotonic()

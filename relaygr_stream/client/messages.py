@@ -1,0 +1,262 @@
+"""The client below its arrays: announce, rank and cancel with messages; its connection, limits, traces and metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from contextlib import AsyncExitStack, suppress
+from copy import copy
+from types import TracebackType
+from typing import Any, Final, Self, TypeVar
+
+import msgspec
+from prometheus_client import CollectorRegistry
+
+from relaygr_stream.bus.producer import Outgoing
+from relaygr_stream.bus.renewed import RenewalsCollector
+from relaygr_stream.bus.topics import Topic, lane_of, load_topics
+from relaygr_stream.client.answers import Answers, Ranking, ranking_of
+from relaygr_stream.client.connection import Connection, connected
+from relaygr_stream.client.exchange import now_ms
+from relaygr_stream.client.metrics import ClientMetrics
+from relaygr_stream.errors import (
+    DeadlineExceeded,
+    DecodeError,
+    Overloaded,
+    Rejected,
+    RelayError,
+    RequestError,
+)
+from relaygr_stream.settings.load import load_settings
+from relaygr_stream.settings.schema import Settings
+from relaygr_stream.telemetry.otlp import tracing_of
+from relaygr_stream.telemetry.tracing import OFF, Trace, Tracing
+from relaygr_stream.telemetry.tracing import Headers as TraceContext
+from relaygr_stream.wire.behaviours import ITEM_DTYPE
+from relaygr_stream.wire.codec import check_features, encode, validated
+from relaygr_stream.wire.features import FeatureSchema
+from relaygr_stream.wire.fleet import OwnerDirectory
+from relaygr_stream.wire.messages import Cancel, Id, RankingRequest, RequestEvent, ScoreReply, prefix_length
+from relaygr_stream.wire.worker_status import StatusReader
+
+M = TypeVar("M", RequestEvent, RankingRequest)
+
+#: Bytes of a message besides its value and key, as the broker counts: the record batch's header (61), the record's
+#: varints (at most 35), our headers (about 60; those of a trace count apart), rounded up.
+FRAME_BYTES: Final = 256
+#: Announcements whose spans are remembered for their rankings, where `request` does not connect the two.
+MAX_ANNOUNCED: Final = 4096
+
+
+class MessageClient:
+    """What RelayClient is, without `request`: an open connection, and the verbs with messages of the wire."""
+
+    def __init__(
+        self,
+        bootstrap: str | None = None,
+        *,
+        settings: Settings | None = None,
+        client_id: str | None = None,
+        registry: CollectorRegistry | None = None,
+        features: FeatureSchema | None = None,
+        tracer_provider: Any = None,
+    ) -> None:
+        self._features = features
+        self._announced: dict[str, Trace] = {}  # by request id, where tracing is on
+        self._tracing = OFF if tracer_provider is None else Tracing(tracer_provider)
+        if settings is None:
+            settings = load_settings(flags={"kafka.bootstrap": bootstrap}).settings
+        elif bootstrap is not None:
+            kafka = msgspec.structs.replace(settings.kafka, bootstrap=bootstrap)
+            settings = msgspec.structs.replace(settings, kafka=kafka)
+        self._settings = settings
+        self._client_id = client_id or f"relaygr-client-{secrets.token_hex(4)}"
+        self._topics = load_topics(settings.kafka)
+        self.registry: Final = CollectorRegistry() if registry is None else registry
+        self._metrics = ClientMetrics(self.registry)
+        with suppress(ValueError):  # the registry of a process has one already
+            self.registry.register(RenewalsCollector())
+        self._answers = Answers(self._metrics, self._topics.scores.max_message_bytes, settings.relay.answer_secret)
+        self._reader = StatusReader.of(settings, self._topics)
+        self._owners = OwnerDirectory(settings.client.silence_ms, reader=self._reader)
+        self._connection: Connection | None = None
+        self._stack = AsyncExitStack()
+        self._ended: RelayError = RequestError("the client is not open: use `async with RelayClient(…) as relay`")
+
+    @property
+    def error(self) -> RelayError | None:
+        """Why no call is possible: the client is not open, or its answers can no longer be read. None: it is open."""
+        return self._ended if self._connection is None else None
+
+    @property
+    def in_flight(self) -> int:
+        """Calls of rank() without an answer yet."""
+        return len(self._answers)
+
+    async def worker_serves(self, within: float) -> bool:
+        """Whether some worker is serving, waiting at most `within` seconds for its status.
+
+        Always True if client.hedge_ms is 0: the client then does not read statuses.
+        """
+        give_up = time.monotonic() + within
+        while self._settings.client.hedge_ms and time.monotonic() < give_up:
+            if any(status.state == "serving" for status in self._owners.workers().values()):
+                return True
+            await asyncio.sleep(0.05)
+        return not self._settings.client.hedge_ms
+
+    async def __aenter__(self) -> Self:
+        if self._settings.client.hedge_ms:
+            await self._reader.prepare()
+        if not self._tracing.on:
+            tracing = tracing_of(self._settings.telemetry, "client", self.registry)
+            self._tracing = await self._stack.enter_async_context(tracing)
+        way = connected(
+            self._settings, self._topics, self._client_id, self._answers, self._owners, self._metrics, self._end
+        )
+        self._connection = await self._stack.enter_async_context(way)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Fail the calls in flight with RequestError, send what is buffered, disconnect."""
+        self._end(RequestError("the client was closed"))
+        await self._stack.aclose()
+
+    async def announce(self, event: RequestEvent, *, within: Trace | TraceContext | None = None) -> None:
+        """Publish a request event when retrieval starts; sets its `sent_ms`. `request` does this for you.
+
+        Returns once the event is buffered, without waiting for the broker: a lost event costs speed, not scores. The
+        event is sent, together with others, within client.announce_linger_ms. within: the request's span, or headers
+        with a trace context. Raises Rejected (invalid or too large), BrokerUnavailable (no broker answers),
+        LanesChanged (the cluster has another number of lanes than the settings).
+        """
+        connection = self._open()
+        event = msgspec.structs.replace(event, sent_ms=now_ms(), tenant=event.tenant or self._settings.client.tenant)
+        trace = within if isinstance(within, Trace) else self.begin("relaygr.announce", event.request_id, within)
+        if trace is not None and trace is not within:
+            trace.end()  # what follows from the event refers to it, its ranking included
+            if len(self._announced) >= MAX_ANNOUNCED:
+                del self._announced[next(iter(self._announced))]
+            self._announced[event.request_id] = trace
+        await connection.announce(event.user_id, self._encoded(event, self._topics.retrieval, trace))
+
+    def begin(self, name: str, request_id: str, within: Trace | TraceContext | None = None) -> Trace | None:
+        """Start a span of a request: inside another one, a context from elsewhere, or the caller's current span. None:
+        tracing is off."""
+        if not self._tracing.on:
+            return None
+        return self._tracing.begin(name, within, attributes={"relaygr.request_id": request_id})
+
+    async def rank(
+        self, request: RankingRequest, *, timeout: float | None = None, within: Trace | TraceContext | None = None
+    ) -> Ranking:
+        """Score the request's candidates; sets its `sent_ms` and `timeout_ms`. `Request.rank` does this for you.
+
+        timeout: seconds; None: client.timeout_ms. within: the request's span. Raises DeadlineExceeded (no answer in
+        time, or the worker answers
+        that it is too late), Overloaded (the worker refuses, or client.max_in_flight calls are in flight), Rejected
+        (invalid, too large, or beyond a limit, which it names), WorkerFailed, BrokerUnavailable or BrokerError (not
+        sent), LanesChanged (the cluster has another number of lanes than the settings), RequestError (the client was
+        closed).
+        """
+        timeout_s = self._settings.client.timeout_ms / 1000 if timeout is None else timeout
+        trace = self.begin("relaygr.rank", request.request_id, within or self._announced.pop(request.request_id, None))
+        try:
+            ranking = await self._rank(request, timeout_s, trace)
+        except BaseException as error:
+            if isinstance(error, RelayError):
+                self._metrics.rankings.labels(type(error).__name__).inc()
+            if trace is not None:
+                trace.fail(error)
+            raise
+        if trace is not None:
+            trace.end({"relaygr.outcome": ranking.outcome, "relaygr.worker": ranking.worker})
+        self._metrics.rankings.labels(ranking.outcome).inc()
+        self._metrics.rank_seconds.observe(ranking.latency_s)
+        return ranking
+
+    async def cancel(self, user: str | int, request_id: str, *, tenant: str = "") -> None:
+        """Say that an announced request will not be ranked: its prefix KV are released at once, not only at the end of
+        relay.life_window_ms. A ranking that follows nevertheless is answered. `request` does this for you.
+
+        user: the user's id, or the number of the lane that it is on. Returns once the cancel is buffered. Raises
+        Rejected (invalid), BrokerError (no broker takes it), LanesChanged.
+        """
+        connection = self._open()
+        try:
+            cancel = validated(Cancel(request_id=request_id, tenant=tenant or self._settings.client.tenant))
+            lane = self.lane(msgspec.convert(user, Id)) if isinstance(user, str) else user
+        except (DecodeError, ValueError) as error:
+            raise Rejected(f"not a valid Cancel: {error}") from error
+        if not 0 <= lane < self._topics.lanes:
+            raise Rejected(f"lane {lane}: this relay has lanes 0…{self._topics.lanes - 1}")
+        await connection.cancel(lane, encode(cancel))
+
+    def lane(self, user_id: str) -> int:
+        """The number of the user's lane."""
+        return lane_of(user_id, self._topics.lanes)
+
+    async def _rank(self, request: RankingRequest, timeout_s: float, trace: Trace | None) -> Ranking:
+        started = time.perf_counter()
+        connection = self._open()
+        if timeout_s <= 0:
+            raise DeadlineExceeded(f"the timeout is {timeout_s:g} s: too late before it was sent")
+        request = msgspec.structs.replace(
+            request,
+            sent_ms=now_ms(),
+            timeout_ms=timeout_s * 1000,
+            tenant=request.tenant or self._settings.client.tenant,
+            client_id=request.client_id or self._client_id,
+        )
+        message = self._encoded(request, self._topics.ranking, trace)
+        self._check_limits(request)
+        most = self._settings.client.max_in_flight
+        if len(self._answers) >= most:
+            raise Overloaded(f"{most} calls are under way (client.max_in_flight)")
+        reply = await self._ask(connection, request, message)
+        return ranking_of(reply, request.candidates, time.perf_counter() - started)
+
+    async def _ask(self, connection: Connection, request: RankingRequest, message: Outgoing) -> ScoreReply:
+        """The worker's answer; the laboratory asks other workers than the lane's owner."""
+        return await connection.rank(request, message)
+
+    def _open(self) -> Connection:
+        if self._connection is None:
+            raise copy(self._ended)  # each caller gets its own traceback
+        self._connection.check_lanes()
+        return self._connection
+
+    def _end(self, error: RelayError) -> None:
+        self._connection, self._ended = None, error
+        self._answers.fail_all(error)
+
+    def _encoded(self, message: M, topic: Topic, trace: Trace | None = None) -> Outgoing:
+        """A message and its trace context. Raises Rejected if a receiver would refuse it."""
+        try:
+            value, key = encode(validated(message)), message.user_id.encode()
+            if self._features is not None:
+                check_features(message, self._features)
+        except (DecodeError, TypeError, ValueError, OverflowError) as error:
+            raise Rejected(f"not a valid {type(message).__name__}: {error}") from error
+        headers = [] if trace is None else trace.headers
+        size = len(value) + len(key) + sum(len(name) + len(text) for name, text in headers) + FRAME_BYTES
+        if size > topic.max_message_bytes:
+            raise Rejected(
+                f"{size} bytes with headers, {topic.name} takes {topic.max_message_bytes}: shorten the history, or "
+                f"raise max_message_bytes in the topic's file"
+            )
+        return Outgoing(key, value, headers)
+
+    def _check_limits(self, request: RankingRequest) -> None:
+        candidates = len(request.candidates) // ITEM_DTYPE.itemsize
+        beyond = self._settings.relay.beyond(
+            prefix=prefix_length(request), suffix=len(request.suffix), candidates=candidates
+        )
+        if beyond:
+            raise Rejected(beyond)

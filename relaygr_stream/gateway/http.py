@@ -1,0 +1,117 @@
+"""Requests and answers in HTTP: bodies, formats, deadlines, trace contexts, and the status of each error."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Final
+
+import msgspec
+import structlog
+from starlette.requests import Request
+from starlette.responses import Response
+
+from relaygr_stream.errors import (
+    BrokerError,
+    DeadlineExceeded,
+    DecodeError,
+    Overloaded,
+    Rejected,
+    RelayError,
+    WorkerFailed,
+)
+from relaygr_stream.gateway.messages import FORMATS, JSON, Format, Problem
+from relaygr_stream.gateway.tokens import Refused
+from relaygr_stream.settings.schema import Gateway
+from relaygr_stream.telemetry.limiter import LogLimiter
+from relaygr_stream.telemetry.printable import printable
+from relaygr_stream.telemetry.tracing import TRACE_HEADERS, trace_headers
+
+log = structlog.get_logger(__name__)
+limited = LogLimiter().limited
+
+#: Milliseconds within which the client wants the answer.
+TIMEOUT_HEADER: Final = "relaygr-timeout-ms"
+#: Seconds after which an overloaded relay is asked again: its queues are shorter than a deadline.
+RETRY_AFTER_S: Final = "1"
+#: The status of each error; the first that fits.
+STATUSES: Final[tuple[tuple[type[RelayError], int, str], ...]] = (
+    (DeadlineExceeded, 504, "deadline_exceeded"),
+    (Overloaded, 429, "overloaded"),
+    (Rejected, 400, "rejected"),
+    (WorkerFailed, 502, "failed"),
+    (BrokerError, 503, "unavailable"),
+    (RelayError, 503, "unavailable"),
+)
+#: Statuses after which the same request may succeed a moment later.
+_AGAIN: Final = (429, 503)
+
+
+async def read_body(http: Request, kind: type[Any], limits: Gateway) -> Any:
+    """The decoded body. Raises Refused."""
+    media = http.headers.get("content-type", JSON.media).partition(";")[0].strip().lower()
+    form, most = FORMATS.get(media), limits.max_body_bytes
+    if form is None or http.headers.get("content-encoding", "identity") != "identity":
+        raise Refused(415, "unsupported", f"content type {printable(media)}: send {' or '.join(FORMATS)}, uncompressed")
+    length = http.headers.get("content-length", "")
+    data = bytearray()
+    try:
+        async with asyncio.timeout(limits.read_ms / 1e3):
+            if not (length.isdigit() and len(length) < 16 and int(length) > most):
+                async for chunk in http.stream():
+                    data += chunk
+                    if len(data) > most:
+                        break
+                else:
+                    return form.decoders[kind](data)
+    except TimeoutError:
+        took = f"the body did not come within {limits.read_ms:g} ms (gateway.read_ms)"
+        raise Refused(408, "slow", took) from None
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise Refused(400, "malformed", str(error)[:500] or type(error).__name__, close=False) from error
+    raise Refused(413, "too_large", f"the body has more than {most} bytes (gateway.max_body_bytes)")
+
+
+def failure(error: RelayError, reply: Format, path: str) -> Response:
+    """The answer to a request that ended with this error; the relay's own failures are logged."""
+    if isinstance(error, DecodeError):
+        error = Rejected(error.detail)
+    status, name = next((status, name) for kind, status, name in STATUSES if isinstance(error, kind))
+    if status >= 500 and status != 504:
+        limited(log.warning, name)("a request failed", path=path, outcome=name, detail=str(error))
+    headers = {"retry-after": RETRY_AFTER_S} if status in _AGAIN else {}
+    return answer(status, reply, Problem(error=name, detail=str(error)), headers)
+
+
+def answer(status: int, form: Format, body: msgspec.Struct, headers: dict[str, str] | None = None) -> Response:
+    """An answer with this body, encoded in the format."""
+    return Response(form.encode(body), status, headers, form.media)
+
+
+def reply_format(http: Request) -> Format:
+    """The format of the answer: one that the client accepts; otherwise that of its body."""
+    accepted = http.headers.get("accept", "")
+    for media, form in FORMATS.items():
+        if media in accepted:
+            return form
+    return FORMATS.get(http.headers.get("content-type", "").partition(";")[0].strip().lower(), JSON)
+
+
+def deadline(http: Request, started: float) -> float | None:
+    """The monotonic time after which the answer is useless; None: the client states none. Raises Refused."""
+    stated = http.headers.get(TIMEOUT_HEADER)
+    if stated is None:
+        return None
+    try:
+        milliseconds = float(stated)
+    except ValueError:
+        milliseconds = -1.0
+    if not 0 < milliseconds <= 3.6e6:
+        raise Refused(
+            400, "rejected", f"header {TIMEOUT_HEADER}: {printable(stated[:40])} is not 1…3600000 milliseconds"
+        )
+    return started + milliseconds / 1e3
+
+
+def trace_context(http: Request) -> list[tuple[str, bytes]]:
+    """The trace context in the request's headers; empty: none."""
+    return trace_headers([(name, value.encode()) for name in TRACE_HEADERS if (value := http.headers.get(name))])

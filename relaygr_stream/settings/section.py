@@ -1,0 +1,113 @@
+"""What settings are made of: sections that hide secrets, the types of values, and the description of each setting."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from dataclasses import field as dataclass_field
+from typing import Annotated, Any, get_type_hints
+
+import msgspec
+from msgspec import Meta, Struct, structs
+from msgspec import inspect as msgspec_inspect
+
+ENV_PREFIX = "RELAYGR_"
+
+#: Names of settings that no log, error or traceback shows; each also has `secret` in its extra.
+SECRETS = frozenset({"answer_secret", "sasl_password", "tls_key_password", "hash_key", "secret", "tokens", "password"})
+SECRET_SHOWN = "********"
+
+BYTES = {"unit": "bytes"}  # a setting with this unit also accepts "512MiB", "2GiB", …
+
+#: A text for logs and keys, without control characters and NUL.
+LABEL = Meta(max_length=128, pattern=r"\A[^\x00-\x1f\x7f-\x9f]*\Z")
+Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,128}$")]
+Port = Annotated[int, Meta(ge=0, le=65535)]
+Positive = Annotated[int, Meta(ge=1)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Ms = Annotated[float, Meta(gt=0, le=3.6e6)]
+
+
+def doc(text: str) -> Meta:
+    """The meaning of a setting, for its table and help texts."""
+    return Meta(description=text)
+
+
+class Section(Struct, frozen=True, kw_only=True):
+    """A group of settings; its representation hides secrets."""
+
+    def __repr__(self) -> str:
+        shown = (
+            f"{name}={SECRET_SHOWN if _is_secret(name, value) else repr(value)}"
+            for name, value in structs.asdict(self).items()
+        )
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
+def _is_secret(name: str, value: object) -> bool:
+    return (name in SECRETS and bool(value)) or (name == "bootstrap" and "@" in str(value))
+
+
+@dataclass(frozen=True)
+class Field:
+    """One setting of the schema."""
+
+    key: str  # "section.name"
+    kind: Any
+    default: Any
+    description: str
+    is_bytes: bool
+    is_secret: bool
+    is_list: bool  # of text
+
+    @property
+    def env(self) -> str:
+        """The environment variable that sets it."""
+        return env_name(self.key)
+
+
+@dataclass(frozen=True)
+class Value:
+    """A setting's effective value and its source."""
+
+    field: Field
+    value: Any = dataclass_field(repr=False)  # may be a secret
+    source: str  # "default", "FILE", "environment RELAYGR_…", "flag --set …"
+
+    @property
+    def shown(self) -> str:
+        """The value as text; secrets are hidden."""
+        if self.field.is_secret and self.value:
+            return SECRET_SHOWN
+        return msgspec.json.encode(self.value).decode()
+
+
+def env_name(key: str) -> str:
+    """The environment variable of the setting `key`."""
+    return ENV_PREFIX + key.replace(".", "_").upper()
+
+
+def fields_of(settings: type[Struct]) -> dict[str, Field]:
+    """Every setting, by its key. settings: a Struct of Sections."""
+    fields: dict[str, Field] = {}
+    for section in structs.fields(settings):
+        hints = get_type_hints(section.type, include_extras=True)
+        for item in structs.fields(section.type):
+            kind = hints[item.name]
+            info = msgspec_inspect.type_info(kind)
+            description = ""
+            extra: dict[str, Any] = {}
+            while isinstance(info, msgspec_inspect.Metadata):
+                description = (info.extra_json_schema or {}).get("description", description)
+                extra = {**extra, **(info.extra or {})}
+                info = info.type
+            key = f"{section.name}.{item.name}"
+            fields[key] = Field(
+                key=key,
+                kind=kind,
+                default=item.default,
+                description=description,
+                is_bytes=extra.get("unit") == "bytes",
+                is_secret=bool(extra.get("secret")),
+                is_list=isinstance(info, msgspec_inspect.VarTupleType),
+            )
+    return fields

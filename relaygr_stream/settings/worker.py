@@ -1,0 +1,161 @@
+"""Settings of a worker, of its model, and of hand-over between workers."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from relaygr_stream.settings.section import BYTES, Ms, Name, Port, Positive, Section, Share, doc
+
+Kernels = Literal["auto", "torch", "triton", "amx", "avx512_bf16", "avx512"]
+
+
+class Worker(Section, frozen=True, kw_only=True):
+    """A worker: one process with one device."""
+
+    name: Annotated[
+        str, Meta(pattern=r"^[A-Za-z0-9._-]{0,128}$"), doc("name, unique per worker; empty: host and pid")
+    ] = ""
+    group: Annotated[Name, doc("consumer group whose members own the lanes, without kafka.prefix")] = "workers"
+    device: Annotated[str, Meta(pattern=r"^(cpu|cuda|npu)(:\d+)?$"), doc("cpu, cuda[:N] or npu[:N]")] = "cpu"
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"], doc("type of weights, K and V")] = "float32"
+    kernels: Annotated[
+        Kernels,
+        doc(
+            "what computes the built-in model's layers. auto: triton on cuda, the processor's instructions on cpu, "
+            "and torch operators where those are absent or deviate; an instruction set: on cpu, at most its "
+            "instructions. All but auto and torch refuse to start where they cannot run"
+        ),
+    ] = "auto"
+    threads: Annotated[Positive, doc("CPU threads of one operator")] = 1
+    capacity: Annotated[
+        float, Meta(gt=0, le=1e6), doc("weight of this worker when lanes are distributed over workers")
+    ] = 1.0
+    hbm_bytes: Annotated[int, Meta(ge=1, extra=BYTES), doc("size of the HBM tier: prefix KV on the device")] = 1 << 30
+    dram_bytes: Annotated[
+        int, Meta(ge=0, extra=BYTES), doc("size of the DRAM tier: prefix KV in host memory; 0: no such tier")
+    ] = 2 << 30
+    dram_storage: Annotated[
+        Literal["exact", "int8"], doc("form of K and V in DRAM; int8 holds 2-4 times as much, and rounds scores")
+    ] = "exact"
+    dram_int8_deviation: Annotated[
+        float,
+        Meta(gt=0, le=1),
+        doc("with int8: largest relative deviation of scores; above it the start fails, and an audit logs an error"),
+    ] = 0.03
+    pinned_share: Annotated[Share, doc("share of hbm_bytes for requests that are admitted and not yet ranked")] = 0.5
+    pre_infer_share: Annotated[Share, doc("share of device time that pre-inference may use")] = 0.7
+    max_ranking_delay_ms: Annotated[
+        Ms, doc("longest time that a chunk of a prefill job, or a batch, delays a ranking request")
+    ] = 5.0
+    max_stale_tokens: Annotated[
+        int,
+        Meta(ge=0, le=4096),
+        doc("a stale prefix is used if it lacks at most this many newest behaviours, which are scored as suffix"),
+    ] = 16
+    batch: Annotated[Positive, doc("most ranking requests per step if batching is faster; otherwise two")] = 8
+    audit_share: Annotated[Share, doc("share of ranking requests that are also scored in full, for comparison")] = 0.01
+    reply_ms: Annotated[
+        float, Meta(ge=0, le=1e4), doc("time reserved before a ranking's deadline for the answer's way to its client")
+    ] = 5.0
+    max_queue: Annotated[
+        Positive, doc("most waiting ranking requests; further ones are answered `overloaded` at once")
+    ] = 2048
+    max_waiting_bytes: Annotated[
+        int,
+        Meta(ge=1 << 20, extra=BYTES),
+        doc(
+            "most memory of unanswered requests, tokens and scores included; beyond it requests are answered "
+            "`overloaded` at once. 256 MiB hold 1000 requests of the longest that relay.max_… allow by default: 10 s "
+            "of work for a device that takes 10 ms each"
+        ),
+    ] = 256 << 20
+    max_crashes: Annotated[
+        int, Meta(ge=2, le=100), doc("a ranking is answered `failed`, not run, after this many workers ended at it")
+    ] = 3
+    max_timeout_ms: Annotated[
+        Ms, doc("longest time that a ranking waits here, even if its sender's timeout is longer")
+    ] = 60_000.0
+    forward: Annotated[
+        bool, doc("forward rankings that would be late here to a worker that is in time, instead of refusing them")
+    ] = True
+    truncate_min_tokens: Annotated[
+        int,
+        Meta(ge=0),
+        doc(
+            "a ranking without prefix KV that would be late in full is ranked with its newest behaviours alone: the "
+            "largest multiple of this that is in time; 0: never"
+        ),
+    ] = 0
+    status_interval_ms: Annotated[Positive, doc("time between statuses on `worker-status`")] = 250
+    drain_ms: Annotated[Positive, doc("on SIGTERM, longest time for accepted requests to complete")] = 10_000
+
+
+class Handover(Section, frozen=True, kw_only=True):
+    """Handover: the prefix KV of lanes that move from worker to worker."""
+
+    secret: Annotated[
+        str,
+        Meta(pattern=r"^$|^.{16,}$", extra={"secret": True}),
+        doc("shared by all workers, 16 characters or more; without it and tls_certificate there is no handover"),
+    ] = ""
+    tls_ca: Annotated[
+        str, doc("PEM file of the workers' certificate authority; empty: one derived from handover.secret")
+    ] = ""
+    tls_certificate: Annotated[
+        str, doc("PEM file of this worker's certificate, with URI:relaygr://worker/NAME and its advertised host")
+    ] = ""
+    tls_key: Annotated[
+        str, doc("PEM file of the key of handover.tls_certificate; empty: in the certificate's file")
+    ] = ""
+    networks: Annotated[
+        tuple[str, ...],
+        doc("the workers' networks, in CIDR form; connections to or from others are refused"),
+    ] = ("127.0.0.0/8", "::1/128", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "fc00::/7")
+    host: Annotated[str, doc("address on which other workers fetch the prefix KV of lanes that they gained")] = (
+        "127.0.0.1"
+    )
+    port: Annotated[Port, doc("port on handover.host; 0: any free one")] = 0
+    advertise: Annotated[
+        str, doc("host name for other workers; empty: handover.host, or this machine's name if that is any address")
+    ] = ""
+    mib_per_s: Annotated[
+        float, Meta(gt=0, le=1e6), doc("most that this worker sends to all others together, in MiB per second")
+    ] = 64.0
+
+
+class Model(Section, frozen=True, kw_only=True):
+    """The model: a user's own factory, a checkpoint, or an HSTU of this shape with random weights."""
+
+    factory: Annotated[str, doc("module:factory of a user's own model; empty: the built-in HSTU")] = ""
+    path: Annotated[
+        str, doc("folders that hold the factory's module, separated as in PYTHONPATH; empty: installed packages")
+    ] = ""
+    checkpoint: Annotated[
+        str, doc("folder with config.json and model.safetensors, or a packaged one (demo); empty: random weights")
+    ] = ""
+    seed: Annotated[int, doc("seed of random weights")] = 7
+    layers: Annotated[Positive, doc("STU layers")] = 4
+    dim: Annotated[Positive, doc("embedding width D")] = 128
+    heads: Annotated[Positive, doc("attention heads H")] = 4
+    dqk: Annotated[Positive, doc("query/key width per head")] = 32
+    dv: Annotated[Positive, doc("value width per head")] = 32
+    vocab: Annotated[Positive, doc("items with a row of their own: ids from 0 to below this")] = 100_000
+    oov_rows: Annotated[
+        int, Meta(ge=0), doc("rows shared, by hash, by all other item ids; 0: they count modulo model.vocab")
+    ] = 0
+    max_positions: Annotated[Positive, doc("rows of the position table; later positions share the last row")] = 8192
+    scale_tokens: Annotated[Positive, doc("N of the attention scale 1/N; a constant of the model")] = 1024
+    contextual_seq_len: Annotated[
+        int, Meta(ge=0), doc("number of first tokens that attend to the whole prefix; requires an empty suffix")
+    ] = 0
+    max_attn_len: Annotated[int, Meta(ge=0), doc("tokens attend at most this many tokens back; 0: no limit")] = 0
+    relative_positions: Annotated[
+        int, Meta(ge=0), doc("distances of positions that bias attention, each with a weight a layer; 0: no such bias")
+    ] = 0
+    relative_times: Annotated[
+        int, Meta(ge=0, le=128), doc("buckets of times between tokens that bias attention; 0: no such bias")
+    ] = 0
+    group_norm: Annotated[bool, doc("normalise attention outputs per head instead of over all heads")] = False
+    tasks: Annotated[tuple[str, ...], doc("names of the score columns")] = ("click", "like")

@@ -1,0 +1,310 @@
+"""Requests from their record to their answer: records become commands of the device thread, its answers become replies.
+
+record ─► intake ─► history ─► device ─► outbox ─► record done
+             └── cannot be read ──────────┘
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Final
+
+import structlog
+from prometheus_client import CollectorRegistry
+
+from relaygr_stream.bus.ages import LogEnds
+from relaygr_stream.bus.producer import Producer
+from relaygr_stream.bus.topics import TopicSet
+from relaygr_stream.errors import CRASHED, DecodeError
+from relaygr_stream.history.store import HistoryStore
+from relaygr_stream.models.api import schema_of
+from relaygr_stream.settings.schema import Settings
+from relaygr_stream.telemetry.background import Background
+from relaygr_stream.telemetry.tracing import Tracing
+from relaygr_stream.wire.erase import Erase
+from relaygr_stream.wire.fleet import OwnerDirectory
+from relaygr_stream.wire.records import KIND_CANCEL, KIND_DELEGATED, Record, kind_of
+from relaygr_stream.wire.refusals import KIND as REFUSALS
+from relaygr_stream.wire.refusals import Reasons
+from relaygr_stream.worker.build import WorkerRuntime
+from relaygr_stream.worker.commands import (
+    DELEGATED_LANE,
+    Answer,
+    Cancel,
+    EraseUser,
+    LanesLost,
+    Placed,
+    Prefill,
+    PrefillTask,
+    Rank,
+    RankTask,
+)
+from relaygr_stream.worker.device import DeviceThread
+from relaygr_stream.worker.forwarding import Forwarding
+from relaygr_stream.worker.histories import Histories, HistoryMetrics
+from relaygr_stream.worker.intake import Held, Intake, Origin, TooMuch
+from relaygr_stream.worker.metrics import WorkerMetrics
+from relaygr_stream.worker.replies import Outbox
+from relaygr_stream.worker.resolver import Resolver
+from relaygr_stream.worker.traces import SignalOrigin, signal_over
+
+log = structlog.get_logger(__name__)
+
+#: A worker whose device failed gives its last answers this long to leave: a send takes milliseconds, and its lanes'
+#: next owners wait for it to end.
+LAST_ANSWERS_S: Final = 2.0
+
+
+@dataclass(frozen=True)
+class Bus:
+    """A worker's connections. scores: for answers, acknowledged by one broker; others: for all else, by all in sync."""
+
+    topics: TopicSet
+    scores: Producer
+    others: Producer
+    ends: LogEnds
+
+
+class Requests:
+    """The requests of a worker's lanes.
+
+    done(record): marks a record done, so that its offset may be committed. background: runs reads of histories and the
+    sending of replies, and learns of defects in them.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        name: str,
+        bus: Bus,
+        device: DeviceThread,
+        runtime: WorkerRuntime,
+        metrics: WorkerMetrics,
+        registry: CollectorRegistry,
+        peers: OwnerDirectory,
+        tracing: Tracing,
+        store: HistoryStore | None,
+        done: Callable[[Record], None],
+        background: Background,
+    ) -> None:
+        self._max_crashes = settings.worker.max_crashes
+        self._name = name
+        self._topics = topics = bus.topics
+        self._device = device
+        device.on_answers = self.on_answers
+        device.on_placed = self._on_placed
+        self._runtime = runtime
+        self._metrics = metrics
+        self._tracing = tracing
+        self._consumer_done = done
+        self._lanes: frozenset[int] = frozenset()
+        self.in_flight: Final[set[RankTask]] = set()
+        self.intake: Final = Intake(
+            settings.relay,
+            settings.client.timeout_ms,
+            topics.scores.partitions,
+            topics.ranking.max_message_bytes,
+            metrics.clock_clamped.inc,
+            settings.worker.reply_ms,
+            settings.worker.max_timeout_ms,
+            len(runtime.model.tasks),
+            schema_of(runtime.model),
+        )
+        self.held: Final = Held(settings.worker.max_waiting_bytes, lambda: device.prefill_bytes)
+        history_metrics = HistoryMetrics(registry)
+        self.resolver: Final = Resolver(
+            None if store is None else Histories(store, settings.history, history_metrics),
+            self.intake,
+            history_metrics,
+            self._on_resolved,
+            lambda answer: self.on_answers([answer]),
+            self._signal_dropped,
+            lambda lane: lane in self._lanes,
+            background,
+        )
+        self._reasons = Reasons(settings.relay.life_window_ms)
+        self._forwarding = Forwarding(name, peers, topics.lanes, averaging=settings.relay.averaging)
+        self.outbox: Final = Outbox(
+            topics,
+            bus.scores,
+            bus.others,
+            metrics,
+            name,
+            runtime.model,
+            self._done,
+            self._rank_again,
+            background,
+            self._forwarding if settings.worker.forward else None,
+            settings.relay.answer_secret,
+            self._reasons,
+            settings.kafka.dead_letter_values,
+        )
+
+    # ---- records in ----
+
+    def on_lanes(self, gained: frozenset[int], lost: frozenset[int]) -> None:
+        """Handle a change of the lanes that this worker owns."""
+        self._lanes = self._lanes - lost | gained
+        if lost:
+            self.intake.lanes_lost(lost)
+            self._device.submit(LanesLost(lost))
+
+    def on_records(self, records: list[Record]) -> None:
+        """Hand what came to the device as commands: rankings first, because their clients wait."""
+        signals: list[Prefill] = []
+        rankings: list[Rank | Cancel] = []  # in their order: a ranking may come behind the cancel of its request
+        for record in records:
+            kind, ranked = kind_of(record.headers), record.topic == self._topics.ranking.name
+            if kind and not (ranked and kind == KIND_DELEGATED):
+                if (cancel := self._other(record, kind)) is not None:
+                    rankings.append(cancel)
+            elif ranked and not kind:
+                if (ranking := self._ranking(record)) is not None:
+                    rankings.append(ranking)
+            elif (signal := self._signal(record)) is not None:
+                signals.append(signal)
+        if signals or rankings:
+            self._device.submit(*rankings, *signals)
+
+    def _other(self, record: Record, kind: str) -> Cancel | None:
+        """A client's cancel, refusals of the trigger, or a kind of a later release, which is skipped."""
+        if kind == KIND_CANCEL and record.topic == self._topics.ranking.name:
+            try:
+                cancel = Cancel(self.intake.cancelled(record))
+            except DecodeError as error:
+                self.outbox.dead_letter(record, error)
+                return None
+            self._pass_on_cancel(record, cancel)
+            self._done(record)
+            return cancel
+        if kind == REFUSALS and record.topic == self._topics.pre_infer.name:
+            with suppress(DecodeError):  # nothing depends on it
+                self._reasons.read(record)
+        else:
+            self._metrics.records_skipped.inc()
+        self._done(record)
+        return None
+
+    def _signal(self, record: Record) -> Prefill | None:
+        try:
+            task = self.intake.signal(record)
+        except DecodeError as error:
+            self.outbox.dead_letter(record, error)
+            return None
+        self._reasons.admitted(task.request_id, delegated=task.lane == DELEGATED_LANE)
+        # A signal is acknowledged at once: if it is lost with the process, its ranking runs in full.
+        self._done(record)
+        if self._tracing.on:
+            task.origin = SignalOrigin(self._tracing.receive("relaygr.pre-infer", record), time.monotonic())
+        if self.held.signal(task.nbytes):
+            resolved = self.resolver.take(Prefill(task))
+            return resolved if isinstance(resolved, Prefill) else None
+        self._metrics.signals.labels("no_memory").inc()
+        if task.origin is not None:
+            signal_over(Placed(task, "no_memory", completed=False), self._name)
+        return None
+
+    def _ranking(self, record: Record) -> Rank | None:
+        origin: Origin | None = None
+        try:
+            origin = self.intake.route(record)
+            if self._tracing.on:
+                origin = replace(origin, trace=self._tracing.receive("relaygr.ranking", record))
+            task = self.intake.ranking(record, origin)
+            self._metrics.rankings_read.labels(str(task.hops)).inc()
+            task.pass_to = self._delegate(task)
+            if self.held.ranking(record.lane, record.offset, task.nbytes):
+                self.in_flight.add(task)
+                resolved = self.resolver.take(Rank(task))
+                return resolved if isinstance(resolved, Rank) else None
+            self.outbox.decline(
+                task, f"requests of {self.held.nbytes >> 20} MiB wait for their answers (worker.max_waiting_bytes)"
+            )
+        except TooMuch as error:
+            assert origin is not None
+            self.outbox.refuse(origin, error)
+        except DecodeError as error:
+            self.outbox.dead_letter(record, error, origin)
+        return None
+
+    def _delegate(self, task: RankTask) -> int | None:
+        """A lane of the worker that has a ranking's prefix KV on our behalf; None: there is none any more."""
+        name = self._reasons.take_delegate(task.request_key)
+        if not name or task.hops or task.full:
+            return None
+        lane = self._forwarding.lane_of_delegate(name, (task.deadline - time.monotonic()) * 1e3)
+        if lane is None:
+            self._metrics.forwards.labels("delegate_gone").inc()
+        return lane
+
+    def _pass_on_cancel(self, record: Record, cancel: Cancel) -> None:
+        """What another worker pins on our behalf for this request is to be released there, too."""
+        name = self._reasons.take_delegate(cancel.request_key)
+        lane = self._forwarding.lane_of_delegate(name, math.inf) if name else None
+        if lane is not None:
+            self.outbox.pass_on(record, lane)
+
+    def _rank_again(self, task: RankTask) -> None:
+        self.in_flight.add(task)
+        self._device.submit(Rank(task))
+
+    def _on_resolved(self, command: Rank | Prefill) -> None:
+        """A command that waited for its history has it; its ranking may have been answered meanwhile."""
+        if isinstance(command, Prefill) or command.task in self.in_flight:
+            self._device.submit(command)
+
+    def _signal_dropped(self, task: PrefillTask) -> None:
+        self.held.signal_over(task.nbytes)
+        if task.origin is not None:
+            signal_over(Placed(task, "no_history", completed=False), self._name)
+
+    def fetching_bytes(self, lane: int) -> int:
+        """HBM bytes of signals that were read and wait for their history: a status counts them as pinned."""
+        context = schema_of(self._runtime.model).context_tokens
+        return sum(self._runtime.cache.nbytes(context + tokens) for tokens in self.resolver.signal_tokens(lane))
+
+    async def erase(self, erase: Erase) -> None:
+        """Drop a user from this worker: kept histories, both tiers, pins."""
+        self.resolver.erase(erase.names)
+        entries = await self._device.ask(EraseUser(erase))
+        log.info("a user was erased", erase=erase.id, entries=entries)
+
+    def on_crashed(self, record: Record) -> None:
+        """Dead-letter a ranking at which so many workers ended: no worker runs it again."""
+        limit = self._max_crashes
+        detail = f"{limit} workers ended while they worked at this request (worker.max_crashes)"
+        try:
+            origin = self.intake.route(record)
+        except DecodeError:
+            origin = None
+        self.outbox.dead_letter(record, DecodeError(CRASHED, detail), origin)
+
+    def _done(self, record: Record) -> None:
+        if record.topic == self._topics.ranking.name:
+            self.held.over(record.lane, record.offset)
+        self._consumer_done(record)
+
+    # ---- answers out ----
+
+    def _on_placed(self, placed: list[Placed]) -> None:
+        for each in placed:
+            signal_over(each, self._name)
+
+    def on_answers(self, answers: list[Answer]) -> None:
+        """Reply to rankings; one that has its answer already gets no second."""
+        for answer in answers:
+            if answer.task in self.in_flight:  # else it was answered here when the device failed
+                self.in_flight.remove(answer.task)
+                self.outbox.settle(answer)
+
+    async def fail_in_flight(self, error: Exception) -> None:
+        """Every request that the device will not answer gets its answer here, and is not read again by others: one
+        that brought this worker down would bring them down in turn."""
+        log.error("the device failed", error=str(error), in_flight=len(self.in_flight))
+        for task in list(self.in_flight):
+            self.on_answers([Answer(task, "failed", detail=str(error))])
+        await self.outbox.flush(LAST_ANSWERS_S)

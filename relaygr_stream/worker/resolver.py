@@ -1,0 +1,129 @@
+"""Gives commands their histories: a message that refers to a history waits for it before the device sees its command.
+
+What the scheduler gets is as from a message with a prefix: it compares tokens, and never sees a reference.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from time import monotonic
+from typing import Final
+
+import structlog
+
+from relaygr_stream.errors import DecodeError, HistoryError
+from relaygr_stream.telemetry.background import Background
+from relaygr_stream.telemetry.limiter import LogLimiter
+from relaygr_stream.telemetry.logs import request_log_fields
+from relaygr_stream.wire.behaviours import Behaviours
+from relaygr_stream.wire.messages import Status
+from relaygr_stream.worker.commands import Answer, Prefill, PrefillTask, Rank
+from relaygr_stream.worker.histories import Histories, HistoryMetrics
+from relaygr_stream.worker.intake import Intake
+from relaygr_stream.worker.traces import fetch_part
+
+log = structlog.get_logger(__name__)
+limited = LogLimiter().limited
+
+
+class Resolver:
+    """Completes commands whose messages refer to a history.
+
+    histories: None: no store is set. submit: hands completed commands to the device. answered: takes answers to
+    rankings that get no history. dropped: called for signals that get none. owns(lane): whether this worker does.
+    """
+
+    def __init__(
+        self,
+        histories: Histories | None,
+        intake: Intake,
+        metrics: HistoryMetrics,
+        submit: Callable[[Rank | Prefill], None],
+        answered: Callable[[Answer], None],
+        dropped: Callable[[PrefillTask], None],
+        owns: Callable[[int], bool],
+        background: Background,
+    ) -> None:
+        self.histories: Final = histories
+        self._intake = intake
+        self._metrics = metrics
+        self._submit = submit
+        self._answered = answered
+        self._dropped = dropped
+        self._owns = owns
+        self._background = background
+        self._signal_tokens: defaultdict[int, list[int]] = defaultdict(list)  # of signals on their way, by lane
+
+    def take(self, command: Rank | Prefill) -> Rank | Prefill | None:
+        """The command, if it has its history; None: it is submitted or answered when it has it, or cannot get it."""
+        task = command.task
+        if task.referred is None:
+            return command
+        reference = task.referred.reference
+        if self.histories is None:
+            self._failed(command, "failed", "the request refers to a history, and this worker has no history.store")
+            return None
+        known = self.histories.known(task.user_id, task.tenant, reference)
+        if known is not None:
+            self._metrics.found.labels("kept").inc()
+            return command if self._complete(command, known) else None
+        self._metrics.waiting.inc()
+        if isinstance(command, Prefill):
+            self._signal_tokens[task.lane].append(reference.length)
+        self._background.start(self._fetch(self.histories, command))
+        return None
+
+    def erase(self, names: Callable[[str], bool]) -> bool:
+        """Drop the histories kept of a user."""
+        return self.histories is not None and self.histories.erase(names)
+
+    def signal_tokens(self, lane: int) -> list[int]:
+        """The prefix lengths of a lane's signals that wait for their history: read, and not yet pinned."""
+        return self._signal_tokens.get(lane, [])
+
+    async def _fetch(self, histories: Histories, command: Rank | Prefill) -> None:
+        task = command.task
+        assert task.referred is not None
+        reference, started = task.referred.reference, monotonic()
+        until = command.task.deadline if isinstance(command, Rank) else command.task.expires
+        try:
+            behaviours = await histories.find(task.user_id, task.tenant, reference, until)
+        except TimeoutError:
+            self._failed(command, "deadline_exceeded", "the deadline passed while the history was read from the store")
+        except HistoryError as error:
+            self._failed(command, "failed", str(error))
+        else:
+            if self._complete(command, behaviours):
+                self._metrics.found.labels("read").inc()
+                self._submit(command)
+        finally:
+            fetch_part(task, started, reference.length)
+            self._metrics.waiting.dec()
+            if isinstance(command, Prefill):
+                self._signal_tokens[task.lane].remove(reference.length)
+
+    def _complete(self, command: Rank | Prefill, behaviours: Behaviours) -> bool:
+        """Give the task its tokens; False: it was answered or dropped instead."""
+        if isinstance(command, Prefill) and not self._owns(command.task.lane):
+            self._dropped(command.task)
+            return False
+        try:
+            self._intake.complete(command.task, behaviours)
+        except DecodeError as error:
+            self._failed(command, "rejected", error.detail)
+            return False
+        return True
+
+    def _failed(self, command: Rank | Prefill, status: Status, detail: str) -> None:
+        self._metrics.found.labels(status).inc()
+        if isinstance(command, Rank):
+            self._answered(Answer(command.task, status, detail=detail))
+            return
+        task = command.task
+        limited(log.warning, status)(
+            "signal without its history",
+            **request_log_fields(task.request_id, task.user_id, task.lane, status),
+            detail=detail,
+        )
+        self._dropped(task)
