@@ -167,7 +167,7 @@ def paper_command(
     for name in ("report.json", "report.html"):
         check_writable(out / name, "--out")
     from relaygr_stream.lab.paper.assemble import run_paper
-    from relaygr_stream.lab.paper.run import PaperOptions
+    from relaygr_stream.lab.paper.plan import PaperOptions
     from relaygr_stream.ops.stopping import run_until_stopped
     from relaygr_stream.telemetry.process import loop_factory
 

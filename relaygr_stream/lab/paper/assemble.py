@@ -16,10 +16,10 @@ from relaygr_stream.lab.bench.lengths import FULL_SHARE, costs_named
 from relaygr_stream.lab.bench.progress import Progress
 from relaygr_stream.lab.bench.statistics import fewest_samples
 from relaygr_stream.lab.drawing import can_draw
-from relaygr_stream.lab.paper.plan import Curve, curves
+from relaygr_stream.lab.paper.plan import Curve, PaperOptions, curves
 from relaygr_stream.lab.paper.report import as_json, drawings, make_report, page, render
 from relaygr_stream.lab.paper.results import PaperReport, Record
-from relaygr_stream.lab.paper.run import Paper, PaperOptions
+from relaygr_stream.lab.paper.run import Paper
 from relaygr_stream.lab.paper.setup import GRID, GROWTH, MOST_RATE, SUFFIX, Setup
 from relaygr_stream.lab.paper.simulated import BUS, REQUESTS, TOLERANCE
 from relaygr_stream.lab.simulate.costs import DeviceCosts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from relaygr_stream.lab.bench.cells import Cell
 from relaygr_stream.lab.bench.dilation import Fleet
@@ -14,14 +14,12 @@ from relaygr_stream.lab.bench.progress import Progress
 from relaygr_stream.lab.bench.run import Bench
 from relaygr_stream.lab.bench.statistics import fewest_samples
 from relaygr_stream.lab.demo.report import quantile
+from relaygr_stream.lab.paper.plan import PaperOptions
 from relaygr_stream.lab.paper.results import Outcome
 from relaygr_stream.lab.paper.setup import GROWTH, MOST_RATE, SUFFIX, USERS, Setup
 from relaygr_stream.lab.simulate.costs import DeviceCosts
 from relaygr_stream.lab.workload.items import StageDelay
 from relaygr_stream.settings.schema import Settings
-
-if TYPE_CHECKING:
-    from relaygr_stream.lab.paper.run import PaperOptions
 
 #: A probe's warm-up, in SLOs, and in seconds at least: a queue at 0.85 of a device's capacity settles within some
 #: hundred milliseconds of its own time.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final, Literal
 
 from relaygr_stream.lab.bench.modes import ABLATIONS, CACHE, FULL_ANY, FULL_LANE, RELAY, Mode
@@ -42,6 +43,25 @@ REGIMES: Final[dict[str, Setup]] = {
     "a hot lane": Setup(hot=0.3),
     "short head start": Setup(delay_ms=30.0),
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaperOptions:
+    """The options of one run. only: measure, or simulate, what is lacking there, or report what there is; None: all."""
+
+    quick: bool
+    costs: str  # the cost file, as named
+    broker: Literal["embedded", "kafka"]
+    samples: int  # requests judged in a stage of a probe
+    stages: int
+    tolerance: float
+    least_s: float  # judged seconds of a probe, at least: in short ones no queue grows
+    repeats: int  # of measured values
+    seeds: int  # of simulated ones
+    budget_s: float
+    seed: int
+    out: Path
+    only: Where | Literal["report"] | None = None
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,8 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
 import msgspec
 
@@ -22,7 +21,7 @@ from relaygr_stream.lab.bench.modes import RELAY, Mode
 from relaygr_stream.lab.bench.oracle import largest_rate
 from relaygr_stream.lab.bench.progress import Progress
 from relaygr_stream.lab.paper.measured import measure, seconds_for
-from relaygr_stream.lab.paper.plan import Curve, Step, Where, steps
+from relaygr_stream.lab.paper.plan import Curve, PaperOptions, Step, Where, steps
 from relaygr_stream.lab.paper.results import Outcome, Record
 from relaygr_stream.lab.paper.setup import Setup, factor_for
 from relaygr_stream.lab.paper.simulated import Simulation
@@ -42,25 +41,6 @@ GENEROUS: Final = 1.8
 ROOM_TO_GROW: Final = 512
 #: A fleet that did not start is started once more: six processes share two cores.
 STARTS: Final = 2
-
-
-@dataclass(frozen=True, kw_only=True)
-class PaperOptions:
-    """The options of one run. only: measure, or simulate, what is lacking there, or report what there is; None: all."""
-
-    quick: bool
-    costs: str  # the cost file, as named
-    broker: Literal["embedded", "kafka"]
-    samples: int  # requests judged in a stage of a probe
-    stages: int
-    tolerance: float
-    least_s: float  # judged seconds of a probe, at least: in short ones no queue grows
-    repeats: int  # of measured values
-    seeds: int  # of simulated ones
-    budget_s: float
-    seed: int
-    out: Path
-    only: Where | Literal["report"] | None = None
 
 
 class Paper:
