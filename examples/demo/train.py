@@ -60,7 +60,7 @@ THRESHOLD: Final = 6.0
 
 RECIPE: Final = Recipe(
     layers=4, dim=128, heads=2, relative_positions=0, relative_times=0, longest=2048, window=200,
-    long_share=0.4, positions=32, negatives=9,
+    long_share=0.4, long_epochs=0, positions=32, negatives=9,
     batch_tokens=2048, epochs=4, learning_rate=1e-3, averaging=0.02, dropout=0.0, validate_every=1, seed=SEED,
 )  # fmt: skip
 

@@ -24,6 +24,7 @@ import torch
 from examples.movielens.conform import deviation_from_float64
 from examples.movielens.data import DataError, Histories, History, Ints, read_histories
 from examples.movielens.evaluate import (
+    ENOUGH_USERS,
     LENGTHS,
     SHORT,
     Floats,
@@ -42,8 +43,6 @@ from relaygr_stream.lab.drawing import INSTALL, can_draw
 from relaygr_stream.models.loading import load_checkpoint
 from relaygr_stream.settings.schema import Settings
 
-#: Groups smaller than this are shown and not concluded from.
-ENOUGH_USERS: Final = 100
 #: Candidates and requests per length of the latencies.
 LATENCY_CANDIDATES: Final = 500
 LATENCY_REQUESTS: Final = 40

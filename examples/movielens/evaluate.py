@@ -1,7 +1,8 @@
 """Leave-one-out over the whole catalogue: where does the model rank a user's next item?
 
 As gSASRec-pytorch evaluates: every item that occurs in the file is a candidate, items of the user's history are not
-ranked, HR@10 and NDCG@10 are means over users. Scores come from the served model's own two operations.
+ranked (unless the user takes items again), HR@10 and NDCG@10 are means over users. Scores come from the served model's
+own two operations.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ LENGTHS: Final = (25, 50, 100, 200, 500, 1000)
 SHORT: Final = 50
 #: Users with at least so many behaviours, each group ranked at every length.
 GROUPS: Final = (200, 500, 1000)
+#: Groups smaller than this are shown and not concluded from.
+ENOUGH_USERS: Final = 100
 #: The ranks of a checkpoint, kept beside it.
 OFFLINE_FILE: Final = "offline.npz"
 
@@ -65,12 +68,16 @@ def rank_of(scores: npt.NDArray[np.float32], target: int, seen: Ints) -> int:
 
 
 def split(user: History, held_out: int, longest: int) -> tuple[History, int, Ints]:
-    """(the last `longest` behaviours before the target, the target, all items before it).
+    """(the last `longest` behaviours before the target, the target, the items before it, which are not ranked).
 
-    held_out: TEST: the last behaviour is the target; VALIDATION: the one before it.
+    held_out: TEST: the last behaviour is the target; VALIDATION: the one before it. Where a user takes items again, all
+    are ranked: the target could be any, and leaving out all others of the history would tell which.
     """
     stop = len(user) - held_out
-    return user.slice(max(0, stop - longest), stop), int(user.items[stop]), user.items[:stop]
+    seen = user.items[:stop]
+    if len(np.unique(user.items[: stop + 1])) <= stop:
+        seen = seen[:0]
+    return user.slice(max(0, stop - longest), stop), int(user.items[stop]), seen
 
 
 def behaviours_of(history: History) -> Behaviours:

@@ -6,7 +6,7 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 
@@ -36,9 +36,16 @@ def bench_command() -> None:
     metavar="NAME,…",
     help="Modes to compare: full (required), cache, relay-hbm, relay. [quick: full,cache,relay]",
 )
+@click.option(
+    "--costs",
+    default="cpu",
+    show_default=True,
+    metavar="NAME|FILE",
+    help="Costs that fix the length: npu, h100, cpu, or a TOML file as `relaygr simulate --save-costs` writes.",
+)
 @click.option("--slo", type=float, metavar="MS", help="Target of the ranking P99. [as in the preset]")
 @traffic_options(
-    length="where full inference takes 0.4 of the SLO; the largest rate is searched there",
+    length="where full inference takes 0.4 of the SLO by --costs; the largest rate is searched there",
     rate="the largest of `full`; the largest length is searched there",
     arrivals="",
     tide="",
@@ -71,6 +78,7 @@ def slo_command(
     bootstrap: str | None,
     device: str | None,
     slo: float | None,
+    costs: str,
     files: tuple[str, ...],
     assignments: tuple[str, ...],
     **flags: Any,
@@ -89,6 +97,7 @@ def slo_command(
     """
     overrides = {"kafka.bootstrap": bootstrap, "worker.device": device, "relay.slo_ms": slo}
     settings = load_settings([f"slo-{preset}", *files], {**overrides, **parse_flags(assignments)}).settings
+    flags["length"] = flags["length"] or _unit_length(costs, settings.relay.slo_ms)
     options = build_options(preset, private=bootstrap is None, flags=flags)
     for name in ("report.json", "report.html"):
         check_writable(options.out / name, "--out")
@@ -115,8 +124,13 @@ def slo_command(
     type=click.Choice(["embedded", "kafka"]),
     help="Private broker to start: the embedded one, or Apache Kafka from KAFKA_HOME. [kafka if KAFKA_HOME is set]",
 )
-@click.option("--repeats", type=click.IntRange(1, 20), help="Repeats of every search. [quick: 1; else 3]")
-@click.option("--budget", type=click.FloatRange(60), metavar="SECONDS", help="Time of the run. [quick: 540; else 7200]")
+@click.option("--repeats", type=click.IntRange(1, 20), help="Repeats of measured values. [quick: 1; else 3]")
+@click.option(
+    "--only",
+    type=click.Choice(["fleet", "simulated", "report"]),
+    help="Measure, or simulate, what is lacking, or report what there is; another run in the folder does the rest.",
+)
+@click.option("--budget", type=click.FloatRange(60), metavar="SECONDS", help="Time of the run. [quick: 570; else 7200]")
 @click.option("--seed", type=int, default=7, show_default=True, help="Seed of the traffic.")
 @click.option(
     "--out",
@@ -132,13 +146,15 @@ def paper_command(
     budget: float | None,
     seed: int,
     out: Path | None,
+    only: Literal["fleet", "simulated", "report"] | None,
     files: tuple[str, ...],
     assignments: tuple[str, ...],
 ) -> None:
     """Measure what each mechanism is worth, on a fleet of emulated devices beside an oracle queue.
 
     Trigger, workers, broker and client are real processes; devices take the times of a cost file and no processor. Time
-    is dilated, so that the fleet fits two cores. A run that was broken off goes on where it was.
+    is dilated, so that the fleet fits two cores. Dense curves are simulated. A run that was broken off, or that its
+    budget ended, goes on where it was.
     With CHECK=1 in the environment, exits 1 if a target is missed.
 
     \b
@@ -151,7 +167,7 @@ def paper_command(
     for name in ("report.json", "report.html"):
         check_writable(out / name, "--out")
     from relaygr_stream.lab.paper.assemble import run_paper
-    from relaygr_stream.lab.paper.run import PaperOptions
+    from relaygr_stream.lab.paper.plan import PaperOptions
     from relaygr_stream.ops.stopping import run_until_stopped
     from relaygr_stream.telemetry.process import loop_factory
 
@@ -159,13 +175,16 @@ def paper_command(
         quick=quick,
         costs=costs,
         broker=broker or ("kafka" if os.environ.get("KAFKA_HOME") else "embedded"),  # type: ignore[arg-type]
-        samples=100 if quick else 300,
-        stages=1 if quick else 3,
-        tolerance=1.2 if quick else 1.1,
+        samples=100 if quick else 150,
+        least_s=8.0 if quick else 20.0,
+        stages=1 if quick else 2,
+        tolerance=1.25 if quick else 1.1,
         repeats=repeats or (1 if quick else 3),
-        budget_s=budget or (540.0 if quick else 7200.0),
+        seeds=1 if quick else 2,
+        budget_s=budget or (570.0 if quick else 7200.0),
         seed=seed,
         out=out,
+        only=only,
     )
     met = run_until_stopped(run_paper(options, settings, f"relaygr {shlex.join(sys.argv[1:])}"), loop_factory())
     sys.exit(int(not met and os.environ.get("CHECK") == "1"))
@@ -203,6 +222,12 @@ def build_options(preset: str, *, private: bool, flags: dict[str, Any]) -> Any:
     from dataclasses import replace
 
     return replace(options, delay=replace(options.delay, **changed))
+
+
+def _unit_length(costs: str, slo_ms: float) -> int:
+    from relaygr_stream.lab.bench.lengths import costs_named, grid_length
+
+    return grid_length(costs_named(costs), slo_ms)
 
 
 def _ratios(flag: str, text: str) -> tuple[float, ...]:

@@ -9,12 +9,12 @@ import msgspec
 import pytest
 
 from relaygr_stream.lab.bench.dilation import Fleet
+from relaygr_stream.lab.bench.lengths import costs_named
 from relaygr_stream.lab.bench.modes import ABLATIONS, CACHE, FULL_ANY, FULL_LANE, RELAY, Mode
 from relaygr_stream.lab.bench.pipeline import Pipeline
 from relaygr_stream.lab.bench.populations import Population
 from relaygr_stream.lab.bench.probe import Judgement, run_probe
 from relaygr_stream.lab.bench.results import Probe
-from relaygr_stream.lab.paper.plan import costs_named
 from relaygr_stream.lab.policies import Policy
 from relaygr_stream.lab.workload.generator import GeneratorOptions
 from relaygr_stream.lab.workload.items import StageDelay

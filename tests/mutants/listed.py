@@ -181,9 +181,9 @@ MUTANTS: Final = (
         "trigger/ledger.py",
         "self._read_to = status.pre_infer_offset\n",
         "self._read_to = status.pre_infer_offset\n        del self._logged[: self._index(self._read_to)]\n",
-        BOUNDS,
+        "trigger/test_ledger",
     ),
-    Mutant("trigger/ledger.py", "pending.failed_s = now_s", "self._settle(pending)", BOUNDS),
+    Mutant("trigger/ledger.py", "pending.failed_s = now_s", "self._settle(pending)", "trigger/test_ledger"),
     Mutant("trigger/load.py", ">= min(cost_ms, self.depth)", ">= cost_ms", "trigger/test_load"),
     Mutant("trigger/load.py", "level = self.level(now_s) + more_ms if", "level = self._level_ms + more_ms if", BOUNDS),
     Mutant(

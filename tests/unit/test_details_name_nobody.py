@@ -35,11 +35,12 @@ def test_of_books_that_do_not_balance() -> None:
     shared = World()
     shared.signal("r", 123456, 100)
     shared.settle()
-    pins = dict(shared.scheduler.pins._pins)
-    shared.scheduler.pins._pins.clear()
-    with pytest.raises(CacheCorruption, match="an entry of 100 tokens has 1 pins") as broken:
+    entry = shared.scheduler.pins.entry("r")
+    assert entry is not None
+    shared.scheduler.cache.pin(entry)  # for no request
+    with pytest.raises(CacheCorruption, match="an entry of 100 tokens has 2 pins") as broken:
         shared.scheduler.check_integrity()
     assert "123456" not in str(broken.value)
-    shared.scheduler.pins._pins.update(pins)
+    shared.scheduler.cache.unpin(entry)
     shared.scheduler.check_integrity()
     shared.close()

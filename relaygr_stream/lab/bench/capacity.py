@@ -96,12 +96,6 @@ def most_length(
     return _longest(fits, longest)
 
 
-def longest_full(costs: CostModel, traffic: Traffic, full_ms: float, longest: int) -> float:
-    """The largest length whose full inference takes at most full_ms; `longest` if all do, 0 if none does."""
-    alike = replace(traffic, spread=None)
-    return _longest(lambda length: RequestCost.of(costs, replace(alike, length=length)).full <= full_ms, longest)
-
-
 def _longest(fits: Callable[[float], bool], longest: int) -> float:
     low, high = 0.0, float(longest)
     if fits(high):

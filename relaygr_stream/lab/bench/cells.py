@@ -5,6 +5,7 @@ A cell chooses the start of each search and the next value to probe; run.py prob
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
@@ -70,6 +71,8 @@ class Cell:
     at: float | None
     tolerance: float
     start: float | None = None  # of the first search; None: by an estimate
+    most: int = 12  # probes of a search
+    most_rate: float = math.inf
     searches: list[Search] = field(default_factory=list)
     ats: list[float] = field(default_factory=list)  # of each search
     probes: list[Probe] = field(default_factory=list)
@@ -85,7 +88,9 @@ class Cell:
         guess, step = alike or self._guess(worlds), FIRST_STEP
         if known or self.start is not None:
             guess, step = known[-1] if known else self.start or 0.0, self.tolerance
-        self.searches.append(Search(guess=guess, low=low, high=high, step=step, tolerance=self.tolerance))
+        self.searches.append(
+            Search(guess=guess, low=low, high=high, step=step, tolerance=self.tolerance, most=self.most)
+        )
         self.ats.append(self.at)
 
     def next(self) -> tuple[int, float] | None:
@@ -125,7 +130,7 @@ class Cell:
     def _limits(self, world: World) -> tuple[float, float]:
         if self.kind == "length":
             return LEAST_LENGTH, world.longest
-        return LEAST_RATE, max(2 * LEAST_RATE, HEADROOM * self.bound(world))
+        return LEAST_RATE, min(self.most_rate, max(2 * LEAST_RATE, HEADROOM * self.bound(world)))
 
     def queue(self, worlds: Sequence[World], at: float | None = None) -> float:
         """The largest value with which a simulated queue keeps the SLO, with the median costs of `worlds`.

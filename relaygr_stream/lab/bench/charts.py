@@ -55,6 +55,8 @@ class Series:
     dots: bool = True
     dashed: bool = False
     spread: Sequence[tuple[float, float, float]] = ()  # (x, low, high): vertical lines
+    lines: bool = True  # between its points
+    faint: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,11 @@ def line_chart(series: Sequence[Series], x: Axis, y: Axis, limit: tuple[float, s
     return _svg(LINES_HEIGHT_INCHES, lambda axes: draw_lines(axes, series, x, y, limit))
 
 
+def line_file(series: Sequence[Series], x: Axis, y: Axis) -> str:
+    """The same as a whole SVG file, for documents. Raises ImportError without matplotlib."""
+    return _drawn(LINES_HEIGHT_INCHES, lambda axes: draw_lines(axes, series, x, y))
+
+
 def bar_chart(bars: Sequence[Bar], colours: dict[str, str], unit: str = "") -> str:
     """Stacked bars on one scale from 0; `colours` by part, in the order of the legend."""
     if not bars:
@@ -97,7 +104,9 @@ def draw_lines(axes: Axes, series: Sequence[Series], x: Axis, y: Axis, limit: tu
         xs, ys = ([max(LEAST, at) if axis.log else at for at in values] for axis, values in (
             (x, [point.x for point in points]), (y, [point.y for point in points])
         ))  # fmt: skip
-        axes.plot(xs, ys, "--" if one.dashed else "-", color=one.colour, linewidth=1.6, label=one.name)
+        style = ("--" if one.dashed else "-") if one.lines else ""
+        width, alpha = (1.0, 0.5) if one.faint else (1.6, 1.0)
+        axes.plot(xs, ys, linestyle=style, color=one.colour, linewidth=width, alpha=alpha, label=one.name)
         for at, low, high in one.spread:
             axes.vlines(at, low, high, color=one.colour, linewidth=1.2)
         if one.dots:
@@ -145,8 +154,14 @@ def draw_bars(axes: Axes, bars: Sequence[Bar], colours: dict[str, str], unit: st
 
 
 def _svg(height_inches: float, draw: Callable[[Axes], None]) -> str:
+    """Inline in a page."""
     if not can_draw():
         return f'<p class="none">No chart: {escape(INSTALL)}</p>'
+    text = _drawn(height_inches, draw)
+    return _NEEDLESS.sub("", text[text.index("<svg") :])
+
+
+def _drawn(height_inches: float, draw: Callable[[Axes], None]) -> str:
     import matplotlib  # noqa: PLC0415
     from matplotlib.figure import Figure  # noqa: PLC0415
 
@@ -155,5 +170,4 @@ def _svg(height_inches: float, draw: Callable[[Axes], None]) -> str:
         draw(figure.subplots())
         out = StringIO()
         figure.savefig(out, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
-    text = out.getvalue()
-    return _NEEDLESS.sub("", text[text.index("<svg") :])
+    return out.getvalue()

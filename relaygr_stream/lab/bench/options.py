@@ -5,6 +5,7 @@ The processes' settings (model, memory, SLO) are in workers/slo-quick.toml and w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,9 @@ from relaygr_stream.lab.workload.arrivals import ArrivalLog
 from relaygr_stream.lab.workload.items import StageDelay
 from relaygr_stream.lab.workload.traffic import Mix, Spread, Tide
 
+#: Sigma of the log-normal head start.
+DELAY_SIGMA: Final = 0.1
+
 
 @dataclass(frozen=True, kw_only=True)
 class SloOptions:
@@ -26,12 +30,12 @@ class SloOptions:
     broker: Literal["embedded", "kafka"] | None = None  # None: kafka.bootstrap names a running cluster
     workers: int = 1
     modes: tuple[Mode, ...] = MODES
-    length: int | None = None  # prefix tokens at which rates are searched; None: where full inference just works
+    length: int  # prefix tokens at which rates are searched
     rate: float | None = None  # requests/s at which lengths are searched; None: full inference's largest
     revisits: tuple[float, ...] = (0.0, 0.5, 0.9)
     length_revisits: tuple[float, ...] = (0.5, 0.9)  # revisit ratios at which lengths are searched
     every_cell: bool = False  # every mode at every ratio; otherwise those that distinguish the modes
-    delay: StageDelay = field(default_factory=lambda: StageDelay(150.0, 0.1))
+    delay: StageDelay = field(default_factory=lambda: StageDelay(150.0, DELAY_SIGMA))
     suffix: int = 8
     candidates: int = 32
     growth: float = 3.0
@@ -53,6 +57,8 @@ class SloOptions:
     seed: int = 7
     out: Path = Path("out/slo")
     starts: Mapping[str, float] = field(default_factory=dict)  # mode → rate at which its search starts, where known
+    most_probes: int = 12  # of a search
+    most_rate: float = math.inf  # no probe exceeds it
     shared_broker: bool = False  # the cluster at kafka.bootstrap is this run's own, on this machine
 
     @property
@@ -66,7 +72,7 @@ class SloOptions:
                 object.__setattr__(self, name, (self.arrivals.returns,))
         if not self.revisits or not all(0 <= ratio < 1 for ratio in (*self.revisits, *self.length_revisits)):
             raise ConfigError(f"revisit ratios {self.revisits}, {self.length_revisits}: must be within 0…1, 1 excluded")
-        if self.length is not None and self.length <= 0:
+        if self.length <= 0:
             raise ConfigError(f"length = {self.length}: must be above 0")
         for name in ("workers", "suffix", "candidates", "known", "users", "samples", "repeats", "budget_s"):
             if getattr(self, name) <= 0:

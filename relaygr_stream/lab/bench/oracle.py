@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from relaygr_stream.lab.bench.modes import Mode
+from relaygr_stream.lab.bench.options import DELAY_SIGMA
 from relaygr_stream.lab.bench.statistics import QUANTILE
 from relaygr_stream.lab.simulate.costs import DeviceCosts
 
@@ -26,8 +27,6 @@ REQUESTS: Final = 10_000
 SETTLING: Final = 0.1
 #: Halvings of the bracket of a rate, which begins at the devices' capacity: to 0.1 %.
 HALVINGS: Final = 10
-#: Sigma of the log-normal head start, as the bench draws it.
-DELAY_SIGMA: Final = 0.1
 
 
 @dataclass(frozen=True)
@@ -41,15 +40,22 @@ class Shape:
     delay_ms: float  # head start, median
     slo_ms: float
     workers: int
+    short: int = 0  # tokens of short users
+    short_share: float = 0.0
 
-    def first_ms(self, costs: DeviceCosts) -> float:
+    def lengths(self, draws: Floats) -> Floats:
+        """The prefix of each request. draws: evenly between 0 and 1."""
+        return np.where(draws < self.short_share, float(self.short), float(self.length))
+
+    def first_ms(self, costs: DeviceCosts, lengths: Floats) -> Floats:
         """Device time of a first visit's prefix."""
-        return costs.extend(0, self.length)
+        e0, e1, e2 = costs.prefill_ms
+        return np.asarray(e0 + e1 * lengths + e2 * lengths * lengths / 2)
 
-    def hit_ms(self, costs: DeviceCosts, more: float = 0.0) -> float:
+    def hit_ms(self, costs: DeviceCosts, lengths: Floats, more: Floats | float = 0.0) -> Floats:
         """Device time of a ranking that finds its prefix KV. more: further rows, such as new behaviours."""
         e0, e1, e2 = costs.score_ms
-        return e0 + (self.rows + more) * (e1 + e2 * self.length)
+        return np.asarray(e0 + (self.rows + more) * (e1 + e2 * lengths))
 
 
 def largest_rate(mode: Mode, costs: DeviceCosts, shape: Shape, seed: int = 0) -> float:
@@ -61,9 +67,10 @@ def largest_rate(mode: Mode, costs: DeviceCosts, shape: Shape, seed: int = 0) ->
     gaps, returns = rng.exponential(size=REQUESTS), rng.random(REQUESTS) < (shape.revisit if mode.keeps else 0.0)
     delays = shape.delay_ms * np.exp(DELAY_SIGMA * rng.standard_normal(REQUESTS))
     servers = rng.integers(shape.workers, size=REQUESTS)
-    prefix = np.where(returns, 0.0, shape.first_ms(costs))
+    lengths = shape.lengths(rng.random(REQUESTS))
+    prefix = np.where(returns, 0.0, shape.first_ms(costs, lengths))
     # A return's new behaviours are scored with the suffix, which costs least.
-    hit = np.where(returns, shape.hit_ms(costs, shape.growth), shape.hit_ms(costs))
+    hit = shape.hit_ms(costs, lengths, np.where(returns, shape.growth, 0.0))
     capacity = 1e3 * shape.workers / float((prefix + hit).mean())
 
     def in_time(rate: float) -> bool:

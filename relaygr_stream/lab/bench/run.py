@@ -31,7 +31,7 @@ from relaygr_stream.lab.bench.probe import Judgement, Measured, run_probe
 from relaygr_stream.lab.bench.progress import Progress
 from relaygr_stream.lab.bench.results import Memory, Probe
 from relaygr_stream.lab.bench.wakes import Wakes
-from relaygr_stream.lab.bench.warm_up import longest_working, warm_up
+from relaygr_stream.lab.bench.warm_up import warm_up
 from relaygr_stream.ops.brokers.distribution import LASTING_RELAY
 from relaygr_stream.ops.brokers.local import local_broker
 from relaygr_stream.settings.schema import Settings
@@ -62,12 +62,21 @@ class Bench:
         self.modes = list(options.modes)
         self.cells = [
             *(
-                Cell("rate", mode, ratio, None, options.tolerance, start=options.starts.get(mode.name))
+                Cell(
+                    "rate",
+                    mode,
+                    ratio,
+                    options.length,
+                    options.tolerance,
+                    options.starts.get(mode.name),
+                    options.most_probes,
+                    options.most_rate,
+                )
                 for mode, ratio in options.rate_cells()
             ),
             *(Cell("length", mode, ratio, options.rate, options.tolerance) for mode, ratio in options.length_cells()),
         ]
-        self.length = 0  # at which rates are searched, once it is known
+        self.length = options.length  # at which rates are searched
         self.worlds: list[World] = []  # by the costs that the workers stated in turn, the latest last
         self.measured: list[Measured] = []
         self.wakes = Wakes()
@@ -110,7 +119,7 @@ class Bench:
     def _check(self) -> None:
         relay, options = self.settings.relay, self.options
         longest = relay.max_prefix_tokens - LENGTH_STEP
-        if (options.length or 0) > longest:
+        if options.length > longest:
             raise ConfigError(
                 f"length = {options.length}: must be at most {longest} (relay.max_prefix_tokens, less room to grow)"
             )
@@ -163,7 +172,6 @@ class Bench:
             populations = Populations(self.options, pipeline, self.options.seed + repeat, self.progress.live)
             if self.fleet is not None:
                 self.worlds = [self._world(pipeline)]
-                self._search_rates_at(self.options.length or 0)
             elif self.world is None:
                 await self._warm_up(pipeline, populations)
             open_cells = self._opened(cells)
@@ -196,21 +204,11 @@ class Bench:
         """Send some requests of each kind: workers fit their costs from them, for the first estimates."""
         world = self._world(pipeline)
         self.worlds.append(world)
-        self._search_rates_at(longest_working(world))
         population = await populations.get(self.length, 0.0, FULL, world)
         rate = WARM_UP_SHARE * most_rate(FULL, world.cost(self.length, 0.0), 0.0, world.workers)
-        slow_ms = await warm_up(pipeline.client, population, rate, self.progress.live)
+        await warm_up(pipeline.client, population, rate, self.progress.live)
         await pipeline.fresh_statuses()
-        world = self._world(pipeline)
-        self.worlds.append(world)
-        self._search_rates_at(longest_working(world, slow_ms, self.length))
-
-    def _search_rates_at(self, tokens: int) -> None:
-        """Search rates at the length in the options, or at this one if there is none."""
-        self.length = self.options.length or tokens
-        for cell in self.cells:
-            if cell.kind == "rate":
-                cell.at = self.length
+        self.worlds.append(self._world(pipeline))
 
     async def _turn(self, cell: Cell, pipeline: Pipeline, populations: Populations, repeat: int, until: float) -> bool:
         """Run one probe of the cell; False if its search is complete or there is no time left."""

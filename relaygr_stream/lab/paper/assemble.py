@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 from rich.console import Console
 
+from relaygr_stream.lab.bench.charts import line_file
+from relaygr_stream.lab.bench.lengths import FULL_SHARE, costs_named
 from relaygr_stream.lab.bench.progress import Progress
 from relaygr_stream.lab.bench.statistics import fewest_samples
-from relaygr_stream.lab.paper.plan import FULL_SHARE, GRID, GROWTH, MOST_RATE, SUFFIX, Setup, costs_named, curves
-from relaygr_stream.lab.paper.report import as_json, make_report, page, render
-from relaygr_stream.lab.paper.results import Record
-from relaygr_stream.lab.paper.run import Paper, PaperOptions
+from relaygr_stream.lab.drawing import can_draw
+from relaygr_stream.lab.paper.plan import Curve, PaperOptions, curves
+from relaygr_stream.lab.paper.report import as_json, drawings, make_report, page, render
+from relaygr_stream.lab.paper.results import PaperReport, Record
+from relaygr_stream.lab.paper.run import Paper
+from relaygr_stream.lab.paper.setup import GRID, GROWTH, MOST_RATE, SUFFIX, Setup
+from relaygr_stream.lab.paper.simulated import BUS, REQUESTS, TOLERANCE
 from relaygr_stream.lab.simulate.costs import DeviceCosts
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.printable import SafeConsole, print_table
@@ -37,10 +44,23 @@ async def run_paper(options: PaperOptions, settings: Settings, command: str, con
     json, html = options.out / "report.json", options.out / "report.html"
     json.write_bytes(as_json(report))
     html.write_text(page(report, planned), encoding="utf-8")
+    write_charts(report, planned, options.out / "charts")
     console.print(f"report: {html}, {json}", soft_wrap=True)
-    if report.complete or options.quick:
+    if report.complete:
         record.finish()
     return all(one.state != "missed" for one in report.verdicts)
+
+
+def write_charts(report: PaperReport, planned: Sequence[Curve], folder: Path) -> None:
+    """Each chart as a file of its own, for documents; none without matplotlib."""
+    if not can_draw():
+        return
+    folder.mkdir(exist_ok=True)
+    for curve in planned:
+        for number, (_, series, x, y, _) in enumerate(drawings(curve, report.curves[curve.name])):
+            if any(one.points for one in series):
+                name = f"{curve.name}-{number}.svg" if number else f"{curve.name}.svg"
+                (folder / name).write_text(line_file(series, x, y), encoding="utf-8")
 
 
 def _fixed(options: PaperOptions, settings: Settings, costs: DeviceCosts) -> dict[str, Any]:
@@ -51,6 +71,7 @@ def _fixed(options: PaperOptions, settings: Settings, costs: DeviceCosts) -> dic
             "quick": options.quick,
             "broker": options.broker,
             "samples": options.samples,
+            "least_s": options.least_s,
             "stages": options.stages,
             "tolerance": options.tolerance,
             "seed": options.seed,
@@ -77,8 +98,10 @@ def _words(options: PaperOptions, settings: Settings, costs: DeviceCosts, comman
         "dilated and weighs 1/k as much",
         "traffic": f"Poisson arrivals; {usual.candidates} candidates unless stated, {SUFFIX} suffix behaviours; a "
         f"return brings {GROWTH:g} new behaviours",
-        "statistics": f"a probe judges {samples} to {options.stages * samples} requests; values to "
+        "measured": f"a probe judges the requests of {options.least_s:g} s, {samples} at least; values to "
         f"within {options.tolerance - 1:.0%}; {options.repeats} repeat(s); the interval is the range of the repeats, "
-        "with one repeat the bracket of the search",
+        "with one repeat there is none, and the bracket of the search is given",
+        "simulated": f"a probe judges {REQUESTS:,} requests; values to within {TOLERANCE - 1:.0%}; median and range "
+        f"of {options.seeds} seed(s); one way of the bus {BUS.p50_ms:g} ms at P50, {BUS.p99_ms:g} at P99, weighing 1/k",
         "command": command,
     }

@@ -1,84 +1,67 @@
-"""What `relaygr bench paper` measures: setups of a fleet, the modes that are compared in each, and their curves.
+"""What `relaygr bench paper` measures: setups of a fleet and its traffic, curves over them, and regimes for ablations.
 
 Lengths are a fixed grid by the cost file, never the run's choice: shares of the length whose full inference takes 0.4
-of the SLO. Beyond it full inference may carry nothing.
+of the SLO. Beyond it full inference may carry nothing. Curves are simulated densely, and measured at a few points.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
-import msgspec
-
-from relaygr_stream.errors import ConfigError
-from relaygr_stream.lab.bench.cells import LENGTH_STEP
 from relaygr_stream.lab.bench.modes import ABLATIONS, CACHE, FULL_ANY, FULL_LANE, RELAY, Mode
-from relaygr_stream.lab.bench.oracle import Shape
-from relaygr_stream.lab.simulate.costs import DeviceCosts
+from relaygr_stream.lab.paper.setup import GRID, HEADLINE, Setup
 
-#: Full inference of the grid's unit length takes this share of the SLO.
-FULL_SHARE: Final = 0.4
-#: The headline is the geometric mean over the first four.
-HEADLINE: Final = (0.25, 0.5, 0.75, 1.0)
-GRID: Final = (*HEADLINE, 2.0, 4.0)
+Where = Literal["fleet", "simulated"]
+#: What a curve shows: the largest rate within the SLO, the P99 at a given one, or where rankings found their prefix KV.
+Shown = Literal["rate", "p99", "hits"]
+
 REVISITS: Final = (0.0, 0.5, 0.9)
-#: No probe exceeds this rate: broker, trigger, workers and client share two cores.
-MOST_RATE: Final = 60.0
-#: Searches begin at this share of the oracle's rate, and may end at this multiple of it.
-FIRST_SHARE: Final = 0.85
-#: Known users with whom prefix KV fill more than the HBM tiers of four npu devices: 2,000 · 512 tokens of 192 KiB are
+#: Known users whose prefix KV fill more than the HBM tiers of four npu devices: 2,000 · 512 tokens of 192 KiB are
 #: 190 GiB, the tiers 128.
 MANY: Final = 2_000
-SUFFIX: Final = 8
-GROWTH: Final = 3.0
-#: The packaged cost files.
-COSTS_DIR: Final = Path(__file__).parent.parent / "emulate" / "costs"
+#: Tiers in which their prefix KV do not fit together, so that it matters which leave: 32 and 64 GiB on four workers.
+SMALL: Final[dict[str, Any]] = {"known": MANY, "hbm_gib": 8, "dram_gib": 16}
+#: Loads of the curves of P99, as shares of the oracle's largest rate for the relay.
+LOADS: Final = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 1.0)
+
+USUAL: Final = (RELAY, FULL_ANY, FULL_LANE, CACHE)  # in the order of turns, for when time runs out
+TWO: Final = (FULL_ANY, RELAY)
+UNDELEGATED: Final = next(mode for mode in ABLATIONS if mode.name == "relay-undelegated")
+LRU: Final = next(mode for mode in ABLATIONS if mode.name == "relay-lru")
+
+#: In each of these the relay is compared with itself without one part. The first is the usual one.
+REGIMES: Final[dict[str, Setup]] = {
+    "usual": Setup(),
+    "no returns": Setup(revisit=0.0),
+    "4 × length": Setup(share=4.0),
+    "long beside short": Setup(share=4.0, long=0.2),
+    "many users": Setup(known=MANY),
+    "small tiers, hot users": Setup(**SMALL, zipf=1.1),
+    "a hot lane": Setup(hot=0.3),
+    "short head start": Setup(delay_ms=30.0),
+}
 
 
-class Setup(msgspec.Struct, frozen=True, kw_only=True):
-    """A fleet and its traffic. share: of the grid's unit length. delay_ms: head start, undilated.
+@dataclass(frozen=True, kw_only=True)
+class PaperOptions:
+    """The options of one run. only: measure, or simulate, what is lacking there, or report what there is; None: all."""
 
-    known: users with 512 tokens that it knows before it is measured, fewer if longer.
-    """
-
-    share: float = 1.0
-    revisit: float = 0.5
-    workers: int = 4
-    candidates: int = 32
-    delay_ms: float = 150.0
-    known: int = 100
-
-    def length(self, costs: DeviceCosts, slo_ms: float) -> int:
-        """Prefix tokens. The unit is that of 32 candidates, whatever the setup's own."""
-        unit = costs.longest_full(FULL_SHARE * slo_ms, SUFFIX + Setup().candidates, LENGTH_STEP)
-        return max(LENGTH_STEP, round(self.share * unit / LENGTH_STEP) * LENGTH_STEP)
-
-    def shape(self, costs: DeviceCosts, slo_ms: float) -> Shape:
-        """The same for the oracle."""
-        return Shape(
-            length=self.length(costs, slo_ms),
-            revisit=self.revisit,
-            rows=SUFFIX + self.candidates,
-            growth=GROWTH,
-            delay_ms=self.delay_ms,
-            slo_ms=slo_ms,
-            workers=self.workers,
-        )
-
-    @property
-    def words(self) -> str:
-        """For the progress and the tables."""
-        parts = [f"{self.share:g} × length", f"revisit {self.revisit:.0%}"]
-        usual = Setup()
-        parts += [f"{self.workers} workers"] if self.workers != usual.workers else []
-        parts += [f"{self.candidates} candidates"] if self.candidates != usual.candidates else []
-        parts += [f"head start {self.delay_ms:g} ms"] if self.delay_ms != usual.delay_ms else []
-        parts += [f"{self.known} known users of 512 tokens"] if self.known != usual.known else []
-        return ", ".join(parts)
+    quick: bool
+    costs: str  # the cost file, as named
+    broker: Literal["embedded", "kafka"]
+    samples: int  # requests judged in a stage of a probe
+    stages: int
+    tolerance: float
+    least_s: float  # judged seconds of a probe, at least: in short ones no queue grows
+    repeats: int  # of measured values
+    seeds: int  # of simulated ones
+    budget_s: float
+    seed: int
+    out: Path
+    only: Where | Literal["report"] | None = None
 
 
 @dataclass(frozen=True)
@@ -87,70 +70,108 @@ class Step:
 
     setup: Setup
     modes: tuple[Mode, ...]
+    where: Where = "simulated"
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Throughput within the SLO over one property of the setups."""
+    """One property of the setups, and what is shown over it."""
 
     name: str
     words: str
     axis: str  # of the property
-    x: Literal["share", "revisit", "workers", "candidates", "delay_ms"]
+    x: str  # the property: a field of Setup
     steps: tuple[Step, ...]
+    shown: Shown = "rate"
+    log: bool = False  # the axis
 
 
 def curves(quick: bool) -> tuple[Curve, ...]:
     """The curves of a run, the most valuable first."""
-    usual = (RELAY, FULL_ANY, FULL_LANE, CACHE)  # in the order of turns, for when time runs out
-    # Full inference does not depend on the revisit ratio: it is searched at the middle one only.
-    middle, others = (1.0, 0.5, 0.25, 0.75), (0.9, 0.0)
-    lengths = [Step(Setup(share=share), usual) for share in middle]
-    lengths += [Step(Setup(revisit=revisit), (RELAY,)) for revisit in others]
-    lengths += [Step(Setup(share=share, revisit=revisit), (RELAY,)) for share in middle[1:] for revisit in others]
     if quick:
-        return (Curve("length", "Throughput within the SLO against length", "× unit length", "share", tuple(lengths)),)
-    lengths += [Step(Setup(share=share), usual) for share in GRID[len(HEADLINE) :]]
-    lengths += [
-        Step(Setup(share=share, revisit=revisit), (RELAY,)) for share in GRID[len(HEADLINE) :] for revisit in others
-    ]
-    parts = [Step(Setup(share=share, known=MANY), (RELAY, *ABLATIONS)) for share in (1.0, 2.0)]
+        return (_lengths(HEADLINE, (1.0,), quick=True), _parts((REGIMES["usual"],), fleet=False))
+    heads = (20.0, 40.0, 60.0, 80.0, 150.0, 300.0)
+    candidates = (32, 128, 512, 1024, 2048)
     return (
-        Curve("length", "Throughput within the SLO against length", "× unit length", "share", tuple(lengths)),
-        Curve("parts", "What each mechanism is worth", "× unit length", "share", tuple(parts)),
-        Curve("revisit", "Revisit ratio", "share of returns", "revisit", _over("revisit", REVISITS, (0.25, 0.75))),
-        Curve("head start", "Head start", "ms", "delay_ms", _over("delay_ms", (20.0, 80.0, 150.0, 300.0))),
-        Curve("candidates", "Candidates", "items", "candidates", _over("candidates", (32, 128, 512, 2048))),
-        Curve("workers", "Workers", "workers", "workers", _over("workers", (1, 2, 4, 8))),
+        _lengths(GRID, GRID),
+        _loads("load", "P99 against load", USUAL, Setup(), (RELAY, FULL_ANY)),
+        _loads("delegation", "P99 of first visits, with and without delegation", (RELAY, UNDELEGATED), FIRST_VISITS),
+        _dram(),
+        _parts(tuple(REGIMES.values()), fleet=True),
+        _over("revisit", "Revisit ratio", "share of returns", (0.0, 0.25, 0.5, 0.75, 0.9, 0.95), (0.25, 0.75)),
+        _over("delay_ms", "Head start", "ms", heads, (20.0, 80.0, 300.0)),
+        _over("candidates", "Candidates", "candidates", candidates, (128, 512, 2048), log=True),
+        _over("workers", "Workers", "workers", (1, 2, 4, 8), (1, 2, 8)),
+        _over("long", "Share of long users", "share", (0.05, 0.1, 0.2, 0.4, 1.0), (0.1, 0.4), of=Setup(share=2.0)),
+        _over("layers", "Layers", "× those of the cost file", (0.25, 0.5, 0.75, 1.0, 1.5, 2.0)),
+        _over("width", "Width", "× that of the cost file", (0.25, 0.5, 0.75, 1.0, 1.5, 2.0)),
+        _over("hot", "A hot lane", "share of the users on it", (0.0, 0.1, 0.2, 0.3, 0.5, 0.7), modes=HOT_MODES),
+        _over("swing", "A tide", "swing of the rate", (0.0, 0.2, 0.4, 0.6, 0.8)),
     )
 
 
-def _over(name: str, *values: Sequence[float]) -> tuple[Step, ...]:
-    every = sorted(value for some in values for value in some)
-    return tuple(Step(Setup(**{name: value}), (FULL_ANY, RELAY)) for value in every)  # type: ignore[arg-type]
+FIRST_VISITS: Final = Setup(revisit=0.0)
+HOT_MODES: Final = (FULL_ANY, FULL_LANE, RELAY, UNDELEGATED)
+
+
+def _lengths(shares: Sequence[float], others: Sequence[float], *, quick: bool = False) -> Curve:
+    """Full inference does not depend on the revisit ratio: it is measured at the middle one only.
+
+    others: the lengths at which other revisit ratios are simulated. quick: these, and `cache`, are not measured.
+    """
+    every = [Step(Setup(share=share), USUAL) for share in shares]
+    every += [Step(Setup(share=share, revisit=other), (RELAY, CACHE)) for share in others for other in (0.9, 0.0)]
+    fleet = [Step(Setup(share=share), USUAL[:3] if quick else USUAL, "fleet") for share in (1.0, 0.5, 0.25, 0.75)]
+    if not quick:
+        fleet += [Step(Setup(revisit=other), (RELAY,), "fleet") for other in (0.9, 0.0)]
+        fleet += [Step(Setup(share=share), (RELAY,), "fleet") for share in shares if share > 1.0]
+    return Curve("length", "Throughput within the SLO against length", "× unit length", "share", (*every, *fleet))
+
+
+def _parts(regimes: Sequence[Setup], *, fleet: bool) -> Curve:
+    modes = (RELAY, *ABLATIONS)
+    steps = [Step(setup, modes) for setup in regimes]
+    if fleet:
+        steps += [Step(setup, modes, "fleet") for setup in regimes[:1]]
+    return Curve("parts", "What each mechanism is worth", "× unit length", "share", tuple(steps))
+
+
+def _loads(name: str, words: str, modes: tuple[Mode, ...], of: Setup, fleet: tuple[Mode, ...] = ()) -> Curve:
+    steps = [Step(of.at(load=load), modes) for load in LOADS]
+    steps += [Step(of.at(load=load), fleet or modes, "fleet") for load in (0.2, 0.5, 0.8)]
+    return Curve(name, words, "share of the oracle's largest rate for the relay", "load", tuple(steps), "p99")
+
+
+def _over(
+    name: str,
+    words: str,
+    axis: str,
+    values: Sequence[float],
+    fleet: Sequence[float] = (),
+    *,
+    of: Setup | None = None,
+    modes: tuple[Mode, ...] = TWO,
+    log: bool = False,
+) -> Curve:
+    of = of or Setup()
+    steps = [Step(of.at(**{name: value}), modes) for value in values]
+    steps += [Step(of.at(**{name: value}), (RELAY,), "fleet") for value in fleet]
+    return Curve(name, words, axis, name, tuple(steps), log=log)
+
+
+def _dram() -> Curve:
+    of = Setup(**SMALL, load=0.5)
+    steps = tuple(Step(of.at(dram_gib=gib), (RELAY, LRU)) for gib in (0, 4, 8, 16, 24, 32, 48))
+    return Curve("dram_gib", "DRAM against hits", "GiB of DRAM a worker, 8 of HBM", "dram_gib", steps, "hits")
 
 
 def steps(planned: Sequence[Curve]) -> Iterator[Step]:
-    """Each setup once, with all modes that any curve wants in it, in the order of the curves."""
-    wanted: dict[Setup, dict[str, Mode]] = {}
+    """Each setup once a place, with all modes that any curve wants in it: simulations first, then by curve."""
+    wanted: dict[tuple[Setup, Where], dict[str, Mode]] = {}
     for curve in planned:
         for step in curve.steps:
-            wanted.setdefault(step.setup, {}).update({mode.name: mode for mode in step.modes})
-    for setup, modes in wanted.items():
-        yield Step(setup, tuple(modes.values()))
-
-
-def factor_for(rates: Sequence[float]) -> int:
-    """The dilation with which the largest of these rates (undilated, requests/s) becomes MOST_RATE or less."""
-    return max(1, math.ceil(max(rates, default=0.0) / MOST_RATE))
-
-
-def costs_named(name: str) -> DeviceCosts:
-    """The packaged cost file of this name, or the file at this path. Raises ConfigError, or InputError as read."""
-    packaged = COSTS_DIR / f"{name}.toml"
-    if packaged.is_file():
-        return DeviceCosts.read(packaged)
-    if not Path(name).is_file():
-        known = ", ".join(sorted(path.stem for path in COSTS_DIR.glob("*.toml")))
-        raise ConfigError(f"costs {name}: no such file; packaged are {known}")
-    return DeviceCosts.read(Path(name))
+            wanted.setdefault((step.setup, step.where), {}).update({mode.name: mode for mode in step.modes})
+    for place in ("simulated", "fleet"):
+        for (setup, where), modes in wanted.items():
+            if where == place:
+                yield Step(setup, tuple(modes.values()), where)

@@ -15,11 +15,12 @@ from rich.text import Text
 
 from relaygr_stream.lab.bench.charts import Axis, Series, line_chart
 from relaygr_stream.lab.bench.charts import Point as Dot
-from relaygr_stream.lab.bench.modes import FLEET_MODES
+from relaygr_stream.lab.bench.modes import ABLATIONS, BASELINES, FLEET_MODES, RELAY
 from relaygr_stream.lab.bench.page import STYLE, table_html
-from relaygr_stream.lab.paper.judge import headline, judge
-from relaygr_stream.lab.paper.plan import Curve, Setup
+from relaygr_stream.lab.paper.judge import PLACES, differences, headline, judge
+from relaygr_stream.lab.paper.plan import REGIMES, Curve
 from relaygr_stream.lab.paper.results import Outcome, PaperReport, Point, points
+from relaygr_stream.lab.paper.setup import Setup
 
 MARKS: Final = {"met": "✓", "missed": "✗", "not allowed": "–", "not measured": "–"}
 COLOURS: Final = {
@@ -34,6 +35,12 @@ COLOURS: Final = {
     "relay-whole": "#be185d",
     "relay-everything": "#65a30d",
 }
+
+
+HEADLINE_TITLE: Final = "Half returning, geometric mean over four lengths"
+PARTS_TITLE: Final = "What each mechanism is worth: largest rate without it (relay ÷ that)"
+#: A value beyond the oracle's by more than this factor is no matter of a search's tolerance.
+BEYOND: Final = 1.1
 
 
 def make_report(
@@ -53,42 +60,40 @@ def make_report(
         points=known,
         curves={curve.name: _rows(curve, known) for curve in planned},
         headline=headline(known, Setup().revisit),
+        differences=differences(known),
         verdicts=judge(known, outcomes),
         remarks=[
             *left_out,
             f"{aside} of {every} probes were set aside and repeated: devices more than 5 % late, other processes, or a "
             f"machine that stood still",
-            *_without_gain(known),
+            *_beyond(known),
         ],
         wall_s=wall_s,
     )
 
 
 def _rows(curve: Curve, known: Sequence[Point]) -> list[list[Any]]:
+    """[x, revisit, mode, where, what, median, least, greatest, oracle] of each point; of one of hits, two such rows."""
+    shown = {"hits": ("hits", "dram")}.get(curve.shown, (curve.shown,))
     rows = []
     for step in curve.steps:
         for mode in step.modes:
-            one = next((each for each in known if each.setup == step.setup and each.mode == mode.name), None)
-            if one is not None:
-                low, high = one.interval or (None, None)
-                x = getattr(step.setup, curve.x)
-                rows.append([x, step.setup.revisit, mode.name, one.value, low, high, one.oracle])
+            one = next((p for p in known if (p.setup, p.mode, p.where) == (step.setup, mode.name, step.where)), None)
+            for what in shown if one is not None else ():
+                assert one is not None
+                value = one.shown(what) or (None, None, None)
+                rows.append(
+                    [getattr(one.setup, curve.x), one.setup.revisit, one.mode, one.where, what, *value, one.oracle]
+                )
     return rows
 
 
-def _without_gain(known: Sequence[Point]) -> Iterable[str]:
-    """Where the relay is not ahead of another mode, in words."""
+def _beyond(known: Sequence[Point]) -> Iterable[str]:
+    """Values beyond the oracle's, in words: the probes were too short, or the oracle does not know the setup."""
     for one in known:
-        relay = next((each for each in known if each.mode == "relay" and each.setup == one.setup), None)
-        if (
-            relay is not None
-            and one.mode != "relay"
-            and one.value
-            and relay.settled
-            and (relay.value or 0) <= one.value
-        ):
+        if one.value and one.given is None and one.oracle and one.value > BEYOND * one.oracle:
             yield (
-                f"no gain: {one.mode} carried {one.value:,.0f}/s and relay {relay.value or 0:,.0f}/s at "
+                f"beyond the oracle: {one.mode} ({one.where}) {one.value:,.0f} of {one.oracle:,.0f}/s at "
                 f"{one.setup.words}"
             )
 
@@ -98,27 +103,27 @@ COLUMNS: Final = (
     "setup",
     "tokens",
     "k",
-    "largest/s",
+    "fleet/s",
     "interval",
+    "simulated/s",
+    "differs",
     "oracle/s",
     "of oracle",
-    "× full-lane",
-    "× full-any",
 )
 
 
 def table_rows(report: PaperReport) -> list[tuple[str, ...]]:
-    """One row a point, as in COLUMNS."""
+    """One row for each largest rate that was measured, as in COLUMNS."""
     order = [mode.name for mode in FLEET_MODES]
-    full = {
-        name: {one.setup.share: one.value for one in report.points if one.mode == name and one.settled}
-        for name in ("full-lane", "full-any")
-    }
-    rows = []
-    for one in sorted(report.points, key=lambda one: (one.setup.share, one.setup.revisit, order.index(one.mode))):
-        ratios = (full[name].get(one.setup.share) for name in full)
+    measured = [one for one in report.points if one.where == "fleet" and one.given is None]
+    rows: list[tuple[str, ...]] = []
+    for one in sorted(measured, key=lambda one: (one.setup.words, order.index(one.mode))):
+        simulated = next(
+            (p for p in report.points if (p.where, p.setup, p.mode) == ("simulated", one.setup, one.mode)), None
+        )
         least = "" if one.settled else "≥ "
         low, high = one.interval or (None, None)
+        other = simulated.value if simulated is not None else None
         rows.append(
             (
                 one.mode,
@@ -127,33 +132,57 @@ def table_rows(report: PaperReport) -> list[tuple[str, ...]]:
                 f"{one.factor:g}",
                 "none" if one.value is None else f"{least}{one.value:,.0f}",
                 "" if low is None else f"{low:,.0f}…{'' if high == inf else f'{high:,.0f}'}",
+                "" if other is None else f"{other:,.0f}",
+                f"{one.value / other - 1:+.0%}" if one.value and other and one.settled else "",
                 f"{one.oracle:,.0f}",
                 f"{least}{one.value / one.oracle:.2f}" if one.value and one.oracle else "",
-                *(f"{least}{one.value / base:.2f}" if one.value and base else "" for base in ratios),
             )
         )
     return rows
 
 
-def headline_rows(report: PaperReport) -> list[tuple[str, str, str]]:
-    """(baseline, geometric mean, range)."""
+PARTS_COLUMNS: Final = ("regime", "oracle/s", *(mode.name for mode in (RELAY, *ABLATIONS)))
+
+
+def parts_rows(report: PaperReport) -> list[tuple[str, ...]]:
+    """One row for each regime and place: the relay's largest rate, and that of each ablation with relay ÷ ablation."""
+    rows = []
+    for regime, setup in REGIMES.items():
+        for where in PLACES:
+            found = {one.mode: one for one in report.points if (one.setup, one.where) == (setup, where)}
+            if RELAY.name not in found or len(found) <= len(BASELINES):
+                continue
+            relay = found[RELAY.name].value
+            cells = [f"{found[RELAY.name].oracle:,.0f}", "none" if relay is None else f"{relay:,.0f}"]
+            for mode in ABLATIONS:
+                one = found.get(mode.name)
+                value = one.value if one is not None else None
+                ratio = f" ({relay / value:.2f}×)" if relay and value else ""
+                cells.append("" if one is None else f"{value:,.0f}{ratio}" if value else "none")
+            rows.append((f"{regime} ({where})", *cells))
+    return rows
+
+
+def headline_rows(report: PaperReport) -> list[tuple[str, str, str, str]]:
+    """(baseline, place, geometric mean, range)."""
     return [
-        (f"relay / {name}", f"{mean:.2f} ×", f"{least:.2f}…{most:.2f}")
-        for name, (mean, least, most) in report.headline.items()
+        (f"relay / {one.baseline}", one.where, f"{one.mean:.2f} ×", f"{one.least:.2f}…{one.most:.2f}")
+        for one in report.headline
     ]
 
 
 def render(report: PaperReport) -> RenderableType:
     """Tables, verdicts and remarks for a terminal."""
+    mean = _table(HEADLINE_TITLE, ("", "", "mean", "range"), headline_rows(report))
     found = _table("Largest rate within the SLO (undilated)", COLUMNS, table_rows(report))
-    mean = _table("Half returning, geometric mean over four lengths", ("", "mean", "range"), headline_rows(report))
+    parts = _table(PARTS_TITLE, PARTS_COLUMNS, parts_rows(report))
     targets = _table(
         "Targets",
         ("", "target", "found"),
         [(MARKS[one.state], one.target, one.found or one.state) for one in report.verdicts],
     )
     words = [Text(f"{name}: {text}", style="dim") for name, text in report.conditions["words"].items()]
-    return Group(found, mean, targets, *(Text(f"· {remark}") for remark in report.remarks), *words)
+    return Group(mean, found, parts, targets, *(Text(f"· {remark}") for remark in report.remarks), *words)
 
 
 def _table(title: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
@@ -172,19 +201,26 @@ def page(report: PaperReport, planned: Sequence[Curve]) -> str:
         for curve in planned
         if report.curves[curve.name]
     )
-    cells = [[escape(cell) for cell in row] for row in table_rows(report)]
+    tables: list[tuple[str, Sequence[str], Sequence[Sequence[str]]]] = [
+        (HEADLINE_TITLE, ("", "", "mean", "range"), headline_rows(report)),
+        (PARTS_TITLE, PARTS_COLUMNS, parts_rows(report)),
+        ("Largest rates, measured and simulated", COLUMNS, table_rows(report)),
+    ]
+    drawn = [
+        f"<h2>{escape(title)}</h2>{table_html(heads, [[escape(cell) for cell in row] for row in rows])}"
+        for title, heads, rows in tables
+        if rows
+    ]
     targets = [[MARKS[one.state], escape(one.target), one.state, escape(one.found)] for one in report.verdicts]
     facts = [[escape(name), escape(str(text))] for name, text in report.conditions["words"].items()]
     parts = [
         "<h1>Each claim shown: a fleet of emulated devices</h1>",
-        f'<p class="soft">Largest Poisson rate whose P99 is within the SLO; rates and times are undilated, k is the '
-        "factor of dilation. Trigger, workers, broker and client are real processes; "
-        f"{report.wall_s:,.0f} s in all.</p>",
-        "<h2>Half returning, geometric mean over four lengths</h2>",
-        table_html(("", "mean", "range"), [[escape(cell) for cell in row] for row in headline_rows(report)]),
+        '<p class="soft">Largest Poisson rate whose P99 is within the SLO; rates and times are undilated, k is the '
+        "factor of dilation. Measured: trigger, workers, broker and client are real processes. Simulated: the same "
+        "core, bus and devices in simulated time. Oracle: a queue that knows everything, without bus.</p>",
+        *drawn[:1],
         charts,
-        "<h2>All points</h2>",
-        table_html(COLUMNS, cells),
+        *drawn[1:],
         "<h2>Targets</h2>",
         table_html(("", "target", "state", "found"), targets, wide=True),
         "<h2>Remarks</h2>",
@@ -200,29 +236,49 @@ def page(report: PaperReport, planned: Sequence[Curve]) -> str:
     )
 
 
+Y_WORDS: Final = {
+    "rate": Axis("requests/s within the SLO", log=True),
+    "p99": Axis("P99, ms", log=True),
+    "hits": Axis("share of returns"),
+}
+
+
 def _charts(curve: Curve, rows: Sequence[Sequence[Any]]) -> str:
     """A chart for each revisit ratio; in the chart of a curve over revisit ratios they are the axis."""
-    ratios = [None] if curve.x == "revisit" else sorted({row[1] for row in rows})
     figures = []
-    for ratio in ratios:
-        mine = [row for row in rows if ratio is None or row[1] == ratio]
-        title = curve.words if ratio is None else f"{curve.words}, revisit {ratio:.0%}"
-        chart = line_chart(list(_series(mine)), Axis(curve.axis), Axis("requests/s within the SLO", log=True))
-        words = "Dots: measured. Dashed: the oracle queue. Lines up and down: the interval."
-        figures.append(f"<figure><figcaption>{escape(title)}<span>{words}</span></figcaption>{chart}</figure>")
+    for title, series, x, y, words in drawings(curve, rows):
+        figures.append(
+            f"<figure><figcaption>{escape(title)}<span>{words}</span></figcaption>{line_chart(series, x, y)}</figure>"
+        )
     return "".join(figures)
 
 
-def _series(rows: Sequence[Sequence[Any]]) -> Iterable[Series]:
-    for mode in dict.fromkeys(row[2] for row in rows):
-        mine = [row for row in rows if row[2] == mode]
-        colour = COLOURS.get(mode, "#1f2933")
-        measured = [Dot(row[0], row[3]) for row in mine if row[3]]
-        spread = [(row[0], row[4], row[5]) for row in mine if row[4] and row[5] and row[5] != inf]
-        yield Series(mode, colour, measured, spread=spread)
+def drawings(curve: Curve, rows: Sequence[Sequence[Any]]) -> Iterable[tuple[str, list[Series], Axis, Axis, str]]:
+    """Title, lines, axes and legend of each chart of a curve."""
+    ratios = [None] if curve.x == "revisit" else sorted({row[1] for row in rows})
+    words = "Lines: simulated, with the range of the seeds. Dots: measured. Dashed: the oracle queue."
+    for ratio in ratios:
+        mine = [row for row in rows if ratio is None or row[1] == ratio]
+        title = curve.words if ratio is None else f"{curve.words}, {ratio:.0%} returning"
+        yield title, list(_series(mine, curve)), Axis(curve.axis, log=curve.log), Y_WORDS[curve.shown], words
+
+
+def _series(rows: Sequence[Sequence[Any]], curve: Curve) -> Iterable[Series]:
+    for mode, what in dict.fromkeys((row[2], row[4]) for row in rows):
+        mine = [row for row in rows if (row[2], row[4]) == (mode, what)]
+        colour, name = COLOURS.get(mode, "#1f2933"), f"{mode}, of DRAM" if what == "dram" else mode
+        simulated, measured = ([row for row in mine if row[3] == where and row[5]] for where in ("simulated", "fleet"))
+        spread = [(row[0], row[6], row[7]) for row in mine if row[6] and row[7] and row[7] != inf]
         yield Series(
-            f"{mode}, oracle", colour, [Dot(row[0], row[6]) for row in mine if row[6]], dots=False, dashed=True
+            name, colour, [Dot(row[0], row[5]) for row in simulated], dots=False, spread=spread, dashed=what == "dram"
         )
+        if measured:
+            yield Series(f"{name}, measured", colour, [Dot(row[0], row[5]) for row in measured], lines=False)
+        if curve.shown == "rate":
+            bounds = {row[0]: row[8] for row in mine if row[8]}
+            yield Series(
+                f"{mode}, oracle", colour, [Dot(*pair) for pair in bounds.items()], dots=False, dashed=True, faint=True
+            )
 
 
 def as_json(report: PaperReport) -> bytes:

@@ -6,7 +6,7 @@ Rates and lengths are undilated. Times of the bus are real milliseconds.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, Final, Literal
@@ -15,14 +15,20 @@ import msgspec
 
 from relaygr_stream.errors import ConfigError
 from relaygr_stream.lab.bench.results import Probe
-from relaygr_stream.lab.paper.plan import Setup
+from relaygr_stream.lab.paper.plan import Where
+from relaygr_stream.lab.paper.setup import Setup
+
+#: What became of signals, of the counters of the workers: how many found prefix KV in HBM, and in DRAM (a reload that a
+#: signal starts is DRAM's), how many lacked some tokens, and how many all.
+SIGNALS: Final = ("signals", "signal_hbm", "signal_dram", "signal_extended", "signal_computed")
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The search for one mode's largest rate within the SLO."""
+class Outcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One mode in one setup, measured or simulated once: its largest rate within the SLO, or a look at a given rate."""
 
     setup: Setup
     mode: str
+    where: Where = "fleet"
     repeat: int
     length: int  # tokens
     factor: float  # of dilation
@@ -30,8 +36,17 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     failed: float | None  # the smallest that failed; None: none did
     settled: bool  # both are within the tolerance
     oracle: float  # the largest rate of the oracle queue
-    probes: list[Probe]  # dilated, those set aside among them
-    bus_ms: list[float]  # P50 and P99 of the bus both ways over the passing probes; empty: too few
+    given: float | None = None  # the rate, if it was given; the rest is then of its probe, else of the largest rate's
+    p99_ms: float | None = None  # None: no probe
+    first_p99_ms: float | None = None  # of first visits alone
+    requests: int = 0
+    outcomes: dict[str, int] = {}  # where rankings found their prefix KV
+    decisions: dict[str, int] = {}  # of the trigger, by reason
+    signals: dict[str, int] = {}  # by SIGNALS; simulated only
+    announced: int = 0
+    busy: float = 0.0  # share of the devices' time
+    probes: list[Probe] = []  # dilated, those set aside among them; fleet only
+    bus_ms: list[float] = []  # P50 and P99 of the bus both ways over the passing probes; empty: too few
 
     @property
     def passing(self) -> list[Probe]:
@@ -44,18 +59,24 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         return max(self.passing, key=lambda probe: probe.rate, default=None)
 
 
-class Point(msgspec.Struct, frozen=True, kw_only=True):
-    """One mode in one setup, over the repeats."""
+class Point(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One mode in one setup, over the repeats or seeds."""
 
     setup: Setup
     mode: str
+    where: Where = "fleet"
     length: int
     factor: float
-    values: list[float]  # of each repeat that found one
+    values: list[float]  # the largest rate of each repeat that found one
     failed: list[float]  # the smallest failing rate of each repeat
     oracle: float
     repeats: int
     settled: bool  # every repeat found its value; else the value is a lower bound
+    given: float | None = None
+    p99_ms: list[float] = []  # of each repeat
+    first_p99_ms: list[float] = []
+    reused: list[float] = []  # of each repeat: share of its returning users' signals that found prefix KV
+    from_dram: list[float] = []  # of those, in DRAM
 
     @property
     def value(self) -> float | None:
@@ -71,6 +92,13 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
             return min(self.values), max(self.values)
         return self.values[0], self.failed[0] if self.failed else math.inf
 
+    def shown(self, what: str) -> tuple[float, float, float] | None:
+        """Median, least and greatest of what a curve shows."""
+        if what == "rate":
+            return None if self.value is None else (self.value, *(self.interval or (self.value, self.value)))
+        values = {"p99": self.p99_ms, "first": self.first_p99_ms, "hits": self.reused, "dram": self.from_dram}[what]
+        return (median(values), min(values), max(values)) if values else None
+
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """A target and what became of it."""
@@ -80,14 +108,25 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     state: Literal["met", "missed", "not allowed", "not measured"]
 
 
+class Headline(msgspec.Struct, frozen=True, kw_only=True):
+    """The relay against a baseline at half returning, over the first four lengths."""
+
+    baseline: str
+    where: Where
+    mean: float  # geometric
+    least: float
+    most: float
+
+
 class PaperReport(msgspec.Struct, frozen=True, kw_only=True):
     """The whole run."""
 
     complete: bool
     conditions: dict[str, Any]
     points: list[Point]
-    curves: dict[str, list[list[Any]]]  # curve → [x, revisit, mode, value, low, high, oracle]
-    headline: dict[str, list[float]]  # baseline → geometric mean, least, greatest over the grid at half returning
+    curves: dict[str, list[list[Any]]]  # curve → [x, revisit, mode, where, what, value, low, high, oracle]
+    headline: list[Headline]
+    differences: list[list[Any]]  # [mode, setup, fleet, simulated, their difference as a share]
     verdicts: list[Verdict]
     remarks: list[str]
     wall_s: float
@@ -95,13 +134,14 @@ class PaperReport(msgspec.Struct, frozen=True, kw_only=True):
 
 def points(outcomes: Sequence[Outcome]) -> list[Point]:
     """The outcomes, repeats together."""
-    groups: dict[tuple[Setup, str], list[Outcome]] = {}
+    groups: dict[tuple[Setup, str, Where], list[Outcome]] = {}
     for one in outcomes:
-        groups.setdefault((one.setup, one.mode), []).append(one)
+        groups.setdefault((one.setup, one.mode, one.where), []).append(one)
     return [
         Point(
             setup=setup,
             mode=mode,
+            where=where,
             length=some[0].length,
             factor=some[0].factor,
             values=[one.rate for one in some if one.rate is not None],
@@ -109,9 +149,24 @@ def points(outcomes: Sequence[Outcome]) -> list[Point]:
             oracle=some[0].oracle,
             repeats=len(some),
             settled=all(one.settled for one in some),
+            given=some[0].given,
+            p99_ms=_known(one.p99_ms for one in some),
+            first_p99_ms=_known(one.first_p99_ms for one in some),
+            reused=_known(_of_signals(one, "signal_hbm", "signal_dram", "signal_extended") for one in some),
+            from_dram=_known(_of_signals(one, "signal_dram") for one in some),
         )
-        for (setup, mode), some in groups.items()
+        for (setup, mode, where), some in groups.items()
     ]
+
+
+def _known(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None and math.isfinite(value)]
+
+
+def _of_signals(one: Outcome, *names: str) -> float | None:
+    """Signals with these results as a share of those for returning users, which alone can have them."""
+    returning = one.setup.revisit * one.signals.get("signals", 0)
+    return sum(one.signals[name] for name in names) / returning if returning else None
 
 
 #: One line for each outcome, so that a run that was broken off goes on where it was.
@@ -141,9 +196,12 @@ class Record:
             self._read()
         written.write_bytes(text)
 
-    def has(self, setup: Setup, mode: str, repeat: int) -> bool:
-        """Whether this was measured."""
-        return any((one.setup, one.mode, one.repeat) == (setup, mode, repeat) for one in self.outcomes)
+    def find(self, setup: Setup, mode: str, where: Where, repeat: int | None = None) -> Outcome | None:
+        """What was measured there; repeat: None: in any."""
+        for one in self.outcomes:
+            if (one.setup, one.mode, one.where) == (setup, mode, where) and repeat in (None, one.repeat):
+                return one
+        return None
 
     def add(self, outcome: Outcome) -> None:
         """Write an outcome."""

@@ -1,64 +1,46 @@
-"""Runs the searches of `relaygr bench paper`: a fleet for each setup, all modes of it in turns, on one broker."""
+"""Runs `relaygr bench paper`: simulations on all cores, then a fleet for each measured setup, on one broker."""
 
 from __future__ import annotations
 
 import asyncio
+import math
+import multiprocessing
+import os
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
 import msgspec
 
 from relaygr_stream.errors import RelayError
 from relaygr_stream.lab.bench.broker_warm_up import compile_broker
-from relaygr_stream.lab.bench.cells import Cell
-from relaygr_stream.lab.bench.dilation import Fleet
-from relaygr_stream.lab.bench.modes import Mode
-from relaygr_stream.lab.bench.options import SloOptions
+from relaygr_stream.lab.bench.modes import RELAY, Mode
 from relaygr_stream.lab.bench.oracle import largest_rate
 from relaygr_stream.lab.bench.progress import Progress
-from relaygr_stream.lab.bench.run import Bench
-from relaygr_stream.lab.bench.statistics import fewest_samples
-from relaygr_stream.lab.demo.report import quantile
-from relaygr_stream.lab.paper.plan import FIRST_SHARE, GROWTH, SUFFIX, Curve, Setup, Step, factor_for, steps
+from relaygr_stream.lab.paper.measured import measure, seconds_for
+from relaygr_stream.lab.paper.plan import Curve, PaperOptions, Step, Where, steps
 from relaygr_stream.lab.paper.results import Outcome, Record
+from relaygr_stream.lab.paper.setup import Setup, factor_for
+from relaygr_stream.lab.paper.simulated import Simulation
 from relaygr_stream.lab.simulate.costs import DeviceCosts
-from relaygr_stream.lab.workload.items import StageDelay
 from relaygr_stream.ops.brokers.distribution import LASTING_RELAY
 from relaygr_stream.ops.brokers.local import local_broker
+from relaygr_stream.ops.stopping import signals_later
 from relaygr_stream.settings.schema import Settings
 
-#: A probe's warm-up, in SLOs, and in seconds at least: a queue at 0.85 of a device's capacity settles within some
-#: hundred milliseconds of its own time.
-WARM_UP_SLOS: Final = 4.0
-LEAST_WARM_UP_S: Final = 1.0
-#: A setup may take this multiple of its part of the time left: searches end by themselves, and the first setups, which
-#: matter most, come to an end.
-GENEROUS: Final = 1.5
+#: Modes that the oracle allows fewer dilated requests a second are not measured: a hundred of them take a minute.
+SLOWEST: Final = 1.6
+#: Nothing is simulated where the oracle allows fewer dilated requests a second.
+FEWEST: Final = 0.5
+#: A setup may take this multiple of the time that is expected of it.
+GENEROUS: Final = 1.8
 #: The longest prefix of a run may grow by so many tokens.
 ROOM_TO_GROW: Final = 512
-#: Modes that the oracle allows fewer dilated requests a second are left out: a hundred of them take a minute.
-SLOWEST: Final = 1.6
-#: No setup begins that has less time than a fleet's start and two probes of each of two modes take.
-LEAST_SETUP_S: Final = 40.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class PaperOptions:
-    """The options of one run."""
-
-    quick: bool
-    costs: str  # the cost file, as named
-    broker: Literal["embedded", "kafka"]
-    samples: int  # requests judged in a stage of a probe
-    stages: int
-    tolerance: float
-    repeats: int
-    budget_s: float
-    seed: int
-    out: Path
+#: A fleet that did not start is started once more: six processes share two cores.
+STARTS: Final = 2
 
 
 class Paper:
@@ -74,12 +56,14 @@ class Paper:
         progress: Progress,
     ) -> None:
         self.options = options
-        self.settings = settings
         self.costs = costs
         self.record = record
         self.progress = progress
-        self.steps = [(repeat, step) for repeat in range(options.repeats) for step in steps(planned)]
-        self.left_out: list[str] = []  # setups that there was no time for, and those whose fleet failed
+        self.steps = list(steps(planned))
+        longest = max(step.setup.length(costs, settings.relay.slo_ms) for step in self.steps)
+        relay = msgspec.structs.replace(settings.relay, max_prefix_tokens=longest + ROOM_TO_GROW)
+        self.settings = msgspec.structs.replace(settings, relay=relay)
+        self.left_out: list[str] = []  # what there was no time for, and what failed
         self._oracles: dict[tuple[Setup, str], float] = {}
         self._started = time.monotonic()
 
@@ -88,13 +72,95 @@ class Paper:
         """Seconds since the run began."""
         return time.monotonic() - self._started
 
+    @property
+    def left_s(self) -> float:
+        """Seconds that are left."""
+        return self.options.budget_s - self.wall_s
+
     async def run(self) -> None:
-        """Measure what the record lacks, as far as the time allows."""
+        """Simulate and measure what the record lacks, as far as the time allows."""
+        repeats = {"simulated": range(self.options.seeds), "fleet": range(self.options.repeats)}
         todo = [
-            (repeat, missing) for repeat, step in self.steps if (missing := self._missing(step, repeat)) is not None
+            (repeat, Step(step.setup, modes, step.where))
+            for step in self.steps
+            for repeat in repeats[step.where]
+            if (modes := tuple(mode for mode in step.modes if not self._known(step, mode, repeat)))
         ]
-        if not todo:
-            return
+        todo.sort(key=lambda each: each[0])  # every value once before any is repeated
+        simulated, measured = ([each for each in todo if each[1].where == where] for where in ("simulated", "fleet"))
+        for where, some in (("simulated", simulated), ("fleet", measured)):
+            if some and self.options.only not in (None, where):
+                self.left_out.append(f"{where}: {len(some)} setups, left for another run")
+        if simulated and self.options.only in (None, "simulated"):
+            await self._simulate(simulated)
+        if measured and self.options.only in (None, "fleet"):
+            await self._measure(measured)
+
+    def oracle(self, setup: Setup, mode: Mode) -> float:
+        """The oracle queue's largest rate, whatever the setup's load."""
+        key = setup.at(load=0.0), mode.name
+        if key not in self._oracles:
+            shape = setup.shape(self.costs, self.settings.relay.slo_ms)
+            self._oracles[key] = largest_rate(mode, setup.costs(self.costs), shape)
+        return self._oracles[key]
+
+    def factor(self, setup: Setup) -> int:
+        """Its dilation: the relay's is the largest rate of all modes."""
+        return factor_for(self.oracle(setup, RELAY))
+
+    def _known(self, step: Step, mode: Mode, repeat: int) -> bool:
+        return self.record.find(step.setup, mode.name, step.where, repeat) is not None
+
+    # ---- simulated ----
+
+    async def _simulate(self, todo: Sequence[tuple[int, Step]]) -> None:
+        jobs = [(repeat, step.setup, mode) for repeat, step in todo for mode in step.modes]
+        loop, done = asyncio.get_running_loop(), 0
+        running: set[asyncio.Future[Outcome]] = set()
+        self.progress.say(f"{self.wall_s:5.0f} s  simulating {len(jobs)} values …")
+        # Spawned, not forked: torch's threads do not survive a fork.
+        with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
+            try:
+                while jobs or running:
+                    while jobs and len(running) < 2 * (os.cpu_count() or 1) and self.left_s > 0:
+                        job = await asyncio.to_thread(self._simulation, *jobs.pop(0))
+                        if job is None:
+                            continue
+                        with signals_later():  # the first submission starts the processes
+                            running.add(loop.run_in_executor(pool, job.run))
+                    if not running:
+                        if jobs:
+                            self.left_out.append(f"simulated: no time was left for {len(jobs)} values")
+                        break
+                    over, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                    for one in over:
+                        self.record.add(one.result())
+                        done += 1
+                    self.progress.live(f"simulated: {done}, {len(jobs) + len(running)} to come")
+            finally:
+                pool.shutdown(wait=False, cancel_futures=True)
+        self.progress.say(f"{self.wall_s:5.0f} s  simulated {done} values")
+
+    def _simulation(self, repeat: int, setup: Setup, mode: Mode) -> Simulation | None:
+        """None: the oracle serves no rate, or so few requests that a thousand of them take an hour."""
+        if not setup.load and self.oracle(setup, mode) < FEWEST * self.factor(setup):
+            self.record.add(self._nothing(setup, mode, "simulated", repeat))
+            return None
+        return Simulation(
+            setup=setup,
+            mode=mode,
+            repeat=repeat,
+            seed=self.options.seed + repeat,
+            costs=self.costs,
+            settings=self.settings,
+            factor=self.factor(setup),
+            oracle=self.oracle(setup, mode),
+            most=self.oracle(setup, RELAY),
+        )
+
+    # ---- measured ----
+
+    async def _measure(self, todo: Sequence[tuple[int, Step]]) -> None:
         with tempfile.TemporaryDirectory(prefix=".paper-", dir=self.options.out, ignore_cleanup_errors=True) as name:
             folder = Path(name)
             self.progress.say(f"starting the broker ({self.options.broker}) …")
@@ -104,122 +170,68 @@ class Paper:
                     await compile_broker(kafka, self.progress.say)
                 settings = msgspec.structs.replace(self.settings, kafka=kafka)
                 for number, (repeat, step) in enumerate(todo):
-                    weights = [1 + len(each.modes) for _, each in todo[number:]]  # a fleet's start, and its searches
-                    part = min(1.0, GENEROUS * weights[0] / sum(weights))
-                    await self._step(f"{number + 1} of {len(todo)}", repeat, step, settings, part)
+                    await self._step(number + 1, len(todo), repeat, step, settings)
 
-    def oracle(self, setup: Setup, mode: Mode) -> float:
-        """The oracle queue's largest rate."""
-        key = setup, mode.name
-        if key not in self._oracles:
-            self._oracles[key] = largest_rate(mode, self.costs, setup.shape(self.costs, self.settings.relay.slo_ms))
-        return self._oracles[key]
-
-    def _missing(self, step: Step, repeat: int) -> Step | None:
-        modes = tuple(mode for mode in step.modes if not self.record.has(step.setup, mode.name, repeat))
-        return Step(step.setup, modes) if modes else None
-
-    async def _step(self, number: str, repeat: int, step: Step, settings: Settings, part: float) -> None:
-        """Measure a setup. number: its own, in words. part: of the time left."""
-        left = self.options.budget_s - self.wall_s
-        setup, words = step.setup, f"{step.setup.words}: {', '.join(mode.name for mode in step.modes)}"
-        if left < LEAST_SETUP_S:
-            self.left_out.append(f"{words}: no time was left")
-            return
-        rates = {mode.name: await asyncio.to_thread(self.oracle, setup, mode) for mode in step.modes}
-        factor = factor_for(list(rates.values()))
-        measurable = tuple(mode for mode in step.modes if rates[mode.name] / factor >= SLOWEST)
+    async def _step(self, number: int, of: int, repeat: int, step: Step, settings: Settings) -> None:
+        setup, factor = step.setup, await asyncio.to_thread(self.factor, step.setup)
+        rates = {mode.name: await asyncio.to_thread(self._start, setup, mode) for mode in step.modes}
+        modes = []
         for mode in step.modes:
             if not rates[mode.name]:
-                self.record.add(self._nothing(setup, mode, repeat, factor))
-            elif mode not in measurable:
-                self.left_out.append(
-                    f"{setup.words}: {mode.name}: {rates[mode.name]:.0f}/s at most, too slow to measure"
-                )
-        if not measurable:
-            return
-        self.progress.say(f"{self.wall_s:5.0f} s  {number}: {words}; time dilated {factor} times")
-        budget_s = min(left, max(LEAST_SETUP_S, part * left))
-        options = self._options(setup, measurable, factor, rates, budget_s, repeat)
-        kafka = msgspec.structs.replace(
-            settings.kafka, prefix=f"{settings.kafka.prefix}{repeat}.{number.partition(' ')[0]}.", partitions=0
-        )
-        longest = max(step.setup.length(self.costs, settings.relay.slo_ms) for _, step in self.steps)
-        relay = msgspec.structs.replace(settings.relay, max_prefix_tokens=longest + ROOM_TO_GROW)
-        fleet = Fleet(self.costs, factor)
-        bench = Bench(options, msgspec.structs.replace(settings, kafka=kafka, relay=relay), self.progress, fleet)
-        try:
-            await bench.run()
-        except RelayError as error:
-            self.left_out.append(f"{words}: {str(error).splitlines()[0]}")
-            return
-        for cell in bench.cells:
-            if cell.probes:
-                self.record.add(self._outcome(bench, cell, setup, repeat, factor, rates[cell.mode.name]))
+                self.record.add(self._nothing(setup, mode, "fleet", repeat))
+            elif rates[mode.name] / factor < SLOWEST:
+                self.left_out.append(f"{setup.words}: {mode.name}: {rates[mode.name]:.0f}/s, too slow to measure")
             else:
-                self.left_out.append(f"{setup.words}: {cell.mode.name}: no probe counts: no time, or late devices")
+                modes.append(mode)
+        if not modes:
+            return
+        words = f"{setup.words}: {', '.join(mode.name for mode in modes)}"
+        needed_s = seconds_for(self.options, [rates[mode.name] / factor for mode in modes], once=bool(setup.load))
+        if needed_s > self.left_s:
+            self.left_out.append(f"{words}: no time was left")
+            return
+        self.progress.say(f"{self.wall_s:5.0f} s  {number} of {of}: {words}; time dilated {factor} times")
+        for attempt in range(1, STARTS + 1):
+            prefix = f"{settings.kafka.prefix}{repeat}.{number}.{attempt}."
+            kafka = msgspec.structs.replace(settings.kafka, prefix=prefix, partitions=0)
+            try:
+                outcomes = await measure(
+                    setup, modes, self.options, msgspec.structs.replace(settings, kafka=kafka), self.costs, factor,
+                    {mode.name: rates[mode.name] for mode in modes}, repeat,
+                    min(self.left_s, GENEROUS * needed_s), self.progress,
+                )  # fmt: skip
+                break
+            except RelayError as error:
+                self.progress.say(str(error))
+                if attempt == STARTS or self.left_s < needed_s:
+                    self.left_out.append(f"{words}: {' '.join(str(error).splitlines()[:2])}")
+                    return
+        for mode, outcome in zip(modes, outcomes, strict=True):
+            if outcome is None:
+                self.left_out.append(f"{setup.words}: {mode.name}: no probe counts: no time, or late devices")
+            else:
+                self.record.add(msgspec.structs.replace(outcome, oracle=self.oracle(setup, mode)))
 
-    def _options(
-        self, setup: Setup, modes: tuple[Mode, ...], factor: int, rates: dict[str, float], left: float, repeat: int
-    ) -> SloOptions:
-        slo_s = factor * self.settings.relay.slo_ms / 1e3
-        return SloOptions(
-            preset="paper",
-            workers=setup.workers,
-            modes=modes,
-            length=setup.length(self.costs, self.settings.relay.slo_ms),
-            revisits=(setup.revisit,),
-            length_revisits=(),
-            every_cell=True,
-            delay=StageDelay(factor * setup.delay_ms, 0.1),
-            suffix=SUFFIX,
-            candidates=setup.candidates,
-            growth=GROWTH,
-            known=setup.known,
-            samples=max(fewest_samples(), self.options.samples),
-            stages=self.options.stages,
-            warm_up_s=max(LEAST_WARM_UP_S, WARM_UP_SLOS * slo_s),
-            tolerance=self.options.tolerance,
-            repeats=1,
-            budget_s=left,
-            seed=self.options.seed + repeat,
-            out=self.options.out,
-            starts={name: FIRST_SHARE * rate / factor for name, rate in rates.items() if rate},
-            shared_broker=True,
-        )
+    def _start(self, setup: Setup, mode: Mode) -> float:
+        """The rate, undilated, of the first probe: as given, or somewhat below what was simulated; 0: none will do."""
+        if setup.load:
+            return setup.load * self.oracle(setup, RELAY)
+        simulated = self.record.find(setup, mode.name, "simulated")
+        if simulated is not None and simulated.rate:
+            return simulated.rate / math.sqrt(self.options.tolerance)
+        return self.oracle(setup, mode) / self.options.tolerance
 
-    def _nothing(self, setup: Setup, mode: Mode, repeat: int, factor: int) -> Outcome:
-        """The outcome of a mode that serves no rate within the SLO, by the oracle: there is nothing to search."""
+    def _nothing(self, setup: Setup, mode: Mode, where: Where, repeat: int) -> Outcome:
+        """The outcome of a mode that serves next to no rate within the SLO, by the oracle: nothing is searched."""
         return Outcome(
             setup=setup,
             mode=mode.name,
+            where=where,
             repeat=repeat,
             length=setup.length(self.costs, self.settings.relay.slo_ms),
-            factor=factor,
+            factor=self.factor(setup),
             rate=None,
             failed=None,
             settled=True,
-            oracle=0.0,
-            probes=[],
-            bus_ms=[],
-        )
-
-    def _outcome(self, bench: Bench, cell: Cell, setup: Setup, repeat: int, factor: int, oracle: float) -> Outcome:
-        search = cell.searches[0]
-        mine = [one for one in bench.measured if one.probe.mode == cell.mode.name]
-        passing = [one for one in mine if one.probe.passed and not one.probe.set_aside]
-        both = [sum(pair) for one in passing for pair in zip(one.bus_in, one.bus_out, strict=True)]
-        spread = quantile(both, 0.5), quantile(both, 0.99)
-        return Outcome(
-            setup=setup,
-            mode=cell.mode.name,
-            repeat=repeat,
-            length=bench.length,
-            factor=factor,
-            rate=None if search.passed is None else search.passed * factor,
-            failed=None if search.failed is None else search.failed * factor,
-            settled=search.settled,
-            oracle=oracle,
-            probes=[one.probe for one in mine],
-            bus_ms=[ms for ms in spread if ms is not None],
+            oracle=self.oracle(setup, mode),
         )

@@ -118,6 +118,27 @@ class DeviceCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             spill_bytes_per_s=self.spill_bytes_per_s / factor,
         )
 
+    def scaled(self, layers: float, width: float) -> DeviceCosts:
+        """The costs of a model with so many times the layers and the width, by arithmetic.
+
+        Linear parts take layers · width², attention and the bytes of K and V layers · width, and the launches of an
+        operation layers.
+        """
+
+        def times(ms: tuple[float, float, float]) -> tuple[float, float, float]:
+            return layers * ms[0], layers * width**2 * ms[1], layers * width * ms[2]
+
+        kv = self.kv
+        heads = max(1, round(kv.heads * width))
+        count = max(1, round(kv.layers * layers))
+        return msgspec.structs.replace(
+            self,
+            prefill_ms=times(self.prefill_ms),
+            score_ms=times(self.score_ms),
+            steps=max(1, round(self.steps * layers)),
+            kv=msgspec.structs.replace(kv, layers=count, heads=heads),
+        )
+
     @classmethod
     def read(cls, path: Path) -> DeviceCosts:
         """Read a TOML file. Raises InputError, which names file and key."""

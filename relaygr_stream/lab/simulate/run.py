@@ -6,6 +6,7 @@ import gc
 import multiprocessing
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
@@ -14,7 +15,7 @@ import torch
 
 from relaygr_stream.lab.simulate.fleet import Fleet
 from relaygr_stream.lab.simulate.scenario import Group, Scenario
-from relaygr_stream.lab.simulate.story import Story, joined, story_of
+from relaygr_stream.lab.simulate.story import Story, joined, signals_of, story_of
 from relaygr_stream.ops.stopping import signals_later
 
 #: report(groups done, groups in all)
@@ -26,9 +27,14 @@ def run_group(scenario: Scenario, group: Group) -> Story:
     started = time.process_time()
     fleet = Fleet(scenario, group)
     busy: list[float] = []
-    fleet.timeline.at(
-        fleet.start + scenario.warm_s, lambda _: busy.extend(worker.model.busy_s for worker in fleet.workers)
-    )
+    before: Counter[str] = Counter()
+
+    def begin(now: float) -> None:
+        del now
+        busy.extend(worker.model.busy_s for worker in fleet.workers)
+        before.update(signals_of(fleet))
+
+    fleet.timeline.at(fleet.start + scenario.warm_s, begin)
     gc.disable()  # objects live as long as the group, so collections would find nothing
     try:
         fleet.run()
@@ -36,7 +42,7 @@ def run_group(scenario: Scenario, group: Group) -> Story:
         gc.enable()
     for worker in fleet.workers:
         worker.scheduler.check_integrity()
-    return story_of(fleet, scenario, busy, time.process_time() - started)
+    return story_of(fleet, scenario, busy, time.process_time() - started, before)
 
 
 def run_scenario(scenario: Scenario, processes: int = 0, report: Report = lambda done, of: None) -> Story:

@@ -57,7 +57,7 @@ class Story:
     hbm_bytes: Floats  # used at the end
     dram_bytes: Floats
     cache: Counter[str]  # the caches' counters since the start
-    signals: Counter[str]  # signals by result since the start
+    signals: Counter[str]  # signals by result in the measured time
     moved_lanes: int
     dead: int
     taken_over_s: float | None  # seconds from the failure to the new assignment
@@ -65,8 +65,22 @@ class Story:
     simulated_s: float
 
 
-def story_of(fleet: Fleet, scenario: Scenario, busy_before: Sequence[float], cpu_s: float) -> Story:
-    """The results of a fleet that has run."""
+def signals_of(fleet: Fleet) -> Counter[str]:
+    """The workers' counters of signals, up to now."""
+    found: Counter[str] = Counter()
+    for worker in fleet.workers:
+        found.update(vars(worker.scheduler.signals.counters))
+    return found
+
+
+def story_of(
+    fleet: Fleet,
+    scenario: Scenario,
+    busy_before: Sequence[float],
+    cpu_s: float,
+    signals_before: Counter[str] | None = None,
+) -> Story:
+    """The results of a fleet that has run. busy_before, signals_before: when the measured time began."""
     begin = fleet.start + scenario.warm_s
     measured = [request for request in fleet.requests if request.rank_at >= begin]
     index = {worker.name: number for number, worker in enumerate(fleet.workers)}
@@ -75,10 +89,8 @@ def story_of(fleet: Fleet, scenario: Scenario, busy_before: Sequence[float], cpu
     reasons = {name: number for number, name in enumerate(REASONS)}
     home = fleet.first_owners
     cache: Counter[str] = Counter()
-    signals: Counter[str] = Counter()
     for worker in fleet.workers:
         cache.update(worker.scheduler.cache.counters.as_dict())
-        signals.update(vars(worker.scheduler.signals.counters))
     caches = [worker.scheduler.cache for worker in fleet.workers]
     return Story(
         at=np.array([request.rank_at - begin for request in measured], np.float64),
@@ -101,7 +113,7 @@ def story_of(fleet: Fleet, scenario: Scenario, busy_before: Sequence[float], cpu
         group=np.zeros(len(fleet.workers), np.int32),
         forwards=fleet.forwards,
         cache=cache,
-        signals=signals,
+        signals=signals_of(fleet) - (signals_before or Counter()),
         moved_lanes=fleet.moved_lanes,
         dead=len(fleet.dead),
         taken_over_s=(

@@ -12,7 +12,6 @@ from relaygr_stream.lab.bench.capacity import (
     RequestCost,
     Traffic,
     device_ms,
-    longest_full,
     most_length,
     most_rate,
     predicted_rate,
@@ -69,13 +68,6 @@ def test_guesses_lie_within_the_bounds_and_grow_with_the_slo(mode: Mode, revisit
     assert rates == sorted(rates)
     assert rates[-1] <= most_rate(mode, COST, revisit, 1) * 1.05  # the simulated share of returns is a sample
     assert predicted_rate(mode, COST, traffic, 100, 10.0, 4) == pytest.approx(4 * rates[2])
-
-
-def test_the_longest_full_inference_takes_the_time_it_may() -> None:
-    length = longest_full(COSTS, TRAFFIC, 20.0, 8192)
-    assert RequestCost.of(COSTS, replace(TRAFFIC, length=length)).full == pytest.approx(20.0, rel=1e-3)
-    assert longest_full(COSTS, TRAFFIC, 1e6, 8192) == 8192
-    assert longest_full(COSTS, TRAFFIC, COSTS.c0 / 2, 8192) == pytest.approx(0.0, abs=1e-6)
 
 
 def test_lengths_end_where_the_device_or_the_slack_does() -> None:

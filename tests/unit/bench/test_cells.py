@@ -3,6 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import msgspec
+import pytest
 
 from relaygr_stream.lab.bench.cells import Cell
 from relaygr_stream.lab.bench.modes import RELAY
@@ -29,3 +30,21 @@ def test_a_repeat_begins_where_the_last_one_ended() -> None:
     cell.searches[0].record(1760, passed=True)
     cell.begin_search([WILD])
     assert cell.searches[1].guess == 1760
+
+
+@pytest.mark.parametrize("most_rate", [0.7, 5.0])
+def test_no_search_goes_beyond_the_most_rate_or_the_most_probes(most_rate: float) -> None:
+    cell = Cell("rate", RELAY, 0.5, 512, 1.2, start=1e6, most=3, most_rate=most_rate)
+    cell.begin_search([WORLD])
+    search, tried = cell.searches[0], []
+    while (point := cell.next()) is not None:
+        tried.append(point[1])
+        search.record(point[1], passed=True)
+    assert tried == [most_rate]
+    assert search.settled
+    failing = Cell("rate", RELAY, 0.5, 512, 1.2, start=4.0, most=3)
+    failing.begin_search([WORLD])
+    while (point := failing.next()) is not None:
+        failing.searches[0].record(point[1], passed=False)
+    assert len(failing.searches[0].tried) == 3
+    assert not failing.searches[0].settled

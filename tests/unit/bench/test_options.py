@@ -14,7 +14,7 @@ from relaygr_stream.settings.load import load_settings
 
 
 def built(preset: str = "quick", **flags: Any) -> SloOptions:
-    options = build_options(preset, private=True, flags={"broker": "embedded", **flags})
+    options = build_options(preset, private=True, flags={"broker": "embedded", "length": 512, **flags})
     assert isinstance(options, SloOptions)
     return options
 
@@ -38,10 +38,10 @@ def test_quick_searches_what_tells_modes_apart_and_paper_everything() -> None:
 
 
 def test_flags_win_over_the_preset() -> None:
-    options = built(modes="full,cache", revisits="0.2,0.8", stage_delay=80.0, budget=60.0, length=None)
+    options = built(modes="full,cache", revisits="0.2,0.8", stage_delay=80.0, budget=60.0, length=96.0)
     assert (options.modes, options.revisits, options.budget_s) == ((FULL, CACHE), (0.2, 0.8), 60.0)
     assert (options.delay.median_ms, options.delay.sigma) == (80.0, 0.1)
-    assert options.length is None
+    assert options.length == 96
 
 
 @pytest.mark.parametrize(

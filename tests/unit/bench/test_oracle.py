@@ -101,7 +101,9 @@ def test_lanes_wait_alone() -> None:
 def test_the_modes_stand_in_the_order_of_what_they_know() -> None:
     lane, anyone, cache, relay = (largest_rate(mode, COSTS, SHAPE) for mode in (FULL_LANE, FULL_ANY, CACHE, RELAY))
     assert 0 < lane < anyone < cache < relay
-    capacity = 1e3 * 4 / (0.5 * SHAPE.first_ms(COSTS) + SHAPE.hit_ms(COSTS))
+    lengths = np.array([float(SHAPE.length)])
+    (busy_ms,) = 0.5 * SHAPE.first_ms(COSTS, lengths) + SHAPE.hit_ms(COSTS, lengths)
+    capacity = 1e3 * 4 / busy_ms
     assert relay < capacity * 1.05
 
 

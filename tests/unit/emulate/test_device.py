@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relaygr_stream.errors import ConfigError, InputError
+from relaygr_stream.lab.bench.lengths import COSTS_DIR
 from relaygr_stream.lab.emulate.device import FOLLOWS_S, EmulatedModel, WallClock, build, make
 from relaygr_stream.lab.emulate.process import FACTORY, main
-from relaygr_stream.lab.paper.plan import COSTS_DIR
 from relaygr_stream.lab.policies import LeastRecent, decide_everything
 from relaygr_stream.lab.simulate.costs import DeviceCosts
 from relaygr_stream.lab.simulate.device import META

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +17,8 @@ ITEMS = 60
 BACK = 3  # the next item depends on the one so many behaviours back
 CHAIN = 7
 SMALL = Recipe(
-    dim=32, scale_tokens=8, longest=24, window=24, long_share=0.0, positions=4, negatives=8, batch_tokens=512,
-    epochs=20, learning_rate=1e-2, averaging=0.1, dropout=0.0, validation_users=60, validate_every=20,
+    dim=32, scale_tokens=8, longest=24, window=24, long_share=0.0, long_epochs=0, positions=4, negatives=8,
+    batch_tokens=512, epochs=20, learning_rate=1e-2, averaging=0.1, dropout=0.0, validation_users=60, validate_every=20,
 )  # fmt: skip
 
 
@@ -58,9 +59,21 @@ def test_windows_never_hold_the_two_behaviours_that_are_held_out() -> None:
     assert seen - {0} == {100 * count + place for count in counts for place in range(count - 2)}  # 0: padding
 
 
+def test_all_windows_of_the_last_epochs_are_as_long_as_the_longest() -> None:
+    users = [History("u", np.arange(count), np.zeros(count, int), np.arange(count)) for count in (9, 40, 400)]
+    recipe = replace(SMALL, window=20, longest=100)
+
+    def lengths(*, long: bool) -> list[int]:
+        made = batches(users, recipe, np.random.default_rng(1), long=long)
+        return sorted(int(length) for batch in made for length in batch.lengths)
+
+    assert lengths(long=False) == [7, 20, 20]
+    assert lengths(long=True) == [7, 38, 100]
+
+
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     data = made_up(40)
-    recipe = Recipe(**{**SMALL.__dict__, "epochs": 4, "dropout": 0.2, "validate_every": 2})
+    recipe = Recipe(**{**SMALL.__dict__, "epochs": 4, "ranking_epochs": 4, "dropout": 0.2, "validate_every": 2})
     whole, first, second = (Run(data, recipe, tmp_path / name) for name in ("whole", "parts", "parts"))
     for run in (whole, first):
         run.folder.mkdir()

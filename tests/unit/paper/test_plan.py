@@ -9,10 +9,12 @@ import pytest
 
 from relaygr_stream.errors import ConfigError
 from relaygr_stream.lab.bench.dilation import DILATED, Fleet, dilated
+from relaygr_stream.lab.bench.lengths import costs_named
 from relaygr_stream.lab.bench.modes import FLEET_MODES, apply_mode, grouped
 from relaygr_stream.lab.emulate.process import FACTORY
-from relaygr_stream.lab.paper.plan import GRID, HEADLINE, MOST_RATE, Setup, costs_named, curves, factor_for, steps
+from relaygr_stream.lab.paper.plan import REGIMES, curves, steps
 from relaygr_stream.lab.paper.results import OUTCOMES_FILE, Record
+from relaygr_stream.lab.paper.setup import GRID, HEADLINE, MOST_RATE, Setup, factor_for
 from relaygr_stream.settings.load import load_settings
 from relaygr_stream.settings.schema import Settings
 from tests.unit.paper.test_judge import outcome
@@ -27,32 +29,55 @@ def test_lengths_follow_from_the_cost_file_alone(name: str) -> None:
     assert [length / unit for length in lengths] == pytest.approx(list(GRID), rel=0.05)
 
 
-def test_unknown_costs_are_told_with_those_there_are() -> None:
-    with pytest.raises(ConfigError, match="packaged are cpu, h100, npu"):
-        costs_named("gpu")
+@pytest.mark.parametrize("rate", [1.0, 359.0, 60.0, 61.0, 5000.0])
+def test_no_probe_exceeds_the_most(rate: float) -> None:
+    factor = factor_for(rate)
+    assert rate / factor <= MOST_RATE
+    assert factor == 1 or rate / (factor - 1) > MOST_RATE
 
 
-@pytest.mark.parametrize("rates", [[1.0], [10.0, 359.0], [60.0], [61.0], [5000.0]])
-def test_no_probe_exceeds_the_most(rates: list[float]) -> None:
-    factor = factor_for(rates)
-    assert max(rates) / factor <= MOST_RATE
-    assert factor == 1 or max(rates) / (factor - 1) > MOST_RATE
-
-
-def test_every_setup_is_measured_once_with_all_its_modes() -> None:
+def test_every_setup_is_run_once_in_each_place_with_all_its_modes() -> None:
     planned = curves(quick=False)
     every = list(steps(planned))
-    assert len({step.setup for step in every}) == len(every)
-    wanted = {(step.setup, mode.name) for curve in planned for step in curve.steps for mode in step.modes}
-    assert wanted == {(step.setup, mode.name) for step in every for mode in step.modes}
-    assert {mode.name for mode in FLEET_MODES} == {name for _, name in wanted}
+    assert len({(step.setup, step.where) for step in every}) == len(every)
+    wanted = {(s.setup, s.where, mode.name) for curve in planned for s in curve.steps for mode in s.modes}
+    assert wanted == {(step.setup, step.where, mode.name) for step in every for mode in step.modes}
+    assert {mode.name for mode in FLEET_MODES} == {name for _, where, name in wanted if where == "fleet"}
+    assert set(REGIMES.values()) <= {step.setup for step in every if step.where == "simulated"}
+
+
+def test_what_is_measured_is_simulated_too() -> None:
+    every = list(steps(curves(quick=False)))
+    places = {where: {(s.setup, mode.name) for s in every if s.where == where for mode in s.modes}
+              for where in ("fleet", "simulated")}  # fmt: skip
+    assert places["fleet"] <= places["simulated"]
+    assert not [setup for setup, _ in places["fleet"] if setup.hot or setup.swing], "a fleet's clients know neither"
 
 
 def test_quick_measures_the_headline() -> None:
-    (curve,) = curves(quick=True)
-    half = [step.setup.share for step in curve.steps if step.setup.revisit == 0.5]
-    assert sorted(half) == sorted(HEADLINE)
-    assert {step.setup.revisit for step in curve.steps} == {0.0, 0.5, 0.9}
+    measured = [step for step in steps(curves(quick=True)) if step.where == "fleet"]
+    assert sorted(step.setup.share for step in measured) == sorted(HEADLINE)
+    for step in measured:
+        assert {"relay", "full-any", "full-lane"} == {mode.name for mode in step.modes}
+
+
+def test_a_setup_says_what_is_unusual_of_it() -> None:
+    assert Setup().words == "1 × length, revisit 50%"
+    assert Setup(share=2, hot=0.3, layers=0.5, load=0.8).words == (
+        "2 × length, revisit 50%, 30% on one lane, 0.5 × layers, load 80%"
+    )
+    assert Setup().at(workers=2.0) == Setup(workers=2)
+
+
+def test_scaled_costs_follow_the_arithmetic_of_layers_and_width() -> None:
+    costs = costs_named("npu")
+    assert costs.scaled(1.0, 1.0) == costs
+    twice = costs.scaled(2.0, 1.0)
+    assert twice.full_ms(1408, 40) == pytest.approx(2 * costs.full_ms(1408, 40))
+    assert twice.kv.layout().bytes_per_token == 2 * costs.kv.layout().bytes_per_token
+    wide = costs.scaled(1.0, 2.0)
+    assert wide.kv.layout().bytes_per_token == 2 * costs.kv.layout().bytes_per_token
+    assert 2 < wide.full_ms(1408, 40) / costs.full_ms(1408, 40) < 4
 
 
 def test_baselines_share_the_relays_processes() -> None:
@@ -87,8 +112,9 @@ def test_a_run_that_was_broken_off_goes_on_and_a_complete_one_begins_anew(tmp_pa
         file.write(b'{"setup":{"sha')  # killed while it wrote
     again = Record(tmp_path, {"seed": 1})
     assert again.outcomes == record.outcomes
-    assert again.has(Setup(), "relay", 0)
-    assert not again.has(Setup(), "relay", 1)
+    assert again.find(Setup(), "relay", "fleet", 0) is not None
+    assert again.find(Setup(), "relay", "fleet", 1) is None
+    assert again.find(Setup(), "relay", "simulated") is None
     again.add(outcome("cache", 10.0))
     assert [one.mode for one in Record(tmp_path, {"seed": 1}).outcomes] == ["relay", "cache"]
     with pytest.raises(ConfigError, match="unfinished run of other conditions"):

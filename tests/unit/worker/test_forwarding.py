@@ -86,9 +86,10 @@ def test_only_a_serving_worker_is_asked(state: str) -> None:
 def test_a_silent_worker_and_one_that_states_no_busy_share_get_nothing() -> None:
     view = View()
     view.state("b", (2, 3))
+    said = view.peers.workers()["b"]
     view.now += 1.6
     assert view.ask() == "alone"
-    old = msgspec.msgpack.decode(encode(view.peers._workers["b"].status))
+    old = msgspec.msgpack.decode(encode(said))
     del old["busy_share"]
     view.peers.take(decode(WorkerStatus, msgspec.msgpack.encode(old)))
     assert view.ask() == "late"

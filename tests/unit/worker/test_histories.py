@@ -101,6 +101,18 @@ async def test_a_history_that_begins_otherwise_is_read_anew(store: Watched) -> N
     assert store.reads == [(0, 100), (0, 80), (80, 120), (0, 120)]
 
 
+async def test_what_did_not_fit_is_not_tried_a_second_time(store: Watched) -> None:
+    histories = kept_by(store)
+    await found(histories, await store.append("u", "", history(80, 1)))
+    wrong = msgspec.structs.replace(
+        HistoryReference.of(history(120, 2)), positions=positioned([(80, HistoryReference.of(history(80, 1)).digest)])
+    )
+    await store.replace("u", "", history(120, 2))
+    store.answers = [history(120, 2).slice(80, 120), OSError("no route")]
+    assert await found(histories, wrong) == history(120, 2)
+    assert store.reads == [(0, 80), (80, 120), (0, 120), (0, 120)]
+
+
 @pytest.mark.parametrize(
     "answer", [history(50, 1), history(49), history(50, features=True), Behaviours(), history(51)], ids=len
 )

@@ -1,0 +1,125 @@
+"""Measures a setup: one fleet of emulated devices in dilated time, all modes of it in turns (lab/bench/run.py)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
+
+from relaygr_stream.lab.bench.cells import Cell
+from relaygr_stream.lab.bench.dilation import Fleet
+from relaygr_stream.lab.bench.modes import Mode
+from relaygr_stream.lab.bench.options import DELAY_SIGMA, SloOptions
+from relaygr_stream.lab.bench.progress import Progress
+from relaygr_stream.lab.bench.run import Bench
+from relaygr_stream.lab.bench.statistics import fewest_samples
+from relaygr_stream.lab.demo.report import quantile
+from relaygr_stream.lab.paper.plan import PaperOptions
+from relaygr_stream.lab.paper.results import Outcome
+from relaygr_stream.lab.paper.setup import GROWTH, MOST_RATE, SUFFIX, USERS, Setup
+from relaygr_stream.lab.simulate.costs import DeviceCosts
+from relaygr_stream.lab.workload.items import StageDelay
+from relaygr_stream.settings.schema import Settings
+
+#: A probe's warm-up, in SLOs, and in seconds at least: a queue at 0.85 of a device's capacity settles within some
+#: hundred milliseconds of its own time.
+WARM_UP_SLOS: Final = 6.0
+LEAST_WARM_UP_S: Final = 1.0
+#: For estimates: the start of a fleet; a probe beside its requests; probes of a search that begins near its end.
+START_S: Final = 20.0
+BESIDE_S: Final = 3.0
+PROBES: Final = 2.3
+
+
+def seconds_for(options: PaperOptions, rates: Sequence[float], *, once: bool) -> float:
+    """Seconds that a setup will take. rates: of its modes, dilated. once: one probe each, not a search."""
+    probes = 1.0 if once else PROBES
+    return START_S + sum(probes * (max(options.least_s, options.samples / rate) + BESIDE_S) for rate in rates)
+
+
+async def measure(
+    setup: Setup,
+    modes: Sequence[Mode],
+    options: PaperOptions,
+    settings: Settings,
+    costs: DeviceCosts,
+    factor: int,
+    rates: Mapping[str, float],
+    repeat: int,
+    budget_s: float,
+    progress: Progress,
+) -> list[Outcome | None]:
+    """An outcome for each mode; None: no probe counts. rates: of the first probes, undilated. Raises RelayError."""
+    slo_ms = settings.relay.slo_ms
+    asked = SloOptions(
+        preset="paper",
+        workers=setup.workers,
+        modes=tuple(modes),
+        length=setup.length(costs, slo_ms),
+        revisits=(setup.revisit,),
+        length_revisits=(),
+        every_cell=True,
+        delay=StageDelay(factor * setup.delay_ms, DELAY_SIGMA),
+        suffix=SUFFIX,
+        candidates=setup.candidates,
+        growth=GROWTH,
+        known=setup.known,
+        users=USERS,
+        zipf=setup.zipf,
+        mix=setup.mix(costs, slo_ms),
+        samples=max(fewest_samples(), options.samples),
+        least_s=options.least_s,
+        stages=options.stages,
+        warm_up_s=max(LEAST_WARM_UP_S, WARM_UP_SLOS * factor * slo_ms / 1e3),
+        tolerance=options.tolerance,
+        repeats=1,
+        budget_s=budget_s,
+        seed=options.seed + repeat,
+        out=options.out,
+        starts={name: rate / factor for name, rate in rates.items()},
+        most_rate=MOST_RATE,
+        most_probes=1 if setup.load else SloOptions.most_probes,
+        shared_broker=True,
+    )
+    bench = Bench(asked, setup.settings(settings), progress, Fleet(setup.costs(costs), factor))
+    await bench.run()
+    by_mode = {cell.mode.name: cell for cell in bench.cells}
+    return [_outcome(bench, by_mode[mode.name], setup, repeat, factor, rates[mode.name]) for mode in modes]
+
+
+def _outcome(bench: Bench, cell: Cell, setup: Setup, repeat: int, factor: int, given: float) -> Outcome | None:
+    if not cell.probes:
+        return None
+    search = cell.searches[0]
+    mine = [one for one in bench.measured if one.probe.mode == cell.mode.name]
+    passing = [one for one in mine if one.probe.passed and not one.probe.set_aside]
+    both = [sum(pair) for one in passing for pair in zip(one.bus_in, one.bus_out, strict=True)]
+    spread = quantile(both, 0.5), quantile(both, 0.99)
+    best = max(passing, key=lambda one: one.probe.rate).probe if passing else cell.probes[-1]
+    return Outcome(
+        setup=setup,
+        mode=cell.mode.name,
+        repeat=repeat,
+        length=bench.length,
+        factor=factor,
+        rate=None if search.passed is None else search.passed * factor,
+        failed=None if search.failed is None else search.failed * factor,
+        settled=search.settled,
+        oracle=0.0,
+        given=given if setup.load else None,
+        p99_ms=best.p99 / factor,
+        requests=best.requests,
+        outcomes=_sum(one.probe.outcomes for one in passing),
+        decisions=_sum(one.probe.decisions for one in passing),
+        announced=sum(one.probe.announced for one in passing),
+        busy=best.busy,
+        probes=[one.probe for one in mine],
+        bus_ms=[ms for ms in spread if ms is not None],
+    )
+
+
+def _sum(counted: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    found: Counter[str] = Counter()
+    for each in counted:
+        found.update(each)
+    return dict(found)

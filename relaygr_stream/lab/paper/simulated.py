@@ -1,0 +1,162 @@
+"""Simulates a setup in a mode as the fleet runs it: in the same dilated time, on a bus of the same real milliseconds.
+
+A value is the median of several seeds: traffic, bus and random choices are drawn anew for each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from relaygr_stream.lab.bench.dilation import dilated
+from relaygr_stream.lab.bench.modes import Mode, apply_mode
+from relaygr_stream.lab.bench.options import DELAY_SIGMA
+from relaygr_stream.lab.bench.run import LANES_PER_WORKER
+from relaygr_stream.lab.bench.search import Search
+from relaygr_stream.lab.paper.results import SIGNALS, Outcome
+from relaygr_stream.lab.paper.setup import GROWTH, SUFFIX, USERS, Setup
+from relaygr_stream.lab.simulate.bus import BusLatency
+from relaygr_stream.lab.simulate.costs import DeviceCosts
+from relaygr_stream.lab.simulate.run import run_group
+from relaygr_stream.lab.simulate.scenario import Scenario
+from relaygr_stream.lab.simulate.story import (
+    ALLOWED_LATE,
+    OUTCOMES,
+    Story,
+    counts,
+    late_share,
+    latencies,
+    p99,
+    percentile,
+)
+from relaygr_stream.lab.workload.items import StageDelay
+from relaygr_stream.lab.workload.traffic import Tide, Traffic
+from relaygr_stream.settings.schema import Settings
+from relaygr_stream.trigger.decision import REASONS
+
+#: One way of the bus, in real milliseconds: rounded from the fleets of this bench (`bus` in the report).
+BUS: Final = BusLatency(p50_ms=2.0, p99_ms=6.0)
+#: Judged requests of a probe: twelve beyond the P99.
+REQUESTS: Final = 1_200
+#: Requests before them, and so many for each user who returns: each has been there, and prefix KV are where they stay.
+WARM_UP: Final = 300
+ROUNDS: Final = 3
+#: A tide's periods within the judged requests: whole ones.
+TIDES: Final = 4
+#: Rates are found to within this; a search begins at this share of the oracle's rate, with this step.
+TOLERANCE: Final = 1.05
+FIRST_SHARE: Final = 0.9
+STEP: Final = 1.2
+#: The least rate tried, undilated, requests/s.
+LEAST_RATE: Final = 1.0
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """One value to simulate; can be sent to another process. costs, settings: undilated, of the whole run.
+
+    oracle: the largest rate in this mode; most: that of the relay, of which the setup's load is a share.
+    """
+
+    setup: Setup
+    mode: Mode
+    repeat: int
+    seed: int
+    costs: DeviceCosts
+    settings: Settings
+    factor: int
+    oracle: float
+    most: float
+
+    def run(self) -> Outcome:
+        """Search the largest rate, or look at the given one."""
+        torch.set_num_threads(1)
+        if self.setup.load:
+            rate = self.setup.load * self.most
+            story = self._simulate(rate)
+            return self._outcome(story, rate, rate if self._holds(story) else None, None, settled=True)
+        start = (self.oracle or self.most / 4) * FIRST_SHARE / (1 + self.setup.swing)
+        search = Search(start, LEAST_RATE, max(2 * LEAST_RATE, 4 * self.most), STEP, TOLERANCE)
+        best: Story | None = None
+        while (rate_now := search.next()) is not None:
+            story = self._simulate(rate_now)
+            passed = self._holds(story)
+            search.record(rate_now, passed)
+            if best is None or (passed and rate_now == search.passed):
+                best = story
+        assert best is not None
+        return self._outcome(best, search.passed, search.passed, search.failed, settled=search.settled)
+
+    def _holds(self, story: Story) -> bool:
+        return late_share(story, self.factor * self.settings.relay.slo_ms).value <= ALLOWED_LATE
+
+    def _simulate(self, rate: float) -> Story:
+        setup, factor = self.setup, self.factor
+        slo_ms, dilated_rate = self.settings.relay.slo_ms, rate / factor
+        length = setup.length(self.costs, slo_ms)
+        known, seconds = setup.known_users(length), REQUESTS / dilated_rate
+        traffic = Traffic(
+            rate=dilated_rate,
+            users=USERS,
+            zipf=setup.zipf,
+            revisit=setup.revisit,
+            return_s=known / setup.revisit / dilated_rate if known else 1.0,
+            length=length,
+            mix=setup.mix(self.costs, slo_ms),
+            growth=GROWTH,
+            tide=Tide(setup.swing, seconds / TIDES) if setup.swing else None,
+            max_prefix=self.settings.relay.max_prefix_tokens,
+            suffix=SUFFIX,
+            candidates=setup.candidates,
+            delay=StageDelay(factor * setup.delay_ms, DELAY_SIGMA),
+        )
+        mode = self.mode
+        warm = WARM_UP + ROUNDS * known / max(setup.revisit, 0.1)
+        scenario = Scenario(
+            settings=dilated(apply_mode(mode, setup.settings(self.settings)), factor),
+            costs=setup.costs(self.costs).dilated(factor),
+            traffic=traffic,
+            workers=setup.workers,
+            sample=setup.workers,
+            lanes_per_worker=LANES_PER_WORKER,
+            seconds=seconds,
+            warm_s=warm / dilated_rate,
+            mode="full" if mode.request == "full" else "relay" if mode.announce else "cache",
+            bus=BUS,
+            route=mode.route,
+            policy=mode.policy,
+            hot=setup.hot,
+            seed=self.seed,
+        )
+        (group,) = scenario.groups
+        return run_group(scenario, group)
+
+    def _outcome(
+        self, story: Story, at: float | None, rate: float | None, failed: float | None, *, settled: bool
+    ) -> Outcome:
+        first = latencies(story)[~story.returning]
+        reasons = counts(story.reason[story.reason >= 0], REASONS)
+        announced = sum(reasons.values())
+        return Outcome(
+            setup=self.setup,
+            mode=self.mode.name,
+            where="simulated",
+            repeat=self.repeat,
+            length=self.setup.length(self.costs, self.settings.relay.slo_ms),
+            factor=self.factor,
+            rate=rate,
+            failed=failed,
+            settled=settled,
+            oracle=self.oracle,
+            given=at if self.setup.load else None,
+            p99_ms=p99(story).value / self.factor,
+            first_p99_ms=percentile(first, 0.99) / self.factor if len(first) else None,
+            requests=len(story.at),
+            outcomes=counts(story.outcome[story.outcome >= 0], OUTCOMES),
+            signals={name: story.signals[name] for name in SIGNALS},
+            decisions=reasons,
+            announced=announced,
+            busy=float(story.busy.mean()),
+        )

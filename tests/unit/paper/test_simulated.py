@@ -1,0 +1,69 @@
+"""A simulated value of `bench paper`: the same setup as the fleet's, in the same dilated time."""
+
+from __future__ import annotations
+
+import pytest
+
+from relaygr_stream.lab.bench.lengths import costs_named
+from relaygr_stream.lab.bench.modes import ABLATIONS, CACHE, FULL_ANY, FULL_LANE, RELAY, Mode
+from relaygr_stream.lab.bench.oracle import largest_rate
+from relaygr_stream.lab.paper import simulated
+from relaygr_stream.lab.paper.results import Outcome, points
+from relaygr_stream.lab.paper.setup import Setup, factor_for
+from relaygr_stream.lab.paper.simulated import Simulation
+from relaygr_stream.settings.load import load_settings
+
+COSTS = costs_named("npu")
+SLO_MS = 50.0
+
+
+@pytest.fixture(autouse=True)
+def short_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulated, "REQUESTS", 300)
+    monkeypatch.setattr(simulated, "TOLERANCE", 1.2)
+
+
+def run(mode: Mode, **setup: float) -> Outcome:
+    made = Setup().at(**setup)
+    oracle, most = (largest_rate(one, made.costs(COSTS), made.shape(COSTS, SLO_MS)) for one in (mode, RELAY))
+    settings = load_settings(["fleet"], {}).settings
+    return Simulation(made, mode, 0, 7, COSTS, settings, factor_for(most), oracle, most).run()
+
+
+def test_the_modes_stand_in_the_order_of_the_oracle() -> None:
+    lane, anyone, cache, relay = (run(mode) for mode in (FULL_LANE, FULL_ANY, CACHE, RELAY))
+    rates = [one.rate or 0.0 for one in (lane, anyone, cache, relay)]
+    assert rates == sorted(rates)
+    for one in (lane, anyone, cache, relay):
+        assert one.settled
+        assert one.rate is not None
+        assert one.rate <= 1.3 * one.oracle
+        assert one.where == "simulated"
+    assert relay.announced == relay.requests
+    assert not lane.announced
+
+
+def test_a_given_rate_is_looked_at_once_whatever_becomes_of_it() -> None:
+    low, high = (run(FULL_ANY, load=load) for load in (0.1, 1.0))
+    assert low.rate == low.given
+    assert high.rate is None, "full inference does not carry what the relay does"
+    assert low.p99_ms is not None
+    assert low.p99_ms < SLO_MS < (high.p99_ms or 0.0)
+
+
+def test_every_mode_changes_what_is_simulated() -> None:
+    relay = run(RELAY, load=0.9, revisit=0.0)
+    others = {mode.name: run(mode, load=0.9, revisit=0.0) for mode in ABLATIONS}
+    assert others["relay-anywhere"].p99_ms != relay.p99_ms
+    assert relay.decisions.get("delegated", 0) > 0
+    assert "delegated" not in others["relay-undelegated"].decisions
+    assert set(others["relay-everything"].decisions) == {"admitted"}
+    assert others["relay-whole"].p99_ms != relay.p99_ms
+
+
+def test_without_dram_fewer_returns_find_their_prefix_kv() -> None:
+    found = {gib: run(RELAY, known=400, hbm_gib=4, dram_gib=gib, load=0.4) for gib in (0, 16)}
+    none, some = (points([found[gib]])[0] for gib in (0, 16))
+    assert none.from_dram == [0.0]
+    assert some.from_dram[0] > 0.1
+    assert some.reused[0] > none.reused[0] + 0.1
