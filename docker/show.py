@@ -44,7 +44,7 @@ async def main() -> int:
             best = np.argsort(-scores)[:TOP]
             print(
                 f"{user:>12}: {len(request.prefix):4d} behaviours as prefix, outcome={ranking.outcome:6s} "
-                f"{ranking.latency_ms:6.1f} ms, best of {len(items)}:",
+                f"{1000 * ranking.latency_s:6.1f} ms, best of {len(items)}:",
                 ", ".join(f"item {items[at]} ({scores[at]:.3f})" for at in best),
             )
     return 0 if answered else 1
