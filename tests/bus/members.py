@@ -48,6 +48,11 @@ class Member:
     def lanes(self) -> frozenset[int]:
         return self.consumer.lanes
 
+    def gained(self, first: int = 0, end: int | None = None) -> list[int]:
+        """The lanes gained in that part of the history, which has no loss. Each comes once its offsets are known."""
+        assert not any(lost for _, lost in self.history[first:end]), self.history
+        return sorted(lane for gained, _ in self.history[first:end] for lane in gained)
+
     @property
     def values(self) -> list[bytes | None]:
         return [record.value for record in self.records]
