@@ -85,9 +85,8 @@ async def test_a_failure_that_nobody_looks_at_is_no_warning() -> None:
     told: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
     background = Background()
-    await asyncio.wait({background.start(fails(KeyError("first"))), background.failed})
-    with pytest.raises(KeyError, match="first"):
-        background.failed.result()
+    background.start(fails(KeyError("first")))
+    await asyncio.wait({background.failed})
     del background
     gc.collect()
     assert told == []
