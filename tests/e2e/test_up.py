@@ -69,6 +69,7 @@ async def up(kafka: Kafka, folder: Path, *arguments: str) -> AsyncIterator[Up]:
             process.kill()
         await process.wait()
         await reading
+        print(*running.lines, (folder / "up.log").read_text()[-4000:], sep="\n")  # what a failed test shows
 
 
 @pytest.mark.timeout(180)
