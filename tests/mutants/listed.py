@@ -95,6 +95,11 @@ MUTANTS: Final = (
     Mutant("worker/forwarding.py", "account.spare < LEAST_SPARE:", "account.spare < 0.0:", "worker/test_forwarding"),
     Mutant("worker/forwarding.py", "self._accounts[peer.name].send(cost_ms)", "pass", "worker/test_forwarding"),
     Mutant("worker/forwarding.py", "TRAVEL_MS + peer.queue_ms +", "TRAVEL_MS +", "worker/test_forwarding"),
+    # trigger: where returning users' prefix KV are
+    Mutant("trigger/delegation.py", "kept.worker == name:", "False:", "trigger/test_delegation"),
+    Mutant("trigger/delegation.py", "and kept.delegated and", "and", "trigger/test_delegation"),
+    Mutant("trigger/delegation.py", "> IDLE_SHARE:", "> 0:", "trigger/test_delegation"),
+    Mutant("trigger/load.py", "        self._kept.move_to_end(key)\n", "", "trigger/test_delegation"),
     # worker: delegates
     Mutant(
         "worker/signals.py",
