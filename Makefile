@@ -122,7 +122,7 @@ $(VLLM_STAMP): benchmarks/peers_vllm_requirements.txt
 	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
-bench-models: $(STAMP) ## model families beside each other: bytes, full inference, hits, throughput, length (2 minutes; ARGS=--quick)
+bench-models: $(STAMP) ## model families beside each other: bytes, full inference, hits, throughput, length (a minute; ARGS=--quick)
 	$(BIN)/python benchmarks/models.py $(ARGS)
 
 bench-features: $(STAMP) ## requests with 10, 40 and 120 feature columns: bytes, times to make, decode and embed them (20 seconds; CHECK=1 judges)

@@ -48,7 +48,7 @@ class AtOnce(CopyEngine):
         self, dst: torch.Tensor, src: torch.Tensor, *, urgent: bool = False, convert: Convert = unchanged
     ) -> CopyTicket:
         ticket = CopyTicket(dst, src, None, convert)
-        ticket._run(None)
+        ticket.run(None)
         tokens = (dst if urgent else src).nbytes / TINY.bytes_per_token
         ticket.seconds = tokens * BYTES_PER_TOKEN / RELOAD_BYTES_PER_S
         return ticket

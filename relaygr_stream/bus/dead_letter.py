@@ -8,8 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Callable, Iterator
-from itertools import chain, repeat
+from collections.abc import Callable
 from typing import Final
 
 import structlog
@@ -19,7 +18,7 @@ from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.topic_check import DEAD_LETTER_HEADERS_BYTES
 from relaygr_stream.bus.topics import TopicSet
 from relaygr_stream.errors import BrokerError, BrokerUnavailable, ConfigError, DecodeError, TopicError
-from relaygr_stream.telemetry.background import Background
+from relaygr_stream.telemetry.background import Background, endless
 from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.wire.records import (
     HEADER_DETAIL,
@@ -112,7 +111,7 @@ class DeadLetters:
 
     async def _deliver(self, record: Record, error: DecodeError) -> None:
         whole = self._keep_values and fits(record, self._topic.max_message_bytes)
-        for pause in pauses():
+        for pause in endless(RETRY_S):
             key, value, headers = whole_dead_letter(record, error) if whole else digest_dead_letter(record, error)
             try:
                 await self._producer.send_and_wait(self._topic.name, value, key=key, headers=headers)
@@ -178,11 +177,6 @@ def dead_letter_headers(record: Record, error: DecodeError) -> list[tuple[str, b
         (HEADER_ORIGIN_OFFSET, str(record.offset).encode()),
         *record.headers,
     ]
-
-
-def pauses() -> Iterator[float]:
-    """Seconds to wait between one try to send and the next, for ever."""
-    return chain(RETRY_S, repeat(RETRY_S[-1]))
 
 
 def check_dead_letters_fit(topics: TopicSet) -> None:

@@ -21,6 +21,7 @@ from relaygr_stream.bus.crashes import Crashes, Suspects
 from relaygr_stream.bus.lane_reader import LaneReader
 from relaygr_stream.bus.membership import Membership
 from relaygr_stream.settings.schema import Kafka
+from relaygr_stream.telemetry.background import Background
 from relaygr_stream.wire.records import Record
 
 log = structlog.get_logger(__name__)
@@ -89,11 +90,10 @@ class LaneConsumer:
             if crashes is None
             else Suspects(crashes, self._membership, self._reader.ledgers, lambda: self._reader.client, on_records)
         )
-        self._draining = False
+        self._taking = False  # lanes and their records: from `start` until `drain` or `stop`
         self._drained: asyncio.Event | None = None
-        self._tasks: list[asyncio.Task[None]] = []
+        self._background = Background()
         self._starting: asyncio.Task[None] | None = None
-        self._failed: asyncio.Future[None] | None = None
 
     @property
     def lanes(self) -> frozenset[int]:
@@ -103,8 +103,7 @@ class LaneConsumer:
     @property
     def failed(self) -> asyncio.Future[None]:
         """A future that completes, with the error, only if the consumer fails. Wait on it beside other conditions."""
-        assert self._failed is not None, "start() comes first"
-        return self._failed
+        return self._background.failed
 
     @property
     def trouble(self) -> str | None:
@@ -114,7 +113,7 @@ class LaneConsumer:
     @property
     def healthy(self) -> bool:
         """Whether the consumer runs and a broker answers it, for readiness. False while it drains."""
-        if self._failed is None or self._failed.done() or self._draining or self.trouble:
+        if not self._taking or self.failed.done() or self.trouble:
             return False
         if not self._reader.lanes and (self._starting is None or self._starting.done()):
             return True  # no lanes are assigned, so there is no signal either way
@@ -156,8 +155,7 @@ class LaneConsumer:
 
     async def start(self) -> None:
         """Join the group; returns with the first assignment. Raises BrokerUnavailable, BrokerError, ConfigError."""
-        self._failed = asyncio.get_running_loop().create_future()
-        self._failed.add_done_callback(lambda failed: failed.cancelled() or failed.exception())  # no warning if unused
+        self._taking = True
         try:
             await self._reader.start()
             await self._membership.start()
@@ -168,14 +166,14 @@ class LaneConsumer:
         if self._suspects is not None:
             works.append(self._suspects.hand_out)
         for work in works:
-            self._tasks.append(asyncio.create_task(self._watched(work)))
+            self._background.start(self._watched(work))
 
     async def drain(self, timeout_s: float) -> bool:
         """Stop reading, stay a member without new lanes, and wait until every record handed out is done.
 
         Returns False if some are not done within timeout_s.
         """
-        self._draining = True
+        self._taking = False
         self._membership.draining()
         self._cancel_start()
         self._reader.halt()
@@ -188,12 +186,9 @@ class LaneConsumer:
 
     async def stop(self) -> None:
         """Stop reading, commit, and leave the group at once. Call `drain` first to finish the records handed out."""
-        self._draining = True
+        self._taking = False
         self._cancel_start()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._tasks.clear()
+        await self._background.end()
         await self._membership.stop()
         await self._reader.stop()
         self._drop(self._reader.lanes)
@@ -215,9 +210,9 @@ class LaneConsumer:
             self._drop(self._reader.lanes - kept)
         except Exception as error:  # aiokafka would only log it
             self._fail(error)
-        if lanes != kept and not self._draining:
+        if lanes != kept and self._taking:
             self._reader.expect()
-            self._starting = asyncio.create_task(self._watched(partial(self._begin, lanes - kept)))
+            self._starting = self._background.start(self._watched(partial(self._begin, lanes - kept)))
 
     def _cancel_start(self) -> None:
         if self._starting is not None:
@@ -279,5 +274,4 @@ class LaneConsumer:
         if isinstance(error, (KafkaError, OSError)):
             error = broker_error(self._kafka, "read lanes", error)
         log.error("consumer_failed", member=self._member, error=repr(error))
-        if not self.failed.done():
-            self.failed.set_exception(error)
+        self._background.fail(error)

@@ -8,12 +8,12 @@ module notices the end of such a task at once, and replaces the client.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
 from functools import partial
+from itertools import islice
 from operator import attrgetter
 from typing import Any, Final
 
@@ -24,6 +24,7 @@ from prometheus_client.registry import Collector
 from relaygr_stream.bus.aiokafka_compat import CLOSE_S, end_client, typed_errors
 from relaygr_stream.errors import BrokerError, BrokerUnavailable
 from relaygr_stream.settings.schema import Kafka
+from relaygr_stream.telemetry.background import endless
 from relaygr_stream.telemetry.limiter import LogLimiter
 
 log = structlog.get_logger(__name__)
@@ -163,9 +164,8 @@ class Renewed:
 
     async def _replace(self, old: Any) -> None:
         self._leave(old)
-        last = len(PAUSES_S) - 1
-        for attempt in itertools.count(self._ends):
-            await asyncio.sleep(PAUSES_S[min(attempt, last)])
+        for pause in islice(endless(PAUSES_S), self._ends, None):
+            await asyncio.sleep(pause)
             try:
                 await self._open()
                 break

@@ -19,6 +19,7 @@ from relaygr_stream.bus.renewed import Renewed
 from relaygr_stream.bus.unreadable import pass_unreadable
 from relaygr_stream.errors import BrokerUnavailable
 from relaygr_stream.settings.schema import Kafka
+from relaygr_stream.telemetry.background import Background
 from relaygr_stream.wire.records import Record, as_record
 
 log = structlog.get_logger(__name__)
@@ -63,14 +64,12 @@ class TopicTail:
         self._ends: dict[TopicPartition, int] = {}  # the log's end at the start
         self._turned = asyncio.Event()  # set after each read, and when reading has ended
         self._renewed = Renewed(kafka, f"the reader of {topic}", self._make, self._begin)
-        self._task: asyncio.Task[None] | None = None
-        self._failed: asyncio.Future[None] | None = None
+        self._background = Background()
 
     @property
     def failed(self) -> asyncio.Future[None]:
         """A future that completes, with the error, only if on_records fails."""
-        assert self._failed is not None, "start() comes first"
-        return self._failed
+        return self._background.failed
 
     @property
     def trouble(self) -> str | None:
@@ -82,8 +81,6 @@ class TopicTail:
 
         Raises BrokerUnavailable, BrokerError.
         """
-        self._failed = asyncio.get_running_loop().create_future()
-        self._failed.add_done_callback(lambda failed: failed.cancelled() or failed.exception())  # no warning if unused
         await self._renewed.start()
         ends = self._ends
         try:
@@ -93,7 +90,7 @@ class TopicTail:
         except BaseException:
             await self._renewed.stop()
             raise
-        self._task = asyncio.create_task(self._follow())
+        self._background.start(self._follow())
 
     def _make(self) -> Any:
         return AIOKafkaConsumer(
@@ -127,15 +124,11 @@ class TopicTail:
             while not self.failed.done() and await self._behind(ends):
                 await self._turned.wait()
                 self._turned.clear()
-        if self.failed.done():
-            self.failed.result()
+        self._background.check()
 
     async def stop(self) -> None:
         """Stop following and disconnect."""
-        task, self._task = self._task, None
-        if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        await self._background.end()
         await self._renewed.stop()
 
     async def __aenter__(self) -> Self:
@@ -165,7 +158,7 @@ class TopicTail:
                         self._renewed.renew(str(broker_error(self._kafka, "read", error)))
         except Exception as error:
             log.error("tail_failed", topic=self._partitions[0].topic, error=repr(error))
-            self.failed.set_exception(error)
+            self._background.fail(error)
             self._turned.set()
 
     async def _read(self, consumer: Any) -> None:

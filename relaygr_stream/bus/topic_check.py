@@ -3,7 +3,6 @@ asking for partition counts, because an operator may add partitions while a proc
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -11,7 +10,8 @@ from typing import Final, NamedTuple
 import structlog
 
 from relaygr_stream.bus.producer import Producer
-from relaygr_stream.errors import BrokerError, LanesChanged, TopicError
+from relaygr_stream.errors import LanesChanged, TopicError
+from relaygr_stream.telemetry.background import periodically
 from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.wire.topic_files import Topic, TopicSet, check_equal_counts
 
@@ -175,12 +175,7 @@ class PartitionCounts:
 
     async def run(self) -> None:
         """Poll for ever. A BrokerError is logged."""
-        while True:
-            try:
-                await self.ask()
-            except BrokerError as error:
-                limited(log.warning, "counts")("partition counts are not available", error=str(error))
-            await asyncio.sleep(max(ASK_S, self._topics.lanes / LANES_PER_S))
+        await periodically(max(ASK_S, self._topics.lanes / LANES_PER_S), self.ask, "ask for partition counts")
 
     async def ask(self) -> None:
         """Poll once and set `error`. Raises BrokerError."""

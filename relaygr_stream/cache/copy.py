@@ -61,8 +61,8 @@ class CopyTicket:
         self._done.wait()
         self.done()
 
-    def _run(self, stream: torch.Stream | None) -> None:
-        """Make the copy. Runs in the lane's thread, whose current stream is `stream`."""
+    def run(self, stream: torch.Stream | None) -> None:
+        """Make the copy, once. stream: the current stream of this thread, the lane's; None on a CPU."""
         assert self._dst is not None and self._src is not None
         try:
             start = time.perf_counter()
@@ -78,11 +78,12 @@ class CopyTicket:
             if stream is not None:
                 with suppress(Exception):  # the failed copy must not write into memory that is reused
                     stream.synchronize()
-            self._finish(error)
+            self.finish(error)
         else:
-            self._finish(None)
+            self.finish(None)
 
-    def _finish(self, error: Exception | None) -> None:
+    def finish(self, error: Exception | None) -> None:
+        """Complete the ticket. error: why there is no copy."""
         self._error = error
         self._dst = self._src = self._ready = None
         self._done.set()
@@ -106,7 +107,7 @@ class _Lane:
                 self._waiting.append(ticket)
                 self._changed.notify()
                 return
-        ticket._finish(DeviceError("the copy engine is closed"))
+        ticket.finish(DeviceError("the copy engine is closed"))
 
     def close(self) -> None:
         """Fail the waiting copies; the copy in progress continues."""
@@ -115,7 +116,7 @@ class _Lane:
             abandoned, self._waiting = list(self._waiting), deque()
             self._changed.notify()
         for ticket in abandoned:
-            ticket._finish(DeviceError("the copy engine was closed before this copy began"))
+            ticket.finish(DeviceError("the copy engine was closed before this copy began"))
 
     def join(self, timeout_s: float) -> bool:
         self._thread.join(timeout_s)
@@ -133,7 +134,7 @@ class _Lane:
                 if not self._waiting:
                     return
                 ticket = self._waiting.popleft()
-            ticket._run(stream)
+            ticket.run(stream)
             self._wake()
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import chain
 
 from relaygr_stream.cache.arena import Extent
 from relaygr_stream.cache.entry import Entry, StoredCopy
@@ -86,6 +85,10 @@ class EntryTable:
     def users(self) -> list[str]:
         """The ids of the users who have an entry."""
         return list(self._entries)
+
+    def everyone(self) -> list[Entry]:
+        """All entries, those included that are retired and still have a holder."""
+        return [*self._entries.values(), *self._retired]
 
     def add(self, place: tuple[Extent, KVRegion], user_id: str, tokens: Tokens) -> Entry:
         """Add a new entry of the user in this memory, state computing, and retire the user's former entry."""
@@ -165,11 +168,11 @@ class EntryTable:
 
     def pins(self) -> dict[Entry, int]:
         """The pinned entries and their numbers of pins."""
-        return {entry: entry.pins for entry in chain(self._entries.values(), self._retired) if entry.pins}
+        return {entry: entry.pins for entry in self.everyone() if entry.pins}
 
     def check_integrity(self, scratch_bytes: int, reserved_bytes: int) -> None:
         """Raise CacheCorruption if accounts and memory disagree. reserved_bytes: DRAM of reservations."""
-        everyone = list(chain(self._entries.values(), self._retired))
+        everyone = self.everyone()
         self.hbm.check_integrity(everyone, scratch_bytes)
         if self.dram is not None:
             self.dram.check_integrity(everyone, reserved_bytes)

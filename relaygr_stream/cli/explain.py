@@ -1,4 +1,4 @@
-"""`relaygr explain` on the command line; trigger/explain.py and trigger/explain_live.py implement it."""
+"""`relaygr explain` on the command line; trigger/explain.py implements it."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def explain_command(config: Config, only: str | None, as_json_lines: bool, **fla
     --seconds, it observes a running relay; it writes nothing and joins no group. If a trigger runs on that Kafka, its
     settings are used, otherwise the settings given here; stderr names the source.
     """
+    from relaygr_stream.cli.explain_table import as_json, as_table, summary
     from relaygr_stream.telemetry.printable import print_table
     from relaygr_stream.trigger.decision import REASONS
-    from relaygr_stream.trigger.explain import as_json, as_table, summary
 
     if (flags["events"] is None) == (flags["seconds"] is None):
         raise click.UsageError("give either --events FILE or --seconds N")
@@ -53,7 +53,7 @@ def explain_command(config: Config, only: str | None, as_json_lines: bool, **fla
         raise click.UsageError(f"--only {only}: no such decision; write one of {', '.join(REASONS)}")
     seconds = flags.pop("seconds")
     if seconds is not None:
-        from relaygr_stream.trigger.explain_live import explain_live, running_policy
+        from relaygr_stream.trigger.explain import explain_live, running_policy
 
         policy, whose = asyncio.run(running_policy(config.settings))
         click.echo(whose, err=True)
@@ -83,7 +83,7 @@ def _explain_events(
     from relaygr_stream.lab.workload.explain_log import GRANULE_TOKENS, Fleet, built_in_bytes_per_token, explain_log
     from relaygr_stream.lab.workload.logs import read_log
     from relaygr_stream.lab.workload.replay import Replay, ReplayOptions
-    from relaygr_stream.trigger.explain_live import running_policy, stated_by_a_worker
+    from relaygr_stream.trigger.explain import running_policy, stated_by_a_worker
     from relaygr_stream.wire.worker_status import FALLBACK_COSTS
 
     check_pace(speed, rate)

@@ -24,6 +24,7 @@ from relaygr_stream.client.metrics import ClientMetrics
 from relaygr_stream.client.sender import Announcements, Sender
 from relaygr_stream.errors import BrokerError, BrokerUnavailable, ConfigError, DeadlineExceeded, RelayError, TopicError
 from relaygr_stream.settings.schema import Settings
+from relaygr_stream.telemetry.background import Background
 from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import RankingRequest, ScoreReply
@@ -45,8 +46,8 @@ async def connected(
 ) -> AsyncIterator[Connection]:
     """Connect to the brokers; at the end, send what is buffered and disconnect.
 
-    on_failure(error): called when answers can no longer be read. Raises BrokerUnavailable, TopicError,
-    CoPartitionError, ConfigError.
+    on_failure(error): called when it can no longer serve, as when answers cannot be read. Raises BrokerUnavailable,
+    TopicError, CoPartitionError, ConfigError.
     """
     kafka, client = settings.kafka, settings.client
     async with AsyncExitStack() as stack:
@@ -61,14 +62,17 @@ async def connected(
         # The tail starts before the producer, so that no answer is missed.
         replies = TopicTail(kafka, topics.scores.name, route.partitions, "latest", on_replies)
         await stack.enter_async_context(replies)
-        replies.failed.add_done_callback(partial(_tell, on_failure))
+        background = Background()
+        stack.push_async_callback(background.end)
+        background.watch(replies.failed)
+        background.failed.add_done_callback(partial(_tell, on_failure))
         listening = bool(client.hedge_ms) and await _listen(stack, settings, topics, owners, rows)
         max_bytes = max(topics.retrieval.max_message_bytes, topics.ranking.max_message_bytes)
         producer = Producer(kafka, client_id=client_id, acks=1, max_bytes=max_bytes)
         sender = Sender(await stack.enter_async_context(producer), kafka.bootstrap)
         ranking = topics.ranking.name
         counts = PartitionCounts(topics, producer)
-        stack.callback(asyncio.create_task(counts.run()).cancel)
+        background.start(counts.run())
         connection = Connection(
             settings,
             topics,
@@ -205,7 +209,7 @@ async def _listen(
 
 def _tell(on_failure: Callable[[RelayError], None], failed: asyncio.Future[None]) -> None:
     if not failed.cancelled() and (error := failed.exception()) is not None:
-        on_failure(error if isinstance(error, RelayError) else BrokerError(f"answers cannot be read: {error!r}"))
+        on_failure(error if isinstance(error, RelayError) else BrokerError(f"the client cannot go on: {error!r}"))
 
 
 def _reply_partitions(rows: Sequence[TopicRow], topics: TopicSet, chosen: int) -> list[int]:

@@ -8,6 +8,7 @@ worker without entries says so at once.
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import socket
 import time
@@ -25,6 +26,7 @@ from relaygr_stream.handover.desk import Desk, HandoverMetrics
 from relaygr_stream.handover.session import Giver, SessionProgress, Taker
 from relaygr_stream.handover.wire import SLICE_BYTES, TOKEN_BYTES, Identity
 from relaygr_stream.settings.worker import Handover as HandoverSettings
+from relaygr_stream.telemetry.background import Background
 from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.telemetry.listener import Known, Listener
 from relaygr_stream.wire.messages import WorkerStatus
@@ -85,7 +87,7 @@ class Handover:
         bandwidth = Bandwidth(bytes_per_s, max(SLICE_BYTES, int(BURST_S * bytes_per_s)))
         self._giver = Giver(identity, desk, bandwidth, metrics)
         self._taker = Taker(identity, desk, metrics, max_tokens, nbytes_of, token_bytes)
-        self._serving: asyncio.Task[None] | None = None
+        self._background = Background()
         self._sessions = 0  # sessions served now, with authenticated workers
         self._asking: asyncio.Task[None] | None = None
         self._asked_now: set[str] = set()  # workers from whom a session fetches now
@@ -108,16 +110,18 @@ class Handover:
                 f"handover.port "
                 f"(port 0: any free one)"
             ) from error
-        self._serving = asyncio.create_task(listener.run(), name="hand-over serves")
+        self._background.start(listener.run(), "hand-over serves")
         self.address = f"{_bracketed(host)}:{listener.port}"
         log.info("hand-over serves", address=self.address, mib_per_s=settings.mib_per_s, networks=settings.networks)
 
+    @property
+    def failed(self) -> asyncio.Future[None]:
+        """A future that completes, with the error, only by a defect outside of a session."""
+        return self._background.failed
+
     async def stop(self) -> None:
         """Cancel all sessions; their leases and reservations end."""
-        tasks = [task for task in (self._serving, self._asking) if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._background.end()
 
     # ---- gained lanes ----
 
@@ -132,7 +136,7 @@ class Handover:
         until = time.monotonic() + ASK_FOR_S
         self._wanted.update(dict.fromkeys(gained, until))
         if self._wanted and (self._asking is None or self._asking.done()):
-            self._asking = asyncio.create_task(self._ask_peers(), name="hand-over")
+            self._asking = self._background.start(self._ask_peers(), "hand-over")
 
     async def _ask_peers(self) -> None:
         """Fetch all wanted lanes from all workers concurrently, until ASK_FOR_S has passed and all sessions ended."""
@@ -180,6 +184,10 @@ class Handover:
             limited(log.warning, "taken")(
                 "hand-over failed", peer=peer.name, address=peer.handover, error=str(error), entries=progress.entries
             )
+        except Exception as error:  # a defect, maybe by what the peer sent: the worker serves on without these entries
+            self._not_before[peer.name] = math.inf
+            self._metrics.failed.labels("taken").inc()
+            limited(log.error, "defect")("hand-over failed by a defect", peer=peer.name, exc_info=error)
         finally:
             self._asked_now.discard(peer.name)
             self._report("taken", progress, time.monotonic() - start)

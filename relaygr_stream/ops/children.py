@@ -80,7 +80,8 @@ class Child:
 
     def metrics(self) -> str:
         """The text of /metrics; "" if the process does not answer."""
-        return self._get("/metrics") or ""
+        answer = self.ask("/metrics")
+        return answer.body if answer.ok else ""
 
     def terminate(self) -> None:
         """Send SIGTERM, on which it drains and ends."""
@@ -89,11 +90,11 @@ class Child:
 
     def healthy(self) -> bool:
         """Whether /healthz answers 200."""
-        return self._get("/healthz") is not None
+        return self.ask("/healthz").ok
 
     def ready(self) -> bool:
         """Whether /readyz answers 200."""
-        return self._get("/readyz") is not None
+        return self.ask("/readyz").ok
 
     def kill(self) -> None:
         """Send SIGKILL, like a crash, and wait."""
@@ -112,10 +113,10 @@ class Child:
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
         return "\n".join(lines[-LOG_TAIL_LINES:])
 
-    def _get(self, path: str) -> str | None:
+    def ask(self, path: str) -> Probed:
+        """GET a path from its telemetry port."""
         port = read_port(self._port_file)
-        answer = None if port is None else probe(port, path)
-        return answer.body if answer is not None and answer.ok else None
+        return Probed(0, "has no port yet") if port is None else probe(port, path)
 
 
 async def stop_all(children: Sequence[Child]) -> dict[str, int]:

@@ -9,33 +9,30 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
-from typing import Any, Final, TypeVar
+from typing import Final
 
 import structlog
 
 from relaygr_stream.bus.ages import AgeBounds, LogEnd
 from relaygr_stream.bus.topics import lane_of
 from relaygr_stream.errors import BrokerError, DecodeError
+from relaygr_stream.telemetry.background import endless
 from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.trigger.decision import Decision, LaneState
-from relaygr_stream.trigger.refused import NOT_REPORTED
-from relaygr_stream.trigger.signals import LaneContext, LaneSignals, described
+from relaygr_stream.trigger.signals import NOT_REPORTED, LaneContext, LaneSignals, described
 from relaygr_stream.wire.behaviours import check_times
 from relaygr_stream.wire.codec import decode
 from relaygr_stream.wire.messages import RequestEvent, RequestEventInPlace
 from relaygr_stream.wire.records import Record, kind_of
 from relaygr_stream.wire.refusals import Refusal
 
-T = TypeVar("T")
-
 log = structlog.get_logger(__name__)
 limited = LogLimiter().limited
 
 #: A lane's task yields to the others after this many events: a few milliseconds.
 EVENTS_PER_TURN: Final = 64
-RETRY_FIRST_S: Final = 0.1
-RETRY_MOST_S: Final = 2.0
+#: Pauses between attempts to ask for the end of the signal log, in seconds; the last one repeats.
+RETRY_S: Final = (0.1, 0.2, 0.4, 0.8, 1.6, 2.0)
 
 
 class LaneTrigger:
@@ -73,10 +70,7 @@ class LaneTrigger:
     async def run(self) -> None:
         """Decide on events as they arrive; never returns."""
         pre_infer = self._shared.topics.pre_infer
-        ends = await self._retry(
-            lambda: self._shared.ends.ask(pre_infer.name, [self._number]), "ask for the end of the lane's signal log"
-        )
-        end = ends[self._number]
+        end = await self._signal_log_end(pre_infer.name)
         self.state = LaneState(
             self._shared.policy,
             end.offset,
@@ -181,13 +175,13 @@ class LaneTrigger:
             "event unreadable", lane=self._number, offset=record.offset, outcome=error.reason, detail=error.detail
         )
 
-    async def _retry(self, attempt: Callable[[], Coroutine[Any, Any, T]], doing: str) -> T:
-        """Call `attempt` until it succeeds; no event is skipped because a broker is away."""
-        wait_s = RETRY_FIRST_S
-        while True:
+    async def _signal_log_end(self, topic: str) -> LogEnd:
+        """Where the lane's signal log ends; asks until a broker tells, for no event is skipped."""
+        for pause in endless(RETRY_S):
             try:
-                return await attempt()
+                return (await self._shared.ends.ask(topic, [self._number]))[self._number]
             except BrokerError as error:
+                doing = "ask for the end of the lane's signal log"
                 limited(log.warning, doing)(f"cannot {doing}, will retry", lane=self._number, error=str(error))
-            await asyncio.sleep(wait_s)
-            wait_s = min(2 * wait_s, RETRY_MOST_S)
+            await asyncio.sleep(pause)
+        raise AssertionError("endless")

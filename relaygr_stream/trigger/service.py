@@ -10,7 +10,7 @@ import asyncio
 import os
 import socket
 import time
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Collection
 from contextlib import AsyncExitStack, suppress
 from typing import Any, Final
 
@@ -24,9 +24,8 @@ from relaygr_stream.bus.renewed import RenewalsCollector
 from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.bus.topic_check import PartitionCounts
 from relaygr_stream.bus.topics import TopicSet, load_topics, verify_topics
-from relaygr_stream.errors import BrokerError
 from relaygr_stream.settings.schema import Settings
-from relaygr_stream.telemetry.background import Background
+from relaygr_stream.telemetry.background import Background, periodically
 from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.telemetry.otlp import tracing_of
 from relaygr_stream.telemetry.process import ProcessContext
@@ -36,8 +35,7 @@ from relaygr_stream.trigger.delegation import Delegation
 from relaygr_stream.trigger.lane import LaneTrigger
 from relaygr_stream.trigger.load import OwnerLoads
 from relaygr_stream.trigger.metrics import TriggerMetrics
-from relaygr_stream.trigger.refused import FLUSH_S, Refused
-from relaygr_stream.trigger.signals import LaneContext
+from relaygr_stream.trigger.signals import FLUSH_S, LaneContext, Refused
 from relaygr_stream.trigger.statement import NeverAtRisk, Statements
 from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.records import Record
@@ -126,10 +124,10 @@ async def run_trigger(context: ProcessContext, decide: Decide = decide) -> None:
             context.set_ready(consumer.healthy and not trouble, trouble or silence)
 
         background.watch(consumer.failed, tail.failed)
-        background.start(repeat(READINESS_S, tell_readiness))
+        background.start(periodically(READINESS_S, tell_readiness, "tell whether it is ready"))
         background.start(counts.run())
-        background.start(repeat(STATUS_S, statements.publish))
-        background.start(repeat(STATUS_S, NeverAtRisk(settings, owners).check))
+        background.start(periodically(STATUS_S, statements.publish, "publish the status"))
+        background.start(periodically(STATUS_S, NeverAtRisk(settings, owners).check, "check the workers' statuses"))
         log.info("trigger ready", member=member, lanes=topics.lanes)
         await background.until(context.stop.wait())
         if not await consumer.drain(DRAIN_S):
@@ -138,16 +136,6 @@ async def run_trigger(context: ProcessContext, decide: Decide = decide) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(FINAL_STATUS_S):
                 await statements.publish_stopped()
-
-
-async def repeat(seconds: float, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run `work` now and then after every pause of `seconds`, for ever; a BrokerError skips one run."""
-    while True:
-        try:
-            await work()
-        except BrokerError as error:
-            limited(log.warning, "ends")("cannot ask for the ends of the lanes' logs, will retry", error=str(error))
-        await asyncio.sleep(seconds)
 
 
 class TriggerLanes:
@@ -205,9 +193,10 @@ class TriggerLanes:
             tracing=tracing,
             log_decisions=settings.telemetry.log_level == "debug",
         )
-        background.start(repeat(shared.policy.stale_ms / 1000 / SAMPLES_PER_STALE, self._sample_ages))
-        background.start(repeat(RECONCILE_S, self._reconcile))
-        background.start(repeat(FLUSH_S, shared.refused.flush))
+        sample_s = shared.policy.stale_ms / 1000 / SAMPLES_PER_STALE
+        background.start(periodically(sample_s, self._sample_ages, "ask for the ends of the event logs"))
+        background.start(periodically(RECONCILE_S, self._reconcile, "ask for the ends of the signal logs"))
+        background.start(periodically(FLUSH_S, shared.refused.flush, "tell owners what was refused"))
 
     @property
     def backlog(self) -> int:

@@ -267,8 +267,8 @@ class Costs:
         return self._score.predict(_score_features(prefix, rows))
 
     def chunk(self, position: int, budget_ms: float) -> int:
-        """Most tokens that can be appended in budget_ms behind `position`, at least MIN_CHUNK: the root of the cost."""
-        return _chunk(self._extend.coefficients, position, budget_ms)
+        """`tokens_within` by the present fit."""
+        return tokens_within(self._extend.coefficients, position, budget_ms)
 
     def model(self, chunk_ms: float | None = None) -> CostModel:
         """As triggers read it. chunk_ms: prefixes are computed in chunks of that long (None: whole), and each chunk
@@ -292,7 +292,8 @@ class Costs:
         return self._told
 
 
-def _chunk(extend: Features, position: int, budget_ms: float) -> int:
+def tokens_within(extend: Features, position: int, budget_ms: float) -> int:
+    """Most tokens that can be appended in budget_ms behind `position`, at least MIN_CHUNK; extend: coefficients ≥ 0."""
     e0, e1, e2 = extend
     room = budget_ms - e0
     if room <= 0:
@@ -316,7 +317,7 @@ def _prefix_quadratic(extend: Features, horizon: int, chunk_ms: float | None) ->
     done, chunks, length = 0, 0, float(FIRST_LENGTH)
     while length <= horizon:
         n = int(length)
-        while done + (chunk := _chunk(extend, done, chunk_ms)) <= n:
+        while done + (chunk := tokens_within(extend, done, chunk_ms)) <= n:
             done += chunk
             chunks += 1
         x = n * SCALE

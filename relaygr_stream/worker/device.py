@@ -10,12 +10,13 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 from relaygr_stream.errors import DeviceError
+from relaygr_stream.telemetry.background import Background
 from relaygr_stream.worker.commands import Answer, Command, Placed, Prefill
 from relaygr_stream.worker.scheduler import Scheduler
 
@@ -104,8 +105,14 @@ class DeviceThread:
         self._pulse = time.monotonic()
         self.turns = 0  # times the thread looked for work
         self.prefill_bytes = 0  # memory of all Prefill commands taken so far
-        self.failed: asyncio.Future[None] = loop.create_future()
-        self.failed.add_done_callback(lambda failed: failed.cancelled() or failed.exception())  # may go unwatched
+        self._background = Background()
+        #: The result of a coroutine; raises what the thread failed with, if that comes first.
+        self.until: Final = self._background.until
+
+    @property
+    def failed(self) -> asyncio.Future[None]:
+        """A future that completes, with the error, only if the thread fails."""
+        return self._background.failed
 
     def start(self, make: Callable[[], R]) -> asyncio.Future[R]:
         """Start the thread; the future resolves to what `make` (model, memory, warm-up) has made there."""
@@ -143,18 +150,6 @@ class DeviceThread:
         if not reply.done():
             raise DeviceError("the device thread has ended")
         return reply.result()
-
-    async def until(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`; raises what the thread failed with, if that comes first."""
-        task = self._loop.create_task(work)
-        try:
-            ends: set[asyncio.Future[Any]] = {task, self.failed}
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                self.failed.result()
-            return await task
-        finally:
-            task.cancel()
 
     @property
     def stalled_for(self) -> float:
@@ -195,7 +190,7 @@ class DeviceThread:
                     self._wait(scheduler.next_timer())
             scheduler.close()
         except BaseException as error:  # as above
-            self._loop.call_soon_threadsafe(_fail, self.failed, _typed(error))
+            self._loop.call_soon_threadsafe(self._background.fail, _typed(error))
             with suppress(DeviceError):  # what failed has been told
                 scheduler.cache.close()
 

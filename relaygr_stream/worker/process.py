@@ -34,7 +34,7 @@ from relaygr_stream.history.store import HistoryStore, open_store
 from relaygr_stream.models.hstu_model import HSTUModel
 from relaygr_stream.models.relative import is_relative
 from relaygr_stream.settings.schema import Settings
-from relaygr_stream.telemetry.background import Background
+from relaygr_stream.telemetry.background import Background, periodically
 from relaygr_stream.telemetry.otlp import tracing_of
 from relaygr_stream.telemetry.process import ProcessContext
 from relaygr_stream.telemetry.tracing import Tracing
@@ -73,6 +73,10 @@ class Handover(Protocol):
 
     async def farewell(self, lanes: Iterable[int], seconds: float) -> None:
         """Wait until the next owners have fetched these lanes, for so long at most."""
+
+    @property
+    def failed(self) -> asyncio.Future[None]:
+        """A future that completes, with the error, only by a defect in it."""
 
     async def stop(self) -> None:
         """Close everything."""
@@ -231,13 +235,14 @@ class Worker:
         async with AsyncExitStack() as stack:
             if self._handover is not None:
                 await self._handover.start()
+                background.watch(self._handover.failed)
                 stack.push_async_callback(self._handover.stop)
             await stack.enter_async_context(reporter)
             await consumer.start()
             context.started = True
             background.watch(self.device.failed, consumer.failed)
             watch = background.start(self._watch.run(consumer, self._bus.scores, self._bus.others))
-            background.start(self._sample_ages())
+            background.start(periodically(AGES_S, self._sample_ages, "ask for the ends of the lanes' logs"))
             background.start(self._counts.run())
             try:
                 reporter.serve()
@@ -267,20 +272,18 @@ class Worker:
             await reporter.withdraw()
 
     async def _sample_ages(self) -> None:
-        """Ask, for ever, where our lanes end: what is read beyond is younger than that (Intake)."""
+        """Ask where our lanes end: what is read beyond is younger than that (Intake)."""
         consumer, ends = self.consumer, self._bus.ends
-        while True:
-            topics = self._bus.topics.pre_infer.name, self._bus.topics.ranking.name
-            asked = (ends.ask(topic, consumer.lanes) for topic in topics)
-            for topic, answer in zip(topics, await asyncio.gather(*asked, return_exceptions=True), strict=True):
-                if isinstance(answer, dict):
-                    self.requests.intake.sample_ages(topic, answer)
-                    owned = consumer.lanes & answer.keys()
-                    ahead = (answer[lane].offset - consumer.position(topic, lane) for lane in owned)
-                    self._reporter.lag[topic] = sum(max(0, each) for each in ahead)
-                elif not isinstance(answer, BrokerError):  # of which readiness and the other clients tell
-                    raise answer
-            await asyncio.sleep(AGES_S)
+        topics = self._bus.topics.pre_infer.name, self._bus.topics.ranking.name
+        asked = (ends.ask(topic, consumer.lanes) for topic in topics)
+        for topic, answer in zip(topics, await asyncio.gather(*asked, return_exceptions=True), strict=True):
+            if isinstance(answer, dict):
+                self.requests.intake.sample_ages(topic, answer)
+                owned = consumer.lanes & answer.keys()
+                ahead = (answer[lane].offset - consumer.position(topic, lane) for lane in owned)
+                self._reporter.lag[topic] = sum(max(0, each) for each in ahead)
+            elif not isinstance(answer, BrokerError):  # of which readiness and the other clients tell
+                raise answer
 
     def _progressing(self) -> bool:
         return self._watch.progressing and not self.requests.outbox.letters.full

@@ -12,12 +12,12 @@ from typing import Any, Final
 
 import structlog
 
-from relaygr_stream.bus.dead_letter import DeadLetters, pauses
+from relaygr_stream.bus.dead_letter import RETRY_S, DeadLetters
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.topics import TopicSet
 from relaygr_stream.errors import CRASHED, BrokerError, ConfigError, DecodeError
 from relaygr_stream.models.api import RankingModel
-from relaygr_stream.telemetry.background import Background
+from relaygr_stream.telemetry.background import Background, endless
 from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.telemetry.logs import request_log_fields
 from relaygr_stream.telemetry.tracing import TRACE_HEADERS, trace_headers
@@ -232,7 +232,7 @@ class Outbox:
         headers = [(HEADER_CORRELATION, origin.correlation), *context]
         if self._secret:
             headers.append((HEADER_SIGNATURE, answer_signature(self._secret, origin.correlation, value)))
-        for pause in pauses():
+        for pause in endless(RETRY_S):
             try:
                 await self._scores.send_and_wait(
                     self._topics.scores.name, value, partition=origin.reply_partition, headers=headers

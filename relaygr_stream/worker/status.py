@@ -22,7 +22,7 @@ from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.bus.topics import TopicSet
 from relaygr_stream.errors import BrokerError, DecodeError, DeviceError, Superseded
 from relaygr_stream.settings.schema import Settings
-from relaygr_stream.telemetry.background import Background
+from relaygr_stream.telemetry.background import Background, periodically
 from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.telemetry.printable import printable
 from relaygr_stream.wire.codec import encode
@@ -98,24 +98,27 @@ class StatusReporter:
         self._state: State = "starting"
         self._told_of_unknown = bool(runtime.model.note)  # to random weights, one item is as unknown as another
         self._statements = Statements(settings, runtime, time.monotonic())
-        self._task: asyncio.Task[None] | None = None
+        self._publishing = Background()  # not the process's: it goes on while the worker drains and says farewell
         self._tail = TopicTail(settings.kafka, topics.worker_status.name, [0], "earliest", self._on_statuses)
 
     async def __aenter__(self) -> Self:
         await self._reader.prepare()
         await self._tail.start()
-        self._background.watch(self._tail.failed)  # without it we would not notice that we are superseded
+        # Without the tail we would not notice that we are superseded.
+        self._background.watch(self._tail.failed, self._publishing.failed)
         # Beyond every incarnation of our name so far: by the clock alone, one that had run on a host whose clock is
         # ahead would keep its successor from starting.
         self._incarnation = max(time.time_ns(), self._before_us + 1)
-        self._task = asyncio.create_task(self._run(), name="worker-status")
-        self._background.watch(self._task)
+        # A broker that is away, or a device thread that has ended, only makes the worker silent.
+        skips = BrokerError, DeviceError, TimeoutError
+        pause_s = self._settings.worker.status_interval_ms / 1e3
+        self._publishing.start(periodically(pause_s, self._publish, "publish the status", skips), "worker-status")
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._stop_publishing()
+        await self._publishing.end()
         await end("the tail of worker-status", self._tail.stop, ANNOUNCE_S)
 
     def serve(self) -> None:
@@ -134,30 +137,12 @@ class StatusReporter:
     async def withdraw(self) -> None:
         """Remove our name from the topic after a clean stop. Not for longer than
         ANNOUNCE_S."""
-        await self._stop_publishing()  # else a last status may come behind the tombstone
+        await self._publishing.end()  # else a last status may come behind the tombstone
         try:
             async with asyncio.timeout(ANNOUNCE_S):
                 await self._send(None, [(HEADER_INCARNATION, str(self._incarnation).encode())])
         except (BrokerError, TimeoutError) as error:
             log.warning("name not removed from worker-status", error=str(error) or type(error).__name__)
-
-    async def _stop_publishing(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-
-    async def _run(self) -> None:
-        """Publish for ever. A broker that is away, or a device thread that has ended, only makes the worker silent;
-        any other error is a defect and ends the process."""
-        pause = self._settings.worker.status_interval_ms / 1e3
-        while True:
-            try:
-                await self._publish()
-            except (BrokerError, DeviceError, TimeoutError) as error:
-                limited(log.warning, "silent")(
-                    "status not published", state=self._state, error=str(error) or type(error).__name__
-                )
-            await asyncio.sleep(pause)
 
     async def _publish(self) -> None:
         # Positions first: what was read up to them was handed to the device thread before the question below, so all

@@ -44,9 +44,15 @@ def fail_heartbeat(consumer: Any) -> None:
     consumer._coordinator._do_heartbeat = unexpected
 
 
+def cluster(consumer: Any) -> Any:
+    """What the consumer knows of the cluster."""
+    return consumer._client.cluster
+
+
 def identity(consumer: Any) -> tuple[str, str]:
     """A member's group, and its id there."""
-    return consumer._coordinator.group_id, consumer._coordinator.member_id
+    coordinator = consumer._coordinator
+    return coordinator.group_id, coordinator.member_id
 
 
 def closed(client: Any) -> bool:

@@ -62,7 +62,9 @@ async def test_a_start_that_is_cancelled_leaves_no_connection(embedded_settings:
         starting.cancel()
         with suppress(asyncio.CancelledError):
             await starting
-        await closed.wait()
+        async with asyncio.timeout(60):
+            await closed.wait()
+        assert reader.client is None
 
 
 async def test_a_connection_that_comes_after_the_end_is_closed(
@@ -86,6 +88,7 @@ async def test_a_connection_that_comes_after_the_end_is_closed(
     await end_client("a test's reader", consumer)
     ended.set()
     await until(lambda: not made[0].connected(), "the connection is closed")
+    assert len(made) == 1
     asking.cancel()
     with suppress(asyncio.CancelledError):
         await asking

@@ -94,17 +94,19 @@ async def test_a_reader_that_always_ends_ends_the_consumer(
     async with Member(embedded_settings, topics, "one") as one:
         await shared_out(topics, one)
         reader = insides.renewed(one.consumer)
-        begin = reader._begin
-        assert begin is not None
 
-        async def begin_to_end(data: Any) -> None:  # of the reader alone: the member's own consumer has a fetcher, too
-            await begin(data)
-            fail_fetcher(data)
+        async def fail_each() -> None:
+            failed = None
+            while True:
+                if reader.client is not failed:
+                    failed = reader.client
+                    fail_fetcher(failed)
+                await asyncio.sleep(0.01)
 
-        monkeypatch.setattr(reader, "_begin", begin_to_end)
-        fail_fetcher(reader.client)
+        failing = asyncio.create_task(fail_each())
         with pytest.raises(BrokerError, match=r"lanes' reader has ended 5 times in a row: its fetcher .*KeyError"):
             await asyncio.wait_for(asyncio.shield(one.consumer.failed), 30)
+        failing.cancel()
         assert not one.consumer.healthy
 
 

@@ -32,7 +32,7 @@ def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecureKafka]:
         yield broker
 
 
-async def there_and_back(kafka: Kafka) -> None:
+async def check_every_client(kafka: Kafka) -> None:
     """Every kind of client: admin, producer, tail, and the two consumers of a worker."""
     await apply_topics(kafka)
     topics = load_topics(kafka)
@@ -52,11 +52,11 @@ async def there_and_back(kafka: Kafka) -> None:
 
 @pytest.mark.parametrize("mechanism", ["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"])
 async def test_every_client_is_let_in_by_password(secure: SecureKafka, mechanism: str) -> None:
-    await there_and_back(secure.sasl(sasl_mechanism=mechanism, prefix=f"{mechanism}."))
+    await check_every_client(secure.sasl(sasl_mechanism=mechanism, prefix=f"{mechanism}."))
 
 
 async def test_every_client_is_let_in_by_certificate(secure: SecureKafka) -> None:
-    await there_and_back(secure.tls(prefix="tls."))
+    await check_every_client(secure.tls(prefix="tls."))
 
 
 @pytest.mark.parametrize("mechanism", ["PLAIN", "SCRAM-SHA-512"])

@@ -168,6 +168,7 @@ async def test_retention_is_kept_under_traffic(tmp_path: Path) -> None:
                 while not first:  # traffic without a pause
                     await producer.send_and_wait(ranking, bytes(1000), partition=0)
                     first = (await reader.beginning_offsets([partition]))[partition]
+            assert first < (await reader.end_offsets([partition]))[partition]
 
 
 async def test_another_lane_count_than_configured_is_refused(kafka_settings: Kafka) -> None:

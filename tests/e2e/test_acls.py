@@ -129,7 +129,7 @@ async def test_a_write_that_is_not_granted_is_refused_by_name(secure: SecureKafk
 async def test_who_only_announces_may_write_retrieval(secure: SecureKafka) -> None:
     await apply_topics(as_user(secure, "admin"))
     async with Producer(as_user(secure, "retrieval"), client_id="test") as producer:
-        await producer.send_and_wait(f"{PREFIX}retrieval", b"x", key=b"k")
+        assert await producer.send_and_wait(f"{PREFIX}retrieval", b"x", key=b"k") >= 0
 
 
 @pytest.mark.parametrize(

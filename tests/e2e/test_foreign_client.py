@@ -18,8 +18,8 @@ from relaygr_stream.models.hstu_model import HSTUConfig
 from relaygr_stream.models.loading import random_model, save_checkpoint
 from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.settings.worker import Model
-from relaygr_stream.wire.behaviours import pack_items
-from relaygr_stream.wire.features import FeatureColumn, FeatureSchema
+from relaygr_stream.wire.behaviours import Behaviours, pack_items
+from relaygr_stream.wire.features import FeatureColumn, FeatureSchema, FeatureTables
 from relaygr_stream.wire.messages import RankingRequest
 from tests.e2e.fleet import serving_fleet
 
@@ -55,7 +55,7 @@ def with_features() -> str:
     return program
 
 
-async def relayed(program: str, kafka: Kafka) -> None:
+async def check_relayed(program: str, kafka: Kafka) -> None:
     """Run the program against the relay until an answer came from prefix KV; every answer has its scores."""
     for said, here in (("localhost:9092", kafka.bootstrap), ('"relaygr.', f'"{kafka.prefix}')):
         assert said in program
@@ -83,7 +83,7 @@ def test_the_example_uses_nothing_of_this_package() -> None:
 @pytest.mark.timeout(120)
 async def test_the_printed_example_gets_its_scores(kafka_settings: Kafka, tmp_path: Path) -> None:
     async with serving_fleet(kafka_settings, tmp_path, "w1"):
-        await relayed(examples()[0], kafka_settings)
+        await check_relayed(examples()[0], kafka_settings)
 
 
 @pytest.mark.timeout(120)
@@ -95,7 +95,7 @@ async def test_with_features_it_gets_them_from_a_model_that_reads_them(kafka_set
     async with serving_fleet(
         kafka_settings, tmp_path, "w1", model=Model(checkpoint=str(tmp_path / "checkpoint"))
     ) as fleet:
-        await relayed(with_features(), kafka_settings)
+        await check_relayed(with_features(), kafka_settings)
         schema = FeatureSchema.read(tmp_path / "checkpoint" / "config.json")
         async with RelayClient(settings=fleet.settings, features=schema) as relay:
             history = [1, 2, 3] * 20, [1] * 60, range(60)
@@ -104,16 +104,15 @@ async def test_with_features_it_gets_them_from_a_model_that_reads_them(kafka_set
                 await fleet.announced(announced.request_id)
                 ranking = await announced.rank([7, 8], features={"price": [1.0, 2.0]}, timeout=20)
                 assert ranking.outcome in ("hbm", "joined")
-            event = announced._event
-            assert event.columns
-            older = msgspec.structs.replace(event.columns, user=schema.pack({"age": 31}, {"user": 1})["user"])
-            candidate = schema.pack({"price": [1.0, 2.0]}, {"candidate": 2})["candidate"]
+            rows = schema.pack(
+                {**features, "age": 31, "price": [1.0, 2.0]}, {"user": 1, "behaviour": 60, "candidate": 2}
+            )
             changed = RankingRequest(
                 request_id="changed",
                 user_id="user",
-                prefix=event.prefix,
+                prefix=msgspec.structs.replace(Behaviours.of(*history), columns=rows["behaviour"]),
                 candidates=pack_items([7, 8]),
-                columns=msgspec.structs.replace(older, candidate=candidate),
+                columns=FeatureTables(user=rows["user"], candidate=rows["candidate"]),
             )
             missed = await relay.rank(changed, timeout=20)
             full = await relay.rank(msgspec.structs.replace(changed, request_id="full", mode="full"), timeout=20)

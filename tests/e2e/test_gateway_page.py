@@ -29,13 +29,13 @@ class Browser:
     """A session of chromedriver, by the W3C protocol."""
 
     def __init__(self, port: int) -> None:
-        self._base = f"http://127.0.0.1:{port}/session"
+        self.base = f"http://127.0.0.1:{port}/session"
 
     async def open(self, folder: Path) -> None:
         arguments = ["--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder}", OFFLINE]
         options = {"goog:chromeOptions": {"args": arguments}}
         made = await self._post("", {"capabilities": {"alwaysMatch": options}})
-        self._base += f"/{made['sessionId']}"
+        self.base += f"/{made['sessionId']}"
 
     async def go(self, url: str) -> None:
         await self._post("/url", {"url": url})
@@ -53,7 +53,7 @@ class Browser:
                 await asyncio.sleep(0.05)
 
     async def _post(self, path: str, body: object) -> Any:
-        request = urllib.request.Request(self._base + path, json.dumps(body).encode(), method="POST")
+        request = urllib.request.Request(self.base + path, json.dumps(body).encode(), method="POST")
 
         def post() -> Any:
             with urllib.request.urlopen(request, timeout=60) as answer:
@@ -90,7 +90,7 @@ async def browser(folder: Path) -> AsyncIterator[Browser]:
 
 
 def _close(found: Browser) -> None:
-    urllib.request.urlopen(urllib.request.Request(found._base, method="DELETE"), timeout=60).close()
+    urllib.request.urlopen(urllib.request.Request(found.base, method="DELETE"), timeout=60).close()
 
 
 @pytest.mark.timeout(240)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-import urllib.error
-import urllib.request
 import uuid
 from pathlib import Path
 
@@ -63,17 +61,9 @@ class Foreign:
 async def not_ready(child: Child) -> str:
     """What /readyz says once it says no."""
 
-    def ask() -> str | None:
-        try:
-            port = child._port_file.read_text(encoding="ascii")
-            with urllib.request.urlopen(f"http://127.0.0.1:{int(port)}/readyz", timeout=5):
-                return None
-        except urllib.error.HTTPError as error:
-            return str(json.load(error)["reason"])
-
-    while (reason := await asyncio.to_thread(ask)) is None:  # noqa: ASYNC110  # asks another process
+    while (answer := await asyncio.to_thread(child.ask, "/readyz")).status in (0, 200):  # noqa: ASYNC110  # asks a process
         await asyncio.sleep(0.1)
-    return reason
+    return str(json.loads(answer.body)["reason"])
 
 
 def apply(kafka: Kafka, *options: str) -> str:

@@ -166,8 +166,8 @@ MUTANTS: Final = (
     # cache
     Mutant("cache/arena.py", "(best is None or found < best)", "best is None", "cache/test_arena"),
     Mutant("cache/arena.py", "end - starts[first + 1] >= need:", "end - starts[first] >= need:", "cache/test_arena"),
-    Mutant("cache/runs.py", "before + size + after)", "before + size)", "cache/test_arena"),
-    Mutant("cache/runs.py", "if start + whole > offset + size:", "if False:", "cache/test_arena"),
+    Mutant("cache/arena.py", "before + size + after)", "before + size)", "cache/test_arena"),
+    Mutant("cache/arena.py", "if start + whole > offset + size:", "if False:", "cache/test_arena"),
     Mutant("cache/eviction.py", "not self._allowed(key):", "False:", "cache/test_eviction cache/test_dram"),
     Mutant(
         "cache/entry_table.py",
@@ -211,6 +211,17 @@ MUTANTS: Final = (
     Mutant("trigger/delegation.py", "if now_s < self._paused_until_s:", "if False:", "trigger/test_delegation"),
     Mutant("trigger/decision.py", "        if done_ms > left_ms:\n", "        if True:\n", "trigger/test_delegation"),
     Mutant("wire/refusals.py", "if self._wall() * 1e3 <= until_ms else", "if True else", "test_refusals"),
+    # background work
+    Mutant("telemetry/background.py", "        self.watch(task)\n", "", "telemetry/test_background"),
+    Mutant(
+        "telemetry/background.py", "except skips as error:", "except BrokerError as error:", "telemetry/test_background"
+    ),
+    Mutant(
+        "telemetry/background.py",
+        "            self.check()\n            return",
+        "            return",
+        "telemetry/test_background",
+    ),
     # bus
     Mutant(
         "bus/lane_reader.py",

@@ -115,9 +115,10 @@ async def responder_on(kafka: Kafka, answers: Answers = lambda request: [scored(
             await asyncio.gather(*responder.tasks)
 
 
-def client_on(kafka: Kafka, **client: object) -> RelayClient:
-    """A client with these `client.…` settings."""
-    return RelayClient(settings=Settings(kafka=kafka, client=msgspec.structs.replace(Client(), **client)))
+def client_on(kafka: Kafka, name: str | None = None, **client: object) -> RelayClient:
+    """A client of this name with these `client.…` settings."""
+    settings = Settings(kafka=kafka, client=msgspec.structs.replace(Client(), **client))
+    return RelayClient(settings=settings, client_id=name)
 
 
 def count(client: RelayClient, name: str, **labels: str) -> float:

@@ -317,13 +317,23 @@ async def test_a_client_checks_broker_topics_and_settings_at_its_start(
         await client_on(embedded_settings, reply_partition=16).__aenter__()
 
 
+def listening_on(port: int) -> psutil.Process:
+    """The process below this one that listens on this port."""
+    (found,) = (
+        process
+        for process in psutil.Process().children(recursive=True)
+        for socket in process.net_connections("tcp")
+        if socket.status == psutil.CONN_LISTEN and socket.laddr.port == port
+    )
+    return found
+
+
 async def test_calls_with_more_patience_than_the_silence_wait_for_the_broker(tmp_path: Path) -> None:
     async with local_broker("embedded", folder=tmp_path) as broker:
         kafka = broker.kafka_settings(Kafka(prefix="paused.", partitions=2))
         async with responder_on(kafka), client_on(kafka) as relay:
             await relay.rank(request(), timeout=PATIENCE_S)
-            assert broker._process is not None
-            (process,) = psutil.Process(broker._process.keeper_pid).children()
+            process = listening_on(int(broker.bootstrap.rpartition(":")[2]))
             process.suspend()
 
             async def ask_in_vain() -> None:
@@ -388,6 +398,8 @@ async def test_settings_come_from_the_environment_unless_given(
     monkeypatch.setenv("RELAYGR_KAFKA_PARTITIONS", "8")
     async with RelayClient(embedded_settings.bootstrap) as relay:
         await relay.announce(event())
+        await until(lambda: count(relay, "announcements", outcome="sent") == 1, "sent")
+        assert relay.lane("u") == lane_of("u", 8)
 
 
 async def test_a_client_knows_whether_a_worker_serves(embedded_settings: Kafka) -> None:

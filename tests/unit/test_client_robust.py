@@ -58,12 +58,12 @@ async def test_a_refusal_ends_no_client(embedded_settings: Kafka, kind: str) -> 
 
 
 async def test_ends_inside_aiokafka_end_no_client(embedded_settings: Kafka) -> None:
-    async with responder_on(embedded_settings), client_on(embedded_settings, timeout_ms=30_000.0) as relay:
+    async with responder_on(embedded_settings), client_on(embedded_settings, "robust", timeout_ms=30_000.0) as relay:
         await relay.rank(request(0))
         (reader,) = tails_of(relay, load_topics(embedded_settings).scores.name)
         background_tasks(reader)["fetcher"].cancel()
         assert (await relay.rank(request(1))).outcome == "hbm"
-        producer = insides.producer(relay._client_id)
+        producer = insides.producer("robust")
         background_tasks(producer)["sender"].cancel()
         await until(lambda: insides.closed(producer), "given up for another")
         assert (await relay.rank(request(2))).outcome == "hbm"

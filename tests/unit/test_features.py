@@ -21,13 +21,15 @@ from relaygr_stream.client import RelayClient
 from relaygr_stream.errors import ConfigError, DecodeError, Rejected
 from relaygr_stream.handover.wire import Offer, token_bytes
 from relaygr_stream.models.api import USER_ACTION, Tokens
-from relaygr_stream.settings.schema import Relay
+from relaygr_stream.settings.schema import Kafka, Relay, Settings
 from relaygr_stream.wire.behaviours import Behaviours, pack_items
 from relaygr_stream.wire.codec import check_features, decode, encode
 from relaygr_stream.wire.features import NO_FEATURES, FeatureColumn, FeatureSchema, FeatureTables
 from relaygr_stream.wire.messages import PreInferSignal, RankingRequest, RequestEvent
 from relaygr_stream.wire.records import HEADER_CORRELATION, HEADER_REPLY_PARTITION, Record
 from relaygr_stream.worker.intake import Intake, TooMuch
+from tests.unit.client_peers import responder_on
+from tests.waiting import until
 
 VECTORS = json.loads((Path(__file__).parents[2] / "docs/reference/protocol-vectors.json").read_text(encoding="utf-8"))
 SCHEMA = FeatureSchema(
@@ -333,9 +335,6 @@ async def test_the_client_packs_by_the_schema_and_refuses_what_it_does_not_know(
     shown = ([1, 2], [1, 1], [1000, 2000])
     whole: dict[str, Any] = {"age": 3, "interests": [1, 2, 3], "dwell_s": [1.0, 2.0], "place": [4, 5]}
     made = relay.request("u", shown, candidates=2, features=whole)
-    event = made._event
-    check_features(event, SCHEMA)
-    assert decode(RequestEvent, encode(event)) == event
     with pytest.raises(Rejected, match=r"features: column 'age'.* is missing"):
         relay.request("u", shown, candidates=2, features={"dwell_s": [1.0, 2.0], "place": [4, 5]})
     with pytest.raises(Rejected, match=r"features: column 'shop'.* is missing"):
@@ -344,12 +343,29 @@ async def test_the_client_packs_by_the_schema_and_refuses_what_it_does_not_know(
         RelayClient("localhost:1").request("u", shown, candidates=2, features=whole)
 
 
-def test_the_client_checks_messages_that_were_made_by_hand() -> None:
-    relay = RelayClient("localhost:1", features=SCHEMA)
+async def test_what_the_client_sends_has_the_features(embedded_settings: Kafka) -> None:
+    """And it checks messages that were made by hand."""
+    settings = Settings(kafka=embedded_settings)
     plain = RankingRequest(request_id="r", user_id="u", prefix=Behaviours.of([1], [1], [1]), candidates=bytes(4))
-    with pytest.raises(Rejected, match="column 'age'"):
-        relay._encoded(plain, relay._topics.ranking)
-    relay._encoded(request(), relay._topics.ranking)
+    made: dict[str, Any] = {"age": 3, "interests": [1, 2, 3], "dwell_s": [1.0, 2.0], "place": [4, 5]}
+    later: dict[str, Any] = {"shop": [8], "affinity": [[1.0, 2.0]]}
+    async with responder_on(embedded_settings) as peer, RelayClient(settings=settings, features=SCHEMA) as relay:
+        with pytest.raises(Rejected, match="column 'age'"):
+            await relay.rank(plain)
+        await relay.rank(request(), timeout=20)
+        async with relay.request("u", ([1, 2], [1, 1], [1000, 2000]), candidates=2, features=made) as announced:
+            await announced.rank([1], features=later, timeout=20)
+        await until(lambda: peer.events, "the event")
+    event, (by_hand, ranked) = decode(RequestEvent, peer.events[0].value), (sent for _, sent in peer.requests)
+    assert by_hand.columns == request().columns
+    expected = SCHEMA.pack({**made, **later}, {"user": 1, "behaviour": 2, "candidate": 1})
+    for message in (event, ranked):
+        check_features(message, SCHEMA)
+        assert message.columns
+        assert message.columns.user == expected["user"]
+        assert message.prefix.columns == expected["behaviour"]
+    assert ranked.columns
+    assert ranked.columns.candidate == expected["candidate"]
 
 
 def test_a_client_in_another_language_packs_as_the_protocol_says() -> None:

@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 import pytest
 
@@ -71,9 +72,9 @@ class World:
 
 @asynccontextmanager
 async def world(
-    kafka: Kafka, answers: Callable[[RankingRequest], Sequence[ScoreReply]], **client: object
+    kafka: Kafka, answers: Callable[[RankingRequest], Sequence[ScoreReply]], **client: Any
 ) -> AsyncIterator[World]:
-    settings = {"hedge_ms": 50.0, "silence_ms": 60_000.0, **client}
+    settings: dict[str, Any] = {"hedge_ms": 50.0, "silence_ms": 60_000.0, **client}
     async with responder_on(kafka, answers) as peer, client_on(kafka, **settings) as relay:
         yield World(peer, relay, kafka)
 

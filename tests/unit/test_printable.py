@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import relaygr_stream
 from relaygr_stream.bus.dead_letter import dead_letter_headers
+from relaygr_stream.cli.explain_table import as_json, as_table
 from relaygr_stream.errors import DecodeError, Superseded
 from relaygr_stream.lab.demo.live import LiveState, LiveView
 from relaygr_stream.lab.workload.driver import DriveSummary
@@ -29,7 +30,7 @@ from relaygr_stream.settings.schema import Settings, Telemetry
 from relaygr_stream.telemetry.logs import configure_logging
 from relaygr_stream.telemetry.printable import SafeConsole, printable, printable_json, printable_lines, readable_id
 from relaygr_stream.telemetry.process import run_process
-from relaygr_stream.trigger.explain import Explanation, as_json, as_table
+from relaygr_stream.trigger.explain import Explanation
 from relaygr_stream.wire.records import Record
 from tests.unit.demo.test_live import status
 

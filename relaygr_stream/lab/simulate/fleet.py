@@ -31,7 +31,7 @@ from relaygr_stream.lab.workload.visits import Arrival, arrivals, on_one_lane
 from relaygr_stream.models.api import Tokens
 from relaygr_stream.trigger.delegation import Place
 from relaygr_stream.trigger.ledger import Pending
-from relaygr_stream.trigger.refused import FLUSH_S
+from relaygr_stream.trigger.signals import FLUSH_S
 from relaygr_stream.wire.messages import WorkerStatus
 from relaygr_stream.worker.commands import DELEGATED_LANE, Answer, LanesLost, Prefill, PrefillTask, Rank, RankTask
 from relaygr_stream.worker.forwarding import time_left_ms

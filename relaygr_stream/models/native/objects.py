@@ -50,11 +50,11 @@ def library(names: Sequence[str], most: str = "") -> ctypes.CDLL:
             reasons.append(str(error))
             continue
         if reasons:
-            _warn(reasons[0], instead=name)
+            warn_once(reasons[0], instead=name)
         return found
     if not reasons:
         raise Unavailable("this processor does not have the instructions of any of them: " + ", ".join(names))
-    _warn(reasons[0], instead="torch operators")
+    warn_once(reasons[0], instead="torch operators")
     raise Unavailable(reasons[0])
 
 
@@ -73,7 +73,8 @@ def _load(file: Path) -> ctypes.CDLL:
 
 
 @cache
-def _warn(reason: str, *, instead: str) -> None:
+def warn_once(reason: str, *, instead: str) -> None:
+    """Log why faster layers cannot be used, once a process for each reason."""
     log.warning("native_layers_unavailable", reason=reason, instead=instead)
 
 

@@ -40,7 +40,8 @@ class Balance(HTMLParser):
         assert self.open.pop() == tag
 
 
-def parsed(text: str) -> Balance:
+def well_formed(text: str) -> Balance:
+    """Assert that all elements are closed in their order."""
     balance = Balance()
     balance.feed(text)
     balance.close()
@@ -50,7 +51,7 @@ def parsed(text: str) -> Balance:
 
 def test_the_page_is_whole_and_refers_to_nothing_outside() -> None:
     page = render_page(report())
-    balance = parsed(page)
+    balance = well_formed(page)
     assert not re.search(r"https?://|//[a-z]|@import|url\((?!#)|<script|<link|<iframe", page)
     assert not {"src", "srcset", "data"} & {name for name, _ in balance.attributes}
     assert all((value or "").startswith("#") for name, value in balance.attributes if name.endswith("href"))
@@ -62,7 +63,7 @@ def test_hostile_text_stays_text() -> None:
     made = report(missed=["<script>alert(1)</script>"])
     made.conditions["words"]["command"] = "relaygr bench slo --out '<b>&'"
     page = render_page(made)
-    parsed(page)
+    well_formed(page)
     assert "<script>" not in page
     assert "&lt;b&gt;&amp;" in page
 
@@ -80,7 +81,7 @@ def test_a_run_in_which_nothing_passed_has_a_page_and_a_table() -> None:
     empty = cell(FULL, 10.0, 11.5)
     empty.searches[0].passed = None
     made = report([empty], memory=[], hits={"admitted": 0, "hit": 0})
-    parsed(render_page(made))
+    well_formed(render_page(made))
     assert render_table(made) is not None
 
 
@@ -102,15 +103,15 @@ def test_points_lie_within_the_drawing_and_hollow_ones_are_hollow() -> None:
     assert left < 0.5 and right > 900
     assert low < 3 and high > 8000
     drawing = line_chart(series, x, y, (50.0, "SLO"))
-    parsed(drawing)
+    well_formed(drawing)
     assert "a &lt; b" in drawing and "SLO" in drawing
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-9, 7.0])
 def test_a_single_value_can_be_drawn(value: float) -> None:
     for log in (False, True):
-        parsed(line_chart([Series("s", "#000", [Point(value, value)])], Axis("x", log=log), Axis("y", log=log)))
-    parsed(bar_chart([Bar("b", [("part", value)], mark=value)], {"part": "#000"}))
+        well_formed(line_chart([Series("s", "#000", [Point(value, value)])], Axis("x", log=log), Axis("y", log=log)))
+    well_formed(bar_chart([Bar("b", [("part", value)], mark=value)], {"part": "#000"}))
 
 
 def test_charts_without_values_say_so() -> None:
@@ -121,7 +122,7 @@ def test_charts_without_values_say_so() -> None:
 def test_without_matplotlib_the_page_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     page = render_page(report())
-    parsed(page)
+    well_formed(page)
     assert "pip install &#x27;relaygr-stream[plot]&#x27;" in page and "<svg" not in page
 
 

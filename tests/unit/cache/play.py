@@ -16,7 +16,7 @@ from relaygr_stream.cache.tiers import capacity_for
 from relaygr_stream.cache.transit import Lease, Reservation
 from relaygr_stream.models.api import Tokens
 from relaygr_stream.models.kv import KVLayout, KVRegion
-from tests.unit.cache.worlds import GRANULE_BYTES, LAYOUT, MOST, Copies, entries, holds, make, sequence, table_of, write
+from tests.unit.cache.worlds import GRANULE_BYTES, LAYOUT, MOST, Copies, holds, make, sequence, table_of, write
 
 Going = Literal["finish", "part", "cut short", "abort"]
 
@@ -50,7 +50,7 @@ class Play:
 
     def entries(self) -> list[Entry]:
         """All of them, retired ones too."""
-        return [*entries(self.cache), *table_of(self.cache)._retired]
+        return table_of(self.cache).everyone()
 
     def computing(self) -> list[Entry]:
         return [entry for entry in self.entries() if entry.computing]

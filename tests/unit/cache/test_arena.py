@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from sortedcontainers import SortedList
 
-from relaygr_stream.cache.arena import Arena, Extent
-from relaygr_stream.cache.runs import Runs
+from relaygr_stream.cache.arena import Arena, Extent, Runs
 from relaygr_stream.errors import CacheCorruption
 
 UNIT = 16
@@ -194,32 +195,59 @@ def test_window_search_does_not_cross_what_must_stay() -> None:
     assert arena.cheapest_window(16, costs, seeds=[third]) == [third, fourth]
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        "arena.used += 8",
-        "del arena._held[0]",
-        "arena._held[8] = 8",
-        "arena._held[0] = 16",
-        "arena._held[24] = 12",
-        "arena._held[128] = 8",
-        "arena._ends[3] = 1",
-        "arena._evictable.add(0)",
-        "arena._evictable.add(8)",
-        "arena._holes.sizes.clear()",
-        "arena._holes._starts[16] = 3",
-        "arena._holes._by_size.clear()",
-        "arena._open._by_start.clear()",
-        "arena._open.remove(8, 8)",
-    ],
-)
-def test_corruption_is_found(damage: str) -> None:
+def four_extents() -> Arena:
+    """Of the first four, the second was freed and the third may be evicted."""
     arena = Arena(64, 8)
-    extents = [arena.allocate(8) for _ in range(4)]
-    assert extents[1] is not None
-    arena.free(extents[1])
+    first, second, third, fourth = [arena.allocate(8) for _ in range(4)]
+    assert first and second and third and fourth
+    arena.free(second)
+    arena.set_evictable(third, True)
+    return arena
+
+
+def damages(book: Any) -> dict[str, Callable[[Any], object]]:
+    """What can become of a book of the arena: each gives the damaged book."""
+    match book:
+        case int():
+            return {"counts more": lambda count: count + 8}
+        case dict():
+            one = min(book)
+            return {
+                "loses one": lambda held: {key: held[key] for key in held if key != one},
+                "has one more": lambda held: {**held, 8: 8, 16: 8},
+                "has one beyond the end": lambda held: {**held, 128: 8},
+                "has one between": lambda held: {**held, 3: 1},
+                "has a larger one": lambda held: {**held, one: held[one] + 8},
+                "has one of an odd size": lambda held: {**held, one: held[one] + 4},
+            }
+        case set():
+            return {
+                "loses all": lambda _: set(),
+                "has a fixed one": lambda had: had | {0},
+                "has a hole": lambda had: had | {8},
+            }
+        case SortedList():
+            return {"loses all": lambda _: SortedList(), "has one twice": lambda had: SortedList([*had, had[0]])}
+    assert isinstance(book, Runs), f"what may become of {book!r}?"
+    return {"loses a run": lambda runs: runs.remove(8, 8) or runs, "has one more": lambda runs: runs.add(24, 8) or runs}
+
+
+def broken_arenas() -> Iterator[tuple[str, str, str]]:
+    """All that an arena keeps, directly or in its sets of runs, and what becomes of it."""
+    arena = four_extents()
+    for name, book in vars(arena).items():
+        yield from (("", name, how) for how in damages(book))
+        if isinstance(book, Runs):
+            yield from ((name, inner, how) for inner, index in vars(book).items() for how in damages(index))
+
+
+@pytest.mark.parametrize(("runs", "name", "how"), list(broken_arenas()))
+def test_damage_to_any_book_is_found(runs: str, name: str, how: str) -> None:
+    arena = four_extents()
     arena.check_integrity()
-    exec(damage, {"arena": arena})
+    owner = getattr(arena, runs) if runs else arena
+    book = getattr(owner, name)
+    setattr(owner, name, damages(book)[how](book))
     with pytest.raises(CacheCorruption):
         arena.check_integrity()
 

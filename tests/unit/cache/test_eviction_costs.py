@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from relaygr_stream.cache.entry import Entry, EntryState
+from relaygr_stream.cache.fading import CostAwarePolicy
 from relaygr_stream.cache.prefix_cache import PrefixCache
 from tests.unit.cache.worlds import MOST, Flaky, compute, make, sequence, spilled, table_of, write
 
 
-def price(cache: PrefixCache, entry: Entry) -> float:
-    """What evicting the entry is held to cost."""
-    hbm = table_of(cache).hbm
-    return hbm._evictor.value(entry.user_id) / hbm.uses(entry.user_id)
+def priced(hbm: int, dram: int) -> tuple[PrefixCache, Flaky, Callable[[Entry], float]]:
+    """A cache, and what evicting an entry from HBM is held to cost there."""
+    orders: list[CostAwarePolicy[str]] = []
+
+    def order() -> CostAwarePolicy[str]:
+        orders.append(CostAwarePolicy())
+        return orders[-1]
+
+    copier = Flaky()
+    cache = make(hbm, dram, copier, policy=order)
+    in_hbm = orders[0]
+    return cache, copier, lambda entry: in_hbm.value(entry.user_id) / in_hbm.uses(entry.user_id)
 
 
 def recompute_ms(tokens: int) -> float:
@@ -20,27 +31,28 @@ def recompute_ms(tokens: int) -> float:
     return 0.1 + 0.01 * tokens
 
 
-def test_evicting_costs_a_recomputation_or_with_a_copy_a_reload(small: tuple[PrefixCache, Flaky]) -> None:
-    cache, copier = small
+def test_evicting_costs_a_recomputation_or_with_a_copy_a_reload() -> None:
+    cache, copier, price = priced(9, 6)
     entry = compute(cache, 1, MOST)
-    assert price(cache, entry) == recompute_ms(MOST)
+    assert price(entry) == recompute_ms(MOST)
     compute(cache, 2, MOST)
     spilled(cache, copier, 1)
     assert entry.clean
     assert entry.region is not None
     reload_ms = table_of(cache).reloads.predict_ms(entry.region.storage.nbytes)
     assert 0 < reload_ms < 0.1 * recompute_ms(MOST)
-    assert price(cache, entry) == pytest.approx(reload_ms, abs=2e-3)
+    assert price(entry) == pytest.approx(reload_ms, abs=2e-3)
     for _ in range(1000):
         table_of(cache).reloads.evicted()  # few copies live to be reloaded: most of a recomputation is at stake
     cache.pin(entry)
     cache.unpin(entry)
-    assert price(cache, entry) == pytest.approx(recompute_ms(MOST) + reload_ms, rel=0.01)
+    assert price(entry) == pytest.approx(recompute_ms(MOST) + reload_ms, rel=0.01)
+    cache.check_integrity()
+    cache.close()
 
 
 def test_a_grown_entry_costs_what_its_copy_lacks() -> None:
-    copier = Flaky()
-    cache = make(12, 12, copier)
+    cache, copier, price = priced(12, 12)
     entry = compute(cache, 1, 100)
     compute(cache, 2, MOST)
     compute(cache, 3, MOST)
@@ -52,9 +64,9 @@ def test_a_grown_entry_costs_what_its_copy_lacks() -> None:
     cache.finish(entry)
     assert entry.stored is not None
     reload_ms = table_of(cache).reloads.predict_ms(entry.region.storage.nbytes)
-    assert price(cache, entry) == pytest.approx(recompute_ms(120) - recompute_ms(100) + reload_ms, abs=2e-3)
+    assert price(entry) == pytest.approx(recompute_ms(120) - recompute_ms(100) + reload_ms, abs=2e-3)
     table_of(cache).evict_from_dram(entry)  # idle all the while
-    assert price(cache, entry) == recompute_ms(120)
+    assert price(entry) == recompute_ms(120)
     cache.close()
 
 

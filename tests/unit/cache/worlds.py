@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -10,10 +12,11 @@ import torch
 from relaygr_stream.cache.copy import Convert, CopyEngine, CopyTicket, unchanged
 from relaygr_stream.cache.entry import Entry
 from relaygr_stream.cache.entry_table import EntryTable
+from relaygr_stream.cache.fading import CostAwarePolicy
 from relaygr_stream.cache.memory import TierMemory
 from relaygr_stream.cache.prefix_cache import PrefixCache
 from relaygr_stream.cache.storage import StorageKind
-from relaygr_stream.cache.tiers import GRANULE_TOKENS
+from relaygr_stream.cache.tiers import GRANULE_TOKENS, MakePolicy
 from relaygr_stream.models.api import Tokens
 from relaygr_stream.models.kv import KVLayout, KVRegion
 
@@ -83,8 +86,8 @@ def fail_half_way(dst: torch.Tensor, src: torch.Tensor) -> None:
 class Copies(CopyEngine):
     """A copy engine of a test: the next `fail_next` copies fail; `settle` makes the oldest ones come to their end."""
 
-    def __init__(self) -> None:
-        super().__init__(CPU)
+    def __init__(self, wake: Callable[[], None] = lambda: None) -> None:
+        super().__init__(CPU, wake)
         self.fail_next = 0
         self.waiting: list[CopyTicket] = []
 
@@ -110,29 +113,39 @@ class Flaky(Copies):
 
     def settle(self, most: int = 100) -> None:
         for ticket in self.waiting[:most]:
-            ticket._run(None)  # as the engine's threads do
+            ticket.run(None)  # as the engine's threads do
         del self.waiting[:most]
 
 
 class Slow(Copies):
     """Copies are made by the engine's threads, which take up to a millisecond for each."""
 
+    def __init__(self) -> None:
+        super().__init__(self._copied)
+        self._ends: dict[int, threading.Event] = {}  # thread → set at the end of the copy that it makes now
+        self._over: list[threading.Event] = []  # of each of `waiting`
+
+    def _copied(self) -> None:
+        self._ends[threading.get_ident()].set()
+
     def submit(
         self, dst: torch.Tensor, src: torch.Tensor, *, urgent: bool = False, convert: Convert = unchanged
     ) -> CopyTicket:
-        inner, pause = self._failing(convert), (len(self.waiting) % 3) * 0.5e-3
+        inner, pause, over = self._failing(convert), (len(self.waiting) % 3) * 0.5e-3, threading.Event()
 
         def slowly(dst: torch.Tensor, src: torch.Tensor) -> None:
+            self._ends[threading.get_ident()] = over
             time.sleep(pause)
             inner(dst, src)
 
+        self._over.append(over)
         self.waiting.append(super().submit(dst, src, urgent=urgent, convert=slowly))
         return self.waiting[-1]
 
     def settle(self, most: int = 100) -> None:
-        for ticket in self.waiting[:most]:
-            ticket._done.wait(10)  # `wait` would take the error, which is for the cache to find
-        del self.waiting[:most]
+        for over in self._over[:most]:
+            assert over.wait(10)  # the ticket's `wait` would take the error, which is for the cache to find
+        del self.waiting[:most], self._over[:most]
 
 
 def make(
@@ -143,6 +156,7 @@ def make(
     incremental: bool = True,
     storage: StorageKind = "exact",
     layout: KVLayout = LAYOUT,
+    policy: MakePolicy = CostAwarePolicy,
 ) -> PrefixCache:
     """A cache of so many granules of HBM, three of which are the scratch region, and of DRAM (where int8 takes half of
     a granule: 4 elements and 4 bytes of scale for 16 bytes)."""
@@ -155,6 +169,7 @@ def make(
         scratch_tokens=MOST,
         incremental=incremental,
         storage=storage,
+        policy=policy,
     )
 
 

@@ -17,6 +17,7 @@ from relaygr_stream.handover.channel import Channel, PeerError
 from relaygr_stream.handover.connection import connect
 from relaygr_stream.handover.desk import Desk, HandoverMetrics
 from relaygr_stream.handover.service import Handover
+from relaygr_stream.handover.session import Taker
 from relaygr_stream.handover.wire import Ask, Identity
 from relaygr_stream.settings.worker import Handover as HandoverSettings
 from relaygr_stream.wire.messages import CostModel, WorkerStatus
@@ -31,6 +32,14 @@ LANES = 8
 SECRET = "sixteen or more characters"
 ALL = frozenset(range(LANES))
 NETWORKS = Networks(HandoverSettings().networks)
+
+
+class RawChannel(Channel):
+    """A channel on which anything can be written."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        super().__init__(reader, writer)
+        self.writer = writer
 
 
 class Peer:
@@ -63,16 +72,22 @@ class Peer:
             device="cpu",
             lanes=LANES,
         )
+        self.nbytes_of = make_storage(storage, layout).nbytes
+        self.desk, self.metrics = Desk(self.thread, LANES), HandoverMetrics(self.registry)
         self.handover = Handover(
             settings or HandoverSettings(secret=secret, mib_per_s=rate),
             name,
             self.identity,
-            Desk(self.thread, LANES),
+            self.desk,
             lambda: self.known,
-            HandoverMetrics(self.registry),
+            self.metrics,
             MAX_TOKENS,
-            make_storage(storage, layout).nbytes,
+            self.nbytes_of,
         )
+
+    def taker(self) -> Taker:
+        """For a session apart from the hand-over."""
+        return Taker(self.identity, self.desk, self.metrics, MAX_TOKENS, self.nbytes_of)
 
     async def on_core(self, call: Callable[[Scheduler], Any]) -> Any:
         return await self.thread.ask(look(lambda scheduler, _: call(scheduler)))
@@ -159,13 +174,20 @@ async def connected(peer: Peer, by: str = "new") -> Channel:
     return await connect(peer.handover.address, peer.name, credentials(by), NETWORKS)
 
 
+async def connected_raw(peer: Peer, by: str = "new") -> RawChannel:
+    """The same without any check on our side."""
+    host, _, port = peer.handover.address.rpartition(":")
+    context = credentials(by).context(ssl.Purpose.SERVER_AUTH)
+    return RawChannel(*await asyncio.open_connection(host, int(port), ssl=context, server_hostname=host))
+
+
 @asynccontextmanager
-async def giver(talk: Callable[[Channel], Awaitable[None]], name: str) -> AsyncIterator[str]:
+async def giver(talk: Callable[[RawChannel], Awaitable[None]], name: str) -> AsyncIterator[str]:
     """The address of a worker that knows the secret and answers to this name, but does as `talk` says once asked."""
     trusted = credentials(name)
 
     async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        channel = Channel(reader, writer)
+        channel = RawChannel(reader, writer)
         with suppress(PeerError):
             await channel.receive(Ask, 10**5)
             await talk(channel)

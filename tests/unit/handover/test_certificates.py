@@ -70,11 +70,13 @@ def test_no_certificate_names_nobody() -> None:
 
 
 def test_the_authority_is_the_same_at_every_worker_and_another_for_another_secret() -> None:
-    def authority(secret: str) -> bytes:
-        return make_credentials(Handover(secret=secret), "w", "h")._make()[0]
+    def authorities(secret: str, worker: str) -> list[bytes]:
+        credentials = make_credentials(Handover(secret=secret), worker, "h")
+        return credentials.context(ssl.Purpose.SERVER_AUTH).get_ca_certs(binary_form=True)
 
-    assert authority(SECRET) == authority(SECRET)
-    assert authority(SECRET) != authority("another sixteen characters")
+    (one,), (same,) = authorities(SECRET, "w"), authorities(SECRET, "v")
+    (other,) = authorities("another sixteen characters", "w")
+    assert one == same != other
 
 
 def test_a_certificate_lasts_a_day_and_its_key_is_new_each_time() -> None:

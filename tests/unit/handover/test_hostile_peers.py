@@ -7,12 +7,22 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from relaygr_stream.bus.topics import lane_of
-from relaygr_stream.handover.channel import Channel, PeerError
+from relaygr_stream.handover.channel import PeerError
 from relaygr_stream.handover.connection import connect
 from relaygr_stream.handover.session import SessionProgress
 from relaygr_stream.handover.wire import COPY, HEADER, MESSAGE, Ask, End, Offer, Take, encode
 from relaygr_stream.models.api import Tokens
-from tests.unit.handover.peers import ALL, LANES, NETWORKS, connected, credentials, giver, peers
+from tests.unit.handover.peers import (
+    ALL,
+    LANES,
+    NETWORKS,
+    RawChannel,
+    connected,
+    connected_raw,
+    credentials,
+    giver,
+    peers,
+)
 from tests.unit.worker.worlds import history
 from tests.waiting import until
 
@@ -42,8 +52,8 @@ async def test_a_taker_that_vanishes_lets_go_of_what_was_lent() -> None:
 )
 async def test_a_proven_taker_that_sends_nonsense_is_hung_up_on(frames: bytes) -> None:
     async with peers() as (old, _):
-        channel = await connected(old)
-        channel._writer.write(frames)
+        channel = await connected_raw(old)
+        channel.writer.write(frames)
         if not frames:
             channel.abort()
         with pytest.raises(PeerError, match="hung up"):
@@ -67,28 +77,28 @@ def an_offer(user: str, tokens: Tokens = SIXTY_FOUR, capacity: int = 64, nbytes:
     return Offer.of(user, tokens, capacity, nbytes)
 
 
-async def half_a_copy(channel: Channel) -> None:
+async def half_a_copy(channel: RawChannel) -> None:
     await channel.send(an_offer(user_of(0)))
     await channel.receive(Take, 100)
-    channel._writer.write(HEADER.pack(16 * 1024, COPY) + bytes(8 * 1024))
+    channel.writer.write(HEADER.pack(16 * 1024, COPY) + bytes(8 * 1024))
 
 
-async def too_much(channel: Channel) -> None:
+async def too_much(channel: RawChannel) -> None:
     await channel.send(an_offer(user_of(0)))
     await channel.receive(Take, 100)
     await channel.send_copy(bytes(16 * 1024 + 1))
     await channel.receive(Take, 100)  # until it hangs up
 
 
-async def byte_by_byte(channel: Channel) -> None:
+async def byte_by_byte(channel: RawChannel) -> None:
     await channel.send(an_offer(user_of(0)))
     await channel.receive(Take, 100)
     await channel.send_copy(bytes(1))
     await channel.receive(Take, 100)  # until it hangs up
 
 
-def offering(offer: Offer) -> Callable[[Channel], Awaitable[None]]:
-    async def talk(channel: Channel) -> None:
+def offering(offer: Offer) -> Callable[[RawChannel], Awaitable[None]]:
+    async def talk(channel: RawChannel) -> None:
         await channel.send(offer)
         await channel.receive(Take, 100)  # until it hangs up
 
@@ -110,11 +120,11 @@ def offering(offer: Offer) -> Callable[[Channel], Awaitable[None]]:
     ],
     ids=["half", "more", "trickle", "lane", "bytes", "huge", "long", "shape", "frame"],
 )
-async def test_a_false_giver_brings_nothing_in(talk: Callable[[Channel], Awaitable[None]], words: str) -> None:
+async def test_a_false_giver_brings_nothing_in(talk: Callable[[RawChannel], Awaitable[None]], words: str) -> None:
     async with peers() as (_, new), giver(talk, "false") as address:
         channel = await connect(address, "false", credentials("new"), NETWORKS)
         with pytest.raises(PeerError, match=words):
-            await new.handover._taker.take(channel, frozenset({0}), {0}, SessionProgress())
+            await new.taker().take(channel, frozenset({0}), {0}, SessionProgress())
         await channel.close()
         await new.at_rest()
         assert await new.users() == set()

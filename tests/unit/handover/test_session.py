@@ -7,10 +7,12 @@ from typing import Any
 
 import msgspec
 import pytest
+from structlog.testing import capture_logs
 
 from relaygr_stream.bus.topics import lane_of
 from relaygr_stream.cache.storage import StorageKind
 from relaygr_stream.handover.service import advertised_host
+from relaygr_stream.handover.session import Taker
 from relaygr_stream.handover.wire import Ask, Refused
 from relaygr_stream.settings.worker import Handover as HandoverSettings
 from tests.unit.handover.peers import ALL, LANES, connected, peers, status
@@ -104,6 +106,17 @@ async def test_a_session_broken_off_leaves_the_books_balanced_and_is_tried_again
         await old.handover.start()
         new.known["old"] = status(old)
         await until(lambda: new.total("entries", way="taken") >= 6)
+
+
+async def test_a_defect_in_a_session_is_told_and_ends_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with peers() as (_, new):
+        with capture_logs() as logs, monkeypatch.context() as broken:
+            broken.setattr(Taker, "take", lambda *_: 1 / 0)
+            new.handover.lanes_changed(ALL, ())
+            await until(lambda: new.total("failed", way="taken") == 1)
+        assert [line["event"] for line in logs if line["log_level"] == "error"] == ["hand-over failed by a defect"]
+        assert not new.handover.failed.done()
+        assert (await new.rank(1, 80)).task.outcome == "full"
 
 
 async def test_lanes_lost_again_are_not_fetched_further() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from relaygr_stream.errors import InputError, ModelError
 from relaygr_stream.models.check.probe import HALF_LIMIT
-from relaygr_stream.models.conformance import COMPARISONS, FULL, LIMIT, format_table, run_conformance
+from relaygr_stream.models.conformance import COMPARISONS, FULL, LIMIT, VariantResult, format_table, run_conformance
 from relaygr_stream.models.reference_arrays import META
 from relaygr_stream.settings import Kernels
 from tests.unit.models.naive_hstu import arrays_for_kernels, conformance_arrays
@@ -123,14 +123,20 @@ def test_in_half_precision_no_result_is_further_off_than_full_inference(dtype: t
         assert all(result.ratio(key) <= HALF_LIMIT for key in FULL if key in result.deviations)
 
 
-@pytest.mark.parametrize("comparison", ["cached_candidates", "chunked_kv", "suffix_candidates"])
-def test_in_half_precision_what_is_further_off_does_not_conform(comparison: str) -> None:
-    result = run_conformance(REFERENCE, torch.bfloat16)[0]
-    count, full = result._counts[comparison], FULL[comparison]
-    twice = 2 * math.sqrt(result._errors[full] / result._counts[full])
-    result.add(comparison, torch.full((count,), twice), np.zeros(count))
-    assert result.ratio(comparison) > HALF_LIMIT
-    assert not result.conforms
+@pytest.mark.parametrize("comparison", FULL)
+@pytest.mark.parametrize(("share", "conforms"), [(0.99, True), (1.01, False)])
+def test_in_half_precision_what_is_further_off_does_not_conform(comparison: str, share: float, conforms: bool) -> None:
+    result = VariantResult("toy", 1, run_conformance(REFERENCE)[0].config, torch.bfloat16)
+    ones, noise = np.ones(1000), 0.01
+    for full in set(FULL.values()):
+        result.add(full, torch.full((1000,), 1 + noise), ones)
+    for key in FULL:
+        result.add(key, torch.full((1000,), 1 + noise / 2), ones)
+    assert result.conforms
+    off = noise * math.sqrt(2 * (share * HALF_LIMIT) ** 2 - 1 / 4)  # with the half above: share × HALF_LIMIT × noise
+    result.add(comparison, torch.full((1000,), 1 + off), ones)
+    assert result.ratio(comparison) == pytest.approx(share * HALF_LIMIT, rel=1e-3)
+    assert result.conforms is conforms
 
 
 def test_in_half_precision_noise_and_nan_do_not_conform(tmp_path: Path) -> None:

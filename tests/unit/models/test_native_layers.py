@@ -95,7 +95,7 @@ def one_thread() -> Iterator[None]:
 def every_instruction(monkeypatch: pytest.MonkeyPatch) -> None:
     """The processor is said to have all instructions; nothing was said of missing objects yet."""
     monkeypatch.setattr(objects, "instructions", lambda _: set(OBJECTS["amx"]))
-    objects._warn.cache_clear()
+    objects.warn_once.cache_clear()
 
 
 def place(placed: HSTUStack | HSTUModel, kind: str) -> None:

@@ -110,7 +110,9 @@ def test_helpers_are_as_many_as_are_wanted_and_sleep_when_idle(kind: str) -> Non
     place(model, kind)
     torch.set_num_threads(3)
     full_scores(model, random_tokens(random, 90), random_items(random, 20))
-    while len(helper_states()) < 2 or "R" in helper_states():
+    give_up = time.monotonic() + 60
+    while len(states := helper_states()) < 2 or "R" in states:
+        assert time.monotonic() < give_up, states
         time.sleep(0.001)
 
 

@@ -80,7 +80,7 @@ def copied_at_once(
     self: CopyEngine, dst: torch.Tensor, src: torch.Tensor, *, urgent: bool = False, convert: Convert = unchanged
 ) -> CopyTicket:
     ticket = CopyTicket(dst, src, None, convert)
-    ticket._run(None)
+    ticket.run(None)
     return ticket
 
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+from itertools import islice
 
 import pytest
+from structlog.testing import capture_logs
 
-from relaygr_stream.telemetry.background import Background
+from relaygr_stream.errors import BrokerError
+from relaygr_stream.telemetry.background import Background, endless, periodically
 
 
 async def forever() -> None:
@@ -75,3 +79,35 @@ async def test_ending_waits_until_all_has_ended() -> None:
     await asyncio.sleep(0)
     await background.end()
     assert ended
+
+
+async def test_a_failure_that_nobody_looks_at_is_no_warning() -> None:
+    told: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+    background = Background()
+    await asyncio.wait({background.start(fails(KeyError("first"))), background.failed})
+    with pytest.raises(KeyError, match="first"):
+        background.failed.result()
+    del background
+    gc.collect()
+    assert told == []
+
+
+async def test_what_is_done_periodically_skips_what_passes_and_fails_with_what_does_not() -> None:
+    errors: list[Exception | None] = [None, BrokerError("no broker"), TimeoutError(), None, KeyError("a defect"), None]
+
+    async def work() -> None:
+        if (error := errors.pop(0)) is not None:
+            raise error
+
+    with capture_logs() as logs, pytest.raises(KeyError, match="a defect"):
+        await periodically(0.0, work, "ask a broker", (BrokerError, TimeoutError))
+    assert errors == [None]
+    assert [(line["event"], line["error"]) for line in logs] == [
+        ("cannot ask a broker now", "no broker"),
+        ("cannot ask a broker now", "TimeoutError"),
+    ]
+
+
+def test_the_last_pause_repeats() -> None:
+    assert list(islice(endless((0.1, 0.2, 2.0)), 5)) == [0.1, 0.2, 2.0, 2.0, 2.0]

@@ -197,8 +197,12 @@ def test_a_value_that_json_does_not_know_is_told_as_text(capsys: pytest.CaptureF
 
 
 def test_a_closed_stderr_does_not_fail_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = io.StringIO()
+    stream, later = io.StringIO(), io.StringIO()
     monkeypatch.setattr("sys.stderr", stream)
     configure_logging(JSON, "worker")
     stream.close()
     structlog.get_logger().error("nobody reads this")
+    monkeypatch.setattr("sys.stderr", later)
+    configure_logging(JSON, "worker")
+    structlog.get_logger().error("read again")
+    assert "read again" in later.getvalue()

@@ -77,7 +77,8 @@ class Owner:
     def pinned(self) -> int:
         return sum(nbytes for pins in self.pins.values() for _, nbytes in pins)
 
-    def run(self, seconds: float) -> None:
+    def run_checked(self, seconds: float) -> None:
+        """Let time pass; what must hold is checked at each step."""
         end, next_status = self.now + seconds, self.now
         while self.now < end:
             if self.now >= next_status:

@@ -97,8 +97,8 @@ class Lane:
         self.admissions = 0
         self.start_trigger()
 
-    def run(self, steps: int) -> None:
-        """Let things happen, then settle."""
+    def run_checked(self, steps: int) -> None:
+        """Let things happen, then settle; what must hold is checked at each step."""
         weights = dict(CALM)
         for name in self.random.sample(list(TROUBLE), self.random.randint(0, len(TROUBLE))):
             weights[name] = TROUBLE[name] * self.random.choice([1.0, 3.0, 10.0])

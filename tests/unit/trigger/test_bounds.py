@@ -22,20 +22,20 @@ STEPS = 400
 @settings(max_examples=200)
 @given(st.integers(0, 2**32))
 def test_both_bounds_hold_and_nothing_is_counted_for_ever(seed: int) -> None:
-    Lane(seed).run(STEPS)
+    Lane(seed).run_checked(STEPS)
 
 
 def test_the_simulation_admits_and_refuses() -> None:
     lanes = [Lane(seed) for seed in range(60)]
     for lane in lanes:
-        lane.run(STEPS)
+        lane.run_checked(STEPS)
     assert sum(lane.admissions for lane in lanes) > 500
     assert sum(lane.requests - lane.admissions for lane in lanes) > 500
 
 
 def run_seeds(count: int) -> None:
     for seed in range(count):
-        Lane(seed).run(STEPS)
+        Lane(seed).run_checked(STEPS)
 
 
 def without_hold(ledger: LaneLedger) -> bool:
@@ -74,7 +74,7 @@ def test_without_one_part_of_a_bound_some_run_breaks_it(
 @settings(max_examples=40)
 @given(st.integers(0, 2**32))
 def test_an_owners_lanes_together_stay_within_its_share_while_budgets_move(seed: int) -> None:
-    Owner(seed).run(10.0)
+    Owner(seed).run_checked(10.0)
 
 
 def test_every_lane_that_is_asked_has_room_for_its_longest_prefix_at_times_though_its_part_would_be_smaller() -> None:
@@ -83,7 +83,7 @@ def test_every_lane_that_is_asked_has_room_for_its_longest_prefix_at_times_thoug
         owner = Owner(seed)
         if owner.whole / owner.count < LONGEST <= owner.whole and owner.loss == 0.0:
             found += 1
-            owner.run(40.0)
+            owner.run_checked(40.0)
             for lane, asked in owner.long_asked.items():
                 assert owner.best_grant[lane] >= LONGEST or asked < 100, (seed, lane, asked)
     assert found
@@ -91,7 +91,7 @@ def test_every_lane_that_is_asked_has_room_for_its_longest_prefix_at_times_thoug
 
 def run_owners(count: int) -> None:
     for seed in range(count):
-        Owner(seed).run(10.0)
+        Owner(seed).run_checked(10.0)
 
 
 def without_hold_time(original: Callable[..., None]) -> Callable[..., None]:

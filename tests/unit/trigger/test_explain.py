@@ -11,11 +11,11 @@ import pytest
 from click.testing import CliRunner, Result
 
 from relaygr_stream.bus.topics import lane_of
+from relaygr_stream.cli.explain_table import as_json, summary
 from relaygr_stream.cli.main import main
 from relaygr_stream.settings.schema import Kafka, Relay, Settings, Trigger
 from relaygr_stream.trigger.decision import Policy
-from relaygr_stream.trigger.explain import as_json, summary
-from relaygr_stream.trigger.explain_live import explain_live, running_policy
+from relaygr_stream.trigger.explain import explain_live, running_policy
 from tests.unit.trigger.parts import event
 from tests.unit.trigger.processes import peer_on, trigger_on
 from tests.waiting import until

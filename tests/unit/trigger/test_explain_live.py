@@ -6,10 +6,10 @@ import msgspec
 import pytest
 
 from relaygr_stream.bus.topics import load_topics
+from relaygr_stream.cli.explain_table import as_table
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.trigger.decision import Policy
-from relaygr_stream.trigger.explain import as_table
-from relaygr_stream.trigger.explain_live import Shadow
+from relaygr_stream.trigger.explain import Shadow
 from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import PreInferSignal

@@ -121,7 +121,8 @@ async def test_a_broker_that_is_silent_keeps_no_answer_of_others_back(embedded_s
     async with LogEnds(embedded_settings, "test") as ends:
         await ends.ask(topic, range(4))
         consumer = insides.renewed(ends).client
-        leader_of, end_offsets = consumer._client.cluster.leader_for_partition, consumer.end_offsets
+        cluster = insides.cluster(consumer)
+        leader_of, end_offsets = cluster.leader_for_partition, consumer.end_offsets
         asked: list[int] = []
 
         async def answer(partitions: list[TopicPartition]) -> dict[TopicPartition, int]:
@@ -130,7 +131,7 @@ async def test_a_broker_that_is_silent_keeps_no_answer_of_others_back(embedded_s
                 await asyncio.Event().wait()
             return dict(await end_offsets(partitions))
 
-        consumer._client.cluster.leader_for_partition = lambda p: -1 if p.partition == 3 else leader_of(p)
+        cluster.leader_for_partition = lambda p: -1 if p.partition == 3 else leader_of(p)
         consumer.end_offsets = answer
         for _ in range(3):
             assert set(await ends.ask(topic, range(4))) == {0, 1, 2}

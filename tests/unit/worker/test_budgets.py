@@ -132,7 +132,7 @@ class Owner:
                 self.pins.pop(lane, None)
                 self.stated.pop(lane, None)
 
-    def run(self, steps: int) -> None:
+    def run_checked(self, steps: int) -> None:
         calls = [self.state, self.admit, self.wait, self.lanes_move]
         for call in self.random.choices(calls, [3, 6, 4, 0.2], k=steps):
             call()
@@ -141,12 +141,12 @@ class Owner:
 @settings(max_examples=150)
 @given(st.integers(0, 2**32))
 def test_pinned_bytes_never_exceed_the_whole_whatever_triggers_heard(seed: int) -> None:
-    Owner(seed).run(300)
+    Owner(seed).run_checked(300)
 
 
 def run_seeds(count: int) -> None:
     for seed in range(count):
-        Owner(seed).run(300)
+        Owner(seed).run_checked(300)
 
 
 def settled(

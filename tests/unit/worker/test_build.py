@@ -83,8 +83,9 @@ def test_budgets_that_cannot_hold_one_prefix_are_refused_naming_the_numbers(
 
 
 def test_budgets_that_just_hold_one_prefix_are_taken() -> None:
-    built(settings_of(hbm_bytes=6 * GRANULE_BYTES, pinned_share=2 / 6, dram_bytes=3 * GRANULE_BYTES))
-    built(settings_of(dram_bytes=0))
+    least = built(settings_of(hbm_bytes=6 * GRANULE_BYTES, pinned_share=2 / 6, dram_bytes=3 * GRANULE_BYTES))
+    without = built(settings_of(dram_bytes=0))
+    assert [runtime.cache.hbm_used for runtime in (least, without)] == [3 * GRANULE_BYTES] * 2  # the scratch region
 
 
 @pytest.mark.parametrize("kind", [TOY, RETENTION, WITH_CONTEXT], ids=["tokens", "state", "both"])

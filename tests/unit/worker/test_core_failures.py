@@ -84,22 +84,29 @@ def test_out_of_memory_while_scoring_is_tried_again(together: int) -> None:
         assert [w.outcome(f"r{user}") for user in range(together)] == ["hbm"] * together
 
 
-def test_chunks_grow_again_when_memory_is_back() -> None:
-    with failing() as (w, model):
-        executor = w.executor
-        model.error = torch.OutOfMemoryError("no")
-        model.fail_prefill = 1
-        w.rank("r", 1, 100)
+def test_chunks_grow_again_when_memory_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths: list[int] = []
+
+    class Watched(Wrapped):
+        def prefill(self, kv: Any, tokens: Any) -> None:
+            lengths.append(len(tokens))
+            super().prefill(kv, tokens)
+
+    def chunks(w: World, user: int, length: int) -> list[int]:
+        lengths.clear()
+        w.rank(f"r{user}", user, length, full=True)
         w.settle()
-        halved = executor._longest
-        assert MIN_CHUNK <= halved <= 50
-        number = 0
-        while executor._longest < 2 * halved:
-            number += 1
-            w.rank(f"r{number}", number, MIN_CHUNK, full=True)
-            w.settle()
-            assert number <= CALM_CHUNKS
-        assert number > CALM_CHUNKS - 8  # the first request took some chunks
+        return lengths
+
+    with world(wrap=Watched) as w:
+        monkeypatch.setattr(w.executor.costs, "chunk", lambda position, budget_ms: 128)
+        assert isinstance(w.model, Watched)
+        w.model.error, w.model.fail_prefill = torch.OutOfMemoryError("no"), 1
+        assert chunks(w, 0, MAX_TOKENS) == [128, 64, 64, 64]
+        for user in range(1, CALM_CHUNKS - 5):
+            assert chunks(w, user, MIN_CHUNK) == [MIN_CHUNK]
+        assert chunks(w, CALM_CHUNKS, MAX_TOKENS) == [64, 64, 64]  # the last of CALM_CHUNKS
+        assert chunks(w, CALM_CHUNKS + 1, MAX_TOKENS) == [128, 64]
 
 
 def test_what_failed_does_not_stay_pinned() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relaygr_stream.worker.cost_model import MAX_CHUNK, MIN_CHUNK, Costs
+from relaygr_stream.worker.cost_model import MAX_CHUNK, MIN_CHUNK, Costs, tokens_within
 
 K = 1024.0
 
@@ -174,7 +174,5 @@ def test_a_chunk_fits_its_budget_and_fills_it(extend: tuple[float, float, float]
 
 @pytest.mark.parametrize("coefficients", [(0.0, 0.0, 0.0), (0.0, 1e-300, 0.0), (0.0, 0.0, 1e-300), (9.0, 1.0, 1.0)])
 def test_chunks_of_odd_fits(coefficients: tuple[float, float, float]) -> None:
-    costs = Costs()
-    costs._extend._theta = coefficients
     free = coefficients[0] < 5.0
-    assert costs.chunk(0, 5.0) == (MAX_CHUNK if free else MIN_CHUNK)
+    assert tokens_within(coefficients, 0, 5.0) == (MAX_CHUNK if free else MIN_CHUNK)

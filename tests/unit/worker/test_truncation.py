@@ -13,11 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relaygr_stream.cache.entry import Found
+from relaygr_stream.cache.entry import Coverage, Found
 from relaygr_stream.models.api import ScoreInput, Tokens, relative_deviation
 from relaygr_stream.models.kv import KVRegion
+from relaygr_stream.worker.admission import Admission
 from relaygr_stream.worker.commands import Rank, RankTask
-from relaygr_stream.worker.forecast import ENOUGH
+from relaygr_stream.worker.forecast import ENOUGH, QUEUED_DEADLINE_FRACTION, Forecast
 from tests.unit.worker.test_overload import Timed, finished
 from tests.unit.worker.worlds import CONTEXTUAL, LIMITS, World
 
@@ -28,16 +29,19 @@ LENGTH, TIMEOUT_S, FITTING = 180, 0.003, 80
 
 
 class Device:
-    """A worker's core on the clock of its simulated device, with predictions that have proved good."""
+    """A worker's core on the clock of its simulated device, with predictions that have proved good.
 
-    def __init__(self, least: int, **options: Any) -> None:
+    compared: how many of them were compared with what was measured.
+    """
+
+    def __init__(self, least: int, compared: int = 2 * ENOUGH, **options: Any) -> None:
         limits = replace(LIMITS, truncate_min_tokens=least)  # without DRAM, whose copies take real time
         self.world = World(wrap=Timed, clock=lambda: self.timed.now, limits=limits, dram=0, **options)
         self.timed: Timed = self.world.model  # type: ignore[assignment]
         scratch = self.world.cache.scratch.borrow()
         self.world.executor.warm_up(scratch)  # as a worker's start does
         self.world.cache.scratch.give_back(scratch)
-        for number in range(2 * ENOUGH):
+        for number in range(compared):
             self.rank(f"first {number}", 1000 + number, 32 * (1 + number % 5), timeout=100.0)
             self.rest()
 
@@ -117,8 +121,10 @@ def test_what_must_not_be_cut_is_refused_as_without_the_setting() -> None:
 
 
 def test_nothing_is_cut_before_predictions_were_compared_with_measurements() -> None:
-    device = Device(LEAST)
-    device.world.scheduler.admission.calibration._samples = ENOUGH - 1
+    device = Device(LEAST, compared=ENOUGH - 1)
+    for number in range(ENOUGH):  # predictions of prefill may be enough
+        device.world.signal(f"signal {number}", 2000 + number, 32)
+        device.rest()
     device.rank("r", 1, LENGTH, timeout=TIMEOUT_S)
     device.rest()
     assert device.world.answer("r").task.truncated_to == 0
@@ -167,6 +173,22 @@ def play(device: Device, requests: Arrivals) -> list[tuple[str, str | None, int,
     return [(*device.status(task.request_id), finished(task)) for task in tasks]
 
 
+def expected_ms(admission: Admission, task: RankTask, newest: int) -> float:
+    """What a ranking with these newest behaviours alone is booked with."""
+    cut = copy(task)
+    cut.keep_newest(newest)
+    admission.book(cut, (None, Coverage.NONE))
+    return cut.expected_ms
+
+
+def in_time(admission: Admission, task: RankTask, ms: float, now: float) -> bool:
+    """Whether it would be answered in time behind those that wait, if it took so long."""
+    forecast = Forecast(admission.clients)
+    for waiting in admission.waiting:
+        forecast.add(waiting)
+    return forecast.full(task, now, ms, alone=QUEUED_DEADLINE_FRACTION) is None
+
+
 @settings(max_examples=25, deadline=None)
 @given(requests=arrivals, least=st.sampled_from((8, 16, 48)))
 def test_a_cut_is_in_time_by_the_models_costs_and_none_longer_would_be(requests: Arrivals, least: int) -> None:
@@ -179,11 +201,12 @@ def test_a_cut_is_in_time_by_the_models_costs_and_none_longer_would_be(requests:
         done = truncate(task, found, now)
         if done:
             sizes = range(least, length, least)
-            fit = [size for size in sizes if admission._in_time(before, admission._newest_ms(before, size), now)]
+            ms = {size: expected_ms(admission, before, size) for size in sizes}
+            fit = [size for size in sizes if in_time(admission, before, ms[size], now)]
             assert task.truncated_to == fit[-1]
-            assert task.expected_ms == admission._newest_ms(before, fit[-1])
+            assert task.expected_ms == ms[fit[-1]]
             assert now + task.expected_ms / 1e3 < task.deadline
-            assert not admission._in_time(before, before.expected_ms, now)
+            assert not in_time(admission, before, before.expected_ms, now)
             cuts.append(task)
         return done
 

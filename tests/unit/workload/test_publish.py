@@ -258,4 +258,4 @@ def test_two_runs_have_different_request_ids() -> None:
 
 def test_publishing_loads_no_torch() -> None:
     code = "import sys, relaygr_stream.cli.replay; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

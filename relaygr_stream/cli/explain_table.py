@@ -1,0 +1,69 @@
+"""Explanations of a trigger's decisions (trigger/explain.py) as a table or as JSON."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+
+import msgspec
+from rich import box
+from rich.table import Table
+
+from relaygr_stream.telemetry.printable import printable, printable_json
+from relaygr_stream.trigger.explain import Explanation
+
+
+def as_json(rows: Sequence[Explanation]) -> str:
+    """One JSON object a line."""
+    return "".join(printable_json(msgspec.json.encode(asdict(row)).decode()) + "\n" for row in rows)
+
+
+def as_table(rows: Sequence[Explanation]) -> Table:
+    """A table for a terminal, with compared numbers side by side."""
+    live = any(row.signalled is not None for row in rows)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("at s", "request", "user"):
+        table.add_column(name)
+    for name in (
+        "lane",
+        "tokens",
+        "age ms",
+        "predicted / risk ms",
+        "KiB",
+        "outstanding / budget KiB",
+        "cost / level ms",
+    ):
+        table.add_column(name, justify="right")
+    table.add_column("owner")
+    table.add_column("decision", style="bold")
+    if live:
+        table.add_column("signalled")
+    for row in rows:
+        table.add_row(
+            f"{row.at_s:.3f}",
+            printable(row.request_id),
+            printable(row.user_id),
+            str(row.lane),
+            str(row.tokens),
+            f"{row.age_ms:.0f}",
+            f"{_number(row.predicted_ms)} / {row.risk_ms:.1f}",
+            "–" if row.nbytes is None else f"{row.nbytes / 1024:.0f}",
+            f"{row.outstanding_bytes / 1024:.0f} / {row.budget_bytes / 1024:.0f}" + (" on hold" if row.on_hold else ""),
+            f"{_number(row.cost_ms)} / {row.level_ms:.1f}",
+            printable(row.owner or "–"),
+            row.reason if row.delegate is None else f"{row.reason} to {printable(row.delegate)}",
+            *(["yes" if row.signalled else "no"] if live else []),
+        )
+    return table
+
+
+def summary(rows: Sequence[Explanation]) -> str:
+    """The number of requests by reason, most frequent first."""
+    counts = Counter(row.reason for row in rows)
+    parts = [f"{reason} {count} ({count / len(rows):.0%})" for reason, count in counts.most_common()]
+    return f"{len(rows)} requests: {', '.join(parts)}" if rows else "no requests"
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1f}"

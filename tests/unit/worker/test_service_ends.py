@@ -1,0 +1,149 @@
+"""How a worker process ends, on a real broker: every accepted request is answered, and nothing waits without bound."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from relaygr_stream.bus.tail import TopicTail
+from relaygr_stream.bus.topics import apply_topics, load_topics
+from relaygr_stream.errors import DeviceError
+from relaygr_stream.ops.brokers.local import local_broker
+from relaygr_stream.ops.children import Child, settings_as_toml
+from relaygr_stream.settings.schema import Kafka
+from relaygr_stream.telemetry.process import START_END_S
+from relaygr_stream.wire.codec import decode
+from relaygr_stream.wire.messages import WorkerStatus
+from relaygr_stream.wire.records import (
+    Record,
+)
+from relaygr_stream.wire.worker_status import StatusReader, Tombstone
+from relaygr_stream.worker.process import CLOSE_S
+from relaygr_stream.worker.replies import Outbox
+from relaygr_stream.worker.status import ANNOUNCE_S
+from relaygr_stream.worker.watch import WATCH_S
+from tests.unit.worker.services import Peer, committed, worker_on, worker_settings
+from tests.waiting import until
+
+
+async def test_a_device_that_always_fails_ends_the_worker_with_answers(
+    embedded_settings: Kafka, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with Peer(embedded_settings) as peer, worker_on(worker_settings(embedded_settings)) as w:
+        flush = Outbox.flush
+
+        async def slowly(outbox: Outbox, timeout_s: float) -> None:
+            await flush(outbox, timeout_s)
+            await asyncio.sleep(2 * WATCH_S)  # what watches it looks again, and must not find it ready
+
+        monkeypatch.setattr(Outbox, "flush", slowly)
+        w.model.fail_prefill = 10**6
+        correlations = [await peer.rank(f"r{number}", f"u{number}", 60) for number in range(8)]
+        with pytest.raises(DeviceError, match="8 times in a row, at last with RuntimeError: the device is on fire"):
+            await asyncio.wait_for(w.task, 20)
+        assert {(await peer.reply(each)).status for each in correlations} == {"failed"}
+        assert not w.ready
+        w.model.fail_prefill = 0
+
+
+async def test_a_device_that_hangs_ends_the_worker_with_answers(embedded_settings: Kafka) -> None:
+    settings = worker_settings(msgspec.structs.replace(embedded_settings, max_poll_interval_ms=1500), drain_ms=500)
+    async with Peer(embedded_settings) as peer, worker_on(settings) as w:
+        model = w.model
+        model.hang = True
+        correlations = [await peer.rank(f"r{number}", f"u{number}", 60) for number in range(3)]
+        with pytest.raises(DeviceError, match="the device hangs"):
+            await asyncio.wait_for(w.task, 30)
+        replies = [await peer.reply(each) for each in correlations]
+        assert {reply.status for reply in replies} == {"failed"}
+        assert all("has not moved" in reply.detail for reply in replies)
+        assert not w.ready
+        model.hang = False  # its thread comes back, and finds everything answered
+        await asyncio.sleep(0.2)
+        assert all(len(given) == 1 for given in peer.replies.values())
+
+
+async def test_a_defect_ends_the_worker_and_its_request_is_not_read_again(
+    embedded_settings: Kafka, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request that trips over a bug must not bring down one owner of its lane after the other."""
+    async with Peer(embedded_settings) as peer, worker_on(worker_settings(embedded_settings)) as w:
+        monkeypatch.setattr(w.runtime.scheduler.rankings, "_place", lambda task, found: 1 / 0)
+        correlation = await peer.rank("poison", "u", 60)
+        with pytest.raises(ZeroDivisionError):
+            await asyncio.wait_for(w.task, 20)
+        assert (await peer.reply(correlation)).status == "failed"
+        assert await committed(embedded_settings, peer.topics.ranking.name) == 1
+
+
+async def test_stopping_finishes_what_was_accepted(embedded_settings: Kafka) -> None:
+    async with Peer(embedded_settings) as peer, worker_on(worker_settings(embedded_settings)) as w:
+        w.model.hang = True
+        correlations = [await peer.rank(f"r{number}", f"u{number}", 200, mode="full") for number in range(12)]
+        await until(lambda: w.total("rankings_read"), "one read")
+        ending = asyncio.create_task(w.end())
+        await until(lambda: not w.ready, "told to stop")
+        w.model.hang = False
+        await ending
+        assert w.total("answers") == w.total("rankings_read")
+        await until(lambda: peer.statuses[-1].state == "stopped")
+        assert "draining" in [status.state for status in peer.statuses]
+        # What had not been read is left to the lanes' next owners, and nothing else is.
+        accepted = await committed(embedded_settings, peer.topics.ranking.name)
+        assert accepted
+        await until(lambda: sum(each in peer.replies for each in correlations) >= accepted, "all accepted answered")
+        assert sum(each in peer.replies for each in correlations) == accepted
+
+
+async def test_a_worker_that_stops_in_order_leaves_a_tombstone(embedded_settings: Kafka) -> None:
+    topic = load_topics(embedded_settings).worker_status.name
+    seen: list[Record] = []
+    async with Peer(embedded_settings), worker_on(worker_settings(embedded_settings)) as w:
+        await w.end()
+    async with TopicTail(embedded_settings, topic, [0], "earliest", seen.extend):
+        pass
+    last = [record for record in seen if record.key == b"w1"][-1]
+    assert last.value is None
+    assert StatusReader().read(last) == Tombstone("w1", decode(WorkerStatus, seen[0].value).incarnation)
+
+
+@pytest.mark.parametrize("process", ["worker", "trigger"])
+async def test_a_process_that_is_stopped_while_it_starts_ends_at_once(tmp_path: Path, process: str) -> None:
+    """Somebody takes connections and never says a word: a request to such a broker takes its whole timeout."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        kafka = Kafka(bootstrap=f"127.0.0.1:{server.getsockname()[1]}", request_timeout_ms=120_000)
+        config = tmp_path / "settings.toml"
+        config.write_text(settings_as_toml(worker_settings(kafka)), encoding="utf-8")
+        child = Child(process, [process, "--config", str(config)], tmp_path)
+        try:
+            await until(child.healthy, child.log_tail())
+            await asyncio.sleep(0.3)  # it is asking for topics by now
+            child.terminate()
+            await until(lambda: child.exit_code is not None, "ended", START_END_S + 10)
+            assert child.exit_code == 0, child.log_tail()
+        finally:
+            child.kill()
+
+
+async def test_stopping_without_a_broker_takes_bounded_time(tmp_path: Path) -> None:
+    """In a process of its own: what its end leaves open goes with it."""
+    async with local_broker("embedded", folder=tmp_path) as broker:
+        kafka = broker.kafka_settings(Kafka(prefix="gone.", partitions=8, replication=1, session_timeout_ms=3000))
+        await apply_topics(kafka)
+        config = tmp_path / "settings.toml"
+        config.write_text(settings_as_toml(worker_settings(kafka, drain_ms=1000)), encoding="utf-8")
+        worker = Child("worker", ["worker", "--config", str(config)], tmp_path)
+        try:
+            await worker.wait_ready()
+            broker.stop()
+            worker.terminate()
+            # Two last words, the drain, the consumer, and what is closed last, each as long as it may take.
+            bound = 2 * ANNOUNCE_S + 1.0 + (1.5 + CLOSE_S) + 4 * CLOSE_S + 10
+            await until(lambda: worker.exit_code is not None, "ended", bound)
+            assert worker.exit_code in (0, 1), worker.log_tail()
+        finally:
+            worker.kill()
