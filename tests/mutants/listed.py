@@ -209,7 +209,7 @@ MUTANTS: Final = (
     ),
     Mutant("trigger/delegation.py", " + sent_ms + place.cost_ms", " + place.cost_ms", "trigger/test_delegation"),
     Mutant("trigger/delegation.py", "if now_s < self._paused_until_s:", "if False:", "trigger/test_delegation"),
-    Mutant("trigger/decision.py", "        if done_ms > left_ms:\n", "        if True:\n", "trigger/test_delegation"),
+    Mutant("trigger/delegation.py", "if done_ms > left_ms else", "if True else", "trigger/test_delegation"),
     Mutant("wire/refusals.py", "if self._wall() * 1e3 <= until_ms else", "if True else", "test_refusals"),
     # background work
     Mutant("telemetry/background.py", "        self.watch(task)\n", "", "telemetry/test_background"),
