@@ -2,9 +2,9 @@
 
     python -m examples.movielens.train --data FILE --out FOLDER [--epochs N] [--seed N] [--resume]
 
-In the first epochs all candidates share what they ask of the history, so every position is trained on the whole
-catalogue (catalogue.py). In the last epochs they ask for themselves (the ranking loss of losses.py). The served model
-has the same weights and makes the same scores at every step of both.
+All candidates share what they ask of the history, so every position is trained on the whole catalogue (catalogue.py).
+In the last `--ranking-epochs`, none by default, they ask for themselves, too (the ranking loss of losses.py). The
+served model has the same weights and makes the same scores at every step of both.
 
 Writes a checkpoint for `model.checkpoint`, items.json (the file's own item ids), a model card, and what resumes a run.
 """
