@@ -21,7 +21,7 @@ from relaygr_stream.bus.renewed import background_tasks
 from relaygr_stream.bus.topics import load_topics
 from relaygr_stream.client import RelayClient
 from relaygr_stream.client.sender import SILENT_S, STUCK_S, Sender
-from relaygr_stream.errors import BrokerUnavailable, DeadlineExceeded, RelayError
+from relaygr_stream.errors import BrokerError, BrokerUnavailable, DeadlineExceeded, RelayError
 from relaygr_stream.ops.brokers.local import local_broker
 from relaygr_stream.settings.schema import Kafka
 from tests.bus import insides
@@ -154,6 +154,15 @@ async def test_a_broker_that_acknowledges_nothing_makes_all_of_its_lanes_stuck(m
     assert not sender.stuck("ranking", 3)
     now += 60.0
     assert not sender.stuck("ranking", 6), "it is long ago that this broker was silent"
+
+
+async def test_a_defect_in_sending_is_told_at_once(embedded_settings: Kafka, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with responder_on(embedded_settings), client_on(embedded_settings, timeout_ms=30_000.0) as relay:
+        with monkeypatch.context() as broken:
+            broken.setattr(Sender, "check", lambda *_: 1 / 0)
+            with pytest.raises(BrokerError, match="ZeroDivisionError"):
+                await relay.rank(request(0))
+        assert (await relay.rank(request(1))).outcome == "hbm"
 
 
 # ---- no broker ----
