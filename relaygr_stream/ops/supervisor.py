@@ -164,7 +164,7 @@ class Supervisor:
         Returns whether all ended in order.
         """
         background = Background()
-        keeping = [background.start(self._keep(process), process.child.name) for process in self.processes]
+        keeping = [background.start(self._keep(process, background)) for process in self.processes]
         ends = {background.start(stop.wait()), background.start(asyncio.wait(keeping))}
         try:
             await background.until(asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED))
@@ -185,11 +185,11 @@ class Supervisor:
         for process in self.processes:
             process.child.kill()
 
-    async def _keep(self, process: Supervised) -> None:
+    async def _keep(self, process: Supervised, background: Background) -> None:
         while True:
             await process.child.start()
             self._set_state(process, "starting")
-            watch = asyncio.create_task(self._watch(process))
+            watch = background.start(self._watch(process))
             try:
                 code = await process.child.ended()
             finally:
