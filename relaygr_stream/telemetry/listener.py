@@ -10,6 +10,7 @@ import asyncio
 import errno
 import socket
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Final
 
 import structlog
@@ -64,7 +65,6 @@ class Listener:
             self._accepting.cancel()
             await asyncio.wait([self._accepting])
             self.close()
-            await asyncio.sleep(0)  # the task of a new connection must start, so that it closes its socket
             for task in self._all:
                 task.cancel()
             await asyncio.gather(*self._all, return_exceptions=True)
@@ -99,7 +99,7 @@ class Listener:
         task = asyncio.create_task(self._serve_one(connection), name="connection")
         self._strangers[task] = asyncio.get_running_loop().time()
         self._all.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(partial(self._ended, connection))
 
     async def _serve_one(self, connection: socket.socket) -> None:
         task = asyncio.current_task()
@@ -110,10 +110,12 @@ class Listener:
 
         await self._serve(connection, known)
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _ended(self, connection: socket.socket, task: asyncio.Task[None]) -> None:
         self._strangers.pop(task, None)
         self._all.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
+        if task.cancelled():
+            connection.close()  # a task that was cancelled before it began has not
+        elif (error := task.exception()) is not None:
             _limited(_log.error, "connection")("a connection failed", exc_info=error)
 
     async def _wait_for_room(self) -> None:

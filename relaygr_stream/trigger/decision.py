@@ -16,7 +16,7 @@ from relaygr_stream.settings.schema import Settings
 from relaygr_stream.trigger import load
 from relaygr_stream.trigger.delegation import Delegation, Place
 from relaygr_stream.trigger.ledger import LaneLedger, Pending
-from relaygr_stream.trigger.load import LoadBucket, OwnerLoads, stated_wait_ms
+from relaygr_stream.trigger.load import Kept, LoadBucket, OwnerLoads, stated_wait_ms
 from relaygr_stream.wire.fleet import Claim
 from relaygr_stream.wire.messages import CostModel, RequestEvent, prefix_length, tenant_key
 from relaygr_stream.wire.worker_status import FALLBACK_COSTS, charge_ms, prefix_bytes, usable_costs
@@ -153,17 +153,18 @@ class LaneState:
 
     def admit(self, event: RequestEvent, decision: Decision, now_s: float) -> Pending:
         """Book an admitted request; returns the ledger's entry for its signal."""
-        self._note(event, now_s)
+        self._note(event, Kept(self.owner, delegated=False), now_s)
         self.charge(decision.cost_ms, now_s)
         return self.ledger.admit(decision.nbytes)
 
     def delegate(self, event: RequestEvent, decision: Decision, now_s: float) -> None:
         """Book a delegated request: it is charged to the delegate, and the lane's own bounds do not change."""
         assert decision.delegate is not None
-        self._note(event, now_s)
+        self._note(event, Kept(decision.delegate.worker, delegated=True), now_s)
         self._loads.sent(decision.delegate.worker, now_s).add(decision.cost_ms, decision.nbytes, now_s)
 
-    def _note(self, event: RequestEvent, now_s: float) -> None:
+    def _note(self, event: RequestEvent, kept: Kept, now_s: float) -> None:
+        self._loads.remember(tenant_key(event.tenant, event.user_id), kept)
         while self._recent and now_s - next(iter(self._recent.values())) > self._life_s:
             self._recent.popitem(last=False)
         request = tenant_key(event.tenant, event.request_id)
@@ -231,10 +232,10 @@ def decide(
         done_ms = lane.wait_ms(owner, now_s) + cost_ms
         if reason != "admitted":
             done_ms = min(policy.life_ms, REFUSED_FACTOR * (left_ms + predicted_ms))
-        if done_ms > left_ms:
-            place = delegation.find(event.context_tokens + tokens, owner.worker.name, done_ms, now_s)
-            if place is not None:
-                return Decision("delegated", tokens, age_ms, predicted_ms, place.nbytes, place.cost_ms, place)
+        user, whole = tenant_key(event.tenant, event.user_id), event.context_tokens + tokens
+        place = delegation.place(user, whole, owner, left_ms, done_ms, now_s)
+        if place is not None:
+            return Decision("delegated", tokens, age_ms, predicted_ms, place.nbytes, place.cost_ms, place)
     return Decision(reason, tokens, age_ms, predicted_ms, nbytes, cost_ms)
 
 

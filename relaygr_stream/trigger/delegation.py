@@ -22,6 +22,11 @@ from relaygr_stream.wire.worker_status import prefix_bytes, usable_costs
 #: Nothing is delegated for so long after a delegated signal that no broker took: without the grant to write `ranking`,
 #: or without a leader, owners would compute in full what they could have pre-inferred.
 PAUSE_S: Final = 10.0
+#: Of the device time that a whole prefix takes, what a delegate's returning user is expected to take.
+NEW_SHARE: Final = 0.1
+#: An owner that is busy for no more than this share of the time computes a delegated user's prefix KV itself at the
+#: next visit: the device time is there, and later rankings save the way to the delegate.
+IDLE_SHARE: Final = 0.5
 
 
 class Place(NamedTuple):
@@ -47,6 +52,22 @@ class Delegation:
         """A delegated signal could not be sent: find no places for PAUSE_S."""
         self._paused_until_s = now_s + PAUSE_S
 
+    def place(self, user: str, tokens: int, owner: Claim, left_ms: float, done_ms: float, now_s: float) -> Place | None:
+        """The worker that computes a user's prefix KV for the owner; None: the owner does. Changes nothing.
+
+        user: tenant_key. left_ms: until the ranking. done_ms: when the owner would have them. For a user who returns,
+        most of it is there: what the owner has stays its own, and a delegate gets the user again while the owner is
+        busy. Anywhere else, all of it would be computed anew.
+        """
+        name, kept = owner.worker.name, self._loads.kept(user)
+        if kept is not None and kept.worker == name:
+            return None
+        if kept is not None and kept.delegated and owner.worker.busy_share > IDLE_SHARE:
+            again = self.again(kept.worker, tokens, now_s)
+            if again is not None:
+                return again
+        return self.find(tokens, name, done_ms, now_s) if done_ms > left_ms else None
+
     def find(self, tokens: int, owner: str, within_ms: float, now_s: float) -> Place | None:
         """A worker that has the prefix KV of so many tokens within this time. Changes nothing."""
         if now_s < self._paused_until_s:
@@ -61,6 +82,17 @@ class Delegation:
             if ready_ms is not None and ready_ms <= within_ms:
                 found[place.worker] = ready_ms, place
         return self.choose(list(found.values()))
+
+    def again(self, worker: str, tokens: int, now_s: float) -> Place | None:
+        """The delegate that has most of the prefix KV from the user's last visit; None: it is gone, or has no room."""
+        owned = self._owners.lanes_of(worker)
+        if owned is None or now_s < self._paused_until_s:
+            return None
+        status, lanes = owned
+        claim = self._owners.owner(lane := self._random.choice(lanes))
+        assert claim is not None, "it was heard lately, and nobody else claims the lane"
+        place = Place(worker, lane, prefix_bytes(tokens, status), NEW_SHARE * self._takes(claim, tokens)[1])
+        return None if self.ready_ms(claim, place, now_s) is None else place
 
     def choose(self, found: list[tuple[float, Place]]) -> Place | None:
         """The sooner of two at random: all triggers that delegate now would find the same worker the soonest."""

@@ -8,7 +8,7 @@ many lanes there are.
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import OrderedDict, deque
 from typing import Final, NamedTuple
 
 from relaygr_stream.wire.fleet import FORGET_S, TRAVEL_MS, Claim
@@ -27,6 +27,8 @@ OWNER_S: Final = 1.0
 MIN_MS_PER_S: Final = 1e-6
 #: Signals to one owner that are remembered: more than a trigger sends between two statuses.
 MOST_SENT: Final = 4096
+#: Users of whom it is remembered where their last signal went: about as many prefix KV as a fleet's tiers hold; 40 MB.
+MOST_USERS: Final = 200_000
 
 
 class LoadBucket:
@@ -107,6 +109,13 @@ class SentLately:
         return not self._sent or now_s - self._sent[-1].at_s > FORGET_S
 
 
+class Kept(NamedTuple):
+    """Where a user's last signal went, and the prefix KV are, unless they have left that worker's tiers."""
+
+    worker: str
+    delegated: bool  # it was not the owner of the user's lane
+
+
 class OwnerLoads:
     """One bucket for each owner of this trigger's lanes, at the sum of its lanes' rates; and what was sent to whom.
 
@@ -119,6 +128,7 @@ class OwnerLoads:
         self._buckets: dict[str, LoadBucket] = {}
         self._counts: dict[str, int] = {}
         self._sent: dict[str, SentLately] = {}
+        self._kept: OrderedDict[int, Kept] = OrderedDict()
 
     def observe(self, lane: int, owner: str, ms_per_s: float, now_s: float) -> LoadBucket:
         """Note a lane's owner and the rate it grants; returns the owner's bucket."""
@@ -154,6 +164,18 @@ class OwnerLoads:
             self._sent = {name: known for name, known in self._sent.items() if not known.over(now_s)}
             found = self._sent[worker] = SentLately()
         return found
+
+    def kept(self, user: str) -> Kept | None:
+        """Where the last signal of a user (tenant_key) went; None: that is not remembered."""
+        return self._kept.get(hash(user))
+
+    def remember(self, user: str, kept: Kept) -> None:
+        """Note where a user's signal goes."""
+        key = hash(user)  # a stranger's of the same hash misses once
+        self._kept[key] = kept
+        self._kept.move_to_end(key)
+        if len(self._kept) > MOST_USERS:
+            self._kept.popitem(last=False)
 
 
 def stated_wait_ms(owner: Claim, now_s: float) -> float:

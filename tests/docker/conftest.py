@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import shutil
-import socket
 import subprocess
 import urllib.request
 from collections.abc import Iterator
@@ -15,6 +14,8 @@ from typing import Any
 from urllib.parse import urlencode
 
 import pytest
+
+from relaygr_stream.ops.brokers.distribution import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "docker" / "testbed.sh"
@@ -31,7 +32,7 @@ class Testbed:
 
     def __init__(self) -> None:
         self.project = f"relaygr-test-{os.getpid()}"
-        kafka, gateway, self._prometheus = _free_port(), _free_port(), _free_port()
+        kafka, gateway, self._prometheus = free_ports(3)
         self.bootstrap = f"127.0.0.1:{kafka}"
         self.gateway = f"http://127.0.0.1:{gateway}"
         self._environment = {
@@ -81,13 +82,6 @@ class Testbed:
         done = subprocess.run([SCRIPT, *arguments], env=self._environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def docker(*arguments: str, stdin: str = "") -> str:

@@ -8,7 +8,6 @@ import json
 import math
 import re
 import shutil
-import socket
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -22,22 +21,13 @@ import yaml  # type: ignore[import-untyped]
 from relaygr_stream.settings.schema import Kafka
 from tests.e2e.test_alerts import RULES
 from tests.e2e.test_up import up
+from tests.ports import ports_in_a_row
 from tests.waiting import until
 
 DOCKER = Path(__file__).resolve().parents[2] / "docker"
 PANELS = json.loads((DOCKER / "grafana" / "dashboards" / "relay.json").read_text())["panels"]
 QUERIES = [target["expr"].replace("$__rate_interval", "30s") for panel in PANELS for target in panel["targets"]]
 LOOPBACK = build_opener(ProxyHandler({}))
-
-
-def free_ports(count: int) -> int:
-    """The first of so many free ports in a row."""
-    for first in range(23_000, 32_000, count):
-        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
-            for port in range(first, first + count):
-                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
-            return first
-    raise AssertionError("no free ports")
 
 
 class Prometheus:
@@ -122,7 +112,7 @@ async def replay(kafka: Kafka, folder: Path) -> AsyncIterator[None]:
 async def test_every_query_of_the_dashboard_has_data(embedded_settings: Kafka, tmp_path: Path) -> None:
     if shutil.which("prometheus") is None:
         pytest.skip("no prometheus here: install Debian's package prometheus")
-    first = free_ports(4)  # the trigger's, the workers', Prometheus's
+    first = ports_in_a_row(4)  # the trigger's, the workers', Prometheus's
     addresses = [f"127.0.0.1:{first + number}" for number in range(3)]
     async with (
         up(embedded_settings, tmp_path, "--workers", "2", "--name", "w", "--set", f"telemetry.port={first}") as relay,

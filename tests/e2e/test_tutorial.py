@@ -12,7 +12,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ from typing import NamedTuple
 
 import pytest
 
-from relaygr_stream.ops.brokers.distribution import free_ports
+from tests.ports import ports_in_a_row
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
@@ -37,7 +36,7 @@ READY = {
     "relaygr gateway": [],  # the next line waits for it
     "prometheus": [],  # its answers are awaited
 }
-#: What the pages say where these ports are free.
+#: What the pages say where these ports are free; the last two are beside each other: the trigger's, and its worker's.
 PORTS = ("4318", "6379", "8080", "9090", "9092", "9464", "9465")
 #: One of the gateway's, the trigger's and the worker's, which are exported apart.
 SPANS = {"relaygr.announce", "relaygr.decide", "relaygr.ranking"}
@@ -62,7 +61,8 @@ class Desk:
     """One person's folder and terminals."""
 
     def __init__(self, folder: Path) -> None:
-        self._ports = dict(zip(PORTS, map(str, consecutive_ports()), strict=True))
+        first = ports_in_a_row(len(PORTS))
+        self._ports = {port: str(first + index) for index, port in enumerate(PORTS)}
         self.folder = folder
         self.serving: dict[str, subprocess.Popen[str]] = {}
         self._environment = os.environ | {
@@ -128,15 +128,6 @@ class Desk:
             assert line, f"ended before {words} were said:\n{said}\n{self.log()[-3000:]}"
             said += line
         return said
-
-
-def consecutive_ports() -> list[int]:
-    """A free port for each of PORTS, the last two beside each other: a trigger's, and its worker's behind it."""
-    while True:
-        *ports, trigger = free_ports(len(PORTS) - 1)
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", trigger + 1)):
-            if trigger + 1 not in ports:
-                return [*ports, trigger, trigger + 1]
 
 
 @contextlib.contextmanager

@@ -7,7 +7,6 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -20,6 +19,7 @@ from relaygr_stream.bus.topics import apply_topics
 from relaygr_stream.ops.children import probe, settings_as_toml
 from relaygr_stream.settings.schema import Kafka
 from tests.e2e.fleet import TEST_SETTINGS
+from tests.ports import ports_in_a_row
 from tests.waiting import until
 
 
@@ -69,6 +69,7 @@ async def up(kafka: Kafka, folder: Path, *arguments: str) -> AsyncIterator[Up]:
             process.kill()
         await process.wait()
         await reading
+        print(*running.lines, (folder / "up.log").read_text()[-4000:], sep="\n")  # what a failed test shows
 
 
 @pytest.mark.timeout(180)
@@ -102,7 +103,7 @@ async def test_a_process_that_hangs_is_killed_and_started_again(embedded_setting
 async def test_the_first_process_gets_the_port_and_the_next_ones_those_after_it(
     embedded_settings: Kafka, tmp_path: Path
 ) -> None:
-    first = consecutive_ports(2)
+    first = ports_in_a_row(2)
     arguments = ("--workers", "1", "--name", "w", "--set", f"telemetry.port={first}")
     async with up(embedded_settings, tmp_path, *arguments) as running:
         await until(lambda: running.ready("trigger", "w-0"), "both ready")
@@ -117,18 +118,6 @@ async def test_ports_beyond_the_last_are_refused(embedded_settings: Kafka, tmp_p
     async with up(embedded_settings, tmp_path, *arguments) as running:
         assert await running.process.wait() == 1
     assert "telemetry.port = 65534: 3 processes need ports" in (tmp_path / "up.log").read_text()
-
-
-def consecutive_ports(count: int) -> int:
-    """The first of so many that are free now."""
-    while True:
-        with contextlib.ExitStack() as stack, contextlib.suppress(OSError, OverflowError):
-            sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-            sockets[0].bind(("127.0.0.1", 0))
-            first = int(sockets[0].getsockname()[1])
-            for index, each in enumerate(sockets[1:], 1):
-                each.bind(("127.0.0.1", first + index))
-            return first
 
 
 @pytest.mark.timeout(120)

@@ -95,6 +95,11 @@ MUTANTS: Final = (
     Mutant("worker/forwarding.py", "account.spare < LEAST_SPARE:", "account.spare < 0.0:", "worker/test_forwarding"),
     Mutant("worker/forwarding.py", "self._accounts[peer.name].send(cost_ms)", "pass", "worker/test_forwarding"),
     Mutant("worker/forwarding.py", "TRAVEL_MS + peer.queue_ms +", "TRAVEL_MS +", "worker/test_forwarding"),
+    # trigger: where returning users' prefix KV are
+    Mutant("trigger/delegation.py", "kept.worker == name:", "False:", "trigger/test_delegation"),
+    Mutant("trigger/delegation.py", "and kept.delegated and", "and", "trigger/test_delegation"),
+    Mutant("trigger/delegation.py", "> IDLE_SHARE:", "> 0:", "trigger/test_delegation"),
+    Mutant("trigger/load.py", "        self._kept.move_to_end(key)\n", "", "trigger/test_delegation"),
     # worker: delegates
     Mutant(
         "worker/signals.py",
@@ -204,10 +209,10 @@ MUTANTS: Final = (
     ),
     Mutant("trigger/delegation.py", " + sent_ms + place.cost_ms", " + place.cost_ms", "trigger/test_delegation"),
     Mutant("trigger/delegation.py", "if now_s < self._paused_until_s:", "if False:", "trigger/test_delegation"),
-    Mutant("trigger/decision.py", "        if done_ms > left_ms:\n", "        if True:\n", "trigger/test_delegation"),
+    Mutant("trigger/delegation.py", "if done_ms > left_ms else", "if True else", "trigger/test_delegation"),
     Mutant("wire/refusals.py", "if self._wall() * 1e3 <= until_ms else", "if True else", "test_refusals"),
     # background work
-    Mutant("telemetry/background.py", "        self.watch(task)\n", "", "telemetry/test_background"),
+    Mutant("telemetry/background.py", "if not self.failed.done():", "if True:", "telemetry/test_background"),
     Mutant(
         "telemetry/background.py", "except skips as error:", "except BrokerError as error:", "telemetry/test_background"
     ),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import signal
-import socket
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import trustme
 
+from relaygr_stream.ops.brokers.distribution import free_ports
 from relaygr_stream.settings.schema import History
 from tests.waiting import until
 
@@ -25,9 +25,7 @@ class RedisServer:
         if shutil.which("redis-server") is None:
             pytest.skip(NEEDED)
         self.folder, self.password, self.tls = folder, password, tls
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        (self.port,) = free_ports(1)  # one that stays its own while it is down
         self.ca = str(folder / "ca.pem")
         if tls:
             authority = trustme.CA()

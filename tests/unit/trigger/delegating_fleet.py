@@ -170,7 +170,7 @@ class Fleet:
     def announce(self, number: int, lane: int, head_start_s: float) -> None:
         state, owner = self.lanes[lane], self.owners.owner(lane)
         state.observe(owner, self.now)
-        asked = event(0, str(number), rank_in_ms=head_start_s * 1e3)
+        asked = event(0, str(number), f"u{number}", rank_in_ms=head_start_s * 1e3)
         asked = msgspec.structs.replace(asked, prefix=PREFIX)
         found = decide(
             asked,

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from relaygr_stream.trigger import load
 from relaygr_stream.trigger.decision import REFUSED_FACTOR, Decision, LaneState, Policy, decide
 from relaygr_stream.trigger.delegation import PAUSE_S, Delegation
 from relaygr_stream.trigger.load import OwnerLoads
@@ -39,9 +40,12 @@ class View:
         for lane in lanes:
             self.lanes[lane].observe(self.owners.owner(lane), self.now)
 
-    def ask(self, tokens: int = TOKENS, *, lane: int = 0, book: bool = True, again: bool = False) -> Decision:
+    def ask(
+        self, tokens: int = TOKENS, *, user: str = "", lane: int = 0, book: bool = True, again: bool = False
+    ) -> Decision:
+        """user: by default one that was never here. again: the same request."""
         self.number += not again
-        asked = event(tokens, f"r{self.number}", rank_in_ms=HEAD_MS)
+        asked = event(tokens, f"r{self.number}", user or f"u{self.number}", rank_in_ms=HEAD_MS)
         state = self.lanes[lane]
         found = decide(
             asked,
@@ -193,6 +197,84 @@ def test_all_with_room_are_used_and_few_are_looked_at() -> None:
     chosen = {found.delegate.worker for _ in range(60) if (found := view.ask(book=False)).delegate is not None}
     assert len(asked) <= 60 * (1 + LOOKED_AT)
     assert len(chosen) > 10
+
+
+def place_of(found: Decision) -> str:
+    return found.reason if found.delegate is None else found.delegate.worker
+
+
+LATE = REFUSALS["too_late"]
+
+
+@pytest.mark.parametrize("reason", REFUSALS)
+def test_a_user_whose_prefix_kv_the_owner_has_is_not_delegated(reason: str) -> None:
+    view = View()
+    view.state("b", (2, 3))
+    view.state("a", (0, 1))
+    assert place_of(view.ask(user="known")) == "admitted"
+    view.state("a", (0, 1), **REFUSALS[reason])
+    assert place_of(view.ask(user="known", book=False)) == reason
+    assert place_of(view.ask(book=False)) == "b"
+
+
+def test_a_delegates_user_goes_there_again_while_the_owner_is_busy() -> None:
+    view = View()
+    view.state("a", (0, 1), **LATE)
+    view.state("b", (2, 3))
+    assert place_of(view.ask(user="known")) == "b"
+    for name, lane in (("c", 4), ("d", 5)):
+        view.state(name, (lane,))
+    view.state("b", (2, 3), pre_infer_wait_ms=1e5)  # behind which nothing new would be in time
+    for changes in (LATE, {}):  # whether or not it would be in time
+        view.state("a", (0, 1), busy_share=0.8, **changes)
+        found = view.ask(user="known")
+        assert place_of(found) == "b"
+        assert found.cost_ms <= 0.2 * TOKENS, "only what is new is computed"
+
+
+def test_a_delegates_user_comes_home_when_the_owner_has_time() -> None:
+    view = View()
+    view.state("b", (2, 3))
+    view.state("a", (0, 1), **LATE)
+    assert place_of(view.ask(user="known")) == "b"
+    view.state("a", (0, 1), busy_share=0.3)
+    assert place_of(view.ask(user="known")) == "admitted"
+    view.state("a", (0, 1), busy_share=0.9, **LATE)
+    assert place_of(view.ask(user="known")) == "too_late", "the owner has it now"
+
+
+@pytest.mark.parametrize("changes", [{"state": "stopped"}, {"delegated_bytes": 10 * TOKENS - 1}])
+def test_where_the_delegate_is_gone_or_full_another_is_found(changes: dict[str, Any]) -> None:
+    view = View()
+    view.state("a", (0, 1), **LATE)
+    view.state("b", (2, 3))
+    assert place_of(view.ask(user="known")) == "b"
+    view.state("b", (2, 3), **changes)
+    assert place_of(view.ask(user="known", book=False)) == "too_late"
+    view.state("c", (4, 5))
+    assert place_of(view.ask(user="known")) == "c"
+
+
+def test_where_a_lane_came_from_is_no_delegate() -> None:
+    """Its prefix KV were handed over, or are gone."""
+    view = View()
+    view.state("a", (0, 1))
+    assert place_of(view.ask(user="known")) == "admitted"
+    view.state("a", (1,))
+    view.state("c", (0,), busy_share=0.9)
+    assert place_of(view.ask(user="known")) == "admitted"
+
+
+def test_only_so_many_users_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "MOST_USERS", 3)
+    view = View()
+    view.state("b", (2, 3))
+    view.state("a", (0, 1))
+    for user in ("first", "u1", "first", "u2", "u3"):
+        assert place_of(view.ask(TOKENS // 2, user=user)) == "admitted"
+    view.state("a", (0, 1), **LATE)
+    places = {user: place_of(view.ask(user=user, book=False)) for user in ("u1", "first", "u2", "u3")}
+    assert places == {"u1": "b", "first": "too_late", "u2": "too_late", "u3": "too_late"}, "u1 was here longest ago"
 
 
 @settings(max_examples=100)
