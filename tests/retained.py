@@ -22,4 +22,6 @@ def retained(thing: object, kind: type = object) -> int:
         if id(found) not in seen and not isinstance(found, CODE):
             seen[id(found)] = found
             waiting += gc.get_referents(found)
+            if isinstance(found, dict):  # of one whose keys are text, the collector tells the values alone
+                waiting += found
     return sum(isinstance(found, kind) for found in seen.values())

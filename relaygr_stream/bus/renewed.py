@@ -169,9 +169,10 @@ class Renewed:
             try:
                 await self._open()
                 break
-            except BrokerError as error:
-                self.trouble = f"{self.part} cannot be replaced: {error}"
-                limited(log.warning, f"no {self.part}")("client cannot be replaced", part=self.part, error=str(error))
+            except Exception as error:  # a BrokerError, or what aiokafka does not expect
+                why = str(error) if isinstance(error, BrokerError) else repr(error)
+                self.trouble = f"{self.part} cannot be replaced: {why}"
+                limited(log.warning, f"no {self.part}")("client cannot be replaced", part=self.part, error=why)
         renewals[self.part] += 1
         self.trouble = self._task = None
         limited(log.warning, f"new {self.part}")("client replaced", part=self.part)

@@ -174,8 +174,8 @@ class Copies:
                 patience_s=self._request.timeout_ms / 1000,
                 settled=settled,
             )
-        except BrokerError as error:
-            settled(error)
+        except Exception as error:  # a defect, too, ends the call with its cause, not with its deadline
+            settled(error if isinstance(error, BrokerError) else BrokerError(repr(error)))
 
 
 def now_ms() -> int:

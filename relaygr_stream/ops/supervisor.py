@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from relaygr_stream.ops.children import end_with_parent, probe, read_port, relaygr_command
+from relaygr_stream.telemetry.background import Background
 
 #: Pauses before restarts double from the first to the second of these; after a run of STABLE_S they begin anew.
 FIRST_PAUSE_S: Final = 0.5
@@ -162,16 +163,13 @@ class Supervisor:
 
         Returns whether all ended in order.
         """
-        keeping = [asyncio.create_task(self._keep(process), name=process.child.name) for process in self.processes]
-        stopping = asyncio.create_task(stop.wait())
-        # Not asyncio.gather: a cancelled gather reports its children's cancellation as an unretrieved exception.
-        everyone = asyncio.create_task(asyncio.wait(keeping, return_when=asyncio.FIRST_EXCEPTION))
+        background = Background()
+        keeping = [background.start(self._keep(process, background)) for process in self.processes]
+        ends = {background.start(stop.wait()), background.start(asyncio.wait(keeping))}
         try:
-            await asyncio.wait([stopping, everyone], return_when=asyncio.FIRST_COMPLETED)
+            await background.until(asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED))
         finally:
-            for task in (stopping, everyone, *keeping):
-                task.cancel()
-            ends = await asyncio.gather(stopping, everyone, *keeping, return_exceptions=True)
+            await background.end()
             # The trigger is first and stops alone, so that it admits nothing for workers that stop.
             for process in self.processes:
                 if process.child.pid:
@@ -179,9 +177,7 @@ class Supervisor:
             first, *rest = self.processes
             await first.child.stop(self._stop_s)
             await asyncio.gather(*(process.child.stop(self._stop_s) for process in rest))
-        for end in ends:
-            if isinstance(end, Exception):  # a defect ended a task
-                raise end
+        background.check()
         return all(process.final in (None, 0) for process in self.processes)
 
     def kill(self) -> None:
@@ -189,11 +185,11 @@ class Supervisor:
         for process in self.processes:
             process.child.kill()
 
-    async def _keep(self, process: Supervised) -> None:
+    async def _keep(self, process: Supervised, background: Background) -> None:
         while True:
             await process.child.start()
             self._set_state(process, "starting")
-            watch = asyncio.create_task(self._watch(process))
+            watch = background.start(self._watch(process))
             try:
                 code = await process.child.ended()
             finally:

@@ -31,7 +31,7 @@ class Background:
 
     @cached_property
     def failed(self) -> asyncio.Future[None]:
-        """A future that completes only with the first failure. Nobody has to look at it."""
+        """A future that completes only with the first failure. It may go unwatched."""
         failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         failed.add_done_callback(lambda failed: failed.cancelled() or failed.exception())  # no warning if unused
         return failed

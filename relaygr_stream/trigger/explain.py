@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
+from typing import Final, TypeVar
 
 from relaygr_stream.bus.ages import LogEnds
 from relaygr_stream.bus.tail import TopicTail
@@ -29,12 +31,14 @@ from relaygr_stream.wire.records import Record, kind_of
 from relaygr_stream.wire.refusals import KIND as REFUSALS
 from relaygr_stream.wire.refusals import decode_refusals
 from relaygr_stream.wire.trigger_status import TriggerStatus, read_trigger
-from relaygr_stream.wire.worker_status import MAX_SKEW_S, StatusReader, charge_ms, prefix_bytes
+from relaygr_stream.wire.worker_status import MAX_SKEW_S, StatusReader, Tombstone, charge_ms, prefix_bytes
+
+S = TypeVar("S", bound=WorkerStatus | Tombstone | TriggerStatus)
 
 #: Seconds to wait for signals after the last event: a signal follows its event within milliseconds.
-SIGNAL_S = 1.0
+SIGNAL_S: Final = 1.0
 #: Status intervals to wait before the first event, so that every owner has stated itself.
-STATUS_PERIODS = 2
+STATUS_PERIODS: Final = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,25 +148,9 @@ async def explain_live(settings: Settings, policy: Policy, seconds: float) -> li
 
 async def stated_by_a_worker(settings: Settings) -> WorkerStatus | None:
     """The newest status of a serving worker on `worker-status`, of any age. Raises BrokerUnavailable, TopicError."""
-    await verify_topics(settings.kafka)
-    topics = load_topics(settings.kafka)
-    topic, reader = topics.worker_status, StatusReader.of(settings, topics)
-    found: dict[str, WorkerStatus] = {}  # the newest written last
-
-    def on_records(records: list[Record]) -> None:
-        for record in records:
-            try:
-                status = reader.read(record, fresh=False)
-            except DecodeError:
-                continue
-            if status is not None:
-                found.pop(status.name, None)
-            if isinstance(status, WorkerStatus) and status.state == "serving":
-                found[status.name] = status
-
-    async with TopicTail(settings.kafka, topic.name, range(topic.partitions), "earliest", on_records):
-        pass
-    return list(found.values())[-1] if found else None
+    stated = await _newest(settings, lambda record, reader: reader.read(record, fresh=False))
+    serving = [each for each in stated if isinstance(each, WorkerStatus) and each.state == "serving"]
+    return serving[-1] if serving else None
 
 
 async def running_policy(settings: Settings) -> tuple[Policy, str]:
@@ -170,29 +158,34 @@ async def running_policy(settings: Settings) -> tuple[Policy, str]:
 
     Raises BrokerUnavailable, TopicError.
     """
-    await verify_topics(settings.kafka)
-    topics = load_topics(settings.kafka)
-    topic, reader = topics.worker_status, StatusReader.of(settings, topics)
-    await reader.prepare()
-    found: dict[str, TriggerStatus] = {}  # the newest stated last
-
-    def on_records(records: list[Record]) -> None:
-        for record in records:
-            with suppress(DecodeError):
-                status = read_trigger(record, reader, fresh=False)
-                if status is not None:
-                    found.pop(status.name, None)
-                    found[status.name] = status
-
-    async with TopicTail(settings.kafka, topic.name, range(topic.partitions), "earliest", on_records):
-        pass
+    stated = await _newest(settings, lambda record, reader: read_trigger(record, reader, fresh=False))
     lately_ms = (time.time() - MAX_SKEW_S) * 1e3  # excludes triggers that were killed
-    running = [status for status in found.values() if status.state == "serving" and status.sent_ms >= lately_ms]
+    running = [status for status in stated if status.state == "serving" and status.sent_ms >= lately_ms]
     if not running:
         return Policy.of(settings), "no trigger runs there: decided with the settings given here"
     others = sum(status.policy != running[-1].policy for status in running)
     differ = f"; {others} others run with other settings" if others else ""
     return stated_policy(running[-1].policy), f"decided with the settings of {running[-1].name}, which runs{differ}"
+
+
+async def _newest(settings: Settings, read: Callable[[Record, StatusReader], S | None]) -> list[S]:
+    """What `read` makes of the newest record of each name on `worker-status`, the newest written last."""
+    await verify_topics(settings.kafka)
+    topics = load_topics(settings.kafka)
+    topic, reader = topics.worker_status, StatusReader.of(settings, topics)
+    await reader.prepare()
+    found: dict[str, S] = {}
+
+    def on_records(records: list[Record]) -> None:
+        for record in records:
+            with suppress(DecodeError):
+                if (status := read(record, reader)) is not None:
+                    found.pop(status.name, None)
+                    found[status.name] = status
+
+    async with TopicTail(settings.kafka, topic.name, range(topic.partitions), "earliest", on_records):
+        pass
+    return list(found.values())
 
 
 class Shadow:

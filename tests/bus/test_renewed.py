@@ -8,11 +8,13 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
+from aiokafka import AIOKafkaConsumer
 
 from relaygr_stream.bus import renewed
 from relaygr_stream.bus.ages import LogEnds
+from relaygr_stream.bus.aiokafka_compat import client_options
 from relaygr_stream.bus.producer import Outgoing, Producer, Sent
-from relaygr_stream.bus.renewed import background_tasks, renewals
+from relaygr_stream.bus.renewed import Renewed, background_tasks, renewals
 from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.bus.topics import TopicSet, apply_topics, load_topics
 from relaygr_stream.errors import BrokerError
@@ -185,3 +187,28 @@ async def test_ends_are_told_on(embedded_settings: Kafka, topics: TopicSet, brea
         break_it(insides.renewed(ends).client)
         await made_anew(part, before + 1)
         assert set(await ends.ask(topics.ranking.name, range(topics.lanes))) == set(range(topics.lanes))
+
+
+async def test_a_replacement_that_fails_unexpectedly_is_tried_again(
+    embedded_settings: Kafka, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(renewed, "PAUSES_S", (0.0,))
+    troubles: list[str | None] = []
+
+    async def begin(client: Any) -> None:
+        troubles.append(reader.trouble)
+        if len(troubles) in (2, 3):
+            insides.unexpected()
+
+    def make() -> AIOKafkaConsumer:
+        return AIOKafkaConsumer(**client_options(embedded_settings, "test"), group_id=None)
+
+    reader = Renewed(embedded_settings, "a test's reader", make, begin)
+    await reader.start()
+    first = reader.client
+    reader.renew("for this test")
+    await until(lambda: reader.client is not first and reader.trouble is None, "replaced")
+    expected = "which aiokafka does not expect"
+    assert [trouble and (expected in trouble) for trouble in troubles] == [None, False, True, True]
+    assert not insides.closed(await reader.present())
+    await reader.stop()

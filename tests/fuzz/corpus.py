@@ -15,14 +15,13 @@ from relaygr_stream.wire.history import HISTORY_VERSION, HistoryReference
 from relaygr_stream.wire.messages import (
     Cancel,
     CostModel,
-    LaneStatus,
     PreInferSignal,
     RankingRequest,
     RequestEvent,
     ScoreReply,
-    WorkerStatus,
 )
 from relaygr_stream.wire.records import HEADER_CORRELATION, HEADER_REPLY_PARTITION
+from tests.statuses import lane_statuses, worker_status
 
 #: A column of each kind.
 SCHEMA: Final = FeatureSchema(
@@ -66,18 +65,11 @@ def message(kind: type[Message], rng: random.Random) -> Message:
     if kind is ScoreReply:
         scores = np.ones(2 * rng.randrange(1, 5), "<f4").tobytes()
         return ScoreReply(request_id=request, status="ok", outcome="hbm", scores=scores, tasks=("click", "like"))
-    lanes = tuple(
-        LaneStatus(lane=lane, budget_bytes=1 << 30, pinned_bytes=0, pre_infer_offset=0, device_ms_per_s=500.0)
-        for lane in range(rng.randrange(4))
-    )
-    return WorkerStatus(
-        name=f"w{rng.randrange(3)}",
+    return worker_status(
+        f"w{rng.randrange(3)}",
+        lane_statuses(range(rng.randrange(4)), budget_bytes=1 << 30, device_ms_per_s=500.0),
         incarnation=rng.randrange(4),
-        host="h",
-        pid=1,
         sent_ms=EPOCH_MS,
-        state="serving",
-        lanes=lanes,
         costs=CostModel(c0=1.0, c1=0.1, c2=1e-4, c3=1e-4),
         bytes_per_token=2048,
         alloc_bytes=65536,

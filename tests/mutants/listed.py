@@ -214,7 +214,7 @@ MUTANTS: Final = (
     Mutant("trigger/delegation.py", "if done_ms > left_ms else", "if True else", "trigger/test_delegation"),
     Mutant("wire/refusals.py", "if self._wall() * 1e3 <= until_ms else", "if True else", "test_refusals"),
     # background work
-    Mutant("telemetry/background.py", "        self.watch(task)\n", "", "telemetry/test_background"),
+    Mutant("telemetry/background.py", "if not self.failed.done():", "if True:", "telemetry/test_background"),
     Mutant(
         "telemetry/background.py", "except skips as error:", "except BrokerError as error:", "telemetry/test_background"
     ),

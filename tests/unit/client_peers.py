@@ -20,6 +20,8 @@ from relaygr_stream.wire.messages import Cancel, RankingRequest, RequestEvent, S
 from relaygr_stream.wire.records import HEADER_CORRELATION, HEADER_REPLY_PARTITION, KIND_CANCEL, Record, kind_of
 
 TASKS = ("click", "like")
+#: For calls whose time is no matter.
+PATIENCE_S = 20.0
 PREFIX = Behaviours.of([1, 2], [0, 0], [10, 20])
 
 Answers = Callable[[RankingRequest], Sequence[ScoreReply | bytes]]

@@ -5,13 +5,10 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
-import psutil
 import pytest
 
 from relaygr_stream.bus.producer import Producer
@@ -23,18 +20,17 @@ from relaygr_stream.errors import (
     DeadlineExceeded,
     Overloaded,
     Rejected,
-    RelayError,
     RequestError,
     TopicError,
     WorkerFailed,
 )
-from relaygr_stream.ops.brokers.local import local_broker
 from relaygr_stream.settings.schema import Kafka, Relay, Settings
 from relaygr_stream.wire.behaviours import Behaviours, pack_items
 from relaygr_stream.wire.codec import decode, encode
 from relaygr_stream.wire.messages import RankingRequest, RequestEvent, ScoreReply, Timings
 from relaygr_stream.wire.records import HEADER_CORRELATION
 from tests.unit.client_peers import (
+    PATIENCE_S,
     TASKS,
     Answers,
     client_on,
@@ -47,8 +43,6 @@ from tests.unit.client_peers import (
 )
 from tests.unit.trigger.parts import worker_status
 from tests.waiting import until
-
-PATIENCE_S = 20.0
 
 
 def nothing(request: RankingRequest) -> list[ScoreReply | bytes]:
@@ -315,79 +309,6 @@ async def test_a_client_checks_broker_topics_and_settings_at_its_start(
     await apply_topics(embedded_settings)
     with pytest.raises(ConfigError, match=r"`client.reply_partition` = 16: .*scores has partitions 0…15"):
         await client_on(embedded_settings, reply_partition=16).__aenter__()
-
-
-def listening_on(port: int) -> psutil.Process:
-    """The process below this one that listens on this port."""
-    (found,) = (
-        process
-        for process in psutil.Process().children(recursive=True)
-        for socket in process.net_connections("tcp")
-        if socket.status == psutil.CONN_LISTEN and socket.laddr.port == port
-    )
-    return found
-
-
-async def test_calls_with_more_patience_than_the_silence_wait_for_the_broker(tmp_path: Path) -> None:
-    async with local_broker("embedded", folder=tmp_path) as broker:
-        kafka = broker.kafka_settings(Kafka(prefix="paused.", partitions=2))
-        async with responder_on(kafka), client_on(kafka) as relay:
-            await relay.rank(request(), timeout=PATIENCE_S)
-            process = listening_on(int(broker.bootstrap.rpartition(":")[2]))
-            process.suspend()
-
-            async def ask_in_vain() -> None:
-                while True:
-                    with suppress(DeadlineExceeded):
-                        await relay.rank(request(), timeout=0.2)
-
-            with pytest.raises(BrokerUnavailable, match="has acknowledged nothing for"):
-                await ask_in_vain()
-            patient = [asyncio.create_task(relay.rank(request(number), timeout=PATIENCE_S)) for number in range(5)]
-            await asyncio.sleep(0.1)
-            assert not any(call.done() for call in patient)
-            process.resume()
-            await asyncio.gather(*patient)
-
-
-@pytest.mark.timeout(240)
-async def test_while_the_broker_is_away_every_call_ends_typed_and_it_recovers_by_itself(tmp_path: Path) -> None:
-    async with local_broker("embedded", folder=tmp_path) as broker:
-        kafka = broker.kafka_settings(Kafka(prefix="away.", partitions=4, request_timeout_ms=3000))
-        async with responder_on(kafka), client_on(kafka, timeout_ms=400) as relay:
-            await relay.rank(request(), timeout=PATIENCE_S)
-            broker.stop()
-            errors: list[RelayError] = []
-            took: list[float] = []
-
-            async def try_once(number: int, timeout: float | None = None) -> None:
-                started = time.monotonic()
-                try:
-                    await relay.announce(event(number))
-                    await relay.rank(request(number), timeout=timeout)
-                except RelayError as error:
-                    errors.append(error)
-                took.append(time.monotonic() - started)
-
-            for number in range(40):
-                await asyncio.gather(*(try_once(number) for _ in range(5)))
-                await asyncio.sleep(0.05)
-            assert len(errors) == 200
-            assert {type(error) for error in errors} <= {DeadlineExceeded, BrokerUnavailable}
-            # One that waits takes its timeout of 0.4 s at least.
-            at_once = [seconds for seconds in took if seconds < 0.4]
-            assert len(at_once) > 100  # after the first ones have waited in vain
-            assert relay.in_flight == 0
-
-            # With empty logs, and four partitions each, as the embedded broker makes topics anew: what fills them up to
-            # where the readers were is lost, call by call.
-            await broker.start()
-            deadline = time.monotonic() + 4 * PATIENCE_S  # each of the lost ones waits for its timeout
-            while errors:
-                assert time.monotonic() < deadline, errors
-                errors.clear()
-                await try_once(1, timeout=1.0)
-                await asyncio.sleep(0.05)
 
 
 async def test_settings_come_from_the_environment_unless_given(

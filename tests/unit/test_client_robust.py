@@ -1,12 +1,16 @@
 """A client goes on when one of its parts does not: a refusal, an end inside aiokafka, no `worker-status`, one broker of
-several away."""
+several away, or all of them."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import structlog
 from aiokafka import AIOKafkaConsumer, TopicPartition
@@ -17,10 +21,11 @@ from relaygr_stream.bus.renewed import background_tasks
 from relaygr_stream.bus.topics import load_topics
 from relaygr_stream.client import RelayClient
 from relaygr_stream.client.sender import SILENT_S, STUCK_S, Sender
-from relaygr_stream.errors import BrokerUnavailable
+from relaygr_stream.errors import BrokerError, BrokerUnavailable, DeadlineExceeded, RelayError
+from relaygr_stream.ops.brokers.local import local_broker
 from relaygr_stream.settings.schema import Kafka
 from tests.bus import insides
-from tests.unit.client_peers import client_on, request, responder_on
+from tests.unit.client_peers import PATIENCE_S, client_on, event, request, responder_on
 from tests.waiting import until
 
 
@@ -149,3 +154,88 @@ async def test_a_broker_that_acknowledges_nothing_makes_all_of_its_lanes_stuck(m
     assert not sender.stuck("ranking", 3)
     now += 60.0
     assert not sender.stuck("ranking", 6), "it is long ago that this broker was silent"
+
+
+async def test_a_defect_in_sending_is_told_at_once(embedded_settings: Kafka, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with responder_on(embedded_settings), client_on(embedded_settings, timeout_ms=30_000.0) as relay:
+        with monkeypatch.context() as broken:
+            broken.setattr(Sender, "check", lambda *_: 1 / 0)
+            with pytest.raises(BrokerError, match="ZeroDivisionError"):
+                await relay.rank(request(0))
+        assert (await relay.rank(request(1))).outcome == "hbm"
+
+
+# ---- no broker ----
+
+
+def listening_on(port: int) -> psutil.Process:
+    """The process below this one that listens on this port."""
+    (found,) = (
+        process
+        for process in psutil.Process().children(recursive=True)
+        for socket in process.net_connections("tcp")
+        if socket.status == psutil.CONN_LISTEN and socket.laddr.port == port
+    )
+    return found
+
+
+async def test_calls_with_more_patience_than_the_silence_wait_for_the_broker(tmp_path: Path) -> None:
+    async with local_broker("embedded", folder=tmp_path) as broker:
+        kafka = broker.kafka_settings(Kafka(prefix="paused.", partitions=2))
+        async with responder_on(kafka), client_on(kafka) as relay:
+            await relay.rank(request(), timeout=PATIENCE_S)
+            process = listening_on(int(broker.bootstrap.rpartition(":")[2]))
+            process.suspend()
+
+            async def ask_in_vain() -> None:
+                while True:
+                    with suppress(DeadlineExceeded):
+                        await relay.rank(request(), timeout=0.2)
+
+            with pytest.raises(BrokerUnavailable, match="has acknowledged nothing for"):
+                await ask_in_vain()
+            patient = [asyncio.create_task(relay.rank(request(number), timeout=PATIENCE_S)) for number in range(5)]
+            await asyncio.sleep(0.1)
+            assert not any(call.done() for call in patient)
+            process.resume()
+            await asyncio.gather(*patient)
+
+
+@pytest.mark.timeout(240)
+async def test_while_the_broker_is_away_every_call_ends_typed_and_it_recovers_by_itself(tmp_path: Path) -> None:
+    async with local_broker("embedded", folder=tmp_path) as broker:
+        kafka = broker.kafka_settings(Kafka(prefix="away.", partitions=4, request_timeout_ms=3000))
+        async with responder_on(kafka), client_on(kafka, timeout_ms=400) as relay:
+            await relay.rank(request(), timeout=PATIENCE_S)
+            broker.stop()
+            errors: list[RelayError] = []
+            took: list[float] = []
+
+            async def try_once(number: int, timeout: float | None = None) -> None:
+                started = time.monotonic()
+                try:
+                    await relay.announce(event(number))
+                    await relay.rank(request(number), timeout=timeout)
+                except RelayError as error:
+                    errors.append(error)
+                took.append(time.monotonic() - started)
+
+            for number in range(40):
+                await asyncio.gather(*(try_once(number) for _ in range(5)))
+                await asyncio.sleep(0.05)
+            assert len(errors) == 200
+            assert {type(error) for error in errors} <= {DeadlineExceeded, BrokerUnavailable}
+            # One that waits takes its timeout of 0.4 s at least.
+            at_once = [seconds for seconds in took if seconds < 0.4]
+            assert len(at_once) > 100  # after the first ones have waited in vain
+            assert relay.in_flight == 0
+
+            # With empty logs, and four partitions each, as the embedded broker makes topics anew: what fills them up to
+            # where the readers were is lost, call by call.
+            await broker.start()
+            deadline = time.monotonic() + 4 * PATIENCE_S  # each of the lost ones waits for its timeout
+            while errors:
+                assert time.monotonic() < deadline, errors
+                errors.clear()
+                await try_once(1, timeout=1.0)
+                await asyncio.sleep(0.05)

@@ -18,7 +18,8 @@ from relaygr_stream.errors import DeadlineExceeded, Overloaded
 from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.fleet import OwnerDirectory
-from relaygr_stream.wire.messages import CostModel, LaneStatus, RankingRequest, ScoreReply, WorkerStatus
+from relaygr_stream.wire.messages import RankingRequest, ScoreReply, WorkerStatus
+from tests.statuses import lane_statuses, worker_status
 from tests.unit.client_peers import Responder, client_on, count, request, responder_on, scored
 from tests.waiting import until
 
@@ -30,23 +31,7 @@ MINE, YOURS = [lane for lane in range(LANES) if lane % 2 == OURS % 2], [
 
 
 def status(name: str, lanes: Sequence[int], *, queue_ms: float = 0.0, state: str = "serving") -> WorkerStatus:
-    return WorkerStatus(
-        name=name,
-        incarnation=1,
-        host="h",
-        pid=1,
-        sent_ms=0,
-        state=state,  # type: ignore[arg-type]  # one of them
-        lanes=tuple(
-            LaneStatus(lane=lane, budget_bytes=0, pinned_bytes=0, pre_infer_offset=0, device_ms_per_s=0)
-            for lane in lanes
-        ),
-        costs=CostModel(c0=0, c1=0, c2=0, c3=0),
-        bytes_per_token=1,
-        alloc_bytes=1,
-        queue_ms=queue_ms,
-        model_version="m",
-    )
+    return worker_status(name, lane_statuses(lanes, budget_bytes=0), queue_ms=queue_ms, state=state)
 
 
 class World:

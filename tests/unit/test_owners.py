@@ -11,8 +11,9 @@ from structlog.testing import capture_logs
 from relaygr_stream.wire import fleet as owners
 from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.fleet import DROP_AFTER_S, OwnerDirectory
-from relaygr_stream.wire.messages import CostModel, LaneStatus, WorkerStatus
+from relaygr_stream.wire.messages import WorkerStatus
 from relaygr_stream.wire.records import Record
+from tests.statuses import lane_statuses, worker_status
 
 SILENCE_MS = 3000.0
 
@@ -34,24 +35,7 @@ class World:
 
 
 def status(name: str, lanes: tuple[int, ...], incarnation: int = 1, **changes: Any) -> WorkerStatus:
-    plain = WorkerStatus(
-        name=name,
-        incarnation=incarnation,
-        host="h",
-        pid=1,
-        sent_ms=1,
-        state="serving",
-        lanes=tuple(
-            LaneStatus(lane=lane, budget_bytes=1, pinned_bytes=0, pre_infer_offset=0, device_ms_per_s=1.0)
-            for lane in lanes
-        ),
-        costs=CostModel(c0=1, c1=0, c2=0, c3=0),
-        bytes_per_token=1,
-        alloc_bytes=1,
-        queue_ms=0,
-        model_version="m",
-    )
-    return msgspec.structs.replace(plain, **changes)
+    return worker_status(name, lane_statuses(lanes), incarnation=incarnation, **changes)
 
 
 def record(value: bytes | None, name: str = "b") -> Record:

@@ -61,18 +61,26 @@ async def test_some_failed_probes_are_no_hang_and_enough_in_a_row_are() -> None:
     assert await running
 
 
-async def test_what_is_stopped_is_not_asked_any_more_and_a_defect_is_not_swallowed() -> None:
+async def test_what_is_stopped_is_not_asked_any_more() -> None:
+    child, stop = ScriptedChild([READY]), asyncio.Event()
+    running = asyncio.create_task(Supervisor([child], 1.0, lambda process: None).run(stop))
+    await until(lambda: child.asked > 0, "asked")
+    stop.set()
+    await running
+    asked = child.asked
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert child.asked == asked
+
+
+async def test_a_defect_in_watching_one_process_stops_all_and_is_told() -> None:
+    """Else that process would hang unnoticed from then on."""
+
     def defect(process: Supervised) -> None:
         if process.state == "ready":
             raise RuntimeError("a defect")
 
-    child = ScriptedChild([READY])
-    supervisor = Supervisor([child], 1.0, defect)
-    stop = asyncio.Event()
-    running = asyncio.create_task(supervisor.run(stop))
-    await until(lambda: child.asked > 0, "asked")
-    stop.set()
-    await asyncio.wait([running])
-    asked = child.asked
-    await asyncio.sleep(0)
-    assert child.asked == asked
+    children = [ScriptedChild([STUCK]), ScriptedChild([READY])]
+    with pytest.raises(RuntimeError, match="a defect"):
+        await asyncio.wait_for(Supervisor(children, 1.0, defect).run(asyncio.Event()), 10)
+    assert all(child.killed.done() for child in children)

@@ -74,10 +74,12 @@ def test_the_comparison_notices(name: str, broken: object, monkeypatch: pytest.M
         compare_seeds(50)
 
 
-def test_what_a_trial_keeps_is_bounded() -> None:
+@pytest.mark.parametrize("leave", [False, True])
+def test_what_a_trial_keeps_is_bounded(leave: bool) -> None:
+    """Of keys that come back, and of keys that come once."""
     trial = Trial(4.0)
     for number in range(20 * MIN_REMEMBERED):
-        trial.use(number % 3 if number % 2 else number, 100, 1.0, 1000.0, 0.999)
+        trial.use(number if leave and number % 2 else number % 10, 100, 1.0, 1000.0, 0.999)
     assert len(list(trial)) == 10
-    # A key in the heap is four objects (its tuple and what that holds), one remembered is two.
-    assert retained(trial) <= 4 * (2 * 10 + SPARE) + 2 * MIN_REMEMBERED + 6 * 10 + 20
+    # A key in the heap is four objects (its tuple and what that holds), one held five, one remembered two.
+    assert retained(trial) <= 4 * (2 * 10 + SPARE) + 5 * 10 + 2 * MIN_REMEMBERED * leave + 20

@@ -9,31 +9,17 @@ from rich.console import Console
 from relaygr_stream.lab.demo import live
 from relaygr_stream.lab.demo.live import LiveState, LiveView
 from relaygr_stream.ops.status.odd import lane_ranges
-from relaygr_stream.wire.messages import CostModel, LaneStatus, WorkerStatus
-
-
-class Clock:
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
+from relaygr_stream.wire.messages import WorkerStatus
+from tests.statuses import lane_statuses, worker_status
+from tests.waiting import Clock
 
 
 def status(name: str, lanes: list[int], incarnation: int = 1, sent_ms: int = 1) -> WorkerStatus:
-    return WorkerStatus(
-        name=name,
+    return worker_status(
+        name,
+        lane_statuses(lanes),
         incarnation=incarnation,
-        host="h",
-        pid=1,
         sent_ms=sent_ms,
-        state="serving",
-        lanes=tuple(
-            LaneStatus(lane=lane, budget_bytes=1, pinned_bytes=0, pre_infer_offset=0, device_ms_per_s=1.0)
-            for lane in lanes
-        ),
-        costs=CostModel(c0=1, c1=0, c2=0, c3=0),
-        bytes_per_token=1,
-        alloc_bytes=1,
         queue_ms=1.5,
         model_version="v",
         device="cpu",

@@ -20,10 +20,11 @@ from relaygr_stream.handover.service import Handover
 from relaygr_stream.handover.session import Taker
 from relaygr_stream.handover.wire import Ask, Identity
 from relaygr_stream.settings.worker import Handover as HandoverSettings
-from relaygr_stream.wire.messages import CostModel, WorkerStatus
+from relaygr_stream.wire.messages import WorkerStatus
 from relaygr_stream.worker.commands import Answer, Rank
 from relaygr_stream.worker.device import DeviceThread
 from relaygr_stream.worker.scheduler import Scheduler
+from tests.statuses import worker_status
 from tests.unit.cache.worlds import entries
 from tests.unit.worker.worlds import MAX_TOKENS, World, look
 from tests.waiting import until
@@ -123,21 +124,7 @@ class Peer:
 
 
 def status(peer: Peer, state: Any = "serving", address: str | None = None) -> WorkerStatus:
-    return WorkerStatus(
-        name=peer.name,
-        incarnation=1,
-        host="h",
-        pid=1,
-        sent_ms=1,
-        state=state,
-        lanes=(),
-        costs=CostModel(c0=1, c1=0, c2=0, c3=0),
-        bytes_per_token=1,
-        alloc_bytes=1,
-        queue_ms=0,
-        model_version="m",
-        handover=peer.handover.address if address is None else address,
-    )
+    return worker_status(peer.name, state=state, handover=peer.handover.address if address is None else address)
 
 
 @asynccontextmanager

@@ -8,14 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relaygr_stream.handover.channel import Bandwidth
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 50.0
-
-    async def sleep(self, seconds: float) -> None:
-        self.now += seconds
+from tests.waiting import Clock
 
 
 @given(
@@ -25,7 +18,7 @@ class Clock:
 )
 def test_never_more_than_the_burst_and_the_rate(takes: list[tuple[int, float]], rate: int, burst: int) -> None:
     async def run() -> None:
-        clock = Clock()
+        clock = Clock(50.0)
         bandwidth = Bandwidth(rate, burst, lambda: clock.now, clock.sleep)
         start, gone = clock.now, 0
         for nbytes, pause in takes:
@@ -39,7 +32,7 @@ def test_never_more_than_the_burst_and_the_rate(takes: list[tuple[int, float]], 
 
 def test_without_pauses_it_is_used_in_full() -> None:
     async def run() -> None:
-        clock = Clock()
+        clock = Clock(50.0)
         bandwidth = Bandwidth(100, 50, lambda: clock.now, clock.sleep)
         for _ in range(35):
             await bandwidth.take(10)
@@ -50,7 +43,7 @@ def test_without_pauses_it_is_used_in_full() -> None:
 
 def test_a_pause_saves_up_no_more_than_the_burst() -> None:
     async def run() -> None:
-        clock = Clock()
+        clock = Clock(50.0)
         bandwidth = Bandwidth(100, 50, lambda: clock.now, clock.sleep)
         clock.now += 1000
         await bandwidth.take(150)

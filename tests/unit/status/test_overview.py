@@ -15,10 +15,11 @@ from relaygr_stream.ops.status.table import as_json, render
 from relaygr_stream.settings.schema import Kafka, Settings
 from relaygr_stream.telemetry.printable import render_plain
 from relaygr_stream.wire.codec import encode
-from relaygr_stream.wire.messages import CostModel, LaneStatus, WorkerStatus
+from relaygr_stream.wire.messages import CostModel, WorkerStatus
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.trigger_status import PolicyStatus, TriggerStatus, encode_trigger
 from relaygr_stream.wire.worker_status import StatusReader
+from tests.statuses import lane_statuses, worker_status
 
 MIB = 1 << 20
 SETTINGS = Settings(kafka=Kafka(partitions=4))
@@ -26,17 +27,9 @@ LANES = range(4)
 
 
 def worker(name: str = "w1", lanes: range = LANES, budget: int = 128 * MIB, **changes: Any) -> WorkerStatus:
-    plain = WorkerStatus(
-        name=name,
-        incarnation=1,
-        host="h",
-        pid=1,
-        sent_ms=1,
-        state="serving",
-        lanes=tuple(
-            LaneStatus(lane=lane, budget_bytes=budget, pinned_bytes=MIB, pre_infer_offset=0, device_ms_per_s=1.0)
-            for lane in lanes
-        ),
+    plain = worker_status(
+        name,
+        lane_statuses(lanes, budget_bytes=budget, pinned_bytes=MIB),
         costs=CostModel(c0=1, c1=1, c2=0, c3=0),
         bytes_per_token=4096,
         alloc_bytes=4096,

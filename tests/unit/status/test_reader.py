@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,38 +12,25 @@ from hypothesis import strategies as st
 from relaygr_stream.errors import DecodeError
 from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.fleet import OwnerDirectory
-from relaygr_stream.wire.messages import CostModel, LaneStatus, WorkerStatus
+from relaygr_stream.wire.messages import WorkerStatus
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.signature import Signer
 from relaygr_stream.wire.worker_status import HEADER_INCARNATION, MAX_AHEAD_S, MAX_SKEW_S, StatusReader, Tombstone
+from tests.statuses import lane_statuses, worker_status
 
 TOPIC = "relaygr.worker-status"
 SECRET = "a secret of the fleet"
 LANES = 4
 NOW_S = 1_800_000_000.0
-LANE = LaneStatus(lane=0, budget_bytes=1, pinned_bytes=0, pre_infer_offset=0, device_ms_per_s=1.0)
 
 
 def status(name: str = "w1", **changes: Any) -> WorkerStatus:
-    plain = WorkerStatus(
-        name=name,
-        incarnation=int(NOW_S * 1e9),
-        host="h",
-        pid=1,
-        sent_ms=int(NOW_S * 1e3),
-        state="serving",
-        lanes=(LANE,),
-        costs=CostModel(c0=1, c1=0, c2=0, c3=0),
-        bytes_per_token=1,
-        alloc_bytes=1,
-        queue_ms=0,
-        model_version="m",
-    )
-    return msgspec.structs.replace(plain, **changes)
+    stated = {"incarnation": int(NOW_S * 1e9), "sent_ms": int(NOW_S * 1e3), "lanes": lane_statuses([0]), **changes}
+    return worker_status(name, **stated)
 
 
 def of_lane(**changes: Any) -> dict[str, Any]:
-    return {"lanes": (msgspec.structs.replace(LANE, **changes),)}
+    return {"lanes": lane_statuses([0], **changes)}
 
 
 def record(
@@ -78,8 +64,8 @@ def reader(signer: Signer | None = None) -> StatusReader:
         ({"counters": {"c": float("nan")}}, "counter 'c'"),
         ({"counters": {"c" * 1000: 1.0}}, "name of a counter"),
         ({"host": "h" * 10_000}, "host"),
-        ({"lanes": (LANE,) * 2}, "twice"),
-        ({"lanes": tuple(msgspec.structs.replace(LANE, lane=lane) for lane in range(LANES + 1))}, "lanes"),
+        ({"lanes": lane_statuses([0, 0])}, "twice"),
+        ({"lanes": lane_statuses(range(LANES + 1))}, "lanes"),
         (of_lane(lane=LANES), "lane=4"),
         (of_lane(lane=-1), "lane=-1"),
         (of_lane(budget_bytes=2**62), "budget_bytes"),

@@ -7,6 +7,7 @@ import pytest
 
 from relaygr_stream.telemetry.limiter import MAX_KINDS, LogLimiter, flush_limiters
 from tests.retained import retained
+from tests.waiting import Clock
 
 
 class Lines:
@@ -21,13 +22,6 @@ class Lines:
     @property
     def events(self) -> list[str]:
         return [event for event, _ in self.seen]
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

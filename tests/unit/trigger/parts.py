@@ -10,6 +10,8 @@ from relaygr_stream.trigger.decision import Policy
 from relaygr_stream.wire.behaviours import Behaviours
 from relaygr_stream.wire.fleet import Claim
 from relaygr_stream.wire.messages import CostModel, LaneStatus, RequestEvent, WorkerStatus
+from tests import statuses
+from tests.statuses import lane_statuses
 
 POLICY = Policy(risk_ms=10.0, stale_ms=1000.0, life_ms=2000.0, burst_ms=500.0, max_prefix_tokens=1000)
 #: A millisecond a token: full inference of n tokens takes n ms.
@@ -19,38 +21,15 @@ COSTS = CostModel(c0=0.0, c1=1.0, c2=0.0, c3=0.0)
 def lane_status(
     *, budget: int = 10_000, pinned: int = 0, offset: int = 0, rate: float = 1000.0, lane: int = 0
 ) -> LaneStatus:
-    return LaneStatus(
-        lane=lane, budget_bytes=budget, pinned_bytes=pinned, pre_infer_offset=offset, device_ms_per_s=rate
+    (status,) = lane_statuses(
+        [lane], budget_bytes=budget, pinned_bytes=pinned, pre_infer_offset=offset, device_ms_per_s=rate
     )
+    return status
 
 
-def worker_status(
-    *lanes: LaneStatus,
-    name: str = "w",
-    incarnation: int = 1,
-    costs: CostModel = COSTS,
-    queue_ms: float = 0.0,
-    pre_infer_wait_ms: float = 0.0,
-    computed_share: float = 1.0,
-    bytes_per_token: int = 10,
-    alloc_bytes: int = 100,
-) -> WorkerStatus:
-    return WorkerStatus(
-        name=name,
-        incarnation=incarnation,
-        host="h",
-        pid=1,
-        sent_ms=1,
-        state="serving",
-        lanes=lanes,
-        costs=costs,
-        bytes_per_token=bytes_per_token,
-        alloc_bytes=alloc_bytes,
-        queue_ms=queue_ms,
-        pre_infer_wait_ms=pre_infer_wait_ms,
-        computed_share=computed_share,
-        model_version="m",
-    )
+def worker_status(*lanes: LaneStatus, name: str = "w", **changes: Any) -> WorkerStatus:
+    """Of a worker that computes a millisecond a token."""
+    return statuses.worker_status(name, lanes, **{"costs": COSTS, "bytes_per_token": 10, "alloc_bytes": 100, **changes})
 
 
 def claim(status: WorkerStatus, received_s: float = 0.0) -> Claim:

@@ -14,11 +14,12 @@ import numpy as np
 from relaygr_stream.bus.topics import lane_of
 from relaygr_stream.models.api import Tokens
 from relaygr_stream.wire.fleet import OwnerDirectory
-from relaygr_stream.wire.messages import CostModel, LaneStatus, WorkerStatus
+from relaygr_stream.wire.messages import CostModel, WorkerStatus
 from relaygr_stream.worker.budgets import BusyShare
 from relaygr_stream.worker.commands import RankTask
 from relaygr_stream.worker.forecast import Forecast
 from relaygr_stream.worker.forwarding import Forwarding
+from tests.statuses import lane_statuses, worker_status
 
 STATUS_S, TRAVEL_S = 0.25, 0.005
 NOTHING = Tokens(np.zeros((3, 0), np.int64))
@@ -127,15 +128,13 @@ class Worker:
         waited = [self.fleet.now - task.arrived for _, _, task in self.queue]
         mean = sum(self.delays) / len(self.delays) if self.delays else 0.0
         self.delays.clear()
-        status = WorkerStatus(
-            name=self.name, incarnation=1, host="h", pid=1, sent_ms=0, state="serving",
-            lanes=tuple(LaneStatus(lane=lane, budget_bytes=1, pinned_bytes=0, pre_infer_offset=0, device_ms_per_s=1.0)
-                        for lane in self.lanes),
+        status = worker_status(
+            self.name,
+            lane_statuses(self.lanes),
             costs=CostModel(c0=0, c1=self.ms_per_token, c2=0, c3=0),
-            bytes_per_token=1, alloc_bytes=1, model_version="m",
             queue_ms=1e3 * max([mean, *waited]),
             busy_share=self.busy.update(self.fleet.books.device_ms[self.name], STATUS_S),
-        )  # fmt: skip
+        )
         for worker in self.fleet.workers:
             self.fleet.after(TRAVEL_S, partial(worker.peers.take, status))
         self.fleet.after(STATUS_S, self.state)

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from relaygr_stream.wire.behaviours import Behaviours
 from relaygr_stream.wire.codec import decode, encode
 from relaygr_stream.wire.fleet import LOOKED_AT, TRAVEL_MS, OwnerDirectory
-from relaygr_stream.wire.messages import CostModel, LaneStatus, RankingRequest, WorkerStatus
+from relaygr_stream.wire.messages import CostModel, RankingRequest, WorkerStatus
 from relaygr_stream.worker.budgets import AVERAGE_S, BusyShare
 from relaygr_stream.worker.forwarding import FILL, IN_TIME, Forwarding, next_hop
 from tests.retained import retained
+from tests.statuses import lane_statuses, worker_status
 from tests.unit.worker.simulated_fleet import Books, Fleet, Request, users_of
 
 LANES = 6
@@ -35,13 +36,7 @@ class View:
 
     def state(self, name: str, lanes: tuple[int, ...], **changes: Any) -> None:
         """A status: 10 ms a ranking, nothing to do."""
-        plain = WorkerStatus(
-            name=name, incarnation=1, host="h", pid=1, sent_ms=0, state="serving",
-            lanes=tuple(LaneStatus(lane=lane, budget_bytes=1, pinned_bytes=0, pre_infer_offset=0, device_ms_per_s=1.0)
-                        for lane in lanes),
-            costs=CostModel(c0=10, c1=0, c2=0, c3=0),
-            bytes_per_token=1, alloc_bytes=1, queue_ms=0, model_version="m", busy_share=0.0,
-        )  # fmt: skip
+        plain = worker_status(name, lane_statuses(lanes), costs=CostModel(c0=10, c1=0, c2=0, c3=0), busy_share=0.0)
         self.peers.take(msgspec.structs.replace(plain, **changes))
 
     def ask(self, left_ms: float = 100.0, hops: int = 0, home: int = 0, prefix: int = 50) -> int | str:

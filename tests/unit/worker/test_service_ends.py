@@ -9,21 +9,23 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from relaygr_stream.bus.ages import LogEnds
 from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.bus.topics import apply_topics, load_topics
 from relaygr_stream.errors import DeviceError
 from relaygr_stream.ops.brokers.local import local_broker
 from relaygr_stream.ops.children import Child, settings_as_toml
 from relaygr_stream.settings.schema import Kafka
+from relaygr_stream.settings.worker import Handover
+from relaygr_stream.telemetry.listener import Listener
 from relaygr_stream.telemetry.process import START_END_S
 from relaygr_stream.wire.codec import decode
 from relaygr_stream.wire.messages import WorkerStatus
-from relaygr_stream.wire.records import (
-    Record,
-)
+from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.worker_status import StatusReader, Tombstone
 from relaygr_stream.worker.process import CLOSE_S
 from relaygr_stream.worker.replies import Outbox
+from relaygr_stream.worker.statement import Statements
 from relaygr_stream.worker.status import ANNOUNCE_S
 from relaygr_stream.worker.watch import WATCH_S
 from tests.unit.worker.services import Peer, committed, worker_on, worker_settings
@@ -78,6 +80,37 @@ async def test_a_defect_ends_the_worker_and_its_request_is_not_read_again(
             await asyncio.wait_for(w.task, 20)
         assert (await peer.reply(correlation)).status == "failed"
         assert await committed(embedded_settings, peer.topics.ranking.name) == 1
+
+
+@pytest.mark.parametrize(("part", "name"), [(Statements, "status"), (LogEnds, "ask")])
+async def test_a_defect_in_what_runs_beside_the_requests_ends_the_worker(
+    embedded_settings: Kafka, monkeypatch: pytest.MonkeyPatch, part: type, name: str
+) -> None:
+    async with Peer(embedded_settings), worker_on(worker_settings(embedded_settings)) as w:
+        with monkeypatch.context() as broken:
+            broken.setattr(part, name, lambda *_, **__: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                await asyncio.wait_for(w.task, 20)
+
+
+async def test_a_hand_over_that_can_listen_no_more_ends_the_worker(
+    embedded_settings: Kafka, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listens, serving = Listener.run, asyncio.Event()
+
+    async def run(listener: Listener) -> None:
+        task = asyncio.current_task()
+        if task is None or task.get_name() != "hand-over serves":
+            return await listens(listener)  # that of the metrics
+        await serving.wait()
+        raise OSError("the socket is gone")
+
+    monkeypatch.setattr(Listener, "run", run)
+    settings = msgspec.structs.replace(worker_settings(embedded_settings), handover=Handover(secret="of a whole fleet"))
+    async with Peer(embedded_settings), worker_on(settings) as w:
+        serving.set()
+        with pytest.raises(OSError, match="the socket is gone"):
+            await asyncio.wait_for(w.task, 20)
 
 
 async def test_stopping_finishes_what_was_accepted(embedded_settings: Kafka) -> None:

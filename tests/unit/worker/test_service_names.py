@@ -15,8 +15,8 @@ from relaygr_stream.errors import ConfigError, Superseded
 from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.settings.worker import Handover
 from relaygr_stream.wire.codec import encode
-from relaygr_stream.wire.messages import CostModel, WorkerStatus
 from relaygr_stream.worker.status import gives_way_to
+from tests.statuses import worker_status
 from tests.unit.worker.services import Peer, worker_on, worker_settings
 from tests.waiting import until
 
@@ -85,20 +85,7 @@ async def test_a_forged_status_ends_no_name_for_good_and_a_signed_fleet_believes
 
 def test_two_that_start_at_once_agree_on_who_goes() -> None:
     def later(than: tuple[int, str, int], other: tuple[int, str, int]) -> bool:
-        status = WorkerStatus(
-            name="w",
-            incarnation=other[0],
-            host=other[1],
-            pid=other[2],
-            sent_ms=0,
-            state="serving",
-            lanes=(),
-            costs=CostModel(c0=0, c1=0, c2=0, c3=0),
-            bytes_per_token=1,
-            alloc_bytes=1,
-            queue_ms=0,
-            model_version="m",
-        )
+        status = worker_status(incarnation=other[0], host=other[1], pid=other[2])
         return gives_way_to(status, *than)
 
     ours = (5, "host-b", 7)

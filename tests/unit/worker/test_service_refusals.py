@@ -23,12 +23,7 @@ from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.wire.behaviours import Behaviours, pack_items
 from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.messages import RankingRequest
-from relaygr_stream.wire.records import (
-    HEADER_CORRELATION,
-    HEADER_ORIGIN_TOPIC,
-    HEADER_REASON,
-    HEADER_REPLY_PARTITION,
-)
+from relaygr_stream.wire.records import HEADER_CORRELATION, HEADER_ORIGIN_TOPIC, HEADER_REASON, HEADER_REPLY_PARTITION
 from relaygr_stream.worker.replies import check_answers_fit
 from tests.unit.worker.services import MIB, Peer, committed, owned, worker_on, worker_settings
 from tests.waiting import until
