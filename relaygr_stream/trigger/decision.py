@@ -135,7 +135,7 @@ class LaneState:
         return 0.0 if owner is None else min(self.bucket.level(now_s), owner.level(now_s))
 
     def charge(self, cost_ms: float, now_s: float, expected_ms: float) -> None:
-        """Spend device time, an average, from the lane's bucket and its owner's. expected_ms: what this signal takes."""
+        """Spend an average of device time from the lane's bucket and its owner's. expected_ms: of this very signal."""
         self.bucket.spend(cost_ms, now_s)
         if self._owner_bucket is not None:
             self._owner_bucket.spend(cost_ms, now_s)
