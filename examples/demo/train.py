@@ -158,8 +158,8 @@ Full inference of {requests} requests by users of another seed, in this process,
 | --- | --- | --- |
 {table}
 
-A longer history shows more of the user's interests, so more of the next items are in the first ten. NDCG@10 is best with
-the newest 200: among more behaviours, the model puts the items of the present session less surely first.
+A longer history shows more of the user's interests, so more of the next items are in the first ten. NDCG@10 is best
+with the newest 200: among more behaviours, the model puts the items of the present session less surely first.
 
 Not for: anything but generated users with these item ids and `item_exponent` = {exponent}; of real ones it knows
 nothing.
