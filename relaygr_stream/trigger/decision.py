@@ -134,17 +134,16 @@ class LaneState:
         owner = self._owner_bucket
         return 0.0 if owner is None else min(self.bucket.level(now_s), owner.level(now_s))
 
-    def charge(self, cost_ms: float, now_s: float) -> None:
-        """Spend device time from the lane's bucket and its owner's."""
+    def charge(self, cost_ms: float, now_s: float, expected_ms: float) -> None:
+        """Spend an average of device time from the lane's bucket and its owner's. expected_ms: of this very signal."""
         self.bucket.spend(cost_ms, now_s)
         if self._owner_bucket is not None:
             self._owner_bucket.spend(cost_ms, now_s)
-            self._loads.sent(self.owner, now_s).add(cost_ms, 0, now_s)
+            self._loads.sent(self.owner, now_s).add(expected_ms, 0, now_s)
 
     def wait_ms(self, owner: Claim, now_s: float) -> float:
         """Predicted time until the owner has done what it was sent: what it stated, and signals since then."""
-        sent_ms, _ = self._loads.sent(owner.worker.name, now_s).since(owner.received_s)
-        return owner.worker.queue_ms + stated_wait_ms(owner, now_s) + sent_ms
+        return owner.worker.queue_ms + self._loads.sent(owner.worker.name, now_s).ahead(owner, now_s)[0]
 
     def admitted_recently(self, request: str, now_s: float) -> bool:
         """Whether this request (tenant_key of its id) was admitted within the life window."""
@@ -153,8 +152,9 @@ class LaneState:
 
     def admit(self, event: RequestEvent, decision: Decision, now_s: float) -> Pending:
         """Book an admitted request; returns the ledger's entry for its signal."""
+        user, whole_ms = tenant_key(event.tenant, event.user_id), self.costs.pre_infer_ms(decision.tokens)
+        self.charge(decision.cost_ms, now_s, self._loads.expected_ms(user, self.owner, whole_ms))
         self._note(event, Kept(self.owner, delegated=False), now_s)
-        self.charge(decision.cost_ms, now_s)
         return self.ledger.admit(decision.nbytes)
 
     def delegate(self, event: RequestEvent, decision: Decision, now_s: float) -> None:
@@ -229,7 +229,7 @@ def decide(
         reason = "too_late"
     if delegation is not None:
         # When the owner would have the prefix KV: by pre-inference, or by full inference once the ranking came.
-        done_ms = lane.wait_ms(owner, now_s) + cost_ms
+        done_ms = lane.wait_ms(owner, now_s) + costs.pre_infer_ms(tokens)
         if reason != "admitted":
             done_ms = min(policy.life_ms, REFUSED_FACTOR * (left_ms + predicted_ms))
         user, whole = tenant_key(event.tenant, event.user_id), event.context_tokens + tokens

@@ -15,15 +15,13 @@ import math
 import random
 from typing import Final, NamedTuple
 
-from relaygr_stream.trigger.load import OwnerLoads, stated_wait_ms
+from relaygr_stream.trigger.load import NEW_SHARE, OwnerLoads
 from relaygr_stream.wire.fleet import LOOKED_AT, TRAVEL_MS, Claim, OwnerDirectory
 from relaygr_stream.wire.worker_status import prefix_bytes, usable_costs
 
 #: Nothing is delegated for so long after a delegated signal that no broker took: without the grant to write `ranking`,
 #: or without a leader, owners would compute in full what they could have pre-inferred.
 PAUSE_S: Final = 10.0
-#: Of the device time that a whole prefix takes, what a delegate's returning user is expected to take.
-NEW_SHARE: Final = 0.1
 #: An owner that is busy for no more than this share of the time computes a delegated user's prefix KV itself at the
 #: next visit: the device time is there, and later rankings save the way to the delegate.
 IDLE_SHARE: Final = 0.5
@@ -105,7 +103,7 @@ class Delegation:
 
     def ready_ms(self, claim: Claim, place: Place, now_s: float) -> float | None:
         """When the delegate would be done, its way included; None: it has no room."""
-        sent_ms, sent_bytes = self._loads.sent(place.worker, now_s).since(claim.received_s)
+        ahead_ms, sent_bytes = self._loads.sent(place.worker, now_s).ahead(claim, now_s)
         if sent_bytes + place.nbytes > claim.worker.delegated_bytes:
             return None
-        return TRAVEL_MS + claim.worker.queue_ms + stated_wait_ms(claim, now_s) + sent_ms + place.cost_ms
+        return TRAVEL_MS + claim.worker.queue_ms + ahead_ms + place.cost_ms

@@ -265,7 +265,7 @@ class Shadow:
         if event is not None:
             pending = state.admit(event, admitted, now)
         else:  # read before its event, which must not count as a duplicate
-            state.charge(admitted.cost_ms, now)
+            state.charge(cost_ms, now, cost_ms)
             pending = state.ledger.admit(nbytes)
         state.ledger.acknowledged(pending, record.offset, now)
 

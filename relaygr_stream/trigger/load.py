@@ -27,6 +27,8 @@ OWNER_S: Final = 1.0
 MIN_MS_PER_S: Final = 1e-6
 #: Signals to one owner that are remembered: more than a trigger sends between two statuses.
 MOST_SENT: Final = 4096
+#: Of the device time that a whole prefix takes, what that of a returning user is expected to take where it was before.
+NEW_SHARE: Final = 0.1
 #: Users of whom it is remembered where their last signal went: about as many prefix KV as a fleet's tiers hold; 40 MB.
 MOST_USERS: Final = 200_000
 
@@ -97,12 +99,16 @@ class SentLately:
         """Remember a signal. delegated_bytes: of prefix KV for another worker's user; 0: for a lane's own."""
         self._sent.append(_Sent(now_s, cost_ms, delegated_bytes))
 
-    def since(self, received_s: float) -> tuple[float, int]:
-        """Milliseconds, and bytes on others' behalf, that a status received then does not include. Forgets the rest."""
+    def ahead(self, claim: Claim, now_s: float) -> tuple[float, int]:
+        """Milliseconds until the worker has done what waited there by its claim and what was sent since, one after the
+        other; and the bytes on others' behalf among the latter. Forgets the rest."""
         sent = self._sent
-        while sent and sent[0].at_s < received_s - TRAVEL_MS / 1e3:
+        while sent and sent[0].at_s < claim.received_s - TRAVEL_MS / 1e3:
             sent.popleft()
-        return sum(each.ms for each in sent), sum(each.delegated_bytes for each in sent)
+        done_s = claim.received_s + claim.worker.pre_infer_wait_ms / 1e3
+        for each in sent:
+            done_s = max(done_s, each.at_s) + each.ms / 1e3
+        return max(0.0, (done_s - now_s) * 1e3), sum(each.delegated_bytes for each in sent)
 
     def over(self, now_s: float) -> bool:
         """Whether the last was sent so long ago that it is done, or its worker gone."""
@@ -168,6 +174,11 @@ class OwnerLoads:
     def kept(self, user: str) -> Kept | None:
         """Where the last signal of a user (tenant_key) went; None: that is not remembered."""
         return self._kept.get(hash(user))
+
+    def expected_ms(self, user: str, worker: str, whole_ms: float) -> float:
+        """Device time of a user's signal there, where the whole prefix takes whole_ms."""
+        kept = self.kept(user)
+        return NEW_SHARE * whole_ms if kept is not None and kept.worker == worker else whole_ms
 
     def remember(self, user: str, kept: Kept) -> None:
         """Note where a user's signal goes."""

@@ -100,6 +100,8 @@ MUTANTS: Final = (
     Mutant("trigger/delegation.py", "and kept.delegated and", "and", "trigger/test_delegation"),
     Mutant("trigger/delegation.py", "> IDLE_SHARE:", "> 0:", "trigger/test_delegation"),
     Mutant("trigger/load.py", "        self._kept.move_to_end(key)\n", "", "trigger/test_delegation"),
+    Mutant("trigger/load.py", "max(done_s, each.at_s) + each.ms", "done_s + each.ms", "trigger/test_delegation"),
+    Mutant("trigger/load.py", "return NEW_SHARE * whole_ms if", "return whole_ms if", "trigger/test_delegation"),
     # worker: delegates
     Mutant(
         "worker/signals.py",
@@ -207,7 +209,7 @@ MUTANTS: Final = (
         "if place.nbytes > claim.worker.delegated_bytes:",
         "trigger/test_delegation",
     ),
-    Mutant("trigger/delegation.py", " + sent_ms + place.cost_ms", " + place.cost_ms", "trigger/test_delegation"),
+    Mutant("trigger/delegation.py", " + ahead_ms + place.cost_ms", " + place.cost_ms", "trigger/test_delegation"),
     Mutant("trigger/delegation.py", "if now_s < self._paused_until_s:", "if False:", "trigger/test_delegation"),
     Mutant("trigger/delegation.py", "if done_ms > left_ms else", "if True else", "trigger/test_delegation"),
     Mutant("wire/refusals.py", "if self._wall() * 1e3 <= until_ms else", "if True else", "test_refusals"),

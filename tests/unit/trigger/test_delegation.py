@@ -113,6 +113,26 @@ def test_what_came_together_is_late_at_the_owner_before_it_says_so() -> None:
     assert view.ask().reason == "admitted"
 
 
+def test_what_was_sent_is_worked_off_before_the_owner_says_so() -> None:
+    view = View()
+    view.state("a", (0, 1))
+    view.state("b", (2, 3))
+    for _ in range(10):  # 100 ms of work each 100 ms, and no status in between
+        assert view.ask().reason == "admitted"
+        view.now += 0.1
+
+
+def test_what_the_owner_has_already_does_not_make_it_late() -> None:
+    view = View()
+    view.state("a", (0, 1))
+    view.state("b", (2, 3))
+    users = ("u1", "u2", "u3")
+    assert [view.ask(user=user).reason for user in users] == ["admitted"] * 3
+    view.now += 0.5
+    assert [view.ask(user=user).reason for user in users] == ["admitted"] * 3
+    assert view.ask().reason == "admitted", "three that return take a third of one who is new"
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -290,13 +310,13 @@ def test_between_two_statuses_a_delegate_gets_no_more_than_its_room_and_time(
     view = View()
     view.state("a", (0, 1), **REFUSALS["over_load"])
     view.state("b", (2, 3), delegated_bytes=room, pre_infer_wait_ms=wait_ms)
-    sent, begun = 0, view.now
+    sent, done_s = 0, view.now + wait_ms / 1e3
     for tokens in sizes:
         found = view.ask(tokens)
         if found.delegate is not None:
             sent += tokens
-            stated = max(0.0, wait_ms - (view.now - begun) * 1e3)
-            assert TRAVEL_MS + stated + sent <= REFUSED_FACTOR * (HEAD_MS + tokens) + 1e-6
+            done_s = max(done_s, view.now) + tokens / 1e3
+            assert TRAVEL_MS + (done_s - view.now) * 1e3 <= REFUSED_FACTOR * (HEAD_MS + tokens) + 1e-6
         assert 10 * sent <= room
         view.now += gap_s
 
