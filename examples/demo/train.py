@@ -60,7 +60,7 @@ THRESHOLD: Final = 6.0
 
 RECIPE: Final = Recipe(
     layers=4, dim=128, heads=2, relative_positions=0, relative_times=0, longest=2048, window=200,
-    long_share=0.4, long_epochs=0, positions=32, negatives=9,
+    long_share=0.4, long_epochs=2, positions=32, negatives=9,
     batch_tokens=2048, epochs=4, learning_rate=1e-3, averaging=0.02, dropout=0.0, validate_every=1, seed=SEED,
 )  # fmt: skip
 
@@ -149,7 +149,7 @@ request only.
 | | |
 | --- | --- |
 | trained on | {users:,} generated users, {behaviours:,} behaviours, {items:,} items; rows from {row_users:,} users |
-| trained for | epoch {epoch} of {epochs}, {minutes:.0f} minutes of {threads} thread(s) on {processor}; seed {seed} |
+| trained for | epoch {epoch} of {epochs}, {minutes:.0f} minutes of a processor ({processor}); seed {seed} |
 | weights | {weights:,}, in bfloat16 but for the head |
 
 Full inference of {requests} requests by users of another seed, in this process, 100 candidates each:
@@ -158,8 +158,8 @@ Full inference of {requests} requests by users of another seed, in this process,
 | --- | --- | --- |
 {table}
 
-A longer history shows more of the user's interests, so more of the next items are in the first ten. NDCG@10 falls with
-it: among many behaviours, the model puts the items of the present session less surely first.
+A longer history shows more of the user's interests, so more of the next items are in the first ten. NDCG@10 is best
+with the newest 200: among more behaviours, the model puts the items of the present session less surely first.
 
 Not for: anything but generated users with these item ids and `item_exponent` = {exponent}; of real ones it knows
 nothing.
@@ -181,7 +181,7 @@ def publish(run: Run, folder: Path, command: str) -> None:
     text = CARD.format(
         command=command, users=len(run.data.users), behaviours=run.data.interactions, items=ITEMS,
         row_users=ROW_USERS, epoch=run.progress.best_epoch, epochs=run.recipe.epochs,
-        minutes=run.progress.seconds / 60, threads=torch.get_num_threads(), processor=_processor(), seed=SEED,
+        minutes=run.progress.processor_seconds / 60, processor=_processor(), seed=SEED,
         weights=sum(value.numel() for value in model.parameters()), requests=TEST_REQUESTS, table="\n".join(rows),
         exponent=ITEM_EXPONENT,
         recipe=", ".join(f"{name} {value:g}" for name, value in fields.items()),
