@@ -26,6 +26,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export MPLCONFIGDIR := $(CURDIR)/.cache/matplotlib
 export HYPOTHESIS_STORAGE_DIRECTORY := $(CURDIR)/.cache/hypothesis
 export TRITON_CACHE_DIR := $(CURDIR)/.cache/triton
+# Tests start processes by the hundred: their modules are compiled once, beside their sources.
+unexport PYTHONDONTWRITEBYTECODE
 # mkdocs-material prints a notice about its successor at every build unless told not to.
 export NO_MKDOCS_2_WARNING := true
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -40,12 +41,12 @@ class _Silence:
 
 
 class Sender:
-    """A producer whose acknowledgements are watched, not awaited."""
+    """A producer whose acknowledgements are watched, not awaited. clock: seconds."""
 
-    def __init__(self, producer: Producer, bootstrap: str) -> None:
+    def __init__(self, producer: Producer, bootstrap: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._producer = producer
         self._bootstrap = bootstrap
-        self._loop = asyncio.get_running_loop()
+        self._clock = clock
         # Partition → number of each unacknowledged send → its time, oldest first.
         self._due: defaultdict[tuple[str, int], dict[int, float]] = defaultdict(dict)
         self._count = itertools.count()
@@ -54,7 +55,7 @@ class Sender:
     def stuck(self, topic: str, partition: int) -> bool:
         """Whether a message to this partition would wait: its oldest send, or its broker's silence, is older than
         STUCK_S. By the broker too, so that no lane has to lose a request of its own first."""
-        now, due = self._loop.time(), self._due.get((topic, partition))
+        now, due = self._clock(), self._due.get((topic, partition))
         if due and now - next(iter(due.values())) > STUCK_S:
             return True
         silence = self._silence(topic, partition)
@@ -67,7 +68,7 @@ class Sender:
 
         patience_s: how long the caller would wait for the broker.
         """
-        now = self._loop.time()
+        now = self._clock()
         broker = self._producer.broker_of(topic, partition)
         silence = self._silences[broker]
         if silence.since_s is None or now - silence.tried_s > SILENCE_EXPIRES_S:
@@ -133,7 +134,7 @@ class Sender:
     def _begin(self, topic: str, partition: int) -> tuple[int, dict[int, float]]:
         """Register a send; returns its number and the partition's table of sends."""
         number, due = next(self._count), self._due[topic, partition]
-        due[number] = self._loop.time()
+        due[number] = self._clock()
         return number, due
 
     def _silence(self, topic: str, partition: int) -> _Silence:

@@ -104,3 +104,23 @@ async def test_no_broker_is_said_at_once(kafka_settings: Kafka) -> None:
     nowhere = msgspec.structs.replace(kafka_settings, bootstrap="127.0.0.1:1")
     with pytest.raises(BrokerUnavailable, match=r"127\.0\.0\.1:1"):
         await TopicTail(nowhere, "topic", [0], "latest", lambda records: None).start()
+
+
+async def test_an_exception_in_the_callback_is_seen_and_raised_by_who_catches_up(kafka_settings: Kafka) -> None:
+    await apply_topics(kafka_settings)
+    topic = load_topics(kafka_settings).scores.name
+
+    def break_down(records: list[Record]) -> None:
+        raise ArithmeticError("a bug of the reader's")
+
+    async with (
+        Producer(kafka_settings, client_id="test") as producer,
+        TopicTail(kafka_settings, topic, [0], "latest", break_down) as tail,
+    ):
+        await producer.send_and_wait(topic, b"0", partition=0)
+        await asyncio.wait({tail.failed}, timeout=30)
+        with pytest.raises(ArithmeticError):
+            tail.failed.result()
+        await producer.send_and_wait(topic, b"1", partition=0)  # which nobody will read
+        with pytest.raises(ArithmeticError):
+            await asyncio.wait_for(tail.catch_up(), 30)

@@ -26,7 +26,7 @@ from relaygr_stream.ops.brokers.local import local_broker
 from relaygr_stream.settings.schema import Kafka
 from tests.bus import insides
 from tests.unit.client_peers import PATIENCE_S, client_on, event, request, responder_on
-from tests.waiting import until
+from tests.waiting import Clock, until
 
 
 def tails_of(relay: RelayClient, topic: str) -> list[AIOKafkaConsumer]:
@@ -106,11 +106,10 @@ class ThreeBrokers:
         return sent
 
 
-async def test_silence_of_one_broker_is_not_that_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_silence_of_one_broker_is_not_that_of_all() -> None:
     producer = ThreeBrokers(silent=[0])
-    sender = Sender(producer, "b0,b1,b2")  # type: ignore[arg-type]
-    now = 100.0
-    monkeypatch.setattr(sender, "_loop", type("Clock", (), {"time": staticmethod(lambda: now)}))
+    clock = Clock(100.0)
+    sender = Sender(producer, "b0,b1,b2", clock)  # type: ignore[arg-type]
     errors: list[object] = []
 
     async def send(partition: int) -> None:
@@ -118,8 +117,8 @@ async def test_silence_of_one_broker_is_not_that_of_all(monkeypatch: pytest.Monk
 
     for _ in range(3):
         await send(0)
-        now += 0.6
-    assert now - 100.0 > SILENT_S
+        clock.now += 0.6
+    assert clock.now - 100.0 > SILENT_S
     for partition in (1, 2, 1):
         await send(partition)
         await asyncio.sleep(0)
@@ -127,18 +126,17 @@ async def test_silence_of_one_broker_is_not_that_of_all(monkeypatch: pytest.Monk
     with pytest.raises(BrokerUnavailable, match=r"broker 0 of b0,b1,b2 has .* nothing for 1\.8 s; 3 messages"):
         await send(0)
     producer.silent = []
-    now += SILENT_S
+    clock.now += SILENT_S
     await send(0)  # the one that finds out
     await asyncio.sleep(0)
     await send(0)
 
 
-async def test_a_broker_that_acknowledges_nothing_makes_all_of_its_lanes_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_broker_that_acknowledges_nothing_makes_all_of_its_lanes_stuck() -> None:
     """Each lane waited for a send of its own, and hedges went to lanes of the same dead broker."""
     producer = ThreeBrokers(silent=[0])
-    sender = Sender(producer, "b0,b1,b2")  # type: ignore[arg-type]
-    now = 100.0
-    monkeypatch.setattr(sender, "_loop", type("Clock", (), {"time": staticmethod(lambda: now)}))
+    clock = Clock(100.0)
+    sender = Sender(producer, "b0,b1,b2", clock)  # type: ignore[arg-type]
 
     async def send(partition: int) -> None:
         await sender.send("ranking", b"", key=b"", partition=partition, patience_s=1.0, settled=lambda error: None)
@@ -147,12 +145,12 @@ async def test_a_broker_that_acknowledges_nothing_makes_all_of_its_lanes_stuck(m
     for partition in (0, 1, 2):
         await send(partition)
     assert not any(sender.stuck("ranking", partition) for partition in range(6))
-    now += STUCK_S + 0.1
+    clock.now += STUCK_S + 0.1
     assert [sender.stuck("ranking", partition) for partition in range(6)] == [True, False, False] * 2
     producer.silent = []
     await send(3)
     assert not sender.stuck("ranking", 3)
-    now += 60.0
+    clock.now += 60.0
     assert not sender.stuck("ranking", 6), "it is long ago that this broker was silent"
 
 

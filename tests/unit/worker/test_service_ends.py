@@ -74,7 +74,7 @@ async def test_a_defect_ends_the_worker_and_its_request_is_not_read_again(
 ) -> None:
     """A request that trips over a bug must not bring down one owner of its lane after the other."""
     async with Peer(embedded_settings) as peer, worker_on(worker_settings(embedded_settings)) as w:
-        monkeypatch.setattr(w.runtime.scheduler.rankings, "_place", lambda task, found: 1 / 0)
+        monkeypatch.setattr(w.runtime.cache, "find", lambda user_id, tokens: 1 / 0)
         correlation = await peer.rank("poison", "u", 60)
         with pytest.raises(ZeroDivisionError):
             await asyncio.wait_for(w.task, 20)
@@ -103,6 +103,7 @@ async def test_a_hand_over_that_can_listen_no_more_ends_the_worker(
         if task is None or task.get_name() != "hand-over serves":
             return await listens(listener)  # that of the metrics
         await serving.wait()
+        listener.close()
         raise OSError("the socket is gone")
 
     monkeypatch.setattr(Listener, "run", run)
