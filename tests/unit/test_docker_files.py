@@ -37,7 +37,8 @@ OURS = {name: service for name, service in SERVICES.items() if service["image"].
 DOCKERFILE = (DOCKER / "Dockerfile").read_text()
 PROMETHEUS = yaml.safe_load((DOCKER / "prometheus" / "prometheus.yml").read_text())
 DASHBOARD = json.loads((DOCKER / "grafana" / "dashboards" / "relay.json").read_text())
-TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text() for path in sorted(DOCKER.rglob("*")) if path.is_file()}
+FILES = [path for path in sorted(DOCKER.rglob("*")) if path.is_file() and path.suffix != ".pyc"]
+TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text() for path in FILES}
 RULES = yaml.safe_load((DOCKER / "prometheus" / "alerts.yml").read_text())["groups"][0]["rules"]
 ALERTS = [rule["expr"] for rule in RULES]
 EXPRESSIONS = [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
