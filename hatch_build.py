@@ -38,7 +38,9 @@ class KernelsHook(BuildHookInterface):  # type: ignore[type-arg]
         objects = sorted(Path(folder).glob("*.so"))
         for built in objects:
             if version == "editable":
-                shutil.copy(built, Path(self.root, KERNELS))
+                fresh = Path(self.root, KERNELS, f"{built.name}.new")
+                shutil.copy(built, fresh)
+                fresh.replace(fresh.with_suffix(""))  # never written over: a running process may have loaded it
             else:
                 build_data["force_include"][str(built)] = f"{KERNELS}/{built.name}"
         if objects:
