@@ -122,6 +122,14 @@ def test_what_was_sent_is_worked_off_before_the_owner_says_so() -> None:
         view.now += 0.1
 
 
+def test_time_in_which_nothing_was_sent_is_not_saved() -> None:
+    view = View()
+    view.state("a", (0, 1))
+    view.state("b", (2, 3))
+    view.now += 1.0
+    assert [view.ask().reason for _ in range(4)] == ["admitted"] * 3 + ["delegated"]
+
+
 def test_what_the_owner_has_already_does_not_make_it_late() -> None:
     view = View()
     view.state("a", (0, 1))
