@@ -23,7 +23,7 @@ from relaygr_stream.wire.worker_status import prefix_bytes, usable_costs
 #: or without a leader, owners would compute in full what they could have pre-inferred.
 PAUSE_S: Final = 10.0
 #: An owner that is busy for no more than this share of the time computes a delegated user's prefix KV itself at the
-#: next visit: the device time is there, and later rankings save the way to the delegate.
+#: next visit: the device time is there, and later rankings save the way to the delegate. Half is a choice, no optimum.
 IDLE_SHARE: Final = 0.5
 
 
@@ -88,7 +88,8 @@ class Delegation:
             return None
         status, lanes = owned
         claim = self._owners.owner(lane := self._random.choice(lanes))
-        assert claim is not None, "it was heard lately, and nobody else claims the lane"
+        if claim is None:  # silent for too long since a moment ago
+            return None
         place = Place(worker, lane, prefix_bytes(tokens, status), NEW_SHARE * self._takes(claim, tokens)[1])
         return None if self.ready_ms(claim, place, now_s) is None else place
 

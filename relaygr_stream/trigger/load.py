@@ -27,7 +27,8 @@ OWNER_S: Final = 1.0
 MIN_MS_PER_S: Final = 1e-6
 #: Signals to one owner that are remembered: more than a trigger sends between two statuses.
 MOST_SENT: Final = 4096
-#: Of the device time that a whole prefix takes, what that of a returning user is expected to take where it was before.
+#: Of the device time that a whole prefix takes, what that of a returning user is expected to take where it was before:
+#: a few new behaviours beside hundreds, and a fixed time. An assumption: workers state averages over all users.
 NEW_SHARE: Final = 0.1
 #: Users of whom it is remembered where their last signal went: about as many prefix KV as a fleet's tiers hold; 40 MB.
 MOST_USERS: Final = 200_000

@@ -283,6 +283,16 @@ def test_where_the_delegate_is_gone_or_full_another_is_found(changes: dict[str, 
     assert place_of(view.ask(user="known")) == "c"
 
 
+def test_a_delegate_that_falls_silent_between_two_looks_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    view = View()
+    view.state("a", (0, 1), **LATE)
+    view.state("b", (2, 3))
+    assert place_of(view.ask(user="known")) == "b"
+    owner = view.owners.owner
+    monkeypatch.setattr(view.owners, "owner", lambda lane: None if lane in (2, 3) else owner(lane))
+    assert place_of(view.ask(user="known")) == "too_late"
+
+
 def test_where_a_lane_came_from_is_no_delegate() -> None:
     """Its prefix KV were handed over, or are gone."""
     view = View()
