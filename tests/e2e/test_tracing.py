@@ -10,8 +10,11 @@ import numpy as np
 import pytest
 
 from relaygr_stream.client import RelayClient
+from relaygr_stream.client.relay import HistoryOrReference, Request
 from relaygr_stream.errors import Rejected
-from relaygr_stream.settings.schema import Kafka, Telemetry
+from relaygr_stream.history.store import WritableStore, open_store
+from relaygr_stream.settings.schema import History, Kafka, Telemetry
+from relaygr_stream.wire.behaviours import Behaviours
 from tests.e2e.fleet import Fleet
 from tests.otlp import Receiver, Span, receiver
 from tests.waiting import until
@@ -41,6 +44,20 @@ async def trace_of(taps: Receiver, request_id: str, spans: int) -> list[Span]:
     return found()
 
 
+async def a_hit(relay: RelayClient, fleet: Fleet, taps: Receiver, user_id: str, history: HistoryOrReference) -> Request:
+    """A request whose ranking was sent when its prefix KV were ready."""
+    async with relay.request(user_id, history, candidates=3, rank_in=1.0) as request:
+        await until(lambda: request.request_id in fleet.admitted, "admitted")
+        ready = lambda: any(  # noqa: E731
+            span.name == "relaygr.pre-infer" and span.attributes["relaygr.request_id"] == request.request_id
+            for span in taps.spans
+        )
+        await until(ready, "its prefix KV is ready")
+        ranking = await request.rank(CANDIDATES, timeout=20.0)
+    assert ranking.outcome == "hbm"
+    return request
+
+
 @pytest.mark.timeout(240)
 async def test_a_request_is_one_trace_from_its_event_to_its_scores(
     embedded_settings: Kafka, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -49,21 +66,18 @@ async def test_a_request_is_one_trace_from_its_event_to_its_scores(
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", taps.endpoint)
         monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
         async with Fleet(embedded_settings, tmp_path) as fleet:
-            fleet.use(msgspec.structs.replace(fleet.settings, telemetry=TRACED))
+            stored = History(store=f"sqlite:{tmp_path / 'histories'}", timeout_ms=20_000.0)
+            fleet.use(msgspec.structs.replace(fleet.settings, telemetry=TRACED, history=stored))
             fleet.start("trigger", "trigger")
             fleet.start("worker", "w1")
             await fleet.ready("trigger", "w1")
             await fleet.lanes_settled("w1")
+            store = open_store(stored)
+            assert isinstance(store, WritableStore)
+            await store.append("u-3", "", Behaviours.of(*HISTORY), stored.max_behaviours)
             async with RelayClient(settings=fleet.settings) as relay:
-                async with relay.request("u-1", HISTORY, candidates=3, rank_in=1.0) as hit:
-                    await until(lambda: hit.request_id in fleet.admitted, "admitted")
-                    ready = lambda: any(  # noqa: E731
-                        span.name == "relaygr.pre-infer" and span.attributes["relaygr.request_id"] == hit.request_id
-                        for span in taps.spans
-                    )
-                    await until(ready, "its prefix KV is ready")
-                    ranking = await hit.rank(CANDIDATES, timeout=20.0)
-                assert ranking.outcome == "hbm"
+                hit = await a_hit(relay, fleet, taps, "u-1", HISTORY)
+                read = await a_hit(relay, fleet, taps, "u-3", store)
                 miss = relay.request("u-2", HISTORY, candidates=3)  # never announced
                 full = await miss.rank(CANDIDATES, timeout=20.0)
                 assert full.outcome == "full"
@@ -93,6 +107,12 @@ async def test_a_request_is_one_trace_from_its_event_to_its_scores(
                 "relaygr.rank": ["relaygr.ranking"],
                 "relaygr.ranking": ["prefill", "queue", "score"],
             }
+            fetched = await trace_of(taps, read.request_id, 10)
+            assert tree(fetched)["relaygr.pre-infer"] == ["fetch", "prefill", "queue"]
+            assert tree(fetched)["relaygr.ranking"] == ["queue", "score"]  # its history was kept
+            (fetch,) = [span for span in fetched if span.name == "fetch"]
+            assert fetch.attributes["relaygr.behaviours"] == "300"
+            assert fetch.end <= next(span for span in fetched if span.name == "prefill").start
 
 
 @pytest.mark.timeout(240)

@@ -150,6 +150,7 @@ def test_its_blocks_are_files_commands_and_what_they_print() -> None:
     assert len([block for block in page if block.language == "text"]) == 1
 
 
+@pytest.mark.stack
 @pytest.mark.timeout(300)
 def test_every_line_of_the_tutorial_does_what_it_says(tmp_path: Path) -> None:
     (prints,) = (block.text for block in blocks("index.md") if block.language == "text")

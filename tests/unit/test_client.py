@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections import Counter
 from typing import Any
 
 import msgspec
@@ -167,32 +168,34 @@ def refusing(status: Any, detail: str = "") -> Answers:
     return lambda request: [ScoreReply(request_id=request.request_id, status=status, detail=detail, worker="w7")]
 
 
-@pytest.mark.parametrize(
-    ("answers", "error", "message"),
-    [
-        (refusing("deadline_exceeded", "late by 3 ms"), DeadlineExceeded, "late by 3 ms"),
-        (refusing("overloaded"), Overloaded, "worker w7 answered overloaded"),
-        (refusing("rejected", "too many candidates"), Rejected, "too many candidates"),
-        (refusing("failed"), WorkerFailed, "worker w7 answered failed"),
-        (lambda _: [b"\xc1"], WorkerFailed, "the worker's answer cannot be read: malformed"),
-        (lambda _: [b""], WorkerFailed, "cannot be read"),
-        (refusing("ok"), WorkerFailed, "answered 0 rows for 3 candidates"),
-        (
-            lambda request: [msgspec.structs.replace(scored(request), scores=bytes(16))],
-            WorkerFailed,
-            "worker peer answered 2 rows for 3 candidates, outcome hbm",
-        ),
-        (lambda request: [msgspec.structs.replace(scored(request), outcome=None)], WorkerFailed, "outcome None"),
-    ],
-)
-async def test_an_answer_without_scores_is_a_typed_error(
-    answers: Answers, error: type[RequestError], message: str, embedded_settings: Kafka
-) -> None:
-    async with responder_on(embedded_settings, answers), client_on(embedded_settings) as relay:
-        with pytest.raises(error, match=message):
-            await relay.rank(request(), timeout=PATIENCE_S)
-        assert count(relay, "rankings", outcome=error.__name__) == 1
-        assert relay.in_flight == 0
+REFUSALS: list[tuple[Answers, type[RequestError], str]] = [
+    (refusing("deadline_exceeded", "late by 3 ms"), DeadlineExceeded, "late by 3 ms"),
+    (refusing("overloaded"), Overloaded, "worker w7 answered overloaded"),
+    (refusing("rejected", "too many candidates"), Rejected, "too many candidates"),
+    (refusing("failed"), WorkerFailed, "worker w7 answered failed"),
+    (lambda _: [b"\xc1"], WorkerFailed, "the worker's answer cannot be read: malformed"),
+    (lambda _: [b""], WorkerFailed, "cannot be read"),
+    (refusing("ok"), WorkerFailed, "answered 0 rows for 3 candidates"),
+    (
+        lambda request: [msgspec.structs.replace(scored(request), scores=bytes(16))],
+        WorkerFailed,
+        "worker peer answered 2 rows for 3 candidates, outcome hbm",
+    ),
+    (lambda request: [msgspec.structs.replace(scored(request), outcome=None)], WorkerFailed, "outcome None"),
+]
+
+
+async def test_an_answer_without_scores_is_a_typed_error(embedded_settings: Kafka, subtests: pytest.Subtests) -> None:
+    ended: Counter[str] = Counter()
+    async with responder_on(embedded_settings) as peer, client_on(embedded_settings) as relay:
+        for number, (answers, error, message) in enumerate(REFUSALS):
+            with subtests.test(message):
+                peer.answers = answers
+                with pytest.raises(error, match=message):
+                    await relay.rank(request(number), timeout=PATIENCE_S)
+                ended[error.__name__] += 1
+                assert count(relay, "rankings", outcome=error.__name__) == ended[error.__name__]
+                assert relay.in_flight == 0
 
 
 async def test_a_cancelled_call_leaves_nothing_behind(embedded_settings: Kafka) -> None:
@@ -238,37 +241,38 @@ def long_event(count: int) -> RequestEvent:
 LIMITS = Relay(max_prefix_tokens=200_000, max_suffix_tokens=5, max_candidates=10)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"candidates": b""}, "candidates must be m ≥ 1 uint32"),
-        ({"candidates": b"abc"}, "candidates must be m ≥ 1 uint32"),
-        ({"candidates": pack_items(list(range(11)))}, r"11 candidates, the limit is 10 \(relay.max_candidates\)"),
-        (
-            {"suffix": msgspec.structs.replace(behaviours(6), times=b"\x7f" * 48)},
-            r"6 suffix behaviours, .*relay.max_suffix_tokens",
-        ),
-        ({"prefix": behaviours(200_001)}, "ranking takes 1048576"),
-        ({"prefix": behaviours(90_000)}, "ranking takes 1048576"),
-        ({"prefix": Behaviours(items=b"abcd")}, "parallel arrays"),
-        ({"user_id": ""}, "Expected `str` of length >= 1"),
-        ({"user_id": "\ud800"}, "not a valid RankingRequest"),
-        ({"user_id": 7}, "Expected `str`, got `int`"),
-        ({"candidates": np.arange(3)}, "not a valid RankingRequest"),
-        ({"hops": 3}, "not a valid RankingRequest"),
-    ],
-)
+INVALID: list[tuple[dict[str, Any], str]] = [
+    ({"candidates": b""}, "candidates must be m ≥ 1 uint32"),
+    ({"candidates": b"abc"}, "candidates must be m ≥ 1 uint32"),
+    ({"candidates": pack_items(list(range(11)))}, r"11 candidates, the limit is 10 \(relay.max_candidates\)"),
+    (
+        {"suffix": msgspec.structs.replace(behaviours(6), times=b"\x7f" * 48)},
+        r"6 suffix behaviours, .*relay.max_suffix_tokens",
+    ),
+    ({"prefix": behaviours(200_001)}, "ranking takes 1048576"),
+    ({"prefix": behaviours(90_000)}, "ranking takes 1048576"),
+    ({"prefix": Behaviours(items=b"abcd")}, "parallel arrays"),
+    ({"user_id": ""}, "Expected `str` of length >= 1"),
+    ({"user_id": "\ud800"}, "not a valid RankingRequest"),
+    ({"user_id": 7}, "Expected `str`, got `int`"),
+    ({"candidates": np.arange(3)}, "not a valid RankingRequest"),
+    ({"hops": 3}, "not a valid RankingRequest"),
+]
+
+
 async def test_an_invalid_request_is_rejected_before_it_is_sent(
-    changes: dict[str, Any], message: str, embedded_settings: Kafka
+    embedded_settings: Kafka, subtests: pytest.Subtests
 ) -> None:
     async with responder_on(embedded_settings) as peer:
         async with RelayClient(settings=Settings(kafka=embedded_settings, relay=LIMITS)) as relay:
-            bad = request()
-            for name, value in changes.items():
-                bad = msgspec.structs.replace(bad, **{name: value})
-            with pytest.raises(Rejected, match=message):
-                await relay.rank(bad, timeout=1)
-            assert relay.in_flight == 0
+            for changes, message in INVALID:
+                with subtests.test(message):
+                    bad = request()
+                    for name, value in changes.items():
+                        bad = msgspec.structs.replace(bad, **{name: value})
+                    with pytest.raises(Rejected, match=message):
+                        await relay.rank(bad, timeout=1)
+                    assert relay.in_flight == 0
         assert peer.requests == []
 
 

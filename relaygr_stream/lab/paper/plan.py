@@ -84,6 +84,7 @@ class Curve:
     steps: tuple[Step, ...]
     shown: Shown = "rate"
     log: bool = False  # the axis
+    by: str = "revisit"  # another property: one chart for each of its values
 
 
 def curves(quick: bool) -> tuple[Curve, ...]:
@@ -103,8 +104,7 @@ def curves(quick: bool) -> tuple[Curve, ...]:
         _over("candidates", "Candidates", "candidates", candidates, (128, 512, 2048), log=True),
         _over("workers", "Workers", "workers", (1, 2, 4, 8), (1, 2, 8)),
         _over("long", "Share of long users", "share", (0.05, 0.1, 0.2, 0.4, 1.0), (0.1, 0.4), of=Setup(share=2.0)),
-        _over("layers", "Layers", "× those of the cost file", (0.25, 0.5, 0.75, 1.0, 1.5, 2.0)),
-        _over("width", "Width", "× that of the cost file", (0.25, 0.5, 0.75, 1.0, 1.5, 2.0)),
+        _shapes(),
         _over("hot", "A hot lane", "share of the users on it", (0.0, 0.1, 0.2, 0.3, 0.5, 0.7), modes=HOT_MODES),
         _over("swing", "A tide", "swing of the rate", (0.0, 0.2, 0.4, 0.6, 0.8)),
     )
@@ -157,6 +157,12 @@ def _over(
     steps = [Step(of.at(**{name: value}), modes) for value in values]
     steps += [Step(of.at(**{name: value}), (RELAY,), "fleet") for value in fleet]
     return Curve(name, words, axis, name, tuple(steps), log=log)
+
+
+def _shapes() -> Curve:
+    pairs = ((layers, width) for width in (0.5, 1.0, 2.0) for layers in (0.25, 0.5, 1.0, 1.5, 2.0))
+    steps = tuple(Step(Setup(layers=layers, width=width), TWO) for layers, width in pairs)
+    return Curve("layers", "Layers and width", "× layers of the cost file", "layers", steps, by="width")
 
 
 def _dram() -> Curve:

@@ -73,7 +73,7 @@ def make_report(
 
 
 def _rows(curve: Curve, known: Sequence[Point]) -> list[list[Any]]:
-    """[x, revisit, mode, where, what, median, least, greatest, oracle] of each point; of one of hits, two such rows."""
+    """[x, value of curve.by, mode, where, what, median, least, greatest, oracle] of each point; two of one of hits."""
     shown = {"hits": ("hits", "dram")}.get(curve.shown, (curve.shown,))
     rows = []
     for step in curve.steps:
@@ -83,7 +83,15 @@ def _rows(curve: Curve, known: Sequence[Point]) -> list[list[Any]]:
                 assert one is not None
                 value = one.shown(what) or (None, None, None)
                 rows.append(
-                    [getattr(one.setup, curve.x), one.setup.revisit, one.mode, one.where, what, *value, one.oracle]
+                    [
+                        getattr(one.setup, curve.x),
+                        getattr(one.setup, curve.by),
+                        one.mode,
+                        one.where,
+                        what,
+                        *value,
+                        one.oracle,
+                    ]
                 )
     return rows
 
@@ -243,8 +251,11 @@ Y_WORDS: Final = {
 }
 
 
+BY_WORDS: Final = {"revisit": "{:.0%} returning", "width": "{:g} × width"}
+
+
 def _charts(curve: Curve, rows: Sequence[Sequence[Any]]) -> str:
-    """A chart for each revisit ratio; in the chart of a curve over revisit ratios they are the axis."""
+    """A chart for each value of curve.by, if that is not the axis."""
     figures = []
     for title, series, x, y, words in drawings(curve, rows):
         figures.append(
@@ -255,11 +266,11 @@ def _charts(curve: Curve, rows: Sequence[Sequence[Any]]) -> str:
 
 def drawings(curve: Curve, rows: Sequence[Sequence[Any]]) -> Iterable[tuple[str, list[Series], Axis, Axis, str]]:
     """Title, lines, axes and legend of each chart of a curve."""
-    ratios = [None] if curve.x == "revisit" else sorted({row[1] for row in rows})
+    values = [None] if curve.x == curve.by else sorted({row[1] for row in rows})
     words = "Lines: simulated, with the range of the seeds. Dots: measured. Dashed: the oracle queue."
-    for ratio in ratios:
-        mine = [row for row in rows if ratio is None or row[1] == ratio]
-        title = curve.words if ratio is None else f"{curve.words}, {ratio:.0%} returning"
+    for value in values:
+        mine = [row for row in rows if value is None or row[1] == value]
+        title = curve.words if value is None else f"{curve.words}, {BY_WORDS[curve.by].format(value)}"
         yield title, list(_series(mine, curve)), Axis(curve.axis, log=curve.log), Y_WORDS[curve.shown], words
 
 

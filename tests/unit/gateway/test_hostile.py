@@ -8,6 +8,7 @@ import json
 import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -74,17 +75,25 @@ async def test_what_cannot_be_served_is_refused_and_closed(
         assert await still_serves(door)
 
 
-@pytest.mark.parametrize(
-    "body",
-    [b"", b"[", b"\xc1", b"[" * 200_000, b'{"user_id":"' + b"\xff" * 9 + b'"}', b'{"user_id":1e999}', b"null"],
-    ids=["empty", "cut", "c1", "deep", "utf8", "inf", "null"],
-)
-@pytest.mark.parametrize("media", ["application/json", "application/msgpack"])
-async def test_bodies_that_are_none_are_malformed(embedded_settings: Kafka, body: bytes, media: str) -> None:
+MALFORMED = {
+    "empty": b"",
+    "cut": b"[",
+    "c1": b"\xc1",
+    "deep": b"[" * 200_000,
+    "utf8": b'{"user_id":"' + b"\xff" * 9 + b'"}',
+    "inf": b'{"user_id":1e999}',
+    "null": b"null",
+}
+
+
+async def test_bodies_that_are_none_are_malformed(embedded_settings: Kafka, subtests: pytest.Subtests) -> None:
     async with responder_on(embedded_settings), door_on(embedded_settings) as door:
-        for path in ("/v1/announce", "/v1/rank"):
-            found = await door.ask("POST", path, body, content_type=media)
-            assert (found.status, found.value["error"]) == (400, "malformed")
+        for (name, body), media, path in product(
+            MALFORMED.items(), ("application/json", "application/msgpack"), ("/v1/announce", "/v1/rank")
+        ):
+            with subtests.test(f"{name} {media} {path}"):
+                found = await door.ask("POST", path, body, content_type=media)
+                assert (found.status, found.value["error"]) == (400, "malformed")
         assert await still_serves(door)
 
 
@@ -197,12 +206,13 @@ async def test_a_certificate_that_is_none_ends_the_start_naming_its_file(
             pass
 
 
-@pytest.mark.parametrize("token", ["", "wrong-but-long-enough", TOKEN[:-1], TOKEN.upper()])
-async def test_without_a_valid_token_nothing_is_done(embedded_settings: Kafka, token: str) -> None:
+async def test_without_a_valid_token_nothing_is_done(embedded_settings: Kafka, subtests: pytest.Subtests) -> None:
+    verbs = (("POST", "/v1/rank"), ("POST", "/v1/announce"), ("DELETE", "/v1/requests/r-1"))
     async with responder_on(embedded_settings) as peer, door_on(embedded_settings) as door:
-        for method, path in (("POST", "/v1/rank"), ("POST", "/v1/announce"), ("DELETE", "/v1/requests/r-1")):
-            found = await door.ask(method, path, json.dumps(RANK), token_=token)
-            assert (found.status, found.headers["www-authenticate"]) == (401, 'Bearer realm="relaygr"')
+        for token, (method, path) in product(("", "wrong-but-long-enough", TOKEN[:-1], TOKEN.upper()), verbs):
+            with subtests.test(f"{method} {path} with {token!r}"):
+                found = await door.ask(method, path, json.dumps(RANK), token_=token)
+                assert (found.status, found.headers["www-authenticate"]) == (401, 'Bearer realm="relaygr"')
         assert not (peer.requests or peer.events or peer.cancels)
 
 

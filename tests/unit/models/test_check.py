@@ -132,7 +132,7 @@ def built_in(**changes: Any) -> Callable[[torch.dtype], RankingModel]:
     return lambda dtype: load_model(shape, relay, device=CPU, dtype=dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -150,7 +150,7 @@ def test_the_models_of_this_repository_pass(changes: dict[str, Any], dtype: torc
     assert check_model(Probe(built_in(**changes), CPU, dtype, BOUNDS, seed=1), said.append), "\n".join(said)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -167,6 +167,12 @@ def test_the_built_in_model_with_features_passes(changes: dict[str, Any], dtype:
     said: list[str] = []
     probe = Probe(lambda wanted: Featured(wanted, **changes), CPU, dtype, bounds, seed=1)
     assert check_model(probe, said.append), "\n".join(said)
+
+
+@pytest.mark.parametrize("make", [built_in(), Featured], ids=["ids", "features"])
+def test_the_built_in_model_passes_in_float16(make: Callable[[torch.dtype], RankingModel]) -> None:
+    said: list[str] = []
+    assert check_model(Probe(make, CPU, torch.float16, BOUNDS, seed=1), said.append), "\n".join(said)
 
 
 def test_models_that_take_their_prefix_whole_are_spared_what_is_about_chunks() -> None:

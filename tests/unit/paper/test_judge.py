@@ -10,7 +10,7 @@ import pytest
 from relaygr_stream.lab.bench.results import Probe
 from relaygr_stream.lab.paper.judge import differences, headline, judge, length_at
 from relaygr_stream.lab.paper.plan import REVISITS, Where, curves
-from relaygr_stream.lab.paper.report import as_json, make_report, page, parts_rows, render, table_rows
+from relaygr_stream.lab.paper.report import as_json, drawings, make_report, page, parts_rows, render, table_rows
 from relaygr_stream.lab.paper.results import Headline, Outcome, PaperReport, Verdict, points
 from relaygr_stream.lab.paper.setup import GRID, HEADLINE, Setup
 
@@ -217,6 +217,19 @@ def test_a_report_can_be_read_again_and_its_page_stands_alone() -> None:
     assert "http://" not in text.replace("http://www.w3.org", "")
     assert "<script" not in text
     assert render(report) is not None
+
+
+def test_a_curve_of_two_properties_has_a_chart_for_each_value_of_one() -> None:
+    (curve,) = [one for one in curves(quick=False) if one.name == "layers"]
+    outcomes = [
+        outcome("relay", 100.0 * width + layers, where="simulated", layers=layers, width=width)
+        for width in (0.5, 2.0)
+        for layers in (0.25, 1.0)
+    ]
+    report = make_report(outcomes, (curve,), {"words": {}}, [], 1.0)
+    drawn = {title: series[0].points for title, series, *_ in drawings(curve, report.curves["layers"])}
+    assert list(drawn) == ["Layers and width, 0.5 × width", "Layers and width, 2 × width"]
+    assert [(dot.x, dot.y) for dot in drawn["Layers and width, 2 × width"]] == [(0.25, 200.25), (1.0, 201.0)]
 
 
 def test_tables_show_fleet_and_simulation_beside_each_other() -> None:

@@ -13,6 +13,8 @@ from relaygr_stream.lab.paper.setup import Setup, factor_for
 from relaygr_stream.lab.paper.simulated import Simulation
 from relaygr_stream.settings.load import load_settings
 
+pytestmark = pytest.mark.stack
+
 COSTS = costs_named("npu")
 SLO_MS = 50.0
 
