@@ -40,6 +40,7 @@ REGIMES: Final[dict[str, Setup]] = {
     "long beside short": Setup(share=4.0, long=0.2),
     "many users": Setup(known=MANY),
     "small tiers, hot users": Setup(**SMALL, zipf=1.1),
+    "small tiers, hot users, short head start": Setup(**SMALL, zipf=1.1, delay_ms=30.0),
     "a hot lane": Setup(hot=0.3),
     "short head start": Setup(delay_ms=30.0),
 }
