@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import os
 import shutil
 import socket
@@ -212,6 +213,7 @@ def start_store(folder: Path) -> tuple[subprocess.Popen[bytes] | None, History]:
 
 
 def main() -> None:
+    logging.getLogger("aiokafka").setLevel(logging.CRITICAL)  # topics made a moment ago have no leaders yet
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--events", type=int, default=40_000)
     parser.add_argument("--requests", type=int, default=300)
