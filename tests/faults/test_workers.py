@@ -15,7 +15,7 @@ import pytest
 from aiokafka import AIOKafkaConsumer, TopicPartition
 
 from relaygr_stream.bus.aiokafka_compat import client_options
-from relaygr_stream.client import exchange, relay
+from relaygr_stream.client import exchange, messages
 from tests.e2e.test_relay import co_owned
 from tests.faults.cluster import ThreeBrokers, relay_topics
 from tests.faults.load import Note
@@ -145,7 +145,7 @@ async def test_a_clients_clock_is_off(
 ) -> None:
     async with scene(cluster, relay_on(cluster), tmp_path, "w1") as stage:
         stage.begins()
-        for module in (relay, exchange):
+        for module in (messages, exchange):
             monkeypatch.setattr(module, "now_ms", lambda: int((time.time() + skew_s) * 1000))
         await stage.load.answered(100)
         stage.ends()

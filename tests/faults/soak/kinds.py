@@ -19,6 +19,7 @@ from aiokafka.errors import MessageSizeTooLargeError
 
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.wire.records import HEADER_CORRELATION, HEADER_REPLY_PARTITION
+from relaygr_stream.wire.versions import READ_VERSION
 from tests.faults.cluster import BROKERS
 from tests.faults.proxy import Link
 from tests.faults.soak.stage import EXTRA, TRIGGERS, WORKERS, Stage
@@ -187,7 +188,7 @@ async def _bad_messages(stage: Stage) -> None:
         nested = [nested]
     values = {
         "malformed": stage.rng.choice([b"\xc1", b"", stage.rng.randbytes(64), msgpack.packb(nested)]),
-        "unknown_version": msgpack.packb({"v": stage.rng.choice([0, 2, 99]), "request_id": "of a later version"}),
+        "unknown_version": msgpack.packb({"v": stage.rng.choice([0, READ_VERSION + 1, 99]), "request_id": "later"}),
     }
     for topic in (topics.retrieval, topics.pre_infer, topics.ranking):
         for reason, value in values.items():
