@@ -44,6 +44,9 @@ PACKAGED = "demo"
 @click.option(
     "--checkpoint", metavar="FOLDER", help="Rank with this model of yours; the default is trained on generated users."
 )
+@click.option(
+    "--by-reference", is_flag=True, help="Keep histories in a local store; requests with the relay refer to them."
+)
 @source_options
 def demo_command(
     broker: str,
@@ -54,6 +57,7 @@ def demo_command(
     out: Path,
     events: Path | None,
     checkpoint: str | None,
+    by_reference: bool,
     files: tuple[str, ...],
     assignments: tuple[str, ...],
 ) -> None:
@@ -66,6 +70,7 @@ def demo_command(
     \b
     Examples:
       relaygr demo --broker kafka --seconds 10
+      relaygr demo --by-reference
       relaygr demo --events ml-100k/u.data --checkpoint out/movielens
     """
     from relaygr_stream.lab.demo.plot import check_can_draw
@@ -85,5 +90,6 @@ def demo_command(
         seed=seed,
         out=out,
         events=events,
+        by_reference=by_reference,
     )
     sys.exit(run_until_stopped(run_demo(options, settings)))

@@ -24,10 +24,11 @@ from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.bus.topics import apply_topics, load_topics
 from relaygr_stream.client import RelayClient
 from relaygr_stream.errors import DecodeError
+from relaygr_stream.history.sqlite_store import SqliteStore
 from relaygr_stream.lab.demo.live import LiveState, LiveView
 from relaygr_stream.lab.demo.plot import save_plot
 from relaygr_stream.lab.demo.report import PREPARED_WORDS, DemoResult, render_table, verdict
-from relaygr_stream.lab.demo.traffic import MEDIAN_TOKENS, NEWEST, WARM_UP_S, Requests, requests_of
+from relaygr_stream.lab.demo.traffic import MEDIAN_TOKENS, NEWEST, WARM_UP_S, Requests, by_reference, requests_of
 from relaygr_stream.lab.processes import start_relay, wait_for_lanes
 from relaygr_stream.lab.workload.driver import DriveSummary, Result, drive
 from relaygr_stream.lab.workload.items import WorkItem
@@ -63,6 +64,7 @@ class DemoOptions:
     seed: int
     out: Path
     events: Path | None = None
+    by_reference: bool = False  # histories in a local store, to which the requests with the relay refer
 
 
 @dataclass
@@ -98,6 +100,8 @@ async def run_demo(options: DemoOptions, settings: Settings, console: Console | 
     # Beside the picture, so that nothing outside the user's folder remains, even after a crash.
     with tempfile.TemporaryDirectory(prefix=".demo-", dir=options.out.parent, ignore_cleanup_errors=True) as name:
         folder = Path(name)
+        if options.by_reference:
+            requests, settings = await _stored(requests, settings, folder)
         async with _cluster(options, settings, folder, console) as (reachable, broker):
             result = await _play(options, requests, reachable, folder, broker, console)
     result.wall_s = time.monotonic() - started
@@ -105,6 +109,18 @@ async def run_demo(options: DemoOptions, settings: Settings, console: Console | 
     save_plot(result, options.out)
     console.print(f"picture: {options.out}")
     return 1 if verdict(result) else 0
+
+
+async def _stored(requests: Requests, settings: Settings, folder: Path) -> tuple[Requests, Settings]:
+    """The requests with the relay by reference, and the settings with the store that has their histories."""
+    path = (folder / "histories").resolve()
+    store = SqliteStore(path)
+    try:
+        relayed = await by_reference(requests.relayed, store)
+    finally:
+        await store.close()
+    history = msgspec.structs.replace(settings.history, store=f"sqlite:{path}")
+    return requests._replace(relayed=relayed), msgspec.structs.replace(settings, history=history)
 
 
 @asynccontextmanager
@@ -151,7 +167,7 @@ async def _play(
             live.enter("warm-up", WARM_UP_S)
             await _phase(client, settings, requests.warm_up, live, {}, mode="auto")
             live.enter("relay", options.seconds)
-            await _phase(client, settings, requests.measured, live, relay, mode="auto")
+            await _phase(client, settings, requests.relayed, live, relay, mode="auto")
             live.enter("full inference, the same requests", options.seconds)
             await _phase(client, settings, requests.measured, live, full, mode="full")
             live.enter(f"full inference, the newest {NEWEST} behaviours only")
@@ -257,7 +273,7 @@ def _result(
                 if options.events
                 else f"prefixes log-normal around {MEDIAN_TOKENS:g} tokens, "
             )
-            + "stage delay log-normal around 80 ms",
+            + f"stage delay log-normal around 80 ms{', histories by reference' if options.by_reference else ''}",
         ),
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
@@ -12,6 +13,7 @@ import msgspec
 import numpy as np
 
 from relaygr_stream.errors import ConfigError, InputError
+from relaygr_stream.history.store import WritableStore
 from relaygr_stream.lab.workload.generator import Generator, GeneratorOptions
 from relaygr_stream.lab.workload.items import WorkItem
 from relaygr_stream.lab.workload.logs import InteractionLog, read_log
@@ -19,7 +21,10 @@ from relaygr_stream.lab.workload.replay import Replay, ReplayOptions
 from relaygr_stream.models.loading import checkpoint_folder, read_config
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.settings.worker import Model
+from relaygr_stream.wire.behaviours import Behaviours
 from relaygr_stream.wire.features import NO_FEATURES, FeatureSchema
+from relaygr_stream.wire.history import HistoryReference
+from relaygr_stream.wire.messages import with_version
 
 #: Median prefix: its full inference takes tens of milliseconds on one core, its ranking with prefix KV a few.
 MEDIAN_TOKENS: Final = 700.0
@@ -42,7 +47,8 @@ class Requests(NamedTuple):
     """The requests of each phase, in the order of time."""
 
     warm_up: list[WorkItem]
-    measured: list[WorkItem]  # with the relay, then in full
+    relayed: list[WorkItem]  # measured with the relay
+    measured: list[WorkItem]  # the same in full
     newest: list[WorkItem]  # the same with the newest behaviours only, evenly spaced
 
 
@@ -60,7 +66,30 @@ def requests_of(settings: Settings, events: Path | None, *, seconds: float, rate
     newest = [
         replace(newest_only(item, NEWEST), at=index / pace, stage_delay=0.0) for index, item in enumerate(measured)
     ]
-    return Requests(warm_up, measured, newest)
+    return Requests(warm_up, measured, measured, newest)
+
+
+async def by_reference(items: Iterable[WorkItem], store: WritableStore) -> list[WorkItem]:
+    """The same requests, which refer to histories that the store has afterwards; items: in the order of time.
+
+    A request whose history does not begin with the user's last one carries it: the store has one history of a user.
+    """
+    referring: list[WorkItem] = []
+    known: dict[str, Behaviours] = {}
+    references: dict[str, HistoryReference] = {}
+    for item in items:
+        user, prefix = item.event.user_id, item.event.prefix
+        before = known.get(user, Behaviours())
+        if not len(prefix) or prefix.slice(0, len(before)) != before:
+            referring.append(item)
+            continue
+        if len(prefix) > len(before):
+            references[user] = await store.append(user, "", prefix.slice(len(before), len(prefix)))
+            known[user] = prefix
+        changes = {"prefix": Behaviours(), **with_version(references[user])}
+        event, request = (msgspec.structs.replace(one, **changes) for one in (item.event, item.request))
+        referring.append(replace(item, event=event, request=request))
+    return referring
 
 
 def known_items(model: Model) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -12,13 +13,16 @@ from click.testing import CliRunner
 
 from relaygr_stream.cli.main import main
 from relaygr_stream.errors import InputError, ModelError
-from relaygr_stream.lab.demo.traffic import ITEMS_FILE, NEWEST, known_items, newest_only, requests_of
+from relaygr_stream.history.sqlite_store import SqliteStore
+from relaygr_stream.lab.demo.traffic import ITEMS_FILE, NEWEST, by_reference, known_items, newest_only, requests_of
 from relaygr_stream.models.hstu_model import HSTUConfig
 from relaygr_stream.models.loading import random_model, save_checkpoint
 from relaygr_stream.settings.load import load_settings
 from relaygr_stream.settings.schema import Settings
-from relaygr_stream.wire.codec import check_features
+from relaygr_stream.wire.codec import check_features, decode, encode
 from relaygr_stream.wire.features import FeatureColumn, FeatureSchema
+from relaygr_stream.wire.history import HistoryReference
+from relaygr_stream.wire.messages import RequestEvent
 
 ITEMS = 40
 CONFIG = HSTUConfig(layers=1, dim=8, heads=1, dqk=8, dv=8, scale_tokens=8, vocab=ITEMS, max_positions=8, tasks=("a",))
@@ -68,6 +72,26 @@ def test_the_last_phase_asks_the_same_with_the_newest_behaviours_only() -> None:
         )  # fmt: skip
     one = newest_only(requests.measured[0], 3)  # fewer than the suffix has: a request has a prefix
     assert len(one.request.prefix) == 1
+
+
+async def test_requests_by_reference_name_the_histories_that_they_carried(tmp_path: Path) -> None:
+    settings = load_settings(["demo"], {"model.checkpoint": "", "model.vocab": "1000"}).settings
+    measured = requests_of(settings, None, seconds=20, rate=4, seed=3).measured
+    last = measured[-1]
+    turned = replace(last, event=msgspec.structs.replace(last.event, prefix=measured[0].event.prefix.slice(1, 9)))
+    store = SqliteStore(tmp_path / "histories")
+    *referring, carrying = await by_reference([*measured, turned], store)
+    assert len({item.event.user_id for item in referring}) < len(referring), "somebody returns"
+    for carried, item in zip(measured, referring, strict=True):
+        reference = item.request.history
+        assert isinstance(reference, HistoryReference)
+        assert (item.event.history, len(item.request.prefix), len(item.event.prefix)) == (reference, 0, 0)
+        found = await store.read(item.event.user_id, "", reference.version, 0, reference.length)
+        assert found.slice(0, reference.length) == carried.request.prefix
+        assert HistoryReference.of(found).digest == reference.digest
+        assert decode(RequestEvent, encode(item.event)) == item.event
+    assert carrying is turned
+    await store.close()
 
 
 def test_a_log_of_the_checkpoints_ids_is_taken_as_it_is(checkpoint: Path, tmp_path: Path) -> None:
