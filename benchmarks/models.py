@@ -30,13 +30,13 @@ from floors import Machine
 
 from relaygr_stream import settings
 from relaygr_stream.cache.tiers import capacity_for
+from relaygr_stream.engine.executor import Executor
 from relaygr_stream.lab.bench.capacity import RequestCost, Traffic, predicted_rate, revisit_matters, slack_ms
 from relaygr_stream.lab.bench.cells import BUS_MS
 from relaygr_stream.lab.bench.modes import FULL, RELAY, Mode
 from relaygr_stream.models.api import ScoreInput, Tokens
 from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.models.loading import load_model
-from relaygr_stream.worker.executor import Executor
 
 ROOT: Final = Path(__file__).parents[1]
 CPU: Final = torch.device("cpu")

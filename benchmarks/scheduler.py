@@ -31,6 +31,9 @@ import numpy as np
 import torch
 from targets import end
 
+from relaygr_stream.engine.build import WorkerRuntime, build
+from relaygr_stream.engine.commands import Answer, Prefill, Query, Rank
+from relaygr_stream.engine.scheduler import Snapshot
 from relaygr_stream.models.api import RankingModel, Tokens
 from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.settings.schema import Relay, Settings
@@ -39,11 +42,8 @@ from relaygr_stream.wire.behaviours import Behaviours, pack_items
 from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.messages import PreInferSignal, RankingRequest
 from relaygr_stream.wire.records import Record
-from relaygr_stream.worker.build import WorkerRuntime, build
-from relaygr_stream.worker.commands import Answer, Prefill, Query, Rank
 from relaygr_stream.worker.device import DeviceThread
 from relaygr_stream.worker.intake import Intake, Origin
-from relaygr_stream.worker.scheduler import Snapshot
 
 #: Shares of the device's time that are asked for pre-inference.
 LOADS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5)

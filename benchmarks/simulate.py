@@ -25,6 +25,9 @@ from simulate_forwarding import compare as forwarding
 from simulate_slo import compare
 from targets import end
 
+from relaygr_stream.engine.build import build
+from relaygr_stream.engine.commands import Answer, Command, Query
+from relaygr_stream.engine.executor import Executor
 from relaygr_stream.lab.simulate.calibrate import Samples, calibrate, extend_features, score_features
 from relaygr_stream.lab.simulate.costs import DeviceCosts
 from relaygr_stream.lab.simulate.fleet import Fleet
@@ -38,10 +41,7 @@ from relaygr_stream.models.api import ScoreInput, Tokens
 from relaygr_stream.settings.load import load_settings
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.wire.messages import WorkerStatus
-from relaygr_stream.worker.build import build
-from relaygr_stream.worker.commands import Answer, Command, Query
 from relaygr_stream.worker.device import Submitted, take_turn
-from relaygr_stream.worker.executor import Executor
 from relaygr_stream.worker.statement import Identity, Statements
 
 #: Targets: the simulation's P99 and hit share are within this of the real core's, relative; and a thousand workers at

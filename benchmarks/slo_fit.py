@@ -15,11 +15,11 @@ from typing import Any, Final
 
 import msgspec
 
+from relaygr_stream.engine.executor import SHARE
 from relaygr_stream.lab.bench.options import SloOptions
 from relaygr_stream.lab.simulate.bus import Z99, BusLatency
 from relaygr_stream.lab.simulate.costs import DeviceCosts
 from relaygr_stream.settings.schema import Settings
-from relaygr_stream.worker.executor import SHARE
 
 Probe = dict[str, Any]
 

@@ -12,13 +12,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from relaygr_stream.engine.cost_model import Costs
+from relaygr_stream.engine.executor import SHARE, Executor
 from relaygr_stream.models.api import ScoreInput, Tokens
 from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.models.loading import load_model
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.wire.messages import CostModel
-from relaygr_stream.worker.cost_model import Costs
-from relaygr_stream.worker.executor import SHARE, Executor
 
 CPU: Final = torch.device("cpu")
 #: Triggers learn new coefficients with each status, four times a second; at some 20–100 ms a request, so often.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry
 
 from relaygr_stream.cache.storage import make_storage
+from relaygr_stream.engine.build import WorkerRuntime, longest_sequence
 from relaygr_stream.errors import ConfigError
 from relaygr_stream.handover.desk import Desk, HandoverMetrics
 from relaygr_stream.handover.service import Handover
@@ -12,7 +13,6 @@ from relaygr_stream.handover.wire import Identity, token_bytes
 from relaygr_stream.models.api import schema_of
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.wire.fleet import OwnerDirectory
-from relaygr_stream.worker.build import WorkerRuntime, longest_sequence
 from relaygr_stream.worker.device import DeviceThread
 
 

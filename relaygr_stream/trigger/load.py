@@ -18,7 +18,7 @@ from relaygr_stream.wire.fleet import FORGET_S, TRAVEL_MS, Claim
 #: pre-infer share, whatever the number of lanes.
 START_S: Final = 1.0
 #: A lane's bucket holds at most the refill of this many seconds, so that savings shrink with the grant. It is about as
-#: long as an owner counts a lane as in use after its last request (worker/budgets.py).
+#: long as an owner counts a lane as in use after its last request (engine/budgets.py).
 LANE_S: Final = 10.0
 #: An owner's bucket holds at most the refill of this many seconds: its lanes together save at most one second of its
 #: device time, which is less than a life window.

@@ -15,10 +15,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
+from relaygr_stream.engine.commands import Answer, Command, Placed, Prefill
+from relaygr_stream.engine.scheduler import Scheduler
 from relaygr_stream.errors import DeviceError
 from relaygr_stream.telemetry.background import Background
-from relaygr_stream.worker.commands import Answer, Command, Placed, Prefill
-from relaygr_stream.worker.scheduler import Scheduler
 
 #: The thread looks around at least this often, so that its pulse (`turns`) shows a hang, not idleness.
 IDLE_WAIT_S: Final = 0.25

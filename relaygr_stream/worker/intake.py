@@ -16,6 +16,7 @@ from typing import Final
 import numpy as np
 
 from relaygr_stream.bus.ages import Age, AgeBounds, LogEnd, SenderLag
+from relaygr_stream.engine.commands import DELEGATED_LANE, PrefillTask, RankTask, Referred
 from relaygr_stream.errors import DecodeError
 from relaygr_stream.models.api import ROWS, Tokens
 from relaygr_stream.settings.schema import Relay
@@ -31,7 +32,6 @@ from relaygr_stream.wire.records import (
     Record,
     kind_of,
 )
-from relaygr_stream.worker.commands import DELEGATED_LANE, PrefillTask, RankTask, Referred
 
 #: Decimal digits of the largest partition number (int32).
 MAX_PARTITION_DIGITS: Final = 10

@@ -29,6 +29,8 @@ from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.renewed import RenewalsCollector
 from relaygr_stream.bus.topic_check import PartitionCounts
 from relaygr_stream.bus.topics import load_topics, verify_topics
+from relaygr_stream.engine.audit import Report
+from relaygr_stream.engine.build import WorkerRuntime, build
 from relaygr_stream.errors import BrokerError, DeviceError
 from relaygr_stream.history.store import HistoryStore, open_store
 from relaygr_stream.models.hstu_model import HSTUModel
@@ -41,14 +43,12 @@ from relaygr_stream.telemetry.tracing import Tracing
 from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.worker_status import StatusReader
-from relaygr_stream.worker.audit import AuditReport, Report
-from relaygr_stream.worker.build import WorkerRuntime, build
 from relaygr_stream.worker.device import DeviceThread
 from relaygr_stream.worker.metrics import WorkerMetrics
 from relaygr_stream.worker.replies import check_answers_fit
 from relaygr_stream.worker.requests import Bus, Requests
 from relaygr_stream.worker.status import StatusReporter
-from relaygr_stream.worker.watch import Watch
+from relaygr_stream.worker.watch import AuditReport, Watch
 
 log = structlog.get_logger(__name__)
 

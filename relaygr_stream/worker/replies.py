@@ -15,6 +15,7 @@ import structlog
 from relaygr_stream.bus.dead_letter import RETRY_S, DeadLetters
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.topics import TopicSet
+from relaygr_stream.engine.commands import Answer, RankTask
 from relaygr_stream.errors import CRASHED, BrokerError, ConfigError, DecodeError
 from relaygr_stream.models.api import RankingModel
 from relaygr_stream.telemetry.background import Background, endless
@@ -26,7 +27,6 @@ from relaygr_stream.wire.messages import SCORE_DTYPE, ScoreReply, Status, Timing
 from relaygr_stream.wire.records import HEADER_CORRELATION, HEADER_SIGNATURE, Record
 from relaygr_stream.wire.refusals import Reasons
 from relaygr_stream.wire.signature import answer_signature
-from relaygr_stream.worker.commands import Answer, RankTask
 from relaygr_stream.worker.forwarding import WHY, Forwarding, instead, next_hop, time_left_ms
 from relaygr_stream.worker.intake import Origin, TooMuch
 from relaygr_stream.worker.metrics import WorkerMetrics

@@ -19,19 +19,8 @@ from prometheus_client import CollectorRegistry
 from relaygr_stream.bus.ages import LogEnds
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.topics import TopicSet
-from relaygr_stream.errors import CRASHED, DecodeError
-from relaygr_stream.history.store import HistoryStore
-from relaygr_stream.models.api import schema_of
-from relaygr_stream.settings.schema import Settings
-from relaygr_stream.telemetry.background import Background
-from relaygr_stream.telemetry.tracing import Tracing
-from relaygr_stream.wire.erase import Erase
-from relaygr_stream.wire.fleet import OwnerDirectory
-from relaygr_stream.wire.records import KIND_CANCEL, KIND_DELEGATED, Record, kind_of
-from relaygr_stream.wire.refusals import KIND as REFUSALS
-from relaygr_stream.wire.refusals import Reasons
-from relaygr_stream.worker.build import WorkerRuntime
-from relaygr_stream.worker.commands import (
+from relaygr_stream.engine.build import WorkerRuntime
+from relaygr_stream.engine.commands import (
     DELEGATED_LANE,
     Answer,
     Cancel,
@@ -43,6 +32,17 @@ from relaygr_stream.worker.commands import (
     Rank,
     RankTask,
 )
+from relaygr_stream.errors import CRASHED, DecodeError
+from relaygr_stream.history.store import HistoryStore
+from relaygr_stream.models.api import schema_of
+from relaygr_stream.settings.schema import Settings
+from relaygr_stream.telemetry.background import Background
+from relaygr_stream.telemetry.tracing import Tracing
+from relaygr_stream.wire.erase import Erase
+from relaygr_stream.wire.fleet import OwnerDirectory
+from relaygr_stream.wire.records import KIND_CANCEL, KIND_DELEGATED, Record, kind_of
+from relaygr_stream.wire.refusals import KIND as REFUSALS
+from relaygr_stream.wire.refusals import Reasons
 from relaygr_stream.worker.device import DeviceThread
 from relaygr_stream.worker.forwarding import Forwarding
 from relaygr_stream.worker.histories import Histories, HistoryMetrics

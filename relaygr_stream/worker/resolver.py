@@ -12,13 +12,13 @@ from typing import Final
 
 import structlog
 
+from relaygr_stream.engine.commands import Answer, Prefill, PrefillTask, Rank
 from relaygr_stream.errors import DecodeError, HistoryError
 from relaygr_stream.telemetry.background import Background
 from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.telemetry.logs import request_log_fields
 from relaygr_stream.wire.behaviours import Behaviours
 from relaygr_stream.wire.messages import Status
-from relaygr_stream.worker.commands import Answer, Prefill, PrefillTask, Rank
 from relaygr_stream.worker.histories import Histories, HistoryMetrics
 from relaygr_stream.worker.intake import Intake
 from relaygr_stream.worker.traces import fetch_part

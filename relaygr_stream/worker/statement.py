@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from relaygr_stream.engine.budgets import BusyShare, LaneBudgets, LaneShares, LoadSplit
+from relaygr_stream.engine.build import WorkerRuntime, delegated_bytes
+from relaygr_stream.engine.executor import SHARE
+from relaygr_stream.engine.scheduler import Snapshot
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.wire.messages import LaneStatus, State, WorkerStatus
-from relaygr_stream.worker.budgets import BusyShare, LaneBudgets, LaneShares, LoadSplit
-from relaygr_stream.worker.build import WorkerRuntime, delegated_bytes
-from relaygr_stream.worker.executor import SHARE
-from relaygr_stream.worker.scheduler import Snapshot
 
 #: The smallest free share assumed: an average over a second does not tell less from none.
 LEAST_FREE: Final = 0.02

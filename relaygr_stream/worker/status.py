@@ -20,6 +20,9 @@ from relaygr_stream.bus.lanes import LaneConsumer
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.bus.topics import TopicSet
+from relaygr_stream.engine.build import WorkerRuntime
+from relaygr_stream.engine.commands import Query
+from relaygr_stream.engine.scheduler import Snapshot
 from relaygr_stream.errors import BrokerError, DecodeError, DeviceError, Superseded
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.background import Background, periodically
@@ -32,11 +35,8 @@ from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import State, WorkerStatus
 from relaygr_stream.wire.records import Record, kind_of
 from relaygr_stream.wire.worker_status import HEADER_INCARNATION, StatusReader
-from relaygr_stream.worker.build import WorkerRuntime
-from relaygr_stream.worker.commands import Query
 from relaygr_stream.worker.device import DeviceThread
 from relaygr_stream.worker.metrics import WorkerMetrics
-from relaygr_stream.worker.scheduler import Snapshot
 from relaygr_stream.worker.statement import Identity, Statements
 
 log = structlog.get_logger(__name__)

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from time import monotonic
 
+from relaygr_stream.engine.commands import Answer, Placed, PrefillTask, RankTask
 from relaygr_stream.telemetry.tracing import Trace
-from relaygr_stream.worker.commands import Answer, Placed, PrefillTask, RankTask
 
 #: Outcomes of rankings that waited for the device to compute prefix KV.
 PREFILLED = ("joined", "full", "truncated")

@@ -7,13 +7,28 @@ import asyncio
 from collections.abc import Callable
 from typing import Final
 
+import structlog
+
+from relaygr_stream import settings
 from relaygr_stream.bus.lanes import LaneConsumer
 from relaygr_stream.bus.producer import Producer
+from relaygr_stream.engine.commands import RankTask
 from relaygr_stream.errors import DeviceError
+from relaygr_stream.telemetry.logs import request_log_fields
 from relaygr_stream.telemetry.process import ProcessContext
 from relaygr_stream.worker.device import DeviceThread
+from relaygr_stream.worker.metrics import WorkerMetrics
+
+log = structlog.get_logger(__name__)
 
 WATCH_S: Final = 0.25  # health is as fresh as worker-status is by default
+#: A relayed score may differ from full inference by this much, relative: 1e-5 in float32. In half
+#: precision the two paths round differently; a hundredth is two bfloat16 steps.
+AUDIT_TOLERANCE: Final = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-2}
+#: Audits that deviate, of one process, at which it is not ready any more. A flipped bit spoils one user's prefix KV,
+#: which are evicted by the first audit that finds it; two may be chance. Three times means a device, a kernel or a
+#: model that computes something else each time. At the default share of 0.01 it takes about 300 relayed rankings.
+DEVIATIONS_TO_UNREADY: Final = 3
 #: The thread's pulse may pause for one long operation; past this share of the poll limit the worker is not ready, and
 #: its lanes are given up at the limit.
 STALL_SHARE: Final = 0.5
@@ -60,3 +75,41 @@ class Watch:
             await asyncio.sleep(WATCH_S)
             moved, turns = self._device.turns != turns, self._device.turns
             self._stuck_s = 0.0 if moved else self._stuck_s + WATCH_S
+
+
+class AuditReport:
+    """Turns audits into metrics, errors and readiness. Called on the device thread; prometheus_client allows that."""
+
+    def __init__(self, worker: settings.Worker, metrics: WorkerMetrics) -> None:
+        self._tolerance = {"exact": AUDIT_TOLERANCE[worker.dtype]}
+        self._tolerance["int8"] = max(self._tolerance["exact"], worker.dram_int8_deviation)
+        self._metrics = metrics
+        self._deviated = 0
+
+    @property
+    def distrust(self) -> str:
+        """Why this worker's scores cannot be trusted; "" while they can. It stays until the process ends."""
+        if self._deviated < DEVIATIONS_TO_UNREADY:
+            return ""
+        return f"{self._deviated} audits deviated from full inference; see the log, then restart the worker"
+
+    def __call__(self, task: RankTask, deviation: float, ms: float) -> bool:
+        """Whether the deviation is too large.
+
+        deviation: relative, of the relayed scores from full inference. ms: device time of the audit.
+        """
+        storage = "int8" if task.approximate else "exact"
+        tolerance = self._tolerance[storage]
+        agreed = deviation <= tolerance
+        self._metrics.audits.labels("agreed" if agreed else "deviated", storage).inc()
+        self._metrics.device_seconds.labels("audit").inc(ms / 1e3)
+        if not agreed:
+            self._deviated += 1
+            log.error(
+                "a relayed score deviates from full inference",
+                **request_log_fields(task.request_id, task.user_id, task.lane, task.outcome),
+                deviation=deviation,
+                tolerance=tolerance,
+                storage=storage,
+            )
+        return not agreed

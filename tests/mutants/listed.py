@@ -27,63 +27,63 @@ CLIENTS_QUEUE: Final = "worker/test_queue worker/test_clients"
 
 MUTANTS: Final = (
     # worker: what work costs
-    Mutant("worker/cost_model.py", "if off > limit:", "if off > 100 * limit:", COSTS),
-    Mutant("worker/cost_model.py", "        ratios.clear()\n", "", COSTS),
-    Mutant("worker/cost_model.py", "median = sorted(ratios)[LEVEL_SAMPLES // 2]", "median = max(ratios)", COSTS),
-    Mutant("worker/cost_model.py", "del used[solved.index(least)]", "del used[0]", COSTS),
-    Mutant("worker/cost_model.py", "return tokens - tokens % MIN_CHUNK if", "return tokens if", COSTS),
-    Mutant("worker/cost_model.py", "max(self._horizon, position + tokens)", "max(self._horizon, tokens)", COSTS),
+    Mutant("engine/cost_model.py", "if off > limit:", "if off > 100 * limit:", COSTS),
+    Mutant("engine/cost_model.py", "        ratios.clear()\n", "", COSTS),
+    Mutant("engine/cost_model.py", "median = sorted(ratios)[LEVEL_SAMPLES // 2]", "median = max(ratios)", COSTS),
+    Mutant("engine/cost_model.py", "del used[solved.index(least)]", "del used[0]", COSTS),
+    Mutant("engine/cost_model.py", "return tokens - tokens % MIN_CHUNK if", "return tokens if", COSTS),
+    Mutant("engine/cost_model.py", "max(self._horizon, position + tokens)", "max(self._horizon, tokens)", COSTS),
     # worker: what triggers may ask for
-    Mutant("worker/budgets.py", "while before and now_s - before[0][0] > self._hold_s:", "while before:", BUDGETS),
-    Mutant("worker/budgets.py", "return max(self.now, self.before[0][1]) if self.before else", "return", BUDGETS),
-    Mutant("worker/budgets.py", "max(self.now, self.before[0][1])", "self.before[0][1]", BUDGETS),
-    Mutant("worker/budgets.py", "bound if bound > most else most", "bound", BOUNDS),
-    Mutant("worker/budgets.py", "self.before and self.before[-1][1] <= self.now:", "self.before:", BUDGETS),
-    Mutant("worker/budgets.py", "budget = min(budget, already + room)", "budget = already + room", BUDGETS),
-    Mutant("worker/budgets.py", "                room -= budget - already\n", "", BUDGETS),
-    Mutant("worker/budgets.py", "left += total - seen", "left += total", BUDGETS),
-    Mutant("worker/budgets.py", "return now if now > before else before", "return now", BUDGETS),
-    Mutant("worker/budgets.py", "min(self._cap, 1.0 - self.ranking_share)", "self._cap", BUDGETS),
+    Mutant("engine/budgets.py", "while before and now_s - before[0][0] > self._hold_s:", "while before:", BUDGETS),
+    Mutant("engine/budgets.py", "return max(self.now, self.before[0][1]) if self.before else", "return", BUDGETS),
+    Mutant("engine/budgets.py", "max(self.now, self.before[0][1])", "self.before[0][1]", BUDGETS),
+    Mutant("engine/budgets.py", "bound if bound > most else most", "bound", BOUNDS),
+    Mutant("engine/budgets.py", "self.before and self.before[-1][1] <= self.now:", "self.before:", BUDGETS),
+    Mutant("engine/budgets.py", "budget = min(budget, already + room)", "budget = already + room", BUDGETS),
+    Mutant("engine/budgets.py", "                room -= budget - already\n", "", BUDGETS),
+    Mutant("engine/budgets.py", "left += total - seen", "left += total", BUDGETS),
+    Mutant("engine/budgets.py", "return now if now > before else before", "return now", BUDGETS),
+    Mutant("engine/budgets.py", "min(self._cap, 1.0 - self.ranking_share)", "self._cap", BUDGETS),
     # worker: the scheduler and what it steps
     Mutant(
-        "worker/scheduler.py", "failed_in_a_row >= GIVE_UP_AFTER:", "failed_in_a_row < 0:", "worker/test_core_failures"
+        "engine/scheduler.py", "failed_in_a_row >= GIVE_UP_AFTER:", "failed_in_a_row < 0:", "worker/test_core_failures"
     ),
     Mutant(
-        "worker/queue.py", "return min(in_turn, key=lambda head: head[0])[2:]", "return in_turn[-1][2:]", CLIENTS_QUEUE
+        "engine/queue.py", "return min(in_turn, key=lambda head: head[0])[2:]", "return in_turn[-1][2:]", CLIENTS_QUEUE
     ),
     Mutant(
-        "worker/rankings.py",
+        "engine/rankings.py",
         "if len(batch) > 1:",
         "if len(batch) > 9:",
         "worker/test_core_failures",
     ),
-    Mutant("worker/prefill.py", "elif now > job.due:", "elif now < job.due:", "worker/test_core_signals"),
-    Mutant("worker/signals.py", "        self._lane_bytes[pin.lane] -= pin.nbytes\n", "", "worker/test_pins"),
+    Mutant("engine/prefill.py", "elif now > job.due:", "elif now < job.due:", "worker/test_core_signals"),
+    Mutant("engine/signals.py", "        self._lane_bytes[pin.lane] -= pin.nbytes\n", "", "worker/test_pins"),
     Mutant(
         "gateway/connections.py", "self._head_bytes > MAX_HEAD_BYTES", "self._head_bytes < 0", "gateway/test_hostile"
     ),
     Mutant("gateway/app.py", "        self._open[tenant] -= 1\n", "", "gateway/test_hostile"),
-    Mutant("worker/signals.py", "self._answered.add(request_key)", "pass", "worker/test_core_signals"),
-    Mutant("worker/scheduler.py", "and self._jobs.cancelled(entry, now)", "and False", "worker/test_core_signals"),
+    Mutant("engine/signals.py", "self._answered.add(request_key)", "pass", "worker/test_core_signals"),
+    Mutant("engine/scheduler.py", "and self._jobs.cancelled(entry, now)", "and False", "worker/test_core_signals"),
     Mutant("client/relay.py", "        self._pinned = False\n        return", "        return", "test_request"),
-    Mutant("worker/executor.py", "            region.length = self.position\n", "", "worker/test_core_failures"),
+    Mutant("engine/executor.py", "            region.length = self.position\n", "", "worker/test_core_failures"),
     Mutant("worker/device.py", "            self.submit(command)\n", "            del command\n", "worker/test_device"),
-    Mutant("worker/audit.py", "self.deviating.append(task.user_key)", "pass", "worker/test_audit worker/test_distrust"),
-    Mutant("worker/rankings.py", "if pinned is not None and self._serves(pinned, task):", "if pinned:", FAMILIES),
-    Mutant("worker/build.py", "alloc_bytes) - 1) for tokens", "alloc_bytes)) for tokens", "worker/test_build"),
+    Mutant("engine/audit.py", "self.deviating.append(task.user_key)", "pass", "worker/test_audit worker/test_distrust"),
+    Mutant("engine/rankings.py", "if pinned is not None and self._serves(pinned, task):", "if pinned:", FAMILIES),
+    Mutant("engine/build.py", "alloc_bytes) - 1) for tokens", "alloc_bytes)) for tokens", "worker/test_build"),
     # a state of one length
     Mutant("cache/entry.py", "(held.shape[1] > wanted.shape[1] and not sliceable)", "False", FAMILIES),
     Mutant("cache/prefix_cache.py", "(entry.computing and not self._sliceable)", "False", FAMILIES),
     Mutant("cache/prefix_cache.py", "not (entry.pins or entry.spill)", "not entry.pins", "cache/test_prefix_cache"),
     # worker: clients among each other
-    Mutant("worker/clients.py", "max(account.served_ms, self.floor_ms)", "account.served_ms", "worker/test_clients"),
+    Mutant("engine/clients.py", "max(account.served_ms, self.floor_ms)", "account.served_ms", "worker/test_clients"),
     Mutant(
-        "worker/clients.py",
+        "engine/clients.py",
         "return most if most.of(measure) > task.account.of(measure) + own else None",
         "return most",
         "worker/test_clients",
     ),
-    Mutant("worker/clients.py", "        self.nbytes -= task.nbytes\n", "", "worker/test_clients"),
+    Mutant("engine/clients.py", "        self.nbytes -= task.nbytes\n", "", "worker/test_clients"),
     # worker: forwards
     Mutant("worker/forwarding.py", "if hops >= MOST_HOPS:", "if hops > MOST_HOPS:", "worker/test_forwarding"),
     Mutant(
@@ -104,19 +104,19 @@ MUTANTS: Final = (
     Mutant("trigger/load.py", "return NEW_SHARE * whole_ms if", "return whole_ms if", "trigger/test_delegation"),
     # worker: delegates
     Mutant(
-        "worker/signals.py",
+        "engine/signals.py",
         "self._footprint + delegated:",
         "self._footprint:",
         "worker/test_delegated",
     ),
     Mutant(
-        "worker/signals.py",
+        "engine/signals.py",
         "if delegated + self._cache.nbytes(len(task.tokens)) > self._delegated:",
         "if delegated > self._delegated:",
         "worker/test_delegated worker/test_core_machine",
     ),
     Mutant(
-        "worker/rankings.py",
+        "engine/rankings.py",
         "if task.pass_to is not None and found[1] is not Coverage.COVERS:",
         "if False:",
         "worker/test_delegated",
@@ -132,17 +132,17 @@ MUTANTS: Final = (
     ),
     Mutant("worker/forwarding.py", "TRAVEL_MS + owned[0].queue_ms >", "TRAVEL_MS >", "worker/test_delegated"),
     # worker: in time or not, room or not
-    Mutant("worker/forecast.py", "if 0.0 <= spare < own:", "if spare < own:", "worker/test_overload"),
-    Mutant("worker/forecast.py", "self._saved_ms > PAYS *", "self._saved_ms > 0 *", "worker/test_batching"),
-    Mutant("worker/forecast.py", "return self._samples >= ENOUGH", "return True", "worker/test_overload"),
+    Mutant("engine/forecast.py", "if 0.0 <= spare < own:", "if spare < own:", "worker/test_overload"),
+    Mutant("engine/forecast.py", "self._saved_ms > PAYS *", "self._saved_ms > 0 *", "worker/test_batching"),
+    Mutant("engine/forecast.py", "return self._samples >= ENOUGH", "return True", "worker/test_overload"),
     Mutant(
-        "worker/admission.py",
+        "engine/admission.py",
         "len(self.waiting) >= self._places:",
         "len(self.waiting) > self._places:",
         "worker/test_core worker/test_clients",
     ),
     Mutant(
-        "worker/admission.py",
+        "engine/admission.py",
         "self.clients.nbytes + task.nbytes >",
         "self.clients.nbytes >",
         "worker/test_clients worker/test_core_machine",

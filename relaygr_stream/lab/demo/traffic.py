@@ -87,8 +87,8 @@ async def by_reference(items: Iterable[WorkItem], store: WritableStore) -> list[
             references[user] = await store.append(user, "", prefix.slice(len(before), len(prefix)))
             known[user] = prefix
         changes = {"prefix": Behaviours(), **with_version(references[user])}
-        event, request = (msgspec.structs.replace(one, **changes) for one in (item.event, item.request))
-        referring.append(replace(item, event=event, request=request))
+        event = msgspec.structs.replace(item.event, **changes)
+        referring.append(replace(item, event=event, request=msgspec.structs.replace(item.request, **changes)))
     return referring
 
 

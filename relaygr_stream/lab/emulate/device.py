@@ -20,13 +20,13 @@ import torch
 from relaygr_stream.cache.fading import CostAwarePolicy
 from relaygr_stream.cache.memory import TierMemory
 from relaygr_stream.cache.tiers import MakePolicy
+from relaygr_stream.engine.audit import Report
+from relaygr_stream.engine.build import WorkerRuntime, assemble, load_executor
 from relaygr_stream.errors import ConfigError
 from relaygr_stream.lab.simulate.costs import DeviceCosts
 from relaygr_stream.lab.simulate.device import META, DeviceClock, SimulatedCopies, SimulatedModel
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.settings.worker import Model
-from relaygr_stream.worker.audit import Report
-from relaygr_stream.worker.build import WorkerRuntime, assemble, load_executor
 
 #: An operation that comes later than this after the last one's end was not held up by its lateness: a worker's turn
 #: between two operations takes tenths of a millisecond, and a few where processes share cores.

@@ -47,9 +47,9 @@ class Lateness(Collector):
 async def run_emulated_worker(context: ProcessContext, policy: Policy = "relay") -> None:
     """A worker with an emulated device, whose lateness is among its metrics."""
     # Only here: a trigger does not load torch.
+    from relaygr_stream.engine.audit import Report  # noqa: PLC0415
+    from relaygr_stream.engine.build import WorkerRuntime  # noqa: PLC0415
     from relaygr_stream.lab.emulate.device import EmulatedModel, build  # noqa: PLC0415
-    from relaygr_stream.worker.audit import Report  # noqa: PLC0415
-    from relaygr_stream.worker.build import WorkerRuntime  # noqa: PLC0415
     from relaygr_stream.worker.process import run_worker  # noqa: PLC0415
 
     def build_here(settings: Settings, report: Report, wake: Callable[[], None]) -> WorkerRuntime:

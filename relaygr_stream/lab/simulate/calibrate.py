@@ -16,6 +16,9 @@ import torch
 
 from relaygr_stream.cache.copy import CopyEngine
 from relaygr_stream.cache.memory import TierMemory
+from relaygr_stream.engine.build import assemble, load_executor
+from relaygr_stream.engine.commands import Prefill, PrefillTask, Rank, RankTask
+from relaygr_stream.engine.executor import Executor
 from relaygr_stream.errors import ConfigError
 from relaygr_stream.lab.simulate.costs import KV, DeviceCosts
 from relaygr_stream.lab.simulate.device import META, SimulatedCopies, SimulatedModel
@@ -23,9 +26,6 @@ from relaygr_stream.lab.simulate.timeline import Clock
 from relaygr_stream.models.api import ROWS, RankingModel, ScoreInput, SteppedModel, Tokens, schema_of
 from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.settings.schema import Settings
-from relaygr_stream.worker.build import assemble, load_executor
-from relaygr_stream.worker.commands import Prefill, PrefillTask, Rank, RankTask
-from relaygr_stream.worker.executor import Executor
 
 Floats = npt.NDArray[np.float64]
 
@@ -131,7 +131,7 @@ def calibrate(settings: Settings, length: int, rows: int, rounds: int = ROUNDS) 
     cold_ms = _cold_ms(executor, batch[:1])
     region.length = 0
     steps = 1
-    if hasattr(type(model), "prefill_in_steps"):  # as worker/executor.py asks
+    if hasattr(type(model), "prefill_in_steps"):  # as engine/executor.py asks
         few = Tokens.zeros(CHUNKS[0], schema)
         with torch.inference_mode():
             steps = max(1, sum(1 for _ in cast(SteppedModel, model).prefill_in_steps(region, few)))

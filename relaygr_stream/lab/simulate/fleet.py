@@ -19,6 +19,7 @@ import numpy as np
 
 from relaygr_stream.bus.assignor import Claim, assign_lanes
 from relaygr_stream.bus.topics import load_topics
+from relaygr_stream.engine.commands import DELEGATED_LANE, Answer, LanesLost, Prefill, PrefillTask, Rank, RankTask
 from relaygr_stream.lab.policies import decider
 from relaygr_stream.lab.simulate.bus import Paths
 from relaygr_stream.lab.simulate.peers import Peers, Routes
@@ -33,7 +34,6 @@ from relaygr_stream.trigger.delegation import Place
 from relaygr_stream.trigger.ledger import Pending
 from relaygr_stream.trigger.signals import FLUSH_S
 from relaygr_stream.wire.messages import WorkerStatus
-from relaygr_stream.worker.commands import DELEGATED_LANE, Answer, LanesLost, Prefill, PrefillTask, Rank, RankTask
 from relaygr_stream.worker.forwarding import time_left_ms
 from relaygr_stream.worker.intake import due_ms
 

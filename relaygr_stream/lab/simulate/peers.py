@@ -11,12 +11,12 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Final
 
+from relaygr_stream.engine.commands import Answer
 from relaygr_stream.lab.policies import NO_MORE_HOPS, Route
 from relaygr_stream.lab.simulate.scenario import Request
 from relaygr_stream.lab.simulate.timeline import Clock
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.wire.fleet import OwnerDirectory
-from relaygr_stream.worker.commands import Answer
 from relaygr_stream.worker.forwarding import Forwarding, Kept, instead
 
 

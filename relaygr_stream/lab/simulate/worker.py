@@ -15,17 +15,17 @@ import numpy as np
 import torch
 
 from relaygr_stream.cache.memory import TierMemory
+from relaygr_stream.engine.build import assemble
+from relaygr_stream.engine.commands import Answer, Command, Query
+from relaygr_stream.engine.executor import Executor
+from relaygr_stream.engine.scheduler import Snapshot
 from relaygr_stream.lab.policies import Policy, eviction
 from relaygr_stream.lab.simulate.costs import DeviceCosts
 from relaygr_stream.lab.simulate.device import META, SimulatedCopies, SimulatedModel
 from relaygr_stream.lab.simulate.timeline import Clock, Timeline
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.wire.messages import WorkerStatus
-from relaygr_stream.worker.build import assemble
-from relaygr_stream.worker.commands import Answer, Command, Query
 from relaygr_stream.worker.device import Submitted, take_turn
-from relaygr_stream.worker.executor import Executor
-from relaygr_stream.worker.scheduler import Snapshot
 from relaygr_stream.worker.statement import Identity, Statements
 
 Tell = Callable[[WorkerStatus, float], None]

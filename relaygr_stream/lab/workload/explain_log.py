@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from relaygr_stream.bus.topics import lane_of
+from relaygr_stream.engine.budgets import Demand, LaneBudgets, LaneShares
 from relaygr_stream.lab.workload.items import WorkItem
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.trigger.decision import LaneState, Policy
@@ -21,7 +22,6 @@ from relaygr_stream.trigger.load import OwnerLoads
 from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import CostModel, LaneStatus, WorkerStatus
 from relaygr_stream.wire.worker_status import prefix_bytes
-from relaygr_stream.worker.budgets import Demand, LaneBudgets, LaneShares
 
 #: Tokens of one allocation unit of a worker's tiers.
 GRANULE_TOKENS: Final = 64

@@ -12,6 +12,8 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from relaygr_stream.cache.storage import StorageKind, make_storage
+from relaygr_stream.engine.commands import Answer, Rank
+from relaygr_stream.engine.scheduler import Scheduler
 from relaygr_stream.handover.certificates import Credentials, Networks, make_credentials
 from relaygr_stream.handover.channel import Channel, PeerError
 from relaygr_stream.handover.connection import connect
@@ -21,9 +23,7 @@ from relaygr_stream.handover.session import Taker
 from relaygr_stream.handover.wire import Ask, Identity
 from relaygr_stream.settings.worker import Handover as HandoverSettings
 from relaygr_stream.wire.messages import WorkerStatus
-from relaygr_stream.worker.commands import Answer, Rank
 from relaygr_stream.worker.device import DeviceThread
-from relaygr_stream.worker.scheduler import Scheduler
 from tests.statuses import worker_status
 from tests.unit.cache.worlds import entries
 from tests.unit.worker.worlds import MAX_TOKENS, World, look

@@ -12,12 +12,12 @@ from functools import partial
 import msgspec
 import numpy as np
 
+from relaygr_stream.engine.budgets import LoadSplit
 from relaygr_stream.trigger.decision import LaneState, Policy, decide
 from relaygr_stream.trigger.delegation import Delegation
 from relaygr_stream.trigger.load import OwnerLoads
 from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import CostModel, WorkerStatus
-from relaygr_stream.worker.budgets import LoadSplit
 from tests.unit.trigger.parts import behaviours, event, lane_status, worker_status
 
 STATUS_S, TRAVEL_S, SLICE_S = 0.25, 0.005, 0.005

@@ -3,7 +3,7 @@ several triggers on the other.
 
 Traffic moves from lane to lane, statements come late or are lost, lanes move between triggers, triggers restart,
 requests may never be ranked. A statement and a signal together take less than STATUS_S, which is what the owner allows
-for; beyond that its own guard refuses (worker/prefill.py), and this simulation says so.
+for; beyond that its own guard refuses (engine/prefill.py), and this simulation says so.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from typing import Final
 
+from relaygr_stream.engine.budgets import Demand, LaneBudgets, LaneShares
 from relaygr_stream.trigger.decision import LaneState, Policy, decide
 from relaygr_stream.trigger.ledger import Pending
 from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import LaneStatus, RequestEvent, WorkerStatus
-from relaygr_stream.worker.budgets import Demand, LaneBudgets, LaneShares
 from tests.unit.trigger.parts import behaviours, worker_status
 
 SILENCE_S: Final = 1.0

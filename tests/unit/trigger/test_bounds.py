@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from relaygr_stream.engine.budgets import LaneBudgets
 from relaygr_stream.trigger import load
 from relaygr_stream.trigger.decision import LaneState
 from relaygr_stream.trigger.ledger import LaneLedger
 from relaygr_stream.trigger.load import LoadBucket
-from relaygr_stream.worker.budgets import LaneBudgets
 from tests.unit.trigger.owner_simulation import LONGEST, Owner
 from tests.unit.trigger.simulation import Lane
 

@@ -18,6 +18,9 @@ from prometheus_client import CollectorRegistry
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.bus.topics import apply_topics, lane_of, load_topics
+from relaygr_stream.engine.build import WorkerRuntime
+from relaygr_stream.engine.commands import Query
+from relaygr_stream.engine.scheduler import Snapshot
 from relaygr_stream.handover.build import handover_for
 from relaygr_stream.settings.schema import Kafka, Relay, Settings, Telemetry
 from relaygr_stream.settings.worker import Model, Worker
@@ -28,9 +31,6 @@ from relaygr_stream.wire.messages import PreInferSignal, RankingRequest, ScoreRe
 from relaygr_stream.wire.records import HEADER_CORRELATION, HEADER_REPLY_PARTITION, Record
 from relaygr_stream.wire.worker_status import worker_statuses
 from relaygr_stream.worker import process as worker_process
-from relaygr_stream.worker.build import WorkerRuntime
-from relaygr_stream.worker.commands import Query
-from relaygr_stream.worker.scheduler import Snapshot
 from tests.unit.worker.worlds import TOY, Wrapped, toy_model
 from tests.waiting import until
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relaygr_stream.worker.queue import SPARE, TimerHeap
+from relaygr_stream.engine.queue import SPARE, TimerHeap
 
 
 @dataclass(eq=False)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from relaygr_stream.cache.storage import StorageKind
-from relaygr_stream.worker.audit import MAX_WAITING, Auditor
-from relaygr_stream.worker.commands import RankTask
+from relaygr_stream.engine.audit import MAX_WAITING, Auditor
+from relaygr_stream.engine.commands import RankTask
 from tests.unit.worker.worlds import MAX_TOKENS, Fraud, World
 
 

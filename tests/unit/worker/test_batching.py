@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from relaygr_stream.worker.forecast import Batching
+from relaygr_stream.engine.forecast import Batching
 
 
 def learnt(fixed: float, each: float, wrong: float = 1.0, noise: float = 0.0) -> Batching:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relaygr_stream.worker.budgets import EPOCH_S, Demand, LaneBudgets, LaneShares
+from relaygr_stream.engine.budgets import EPOCH_S, Demand, LaneBudgets, LaneShares
 
 LANES = st.sets(st.integers(0, 15), max_size=8)
 HOLD_S, TURN_S = 3.0, 5.0

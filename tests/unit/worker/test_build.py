@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 from relaygr_stream.cache.copy import CopyEngine
 from relaygr_stream.cache.prefix_cache import PrefixCache
 from relaygr_stream.cache.storage import Int8
+from relaygr_stream.engine.audit import PROBE_IDS, check_rounding
+from relaygr_stream.engine.build import WorkerRuntime, build
+from relaygr_stream.engine.executor import Executor
 from relaygr_stream.errors import CapacityError, ConfigError, ModelError
 from relaygr_stream.models.api import RankingModel, ScoreInput
 from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.settings.schema import Relay, Settings
 from relaygr_stream.settings.worker import Model, Worker
 from relaygr_stream.wire.worker_status import prefix_bytes
-from relaygr_stream.worker.audit import PROBE_IDS, check_rounding
-from relaygr_stream.worker.build import WorkerRuntime, build
-from relaygr_stream.worker.executor import Executor
 from tests.unit.worker.worlds import (
     CONTEXTUAL,
     CPU,

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from relaygr_stream.engine.executor import STEPS_STEP, Executor
 from relaygr_stream.models.api import Tokens
 from relaygr_stream.models.kv import KVRegion
-from relaygr_stream.worker.executor import STEPS_STEP, Executor
 from tests.unit.models.small_models import empty_region, small_model
 
 

@@ -10,11 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from relaygr_stream.engine.clients import MOST_CLIENTS, UNBOOKED, Account, Clients
+from relaygr_stream.engine.commands import RankTask
+from relaygr_stream.engine.queue import WorkQueue
 from relaygr_stream.models.api import ScoreInput, Tokens
 from relaygr_stream.models.kv import KVRegion
-from relaygr_stream.worker.clients import MOST_CLIENTS, UNBOOKED, Account, Clients
-from relaygr_stream.worker.commands import RankTask
-from relaygr_stream.worker.queue import WorkQueue
 from tests.unit.worker.test_overload import CAPACITY_PER_S, TOKEN_MS, Simulation, Timed
 from tests.unit.worker.test_queue import ranking
 from tests.unit.worker.worlds import LIMITS, World, world

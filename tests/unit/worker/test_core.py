@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from relaygr_stream.worker.commands import LanesLost
+from relaygr_stream.engine.commands import LanesLost
 from tests.unit.worker.worlds import CONTEXTUAL, GRANULE_BYTES, MAX_TOKENS, history, world
 
 

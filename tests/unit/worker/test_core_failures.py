@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from relaygr_stream.engine.cost_model import MIN_CHUNK
+from relaygr_stream.engine.executor import CALM_CHUNKS
+from relaygr_stream.engine.scheduler import GIVE_UP_AFTER
 from relaygr_stream.errors import DeviceError
-from relaygr_stream.worker.cost_model import MIN_CHUNK
-from relaygr_stream.worker.executor import CALM_CHUNKS
-from relaygr_stream.worker.scheduler import GIVE_UP_AFTER
 from tests.unit.worker.worlds import MAX_TOKENS, World, Wrapped, world
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from relaygr_stream.cache.entry import EntryState
-from relaygr_stream.worker.commands import LanesLost, RankTask
+from relaygr_stream.engine.commands import LanesLost, RankTask
 from tests.retained import retained
 from tests.unit.worker.worlds import CONTEXTUAL, GRANULE_BYTES, MAX_TOKENS, Wrapped, history, world
 

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from relaygr_stream.worker.commands import DELEGATED_LANE, Cancel, LanesLost
+from relaygr_stream.engine.commands import DELEGATED_LANE, Cancel, LanesLost
 from tests.unit.worker.worlds import (
     GRANULE_BYTES,
     LIMITS,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from relaygr_stream.worker.commands import Cancel, LanesLost
+from relaygr_stream.engine.commands import Cancel, LanesLost
 from tests.unit.worker.worlds import GRANULE_BYTES, MAX_TOKENS, World, history, world
 
 # ---- signals that wait for the beginning of their sequence ----

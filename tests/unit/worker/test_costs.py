@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relaygr_stream.worker.cost_model import MAX_CHUNK, MIN_CHUNK, Costs, tokens_within
+from relaygr_stream.engine.cost_model import MAX_CHUNK, MIN_CHUNK, Costs, tokens_within
 
 K = 1024.0
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from relaygr_stream.engine.commands import DELEGATED_LANE, LanesLost
 from relaygr_stream.errors import BrokerError, DecodeError
 from relaygr_stream.settings.schema import Relay
 from relaygr_stream.wire.behaviours import Behaviours
@@ -17,7 +18,6 @@ from relaygr_stream.wire.codec import decode, encode
 from relaygr_stream.wire.fleet import TRAVEL_MS
 from relaygr_stream.wire.messages import PreInferSignal, RankingRequest
 from relaygr_stream.wire.records import HEADER_KIND, KIND_DELEGATED, Record
-from relaygr_stream.worker.commands import DELEGATED_LANE, LanesLost
 from relaygr_stream.worker.forwarding import IN_TIME
 from relaygr_stream.worker.intake import Intake
 from tests.unit.worker.test_forwarding import View

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from relaygr_stream.engine.commands import Answer, Query, Rank
+from relaygr_stream.engine.scheduler import Scheduler, Snapshot
 from relaygr_stream.errors import CacheCorruption, CapacityError, DeviceError
-from relaygr_stream.worker.commands import Answer, Query, Rank
 from relaygr_stream.worker.device import IDLE_WAIT_S, DeviceThread
-from relaygr_stream.worker.scheduler import Scheduler, Snapshot
 from tests.unit.worker.worlds import World, Wrapped, look
 
 

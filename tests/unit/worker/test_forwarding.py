@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from relaygr_stream.engine.budgets import AVERAGE_S, BusyShare
 from relaygr_stream.wire.behaviours import Behaviours
 from relaygr_stream.wire.codec import decode, encode
 from relaygr_stream.wire.fleet import LOOKED_AT, TRAVEL_MS, OwnerDirectory
 from relaygr_stream.wire.messages import CostModel, RankingRequest, WorkerStatus
-from relaygr_stream.worker.budgets import AVERAGE_S, BusyShare
 from relaygr_stream.worker.forwarding import FILL, IN_TIME, Forwarding, next_hop
 from tests.retained import retained
 from tests.statuses import lane_statuses, worker_status

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from relaygr_stream.bus.ages import WAY_MS
 from relaygr_stream.bus.topics import load_topics
+from relaygr_stream.engine.commands import Answer, RankTask
 from relaygr_stream.errors import BrokerError
 from relaygr_stream.settings.schema import Kafka, Relay
 from relaygr_stream.telemetry.background import Background
@@ -21,7 +22,6 @@ from relaygr_stream.wire.codec import decode, encode
 from relaygr_stream.wire.messages import RankingRequest, ScoreReply, Status
 from relaygr_stream.wire.records import HEADER_CORRELATION, HEADER_REPLY_PARTITION, Record
 from relaygr_stream.worker import replies as outbox
-from relaygr_stream.worker.commands import Answer, RankTask
 from relaygr_stream.worker.forwarding import Kept
 from relaygr_stream.worker.intake import Intake
 from relaygr_stream.worker.metrics import WorkerMetrics

@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from relaygr_stream.models.api import RankingModel, ScoreInput, Tokens
-from relaygr_stream.models.kv import KVRegion
-from relaygr_stream.worker.commands import RankTask
-from relaygr_stream.worker.forecast import (
+from relaygr_stream.engine.commands import RankTask
+from relaygr_stream.engine.forecast import (
     ALONE_DEADLINE_FACTOR,
     ENOUGH,
     FORWARDED_DEADLINE_FRACTION,
@@ -21,6 +19,8 @@ from relaygr_stream.worker.forecast import (
     Forecast,
     Full,
 )
+from relaygr_stream.models.api import RankingModel, ScoreInput, Tokens
+from relaygr_stream.models.kv import KVRegion
 from tests.unit.worker.worlds import World
 
 USERS, TOKENS, TIMEOUT_S = 3, 60, 0.03

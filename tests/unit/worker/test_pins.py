@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from relaygr_stream.cache.entry import Entry
-from relaygr_stream.worker.signals import PinTable
+from relaygr_stream.engine.signals import PinTable
 from tests.unit.cache.worlds import compute, make
 
 REQUESTS = st.integers(0, 9)

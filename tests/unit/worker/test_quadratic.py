@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relaygr_stream.worker.cost_model import LEAST_MS, relative_quadratic
+from relaygr_stream.engine.cost_model import LEAST_MS, relative_quadratic
 
 XS = [0.0625 * 1.3**step for step in range(12)]
 SHAPES: list[Callable[[float], float]] = [

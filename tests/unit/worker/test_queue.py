@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from relaygr_stream.engine.commands import PrefillJob, RankTask
+from relaygr_stream.engine.executor import PrefillRun
+from relaygr_stream.engine.queue import WorkQueue
 from relaygr_stream.models.api import Tokens
 from relaygr_stream.models.kv import KVLayout, KVRegion
-from relaygr_stream.worker.commands import PrefillJob, RankTask
-from relaygr_stream.worker.executor import PrefillRun
-from relaygr_stream.worker.queue import WorkQueue
 
 NOTHING = Tokens(np.zeros((3, 0), np.int64))
 REGION = KVRegion(KVLayout(1, 1, 1, 1, torch.float32), torch.empty(0), 0)

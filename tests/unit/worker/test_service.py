@@ -8,13 +8,13 @@ import time
 import pytest
 
 from relaygr_stream.bus.producer import Producer
+from relaygr_stream.engine.commands import Query
 from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.trigger.ledger import LaneLedger
 from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.messages import Cancel
 from relaygr_stream.wire.records import HEADER_KIND, KIND_CANCEL
 from relaygr_stream.wire.refusals import Refusal, encode_refusals
-from relaygr_stream.worker.commands import Query
 from tests.unit.worker.services import Peer, committed, worker_on, worker_settings
 from tests.waiting import until
 

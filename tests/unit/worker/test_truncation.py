@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relaygr_stream.cache.entry import Coverage, Found
+from relaygr_stream.engine.admission import Admission
+from relaygr_stream.engine.commands import Rank, RankTask
+from relaygr_stream.engine.forecast import ENOUGH, QUEUED_DEADLINE_FRACTION, Forecast
 from relaygr_stream.models.api import ScoreInput, Tokens, relative_deviation
 from relaygr_stream.models.kv import KVRegion
-from relaygr_stream.worker.admission import Admission
-from relaygr_stream.worker.commands import Rank, RankTask
-from relaygr_stream.worker.forecast import ENOUGH, QUEUED_DEADLINE_FRACTION, Forecast
 from tests.unit.worker.test_overload import Timed, finished
 from tests.unit.worker.worlds import CONTEXTUAL, LIMITS, World
 

@@ -16,15 +16,15 @@ from relaygr_stream.cache.copy import Convert, CopyEngine, CopyTicket, unchanged
 from relaygr_stream.cache.memory import TierMemory
 from relaygr_stream.cache.prefix_cache import PrefixCache
 from relaygr_stream.cache.storage import StorageKind
+from relaygr_stream.engine.audit import Auditor
+from relaygr_stream.engine.commands import Answer, Command, Placed, Prefill, PrefillTask, Rank, RankTask
+from relaygr_stream.engine.executor import Executor
+from relaygr_stream.engine.scheduler import Limits, Scheduler
 from relaygr_stream.models.api import RankingModel, ScoreInput, Tokens, relative_deviation, takes_suffix
 from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.models.loading import load_model
 from relaygr_stream.settings.schema import Relay
 from relaygr_stream.settings.worker import Model
-from relaygr_stream.worker.audit import Auditor
-from relaygr_stream.worker.commands import Answer, Command, Placed, Prefill, PrefillTask, Rank, RankTask
-from relaygr_stream.worker.executor import Executor
-from relaygr_stream.worker.scheduler import Limits, Scheduler
 
 CPU = torch.device("cpu")
 TOY = Model(

@@ -18,17 +18,17 @@ import torch
 
 from relaygr_stream.cache.entry import Coverage, Entry, Found
 from relaygr_stream.cache.prefix_cache import PrefixCache
+from relaygr_stream.engine.admission import LOST, Admission
+from relaygr_stream.engine.audit import Auditor
+from relaygr_stream.engine.commands import Answer, PrefillJob, RankTask
+from relaygr_stream.engine.executor import SHARE, Executor, describe
+from relaygr_stream.engine.forecast import TRIED, Batching
+from relaygr_stream.engine.prefill import PrefillJobs
+from relaygr_stream.engine.queue import RecentIds, TimerHeap, Waiters, WorkQueue
+from relaygr_stream.engine.signals import PinTable
 from relaygr_stream.models.api import ScoreInput, takes_suffix
 from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.wire.messages import Outcome, Status
-from relaygr_stream.worker.admission import LOST, Admission
-from relaygr_stream.worker.audit import Auditor
-from relaygr_stream.worker.commands import Answer, PrefillJob, RankTask
-from relaygr_stream.worker.executor import SHARE, Executor, describe
-from relaygr_stream.worker.forecast import TRIED, Batching
-from relaygr_stream.worker.prefill import PrefillJobs
-from relaygr_stream.worker.queue import RecentIds, TimerHeap, Waiters, WorkQueue
-from relaygr_stream.worker.signals import PinTable
 
 
 class Rankings:

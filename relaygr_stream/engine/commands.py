@@ -14,6 +14,8 @@ import numpy.typing as npt
 
 from relaygr_stream.cache.entry import Entry
 from relaygr_stream.cache.transit import TransitCommand
+from relaygr_stream.engine.clients import UNBOOKED, Account
+from relaygr_stream.engine.executor import PrefillRun
 from relaygr_stream.models.api import Tokens
 from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.wire.behaviours import Behaviours
@@ -21,8 +23,6 @@ from relaygr_stream.wire.erase import Erase
 from relaygr_stream.wire.features import Values
 from relaygr_stream.wire.history import HistoryReference
 from relaygr_stream.wire.messages import Outcome, Status, tenant_key
-from relaygr_stream.worker.clients import UNBOOKED, Account
-from relaygr_stream.worker.executor import PrefillRun
 
 #: The lane of signals on other workers' behalf: no lane, so that no trigger's books of a lane change by them.
 DELEGATED_LANE: Final = -1

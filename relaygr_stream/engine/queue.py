@@ -12,8 +12,8 @@ from itertools import count
 from typing import Final, Generic, TypeVar
 
 from relaygr_stream.cache.entry import Entry
-from relaygr_stream.worker.clients import Account, Clients
-from relaygr_stream.worker.commands import PrefillJob, PrefillTask, RankTask
+from relaygr_stream.engine.clients import Account, Clients
+from relaygr_stream.engine.commands import PrefillJob, PrefillTask, RankTask
 
 T = TypeVar("T")
 

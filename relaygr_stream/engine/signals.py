@@ -18,9 +18,9 @@ from typing import Final
 
 from relaygr_stream.cache.entry import Coverage, Entry
 from relaygr_stream.cache.prefix_cache import PrefixCache
-from relaygr_stream.worker.commands import DELEGATED_LANE, Placed, PrefillTask
-from relaygr_stream.worker.prefill import PrefillJobs
-from relaygr_stream.worker.queue import RecentIds, TimerHeap, Waiters
+from relaygr_stream.engine.commands import DELEGATED_LANE, Placed, PrefillTask
+from relaygr_stream.engine.prefill import PrefillJobs
+from relaygr_stream.engine.queue import RecentIds, TimerHeap, Waiters
 
 #: Results of signals that a prefill job computes, or that wait for a copy and are placed again.
 COMPUTED: Final = ("computed", "extended")

@@ -15,15 +15,15 @@ from relaygr_stream.cache.memory import TierMemory
 from relaygr_stream.cache.prefix_cache import PrefixCache
 from relaygr_stream.cache.storage import make_storage
 from relaygr_stream.cache.tiers import GRANULE_TOKENS, MakePolicy
+from relaygr_stream.engine.audit import Auditor, Report, check_rounding
+from relaygr_stream.engine.executor import Executor
+from relaygr_stream.engine.scheduler import Limits, Scheduler
 from relaygr_stream.errors import CapacityError
 from relaygr_stream.models.api import RankingModel, schema_of
 from relaygr_stream.models.devices import select_device
 from relaygr_stream.models.loading import load_model
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.settings.worker import Worker as WorkerSettings
-from relaygr_stream.worker.audit import Auditor, Report, check_rounding
-from relaygr_stream.worker.executor import Executor
-from relaygr_stream.worker.scheduler import Limits, Scheduler
 
 log = structlog.get_logger(__name__)
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Final
 
-from relaygr_stream.worker.clients import Account, Clients, Measure
-from relaygr_stream.worker.commands import RankTask
+from relaygr_stream.engine.clients import Account, Clients, Measure
+from relaygr_stream.engine.commands import RankTask
 
 #: Comparisons of predictions with measurements before a prediction may refuse anything.
 ENOUGH: Final = 20

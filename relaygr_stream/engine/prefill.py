@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from relaygr_stream.cache.entry import Entry
 from relaygr_stream.cache.prefix_cache import PrefixCache
+from relaygr_stream.engine.commands import Placed, PrefillJob, PrefillTask, RankTask
+from relaygr_stream.engine.executor import Executor, describe
+from relaygr_stream.engine.forecast import Calibration
+from relaygr_stream.engine.queue import WorkQueue
 from relaygr_stream.models.api import Tokens
-from relaygr_stream.worker.commands import Placed, PrefillJob, PrefillTask, RankTask
-from relaygr_stream.worker.executor import Executor, describe
-from relaygr_stream.worker.forecast import Calibration
-from relaygr_stream.worker.queue import WorkQueue
 
 
 @dataclass

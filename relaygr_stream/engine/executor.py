@@ -20,10 +20,10 @@ import numpy.typing as npt
 import structlog
 import torch
 
+from relaygr_stream.engine.cost_model import MAX_CHUNK, MIN_CHUNK, Costs
 from relaygr_stream.errors import CapacityError, ModelError
 from relaygr_stream.models.api import RankingModel, ScoreInput, SteppedModel, Tokens, WarmedModel, schema_of
 from relaygr_stream.models.kv import KVRegion
-from relaygr_stream.worker.cost_model import MAX_CHUNK, MIN_CHUNK, Costs
 
 log = structlog.get_logger(__name__)
 

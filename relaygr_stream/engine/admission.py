@@ -11,12 +11,12 @@ from bisect import bisect_left
 from typing import Final
 
 from relaygr_stream.cache.entry import Coverage, Found
+from relaygr_stream.engine.clients import Clients
+from relaygr_stream.engine.commands import RankTask
+from relaygr_stream.engine.executor import Executor
+from relaygr_stream.engine.forecast import QUEUED_DEADLINE_FRACTION, Calibration, Forecast, Full
+from relaygr_stream.engine.prefill import PrefillJobs
 from relaygr_stream.models.api import takes_suffix
-from relaygr_stream.worker.clients import Clients
-from relaygr_stream.worker.commands import RankTask
-from relaygr_stream.worker.executor import Executor
-from relaygr_stream.worker.forecast import QUEUED_DEADLINE_FRACTION, Calibration, Forecast, Full
-from relaygr_stream.worker.prefill import PrefillJobs
 
 #: What the answer to a ranking that made room says.
 LOST: Final = {

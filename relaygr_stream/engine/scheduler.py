@@ -17,14 +17,11 @@ import msgspec
 
 from relaygr_stream.cache.entry import Entry
 from relaygr_stream.cache.prefix_cache import PrefixCache
-from relaygr_stream.errors import CacheCorruption, DeviceError
-from relaygr_stream.wire.erase import Erase
-from relaygr_stream.wire.messages import MISSES
-from relaygr_stream.worker.admission import Admission
-from relaygr_stream.worker.audit import Auditor
-from relaygr_stream.worker.budgets import Demand
-from relaygr_stream.worker.clients import SLACK_SLICES, Clients
-from relaygr_stream.worker.commands import (
+from relaygr_stream.engine.admission import Admission
+from relaygr_stream.engine.audit import Auditor
+from relaygr_stream.engine.budgets import Demand
+from relaygr_stream.engine.clients import SLACK_SLICES, Clients
+from relaygr_stream.engine.commands import (
     DELEGATED_LANE,
     Answer,
     Cancel,
@@ -39,11 +36,14 @@ from relaygr_stream.worker.commands import (
     Rank,
     RankTask,
 )
-from relaygr_stream.worker.executor import Executor
-from relaygr_stream.worker.prefill import PrefillJobs
-from relaygr_stream.worker.queue import RecentIds, Waiters, WorkQueue
-from relaygr_stream.worker.rankings import Rankings
-from relaygr_stream.worker.signals import PinTable, Signals
+from relaygr_stream.engine.executor import Executor
+from relaygr_stream.engine.prefill import PrefillJobs
+from relaygr_stream.engine.queue import RecentIds, Waiters, WorkQueue
+from relaygr_stream.engine.rankings import Rankings
+from relaygr_stream.engine.signals import PinTable, Signals
+from relaygr_stream.errors import CacheCorruption, DeviceError
+from relaygr_stream.wire.erase import Erase
+from relaygr_stream.wire.messages import MISSES
 
 #: Answered requests remembered, so that a signal behind its ranking is not computed: some seconds of traffic.
 ANSWERED: Final = 4096
