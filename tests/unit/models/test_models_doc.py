@@ -11,7 +11,7 @@ from relaygr_stream.models.check.registry import PROPERTIES
 
 ROOT = Path(__file__).parents[3]
 TEXT = (ROOT / "docs" / "explanation" / "exactness.md").read_text("utf-8")
-ROWS = re.findall(r"^\| (.+?) \| (`models/.+?|`worker/.+?) \| `(tests/\S+)::(\w+)` \|$", TEXT, re.M)
+ROWS = re.findall(r"^\| (.+?) \| (`models/.+?|`engine/.+?|`worker/.+?) \| `(tests/\S+)::(\w+)` \|$", TEXT, re.M)
 
 
 def test_the_table_has_every_hazard() -> None:
