@@ -203,7 +203,7 @@ async def test_calls_with_more_patience_than_the_silence_wait_for_the_broker(tmp
 async def test_while_the_broker_is_away_every_call_ends_typed_and_it_recovers_by_itself(tmp_path: Path) -> None:
     async with local_broker("embedded", folder=tmp_path) as broker:
         kafka = broker.kafka_settings(Kafka(prefix="away.", partitions=4, request_timeout_ms=3000))
-        async with responder_on(kafka), client_on(kafka, timeout_ms=400) as relay:
+        async with responder_on(kafka) as peer, client_on(kafka, timeout_ms=400) as relay:
             await relay.rank(request(), timeout=PATIENCE_S)
             broker.stop()
             errors: list[RelayError] = []
@@ -232,8 +232,10 @@ async def test_while_the_broker_is_away_every_call_ends_typed_and_it_recovers_by
             # where the readers were is lost, call by call.
             await broker.start()
             deadline = time.monotonic() + 4 * PATIENCE_S  # each of the lost ones waits for its timeout
+            heard = len(peer.requests)
             while errors:
-                assert time.monotonic() < deadline, errors
+                since = f"the responder has read {len(peer.requests) - heard} requests since"
+                assert time.monotonic() < deadline, (errors, since)
                 errors.clear()
                 await try_once(1, timeout=1.0)
                 await asyncio.sleep(0.05)
