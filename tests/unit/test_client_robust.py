@@ -203,7 +203,7 @@ async def test_calls_with_more_patience_than_the_silence_wait_for_the_broker(tmp
 async def test_while_the_broker_is_away_every_call_ends_typed_and_it_recovers_by_itself(tmp_path: Path) -> None:
     async with local_broker("embedded", folder=tmp_path) as broker:
         kafka = broker.kafka_settings(Kafka(prefix="away.", partitions=4, request_timeout_ms=3000))
-        async with responder_on(kafka) as peer, client_on(kafka, timeout_ms=400) as relay:
+        async with responder_on(kafka) as peer, client_on(kafka, timeout_ms=400, reply_partition=0) as relay:
             await relay.rank(request(), timeout=PATIENCE_S)
             broker.stop()
             errors: list[RelayError] = []
@@ -229,7 +229,7 @@ async def test_while_the_broker_is_away_every_call_ends_typed_and_it_recovers_by
             assert relay.in_flight == 0
 
             # With empty logs, and four partitions each, as the embedded broker makes topics anew: what fills them up to
-            # where the readers were is lost, call by call.
+            # where the readers were is lost, call by call. Without a reply partition of these four, all are.
             await broker.start()
             deadline = time.monotonic() + 4 * PATIENCE_S  # each of the lost ones waits for its timeout
             heard = len(peer.requests)
