@@ -79,12 +79,13 @@ async def by_reference(items: Iterable[WorkItem], store: WritableStore) -> list[
     references: dict[str, HistoryReference] = {}
     for item in items:
         user, prefix = item.event.user_id, item.event.prefix
-        before = known.get(user, Behaviours())
-        if not len(prefix) or prefix.slice(0, len(before)) != before:
+        before = known.get(user)
+        stored = 0 if before is None else len(before)
+        if not len(prefix) or (before is not None and prefix.slice(0, stored) != before):
             referring.append(item)
             continue
-        if len(prefix) > len(before):
-            references[user] = await store.append(user, "", prefix.slice(len(before), len(prefix)))
+        if len(prefix) > stored:
+            references[user] = await store.append(user, "", prefix.slice(stored, len(prefix)))
             known[user] = prefix
         changes = {"prefix": Behaviours(), **with_version(references[user])}
         event = msgspec.structs.replace(item.event, **changes)

@@ -15,6 +15,7 @@ from relaygr_stream.cli.main import main
 from relaygr_stream.errors import InputError, ModelError
 from relaygr_stream.history.sqlite_store import SqliteStore
 from relaygr_stream.lab.demo.traffic import ITEMS_FILE, NEWEST, by_reference, known_items, newest_only, requests_of
+from relaygr_stream.lab.workload.items import with_zero_features
 from relaygr_stream.models.hstu_model import HSTUConfig
 from relaygr_stream.models.loading import random_model, save_checkpoint
 from relaygr_stream.settings.load import load_settings
@@ -74,9 +75,13 @@ def test_the_last_phase_asks_the_same_with_the_newest_behaviours_only() -> None:
     assert len(one.request.prefix) == 1
 
 
-async def test_requests_by_reference_name_the_histories_that_they_carried(tmp_path: Path) -> None:
+@pytest.mark.parametrize("columns", [False, True], ids=["ids", "features"])
+async def test_requests_by_reference_name_the_histories_that_they_carried(tmp_path: Path, columns: bool) -> None:
     settings = load_settings(["demo"], {"model.checkpoint": "", "model.vocab": "1000"}).settings
     measured = requests_of(settings, None, seconds=20, rate=4, seed=3).measured
+    if columns:
+        schema = FeatureSchema((FeatureColumn(name="dwell_s", of="behaviour", dtype="float32"),))
+        measured = [with_zero_features(item, schema) for item in measured]
     last = measured[-1]
     turned = replace(last, event=msgspec.structs.replace(last.event, prefix=measured[0].event.prefix.slice(1, 9)))
     store = SqliteStore(tmp_path / "histories")
