@@ -10,7 +10,7 @@ import torch
 from relaygr_stream.cache.copy import CopyEngine
 from relaygr_stream.cache.memory import TierMemory
 from relaygr_stream.models.devices import select_device
-from tests.unit.worker.worlds import MAX_TOKENS, World
+from tests.unit.engine.worlds import MAX_TOKENS, World
 
 #: Another processor sums in another order; float32 with TF32 off still agrees this far (the audits compare on one
 #: device, and hold 1e-5).

@@ -17,13 +17,13 @@ class Mutant(NamedTuple):
     tests: str
 
 
-COSTS: Final = "worker/test_costs worker/test_quadratic"
-BUDGETS: Final = "worker/test_budgets worker/test_split"
-FAMILIES: Final = "worker/test_core_families"
+COSTS: Final = "engine/test_costs engine/test_quadratic"
+BUDGETS: Final = "engine/test_budgets engine/test_split"
+FAMILIES: Final = "engine/test_core_families"
 BOUNDS: Final = "trigger/test_bounds"
 HISTORY: Final = "history/test_reference"
 KEPT: Final = "worker/test_histories"
-CLIENTS_QUEUE: Final = "worker/test_queue worker/test_clients"
+CLIENTS_QUEUE: Final = "engine/test_queue engine/test_clients"
 
 MUTANTS: Final = (
     # worker: what work costs
@@ -46,7 +46,7 @@ MUTANTS: Final = (
     Mutant("engine/budgets.py", "min(self._cap, 1.0 - self.ranking_share)", "self._cap", BUDGETS),
     # worker: the scheduler and what it steps
     Mutant(
-        "engine/scheduler.py", "failed_in_a_row >= GIVE_UP_AFTER:", "failed_in_a_row < 0:", "worker/test_core_failures"
+        "engine/scheduler.py", "failed_in_a_row >= GIVE_UP_AFTER:", "failed_in_a_row < 0:", "engine/test_core_failures"
     ),
     Mutant(
         "engine/queue.py", "return min(in_turn, key=lambda head: head[0])[2:]", "return in_turn[-1][2:]", CLIENTS_QUEUE
@@ -55,35 +55,35 @@ MUTANTS: Final = (
         "engine/rankings.py",
         "if len(batch) > 1:",
         "if len(batch) > 9:",
-        "worker/test_core_failures",
+        "engine/test_core_failures",
     ),
-    Mutant("engine/prefill.py", "elif now > job.due:", "elif now < job.due:", "worker/test_core_signals"),
-    Mutant("engine/signals.py", "        self._lane_bytes[pin.lane] -= pin.nbytes\n", "", "worker/test_pins"),
+    Mutant("engine/prefill.py", "elif now > job.due:", "elif now < job.due:", "engine/test_core_signals"),
+    Mutant("engine/signals.py", "        self._lane_bytes[pin.lane] -= pin.nbytes\n", "", "engine/test_pins"),
     Mutant(
         "gateway/connections.py", "self._head_bytes > MAX_HEAD_BYTES", "self._head_bytes < 0", "gateway/test_hostile"
     ),
     Mutant("gateway/app.py", "        self._open[tenant] -= 1\n", "", "gateway/test_hostile"),
-    Mutant("engine/signals.py", "self._answered.add(request_key)", "pass", "worker/test_core_signals"),
-    Mutant("engine/scheduler.py", "and self._jobs.cancelled(entry, now)", "and False", "worker/test_core_signals"),
+    Mutant("engine/signals.py", "self._answered.add(request_key)", "pass", "engine/test_core_signals"),
+    Mutant("engine/scheduler.py", "and self._jobs.cancelled(entry, now)", "and False", "engine/test_core_signals"),
     Mutant("client/relay.py", "        self._pinned = False\n        return", "        return", "test_request"),
-    Mutant("engine/executor.py", "            region.length = self.position\n", "", "worker/test_core_failures"),
+    Mutant("engine/executor.py", "            region.length = self.position\n", "", "engine/test_core_failures"),
     Mutant("worker/device.py", "            self.submit(command)\n", "            del command\n", "worker/test_device"),
-    Mutant("engine/audit.py", "self.deviating.append(task.user_key)", "pass", "worker/test_audit worker/test_distrust"),
+    Mutant("engine/audit.py", "self.deviating.append(task.user_key)", "pass", "engine/test_audit worker/test_distrust"),
     Mutant("engine/rankings.py", "if pinned is not None and self._serves(pinned, task):", "if pinned:", FAMILIES),
-    Mutant("engine/build.py", "alloc_bytes) - 1) for tokens", "alloc_bytes)) for tokens", "worker/test_build"),
+    Mutant("engine/build.py", "alloc_bytes) - 1) for tokens", "alloc_bytes)) for tokens", "engine/test_build"),
     # a state of one length
     Mutant("cache/entry.py", "(held.shape[1] > wanted.shape[1] and not sliceable)", "False", FAMILIES),
     Mutant("cache/prefix_cache.py", "(entry.computing and not self._sliceable)", "False", FAMILIES),
     Mutant("cache/prefix_cache.py", "not (entry.pins or entry.spill)", "not entry.pins", "cache/test_prefix_cache"),
     # worker: clients among each other
-    Mutant("engine/clients.py", "max(account.served_ms, self.floor_ms)", "account.served_ms", "worker/test_clients"),
+    Mutant("engine/clients.py", "max(account.served_ms, self.floor_ms)", "account.served_ms", "engine/test_clients"),
     Mutant(
         "engine/clients.py",
         "return most if most.of(measure) > task.account.of(measure) + own else None",
         "return most",
-        "worker/test_clients",
+        "engine/test_clients",
     ),
-    Mutant("engine/clients.py", "        self.nbytes -= task.nbytes\n", "", "worker/test_clients"),
+    Mutant("engine/clients.py", "        self.nbytes -= task.nbytes\n", "", "engine/test_clients"),
     # worker: forwards
     Mutant("worker/forwarding.py", "if hops >= MOST_HOPS:", "if hops > MOST_HOPS:", "worker/test_forwarding"),
     Mutant(
@@ -113,7 +113,7 @@ MUTANTS: Final = (
         "engine/signals.py",
         "if delegated + self._cache.nbytes(len(task.tokens)) > self._delegated:",
         "if delegated > self._delegated:",
-        "worker/test_delegated worker/test_core_machine",
+        "worker/test_delegated engine/test_core_machine",
     ),
     Mutant(
         "engine/rankings.py",
@@ -132,20 +132,20 @@ MUTANTS: Final = (
     ),
     Mutant("worker/forwarding.py", "TRAVEL_MS + owned[0].queue_ms >", "TRAVEL_MS >", "worker/test_delegated"),
     # worker: in time or not, room or not
-    Mutant("engine/forecast.py", "if 0.0 <= spare < own:", "if spare < own:", "worker/test_overload"),
-    Mutant("engine/forecast.py", "self._saved_ms > PAYS *", "self._saved_ms > 0 *", "worker/test_batching"),
-    Mutant("engine/forecast.py", "return self._samples >= ENOUGH", "return True", "worker/test_overload"),
+    Mutant("engine/forecast.py", "if 0.0 <= spare < own:", "if spare < own:", "engine/test_overload"),
+    Mutant("engine/forecast.py", "self._saved_ms > PAYS *", "self._saved_ms > 0 *", "engine/test_batching"),
+    Mutant("engine/forecast.py", "return self._samples >= ENOUGH", "return True", "engine/test_overload"),
     Mutant(
         "engine/admission.py",
         "len(self.waiting) >= self._places:",
         "len(self.waiting) > self._places:",
-        "worker/test_core worker/test_clients",
+        "engine/test_core engine/test_clients",
     ),
     Mutant(
         "engine/admission.py",
         "self.clients.nbytes + task.nbytes >",
         "self.clients.nbytes >",
-        "worker/test_clients worker/test_core_machine",
+        "engine/test_clients engine/test_core_machine",
     ),
     # worker: requests come, answers go
     Mutant("worker/intake.py", "0 <= partition < self._reply", "0 <= partition <= self._reply", "worker/test_intake"),

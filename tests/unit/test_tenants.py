@@ -19,7 +19,7 @@ from tests.unit.handover.peers import ALL, peers
 from tests.unit.trigger.parts import event
 from tests.unit.trigger.processes import peer_on, trigger_on
 from tests.unit.worker.services import Peer, worker_on, worker_settings
-from tests.unit.worker.worlds import World, world
+from tests.unit.engine.worlds import World, world
 from tests.waiting import until
 
 tenants = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=4)

@@ -26,7 +26,7 @@ from relaygr_stream.wire.messages import WorkerStatus
 from relaygr_stream.worker.device import DeviceThread
 from tests.statuses import worker_status
 from tests.unit.cache.worlds import entries
-from tests.unit.worker.worlds import MAX_TOKENS, World, look
+from tests.unit.engine.worlds import MAX_TOKENS, World, look
 from tests.waiting import until
 
 LANES = 8

@@ -23,7 +23,7 @@ from tests.unit.handover.peers import (
     giver,
     peers,
 )
-from tests.unit.worker.worlds import history
+from tests.unit.engine.worlds import history
 from tests.waiting import until
 
 # ---- hostile takers ----

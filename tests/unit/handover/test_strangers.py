@@ -20,7 +20,7 @@ from relaygr_stream.handover.wire import HEADER, MESSAGE, Offer
 from relaygr_stream.settings.worker import Handover as HandoverSettings
 from relaygr_stream.wire.messages import WorkerStatus
 from tests.unit.handover.peers import ALL, NETWORKS, SECRET, Peer, connected, credentials, peers, status
-from tests.unit.worker.worlds import history
+from tests.unit.engine.worlds import history
 from tests.waiting import until
 
 USERS = 6

@@ -16,7 +16,7 @@ from relaygr_stream.engine.executor import Executor
 from relaygr_stream.lab.simulate.costs import KV, DeviceCosts
 from relaygr_stream.lab.simulate.device import META, SimulatedCopies, SimulatedModel
 from relaygr_stream.lab.simulate.timeline import Clock
-from tests.unit.worker.worlds import CPU, GRANULE_BYTES, LIMITS, MAX_TOKENS, TOY, OpenScheduler, World
+from tests.unit.engine.worlds import CPU, GRANULE_BYTES, LIMITS, MAX_TOKENS, TOY, OpenScheduler, World
 
 COSTS = DeviceCosts(
     source="made up",

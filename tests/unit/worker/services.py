@@ -31,7 +31,7 @@ from relaygr_stream.wire.messages import PreInferSignal, RankingRequest, ScoreRe
 from relaygr_stream.wire.records import HEADER_CORRELATION, HEADER_REPLY_PARTITION, Record
 from relaygr_stream.wire.worker_status import worker_statuses
 from relaygr_stream.worker import process as worker_process
-from tests.unit.worker.worlds import TOY, Wrapped, toy_model
+from tests.unit.engine.worlds import TOY, Wrapped, toy_model
 from tests.waiting import until
 
 MIB = 1 << 20

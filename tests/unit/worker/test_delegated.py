@@ -22,7 +22,7 @@ from relaygr_stream.worker.forwarding import IN_TIME
 from relaygr_stream.worker.intake import Intake
 from tests.unit.worker.test_forwarding import View
 from tests.unit.worker.test_outbox_forwards import World as Outgoing
-from tests.unit.worker.worlds import GRANULE_BYTES, LIMITS, MAX_TOKENS, World, world
+from tests.unit.engine.worlds import GRANULE_BYTES, LIMITS, MAX_TOKENS, World, world
 
 BOTH = dataclasses.replace(LIMITS, pinned_bytes=3 * GRANULE_BYTES, delegated_bytes=3 * GRANULE_BYTES)
 

@@ -15,7 +15,7 @@ from relaygr_stream.engine.commands import Answer, Query, Rank
 from relaygr_stream.engine.scheduler import Scheduler, Snapshot
 from relaygr_stream.errors import CacheCorruption, CapacityError, DeviceError
 from relaygr_stream.worker.device import IDLE_WAIT_S, DeviceThread
-from tests.unit.worker.worlds import World, Wrapped, look
+from tests.unit.engine.worlds import World, Wrapped, look
 
 
 class Hanging(Wrapped):

@@ -19,8 +19,8 @@ from relaygr_stream.engine.commands import Rank, RankTask
 from relaygr_stream.engine.forecast import ENOUGH, QUEUED_DEADLINE_FRACTION, Forecast
 from relaygr_stream.models.api import ScoreInput, Tokens, relative_deviation
 from relaygr_stream.models.kv import KVRegion
-from tests.unit.worker.test_overload import Timed, finished
-from tests.unit.worker.worlds import CONTEXTUAL, LIMITS, World
+from tests.unit.engine.test_overload import Timed, finished
+from tests.unit.engine.worlds import CONTEXTUAL, LIMITS, World
 
 LEAST = 16
 #: Of the simulated device: full inference of 180 behaviours takes 4.6 ms. Nine tenths of 3 ms hold 85 of them, of which

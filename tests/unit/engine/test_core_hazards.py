@@ -9,7 +9,7 @@ import pytest
 from relaygr_stream.cache.entry import EntryState
 from relaygr_stream.engine.commands import LanesLost, RankTask
 from tests.retained import retained
-from tests.unit.worker.worlds import CONTEXTUAL, GRANULE_BYTES, MAX_TOKENS, Wrapped, history, world
+from tests.unit.engine.worlds import CONTEXTUAL, GRANULE_BYTES, MAX_TOKENS, Wrapped, history, world
 
 # ---- the same request twice, and requests of lanes that move ----
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from relaygr_stream.engine.commands import DELEGATED_LANE, Cancel, LanesLost
-from tests.unit.worker.worlds import (
+from tests.unit.engine.worlds import (
     GRANULE_BYTES,
     LIMITS,
     MAX_TOKENS,

@@ -15,9 +15,9 @@ from relaygr_stream.engine.commands import RankTask
 from relaygr_stream.engine.queue import WorkQueue
 from relaygr_stream.models.api import ScoreInput, Tokens
 from relaygr_stream.models.kv import KVRegion
-from tests.unit.worker.test_overload import CAPACITY_PER_S, TOKEN_MS, Simulation, Timed
-from tests.unit.worker.test_queue import ranking
-from tests.unit.worker.worlds import LIMITS, World, world
+from tests.unit.engine.test_overload import CAPACITY_PER_S, TOKEN_MS, Simulation, Timed
+from tests.unit.engine.test_queue import ranking
+from tests.unit.engine.worlds import LIMITS, World, world
 
 #: What one well-behaved client asks for: a tenth of what the device can do.
 LIGHT_PER_S, LIGHT_TIMEOUT_S = 0.1 * CAPACITY_PER_S, 0.1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from relaygr_stream.engine.commands import Cancel, LanesLost
-from tests.unit.worker.worlds import GRANULE_BYTES, MAX_TOKENS, World, history, world
+from tests.unit.engine.worlds import GRANULE_BYTES, MAX_TOKENS, World, history, world
 
 # ---- signals that wait for the beginning of their sequence ----
 

@@ -21,7 +21,7 @@ from relaygr_stream.engine.forecast import (
 )
 from relaygr_stream.models.api import RankingModel, ScoreInput, Tokens
 from relaygr_stream.models.kv import KVRegion
-from tests.unit.worker.worlds import World
+from tests.unit.engine.worlds import World
 
 USERS, TOKENS, TIMEOUT_S = 3, 60, 0.03
 #: What the simulated device takes: a ranking 1 ms alone and 0.55 ms in a batch of four, a prefix token 0.02 ms.

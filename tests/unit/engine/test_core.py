@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from relaygr_stream.engine.commands import LanesLost
-from tests.unit.worker.worlds import CONTEXTUAL, GRANULE_BYTES, MAX_TOKENS, history, world
+from tests.unit.engine.worlds import CONTEXTUAL, GRANULE_BYTES, MAX_TOKENS, history, world
 
 
 def test_pre_inferred_prefix_is_hit_in_hbm() -> None:

@@ -13,7 +13,7 @@ from relaygr_stream.engine.cost_model import MIN_CHUNK
 from relaygr_stream.engine.executor import CALM_CHUNKS
 from relaygr_stream.engine.scheduler import GIVE_UP_AFTER
 from relaygr_stream.errors import DeviceError
-from tests.unit.worker.worlds import MAX_TOKENS, World, Wrapped, world
+from tests.unit.engine.worlds import MAX_TOKENS, World, Wrapped, world
 
 
 @contextmanager

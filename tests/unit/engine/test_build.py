@@ -24,7 +24,7 @@ from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.settings.schema import Relay, Settings
 from relaygr_stream.settings.worker import Model, Worker
 from relaygr_stream.wire.worker_status import prefix_bytes
-from tests.unit.worker.worlds import (
+from tests.unit.engine.worlds import (
     CONTEXTUAL,
     CPU,
     GRANULE_BYTES,

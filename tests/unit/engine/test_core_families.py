@@ -9,7 +9,7 @@ import pytest
 
 from relaygr_stream.models.transformer import Transformer
 from relaygr_stream.settings.worker import Model
-from tests.unit.worker.worlds import LIMITS, MAX_TOKENS, RETENTION, TRANSFORMER, WITH_CONTEXT, World, history, world
+from tests.unit.engine.worlds import LIMITS, MAX_TOKENS, RETENTION, TRANSFORMER, WITH_CONTEXT, World, history, world
 
 # ---- random traffic ----
 

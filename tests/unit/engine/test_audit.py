@@ -8,7 +8,7 @@ import pytest
 from relaygr_stream.cache.storage import StorageKind
 from relaygr_stream.engine.audit import MAX_WAITING, Auditor
 from relaygr_stream.engine.commands import RankTask
-from tests.unit.worker.worlds import MAX_TOKENS, Fraud, World
+from tests.unit.engine.worlds import MAX_TOKENS, Fraud, World
 
 
 def relayed(w: World, number: int, length: int = 40) -> RankTask:
