@@ -85,7 +85,7 @@ def decision() -> None:
             now_s = number * 1e-4
             start = time.perf_counter()
             lane.observe(owner, now_s)
-            decided = decide(event, policy=policy, lane=lane, owner=owner, age_ms=0.0, now_s=now_s)
+            decided = decide(event, lane, age_ms=0.0, now_s=now_s)
             if decided.admit:
                 lane.admit(event, decided, now_s)
             taken.append((time.perf_counter() - start) * 1e6)

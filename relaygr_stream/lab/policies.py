@@ -6,12 +6,12 @@ knows of none of them.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, Literal, get_args
+from typing import TYPE_CHECKING, Final, Literal, get_args
 
 import msgspec
 
 from relaygr_stream.cache.fading import CostAwarePolicy, FadingFrequency
-from relaygr_stream.trigger.decision import Decide, Decision, decide
+from relaygr_stream.trigger.decision import Decide, Decision, LaneState, decide
 from relaygr_stream.wire.messages import RequestEvent
 
 if TYPE_CHECKING:  # a trigger does not load torch
@@ -42,9 +42,12 @@ def eviction(policy: Policy) -> MakePolicy:
     return LeastRecent if policy == "lru" else CostAwarePolicy
 
 
-def decide_everything(event: RequestEvent, /, **given: Any) -> Decision:
-    """As `decide`, without test of risk, bounds and delegates: every request that can be pre-inferred is admitted."""
-    decision = decide(event, **given | {"delegation": None})
+def decide_everything(event: RequestEvent, lane: LaneState, /, *, age_ms: float, now_s: float) -> Decision:
+    """As `decide`, without test of risk and bounds: every request that can be pre-inferred is admitted.
+
+    For a lane without delegation (`trigger.delegate` off): a delegate is found where a bound refuses.
+    """
+    decision = decide(event, lane, age_ms=age_ms, now_s=now_s)
     return msgspec.structs.replace(decision, reason="admitted") if decision.reason in BOUNDS else decision
 
 

@@ -85,9 +85,11 @@ class Decision(msgspec.Struct, frozen=True):  # made for every event; a frozen d
 
 
 class LaneState:
-    """One lane's bounds and its recently admitted requests.
+    """What decisions on one lane's events depend on: the policy, its owner, its bounds, its recent requests.
 
-    log_end, keep_s, now_s: as for LaneLedger. number: the lane. loads: the owners' buckets of this trigger.
+    log_end, keep_s, now_s: as for LaneLedger. number: the lane. loads: the owners' buckets of this trigger. delegation:
+    finds another worker for what the owner cannot compute in time; None: the owner computes it, or nobody does.
+    `claim` is the current owner's newest statement; None: there is no owner, or it is silent.
     """
 
     def __init__(
@@ -98,31 +100,35 @@ class LaneState:
         now_s: float,
         number: int = 0,
         loads: OwnerLoads | None = None,
+        delegation: Delegation | None = None,
     ) -> None:
+        self.policy: Final = policy
+        self.number: Final = number
+        self.delegation: Final = delegation
+        self.claim: Claim | None = None
         self.ledger = LaneLedger(log_end, keep_s, now_s)
         self.bucket = LoadBucket(policy.burst_ms, policy.averaging * load.LANE_S, policy.averaging * load.START_S)
-        self._number = number
         self._loads = OwnerLoads(policy.averaging) if loads is None else loads
         self._owner_bucket: LoadBucket | None = None
         self.costs: CostModel = FALLBACK_COSTS  # the owner's, if they are usable
-        self._life_s = policy.life_ms / 1000.0
         self._recent: OrderedDict[str, float] = OrderedDict()  # tenant_key of request id → when admitted
-        self._claim: Claim | None = None
+        self._stated: Claim | None = None  # the newest that any owner made
 
     def observe(self, claim: Claim | None, now_s: float) -> None:
-        """Apply the current owner's newest claim, if it has changed."""
-        if claim is not None and claim is not self._claim:
+        """Apply the current owner's newest claim; None: there is no owner, or it is silent."""
+        self.claim = claim
+        if claim is not None and claim is not self._stated:
             self.ledger.observe(claim.lane)
             rate = claim.lane.device_ms_per_s
             self.bucket.set_rate(rate, now_s)
-            self._owner_bucket = self._loads.observe(self._number, claim.worker.name, rate, now_s)
+            self._owner_bucket = self._loads.observe(self.number, claim.worker.name, rate, now_s)
             self.costs = usable_costs(claim.worker.costs)
-            self._claim = claim
+            self._stated = claim
 
     @property
     def owner(self) -> str:
         """The name of the worker that stated the lane last; empty: none yet."""
-        return "" if self._claim is None else self._claim.worker.name
+        return "" if self._stated is None else self._stated.worker.name
 
     def load_allows(self, cost_ms: float, now_s: float) -> bool:
         """Whether both the lane's bucket and its owner's allow this much device time."""
@@ -148,7 +154,7 @@ class LaneState:
     def admitted_recently(self, request: str, now_s: float) -> bool:
         """Whether this request (tenant_key of its id) was admitted within the life window."""
         at_s = self._recent.get(request)
-        return at_s is not None and now_s - at_s <= self._life_s
+        return at_s is not None and now_s - at_s <= self.policy.life_ms / 1e3
 
     def admit(self, event: RequestEvent, decision: Decision, now_s: float) -> Pending:
         """Book an admitted request; returns the ledger's entry for its signal."""
@@ -165,7 +171,7 @@ class LaneState:
 
     def _note(self, event: RequestEvent, kept: Kept, now_s: float) -> None:
         self._loads.remember(tenant_key(event.tenant, event.user_id), kept)
-        while self._recent and now_s - next(iter(self._recent.values())) > self._life_s:
+        while self._recent and now_s - next(iter(self._recent.values())) > self.policy.life_ms / 1e3:
             self._recent.popitem(last=False)
         request = tenant_key(event.tenant, event.request_id)
         self._recent[request] = now_s
@@ -175,41 +181,18 @@ class LaneState:
 class Decide(Protocol):
     """How a trigger decides: `decide`, or what the laboratory compares with it."""
 
-    def __call__(
-        self,
-        event: RequestEvent,
-        /,
-        *,
-        policy: Policy,
-        lane: LaneState,
-        owner: Claim | None,
-        age_ms: float,
-        now_s: float,
-        delegation: Delegation | None = None,
-    ) -> Decision:
+    def __call__(self, event: RequestEvent, lane: LaneState, /, *, age_ms: float, now_s: float) -> Decision:
         """As `decide`."""
         ...
 
 
-def decide(
-    event: RequestEvent,
-    /,
-    *,
-    policy: Policy,
-    lane: LaneState,
-    owner: Claim | None,
-    age_ms: float,
-    now_s: float,
-    delegation: Delegation | None = None,
-) -> Decision:
+def decide(event: RequestEvent, lane: LaneState, /, *, age_ms: float, now_s: float) -> Decision:
     """Whether to pre-infer for this event, where, and the reason. Changes nothing.
 
-    owner: the lane's current owner, None if there is none or it is silent; `lane` has observed it. age_ms: of the
-    event. now_s: this process's monotonic clock, in seconds. delegation: finds another worker for what the owner
-    cannot compute in time; None: it is computed by the owner or not at all.
+    lane: has observed its owner. age_ms: of the event. now_s: this process's monotonic clock, in seconds.
     """
-    tokens = prefix_length(event)
-    against = _reason_against(event, tokens, policy, lane, age_ms, now_s)
+    policy, owner, tokens = lane.policy, lane.claim, prefix_length(event)
+    against = _reason_against(event, tokens, lane, age_ms, now_s)
     if against is not None:
         return Decision(against, tokens, age_ms)
     if owner is None:
@@ -227,13 +210,13 @@ def decide(
         reason = "over_load"
     elif stated_wait_ms(owner, now_s) > left_ms:
         reason = "too_late"
-    if delegation is not None:
+    if lane.delegation is not None:
         # When the owner would have the prefix KV: by pre-inference, or by full inference once the ranking came.
         done_ms = lane.wait_ms(owner, now_s) + costs.pre_infer_ms(tokens)
         if reason != "admitted":
             done_ms = min(policy.life_ms, REFUSED_FACTOR * (left_ms + predicted_ms))
         user, whole = tenant_key(event.tenant, event.user_id), event.context_tokens + tokens
-        place = delegation.place(user, whole, owner, left_ms, done_ms, now_s)
+        place = lane.delegation.place(user, whole, owner, left_ms, done_ms, now_s)
         if place is not None:
             return Decision("delegated", tokens, age_ms, predicted_ms, place.nbytes, place.cost_ms, place)
     return Decision(reason, tokens, age_ms, predicted_ms, nbytes, cost_ms)
@@ -248,14 +231,12 @@ def _time_left_ms(event: RequestEvent, policy: Policy, age_ms: float) -> float:
     return max(0.0, (event.rank_in_ms or policy.life_ms) - age_ms)
 
 
-def _reason_against(
-    event: RequestEvent, tokens: int, policy: Policy, lane: LaneState, age_ms: float, now_s: float
-) -> Reason | None:
+def _reason_against(event: RequestEvent, tokens: int, lane: LaneState, age_ms: float, now_s: float) -> Reason | None:
     """Why the event is not worth a pre-inference, whatever the lane's owner; None: it may be."""
     if tokens == 0:
         return "empty_prefix"
-    if tokens > policy.max_prefix_tokens:
+    if tokens > lane.policy.max_prefix_tokens:
         return "too_long"
-    if age_ms > policy.stale_ms:
+    if age_ms > lane.policy.stale_ms:
         return "stale"
     return "duplicate" if lane.admitted_recently(tenant_key(event.tenant, event.request_id), now_s) else None

@@ -25,7 +25,7 @@ from relaygr_stream.trigger.delegation import Delegation
 from relaygr_stream.trigger.load import Kept, OwnerLoads
 from relaygr_stream.trigger.statement import stated_policy
 from relaygr_stream.wire.codec import decode
-from relaygr_stream.wire.fleet import Claim, OwnerDirectory
+from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import PreInferSignal, RequestEvent, WorkerStatus, prefix_length, tenant_key
 from relaygr_stream.wire.records import Record, kind_of
 from relaygr_stream.wire.refusals import KIND as REFUSALS
@@ -71,25 +71,16 @@ class Explanation:
 
 
 def explain(
-    event: RequestEvent,
-    *,
-    policy: Policy,
-    lane_number: int,
-    lane: LaneState,
-    owner: Claim | None,
-    age_ms: float,
-    now_s: float,
-    at_s: float,
-    delegation: Delegation | None = None,
+    event: RequestEvent, lane: LaneState, /, *, age_ms: float, now_s: float, at_s: float
 ) -> tuple[Explanation, Decision]:
     """The decision and its numbers; like `decide`, books nothing. at_s: the event's time in the explanation."""
-    decision = decide(event, policy=policy, lane=lane, owner=owner, age_ms=age_ms, now_s=now_s, delegation=delegation)
-    tokens = prefix_length(event)
+    decision = decide(event, lane, age_ms=age_ms, now_s=now_s)
+    policy, owner, tokens = lane.policy, lane.claim, prefix_length(event)
     explanation = Explanation(
         request_id=event.request_id,
         user_id=event.user_id,
         tenant=event.tenant,
-        lane=lane_number,
+        lane=lane.number,
         at_s=at_s,
         tokens=tokens,
         candidates=event.candidates,
@@ -195,14 +186,13 @@ class Shadow:
     """
 
     def __init__(self, policy: Policy, topics: TopicSet, directory: OwnerDirectory, ends: dict[int, int]) -> None:
-        self._policy = policy
         self._topics = topics
         self._directory = directory
         now = time.monotonic()
         keep_s = topics.pre_infer.retention_ms / 1e3
         self._loads = loads = OwnerLoads(policy.averaging)
-        self._delegation = Delegation(directory, loads, topics.lanes) if policy.delegate else None
-        self._lanes = {lane: LaneState(self._policy, end, keep_s, now, lane, loads) for lane, end in ends.items()}
+        delegation = Delegation(directory, loads, topics.lanes) if policy.delegate else None
+        self._lanes = {lane: LaneState(policy, end, keep_s, now, lane, loads, delegation) for lane, end in ends.items()}
         self._start = now
         self._rows: list[Explanation] = []
         self._events: dict[str, RequestEvent] = {}
@@ -221,20 +211,10 @@ class Shadow:
                 self._look_at(event, record.lane)
 
     def _look_at(self, event: RequestEvent, lane: int) -> None:
-        now, state, owner = time.monotonic(), self._lanes[lane], self._directory.owner(lane)
-        state.observe(owner, now)
+        now, state = time.monotonic(), self._lanes[lane]
+        state.observe(self._directory.owner(lane), now)
         age_ms = max(0.0, time.time() * 1e3 - event.sent_ms) if event.sent_ms else 0.0
-        row, _ = explain(
-            event,
-            policy=self._policy,
-            lane_number=lane,
-            lane=state,
-            owner=owner,
-            age_ms=age_ms,
-            now_s=now,
-            at_s=now - self._start,
-            delegation=self._delegation,
-        )
+        row, _ = explain(event, state, age_ms=age_ms, now_s=now, at_s=now - self._start)
         self._rows.append(row)
         self._events[tenant_key(event.tenant, event.request_id)] = event
 

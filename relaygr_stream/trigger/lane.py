@@ -78,6 +78,7 @@ class LaneTrigger:
             end.answered_s,
             self._number,
             self._shared.loads,
+            self._shared.delegation,
         )
         signals = LaneSignals(self._number, self._shared, self.state.ledger)
         while True:
@@ -133,19 +134,9 @@ class LaneTrigger:
     def _decide(self, event: RequestEvent, record: Record, state: LaneState) -> Decision:
         started = time.perf_counter()
         now_s = time.monotonic()
-        owner = self._shared.owners.owner(self._number)
-        state.observe(owner, now_s)
+        state.observe(self._shared.owners.owner(self._number), now_s)
         age_ms = self._age_ms(event, record.offset, now_s)
-        shared = self._shared
-        decision = shared.decide(
-            event,
-            policy=shared.policy,
-            lane=state,
-            owner=owner,
-            age_ms=age_ms,
-            now_s=now_s,
-            delegation=shared.delegation,
-        )
+        decision = self._shared.decide(event, state, age_ms=age_ms, now_s=now_s)
         self._shared.metrics.decided(decision.reason, time.perf_counter() - started)
         if self._shared.log_decisions:
             log.debug(

@@ -188,7 +188,7 @@ class _Trigger:
         event = _decoded(RequestEvent, mutator.value(plain(RequestEvent, rng)))
         if not isinstance(event, RequestEvent):
             return
-        decision = decide(event, policy=self._policy, lane=self._lane, owner=owner, age_ms=0.0, now_s=now)
+        decision = decide(event, self._lane, age_ms=0.0, now_s=now)
         holds(math.isfinite(decision.predicted_ms) and decision.predicted_ms >= 0, f"predicted {decision}")
         holds(math.isfinite(decision.cost_ms) and decision.cost_ms >= 0, f"cost {decision}")
         if decision.admit:

@@ -47,7 +47,12 @@ ABLATIONS: Final = (
     RELAY_HBM,
     Mode("relay-lru", "relay whose tiers evict what was used longest ago", policy="lru"),
     Mode("relay-whole", "relay without chunks", overrides={"worker.max_ranking_delay_ms": 3.6e6}),
-    Mode("relay-everything", "relay without the test of risk and without bounds", policy="everything"),
+    Mode(
+        "relay-everything",
+        "relay without the test of risk, bounds and delegates",
+        overrides={"trigger.delegate": False},
+        policy="everything",
+    ),
 )
 FLEET_MODES: Final = (*BASELINES, RELAY, *ABLATIONS)
 

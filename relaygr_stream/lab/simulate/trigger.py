@@ -35,16 +35,16 @@ class SimulatedTrigger:
         decide: Decide = decide,
         seed: int = 0,
     ) -> None:
-        self._policy = Policy.of(settings)
+        policy = Policy.of(settings)
         self._decide = decide
         self._timeline = timeline
         self._traffic = traffic
         self._owners = OwnerDirectory(settings.trigger.max_status_age_ms, clock=timeline.clock)
         now = timeline.clock.now
         keep_s = topics.pre_infer.retention_ms / 1e3
-        loads = OwnerLoads(self._policy.averaging)
-        self._lanes = [LaneState(self._policy, 0, keep_s, now, lane, loads) for lane in range(lanes)]
-        self._delegation = Delegation(self._owners, loads, lanes, seed) if self._policy.delegate else None
+        loads = OwnerLoads(policy.averaging)
+        delegation = Delegation(self._owners, loads, lanes, seed) if policy.delegate else None
+        self._lanes = [LaneState(policy, 0, keep_s, now, lane, loads, delegation) for lane in range(lanes)]
         self._zeros = bytes(4 * settings.relay.max_prefix_tokens)
 
     def take(self, status: WorkerStatus) -> None:
@@ -57,8 +57,7 @@ class SimulatedTrigger:
         Returns the ledger's entry of its signal, or the delegate; None: there is no signal.
         """
         state = self._lanes[request.lane]
-        owner = self._owners.owner(request.lane)
-        state.observe(owner, now)
+        state.observe(self._owners.owner(request.lane), now)
         event = RequestEvent(
             request_id=request.name,
             user_id=request.user_id,
@@ -66,16 +65,7 @@ class SimulatedTrigger:
             candidates=self._traffic.candidates,
             rank_in_ms=self._traffic.delay.median_ms,
         )
-        age_ms = (now - request.at) * 1e3
-        decision = self._decide(
-            event,
-            policy=self._policy,
-            lane=state,
-            owner=owner,
-            age_ms=age_ms,
-            now_s=now,
-            delegation=self._delegation,
-        )
+        decision = self._decide(event, state, age_ms=(now - request.at) * 1e3, now_s=now)
         request.reason = decision.reason
         if decision.delegate is not None:
             state.delegate(event, decision, now)

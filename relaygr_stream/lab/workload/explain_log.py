@@ -135,9 +135,7 @@ def explain_log(
         lane = lane_of(item.event.user_id, fleet.lanes)
         state, claim = states[lane], directory.owner(lane)
         state.observe(claim, now)
-        row, decision = explain(
-            item.event, policy=policy, lane_number=lane, lane=state, owner=claim, age_ms=0.0, now_s=now, at_s=now
-        )
+        row, decision = explain(item.event, state, age_ms=0.0, now_s=now, at_s=now)
         assert claim is not None
         nbytes = prefix_bytes(len(item.event.prefix), claim.worker)
         heapq.heappush(rankings, (item.rank_at, lane, nbytes))

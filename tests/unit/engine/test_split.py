@@ -53,7 +53,7 @@ class Device:
             self.requests += 1
             request = event(20, f"{self.requests}")
             self.lane.observe(owner, now)
-            decision = decide(request, policy=POLICY, lane=self.lane, owner=owner, age_ms=0.0, now_s=now)
+            decision = decide(request, self.lane, age_ms=0.0, now_s=now)
             cost = 0.0 if self.random.random() < cached else 20.0
             if decision.admit:
                 self.lane.admit(request, decision, now)

@@ -142,7 +142,10 @@ class Fleet:
         self.delegations = [None if make is None else make(self.owners, known, count) for known in loads]
         self.workers = [Worker(self, f"w{n}", list(range(n * each, (n + 1) * each))) for n in range(workers)]
         self.by_name = {worker.name: worker for worker in self.workers}
-        self.lanes = [LaneState(POLICY, 0, 60.0, self.now, lane, loads[lane % triggers]) for lane in range(count)]
+        self.lanes = [
+            LaneState(POLICY, 0, 60.0, self.now, lane, loads[lane % triggers], self.delegations[lane % triggers])
+            for lane in range(count)
+        ]
         self.home = {lane: worker for worker in self.workers for lane in worker.lanes}
         for number, worker in enumerate(self.workers):
             self.after(number * STATUS_S / workers, partial(self.state, worker))
@@ -168,19 +171,11 @@ class Fleet:
         return self.books
 
     def announce(self, number: int, lane: int, head_start_s: float) -> None:
-        state, owner = self.lanes[lane], self.owners.owner(lane)
-        state.observe(owner, self.now)
+        state = self.lanes[lane]
+        state.observe(self.owners.owner(lane), self.now)
         asked = event(0, str(number), f"u{number}", rank_in_ms=head_start_s * 1e3)
         asked = msgspec.structs.replace(asked, prefix=PREFIX)
-        found = decide(
-            asked,
-            policy=POLICY,
-            lane=state,
-            owner=owner,
-            age_ms=0.0,
-            now_s=self.now,
-            delegation=self.delegations[lane % len(self.delegations)],
-        )
+        found = decide(asked, state, age_ms=0.0, now_s=self.now)
         self.books.decisions[found.reason] += 1
         home, due_s = self.home[lane], self.now + head_start_s
         self.books.homes[number] = home.name

@@ -151,7 +151,7 @@ class Owner:
         event = RequestEvent(request_id=str(self.requests), user_id="u", prefix=PREFIXES[tokens], candidates=0)
         state, claim = self.states[lane], self.trigger_of[lane].directory.owner(lane)
         state.observe(claim, self.now)
-        decision = decide(event, policy=POLICY, lane=state, owner=claim, age_ms=0.0, now_s=self.now)
+        decision = decide(event, state, age_ms=0.0, now_s=self.now)
         if decision.admit:
             lands = self.now + self.random.uniform(0, STATUS_S / 4)
             self.flying.append(Signal(lane, tokens, state.admit(event, decision, self.now), state, lands))

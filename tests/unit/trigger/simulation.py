@@ -156,7 +156,7 @@ class Lane:
 
     def decide_on(self, event: RequestEvent) -> None:
         owner = self.observe()
-        decision = decide(event, policy=POLICY, lane=self.lane, owner=owner, age_ms=0.0, now_s=self.now)
+        decision = decide(event, self.lane, age_ms=0.0, now_s=self.now)
         if decision.admit:
             assert owner is not None
             assert self.refilled is not None

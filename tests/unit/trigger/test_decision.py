@@ -11,7 +11,6 @@ from relaygr_stream.lab.workload.generator import GeneratorOptions
 from relaygr_stream.settings.schema import Relay, Settings, Trigger
 from relaygr_stream.trigger.decision import REASONS, Decision, LaneState, Policy, decide
 from relaygr_stream.wire.behaviours import Behaviours
-from relaygr_stream.wire.fleet import Claim
 from relaygr_stream.wire.history import HistoryReference
 from relaygr_stream.wire.messages import CostModel, RequestEvent, with_version
 from relaygr_stream.wire.worker_status import FALLBACK_COSTS, prefix_bytes, usable_costs
@@ -22,14 +21,13 @@ from tests.unit.trigger.parts import POLICY, claim, event, lane_status, worker_s
 class OneLane:
     """A lane with an owner, at a time that stands still."""
 
-    def __init__(self, budget: int = 10_000, rate: float = 1000.0, **status: Any) -> None:
+    def __init__(self, budget: int = 10_000, rate: float = 1000.0, policy: Policy = POLICY, **status: Any) -> None:
         self.now = 100.0
-        self.state = LaneState(POLICY, log_end=0, keep_s=60.0, now_s=self.now)
-        self.owner: Claim | None = claim(worker_status(lane_status(budget=budget, rate=rate), **status), self.now)
-        self.state.observe(self.owner, self.now)
+        self.state = LaneState(policy, log_end=0, keep_s=60.0, now_s=self.now)
+        self.state.observe(claim(worker_status(lane_status(budget=budget, rate=rate), **status), self.now), self.now)
 
     def decide(self, event: RequestEvent, age_ms: float = 0.0) -> Decision:
-        return decide(event, policy=POLICY, lane=self.state, owner=self.owner, age_ms=age_ms, now_s=self.now)
+        return decide(event, self.state, age_ms=age_ms, now_s=self.now)
 
     def admit(self, event: RequestEvent) -> Decision:
         decision = self.decide(event)
@@ -51,11 +49,11 @@ def test_with_the_defaults_a_usual_prefix_is_at_risk_on_a_fast_core_and_a_tiny_o
     linear = model.layers * 2 * model.dim * (width + model.heads * model.dv)  # floating-point operations of a token
     pair = model.layers * width  # and of a pair of tokens in attention
     costs = CostModel(c0=0.0, c1=linear / 160e6, c2=pair / 2 / 160e6, c3=pair / 160e6, c4=linear / 160e6)
-    lane = OneLane(budget=10**9, rate=1e6, costs=costs)
+    lane = OneLane(budget=10**9, rate=1e6, policy=policy, costs=costs)
 
     def reason(tokens: int, candidates: int) -> str:
         one = msgspec.structs.replace(event(tokens), candidates=candidates)
-        return decide(one, policy=policy, lane=lane.state, owner=lane.owner, age_ms=0.0, now_s=lane.now).reason
+        return lane.decide(one).reason
 
     usual = GeneratorOptions()
     assert reason(int(usual.length), usual.candidates) == "admitted"
@@ -94,7 +92,7 @@ def test_an_event_past_the_staleness_bound_is_not_pre_inferred() -> None:
 
 def test_a_lane_without_an_owner_gets_no_admissions() -> None:
     lane = OneLane()
-    lane.owner = None
+    lane.state.observe(None, lane.now)
     assert lane.decide(event(25)).reason == "no_owner"
 
 

@@ -26,11 +26,10 @@ class View:
 
     def __init__(self, lanes: int = LANES, policy: Policy = POLICY) -> None:
         self.now = 100.0
-        self.policy = policy
         self.owners = OwnerDirectory(3000.0, clock=lambda: self.now)
         loads = OwnerLoads()
-        self.lanes = [LaneState(policy, 0, 60.0, self.now, lane, loads) for lane in range(lanes)]
         self.delegation = Delegation(self.owners, loads, lanes, seed=1)
+        self.lanes = [LaneState(policy, 0, 60.0, self.now, lane, loads, self.delegation) for lane in range(lanes)]
         self.number = 0
 
     def state(self, name: str, lanes: tuple[int, ...], *, of_lanes: dict[str, Any] | None = None, **more: Any) -> None:
@@ -47,15 +46,8 @@ class View:
         self.number += not again
         asked = event(tokens, f"r{self.number}", user or f"u{self.number}", rank_in_ms=HEAD_MS)
         state = self.lanes[lane]
-        found = decide(
-            asked,
-            policy=self.policy,
-            lane=state,
-            owner=self.owners.owner(lane),
-            age_ms=0.0,
-            now_s=self.now,
-            delegation=self.delegation,
-        )
+        state.observe(self.owners.owner(lane), self.now)
+        found = decide(asked, state, age_ms=0.0, now_s=self.now)
         if book and found.delegate is not None:
             state.delegate(asked, found, self.now)
         elif book and found.admit:
