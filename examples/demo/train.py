@@ -31,7 +31,8 @@ from examples.demo.requests import fresh_requests, histories, offline_quality
 from examples.movielens import forward
 from examples.movielens.data import DataError, Histories
 from examples.movielens.evaluate import Quality
-from examples.movielens.train import TABLE_STD, Recipe, Run, new_model, train
+from examples.movielens.recipe import TABLE_STD, Recipe, new_model
+from examples.movielens.train import Run, train
 from relaygr_stream.errors import RelayError
 from relaygr_stream.lab.demo.traffic import ITEM_EXPONENT
 from relaygr_stream.lab.workload.items import WorkItem

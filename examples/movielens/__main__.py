@@ -36,8 +36,9 @@ from examples.movielens.evaluate import (
     paired_gain,
     quality,
 )
+from examples.movielens.recipe import Recipe
 from examples.movielens.serve import WAYS, Latency, Served, latencies, rank_all, running, settings_for
-from examples.movielens.train import PROGRESS_FILE, Recipe, parse, train
+from examples.movielens.train import PROGRESS_FILE, parse, train
 from relaygr_stream.errors import RelayError
 from relaygr_stream.lab.drawing import INSTALL, can_draw
 from relaygr_stream.models.loading import load_checkpoint

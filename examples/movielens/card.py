@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from examples.movielens.data import Histories
 
 if TYPE_CHECKING:
-    from examples.movielens.train import Recipe
+    from examples.movielens.recipe import Recipe
 
 CARD_FILE: Final = "README.md"
 

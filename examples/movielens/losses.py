@@ -17,7 +17,7 @@ from examples.movielens import catalogue, forward
 from relaygr_stream.models.hstu_model import HSTUModel
 
 if TYPE_CHECKING:
-    from examples.movielens.train import Recipe
+    from examples.movielens.recipe import Recipe
 
 #: Share of proposals drawn uniformly, so that no item has an expected number near 0.
 UNIFORM_SHARE: Final = 0.5

@@ -8,6 +8,7 @@ from examples.movielens import catalogue, forward, train
 from examples.movielens.data import History
 from examples.movielens.evaluate import empty_region, scores_of
 from examples.movielens.losses import losses
+from examples.movielens.recipe import Recipe, new_model
 from relaygr_stream.models.hstu_model import HSTUModel
 
 ITEMS = 30
@@ -18,10 +19,8 @@ LONGEST = 20
 def model(request: pytest.FixtureRequest) -> HSTUModel:
     """A model in training whose every row differs from 0, so that a forgotten one shows."""
     positions, times = request.param
-    shape = train.Recipe(
-        dim=16, heads=2, longest=LONGEST, scale_tokens=8, relative_positions=positions, relative_times=times
-    )
-    made = train.new_model(shape, ITEMS, has_times=True)
+    shape = Recipe(dim=16, heads=2, longest=LONGEST, scale_tokens=8, relative_positions=positions, relative_times=times)
+    made = new_model(shape, ITEMS, has_times=True)
     with torch.no_grad():
         for value in made.parameters():
             value.add_(torch.randn(value.shape, generator=torch.Generator().manual_seed(1)) * 0.3)
@@ -78,9 +77,9 @@ def test_candidates_in_training_do_not_see_each_other_or_later_behaviours(model:
     assert score(history, [3, 4]) != score(history, [4, 3])
 
 
-def steps(recipe: train.Recipe, count: int, *, ranking: bool) -> HSTUModel:
+def steps(recipe: Recipe, count: int, *, ranking: bool) -> HSTUModel:
     """A model after some steps of training, as `Run` makes them."""
-    model = train.new_model(recipe, ITEMS, has_times=True)
+    model = new_model(recipe, ITEMS, has_times=True)
     catalogue.restrict(model)
     optimizer = torch.optim.Adam([value for value in model.parameters() if value.requires_grad], lr=1e-2)
     for _ in range(count):
@@ -92,7 +91,7 @@ def steps(recipe: train.Recipe, count: int, *, ranking: bool) -> HSTUModel:
     return model
 
 
-SHORT = train.Recipe(dim=16, heads=2, longest=LONGEST, scale_tokens=8, dropout=0.0, negatives=4, catalogue=20)
+SHORT = Recipe(dim=16, heads=2, longest=LONGEST, scale_tokens=8, dropout=0.0, negatives=4, catalogue=20)
 
 
 def test_the_catalogue_is_ranked_as_the_served_model_scores_it() -> None:

@@ -10,7 +10,8 @@ import torch
 
 from examples.movielens.data import DataError, Histories, History
 from examples.movielens.evaluate import TEST, evaluate, quality
-from examples.movielens.train import ITEMS_FILE, Recipe, Run, batches, main, train
+from examples.movielens.recipe import Recipe
+from examples.movielens.train import ITEMS_FILE, Run, batches, main, train
 from relaygr_stream.models.loading import load_checkpoint
 
 ITEMS = 60
