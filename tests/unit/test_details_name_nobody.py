@@ -10,9 +10,9 @@ from relaygr_stream.errors import CacheCorruption
 from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.records import HEADER_DETAIL
+from tests.unit.engine.worlds import World
 from tests.unit.trigger.parts import event
 from tests.unit.trigger.processes import peer_on, trigger_on
-from tests.unit.engine.worlds import World
 from tests.waiting import until
 
 USER = "alice@example.com"

@@ -15,11 +15,11 @@ from relaygr_stream.wire.messages import PreInferSignal, RequestEvent, tenant_ke
 from tests.unit.client_peers import client_on, responder_on
 from tests.unit.client_peers import event as an_event
 from tests.unit.client_peers import request as a_request
+from tests.unit.engine.worlds import World, world
 from tests.unit.handover.peers import ALL, peers
 from tests.unit.trigger.parts import event
 from tests.unit.trigger.processes import peer_on, trigger_on
 from tests.unit.worker.services import Peer, worker_on, worker_settings
-from tests.unit.engine.worlds import World, world
 from tests.waiting import until
 
 tenants = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=4)

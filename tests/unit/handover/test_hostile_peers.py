@@ -12,6 +12,7 @@ from relaygr_stream.handover.connection import connect
 from relaygr_stream.handover.session import SessionProgress
 from relaygr_stream.handover.wire import COPY, HEADER, MESSAGE, Ask, End, Offer, Take, encode
 from relaygr_stream.models.api import Tokens
+from tests.unit.engine.worlds import history
 from tests.unit.handover.peers import (
     ALL,
     LANES,
@@ -23,7 +24,6 @@ from tests.unit.handover.peers import (
     giver,
     peers,
 )
-from tests.unit.engine.worlds import history
 from tests.waiting import until
 
 # ---- hostile takers ----

@@ -19,8 +19,8 @@ from relaygr_stream.handover.connection import connect
 from relaygr_stream.handover.wire import HEADER, MESSAGE, Offer
 from relaygr_stream.settings.worker import Handover as HandoverSettings
 from relaygr_stream.wire.messages import WorkerStatus
-from tests.unit.handover.peers import ALL, NETWORKS, SECRET, Peer, connected, credentials, peers, status
 from tests.unit.engine.worlds import history
+from tests.unit.handover.peers import ALL, NETWORKS, SECRET, Peer, connected, credentials, peers, status
 from tests.waiting import until
 
 USERS = 6

@@ -20,9 +20,9 @@ from relaygr_stream.wire.messages import PreInferSignal, RankingRequest
 from relaygr_stream.wire.records import HEADER_KIND, KIND_DELEGATED, Record
 from relaygr_stream.worker.forwarding import IN_TIME
 from relaygr_stream.worker.intake import Intake
+from tests.unit.engine.worlds import GRANULE_BYTES, LIMITS, MAX_TOKENS, World, world
 from tests.unit.worker.test_forwarding import View
 from tests.unit.worker.test_outbox_forwards import World as Outgoing
-from tests.unit.engine.worlds import GRANULE_BYTES, LIMITS, MAX_TOKENS, World, world
 
 BOTH = dataclasses.replace(LIMITS, pinned_bytes=3 * GRANULE_BYTES, delegated_bytes=3 * GRANULE_BYTES)
 

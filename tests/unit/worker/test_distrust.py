@@ -16,8 +16,8 @@ from relaygr_stream.models.loading import load_model
 from relaygr_stream.settings.schema import Kafka, Relay
 from relaygr_stream.settings.worker import Model
 from relaygr_stream.worker.watch import DEVIATIONS_TO_UNREADY
-from tests.unit.worker.services import Hangable, Peer, made, worker_on, worker_settings
 from tests.unit.engine.worlds import CPU, Fraud, World, Wrapped, toy_model, world
+from tests.unit.worker.services import Hangable, Peer, made, worker_on, worker_settings
 from tests.waiting import until
 
 
