@@ -32,6 +32,8 @@ from relaygr_stream.wire.topic_files import partition_of
 
 #: The default size limit of a topic (max_message_bytes in its file).
 DEFAULT_MAX_BYTES: Final = 1_048_576
+#: In place of the id of a partition's leader.
+NO_LEADER: Final = -1
 #: Size limit of a batch of small messages. The broker checks whole batches, so it is far below any topic's limit.
 BATCH_BYTES: Final = 64 * 1024
 
@@ -104,7 +106,7 @@ class Producer:
         await self.stop()
 
     def broker_of(self, topic: str, partition: int) -> int | None:
-        """The id of the broker that leads a partition; -1: it has no leader; None: not known."""
+        """The id of the broker that leads a partition; NO_LEADER; None: not known."""
         client = self._renewed.client
         leader = (
             None if client is None else client.client.cluster.leader_for_partition(TopicPartition(topic, partition))

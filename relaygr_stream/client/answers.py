@@ -26,6 +26,7 @@ from relaygr_stream.errors import (
     Rejected,
     RelayError,
     RequestError,
+    TopicError,
     WorkerFailed,
 )
 from relaygr_stream.telemetry.limiter import LogLimiter
@@ -239,8 +240,9 @@ def ranking_of(reply: ScoreReply, candidates: bytes, latency_s: float) -> Rankin
 #: costs nothing.
 SWITCH_AFTER_S: Final = 0.5
 #: The silence of the other partition expires this long after the last request that named it: its broker may be back.
-#: Until then, a slow answer on the current partition is no reason to return to one that was silent for longer.
-SILENCE_EXPIRES_S: Final = 2.0
+#: Until then, a slow answer on the current partition is no reason to return to one that was silent for longer. A
+#: restart of a broker takes about as long; where requests are hedged, a copy's answer ends the silence earlier.
+SILENCE_EXPIRES_S: Final = 10.0
 
 
 class ReplyRoute:
@@ -249,44 +251,75 @@ class ReplyRoute:
     A partition with one copy depends on one broker: with a single reply partition, that broker's failure would hold up
     every answer of a client.
 
-    partitions: the first choice, then optionally a second.
+    topic: of the answers. partitions: the first choice, then optionally a second. led(partition): False if it is known
+    to have no leader.
     """
 
-    def __init__(self, partitions: Sequence[int], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        topic: str,
+        partitions: Sequence[int],
+        led: Callable[[int], bool] = lambda partition: True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.partitions: Final = tuple(partitions)
-        self._clock = clock
+        self._topic = topic
+        self._led = led
+        self.clock: Final = clock
+        self._gone: str | None = None  # why no answer can come
         self._current, self._other = partitions[0], partitions[-1]
         self._awaited_since: dict[int, float] = {}  # partition → time of the oldest request since its last record
+        self._received: dict[int, float] = {}  # partition → time of its last record
         self._used: dict[int, float] = {}  # partition → time of the latest request
 
+    def counted(self, count: int) -> None:
+        """Note how many partitions the topic has now: fewer than before if it was deleted and made anew."""
+        there = [partition for partition in self.partitions if partition < count]
+        self._gone = None
+        if not there:
+            self._gone = (
+                f"topic {self._topic} has {count} partitions now, and the answers of this client came on "
+                f"{' and '.join(map(str, self.partitions))}: it was made anew with fewer; open a new client"
+            )
+        elif self._current not in there or self._other not in there:
+            self._current, self._other = there[0], there[-1]
+
     def choose(self) -> int:
-        """The reply partition of a new request."""
-        self._expire_other()
+        """The reply partition of a new request. Raises TopicError if none of them exists any more."""
+        if self._gone is not None:
+            raise TopicError(self._gone)
+        if self.clock() - self._used.get(self._other, math.inf) > SILENCE_EXPIRES_S:
+            self._awaited_since.pop(self._other, None)
         silent_s = self._waiting_s(self._current)
-        if silent_s > SWITCH_AFTER_S and self._waiting_s(self._other) < silent_s:
+        silent = silent_s > SWITCH_AFTER_S and self._waiting_s(self._other) < silent_s
+        if self._led(self._other) and (silent or not self._led(self._current)):
             self._current, self._other = self._other, self._current
         return self._use(self._current)
 
-    def choose_again(self) -> int:
-        """The reply partition of a copy, whose request has no answer yet: the one that was silent for less long."""
-        self._expire_other()
-        return self._use(min(self._current, self._other, key=self._waiting_s))
+    def choose_again(self, unanswered: Mapping[int, int], since_s: float) -> int:
+        """The reply partition of a further copy of a request that has no answer yet.
+
+        A partition with answers since the copy before works: what that lacks is another cause. Else it is the one that
+        fewer copies named in vain. unanswered: partition → copies which the brokers have and which named it; one that
+        no broker has says nothing of its partition. since_s: when the copy before was sent, by this clock.
+        """
+        both = [self._current, self._other]
+        named = [each for each in both if self._led(each)] or both
+        heard = [each for each in named if self._received.get(each, -math.inf) >= since_s]
+        return self._use(heard[0] if heard else min(named, key=lambda each: unanswered.get(each, 0)))
 
     def received(self, partition: int) -> None:
         """Note a record on this partition."""
         self._awaited_since.pop(partition, None)
-
-    def _expire_other(self) -> None:
-        if self._clock() - self._used.get(self._other, math.inf) > SILENCE_EXPIRES_S:
-            self._awaited_since.pop(self._other, None)
+        self._received[partition] = self.clock()
 
     def _use(self, partition: int) -> int:
-        self._used[partition] = now = self._clock()
+        self._used[partition] = now = self.clock()
         self._awaited_since.setdefault(partition, now)
         return partition
 
     def _waiting_s(self, partition: int) -> float:
-        return self._clock() - self._awaited_since.get(partition, math.inf)
+        return self.clock() - self._awaited_since.get(partition, math.inf)
 
 
 def reply_partitions(leaders: Mapping[int, int], chosen: int | None) -> list[int]:

@@ -14,12 +14,12 @@ from functools import partial
 import structlog
 
 from relaygr_stream.bus.aiokafka_compat import end
-from relaygr_stream.bus.producer import Outgoing, Producer
+from relaygr_stream.bus.producer import NO_LEADER, Outgoing, Producer
 from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.bus.topic_check import PartitionCounts
 from relaygr_stream.bus.topics import TopicRow, TopicSet, lane_of, verify_topics
 from relaygr_stream.client.answers import Answers, ReplyRoute, reply_partitions
-from relaygr_stream.client.exchange import Copies, Exchange, Hedges
+from relaygr_stream.client.exchange import LATE_SHARE, Copies, Exchange, Hedges
 from relaygr_stream.client.metrics import ClientMetrics
 from relaygr_stream.client.sender import Announcements, Sender
 from relaygr_stream.errors import BrokerError, BrokerUnavailable, ConfigError, DeadlineExceeded, RelayError, TopicError
@@ -52,7 +52,14 @@ async def connected(
     kafka, client = settings.kafka, settings.client
     async with AsyncExitStack() as stack:
         rows = await verify_topics(kafka, optional=(topics.worker_status.name,))
-        route = ReplyRoute(_reply_partitions(rows, topics, client.reply_partition))
+        max_bytes = max(topics.retrieval.max_message_bytes, topics.ranking.max_message_bytes)
+        producer = Producer(kafka, client_id=client_id, acks=1, max_bytes=max_bytes)
+        scores = topics.scores.name
+        route = ReplyRoute(
+            scores,
+            _reply_partitions(rows, topics, client.reply_partition),
+            led=lambda partition: producer.broker_of(scores, partition) != NO_LEADER,
+        )
 
         def on_replies(records: list[Record]) -> None:
             for record in records:
@@ -60,18 +67,15 @@ async def connected(
             answers.on_records(records)
 
         # The tail starts before the producer, so that no answer is missed.
-        replies = TopicTail(kafka, topics.scores.name, route.partitions, "latest", on_replies)
+        replies = TopicTail(kafka, scores, route.partitions, "latest", on_replies)
         await stack.enter_async_context(replies)
         background = Background()
         stack.push_async_callback(background.end)
         background.watch(replies.failed)
         background.failed.add_done_callback(partial(_tell, on_failure))
         listening = bool(client.hedge_ms) and await _listen(stack, settings, topics, owners, rows)
-        max_bytes = max(topics.retrieval.max_message_bytes, topics.ranking.max_message_bytes)
-        producer = Producer(kafka, client_id=client_id, acks=1, max_bytes=max_bytes)
         sender = Sender(await stack.enter_async_context(producer), kafka.bootstrap)
-        ranking = topics.ranking.name
-        counts = PartitionCounts(topics, producer)
+        counts = PartitionCounts(topics, producer, route.counted)
         background.start(counts.run())
         connection = Connection(
             settings,
@@ -84,8 +88,8 @@ async def connected(
             Hedges(
                 owners,
                 settings.relay.slo_ms,
-                stuck=partial(sender.stuck, ranking),
-                broker_of=partial(producer.broker_of, ranking),
+                waiting_s=partial(sender.waiting_s, topics.ranking.name),
+                late_s=LATE_SHARE * client.hedge_ms / 1000,
                 silence_ms=client.silence_ms if listening else 0.0,
             ),
             metrics,
@@ -158,16 +162,15 @@ class Connection:
         """
         call = self._answers.expect(request.request_id)
         timeout_ms = request.timeout_ms
-        copies = Copies(self._sender, self._route, self._topics.ranking.name, request, message, call.correlation)
-        exchange = Exchange(
-            call,
-            lane_of(request.user_id, self._topics.lanes) if lane is None else lane,
-            copies,
-            self._hedges,
-            self._settings.client.hedge_ms / 1000,
-            self._metrics,
-        )
         try:
+            exchange = Exchange(
+                call,
+                lane_of(request.user_id, self._topics.lanes) if lane is None else lane,
+                Copies(self._sender, self._route, self._topics.ranking.name, request, message, call.correlation),
+                self._hedges,
+                self._settings.client.hedge_ms / 1000,
+                self._metrics,
+            )
             async with asyncio.timeout(timeout_ms / 1000):
                 return await exchange.run()
         except TimeoutError:

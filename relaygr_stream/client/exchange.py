@@ -9,7 +9,9 @@ import asyncio
 import math
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Final, Literal
 
 import msgspec
@@ -33,15 +35,24 @@ SLOW_BURST: Final = 20.0
 LAST_STATUS_MS: Final = 15_000.0
 
 
+#: A lane is stuck if its broker has not acknowledged a send for this long: most likely the broker is gone. An
+#: acknowledgement takes 5 ms (P99); a busy machine does not delay it a hundredfold.
+STUCK_S: Final = 0.5
+#: Until then, a broker that has not acknowledged a send for this share of the time between copies gets no copy, if
+#: another one can have it.
+LATE_SHARE: Final = 0.5
+
+
 class Hedges:
     """Chooses the lane of a hedge: a copy of a request, sent to another worker that is alive and has time.
 
     That worker runs full inference, which is unbudgeted device time. So slow answers are hedged within a budget, and
-    busy workers get no hedges.
+    busy workers get no hedges. Where only the lane's broker is away, its owner gets the copy on another lane, and a hit
+    remains one.
 
-    busy_ms: a worker with a longer queue gets no hedges. stuck(lane): whether the lane's broker acknowledges nothing.
-    broker_of(lane): the broker that leads the lane; None: not known. silence_ms: how long to listen before an owner
-    that has not stated itself counts as silent.
+    busy_ms: a worker with a longer queue gets no hedges. waiting_s(lane): age of the oldest send that the lane's broker
+    has not acknowledged. late_s: a lane that waits no longer is preferred. silence_ms: how long to listen before an
+    owner that has not stated itself counts as silent.
     """
 
     def __init__(
@@ -49,8 +60,8 @@ class Hedges:
         owners: OwnerDirectory,
         busy_ms: float,
         seed: int | None = None,
-        stuck: Callable[[int], bool] = lambda lane: False,
-        broker_of: Callable[[int], int | None] = lambda lane: None,
+        waiting_s: Callable[[int], float] = lambda lane: 0.0,
+        late_s: float = 0.1,
         silence_ms: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -58,8 +69,8 @@ class Hedges:
         self._all_known_s = clock() + silence_ms / 1000.0
         self._owners = owners
         self._busy_ms = busy_ms
-        self._stuck = stuck
-        self._broker_of = broker_of
+        self._waiting_s = waiting_s
+        self._late_s = late_s
         self._random = random.Random(seed)
         self._slow = SLOW_BURST
 
@@ -74,37 +85,50 @@ class Hedges:
         """
         if self._owners.owner(lane, self._max_age_ms) is None and self._owner_known(lane) and self._serving():
             return "silent"
-        return "unsent" if self._stuck(lane) else None
+        return "unsent" if self._waiting_s(lane) > STUCK_S else None
 
     def _owner_known(self, lane: int) -> bool:
         return self._clock() >= self._all_known_s or self._owners.owner(lane, math.inf) is not None
 
-    def other_lane(self, tried: Collection[int]) -> int | None:
-        """A lane of a worker that is alive, has time and owns none of the lanes tried; None if there is none.
+    def other_lane(self, home: int, tried: Collection[int], reached: Collection[int]) -> int | None:
+        """A lane whose owner is alive and has time, and was not asked; None if there is none.
 
-        Led by another broker than the lanes tried, if there is such a lane: a dead broker is noticed after half a
-        second, and by then all copies would have been sent.
+        home: the user's lane. tried: lanes that copies were sent on. reached: those of them whose brokers have a copy.
+        A dead broker is noticed after half a second, and by then all copies would have been sent: so lanes whose
+        broker acknowledges are preferred, and on these the owner of a lane that was not reached counts as not asked.
         """
-        owners = (self._owners.owner(lane, self._max_age_ms) for lane in tried)
+        tried = (home, *tried)
+        choices = self._choices(self._late_s, tried, reached) or self._choices(STUCK_S, tried, tried)
+        if not choices:
+            return None
+        owner = self._owners.owner(home, self._max_age_ms)
+        for status, lanes in choices:
+            if owner is not None and status.name == owner.worker.name:
+                return self._random.choice(lanes)
+        # The better of two at random: the best of all would get every client's hedges until its next status. Only the
+        # queues are compared, so that two idle workers have equal chances.
+        _, lanes = min(self._random.sample(choices, min(2, len(choices))), key=lambda choice: choice[0].queue_ms)
+        return self._random.choice(lanes)
+
+    def _choices(
+        self, patience_s: float, tried: Collection[int], asked: Collection[int]
+    ) -> list[tuple[WorkerStatus, list[int]]]:
+        """Workers with time, other than the owners of the lanes `asked`, and their lanes that wait no longer."""
+        owners = (self._owners.owner(lane, self._max_age_ms) for lane in asked)
         excluded = {claim.worker.name for claim in owners if claim is not None}
-        choices = [
-            (status.queue_ms, lanes)
+        return [
+            (status, lanes)
             for status in self._serving()
             if status.name not in excluded
             and status.queue_ms <= self._busy_ms
-            and (lanes := [lane.lane for lane in status.lanes if not self._stuck(lane.lane)])
+            and (
+                lanes := [
+                    each.lane
+                    for each in status.lanes
+                    if each.lane not in tried and self._waiting_s(each.lane) <= patience_s
+                ]
+            )
         ]
-        if not choices:
-            return None
-        brokers = {self._broker_of(lane) for lane in tried}
-        apart = [
-            (queue_ms, [lane for lane in lanes if self._broker_of(lane) not in brokers]) for queue_ms, lanes in choices
-        ]
-        choices = [choice for choice in apart if choice[1]] or choices
-        # The better of two at random: the best of all would get every client's hedges until its next status. Only the
-        # queues are compared, so that two idle workers have equal chances.
-        _, lanes = min(self._random.sample(choices, min(2, len(choices))), key=lambda choice: choice[0])
-        return self._random.choice(lanes)
 
     def spend(self) -> bool:
         """Take one slow hedge from the budget; False if the budget is used up."""
@@ -149,16 +173,26 @@ class Copies:
         self._message = message
         self._correlation = correlation
         self._reply_to = route.choose()
-        self._began_s = time.perf_counter()
+        self._began_s = route.clock()
+        self._sent_s: float | None = None  # when the last copy was sent
+        self._unanswered: Counter[int] = Counter()  # reply partition → copies that the brokers have
 
     async def send(self, lane: int, *, hedge: bool, settled: Settled) -> None:
         """Send a copy; `settled` is called once, possibly before this returns."""
-        value, reply_to = self._message.value, self._reply_to
+        reply_to, value = self._reply_to, self._message.value
+        if self._sent_s is not None:
+            reply_to = self._route.choose_again(self._unanswered, self._sent_s)
+        self._sent_s = self._route.clock()
+
+        def done(error: BrokerError | None) -> None:
+            self._unanswered[reply_to] += error is None
+            settled(error)
+
         if hedge:  # the worker measures the copy's age from now on, so it gets the time that is left
-            spent_ms = (time.perf_counter() - self._began_s) * 1000
+            spent_ms = (self._sent_s - self._began_s) * 1000
             left_ms = max(1.0, self._request.timeout_ms - spent_ms)
             again = msgspec.structs.replace(self._request, hops=1, sent_ms=now_ms(), timeout_ms=left_ms)
-            value, reply_to = encode(again), self._route.choose_again()
+            value = encode(again)
         headers = [
             (HEADER_CORRELATION, self._correlation),
             (HEADER_REPLY_PARTITION, str(reply_to).encode()),
@@ -172,10 +206,10 @@ class Copies:
                 partition=lane,
                 headers=headers,
                 patience_s=self._request.timeout_ms / 1000,
-                settled=settled,
+                settled=done,
             )
         except Exception as error:  # a defect, too, ends the call with its cause, not with its deadline
-            settled(error if isinstance(error, BrokerError) else BrokerError(repr(error)))
+            done(error if isinstance(error, BrokerError) else BrokerError(repr(error)))
 
 
 def now_ms() -> int:
@@ -199,6 +233,7 @@ class Exchange:
         self._metrics = metrics
         self._lane = lane
         self._tried: list[int] = []
+        self._reached: set[int] = set()  # lanes whose broker has acknowledged a copy
         self._sending: list[asyncio.Task[None]] = []
         self._timer: asyncio.TimerHandle | None = None
 
@@ -219,12 +254,14 @@ class Exchange:
     def _attempt(self, lane: int) -> None:
         self._tried.append(lane)
         self._call.attempts += 1
-        sending = self._copies.send(lane, hedge=lane != self._lane, settled=self._settled)
+        sending = self._copies.send(lane, hedge=lane != self._lane, settled=partial(self._settled, lane))
         self._sending.append(asyncio.create_task(sending))
 
-    def _settled(self, error: BrokerError | None) -> None:
+    def _settled(self, lane: int, error: BrokerError | None) -> None:
         """The send of a copy has completed; after an error, try another lane at once if there is one."""
-        if error is not None and not self._call.reply.done():
+        if error is None:
+            self._reached.add(lane)
+        elif not self._call.reply.done():
             if self._hedge_s:
                 self._hedge("unsent")
             self._call.on_copy_failed(error)
@@ -241,7 +278,9 @@ class Exchange:
         self._rearm()
 
     def _hedge(self, reason: str) -> bool:
-        if len(self._tried) >= MAX_ATTEMPTS or (lane := self._hedges.other_lane([*self._tried, self._lane])) is None:
+        if len(self._tried) >= MAX_ATTEMPTS:
+            return False
+        if (lane := self._hedges.other_lane(self._lane, self._tried, self._reached)) is None:
             return False
         if reason == "slow" and not self._hedges.spend():
             return False

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from relaygr_stream.bus.producer import Outgoing, Producer, Sent
+from relaygr_stream.bus.producer import NO_LEADER, Outgoing, Producer, Sent
 from relaygr_stream.errors import BrokerError, BrokerUnavailable
 
 #: A broker that has acknowledged nothing for this long, although sends are due, counts as away: sends to the partitions
@@ -26,10 +27,6 @@ SILENT_S: Final = 1.5
 #: After this long without a send the silence is unknown and is measured anew. While calls are made, one passes every
 #: SILENT_S.
 SILENCE_EXPIRES_S: Final = 3 * SILENT_S
-#: A partition whose oldest send waits this long is stuck, as are all partitions of a broker that is silent for this
-#: long: most likely it is gone. An acknowledgement takes 5 ms
-#: (P99); a busy machine does not delay it a hundredfold.
-STUCK_S: Final = 0.5
 
 
 @dataclass(slots=True)
@@ -52,15 +49,17 @@ class Sender:
         self._count = itertools.count()
         self._silences: defaultdict[int | None, _Silence] = defaultdict(_Silence)  # by broker
 
-    def stuck(self, topic: str, partition: int) -> bool:
-        """Whether a message to this partition would wait: its oldest send, or its broker's silence, is older than
-        STUCK_S. By the broker too, so that no lane has to lose a request of its own first."""
-        now, due = self._clock(), self._due.get((topic, partition))
-        if due and now - next(iter(due.values())) > STUCK_S:
-            return True
-        silence = self._silence(topic, partition)
-        silent = silence.since_s is not None and now - silence.since_s > STUCK_S
-        return silent and now - silence.tried_s <= SILENCE_EXPIRES_S
+    def waiting_s(self, topic: str, partition: int) -> float:
+        """The age in seconds of the oldest send that the partition's broker has not acknowledged; 0: there is none;
+        infinite: no broker leads the partition. By the broker, so that no lane has to lose a request of its own."""
+        broker = self._producer.broker_of(topic, partition)
+        if broker == NO_LEADER:
+            return math.inf
+        now, due, silence = self._clock(), self._due.get((topic, partition)), self._silences[broker]
+        waiting_s = now - next(iter(due.values())) if due else 0.0
+        if silence.since_s is not None and now - silence.tried_s <= SILENCE_EXPIRES_S:
+            waiting_s = max(waiting_s, now - silence.since_s)
+        return waiting_s
 
     def check(self, topic: str, partition: int, patience_s: float = 0.0) -> None:
         """Raise BrokerUnavailable while the partition's broker is away. One call every SILENT_S passes as a probe: a

@@ -22,6 +22,7 @@ BUDGETS: Final = "engine/test_budgets engine/test_split"
 FAMILIES: Final = "engine/test_core_families"
 BOUNDS: Final = "trigger/test_bounds"
 HISTORY: Final = "history/test_reference"
+AWAY: Final = "test_one_broker_away test_replies"
 KEPT: Final = "worker/test_histories"
 CLIENTS_QUEUE: Final = "engine/test_queue engine/test_clients"
 
@@ -248,6 +249,12 @@ MUTANTS: Final = (
         "wire/features.py", "halves[at // 2, at % 2 :: 2] = column", "halves[at // 2, ::2] = column", "test_features"
     ),
     Mutant("models/api.py", "                array[1, 0] = USER_ACTION\n", "", "test_features"),
+    # copies of a request: their reply partitions and their lanes
+    Mutant("client/answers.py", "heard[0] if heard else min(", "min(", AWAY),
+    Mutant("client/answers.py", "key=lambda each: unanswered.get(each, 0))", "key=lambda each: 0)", AWAY),
+    Mutant("client/exchange.py", "self._unanswered[reply_to] += error is None", "self._unanswered[reply_to] += 1", AWAY),
+    Mutant("client/exchange.py", "self._choices(self._late_s, tried, reached) or ", "", AWAY),
+    Mutant("client/sender.py", "        if broker == NO_LEADER:\n            return math.inf\n", "", AWAY),
     # histories by reference
     Mutant("wire/history.py", "_hashed(state, behaviours, at - start, at + BLOCK - start)", "state", HISTORY),
     Mutant("wire/messages.py", "elif (message.min_v or message.v) < HISTORY_VERSION:", "elif False:", HISTORY),

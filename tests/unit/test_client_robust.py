@@ -4,6 +4,7 @@ several away, or all of them."""
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -17,11 +18,12 @@ from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.errors import TopicAuthorizationFailedError
 
+from relaygr_stream.bus.producer import NO_LEADER
 from relaygr_stream.bus.renewed import background_tasks
 from relaygr_stream.bus.topics import load_topics
 from relaygr_stream.client import RelayClient
-from relaygr_stream.client.sender import SILENT_S, STUCK_S, Sender
-from relaygr_stream.errors import BrokerError, BrokerUnavailable, DeadlineExceeded, RelayError
+from relaygr_stream.client.sender import SILENT_S, Sender
+from relaygr_stream.errors import BrokerError, BrokerUnavailable, DeadlineExceeded, RelayError, TopicError
 from relaygr_stream.ops.brokers.local import local_broker
 from relaygr_stream.settings.schema import Kafka
 from tests.bus import insides
@@ -95,9 +97,10 @@ class ThreeBrokers:
 
     def __init__(self, silent: Sequence[int]) -> None:
         self.silent = silent
+        self.led = True
 
     def broker_of(self, topic: str, partition: int) -> int:
-        return partition % 3
+        return partition % 3 if self.led else NO_LEADER
 
     async def send(self, topic: str, value: bytes, *, partition: int, **_: object) -> asyncio.Future[int]:
         sent: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -132,7 +135,7 @@ async def test_silence_of_one_broker_is_not_that_of_all() -> None:
     await send(0)
 
 
-async def test_a_broker_that_acknowledges_nothing_makes_all_of_its_lanes_stuck() -> None:
+async def test_a_broker_that_acknowledges_nothing_makes_all_of_its_lanes_wait() -> None:
     """Each lane waited for a send of its own, and hedges went to lanes of the same dead broker."""
     producer = ThreeBrokers(silent=[0])
     clock = Clock(100.0)
@@ -144,14 +147,16 @@ async def test_a_broker_that_acknowledges_nothing_makes_all_of_its_lanes_stuck()
 
     for partition in (0, 1, 2):
         await send(partition)
-    assert not any(sender.stuck("ranking", partition) for partition in range(6))
-    clock.now += STUCK_S + 0.1
-    assert [sender.stuck("ranking", partition) for partition in range(6)] == [True, False, False] * 2
+    assert not any(sender.waiting_s("ranking", partition) for partition in range(6))
+    clock.now += 0.5
+    assert [sender.waiting_s("ranking", partition) for partition in range(6)] == [0.5, 0.0, 0.0] * 2
     producer.silent = []
     await send(3)
-    assert not sender.stuck("ranking", 3)
+    assert not sender.waiting_s("ranking", 3)
     clock.now += 60.0
-    assert not sender.stuck("ranking", 6), "it is long ago that this broker was silent"
+    assert not sender.waiting_s("ranking", 6), "it is long ago that this broker was silent"
+    producer.led = False
+    assert sender.waiting_s("ranking", 6) == math.inf
 
 
 async def test_a_defect_in_sending_is_told_at_once(embedded_settings: Kafka, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,3 +244,22 @@ async def test_while_the_broker_is_away_every_call_ends_typed_and_it_recovers_by
                 errors.clear()
                 await try_once(1, timeout=1.0)
                 await asyncio.sleep(0.05)
+
+
+async def test_a_client_whose_reply_partition_is_gone_says_so(tmp_path: Path) -> None:
+    """The embedded broker makes topics anew with four partitions: calls waited for answers that nobody could send."""
+    async with local_broker("embedded", folder=tmp_path) as broker:
+        kafka = broker.kafka_settings(Kafka(prefix="gone.", partitions=4, request_timeout_ms=3000))
+        async with responder_on(kafka), client_on(kafka, timeout_ms=400, reply_partition=9) as relay:
+            await relay.rank(request(), timeout=PATIENCE_S)
+            broker.stop()
+            await broker.start()
+            ended: list[RelayError] = []
+            async with asyncio.timeout(2 * PATIENCE_S):
+                while not (ended and isinstance(ended[-1], TopicError)):
+                    try:
+                        await relay.rank(request(1))
+                    except RelayError as error:
+                        ended.append(error)
+            assert "has 4 partitions now" in str(ended[-1])
+            assert {type(error) for error in ended[:-1]} <= {DeadlineExceeded, BrokerUnavailable, BrokerError}

@@ -184,9 +184,9 @@ def test_the_budget_is_a_share_of_the_requests() -> None:
 def test_the_less_loaded_of_two_gets_it_and_never_one_that_was_tried() -> None:
     owners = directory(status("a", [0, 1]), status("b", [2, 3], queue_ms=5), status("c", [4, 5], queue_ms=1))
     hedges = Hedges(owners, busy_ms=10, seed=1)
-    assert {hedges.other_lane([0]) for _ in range(50)} == {4, 5}
-    assert {hedges.other_lane([0, 4]) for _ in range(50)} == {2, 3}
-    assert hedges.other_lane([0, 2, 4]) is None
+    assert {hedges.other_lane(0, [0], [0]) for _ in range(50)} == {4, 5}
+    assert {hedges.other_lane(0, [0, 4], [0, 4]) for _ in range(50)} == {2, 3}
+    assert hedges.other_lane(0, [0, 2, 4], [0, 2, 4]) is None
     assert hedges.why_unreachable(0) is None
     assert hedges.why_unreachable(7) == "silent"
 
@@ -195,27 +195,37 @@ def test_idle_workers_get_equal_parts() -> None:
     """Queues are often exactly 0: what else is compared then must not prefer anybody."""
     idle = directory(status("a", [0]), status("b", [1]), status("c", [2]))
     hedges = Hedges(idle, busy_ms=50.0, seed=7)
-    asked = Counter(hedges.other_lane([7]) for _ in range(300))
+    asked = Counter(hedges.other_lane(7, [7], [7]) for _ in range(300))
     assert min(asked[lane] for lane in (0, 1, 2)) >= 60
 
 
 def test_a_lane_that_no_broker_takes_is_left_and_never_chosen() -> None:
-    hedges = Hedges(
-        directory(status("a", [0, 1]), status("b", [2, 3]), status("c", [4])), 50.0, stuck={0, 2, 4}.__contains__
-    )
+    owners = directory(status("a", [0, 1]), status("b", [2, 3]), status("c", [4]))
+    hedges = Hedges(owners, 50.0, waiting_s=lambda lane: 1.0 if lane in (0, 2, 4) else 0.0)
     assert hedges.why_unreachable(0) == "unsent"
     assert hedges.why_unreachable(1) is None
-    assert {hedges.other_lane([0]) for _ in range(50)} == {3}
+    assert {hedges.other_lane(1, [1], [1]) for _ in range(50)} == {3}
 
 
-def test_copies_go_to_lanes_of_different_brokers_while_there_are_some() -> None:
+def test_copies_go_to_lanes_whose_broker_acknowledges_while_there_are_some() -> None:
     """A killed broker counts as away after half a second: until then, copies on its other lanes are lost, too."""
     owners = directory(status("a", [0, 1, 2]), status("b", [3, 4, 5]), status("c", [6, 7]))
-    hedges = Hedges(owners, 50.0, seed=1, broker_of=lambda lane: lane % 3)
-    assert {hedges.other_lane([0]) for _ in range(100)} == {4, 5, 7}, "6 and 3 are led by the broker of 0"
-    assert {hedges.other_lane([0, 4]) for _ in range(100)} == {6, 7}, "c owns no lane of the third broker"
-    one = Hedges(owners, 50.0, seed=1, broker_of=lambda lane: 1)
-    assert {one.other_lane([0]) for _ in range(100)} == {3, 4, 5, 6, 7}
+    hedges = Hedges(owners, 50.0, seed=1, waiting_s=lambda lane: 0.2 if lane % 3 == 0 else 0.0)
+    assert {hedges.other_lane(2, [2], [2]) for _ in range(100)} == {4, 5, 7}, "the broker of 3 and 6 does not"
+    assert {hedges.other_lane(2, [2, 4], [2, 4]) for _ in range(100)} == {7}
+    late = Hedges(owners, 50.0, seed=1, waiting_s=lambda lane: 0.2)
+    assert {late.other_lane(2, [2], [2]) for _ in range(100)} == {3, 4, 5, 6, 7}, "all are late: none is preferred"
+
+
+def test_an_owner_that_a_dead_broker_kept_the_request_from_is_asked_on_another_lane() -> None:
+    """It has the prefix KV; another worker runs full inference."""
+    owners = directory(status("a", [0, 1, 2]), status("b", [3, 4, 5]), status("c", [6, 7]))
+    hedges = Hedges(owners, 50.0, seed=1, waiting_s=lambda lane: 0.2 if lane % 3 == 0 else 0.0)
+    assert {hedges.other_lane(0, [0], []) for _ in range(100)} == {1, 2}
+    assert {hedges.other_lane(0, [], []) for _ in range(100)} == {1, 2}, "its lane is known to be stuck"
+    assert {hedges.other_lane(0, [0, 1], [1]) for _ in range(100)} == {4, 5, 7}, "it has been asked"
+    late = Hedges(owners, 50.0, seed=1, waiting_s=lambda lane: 0.2)
+    assert {late.other_lane(0, [0], []) for _ in range(100)} == {3, 4, 5, 6, 7}, "nobody knows what is the matter"
 
 
 def test_an_owner_that_was_not_heard_yet_is_not_silent() -> None:
@@ -248,6 +258,6 @@ def test_when_all_fall_silent_at_once_what_they_stated_last_counts() -> None:
     assert hedges.why_unreachable(OURS) == "silent", "b speaks, a does not"
     now[0] += 0.9
     assert hedges.why_unreachable(OURS) is None, "nobody speaks: a is as good as b"
-    assert hedges.other_lane([OURS]) in YOURS
+    assert hedges.other_lane(OURS, [OURS], [OURS]) in YOURS
     now[0] += LAST_STATUS_MS / 1e3
-    assert hedges.other_lane([OURS]) is None
+    assert hedges.other_lane(OURS, [OURS], [OURS]) is None

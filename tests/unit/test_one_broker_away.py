@@ -1,0 +1,191 @@
+"""One broker of three dies and comes back: every ranking is answered, whatever it led. The client's own parts, in
+simulated time."""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
+
+from relaygr_stream.bus.producer import NO_LEADER, Outgoing
+from relaygr_stream.client.answers import Call, ReplyRoute
+from relaygr_stream.client.exchange import LATE_SHARE, Copies, Exchange, Hedges
+from relaygr_stream.client.metrics import ClientMetrics
+from relaygr_stream.client.sender import Sender
+from relaygr_stream.wire.codec import encode
+from relaygr_stream.wire.fleet import OwnerDirectory
+from relaygr_stream.wire.messages import RankingRequest, ScoreReply
+from relaygr_stream.wire.records import HEADER_REPLY_PARTITION
+from tests.statuses import lane_statuses, worker_status
+from tests.unit.client_peers import request, scored
+
+T = TypeVar("T")
+BROKERS, LANES = 3, 12
+HEDGE_S, TIMEOUT_S = 0.2, 3.0
+ACK_S, ANSWER_S, STATUS_S = 0.002, 0.02, 0.25
+#: The broker dies, is fenced, is back; the last request is made.
+DIES_S, FENCED_S, BACK_S, LAST_S = 2.0, 5.0, 14.0, 16.0
+#: Meanwhile the client's own process stands still once: answers that come then are read at its end.
+STALLS_S = (4.3, 4.95)
+
+
+class SimulatedLoop(asyncio.SelectorEventLoop):
+    """An event loop whose clock jumps to the next timer when nothing else is to be done."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        super().__init__(_Jumps(self))
+
+    def time(self) -> float:
+        return self.now
+
+
+class _Jumps(selectors.SelectSelector):
+    def __init__(self, loop: SimulatedLoop) -> None:
+        super().__init__()
+        self._loop = loop
+
+    def select(self, timeout: float | None = None) -> Any:
+        self._loop.now += timeout or 0.0
+        return super().select(0)
+
+
+def in_simulated_time(what: Callable[[], Awaitable[T]]) -> T:
+    async def run() -> T:
+        return await what()
+
+    with asyncio.Runner(loop_factory=SimulatedLoop) as runner:
+        return runner.run(run())
+
+
+class World:
+    """Three brokers, a worker's lanes spread over them, and what the client knows. dead: by which is meant one."""
+
+    def __init__(self, dead: int, workers: int, replies: tuple[int, int], seed: int) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.start_s = self.loop.time()
+        self.dead, self.workers, self.replies = dead, workers, replies
+        self.held: list[Callable[[], None]] = []  # what is delivered once the broker is back
+        clock = self.loop.time
+        self.owners = OwnerDirectory(1000.0, clock=clock)
+        self.route = ReplyRoute("scores", replies, led=lambda p: self.broker_of("scores", p) != NO_LEADER, clock=clock)
+        self.sender = Sender(self, "brokers", clock)  # type: ignore[arg-type]
+        self.hedges = Hedges(
+            self.owners,
+            50.0,
+            seed=seed,
+            waiting_s=lambda lane: self.sender.waiting_s("ranking", lane),
+            late_s=LATE_SHARE * HEDGE_S,
+            clock=clock,
+        )
+        self.metrics = ClientMetrics(CollectorRegistry())
+        self.calls: dict[bytes, Call] = {}
+
+    def at_s(self) -> float:
+        return self.loop.time() - self.start_s
+
+    def away(self, partition: int) -> bool:
+        return partition % BROKERS == self.dead and DIES_S <= self.at_s() < BACK_S
+
+    def broker_of(self, topic: str, partition: int) -> int:
+        """As a client knows it: a dead broker leads on until it is fenced."""
+        fenced = self.away(partition) and self.at_s() >= FENCED_S
+        return NO_LEADER if fenced else partition % BROKERS
+
+    async def send(self, topic: str, value: bytes, *, key: bytes, partition: int, headers: Any) -> asyncio.Future[int]:
+        sent: asyncio.Future[int] = self.loop.create_future()
+        reply_to = int(dict(headers)[HEADER_REPLY_PARTITION])
+
+        def arrive() -> None:
+            if self.away(partition):
+                self.held.append(arrive)
+            elif not sent.done():
+                sent.set_result(0)
+                self.loop.call_later(ANSWER_S, self.answer, key, reply_to, partition)
+
+        self.loop.call_later(ACK_S, arrive)
+        return sent
+
+    def answer(self, key: bytes, reply_to: int, lane: int) -> None:
+        if self.away(reply_to) or self.away(lane):  # the answer is lost, or the request was, before it was read
+            return
+        if STALLS_S[0] < self.at_s() < STALLS_S[1]:
+            self.loop.call_at(self.start_s + STALLS_S[1], self.answer, key, reply_to, lane)
+            return
+        self.route.received(reply_to)
+        call = self.calls[key]
+        if not call.reply.done():
+            call.on_reply(scored(request(int(key))))
+
+    async def states(self) -> None:
+        while True:
+            for number in range(self.workers):
+                lanes = lane_statuses(range(number, LANES, self.workers))
+                self.owners.take(worker_status(f"w{number}", lanes, sent_ms=int(1e3 * self.loop.time())))
+            if self.at_s() >= BACK_S:
+                for arrive in self.held:
+                    arrive()
+                self.held.clear()
+            await asyncio.sleep(STATUS_S)
+
+    async def rank(self, number: int, lane: int) -> ScoreReply | None:
+        made: RankingRequest = request(number)
+        call = self.calls[b"%d" % number] = Call(b"c", made.request_id, self.loop.create_future())
+        message = Outgoing(b"%d" % number, encode(made))
+        copies = Copies(self.sender, self.route, "ranking", made, message, call.correlation)
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                return await Exchange(call, lane, copies, self.hedges, HEDGE_S, self.metrics).run()
+        except TimeoutError:
+            return None
+
+    async def run(self, every_s: float) -> list[float]:
+        """When those requests were made that got no answer."""
+        background = asyncio.create_task(self.states())
+        await asyncio.sleep(STATUS_S)
+        calls: list[tuple[float, asyncio.Task[ScoreReply | None]]] = []
+        while self.at_s() < LAST_S:
+            number = len(calls)
+            calls.append((self.at_s(), asyncio.create_task(self.rank(number, 7 * number % LANES))))
+            await asyncio.sleep(every_s)
+        answers = await asyncio.gather(*(call for _, call in calls))
+        background.cancel()
+        return [when for (when, _), answer in zip(calls, answers, strict=True) if answer is None]
+
+
+class Unacknowledged:
+    """A sender; lane 1 is led by a broker that acknowledges nothing. named: reply partitions of what was sent."""
+
+    def __init__(self) -> None:
+        self.named: list[int] = []
+
+    async def send(self, topic: str, value: bytes, *, partition: int, headers: Any, settled: Any, **_: Any) -> None:
+        self.named.append(int(dict(headers)[HEADER_REPLY_PARTITION]))
+        if partition != 1:
+            settled(None)
+
+
+async def test_a_copy_that_no_broker_has_says_nothing_of_its_reply_partition() -> None:
+    sender, route = Unacknowledged(), ReplyRoute("scores", [5, 7])
+    made = request()
+    copies = Copies(sender, route, "ranking", made, Outgoing(b"u", encode(made)), b"c")  # type: ignore[arg-type]
+    for lane in (0, 1, 2):
+        await copies.send(lane, hedge=lane > 0, settled=lambda error: None)
+    assert sender.named == [5, 7, 7]
+
+
+@given(
+    st.integers(0, 2), st.integers(2, 4), st.permutations(range(3)), st.sampled_from([0.05, 0.31]), st.integers(0, 99)
+)
+def test_every_request_is_answered(dead: int, workers: int, replies: list[int], every_s: float, seed: int) -> None:
+    """Whatever the broker led: lanes, the reply partition, both."""
+
+    async def lost() -> list[float]:
+        return await World(dead, workers, (replies[0], replies[1]), seed).run(every_s)
+
+    assert in_simulated_time(lost) == []
