@@ -252,7 +252,9 @@ MUTANTS: Final = (
     # copies of a request: their reply partitions and their lanes
     Mutant("client/answers.py", "heard[0] if heard else min(", "min(", AWAY),
     Mutant("client/answers.py", "key=lambda each: unanswered.get(each, 0))", "key=lambda each: 0)", AWAY),
-    Mutant("client/exchange.py", "self._unanswered[reply_to] += error is None", "self._unanswered[reply_to] += 1", AWAY),
+    Mutant(
+        "client/exchange.py", "self._unanswered[reply_to] += error is None", "self._unanswered[reply_to] += 1", AWAY
+    ),
     Mutant("client/exchange.py", "self._choices(self._late_s, tried, reached) or ", "", AWAY),
     Mutant("client/sender.py", "        if broker == NO_LEADER:\n            return math.inf\n", "", AWAY),
     # histories by reference
