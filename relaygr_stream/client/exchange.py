@@ -98,12 +98,13 @@ class Hedges:
         broker acknowledges are preferred, and on these the owner of a lane that was not reached counts as not asked.
         """
         tried = (home, *tried)
-        choices = self._choices(self._late_s, tried, reached) or self._choices(STUCK_S, tried, tried)
+        claim = self._owners.owner(home, self._max_age_ms)
+        owner = "" if claim is None else claim.worker.name
+        choices = self._choices(owner, self._late_s, tried, reached) or self._choices(owner, STUCK_S, tried, tried)
         if not choices:
             return None
-        owner = self._owners.owner(home, self._max_age_ms)
         for status, lanes in choices:
-            if owner is not None and status.name == owner.worker.name:
+            if status.name == owner:
                 return self._random.choice(lanes)
         # The better of two at random: the best of all would get every client's hedges until its next status. Only the
         # queues are compared, so that two idle workers have equal chances.
@@ -111,16 +112,19 @@ class Hedges:
         return self._random.choice(lanes)
 
     def _choices(
-        self, patience_s: float, tried: Collection[int], asked: Collection[int]
+        self, owner: str, patience_s: float, tried: Collection[int], asked: Collection[int]
     ) -> list[tuple[WorkerStatus, list[int]]]:
-        """Workers with time, other than the owners of the lanes `asked`, and their lanes that wait no longer."""
+        """Workers with time, other than the owners of the lanes `asked`, and their lanes that wait no longer.
+
+        owner: of the user's lane; the request is due there, however long its queue is.
+        """
         owners = (self._owners.owner(lane, self._max_age_ms) for lane in asked)
         excluded = {claim.worker.name for claim in owners if claim is not None}
         return [
             (status, lanes)
             for status in self._serving()
             if status.name not in excluded
-            and status.queue_ms <= self._busy_ms
+            and (status.queue_ms <= self._busy_ms or status.name == owner)
             and (
                 lanes := [
                     each.lane

@@ -224,6 +224,8 @@ def test_an_owner_that_a_dead_broker_kept_the_request_from_is_asked_on_another_l
     assert {hedges.other_lane(0, [0], []) for _ in range(100)} == {1, 2}
     assert {hedges.other_lane(0, [], []) for _ in range(100)} == {1, 2}, "its lane is known to be stuck"
     assert {hedges.other_lane(0, [0, 1], [1]) for _ in range(100)} == {4, 5, 7}, "it has been asked"
+    owners.take(status("a", [0, 1, 2], queue_ms=60.0))
+    assert {hedges.other_lane(0, [0], []) for _ in range(100)} == {1, 2}, "it is busy, and the request is its own"
     late = Hedges(owners, 50.0, seed=1, waiting_s=lambda lane: 0.2)
     assert {late.other_lane(0, [0], []) for _ in range(100)} == {3, 4, 5, 6, 7}, "nobody knows what is the matter"
 
