@@ -256,7 +256,7 @@ MUTANTS: Final = (
         "client/exchange.py", "self._unanswered[reply_to] += error is None", "self._unanswered[reply_to] += 1", AWAY
     ),
     Mutant("client/exchange.py", "self._choices(owner, self._late_s, tried, reached) or ", "", AWAY),
-    Mutant("client/sender.py", "        if broker == NO_LEADER:\n            return math.inf\n", "", AWAY),
+    Mutant("client/sender.py", "            return math.inf\n", "            return 0.0\n", AWAY),
     # histories by reference
     Mutant("wire/history.py", "_hashed(state, behaviours, at - start, at + BLOCK - start)", "state", HISTORY),
     Mutant("wire/messages.py", "elif (message.min_v or message.v) < HISTORY_VERSION:", "elif False:", HISTORY),

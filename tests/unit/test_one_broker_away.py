@@ -17,6 +17,7 @@ from relaygr_stream.client.answers import Call, ReplyRoute
 from relaygr_stream.client.exchange import LATE_SHARE, Copies, Exchange, Hedges
 from relaygr_stream.client.metrics import ClientMetrics
 from relaygr_stream.client.sender import Sender
+from relaygr_stream.errors import BrokerUnavailable
 from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import RankingRequest, ScoreReply
@@ -159,15 +160,14 @@ class World:
 
 
 class Unacknowledged:
-    """A sender; lane 1 is led by a broker that acknowledges nothing. named: reply partitions of what was sent."""
+    """A sender; no broker takes what is for lane 1. named: reply partitions of what was sent."""
 
     def __init__(self) -> None:
         self.named: list[int] = []
 
     async def send(self, topic: str, value: bytes, *, partition: int, headers: Any, settled: Any, **_: Any) -> None:
         self.named.append(int(dict(headers)[HEADER_REPLY_PARTITION]))
-        if partition != 1:
-            settled(None)
+        settled(BrokerUnavailable("away") if partition == 1 else None)
 
 
 async def test_a_copy_that_no_broker_has_says_nothing_of_its_reply_partition() -> None:
