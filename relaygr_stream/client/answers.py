@@ -299,9 +299,10 @@ class ReplyRoute:
     def choose_again(self, unanswered: Mapping[int, int], since_s: float) -> int:
         """The reply partition of a further copy of a request that has no answer yet.
 
-        A partition with answers since the copy before works: what that lacks is another cause. Else it is the one that
-        fewer copies named in vain. unanswered: partition → copies which the brokers have and which named it; one that
-        no broker has says nothing of its partition. since_s: when the copy before was sent, by this clock.
+        A partition that brought answers since the copy before works, so this request's answer is missing for another
+        reason. Else it is the one that fewer copies named in vain. unanswered: partition → copies that named it and
+        that a broker has; a copy that no broker has says nothing of its partition. since_s: when the copy before was
+        sent, by this clock.
         """
         both = [self._current, self._other]
         named = [each for each in both if self._led(each)] or both

@@ -36,7 +36,7 @@ class ClientMetrics:
         )
         self.hedges = Counter(
             "relaygr_client_hedges",
-            "Copies of ranking requests sent to another worker's lane: slow (no answer in time), silent (the lane's "
+            "Copies of ranking requests sent on another lane: slow (no answer in time), silent (the lane's "
             "owner states nothing), unsent (the lane's broker acknowledges nothing).",
             ["reason"],
             registry=registry,

@@ -65,7 +65,7 @@ def in_simulated_time(what: Callable[[], Awaitable[T]]) -> T:
 
 
 class World:
-    """Three brokers, a worker's lanes spread over them, and what the client knows. dead: by which is meant one."""
+    """Three brokers, each worker's lanes spread over them, and what the client knows. dead: the broker that dies."""
 
     def __init__(self, dead: int, workers: int, replies: tuple[int, int], seed: int) -> None:
         self.loop = asyncio.get_running_loop()
