@@ -63,7 +63,7 @@ test-long: $(STAMP) ## a million random operations, the books checked after each
 fuzz: $(STAMP) ## bad input by the million: codec, intake, trigger, client, dead letters (INPUTS=1000000 SEED=1)
 	$(BIN)/python -m tests.fuzz.run --inputs $(or $(INPUTS),1000000) --seed $(or $(SEED),1) $(ARGS)
 
-mutants: $(STAMP) ## fifty defects, each in a copy of the tree: do the unit tests notice it? (8 minutes; ARGS="--only engine/ --jobs 1")
+mutants: $(STAMP) ## more than a hundred defects, each in a copy of the tree: do the unit tests notice it? (15 minutes; ARGS="--only engine/ --jobs 1")
 	$(BIN)/python -m tests.mutants $(ARGS)
 
 soak: $(STAMP) ## random faults under load on three brokers of Apache Kafka (MINUTES=30; SEED=N; needs KAFKA_HOME)

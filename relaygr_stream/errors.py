@@ -13,7 +13,7 @@ RelayError
 ├── CapacityError            the memory budget is too small for the settings
 ├── CacheCorruption          the cache's tables and its memory disagree: a bug of this package
 ├── DeviceError              the device is absent or failed
-├── HistoryError             a user's history cannot be had from the store
+├── HistoryError             a user's history cannot be read from the store
 │   ├── HistoryUnavailable   the store does not answer in time, or refuses
 │   └── HistoryMismatch      the store has another history than a reference says
 ├── InputError               a file given by the user has no usable content
@@ -84,7 +84,7 @@ class LanesChanged(CoPartitionError):
         super().__init__(
             f"{found}, this process knows {served} lanes: messages are sent to lanes that no process serves. Stop all "
             f"processes and start them with the new number (kafka.partitions, or topics/*.toml); see "
-            f"docs/how-to/kafka.md, 'Changing the number of lanes'"
+            f"docs/how-to/kafka.md, 'Change the number of lanes'"
         )
         self.counts = dict(counts)
         self.served = served
@@ -110,7 +110,7 @@ class DeviceError(RelayError):
 
 
 class HistoryError(RelayError):
-    """A user's history cannot be had from the store."""
+    """A user's history cannot be read from the store."""
 
 
 class HistoryUnavailable(HistoryError):

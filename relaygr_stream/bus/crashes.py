@@ -139,12 +139,16 @@ class Suspects:
                     end = ends.get(lane, offset)
                     self._marks[lane], self._refused_below[lane] = succeed(before[lane], offset, end, limit)
                 if killed:
-                    log.warning("owners_killed", lanes={lane: len(self._marks[lane].log_ends) for lane in killed})
+                    log.warning(
+                        "former owners were killed", lanes={lane: len(self._marks[lane].log_ends) for lane in killed}
+                    )
                 await self._membership.commit_now(
                     {(topic, lane): (offset, self._marks[lane].text) for lane, offset in committed.items()}
                 )
         except (TimeoutError, KafkaError) as error:
-            log.warning("owners_not_counted", topic=topic, lanes=sorted(committed), error=repr(error))
+            log.warning(
+                "crashes of former owners are not counted", topic=topic, lanes=sorted(committed), error=repr(error)
+            )
 
     def note(self, topic: str, lane: int, *, leaving: bool) -> str:
         """The metadata to commit with a partition's offset. leaving: this member may lose the lane after the commit."""
@@ -199,7 +203,9 @@ class Suspects:
                     if await self._membership.commit_now({partition: (ledger.committable, mark.text)}):
                         return self._ledgers.get(partition) is ledger
             except TimeoutError:
-                log.warning("suspect_waits", lane=record.lane, offset=record.offset, why="no coordinator answers")
+                log.warning(
+                    "a suspect record waits", lane=record.lane, offset=record.offset, why="no coordinator answers"
+                )
             await asyncio.sleep(RETRY_S)
         return False
 

@@ -27,7 +27,7 @@ log = structlog.get_logger(__name__)
 WAIT_MS: Final = 1000
 #: Largest answer to a fetch (or one message). asyncio copies its bytes several times, which is fastest if they fit the
 #: processor's cache: 28,000 events of 26 KB a second with 4 MiB, 21,000 with aiokafka's 50 MiB, 16,000–21,000 with
-#: 1 MiB (docs/explanation/performance.md).
+#: 1 MiB (docs/explanation/decisions.md).
 FETCH_BYTES: Final = 4 * 1024 * 1024
 #: A broker answers each fetch within the fetch wait. It counts as unavailable if it is silent for this much longer.
 SILENT_S: Final = 3.0
@@ -220,7 +220,7 @@ class LaneReader:
         for partition, offset in earliest.items():
             if partition in self.ledgers and not self._halted:
                 log.warning(
-                    "offset_out_of_range",
+                    "the offset is not in the log",
                     topic=partition.topic,
                     lane=partition.partition,
                     position=out_of_range[partition],

@@ -120,11 +120,6 @@ class LaneConsumer:
         return self._reader.answered
 
     @property
-    def rebalances(self) -> int:
-        """The number of assignments of this member."""
-        return self._membership.rebalances
-
-    @property
     def commits_refused(self) -> int:
         """The number of commits refused because this member was out of the group; their records are read again."""
         return self._membership.commits_refused
@@ -273,5 +268,5 @@ class LaneConsumer:
             error = error.exceptions[0]
         if isinstance(error, (KafkaError, OSError)):
             error = broker_error(self._kafka, "read lanes", error)
-        log.error("consumer_failed", member=self._member, error=repr(error))
+        log.error("the lanes' reader failed", member=self._member, error=repr(error))
         self._background.fail(error)

@@ -85,7 +85,6 @@ class Membership:
         self._commit_lock = asyncio.Lock()
         self._last_commit: asyncio.Task[None] | None = None
         self._committed: dict[tuple[str, int], tuple[int, str]] = {}
-        self.rebalances = 0
         self.commits_refused = 0
 
     async def start(self) -> None:
@@ -143,7 +142,9 @@ class Membership:
                 except Exception as error:  # KafkaError, or any exception that ended a background task of aiokafka
                     if not (isinstance(error, KafkaError) and error.retriable):
                         raise self._typed(error) from error
-                    log.warning("group_error", group=self._group, member=self._member, error=repr(error))
+                    log.warning(
+                        "the group answers with an error", group=self._group, member=self._member, error=repr(error)
+                    )
                 self._polled = time.monotonic()
             await asyncio.sleep(POLL_S)
 
@@ -181,7 +182,7 @@ class Membership:
         self._gate_open = False
         if time.monotonic() - self._polled >= self._kafka.max_poll_interval_ms / 1000:
             log.error(
-                "lanes_given_up",
+                "lanes given up",
                 group=self._group,
                 member=self._member,
                 why="no progress",
@@ -193,7 +194,6 @@ class Membership:
         await self._commit_last()
 
     def _assigned(self) -> None:
-        self.rebalances += 1
         if not self._assignor.continuous:
             self._committed.clear()
         self._on_assigned(self._assignor.lanes, self._assignor.continuous)
@@ -239,9 +239,9 @@ class Membership:
         except CommitFailedError as error:
             # The broker removed this member before it knew. aiokafka rejoins, and the records are read again.
             self.commits_refused += 1
-            log.warning("commit_refused", group=self._group, member=self._member, error=repr(error.__cause__))
+            log.warning("commit refused", group=self._group, member=self._member, error=repr(error.__cause__))
         except KafkaError as error:
-            log.warning("commit_failed", group=self._group, member=self._member, error=repr(error))
+            log.warning("commit failed", group=self._group, member=self._member, error=repr(error))
         else:
             self._committed.update(changed)
             return True

@@ -157,7 +157,7 @@ class TopicTail:
                     if consumer is self._renewed.client:
                         self._renewed.renew(str(broker_error(self._kafka, "read", error)))
         except Exception as error:
-            log.error("tail_failed", topic=self._partitions[0].topic, error=repr(error))
+            log.error("a tail failed", topic=self._partitions[0].topic, error=repr(error))
             self._background.fail(error)
             self._turned.set()
 

@@ -72,11 +72,6 @@ class Evictor(Generic[K]):
         self._close(key)
         self._policy.remove(key)
 
-    def discard(self, key: K) -> None:
-        """`remove` the key if it is present."""
-        if key in self._extents:
-            self.remove(key)
-
     def value(self, key: K) -> float:
         """The expected cost of evicting the entry, in ms × uses (see FadingFrequency)."""
         return self._policy.value(key)

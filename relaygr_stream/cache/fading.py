@@ -170,11 +170,6 @@ class FadingFrequency(Generic[K]):
         """Stop holding the key, and remember its uses. Raises KeyError if it is not held."""
         self._remember(key, self._leave(key).uses)
 
-    def discard(self, key: K) -> None:
-        """`remove`, if it is held."""
-        if key in self._held:
-            self.remove(key)
-
     def value(self, key: K) -> float:
         """The expected cost of evicting the key: faded uses × cost_ms. Raises KeyError if it is not held."""
         held = self._held[key]

@@ -1,6 +1,6 @@
 """Copies of entries between the tiers: reloads from DRAM, and write-backs that make HBM entries cheap to evict.
 
-With prefix_cache.py it is the only module that changes an entry's state.
+entry.py lists the modules that may change an entry; this is one of them.
 """
 
 from __future__ import annotations

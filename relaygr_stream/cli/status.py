@@ -9,6 +9,7 @@ from contextlib import suppress
 import click
 
 from relaygr_stream.cli.options import settings_options
+from relaygr_stream.ops.stopping import run_until_stopped
 from relaygr_stream.settings.schema import Settings
 
 
@@ -30,11 +31,12 @@ def status_command(settings: Settings, watch: bool, as_json_line: bool, forget: 
     It listens for some seconds, joins no group and writes nothing. hits: share of rankings that found their prefix KV,
     while it listened or, without rankings, since the worker's start. lag: unread records of the worker's lanes.
     """
-    with suppress(KeyboardInterrupt):
-        if forget is not None:
-            asyncio.run(_forget(settings, forget))
-        else:
-            asyncio.run(_show(settings, watch, as_json_line))
+    if forget is not None:
+        asyncio.run(_forget(settings, forget))
+    elif watch:
+        run_until_stopped(_show(settings, watch, as_json_line), line="stopped", exit_code=0)
+    else:
+        asyncio.run(_show(settings, watch, as_json_line))
 
 
 async def _show(settings: Settings, watch: bool, as_json_line: bool) -> None:

@@ -159,11 +159,11 @@ class MessageClient:
         """Score the request's candidates; sets its `sent_ms` and `timeout_ms`. `Request.rank` does this for you.
 
         timeout: seconds; None: client.timeout_ms. within: the request's span. Raises DeadlineExceeded (no answer in
-        time, or the worker answers
-        that it is too late), Overloaded (the worker refuses, or client.max_in_flight calls are in flight), Rejected
-        (invalid, too large, or beyond a limit, which it names), WorkerFailed, BrokerUnavailable or BrokerError (not
-        sent), LanesChanged (the cluster has another number of lanes than the settings), TopicError (the partition that
-        this client's answers came on exists no more), RequestError (the client was closed).
+        time, or the worker answers that it is too late), Overloaded (the worker refuses, or client.max_in_flight calls
+        are in flight), Rejected (invalid, too large, or beyond a limit, which it names), WorkerFailed,
+        BrokerUnavailable or BrokerError (not sent), LanesChanged (the cluster has another number of lanes than the
+        settings), TopicError (the partition that this client's answers came on exists no more), RequestError (the
+        client was closed).
         """
         timeout_s = self._settings.client.timeout_ms / 1000 if timeout is None else timeout
         trace = self.begin("relaygr.rank", request.request_id, within or self._announced.pop(request.request_id, None))

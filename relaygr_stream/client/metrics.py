@@ -37,7 +37,7 @@ class ClientMetrics:
         self.hedges = Counter(
             "relaygr_client_hedges",
             "Copies of ranking requests sent on another lane: slow (no answer in time), silent (the lane's "
-            "owner states nothing), unsent (the lane's broker acknowledges nothing).",
+            "owner publishes no status), unsent (the lane's broker acknowledges nothing).",
             ["reason"],
             registry=registry,
         )

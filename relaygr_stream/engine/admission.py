@@ -20,9 +20,9 @@ from relaygr_stream.models.api import takes_suffix
 
 #: What the answer to a ranking that made room says.
 LOST: Final = {
-    "waiting": "its client has the most rankings waiting",
-    "nbytes": "its client has the most memory waiting",
-    "ms": "its client has the most device time waiting",
+    "waiting": "this one gives way, because its client has the most rankings waiting",
+    "nbytes": "this one gives way, because its client has the most memory waiting",
+    "ms": "this one gives way, because its client has the most device time waiting",
 }
 
 

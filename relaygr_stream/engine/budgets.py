@@ -6,7 +6,6 @@ turns where there is not room for all, and then for a second one: with room for 
 first is ranked. Lanes without requests lend theirs; what is left follows demand.
 
 Bytes granted to one lane are granted to another only when no trigger can use them any more (`LaneBudgets`).
-Knows nothing of Kafka or of clocks.
 """
 
 from __future__ import annotations
@@ -233,11 +232,37 @@ class Demand:
         return now if now > before else before
 
     def lanes_lost(self, lanes: Iterable[int]) -> None:
-        """Other workers own these lanes now."""
+        """Drop the totals of lanes that other workers own now."""
         for lane in lanes:
             self.totals.pop(lane, None)
             self._now.pop(lane, None)
             self._before.pop(lane, None)
+
+
+# ---- shares of the device's time ----
+
+
+#: Long enough that single operations do not show, short enough that a rush of a few seconds does.
+AVERAGE_S: Final = 1.0
+
+
+class BusyShare:
+    """The share of the device's time that some work takes, 0…1, averaged over about a second, times `averaging`.
+
+    Of all work, it is what other workers must not count on when they forward; of ranking, what pre-inference must not.
+    """
+
+    def __init__(self, averaging: float = 1.0) -> None:
+        self._average_s = averaging * AVERAGE_S
+        self.share = 0.0
+        self._last_ms = 0.0
+
+    def update(self, total_ms: float, seconds: float) -> float:
+        """total_ms: of that work, ever; seconds: since the last call. Returns the share from now on."""
+        busy = min(1.0, max(0.0, total_ms - self._last_ms) / (seconds * 1e3))
+        self._last_ms = total_ms
+        self.share += min(1.0, seconds / self._average_s) * (busy - self.share)
+        return self.share
 
 
 # ---- device time, split between ranking and pre-inference ----
@@ -248,9 +273,7 @@ class Demand:
 # charged that share of its prefix.
 
 
-#: Ranking's share of the device is averaged over about a second; the share of prefix tokens that had to be computed
-#: over some ten seconds, since it depends on which users come.
-RANKING_AVERAGE_S: Final = 1.0
+#: The share of prefix tokens that had to be computed is averaged over some ten seconds: it depends on which users come.
 REUSE_AVERAGE_S: Final = 10.0
 #: A new worker assumes that nothing is cached; so many tokens of evidence outweigh the assumption.
 PRIOR_TOKENS: Final = 10_000.0
@@ -268,10 +291,14 @@ class LoadSplit:
     def __init__(self, cap: float, averaging: float = 1.0) -> None:
         self._cap = cap
         self._averaging = averaging
-        self.ranking_share = 0.0  # of the device's time, averaged over about a second
-        self._last_ranking_ms = 0.0
+        self._ranking = BusyShare(averaging)
         self._last_asked = self._last_computed = 0.0
         self._asked = self._computed = 0.0
+
+    @property
+    def ranking_share(self) -> float:
+        """Ranking's share of the device's time."""
+        return self._ranking.share
 
     @property
     def computed_share(self) -> float:
@@ -285,34 +312,10 @@ class LoadSplit:
         All running totals: device time of ranking (full inference included), prefix tokens that signals asked for,
         and those of them that had to be computed. seconds: since the last call.
         """
-        busy = min(1.0, max(0.0, ranking_ms - self._last_ranking_ms) / (seconds * 1e3))
-        self.ranking_share += min(1.0, seconds / (self._averaging * RANKING_AVERAGE_S)) * (busy - self.ranking_share)
+        self._ranking.update(ranking_ms, seconds)
         keep = max(0.0, 1.0 - seconds / (self._averaging * REUSE_AVERAGE_S))
         self._asked = keep * self._asked + max(0.0, asked - self._last_asked)
         self._computed = keep * self._computed + max(0.0, computed - self._last_computed)
-        self._last_ranking_ms, self._last_asked, self._last_computed = ranking_ms, asked, computed
+        self._last_asked, self._last_computed = asked, computed
         free = max(0.0, min(self._cap, 1.0 - self.ranking_share))
         return 1e3 * free
-
-
-# ---- the busy share, which other workers must not count on when they forward ----
-
-
-#: Long enough that single operations do not show, short enough that a rush of a few seconds does.
-AVERAGE_S: Final = 1.0
-
-
-class BusyShare:
-    """The share of the device's time in use, 0…1, averaged over about a second, times `averaging`."""
-
-    def __init__(self, averaging: float = 1.0) -> None:
-        self._average_s = averaging * AVERAGE_S
-        self.share = 0.0
-        self._last_ms = 0.0
-
-    def update(self, total_ms: float, seconds: float) -> float:
-        """total_ms: of all work, ever; seconds: since the last call. Returns the share from now on."""
-        busy = min(1.0, max(0.0, total_ms - self._last_ms) / (seconds * 1e3))
-        self._last_ms = total_ms
-        self.share += min(1.0, seconds / self._average_s) * (busy - self.share)
-        return self.share

@@ -158,7 +158,7 @@ def longest_sequence(settings: Settings, model: RankingModel) -> int:
 
 
 def delegated_bytes(worker: WorkerSettings) -> int:
-    """Bytes that may be pinned on other workers' behalf, beside worker.pinned_share: nothing is set aside for them."""
+    """Bytes that may be pinned on other workers' behalf, in addition to worker.pinned_share; not reserved."""
     pinned = int(worker.pinned_share * worker.hbm_bytes)
     return min(int(DELEGATED_PART * pinned), worker.hbm_bytes - pinned)
 

@@ -4,7 +4,7 @@
     device free ─► clients within SLACK of the least served one, by deadline
 
 A client is who a request says it is (RankingRequest.client_id): claimed, not proven. Under many names one client gets
-many shares, so names are bounded in number, and those beyond share one account. Knows nothing of models or of Kafka.
+many shares, so names are bounded in number, and those beyond share one account.
 """
 
 from __future__ import annotations

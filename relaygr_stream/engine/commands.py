@@ -99,9 +99,9 @@ class RankTask(Keys):
     borrowed: bool = False  # region is the scratch region, to be given back
     started: float = 0.0  # when the device first worked for it
     finished: float = 0.0  # when the device was done with it; 0: it was answered without the device thread
-    age_ms: float = 0.0  # when it arrived, since it was sent: what is sure (bus/ages.py)
-    inbound_ms: float = 0.0  # the same, as its sender states it
-    timeout_ms: float = 0.0  # since then, for its client: as stated, or the default
+    age_ms: float = 0.0  # age at arrival, proven by the log's order (bus/ages.py)
+    inbound_ms: float = 0.0  # age at arrival by the sender's clock
+    timeout_ms: float = 0.0  # from sending on, as its client states it, or the default
     expected_ms: float = 0.0  # cost_ms where predictions of its kind have proved good, else 0
     device_ms: float = 0.0
     score_ms: float = 0.0  # of that, the batch that scored it

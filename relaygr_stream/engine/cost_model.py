@@ -37,9 +37,9 @@ RISE: Final = math.exp(DEVIATION_STEP)
 FALL: Final = math.exp(-DEVIATION_STEP)
 LEAST_DEVIATION: Final = 0.02
 FIRST_DEVIATION: Final = 0.3
-#: Variance of each coefficient at the start, and the largest sum to which forgetting without excitation may inflate
-#: them; both times the square of the first measurement over the prior's prediction. Without that, a device 20 times
-#: slower than the prior was predicted at two thirds of its times after five long prefixes.
+#: Initial variance of each coefficient, and the largest sum of them: forgetting raises variances while nothing new is
+#: measured. Both are scaled by (first measurement / prior's prediction)². Without that, a device 20 times slower than
+#: the prior was predicted at two thirds of its times after five long prefixes.
 FIRST_VARIANCE: Final = 1e4
 MOST_VARIANCE: Final = 3e4
 #: Shorter than any operation of any device; below it, relative errors mean nothing.

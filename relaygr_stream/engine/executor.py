@@ -279,8 +279,7 @@ class _Chunk:
 
     @property
     def whole_steps(self) -> float:
-        """How many steps, such as those before the last one, the chunk so far is worth: the last one is what is left
-        to do, next to nothing or nearly as much as the others."""
+        """The chunk so far in steps of average time: the last one, which may be shorter, counts by its time."""
         before, ms = self._taken - 1, self.ms - self._last_ms
         return before * self.ms / ms if before and ms > 0 else 1.0
 
@@ -307,7 +306,7 @@ class _Chunk:
 
 
 def _steps(model: RankingModel, region: KVRegion, tokens: Tokens) -> Iterator[None]:
-    # Asked of its class: a wrapper that forwards what it does not define means its `prefill`.
+    # Looked up on the class: a wrapper with __getattr__ would claim a method that it does not define.
     if hasattr(type(model), "prefill_in_steps"):
         return cast(SteppedModel, model).prefill_in_steps(region, tokens)
     return _in_one_step(model, region, tokens)

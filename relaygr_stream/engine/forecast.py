@@ -111,9 +111,8 @@ class Forecast:
         """
         left, own = (task.deadline - now) * 1e3, task.expected_ms if own is None else own
         if not self._order:
-            return (
-                Full("ms", f"it takes {own:.0f} ms, and has {left:.0f}", hopeless=True) if own > alone * left else None
-            )
+            reason = f"it takes {own:.0f} ms, and {left:.0f} ms are left"
+            return Full("ms", reason, hopeless=True) if own > alone * left else None
         sure = left * (FORWARDED_DEADLINE_FRACTION if task.hops else QUEUED_DEADLINE_FRACTION)
         if self._expected_ms + own <= min(sure, (self._order[0][0] - now) * 1e3):
             return None
@@ -128,13 +127,11 @@ class Forecast:
             behind += theirs
             spare = (deadline - now) * 1e3 - ahead - behind
             if 0.0 <= spare < own:  # one that is late anyway does not count
-                return Full(
-                    "ms", f"it takes {own:.0f} ms, which would make a ranking late that was accepted before", deadline
-                )
+                return Full("ms", f"its {own:.0f} ms would make a ranking late that was accepted before it", deadline)
         mine = before.pop(task.account, 0.0)
         ahead = mine + self._in_turn(task.account, mine + own, before)
         if ahead + own > (sure if ahead else alone * left):
-            reason = f"the rankings before it take {ahead:.0f} ms, it takes {own:.0f}, and has {left:.0f}"
+            reason = f"the rankings before it take {ahead:.0f} ms, it takes {own:.0f} ms, and {left:.0f} ms are left"
             return Full("ms", reason, task.deadline, hopeless=mine + own > sure)
         return None
 
@@ -167,7 +164,7 @@ class Batching:
         self._could_ms = 0.0  # what batches would have saved if s1 were 0
 
     def add(self, predicted_ms: float, rankings: int, ms: float) -> None:
-        """Learn from a batch of `count`. predicted_ms: of each alone, added up."""
+        """Learn from rankings that were scored together in `ms`. predicted_ms: the sum of their times alone."""
         if rankings == 1:
             self._alone.add(predicted_ms, ms)
             return

@@ -108,9 +108,9 @@ class PrefillJobs:
         return max([0.0, *(now - job.due for job in self._queue.pre_inferences())])
 
     def advance(self, job: PrefillJob, now: float) -> float:
-        """Give it a slice of device time; returns the milliseconds. The last one ends the job, as do a failure
-        (`job.error`) and the end of everyone's interest. Waiters are left in the job, those answered meanwhile
-        taken out.
+        """Give it a slice of device time; returns the milliseconds. The job ends after its last slice, after a
+        failure (`job.error`), or when no request waits for it any more. Its waiters stay in it, without those that were
+        answered meanwhile.
         """
         if job.waiters:
             job.waiters = [task for task in job.waiters if not task.answered]

@@ -143,7 +143,7 @@ class WorkQueue:
 
     @property
     def backlog(self) -> int:
-        """Jobs that are not over and that no ranking waits for."""
+        """Prefill jobs that are not over, including those that rankings wait for."""
         return sum(1 for _ in self._background)
 
 

@@ -96,7 +96,7 @@ class Rankings:
             if loser is None:
                 self._answer(task, "overloaded", full.reason)
                 return
-            self._answer(loser, "overloaded", f"{full.reason}, and {LOST[full.measure]}")
+            self._answer(loser, "overloaded", f"{full.reason}; {LOST[full.measure]}")
         self._admission.add(task)
         self._deadlines.add(task.deadline, task)
         self._place(task, self._find(task))
@@ -191,7 +191,7 @@ class Rankings:
             self._answer_not_finite(task, scores)
 
     def _answer_not_finite(self, task: RankTask, scores: npt.NDArray[np.float32]) -> None:
-        """Such scores order nothing. What they came from may be to blame, and would be for the user's next ranking."""
+        """NaN or infinite scores: answer `failed`, and evict the entry, which may have caused them."""
         if task.entry is not None:
             self._cache.evict(task.entry)
         bad = int((~np.isfinite(scores)).sum())

@@ -80,8 +80,8 @@ class Snapshot(msgspec.Struct, frozen=True):  # made for every statement; a froz
     """The scheduler's numbers at one moment.
 
     lane_bytes, largest: bytes pinned, and of the largest prefix lately, of each lane asked for. delegated_bytes: pinned
-    on other workers' behalf. demand, totals, cache:
-    running totals by lane or name. queue_ms: delay until the device takes a ranking, since the last snapshot.
+    on other workers' behalf. demand, totals, cache: running totals by lane or name. queue_ms: delay until the device
+    takes a ranking, since the last snapshot.
     """
 
     lane_bytes: dict[int, int]
@@ -212,7 +212,7 @@ class Scheduler:
 
     @property
     def backlog(self) -> int:
-        """Prefill jobs that are not over and that no ranking waits for."""
+        """Prefill jobs that are not over, including those that rankings wait for."""
         return self._queue.backlog
 
     def totals(self) -> dict[str, float]:
@@ -295,7 +295,7 @@ class Scheduler:
                 self._wake(job.entry)
 
     def _wake(self, entry: Entry) -> None:
-        """The entry came, or will not come: every task that waits at it looks again."""
+        """The entry's copy or prefill has ended, well or not: place the tasks that wait for it again."""
         for task in self._waiters.pop(entry):
             if isinstance(task, PrefillTask):
                 self.signals.again(task)
@@ -305,7 +305,7 @@ class Scheduler:
             self.pins.release_entry(entry)
 
     def _erase(self, erase: Erase) -> int:
-        """Rankings of the user that are on their way keep what they hold until they are answered."""
+        """Drop the users' entries and pins. Rankings in progress keep what they hold until they are answered."""
         entries = self.cache.erase_users(erase.names)
         for entry in entries:
             self.pins.release_entry(entry)

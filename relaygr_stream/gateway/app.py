@@ -69,7 +69,7 @@ class Metrics:
 
 
 class Asked(NamedTuple):
-    """A request that passed the door."""
+    """An authenticated request."""
 
     http: Request
     tenant: str

@@ -1,4 +1,4 @@
-"""Bearer tokens: whose requests these are. Knows no Kafka."""
+"""Bearer tokens: whose requests these are."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Refused(Exception):
 
 
 class Tokens:
-    """Whose requests these are. Raises ConfigError for settings that are none, or that would let everybody in."""
+    """Whose requests these are. Raises ConfigError for malformed tokens, and for an open host without any."""
 
     def __init__(self, settings: Gateway) -> None:
         self._tenants: dict[bytes, str] = {}

@@ -113,7 +113,10 @@ class Trigger(Section, frozen=True, kw_only=True):
     max_status_age_ms: Annotated[Ms, doc("no admissions for an owner whose status is older than this")] = 3000.0
     load_burst_ms: Annotated[Ms, doc("most device time that a lane may request at once")] = 100.0
     delegate: Annotated[
-        bool, doc("have prefix KV that a lane's owner would have too late computed by a worker with room and time")
+        bool,
+        doc(
+            "let a worker with free memory and device time compute prefix KV that a lane's owner would finish too late"
+        ),
     ] = True
 
 

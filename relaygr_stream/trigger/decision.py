@@ -18,7 +18,7 @@ from relaygr_stream.trigger.delegation import Delegation, Place
 from relaygr_stream.trigger.ledger import LaneLedger, Pending
 from relaygr_stream.trigger.load import Kept, LoadBucket, OwnerLoads, stated_wait_ms
 from relaygr_stream.wire.fleet import Claim
-from relaygr_stream.wire.messages import CostModel, RequestEvent, prefix_length, tenant_key
+from relaygr_stream.wire.messages import CostModel, RequestEvent, prefix_length, prefix_tokens, tenant_key
 from relaygr_stream.wire.worker_status import FALLBACK_COSTS, charge_ms, prefix_bytes, usable_costs
 
 Reason = Literal[
@@ -34,8 +34,9 @@ Reason = Literal[
     "too_late",
     "delegated",
 ]
-#: A request that is refused may be delegated where its prefix KV are ready within so many times the predicted time of
-#: its full inference: what else was refused runs in full there, too, which the owner's stated queue tells too late.
+#: A refused request may be delegated to a worker that has its prefix KV ready within this many times the time until
+#: its full inference would be done: until the ranking, plus the inference. More than once, because what else was
+#: refused runs in full at the owner, too, and the owner's stated queue shows that late.
 #: Simulated at 95 % load, P99 with 1, 1.5, 2, 3 and no bound: 1.9, 2.4, 1.7, 1.3 and 1.4 s.
 REFUSED_FACTOR: Final = 3.0
 REASONS: Final[tuple[Reason, ...]] = get_args(Reason)
@@ -201,7 +202,8 @@ def decide(event: RequestEvent, lane: LaneState, /, *, age_ms: float, now_s: flo
     predicted_ms = costs.full_ms(tokens, event.candidates) + owner.worker.queue_ms
     if predicted_ms <= policy.risk_ms:
         return Decision("not_at_risk", tokens, age_ms, predicted_ms)
-    nbytes, cost_ms = prefix_bytes(event.context_tokens + tokens, owner.worker), charge_ms(costs, tokens, owner.worker)
+    whole = prefix_tokens(event)
+    nbytes, cost_ms = prefix_bytes(whole, owner.worker), charge_ms(costs, tokens, owner.worker)
     left_ms = _time_left_ms(event, policy, age_ms)
     reason: Reason = "admitted"
     if not lane.ledger.fits(nbytes):
@@ -215,7 +217,7 @@ def decide(event: RequestEvent, lane: LaneState, /, *, age_ms: float, now_s: flo
         done_ms = lane.wait_ms(owner, now_s) + costs.pre_infer_ms(tokens)
         if reason != "admitted":
             done_ms = min(policy.life_ms, REFUSED_FACTOR * (left_ms + predicted_ms))
-        user, whole = tenant_key(event.tenant, event.user_id), event.context_tokens + tokens
+        user = tenant_key(event.tenant, event.user_id)
         place = lane.delegation.place(user, whole, owner, left_ms, done_ms, now_s)
         if place is not None:
             return Decision("delegated", tokens, age_ms, predicted_ms, place.nbytes, place.cost_ms, place)

@@ -14,7 +14,7 @@ from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
-from relaygr_stream.bus.ages import LogEnds
+from relaygr_stream.bus.ages import LogEnds, stated_age_ms
 from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.bus.topics import TopicSet, load_topics, verify_topics
 from relaygr_stream.errors import BrokerUnavailable, DecodeError
@@ -26,7 +26,14 @@ from relaygr_stream.trigger.load import Kept, OwnerLoads
 from relaygr_stream.trigger.statement import stated_policy
 from relaygr_stream.wire.codec import decode
 from relaygr_stream.wire.fleet import OwnerDirectory
-from relaygr_stream.wire.messages import PreInferSignal, RequestEvent, WorkerStatus, prefix_length, tenant_key
+from relaygr_stream.wire.messages import (
+    PreInferSignal,
+    RequestEvent,
+    WorkerStatus,
+    prefix_length,
+    prefix_tokens,
+    tenant_key,
+)
 from relaygr_stream.wire.records import Record, kind_of
 from relaygr_stream.wire.refusals import KIND as REFUSALS
 from relaygr_stream.wire.refusals import decode_refusals
@@ -90,7 +97,7 @@ def explain(
         queue_ms=None if owner is None else owner.worker.queue_ms,
         predicted_ms=None if owner is None else lane.costs.full_ms(tokens, event.candidates) + owner.worker.queue_ms,
         risk_ms=policy.risk_ms,
-        nbytes=None if owner is None else prefix_bytes(tokens, owner.worker),
+        nbytes=None if owner is None else prefix_bytes(prefix_tokens(event), owner.worker),
         outstanding_bytes=lane.ledger.outstanding,
         budget_bytes=lane.ledger.budget,
         on_hold=lane.ledger.on_hold,
@@ -213,7 +220,7 @@ class Shadow:
     def _look_at(self, event: RequestEvent, lane: int) -> None:
         now, state = time.monotonic(), self._lanes[lane]
         state.observe(self._directory.owner(lane), now)
-        age_ms = max(0.0, time.time() * 1e3 - event.sent_ms) if event.sent_ms else 0.0
+        age_ms = max(0.0, stated_age_ms(event.sent_ms) or 0.0)
         row, _ = explain(event, state, age_ms=age_ms, now_s=now, at_s=now - self._start)
         self._rows.append(row)
         self._events[tenant_key(event.tenant, event.request_id)] = event
@@ -238,7 +245,7 @@ class Shadow:
         now, state, owner = time.monotonic(), self._lanes[record.lane], self._directory.owner(record.lane)
         state.observe(owner, now)  # first: it fills the lane's bucket
         tokens = prefix_length(signal)
-        nbytes = 0 if owner is None else prefix_bytes(tokens, owner.worker)
+        nbytes = 0 if owner is None else prefix_bytes(prefix_tokens(signal), owner.worker)
         cost_ms = 0.0 if owner is None else charge_ms(state.costs, tokens, owner.worker)
         admitted = Decision("admitted", tokens, 0.0, nbytes=nbytes, cost_ms=cost_ms)
         event = self._events.get(tenant_key(signal.tenant, signal.request_id))

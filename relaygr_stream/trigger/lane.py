@@ -13,7 +13,7 @@ from typing import Final
 
 import structlog
 
-from relaygr_stream.bus.ages import AgeBounds, LogEnd
+from relaygr_stream.bus.ages import AgeBounds, LogEnd, stated_age_ms
 from relaygr_stream.bus.topics import lane_of
 from relaygr_stream.errors import BrokerError, DecodeError
 from relaygr_stream.telemetry.background import endless
@@ -153,8 +153,7 @@ class LaneTrigger:
         return decision
 
     def _age_ms(self, event: RequestEvent, offset: int, now_s: float) -> float:
-        stated = time.time() * 1000 - event.sent_ms if event.sent_ms else None
-        age = self._ages.age(stated, offset, now_s)
+        age = self._ages.age(stated_age_ms(event.sent_ms), offset, now_s)
         if age.clock_off:
             self._shared.metrics.ages_clamped.inc()
         return age.sure_ms
@@ -167,7 +166,7 @@ class LaneTrigger:
         )
 
     async def _signal_log_end(self, topic: str) -> LogEnd:
-        """Where the lane's signal log ends; asks until a broker tells, for no event is skipped."""
+        """Where the lane's signal log ends. Asks until a broker answers; the lane's events wait meanwhile."""
         for pause in endless(RETRY_S):
             try:
                 return (await self._shared.ends.ask(topic, [self._number]))[self._number]

@@ -27,8 +27,8 @@ OWNER_S: Final = 1.0
 MIN_MS_PER_S: Final = 1e-6
 #: Signals to one owner that are remembered: more than a trigger sends between two statuses.
 MOST_SENT: Final = 4096
-#: Of the device time that a whole prefix takes, what that of a returning user is expected to take where it was before:
-#: a few new behaviours beside hundreds, and a fixed time. An assumption: workers state averages over all users.
+#: Device time of a returning user's signal where its prefix KV are kept, as a share of that of the whole prefix: a few
+#: new behaviours beside hundreds, and a fixed time. An assumption: workers state averages over all users.
 NEW_SHARE: Final = 0.1
 #: Users of whom it is remembered where their last signal went: about as many prefix KV as a fleet's tiers hold; 40 MB.
 MOST_USERS: Final = 200_000
@@ -101,8 +101,8 @@ class SentLately:
         self._sent.append(_Sent(now_s, cost_ms, delegated_bytes))
 
     def ahead(self, claim: Claim, now_s: float) -> tuple[float, int]:
-        """Milliseconds until the worker has done what waited there by its claim and what was sent since, one after the
-        other; and the bytes on others' behalf among the latter. Forgets the rest."""
+        """Milliseconds until the worker has finished its stated queue and the signals sent since its status, and the
+        delegated bytes among those. Drops older ones."""
         sent = self._sent
         while sent and sent[0].at_s < claim.received_s - TRAVEL_MS / 1e3:
             sent.popleft()
@@ -183,7 +183,7 @@ class OwnerLoads:
 
     def remember(self, user: str, kept: Kept) -> None:
         """Note where a user's signal goes."""
-        key = hash(user)  # a stranger's of the same hash misses once
+        key = hash(user)  # two users with one hash cost one miss
         self._kept[key] = kept
         self._kept.move_to_end(key)
         if len(self._kept) > MOST_USERS:

@@ -57,11 +57,6 @@ class RequestEvent(msgspec.Struct, frozen=True, kw_only=True):
     columns: FeatureTables | UnsetType = UNSET  # the user's features
     history: HistoryReference | UnsetType = UNSET  # in place of the prefix, which is then empty
 
-    @property
-    def context_tokens(self) -> int:
-        """Tokens before the first behaviour: 1 if the user has features."""
-        return int(bool(self.columns and self.columns.user))
-
     def validate(self) -> None:
         """Raise DecodeError for errors that the field types do not exclude."""
         _check_prefix(self)
@@ -107,7 +102,7 @@ class RankingRequest(msgspec.Struct, frozen=True, kw_only=True):
     suffix: Behaviours = Behaviours()
     candidates: bytes  # m × uint32: item ids to score, m ≥ 1
     sent_ms: UnixMillis = 0  # the sender's clock when it published; 0: unknown, counts as just now
-    timeout_ms: Millis = 0.0  # the answer is useless this long after sent_ms; 0: the worker's client.timeout_ms
+    timeout_ms: Millis = 0.0  # from the log on, until the answer is useless; 0: the worker's client.timeout_ms
     mode: Mode = "auto"  # "full": infer prefix and suffix together, ignoring cached prefix KV
     hops: Annotated[int, Meta(ge=0, le=2)] = 0  # times this request was forwarded to another lane
     tenant: Label = ""  # as in the request event
@@ -248,6 +243,11 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
 def prefix_length(message: RequestEvent | PreInferSignal | RankingRequest) -> int:
     """Behaviours of the prefix, which the message has, or refers to."""
     return message.history.length if message.history else len(message.prefix)
+
+
+def prefix_tokens(message: RequestEvent | PreInferSignal) -> int:
+    """Tokens of the prefix KV: the behaviours, and one before them if the user has features."""
+    return int(bool(message.columns and message.columns.user)) + prefix_length(message)
 
 
 def with_version(history: HistoryReference | UnsetType) -> dict[str, Any]:

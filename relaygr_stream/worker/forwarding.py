@@ -32,7 +32,8 @@ from relaygr_stream.wire.messages import WorkerStatus
 #: A request that was refused twice has met two workers without room: a third search costs more than it finds.
 MOST_HOPS: Final = 2
 #: A peer must be done within this share of the time left, by its own numbers, for the first hop and for the second: its
-#: queue is a mean of some moments ago. A ranking that a first forward has failed goes on only to a clear place.
+#: queue is a mean of some moments ago. After a first worker refused it, too, only one with clearly more
+#: time is asked.
 IN_TIME: Final = (0.7, 0.5)
 #: Forwarded rankings fill a peer's device up to this share; the rest is how much its own load varies in a second.
 FILL: Final = 0.85
@@ -82,8 +83,10 @@ class _Account:
 
 
 def time_left_ms(task: RankTask, now: float) -> float:
-    """Milliseconds that a ranking has left when it travels on, as it states them. The next worker knows its age since
-    now alone: no clock of ours or of the sender's has to be right. And it takes off its answer's way by itself."""
+    """Milliseconds that a ranking has left when it is forwarded, which it then states as its timeout.
+
+    The next worker counts its age from then on, so clocks need not agree, and subtracts the time of the answer's way.
+    """
     return max(LEAST_MS, task.timeout_ms - task.age_ms - (now - task.arrived) * 1e3)
 
 
@@ -161,8 +164,7 @@ class Forwarding:
 def instead(forwarding: Forwarding, answer: Answer, now: float) -> int | Kept | None:
     """A lane to which this answer's ranking goes on instead; or why there is none.
 
-    None: it was not refused, or it was cut: then it lost its place to another client's, and what is left of it does not
-    say what it takes elsewhere.
+    None: it was not refused, or it was truncated: its remaining tokens do not give its cost elsewhere.
     """
     task = answer.task
     if answer.status != "overloaded" or task.truncated_to:
@@ -174,7 +176,7 @@ def instead(forwarding: Forwarding, answer: Answer, now: float) -> int | Kept | 
 def next_hop(value: bytes, hops: int, sent_ms: int, timeout_ms: float) -> bytes:
     """The ranking request in `value` as it travels on; fields that we do not know stay as they are.
 
-    sent_ms, timeout_ms: restated, since a request may say nothing of either, or what cannot be true. DecodeError where
+    sent_ms, timeout_ms: rewritten, because the request's own values may be missing or wrong. DecodeError where
     it cannot be written again: one that decodes may bring a field that we do not know, with a name that is not UTF-8.
     """
     try:

@@ -121,8 +121,10 @@ class Histories:
 
     async def close(self) -> None:
         """End the reads under way, and disconnect."""
-        for reading in self._reading.values():
+        reads = list(self._reading.values())
+        for reading in reads:
             reading.cancel()
+        await asyncio.gather(*reads, return_exceptions=True)
         await self._store.close()
 
     def _over(self, key: tuple[str, int, bytes], task: asyncio.Task[Behaviours]) -> None:

@@ -15,7 +15,7 @@ from typing import Final
 
 import numpy as np
 
-from relaygr_stream.bus.ages import Age, AgeBounds, LogEnd, SenderLag
+from relaygr_stream.bus.ages import Age, AgeBounds, LogEnd, SenderLag, stated_age_ms
 from relaygr_stream.engine.commands import DELEGATED_LANE, PrefillTask, RankTask, Referred
 from relaygr_stream.errors import DecodeError
 from relaygr_stream.models.api import ROWS, Tokens
@@ -234,8 +234,7 @@ class Intake:
         return OBJECT_BYTES + came + decoded
 
     def _age(self, record: Record, sent_ms: int, now: float) -> Age:
-        stated = time.time() * 1e3 - sent_ms if sent_ms else None
-        age = self._ages[record.topic, record.lane].age(stated, record.offset, now)
+        age = self._ages[record.topic, record.lane].age(stated_age_ms(sent_ms), record.offset, now)
         if age.clock_off:
             self._clamped()
         return age
@@ -244,8 +243,7 @@ class Intake:
 def due_ms(timeout_ms: float, reply_ms: float) -> float:
     """Milliseconds after which scores have to leave to be there within the timeout.
 
-    Scores that leave at the deadline are late: under overload, when most finish close to it, a tenth of the device's
-    work was useless (docs/explanation/decisions.md).
+    Scores that leave at the deadline reach the client late, and under overload most are ready close to it.
     """
     return timeout_ms - min(reply_ms, REPLY_SHARE * timeout_ms)
 
@@ -274,8 +272,8 @@ class Held:
     def ranking(self, lane: int, offset: int, nbytes: int) -> bool:
         """Count a ranking that was read; False (nothing changed): there is no room for it.
 
-        A lane that was lost and regained may bring one again whose first copy is not over: they count together, and
-        end together, with the first of them.
+        A record that is read again, because its lane was lost and regained, is added to the same entry. The first of
+        the two that ends releases both.
         """
         if self.nbytes + nbytes > self.limit:
             return False

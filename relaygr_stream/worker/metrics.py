@@ -85,13 +85,16 @@ class WorkerMetrics:
             "relaygr_statuses_unreadable", "Other workers' statuses that could not be read or were out of bounds"
         )
         self.statuses_unsigned = counter(
-            "relaygr_statuses_unsigned", "Statuses that nobody with our handover.secret wrote, or not just now"
+            "relaygr_statuses_unsigned",
+            "Worker statuses without a valid signature by handover.secret, or with one that is too old",
         )
         self.unknown_items = counter(
             "relaygr_unknown_items", "Item ids outside the model's vocabulary, in behaviours and candidates computed"
         )
         self.reply_failures = counter("relaygr_reply_failures", "Answers that could not be produced at once")
-        self.device_stall_seconds = gauge("relaygr_device_stall_seconds", "Time since the device thread last moved")
+        self.device_stall_seconds = gauge(
+            "relaygr_device_stall_seconds", "Time since the device thread last finished a step or looked for work"
+        )
         self.model_info = gauge(
             "relaygr_model_info", "1; the model's version and a note on its weights", "version", "note"
         )

@@ -142,9 +142,9 @@ async def made_worker(
             stack.push_async_callback(end, "the lanes' ends", partial(ends.__aexit__, None, None, None), CLOSE_S)
             bus = Bus(topics, scores, others, ends)
             store = open_store(settings.history) if settings.history.store else None
-            if store is not None:
-                stack.push_async_callback(end, "the history store", store.close, CLOSE_S)
-            yield Worker(context, name, bus, device, runtime, metrics, audits, make_handover, tracing, store)
+            worker = Worker(context, name, bus, device, runtime, metrics, audits, make_handover, tracing, store)
+            stack.push_async_callback(end, "the history store", worker.requests.close, CLOSE_S)
+            yield worker
     finally:
         if not await device.stop(timeout=settings.worker.drain_ms / 1e3):
             log.error("the device thread hangs; the process ends without it")

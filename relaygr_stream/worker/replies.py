@@ -103,7 +103,7 @@ class Outbox:
         self._answer(answer)
 
     def pass_on(self, record: Record, lane: int) -> None:
-        """Copy a client's cancel to that lane; one that no broker takes is no loss: what it ends has a life window."""
+        """Copy a client's cancel to that lane. A lost copy is harmless: the pin ends with its life window."""
         self._spawn(self._copy(record, lane))
 
     def decline(self, task: RankTask, why: str) -> None:
@@ -255,8 +255,8 @@ class Outbox:
         return request_log_fields(reply.request_id, user_of(origin.record), origin.record.lane, reply.status)
 
     async def _forward(self, answer: Answer, lane: int) -> None:
-        """To that lane, as it came but for one hop more and the time that is left; it is refused here after all where
-        no broker takes it within that, or it cannot be written again."""
+        """Forward to that lane, with one hop more and the time that is left. If no broker takes it within that time, or
+        it cannot be encoded again, it is refused here."""
         task, record, now = answer.task, answer.task.origin.record, time.monotonic()
         headers, trace = record.headers, answer.task.origin.trace
         if trace is not None:
@@ -290,7 +290,7 @@ class Outbox:
 
 
 def check_answers_fit(topics: TopicSet, candidates: int, model: RankingModel) -> None:
-    """An answer that its topic does not take would never come: ConfigError for a model with so many score columns.
+    """Check that the largest answer fits its topic. Raises ConfigError: a larger one could never be delivered.
 
     candidates: the most in a request.
     """

@@ -301,9 +301,14 @@ class Requests:
                 self.in_flight.remove(answer.task)
                 self.outbox.settle(answer)
 
+    async def close(self) -> None:
+        """End reads of histories, and disconnect from their store."""
+        if self.resolver.histories is not None:
+            await self.resolver.histories.close()
+
     async def fail_in_flight(self, error: Exception) -> None:
-        """Every request that the device will not answer gets its answer here, and is not read again by others: one
-        that brought this worker down would bring them down in turn."""
+        """Answer every request in flight `failed`, so that the lanes' next owners do not read it again: it may have
+        caused the failure."""
         log.error("the device failed", error=str(error), in_flight=len(self.in_flight))
         for task in list(self.in_flight):
             self.on_answers([Answer(task, "failed", detail=str(error))])

@@ -96,7 +96,7 @@ class StatusReporter:
         self._producer = producer
         self._consumer = consumer
         self._state: State = "starting"
-        self._told_of_unknown = bool(runtime.model.note)  # to random weights, one item is as unknown as another
+        self._told_of_unknown = bool(runtime.model.note)  # no warning for random weights: they know no item
         self._statements = Statements(settings, runtime, time.monotonic())
         self._publishing = Background()  # not the process's: it goes on while the worker drains and says farewell
         self._tail = TopicTail(settings.kafka, topics.worker_status.name, [0], "earliest", self._on_statuses)
@@ -135,8 +135,7 @@ class StatusReporter:
             log.warning("status not published", state=state, error=str(error) or type(error).__name__)
 
     async def withdraw(self) -> None:
-        """Remove our name from the topic after a clean stop. Not for longer than
-        ANNOUNCE_S."""
+        """Remove our name from the topic after a clean stop. Takes ANNOUNCE_S at most."""
         await self._publishing.end()  # else a last status may come behind the tombstone
         try:
             async with asyncio.timeout(ANNOUNCE_S):

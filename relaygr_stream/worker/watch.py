@@ -25,7 +25,7 @@ WATCH_S: Final = 0.25  # health is as fresh as worker-status is by default
 #: A relayed score may differ from full inference by this much, relative: 1e-5 in float32. In half
 #: precision the two paths round differently; a hundredth is two bfloat16 steps.
 AUDIT_TOLERANCE: Final = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-2}
-#: Audits that deviate, of one process, at which it is not ready any more. A flipped bit spoils one user's prefix KV,
+#: After this many deviating audits the process is no longer ready. A flipped bit spoils one user's prefix KV,
 #: which are evicted by the first audit that finds it; two may be chance. Three times means a device, a kernel or a
 #: model that computes something else each time. At the default share of 0.01 it takes about 300 relayed rankings.
 DEVIATIONS_TO_UNREADY: Final = 3

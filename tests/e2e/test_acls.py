@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,18 +20,22 @@ from confluent_kafka.admin import (
     ResourceType,
 )
 
+from relaygr_stream.bus.dead_letter import dead_letter_headers
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.bus.topics import apply_topics
 from relaygr_stream.client import RelayClient
-from relaygr_stream.errors import AccessDenied, BrokerError
+from relaygr_stream.errors import AccessDenied, BrokerError, DecodeError
 from relaygr_stream.lab.workload.driver import drive
+from relaygr_stream.ops.brokers.distribution import free_ports
 from relaygr_stream.ops.children import Child, settings_as_toml
-from relaygr_stream.ops.dead_letters.replay import read_letters
 from relaygr_stream.settings.schema import Kafka, Settings
+from relaygr_stream.wire.codec import encode
+from relaygr_stream.wire.records import Record
 from tests.bus.secure_kafka import SecureKafka, secure_kafka
 from tests.conftest import KAFKA_HINT
 from tests.e2e.fleet import TEST_SETTINGS, Results, traffic
+from tests.statuses import worker_status
 
 pytestmark = pytest.mark.kafka
 
@@ -74,6 +79,12 @@ def as_user(secure: SecureKafka, user: str) -> Kafka:
     return secure.sasl(sasl_username=user, prefix=PREFIX)
 
 
+def settings_of(secure: SecureKafka, user: str, path: Path) -> Path:
+    settings = msgspec.structs.replace(TEST_SETTINGS, kafka=as_user(secure, user))
+    path.write_text(settings_as_toml(settings), encoding="utf-8")
+    return path
+
+
 @pytest.mark.timeout(240)
 async def test_with_the_documented_grants_the_relay_serves_and_without_it_does_not(
     secure: SecureKafka, tmp_path: Path
@@ -81,10 +92,11 @@ async def test_with_the_documented_grants_the_relay_serves_and_without_it_does_n
     await apply_topics(as_user(secure, "admin"))
     children = []
     try:
-        for name in ("trigger", "worker"):
-            settings = msgspec.structs.replace(TEST_SETTINGS, kafka=as_user(secure, name))
-            (tmp_path / f"{name}.toml").write_text(settings_as_toml(settings), encoding="utf-8")
-            children.append(Child(name, [name, "--config", str(tmp_path / f"{name}.toml")], tmp_path))
+        (port,) = free_ports(1)
+        for name, user in (("trigger", "trigger"), ("worker", "worker"), ("gateway", "client")):
+            config = settings_of(secure, user, tmp_path / f"{name}.toml")
+            options = [f"--set=gateway.port={port}"] if name == "gateway" else []
+            children.append(Child(name, [name, "--config", str(config), *options], tmp_path))
         await asyncio.gather(*(child.wait_ready() for child in children))
         results = Results()
         settings = Settings(kafka=as_user(secure, "client"), relay=TEST_SETTINGS.relay)
@@ -98,8 +110,34 @@ async def test_with_the_documented_grants_the_relay_serves_and_without_it_does_n
         for child in children:
             child.terminate()
         codes = [await child.wait() for child in children]
-    assert codes == [0, 0], [child.log_tail() for child in children]
-    assert await read_letters(as_user(secure, "operator")) == []
+    assert codes == [0, 0, 0], [child.log_tail() for child in children]
+
+
+@pytest.mark.timeout(120)
+async def test_an_operator_looks_and_removes_a_status_and_replays_a_dead_letter(
+    secure: SecureKafka, tmp_path: Path
+) -> None:
+    await apply_topics(as_user(secure, "admin"))
+    config = settings_of(secure, "operator", tmp_path / "operator.toml")
+    bad = Record(f"{PREFIX}retrieval", 0, 0, 0, b"k", b"x", ())
+    async with Producer(as_user(secure, "worker"), client_id="test") as producer:
+        await producer.send_and_wait(f"{PREFIX}worker-status", encode(worker_status("gone")), key=b"gone")
+        headers = dead_letter_headers(bad, DecodeError("malformed", "no map"))
+        await producer.send_and_wait(f"{PREFIX}dead-letter", b"x", key=b"k", headers=headers)
+    for arguments, said in (
+        (["status", "--json"], '"workers":[]'),
+        (["status", "--forget", "gone"], "removed the record of gone"),
+        (["dead-letters", "list"], "malformed"),
+        (["dead-letters", "replay", "--all"], "replayed"),
+    ):
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "relaygr_stream", *arguments, "--config", str(config)),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        out = (await process.communicate())[0].decode()
+        assert process.returncode == 0, out
+        assert said in out
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from relaygr_stream.settings.schema import Kafka
+from relaygr_stream.bus.topics import apply_topics
+from relaygr_stream.ops.children import settings_as_toml
+from relaygr_stream.settings.schema import Kafka, Settings
 from tests.e2e.fleet import serving_fleet
 
 
@@ -47,3 +49,20 @@ async def test_u_data_runs_from_file_to_hit_rate(embedded_settings: Kafka, tmp_p
     assert "u.data:101: action 'five'" in out
     assert "u.data:501:" in out
     assert "150" in json.dumps(json.loads(report.read_text()))
+
+
+@pytest.mark.timeout(90)
+async def test_where_no_worker_runs_it_says_so(embedded_settings: Kafka, tmp_path: Path) -> None:
+    await apply_topics(embedded_settings)
+    config = tmp_path / "settings.toml"
+    config.write_text(settings_as_toml(Settings(kafka=embedded_settings)), encoding="utf-8")
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "relaygr_stream", "replay", "--generate", "--requests", "2", "--rate", "50"),
+        *("--timeout", "0.1", "--config", str(config)),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    out, err = (stream.decode() for stream in await process.communicate())
+    assert "no worker is ready" in err
+    assert "relaygr status" in err
+    assert "2 sent, 0 answered" in out

@@ -102,7 +102,7 @@ class Node:
             await asyncio.to_thread(self._process.wait, PATIENCE_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            raise AssertionError(f"node {self.node_id} did not end:\n{self._log_tail()}") from None
+            raise AssertionError(f"node {self.node_id} did not end:\n{self.log_tail()}") from None
 
     async def pause(self) -> None:
         """SIGSTOP: connections stand, nothing is answered."""
@@ -123,11 +123,11 @@ class Node:
         return since
 
     def _signal(self, number: int) -> None:
-        assert self._process is not None and self.running, f"node {self.node_id} is not running:\n{self._log_tail()}"
+        assert self._process is not None and self.running, f"node {self.node_id} is not running:\n{self.log_tail()}"
         (java,) = psutil.Process(self._process.keeper_pid).children()
         os.kill(java.pid, number)
 
-    def _log_tail(self) -> str:
+    def log_tail(self) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-15:]) if self.log.exists() else "(no log)"
 
 
@@ -293,7 +293,7 @@ class ThreeBrokers:
             except (KafkaError, OSError, KeyError) as error:
                 last = repr(error)
             await asyncio.sleep(0.1)
-        logs = "\n".join(f"-- {n.node_id}\n{n._log_tail()}" for n in (self.controller, *self.brokers.values()))
+        logs = "\n".join(f"-- {n.node_id}\n{n.log_tail()}" for n in (self.controller, *self.brokers.values()))
         raise AssertionError(f"not within {PATIENCE_S:.0f} s: {what}; {last}\n{logs}")
 
     def _broker(self, quorum: dict[str, str], node: int) -> dict[str, str]:

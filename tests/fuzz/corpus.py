@@ -21,6 +21,7 @@ from relaygr_stream.wire.messages import (
     ScoreReply,
 )
 from relaygr_stream.wire.records import HEADER_CORRELATION, HEADER_REPLY_PARTITION
+from relaygr_stream.wire.trigger_status import PolicyStatus, TriggerStatus
 from tests.statuses import lane_statuses, worker_status
 
 #: A column of each kind.
@@ -82,6 +83,19 @@ def message(kind: type[Message], rng: random.Random) -> Message:
 def plain(kind: type[Message], rng: random.Random) -> dict[str, Any]:
     """The same as a map, to be mutated."""
     found: dict[str, Any] = msgspec.to_builtins(message(kind, rng), builtin_types=(bytes,))
+    return found
+
+
+def trigger(rng: random.Random) -> dict[str, Any]:
+    """A trigger's status, as a map."""
+    policy = PolicyStatus(risk_ms=10.0, stale_ms=1e3, life_ms=2e3, burst_ms=100.0, max_prefix_tokens=4096)
+    found: dict[str, Any] = msgspec.to_builtins(
+        TriggerStatus(
+            name=f"t{rng.randrange(3)}", incarnation=rng.randrange(4), host="h", pid=1, sent_ms=EPOCH_MS,
+            state="serving", group="g", lanes=tuple(range(rng.randrange(4))), policy=policy,
+            decisions={"admitted": 3.0, "not_at_risk": 1.0},
+        )
+    )  # fmt: skip
     return found
 
 

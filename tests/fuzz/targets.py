@@ -13,7 +13,8 @@ import math
 import random
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -28,15 +29,25 @@ from relaygr_stream.errors import DecodeError, RelayError
 from relaygr_stream.ops.dead_letters.letter import letters_of
 from relaygr_stream.ops.dead_letters.replay import verdict_before
 from relaygr_stream.ops.dead_letters.table import as_json, line_of
+from relaygr_stream.ops.status.overview import Overview
+from relaygr_stream.ops.status.table import as_json as status_as_json
+from relaygr_stream.ops.status.table import render
 from relaygr_stream.settings.schema import Kafka, Relay, Settings
+from relaygr_stream.telemetry.printable import render_plain
 from relaygr_stream.trigger.decision import LaneState, Policy, decide
+from relaygr_stream.trigger.statement import stated_policy
 from relaygr_stream.wire.codec import Message, decode, encode
+from relaygr_stream.wire.erase import KIND as ERASE
+from relaygr_stream.wire.erase import read_erase
 from relaygr_stream.wire.features import NO_FEATURES, FeatureSchema
 from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import Cancel, PreInferSignal, RankingRequest, RequestEvent, ScoreReply, WorkerStatus
-from relaygr_stream.wire.records import HEADER_CORRELATION, MAX_CORRELATION_BYTES, Record
+from relaygr_stream.wire.records import HEADER_CORRELATION, HEADER_KIND, MAX_CORRELATION_BYTES, Record
+from relaygr_stream.wire.signature import Signer
+from relaygr_stream.wire.trigger_status import KEY_PREFIX, KIND
+from relaygr_stream.wire.worker_status import StatusReader, worker_statuses
 from relaygr_stream.worker.intake import Intake, Origin, TooMuch
-from tests.fuzz.corpus import SCHEMA, behaviours, by_reference, plain, route, with_features
+from tests.fuzz.corpus import EPOCH_MS, SCHEMA, behaviours, by_reference, plain, route, trigger, with_features
 from tests.fuzz.handover import Handover
 from tests.fuzz.mutate import Mutator
 
@@ -69,6 +80,7 @@ def targets(stack: ExitStack) -> dict[str, Target]:
         "worker intake": _Intake(),
         "worker intake with features": _Intake(SCHEMA),
         "trigger": _Trigger(),
+        "status and explain": _Viewer(),
         "client": _Client(stack),
         "dead letters": _dead_letters,
         "hand-over": Handover(stack, holds),
@@ -181,8 +193,7 @@ class _Trigger:
         if self._count % self.FRESH == 0:
             self._owners = OwnerDirectory(1e6)
             self._lane = LaneState(self._policy, 0, 60.0, now)
-        status = mutator.value(plain(WorkerStatus, rng))
-        self._owners.on_records([Record("s", 0, self._count, 0, None, status, ())])
+        self._owners.on_records([_stated(mutator, rng, self._count)])
         owner = self._owners.owner(rng.randrange(4))
         self._lane.observe(owner, now)
         event = _decoded(RequestEvent, mutator.value(plain(RequestEvent, rng)))
@@ -198,6 +209,72 @@ class _Trigger:
             self._lane.ledger.reconcile(self._count + 1, now)
             ledger = self._lane.ledger
             holds(ledger.outstanding <= ledger.budget, f"{ledger.outstanding} outstanding, budget {ledger.budget}")
+
+
+def _stated(mutator: Mutator, rng: random.Random, offset: int) -> Record:
+    """A record of `worker-status` under its worker's name: a status, seldom a tombstone or another's."""
+    fields = plain(WorkerStatus, rng)
+    key = fields["name"].encode() if rng.random() < 0.95 else mutator.key()
+    headers: Any = tuple(mutator.headers([])) if rng.random() < 0.1 else ()
+    value = mutator.value(fields) if rng.random() < 0.97 else None
+    return Record("s", 0, offset, 0, key, value, headers)
+
+
+class _Viewer:
+    """What `relaygr status` and `relaygr explain` read: of workers and of triggers, signed or not."""
+
+    #: The names that are shown: a view is thrown away after so many records.
+    FRESH: Final = 200
+    SETTINGS: Final = Settings()
+    SIGNER: Final = Signer("a secret of the fuzzed fleet")
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._views = self._fresh()
+
+    def _fresh(self) -> list[Overview]:
+        wall = partial(float, EPOCH_MS / 1e3)
+        readers = [StatusReader(4), StatusReader(4, self.SIGNER, wall=wall)]
+        return [Overview(self.SETTINGS, TOPICS, reader, live=True) for reader in readers]
+
+    def __call__(self, rng: random.Random) -> None:
+        mutator = Mutator(rng)
+        self._count += 1
+        record = _stated(mutator, rng, self._count) if rng.random() < 0.6 else self._of_a_trigger(mutator, rng)
+        signed: Any = self.SIGNER.sign(record.topic, record.key or b"", record.value, record.headers)
+        if rng.random() < 0.2:
+            signed = mutator.headers(signed)
+        record = record._replace(headers=tuple(signed))
+        for view in self._views:
+            view.on_records([record])
+            with suppress(DecodeError):
+                read_erase(record, view.reader)
+        for status in worker_statuses([record]):
+            holds(len(status.name) <= 256, f"a name of {len(status.name)} characters")
+        if self._count % self.FRESH == 0:
+            for view in self._views:
+                self._look(view)
+            self._views = self._fresh()
+
+    @staticmethod
+    def _of_a_trigger(mutator: Mutator, rng: random.Random) -> Record:
+        fields = trigger(rng)
+        key = f"{KEY_PREFIX}{fields['name']}".encode() if rng.random() < 0.9 else mutator.key()
+        headers: Any = tuple(mutator.headers([(HEADER_KIND, rng.choice([KIND, KIND, ERASE]).encode())]))
+        return Record("s", 0, 0, 0, key, mutator.value(fields) if rng.random() < 0.97 else None, headers)
+
+    @staticmethod
+    def _look(view: Overview) -> None:
+        for status in view.living_triggers().values():
+            policy = stated_policy(status.policy)
+            holds(math.isfinite(policy.risk_ms) and policy.max_prefix_tokens >= 0, f"{policy}")
+        line = status_as_json(view)
+        json.loads(line, parse_constant=_no_constant)
+        holds(_printable(line), f"control characters in {line!r}")
+        shown = render_plain(render(view), 80)
+        holds(all(map(_printable, shown.split("\n"))), f"control characters in {shown!r}")
+        odd = [each for each in shown.split("\n") if each.startswith("odd: ")]
+        holds(len(odd) <= 40, f"{len(odd)} oddities")
 
 
 class _Client:

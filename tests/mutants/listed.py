@@ -193,6 +193,11 @@ MUTANTS: Final = (
     ),
     Mutant("trigger/ledger.py", "pending.failed_s = now_s", "self._settle(pending)", "trigger/test_ledger"),
     Mutant("trigger/load.py", ">= min(cost_ms, self.depth)", ">= cost_ms", "trigger/test_load"),
+    Mutant("trigger/decision.py", " and owner.allows(cost_ms, now_s)", "", "trigger/test_load"),
+    Mutant("trigger/decision.py", "            self._owner_bucket.spend(cost_ms, now_s)\n", "", "trigger/test_load"),
+    Mutant(
+        "wire/messages.py", "int(bool(message.columns and message.columns.user)) + ", "", "trigger/test_explain_live"
+    ),
     Mutant("trigger/load.py", "level = self.level(now_s) + more_ms if", "level = self._level_ms + more_ms if", BOUNDS),
     Mutant(
         "trigger/decision.py", "event.candidates) + owner.worker.queue_ms", "event.candidates)", "trigger/test_decision"
@@ -237,10 +242,8 @@ MUTANTS: Final = (
     ),
     Mutant("bus/assignor.py", ".generation > claims[holder", ".generation < claims[holder", "test_assignor"),
     Mutant("bus/assignor.py", "(len(held[member]) <= quota[member], quota", "(quota", "test_assignor"),
-    Mutant("bus/ages.py", "if offset < self._read:", "if offset < 0:", "trigger/test_log_ends"),
-    Mutant(
-        "bus/ages.py", "believed = min(stated_ms, at_least + WAY_MS)", "believed = stated_ms", "trigger/test_log_ends"
-    ),
+    Mutant("bus/ages.py", "if offset < self._read:", "if offset < 0:", "test_ages"),
+    Mutant("bus/ages.py", "believed = min(stated_ms, at_least + WAY_MS)", "believed = stated_ms", "test_ages"),
     # wire: feature columns
     Mutant("wire/features.py", "if known < len(columns):", "if not columns and known:", "test_features"),
     Mutant("wire/features.py", "len(data) != rows * one.row_bytes", "len(data) % one.row_bytes", "test_features"),

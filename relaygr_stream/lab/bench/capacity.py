@@ -138,7 +138,7 @@ def predicted_rate(
     slack = slack_ms(mode, traffic, slo_ms) - bus_ms
 
     def in_time(busy: float) -> bool:
-        return float(np.quantile(_waits(gaps * service.mean() / busy, service) + service, QUANTILE)) <= slack
+        return float(np.quantile(waits_of(gaps * service.mean() / busy, service) + service, QUANTILE)) <= slack
 
     low, high = 0.0, 1.0  # share of the device's time
     for _ in range(20):
@@ -147,7 +147,7 @@ def predicted_rate(
     return max(least_busy, low) * 1e3 * workers / float(service.mean())
 
 
-def _waits(gaps: npt.NDArray[np.float64], service: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+def waits_of(gaps: npt.NDArray[np.float64], service: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """Waiting times of one server, W[n+1] = max(0, W[n] + S[n] - A[n+1]): a random walk less its running minimum."""
     walk = np.concatenate([[0.0], np.cumsum(service[:-1] - gaps[1:])])
     return walk - np.minimum.accumulate(walk)

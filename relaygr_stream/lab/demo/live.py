@@ -20,7 +20,7 @@ from rich.text import Text
 
 from relaygr_stream.lab.demo.report import quantile
 from relaygr_stream.ops.status.odd import lane_ranges
-from relaygr_stream.telemetry.printable import SafeConsole
+from relaygr_stream.telemetry.printable import SafeConsole, printable
 from relaygr_stream.wire.messages import Outcome, WorkerStatus
 
 #: Rates and quantiles cover this many seconds.
@@ -158,13 +158,13 @@ class LiveView:
             silence = now - when
             silent = silence > SILENT_S and status.state != "stopped"
             table.add_row(
-                name,
-                f"silent for {silence:.0f} s" if silent else status.state,
+                printable(name),
+                f"silent for {silence:.0f} s" if silent else printable(status.state),
                 _lanes(status),
                 _used(status.hbm_used_bytes, status.hbm_bytes),
                 _used(status.dram_used_bytes, status.dram_bytes),
                 f"{status.queue_ms:.1f} ms",
-                status.device,
+                printable(status.device),
                 style="red" if silent else None,
             )
         return table

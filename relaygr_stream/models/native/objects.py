@@ -75,7 +75,7 @@ def _load(file: Path) -> ctypes.CDLL:
 @cache
 def warn_once(reason: str, *, instead: str) -> None:
     """Log why faster layers cannot be used, once a process for each reason."""
-    log.warning("native_layers_unavailable", reason=reason, instead=instead)
+    log.warning("native layers unavailable", reason=reason, instead=instead)
 
 
 def instructions(cpuinfo: Path) -> set[str]:

@@ -26,7 +26,7 @@ def _missing(view: Overview) -> Iterator[str]:
     if not view.living_triggers():
         yield "no trigger runs: nothing is pre-inferred, and every answer is full"
     for name in view.silent():
-        yield f"{name} crashed or is cut off: it states nothing; `relaygr status --forget {name}` removes its record"
+        yield f"{name} crashed or is cut off: no status; `relaygr status --forget {name}` removes its record"
 
 
 def _groups(view: Overview) -> Iterator[str]:

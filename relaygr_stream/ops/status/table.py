@@ -1,4 +1,4 @@
-"""The overview as text within 80 columns, and as JSON."""
+"""The overview as text within 80 columns, and as JSON. What processes state of themselves is foreign text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.table import Table
 
 from relaygr_stream.ops.status.odd import oddities
 from relaygr_stream.ops.status.overview import Overview, Seen
-from relaygr_stream.telemetry.printable import listing
+from relaygr_stream.telemetry.printable import listing, printable, printable_json
 from relaygr_stream.wire.messages import MISSES, WorkerStatus
 
 GIB = 1 << 30
@@ -41,22 +41,22 @@ def render(view: Overview) -> RenderableType:
         f"{view.settings.kafka.bootstrap}, prefix {view.settings.kafka.prefix!r}"
     )
     odd = oddities(view)
-    lines = "\n".join(f"odd: {line}" for line in odd) if odd else "nothing is odd"
+    lines = "\n".join(f"odd: {printable(line)}" for line in odd) if odd else "nothing is odd"
     parts: list[RenderableType] = [head]
     parts += [_triggers(view), ""] if triggers else []
     parts += [_workers(view), ""] if workers else []
     return Group(*parts, lines)
 
 
-def as_json(view: Overview) -> bytes:
-    """The overview as one JSON object."""
+def as_json(view: Overview) -> str:
+    """The overview as one JSON object, on one line."""
     workers = []
     for name, status in sorted(view.living_workers().items()):
         plain: dict[str, Any] = msgspec.to_builtins(status)
         workers.append(
             {**plain, "hit_rate": hit_rate(status), "hit_rate_now": hit_rate(status, view.workers[name].first)}
         )
-    return msgspec.json.encode(
+    found = msgspec.json.encode(
         {
             "bootstrap": view.settings.kafka.bootstrap,
             "prefix": view.settings.kafka.prefix,
@@ -67,6 +67,7 @@ def as_json(view: Overview) -> bytes:
             "odd": oddities(view),
         }
     )
+    return printable_json(found.decode())
 
 
 def _triggers(view: Overview) -> Table:
@@ -78,7 +79,8 @@ def _triggers(view: Overview) -> Table:
     for name, status in living:
         events = sum(status.decisions.values())
         shares = (_share(status.decisions.get(reason, 0.0) / events if events else None) for reason in reasons)
-        table.add_row(name, status.group, str(len(status.lanes)), *shares, f"{events:.0f}", str(status.backlog))
+        names = printable(name), printable(status.group)
+        table.add_row(*names, str(len(status.lanes)), *shares, f"{events:.0f}", str(status.backlog))
     return table
 
 
@@ -89,8 +91,9 @@ def _workers(view: Overview) -> Table:
         if name in view.living_workers():
             status = seen.last
             table.add_row(
-                name, status.state, str(len(status.lanes)), _hits(seen), _share(status.busy_share),
-                f"{status.queue_ms:.1f}", str(status.lag), _of(status.hbm_used_bytes, status.hbm_bytes),
+                printable(name), printable(status.state), str(len(status.lanes)), _hits(seen),
+                _share(status.busy_share), f"{status.queue_ms:.1f}", str(status.lag),
+                _of(status.hbm_used_bytes, status.hbm_bytes),
                 _of(status.dram_used_bytes, status.dram_bytes),
             )  # fmt: skip
     return table

@@ -54,7 +54,7 @@ def test_more_returns_never_cost_more(one: float, other: float) -> None:
 def test_waits_are_those_of_a_queue() -> None:
     rng = np.random.default_rng(1)
     gaps, service = rng.exponential(10.0, 500), rng.uniform(1, 12, 500)
-    waits, expected = capacity._waits(gaps, service), [0.0]
+    waits, expected = capacity.waits_of(gaps, service), [0.0]
     for i in range(499):
         expected.append(max(0.0, expected[-1] + service[i] - gaps[i + 1]))
     assert waits == pytest.approx(expected)

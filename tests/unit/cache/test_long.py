@@ -48,8 +48,8 @@ class Allocator:
             name = self.rng.choice(names)
             if self.rng.random() < 0.6:
                 self.evictor.add(name, self.extents[name], self.rng.uniform(0.1, 100))
-            else:
-                self.evictor.discard(name)
+            elif name in self.evictor:
+                self.evictor.remove(name)
 
     def allocate(self, nbytes: int) -> None:
         extent = self.arena.allocate(nbytes)
@@ -65,7 +65,8 @@ class Allocator:
 
     def free(self, name: int) -> None:
         extent = self.extents.pop(name)
-        self.evictor.discard(name)
+        if name in self.evictor:
+            self.evictor.remove(name)
         self.arena.free(extent)
         self.mark(extent, name, 0)
 

@@ -8,7 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from relaygr_stream.bus.topics import load_topics
+from relaygr_stream.cache.tiers import capacity_for
 from relaygr_stream.engine.budgets import EPOCH_S, Demand, LaneBudgets, LaneShares
+from relaygr_stream.settings.schema import Settings
 
 LANES = st.sets(st.integers(0, 15), max_size=8)
 HOLD_S, TURN_S = 3.0, 5.0
@@ -185,6 +188,17 @@ def test_busy_lanes_have_room_for_two_of_their_largest_prefixes_wherever_the_who
         if (left := left - largest[lane]) < 0:
             break
         assert stated[lane] >= 2 * largest[lane]
+
+
+def test_with_the_defaults_every_lane_has_room_for_two_longest_prefixes_of_the_built_in_model() -> None:
+    given = Settings()
+    model, lanes = given.model, range(load_topics(given.kafka).lanes)
+    token = 4 * model.layers * model.heads * (model.dqk + model.dv)  # float32
+    longest = token * capacity_for(given.relay.max_prefix_tokens)
+    whole = int(given.worker.pinned_share * given.worker.hbm_bytes)
+    shares, largest = dict.fromkeys(lanes, 1 / len(lanes)), dict.fromkeys(lanes, longest)
+    stated = LaneBudgets(whole, HOLD_S, TURN_S).update(shares, largest, lanes, {}, 0.0)
+    assert min(stated.values()) >= 2 * longest
 
 
 def test_lanes_that_nobody_asks_lend_theirs_and_get_it_back() -> None:

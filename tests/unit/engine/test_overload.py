@@ -147,7 +147,7 @@ def test_a_full_inference_that_cannot_be_in_time_is_refused_as_it_comes() -> Non
     world.now = spent
     world.rank("hopeless", 5, 150, full=True, timeout=0.001)
     assert world.answer("hopeless").status == "overloaded"
-    assert "has 1" in world.answer("hopeless").detail
+    assert "and 1 ms are left" in world.answer("hopeless").detail
     assert not world.step(simulation.device.now)
     assert simulation.device.now == spent
     world.rank("possible", 5, 150, full=True, timeout=0.01)
@@ -173,7 +173,7 @@ def test_a_forecast_counts_what_comes_before_and_protects_what_was_accepted() ->
         assert not forecast.full(task, 0.0)
         forecast.add(task)
     full = forecast.full(waiting(0.009, 5.0), 0.0)
-    assert full == Full("ms", "it takes 5 ms, which would make a ranking late that was accepted before", 0.010)
+    assert full == Full("ms", "its 5 ms would make a ranking late that was accepted before it", 0.010)
     assert not forecast.full(waiting(0.009, 3.0), 0.0)
     assert not forecast.full(waiting(0.020, 12.0), 0.0)
     assert "before it take 6 ms" in str(forecast.full(waiting(0.020, 15.0), 0.0))

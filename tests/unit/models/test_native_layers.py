@@ -307,7 +307,7 @@ def test_without_the_objects_torch_does_it_and_says_so_in_one_line(
             random = np.random.default_rng(0)
             assert bool(full_scores(model, random_tokens(random, 40), random_items(random, 5)).isfinite().all())
     warnings = [line for line in logs if line["log_level"] == "warning"]
-    assert {line["event"] for line in warnings} == {"native_layers_unavailable"}
+    assert {line["event"] for line in warnings} == {"native layers unavailable"}
     assert [line["reason"].partition(":")[0] for line in warnings] == ["avx512.so is missing", "amx.so is missing"]
     assert {line["instead"] for line in warnings} == {"torch operators"}
 

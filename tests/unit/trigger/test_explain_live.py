@@ -11,6 +11,7 @@ from relaygr_stream.settings.schema import Settings
 from relaygr_stream.trigger.decision import Policy
 from relaygr_stream.trigger.explain import Shadow
 from relaygr_stream.wire.codec import encode
+from relaygr_stream.wire.features import FeatureTables
 from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import PreInferSignal
 from relaygr_stream.wire.records import HEADER_KIND, Record
@@ -40,6 +41,20 @@ def test_a_lane_s_first_event_is_decided_on_alike_whichever_topic_is_read_first(
     assert row.reason == "admitted"
     assert row.signalled
     assert row.level_ms >= TOKENS
+
+
+def test_a_user_s_features_are_a_token_in_the_bytes_of_event_and_signal() -> None:
+    settings, columns = Settings(), FeatureTables(user={"age": b"\0\0\0\0"})
+    directory = OwnerDirectory(silence_ms=10_000)
+    directory.take(worker_status(lane_status(lane=LANE)))
+    shadow = Shadow(Policy.of(settings), load_topics(settings.kafka), directory, {LANE: 0})
+    signal = PreInferSignal(
+        request_id="r1", user_id="u", prefix=behaviours(30), admitted_ms=1, life_ms=2000.0, columns=columns
+    )
+    shadow.on_events([record(encode(event(30, "r1", columns=columns)))])
+    shadow.on_signals([record(encode(signal))])
+    shadow.on_events([record(encode(event(30, "r2")), 1)])
+    assert [(row.nbytes, row.outstanding_bytes) for row in shadow.explanations()] == [(400, 0), (300, 400)]
 
 
 def test_a_delegated_request_is_explained_with_the_running_triggers_delegate() -> None:

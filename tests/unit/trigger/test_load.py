@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
+from relaygr_stream.trigger.decision import LaneState
 from relaygr_stream.trigger.load import LANE_S, MIN_MS_PER_S, OWNER_S, START_S, LoadBucket, OwnerLoads
+from tests.unit.trigger.parts import POLICY, claim, lane_status, worker_status
 
 steps = st.lists(st.tuples(st.floats(0, 3), st.floats(0.1, 300)), max_size=60)
 
@@ -75,23 +79,27 @@ def test_a_grant_that_is_withdrawn_is_withdrawn() -> None:
 
 
 class Trigger:
-    """Some lanes' buckets in front of those of their owners."""
+    """The lanes of a trigger, which share what it knows of their owners' loads."""
 
     def __init__(self, lanes: int) -> None:
-        self.loads = OwnerLoads()
-        self.lanes = [LoadBucket(100.0) for _ in range(lanes)]
-        self.owners: dict[int, LoadBucket] = {}
+        self._loads = OwnerLoads()
+        self._lanes = [self._fresh(lane) for lane in range(lanes)]
+
+    def _fresh(self, lane: int) -> LaneState:
+        return LaneState(replace(POLICY, burst_ms=100.0), 0, 60.0, 0.0, lane, self._loads)
 
     def observe(self, lane: int, rate: float, now: float, owner: str = "w") -> None:
-        self.lanes[lane].set_rate(rate, now)
-        self.owners[lane] = self.loads.observe(lane, owner, rate, now)
+        stated = worker_status(lane_status(lane=lane, rate=rate), name=owner)
+        self._lanes[lane].observe(claim(stated), now)
+
+    def lose(self, lane: int, now: float) -> None:
+        self._loads.remove(lane, now)
+        self._lanes[lane] = self._fresh(lane)
 
     def admit(self, lane: int, cost: float, now: float) -> bool:
-        mine, owners = self.lanes[lane], self.owners[lane]
-        allowed = mine.allows(cost, now) and owners.allows(cost, now)
+        allowed = self._lanes[lane].load_allows(cost, now)
         if allowed:
-            mine.spend(cost, now)
-            owners.spend(cost, now)
+            self._lanes[lane].charge(cost, now, cost)
         return allowed
 
 
@@ -136,8 +144,7 @@ def test_an_owners_lanes_take_no_more_than_their_rates_give_and_a_second_and_one
             trigger.observe(lane, rate, now, owner)
         elif what == "lost" and lane in rates:
             del rates[lane]
-            trigger.loads.remove(lane, now)
-            trigger.lanes[lane], _ = LoadBucket(100.0), trigger.owners.pop(lane)
+            trigger.lose(lane, now)
         elif lane in rates and trigger.admit(lane, cost, now):
             taken[rates[lane][0]] += cost
             assert rates[lane][1] >= MIN_MS_PER_S

@@ -143,6 +143,8 @@ class Gate:
     """A store of a user's own: it answers when a test says so."""
 
     open = True
+    reading = 0
+    left = -1  # reads that were under way when it was closed
 
     def __init__(self, settings: History) -> None:
         pass
@@ -151,11 +153,15 @@ class Gate:
         return HistoryReference.of(history(user_id, 100))
 
     async def read(self, user_id: str, tenant: str, version: int, start: int, stop: int) -> Behaviours:
-        await until(lambda: Gate.open)
+        Gate.reading += 1
+        try:
+            await until(lambda: Gate.open)
+        finally:
+            Gate.reading -= 1
         return history(user_id, 256).slice(start, stop)
 
     async def close(self) -> None:
-        pass
+        Gate.left = Gate.reading
 
 
 GATED = f"{__name__}:Gate"
@@ -208,6 +214,18 @@ async def test_an_expired_signal_leaves_nothing_behind(embedded_settings: Kafka)
             await until(lambda: w.total("histories") == 1)
             assert w.worker.requests.held.nbytes == 0
             assert w.worker.requests.resolver.signal_tokens(peer.lane("u")) == []
+        finally:
+            Gate.open = True
+
+
+async def test_a_worker_that_stops_ends_its_reads_before_it_leaves_the_store(embedded_settings: Kafka) -> None:
+    async with Peer(embedded_settings) as peer, worker_on(settings_with(embedded_settings, GATED)) as w:
+        Gate.open, Gate.left = False, -1
+        try:
+            await signal(peer, "r", "u", HistoryReference.of(history("u", 100)))
+            await until(lambda: Gate.reading == 1)
+            await w.end()
+            assert Gate.left == 0
         finally:
             Gate.open = True
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import re
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,18 @@ from relaygr_stream.wire.records import HEADER_CORRELATION, HEADER_ORIGIN_TOPIC,
 from relaygr_stream.worker.replies import check_answers_fit
 from tests.unit.worker.services import MIB, Peer, committed, owned, worker_on, worker_settings
 from tests.waiting import until
+
+
+async def test_no_client_makes_a_worker_wait_longer_than_its_setting(embedded_settings: Kafka) -> None:
+    settings = worker_settings(embedded_settings, max_timeout_ms=500.0)
+    async with Peer(embedded_settings) as peer, worker_on(settings) as w:
+        w.model.hang = True
+        await peer.signal("first", "u", 100)
+        await until(lambda: w.worker.device.stalled_for > 0.1, "the device hangs")
+        late = await peer.rank("late", "v", 20, timeout_ms=3_600_000.0)
+        await until(lambda: any(time.monotonic() > task.deadline for task in w.worker.requests.in_flight))
+        w.model.hang = False
+        assert (await peer.reply(late)).status == "deadline_exceeded"
 
 
 async def test_messages_that_would_end_a_worker_do_not(embedded_settings: Kafka) -> None:
