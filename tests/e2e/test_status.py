@@ -12,7 +12,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from relaygr_stream.settings.schema import Handover, Kafka
+from relaygr_stream.settings.schema import Kafka
+from relaygr_stream.settings.worker import Handover
 from tests.e2e.fleet import Fleet
 
 
