@@ -38,6 +38,7 @@ async def line(watching: asyncio.subprocess.Process) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.stack
 @pytest.mark.parametrize("secret", ["", "what this fleet shares"], ids=["unsigned", "signed"])
 @pytest.mark.timeout(180)
 async def test_who_crashed_is_named_until_its_record_is_removed(
