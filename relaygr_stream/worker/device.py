@@ -1,7 +1,7 @@
 """The thread that owns the device: takes the loop's commands, steps the scheduler, hands its answers back.
 
 Only this thread touches scheduler, cache and model once it runs. Commands go in as data (`submit`, `ask`), and the loop
-reads plain numbers. `take_turn` is the thread's loop body, and that of `relaygr simulate` and of tests.
+reads plain numbers. `take_turn` is the thread's loop body, and that of `relaygr simulate`.
 """
 
 from __future__ import annotations

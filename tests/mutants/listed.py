@@ -20,6 +20,7 @@ class Mutant(NamedTuple):
 COSTS: Final = "engine/test_costs engine/test_quadratic"
 BUDGETS: Final = "engine/test_budgets engine/test_split"
 FAMILIES: Final = "engine/test_core_families"
+HAZARDS: Final = "engine/test_core_hazards"
 BOUNDS: Final = "trigger/test_bounds"
 HISTORY: Final = "history/test_reference"
 AWAY: Final = "test_one_broker_away test_replies"
@@ -70,7 +71,7 @@ MUTANTS: Final = (
     Mutant("engine/executor.py", "            region.length = self.position\n", "", "engine/test_core_failures"),
     Mutant("worker/device.py", "            self.submit(command)\n", "            del command\n", "worker/test_device"),
     Mutant("engine/audit.py", "self.deviating.append(task.user_key)", "pass", "engine/test_audit worker/test_distrust"),
-    Mutant("engine/rankings.py", "if pinned is not None and self._serves(pinned, task):", "if pinned:", FAMILIES),
+    Mutant("engine/rankings.py", "if pinned is not None and self._serves(pinned, task):", "if pinned:", HAZARDS),
     Mutant("engine/build.py", "alloc_bytes) - 1) for tokens", "alloc_bytes)) for tokens", "engine/test_build"),
     # a state of one length
     Mutant("cache/entry.py", "(held.shape[1] > wanted.shape[1] and not sliceable)", "False", FAMILIES),
