@@ -20,7 +20,19 @@ NUMBERS: Final[list[Any]] = [
     *(I64_MAX, I64_MIN, U64_MAX, NAN, INF, -INF, -0.0, 5e-324, 1e308, -1e308, 3.6e6, 3.6e6 + 1, 0.5),
 ]
 TEXTS: Final[list[str]] = [
-    *("", "\0", "u\0u", "\x1b[2J\x1b]0;owned\x07", "\r\nlevel=error", "\x9b31m", "\u202e", "\ufeff", "é", "💥"),
+    *(
+        "",
+        "\0",
+        "u\0u",
+        "\x1b[2J\x1b]0;owned\x07",
+        "\r\nlevel=error",
+        "w\nodd: a forged line",
+        "\x9b31m",
+        "\u202e",
+        "\ufeff",
+        "é",
+        "💥",
+    ),
     *("\ud800", "\udfff\ud800", "x" * 256, "x" * 257, "💥" * 256, "x" * 5000, "../../etc/passwd", "{}", "%s%n"),
     *("full", "ok", "serving", "stopped", "nan", "1e999", "u1", "w1"),
 ]
