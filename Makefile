@@ -60,10 +60,10 @@ test-repeat: $(STAMP) ## make test N times beside BUSY busy loops, and what fail
 test-long: $(STAMP) ## a million random operations, the books checked after each; kernels under ASan and UBSan (ARGS="--long-operations N --long-seed N")
 	$(BIN)/pytest -m long -s $(ARGS)
 
-fuzz: $(STAMP) ## bad input by the million: codec, intake, trigger, client, dead letters (INPUTS=1000000 SEED=1)
+fuzz: $(STAMP) ## bad input by the million: codec, intake, trigger, client, status, dead letters (INPUTS=1000000 SEED=1)
 	$(BIN)/python -m tests.fuzz.run --inputs $(or $(INPUTS),1000000) --seed $(or $(SEED),1) $(ARGS)
 
-mutants: $(STAMP) ## more than a hundred defects, each in a copy of the tree: do the unit tests notice it? (15 minutes; ARGS="--only engine/ --jobs 1")
+mutants: $(STAMP) ## more than a hundred defects, each in a copy of the tree: do the unit tests notice it? (5 minutes; ARGS="--only engine/ --jobs 1")
 	$(BIN)/python -m tests.mutants $(ARGS)
 
 soak: $(STAMP) ## random faults under load on three brokers of Apache Kafka (MINUTES=30; SEED=N; needs KAFKA_HOME)

@@ -24,7 +24,7 @@ from relaygr_stream.trigger.delegation import Delegation, Place
 from relaygr_stream.wire.fleet import TRAVEL_MS
 from relaygr_stream.wire.records import HEADER_KIND, KIND_DELEGATED, Record
 from relaygr_stream.wire.refusals import KIND, Refusal, encode_refusals
-from relaygr_stream.worker.forwarding import IN_TIME
+from relaygr_stream.worker.forwarding import IN_TIME_SHARES
 from relaygr_stream.worker.requests import Requests
 
 MOST_TRIES: Final = 3
@@ -74,7 +74,7 @@ async def try_here(requests: Any, record: Record, taken: Prefill) -> None:
     books = await requests._device.ask(Query())
     cost_ms = requests._runtime.executor.costs.prefill_ms(0, len(task.tokens))
     left_ms = (task.due - now) * 1e3
-    if books.pre_infer_waiting_ms + books.queue_ms + cost_ms <= IN_TIME[0] * (left_ms + cost_ms) - TRAVEL_MS:
+    if books.pre_infer_waiting_ms + books.queue_ms + cost_ms <= IN_TIME_SHARES[0] * (left_ms + cost_ms) - TRAVEL_MS:
         requests._device.submit(taken)
         return
     topics, lanes = requests._topics, requests._topics.lanes

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import msgspec
 
-from relaygr_stream.engine.executor import SHARE
+from relaygr_stream.engine.executor import SLICE_SHARE
 from relaygr_stream.lab.bench.options import SloOptions
 from relaygr_stream.lab.simulate.bus import Z99, BusLatency
 from relaygr_stream.lab.simulate.costs import DeviceCosts
@@ -40,7 +40,7 @@ class Fit:
 
     def __init__(self, costs: DeviceCosts, settings: Settings, probes: Sequence[Probe]) -> None:
         self._costs = costs
-        self._chunk_ms = SHARE * settings.worker.max_ranking_delay_ms * costs.steps
+        self._chunk_ms = SLICE_SHARE * settings.worker.max_ranking_delay_ms * costs.steps
         full = [probe for probe in probes if probe["mode"] == "full"]
         relays = [probe for probe in probes if relayed(probe)]
         self._score_sigma = median(_sigma(probe) for probe in [one for one in relays if _pure(one)] or relays)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from relaygr_stream.engine.cost_model import Costs
-from relaygr_stream.engine.executor import SHARE, Executor
+from relaygr_stream.engine.executor import SLICE_SHARE, Executor
 from relaygr_stream.models.api import ScoreInput, Tokens
 from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.models.loading import load_model
@@ -104,7 +104,7 @@ def measure(settings: Settings, seconds: float) -> tuple[list[Measured], float]:
         suffix = Tokens(np.zeros((3, s), np.int64))
         _, score_ms = executor.score([ScoreInput(region, suffix, np.zeros(m, np.int64))])
         requests.append(Measured(n, s, m, tuple(costs.ops), score_ms))
-    return requests, executor.chunk_ms(SHARE * settings.worker.max_ranking_delay_ms)
+    return requests, executor.chunk_ms(SLICE_SHARE * settings.worker.max_ranking_delay_ms)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ PROTOCOL_VERSION: Final = 0
 
 
 @dataclass(frozen=True)
-class Claim:
+class MemberClaim:
     """A member's input to an assignment: its lanes, the generation of their assignment, and its relative capacity."""
 
     lanes: frozenset[int] = frozenset()
@@ -32,7 +32,7 @@ class Claim:
     draining: bool = False  # the member is about to leave and reads no more records
 
 
-def assign_lanes(lanes: int, claims: Mapping[str, Claim]) -> dict[str, frozenset[int]]:
+def assign_lanes(lanes: int, claims: Mapping[str, MemberClaim]) -> dict[str, frozenset[int]]:
     """Assign the lanes 0…lanes−1 to the members (the keys of `claims`).
 
     Each lane has exactly one owner. A draining member gets no lanes, unless all members drain. A staying member gets
@@ -58,7 +58,7 @@ def assign_lanes(lanes: int, claims: Mapping[str, Claim]) -> dict[str, frozenset
     return result
 
 
-def _resolve(lanes: int, claims: Mapping[str, Claim], members: Sequence[str]) -> dict[str, list[int]]:
+def _resolve(lanes: int, claims: Mapping[str, MemberClaim], members: Sequence[str]) -> dict[str, list[int]]:
     """The lanes of each member after conflicting claims are resolved, ascending."""
     holder: dict[int, str] = {}
     for member in members:
@@ -74,7 +74,7 @@ def _resolve(lanes: int, claims: Mapping[str, Claim], members: Sequence[str]) ->
 
 
 def _quotas(
-    lanes: int, claims: Mapping[str, Claim], held: Mapping[str, list[int]], members: Sequence[str]
+    lanes: int, claims: Mapping[str, MemberClaim], held: Mapping[str, list[int]], members: Sequence[str]
 ) -> dict[str, int]:
     """The number of lanes of each member; the sum is `lanes`."""
     # Exact fractions: with rounding, two leaders of a group could disagree, or the sum could be wrong.
@@ -106,20 +106,20 @@ _decode_claim = msgspec.msgpack.Decoder(_UserData).decode
 _DECODE_ERRORS: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
-def encode_claim(claim: Claim) -> bytes:
+def encode_claim(claim: MemberClaim) -> bytes:
     """The claim as user data."""
     return msgspec.msgpack.encode(_UserData(claim.generation, sorted(claim.lanes), claim.capacity, claim.draining))
 
 
-def decode_claim(data: bytes | None) -> Claim:
+def decode_claim(data: bytes | None) -> MemberClaim:
     """The claim in a member's user data; an empty claim if the data cannot be decoded."""
     if not data or len(data) > MAX_USER_DATA_BYTES:
-        return Claim()
+        return MemberClaim()
     try:
         claim = _decode_claim(data)
     except _DECODE_ERRORS:
-        return Claim()
-    return Claim(frozenset(claim.lanes), claim.generation, claim.capacity, claim.draining)
+        return MemberClaim()
+    return MemberClaim(frozenset(claim.lanes), claim.generation, claim.capacity, claim.draining)
 
 
 class StickyLaneAssignor(AbstractPartitionAssignor):  # type: ignore[misc]  # aiokafka is untyped
@@ -143,7 +143,7 @@ class StickyLaneAssignor(AbstractPartitionAssignor):  # type: ignore[misc]  # ai
 
     def metadata(self, topics: Iterable[str]) -> Any:
         """This member's claim, sent when it joins."""
-        claim = Claim(self.lanes, self.generation, self._capacity, self.draining)
+        claim = MemberClaim(self.lanes, self.generation, self._capacity, self.draining)
         return ConsumerProtocolMemberMetadata(PROTOCOL_VERSION, sorted(topics), encode_claim(claim))
 
     def assign(self, cluster: Any, members: Mapping[str, Any]) -> dict[str, Any]:

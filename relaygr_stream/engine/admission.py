@@ -19,7 +19,7 @@ from relaygr_stream.engine.prefill import PrefillJobs
 from relaygr_stream.models.api import takes_suffix
 
 #: What the answer to a ranking that made room says.
-LOST: Final = {
+GAVE_WAY: Final = {
     "waiting": "this one gives way, because its client has the most rankings waiting",
     "nbytes": "this one gives way, because its client has the most memory waiting",
     "ms": "this one gives way, because its client has the most device time waiting",

@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 #: Steps are made to take this share of the delay bound, by prediction, and slices filled up to it: one that takes twice
 #: as long as predicted is still within the bound. `make bench-scheduler` prints what comes of it.
-SHARE: Final = 0.5
+SLICE_SHARE: Final = 0.5
 #: Prefix lengths of the warm-up: enough to fit both polynomials; the longest allowed prefix caps them.
 WARMUP_TOKENS: Final = (64, 256, 512, 1024)
 #: Fewer candidates at a time cost about the same: the prefix KV is read for each time.
@@ -114,10 +114,10 @@ class Executor:
         return step_ms * (self._steps or 1.0)
 
     def candidates_within(self, region: KVRegion, suffix: Tokens, bound_ms: float) -> int:
-        """Candidates that are scored within SHARE of bound_ms, by prediction; at least MIN_ROWS."""
+        """Candidates that are scored within SLICE_SHARE of bound_ms, by prediction; at least MIN_ROWS."""
         none = self.costs.score_ms(region.length, len(suffix))
         each = (self.costs.score_ms(region.length, len(suffix) + MAX_CHUNK) - none) / MAX_CHUNK
-        room = SHARE * bound_ms - none
+        room = SLICE_SHARE * bound_ms - none
         return max(MIN_ROWS, min(MAX_CHUNK, int(room / each))) if each > 0 else MAX_CHUNK
 
     # ---- inside, shared with PrefillRun ----
@@ -232,12 +232,12 @@ class PrefillRun:
         return self.region.length >= len(self.tokens)
 
     def advance(self, bound_ms: float) -> float:
-        """Work for about SHARE of bound_ms, at least one step; returns the milliseconds. Not to be called when done.
+        """Work for SLICE_SHARE of bound_ms or so, at least a step; returns the milliseconds. Do not call it when done.
 
         Out of memory: the chunk begins once more, with half as many tokens where the model takes fewer. Raises what
         the model raises, ModelError if it did not append what it was given; region.length is then as before the chunk.
         """
-        return self._executor._attempt(lambda: self._slice(SHARE * bound_ms))
+        return self._executor._attempt(lambda: self._slice(SLICE_SHARE * bound_ms))
 
     def _slice(self, budget_ms: float) -> float:
         executor, chunk = self._executor, self._chunk

@@ -15,7 +15,7 @@ from relaygr_stream.engine.clients import Account, Clients, Measure
 from relaygr_stream.engine.commands import RankTask
 
 #: Comparisons of predictions with measurements before a prediction may refuse anything.
-ENOUGH: Final = 20
+MIN_SAMPLES: Final = 20
 #: Weight that a comparison keeps after each further one: about the last fifty count.
 FORGETTING: Final = 0.98
 #: A measurement counts as at most this many times its prediction: longer is another program's doing, or a hang.
@@ -47,7 +47,7 @@ class Calibration:
     @property
     def trusted(self) -> bool:
         """There are enough comparisons to refuse by."""
-        return self._samples >= ENOUGH
+        return self._samples >= MIN_SAMPLES
 
     @property
     def factor(self) -> float:
@@ -150,9 +150,9 @@ class Forecast:
 
 
 #: From this s0 / (s0 + s1) on, rankings scored together are done sooner on average.
-PAYS: Final = 0.5
-#: So many go together in any case, because s0 is learnt from what that saves.
-TRIED: Final = 2
+PAYS_FROM: Final = 0.5
+#: This many go together in any case: s0 is learnt from what that saves.
+ALWAYS_TOGETHER: Final = 2
 
 
 class Batching:
@@ -175,4 +175,4 @@ class Batching:
     @property
     def pays(self) -> bool:
         """Whether rankings scored together are done sooner on average."""
-        return self._saved_ms > PAYS * self._could_ms
+        return self._saved_ms > PAYS_FROM * self._could_ms

@@ -18,11 +18,11 @@ import torch
 
 from relaygr_stream.cache.entry import Coverage, Entry, Found
 from relaygr_stream.cache.prefix_cache import PrefixCache
-from relaygr_stream.engine.admission import LOST, Admission
+from relaygr_stream.engine.admission import GAVE_WAY, Admission
 from relaygr_stream.engine.audit import Auditor
 from relaygr_stream.engine.commands import Answer, PrefillJob, RankTask
-from relaygr_stream.engine.executor import SHARE, Executor, describe
-from relaygr_stream.engine.forecast import TRIED, Batching
+from relaygr_stream.engine.executor import SLICE_SHARE, Executor, describe
+from relaygr_stream.engine.forecast import ALWAYS_TOGETHER, Batching
 from relaygr_stream.engine.prefill import PrefillJobs
 from relaygr_stream.engine.queue import RecentIds, TimerHeap, Waiters, WorkQueue
 from relaygr_stream.engine.signals import PinTable
@@ -96,7 +96,7 @@ class Rankings:
             if loser is None:
                 self._answer(task, "overloaded", full.reason)
                 return
-            self._answer(loser, "overloaded", f"{full.reason}; {LOST[full.measure]}")
+            self._answer(loser, "overloaded", f"{full.reason}; {GAVE_WAY[full.measure]}")
         self._admission.add(task)
         self._deadlines.add(task.deadline, task)
         self._place(task, self._find(task))
@@ -155,9 +155,14 @@ class Rankings:
         two. Where a batch fails, each ranking is scored alone: a bad one must not take others along.
         """
         admission, batching = self._admission, self._batching
-        factor, within_ms = admission.calibration.factor, math.inf if batching.pays else SHARE * self._max_delay_ms
+        factor, within_ms = (
+            admission.calibration.factor,
+            math.inf if batching.pays else SLICE_SHARE * self._max_delay_ms,
+        )
         batches = [
-            self._queue.pop_ready(self._most, lambda task: factor * admission.score_ms(task), within_ms, least=TRIED)
+            self._queue.pop_ready(
+                self._most, lambda task: factor * admission.score_ms(task), within_ms, least=ALWAYS_TOGETHER
+            )
         ]
         spent_ms = 0.0
         while batches:

@@ -46,7 +46,7 @@ from relaygr_stream.wire.erase import Erase
 from relaygr_stream.wire.messages import MISSES
 
 #: Answered requests remembered, so that a signal behind its ranking is not computed: some seconds of traffic.
-ANSWERED: Final = 4096
+RECENT_ANSWERS: Final = 4096
 #: Operations of the device that fail with none succeeding in between, at which it is given up. One ranking that the
 #: model cannot take fails twice, in a batch and alone: these are four such rankings in a row and nothing else, or a
 #: device that fails whatever it is given, which at 100 operations a second shows within 0.1 s.
@@ -113,7 +113,7 @@ class Scheduler:
         self._limits = limits
         self.auditor = auditor
         clients = Clients(SLACK_SLICES * limits.max_ranking_delay_ms)
-        answered = RecentIds(ANSWERED)
+        answered = RecentIds(RECENT_ANSWERS)
         self._queue = WorkQueue(clients)
         self._waiters = Waiters()
         self._placed: list[Placed] = []

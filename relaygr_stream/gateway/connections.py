@@ -1,7 +1,7 @@
 """HTTP connections of the gateway: uvicorn's protocol on sockets of telemetry/listener.py, bounded in every way.
 
-uvicorn bounds neither a request's head nor the time of a client that reads or writes slowly. An
-application says through `state.known()` that a client is no stranger.
+uvicorn bounds neither a request's head nor the time of a client that reads or writes slowly. An application says
+through `state.known()` that a client is no stranger.
 """
 
 from __future__ import annotations

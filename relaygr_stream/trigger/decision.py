@@ -16,7 +16,7 @@ from relaygr_stream.settings.schema import Settings
 from relaygr_stream.trigger import load
 from relaygr_stream.trigger.delegation import Delegation, Place
 from relaygr_stream.trigger.ledger import LaneLedger, Pending
-from relaygr_stream.trigger.load import Kept, LoadBucket, OwnerLoads, stated_wait_ms
+from relaygr_stream.trigger.load import KeptAt, LoadBucket, OwnerLoads, stated_wait_ms
 from relaygr_stream.wire.fleet import Claim
 from relaygr_stream.wire.messages import CostModel, RequestEvent, prefix_length, prefix_tokens, tenant_key
 from relaygr_stream.wire.worker_status import FALLBACK_COSTS, charge_ms, prefix_bytes, usable_costs
@@ -161,16 +161,16 @@ class LaneState:
         """Book an admitted request; returns the ledger's entry for its signal."""
         user, whole_ms = tenant_key(event.tenant, event.user_id), self.costs.pre_infer_ms(decision.tokens)
         self.charge(decision.cost_ms, now_s, self._loads.expected_ms(user, self.owner, whole_ms))
-        self._note(event, Kept(self.owner, delegated=False), now_s)
+        self._note(event, KeptAt(self.owner, delegated=False), now_s)
         return self.ledger.admit(decision.nbytes)
 
     def delegate(self, event: RequestEvent, decision: Decision, now_s: float) -> None:
         """Book a delegated request: it is charged to the delegate, and the lane's own bounds do not change."""
         assert decision.delegate is not None
-        self._note(event, Kept(decision.delegate.worker, delegated=True), now_s)
+        self._note(event, KeptAt(decision.delegate.worker, delegated=True), now_s)
         self._loads.sent(decision.delegate.worker, now_s).add(decision.cost_ms, decision.nbytes, now_s)
 
-    def _note(self, event: RequestEvent, kept: Kept, now_s: float) -> None:
+    def _note(self, event: RequestEvent, kept: KeptAt, now_s: float) -> None:
         self._loads.remember(tenant_key(event.tenant, event.user_id), kept)
         while self._recent and now_s - next(iter(self._recent.values())) > self.policy.life_ms / 1e3:
             self._recent.popitem(last=False)

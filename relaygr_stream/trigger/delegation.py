@@ -53,9 +53,9 @@ class Delegation:
     def place(self, user: str, tokens: int, owner: Claim, left_ms: float, done_ms: float, now_s: float) -> Place | None:
         """The worker that computes a user's prefix KV for the owner; None: the owner does. Changes nothing.
 
-        user: tenant_key. left_ms: until the ranking. done_ms: when the owner would have them. Returning
-        users go where their prefix KV are: to the owner if it has them, to the last delegate while the owner is busy.
-        Anywhere else, all of it would be computed anew.
+        user: tenant_key. left_ms: until the ranking. done_ms: when the owner would have them. Returning users go
+        where their prefix KV are: to the owner if it has them, to the last delegate while the owner is busy. Anywhere
+        else, all of it would be computed anew.
         """
         name, kept = owner.worker.name, self._loads.kept(user)
         if kept is not None and kept.worker == name:

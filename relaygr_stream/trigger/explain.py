@@ -22,7 +22,7 @@ from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.background import Background
 from relaygr_stream.trigger.decision import Decision, LaneState, Policy, Reason, decide
 from relaygr_stream.trigger.delegation import Delegation
-from relaygr_stream.trigger.load import Kept, OwnerLoads
+from relaygr_stream.trigger.load import KeptAt, OwnerLoads
 from relaygr_stream.trigger.statement import stated_policy
 from relaygr_stream.wire.codec import decode
 from relaygr_stream.wire.fleet import OwnerDirectory
@@ -263,7 +263,7 @@ class Shadow:
                 for worker, keys in (decode_refusals(record.value).delegates or {}).items():
                     self._delegates.update(dict.fromkeys(keys, worker))
                     for event in (self._events[key] for key in keys if key in self._events):
-                        self._loads.remember(tenant_key(event.tenant, event.user_id), Kept(worker, delegated=True))
+                        self._loads.remember(tenant_key(event.tenant, event.user_id), KeptAt(worker, delegated=True))
 
     def explanations(self) -> list[Explanation]:
         """The explanations of all events, in the order of reading."""

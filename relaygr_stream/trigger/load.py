@@ -116,7 +116,7 @@ class SentLately:
         return not self._sent or now_s - self._sent[-1].at_s > FORGET_S
 
 
-class Kept(NamedTuple):
+class KeptAt(NamedTuple):
     """Where a user's last signal went, and the prefix KV are, unless they have left that worker's tiers."""
 
     worker: str
@@ -135,7 +135,7 @@ class OwnerLoads:
         self._buckets: dict[str, LoadBucket] = {}
         self._counts: dict[str, int] = {}
         self._sent: dict[str, SentLately] = {}
-        self._kept: OrderedDict[int, Kept] = OrderedDict()
+        self._kept: OrderedDict[int, KeptAt] = OrderedDict()
 
     def observe(self, lane: int, owner: str, ms_per_s: float, now_s: float) -> LoadBucket:
         """Note a lane's owner and the rate it grants; returns the owner's bucket."""
@@ -172,7 +172,7 @@ class OwnerLoads:
             found = self._sent[worker] = SentLately()
         return found
 
-    def kept(self, user: str) -> Kept | None:
+    def kept(self, user: str) -> KeptAt | None:
         """Where the last signal of a user (tenant_key) went; None: that is not remembered."""
         return self._kept.get(hash(user))
 
@@ -181,7 +181,7 @@ class OwnerLoads:
         kept = self.kept(user)
         return NEW_SHARE * whole_ms if kept is not None and kept.worker == worker else whole_ms
 
-    def remember(self, user: str, kept: Kept) -> None:
+    def remember(self, user: str, kept: KeptAt) -> None:
         """Note where a user's signal goes."""
         key = hash(user)  # two users with one hash cost one miss
         self._kept[key] = kept

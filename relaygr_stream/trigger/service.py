@@ -35,7 +35,7 @@ from relaygr_stream.trigger.delegation import Delegation
 from relaygr_stream.trigger.lane import LaneTrigger
 from relaygr_stream.trigger.load import OwnerLoads
 from relaygr_stream.trigger.metrics import TriggerMetrics
-from relaygr_stream.trigger.signals import FLUSH_S, LaneContext, Refused
+from relaygr_stream.trigger.signals import FLUSH_S, LaneContext, RefusalNotices
 from relaygr_stream.trigger.statement import NeverAtRisk, Statements
 from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.records import Record
@@ -186,7 +186,7 @@ class TriggerLanes:
             ends,
             metrics,
             self.consumer.done,
-            Refused(topics.pre_infer.name, producer),
+            RefusalNotices(topics.pre_infer.name, producer),
             loads=loads,
             decide=decide,
             delegation=Delegation(owners, loads, topics.lanes) if policy.delegate else None,

@@ -53,7 +53,7 @@ NOT_REPORTED: Final = frozenset({"no_owner", "duplicate"})
 # ---- what was refused ----
 
 
-class Refused:
+class RefusalNotices:
     """Gathers refusals by owner, and sends them on one of the owner's lanes, one record an owner every FLUSH_S.
 
     The record occupies an offset of a lane's signal log, so the lane's ledger counts it as a signal of 0 bytes.
@@ -116,7 +116,7 @@ class LaneContext:
     ends: LogEnds
     metrics: TriggerMetrics
     done: Callable[[Record], None]
-    refused: Refused
+    refused: RefusalNotices
     # A trigger believes stated ages until it has measured the clocks: events from before its start are old, and a fresh
     # event that a wrong clock makes stale only loses a pre-inference. A worker does not: it would lose an answer.
     lag: SenderLag = field(default_factory=partial(SenderLag, 0.0))

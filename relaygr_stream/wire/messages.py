@@ -102,7 +102,7 @@ class RankingRequest(msgspec.Struct, frozen=True, kw_only=True):
     suffix: Behaviours = Behaviours()
     candidates: bytes  # m × uint32: item ids to score, m ≥ 1
     sent_ms: UnixMillis = 0  # the sender's clock when it published; 0: unknown, counts as just now
-    timeout_ms: Millis = 0.0  # from the log on, until the answer is useless; 0: the worker's client.timeout_ms
+    timeout_ms: Millis = 0.0  # the answer's use ends so long after the log has it; 0: the worker's client.timeout_ms
     mode: Mode = "auto"  # "full": infer prefix and suffix together, ignoring cached prefix KV
     hops: Annotated[int, Meta(ge=0, le=2)] = 0  # times this request was forwarded to another lane
     tenant: Label = ""  # as in the request event

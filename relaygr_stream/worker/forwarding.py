@@ -32,11 +32,10 @@ from relaygr_stream.wire.messages import WorkerStatus
 #: A request that was refused twice has met two workers without room: a third search costs more than it finds.
 MOST_HOPS: Final = 2
 #: A peer must be done within this share of the time left, by its own numbers, for the first hop and for the second: its
-#: queue is a mean of some moments ago. After a first worker refused it, too, only one with clearly more
-#: time is asked.
-IN_TIME: Final = (0.7, 0.5)
+#: queue is a mean of some moments ago. Where a first worker refused it, too, only one with clearly more time is asked.
+IN_TIME_SHARES: Final = (0.7, 0.5)
 #: Forwarded rankings fill a peer's device up to this share; the rest is how much its own load varies in a second.
-FILL: Final = 0.85
+FULL_SHARE: Final = 0.85
 #: A peer with less to spare gets nothing: an average over a second does not tell so small a share from none.
 LEAST_SPARE: Final = 0.05
 
@@ -44,8 +43,8 @@ LEAST_SPARE: Final = 0.05
 LEAST_MS: Final = 1.0
 
 #: Why a ranking was not forwarded: `hops` used up, `alone` (no other worker), `late` (none of them would be in time).
-Kept = Literal["hops", "alone", "late"]
-WHY: Final[dict[Kept, str]] = {
+WhyKept = Literal["hops", "alone", "late"]
+WHY: Final[dict[WhyKept, str]] = {
     "hops": "it was forwarded twice",
     "alone": "there is no other worker to ask",
     "late": "no other worker would be in time",
@@ -73,7 +72,7 @@ class _Account:
             # Its busy share includes our rankings, but not those that we sent since its last status.
             ours = min(self.lately_ms, self.stated_ms) / (self.average_s * 1e3)
             self.status, self.stated_ms = status, self.lately_ms
-            self.spare = min(FILL, max(0.0, FILL + ours - status.busy_share))
+            self.spare = min(FULL_SHARE, max(0.0, FULL_SHARE + ours - status.busy_share))
         # Its spare share changed at some time in between: count on the smaller one.
         self.waiting_ms = max(0.0, self.waiting_ms - min(before, self.spare) * seconds * 1e3)
 
@@ -114,7 +113,7 @@ class Forwarding:
         self._random = random.Random(seed)
         self._accounts: dict[str, _Account] = {}
 
-    def elsewhere(self, user_id: str, prefix: int, candidates: int, hops: int, left_ms: float) -> int | Kept:
+    def elsewhere(self, user_id: str, prefix: int, candidates: int, hops: int, left_ms: float) -> int | WhyKept:
         """A lane of a worker that will answer in time, in full, and is charged with it; or why there is none.
 
         prefix, candidates: their numbers; hops: how often it was forwarded up to now; left_ms: until its deadline.
@@ -132,7 +131,7 @@ class Forwarding:
         for peer in peers:
             cost_ms = peer.costs.full_ms(prefix, candidates)
             done_ms = self._done_ms(peer, cost_ms, now)
-            if 0.0 <= done_ms <= IN_TIME[hops] * left_ms and cost_ms >= 0.0:
+            if 0.0 <= done_ms <= IN_TIME_SHARES[hops] * left_ms and cost_ms >= 0.0:
                 in_time.append((done_ms, cost_ms, peer))
         # The better of two at random: all workers that forward now would find the same peer the best.
         two = self._random.sample(in_time, min(2, len(in_time)))
@@ -145,7 +144,7 @@ class Forwarding:
     def lane_of_delegate(self, name: str, left_ms: float) -> int | None:
         """A lane of the worker that has a ranking's prefix KV; None: it is gone, or would score it too late."""
         owned = None if name == self._name else self._peers.lanes_of(name)
-        if owned is None or TRAVEL_MS + owned[0].queue_ms > IN_TIME[0] * left_ms:
+        if owned is None or TRAVEL_MS + owned[0].queue_ms > IN_TIME_SHARES[0] * left_ms:
             return None
         return self._random.choice(owned[1])
 
@@ -161,7 +160,7 @@ class Forwarding:
         return TRAVEL_MS + peer.queue_ms + account.waiting_ms / account.spare + cost_ms
 
 
-def instead(forwarding: Forwarding, answer: Answer, now: float) -> int | Kept | None:
+def instead(forwarding: Forwarding, answer: Answer, now: float) -> int | WhyKept | None:
     """A lane to which this answer's ranking goes on instead; or why there is none.
 
     None: it was not refused, or it was truncated: its remaining tokens do not give its cost elsewhere.
@@ -176,8 +175,8 @@ def instead(forwarding: Forwarding, answer: Answer, now: float) -> int | Kept | 
 def next_hop(value: bytes, hops: int, sent_ms: int, timeout_ms: float) -> bytes:
     """The ranking request in `value` as it travels on; fields that we do not know stay as they are.
 
-    sent_ms, timeout_ms: rewritten, because the request's own values may be missing or wrong. DecodeError where
-    it cannot be written again: one that decodes may bring a field that we do not know, with a name that is not UTF-8.
+    sent_ms, timeout_ms: rewritten, because the request's own may be missing or wrong. DecodeError where it cannot
+    be written again: one that decodes may bring a field that we do not know, with a name that is not UTF-8.
     """
     try:
         fields = _fields.decode(value)

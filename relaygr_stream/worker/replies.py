@@ -86,7 +86,7 @@ class Outbox:
         self._closed = False
         self._limiter = LogLimiter()
 
-    def settle(self, answer: Answer) -> None:
+    def deliver(self, answer: Answer) -> None:
         """Send the scheduler's answer; a ranking that it refused goes to a worker that is in time, if there is one."""
         pass_to = answer.task.pass_to
         if answer.status == "overloaded" and pass_to is not None:

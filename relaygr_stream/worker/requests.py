@@ -201,8 +201,8 @@ class Requests:
         if self._tracing.on:
             task.origin = SignalOrigin(self._tracing.receive("relaygr.pre-infer", record), time.monotonic())
         if self.held.signal(task.nbytes):
-            resolved = self.resolver.take(Prefill(task))
-            return resolved if isinstance(resolved, Prefill) else None
+            command = Prefill(task)
+            return command if task.referred is None or self.resolver.resolve(command, task.referred.reference) else None
         self._metrics.signals.labels("no_memory").inc()
         if task.origin is not None:
             signal_over(Placed(task, "no_memory", completed=False), self._name)
@@ -219,8 +219,12 @@ class Requests:
             task.pass_to = self._delegate(task)
             if self.held.ranking(record.lane, record.offset, task.nbytes):
                 self.in_flight.add(task)
-                resolved = self.resolver.take(Rank(task))
-                return resolved if isinstance(resolved, Rank) else None
+                command = Rank(task)
+                return (
+                    command
+                    if task.referred is None or self.resolver.resolve(command, task.referred.reference)
+                    else None
+                )
             self.outbox.decline(
                 task, f"requests of {self.held.nbytes >> 20} MiB wait for their answers (worker.max_waiting_bytes)"
             )
@@ -299,7 +303,7 @@ class Requests:
         for answer in answers:
             if answer.task in self.in_flight:  # else it was answered here when the device failed
                 self.in_flight.remove(answer.task)
-                self.outbox.settle(answer)
+                self.outbox.deliver(answer)
 
     async def close(self) -> None:
         """End reads of histories, and disconnect from their store."""

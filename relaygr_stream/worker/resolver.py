@@ -18,6 +18,7 @@ from relaygr_stream.telemetry.background import Background
 from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.telemetry.logs import request_log_fields
 from relaygr_stream.wire.behaviours import Behaviours
+from relaygr_stream.wire.history import HistoryReference
 from relaygr_stream.wire.messages import Status
 from relaygr_stream.worker.histories import Histories, HistoryMetrics
 from relaygr_stream.worker.intake import Intake
@@ -55,24 +56,21 @@ class Resolver:
         self._background = background
         self._signal_tokens: defaultdict[int, list[int]] = defaultdict(list)  # of signals on their way, by lane
 
-    def take(self, command: Rank | Prefill) -> Rank | Prefill | None:
-        """The command, if it has its history; None: it is submitted or answered when it has it, or cannot get it."""
+    def resolve(self, command: Rank | Prefill, reference: HistoryReference) -> bool:
+        """Give the command the history that it refers to. False: it is submitted or answered later, or dropped."""
         task = command.task
-        if task.referred is None:
-            return command
-        reference = task.referred.reference
         if self.histories is None:
             self._failed(command, "failed", "the request refers to a history, and this worker has no history.store")
-            return None
+            return False
         known = self.histories.known(task.user_id, task.tenant, reference)
         if known is not None:
             self._metrics.found.labels("kept").inc()
-            return command if self._complete(command, known) else None
+            return self._complete(command, known)
         self._metrics.waiting.inc()
         if isinstance(command, Prefill):
             self._signal_tokens[task.lane].append(reference.length)
-        self._background.start(self._fetch(self.histories, command))
-        return None
+        self._background.start(self._fetch(self.histories, command, reference))
+        return False
 
     def erase(self, names: Callable[[str], bool]) -> bool:
         """Drop the histories kept of a user."""
@@ -82,10 +80,8 @@ class Resolver:
         """The prefix lengths of a lane's signals that wait for their history: read, and not yet pinned."""
         return self._signal_tokens.get(lane, [])
 
-    async def _fetch(self, histories: Histories, command: Rank | Prefill) -> None:
-        task = command.task
-        assert task.referred is not None
-        reference, started = task.referred.reference, monotonic()
+    async def _fetch(self, histories: Histories, command: Rank | Prefill, reference: HistoryReference) -> None:
+        task, started = command.task, monotonic()
         until = command.task.deadline if isinstance(command, Rank) else command.task.expires
         try:
             behaviours = await histories.find(task.user_id, task.tenant, reference, until)

@@ -8,7 +8,7 @@ from typing import Final
 
 from relaygr_stream.engine.budgets import BusyShare, LaneBudgets, LaneShares, LoadSplit
 from relaygr_stream.engine.build import WorkerRuntime, delegated_bytes
-from relaygr_stream.engine.executor import SHARE
+from relaygr_stream.engine.executor import SLICE_SHARE
 from relaygr_stream.engine.scheduler import Snapshot
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.wire.messages import LaneStatus, State, WorkerStatus
@@ -104,4 +104,4 @@ class Statements:
         runtime = self._runtime
         if not runtime.model.incremental:
             return None
-        return runtime.executor.chunk_ms(SHARE * self._worker.max_ranking_delay_ms)
+        return runtime.executor.chunk_ms(SLICE_SHARE * self._worker.max_ranking_delay_ms)

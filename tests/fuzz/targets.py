@@ -229,7 +229,7 @@ def _stated(mutator: Mutator, rng: random.Random, offset: int) -> Record:
 class _Viewer:
     """What `relaygr status` and `relaygr explain` read: of workers and of triggers, signed or not."""
 
-    #: The names that are shown: a view is thrown away after so many records.
+    #: Records after which a view is looked at, and begun anew: looking takes milliseconds.
     FRESH: Final = 200
     SETTINGS: Final = Settings()
     SIGNER: Final = Signer("a secret of the fuzzed fleet")

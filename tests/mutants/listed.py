@@ -20,7 +20,6 @@ class Mutant(NamedTuple):
 COSTS: Final = "engine/test_costs engine/test_quadratic"
 BUDGETS: Final = "engine/test_budgets engine/test_split"
 FAMILIES: Final = "engine/test_core_families"
-HAZARDS: Final = "engine/test_core_hazards"
 BOUNDS: Final = "trigger/test_bounds"
 HISTORY: Final = "history/test_reference"
 AWAY: Final = "test_one_broker_away test_replies"
@@ -71,7 +70,9 @@ MUTANTS: Final = (
     Mutant("engine/executor.py", "            region.length = self.position\n", "", "engine/test_core_failures"),
     Mutant("worker/device.py", "            self.submit(command)\n", "            del command\n", "worker/test_device"),
     Mutant("engine/audit.py", "self.deviating.append(task.user_key)", "pass", "engine/test_audit worker/test_distrust"),
-    Mutant("engine/rankings.py", "if pinned is not None and self._serves(pinned, task):", "if pinned:", HAZARDS),
+    Mutant(
+        "engine/rankings.py", "if pinned is not None and self._serves(pinned, task):", "if pinned:", "engine/test_core"
+    ),
     Mutant("engine/build.py", "alloc_bytes) - 1) for tokens", "alloc_bytes)) for tokens", "engine/test_build"),
     # a state of one length
     Mutant("cache/entry.py", "(held.shape[1] > wanted.shape[1] and not sliceable)", "False", FAMILIES),
@@ -135,8 +136,8 @@ MUTANTS: Final = (
     Mutant("worker/forwarding.py", "TRAVEL_MS + owned[0].queue_ms >", "TRAVEL_MS >", "worker/test_delegated"),
     # worker: in time or not, room or not
     Mutant("engine/forecast.py", "if 0.0 <= spare < own:", "if spare < own:", "engine/test_overload"),
-    Mutant("engine/forecast.py", "self._saved_ms > PAYS *", "self._saved_ms > 0 *", "engine/test_batching"),
-    Mutant("engine/forecast.py", "return self._samples >= ENOUGH", "return True", "engine/test_overload"),
+    Mutant("engine/forecast.py", "self._saved_ms > PAYS_FROM *", "self._saved_ms > 0 *", "engine/test_batching"),
+    Mutant("engine/forecast.py", "return self._samples >= MIN_SAMPLES", "return True", "engine/test_overload"),
     Mutant(
         "engine/admission.py",
         "len(self.waiting) >= self._places:",

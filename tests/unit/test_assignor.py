@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from relaygr_stream.bus.assignor import (
     MAX_USER_DATA_BYTES,
-    Claim,
+    MemberClaim,
     StickyLaneAssignor,
     assign_lanes,
     decode_claim,
@@ -26,7 +26,7 @@ CAPACITIES = st.floats(1e-3, 1e6)
 CLAIMS = st.dictionaries(
     st.text("abcdefgh", min_size=1, max_size=3),
     st.builds(
-        Claim,
+        MemberClaim,
         lanes=st.frozensets(st.integers(0, 80), max_size=80),
         generation=st.integers(0, 5),
         capacity=CAPACITIES,
@@ -37,14 +37,14 @@ CLAIMS = st.dictionaries(
 
 
 @given(LANES, CLAIMS)
-def test_every_lane_has_one_owner(lanes: int, claims: dict[str, Claim]) -> None:
+def test_every_lane_has_one_owner(lanes: int, claims: dict[str, MemberClaim]) -> None:
     result = assign_lanes(lanes, claims)
     assert set(result) == set(claims)
     assert sorted(lane for owned in result.values() for lane in owned) == list(range(lanes))
 
 
 @given(LANES, CLAIMS)
-def test_shares_follow_capacity(lanes: int, claims: dict[str, Claim]) -> None:
+def test_shares_follow_capacity(lanes: int, claims: dict[str, MemberClaim]) -> None:
     result = assign_lanes(lanes, claims)
     total = math.fsum(claim.capacity for claim in claims.values())
     for member, owned in result.items():
@@ -57,18 +57,20 @@ def test_the_lane_that_rounding_leaves_over_stays_where_it_is(more: str) -> None
     counts = {member: 3 + (member == more) for member in "abc"}
     free = iter(range(10))
     held = {member: frozenset(next(free) for _ in range(count)) for member, count in counts.items()}
-    assert assign_lanes(10, {member: Claim(lanes, 1) for member, lanes in held.items()}) == held
+    assert assign_lanes(10, {member: MemberClaim(lanes, 1) for member, lanes in held.items()}) == held
 
 
 @given(LANES, CLAIMS, st.randoms())
-def test_the_order_of_members_does_not_matter(lanes: int, claims: dict[str, Claim], random: object) -> None:
+def test_the_order_of_members_does_not_matter(lanes: int, claims: dict[str, MemberClaim], random: object) -> None:
     shuffled = list(claims.items())
     random.shuffle(shuffled)  # type: ignore[attr-defined]
     assert assign_lanes(lanes, dict(shuffled)) == assign_lanes(lanes, claims)
 
 
 @given(LANES, CLAIMS, st.data())
-def test_who_drains_gets_no_lanes_unless_all_do(lanes: int, claims: dict[str, Claim], data: st.DataObject) -> None:
+def test_who_drains_gets_no_lanes_unless_all_do(
+    lanes: int, claims: dict[str, MemberClaim], data: st.DataObject
+) -> None:
     draining = data.draw(st.sets(st.sampled_from(sorted(claims))))
     said = {name: dataclasses.replace(claim, draining=name in draining) for name, claim in claims.items()}
     result = assign_lanes(lanes, said)
@@ -79,20 +81,20 @@ def test_who_drains_gets_no_lanes_unless_all_do(lanes: int, claims: dict[str, Cl
 
 
 def test_draining_is_said_on_the_wire_and_not_by_older_members() -> None:
-    claim = Claim(frozenset([1, 2]), 3, 0.5, draining=True)
+    claim = MemberClaim(frozenset([1, 2]), 3, 0.5, draining=True)
     assert decode_claim(encode_claim(claim)) == claim
     assert decode_claim(msgspec.msgpack.encode([3, [1, 2], 0.5])) == dataclasses.replace(claim, draining=False)
 
 
 @given(LANES, CLAIMS)
-def test_an_assignment_stays_when_nothing_changes(lanes: int, claims: dict[str, Claim]) -> None:
+def test_an_assignment_stays_when_nothing_changes(lanes: int, claims: dict[str, MemberClaim]) -> None:
     first = assign_lanes(lanes, claims)
-    again = {member: Claim(first[member], 9, claim.capacity) for member, claim in claims.items()}
+    again = {member: MemberClaim(first[member], 9, claim.capacity) for member, claim in claims.items()}
     assert assign_lanes(lanes, again) == first
 
 
 @given(LANES, CLAIMS)
-def test_no_lane_moves_without_need(lanes: int, claims: dict[str, Claim]) -> None:
+def test_no_lane_moves_without_need(lanes: int, claims: dict[str, MemberClaim]) -> None:
     """Whoever ends with more lanes than it held gave none away."""
     result = assign_lanes(lanes, claims)
     for member, owned in result.items():
@@ -116,18 +118,20 @@ def _reversed(member: str) -> list[int]:
 
 @given(st.integers(1, 130), st.lists(st.tuples(st.booleans(), st.integers(0, 30)), max_size=30))
 def test_joins_and_leaves_move_few_lanes(lanes: int, history: list[tuple[bool, int]]) -> None:
-    members = {"first": assign_lanes(lanes, {"first": Claim()})["first"]}
+    members = {"first": assign_lanes(lanes, {"first": MemberClaim()})["first"]}
     generation = 1
     for number, (join, pick) in enumerate(history):
         before = {lane: member for member, owned in members.items() for lane in owned}
         if join or len(members) == 1:
             name = f"{pick}-{number}"
-            claims = {member: Claim(owned, generation) for member, owned in members.items()} | {name: Claim()}
+            claims = {member: MemberClaim(owned, generation) for member, owned in members.items()} | {
+                name: MemberClaim()
+            }
             bound = math.ceil(lanes / len(claims))
         else:
             bound = math.ceil(lanes / len(members))
             leaver = sorted(members)[pick % len(members)]
-            claims = {member: Claim(owned, generation) for member, owned in members.items() if member != leaver}
+            claims = {member: MemberClaim(owned, generation) for member, owned in members.items() if member != leaver}
         members = assign_lanes(lanes, claims)
         after = {lane: member for member, owned in members.items() for lane in owned}
         generation += 1
@@ -135,15 +139,15 @@ def test_joins_and_leaves_move_few_lanes(lanes: int, history: list[tuple[bool, i
 
 
 def test_the_later_generation_wins() -> None:
-    stale = Claim(frozenset(range(8)), generation=3)
-    current = Claim(frozenset(range(4)), generation=4)
+    stale = MemberClaim(frozenset(range(8)), generation=3)
+    current = MemberClaim(frozenset(range(4)), generation=4)
     for names in (("a", "b"), ("b", "a")):
         result = assign_lanes(8, dict(zip(names, (stale, current), strict=True)))
         assert result[names[1]] == frozenset(range(4))
 
 
-@given(st.builds(Claim, st.frozensets(st.integers(0, 9_999)), st.integers(0, 2**53), CAPACITIES))
-def test_claims_survive_the_wire(claim: Claim) -> None:
+@given(st.builds(MemberClaim, st.frozensets(st.integers(0, 9_999)), st.integers(0, 2**53), CAPACITIES))
+def test_claims_survive_the_wire(claim: MemberClaim) -> None:
     assert decode_claim(encode_claim(claim)) == claim
 
 
@@ -171,12 +175,12 @@ def test_unreadable_user_data_claims_nothing(data: bytes) -> None:
     ],
 )
 def test_hostile_user_data_claims_nothing(value: object) -> None:
-    assert decode_claim(msgspec.msgpack.encode(value)) == Claim()
+    assert decode_claim(msgspec.msgpack.encode(value)) == MemberClaim()
 
 
 def test_too_large_user_data_claims_nothing() -> None:
-    assert decode_claim(encode_claim(Claim(frozenset({1}))) + bytes(MAX_USER_DATA_BYTES)) == Claim()
-    assert decode_claim(b"\x91" * 100_000) == Claim()
+    assert decode_claim(encode_claim(MemberClaim(frozenset({1}))) + bytes(MAX_USER_DATA_BYTES)) == MemberClaim()
+    assert decode_claim(b"\x91" * 100_000) == MemberClaim()
 
 
 class _Cluster(SimpleNamespace):

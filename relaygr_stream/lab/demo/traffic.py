@@ -117,7 +117,7 @@ def traffic_options(settings: Settings, *, items: int, rate: float, seed: int, r
         length=min(MEDIAN_TOKENS, settings.relay.max_prefix_tokens / 2),
         sigma=0.5,
         revisit=0.4,
-        return_s=8.0,
+        return_s=8.0,  # long enough that HBM spills some of them meanwhile (workers/demo.toml)
         suffix=min(SUFFIX, settings.relay.max_suffix_tokens),
         candidates=min(CANDIDATES, settings.relay.max_candidates, items // 2),
         max_prefix=settings.relay.max_prefix_tokens,

@@ -17,7 +17,7 @@ from typing import Final
 
 import numpy as np
 
-from relaygr_stream.bus.assignor import Claim, assign_lanes
+from relaygr_stream.bus.assignor import MemberClaim, assign_lanes
 from relaygr_stream.bus.topics import load_topics
 from relaygr_stream.engine.commands import DELEGATED_LANE, Answer, LanesLost, Prefill, PrefillTask, Rank, RankTask
 from relaygr_stream.lab.policies import decider
@@ -80,7 +80,7 @@ class Fleet:
         ]
         count = group.size * scenario.lanes_per_worker
         self._by_name = {worker.name: worker for worker in self.workers}
-        self._owned: dict[str, frozenset[int]] = assign_lanes(count, {name: Claim() for name in self._by_name})
+        self._owned: dict[str, frozenset[int]] = assign_lanes(count, {name: MemberClaim() for name in self._by_name})
         back = scenario.answers or scenario.bus
         self._paths = {name: Paths(scenario.bus, back, self._rng) for name in self._by_name}
         owners = {number: name for name, numbers in self._owned.items() for number in numbers}
@@ -298,7 +298,7 @@ class Fleet:
     def _rebalance(self, now: float) -> None:
         """Assign the lanes to the live workers, which read on from the committed offsets."""
         self.taken_over_at = now
-        claims = {worker.name: Claim(self._owned[worker.name], 1) for worker in self.workers if worker.alive}
+        claims = {worker.name: MemberClaim(self._owned[worker.name], 1) for worker in self.workers if worker.alive}
         self._owned = assign_lanes(len(self.lanes), claims)
         for name, numbers in self._owned.items():
             for number in sorted(numbers - claims[name].lanes):

@@ -17,7 +17,7 @@ from relaygr_stream.lab.simulate.scenario import Request
 from relaygr_stream.lab.simulate.timeline import Clock
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.wire.fleet import OwnerDirectory
-from relaygr_stream.worker.forwarding import Forwarding, Kept, instead
+from relaygr_stream.worker.forwarding import Forwarding, WhyKept, instead
 
 
 class Peers:
@@ -35,7 +35,7 @@ class Peers:
             for index, name in enumerate(names)
         }
 
-    def refused(self, name: str, answer: Answer, home: int, now: float) -> int | Kept | None:
+    def refused(self, name: str, answer: Answer, home: int, now: float) -> int | WhyKept | None:
         """As `instead`, by this worker's books. home: the lane of the user."""
         if answer.status != "overloaded":
             return None

@@ -113,13 +113,16 @@ def test_a_model_that_wants_the_whole_sequence_lacks_nothing() -> None:
         assert w.outcome("r2") == "full"
 
 
-def test_another_history_of_the_same_user_is_never_used() -> None:
+@pytest.mark.parametrize("ranked", ["r1", "r2"])
+def test_another_history_of_the_same_user_is_never_used(ranked: str) -> None:
+    """Not even by the request whose own signal has pinned it."""
     with world() as w:
         w.signal("r1", 1, 100, version=0)
         w.settle()
-        w.rank("r2", 1, 100, version=1)
+        w.rank(ranked, 1, 100, version=1)
         w.settle()
-        assert w.outcome("r2") == "full"
+        assert w.outcome(ranked) == "full"
+        w.check_scores()
 
 
 def test_ranking_extends_a_prefix_left_by_an_earlier_request() -> None:

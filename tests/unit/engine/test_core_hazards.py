@@ -110,16 +110,6 @@ def test_a_ranking_of_a_replaced_sequence_keeps_what_it_holds() -> None:
         assert w.cache.find("u1", history(1, MAX_TOKENS, 1))[0] is not None
 
 
-def test_what_a_request_pinned_serves_no_other_history_of_its_own_ranking() -> None:
-    with world() as w:
-        w.signal("r", 1, 100, version=0)
-        w.settle()
-        w.rank("r", 1, 90, version=1)
-        w.settle()
-        assert w.outcome("r") == "full"
-        w.check_scores()
-
-
 def test_a_replaced_entry_lives_as_long_as_its_pins() -> None:
     with world() as w:
         w.signal("old", 1, 100, version=0, life=5.0)

@@ -12,8 +12,8 @@ import torch
 from relaygr_stream.engine.commands import RankTask
 from relaygr_stream.engine.forecast import (
     ALONE_DEADLINE_FACTOR,
-    ENOUGH,
     FORWARDED_DEADLINE_FRACTION,
+    MIN_SAMPLES,
     QUEUED_DEADLINE_FRACTION,
     Calibration,
     Forecast,
@@ -138,7 +138,7 @@ def test_a_full_inference_that_cannot_be_in_time_is_refused_as_it_comes() -> Non
     simulation = Simulation()
     simulation.run(0.5 * CAPACITY_PER_S, 100, seed=3)
     world = simulation.world
-    for number in range(ENOUGH):
+    for number in range(MIN_SAMPLES):
         world.now = simulation.device.now
         world.rank(f"f{number}", 5, TOKENS, full=True)
         while world.step(simulation.device.now):
@@ -206,7 +206,7 @@ def test_a_ranking_that_is_late_anyway_is_no_reason_to_refuse_others() -> None:
 
 def test_a_calibration_corrects_and_does_not_believe_in_hangs() -> None:
     calibration = Calibration()
-    for _ in range(ENOUGH - 1):
+    for _ in range(MIN_SAMPLES - 1):
         calibration.add(2.0, 1.0)
     assert (calibration.trusted, calibration.factor) == (False, 1.0)
     calibration.add(2.0, 1.0)

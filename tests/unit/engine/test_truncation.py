@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from relaygr_stream.cache.entry import Coverage, Found
 from relaygr_stream.engine.admission import Admission
 from relaygr_stream.engine.commands import Rank, RankTask
-from relaygr_stream.engine.forecast import ENOUGH, QUEUED_DEADLINE_FRACTION, Forecast
+from relaygr_stream.engine.forecast import MIN_SAMPLES, QUEUED_DEADLINE_FRACTION, Forecast
 from relaygr_stream.models.api import ScoreInput, Tokens, relative_deviation
 from relaygr_stream.models.kv import KVRegion
 from tests.unit.engine.test_overload import Timed, finished
@@ -34,7 +34,7 @@ class Device:
     compared: how many of them were compared with what was measured.
     """
 
-    def __init__(self, least: int, compared: int = 2 * ENOUGH, **options: Any) -> None:
+    def __init__(self, least: int, compared: int = 2 * MIN_SAMPLES, **options: Any) -> None:
         limits = replace(LIMITS, truncate_min_tokens=least)  # without DRAM, whose copies take real time
         self.world = World(wrap=Timed, clock=lambda: self.timed.now, limits=limits, dram=0, **options)
         self.timed: Timed = self.world.model  # type: ignore[assignment]
@@ -121,8 +121,8 @@ def test_what_must_not_be_cut_is_refused_as_without_the_setting() -> None:
 
 
 def test_nothing_is_cut_before_predictions_were_compared_with_measurements() -> None:
-    device = Device(LEAST, compared=ENOUGH - 1)
-    for number in range(ENOUGH):  # predictions of prefill may be enough
+    device = Device(LEAST, compared=MIN_SAMPLES - 1)
+    for number in range(MIN_SAMPLES):  # predictions of prefill may be enough
         device.world.signal(f"signal {number}", 2000 + number, 32)
         device.rest()
     device.rank("r", 1, LENGTH, timeout=TIMEOUT_S)
@@ -136,7 +136,7 @@ def test_audits_compare_no_cut_ranking() -> None:
     device.rest()
     assert device.status("r")[1] == "truncated"
     assert device.world.audits == []  # nor any in full; a hit is audited
-    device.rank("again", 1000 + 2 * ENOUGH - 1, 32, timeout=1.0)  # the last that was inferred in full
+    device.rank("again", 1000 + 2 * MIN_SAMPLES - 1, 32, timeout=1.0)  # the last that was inferred in full
     device.rest()
     assert device.status("again")[1] == "hbm"
     assert [task.request_id for task, _ in device.world.audits] == ["again"]

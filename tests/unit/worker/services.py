@@ -42,12 +42,13 @@ made: list[Wrapped] = []
 
 
 class Hangable(Wrapped):
-    """A model that hangs in extend while `hang` is set."""
+    """A model that hangs in prefill while `hang` is set; `hung`: it has."""
 
-    hang = False
+    hang = hung = False
 
     def prefill(self, kv: Any, tokens: Any) -> None:
         while self.hang:
+            self.hung = True
             time.sleep(0.01)
         super().prefill(kv, tokens)
 

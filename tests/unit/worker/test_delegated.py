@@ -18,7 +18,7 @@ from relaygr_stream.wire.codec import decode, encode
 from relaygr_stream.wire.fleet import TRAVEL_MS
 from relaygr_stream.wire.messages import PreInferSignal, RankingRequest
 from relaygr_stream.wire.records import HEADER_KIND, KIND_DELEGATED, Record
-from relaygr_stream.worker.forwarding import IN_TIME
+from relaygr_stream.worker.forwarding import IN_TIME_SHARES
 from relaygr_stream.worker.intake import Intake
 from tests.unit.engine.worlds import GRANULE_BYTES, LIMITS, MAX_TOKENS, World, world
 from tests.unit.worker.test_forwarding import View
@@ -162,8 +162,8 @@ def test_a_delegate_that_is_gone_or_late_is_not_asked() -> None:
     assert view.forwarding.lane_of_delegate("a", 100.0) is None, "that is this worker"
     view.state("c", (2,))
     assert {view.forwarding.lane_of_delegate("b", 100.0) for _ in range(5)} == {3}, "its other lane moved"
-    assert view.forwarding.lane_of_delegate("b", TRAVEL_MS / IN_TIME[0] - 0.1) is None
-    view.state("b", (2, 3), queue_ms=IN_TIME[0] * 100.0)
+    assert view.forwarding.lane_of_delegate("b", TRAVEL_MS / IN_TIME_SHARES[0] - 0.1) is None
+    view.state("b", (2, 3), queue_ms=IN_TIME_SHARES[0] * 100.0)
     assert view.forwarding.lane_of_delegate("b", 100.0) is None
     view.state("b", (2, 3), state="draining")
     assert view.forwarding.lane_of_delegate("b", 100.0) is None

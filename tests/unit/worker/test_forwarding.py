@@ -17,7 +17,7 @@ from relaygr_stream.wire.behaviours import Behaviours
 from relaygr_stream.wire.codec import decode, encode
 from relaygr_stream.wire.fleet import LOOKED_AT, TRAVEL_MS, OwnerDirectory
 from relaygr_stream.wire.messages import CostModel, RankingRequest, WorkerStatus
-from relaygr_stream.worker.forwarding import FILL, IN_TIME, Forwarding, next_hop
+from relaygr_stream.worker.forwarding import FULL_SHARE, IN_TIME_SHARES, Forwarding, next_hop
 from tests.retained import retained
 from tests.statuses import lane_statuses, worker_status
 from tests.unit.worker.simulated_fleet import Books, Fleet, Request, users_of
@@ -48,7 +48,7 @@ def test_it_goes_to_a_lane_of_a_worker_that_is_in_time() -> None:
     assert view.ask() == "alone"
     view.state("b", (2, 3))
     assert view.ask() in (2, 3)
-    least = (TRAVEL_MS + 10) / IN_TIME[0]
+    least = (TRAVEL_MS + 10) / IN_TIME_SHARES[0]
     view = View()
     view.state("b", (2, 3))
     assert view.ask(left_ms=least - 0.1) == "late"
@@ -62,7 +62,7 @@ def test_it_goes_to_a_lane_of_a_worker_that_is_in_time() -> None:
         {"costs": CostModel(c0=0, c1=2, c2=0, c3=0)},
         {"costs": CostModel(c0=math.nan, c1=0, c2=0, c3=0)},
         {"costs": CostModel(c0=-5, c1=0, c2=0, c3=0)},
-        {"busy_share": FILL},
+        {"busy_share": FULL_SHARE},
         {"busy_share": math.nan},
     ],
 )
@@ -150,11 +150,11 @@ def test_a_lane_that_another_worker_claimed_since_is_not_used() -> None:
 def test_what_was_sent_counts_until_it_is_worked_off() -> None:
     view = View()
     view.state("b", (2, 3))
-    # TRAVEL + waiting / FILL + 10 ≤ 70 ms: waiting ≤ 42.5 ms, and one more.
+    # TRAVEL + waiting / FULL_SHARE + 10 ≤ 70 ms: waiting ≤ 42.5 ms, and one more.
     assert [view.ask() == "late" for _ in range(7)] == [False] * 5 + [True] * 2
     view.state("b", (2, 3))
     assert view.ask() == "late", "its next status says nothing of what is on its way"
-    view.now += 10 / FILL / 1e3 + 1e-6
+    view.now += 10 / FULL_SHARE / 1e3 + 1e-6
     assert view.ask() in (2, 3)
     assert view.ask() == "late"
 
@@ -170,7 +170,7 @@ def test_a_peer_that_is_busy_with_our_rankings_keeps_its_room() -> None:
         given += sent
         busy += 0.01 / AVERAGE_S * (sent - busy)
         view.now += 0.01
-    assert 0.7 * 400 < given <= (FILL + 0.02) * 400 + 7
+    assert 0.7 * 400 < given <= (FULL_SHARE + 0.02) * 400 + 7
 
 
 def test_a_status_that_cannot_know_of_what_was_just_sent_gives_no_more_room() -> None:
@@ -218,9 +218,9 @@ def test_between_two_statuses_no_peer_gets_more_than_its_room(
         size = int(random.integers(1, max(2, int(left_ms / 4))))
         if isinstance(view.ask(left_ms=left_ms, prefix=size), int):
             sent_ms += size
-        assert sent_ms <= IN_TIME[0] * left_ms + max(0.0, FILL - busy_share) * seconds * 1e3 + 1e-6
+        assert sent_ms <= IN_TIME_SHARES[0] * left_ms + max(0.0, FULL_SHARE - busy_share) * seconds * 1e3 + 1e-6
         view.now += random.exponential(gap)
-    if busy_share >= FILL:
+    if busy_share >= FULL_SHARE:
         assert not sent_ms
 
 
@@ -271,7 +271,7 @@ def test_what_a_peer_is_sent_stays_within_its_room(load: tuple[list[float], int,
         for _, group in groupby(sorted(sent, key=lambda each: (each.to, each.at)), lambda each: id(each.status)):
             since = list(group)
             seconds = since[-1].at - since[0].at
-            room = IN_TIME[0] * max(each.left_ms for each in since) + FILL * seconds * 1e3
+            room = IN_TIME_SHARES[0] * max(each.left_ms for each in since) + FULL_SHARE * seconds * 1e3
             assert sum(each.ms for each in since) <= room
 
 

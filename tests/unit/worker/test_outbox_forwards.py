@@ -22,7 +22,7 @@ from relaygr_stream.wire.codec import decode, encode
 from relaygr_stream.wire.messages import RankingRequest, ScoreReply, Status
 from relaygr_stream.wire.records import HEADER_CORRELATION, HEADER_REPLY_PARTITION, Record
 from relaygr_stream.worker import replies as outbox
-from relaygr_stream.worker.forwarding import Kept
+from relaygr_stream.worker.forwarding import WhyKept
 from relaygr_stream.worker.intake import Intake
 from relaygr_stream.worker.metrics import WorkerMetrics
 from relaygr_stream.worker.replies import Outbox
@@ -56,7 +56,7 @@ class Producer:
 class World:
     """An outbox between an intake and two producers; `where`: what forwarding says."""
 
-    def __init__(self, where: int | Kept) -> None:
+    def __init__(self, where: int | WhyKept) -> None:
         self.scores, self.others = Producer(), Producer()
         self.done: list[Record] = []
         self.again: list[RankTask] = []
@@ -64,7 +64,7 @@ class World:
         self.registry = CollectorRegistry()
         self.background = Background()
 
-        def elsewhere(*question: Any) -> int | Kept:
+        def elsewhere(*question: Any) -> int | WhyKept:
             self.asked.append(question)
             return where
 
@@ -106,7 +106,7 @@ class World:
         if cut:
             task.keep_newest(cut)
         await asyncio.sleep(SPENT_S)
-        self.outbox.settle(Answer(task, status, detail="no time"))
+        self.outbox.deliver(Answer(task, status, detail="no time"))
         await self.outbox.flush(5.0)
         await self.outbox.flush(5.0)  # what a forward that failed has left
         return record
@@ -186,7 +186,7 @@ async def test_a_request_that_cannot_be_written_again_is_refused_and_ends_nobody
 
 
 @pytest.mark.parametrize("why", ["hops", "alone", "late"])
-async def test_without_another_worker_it_is_refused_once_with_the_reason(why: Kept) -> None:
+async def test_without_another_worker_it_is_refused_once_with_the_reason(why: WhyKept) -> None:
     world = World(why)
     record = await world.settle()
     reply = world.reply()
