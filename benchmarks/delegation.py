@@ -88,7 +88,7 @@ def settings(kafka: Kafka, delegate: bool) -> Settings:
         ),
         trigger=Trigger(
             delegate=delegate,
-            stale_ms=DILATION * trigger.stale_ms,
+            max_event_age_ms=DILATION * trigger.max_event_age_ms,
             max_status_age_ms=DILATION * trigger.max_status_age_ms,
             load_burst_ms=DILATION * trigger.load_burst_ms,
         ),

@@ -196,7 +196,7 @@ def _log(file: Path, how: dict[str, Any], *, numbers: bool) -> InteractionLog:
 
 
 def _write_all(settings: Settings, log: InteractionLog, done: str, write: Callable[..., Any]) -> None:
-    """Write every user of the log, so many at a time as history.reads says, and say what became of them."""
+    """Write every user of the log, so many at a time as history.max_reads says, and say what became of them."""
     from rich.progress import Progress
 
     from relaygr_stream.errors import HistoryUnavailable, InputError
@@ -223,7 +223,7 @@ def _write_all(settings: Settings, log: InteractionLog, done: str, write: Callab
                             raise HistoryUnavailable("the history store does not answer in time") from error
                         shown.advance(bar)
 
-                await asyncio.gather(*(work() for _ in range(settings.history.reads)))
+                await asyncio.gather(*(work() for _ in range(settings.history.max_reads)))
 
     asyncio.run(run())
     for line in failed[:SHOWN]:

@@ -52,8 +52,7 @@ def up_command(
 
     Example: relaygr up --workers 2 --profile cpu --bootstrap kafka:9092
     """
-    from relaygr_stream.ops.supervisor import Child
-    from relaygr_stream.ops.supervisor import Supervisor as Service
+    from relaygr_stream.ops.supervisor import Supervised, Supervisor
     from relaygr_stream.settings.load import load_settings
 
     if not (workers or trigger):
@@ -69,15 +68,15 @@ def up_command(
     telemetry = _ports("telemetry.port", settings.telemetry.port, len(names))
     handover = _ports("handover.port", settings.handover.port, workers)
     with tempfile.TemporaryDirectory(prefix="relaygr-up-", ignore_cleanup_errors=True) as folder:
-        children = []
-        for index, child in enumerate(names):
+        processes = []
+        for index, process_name in enumerate(names):
             role, own = "trigger", telemetry[index]
             if (number := index - (len(names) - workers)) >= 0:
-                role, own = "worker", [*own, *handover[number], "--set", f"worker.name={child}"]
+                role, own = "worker", [*own, *handover[number], "--set", f"worker.name={process_name}"]
                 if devices:
                     own += ["--set", f"worker.device={devices.split(',')[number % len(devices.split(','))].strip()}"]
-            children.append(Child(child, [role, *shared, *own], Path(folder), settings.telemetry.host))
-        supervisor = Service(children, settings.worker.drain_ms / 1e3 + BEYOND_DRAIN_S, _print_state)
+            processes.append(Supervised(process_name, [role, *shared, *own], Path(folder), settings.telemetry.host))
+        supervisor = Supervisor(processes, settings.worker.drain_ms / 1e3 + BEYOND_DRAIN_S, _print_state)
         ended_well = asyncio.run(_run(supervisor))
     sys.exit(0 if ended_well else 1)
 
@@ -107,7 +106,7 @@ async def _run(supervisor: Supervisor) -> bool:
 
 
 def _print_state(process: Supervised) -> None:
-    child, restarts = process.child, process.restarts.count
-    pid = f"pid {child.pid}" if child.pid else "–"
+    restarts = process.restarts.count
+    pid = f"pid {process.pid}" if process.pid else "–"
     again = f"  restarts {restarts}" if restarts else ""
-    click.echo(f"{child.name:<20} {pid:<12} {printable(process.state)}{again}")
+    click.echo(f"{process.name:<20} {pid:<12} {printable(process.state)}{again}")

@@ -121,7 +121,7 @@ def assemble(
             pinned_bytes=pinned_bytes,
             delegated_bytes=delegated_bytes(worker),
             max_ranking_delay_ms=worker.max_ranking_delay_ms,
-            batch=worker.batch,
+            batch=worker.max_batch,
             queue_limit=worker.max_queue,
             waiting_bytes=int(SCHEDULER_SHARE * worker.max_waiting_bytes),
             truncate_min_tokens=worker.truncate_min_tokens,

@@ -57,7 +57,7 @@ class RedisStore(PackedStore):
                 settings.store,
                 username=settings.username or None,
                 password=settings.password or None,
-                max_connections=settings.reads,
+                max_connections=settings.max_reads,
                 timeout=timeout_s,
                 socket_timeout=timeout_s,
                 socket_connect_timeout=timeout_s,

@@ -7,7 +7,7 @@ import contextlib
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -53,10 +53,11 @@ class Health:
     not_live: str | None
 
 
-class Child:
+class Supervised:
     """A process `relaygr ARGUMENTS…` in its own session; it logs to this process's stderr and ends with it.
 
-    folder: for the file with its telemetry port. host: of its telemetry.
+    folder: for the file with its telemetry port. host: of its telemetry. state: as text. final: the exit code after
+    which it was not restarted.
     """
 
     def __init__(self, name: str, arguments: Sequence[str], folder: Path, host: str = "127.0.0.1") -> None:
@@ -66,6 +67,9 @@ class Child:
         self._command = relaygr_command(arguments, self._port_file)
         self._process: asyncio.subprocess.Process | None = None
         self._started_s = 0.0
+        self.restarts = Restarts()
+        self.state = ""
+        self.final: int | None = None
 
     @property
     def pid(self) -> int:
@@ -137,24 +141,14 @@ PROBE_S: Final = 0.5
 PROBES_UNTIL_HUNG: Final = 5
 
 
-@dataclass(eq=False)
-class Supervised:
-    """A process and its state as text."""
-
-    child: Child
-    restarts: Restarts = field(default_factory=Restarts)
-    state: str = ""
-    final: int | None = None  # the exit code after which it was not restarted
-
-
 class Supervisor:
     """Runs processes and restarts those that fail or hang.
 
     stop_s: time of each process to drain. changed(process): called when its state changes.
     """
 
-    def __init__(self, children: Sequence[Child], stop_s: float, changed: Callable[[Supervised], None]) -> None:
-        self.processes = [Supervised(child) for child in children]
+    def __init__(self, processes: Sequence[Supervised], stop_s: float, changed: Callable[[Supervised], None]) -> None:
+        self.processes = processes
         self._stop_s = stop_s
         self._changed = changed
 
@@ -172,30 +166,30 @@ class Supervisor:
             await background.end()
             # The trigger is first and stops alone, so that it admits nothing for workers that stop.
             for process in self.processes:
-                if process.child.pid:
+                if process.pid:
                     self._set_state(process, "stopping")
             first, *rest = self.processes
-            await first.child.stop(self._stop_s)
-            await asyncio.gather(*(process.child.stop(self._stop_s) for process in rest))
+            await first.stop(self._stop_s)
+            await asyncio.gather(*(process.stop(self._stop_s) for process in rest))
         background.check()
         return all(process.final in (None, 0) for process in self.processes)
 
     def kill(self) -> None:
         """Kill all processes."""
         for process in self.processes:
-            process.child.kill()
+            process.kill()
 
     async def _keep(self, process: Supervised, background: Background) -> None:
         while True:
-            await process.child.start()
+            await process.start()
             self._set_state(process, "starting")
             watch = background.start(self._watch(process))
             try:
-                code = await process.child.ended()
+                code = await process.ended()
             finally:
                 watch.cancel()
                 await asyncio.gather(watch, return_exceptions=True)
-            pause = process.restarts.pause_s(code, process.child.ran_s)
+            pause = process.restarts.pause_s(code, process.ran_s)
             if pause is None:
                 process.final = code
                 self._set_state(process, f"ended with exit code {code}, not started again")
@@ -208,11 +202,11 @@ class Supervisor:
         """Report the process's state; kill it if it hangs, so that it is restarted like after any other end."""
         failures = 0
         while True:
-            health = await process.child.health()
+            health = await process.health()
             failures = 0 if health.not_live is None else failures + 1
             if failures == PROBES_UNTIL_HUNG:
                 self._set_state(process, f"hangs ({health.not_live}), is killed")
-                process.child.kill()
+                process.kill()
                 return
             self._set_state(process, "ready" if health.not_ready is None else health.not_ready)
             await asyncio.sleep(PROBE_S)

@@ -44,11 +44,15 @@ _INJECTED: Final = (
 #: Former names of settings, accepted for one release with a warning. None: the setting was removed, and its value has
 #: no effect.
 FORMER: Final[Mapping[str, str | None]] = {
+    "history.reads": "history.max_reads",
+    "history.retries": "history.max_retries",
     "kafka.commit_ms": "kafka.commit_interval_ms",
     "kafka.heartbeat_ms": "kafka.heartbeat_interval_ms",
     "kafka.max_poll_ms": "kafka.max_poll_interval_ms",
     "trigger.risk_fraction": "trigger.risk_share",
     "trigger.silence_ms": "trigger.max_status_age_ms",
+    "trigger.stale_ms": "trigger.max_event_age_ms",
+    "worker.batch": "worker.max_batch",
     "worker.crash_limit": "worker.max_crashes",
     "worker.lag_tokens": "worker.max_stale_tokens",
     "worker.queue_limit": "worker.max_queue",

@@ -109,7 +109,7 @@ class Trigger(Section, frozen=True, kw_only=True):
     risk_share: Annotated[
         Share, doc("a request is at risk if predicted full inference exceeds this share of the SLO")
     ] = 0.05
-    stale_ms: Annotated[Ms, doc("an event older than this is not admitted")] = 1000.0
+    max_event_age_ms: Annotated[Ms, doc("an event older than this is not admitted")] = 1000.0
     max_status_age_ms: Annotated[Ms, doc("no admissions for an owner whose status is older than this")] = 3000.0
     load_burst_ms: Annotated[Ms, doc("most device time that a lane may request at once")] = 100.0
     delegate: Annotated[
@@ -161,10 +161,10 @@ class History(Section, frozen=True, kw_only=True):
     )
     prefix: Annotated[str, Meta(max_length=64), doc("prefix of the keys in Redis")] = "relaygr:history:"
     timeout_ms: Annotated[Ms, doc("timeout of one call of the store, connecting included")] = 100.0
-    retries: Annotated[
+    max_retries: Annotated[
         int, Meta(ge=0, le=10), doc("a failed read is tried so many times more, within the ranking's deadline")
     ] = 2
-    reads: Annotated[Positive, doc("most reads of a worker at a time; further ones wait")] = 32
+    max_reads: Annotated[Positive, doc("most reads of a worker at a time; further ones wait")] = 32
     cache_bytes: Annotated[
         int,
         Meta(ge=0, extra=BYTES),

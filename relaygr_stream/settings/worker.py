@@ -54,7 +54,7 @@ class Worker(Section, frozen=True, kw_only=True):
         Meta(ge=0, le=4096),
         doc("a stale prefix is used if it lacks at most this many newest behaviours, which are scored as suffix"),
     ] = 16
-    batch: Annotated[Positive, doc("most ranking requests per step if batching is faster; otherwise two")] = 8
+    max_batch: Annotated[Positive, doc("most ranking requests per step if batching is faster; otherwise two")] = 8
     audit_share: Annotated[Share, doc("share of ranking requests that are also scored in full, for comparison")] = 0.01
     reply_ms: Annotated[
         float, Meta(ge=0, le=1e4), doc("time reserved before a ranking's deadline for the answer's way to its client")

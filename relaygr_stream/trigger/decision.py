@@ -59,7 +59,7 @@ class Policy:
         """The policy in these settings."""
         return cls(
             risk_ms=settings.trigger.risk_share * settings.relay.slo_ms,
-            stale_ms=settings.trigger.stale_ms,
+            stale_ms=settings.trigger.max_event_age_ms,
             life_ms=settings.relay.life_window_ms,
             burst_ms=settings.trigger.load_burst_ms,
             max_prefix_tokens=settings.relay.max_prefix_tokens,

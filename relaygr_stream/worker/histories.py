@@ -74,7 +74,7 @@ class Histories:
         self._metrics = metrics
         self._kept: OrderedDict[str, _Kept] = OrderedDict()
         self._bytes = 0
-        self._slots = asyncio.Semaphore(settings.reads)
+        self._slots = asyncio.Semaphore(settings.max_reads)
         self._reading: dict[tuple[str, int, bytes], asyncio.Task[Behaviours]] = {}
 
     def known(self, user_id: str, tenant: str, reference: HistoryReference) -> Behaviours | None:
@@ -144,7 +144,7 @@ class Histories:
                     failed += 1
                     result = "mismatch" if isinstance(error, HistoryMismatch) else "unavailable"
                     self._metrics.reads.labels(result).inc()
-                    if failed > self._settings.retries:
+                    if failed > self._settings.max_retries:
                         raise
                 await asyncio.sleep(pause)
                 pause *= 2

@@ -122,7 +122,7 @@ async def test_ports_beyond_the_last_are_refused(embedded_settings: Kafka, tmp_p
 
 @pytest.mark.timeout(120)
 async def test_a_mistake_in_the_settings_is_said_once(embedded_settings: Kafka, tmp_path: Path) -> None:
-    async with up(embedded_settings, tmp_path, "--set", "worker.bach=3") as running:
+    async with up(embedded_settings, tmp_path, "--set", "worker.max_bach=3") as running:
         assert await running.process.wait() == 1
     assert not running.lines
-    assert (tmp_path / "up.log").read_text().count("did you mean `worker.batch`") == 1
+    assert (tmp_path / "up.log").read_text().count("did you mean `worker.max_batch`") == 1

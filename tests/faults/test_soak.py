@@ -38,8 +38,12 @@ def test_recovery_lasts_until_the_last_disturbed_second_before_the_next_fault() 
     assert disturbed(seen, 10.0, 14.0) == 4.0
 
 
-def test_silence_is_from_a_request_to_the_next_scores_of_its_user() -> None:
+def test_silence_is_time_in_which_a_user_asks_and_gets_nothing() -> None:
     bad = "DeadlineExceeded"
-    assert silence(notes((1.0, None), (2.0, bad), (5.0, None)), "user") == pytest.approx(3.1)
-    assert silence(notes((1.0, None), (2.0, bad), (5.0, bad)), "user") == pytest.approx(3.1)  # then nobody asked
+    assert silence(notes((1.0, None), (2.0, bad), (5.0, None)), "user") == pytest.approx(
+        0.1
+    )  # 2.1 to 5.0: nobody asked
+    assert silence(notes((1.0, None), (2.0, bad), (5.0, bad), (9.0, None)), "user") == pytest.approx(3.1)
+    assert silence(notes((1.0, None), (2.0, bad), (5.0, bad)), "user") == pytest.approx(3.1)
+    assert silence(notes((1.0, None), (2.0, bad), (2.05, None)), "user") == pytest.approx(0.15)  # others' scores end it
     assert silence(notes((1.0, None)), "lane") == pytest.approx(0.1)

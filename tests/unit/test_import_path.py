@@ -33,7 +33,7 @@ def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 async def test_children_import_no_library_from_the_working_directory(trap: Path) -> None:
     child = children.Child("show", ["config", "show"], trap)
     assert await child.wait() == 0, child.log_tail()
-    again = supervised.Child("show", ["config", "show"], trap)
+    again = supervised.Supervised("show", ["config", "show"], trap)
     await again.start()
     assert await again.ended() == 0
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from relaygr_stream.ops import supervisor as service
-from relaygr_stream.ops.supervisor import PROBES_UNTIL_HUNG, Child, Health, Supervised, Supervisor
+from relaygr_stream.ops.supervisor import PROBES_UNTIL_HUNG, Health, Supervised, Supervisor
 from tests.waiting import until
 
 READY, STUCK = Health(None, None), Health("stuck", "stuck")
 
 
-class ScriptedChild(Child):
+class Scripted(Supervised):
     """Says what the script says, its last word for ever; a kill ends it."""
 
     def __init__(self, script: list[Health]) -> None:
@@ -50,7 +50,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_some_failed_probes_are_no_hang_and_enough_in_a_row_are() -> None:
     almost = [STUCK] * (PROBES_UNTIL_HUNG - 1)
-    child = ScriptedChild([*almost, READY, *almost, READY, *almost, STUCK, READY])
+    child = Scripted([*almost, READY, *almost, READY, *almost, STUCK, READY])
     states: list[str] = []
     stop = asyncio.Event()
     running = asyncio.create_task(Supervisor([child], 1.0, lambda process: states.append(process.state)).run(stop))
@@ -62,7 +62,7 @@ async def test_some_failed_probes_are_no_hang_and_enough_in_a_row_are() -> None:
 
 
 async def test_what_is_stopped_is_not_asked_any_more() -> None:
-    child, stop = ScriptedChild([READY]), asyncio.Event()
+    child, stop = Scripted([READY]), asyncio.Event()
     running = asyncio.create_task(Supervisor([child], 1.0, lambda process: None).run(stop))
     await until(lambda: child.asked > 0, "asked")
     stop.set()
@@ -80,7 +80,7 @@ async def test_a_defect_in_watching_one_process_stops_all_and_is_told() -> None:
         if process.state == "ready":
             raise RuntimeError("a defect")
 
-    children = [ScriptedChild([STUCK]), ScriptedChild([READY])]
+    children = [Scripted([STUCK]), Scripted([READY])]
     with pytest.raises(RuntimeError, match="a defect"):
         await asyncio.wait_for(Supervisor(children, 1.0, defect).run(asyncio.Event()), 10)
     assert all(child.killed.done() for child in children)

@@ -203,20 +203,24 @@ def disturbed(notes: Sequence[Note], start: float, stop: float) -> float:
 
 
 def silence(notes: Sequence[Note], key: str) -> float:
-    """Longest time in which a user, or a lane, asked and got no scores: from a request to its next scores or, if none
-    came any more, to the end of its last request. key: the note's field."""
-    answers: defaultdict[Any, list[float]] = defaultdict(list)
-    last: dict[Any, float] = {}
+    """Longest time in which a user, or a lane, asked and got no scores: from a request to the next scores or, if those
+    were asked for only later, to the end of the last request without scores before them. key: the note's field."""
+    scored: defaultdict[Any, list[tuple[float, float]]] = defaultdict(list)  # ends, and when they were asked for
+    failed: defaultdict[Any, list[float]] = defaultdict(list)  # ends
     for note in notes:
         name = getattr(note, key)
-        last[name] = note.ended
         if note.error is None:
-            answers[name].append(note.ended)
+            insort(scored[name], (note.ended, note.sent))
+        else:
+            insort(failed[name], note.ended)
     longest = 0.0
     for note in notes:
         name = getattr(note, key)
-        at = bisect_left(answers[name], note.sent)
-        longest = max(longest, (answers[name][at] if at < len(answers[name]) else last[name]) - note.sent)
+        at = bisect_left(scored[name], (note.sent,))
+        until, asked = scored[name][at] if at < len(scored[name]) else (math.inf, math.inf)
+        before = bisect_left(failed[name], until)
+        last = max(note.ended, failed[name][before - 1]) if before else note.ended
+        longest = max(longest, (until if asked <= last else last) - note.sent)
     return longest
 
 

@@ -15,7 +15,7 @@ from relaygr_stream.history.store import open_store
 from relaygr_stream.settings.schema import History
 from relaygr_stream.worker.histories import Histories, HistoryMetrics
 
-SETTINGS = History(store="examples.history_store.sql:make", retries=0, timeout_ms=5000.0)
+SETTINGS = History(store="examples.history_store.sql:make", max_retries=0, timeout_ms=5000.0)
 SCHEMA = FeatureSchema([FeatureColumn(name="dwell_s", of="behaviour", dtype="float32")])
 
 

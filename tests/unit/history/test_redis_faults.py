@@ -55,7 +55,7 @@ async def test_tls_and_a_password(tmp_path: Path) -> None:
 
 async def test_a_restarted_server_has_what_was_written_and_readers_go_on(redis_server: RedisServer) -> None:
     store = RedisStore(redis_server.settings())
-    histories = kept_by(store, redis_server, retries=1)
+    histories = kept_by(store, redis_server, max_retries=1)
     written = await store.append("u", "", history(100))
     await store.append("v", "", history(50))
     await histories.find("v", "", await reference(store, "v"), monotonic() + 20)
@@ -71,7 +71,7 @@ async def test_a_restarted_server_has_what_was_written_and_readers_go_on(redis_s
 async def test_a_read_is_tried_again_until_the_server_is_back(redis_server: RedisServer) -> None:
     store = RedisStore(redis_server.settings(timeout_ms=200.0))
     registry = CollectorRegistry()
-    histories = Histories(store, redis_server.settings(retries=10), HistoryMetrics(registry))
+    histories = Histories(store, redis_server.settings(max_retries=10), HistoryMetrics(registry))
     written = await store.append("u", "", history(100))
     redis_server.stop()
     waiting = asyncio.create_task(histories.find("u", "", written, monotonic() + 60))
@@ -84,11 +84,11 @@ async def test_a_read_is_tried_again_until_the_server_is_back(redis_server: Redi
 
 async def test_a_frozen_server_costs_timeouts_and_its_late_answers_reach_nobody(redis_server: RedisServer) -> None:
     """Cancelled reads must not leave answers in connections that later reads take for their own."""
-    store = RedisStore(redis_server.settings(timeout_ms=150.0, reads=4))
+    store = RedisStore(redis_server.settings(timeout_ms=150.0, max_reads=4))
     users = {f"u{number}": history(40 + number, number) for number in range(12)}
     references = {user: await store.replace(user, "", whole) for user, whole in users.items()}
-    patient = RedisStore(redis_server.settings(reads=4))
-    histories = kept_by(store, redis_server, timeout_ms=150.0, retries=0, reads=4)
+    patient = RedisStore(redis_server.settings(max_reads=4))
+    histories = kept_by(store, redis_server, timeout_ms=150.0, max_retries=0, max_reads=4)
     redis_server.freeze()
     reads = (histories.find(user, "", references[user], monotonic() + 0.4) for user in users)
     ended = await asyncio.gather(*reads, return_exceptions=True)
@@ -135,7 +135,7 @@ async def test_what_is_wrong_in_redis_is_never_taken_for_the_history(
     verb, key, *rest = done
     await asyncio.to_thread(command, redis_server, verb, f"relaygr:history:{{u}}:{key}", *rest)
     with pytest.raises(error):
-        await kept_by(store, redis_server, retries=0).find("u", "", written, monotonic() + 20)
+        await kept_by(store, redis_server, max_retries=0).find("u", "", written, monotonic() + 20)
     await store.close()
 
 
@@ -158,7 +158,7 @@ async def test_a_worker_goes_on_while_redis_is_away_and_recovers(
     embedded_settings: Kafka, redis_server: RedisServer
 ) -> None:
     settings = services.worker_settings(embedded_settings)
-    settings = msgspec.structs.replace(settings, history=redis_server.settings(retries=0))
+    settings = msgspec.structs.replace(settings, history=redis_server.settings(max_retries=0))
     async with AsyncExitStack() as stack:
         peer = await stack.enter_async_context(services.Peer(embedded_settings))
         worker = await stack.enter_async_context(services.worker_on(settings))

@@ -128,7 +128,9 @@ async def trigger_on(kafka: Kafka, **sections: Any) -> AsyncIterator[RunningTrig
     # The embedded broker keeps a member that left until its session ends; the next trigger need not wait long.
     kafka = msgspec.structs.replace(kafka, session_timeout_ms=1500)
     # Wide bounds where a test sets none: on a crowded machine a second may pass between an event and its decision.
-    sections.setdefault("trigger", Trigger(risk_share=0.2, stale_ms=3000, max_status_age_ms=10_000, load_burst_ms=500))
+    sections.setdefault(
+        "trigger", Trigger(risk_share=0.2, max_event_age_ms=3000, max_status_age_ms=10_000, load_burst_ms=500)
+    )
     trigger = RunningTrigger(Settings(kafka=kafka, **sections))
     try:
         await until(lambda: trigger.ready and trigger.count("budget_bytes"))

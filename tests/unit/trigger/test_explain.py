@@ -103,7 +103,7 @@ def test_options_before_the_former_subcommand_are_refused_not_ignored() -> None:
 async def test_a_live_sample_sees_what_the_running_trigger_does_and_disturbs_nothing(embedded_settings: Kafka) -> None:
     async with peer_on(embedded_settings) as peer, trigger_on(embedded_settings) as trigger:
         # Room for all at once: events that waited for a busy machine come so.
-        room = Trigger(risk_share=0.2, max_status_age_ms=10_000, stale_ms=3000, load_burst_ms=60_000)
+        room = Trigger(risk_share=0.2, max_status_age_ms=10_000, max_event_age_ms=3000, load_burst_ms=60_000)
         settings = Settings(kafka=embedded_settings, trigger=room)
         policy = Policy.of(settings)
         looking = asyncio.create_task(explain_live(settings, policy, 4.0))

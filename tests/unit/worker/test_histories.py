@@ -117,7 +117,7 @@ async def test_what_did_not_fit_is_not_tried_a_second_time(store: Watched) -> No
     "answer", [history(50, 1), history(49), history(50, features=True), Behaviours(), history(51)], ids=len
 )
 async def test_another_history_than_the_reference_says_names_both_digests(store: Watched, answer: Behaviours) -> None:
-    histories, reference = kept_by(store, retries=0), HistoryReference.of(history(50))
+    histories, reference = kept_by(store, max_retries=0), HistoryReference.of(history(50))
     store.answers = [answer]
     with pytest.raises(HistoryMismatch) as refused:
         await found(histories, reference)
@@ -141,7 +141,7 @@ async def test_a_slow_store_costs_a_timeout_and_a_deadline_ends_the_wait(store: 
     reference = await store.replace("u", "", history(50))
     store.gate.clear()
     with pytest.raises(HistoryUnavailable, match=r"within 10 ms \(history\.timeout_ms\)"):
-        await found(kept_by(store, timeout_ms=10.0, retries=1), reference)
+        await found(kept_by(store, timeout_ms=10.0, max_retries=1), reference)
     assert len(store.reads) == 2
     with pytest.raises(TimeoutError):
         await found(kept_by(store), reference, within_s=0.01)
@@ -159,7 +159,7 @@ async def test_messages_that_come_together_share_a_read(store: Watched) -> None:
 
 
 async def test_no_more_reads_at_a_time_than_the_setting_says(store: Watched) -> None:
-    histories = kept_by(store, reads=3)
+    histories = kept_by(store, max_reads=3)
     reference = await store.replace("u", "", history(50))
     store.gate.clear()
     waiting = [asyncio.create_task(histories.find(f"u{n}", "", reference, monotonic() + 20)) for n in range(8)]
@@ -202,7 +202,7 @@ class AnyHistory(RuleBasedStateMachine):
     @initialize(cache=st.sampled_from([0, 3000, 1 << 20]))
     def begin(self, cache: int) -> None:
         self.store = Memory()
-        settings = History(cache_bytes=cache, retries=0, timeout_ms=60_000.0)
+        settings = History(cache_bytes=cache, max_retries=0, timeout_ms=60_000.0)
         self.most, self.registry = cache, CollectorRegistry()
         self.histories = Histories(self.store, settings, HistoryMetrics(self.registry))
 

@@ -95,7 +95,7 @@ async def test_scores_are_those_of_messages_that_carry_all(
 async def test_no_scores_from_another_history_than_the_reference_says(
     embedded_settings: Kafka, tmp_path: Path, store: SqliteStore
 ) -> None:
-    settings = settings_with(embedded_settings, sqlite(tmp_path), retries=0)
+    settings = settings_with(embedded_settings, sqlite(tmp_path), max_retries=0)
     async with Peer(embedded_settings) as peer, worker_on(settings) as w:
         there = await store.replace("u", "", history("other", 50))
         wanted = HistoryReference.of(history("u", 50))
