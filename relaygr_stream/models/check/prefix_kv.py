@@ -26,10 +26,11 @@ def reads_to_length(probe: Probe) -> Measure:
     deviations = probe.deviations()
     for length in probe.lengths():
         history, candidates = probe.history(length), probe.candidates(CANDIDATES)
+        expected = probe.expected(history, candidates)
         for poison in (math.nan, 1e4):
             region = probe.region(length + 19, poison)
             probe.prefill(region, history)
-            probe.compare(deviations, probe.score(region, probe.none, candidates), history, candidates)
+            deviations.add(probe.score(region, probe.none, candidates), *expected)
     return deviations.measure
 
 

@@ -279,8 +279,12 @@ class Probe:
         self, into: Deviations, found: Scores, history: Tokens, candidates: Items, suffix: Tokens | None = None
     ) -> None:
         """Compare `found`, scores of `candidates` behind `history` and `suffix`, with full inference."""
+        into.add(found, *self.expected(history, candidates, suffix))
+
+    def expected(self, history: Tokens, candidates: Items, suffix: Tokens | None = None) -> tuple[Scores, Scores]:
+        """Full inference in the type under check, and in float32."""
         full = self.full(history, candidates, suffix=suffix)
-        into.add(found, full, self.full(history, candidates, self.reference, suffix) if self.half else full)
+        return full, self.full(history, candidates, self.reference, suffix) if self.half else full
 
 
 @contextmanager

@@ -93,8 +93,9 @@ def candidates_apart(probe: Probe) -> Measure:
         permuted[order] = probe.score(region, probe.none, candidates[order])
         among_others = probe.score(region, probe.none, np.concatenate([candidates, probe.candidates(9)]))[:CANDIDATES]
         alone = [probe.score(region, probe.none, candidates[at : at + 1]) for at in range(CANDIDATES)]
+        expected = probe.expected(history, candidates)
         for found in (permuted, among_others, np.concatenate(alone)):
-            probe.compare(deviations, found, history, candidates)
+            deviations.add(found, *expected)
     return deviations.measure
 
 
