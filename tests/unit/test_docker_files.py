@@ -98,7 +98,7 @@ def test_what_is_copied_into_images_reaches_the_builder() -> None:
 def test_nothing_but_torch_is_installed_without_hashes() -> None:
     steps = re.findall(r"pip install (.*)", DOCKERFILE)
     free = [step for step in steps if "--require-hashes" not in step and "--no-deps" not in step]
-    assert [re.findall(r"torch|npu", step)[-1] for step in free] == ["torch", "torch", "npu"]
+    assert free and all(re.search(r"torch\.txt|\[npu\]", step) for step in free), free
     assert "--no-build-isolation" in re.findall(r"pip wheel (.*)", DOCKERFILE)[0]
 
 
@@ -153,7 +153,7 @@ def test_ports_are_published_on_the_loopback_address_only() -> None:
 
 
 def test_prometheus_scrapes_every_process_at_its_port() -> None:
-    assert re.findall(r"RELAYGR_TELEMETRY_PORT=(\d+)", DOCKERFILE) == [PORT, PORT]
+    assert set(re.findall(r"RELAYGR_TELEMETRY_PORT=(\d+)", DOCKERFILE)) == {PORT}
     assert set(re.findall(r"^EXPOSE (\d+)$", DOCKERFILE, re.MULTILINE)) == {PORT}
     jobs = [each for job in PROMETHEUS["scrape_configs"] for each in job["static_configs"]]
     targets = {target for job in jobs for target in job["targets"]}
