@@ -179,8 +179,8 @@ class Answers:
     def _on_reply(self, call: Call, record: Record) -> None:
         try:
             reply = decode(ScoreReply, record.value, self._max_bytes)
-            # A worker that could not read the request rejects it without its id.
-            if reply.request_id != call.request_id and (reply.request_id or reply.status != "rejected"):
+            # A worker that could not read the request, or must not, answers without its id.
+            if reply.request_id != call.request_id and (reply.request_id or reply.status not in ("rejected", "failed")):
                 self._drop("forged")
                 return
             if not np.isfinite(reply.matrix()).all():

@@ -109,13 +109,15 @@ class MessageClient:
     async def __aenter__(self) -> Self:
         if self._settings.client.hedge_ms:
             await self._reader.prepare()
-        if not self._tracing.on:
-            tracing = tracing_of(self._settings.telemetry, "client", self.registry)
-            self._tracing = await self._stack.enter_async_context(tracing)
-        way = connected(
-            self._settings, self._topics, self._client_id, self._answers, self._owners, self._metrics, self._end
-        )
-        self._connection = await self._stack.enter_async_context(way)
+        async with AsyncExitStack() as stack:
+            tracing = self._tracing
+            if not tracing.on:
+                tracing = await stack.enter_async_context(tracing_of(self._settings.telemetry, "client", self.registry))
+            way = connected(
+                self._settings, self._topics, self._client_id, self._answers, self._owners, self._metrics, self._end
+            )
+            self._connection, self._tracing = await stack.enter_async_context(way), tracing
+            self._stack = stack.pop_all()
         return self
 
     async def __aexit__(

@@ -7,6 +7,7 @@ Audits use idle device time and the scratch region; a full inference that needs 
 
 from __future__ import annotations
 
+import math
 import random
 from collections import deque
 from collections.abc import Callable
@@ -100,6 +101,28 @@ def _deviation(
 
 #: Most audits that wait: each keeps a request's tokens, and an old audit tells no more than a new one.
 MAX_WAITING: Final = 8
+#: In half precision the root mean square is judged, and fewer scores than these count as these with the rest equal: one
+#: score may be off by several times the root mean square of many.
+LEAST_SCORES: Final = 32
+#: What remains of the largest score of earlier audits after each further one: about the last hundred count.
+SCALE_FADING: Final = 0.99
+
+
+def audit_deviation(
+    relayed: npt.NDArray[np.float32], full: npt.NDArray[np.float32], scale: float, *, half: bool
+) -> float:
+    """How far relayed scores are from full ones, relative to `scale` or to the largest full score, if that is more.
+
+    half: in half precision the two are different roundings of one truth: the root mean square, else the largest
+    difference. Infinite if a score is not finite or the shapes differ.
+    """
+    if math.isinf(relative_deviation(relayed, full)):
+        return math.inf
+    scale = max(scale, float(np.abs(full).max(initial=0.0)), float(np.finfo(np.float32).tiny))
+    off = np.abs(relayed.astype(np.float64) - full) / scale
+    if not half:
+        return float(off.max(initial=0.0))
+    return math.sqrt(float((off**2).sum()) / max(off.size, LEAST_SCORES))
 
 
 #: Called with each finished audit: ranking, deviation, milliseconds of device time. True: it deviates by too much.
@@ -118,11 +141,16 @@ class Audit:
 
 
 class Auditor:
-    """Compares relayed with full scores. deviating: users whose cached prefix KV deviate by too much."""
+    """Compares relayed with full scores, relative to the largest of the last audits: one ranking's may nearly cancel.
 
-    def __init__(self, share: float, report: Report, seed: int | None = None) -> None:
+    half: the model computes in half precision. deviating: users whose cached prefix KV deviate by too much.
+    """
+
+    def __init__(self, share: float, report: Report, seed: int | None = None, *, half: bool = False) -> None:
         self._share = share
         self._report = report
+        self._half = half
+        self._scale = 0.0  # of full scores with which relayed ones agreed: others may be anything
         self.deviating: list[str] = []
         self._random = random.Random(seed)
         self._waiting: deque[Audit] = deque()
@@ -172,7 +200,8 @@ class Auditor:
             )
             return True
         self._end(audit, scratch)
-        deviation = relative_deviation(audit.relayed, np.concatenate(audit.scores))
+        full = np.concatenate(audit.scores)
+        deviation = audit_deviation(audit.relayed, full, self._scale, half=self._half)
         self.done += 1
         if task.approximate:
             self.worst_rounded = max(self.worst_rounded, deviation)
@@ -180,6 +209,8 @@ class Auditor:
             self.worst = max(self.worst, deviation)
         if self._report(task, deviation, audit.ms):
             self.deviating.append(task.user_key)
+        else:
+            self._scale = max(SCALE_FADING * self._scale, float(np.abs(full).max(initial=0.0)))
         return True
 
     def give_up_scratch(self, scratch: Scratch) -> bool:

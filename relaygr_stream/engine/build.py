@@ -127,7 +127,7 @@ def assemble(
             truncate_min_tokens=worker.truncate_min_tokens,
             averaging=settings.relay.averaging,
         ),
-        Auditor(worker.audit_share, report_audit, audit_seed),
+        Auditor(worker.audit_share, report_audit, audit_seed, half=worker.dtype != "float32"),
     )
     bytes_per_token, alloc_bytes = _stated_bytes(
         cache, schema_of(model).context_tokens + settings.relay.max_prefix_tokens

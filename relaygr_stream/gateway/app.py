@@ -38,6 +38,7 @@ from relaygr_stream.ops.status.overview import Overview
 from relaygr_stream.ops.status.table import as_json, render
 from relaygr_stream.telemetry.printable import render_plain
 from relaygr_stream.telemetry.process import ProcessContext
+from relaygr_stream.telemetry.server import readable_accept
 from relaygr_stream.wire.behaviours import Behaviours
 from relaygr_stream.wire.messages import with_version
 
@@ -220,7 +221,7 @@ class Door:
         return Response(page, media_type="text/html")
 
     def _exposition(self, http: Request) -> Response:
-        encode, media = choose_encoder(http.headers.get("accept", ""))
+        encode, media = choose_encoder(readable_accept(http.headers.get("accept", "")))
         return Response(encode(self._context.registry), headers={"content-type": media})
 
     def _check(self, why_not: str | None) -> Response:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 from typing import Final
 
@@ -56,7 +55,7 @@ class Tokens:
         if scheme.lower() == "basic" and browser:
             try:
                 token = base64.b64decode(token, validate=True).decode().partition(":")[2]
-            except (binascii.Error, UnicodeDecodeError):
+            except ValueError:  # no base64, or no UTF-8 in it
                 token = ""
         elif scheme.lower() != "bearer":
             token = ""

@@ -147,10 +147,10 @@ def replacing(before: Head | None, behaviours: Behaviours) -> Write:
 
 
 def needed(before: Head | None, count: int, most: int) -> tuple[int, int]:
-    """Start and stop of the rows that an append of `count` behaviours needs to know."""
+    """Start and stop of the rows that an append of `count` behaviours needs to know: the last one in any case."""
     if before is None:
         return 0, 0
-    return (0 if _too_long(before, count, most) else before.tail), before.length
+    return (0 if _too_long(before, count, most) else min(before.tail, before.length - 1)), before.length
 
 
 def appending(before: Head | None, rows: Behaviours, behaviours: Behaviours, most: int = 0) -> Write:
@@ -174,7 +174,8 @@ def appending(before: Head | None, rows: Behaviours, behaviours: Behaviours, mos
         return replacing(before, both.slice(max(0, len(both) - max(1, int(KEPT_SHARE * most))), len(both)))
     length = before.length + len(behaviours)
     boundary = length - length % BLOCK
-    found = digests(both, [boundary, length], before.tail, before.block)
+    behind = both.slice(max(0, before.tail - (before.length - len(rows))), len(both))
+    found = digests(behind, [boundary, length], before.tail, before.block)
     head = Head(
         version=before.version + 1,
         length=length,

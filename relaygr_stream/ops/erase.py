@@ -67,6 +67,8 @@ async def _ask_workers(settings: Settings, user_key: str, wait_s: float, done: E
     reader, topic = StatusReader.of(settings, topics), topics.worker_status.name
     await reader.prepare()
     living: dict[str, WorkerStatus] = {}
+    confirmed: set[tuple[str, int]] = set()  # by name and incarnation; later statuses may list others in its place
+    erase_id = secrets.token_hex(16)
 
     def on_records(records: list[Record]) -> None:
         for record in records:
@@ -76,10 +78,11 @@ async def _ask_workers(settings: Settings, user_key: str, wait_s: float, done: E
                 continue
             if isinstance(status, WorkerStatus):
                 living[status.name] = status
+                if erase_id in (status.erased or ()):
+                    confirmed.add((status.name, status.incarnation))
                 if status.state == "stopped":
                     del living[status.name]
 
-    erase_id = secrets.token_hex(16)
     key = (KEY_PREFIX + erase_id).encode()
     kind = [(HEADER_KIND, KIND.encode())]
 
@@ -88,7 +91,7 @@ async def _ask_workers(settings: Settings, user_key: str, wait_s: float, done: E
         await producer.send_and_wait(topic, value, key=key, headers=signed)
 
     def has_confirmed(status: WorkerStatus) -> bool:
-        return erase_id in (status.erased or ())
+        return (status.name, status.incarnation) in confirmed
 
     erase = Erase(id=erase_id, user=user_mark(erase_id, user_key), sent_ms=int(time.time() * 1e3))
     async with (

@@ -16,6 +16,7 @@ from urllib.parse import unquote
 
 import structlog
 from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client.exposition import choose_encoder
 
 from relaygr_stream.errors import ConfigError
 from relaygr_stream.telemetry.listener import Known, Listener
@@ -133,12 +134,21 @@ class TelemetryServer:
             "REQUEST_METHOD": "GET",
             "PATH_INFO": "/metrics",
             "QUERY_STRING": query,
-            "HTTP_ACCEPT": headers.get("accept", ""),
+            "HTTP_ACCEPT": readable_accept(headers.get("accept", "")),
             "HTTP_ACCEPT_ENCODING": headers.get("accept-encoding", ""),
         }
         parts: Iterable[bytes] = self._metrics(environ, lambda status, found: answered.extend((status, found)))
         body = b"".join(parts)
         return answered[0], [*answered[1], ("Content-Length", str(len(body)))], body
+
+
+def readable_accept(header: str) -> str:
+    """The Accept header, or "" where prometheus_client raises an error at it, as it does at unknown versions."""
+    try:
+        choose_encoder(header)
+    except (TypeError, ValueError):
+        return ""
+    return header
 
 
 def _reason(check: Check) -> str | None:

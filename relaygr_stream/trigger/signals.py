@@ -22,9 +22,9 @@ from msgspec import UNSET, UnsetType
 
 from relaygr_stream.bus.ages import LogEnds, SenderLag
 from relaygr_stream.bus.dead_letter import DeadLetters
-from relaygr_stream.bus.producer import Outgoing, Producer, Sent
+from relaygr_stream.bus.producer import NO_LEADER, Outgoing, Producer, Sent
 from relaygr_stream.bus.topics import TopicSet
-from relaygr_stream.errors import BrokerError
+from relaygr_stream.errors import BrokerError, BrokerUnavailable
 from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.telemetry.tracing import OFF, Trace, Tracing, trace_headers
 from relaygr_stream.trigger.decision import Decide, Decision, Policy, decide
@@ -46,6 +46,8 @@ limited: Final = LogLimiter().limited
 FLUSH_S: Final = 0.02
 #: Most requests reported to one owner per flush: 4096 / 0.02 s = 200,000 events/s. Further ones are not reported.
 MAX_GATHERED: Final = 4096
+#: A delegated signal waits so long for room in its lane's batch: the lane's own events are stale soon after.
+DELEGATED_S: Final = 0.2
 #: Reasons that are not reported: there is no owner, or the request was admitted before.
 NOT_REPORTED: Final = frozenset({"no_owner", "duplicate"})
 
@@ -180,21 +182,23 @@ class LaneSignals:
         )
 
     async def flush(self) -> None:
-        """Hand the gathered signals to the producer; waits while an earlier batch of the lane is not sent."""
-        delegated, self._delegated = self._delegated, []
-        for one in delegated:
-            await self._send_delegated(one)
-        if not self._signals:
-            return
-        signals, messages = self._signals, self._messages
-        self._signals, self._messages = [], []
+        """Hand the gathered signals to the producer; waits while an earlier batch of the lane is not sent.
+
+        The lane's own go first: a delegate's lane may wait for a broker.
+        """
+        signals, messages, delegated = self._signals, self._messages, self._delegated
+        self._signals, self._messages, self._delegated = [], [], []
 
         def settled(index: int, outcome: Sent | BrokerError) -> None:
             self._settled(signals[index], outcome)
 
-        await self._shared.producer.send_together(
-            self._shared.topics.pre_infer.name, messages, partition=self._lane, settled=settled
-        )
+        if signals:
+            await self._shared.producer.send_together(
+                self._shared.topics.pre_infer.name, messages, partition=self._lane, settled=settled
+            )
+        stuck: set[int] = set()  # lanes of delegates to which this call waited in vain
+        for one in delegated:
+            await self._send_delegated(one, stuck)
 
     def _settled(self, signal: _Signal, outcome: Sent | BrokerError) -> None:
         if isinstance(outcome, BrokerError):  # no retry: after the request timeout its ranking has passed
@@ -215,19 +219,31 @@ class LaneSignals:
             signal.trace.end(described(signal.event, "admitted"), error=error)
         self._shared.done(signal.record)
 
-    async def _send_delegated(self, one: _Delegated) -> None:
-        """To the delegate, with the event's age taken off its time; the owner is told once a broker has it."""
-        event, place = one.event, one.decision.delegate
+    async def _send_delegated(self, one: _Delegated, stuck: set[int]) -> None:
+        """To the delegate, with the event's age taken off its time; the owner is told once a broker has it.
+
+        stuck: lanes not to wait for; this one joins them if it takes nothing within DELEGATED_S.
+        """
+        event, place, producer = one.event, one.decision.delegate, self._shared.producer
         assert place is not None
         rank_in_ms = event.rank_in_ms and max(1.0, event.rank_in_ms - one.decision.age_ms)
+        topic = self._shared.topics.ranking.name
         try:
-            sent = await self._shared.producer.send(
-                self._shared.topics.ranking.name,
-                encode(self._signal(event, rank_in_ms, one.owner)),
-                key=event.user_id.encode(),
-                partition=place.lane,
-                headers=[(HEADER_KIND, KIND_DELEGATED.encode()), *_context(one.record, one.trace)],
-            )
+            if place.lane in stuck or producer.broker_of(topic, place.lane) == NO_LEADER:
+                raise BrokerUnavailable("no broker takes messages for the delegate's lane")
+            async with asyncio.timeout(DELEGATED_S):
+                sent = await producer.send(
+                    topic,
+                    encode(self._signal(event, rank_in_ms, one.owner)),
+                    key=event.user_id.encode(),
+                    partition=place.lane,
+                    headers=[(HEADER_KIND, KIND_DELEGATED.encode()), *_context(one.record, one.trace)],
+                )
+        except TimeoutError:
+            stuck.add(place.lane)
+            waited = BrokerUnavailable(f"the delegate's lane took nothing for {DELEGATED_S} s")
+            self._settled_delegated(one, waited)
+            return
         except BrokerError as error:
             self._settled_delegated(one, error)
             return

@@ -29,7 +29,7 @@ class Erase(msgspec.Struct, frozen=True, kw_only=True):
 
     v: int = SCHEMA_VERSION
     min_v: LeastVersion = 0
-    id: Annotated[str, Meta(min_length=16, max_length=64)]  # random, of this request
+    id: Annotated[str, Meta(pattern=r"\A[!-~]{16,64}\Z")]  # random, of this request; ASCII, as the key of a hash
     user: Annotated[bytes, Meta(min_length=MARK_BYTES, max_length=MARK_BYTES)]  # user_mark
     sent_ms: UnixMillis  # signed with it: an old record cannot be written again
 

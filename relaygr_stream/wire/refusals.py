@@ -15,7 +15,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from relaygr_stream.errors import DecodeError
-from relaygr_stream.wire.messages import Id, Label, LeastVersion, tenant_key
+from relaygr_stream.wire.messages import Id, LeastVersion, tenant_key
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.versions import NOT_DECODED, SCHEMA_VERSION, VersionedDecoder
 
@@ -26,6 +26,8 @@ MAX_IDS: Final = 256
 #: Most requests whose admission a worker keeps: some seconds of traffic, 3 MB at 200 bytes for an id and its entry.
 MAX_REQUESTS: Final = 16_384
 
+#: As in an answer (wire/messages.py: ScoreReply.admission).
+Reason = Annotated[str, Meta(max_length=64)]
 #: A request and its tenant (wire/messages.py: tenant_key): 256 characters, 128, and the NUL between them.
 RequestKey = Annotated[str, Meta(min_length=1, max_length=385)]
 
@@ -35,7 +37,7 @@ class Refusals(msgspec.Struct, frozen=True, kw_only=True):
 
     v: int = SCHEMA_VERSION
     min_v: LeastVersion = 0
-    reasons: Annotated[dict[Label, Annotated[list[Id], Meta(max_length=MAX_IDS)]], Meta(max_length=64)]
+    reasons: Annotated[dict[Reason, Annotated[list[Id], Meta(max_length=MAX_IDS)]], Meta(max_length=64)]
     delegates: (
         Annotated[dict[Id, Annotated[list[RequestKey], Meta(max_length=MAX_IDS)]], Meta(max_length=MAX_IDS)] | UnsetType
     ) = UNSET
@@ -76,12 +78,12 @@ def decode_refusals(value: bytes | None) -> Refusals:
 class Reasons:
     """The trigger's decisions on requests that a worker will rank; beyond MAX_REQUESTS the oldest are dropped.
 
-    late_ms: the life window. A record that is older by its own timestamp is ignored, and a delegate counts no longer.
+    late_ms: the life window. A record that is older is ignored, and a delegate counts no longer.
     """
 
-    def __init__(self, late_ms: float, wall: Callable[[], float] = time.time) -> None:
+    def __init__(self, late_ms: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._late_ms = late_ms
-        self._wall = wall
+        self._clock = clock
         self._reasons: OrderedDict[str, str] = OrderedDict()
         self._delegates: OrderedDict[str, tuple[str, float]] = OrderedDict()  # (worker, end of the life window)
 
@@ -89,9 +91,10 @@ class Reasons:
         """Note that a signal for this request was read; delegated: on another worker's behalf."""
         self._put(request_id, "delegated" if delegated else "admitted")
 
-    def read(self, record: Record) -> None:
-        """Note the refusals of a record. Raises DecodeError."""
-        if self._wall() * 1e3 - record.timestamp_ms > self._late_ms:
+    def read(self, record: Record, age_ms: float) -> None:
+        """Note the refusals of a record of this age. Raises DecodeError."""
+        left_s = (self._late_ms - age_ms) / 1e3
+        if left_s < 0:
             return
         refused = decode_refusals(record.value)
         for reason, ids in refused.reasons.items():
@@ -99,7 +102,7 @@ class Reasons:
                 self._put(request_id, reason)
         for worker, keys in (refused.delegates or {}).items():
             for key in keys:
-                self._delegates[key] = worker, record.timestamp_ms + self._late_ms
+                self._delegates[key] = worker, self._clock() + left_s
                 if len(self._delegates) > MAX_REQUESTS:
                     self._delegates.popitem(last=False)
 
@@ -109,8 +112,8 @@ class Reasons:
 
     def take_delegate(self, request_key: str) -> str:
         """Pop the worker that has the request's prefix KV; empty: none, or its life window is over."""
-        worker, until_ms = self._delegates.pop(request_key, ("", 0.0))
-        return worker if self._wall() * 1e3 <= until_ms else ""
+        worker, until = self._delegates.pop(request_key, ("", 0.0))
+        return worker if self._clock() <= until else ""
 
     def _put(self, request_id: str, reason: str) -> None:
         self._reasons[request_id] = reason

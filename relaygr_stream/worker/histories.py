@@ -35,6 +35,10 @@ OBJECT_BYTES: Final = 1024
 MAX_DIGESTS: Final = 2 * MAX_POSITIONS
 
 
+#: A read: the user (messages.tenant_key), the length and the digest that are wanted.
+_Key = tuple[str, int, bytes]
+
+
 class HistoryMetrics:
     """Prometheus metrics of a worker's histories."""
 
@@ -75,7 +79,8 @@ class Histories:
         self._kept: OrderedDict[str, _Kept] = OrderedDict()
         self._bytes = 0
         self._slots = asyncio.Semaphore(settings.max_reads)
-        self._reading: dict[tuple[str, int, bytes], asyncio.Task[Behaviours]] = {}
+        self._reading: dict[_Key, asyncio.Task[Behaviours]] = {}
+        self._until: dict[_Key, float] = {}  # of each read: the latest of its waiters' times
 
     def known(self, user_id: str, tenant: str, reference: HistoryReference) -> Behaviours | None:
         """What the reference refers to, if it is kept. Reads nothing."""
@@ -99,9 +104,10 @@ class Histories:
         if (known := self.known(user_id, tenant, reference)) is not None:
             return known
         key = tenant_key(tenant, user_id), reference.length, reference.digest
+        self._until[key] = max(until, self._until.get(key, until))
         reading = self._reading.get(key)
         if reading is None:
-            reading = self._reading[key] = asyncio.create_task(self._read(user_id, tenant, reference, until))
+            reading = self._reading[key] = asyncio.create_task(self._read(user_id, tenant, reference, key))
             reading.add_done_callback(lambda task: self._over(key, task))
         async with asyncio.timeout(until - monotonic()):
             await asyncio.wait({reading})
@@ -127,16 +133,16 @@ class Histories:
         await asyncio.gather(*reads, return_exceptions=True)
         await self._store.close()
 
-    def _over(self, key: tuple[str, int, bytes], task: asyncio.Task[Behaviours]) -> None:
-        del self._reading[key]
+    def _over(self, key: _Key, task: asyncio.Task[Behaviours]) -> None:
+        del self._reading[key], self._until[key]
         if not task.cancelled():
             task.exception()  # its waiters get it; there may be none
 
-    async def _read(self, user_id: str, tenant: str, reference: HistoryReference, until: float) -> Behaviours:
+    async def _read(self, user_id: str, tenant: str, reference: HistoryReference, key: _Key) -> Behaviours:
         pause, failed = RETRY_S, 0
         async with self._slots:
             while True:
-                if monotonic() >= until:
+                if monotonic() >= self._until[key]:
                     raise HistoryUnavailable("the history could not be read in time")
                 try:
                     return await self._attempt(user_id, tenant, reference)

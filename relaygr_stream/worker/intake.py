@@ -233,6 +233,11 @@ class Intake:
             decoded += request.columns.nbytes()  # copied from the record; the task keeps the candidates'
         return OBJECT_BYTES + came + decoded
 
+    def sure_age_ms(self, record: Record) -> float:
+        """The part of a record's age, by its timestamp, that the log's order proves: clocks differ."""
+        ages = self._ages[record.topic, record.lane]
+        return ages.age(stated_age_ms(record.timestamp_ms), record.offset, time.monotonic()).sure_ms
+
     def _age(self, record: Record, sent_ms: int, now: float) -> Age:
         age = self._ages[record.topic, record.lane].age(stated_age_ms(sent_ms), record.offset, now)
         if age.clock_off:

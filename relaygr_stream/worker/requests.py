@@ -123,7 +123,7 @@ class Requests:
             self._on_resolved,
             lambda answer: self.on_answers([answer]),
             self._signal_dropped,
-            lambda lane: lane in self._lanes,
+            lambda lane: lane in self._lanes or lane == DELEGATED_LANE,
             background,
         )
         self._reasons = Reasons(settings.relay.life_window_ms)
@@ -183,7 +183,7 @@ class Requests:
             return cancel
         if kind == REFUSALS and record.topic == self._topics.pre_infer.name:
             with suppress(DecodeError):  # nothing depends on it
-                self._reasons.read(record)
+                self._reasons.read(record, self.intake.sure_age_ms(record))
         else:
             self._metrics.records_skipped.inc()
         self._done(record)

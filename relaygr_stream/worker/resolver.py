@@ -32,7 +32,8 @@ class Resolver:
     """Completes commands whose messages refer to a history.
 
     histories: None: no store is set. submit: hands completed commands to the device. answered: takes answers to
-    rankings that get no history. dropped: called for signals that get none. owns(lane): whether this worker does.
+    rankings that get no history. dropped: called for signals that get none. owns(lane): whether this worker does, or
+    it is DELEGATED_LANE.
     """
 
     def __init__(

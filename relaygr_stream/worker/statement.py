@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -12,6 +13,7 @@ from relaygr_stream.engine.executor import SLICE_SHARE
 from relaygr_stream.engine.scheduler import Snapshot
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.wire.messages import LaneStatus, State, WorkerStatus
+from relaygr_stream.wire.worker_status import MAX_MS
 
 #: The smallest free share assumed: an average over a second does not tell less from none.
 LEAST_FREE: Final = 0.02
@@ -84,7 +86,9 @@ class Statements:
             bytes_per_token=runtime.bytes_per_token,
             alloc_bytes=runtime.alloc_bytes,
             queue_ms=snapshot.queue_ms,
-            pre_infer_wait_ms=snapshot.pre_infer_waiting_ms / max(LEAST_FREE, 1.0 - self._split.ranking_share),
+            pre_infer_wait_ms=min(
+                MAX_MS, snapshot.pre_infer_waiting_ms / max(LEAST_FREE, 1.0 - self._split.ranking_share)
+            ),
             computed_share=self._split.computed_share,
             model_version=runtime.model.version,
             model_note=runtime.model.note,
@@ -96,7 +100,11 @@ class Statements:
             dram_used_bytes=snapshot.dram_used,
             dram_bytes=worker.dram_bytes,
             delegated_bytes=max(0, delegated_bytes(worker) - snapshot.delegated_bytes),
-            counters={**snapshot.totals, **{f"cache_{name}": float(total) for name, total in snapshot.cache.items()}},
+            counters={
+                # An audit's deviation may be infinite, and readers refuse what is not finite.
+                **{name: min(total, sys.float_info.max) for name, total in snapshot.totals.items()},
+                **{f"cache_{name}": float(total) for name, total in snapshot.cache.items()},
+            },
         )
 
     def _chunk_ms(self) -> float | None:

@@ -22,9 +22,9 @@ from relaygr_stream.worker.metrics import WorkerMetrics
 log = structlog.get_logger(__name__)
 
 WATCH_S: Final = 0.25  # health is as fresh as worker-status is by default
-#: A relayed score may differ from full inference by this much, relative: 1e-5 in float32. In half
-#: precision the two paths round differently; a hundredth is two bfloat16 steps.
-AUDIT_TOLERANCE: Final = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-2}
+#: Relayed scores may differ from full inference by this much (engine/audit.py: audit_deviation). In half precision it
+#: is 16 units of roundoff (2^-9 and 2^-12): 8 layers came to 4.4 at most, another history to more than 32.
+AUDIT_TOLERANCE: Final = {"float32": 1e-5, "bfloat16": 16 * 2.0**-9, "float16": 16 * 2.0**-12}
 #: After this many deviating audits the process is no longer ready. A flipped bit spoils one user's prefix KV,
 #: which are evicted by the first audit that finds it; two may be chance. Three times means a device, a kernel or a
 #: model that computes something else each time. At the default share of 0.01 it takes about 300 relayed rankings.

@@ -254,7 +254,8 @@ class _Viewer:
         for view in self._views:
             view.on_records([record])
             with suppress(DecodeError):
-                read_erase(record, view.reader)
+                if (erase := read_erase(record, view.reader)) is not None:
+                    erase.names("u")
         for status in worker_statuses([record]):
             holds(len(status.name) <= 256, f"a name of {len(status.name)} characters")
         if self._count % self.FRESH == 0:

@@ -14,7 +14,7 @@ import pytest
 from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.bus.topics import load_topics
 from relaygr_stream.client import RelayClient
-from relaygr_stream.errors import WorkerFailed
+from relaygr_stream.errors import Rejected, WorkerFailed
 from relaygr_stream.settings.schema import Client, Kafka, Relay, Settings
 from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.messages import RankingRequest, ScoreReply
@@ -75,6 +75,20 @@ async def test_an_answer_to_another_request_is_dropped_and_the_call_waits_on(emb
         assert not ranking.done()
         peer.release()
         assert (await ranking).worker == "peer"
+
+
+@pytest.mark.parametrize(("status", "error"), [("rejected", Rejected), ("failed", WorkerFailed)])
+async def test_a_request_that_was_not_read_is_answered_without_its_id(
+    embedded_settings: Kafka, status: Any, error: type[Exception]
+) -> None:
+    """`failed`: the workers that read it crashed, and none reads it again."""
+
+    def unread(request: RankingRequest) -> list[ScoreReply | bytes]:
+        return [ScoreReply(request_id="", status=status, detail="the reason")]
+
+    async with responder_on(embedded_settings, unread), client_on(embedded_settings) as relay:
+        with pytest.raises(error, match="the reason"):
+            await relay.rank(request(), timeout=PATIENCE_S)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])

@@ -11,21 +11,21 @@ from relaygr_stream.wire.messages import tenant_key
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.refusals import MAX_IDS, MAX_REQUESTS, Reasons, Refusal, encode_refusals
 
-NOW_S = 1_800_000_000.0
+NOW_S = 1000.0
 
 
-def record(value: bytes, age_ms: int = 0) -> Record:
-    return Record("pre-infer", 0, 0, int(NOW_S * 1e3) - age_ms, None, value, (("relaygr-kind", b"refusals"),))
+def record(value: bytes) -> Record:
+    return Record("pre-infer", 0, 0, 0, None, value, (("relaygr-kind", b"refusals"),))
 
 
 def reasons() -> Reasons:
-    return Reasons(2000.0, wall=lambda: NOW_S)
+    return Reasons(2000.0, clock=lambda: NOW_S)
 
 
 @given(st.lists(st.tuples(st.text(min_size=1, max_size=5), st.sampled_from(["over_load", "stale"])), max_size=MAX_IDS))
 def test_each_word_is_told_once(refused: list[tuple[str, str]]) -> None:
     known = reasons()
-    known.read(record(encode_refusals(Refusal(*each) for each in refused)))
+    known.read(record(encode_refusals(Refusal(*each) for each in refused)), 0.0)
     for request_id in {each for each, _ in refused}:
         assert known.take(request_id) in {reason for each, reason in refused if each == request_id}
         assert known.take(request_id) == ""
@@ -33,7 +33,7 @@ def test_each_word_is_told_once(refused: list[tuple[str, str]]) -> None:
 
 def test_what_is_late_or_older_than_what_is_remembered_tells_nothing() -> None:
     known = reasons()
-    known.read(record(encode_refusals([Refusal("r", "stale")]), age_ms=2001))
+    known.read(record(encode_refusals([Refusal("r", "stale")])), 2001.0)
     assert known.take("r") == ""
     known.admitted("first")
     for number in range(MAX_REQUESTS):
@@ -43,18 +43,25 @@ def test_what_is_late_or_older_than_what_is_remembered_tells_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [b"", b"\xc1", b"\x80", encode_refusals([Refusal(str(n), "stale") for n in range(MAX_IDS + 1)])]
+    "value",
+    [
+        b"",
+        b"\xc1",
+        b"\x80",
+        encode_refusals([Refusal(str(n), "stale") for n in range(MAX_IDS + 1)]),
+        encode_refusals([Refusal("r", 65 * "x")]),  # an answer has no room for more
+    ],
 )
 def test_what_cannot_be_read_or_names_too_many_is_refused(value: bytes) -> None:
     with pytest.raises(DecodeError):
-        reasons().read(record(value))
+        reasons().read(record(value), 0.0)
 
 
 @given(st.lists(st.tuples(st.text(min_size=1, max_size=3), st.sampled_from(["", "t"]), st.sampled_from(["w1", "w2"]))))
 def test_a_delegate_is_told_once_and_to_its_tenant_alone(delegated: list[tuple[str, str, str]]) -> None:
     known, last = reasons(), {(request, tenant): worker for request, tenant, worker in delegated[:MAX_IDS]}
     told = [Refusal(request, "delegated", tenant, worker) for (request, tenant), worker in last.items()]
-    known.read(record(encode_refusals(told)))
+    known.read(record(encode_refusals(told)), 0.0)
     for (request, tenant), worker in last.items():
         assert known.take(request) in ("delegated", "")  # two tenants may have requests of one id
         assert known.take_delegate(tenant_key("other", request)) == ""
@@ -64,17 +71,17 @@ def test_a_delegate_is_told_once_and_to_its_tenant_alone(delegated: list[tuple[s
 
 def test_a_delegate_counts_for_the_life_window_and_the_newest_are_kept() -> None:
     now = [NOW_S]
-    known = Reasons(2000.0, wall=lambda: now[0])
+    known = Reasons(2000.0, clock=lambda: now[0])
     told = record(encode_refusals([Refusal("a", "delegated", "", "w"), Refusal("b", "delegated", "", "w")]))
-    known.read(told)
-    now[0] += 1.9
+    known.read(told, 100.0)
+    now[0] += 1.8
     assert known.take_delegate("a") == "w"
     now[0] += 0.2
     assert known.take_delegate("b") == ""
     now[0] = NOW_S
-    known.read(record(encode_refusals([Refusal("first", "delegated", "", "w")])))
+    known.read(record(encode_refusals([Refusal("first", "delegated", "", "w")])), 0.0)
     for start in range(0, MAX_REQUESTS, MAX_IDS):
         ids = range(start, start + MAX_IDS)
-        known.read(record(encode_refusals(Refusal(str(n), "delegated", "", "w") for n in ids)))
+        known.read(record(encode_refusals(Refusal(str(n), "delegated", "", "w") for n in ids)), 0.0)
     assert known.take_delegate("first") == ""
     assert known.take_delegate("0") == "w"

@@ -12,7 +12,7 @@ from typing import Final, Generic, TypeVar
 
 from relaygr_stream.errors import DecodeError
 from relaygr_stream.settings.schema import Settings
-from relaygr_stream.wire.fleet import DROP_AFTER_S
+from relaygr_stream.wire.fleet import DROP_AFTER_S, MAX_NAMES
 from relaygr_stream.wire.messages import WorkerStatus
 from relaygr_stream.wire.records import Record, kind_of
 from relaygr_stream.wire.topic_files import TopicSet
@@ -51,6 +51,9 @@ class Overview:
     refused: dict[str, int] = field(default_factory=dict)
     live: bool = False  # whether records from now on are written just now; False while old records are read
 
+    def __post_init__(self) -> None:
+        self._dropped_s = self.clock()
+
     def on_records(self, records: list[Record]) -> None:
         """Apply records in the topic's order."""
         for record in records:
@@ -58,6 +61,10 @@ class Overview:
                 self._apply(record)
             except DecodeError as error:
                 self.refused[error.reason] = self.refused.get(error.reason, 0) + 1
+        if self.clock() - self._dropped_s > DROP_AFTER_S:
+            self._dropped_s = self.clock()
+            _drop_silent(self.workers, self._dropped_s)
+            _drop_silent(self.triggers, self._dropped_s)
 
     def _apply(self, record: Record) -> None:
         received_s = self.clock() if self.live else None
@@ -102,8 +109,17 @@ class Overview:
         return workers + [KEY_PREFIX + name for name, trigger in self.triggers.items() if silent(trigger)]
 
 
+def _drop_silent(known: dict[str, Seen[S]], now_s: float) -> None:
+    """Drop what has stated nothing for DROP_AFTER_S, as OwnerDirectory does, or since before this viewer's start."""
+    for name, seen in list(known.items()):
+        if seen.received_s is None or now_s - seen.received_s > DROP_AFTER_S:
+            del known[name]
+
+
 def _put(known: dict[str, Seen[S]], status: S, received_s: float | None) -> None:
     before = known.get(status.name)
+    if before is None and len(known) >= MAX_NAMES:
+        del known[min(known, key=lambda name: known[name].received_s or 0.0)]
     if before is None or before.last.incarnation != status.incarnation:
         known[status.name] = Seen(status, status, received_s)
     else:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
+import torch
 
 from relaygr_stream.cache.storage import StorageKind
-from relaygr_stream.engine.audit import MAX_WAITING, Auditor
+from relaygr_stream.engine.audit import MAX_WAITING, Auditor, audit_deviation
 from relaygr_stream.engine.commands import RankTask
-from tests.unit.engine.worlds import MAX_TOKENS, Fraud, World
+from relaygr_stream.models.api import ScoreInput
+from relaygr_stream.models.loading import load_model
+from relaygr_stream.settings.schema import Relay
+from relaygr_stream.settings.worker import Model
+from relaygr_stream.worker.watch import AUDIT_TOLERANCE
+from tests.unit.engine.worlds import CPU, MAX_TOKENS, Fraud, World, Wrapped
+from tests.unit.models.small_models import full_scores, prefilled, random_items, random_tokens
 
 
 def relayed(w: World, number: int, length: int = 40) -> RankTask:
@@ -51,6 +60,81 @@ def test_a_deviation_is_found() -> None:
     assert deviation == pytest.approx(Fraud.factor - 1, rel=1e-4)
     assert w.scheduler.auditor.worst == deviation
     w.close()
+
+
+class Rounding(Wrapped):
+    """Scores that each call rounds otherwise, as products of other shapes do; those of `cancels` candidates cancel."""
+
+    noise, cancels = 1e-7, 1
+
+    def score(self, batch: Sequence[ScoreInput]) -> list[torch.Tensor]:
+        self.noise = -self.noise
+        return [
+            scores * (1e-4 if len(one.candidates) == self.cancels else 1.0) + self.noise
+            for one, scores in zip(batch, super().score(batch), strict=True)
+        ]
+
+
+def test_scores_that_nearly_cancel_are_judged_beside_others() -> None:
+    """A single candidate's score may be near 0: its rounding is then a large part of it, and no deviation."""
+    w = World(audit_share=1.0, wrap=Rounding)
+    relayed(w, 1)
+    w.settle()
+    w.signal("one", 2, 40)
+    w.settle()
+    w.rank("one", 2, 40, candidates=1)
+    w.settle()
+    (_, many), (task, one) = w.audits
+    assert len(task.candidates) == 1
+    assert one <= many < 1e-5
+    w.close()
+
+
+def test_what_deviates_sets_no_scale_for_others() -> None:
+    """Else one broken result, which may be anything, would hide all later ones."""
+    reported: list[float] = []
+
+    def report(task: RankTask, deviation: float, ms: float) -> bool:
+        reported.append(deviation)
+        return deviation > 0.1
+
+    auditor, w = Auditor(1.0, report), World(wrap=Loud)
+    for number in range(2):
+        auditor.consider(relayed(w, number), np.ones((5, 2), np.float32))
+        while auditor.step(w.executor, w.cache.scratch, 5.0):
+            pass
+    assert min(reported) > 0.1
+    w.close()
+
+
+class Loud(Wrapped):
+    """A device that computes a huge number once in the audits, and is well again."""
+
+    calls = 0
+
+    def score(self, batch: Sequence[ScoreInput]) -> list[torch.Tensor]:
+        self.calls += 1
+        return [scores * (1e30 if self.calls == 2 else 1.0) for scores in super().score(batch)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("candidates", [1, 300])
+def test_roundings_of_half_precision_are_far_from_the_tolerance_and_another_history_is_beyond(
+    dtype: torch.dtype, candidates: int
+) -> None:
+    """In torch's operators: with the kernels in C, relayed scores are those of full inference to the bit."""
+    shape = Model(layers=8, dim=64, heads=2, dqk=32, dv=32, vocab=1000, max_positions=64, scale_tokens=64)
+    model = load_model(shape, Relay(), device=CPU, dtype=dtype, kernels="torch")
+    tolerance, random, scale = AUDIT_TOLERANCE[str(dtype).removeprefix("torch.")], np.random.default_rng(1), 0.0
+    for _ in range(30):
+        tokens, other, items = random_tokens(random, 36), random_tokens(random, 36), random_items(random, candidates)
+        full, wrong = (full_scores(model, each, items).float().numpy() for each in (tokens, other))
+        cut = int(random.integers(1, 36))
+        (found,) = model.score([ScoreInput(prefilled(model, tokens.slice(0, cut)), tokens.slice(cut, 36), items)])
+        relayed_scores, scale = found.float().numpy(), max(scale, float(np.abs(full).max()))
+        assert audit_deviation(relayed_scores, full, scale, half=True) < tolerance / 2
+        if candidates > 1:
+            assert audit_deviation(wrong, full, scale, half=True) > 2 * tolerance
 
 
 def test_what_waits_is_bounded_and_the_newest_stay() -> None:

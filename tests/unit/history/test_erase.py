@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
+from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.cli.main import main
 from relaygr_stream.errors import DecodeError
 from relaygr_stream.history.sqlite_store import SqliteStore
@@ -21,9 +23,17 @@ from relaygr_stream.wire.behaviours import Behaviours
 from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.erase import KEY_PREFIX, KIND, Erase, encode_erase, read_erase, user_mark
 from relaygr_stream.wire.messages import RequestEvent, tenant_key
-from relaygr_stream.wire.records import HEADER_KIND, HEADER_ORIGIN_TOPIC, HEADER_REASON, HEADER_REPLAY_OF, Record
+from relaygr_stream.wire.records import (
+    HEADER_KIND,
+    HEADER_ORIGIN_TOPIC,
+    HEADER_REASON,
+    HEADER_REPLAY_OF,
+    Record,
+    kind_of,
+)
 from relaygr_stream.wire.signature import Signer
 from relaygr_stream.wire.worker_status import StatusReader
+from tests.statuses import worker_status
 from tests.unit.cache.worlds import table_of
 from tests.unit.worker.services import Peer, history, now_ms, worker_on
 from tests.unit.worker.test_service_histories import rank, settings_with, signal, sqlite
@@ -152,6 +162,35 @@ def test_a_request_to_erase_is_signed_fresh_and_names_nobody_in_clear() -> None:
     for forged in (record(asked, signed=False), record(msgspec.structs.replace(asked, sent_ms=now_ms() - 120_000))):
         with pytest.raises(DecodeError, match="unsigned"):
             read_erase(forged, reader)
+
+
+async def test_a_worker_that_has_confirmed_has_confirmed_whatever_it_states_later(embedded_settings: Kafka) -> None:
+    """A status lists its last 16 erasures, and there may be more at once."""
+    settings = Settings(kafka=embedded_settings)
+    async with Peer(embedded_settings) as peer, AsyncExitStack() as stack:
+        topic = peer.topics.worker_status.name
+        asked: list[Record] = []
+
+        def on_records(records: list[Record]) -> None:
+            asked.extend(record for record in records if kind_of(record.headers) == KIND and record.value)
+
+        await stack.enter_async_context(TopicTail(embedded_settings, topic, [0], "latest", on_records))
+        erasing = asyncio.create_task(erase_from_fleet(settings, "ann", "", 20.0))
+        await until(lambda: asked)
+        erase = read_erase(asked[0], StatusReader())
+        assert erase is not None
+        for erased in ((erase.id,), ("another " * 2,)):
+            status = worker_status("w1", sent_ms=now_ms(), erased=erased)
+            await peer.producer.send_and_wait(topic, encode(status), key=b"w1")
+        assert (await erasing).confirmed == ["w1"]
+
+
+@pytest.mark.parametrize("bad", ["é" * 40, "a" * 15, "a" * 65, "a" * 16 + "\n", "a" * 15 + " "])
+def test_a_request_to_erase_has_an_id_that_can_be_a_key(bad: str) -> None:
+    """It is hashed with in every worker: what the hash takes for no key would end them all."""
+    value = encode_erase(Erase(id=bad, user=bytes(16), sent_ms=now_ms()))
+    with pytest.raises(DecodeError, match="malformed"):
+        read_erase(Record("t", 0, 0, 0, b"erase/x", value, ((HEADER_KIND, KIND.encode()),)), StatusReader())
 
 
 async def test_the_command_says_what_it_did_and_what_the_logs_hold(embedded_settings: Kafka, tmp_path: Path) -> None:

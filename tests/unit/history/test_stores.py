@@ -84,14 +84,20 @@ async def test_positions_are_the_newest(store: WritableStore) -> None:
     assert sorted(after.stated()) == list(range(50 - MAX_POSITIONS, 51))
 
 
-async def test_what_does_not_continue_a_history_is_refused_and_changes_nothing(store: WritableStore) -> None:
-    before = await store.append("u", "", history(50))
+@pytest.mark.parametrize("length", [1, 50, 63, 64, 65, 128])
+async def test_what_does_not_continue_a_history_is_refused_and_changes_nothing(
+    store: WritableStore, length: int
+) -> None:
+    before = await store.append("u", "", history(length + 3).slice(3, length + 3))
     for bad in (history(3), history(60, features=True).slice(50, 60), Behaviours()):
         with pytest.raises(InputError):
             await store.append("u", "", bad)
     with pytest.raises(InputError, match="erase"):
         await store.replace("u", "", Behaviours())
     assert await store.reference("u") == before
+    after = await store.append("u", "", history(length + 7).slice(length + 3, length + 7))
+    whole = history(length + 7).slice(3, length + 7)
+    assert (after.length, after.digest) == (length + 4, HistoryReference.of(whole, 1).digest)
 
 
 async def test_an_erased_user_is_gone_and_may_begin_anew(store: WritableStore) -> None:

@@ -9,12 +9,14 @@ import msgspec
 import pytest
 
 from relaygr_stream.bus.topics import load_topics
+from relaygr_stream.ops.status import overview as overview_module
 from relaygr_stream.ops.status.odd import oddities
 from relaygr_stream.ops.status.overview import Overview
 from relaygr_stream.ops.status.table import as_json, render
 from relaygr_stream.settings.schema import Kafka, Settings
 from relaygr_stream.telemetry.printable import render_plain
 from relaygr_stream.wire.codec import encode
+from relaygr_stream.wire.fleet import DROP_AFTER_S
 from relaygr_stream.wire.messages import CostModel, WorkerStatus
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.trigger_status import PolicyStatus, TriggerStatus, encode_trigger
@@ -146,6 +148,24 @@ def test_hits_are_those_since_we_look_on() -> None:
 )  # fmt: skip
 def test_what_is_odd_is_named(statuses: list[WorkerStatus | TriggerStatus], line: str) -> None:
     assert oddities(overview(*statuses)) == [line]
+
+
+def test_what_a_long_lived_viewer_keeps_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gateway looks for weeks, and pods have new names at every start."""
+    now = [100.0]
+    view = Overview(SETTINGS, load_topics(SETTINGS.kafka), StatusReader(len(LANES)), clock=lambda: now[0], live=True)
+    for number in range(3):
+        view.on_records([record(worker(f"w{number}", range(0))), record(trigger(f"t{number}"))])
+    now[0] += DROP_AFTER_S - 1
+    view.on_records([record(worker("w2", range(0)))])
+    now[0] += 2
+    view.on_records([record(worker("new", range(0)))])
+    assert (set(view.workers), set(view.triggers)) == ({"w2", "new"}, set())
+    monkeypatch.setattr(overview_module, "MAX_NAMES", 3)
+    for number in range(10):
+        now[0] += 1
+        view.on_records([record(worker(f"v{number}", range(0)))])
+    assert set(view.workers) == {"v7", "v8", "v9"}
 
 
 def test_who_ended_without_a_word_is_named_for_ten_minutes(monkeypatch: pytest.MonkeyPatch) -> None:

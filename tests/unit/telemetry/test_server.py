@@ -70,6 +70,14 @@ def test_metrics_as_openmetrics_where_the_scraper_asks(server: TelemetryServer) 
     assert [family.name for family in families] == ["relaygr_things"]
 
 
+@pytest.mark.parametrize("version", ["abc", "1.x", "9" * 5000])
+@pytest.mark.parametrize("media", ["application/openmetrics-text", "text/plain"])
+def test_metrics_where_the_version_asked_for_is_none(server: TelemetryServer, media: str, version: str) -> None:
+    status, kind, body = request(server, "/metrics", headers={"Accept": f"{media};version={version}"})
+    assert (status, kind.startswith("text/plain")) == (200, True)
+    assert "relaygr_things_total 3.0" in body
+
+
 @pytest.mark.parametrize("path", ["/healthz", "/readyz"])
 def test_health_follows_its_own_check(server: TelemetryServer, checks: Checks, path: str) -> None:
     assert request(server, path)[0] == 200

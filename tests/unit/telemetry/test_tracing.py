@@ -17,8 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from relaygr_stream.errors import ConfigError
-from relaygr_stream.settings.schema import Telemetry
+from relaygr_stream.client import RelayClient
+from relaygr_stream.errors import BrokerUnavailable, ConfigError
+from relaygr_stream.settings.schema import Kafka, Settings, Telemetry
 from relaygr_stream.telemetry.otlp import tracing_of
 from relaygr_stream.telemetry.tracing import MAX_HEADER_BYTES, OFF, Tracing, trace_headers
 from relaygr_stream.wire.records import Record
@@ -41,6 +42,18 @@ def _no_collector(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def record(*headers: tuple[str, bytes]) -> Record:
     return Record("ranking", 3, 17, 0, b"u", b"", headers)
+
+
+async def test_a_client_that_finds_no_broker_leaves_no_exporter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "otlp")
+    before = set(threading.enumerate())
+    with socket.socket() as nobody:  # bound, and does not listen
+        nobody.bind(("127.0.0.1", 0))
+        kafka = Kafka(bootstrap=f"127.0.0.1:{nobody.getsockname()[1]}")
+        client = RelayClient(settings=Settings(kafka=kafka, telemetry=ON))
+        with pytest.raises(BrokerUnavailable):
+            await client.__aenter__()
+    assert not [thread for thread in set(threading.enumerate()) - before if "Otel" in thread.name]
 
 
 def of_headers(headers: list[tuple[str, bytes]]) -> tuple[str, str, str]:

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from relaygr_stream.bus.producer import NO_LEADER
 from relaygr_stream.bus.topics import load_topics
 from relaygr_stream.errors import BrokerError
 from relaygr_stream.settings.schema import Kafka
+from relaygr_stream.trigger import signals
 from relaygr_stream.trigger.decision import Decision
 from relaygr_stream.trigger.delegation import Place
 from relaygr_stream.trigger.ledger import LaneLedger
@@ -20,6 +22,7 @@ from relaygr_stream.wire.messages import PreInferSignal
 from relaygr_stream.wire.records import HEADER_KIND, Record
 from relaygr_stream.wire.refusals import Refusal
 from tests.unit.trigger.parts import POLICY, event
+from tests.waiting import until
 
 TOPICS = load_topics(Kafka(partitions=8))
 PLACE = Place("w2", 6, 250, 25.0)
@@ -33,13 +36,19 @@ class World:
         self.sent: list[tuple[str, bytes, dict[str, Any]]] = []
         self.acknowledged: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self.refused_at_once = False
+        self.leader = 1
+        self.room = asyncio.Event()
+        self.room.set()
+        self.own: list[int] = []  # how many were sent together
         self.told: list[tuple[str, Refusal]] = []
         self.done: list[Record] = []
         self.failed = self.paused = 0
         shared = SimpleNamespace(
             policy=POLICY,
             topics=TOPICS,
-            producer=SimpleNamespace(send=self.send),
+            producer=SimpleNamespace(
+                send=self.send, send_together=self.send_together, broker_of=lambda topic, lane: self.leader
+            ),
             refused=SimpleNamespace(add=lambda owner, lane, ledger, refusal: self.told.append((owner, refusal))),
             metrics=SimpleNamespace(signals_failed=SimpleNamespace(inc=self.count_failed)),
             delegation=SimpleNamespace(not_sent=self.count_paused),
@@ -58,12 +67,17 @@ class World:
         if self.refused_at_once:
             raise BrokerError("no grant")
         self.sent.append((topic, value, more))
+        await self.room.wait()
         return self.acknowledged
 
-    async def delegate(self) -> None:
+    async def send_together(self, topic: str, messages: list[Any], **more: Any) -> None:
+        self.own.append(len(messages))
+
+    async def delegate(self, number: int = 1) -> None:
         decision = Decision("delegated", 25, 40.0, 30.0, PLACE.nbytes, PLACE.cost_ms, PLACE)
         asked = event(25, "r", "u", tenant="shop", rank_in_ms=300.0)
-        self.signals.delegate(asked, RECORD, decision, "w1")
+        for _ in range(number):
+            self.signals.delegate(asked, RECORD, decision, "w1")
         await self.signals.flush()
 
 
@@ -95,6 +109,31 @@ async def test_one_that_no_broker_takes_leaves_the_request_to_its_owner(at_once:
     assert world.told == [("w1", Refusal("r", "delegated"))], "no delegate: nothing is passed on"
     assert world.done == [RECORD]
     assert (world.failed, world.paused) == (1, 1)
+
+
+async def test_a_delegates_lane_without_a_leader_is_not_waited_for() -> None:
+    world = World()
+    world.leader = NO_LEADER
+    await world.delegate()
+    assert (world.sent, world.told) == ([], [("w1", Refusal("r", "delegated"))])
+    assert (world.done, world.paused) == ([RECORD], 1)
+
+
+async def test_a_delegates_lane_that_takes_nothing_holds_up_neither_own_signals_nor_events(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(signals, "DELEGATED_S", 0.02)
+    world = World()
+    world.room.clear()
+    own = event(25, "own", "u")
+    world.signals.add(own, RECORD, world.ledger.admit(250))
+    flushing = asyncio.create_task(world.delegate(3))
+    await until(lambda: len(world.sent) == 1)
+    assert world.own == [1], "own signals wait for no delegate"
+    await flushing
+    assert len(world.sent) == 1, "one wait tells of the lane"
+    assert world.told == [("w1", Refusal("r", "delegated"))] * 3
+    assert world.done == [RECORD] * 3
 
 
 async def test_a_trigger_that_stops_meanwhile_leaves_the_event_to_the_next() -> None:

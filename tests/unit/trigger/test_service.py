@@ -78,7 +78,7 @@ async def test_the_owner_is_told_why_a_request_was_not_admitted(embedded_setting
 
         def all_told() -> bool:
             for record in peer.others:
-                reasons.read(record)
+                reasons.read(record, 0.0)
             peer.others.clear()
             told.update({each: reason for ids in sent.values() for each in ids if (reason := reasons.take(each))})
             return len(told) == 30

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,9 @@ from relaygr_stream.models.api import RankingModel, ScoreInput
 from relaygr_stream.models.loading import load_model
 from relaygr_stream.settings.schema import Kafka, Relay
 from relaygr_stream.settings.worker import Model
+from relaygr_stream.wire.codec import encode
+from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.worker_status import StatusReader
 from relaygr_stream.worker.watch import DEVIATIONS_TO_UNREADY
 from tests.unit.engine.worlds import CPU, Fraud, World, Wrapped, toy_model, world
 from tests.unit.worker.services import Hangable, Peer, made, worker_on, worker_settings
@@ -123,6 +127,16 @@ async def test_a_worker_whose_audits_deviate_says_so_in_readiness(embedded_setti
         assert w.context.why_not_ready() == (
             f"{DEVIATIONS_TO_UNREADY} audits deviated from full inference; see the log, then restart the worker"
         )
+
+
+async def test_an_audit_without_numbers_leaves_the_status_readable(embedded_settings: Kafka) -> None:
+    """Its deviation is infinite, for good, and what is not finite would make every later status invalid."""
+    async with Peer(embedded_settings) as peer, worker_on(worker_settings(embedded_settings)) as w:
+        w.runtime.scheduler.auditor.worst = math.inf
+        await until(lambda: peer.statuses and peer.statuses[-1].counters["audit_deviation"] > 1e300)
+        status = peer.statuses[-1]
+        record = Record("worker-status", 0, 0, 0, status.name.encode(), encode(status), ())
+        assert StatusReader().read(record) == status
 
 
 def test_an_error_of_the_model_shows_its_traceback_once_per_kind() -> None:

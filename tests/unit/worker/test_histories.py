@@ -55,7 +55,7 @@ async def store(tmp_path: Path) -> AsyncIterator[Watched]:
 
 
 def kept_by(store: Watched, **changes: Any) -> Histories:
-    settings = History(**{"timeout_ms": 5000.0, "retries": 2, **changes})
+    settings = History(**{"timeout_ms": 5000.0, "max_retries": 2, **changes})
     return Histories(store, settings, HistoryMetrics(CollectorRegistry()))
 
 
@@ -156,6 +156,20 @@ async def test_messages_that_come_together_share_a_read(store: Watched) -> None:
     store.gate.set()
     assert await asyncio.gather(*waiting[1:]) == [history(50)] * 4
     assert len(store.reads) == 1
+
+
+async def test_a_shared_read_goes_on_for_the_waiter_with_the_most_time(store: Watched) -> None:
+    histories, reference = kept_by(store, max_reads=1), await store.replace("u", "", history(50))
+    store.gate.clear()
+    first = asyncio.create_task(histories.find("another", "", reference, monotonic() + 20))
+    await until(lambda: len(store.reads) == 1)
+    with pytest.raises(TimeoutError):  # it waits for its turn to read
+        await found(histories, reference, within_s=0.01)
+    patient = asyncio.create_task(found(histories, reference))
+    await asyncio.sleep(0)
+    store.answers = [history(50), history(50)]
+    store.gate.set()
+    assert list(await asyncio.gather(first, patient)) == [history(50)] * 2
 
 
 async def test_no_more_reads_at_a_time_than_the_setting_says(store: Watched) -> None:

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from relaygr_stream.bus.ages import stated_age_ms
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.engine.commands import Query
 from relaygr_stream.settings.schema import Kafka
@@ -14,7 +15,9 @@ from relaygr_stream.trigger.ledger import LaneLedger
 from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.messages import Cancel
 from relaygr_stream.wire.records import HEADER_KIND, KIND_CANCEL
+from relaygr_stream.wire.refusals import KIND as REFUSALS
 from relaygr_stream.wire.refusals import Refusal, encode_refusals
+from relaygr_stream.worker import intake
 from tests.unit.worker.services import Peer, committed, worker_on, worker_settings
 from tests.waiting import until
 
@@ -123,9 +126,17 @@ async def test_a_cancel_releases_in_its_order_and_a_broken_one_is_buried(embedde
 async def test_a_worker_whose_clock_is_ahead_expires_nothing(
     embedded_settings: Kafka, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Neither rankings nor what its trigger says of them."""
     async with Peer(embedded_settings) as peer, worker_on(worker_settings(embedded_settings)):
         await asyncio.sleep(0.6)  # until the lanes' ends are known
-        real = time.time
-        monkeypatch.setattr("relaygr_stream.worker.intake.time.time", lambda: real() + 300.0)
+        monkeypatch.setattr(intake, "stated_age_ms", lambda sent: (stated_age_ms(sent) or 0.0) + 300_000.0)
+        refused = encode_refusals([Refusal(f"r{number}", "over_load") for number in range(5)])
+        kind = [(HEADER_KIND, REFUSALS.encode())]
+        pre_infer = peer.topics.pre_infer.name
+        for lane in range(peer.topics.lanes):
+            await peer.producer.send_and_wait(pre_infer, refused, partition=lane, headers=kind)
+        await peer.signal("last", "u0", 20)  # read behind the refusals
         correlations = [await peer.rank(f"r{number}", f"u{number}", 20, timeout_ms=5000.0) for number in range(5)]
-        assert {(await peer.reply(each)).status for each in correlations} == {"ok"}
+        answers = [await peer.reply(each) for each in correlations]
+        assert {answer.status for answer in answers} == {"ok"}
+        assert answers[0].admission == "over_load"

@@ -16,6 +16,7 @@ from relaygr_stream.wire.behaviours import Behaviours, pack_items
 from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.history import HistoryReference
 from relaygr_stream.wire.messages import PreInferSignal, RankingRequest, with_version
+from relaygr_stream.wire.records import HEADER_KIND, KIND_DELEGATED
 from tests.unit.worker.services import Peer, history, now_ms, worker_on, worker_settings
 from tests.waiting import until
 
@@ -46,7 +47,10 @@ async def signal(peer: Peer, request: str, user: str, reference: HistoryReferenc
         **{"life_ms": 60_000.0, **changes},
         **with_version(reference),
     )
-    return await peer.producer.send_and_wait(peer.topics.pre_infer.name, encode(message), key=user.encode())
+    delegated = message.delegate is not msgspec.UNSET
+    topic, kind = (peer.topics.ranking, KIND_DELEGATED) if delegated else (peer.topics.pre_infer, "")
+    headers = [(HEADER_KIND, kind.encode())] if kind else []
+    return await peer.producer.send_and_wait(topic.name, encode(message), key=user.encode(), headers=headers)
 
 
 async def rank(peer: Peer, request: str, user: str, reference: HistoryReference, **changes: Any) -> bytes:
@@ -127,6 +131,19 @@ async def test_no_scores_from_another_history_than_the_reference_says(
 
 def with_a_column(behaviours: Behaviours) -> Behaviours:
     return msgspec.structs.replace(behaviours, columns={"x:int32": bytes(4 * len(behaviours))})
+
+
+async def test_a_delegate_prefills_a_history_by_reference(
+    embedded_settings: Kafka, tmp_path: Path, store: SqliteStore
+) -> None:
+    """Such a signal is of no lane, so none that this worker owns."""
+    async with Peer(embedded_settings) as peer, worker_on(settings_with(embedded_settings, sqlite(tmp_path))) as w:
+        for number in range(2):  # read from the store; kept
+            reference = await store.append("u", "", history("u", 60 + 30 * number).slice(60 * number, 60 + 30 * number))
+            await signal(peer, f"r{number}", "u", reference, delegate="w9")
+            await until(lambda: w.total("histories") == 2 * number + 1)  # noqa: B023
+            found = await peer.reply(await rank(peer, f"r{number}", "u", reference, hops=1))
+            assert found.outcome in ("hbm", "joined")
 
 
 async def test_a_worker_without_a_store_says_so(embedded_settings: Kafka) -> None:
