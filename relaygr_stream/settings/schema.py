@@ -180,9 +180,9 @@ class History(Section, frozen=True, kw_only=True):
 class Gateway(Section, frozen=True, kw_only=True):
     """The gateway: announce, rank and cancel over HTTP."""
 
-    host: Annotated[str, doc("address to serve on; without gateway.tokens, only this machine's own are allowed")] = (
-        "127.0.0.1"
-    )
+    host: Annotated[
+        str, doc("address to serve on; without gateway.tokens, only 127.0.0.1, ::1 and localhost are allowed")
+    ] = "127.0.0.1"
     port: Annotated[Port, doc("port on gateway.host; 0: any free one, logged at start")] = 8080
     tokens: Annotated[
         str,

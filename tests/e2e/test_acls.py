@@ -69,10 +69,14 @@ def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecureKafka]:
     if not os.environ.get("KAFKA_HOME"):
         pytest.skip(KAFKA_HINT)
     with secure_kafka(tmp_path_factory.mktemp("acls"), users=ROLES, authorize=True) as broker:
-        kafka = AdminClient({"bootstrap.servers": f"127.0.0.1:{broker.inside_port}"})
-        for created in kafka.create_acls(list(bindings())).values():
-            created.result(timeout=60)
+        grant(broker, list(bindings()))
         yield broker
+
+
+def grant(secure: SecureKafka, acls: list[AclBinding]) -> None:
+    kafka = AdminClient({"bootstrap.servers": f"127.0.0.1:{secure.inside_port}"})
+    for created in kafka.create_acls(acls).values():
+        created.result(timeout=60)
 
 
 def as_user(secure: SecureKafka, user: str) -> Kafka:
@@ -130,14 +134,41 @@ async def test_an_operator_looks_and_removes_a_status_and_replays_a_dead_letter(
         (["dead-letters", "list"], "malformed"),
         (["dead-letters", "replay", "--all"], "replayed"),
     ):
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "relaygr_stream", *arguments, "--config", str(config)),
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-        )
-        out = (await process.communicate())[0].decode()
-        assert process.returncode == 0, out
+        code, out = await run(arguments, config)
+        assert code == 0, out
         assert said in out
+
+
+@pytest.mark.timeout(120)
+async def test_explain_and_erase_need_the_grants_below_the_table(secure: SecureKafka, tmp_path: Path) -> None:
+    await apply_topics(as_user(secure, "admin"))
+    config = settings_of(secure, "operator", tmp_path / "operator.toml")
+    bad = Record(f"{PREFIX}retrieval", 0, 0, 0, b"ada", b"x", ())
+    headers = dead_letter_headers(bad, DecodeError("malformed", "no map"))
+    async with Producer(as_user(secure, "worker"), client_id="test") as producer:
+        await producer.send_and_wait(f"{PREFIX}dead-letter", b"x", key=b"ada", headers=headers)
+    explain, erase = ["explain", "--seconds", "1"], ["history", "erase", "ada", "--wait", "0"]
+    _, out = await run(explain, config)
+    assert "lacks an ACL" in out
+    code, out = await run(erase, config)
+    assert (code, "could not be removed" in out) == (1, True), out
+    more = [("READ", "retrieval"), ("READ", "pre-infer"), ("DELETE", "dead-letter")]
+    grant(secure, [binding("operator", operation, "TOPIC", f"{PREFIX}{topic}") for operation, topic in more])
+    code, out = await run(explain, config)
+    assert (code, "lacks an ACL" in out) == (0, False), out
+    code, out = await run(erase, config)
+    assert (code, "dead letters: 1 removed" in out) == (0, True), out
+
+
+async def run(arguments: list[str], config: Path) -> tuple[int | None, str]:
+    """A command's exit code, and what it says."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "relaygr_stream", *arguments, "--config", str(config)),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    out = (await process.communicate())[0].decode()
+    return process.returncode, out
 
 
 @pytest.mark.parametrize(

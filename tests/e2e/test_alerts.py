@@ -134,8 +134,9 @@ CASES = {
         of("relaygr_statuses_unsigned_total", NEVER, of("relaygr_statuses_unreadable_total", PER_STEP)),
         of("relaygr_statuses_unsigned_total", NEVER, of("relaygr_statuses_unreadable_total", "5x240")),
     ),
-    "RelaygrDeviceStalled": Case(
-        of("relaygr_device_stall_seconds", "0x236 6 21 36 51"), of("relaygr_device_stall_seconds", "0.2x240")
+    "RelaygrDeviceStalled": Case(  # seen once before the worker ended and came back; an old one
+        of("relaygr_device_stall_seconds", "0.2x232 7 _x3 0.2x10"),
+        of("relaygr_device_stall_seconds", "0.2x200 7 _x3 0.2x40"),
     ),
     "RelaygrLoopSlow": Case(loop("1.0"), loop("0.05")),
     "RelaygrRepliesFail": Case(
