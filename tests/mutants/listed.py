@@ -70,6 +70,19 @@ MUTANTS: Final = (
     Mutant("engine/executor.py", "            region.length = self.position\n", "", "engine/test_core_failures"),
     Mutant("worker/device.py", "            self.submit(command)\n", "            del command\n", "worker/test_device"),
     Mutant("engine/audit.py", "self.deviating.append(task.user_key)", "pass", "engine/test_audit worker/test_distrust"),
+    Mutant("engine/audit.py", "scale = max(scale, float(", "scale = max(0.0, float(", "engine/test_audit"),
+    Mutant("engine/audit.py", "    if not half:\n", "    if True:\n", "engine/test_audit"),
+    Mutant(
+        "engine/audit.py",
+        "        else:\n            self._scale",
+        "        if True:\n            self._scale",
+        "engine/test_audit",
+    ),
+    Mutant("worker/statement.py", "min(total, sys.float_info.max)", "total", "worker/test_distrust"),
+    Mutant("history/packed.py", "min(before.tail, before.length - 1)", "before.tail", "history/test_stores"),
+    Mutant("worker/requests.py", " or lane == DELEGATED_LANE", "", "worker/test_service_histories"),
+    Mutant("trigger/signals.py", "place.lane in stuck or producer", "producer", "trigger/test_delegated_signals"),
+    Mutant("ops/status/overview.py", "            del known[name]", "            pass", "status/test_overview"),
     Mutant(
         "engine/rankings.py", "if pinned is not None and self._serves(pinned, task):", "if pinned:", "engine/test_core"
     ),
