@@ -60,5 +60,5 @@ class Catalogue:
                 found[item] += times * SEEDS // age
         seen = {behaviour.item for behaviour in history[-10:]}
         followed = [item for item, _ in found.most_common()]
-        popular = (item for item, _ in self._popular.most_common(count) if item not in found)
+        popular = (item for item, _ in self._popular.copy().most_common(count) if item not in found)
         return list(islice((item for item in [*followed, *popular] if item not in seen), count))

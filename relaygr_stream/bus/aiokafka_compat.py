@@ -25,6 +25,7 @@ from aiokafka.errors import (
 
 from relaygr_stream.errors import AccessDenied, BrokerError, BrokerUnavailable, ConfigError
 from relaygr_stream.settings.schema import Kafka
+from relaygr_stream.settings.section import MAX_PORT
 
 log = structlog.get_logger(__name__)
 
@@ -203,13 +204,18 @@ async def end_client(what: str, client: Any, within_s: float = CLOSE_S) -> None:
 
 
 def bootstrap_addresses(kafka: Kafka) -> list[str]:
-    """HOST:PORT of each broker in `kafka.bootstrap`. Raises ConfigError for a URL, which it does not quote."""
+    """HOST:PORT of each broker in `kafka.bootstrap`. Raises ConfigError; it does not quote a URL."""
     if "@" in kafka.bootstrap or "/" in kafka.bootstrap:
         raise ConfigError(
             "`kafka.bootstrap` is a URL, or holds a password: write HOST:PORT[,HOST:PORT…], the user in "
             "kafka.sasl_username and the password in RELAYGR_KAFKA_SASL_PASSWORD_FILE"
         )
-    return [address.strip() for address in kafka.bootstrap.split(",") if address.strip()]
+    addresses = [address.strip() for address in kafka.bootstrap.split(",") if address.strip()]
+    for address in addresses:
+        port = address.rpartition(":")[2]
+        if not (port.isascii() and port.isdigit() and len(port) <= 5 and 0 < int(port) <= MAX_PORT):
+            raise ConfigError(f"`kafka.bootstrap`: {address!r}: write HOST:PORT, with a port from 1 to {MAX_PORT}")
+    return addresses
 
 
 def client_options(kafka: Kafka, client_id: str) -> dict[str, Any]:

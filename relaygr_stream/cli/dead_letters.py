@@ -42,7 +42,8 @@ def list_command(settings: Settings, reason: str, origin: str, as_lines: bool) -
     from relaygr_stream.ops.dead_letters.table import as_json, print_letters
     from relaygr_stream.telemetry.printable import SafeConsole
 
-    letters = choose(asyncio.run(read_letters(settings.kafka)), addresses=(), reason=reason, origin=origin)
+    found = asyncio.run(read_letters(settings.kafka))
+    letters = choose(found, addresses=(), reason=reason, origin=origin, prefix=settings.kafka.prefix)
     if as_lines:
         for letter in letters:
             click.echo(as_json(letter, value=False))
@@ -59,7 +60,8 @@ def show(settings: Settings, addresses: tuple[str, ...]) -> None:
     from relaygr_stream.ops.dead_letters.table import print_letter
     from relaygr_stream.telemetry.printable import SafeConsole
 
-    for letter in choose(asyncio.run(read_letters(settings.kafka)), addresses=addresses, reason="", origin=""):
+    found = asyncio.run(read_letters(settings.kafka))
+    for letter in choose(found, addresses=addresses, reason="", origin="", prefix=settings.kafka.prefix):
         print_letter(SafeConsole(), letter)
 
 
@@ -102,7 +104,8 @@ def replay(
         click.echo(line_of(letter, verdict, detail))
 
     async def run() -> bool:
-        letters = choose(await read_letters(settings.kafka), addresses=addresses, reason=reason, origin=origin)
+        found, prefix = await read_letters(settings.kafka), settings.kafka.prefix
+        letters = choose(found, addresses=addresses, reason=reason, origin=origin, prefix=prefix)
         if not dry_run:
             return await send_again(settings.kafka, topics, letters, again=again, report=report)
         for letter in letters:

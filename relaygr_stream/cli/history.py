@@ -59,8 +59,9 @@ def history_command() -> None:
 def import_command(settings: Settings, file: Path, **how: Any) -> None:
     """Make a log's interactions the whole histories of its users.
 
-    FILE is a log as `relaygr replay` reads it (docs/reference/workloads.md). A history longer than
-    history.max_behaviours keeps its newest. Other users' histories stay as they are. Exits 1 if a user failed.
+    FILE is a log as `relaygr replay` reads it (docs/reference/workloads.md). Items and actions must be numbers: those
+    of the model. A history longer than history.max_behaviours keeps its newest. Other users' histories stay as they
+    are. Exits 1 if a user failed.
     """
     most = settings.history.max_behaviours
 
@@ -68,7 +69,7 @@ def import_command(settings: Settings, file: Path, **how: Any) -> None:
         newest = behaviours.slice(max(0, len(behaviours) - most), len(behaviours)) if most else behaviours
         await store.replace(user, how["tenant"], newest)
 
-    _write_all(settings, _log(file, how, numbers=False), "imported", write)
+    _write_all(settings, _log(file, how), "imported", write)
 
 
 @history_command.command()
@@ -86,7 +87,7 @@ def append(settings: Settings, file: Path, **how: Any) -> None:
     async def write(store: WritableStore, user: str, behaviours: Behaviours) -> None:
         await store.append(user, how["tenant"], behaviours, most)
 
-    _write_all(settings, _log(file, how, numbers=True), "appended", write)
+    _write_all(settings, _log(file, how), "appended", write)
 
 
 @history_command.command()
@@ -137,7 +138,7 @@ def erase(settings: Settings, user: str, tenant: str, wait: float) -> None:
 
     First stop asking for the user: a message that comes later brings prefix KV back. Workers confirm in their statuses.
     Says which topics' retention still holds messages of the user. Exits 1 if a worker did not confirm, or dead letters
-    are left; run it again then.
+    are left; run it again then. Run one at a time: two at once may write each other's dead letters anew.
     """
     from relaygr_stream.ops.erase import erase_from_fleet, retained
     from relaygr_stream.telemetry.printable import printable
@@ -155,6 +156,12 @@ def erase(settings: Settings, user: str, tenant: str, wait: float) -> None:
     click.echo(f"workers: {len(done.confirmed)} have dropped the user")
     for name in done.unconfirmed:
         click.echo(f"worker {printable(name)}: did not confirm within {wait:g} s; it may be older, or busy", err=True)
+    if done.unread:
+        click.echo(
+            f"workers: {done.unread} statuses are not believed here: their workers may have refused, too. Compare "
+            f"handover.secret, and this host's clock, with theirs",
+            err=True,
+        )
     click.echo(f"dead letters: {done.letters} removed")
     if done.letters_left:
         click.echo(f"dead letters: could not be removed: {done.letters_left}", err=True)
@@ -177,7 +184,7 @@ def _time(ms: int) -> str:
         return str(ms)
 
 
-def _log(file: Path, how: dict[str, Any], *, numbers: bool) -> InteractionLog:
+def _log(file: Path, how: dict[str, Any]) -> InteractionLog:
     from relaygr_stream.errors import InputError
     from relaygr_stream.lab.workload.columns import ColumnMap
     from relaygr_stream.lab.workload.logs import read_log
@@ -190,8 +197,17 @@ def _log(file: Path, how: dict[str, Any], *, numbers: bool) -> InteractionLog:
         time_unit=how["time_unit"] or "auto",
         features=FeatureSchema.read(how["features"]) if how["features"] else NO_FEATURES,
     )
-    if numbers and (log.item_names or log.action_names):
-        raise InputError(f"{file}: items or actions are names, which each file numbers anew; append numbers")
+    if log.item_names or log.action_names:
+        what, names = ("items", log.item_names) if log.item_names else ("actions", log.action_names)
+        raise InputError(
+            f"{file}: {what} are names, or numbers beyond what travels ({names[0][:40]!r}, …); each file would number "
+            f"them anew, and no model knows these numbers: write the model's own"
+        )
+    if log.halves:
+        click.echo(
+            f"{file}: actions have halves: all are stored doubled, 4.5 as 9, unlike those of a file without halves",
+            err=True,
+        )
     return log
 
 

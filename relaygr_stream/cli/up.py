@@ -14,6 +14,7 @@ import click
 
 from relaygr_stream.cli.options import parse_flags, source_options
 from relaygr_stream.errors import ConfigError
+from relaygr_stream.settings.section import MAX_PORT
 from relaygr_stream.telemetry.printable import printable
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
 #: Time beyond worker.drain_ms before a process is killed: for leaving the group and closing clients.
 BEYOND_DRAIN_S = 5.0
-MAX_PORT = 65_535
 
 
 @click.command(name="up")
@@ -57,7 +57,7 @@ def up_command(
 
     if not (workers or trigger):
         raise click.UsageError("nothing to run: --workers 0 and --no-trigger; leave out one of them")
-    # Loaded here so that a mistake is reported once; each process loads its settings itself.
+    # Loaded here so that a mistake is reported once, of each process's own settings, too, which it loads itself.
     settings = load_settings(files, {"kafka.bootstrap": bootstrap, **parse_flags(assignments)}).settings
     shared = [
         *(argument for file in files for argument in ("--config", file)),
@@ -75,6 +75,7 @@ def up_command(
                 role, own = "worker", [*own, *handover[number], "--set", f"worker.name={process_name}"]
                 if devices:
                     own += ["--set", f"worker.device={devices.split(',')[number % len(devices.split(','))].strip()}"]
+            load_settings(files, {"kafka.bootstrap": bootstrap, **parse_flags((*assignments, *own[1::2]))})
             processes.append(Supervised(process_name, [role, *shared, *own], Path(folder), settings.telemetry.host))
         supervisor = Supervisor(processes, settings.worker.drain_ms / 1e3 + BEYOND_DRAIN_S, _print_state)
         ended_well = asyncio.run(_run(supervisor))

@@ -167,7 +167,7 @@ class MessageClient:
         settings), TopicError (the partition that this client's answers came on exists no more), RequestError (the
         client was closed).
         """
-        timeout_s = self._settings.client.timeout_ms / 1000 if timeout is None else timeout
+        timeout_s = self._settings.client.timeout_ms / 1000 if timeout is None else float(timeout)
         trace = self.begin("relaygr.rank", request.request_id, within or self._announced.pop(request.request_id, None))
         try:
             ranking = await self._rank(request, timeout_s, trace)

@@ -10,9 +10,10 @@ import secrets
 from collections.abc import Mapping
 from contextlib import suppress
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 import msgspec
+import numpy as np
 import numpy.typing as npt
 from msgspec import UNSET
 
@@ -86,8 +87,8 @@ class RelayClient(MessageClient):
             user_id=user_id,
             prefix=prefix,
             columns=FeatureTables(self._features.digest, tables["user"]) if self._features else UNSET,
-            candidates=candidates,
-            rank_in_ms=rank_in * 1000,
+            candidates=plain(candidates),
+            rank_in_ms=plain(rank_in) * 1000,
             tenant=tenant or self._settings.client.tenant,
             **with_version(reference),
         )
@@ -134,9 +135,7 @@ class Request:
     async def __aenter__(self) -> Self:
         self._trace = self._relay.begin("relaygr.request", self._event.request_id)
         try:
-            if self._store is not None:
-                reference = await looked_up(self._store, self._event.user_id, self._event.tenant, self._store_s)
-                self._event = msgspec.structs.replace(self._event, **with_version(reference or UNSET))
+            await self._refer()
             await self._relay.announce(self._event, within=self._trace)
             self._pinned = True
         except BaseException as error:
@@ -146,6 +145,13 @@ class Request:
                     self._trace.fail(error)
                 raise
         return self
+
+    async def _refer(self) -> None:
+        """Look the reference to the history up, unless that was done. Raises HistoryUnavailable."""
+        if self._store is not None:
+            reference = await looked_up(self._store, self._event.user_id, self._event.tenant, self._store_s)
+            self._event = msgspec.structs.replace(self._event, **with_version(reference or UNSET))
+            self._store = None
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -174,8 +180,9 @@ class Request:
 
         suffix: behaviours since the history, in the same form. timeout: seconds; None: client.timeout_ms. mode: "full"
         ignores cached prefix KV. features: those of candidates, of candidate × user, and of the suffix's behaviours.
-        Raises as `RelayClient.rank` does.
+        Raises as `RelayClient.rank` does; if the request was not entered, HistoryUnavailable, too.
         """
+        await self._refer()
         event = self._event
         try:
             packed = pack_items(candidates)
@@ -197,6 +204,14 @@ class Request:
         ranking = await self._relay.rank(request, timeout=timeout, within=self._trace)
         self._pinned = False
         return ranking
+
+
+N = TypeVar("N", int, float)
+
+
+def plain(number: N) -> N:
+    """A number of numpy as Python's: what checks messages takes no other."""
+    return number.item() if isinstance(number, np.generic) else number
 
 
 def behaviours_of(history: History, what: str) -> Behaviours:

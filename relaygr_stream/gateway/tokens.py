@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 from typing import Final
 
 from starlette.requests import Request
 
 from relaygr_stream.errors import ConfigError
 from relaygr_stream.settings.schema import Gateway
+from relaygr_stream.settings.section import LABEL
 
 #: Characters that a token has at least: 96 bits in base64.
 MIN_TOKEN: Final = 16
@@ -37,6 +39,11 @@ class Tokens:
             if not separator or len(token) < MIN_TOKEN:
                 raise ConfigError(
                     f"gateway.tokens: entry {number} is not TENANT:TOKEN with a token of {MIN_TOKEN} characters or more"
+                )
+            if not re.search(LABEL.pattern or "", tenant) or len(tenant) > (LABEL.max_length or 0):
+                raise ConfigError(
+                    f"gateway.tokens: the tenant of entry {number} has more than {LABEL.max_length} characters, or "
+                    f"control characters"
                 )
             if self._tenants.setdefault(_digest(token), tenant) != tenant:
                 raise ConfigError(f"gateway.tokens: entry {number} has the token of another tenant")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -34,17 +34,19 @@ LISTEN_S: Final = 2.0
 
 @dataclass
 class Erased:
-    """What was done. unconfirmed: living workers that did not say so in time; letters_left: why letters are left."""
+    """What was done. unconfirmed: living workers that did not say so in time; unread: how many of their statuses this
+    process does not believe; letters_left: why letters are left."""
 
     confirmed: list[str] = field(default_factory=list)
     unconfirmed: list[str] = field(default_factory=list)
+    unread: int = 0
     letters: int = 0
     letters_left: str = ""
 
     @property
     def complete(self) -> bool:
         """Whether nothing is left but what the logs hold."""
-        return not self.unconfirmed and not self.letters_left
+        return not (self.unconfirmed or self.unread or self.letters_left)
 
 
 async def erase_from_fleet(settings: Settings, user_id: str, tenant: str, wait_s: float) -> Erased:
@@ -75,6 +77,7 @@ async def _ask_workers(settings: Settings, user_key: str, wait_s: float, done: E
             try:
                 status = reader.read(record)
             except DecodeError:
+                done.unread += 1
                 continue
             if isinstance(status, WorkerStatus):
                 living[status.name] = status
@@ -118,34 +121,64 @@ async def _remove_letters(kafka: Kafka, rows: dict[str, TopicRow], user_id: str,
 
     A log loses its beginning only. So the others' letters before the user's last one are written anew, at its end, and
     everything up to that last one is deleted. They get new addresses; markers of replays follow them.
+
+    Raises BrokerError if the user is named afterwards: another command wrote letters anew at the same time.
     """
     topic = load_topics(kafka).dead_letter
     found = rows[topic.name].found
     assert found is not None  # verified
-    records: list[Record] = []
-    async with TopicTail(kafka, topic.name, range(found.partitions), "earliest", records.extend):
-        pass
+    lanes = range(found.partitions)
+    records = await _all_of(kafka, topic.name, lanes)
     his = [record for record in records if names_user(record, user_id, tenant)]
     last = {lane: max(each.offset for each in his if each.lane == lane) for lane in {each.lane for each in his}}
     if not last:
         return 0
     await delete_before(kafka, topic.name, dict.fromkeys(last, 0))  # deletes nothing: can this broker delete records?
-    kept = [each for each in records if each not in his and each.offset < last.get(each.lane, -1)]
+    others = [each for each in records if each not in his]
     async with Producer(kafka, client_id="relaygr-erase", max_bytes=topic.max_message_bytes) as producer:
-        await _write_anew(producer, topic.name, kept)
+        await _write_anew(producer, topic.name, others, last)
     await delete_before(kafka, topic.name, {lane: offset + 1 for lane, offset in last.items()})
+    if any(names_user(record, user_id, tenant) for record in await _all_of(kafka, topic.name, lanes)):
+        raise BrokerError("another command wrote dead letters anew at the same time; run this one again, alone")
     return len(his)
 
 
-async def _write_anew(producer: Producer, topic: str, records: Iterable[Record]) -> None:
+async def _all_of(kafka: Kafka, topic: str, lanes: Sequence[int]) -> list[Record]:
+    records: list[Record] = []
+    async with TopicTail(kafka, topic, lanes, "earliest", records.extend):
+        return records
+
+
+async def _write_anew(producer: Producer, topic: str, records: Sequence[Record], last: Mapping[int, int]) -> None:
+    """Write the letters before `last` of their lane at its end, and all markers that name one of them.
+
+    A letter that is there already, from a run that ended half-way, is not written again.
+    """
+    there = {_content(record): record.offset for record in records if record.offset > last.get(record.lane, -1)}
     moved: dict[bytes, bytes] = {}  # PARTITION:OFFSET of letters, for the markers that name them
+    markers = [record for record in records if HEADER_REPLAY_OF in dict(record.headers)]
     for record in records:
-        headers = [
-            (name, moved.get(value, value) if name == HEADER_REPLAY_OF and value else value or b"")
-            for name, value in record.headers
-        ]
-        at = await producer.send_and_wait(topic, record.value, key=record.key, partition=record.lane, headers=headers)
-        moved[f"{record.lane}:{record.offset}".encode()] = f"{record.lane}:{at}".encode()
+        if record.offset < last.get(record.lane, -1) and HEADER_REPLAY_OF not in dict(record.headers):
+            at = there.get(_content(record))
+            if at is None:
+                at = await producer.send_and_wait(
+                    topic, record.value, key=record.key, partition=record.lane, headers=_sent(record.headers)
+                )
+            moved[f"{record.lane}:{record.offset}".encode()] = f"{record.lane}:{at}".encode()
+    for record in markers:
+        names = dict(record.headers)[HEADER_REPLAY_OF] or b""
+        if names in moved or record.offset < last.get(record.lane, -1):
+            headers = [(name, value) for name, value in _sent(record.headers) if name != HEADER_REPLAY_OF]
+            headers.append((HEADER_REPLAY_OF, moved.get(names, names)))
+            await producer.send_and_wait(topic, record.value, key=record.key, partition=record.lane, headers=headers)
+
+
+def _content(record: Record) -> tuple[object, ...]:
+    return record.lane, record.key, record.value, record.headers
+
+
+def _sent(headers: Iterable[tuple[str, bytes | None]]) -> list[tuple[str, bytes]]:
+    return [(name, value or b"") for name, value in headers]
 
 
 def names_user(record: Record, user_id: str, tenant: str) -> bool:

@@ -6,6 +6,7 @@ which names the key and the source. schema.py and worker.py define the settings.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import tomllib
@@ -112,7 +113,23 @@ def load_settings(
     for key, value in merged.items():
         section, name = key.split(".")
         sections.setdefault(section, {})[name] = value.value
-    return Config(msgspec.convert(sections, Settings), tuple(merged.values()))
+    settings = msgspec.convert(sections, Settings)
+    _check_together(settings)
+    return Config(settings, tuple(merged.values()))
+
+
+def _check_together(settings: Settings) -> None:
+    """Raise ConfigError where every worker would count as silent between two of its statuses."""
+    interval = settings.worker.status_interval_ms
+    for key, bound in (
+        ("client.silence_ms", settings.client.silence_ms),
+        ("trigger.max_status_age_ms", settings.trigger.max_status_age_ms),
+    ):
+        if 2 * interval > bound:
+            raise ConfigError(
+                f"`worker.status_interval_ms` = {interval} is more than half of `{key}` = {bound:g}: a worker would "
+                f"count as silent between two statuses; lower the former, or raise the latter"
+            )
 
 
 def _of_environment(environ: Mapping[str, str]) -> Iterable[Value]:
@@ -125,7 +142,8 @@ def _of_environment(environ: Mapping[str, str]) -> Iterable[Value]:
         elif name not in _KEY_BY_ENV:
             raise ConfigError(f"environment {name}: no such setting{_did_you_mean(name, _BY_ENV)}")
         elif key := _current(_KEY_BY_ENV[name], f"environment {name}"):
-            yield _checked(key, environ[name], f"environment {name}")
+            given = environ[name].rstrip("\r\n") if FIELDS[key].is_secret else environ[name]  # as from a file
+            yield _checked(key, given, f"environment {name}")
 
 
 def _from_secret_file(field: Field, name: str, environ: Mapping[str, str]) -> Value:
@@ -226,4 +244,7 @@ def _parse_size(key: str, raw: str, source: str) -> int:
     match = _SIZE.match(raw)
     if match is None:
         raise ConfigError(f"{source}: `{key}` = {raw!r}: write a number of bytes, or one with KiB, MiB, GiB or TiB")
-    return int(float(match[1]) * _UNITS[(match[2] or "").lower()])
+    size = float(match[1]) * _UNITS[(match[2] or "").lower()]
+    if not math.isfinite(size):
+        raise ConfigError(f"{source}: `{key}`: a number of {len(raw)} digits is no size")
+    return int(size)

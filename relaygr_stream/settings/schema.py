@@ -16,8 +16,8 @@ MAX_LANES = 10_000
 class Kafka(Section, frozen=True, kw_only=True):
     """How to reach Kafka, and the timings of its group protocol."""
 
-    bootstrap: Annotated[str, Meta(pattern=r"^[^@/]*$"), doc("brokers, HOST:PORT[,HOST:PORT…]")] = "localhost:9092"
-    prefix: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{0,64}$"), doc("prefix of every topic and group name")] = (
+    bootstrap: Annotated[str, Meta(pattern=r"\A[^@/\n]*\Z"), doc("brokers, HOST:PORT[,HOST:PORT…]")] = "localhost:9092"
+    prefix: Annotated[str, Meta(pattern=r"\A[A-Za-z0-9._-]{0,64}\Z"), doc("prefix of every topic and group name")] = (
         "relaygr."
     )
     topics_dir: Annotated[str, doc("folder with one TOML file per topic; empty: the packaged topics")] = ""
@@ -82,7 +82,7 @@ class Relay(Section, frozen=True, kw_only=True):
     ] = 1.0
     answer_secret: Annotated[
         str,
-        Meta(pattern=r"^$|^.{16,}$", extra={"secret": True}),
+        Meta(pattern=r"\A(.{16,})?\Z", extra={"secret": True}),
         doc("signs answers; clients that have it drop unsigned ones; 16 characters or more; empty: unsigned"),
     ] = ""
 
@@ -147,7 +147,7 @@ class History(Section, frozen=True, kw_only=True):
 
     store: Annotated[
         str,
-        Meta(pattern=r"^[^@]*$"),
+        Meta(pattern=r"\A[^@]*\Z"),
         doc("redis://HOST:PORT/DB, rediss://… (TLS), sqlite:FILE, or module:factory of a user's own; empty: none"),
     ] = ""
     username: Annotated[str, doc("user of the store; empty: its default user")] = ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Final, get_type_hints
 
 import msgspec
 from msgspec import Meta, Struct, structs
@@ -20,8 +20,9 @@ BYTES = {"unit": "bytes"}  # a setting with this unit also accepts "512MiB", "2G
 
 #: A text for logs and keys, without control characters and NUL.
 LABEL = Meta(max_length=128, pattern=r"\A[^\x00-\x1f\x7f-\x9f]*\Z")
-Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,128}$")]
-Port = Annotated[int, Meta(ge=0, le=65535)]
+Name = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9._-]{1,128}\Z")]
+MAX_PORT: Final = 65_535
+Port = Annotated[int, Meta(ge=0, le=MAX_PORT)]
 Positive = Annotated[int, Meta(ge=1)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Ms = Annotated[float, Meta(gt=0, le=3.6e6)]

@@ -15,10 +15,10 @@ class Worker(Section, frozen=True, kw_only=True):
     """A worker: one process with one device."""
 
     name: Annotated[
-        str, Meta(pattern=r"^[A-Za-z0-9._-]{0,128}$"), doc("name, unique per worker; empty: host and pid")
+        str, Meta(pattern=r"\A[A-Za-z0-9._-]{0,128}\Z"), doc("name, unique per worker; empty: host and pid")
     ] = ""
     group: Annotated[Name, doc("consumer group whose members own the lanes, without kafka.prefix")] = "workers"
-    device: Annotated[str, Meta(pattern=r"^(cpu|cuda|npu)(:\d+)?$"), doc("cpu, cuda[:N] or npu[:N]")] = "cpu"
+    device: Annotated[str, Meta(pattern=r"\A(cpu|cuda|npu)(:\d+)?\Z"), doc("cpu, cuda[:N] or npu[:N]")] = "cpu"
     dtype: Annotated[Literal["float32", "bfloat16", "float16"], doc("type of weights, K and V")] = "float32"
     kernels: Annotated[
         Kernels,
@@ -97,7 +97,7 @@ class Handover(Section, frozen=True, kw_only=True):
 
     secret: Annotated[
         str,
-        Meta(pattern=r"^$|^.{16,}$", extra={"secret": True}),
+        Meta(pattern=r"\A(.{16,})?\Z", extra={"secret": True}),
         doc("shared by all workers, 16 characters or more; without it and tls_certificate there is no handover"),
     ] = ""
     tls_ca: Annotated[

@@ -48,7 +48,7 @@ class TriggerStatus(msgspec.Struct, frozen=True, kw_only=True):
     pid: Count
     sent_ms: UnixMillis
     state: Label  # "serving", "stopped"; later releases may add more
-    group: Label  # its consumer group on `retrieval`, prefix included
+    group: Id  # its consumer group on `retrieval`, prefix included
     lanes: Annotated[tuple[Lane, ...], Meta(max_length=10_000)]
     policy: PolicyStatus
     version: Label = ""  # of this package

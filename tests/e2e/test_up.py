@@ -120,6 +120,17 @@ async def test_ports_beyond_the_last_are_refused(embedded_settings: Kafka, tmp_p
     assert "telemetry.port = 65534: 3 processes need ports" in (tmp_path / "up.log").read_text()
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("arguments", [("--devices", "cpu,gpu"), ("--name", "a b")])
+async def test_what_no_worker_could_start_with_is_refused_before_any(
+    embedded_settings: Kafka, tmp_path: Path, arguments: tuple[str, ...]
+) -> None:
+    async with up(embedded_settings, tmp_path, "--workers", "2", *arguments) as running:
+        assert await running.process.wait() == 1
+    assert not running.lines
+    assert f"flag for worker.{'device' if arguments[0] == '--devices' else 'name'}" in (tmp_path / "up.log").read_text()
+
+
 @pytest.mark.timeout(120)
 async def test_a_mistake_in_the_settings_is_said_once(embedded_settings: Kafka, tmp_path: Path) -> None:
     async with up(embedded_settings, tmp_path, "--set", "worker.max_bach=3") as running:

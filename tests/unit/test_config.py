@@ -155,6 +155,22 @@ def test_an_unknown_profile_lists_those_there_are(tmp_path: Path, monkeypatch: p
         load_settings(["gpu"], environ={})
 
 
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"worker.status_interval_ms": "800"}, "more than half of `client.silence_ms` = 1500"),
+        ({"worker.status_interval_ms": "800", "client.silence_ms": "9000", "trigger.max_status_age_ms": "1000"},
+         "more than half of `trigger.max_status_age_ms` = 1000"),
+        ({"kafka.prefix": "relay\n"}, "kafka.prefix"),
+        ({"worker.device": "cuda\n"}, "worker.device"),
+        ({"worker.hbm_bytes": "9" * 400}, "a number of 400 digits is no size"),
+    ],
+)  # fmt: skip
+def test_settings_with_which_nothing_would_work_are_refused(flags: dict[str, str], words: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        load_settings([], flags, {})
+
+
 def test_settings_are_frozen() -> None:
     with pytest.raises(AttributeError):
         setattr(Settings().relay, "slo_ms", 1)  # noqa: B010 - a plain assignment is what mypy forbids

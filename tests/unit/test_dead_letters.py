@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 from typing import Any
@@ -13,8 +14,10 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from relaygr_stream.bus.dead_letter import dead_letter_headers
+from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.topics import load_topics
-from relaygr_stream.errors import DecodeError, InputError
+from relaygr_stream.errors import BrokerError, DecodeError, InputError
+from relaygr_stream.ops.dead_letters import replay as replaying
 from relaygr_stream.ops.dead_letters.letter import Letter, letters_of, show_value
 from relaygr_stream.ops.dead_letters.replay import choose, verdict_before
 from relaygr_stream.ops.dead_letters.table import as_json, line_of, print_letter, print_letters
@@ -73,12 +76,17 @@ def test_only_topics_of_the_relay_get_replays(topic: str) -> None:
 
 def test_letters_are_chosen_by_address_reason_and_origin() -> None:
     letters = letters_of([dead(1), dead(2)])
-    assert choose(letters, addresses=["0:2", "0:2"], reason="", origin="") == [letters[1]]
-    assert choose(letters, addresses=(), reason="malformed", origin="ranking") == letters
-    assert choose(letters, addresses=(), reason="", origin="t.ranking") == letters
-    assert choose(letters, addresses=(), reason="invalid", origin="") == []
+    assert choose(letters, addresses=["0:2", "0:2"], reason="", origin="", prefix="t.") == [letters[1]]
+    assert choose(letters, addresses=(), reason="malformed", origin="ranking", prefix="t.") == letters
+    assert choose(letters, addresses=(), reason="", origin="t.ranking", prefix="t.") == letters
+    assert choose(letters, addresses=(), reason="invalid", origin="", prefix="t.") == []
     with pytest.raises(InputError, match=r"0:7.*PARTITION:OFFSET"):
-        choose(letters, addresses=["0:7"], reason="", origin="")
+        choose(letters, addresses=["0:7"], reason="", origin="", prefix="t.")
+    prod = [dataclasses.replace(each, origin_topic="prod-ranking") for each in letters]
+    for origin in ("ranking", "prod-ranking"):
+        assert choose(prod, addresses=(), reason="", origin=origin, prefix="prod-") == prod
+    with pytest.raises(InputError, match="--from rankings: no such topic; the topics are retrieval"):
+        choose(letters, addresses=(), reason="", origin="rankings", prefix="t.")
 
 
 def test_a_value_of_an_unknown_schema_is_shown() -> None:
@@ -125,6 +133,31 @@ def test_headers_without_a_value_are_taken_for_empty_ones() -> None:
 def test_any_clock_can_be_shown(timestamp_ms: int) -> None:
     line = as_json(Letter(0, 1, timestamp_ms, b"u", b"v"), value=False)
     assert json.loads(line)["time"]
+
+
+async def test_a_message_that_was_sent_and_cannot_be_marked_is_not_called_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every further run would send all of them again, so it stops."""
+    sent: list[str] = []
+
+    class Granted(Producer):
+        async def start(self) -> None: ...
+        async def stop(self) -> None: ...
+        async def send_and_wait(self, topic: str, value: bytes | None, **more: Any) -> int:
+            sent.append(topic)
+            if topic == TOPICS.dead_letter.name:
+                raise BrokerError("no WRITE")
+            return 0
+
+    monkeypatch.setattr(replaying, "Producer", Granted)
+    letters, verdicts = letters_of([dead(1), dead(2)]), list[str]()
+    with pytest.raises(BrokerError, match="0:1 was replayed, and could not be marked as that: no WRITE"):
+        await replaying.replay(
+            Kafka(), TOPICS, letters, again=False, report=lambda letter, verdict, detail: verdicts.append(verdict)
+        )
+    assert verdicts == ["replayed"]
+    assert sent == ["t.ranking", "t.dead-letter"]
 
 
 def test_numbers_that_json_lacks_are_words() -> None:
@@ -187,9 +220,9 @@ def test_a_reason_that_there_is_not_is_an_error() -> None:
     with pytest.raises(
         InputError, match=r"--reason malfromed: no such reason; the reasons are crashed, invalid, malformed"
     ):
-        choose(letters, addresses=(), reason="malfromed", origin="")
+        choose(letters, addresses=(), reason="malfromed", origin="", prefix="t.")
     later = Letter(0, 9, 0, b"u", b"v", reason="of_a_later_release")
-    assert choose([*letters, later], addresses=(), reason="of_a_later_release", origin="") == [later]
+    assert choose([*letters, later], addresses=(), reason="of_a_later_release", origin="", prefix="t.") == [later]
 
 
 def test_a_detail_that_is_no_unicode_can_be_buried() -> None:

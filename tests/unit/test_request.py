@@ -230,6 +230,24 @@ async def test_a_store_that_does_not_answer_is_a_typed_error(error: Exception, s
         await request.__aenter__()
 
 
+async def test_a_request_that_was_not_entered_is_ranked_with_its_history(kafka_settings: Kafka) -> None:
+    async with responder_on(kafka_settings) as peer, client_on(kafka_settings) as relay:
+        store = KnownUsers({"/u": (reference := HistoryReference.of(Behaviours.of(*HISTORY), 7))})
+        await relay.request("u", store, candidates=3).rank([11, 30, 20], timeout=20)
+        ((_, asked),) = peer.requests
+        assert asked.history == reference
+
+
+async def test_numbers_of_numpy_are_numbers(kafka_settings: Kafka) -> None:
+    async with responder_on(kafka_settings) as peer, client_on(kafka_settings) as relay:
+        found = relay.request("u", HISTORY, candidates=np.int64(3), rank_in=np.float32(0.25))  # type: ignore[arg-type]
+        async with found as request:
+            await request.rank(np.array([11, 30, 20]), timeout=np.float64(20))
+        await until(lambda: len(peer.events) == 1, "announced")
+        event = decode(RequestEvent, peer.events[0].value)
+        assert (event.candidates, event.rank_in_ms, peer.requests[0][1].timeout_ms) == (3, 250.0, 20_000.0)
+
+
 async def test_a_reference_beyond_the_limit_is_rejected(kafka_settings: Kafka) -> None:
     long = HistoryReference(length=5000, digest=bytes(16))
     async with (

@@ -95,6 +95,14 @@ def test_a_password_in_the_bootstrap_address_is_refused_and_not_quoted(url: str)
     assert PASSWORD not in repr(Kafka(bootstrap=url))
 
 
+@pytest.mark.parametrize(
+    "address", ["kafka", "kafka:", "kafka:0", "kafka:65536", "kafka:99999999", "kafka:９", "a:1,b:x"]
+)
+def test_a_bootstrap_address_without_a_port_is_refused(address: str) -> None:
+    with pytest.raises(ConfigError, match="write HOST:PORT, with a port from 1 to 65535"):
+        bootstrap_addresses(Kafka(bootstrap=address))
+
+
 def test_what_is_wrong_with_certificates_does_not_show_the_secret() -> None:
     settings = Handover(secret=PASSWORD, tls_ca="/none", tls_certificate="/none")
     assert PASSWORD not in said(lambda: make_credentials(settings, "w", "h"))
@@ -136,6 +144,12 @@ def test_a_file_that_holds_no_secret_is_refused_by_name(content: bytes | None, w
     shown = said(lambda: load_settings(environ=environ))
     assert PASSWORD not in shown
     assert "too short" not in shown
+
+
+def test_a_secret_in_the_environment_is_the_same_with_a_line_end() -> None:
+    """Files made by `echo` have one, and what is made of them by Kubernetes."""
+    environ = {"RELAYGR_RELAY_ANSWER_SECRET": "sixteen characters and more\r\n"}
+    assert load_settings([], {}, environ).settings.relay.answer_secret == "sixteen characters and more"
 
 
 def test_both_forms_at_once_are_refused() -> None:

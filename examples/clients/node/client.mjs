@@ -58,12 +58,18 @@ const rank = async (user, request_id, history, candidates, timeout_ms) => {
     answered.set(correlation.toString("hex"), resolve);
     setTimeout(() => reject(new Error(`no answer within ${timeout_ms} ms`)), timeout_ms).unref();
   });
+  answer.catch(() => {}); // where sending fails, nobody waits for it
   const request = {
     v: 1, request_id, user_id: user, prefix: history, candidates: items(candidates), sent_ms: Date.now(), timeout_ms,
   };
   const headers = { "relaygr-correlation-id": correlation, "relaygr-reply-partition": String(partition) };
-  await send("ranking", user, request, headers);
-  const reply = await answer;
+  let reply;
+  try {
+    await send("ranking", user, request, headers);
+    reply = await answer;
+  } finally {
+    answered.delete(correlation.toString("hex"));
+  }
   if (reply.request_id !== request_id) throw new Error(`an answer to ${reply.request_id}`);
   if (reply.status !== "ok") throw new Error(`${reply.status}: ${reply.detail}`);
   return reply;

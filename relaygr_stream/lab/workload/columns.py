@@ -82,6 +82,7 @@ class ColumnReader:
         self.users: dict[str, int] = {}
         self.item_names: list[str] = []  # of ids 1, 2, …, in order of first appearance; empty: ids are the numbers
         self.action_names: list[str] = []
+        self.halves = False  # some actions have halves, so all are doubled; known when finished
         self.broken: list[BrokenLine] = []  # the first BROKEN_SHOWN of them
         self.broken_count = 0
         self.item_ids, self.actions, self.time_unit = item_ids, actions, time_unit
@@ -140,7 +141,8 @@ class ColumnReader:
         if self._pending is not None:
             self._decide()
         doubled: npt.NDArray[np.uint16] = np.asarray(self._action_column, np.uint16)
-        if bool(np.any(doubled & 1)):
+        self.halves = bool(np.any(doubled & 1))
+        if self.halves:
             if int(doubled.max()) > MAX_ACTION:
                 raise InputError(
                     f"{path}: the actions mix half steps and values above {MAX_ACTION / 2:g}; map them to 0…255"

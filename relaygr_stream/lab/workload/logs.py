@@ -50,6 +50,7 @@ class InteractionLog:
     times: npt.NDArray[np.int64]  # (n,), Unix time in ms
     item_names: tuple[str, ...]  # names of ids 1, 2, …; empty if the log has numbers
     action_names: tuple[str, ...]  # likewise
+    halves: bool  # some actions of the file have halves (4.5), so all are doubled
     lines: int  # lines (or rows) of the file: usable, broken, blank and header
     broken: tuple[BrokenLine, ...]  # the first few
     broken_count: int
@@ -180,6 +181,7 @@ def _sorted(path: Path, name: Format, reader: ColumnReader, lines: int, start: b
         times=times[order],
         item_names=tuple(reader.item_names),
         action_names=tuple(reader.action_names),
+        halves=reader.halves,
         lines=lines,
         broken=tuple(reader.broken),
         broken_count=reader.broken_count,

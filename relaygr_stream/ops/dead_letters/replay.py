@@ -11,7 +11,7 @@ from typing import Literal
 
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.tail import TopicTail
-from relaygr_stream.bus.topics import TopicSet, verify_topics
+from relaygr_stream.bus.topics import LANE_TOPICS, TopicSet, verify_topics
 from relaygr_stream.errors import REASONS, BrokerError, BrokerUnavailable, InputError
 from relaygr_stream.ops.dead_letters.letter import Letter, letters_of
 from relaygr_stream.settings.schema import Kafka
@@ -27,12 +27,19 @@ async def read_letters(kafka: Kafka) -> list[Letter]:
         return letters_of(records)
 
 
-def choose(letters: Sequence[Letter], *, addresses: Sequence[str], reason: str, origin: str) -> list[Letter]:
+def choose(
+    letters: Sequence[Letter], *, addresses: Sequence[str], reason: str, origin: str, prefix: str
+) -> list[Letter]:
     """The dead letters with these addresses (none given: all), this reason and this origin topic ("": any).
 
     origin: with or without the topics' prefix. Raises InputError for an address without a dead letter, and for a reason
-    that is neither known nor a dead letter's.
+    or an origin that is neither known nor a dead letter's.
     """
+    origins = {each.origin_topic: each.origin_topic for each in letters}
+    for name in LANE_TOPICS:
+        origins[name] = origins[prefix + name] = prefix + name
+    if origin and origin not in origins:
+        raise InputError(f"--from {origin}: no such topic; the topics are {', '.join(LANE_TOPICS)}")
     if reason and reason not in (known := {*REASONS, *(letter.reason for letter in letters)} - {""}):
         raise InputError(f"--reason {reason}: no such reason; the reasons are {', '.join(sorted(known))}")
     by_address = {letter.address: letter for letter in letters}
@@ -46,8 +53,7 @@ def choose(letters: Sequence[Letter], *, addresses: Sequence[str], reason: str, 
     return [
         letter
         for letter in chosen
-        if (not reason or letter.reason == reason)
-        and (not origin or origin in (letter.origin_topic, letter.origin_topic.rpartition(".")[2]))
+        if (not reason or letter.reason == reason) and (not origin or letter.origin_topic == origins[origin])
     ]
 
 
@@ -94,22 +100,31 @@ async def replay(
             detail = why(verdict)
             if verdict == "would replay":
                 try:
-                    await _send(producer, topics, letter)
+                    await _send(producer, letter)
                     verdict = "replayed"
                 except BrokerUnavailable:
                     raise
                 except BrokerError as error:
                     verdict, detail, clean = "refused", str(error), False
             report(letter, verdict, detail)
+            if verdict == "replayed":
+                marker = [(HEADER_REPLAY_OF, letter.address.encode())]
+                try:
+                    await producer.send_and_wait(topics.dead_letter.name, b"", key=letter.key, headers=marker)
+                except BrokerUnavailable:
+                    raise
+                except BrokerError as error:
+                    raise BrokerError(
+                        f"{letter.address} was replayed, and could not be marked as that: {error}. Nothing more is "
+                        f"replayed, since each run would send all again; this needs WRITE on {topics.dead_letter.name}"
+                    ) from error
     return clean
 
 
-async def _send(producer: Producer, topics: TopicSet, letter: Letter) -> None:
+async def _send(producer: Producer, letter: Letter) -> None:
     # By its key if it has one: a message from the wrong partition then reaches the right one.
     partition = letter.origin_partition if letter.key is None and letter.origin_partition >= 0 else None
     headers = [*letter.headers, (HEADER_REPLAYS, str(letter.replays + 1).encode())]
     await producer.send_and_wait(
         letter.origin_topic, letter.value, key=letter.key, partition=partition, headers=headers
     )
-    marker = [(HEADER_REPLAY_OF, letter.address.encode())]
-    await producer.send_and_wait(topics.dead_letter.name, b"", key=letter.key, headers=marker)

@@ -228,6 +228,8 @@ async def test_without_a_valid_token_nothing_is_done(embedded_settings: Kafka, s
         (Gateway(tokens=f"shop:{TOKEN}\n{OTHER}"), "entry 2 is not"),
         (Gateway(tokens=f"shop:{TOKEN} library:{TOKEN}"), "entry 2 has the token of another tenant"),
         (Gateway(host="0.0.0.0"), "gateway.tokens is empty"),
+        (Gateway(tokens=f"{129 * 's'}:{TOKEN}"), "the tenant of entry 1 has more than 128 characters"),
+        (Gateway(tokens=f"sh\x7fop:{TOKEN}"), "or control characters"),
     ],
 )
 def test_tokens_that_are_none_are_refused_without_being_shown(settings: Gateway, named: str) -> None:

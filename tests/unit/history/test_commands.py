@@ -69,9 +69,13 @@ def test_who_cannot_be_appended_to_is_named_and_left_as_it_was(tmp_path: Path, s
     assert "ann: times must not go back" in late.output
     assert "appended: 1 users; failed: 1" in late.output
     assert len(read(store, "ann")[1]) == 1
-    names = run(store, "append", log(tmp_path / "c.csv", "ann,shoes,view,2000000009"))
-    assert names.exit_code == 1
-    assert "append numbers" in names.output
+    for command in ("append", "import"):
+        names = run(store, command, log(tmp_path / "c.csv", "ann,shoes,view,2000000009"))
+        assert names.exit_code == 1
+        assert "items are names" in names.output and "write the model's own" in names.output
+    assert len(read(store, "ann")[1]) == 1
+    halves = run(store, "import", log(tmp_path / "d.csv", "dan,5,4.5,2000000000"))
+    assert (halves.exit_code, "stored doubled, 4.5 as 9" in halves.output) == (0, True)
 
 
 def test_tenants_features_and_the_limit(tmp_path: Path, store: Path) -> None:

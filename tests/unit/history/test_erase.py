@@ -109,11 +109,12 @@ async def test_dead_letters_of_the_user_go_and_those_of_others_stay(
             letter("ann", tenant="shop", value=True),
             letter("ann"),
             letter("dan"),
+            {"value": b"", "key": b"cid", "headers": [(HEADER_REPLAY_OF, b"0:2")]},  # behind the user's last one
         ]
         for each in written:
             await peer.producer.send_and_wait(topic, **each)
         before = await read_letters(kafka_settings)
-        assert [each.key for each in before if each.replayed] == [b"bob"]
+        assert [each.key for each in before if each.replayed] == [b"bob", b"cid"]
         done = await erase_from_fleet(settings, "ann", "", 0.0)
         if "embedded" in request.node.name:  # it deletes no records, and nothing has changed
             assert "does not delete records" in done.letters_left
@@ -123,7 +124,7 @@ async def test_dead_letters_of_the_user_go_and_those_of_others_stay(
         assert (done.letters, done.letters_left) == (2, "")
         left = await read_letters(kafka_settings)
         assert sorted(each.key or b"" for each in left) == [b"ann", b"bob", b"cid", b"dan"]
-        assert [each.key for each in left if each.replayed] == [b"bob"]
+        assert {each.key for each in left if each.replayed} == {b"bob", b"cid"}
         assert {each.key: each.value for each in left}[b"cid"] == written[2]["value"]
         assert (await erase_from_fleet(settings, "nobody", "", 0.0)).letters == 0
 
@@ -183,6 +184,34 @@ async def test_a_worker_that_has_confirmed_has_confirmed_whatever_it_states_late
             status = worker_status("w1", sent_ms=now_ms(), erased=erased)
             await peer.producer.send_and_wait(topic, encode(status), key=b"w1")
         assert (await erasing).confirmed == ["w1"]
+
+
+async def test_a_fleet_whose_statuses_are_not_believed_has_confirmed_nothing(embedded_settings: Kafka) -> None:
+    """It refuses the request, too, where the command has another secret than the workers."""
+    async with Peer(embedded_settings) as peer:
+        erasing = asyncio.create_task(erase_from_fleet(signed_with(embedded_settings, SECRET), "ann", "", 0.0))
+        topic = peer.topics.worker_status.name
+        while not erasing.done():
+            await peer.producer.send_and_wait(topic, encode(worker_status("w1", sent_ms=now_ms())), key=b"w1")
+            await asyncio.sleep(0.1)
+        done = erasing.result()
+        assert (done.confirmed, done.unconfirmed, done.complete) == ([], [], False)
+        assert done.unread
+
+
+def signed_with(kafka: Kafka, secret: str) -> Settings:
+    return Settings(kafka=kafka, handover=Handover(secret=secret))
+
+
+async def test_a_run_that_ended_half_way_is_taken_up(kafka_settings: Kafka, request: pytest.FixtureRequest) -> None:
+    if "embedded" in request.node.name:
+        pytest.skip("needs a broker that deletes records: set KAFKA_HOME")
+    async with Peer(kafka_settings) as peer:
+        topic = peer.topics.dead_letter.name
+        for each in (letter("bob"), letter("ann"), letter("bob")):  # the last is the copy of the first
+            await peer.producer.send_and_wait(topic, **each)
+        assert (await erase_from_fleet(Settings(kafka=kafka_settings), "ann", "", 0.0)).letters == 1
+        assert [each.key for each in await read_letters(kafka_settings)] == [b"bob"]
 
 
 @pytest.mark.parametrize("bad", ["é" * 40, "a" * 15, "a" * 65, "a" * 16 + "\n", "a" * 15 + " "])
