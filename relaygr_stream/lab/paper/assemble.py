@@ -32,7 +32,7 @@ async def run_paper(options: PaperOptions, settings: Settings, command: str, con
     console = console or SafeConsole()
     costs = costs_named(options.costs)
     planned = curves(options.quick)
-    record = Record(options.out, _fixed(options, settings, costs))
+    record = Record(options.out, _fixed(options, settings, costs), only_read=options.only == "report")
     if record.outcomes:
         console.print(f"going on with {options.out}: {len(record.outcomes)} outcomes are there")
     with Progress(console) as progress:

@@ -104,7 +104,7 @@ def _outcome(bench: Bench, cell: Cell, setup: Setup, repeat: int, factor: int, g
         factor=factor,
         rate=None if search.passed is None else search.passed * factor,
         failed=None if search.failed is None else search.failed * factor,
-        settled=search.settled,
+        settled=bool(setup.load) or search.settled,
         oracle=0.0,
         given=given if setup.load else None,
         p99_ms=best.p99 / factor,

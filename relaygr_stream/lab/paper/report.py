@@ -17,8 +17,9 @@ from relaygr_stream.lab.bench.charts import Axis, Series, line_chart
 from relaygr_stream.lab.bench.charts import Point as Dot
 from relaygr_stream.lab.bench.modes import ABLATIONS, BASELINES, FLEET_MODES, RELAY
 from relaygr_stream.lab.bench.page import STYLE, table_html
-from relaygr_stream.lab.paper.judge import PLACES, differences, headline, judge
+from relaygr_stream.lab.paper.judge import judge
 from relaygr_stream.lab.paper.plan import REGIMES, Curve
+from relaygr_stream.lab.paper.readings import PLACES, differences, headline
 from relaygr_stream.lab.paper.results import Outcome, PaperReport, Point, points
 from relaygr_stream.lab.paper.setup import Setup
 
@@ -66,6 +67,7 @@ def make_report(
             *left_out,
             f"{aside} of {every} probes were set aside and repeated: devices more than 5 % late, other processes, or a "
             f"machine that stood still",
+            *_codes(outcomes),
             *_beyond(known),
         ],
         wall_s=wall_s,
@@ -94,6 +96,12 @@ def _rows(curve: Curve, known: Sequence[Point]) -> list[list[Any]]:
                     ]
                 )
     return rows
+
+
+def _codes(outcomes: Sequence[Outcome]) -> Iterable[str]:
+    codes = {one.code for one in outcomes}
+    if len(codes) > 1:
+        yield f"outcomes of {len(codes)} versions of the code: the run was continued after a change"
 
 
 def _beyond(known: Sequence[Point]) -> Iterable[str]:
@@ -174,7 +182,12 @@ def parts_rows(report: PaperReport) -> list[tuple[str, ...]]:
 def headline_rows(report: PaperReport) -> list[tuple[str, str, str, str]]:
     """(baseline, place, geometric mean, range)."""
     return [
-        (f"relay / {one.baseline}", one.where, f"{one.mean:.2f} ×", f"{one.least:.2f}…{one.most:.2f}")
+        (
+            f"relay / {one.baseline}",
+            one.where,
+            f"{'≥ ' if one.bound else ''}{one.mean:.2f} ×",
+            f"{one.least:.2f}…{one.most:.2f}",
+        )
         for one in report.headline
     ]
 

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import cache
+from hashlib import sha256
 from pathlib import Path
 from statistics import median
 from typing import Any, Final, Literal
 
 import msgspec
 
+import relaygr_stream
 from relaygr_stream.errors import ConfigError
 from relaygr_stream.lab.bench.results import Probe
 from relaygr_stream.lab.paper.plan import Where
@@ -47,6 +50,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     busy: float = 0.0  # share of the devices' time
     probes: list[Probe] = []  # dilated, those set aside among them; fleet only
     bus_ms: list[float] = []  # P50 and P99 of the bus both ways over the passing probes; empty: too few
+    code: str = ""  # digest of the package that found it
 
     @property
     def passing(self) -> list[Probe]:
@@ -116,6 +120,7 @@ class Headline(msgspec.Struct, frozen=True, kw_only=True):
     mean: float  # geometric
     least: float
     most: float
+    bound: bool = False  # a rate of the relay is a lower bound, so the mean is
 
 
 class PaperReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -171,18 +176,35 @@ def _of_signals(one: Outcome, *names: str) -> float | None:
 
 #: One line for each outcome, so that a run that was broken off goes on where it was.
 OUTCOMES_FILE: Final = "outcomes.jsonl"
+#: The same of a complete run.
+COMPLETE_FILE: Final = "outcomes.complete.jsonl"
 CONDITIONS_FILE: Final = "conditions.json"
+
+
+@cache
+def digest() -> str:
+    """Of the package's sources: a run that is continued after a change has outcomes of two."""
+    package = Path(relaygr_stream.__file__).parent
+    found = sha256()
+    for file in sorted(path for path in package.rglob("*") if path.suffix in (".py", ".c", ".h")):
+        found.update(file.read_bytes())
+    return found.hexdigest()[:12]
 
 
 class Record:
     """The outcomes of a run in its folder, written as they come.
 
-    A folder with an unfinished run of the same conditions is continued. Raises ConfigError for one with other
-    conditions.
+    A folder with an unfinished run of the same conditions is continued. only_read: nothing will be added; a complete
+    run is read, too. Raises ConfigError for a folder with a run of other conditions, and for one without outcomes that
+    is only read.
     """
 
-    def __init__(self, folder: Path, conditions: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, conditions: dict[str, Any], *, only_read: bool = False) -> None:
         self._file = folder / OUTCOMES_FILE
+        if only_read and not self._file.exists():
+            self._file = folder / COMPLETE_FILE
+            if not self._file.exists():
+                raise ConfigError(f"{folder} holds no outcomes ({OUTCOMES_FILE}): there is nothing to report")
         self.outcomes: list[Outcome] = []
         folder.mkdir(parents=True, exist_ok=True)
         written = folder / CONDITIONS_FILE
@@ -190,7 +212,7 @@ class Record:
         if self._file.exists() and written.exists():
             if written.read_bytes() != text:
                 raise ConfigError(
-                    f"{folder} holds an unfinished run of other conditions ({written.name}); continue that with "
+                    f"{folder} holds a run of other conditions ({written.name}); continue that with "
                     f"its own options, name another folder with --out, or remove {self._file.name}"
                 )
             self._read()
@@ -204,14 +226,16 @@ class Record:
         return None
 
     def add(self, outcome: Outcome) -> None:
-        """Write an outcome."""
+        """Write an outcome, with the digest of this code."""
+        outcome = msgspec.structs.replace(outcome, code=digest())
         self.outcomes.append(outcome)
         with self._file.open("ab") as file:
             file.write(msgspec.json.encode(outcome) + b"\n")
 
     def finish(self) -> None:
-        """The run is complete: the next one in this folder begins anew."""
-        self._file.unlink(missing_ok=True)
+        """The run is complete: the next one in this folder begins anew, and it can still be reported."""
+        if self._file.exists():
+            self._file.replace(self._file.with_name(COMPLETE_FILE))
 
     def _read(self) -> None:
         for line in self._file.read_bytes().splitlines():

@@ -8,11 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+import msgspec
 import torch
 
 from relaygr_stream.lab.bench.dilation import dilated
 from relaygr_stream.lab.bench.modes import Mode, apply_mode
 from relaygr_stream.lab.bench.options import DELAY_SIGMA
+from relaygr_stream.lab.bench.probe import TIMEOUT_SLOS
 from relaygr_stream.lab.bench.run import LANES_PER_WORKER
 from relaygr_stream.lab.bench.search import Search
 from relaygr_stream.lab.paper.results import SIGNALS, Outcome
@@ -36,7 +38,7 @@ from relaygr_stream.lab.workload.traffic import Tide, Traffic
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.trigger.decision import REASONS
 
-#: One way of the bus, in real milliseconds: rounded from the fleets of this bench (`bus` in the report).
+#: One way of the bus, in real milliseconds: about what a quiet fleet of this bench shows (`bus` in the report).
 BUS: Final = BusLatency(p50_ms=2.0, p99_ms=6.0)
 #: Judged requests of a probe: twelve beyond the P99.
 REQUESTS: Final = 1_200
@@ -112,10 +114,11 @@ class Simulation:
             candidates=setup.candidates,
             delay=StageDelay(factor * setup.delay_ms, DELAY_SIGMA),
         )
-        mode = self.mode
+        mode, asked = self.mode, setup.settings(self.settings)
+        client = msgspec.structs.replace(asked.client, timeout_ms=TIMEOUT_SLOS * slo_ms)  # as a probe's rankings
         warm = WARM_UP + ROUNDS * known / max(setup.revisit, 0.1)
         scenario = Scenario(
-            settings=dilated(apply_mode(mode, setup.settings(self.settings)), factor),
+            settings=dilated(apply_mode(mode, msgspec.structs.replace(asked, client=client)), factor),
             costs=setup.costs(self.costs).dilated(factor),
             traffic=traffic,
             workers=setup.workers,

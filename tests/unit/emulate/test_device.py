@@ -173,6 +173,20 @@ def test_least_recent_evicts_what_was_used_longest_ago(uses: list[tuple[str, int
         assert list(policy.cheapest()) == list(order)
 
 
+def test_least_recent_forgets_earlier_uses_however_many_keys_there_are() -> None:
+    policy = LeastRecent()
+    for key in range(200):
+        policy.add(str(key), 1, 1.0)
+    for _ in range(10):
+        policy.touch("0", 1, 1.0)
+    for key in range(1, 200):
+        policy.touch(str(key), 1, 1.0)
+    assert next(iter(policy.cheapest())) == "0"
+    policy.remove("0")
+    policy.hold("0", 1, 1.0)
+    assert next(iter(policy.cheapest())) == "0", "held without a use, it keeps the time of its last one"
+
+
 def test_bad_arguments_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["worker", "--set", "relay.slo_ms=-1"])
