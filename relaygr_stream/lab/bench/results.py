@@ -110,6 +110,8 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     requests: int  # judged at the found values, all repeats together
     bad: int
     limits: list[str]  # why a larger value fails, as text
+    p99_short: float | None = None  # at the found values, median of the repeats; None: users are of one kind
+    p99_long: float | None = None
 
     @property
     def at(self) -> float:

@@ -266,8 +266,15 @@ class Bench:
     @property
     def _judgement(self) -> Judgement:
         options = self.options
-        slo_ms = self.settings.relay.slo_ms
-        return Judgement(slo_ms, options.samples, options.least_s, options.warm_up_s, options.stages)
+        return Judgement(
+            self.settings.relay.slo_ms,
+            options.samples,
+            options.least_s,
+            options.warm_up_s,
+            options.stages,
+            options.whole,
+            0.0 if options.tide is None else options.tide.period_s,
+        )
 
     def _world(self, pipeline: Pipeline) -> World:
         options, relay = self.options, self.settings.relay

@@ -6,7 +6,8 @@ Rates and lengths are undilated. Times of the bus are real milliseconds.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -26,6 +27,10 @@ from relaygr_stream.lab.paper.setup import Setup
 SIGNALS: Final = ("signals", "signal_hbm", "signal_dram", "signal_extended", "signal_computed")
 
 
+#: What holds prefix KV.
+TIERS: Final = ("hbm", "dram")
+
+
 class Outcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One mode in one setup, measured or simulated once: its largest rate within the SLO, or a look at a given rate."""
 
@@ -42,12 +47,15 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     given: float | None = None  # the rate, if it was given; the rest is then of its probe, else of the largest rate's
     p99_ms: float | None = None  # None: no probe
     first_p99_ms: float | None = None  # of first visits alone
+    p99_short: float | None = None  # of short users alone, if there are two kinds
+    p99_long: float | None = None
     requests: int = 0
     outcomes: dict[str, int] = {}  # where rankings found their prefix KV
     decisions: dict[str, int] = {}  # of the trigger, by reason
     signals: dict[str, int] = {}  # by SIGNALS; simulated only
     announced: int = 0
     busy: float = 0.0  # share of the devices' time
+    tiers: dict[str, float] = {}  # by TIERS: GiB of prefix KV, all workers together
     probes: list[Probe] = []  # dilated, those set aside among them; fleet only
     bus_ms: list[float] = []  # P50 and P99 of the bus both ways over the passing probes; empty: too few
     code: str = ""  # digest of the package that found it
@@ -79,8 +87,16 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     given: float | None = None
     p99_ms: list[float] = []  # of each repeat
     first_p99_ms: list[float] = []
+    p99_short: list[float] = []
+    p99_long: list[float] = []
+    outcomes: dict[str, int] = {}  # of all repeats together
+    decisions: dict[str, int] = {}
+    announced: int = 0
+    busy: float = 0.0  # medians of the repeats
+    tiers: dict[str, float] = {}
+    bus_ms: list[float] = []  # P50 and P99
     reused: list[float] = []  # of each repeat: share of its returning users' signals that found prefix KV
-    from_dram: list[float] = []  # of those, in DRAM
+    from_dram: list[float] = []  # the same share that found them in DRAM
 
     @property
     def value(self) -> float | None:
@@ -129,9 +145,9 @@ class PaperReport(msgspec.Struct, frozen=True, kw_only=True):
     complete: bool
     conditions: dict[str, Any]
     points: list[Point]
-    curves: dict[str, list[list[Any]]]  # curve → [x, revisit, mode, where, what, value, low, high, oracle]
+    curves: dict[str, list[list[Any]]]  # curve → [x, its `by`, mode, where, what, value, low, high, oracle]
     headline: list[Headline]
-    differences: list[list[Any]]  # [mode, setup, fleet, simulated, their difference as a share]
+    differences: list[list[Any]]  # [mode, setup, what, fleet, simulated, their difference as a share]
     verdicts: list[Verdict]
     remarks: list[str]
     wall_s: float
@@ -157,11 +173,27 @@ def points(outcomes: Sequence[Outcome]) -> list[Point]:
             given=some[0].given,
             p99_ms=_known(one.p99_ms for one in some),
             first_p99_ms=_known(one.first_p99_ms for one in some),
+            p99_short=_known(one.p99_short for one in some),
+            p99_long=_known(one.p99_long for one in some),
+            outcomes=summed(one.outcomes for one in some),
+            decisions=summed(one.decisions for one in some),
+            announced=sum(one.announced for one in some),
+            busy=median(one.busy for one in some),
+            tiers={name: median(held) for name in TIERS if (held := [one.tiers[name] for one in some if one.tiers])},
+            bus_ms=[median(each) for each in zip(*(one.bus_ms for one in some if one.bus_ms), strict=False)],
             reused=_known(_of_signals(one, "signal_hbm", "signal_dram", "signal_extended") for one in some),
             from_dram=_known(_of_signals(one, "signal_dram") for one in some),
         )
         for (setup, mode, where), some in groups.items()
     ]
+
+
+def summed(counted: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """The counts of all of these together."""
+    found: Counter[str] = Counter()
+    for each in counted:
+        found.update(each)
+    return dict(found)
 
 
 def _known(values: Iterable[float | None]) -> list[float]:

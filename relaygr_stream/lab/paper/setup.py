@@ -37,6 +37,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     known: users with 512 tokens that it knows before it is measured, fewer if longer. long: share of the users who have
     the length; the others are short. hot: share of the users on one lane. layers, width: × those of the cost file.
     load: the probe's rate as a share of the oracle's largest for the relay; 0: the largest rate is searched.
+    arrivals: the log whose times, and users if it has them, the requests have; "": Poisson.
     """
 
     share: float = 1.0
@@ -54,6 +55,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     layers: float = 1.0
     width: float = 1.0
     load: float = 0.0
+    arrivals: str = ""
 
     def at(self, **changed: Any) -> Self:
         """The same with other values; whole numbers stay whole."""
@@ -117,6 +119,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
                 ("layers", f"{self.layers:g} × layers"),
                 ("width", f"{self.width:g} × width"),
                 ("load", f"load {self.load:.0%}"),
+                ("arrivals", f"arrivals of {self.arrivals}"),
             )
             if getattr(self, name) != getattr(usual, name)
         ]

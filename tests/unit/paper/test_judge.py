@@ -11,18 +11,10 @@ from relaygr_stream.lab.bench.results import Probe
 from relaygr_stream.lab.paper.judge import judge
 from relaygr_stream.lab.paper.plan import REVISITS, Where, curves
 from relaygr_stream.lab.paper.readings import differences, headline, length_at
-from relaygr_stream.lab.paper.report import (
-    as_json,
-    drawings,
-    headline_rows,
-    make_report,
-    page,
-    parts_rows,
-    render,
-    table_rows,
-)
-from relaygr_stream.lab.paper.results import Headline, Outcome, PaperReport, Verdict, points
+from relaygr_stream.lab.paper.report import make_report
+from relaygr_stream.lab.paper.results import Headline, Outcome, Verdict, points
 from relaygr_stream.lab.paper.setup import GRID, HEADLINE, Setup
+from relaygr_stream.lab.paper.tables import headline_rows
 
 PROBE = Probe(
     mode="relay",
@@ -260,54 +252,3 @@ def test_hits_and_bus_are_judged() -> None:
 
 def test_nothing_measured_is_no_miss() -> None:
     assert {one.state for one in judge([], [])} == {"not measured"}
-
-
-def test_a_report_can_be_read_again_and_its_page_stands_alone() -> None:
-    outcomes = [*grid(300.0, 50.0), outcome("full-lane", None, 0.0, share=4.0), outcome("relay", 20.0, share=4.0)]
-    planned = curves(quick=False)
-    report = make_report(outcomes, planned, {"words": {"machine": "made <up>"}}, ["a setup: no time"], 1.0)
-    again = msgspec.json.decode(as_json(report), type=PaperReport)
-    assert again.headline == report.headline
-    assert not report.complete
-    text = page(report, planned)
-    assert "made &lt;up&gt;" in text
-    assert "http://" not in text.replace("http://www.w3.org", "")
-    assert "<script" not in text
-    assert render(report) is not None
-
-
-def test_a_curve_of_two_properties_has_a_chart_for_each_value_of_one() -> None:
-    (curve,) = [one for one in curves(quick=False) if one.name == "layers"]
-    outcomes = [
-        outcome("relay", 100.0 * width + layers, where="simulated", layers=layers, width=width)
-        for width in (0.5, 2.0)
-        for layers in (0.25, 1.0)
-    ]
-    report = make_report(outcomes, (curve,), {"words": {}}, [], 1.0)
-    drawn = {title: series[0].points for title, series, *_ in drawings(curve, report.curves["layers"])}
-    assert list(drawn) == ["Layers and width, 0.5 × width", "Layers and width, 2 × width"]
-    assert [(dot.x, dot.y) for dot in drawn["Layers and width, 2 × width"]] == [(0.25, 200.25), (1.0, 201.0)]
-
-
-def test_tables_show_fleet_and_simulation_beside_each_other() -> None:
-    outcomes = [outcome("relay", 110.0), outcome("relay", 100.0, where="simulated"), outcome("cache", None)]
-    outcomes += [outcome(mode, 50.0, where="simulated") for mode in ("relay-hbm", "relay-lru", "relay-whole")]
-    report = make_report(outcomes, curves(quick=True), {"words": {}}, [], 1.0)
-    cache, relay = table_rows(report)
-    assert cache[4] == "none"
-    assert relay[4:8] == ("110", "110…121", "100", "+10%")
-    ((regime, oracle, full, *ablations),) = parts_rows(report)
-    assert (regime, oracle, full) == ("usual (simulated)", "400", "100")
-    assert ablations == ["", "", "50 (2.00×)", "50 (2.00×)", "50 (2.00×)", ""]
-
-
-def test_outcomes_of_two_versions_of_the_code_are_told() -> None:
-    mixed = [outcome("relay", 10.0), msgspec.structs.replace(outcome("cache", 10.0), code="another")]
-    for outcomes, told in ((mixed, True), (mixed[:1], False)):
-        report = make_report(outcomes, curves(quick=True), {"words": {}}, [], 1.0)
-        assert any("2 versions of the code" in remark for remark in report.remarks) is told
-
-
-def test_a_value_beyond_the_oracle_is_told() -> None:
-    report = make_report([outcome("relay", 500.0, 400.0)], curves(quick=True), {"words": {}}, [], 1.0)
-    assert any("beyond the oracle: relay (fleet) 500 of 400/s" in remark for remark in report.remarks)
