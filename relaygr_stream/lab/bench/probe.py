@@ -141,9 +141,16 @@ async def run_probe(
         cores_busy=None if cpu is None or cpu_after is None else cpu_after.busy_since(cpu),
         device_late=late_ms / busy_ms if busy_ms else None,
         workers=pipeline.workers,
+        sent=_sent(results, judgement.warm_up_s),
         device_ms_per_s={name: (after.get(name, 0.0) - totals.get(name, 0.0)) / seconds for name in DEVICE_WORK},
     )
     return Measured(probe, stages["inbound"], stages["outbound"])
+
+
+def _sent(results: Sequence[Result], since: float) -> float | None:
+    """The rate at which these requests were due."""
+    seconds = max((one.item.at for one in results), default=since) - since
+    return len(results) / seconds if seconds > 0 else None
 
 
 def _p99(latencies: Sequence[float]) -> float | None:

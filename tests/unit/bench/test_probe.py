@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relaygr_stream.lab.bench.populations import Population
-from relaygr_stream.lab.bench.probe import Judgement, _Staged, _Tally
+from relaygr_stream.lab.bench.probe import Judgement, _sent, _Staged, _Tally
 from relaygr_stream.lab.bench.statistics import STAGES_AT_MOST, passes
 from relaygr_stream.lab.workload.driver import Result
 from relaygr_stream.lab.workload.items import WorkItem
@@ -99,6 +99,12 @@ def test_a_whole_probe_goes_on_when_it_can_no_longer_pass() -> None:
     assert not tally.hopeless
     assert len(tally.judged()) == STAGE * STAGES_AT_MOST
     assert sent == len(list(staged()))
+
+
+def test_the_rate_that_came_is_that_of_the_judged_requests() -> None:
+    judged = [result(item, 10.0) for item in staged() if item.at >= JUDGEMENT.warm_up_s]
+    assert _sent(judged, JUDGEMENT.warm_up_s) == pytest.approx(400.0, rel=0.15)
+    assert _sent([], 0.2) is None
 
 
 def test_under_a_tide_a_stage_has_whole_periods() -> None:
