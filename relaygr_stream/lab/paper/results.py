@@ -235,19 +235,19 @@ class Record:
         self._file = folder / OUTCOMES_FILE
         if only_read and not self._file.exists():
             self._file = folder / COMPLETE_FILE
-            if not self._file.exists():
-                raise ConfigError(f"{folder} holds no outcomes ({OUTCOMES_FILE}): there is nothing to report")
         self.outcomes: list[Outcome] = []
         folder.mkdir(parents=True, exist_ok=True)
         written = folder / CONDITIONS_FILE
         text = msgspec.json.format(msgspec.json.encode(conditions, order="sorted"), indent=1)
-        if self._file.exists() and written.exists():
-            if written.read_bytes() != text:
+        if self._file.exists():
+            if not written.exists() or written.read_bytes() != text:
                 raise ConfigError(
                     f"{folder} holds a run of other conditions ({written.name}); continue that with "
                     f"its own options, name another folder with --out, or remove {self._file.name}"
                 )
             self._read()
+        if only_read and not self.outcomes:
+            raise ConfigError(f"{folder} holds no outcomes ({OUTCOMES_FILE}): there is nothing to report")
         written.write_bytes(text)
 
     def find(self, setup: Setup, mode: str, where: Where, repeat: int | None = None) -> Outcome | None:

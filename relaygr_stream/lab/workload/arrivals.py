@@ -69,7 +69,8 @@ class ArrivalLog:
 
     def first(self, count: int) -> Self:
         """Its first `count` arrivals as a log of their own, or all."""
-        return replace(self, times=self.times[:count], users=None if self.users is None else self.users[:count])
+        users = None if self.users is None else np.unique(self.users[:count], return_inverse=True)[1]
+        return replace(self, times=self.times[:count], users=users)
 
     def describe(self) -> str:
         """The log in words."""

@@ -48,6 +48,9 @@ def test_the_log_says_who_returns() -> None:
     assert some.users is not None
     assert (len(some.times), len(some.users)) == (50, 50)
     assert some.gaps[1:].mean() == pytest.approx(1.0), "the first arrivals are a log with a rate of their own"
+    assert some.returning.mean() == pytest.approx(some.returns)
+    late = replace(LOG, users=LOG.users[::-1].copy()).first(50)
+    assert late.returning.mean() == pytest.approx(late.returns), "users are counted, not their numbers"
     nobody = replace(LOG, users=None)
     assert logged_setups(nobody)[0].revisit == 0.5
     with pytest.raises(ValueError, match="no users"):
