@@ -1,6 +1,7 @@
 """First visits that come together, with and without delegation, and three ways of choosing the delegate.
 
-    python benchmarks/delegation.py [--seconds 30]     with CHECK=1 exits non-zero naming the targets missed
+    python benchmarks/delegation.py [--seconds 30] [--status-ms 250]
+    with CHECK=1 exits non-zero naming the targets missed; --status-ms 1000: choices under older statuses
 
 Four worker processes with two lanes each and a trigger over the embedded broker, real but for the model: its operations
 sleep (forwarding_model.py), so that four devices fit into a machine of two cores. Every request is a new user's, 195
@@ -50,6 +51,8 @@ EACH = 2
 HEAD_START_S = 3e-3 * SERVICE_MS
 LOADS = {"busy": 0.8, "idle": 0.08}
 WARM_S = 4.0 * DILATION
+#: Statuses that may be missing before a worker counts as silent.
+STATUSES = 8
 #: Of the P99 of first visits at 80 % load.
 TARGET = 0.7
 #: Without load two runs differ by as much.
@@ -74,8 +77,11 @@ class Run:
         return float(np.quantile(self.latencies, q)) if self.latencies else float("nan")
 
 
-def settings(kafka: Kafka, delegate: bool) -> Settings:
-    """The defaults, but for a small memory, and for all times of requests and statuses, which are dilated."""
+def settings(kafka: Kafka, delegate: bool, status_ms: float) -> Settings:
+    """The defaults, but for a small memory, and for all times of requests and statuses, which are dilated.
+
+    status_ms: between two statuses of a worker, undilated.
+    """
     relay, trigger, worker, client = Relay(), Trigger(), Worker(), Client()
     return Settings(
         kafka=kafka,
@@ -89,7 +95,7 @@ def settings(kafka: Kafka, delegate: bool) -> Settings:
         trigger=Trigger(
             delegate=delegate,
             max_event_age_ms=DILATION * trigger.max_event_age_ms,
-            max_status_age_ms=DILATION * trigger.max_status_age_ms,
+            max_status_age_ms=DILATION * max(trigger.max_status_age_ms, STATUSES * status_ms),
             load_burst_ms=DILATION * trigger.load_burst_ms,
         ),
         worker=Worker(
@@ -98,10 +104,10 @@ def settings(kafka: Kafka, delegate: bool) -> Settings:
             audit_share=0.0,
             max_stale_tokens=0,  # the model reads no suffix, with which a stale prefix would be completed
             max_ranking_delay_ms=DILATION * worker.max_ranking_delay_ms,
-            status_interval_ms=round(DILATION * worker.status_interval_ms),
+            status_interval_ms=round(DILATION * status_ms),
         ),
         model=Model(factory="forwarding_model:sleeper"),
-        client=Client(hedge_ms=0.0, silence_ms=DILATION * client.silence_ms),
+        client=Client(hedge_ms=0.0, silence_ms=DILATION * max(client.silence_ms, STATUSES * status_ms)),
     )
 
 
@@ -147,10 +153,12 @@ async def visit(client: RelayClient, user: str, items: np.ndarray, run: Run) -> 
             run.device_ms.append(answer.timings.device_ms)
 
 
-async def run(kafka: Kafka, policy: str, seconds: float, folder: Path) -> tuple[dict[str, Run], Counter[str]]:
+async def run(
+    kafka: Kafka, policy: str, seconds: float, status_ms: float, folder: Path
+) -> tuple[dict[str, Run], Counter[str]]:
     """All loads on a new fleet, and the trigger's decisions. policy: "off" or one of POLICIES."""
     kafka = msgspec.structs.replace(kafka, prefix=f"delegate-{policy}.", partitions=EACH * len(FLEET), replication=1)
-    conf = settings(kafka, policy != "off")
+    conf = settings(kafka, policy != "off", status_ms)
     await apply_topics(kafka)
     topics, lanes = load_topics(kafka), Lanes(FLEET, EACH)
     config = folder / f"{policy}.toml"
@@ -201,7 +209,7 @@ def mean(values: list[float]) -> float:
     return float(np.mean(values)) if values else 0.0
 
 
-async def main(seconds: float, policies: list[str]) -> list[str]:
+async def main(seconds: float, policies: list[str], status_ms: float) -> list[str]:
     """Run, print, return the targets missed."""
     print(
         f"{len(FLEET)} workers of {CAPACITY_PER_S:.0f}/s, a first visit {SERVICE_MS:.0f} ms, {HEAD_START_S:.1f} s ahead"
@@ -213,7 +221,8 @@ async def main(seconds: float, policies: list[str]) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         async with local_broker("embedded", folder=Path(folder)) as broker:
             for policy in policies:
-                found[policy], decisions = await run(broker.kafka_settings(Kafka()), policy, seconds, Path(folder))
+                kafka = broker.kafka_settings(Kafka())
+                found[policy], decisions = await run(kafka, policy, seconds, status_ms, Path(folder))
                 for name, one in found[policy].items():
                     print(
                         f"{name:5} {policy:9} {one.sent:6} {one.refused / one.sent:8.1%} {one.failed / one.sent:7.1%}"
@@ -248,5 +257,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=30.0, help="length of the busy load; the idle one's is half")
     parser.add_argument("--policies", nargs="+", default=["off", *POLICIES], choices=["off", *POLICIES])
+    parser.add_argument(
+        "--status-ms", type=float, default=Worker().status_interval_ms, help="between two statuses of a worker"
+    )
     options = parser.parse_args()
-    end(asyncio.run(main(options.seconds, options.policies)))
+    end(asyncio.run(main(options.seconds, options.policies, options.status_ms)))

@@ -18,7 +18,7 @@ from typing import Any, Final
 import relaygr_stream.trigger.service as trigger_service
 from relaygr_stream.__main__ import run
 from relaygr_stream.bus.topics import lane_of
-from relaygr_stream.engine.commands import DELEGATED_LANE, Prefill, Query
+from relaygr_stream.engine.commands import DELEGATED_LANE, Cancel, Prefill, Query
 from relaygr_stream.errors import BrokerError
 from relaygr_stream.trigger.delegation import Delegation, Place
 from relaygr_stream.wire.fleet import TRAVEL_MS
@@ -60,10 +60,10 @@ def refuse_what_is_late() -> None:
         requests.outbox._background.start(try_here(requests, record, taken))
         return None
 
-    def other(requests: Any, record: Record, kind: str) -> None:
+    def other(requests: Any, record: Record, kind: str) -> Cancel | None:
         if kind == KIND and record.topic == requests._topics.ranking.name:  # where a signal came to in the end
             requests._reasons.read(record)
-        other_as_served(requests, record, kind)
+        return other_as_served(requests, record, kind)
 
     Requests._signal, Requests._other = signal, other  # type: ignore[method-assign, assignment]
 

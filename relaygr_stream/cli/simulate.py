@@ -64,8 +64,8 @@ if TYPE_CHECKING:
     "--costs",
     default="calibrate",
     show_default=True,
-    metavar="FILE|calibrate",
-    help="Device costs: a TOML file, or measure the configured model on this machine (15 s).",
+    metavar="NAME|FILE|calibrate",
+    help="Device costs: npu, h100, cpu, a TOML file, or measure the configured model on this machine (15 s).",
 )
 @click.option("--save-costs", type=click.Path(path_type=Path, dir_okay=False), help="Write the costs to this file.")
 @click.option(
@@ -120,8 +120,8 @@ def simulate_command(**given: Any) -> None:  # fmt: skip
 
     Runs the real trigger, assignor, cache and scheduler on simulated devices and a simulated bus.
 
-    Only --sample workers are simulated, with exactly their users: workers with fixed lanes do not influence each other.
-    Results are for the whole fleet, with the error of the sample.
+    Only --sample workers are simulated, with exactly their users. They forward to and prefill for each other within
+    groups of at most 50. Results are for the whole fleet, with the error of the sample.
 
     Example: relaygr simulate --workers 10000 --users 100000000 --rate 100000 --fail-rack 2%
     """
@@ -156,10 +156,10 @@ def _simulate(settings: Settings, given: dict[str, Any]) -> None:
 
 
 def _costs(given: dict[str, Any], settings: Settings, traffic: Traffic) -> DeviceCosts:
-    from relaygr_stream.lab.simulate.costs import DeviceCosts
-
     if given["costs"] != "calibrate":
-        return DeviceCosts.read(Path(given["costs"]))
+        from relaygr_stream.lab.bench.lengths import costs_named
+
+        return costs_named(given["costs"])
     from relaygr_stream.lab.simulate.calibrate import calibrate
 
     click.echo(f"measuring {settings.worker.device}; nothing else should run meanwhile", err=True)

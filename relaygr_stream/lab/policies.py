@@ -27,9 +27,6 @@ Policy = Literal["relay", "everything", "lru"]
 POLICIES: Final[tuple[Policy, ...]] = get_args(Policy)
 #: Reasons of the trigger that are bounds or the test of risk: `everything` overrules them.
 BOUNDS: Final = frozenset({"not_at_risk", "over_footprint", "over_load", "too_late"})
-#: A half-life in uses per held key, so short that any use outweighs all earlier ones: of n keys, a use counts 2^(-20/n)
-#: after the next one, and 2^-20 after n.
-AT_ONCE: Final = 0.05
 
 
 def decider(policy: Policy) -> Decide:
@@ -52,11 +49,13 @@ def decide_everything(event: RequestEvent, lane: LaneState, /, *, age_ms: float,
 
 
 class LeastRecent(CostAwarePolicy[str]):
-    """Eviction of what was used longest ago: a use fades before the next one, and bytes cost the same."""
+    """Eviction of what was used longest ago: the last use counts alone, and bytes cost the same."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.half_life = AT_ONCE
+    def _use(self, uses: float) -> float:
+        """The number of this use, whatever there was before."""
+        del uses
+        self._clock += 1
+        return self._clock
 
     def add(self, key: str, nbytes: int, cost_ms: float) -> None:
         """Hold the key, and count a use."""

@@ -59,6 +59,7 @@ class SloOptions:
     starts: Mapping[str, float] = field(default_factory=dict)  # mode → rate at which its search starts, where known
     most_probes: int = 12  # of a search
     most_rate: float = math.inf  # no probe exceeds it
+    whole: bool = False  # probes run to their end, whatever the verdict: their P99 is then no lower bound
     shared_broker: bool = False  # the cluster at kafka.bootstrap is this run's own, on this machine
 
     @property
@@ -69,7 +70,8 @@ class SloOptions:
     def __post_init__(self) -> None:
         if self.arrivals is not None and self.arrivals.users is not None:  # returns are the log's
             for name in ("revisits", "length_revisits"):
-                object.__setattr__(self, name, (self.arrivals.returns,))
+                if getattr(self, name):
+                    object.__setattr__(self, name, (self.arrivals.returns,))
         if not self.revisits or not all(0 <= ratio < 1 for ratio in (*self.revisits, *self.length_revisits)):
             raise ConfigError(f"revisit ratios {self.revisits}, {self.length_revisits}: must be within 0…1, 1 excluded")
         if self.length <= 0:

@@ -1,8 +1,9 @@
-"""An oracle queue: what the devices could serve with perfect knowledge and no bus.
+"""An oracle queue: what the devices could serve with perfect knowledge and no bus, a request at a time.
 
 It has the same costs and the same kind of arrivals as a probe, and its scheduler knows everything at once: where prefix
-KV are (everywhere), what is due, and which device is free. So it bounds what a relay can reach, not what an arrangement
-of lanes can. Without head start it is the queue of textbooks, and is tested against their closed forms.
+KV are (everywhere), what is due, and which device is free. It scores each ranking alone, so it is no upper bound: a
+relay that scores rankings together shares an operation's fixed time, and may carry more where prefixes are short.
+Without head start it is the queue of textbooks, and is tested against their closed forms.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from relaygr_stream.lab.bench.modes import Mode
 from relaygr_stream.lab.bench.options import DELAY_SIGMA
 from relaygr_stream.lab.bench.statistics import QUANTILE
 from relaygr_stream.lab.simulate.costs import DeviceCosts
+from relaygr_stream.lab.workload.arrivals import ArrivalLog
 
 Floats = npt.NDArray[np.float64]
 
@@ -58,13 +60,17 @@ class Shape:
         return np.asarray(e0 + (self.rows + more) * (e1 + e2 * lengths))
 
 
-def largest_rate(mode: Mode, costs: DeviceCosts, shape: Shape, seed: int = 0) -> float:
+def largest_rate(mode: Mode, costs: DeviceCosts, shape: Shape, seed: int = 0, log: ArrivalLog | None = None) -> float:
     """The largest rate (requests/s) whose P99 is within the SLO; 0 if none is.
 
-    The same arrivals serve every rate and every mode.
+    The same arrivals serve every rate and every mode: Poisson, or those of a log again and again.
     """
     rng = np.random.default_rng(seed)
     gaps, returns = rng.exponential(size=REQUESTS), rng.random(REQUESTS) < (shape.revisit if mode.keeps else 0.0)
+    if log is not None:
+        gaps = np.resize(log.gaps, REQUESTS)
+        if log.users is not None and mode.keeps:
+            returns = np.resize(log.returning, REQUESTS)
     delays = shape.delay_ms * np.exp(DELAY_SIGMA * rng.standard_normal(REQUESTS))
     servers = rng.integers(shape.workers, size=REQUESTS)
     lengths = shape.lengths(rng.random(REQUESTS))

@@ -7,9 +7,19 @@ from html import escape
 from typing import Final
 
 from relaygr_stream.lab.bench import plots
-from relaygr_stream.lab.bench.judge import BUS_TARGET_MS, HIT_TARGET, PAPER
+from relaygr_stream.lab.bench.judge import BUS_TARGET_MS, DIGEST, HIT_TARGET, PAPER
 from relaygr_stream.lab.bench.results import SloReport
-from relaygr_stream.lab.bench.table import announced_text, conditions, given_text, late_text, paper_rows, ratio_text
+from relaygr_stream.lab.bench.table import (
+    KINDS,
+    announced_text,
+    conditions,
+    given_text,
+    kinds_text,
+    late_text,
+    paper_rows,
+    ratio_text,
+    two_kinds,
+)
 
 STYLE: Final = """
 :root{color-scheme:light;--ink:#1f2933;--soft:#64748b;--line:#e2e8f0;--good:#0f766e;--bad:#b45309}
@@ -84,7 +94,9 @@ def _cards(report: SloReport) -> str:
                 cards.append(_card(ratio_text(ratio, "×"), f"{words}, revisit {ratio.revisit:.0%}", notes, reached))
     admitted, hit = report.hits["admitted"], report.hits["hit"]
     if admitted:
-        notes = f"aim ≥ {HIT_TARGET:.0%} · paper {PAPER['hits']:.0%} · announced: {announced_text(report.hits)}"
+        notes = (
+            f"aim ≥ {HIT_TARGET:.0%} · paper {PAPER['hits']:.0%} ({DIGEST}) · announced: {announced_text(report.hits)}"
+        )
         cards.append(_card(f"{hit / admitted:.1%}", "of admitted requests hit", notes, hit >= HIT_TARGET * admitted))
     both = report.bus["both"].p99
     if both is not None:
@@ -113,7 +125,7 @@ def _paper(report: SloReport) -> str:
 
 def _found(report: SloReport) -> str:
     ratios = {(one.kind, one.mode, one.revisit): one for one in report.ratios}
-    rows = []
+    rows, kinds = [], two_kinds(report)
     for kind in ("rate", "length"):
         for one in report.found:
             if one.kind != kind:
@@ -132,10 +144,12 @@ def _found(report: SloReport) -> str:
                     f"{ratio.bound:.2f}×" if ratio else "",
                     f"{ratio.work:.2f}×" if ratio else "",
                     escape(late_text(one)),
+                    *(kinds_text(one) if kinds else ()),
                     escape("; ".join(one.limits)),
                 ]
             )
-    heads = ("mode", "revisit", "given", "largest", "ratio", "allowed", "work", "late (95 %)", "why not more")
+    heads = ("mode", "revisit", "given", "largest", "ratio", "allowed", "work", "late (95 %)")
+    heads = (*heads, *(KINDS if kinds else ()), "why not more")
     return table_html(heads, rows, wide=True)
 
 

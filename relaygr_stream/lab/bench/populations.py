@@ -1,6 +1,6 @@
 """The users of probes: one population for each length and revisit ratio of a pipeline.
 
-Modes of a pipeline share populations, as they share the workers' caches.
+Modes of a pipeline share populations, as they share the workers' caches; but for `cache` on several workers.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Populations:
         self._pipeline = pipeline
         self._seed = seed
         self._tell = tell
-        self._known: dict[tuple[int, float], Population] = {}
+        self._known: dict[tuple[int, float, bool], Population] = {}
 
     async def get(self, length: int, revisit: float, mode: Mode, world: World) -> Population:
         """The population; if users return, the workers already know the number of users in the options."""
@@ -103,11 +103,14 @@ class Populations:
             revisit = log.returns
         elif not mode.keeps:
             revisit = 0.0
-        if (length, revisit) not in self._known:
-            self._known[length, revisit] = await self._make(length, revisit, world)
-        return self._known[length, revisit]
+        # Delegates hold prefix KV of a relay's users, where `cache` never looks: with several workers it has its own.
+        alone = revisit > 0 and not mode.announce and self._options.workers > 1
+        key = length, revisit, alone
+        if key not in self._known:
+            self._known[key] = await self._make(length, revisit, world, alone=alone)
+        return self._known[key]
 
-    async def _make(self, length: int, revisit: float, world: World) -> Population:
+    async def _make(self, length: int, revisit: float, world: World, *, alone: bool) -> Population:
         options = self._options
         # The same number of tokens in all, whatever the length.
         known = 0 if revisit == 0 else max(8, round(options.known * USERS_TOKENS / length))
@@ -130,18 +133,21 @@ class Populations:
             known=known,
             seed=self._seed,
         )
-        name = f"{self._pipeline.name}.{length}.{round(100 * revisit)}"
+        name = f"{self._pipeline.name}.{length}.{round(100 * revisit)}{'.alone' if alone else ''}"
         population = Population(name, traffic)
         if known:
             self._tell(f"introducing {known} users with {length:,} tokens …")
-            await self._play(population, FILL_SHARE * self._most_rate(world, length, 0.0), count=known)
-            await self._play(population, SETTLE_SHARE * self._most_rate(world, length, revisit), until=options.settle_s)
+            most, returning = (self._most_rate(world, length, ratio) for ratio in (0.0, revisit))
+            await self._play(population, FILL_SHARE * most, count=known, announce=not alone)
+            await self._play(population, SETTLE_SHARE * returning, until=options.settle_s, announce=not alone)
         return population
 
     @staticmethod
     def _most_rate(world: World, length: int, revisit: float) -> float:
         return most_rate(RELAY, world.cost(length, revisit), revisit, world.workers)
 
-    async def _play(self, population: Population, rate: float, *, count: int = 0, until: float = 0.0) -> None:
+    async def _play(
+        self, population: Population, rate: float, *, announce: bool, count: int = 0, until: float = 0.0
+    ) -> None:
         items = population.take(rate, count=count, until=until)
-        await drive(self._pipeline.client, items, timeout=FILL_TIMEOUT_S)
+        await drive(self._pipeline.client, items, announce=announce, timeout=FILL_TIMEOUT_S)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,10 +47,17 @@ class Judgement:
     least_s: float  # least time of judged requests
     warm_up_s: float
     stages: int = STAGES_AT_MOST  # a probe that would fail by a few goes on for so many stages in all
+    whole: bool = False  # a probe that can no longer pass goes on, too
+    period_s: float = 0.0  # of a tide: a stage has whole periods, so that its mean rate is the one that is stated
 
     def seconds(self, rate: float) -> float:
         """Expected seconds of a probe of one stage at this rate, warm-up included."""
-        return self.warm_up_s + max(self.least_s, self.samples / rate)
+        return self.warm_up_s + self.stage_s(rate)
+
+    def stage_s(self, rate: float) -> float:
+        """Expected seconds of a stage."""
+        least = max(self.least_s, self.samples / rate)
+        return self.period_s * math.ceil(least / self.period_s) if self.period_s else least
 
 
 @dataclass(frozen=True)
@@ -133,9 +141,16 @@ async def run_probe(
         cores_busy=None if cpu is None or cpu_after is None else cpu_after.busy_since(cpu),
         device_late=late_ms / busy_ms if busy_ms else None,
         workers=pipeline.workers,
+        sent=_sent(results, judgement.warm_up_s),
         device_ms_per_s={name: (after.get(name, 0.0) - totals.get(name, 0.0)) / seconds for name in DEVICE_WORK},
     )
     return Measured(probe, stages["inbound"], stages["outbound"])
+
+
+def _sent(results: Sequence[Result], since: float) -> float | None:
+    """The rate at which these requests were due."""
+    seconds = max((one.item.at for one in results), default=since) - since
+    return len(results) / seconds if seconds > 0 else None
 
 
 def _p99(latencies: Sequence[float]) -> float | None:
@@ -163,7 +178,8 @@ class _Staged:
         self._population, self._rate, self._judgement = population, rate, judgement
         self._stages = judgement.stages
         since = judgement.warm_up_s
-        self._first = population.take(rate, count=judgement.samples, since=since, until=since + judgement.least_s)
+        until = since + (judgement.stage_s(rate) if judgement.period_s else judgement.least_s)
+        self._first = population.take(rate, count=judgement.samples, since=since, until=until)
         self._stage = sum(item.at >= since for item in self._first)  # requests to be judged in each
         #: The due time of the last request of each completely sent stage, in seconds since the probe began.
         self.ended: Final[list[float]] = []
@@ -230,7 +246,8 @@ class _Tally:
     def _judge(self) -> None:
         """Decide: failed with more bad requests than a whole probe may have, passed after a stage with few enough."""
         if self._bad > allowed_bad(self._traffic.most):
-            self.decided.set()
+            if not self._judgement.whole:
+                self.decided.set()
             return
         for ended in self._traffic.ended[self._stage :]:
             requests = self._traffic.requests(self._stage + 1)

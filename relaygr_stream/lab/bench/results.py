@@ -79,6 +79,7 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
     stalled_ms: float | None = None  # largest delay of a process that only sleeps; None: unknown
     device_ms_per_s: dict[str, float]  # by DEVICE_WORK, all workers together; warm-up included
     workers: int = 1
+    sent: float | None = None  # judged requests per second that came: of a log's stretch, which has its own rate
     device_late: float | None = None  # lateness of emulated devices, as a share of their busy time; None: real devices
 
     @property
@@ -110,6 +111,8 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     requests: int  # judged at the found values, all repeats together
     bad: int
     limits: list[str]  # why a larger value fails, as text
+    p99_short: float | None = None  # at the found values, median of the repeats; None: users are of one kind
+    p99_long: float | None = None
 
     @property
     def at(self) -> float:

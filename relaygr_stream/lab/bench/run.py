@@ -40,6 +40,8 @@ from relaygr_stream.settings.schema import Settings
 WARM_UP_SHARE: Final = 0.25
 LANES_PER_WORKER: Final = 2
 ATTEMPTS: Final = 4
+#: A probe whose judged requests came at a rate this much off the stated one says so: Poisson's are less off.
+OTHER_RATE: Final = 0.25
 CALM_TIMEOUT_S: Final = 10.0
 
 
@@ -266,8 +268,15 @@ class Bench:
     @property
     def _judgement(self) -> Judgement:
         options = self.options
-        slo_ms = self.settings.relay.slo_ms
-        return Judgement(slo_ms, options.samples, options.least_s, options.warm_up_s, options.stages)
+        return Judgement(
+            self.settings.relay.slo_ms,
+            options.samples,
+            options.least_s,
+            options.warm_up_s,
+            options.stages,
+            options.whole,
+            0.0 if options.tide is None else options.tide.period_s,
+        )
 
     def _world(self, pipeline: Pipeline) -> World:
         options, relay = self.options, self.settings.relay
@@ -301,5 +310,7 @@ class Bench:
 def _verdict(probe: Probe, disturbance: str) -> str:
     at_least = "≥ " if probe.cut_short else ""
     kinds = "" if probe.p99_long is None else f" (short {probe.p99_short or 0:,.0f}, long {probe.p99_long:,.0f})"
+    other = not probe.cut_short and abs((probe.sent or probe.rate) / probe.rate - 1) > OTHER_RATE
+    sent = f", at {probe.sent:,.1f}/s" if other else ""
     sign = "✓" if probe.passed else f"– {disturbance}: again" if probe.set_aside else "✗"
-    return f"P99 {at_least}{probe.p99:,.0f} ms{kinds}, {probe.bad} of {probe.requests} beyond  {sign}"
+    return f"P99 {at_least}{probe.p99:,.0f} ms{kinds}, {probe.bad} of {probe.requests} beyond{sent}  {sign}"

@@ -62,16 +62,11 @@ class Search:
 
     @property
     def settled(self) -> bool:
-        """Whether the search is complete, and not because its probes are used up."""
-        return bool(self.tried) and len(self.tried) <= self.most and self._bracketed
+        """Whether the value is known to within the tolerance, or that no value passes.
 
-    @property
-    def _bracketed(self) -> bool:
-        if self.passed is not None and self.passed >= self.high:
-            return True
-        if self.failed is not None and self.failed <= self.low:
-            return True
-        return self._close
+        False where probes are used up, and where `high` passed: what passed is then a lower bound.
+        """
+        return self._close or (self.failed is not None and self.failed <= self.low)
 
     @property
     def _close(self) -> bool:

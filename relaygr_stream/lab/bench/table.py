@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Final
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from relaygr_stream.lab.bench.judge import BUS_TARGET_MS, HIT_TARGET, PAPER
+from relaygr_stream.lab.bench.judge import BUS_TARGET_MS, DIGEST, HIT_TARGET, PAPER
 from relaygr_stream.lab.bench.results import Found, Ratio, SloReport, Spread
 from relaygr_stream.lab.bench.wakes import HOPS
 from relaygr_stream.lab.workload.report import HITS
@@ -34,16 +35,33 @@ def _found(report: SloReport) -> Table:
         title=f"Largest within the SLO (P99 ≤ {slo:g} ms)", title_justify="left", title_style="bold", box=SIMPLE_HEAD
     )
     table.add_column("mode", no_wrap=True, min_width=10)  # of `relay-hbm`
-    for name in ("revisit", "at", "largest", "× full", "allowed", "late (95 %)"):
+    kinds = two_kinds(report)
+    for name in ("revisit", "at", "largest", "× full", "allowed", "late (95 %)", *(KINDS if kinds else ())):
         table.add_column(name, justify="right", no_wrap=True)
     ratios = {(one.kind, one.mode, one.revisit): one for one in report.ratios}
     for kind in ("rate", "length"):
         for one in report.found:
             if one.kind == kind:
                 ratio = ratios.get((one.kind, one.mode, one.revisit))
-                table.add_row(one.mode, f"{one.revisit:.0%}", *_cells(one), *_ratio_cells(ratio), late_text(one))
+                last = (late_text(one), *(kinds_text(one) if kinds else ()))
+                table.add_row(one.mode, f"{one.revisit:.0%}", *_cells(one), *_ratio_cells(ratio), *last)
         table.add_section()
     return table
+
+
+#: Columns where users are short or long: their P99s at the value found, ms.
+KINDS: Final = ("P99 short", "long, ms")
+
+
+def two_kinds(report: SloReport) -> bool:
+    """Whether users are short or long."""
+    return any(one.p99_long is not None or one.p99_short is not None for one in report.found)
+
+
+def kinds_text(one: Found) -> tuple[str, str]:
+    """As KINDS."""
+    short, long = ("–" if value is None else f"{value:,.0f}" for value in (one.p99_short, one.p99_long))
+    return short, long
 
 
 def _cells(one: Found) -> tuple[str, str]:
@@ -94,7 +112,7 @@ def paper_rows(report: SloReport) -> list[tuple[str, str, str, str]]:
                 rows.append((name, f"{PAPER[kind]:g}×", ratio_text(ratio, "×"), f"≥ {ratio.target:g}×"))
     admitted, hit = report.hits["admitted"], report.hits["hit"]
     share = f"{hit / admitted:.1%} of {admitted:,}" if admitted else "–"
-    rows.append(("admitted requests that hit", f"{PAPER['hits']:.0%}", share, f"≥ {HIT_TARGET:.0%}"))
+    rows.append(("admitted requests that hit", f"{PAPER['hits']:.0%} ({DIGEST})", share, f"≥ {HIT_TARGET:.0%}"))
     rows.append(("announced requests that hit", "–", announced_text(report.hits), ""))
     rows.append(("bus there and back, P50 / P99", "–", spread_text(report.bus["both"]), f"≤ {BUS_TARGET_MS:g} ms"))
     rows.append(("  publish → worker's read", "–", spread_text(report.bus["in"]), ""))

@@ -16,8 +16,9 @@ from relaygr_stream.lab.bench.lengths import FULL_SHARE, costs_named
 from relaygr_stream.lab.bench.progress import Progress
 from relaygr_stream.lab.bench.statistics import fewest_samples
 from relaygr_stream.lab.drawing import can_draw
+from relaygr_stream.lab.paper.drawings import drawings
 from relaygr_stream.lab.paper.plan import Curve, PaperOptions, curves
-from relaygr_stream.lab.paper.report import as_json, drawings, make_report, page, render
+from relaygr_stream.lab.paper.report import as_json, make_report, page, render
 from relaygr_stream.lab.paper.results import PaperReport, Record
 from relaygr_stream.lab.paper.run import Paper
 from relaygr_stream.lab.paper.setup import GRID, GROWTH, MOST_RATE, SUFFIX, Setup
@@ -31,8 +32,8 @@ async def run_paper(options: PaperOptions, settings: Settings, command: str, con
     """Measure, print and write the reports; returns whether no target was missed. Raises RelayError."""
     console = console or SafeConsole()
     costs = costs_named(options.costs)
-    planned = curves(options.quick)
-    record = Record(options.out, _fixed(options, settings, costs))
+    planned = curves(options.quick, options.arrivals)
+    record = Record(options.out, _fixed(options, settings, costs), only_read=options.only == "report")
     if record.outcomes:
         console.print(f"going on with {options.out}: {len(record.outcomes)} outcomes are there")
     with Progress(console) as progress:
@@ -75,6 +76,7 @@ def _fixed(options: PaperOptions, settings: Settings, costs: DeviceCosts) -> dic
             "stages": options.stages,
             "tolerance": options.tolerance,
             "seed": options.seed,
+            "arrivals": None if options.arrivals is None else options.arrivals.describe(),
             "costs": costs,
             "settings": sections,
         }
@@ -86,6 +88,7 @@ def _words(options: PaperOptions, settings: Settings, costs: DeviceCosts, comman
     slo, usual = settings.relay.slo_ms, Setup()
     lengths = ", ".join(f"{Setup(share=share).length(costs, slo):,}" for share in GRID)
     worker, samples = settings.worker, max(fewest_samples(), options.samples)
+    logged = {} if options.arrivals is None else {"arrivals": f"those of {options.arrivals.describe()}, where stated"}
     broker = "Apache Kafka" if options.broker == "kafka" else "Tansu"
     return {
         "devices": f"emulated: {costs.source}; {costs.kv.layout().bytes_per_token >> 10} KiB of K and V a token",
@@ -96,7 +99,7 @@ def _words(options: PaperOptions, settings: Settings, costs: DeviceCosts, comman
         "SLO": f"P99 ≤ {slo:g} ms, head start {usual.delay_ms:g} ms unless stated, undilated",
         "dilation": f"all times of serving × k, so that no probe exceeds {MOST_RATE:g} requests/s; the bus is not "
         "dilated and weighs 1/k as much",
-        "traffic": f"Poisson arrivals; {usual.candidates} candidates unless stated, {SUFFIX} suffix behaviours; a "
+        "traffic": f"Poisson arrivals and {usual.candidates} candidates unless stated, {SUFFIX} suffix behaviours; a "
         f"return brings {GROWTH:g} new behaviours",
         "measured": f"a probe judges the requests of {options.least_s:g} s, {samples} at least; values to "
         f"within {options.tolerance - 1:.0%}; {options.repeats} repeat(s); the interval is the range of the repeats, "
@@ -104,4 +107,5 @@ def _words(options: PaperOptions, settings: Settings, costs: DeviceCosts, comman
         "simulated": f"a probe judges {REQUESTS:,} requests; values to within {TOLERANCE - 1:.0%}; median and range "
         f"of {options.seeds} seed(s); one way of the bus {BUS.p50_ms:g} ms at P50, {BUS.p99_ms:g} at P99, weighing 1/k",
         "command": command,
+        **logged,
     }

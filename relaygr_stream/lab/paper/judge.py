@@ -7,13 +7,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from relaygr_stream.lab.bench.interference import LATE_DEVICE
-from relaygr_stream.lab.bench.modes import ABLATIONS, BASELINES, CACHE, FULL_ANY, FULL_LANE, RELAY
+from relaygr_stream.lab.bench.modes import ABLATIONS, CACHE, FULL_LANE, RELAY
+from relaygr_stream.lab.bench.results import Probe
+from relaygr_stream.lab.bench.search import ROUNDING
 from relaygr_stream.lab.paper.plan import REGIMES, REVISITS, UNDELEGATED, Where
-from relaygr_stream.lab.paper.results import Headline, Outcome, Point, Verdict
+from relaygr_stream.lab.paper.readings import (
+    ALIKE,
+    PLACES,
+    differences,
+    in_both,
+    length_at,
+    point_at,
+    settled_at,
+)
+from relaygr_stream.lab.paper.results import Outcome, Point, Verdict
 from relaygr_stream.lab.paper.setup import GRID, HEADLINE, MOST_RATE, Setup
 from relaygr_stream.lab.workload.report import HITS
 
@@ -34,12 +44,9 @@ BUS_TARGET_MS: Final = 10.0
 NEAR_MOST: Final = 0.8
 #: Share of the cores' time that any process may use in a probe.
 MOST_CORES: Final = 0.5
-#: Simulation and fleet differ by at most this share.
-ALIKE: Final = 0.15
 #: A value is worse than another by more than so much before it counts: that of a search's tolerance.
 NOISE: Final = 0.05
 
-PLACES: Final[tuple[Where, ...]] = ("fleet", "simulated")
 State = Literal["met", "missed", "not allowed", "not measured"]
 
 
@@ -48,6 +55,7 @@ def judge(points: Sequence[Point], outcomes: Sequence[Outcome]) -> list[Verdict]
     lengths = (_lengths(points, revisit) for revisit in (0.5, 0.9))
     return [
         *_oracle(points),
+        *_oracle_lengths(points),
         *(_against(points, FULL_LANE.name, revisit, times) for revisit, times in LANE_TARGETS.items()),
         _against(points, CACHE.name, 0.5, CACHE_TARGET),
         *lengths,
@@ -60,87 +68,23 @@ def judge(points: Sequence[Point], outcomes: Sequence[Outcome]) -> list[Verdict]
     ]
 
 
-def headline(points: Sequence[Point], revisit: float) -> list[Headline]:
-    """Geometric mean, least and greatest ratio of the relay to each baseline over the first four lengths.
-
-    Only where all four are known: a mean over other lengths is another number. The relay's values may be lower bounds.
-    """
-    found = []
-    for where in PLACES:
-        for mode in BASELINES:
-            ratios = [
-                relay.value / base.value
-                for share in HEADLINE
-                if (relay := _at(points, RELAY.name, share, revisit, where)) is not None
-                and (base := _settled(points, mode.name, share, revisit, where)) is not None
-                and relay.value
-                and base.value
-            ]
-            if len(ratios) == len(HEADLINE):
-                mean = math.prod(ratios) ** (1 / len(ratios))
-                found.append(Headline(baseline=mode.name, where=where, mean=mean, least=min(ratios), most=max(ratios)))
-    return found
-
-
-def differences(points: Sequence[Point]) -> list[list[Any]]:
-    """[mode, setup, what, fleet, simulated, fleet ÷ simulated − 1] of each value that was found in both places.
-
-    A P99 is compared only where both keep the SLO: beyond it, a probe ends when it cannot pass.
-    """
-    found = []
-    for one in points:
-        other = next(
-            (each for each in points if each.where != one.where and (each.setup, each.mode) == (one.setup, one.mode)),
-            None,
-        )
-        if one.where != "fleet" or other is None:
-            continue
-        what = "p99" if one.given else "rate"
-        if what == "rate" and not one.settled:
-            continue
-        mine, simulated = one.shown(what), other.shown(what)
-        if mine and simulated and one.value and other.value:
-            found.append([one.mode, one.setup, what, mine[0], simulated[0], mine[0] / simulated[0] - 1])
-    return found
-
-
-def length_at(points: Sequence[Point], mode: str, revisit: float, where: Where, rate: float, *, oracle: bool) -> float:
-    """The longest prefix, × unit length, that a mode carries at a rate.
-
-    Between the grid's lengths it is interpolated, on logarithmic axes. 0: less than the grid's first; infinite: more
-    than its last; NaN: more than the last that is known.
-    """
-    known = [(share, one.oracle if oracle else one.value or 0.0) for share in GRID
-             if (one := _at(points, mode, share, revisit, where)) is not None]  # fmt: skip
-    if not known or rate > known[0][1]:
-        return 0.0
-    for (share, most), (longer, least) in pairwise(known):
-        if least < rate:
-            at = math.log(most / rate) / math.log(most / max(least, 1e-3 * rate))
-            return float(share * (longer / share) ** at)
-    return math.inf if known[-1][0] == GRID[-1] else math.nan
-
-
-def _at(points: Sequence[Point], mode: str, share: float, revisit: float, where: Where) -> Point | None:
-    """A mode's point at a length. Full inference is the same at every revisit ratio, and measured at one."""
-    wanted = Setup(share=share, revisit=revisit)
-    some = [one for one in points if (one.mode, one.where) == (mode, where)]
-    exact = next((one for one in some if one.setup == wanted), None)
-    if exact is None and mode in (FULL_LANE.name, FULL_ANY.name):
-        return next((one for one in some if one.setup == Setup(share=share)), None)
-    return exact
-
-
-def _settled(points: Sequence[Point], mode: str, share: float, revisit: float, where: Where) -> Point | None:
-    """The same, if its search came to an end: a lower bound of a baseline would be an upper one of the ratio."""
-    found = _at(points, mode, share, revisit, where)
-    return found if found is not None and found.settled else None
-
-
 def _verdict(target: str, states: set[State], parts: Sequence[str]) -> Verdict:
     """Missed if anywhere, else met if anywhere."""
     worst = next((state for state in ("missed", "met", "not allowed") if state in states), "not measured")
     return Verdict(target=target, found="; ".join(parts), state=worst)  # type: ignore[arg-type]
+
+
+def _state(reached: bool, *, bound: bool, allowed: bool = True) -> set[State]:
+    """bound: the value is a lower bound, which may be enough and is never too little."""
+    if reached:
+        return {"met"}
+    if not allowed:
+        return {"not allowed"}
+    return set() if bound else {"missed"}
+
+
+def _least(one: Point) -> str:
+    return "" if one.settled else "≥ "
 
 
 def _each(judged: Callable[[Where], tuple[set[State], list[str]]]) -> tuple[set[State], list[str]]:
@@ -158,15 +102,16 @@ def _oracle(points: Sequence[Point]) -> Iterator[Verdict]:
     for revisit in REVISITS:
 
         def judged(where: Where, revisit: float = revisit) -> tuple[set[State], list[str]]:
-            shares = {
-                share: (one.value or 0.0) / one.oracle
-                for share in HEADLINE
-                if (one := _at(points, RELAY.name, share, revisit, where)) is not None
-                and one.oracle
-                and (one.settled or (one.value or 0.0) >= ORACLE_SHARE * one.oracle)
-            }
-            states: set[State] = {"met" if value >= ORACLE_SHARE else "missed" for value in shares.values()}
-            return states, [f"{value:.2f} at {share:g}×" for share, value in sorted(shares.items())]
+            states: set[State] = set()
+            parts = []
+            for share in HEADLINE:
+                one = point_at(points, RELAY.name, share, revisit, where)
+                if one is None or not one.oracle:
+                    continue
+                value = (one.value or 0.0) / one.oracle
+                states |= _state(value >= ORACLE_SHARE, bound=not one.settled)
+                parts.append(f"{_least(one)}{value:.2f} at {share:g}×")
+            return states, parts
 
         target = f"relay ≥ {ORACLE_SHARE:g} of the oracle's throughput at revisit {revisit:.0%}"
         yield _verdict(target, *_each(judged))
@@ -179,13 +124,13 @@ def _against(points: Sequence[Point], baseline: str, revisit: float, times: floa
         states: set[State] = set()
         parts = []
         for share in HEADLINE:
-            relay = _at(points, RELAY.name, share, revisit, where)
-            base = _settled(points, baseline, share, revisit, where)
+            relay = point_at(points, RELAY.name, share, revisit, where)
+            base = settled_at(points, baseline, share, revisit, where)
             if relay is None or base is None or not base.value:
                 continue
             ratio, allowed = (relay.value or 0.0) / base.value, relay.oracle / base.value
-            states.add("met" if ratio >= times else "missed" if allowed >= times else "not allowed")
-            parts.append(f"{ratio:.1f} of {allowed:.1f} at {share:g}×")
+            states |= _state(ratio >= times, bound=not relay.settled, allowed=allowed >= times)
+            parts.append(f"{_least(relay)}{ratio:.1f} of {allowed:.1f} at {share:g}×")
         return states, parts
 
     target = f"relay ≥ {times:g} × {baseline} at revisit {revisit:.0%}, where the oracle allows it"
@@ -199,7 +144,7 @@ def _lengths(points: Sequence[Point], revisit: float) -> Verdict:
         states: set[State] = set()
         parts = []
         for share in HEADLINE:
-            base = _settled(points, FULL_LANE.name, share, revisit, where)
+            base = settled_at(points, FULL_LANE.name, share, revisit, where)
             if base is None or not base.value:
                 continue
             mine, allowed = (
@@ -208,14 +153,52 @@ def _lengths(points: Sequence[Point], revisit: float) -> Verdict:
             )
             if not (mine or allowed) or math.isnan(mine):
                 continue
-            states.add("met" if mine >= LENGTH_TARGET else "missed" if allowed >= LENGTH_TARGET else "not allowed")
-            most = GRID[-1] / share
-            words = [f"> {most:.0f}" if math.isinf(value) else f"{value:.1f}" for value in (mine, allowed)]
-            parts.append(f"{words[0]} of {words[1]} at {base.value:.0f}/s")
+            bound = _bound(points, revisit, where)
+            states |= _state(mine >= LENGTH_TARGET, bound=bound, allowed=allowed >= LENGTH_TARGET)
+            parts.append(_of_allowed(mine, allowed, GRID[-1] / share, base.value, bound=bound))
         return states, parts
 
     target = f"relay ≥ {LENGTH_TARGET:g} × full-lane's length at revisit {revisit:.0%}, where the oracle allows it"
     return _verdict(target, *_each(judged))
+
+
+def _oracle_lengths(points: Sequence[Point]) -> Iterator[Verdict]:
+    """Length at the same rates, against the oracle's: both as shares of the grid's last length, where it ends there."""
+    for revisit in REVISITS:
+
+        def judged(where: Where, revisit: float = revisit) -> tuple[set[State], list[str]]:
+            states: set[State] = set()
+            parts = []
+            for share in HEADLINE:
+                base = settled_at(points, FULL_LANE.name, share, revisit, where)
+                if base is None or not base.value:
+                    continue
+                mine, allowed = (
+                    length_at(points, RELAY.name, revisit, where, base.value, oracle=oracle) for oracle in (False, True)
+                )
+                if not allowed or math.isnan(mine) or (math.isinf(mine) and math.isinf(allowed)):
+                    continue  # both carry the grid's last length: which of them carries more is not known
+                enough = mine >= ORACLE_SHARE * min(allowed, GRID[-1])
+                bound = _bound(points, revisit, where)
+                # Where the oracle carries more than the grid's last length, a share of that length is no proof.
+                states |= _state(enough, bound=bound) if not (enough and math.isinf(allowed)) else set()
+                parts.append(_of_allowed(mine, allowed, GRID[-1], base.value, bound=bound))
+            return states, parts
+
+        target = f"relay ≥ {ORACLE_SHARE:g} of the oracle's length at revisit {revisit:.0%} (lengths in units)"
+        yield _verdict(target, *_each(judged))
+
+
+def _of_allowed(mine: float, allowed: float, most: float, rate: float, *, bound: bool) -> str:
+    """Two lengths in words. most: the grid's end. bound: what the relay carries is a lower bound."""
+    words = [f"> {most:.0f}" if math.isinf(value) else f"{value:.1f}" for value in (mine, allowed)]
+    return f"{'≥ ' if bound else ''}{words[0]} of {words[1]} at {rate:.0f}/s"
+
+
+def _bound(points: Sequence[Point], revisit: float, where: Where) -> bool:
+    """Whether any rate from which the relay's lengths are read is a lower bound."""
+    known = (point_at(points, RELAY.name, share, revisit, where) for share in GRID)
+    return any(one is not None and not one.settled for one in known)
 
 
 def _ablations(points: Sequence[Point]) -> Iterator[Verdict]:
@@ -229,29 +212,43 @@ def _ablations(points: Sequence[Point]) -> Iterator[Verdict]:
                     next((each for each in points if (each.mode, each.setup, each.where) == (one, setup, where)), None)
                     for one in (RELAY.name, name)
                 )
-                if mine is None or other is None:
+                if mine is None or other is None or not (mine.value or other.value) or not other.settled:
                     continue
                 ratio = (mine.value or 0.0) / other.value if other.value else math.inf
-                states.add("missed" if ratio < 1 - NOISE else "met")
-                parts.append(f"{'only relay' if math.isinf(ratio) else f'{ratio:.2f}×'} {regime}")
+                states |= _state(ratio >= 1 - NOISE, bound=not mine.settled)
+                parts.append(f"{'only relay' if math.isinf(ratio) else f'{_least(mine)}{ratio:.2f}×'} {regime}")
             return states, parts
 
         yield _verdict(f"relay ahead of {mode.name}, or within {NOISE:.0%}", *_each(judged))
 
 
 def _hits(outcomes: Sequence[Outcome]) -> Iterator[Verdict]:
-    measured = [one for one in outcomes if one.mode == RELAY.name and one.where == "fleet"]
-    probes = [probe for one in measured for probe in one.passing]
-    announced, admitted = (sum(getattr(probe, name) for probe in probes) for name in ("announced", "admitted"))
-    hits = sum(probe.outcomes.get(name, 0) for probe in probes for name in HITS)
-    of_admitted = sum(probe.admitted_hits for probe in probes)
-    for words, hit, of, least in (
-        ("hits over all announced", hits, announced, ANNOUNCED_HITS),
-        ("hits over all admitted", of_admitted, admitted, ADMITTED_HITS),
+    """Judged by all probes up to the rate carried, or at a given load, whether they passed; told of those beyond it."""
+    within: list[Probe] = []
+    beyond: list[Probe] = []
+    for one in outcomes:
+        if one.mode == RELAY.name and one.where == "fleet":
+            most = ROUNDING * (one.given or one.rate or 0.0) / one.factor
+            for probe in one.probes:
+                if not probe.set_aside:
+                    (within if probe.rate <= most else beyond).append(probe)
+    for words, least, announced in (
+        ("hits over all announced", ANNOUNCED_HITS, True),
+        ("hits over all admitted", ADMITTED_HITS, False),
     ):
-        state: State = "not measured" if not of else "met" if hit >= least * of else "missed"
-        yield Verdict(target=f"{words} ≥ {least:.0%}", found=f"fleet: {hit / of:.1%} of {of:,}" if of else "",
-                      state=state)  # fmt: skip
+        hit, of = _hit(within, announced=announced)
+        more, of_more = _hit(beyond, announced=announced)
+        found = [f"fleet: {hit / of:.1%} of {of:,} up to the rate carried"] if of else []
+        found += [f"{more / of_more:.1%} of {of_more:,} beyond it"] if of_more else []
+        yield _verdict(f"{words} ≥ {least:.0%}", _state(hit >= least * of, bound=False) if of else set(), found)
+
+
+def _hit(probes: Sequence[Probe], *, announced: bool) -> tuple[int, int]:
+    """(hits, all) of what was announced, or of what was admitted."""
+    if announced:
+        hits = sum(probe.outcomes.get(name, 0) for probe in probes for name in HITS)
+        return hits, sum(probe.announced for probe in probes)
+    return sum(probe.admitted_hits for probe in probes), sum(probe.admitted for probe in probes)
 
 
 def _delegation(points: Sequence[Point]) -> Verdict:
@@ -269,7 +266,8 @@ def _delegation(points: Sequence[Point]) -> Verdict:
                 continue
             states.add("met" if mine[0] <= share * other[0] else "missed")
             parts.append(f"{mine[0]:.1f} against {other[0]:.1f} ms at {load:.0%}")
-        return states, parts
+        # Half of the claim proves nothing.
+        return states if len(parts) == 2 else states - {"met"}, parts
 
     target = f"delegation: P99 of first visits ≤ {DELEGATED_SHARE:.0%} at {DELEGATED_LOAD:.0%} load, no worse without"
     return _verdict(target, *_each(judged))
@@ -291,9 +289,12 @@ def _bus(outcomes: Sequence[Outcome]) -> Verdict:
 
 
 def _alike(points: Sequence[Point]) -> Verdict:
+    """Of rates that are known to within as much: the others could not differ, or not be seen to."""
     found = [row for row in differences(points) if row[2] == "rate"]
     beyond = sum(abs(row[-1]) > ALIKE for row in found)
     words = [f"{len(found) - beyond} of {len(found)} rates are"] if found else []
+    others = sum(not one.given and bool(one.value or other.value) for one, other in in_both(points)) - len(found)
+    words += [f"{others} more are lower bounds or known less exactly"] if others else []
     states: set[State] = {"missed" if beyond else "met"} if found else set()
     return _verdict(f"simulation and fleet within {ALIKE:.0%}", states, words)
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from relaygr_stream.lab.bench.cells import Cell
@@ -11,12 +10,13 @@ from relaygr_stream.lab.bench.dilation import Fleet
 from relaygr_stream.lab.bench.modes import Mode
 from relaygr_stream.lab.bench.options import DELAY_SIGMA, SloOptions
 from relaygr_stream.lab.bench.progress import Progress
+from relaygr_stream.lab.bench.results import Memory, Probe
 from relaygr_stream.lab.bench.run import Bench
 from relaygr_stream.lab.bench.statistics import fewest_samples
 from relaygr_stream.lab.demo.report import quantile
 from relaygr_stream.lab.paper.plan import PaperOptions
-from relaygr_stream.lab.paper.results import Outcome
-from relaygr_stream.lab.paper.setup import GROWTH, MOST_RATE, SUFFIX, USERS, Setup
+from relaygr_stream.lab.paper.results import TIERS, Outcome, summed
+from relaygr_stream.lab.paper.setup import GIB, GROWTH, MOST_RATE, SUFFIX, USERS, Setup
 from relaygr_stream.lab.simulate.costs import DeviceCosts
 from relaygr_stream.lab.workload.items import StageDelay
 from relaygr_stream.settings.schema import Settings
@@ -67,6 +67,7 @@ async def measure(
         users=USERS,
         zipf=setup.zipf,
         mix=setup.mix(costs, slo_ms),
+        arrivals=options.arrivals if setup.arrivals else None,
         samples=max(fewest_samples(), options.samples),
         least_s=options.least_s,
         stages=options.stages,
@@ -79,6 +80,7 @@ async def measure(
         starts={name: rate / factor for name, rate in rates.items()},
         most_rate=MOST_RATE,
         most_probes=1 if setup.load else SloOptions.most_probes,
+        whole=bool(setup.load),
         shared_broker=True,
     )
     bench = Bench(asked, setup.settings(settings), progress, Fleet(setup.costs(costs), factor))
@@ -92,10 +94,10 @@ def _outcome(bench: Bench, cell: Cell, setup: Setup, repeat: int, factor: int, g
         return None
     search = cell.searches[0]
     mine = [one for one in bench.measured if one.probe.mode == cell.mode.name]
-    passing = [one for one in mine if one.probe.passed and not one.probe.set_aside]
-    both = [sum(pair) for one in passing for pair in zip(one.bus_in, one.bus_out, strict=True)]
+    counted = [one for one in mine if (one.probe.passed or setup.load) and not one.probe.set_aside]
+    both = [sum(pair) for one in counted for pair in zip(one.bus_in, one.bus_out, strict=True)]
     spread = quantile(both, 0.5), quantile(both, 0.99)
-    best = max(passing, key=lambda one: one.probe.rate).probe if passing else cell.probes[-1]
+    best = max(counted, key=lambda one: one.probe.rate).probe if counted else cell.probes[-1]
     return Outcome(
         setup=setup,
         mode=cell.mode.name,
@@ -104,22 +106,24 @@ def _outcome(bench: Bench, cell: Cell, setup: Setup, repeat: int, factor: int, g
         factor=factor,
         rate=None if search.passed is None else search.passed * factor,
         failed=None if search.failed is None else search.failed * factor,
-        settled=search.settled,
+        settled=bool(setup.load) or search.settled,
         oracle=0.0,
         given=given if setup.load else None,
         p99_ms=best.p99 / factor,
         requests=best.requests,
-        outcomes=_sum(one.probe.outcomes for one in passing),
-        decisions=_sum(one.probe.decisions for one in passing),
-        announced=sum(one.probe.announced for one in passing),
+        p99_short=None if best.p99_short is None else best.p99_short / factor,
+        p99_long=None if best.p99_long is None else best.p99_long / factor,
+        outcomes=summed(one.probe.outcomes for one in counted),
+        decisions=summed(one.probe.decisions for one in counted),
+        announced=sum(one.probe.announced for one in counted),
         busy=best.busy,
+        tiers=tiers_during(best, bench.memory),
         probes=[one.probe for one in mine],
         bus_ms=[ms for ms in spread if ms is not None],
     )
 
 
-def _sum(counted: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    found: Counter[str] = Counter()
-    for each in counted:
-        found.update(each)
-    return dict(found)
+def tiers_during(probe: Probe, memory: Sequence[Memory]) -> dict[str, float]:
+    """The most GiB of each tier in any status of the workers while the probe ran."""
+    seen = [one for one in memory if probe.started_s <= one.at_s <= probe.started_s + probe.seconds]
+    return {name: max(getattr(one, name) for one in seen) / GIB for name in TIERS} if seen else {}

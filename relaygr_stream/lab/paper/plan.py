@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from relaygr_stream.lab.bench.modes import ABLATIONS, CACHE, FULL_ANY, FULL_LANE, RELAY, Mode
+from relaygr_stream.lab.bench.modes import ABLATIONS, CACHE, FLEET_MODES, FULL_ANY, FULL_LANE, RELAY, Mode
 from relaygr_stream.lab.paper.setup import GRID, HEADLINE, Setup
+from relaygr_stream.lab.workload.arrivals import ArrivalLog
 
 Where = Literal["fleet", "simulated"]
 #: What a curve shows: the largest rate within the SLO, the P99 at a given one, or where rankings found their prefix KV.
@@ -24,8 +25,13 @@ REVISITS: Final = (0.0, 0.5, 0.9)
 MANY: Final = 2_000
 #: Tiers in which their prefix KV do not fit together, so that it matters which leave: 32 and 64 GiB on four workers.
 SMALL: Final[dict[str, Any]] = {"known": MANY, "hbm_gib": 8, "dram_gib": 16}
-#: Loads of the curves of P99, as shares of the oracle's largest rate for the relay.
-LOADS: Final = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 1.0)
+#: Loads of the curves of P99, as shares of the oracle's largest rate for the relay; the last is beyond saturation.
+LOADS: Final = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 1.0, 1.2)
+FLEET_LOADS: Final = (0.1, 0.5, 0.8)
+#: Arrivals of a log that are played: enough for its bursts, and simulated in seconds.
+LOGGED_ARRIVALS: Final = 6_000
+#: In these every mode tells its P99, its hits, its decisions and its use of devices and memory.
+AT_LOADS: Final = (Setup(load=0.8), Setup(load=1.2))
 
 USUAL: Final = (RELAY, FULL_ANY, FULL_LANE, CACHE)  # in the order of turns, for when time runs out
 TWO: Final = (FULL_ANY, RELAY)
@@ -63,6 +69,7 @@ class PaperOptions:
     seed: int
     out: Path
     only: Where | Literal["report"] | None = None
+    arrivals: ArrivalLog | None = None  # for one more curve
 
 
 @dataclass(frozen=True)
@@ -86,12 +93,14 @@ class Curve:
     shown: Shown = "rate"
     log: bool = False  # the axis
     by: str = "revisit"  # another property: one chart for each of its values
+    drawn: bool = True  # else its table says all: its axis has no order
 
 
-def curves(quick: bool) -> tuple[Curve, ...]:
+def curves(quick: bool, arrivals: ArrivalLog | None = None) -> tuple[Curve, ...]:
     """The curves of a run, the most valuable first."""
+    logged = () if arrivals is None else (_logged(arrivals),)
     if quick:
-        return (_lengths(HEADLINE, (1.0,), quick=True), _parts((REGIMES["usual"],), fleet=False))
+        return (_lengths(HEADLINE, (1.0,), quick=True), _parts((REGIMES["usual"],), fleet=False), *logged)
     heads = (20.0, 40.0, 60.0, 80.0, 150.0, 300.0)
     candidates = (32, 128, 512, 1024, 2048)
     return (
@@ -100,6 +109,7 @@ def curves(quick: bool) -> tuple[Curve, ...]:
         _loads("delegation", "P99 of first visits, with and without delegation", (RELAY, UNDELEGATED), FIRST_VISITS),
         _dram(),
         _parts(tuple(REGIMES.values()), fleet=True),
+        _modes(),
         _over("revisit", "Revisit ratio", "share of returns", (0.0, 0.25, 0.5, 0.75, 0.9, 0.95), (0.25, 0.75)),
         _over("delay_ms", "Head start", "ms", heads, (20.0, 80.0, 300.0)),
         _over("candidates", "Candidates", "candidates", candidates, (128, 512, 2048), log=True),
@@ -108,6 +118,7 @@ def curves(quick: bool) -> tuple[Curve, ...]:
         _shapes(),
         _over("hot", "A hot lane", "share of the users on it", (0.0, 0.1, 0.2, 0.3, 0.5, 0.7), modes=HOT_MODES),
         _over("swing", "A tide", "swing of the rate", (0.0, 0.2, 0.4, 0.6, 0.8)),
+        *logged,
     )
 
 
@@ -134,12 +145,29 @@ def _parts(regimes: Sequence[Setup], *, fleet: bool) -> Curve:
     steps = [Step(setup, modes) for setup in regimes]
     if fleet:
         steps += [Step(setup, modes, "fleet") for setup in regimes[:1]]
-    return Curve("parts", "What each mechanism is worth", "× unit length", "share", tuple(steps))
+    return Curve("parts", "What each mechanism is worth", "× unit length", "share", tuple(steps), drawn=False)
+
+
+def _modes() -> Curve:
+    steps = tuple(Step(setup, FLEET_MODES) for setup in AT_LOADS)
+    return Curve("modes", "Each mode at and beyond saturation", "load", "load", steps, "p99", drawn=False)
+
+
+def logged_setups(log: ArrivalLog) -> tuple[Setup, Setup]:
+    """Poisson arrivals, and the log's, with the same share of returns: the log's own, if it has users."""
+    poisson = Setup() if log.users is None else Setup(revisit=min(0.99, round(log.returns, 2)))
+    return poisson, poisson.at(arrivals=log.name)
+
+
+def _logged(log: ArrivalLog) -> Curve:
+    places: tuple[Where, ...] = ("simulated", "fleet")
+    steps = tuple(Step(setup, USUAL, where) for where in places for setup in logged_setups(log))
+    return Curve("arrivals", "Arrivals of a log", "arrivals", "arrivals", steps, drawn=False)
 
 
 def _loads(name: str, words: str, modes: tuple[Mode, ...], of: Setup, fleet: tuple[Mode, ...] = ()) -> Curve:
     steps = [Step(of.at(load=load), modes) for load in LOADS]
-    steps += [Step(of.at(load=load), fleet or modes, "fleet") for load in (0.2, 0.5, 0.8)]
+    steps += [Step(of.at(load=load), fleet or modes, "fleet") for load in FLEET_LOADS]
     return Curve(name, words, "share of the oracle's largest rate for the relay", "load", tuple(steps), "p99")
 
 

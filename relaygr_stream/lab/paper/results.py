@@ -6,13 +6,17 @@ Rates and lengths are undilated. Times of the bus are real milliseconds.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from hashlib import sha256
 from pathlib import Path
 from statistics import median
 from typing import Any, Final, Literal
 
 import msgspec
 
+import relaygr_stream
 from relaygr_stream.errors import ConfigError
 from relaygr_stream.lab.bench.results import Probe
 from relaygr_stream.lab.paper.plan import Where
@@ -21,6 +25,10 @@ from relaygr_stream.lab.paper.setup import Setup
 #: What became of signals, of the counters of the workers: how many found prefix KV in HBM, and in DRAM (a reload that a
 #: signal starts is DRAM's), how many lacked some tokens, and how many all.
 SIGNALS: Final = ("signals", "signal_hbm", "signal_dram", "signal_extended", "signal_computed")
+
+
+#: What holds prefix KV.
+TIERS: Final = ("hbm", "dram")
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -39,14 +47,18 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     given: float | None = None  # the rate, if it was given; the rest is then of its probe, else of the largest rate's
     p99_ms: float | None = None  # None: no probe
     first_p99_ms: float | None = None  # of first visits alone
+    p99_short: float | None = None  # of short users alone, if there are two kinds
+    p99_long: float | None = None
     requests: int = 0
     outcomes: dict[str, int] = {}  # where rankings found their prefix KV
     decisions: dict[str, int] = {}  # of the trigger, by reason
     signals: dict[str, int] = {}  # by SIGNALS; simulated only
     announced: int = 0
     busy: float = 0.0  # share of the devices' time
+    tiers: dict[str, float] = {}  # by TIERS: GiB of prefix KV, all workers together
     probes: list[Probe] = []  # dilated, those set aside among them; fleet only
     bus_ms: list[float] = []  # P50 and P99 of the bus both ways over the passing probes; empty: too few
+    code: str = ""  # digest of the package that found it
 
     @property
     def passing(self) -> list[Probe]:
@@ -75,8 +87,16 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     given: float | None = None
     p99_ms: list[float] = []  # of each repeat
     first_p99_ms: list[float] = []
+    p99_short: list[float] = []
+    p99_long: list[float] = []
+    outcomes: dict[str, int] = {}  # of all repeats together
+    decisions: dict[str, int] = {}
+    announced: int = 0
+    busy: float = 0.0  # medians of the repeats
+    tiers: dict[str, float] = {}
+    bus_ms: list[float] = []  # P50 and P99
     reused: list[float] = []  # of each repeat: share of its returning users' signals that found prefix KV
-    from_dram: list[float] = []  # of those, in DRAM
+    from_dram: list[float] = []  # the same share that found them in DRAM
 
     @property
     def value(self) -> float | None:
@@ -116,6 +136,7 @@ class Headline(msgspec.Struct, frozen=True, kw_only=True):
     mean: float  # geometric
     least: float
     most: float
+    bound: bool = False  # a rate of the relay is a lower bound, so the mean is
 
 
 class PaperReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,9 +145,9 @@ class PaperReport(msgspec.Struct, frozen=True, kw_only=True):
     complete: bool
     conditions: dict[str, Any]
     points: list[Point]
-    curves: dict[str, list[list[Any]]]  # curve → [x, revisit, mode, where, what, value, low, high, oracle]
+    curves: dict[str, list[list[Any]]]  # curve → [x, its `by`, mode, where, what, value, low, high, oracle]
     headline: list[Headline]
-    differences: list[list[Any]]  # [mode, setup, fleet, simulated, their difference as a share]
+    differences: list[list[Any]]  # [mode, setup, what, fleet, simulated, their difference as a share]
     verdicts: list[Verdict]
     remarks: list[str]
     wall_s: float
@@ -152,11 +173,27 @@ def points(outcomes: Sequence[Outcome]) -> list[Point]:
             given=some[0].given,
             p99_ms=_known(one.p99_ms for one in some),
             first_p99_ms=_known(one.first_p99_ms for one in some),
+            p99_short=_known(one.p99_short for one in some),
+            p99_long=_known(one.p99_long for one in some),
+            outcomes=summed(one.outcomes for one in some),
+            decisions=summed(one.decisions for one in some),
+            announced=sum(one.announced for one in some),
+            busy=median(one.busy for one in some),
+            tiers={name: median(held) for name in TIERS if (held := [one.tiers[name] for one in some if one.tiers])},
+            bus_ms=[median(each) for each in zip(*(one.bus_ms for one in some if one.bus_ms), strict=False)],
             reused=_known(_of_signals(one, "signal_hbm", "signal_dram", "signal_extended") for one in some),
             from_dram=_known(_of_signals(one, "signal_dram") for one in some),
         )
         for (setup, mode, where), some in groups.items()
     ]
+
+
+def summed(counted: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """The counts of all of these together."""
+    found: Counter[str] = Counter()
+    for each in counted:
+        found.update(each)
+    return dict(found)
 
 
 def _known(values: Iterable[float | None]) -> list[float]:
@@ -171,29 +208,46 @@ def _of_signals(one: Outcome, *names: str) -> float | None:
 
 #: One line for each outcome, so that a run that was broken off goes on where it was.
 OUTCOMES_FILE: Final = "outcomes.jsonl"
+#: The same of a complete run.
+COMPLETE_FILE: Final = "outcomes.complete.jsonl"
 CONDITIONS_FILE: Final = "conditions.json"
+
+
+@cache
+def digest() -> str:
+    """Of the package's sources: a run that is continued after a change has outcomes of two."""
+    package = Path(relaygr_stream.__file__).parent
+    found = sha256()
+    for file in sorted(path for path in package.rglob("*") if path.suffix in (".py", ".c", ".h")):
+        found.update(file.read_bytes())
+    return found.hexdigest()[:12]
 
 
 class Record:
     """The outcomes of a run in its folder, written as they come.
 
-    A folder with an unfinished run of the same conditions is continued. Raises ConfigError for one with other
-    conditions.
+    A folder with an unfinished run of the same conditions is continued. only_read: nothing will be added; a complete
+    run is read, too. Raises ConfigError for a folder with a run of other conditions, and for one without outcomes that
+    is only read.
     """
 
-    def __init__(self, folder: Path, conditions: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, conditions: dict[str, Any], *, only_read: bool = False) -> None:
         self._file = folder / OUTCOMES_FILE
+        if only_read and not self._file.exists():
+            self._file = folder / COMPLETE_FILE
         self.outcomes: list[Outcome] = []
         folder.mkdir(parents=True, exist_ok=True)
         written = folder / CONDITIONS_FILE
         text = msgspec.json.format(msgspec.json.encode(conditions, order="sorted"), indent=1)
-        if self._file.exists() and written.exists():
-            if written.read_bytes() != text:
+        if self._file.exists():
+            if not written.exists() or written.read_bytes() != text:
                 raise ConfigError(
-                    f"{folder} holds an unfinished run of other conditions ({written.name}); continue that with "
+                    f"{folder} holds a run of other conditions ({written.name}); continue that with "
                     f"its own options, name another folder with --out, or remove {self._file.name}"
                 )
             self._read()
+        if only_read and not self.outcomes:
+            raise ConfigError(f"{folder} holds no outcomes ({OUTCOMES_FILE}): there is nothing to report")
         written.write_bytes(text)
 
     def find(self, setup: Setup, mode: str, where: Where, repeat: int | None = None) -> Outcome | None:
@@ -204,14 +258,16 @@ class Record:
         return None
 
     def add(self, outcome: Outcome) -> None:
-        """Write an outcome."""
+        """Write an outcome, with the digest of this code."""
+        outcome = msgspec.structs.replace(outcome, code=digest())
         self.outcomes.append(outcome)
         with self._file.open("ab") as file:
             file.write(msgspec.json.encode(outcome) + b"\n")
 
     def finish(self) -> None:
-        """The run is complete: the next one in this folder begins anew."""
-        self._file.unlink(missing_ok=True)
+        """The run is complete: the next one in this folder begins anew, and it can still be reported."""
+        if self._file.exists():
+            self._file.replace(self._file.with_name(COMPLETE_FILE))
 
     def _read(self) -> None:
         for line in self._file.read_bytes().splitlines():

@@ -26,6 +26,7 @@ from relaygr_stream.lab.paper.results import Outcome, Record
 from relaygr_stream.lab.paper.setup import Setup, factor_for
 from relaygr_stream.lab.paper.simulated import Simulation
 from relaygr_stream.lab.simulate.costs import DeviceCosts
+from relaygr_stream.lab.workload.arrivals import ArrivalLog
 from relaygr_stream.ops.brokers.distribution import LASTING_RELAY
 from relaygr_stream.ops.brokers.local import local_broker
 from relaygr_stream.ops.stopping import signals_later
@@ -101,8 +102,11 @@ class Paper:
         key = setup.at(load=0.0), mode.name
         if key not in self._oracles:
             shape = setup.shape(self.costs, self.settings.relay.slo_ms)
-            self._oracles[key] = largest_rate(mode, setup.costs(self.costs), shape)
+            self._oracles[key] = largest_rate(mode, setup.costs(self.costs), shape, log=self._log(setup))
         return self._oracles[key]
+
+    def _log(self, setup: Setup) -> ArrivalLog | None:
+        return self.options.arrivals if setup.arrivals else None
 
     def factor(self, setup: Setup) -> int:
         """Its dilation: the relay's is the largest rate of all modes."""
@@ -156,6 +160,7 @@ class Paper:
             factor=self.factor(setup),
             oracle=self.oracle(setup, mode),
             most=self.oracle(setup, RELAY),
+            log=self._log(setup),
         )
 
     # ---- measured ----

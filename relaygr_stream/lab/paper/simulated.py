@@ -8,15 +8,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+import msgspec
 import torch
 
 from relaygr_stream.lab.bench.dilation import dilated
 from relaygr_stream.lab.bench.modes import Mode, apply_mode
 from relaygr_stream.lab.bench.options import DELAY_SIGMA
+from relaygr_stream.lab.bench.probe import TIMEOUT_SLOS
 from relaygr_stream.lab.bench.run import LANES_PER_WORKER
 from relaygr_stream.lab.bench.search import Search
 from relaygr_stream.lab.paper.results import SIGNALS, Outcome
-from relaygr_stream.lab.paper.setup import GROWTH, SUFFIX, USERS, Setup
+from relaygr_stream.lab.paper.setup import GIB, GROWTH, SUFFIX, USERS, Setup
 from relaygr_stream.lab.simulate.bus import BusLatency
 from relaygr_stream.lab.simulate.costs import DeviceCosts
 from relaygr_stream.lab.simulate.run import run_group
@@ -31,18 +33,21 @@ from relaygr_stream.lab.simulate.story import (
     p99,
     percentile,
 )
+from relaygr_stream.lab.workload.arrivals import ArrivalLog
 from relaygr_stream.lab.workload.items import StageDelay
 from relaygr_stream.lab.workload.traffic import Tide, Traffic
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.trigger.decision import REASONS
 
-#: One way of the bus, in real milliseconds: rounded from the fleets of this bench (`bus` in the report).
+#: One way of the bus, in real milliseconds: about what a quiet fleet of this bench shows (`bus` in the report).
 BUS: Final = BusLatency(p50_ms=2.0, p99_ms=6.0)
 #: Judged requests of a probe: twelve beyond the P99.
 REQUESTS: Final = 1_200
 #: Requests before them, and so many for each user who returns: each has been there, and prefix KV are where they stay.
 WARM_UP: Final = 300
 ROUNDS: Final = 3
+#: The share of a log's arrivals before the judged ones.
+LOG_WARM_UP: Final = 0.2
 #: A tide's periods within the judged requests: whole ones.
 TIDES: Final = 4
 #: Rates are found to within this; a search begins at this share of the oracle's rate, with this step.
@@ -57,7 +62,8 @@ LEAST_RATE: Final = 1.0
 class Simulation:
     """One value to simulate; can be sent to another process. costs, settings: undilated, of the whole run.
 
-    oracle: the largest rate in this mode; most: that of the relay, of which the setup's load is a share.
+    oracle: the largest rate in this mode; most: that of the relay, of which the setup's load is a share. A log is
+    played once, from its beginning, so that its mean rate is the probe's.
     """
 
     setup: Setup
@@ -69,6 +75,7 @@ class Simulation:
     factor: int
     oracle: float
     most: float
+    log: ArrivalLog | None = None  # of the setup's arrivals
 
     def run(self) -> Outcome:
         """Search the largest rate, or look at the given one."""
@@ -96,7 +103,12 @@ class Simulation:
         setup, factor = self.setup, self.factor
         slo_ms, dilated_rate = self.settings.relay.slo_ms, rate / factor
         length = setup.length(self.costs, slo_ms)
-        known, seconds = setup.known_users(length), REQUESTS / dilated_rate
+        known, judged = setup.known_users(length), float(REQUESTS)
+        warm = WARM_UP + ROUNDS * known / max(setup.revisit, 0.1)
+        if self.log is not None:
+            warm = LOG_WARM_UP * len(self.log.times)
+            judged = len(self.log.times) - warm
+        seconds = judged / dilated_rate
         traffic = Traffic(
             rate=dilated_rate,
             users=USERS,
@@ -107,15 +119,16 @@ class Simulation:
             mix=setup.mix(self.costs, slo_ms),
             growth=GROWTH,
             tide=Tide(setup.swing, seconds / TIDES) if setup.swing else None,
+            arrivals=self.log,
             max_prefix=self.settings.relay.max_prefix_tokens,
             suffix=SUFFIX,
             candidates=setup.candidates,
             delay=StageDelay(factor * setup.delay_ms, DELAY_SIGMA),
         )
-        mode = self.mode
-        warm = WARM_UP + ROUNDS * known / max(setup.revisit, 0.1)
+        mode, asked = self.mode, setup.settings(self.settings)
+        client = msgspec.structs.replace(asked.client, timeout_ms=TIMEOUT_SLOS * slo_ms)  # as a probe's rankings
         scenario = Scenario(
-            settings=dilated(apply_mode(mode, setup.settings(self.settings)), factor),
+            settings=dilated(apply_mode(mode, msgspec.structs.replace(asked, client=client)), factor),
             costs=setup.costs(self.costs).dilated(factor),
             traffic=traffic,
             workers=setup.workers,
@@ -153,10 +166,17 @@ class Simulation:
             given=at if self.setup.load else None,
             p99_ms=p99(story).value / self.factor,
             first_p99_ms=percentile(first, 0.99) / self.factor if len(first) else None,
+            p99_short=self._p99(story, long=False),
+            p99_long=self._p99(story, long=True),
             requests=len(story.at),
             outcomes=counts(story.outcome[story.outcome >= 0], OUTCOMES),
             signals={name: story.signals[name] for name in SIGNALS},
             decisions=reasons,
             announced=announced,
             busy=float(story.busy.mean()),
+            tiers={"hbm": float(story.hbm_bytes.sum()) / GIB, "dram": float(story.dram_bytes.sum()) / GIB},
         )
+
+    def _p99(self, story: Story, *, long: bool) -> float | None:
+        """Undilated; None: all users are of one kind."""
+        return p99(story, long=long).value / self.factor if self.setup.long < 1 else None

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import msgspec
 import numpy as np
@@ -57,6 +57,20 @@ class ArrivalLog:
         """(n,): times between arrivals over their mean; the first follows the last one of the round before by 1."""
         gaps = np.diff(self.times)
         return np.concatenate([[1.0], gaps / gaps.mean()])
+
+    @property
+    def returning(self) -> npt.NDArray[np.bool_]:
+        """(n,): whether the user was there before. Raises ValueError without users."""
+        if self.users is None:
+            raise ValueError(f"{self.name} has no users")
+        found = np.ones(len(self.users), np.bool_)
+        found[np.unique(self.users, return_index=True)[1]] = False
+        return found
+
+    def first(self, count: int) -> Self:
+        """Its first `count` arrivals as a log of their own, or all."""
+        users = None if self.users is None else np.unique(self.users[:count], return_inverse=True)[1]
+        return replace(self, times=self.times[:count], users=users)
 
     def describe(self) -> str:
         """The log in words."""

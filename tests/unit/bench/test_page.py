@@ -6,6 +6,7 @@ from collections.abc import Callable
 from html.parser import HTMLParser
 from typing import Any
 
+import msgspec
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -75,6 +76,26 @@ def test_hits_are_stated_of_all_announced_beside_the_admitted() -> None:
     assert ("announced requests that hit", "–", said, "") in paper_rows(made)
     assert f"announced: {said}" in render_page(made)
     assert said in render_plain(render_table(made), 200)
+
+
+def test_p99s_of_short_and_long_users_have_columns_where_there_are_both() -> None:
+    assert "P99 short" not in render_plain(render_table(report()), 200)
+    assert "P99 short" not in render_page(report())
+    kinds = cell(RELAY, 30.0, 34.0)
+    kinds.probes[0] = msgspec.structs.replace(kinds.probes[0], p99_short=11.0, p99_long=43.0)
+    kinds.probes[1] = msgspec.structs.replace(kinds.probes[1], p99_short=12.0, p99_long=99.0)
+    made = report([cell(FULL, 10.0, 11.5), kinds])
+    assert [(one.p99_short, one.p99_long) for one in made.found] == [(None, None), (11.0, 43.0)]
+    text, page = render_plain(render_table(made), 200), render_page(made)
+    well_formed(page)
+    for shown in (text, page):
+        assert "P99 short" in shown
+        assert "43" in shown
+
+
+def test_the_papers_hits_are_said_to_be_a_digests() -> None:
+    assert "92% (a digest of it)" in render_plain(render_table(report()), 200)
+    assert "92% (a digest of it)" in render_page(report())
 
 
 def test_a_run_in_which_nothing_passed_has_a_page_and_a_table() -> None:

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
-from relaygr_stream.lab.bench.populations import Population
+from relaygr_stream.lab.bench import populations
+from relaygr_stream.lab.bench.modes import CACHE, FULL, RELAY
+from relaygr_stream.lab.bench.options import SloOptions
+from relaygr_stream.lab.bench.populations import Population, Populations
 from relaygr_stream.lab.workload.arrivals import read_arrivals
 from relaygr_stream.lab.workload.generator import GeneratorOptions
-from relaygr_stream.lab.workload.items import StageDelay
+from relaygr_stream.lab.workload.items import StageDelay, WorkItem
 from relaygr_stream.lab.workload.traffic import Mix
+from relaygr_stream.settings.load import load_settings
+from tests.unit.bench.reports import WORLD
 from tests.unit.workload.test_arrivals import prompts
 
 
@@ -86,6 +93,27 @@ def test_a_log_gives_gaps_and_users_at_any_rate(tmp_path: Path) -> None:
     at = np.array([item.at for item in items])
     for part, rate in ((slice(0, 120), 10.0), (slice(120, 200), 40.0)):
         assert np.diff(at[part]) * rate == pytest.approx(log.gaps[part][1:], abs=1e-9)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_on_several_workers_cache_has_users_of_its_own_who_are_not_announced(
+    monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    announced: list[bool] = []
+
+    async def drive(client: object, items: list[WorkItem], *, announce: bool, timeout: float) -> None:
+        del client, items, timeout
+        announced.append(announce)
+
+    monkeypatch.setattr(populations, "drive", drive)
+    asked = SloOptions(preset="quick", length=64, samples=100, tolerance=1.2, repeats=1, budget_s=60.0, workers=workers)
+    pipeline = SimpleNamespace(name="p", client=None, settings=load_settings([], {}).settings)
+    made = Populations(asked, cast(Any, pipeline), 7, lambda line: None)
+    relay, cache = [await made.get(64, 0.5, mode, WORLD) for mode in (RELAY, CACHE)]
+    assert (relay is cache) is (workers == 1)
+    assert relay.name != cache.name or workers == 1
+    assert announced == [True, True, *([False, False] if workers > 1 else [])]
+    assert await made.get(64, 0.5, FULL, WORLD) is await made.get(64, 0.0, RELAY, WORLD)
 
 
 def test_short_and_long_users_are_told_apart() -> None:

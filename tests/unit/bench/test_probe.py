@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -8,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relaygr_stream.lab.bench.populations import Population
-from relaygr_stream.lab.bench.probe import Judgement, _Staged, _Tally
+from relaygr_stream.lab.bench.probe import Judgement, _sent, _Staged, _Tally
 from relaygr_stream.lab.bench.statistics import STAGES_AT_MOST, passes
 from relaygr_stream.lab.workload.driver import Result
 from relaygr_stream.lab.workload.items import WorkItem
+from relaygr_stream.lab.workload.traffic import Tide
 from tests.unit.bench.test_populations import options
 
 JUDGEMENT = Judgement(slo_ms=50.0, samples=100, least_s=0.5, warm_up_s=0.2)
@@ -30,10 +32,10 @@ def result(item: WorkItem, latency_ms: float) -> Result:
     return Result(item, "full", None, "", latency_ms, None, answer)
 
 
-def play(bad: set[int], order: int = 0) -> tuple[_Tally, int]:
+def play(bad: set[int], order: int = 0, judgement: Judgement = JUDGEMENT) -> tuple[_Tally, int]:
     """Send until decided, the results of each 40 requests in a random order; bad: judged requests that are late."""
     traffic = staged()
-    tally = _Tally(JUDGEMENT, traffic, lambda requests, late: None)
+    tally = _Tally(judgement, traffic, lambda requests, late: None)
     rng = np.random.default_rng(order)
     sent = judged = 0
     flying: list[Result] = []
@@ -89,3 +91,24 @@ def test_a_verdict_is_that_of_the_requests_it_is_about(bad: set[int], order: int
     if not tally.hopeless:
         assert len(judged) in [STAGE * stages for stages in range(1, STAGES_AT_MOST + 1)]
         assert sorted(one.item.at for one in judged) == pytest.approx(DUE[: len(judged)])
+
+
+def test_a_whole_probe_goes_on_when_it_can_no_longer_pass() -> None:
+    tally, sent = play(set(range(50, 80)), judgement=replace(JUDGEMENT, whole=True))
+    assert not tally.decided.is_set()
+    assert not tally.hopeless
+    assert len(tally.judged()) == STAGE * STAGES_AT_MOST
+    assert sent == len(list(staged()))
+
+
+def test_the_rate_that_came_is_that_of_the_judged_requests() -> None:
+    judged = [result(item, 10.0) for item in staged() if item.at >= JUDGEMENT.warm_up_s]
+    assert _sent(judged, JUDGEMENT.warm_up_s) == pytest.approx(400.0, rel=0.15)
+    assert _sent([], 0.2) is None
+
+
+def test_under_a_tide_a_stage_has_whole_periods() -> None:
+    judgement = replace(JUDGEMENT, least_s=10.0, warm_up_s=3.0, period_s=60.0)
+    assert judgement.seconds(400.0) == 63.0
+    traffic = _Staged(Population("p", options(16, 0.0, tide=Tide(0.8, 60.0))), 50.0, judgement)
+    assert traffic.requests(1) / 60.0 == pytest.approx(50.0, rel=0.06)  # 10 s of the flood would have 75 a second

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -13,11 +14,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from relaygr_stream.cache.fading import CostAwarePolicy
 from relaygr_stream.errors import ConfigError, InputError
 from relaygr_stream.lab.bench.lengths import COSTS_DIR
 from relaygr_stream.lab.emulate.device import FOLLOWS_S, EmulatedModel, WallClock, build, make
-from relaygr_stream.lab.emulate.process import FACTORY, main
-from relaygr_stream.lab.policies import LeastRecent, decide_everything
+from relaygr_stream.lab.emulate.process import FACTORY, main, run_emulated_worker
+from relaygr_stream.lab.policies import LeastRecent, Policy, decide_everything
 from relaygr_stream.lab.simulate.costs import DeviceCosts
 from relaygr_stream.lab.simulate.device import META
 from relaygr_stream.models.api import ScoreInput, Tokens
@@ -171,6 +173,41 @@ def test_least_recent_evicts_what_was_used_longest_ago(uses: list[tuple[str, int
         order.pop(key, None)
         order[key] = 1
         assert list(policy.cheapest()) == list(order)
+
+
+def test_least_recent_forgets_earlier_uses_however_many_keys_there_are() -> None:
+    policy = LeastRecent()
+    for key in range(200):
+        policy.add(str(key), 1, 1.0)
+    for _ in range(10):
+        policy.touch("0", 1, 1.0)
+    for key in range(1, 200):
+        policy.touch(str(key), 1, 1.0)
+    assert next(iter(policy.cheapest())) == "0"
+    policy.remove("0")
+    policy.hold("0", 1, 1.0)
+    assert next(iter(policy.cheapest())) == "0", "held without a use, it keeps the time of its last one"
+
+
+@pytest.mark.parametrize(("policy", "order"), [("relay", CostAwarePolicy), ("lru", LeastRecent)])
+async def test_a_worker_process_evicts_by_its_policy(
+    monkeypatch: pytest.MonkeyPatch, policy: Policy, order: type[CostAwarePolicy[str]]
+) -> None:
+    seen: list[object] = []
+
+    def build(*arguments: object) -> None:
+        seen.append(arguments[-1])
+        raise InterruptedError
+
+    async def run_worker(context: None, build: Callable[..., object]) -> None:
+        del context
+        build(None, None, None)
+
+    monkeypatch.setattr("relaygr_stream.lab.emulate.device.build", build)
+    monkeypatch.setattr("relaygr_stream.worker.process.run_worker", run_worker)
+    with pytest.raises(InterruptedError):
+        await run_emulated_worker(None, policy)  # type: ignore[arg-type]
+    assert seen == [order]
 
 
 def test_bad_arguments_are_told(capsys: pytest.CaptureFixture[str]) -> None:

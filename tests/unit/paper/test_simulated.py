@@ -17,6 +17,7 @@ pytestmark = pytest.mark.stack
 
 COSTS = costs_named("npu")
 SLO_MS = 50.0
+LRU, HBM = (next(mode for mode in ABLATIONS if mode.name == name) for name in ("relay-lru", "relay-hbm"))
 
 
 @pytest.fixture(autouse=True)
@@ -76,3 +77,15 @@ def test_without_dram_fewer_returns_find_their_prefix_kv() -> None:
     assert none.from_dram == [0.0]
     assert some.from_dram[0] > 0.1
     assert some.reused[0] > none.reused[0] + 0.1
+
+
+def test_modes_of_the_tiers_change_what_returns_find() -> None:
+    tiers = {"known": 400, "hbm_gib": 4, "dram_gib": 8, "zipf": 1.1, "load": 0.4}
+    relay, lru, hbm = (points([run(mode, **tiers)])[0] for mode in (RELAY, LRU, HBM))
+    assert hbm.from_dram == [0.0] < relay.from_dram
+    assert lru.reused != relay.reused
+    assert lru.tiers.keys() == {"hbm", "dram"}
+    assert hbm.tiers["dram"] == 0.0
+    assert 0 < relay.tiers["dram"] <= 4 * 8
+    assert relay.decisions
+    assert 0 < relay.busy < 1

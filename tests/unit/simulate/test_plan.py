@@ -96,6 +96,12 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path: Path) -> None:
     assert figures["statuses"] == {"ok": figures["requests"]}
 
 
+def test_a_packaged_cost_file_has_a_name(tmp_path: Path) -> None:
+    code, text = invoke(tmp_path, "--costs", "npu", "--set", "worker.hbm_bytes=16GiB", "--set", "worker.dram_bytes=0")
+    assert code == 0, text
+    assert "assumed" in text
+
+
 def test_the_command_plans(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     options = ["--plan", "--json", str(out), "--fail-rack", "50%", "--at", "1", "--set", "kafka.session_timeout_ms=500"]

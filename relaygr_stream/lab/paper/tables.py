@@ -1,0 +1,205 @@
+"""The tables of `relaygr bench paper`, as rows of text, for a terminal and for the page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import inf
+from statistics import median
+from typing import Final, NamedTuple
+
+from relaygr_stream.lab.bench.modes import ABLATIONS, BASELINES, FLEET_MODES, RELAY
+from relaygr_stream.lab.paper.plan import AT_LOADS, REGIMES
+from relaygr_stream.lab.paper.readings import PLACES
+from relaygr_stream.lab.paper.results import TIERS, PaperReport, Point
+from relaygr_stream.lab.workload.report import HITS
+
+HEADLINE_TITLE: Final = "Half returning, geometric mean over four lengths"
+PARTS_TITLE: Final = "What each mechanism is worth: largest rate without it (relay ÷ that)"
+COLUMNS: Final = (
+    "mode",
+    "setup",
+    "tokens",
+    "k",
+    "fleet/s",
+    "interval",
+    "simulated/s",
+    "differs",
+    "oracle/s",
+    "of oracle",
+    "bus P50 / P99, ms",
+)
+
+
+def table_rows(report: PaperReport) -> list[tuple[str, ...]]:
+    """One row for each largest rate that was measured, as in COLUMNS."""
+    order = [mode.name for mode in FLEET_MODES]
+    measured = [one for one in report.points if one.where == "fleet" and one.given is None]
+    rows: list[tuple[str, ...]] = []
+    for one in sorted(measured, key=lambda one: (one.setup.words, order.index(one.mode))):
+        simulated = next(
+            (p for p in report.points if (p.where, p.setup, p.mode) == ("simulated", one.setup, one.mode)), None
+        )
+        least = "" if one.settled else "≥ "
+        low, high = one.interval or (None, None)
+        other = simulated.value if simulated is not None else None
+        rows.append(
+            (
+                one.mode,
+                one.setup.words,
+                f"{one.length:,}",
+                f"{one.factor:g}",
+                rate_text(one),
+                "" if low is None else f"{low:,.0f}…{'' if high == inf else f'{high:,.0f}'}",
+                "" if other is None else f"{other:,.0f}",
+                f"{one.value / other - 1:+.0%}" if one.value and other and one.settled else "",
+                f"{one.oracle:,.0f}",
+                f"{least}{one.value / one.oracle:.2f}" if one.value and one.oracle else "",
+                " / ".join(f"{ms:.1f}" for ms in one.bus_ms),
+            )
+        )
+    return rows
+
+
+PARTS_COLUMNS: Final = ("regime", "oracle/s", *(mode.name for mode in (RELAY, *ABLATIONS)))
+
+
+def parts_rows(report: PaperReport) -> list[tuple[str, ...]]:
+    """One row for each regime and place: the relay's largest rate, and that of each ablation with relay ÷ ablation."""
+    rows = []
+    for regime, setup in REGIMES.items():
+        for where in PLACES:
+            found = {one.mode: one for one in report.points if (one.setup, one.where) == (setup, where)}
+            if RELAY.name not in found or len(found) <= len(BASELINES):
+                continue
+            relay = found[RELAY.name].value
+            cells = [f"{found[RELAY.name].oracle:,.0f}", rate_text(found[RELAY.name])]
+            for mode in ABLATIONS:
+                one = found.get(mode.name)
+                value = one.value if one is not None else None
+                ratio = f" ({relay / value:.2f}×)" if relay and value else ""
+                cells.append("" if one is None else rate_text(one) + ratio)
+            rows.append((f"{regime} ({where})", *cells))
+    return rows
+
+
+def headline_rows(report: PaperReport) -> list[tuple[str, str, str, str]]:
+    """(baseline, place, geometric mean, range)."""
+    return [
+        (
+            f"relay / {one.baseline}",
+            one.where,
+            f"{'≥ ' if one.bound else ''}{one.mean:.2f} ×",
+            f"{one.least:.2f}…{one.most:.2f}",
+        )
+        for one in report.headline
+    ]
+
+
+MODES_COLUMNS: Final = (
+    "mode",
+    "load",
+    "",
+    "P99, ms",
+    "announced that hit",
+    "decisions",
+    "devices",
+    "HBM, GiB",
+    "DRAM, GiB",
+)
+
+
+def modes_rows(report: PaperReport) -> list[tuple[str, ...]]:
+    """One row for each mode at and beyond saturation, as in MODES_COLUMNS."""
+    order = [mode.name for mode in FLEET_MODES]
+    some = [one for one in report.points if one.setup in AT_LOADS]
+    return [
+        (
+            one.mode,
+            f"{one.setup.load:.0%}",
+            one.where,
+            f"{median(one.p99_ms):,.1f}" if one.p99_ms else "no scores in time",
+            hits_text(one),
+            shares_text(one.decisions),
+            f"{one.busy:.0%}",
+            *(f"{one.tiers[name]:,.0f}" if name in one.tiers else "" for name in TIERS),
+        )
+        for one in sorted(some, key=lambda one: (one.setup.load, one.where, order.index(one.mode)))
+    ]
+
+
+def hits_text(one: Point) -> str:
+    """What became of its announced requests that hit; "": none was announced."""
+    if not one.announced:
+        return ""
+    counts = {words: one.outcomes.get(name, 0) for name, words in HITS.items()}
+    found = ", ".join(f"{count / one.announced:.0%} {words}" for words, count in counts.items())
+    return f"{sum(counts.values()) / one.announced:.1%}: {found}"
+
+
+def shares_text(counted: Mapping[str, int]) -> str:
+    """Each name with its share, the largest first."""
+    every = sum(counted.values())
+    largest = sorted(counted.items(), key=lambda pair: -pair[1])
+    return ", ".join(f"{name} {count / every:.0%}" for name, count in largest if count)
+
+
+KINDS_COLUMNS: Final = ("mode", "setup", "", "requests/s", "P99 short, ms", "P99 long, ms")
+
+
+def kinds_rows(report: PaperReport) -> list[tuple[str, ...]]:
+    """One row for each largest rate where users are short or long, as in KINDS_COLUMNS."""
+    return [
+        (
+            one.mode,
+            one.setup.words,
+            one.where,
+            rate_text(one),
+            *(f"{median(values):,.1f}" if values else "" for values in (one.p99_short, one.p99_long)),
+        )
+        for one in report.points
+        if one.given is None and (one.p99_short or one.p99_long)
+    ]
+
+
+ARRIVALS_COLUMNS: Final = ("mode", "setup", "", "requests/s", "Poisson", "log ÷ Poisson", "oracle/s", "its Poisson")
+
+
+def arrivals_rows(report: PaperReport) -> list[tuple[str, ...]]:
+    """One row for each largest rate with a log's arrivals, beside that with Poisson ones."""
+    known = {(one.setup, one.mode, one.where): one for one in report.points}
+    rows = []
+    for one in report.points:
+        poisson = known.get((one.setup.at(arrivals=""), one.mode, one.where))
+        if one.setup.arrivals and poisson is not None:
+            ratio = f"{one.value / poisson.value:.2f}" if one.value and poisson.value else ""
+            bounds = (f"{each.oracle:,.0f}" for each in (one, poisson))
+            rows.append((one.mode, one.setup.words, one.where, rate_text(one), rate_text(poisson), ratio, *bounds))
+    return rows
+
+
+def rate_text(one: Point) -> str:
+    """Its largest rate."""
+    return "none" if one.value is None else f"{'' if one.settled else '≥ '}{one.value:,.0f}"
+
+
+class Rows(NamedTuple):
+    """A table."""
+
+    title: str
+    heads: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+def tables(report: PaperReport) -> list[Rows]:
+    """Those that have rows, the headline first."""
+    every = [
+        Rows(HEADLINE_TITLE, ("", "", "mean", "range"), headline_rows(report)),
+        Rows("Largest rate within the SLO, undilated", COLUMNS, table_rows(report)),
+        Rows(PARTS_TITLE, PARTS_COLUMNS, parts_rows(report)),
+        Rows(
+            "Each mode at and beyond saturation (load: of the oracle's largest rate)", MODES_COLUMNS, modes_rows(report)
+        ),
+        Rows("Short and long users at the largest rate", KINDS_COLUMNS, kinds_rows(report)),
+        Rows("Arrivals of a log", ARRIVALS_COLUMNS, arrivals_rows(report)),
+    ]
+    return [each for each in every if each.rows]

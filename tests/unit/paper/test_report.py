@@ -1,0 +1,143 @@
+"""The report of `bench paper` on made-up results: tables, charts, page."""
+
+from __future__ import annotations
+
+import msgspec
+
+from relaygr_stream.lab.bench.modes import FLEET_MODES
+from relaygr_stream.lab.bench.results import Memory
+from relaygr_stream.lab.paper.drawings import drawings
+from relaygr_stream.lab.paper.measured import tiers_during
+from relaygr_stream.lab.paper.plan import curves
+from relaygr_stream.lab.paper.report import as_json, make_report, page, render
+from relaygr_stream.lab.paper.results import Outcome, PaperReport
+from relaygr_stream.lab.paper.tables import arrivals_rows, kinds_rows, modes_rows, parts_rows, table_rows
+from relaygr_stream.telemetry.printable import render_plain
+from tests.unit.paper.test_judge import PROBE, grid, outcome
+
+
+def test_a_report_can_be_read_again_and_its_page_stands_alone() -> None:
+    outcomes = [*grid(300.0, 50.0), outcome("full-lane", None, 0.0, share=4.0), outcome("relay", 20.0, share=4.0)]
+    planned = curves(quick=False)
+    report = make_report(outcomes, planned, {"words": {"machine": "made <up>"}}, ["a setup: no time"], 1.0)
+    again = msgspec.json.decode(as_json(report), type=PaperReport)
+    assert again.headline == report.headline
+    assert not report.complete
+    text = page(report, planned)
+    assert "made &lt;up&gt;" in text
+    assert "http://" not in text.replace("http://www.w3.org", "")
+    assert "<script" not in text
+    assert render(report) is not None
+
+
+def test_a_curve_of_two_properties_has_a_chart_for_each_value_of_one() -> None:
+    (curve,) = [one for one in curves(quick=False) if one.name == "layers"]
+    outcomes = [
+        outcome("relay", 100.0 * width + layers, where="simulated", layers=layers, width=width)
+        for width in (0.5, 2.0)
+        for layers in (0.25, 1.0)
+    ]
+    report = make_report(outcomes, (curve,), {"words": {}}, [], 1.0)
+    drawn = {title: series[0].points for title, series, *_ in drawings(curve, report.curves["layers"])}
+    assert list(drawn) == ["Layers and width, 0.5 × width", "Layers and width, 2 × width"]
+    assert [(dot.x, dot.y) for dot in drawn["Layers and width, 2 × width"]] == [(0.25, 200.25), (1.0, 201.0)]
+
+
+def test_tables_show_fleet_and_simulation_beside_each_other() -> None:
+    outcomes = [outcome("relay", 110.0), outcome("relay", 100.0, where="simulated"), outcome("cache", None)]
+    outcomes += [outcome(mode, 50.0, where="simulated") for mode in ("relay-hbm", "relay-lru", "relay-whole")]
+    report = make_report(outcomes, curves(quick=True), {"words": {}}, [], 1.0)
+    cache, relay = table_rows(report)
+    assert cache[4] == "none"
+    assert relay[4:8] == ("110", "110…121", "100", "+10%")
+    assert relay[-1] == "3.0 / 8.0", "the bus, in real milliseconds"
+    ((regime, oracle, full, *ablations),) = parts_rows(report)
+    assert (regime, oracle, full) == ("usual (simulated)", "400", "100")
+    assert ablations == ["", "", "50 (2.00×)", "50 (2.00×)", "50 (2.00×)", ""]
+
+
+def test_outcomes_of_two_versions_of_the_code_are_told() -> None:
+    mixed = [outcome("relay", 10.0), msgspec.structs.replace(outcome("cache", 10.0), code="another")]
+    for outcomes, told in ((mixed, True), (mixed[:1], False)):
+        report = make_report(outcomes, curves(quick=True), {"words": {}}, [], 1.0)
+        assert any("2 versions of the code" in remark for remark in report.remarks) is told
+
+
+def test_a_value_beyond_the_oracle_is_told() -> None:
+    report = make_report([outcome("relay", 500.0, 400.0)], curves(quick=True), {"words": {}}, [], 1.0)
+    assert any("beyond the oracle: relay (fleet) 500 of 400/s" in remark for remark in report.remarks)
+
+
+def test_each_mode_tells_its_hits_decisions_and_use_of_devices_and_memory() -> None:
+    def looked(mode: str, load: float) -> Outcome:
+        made = outcome(mode, None, where="simulated", load=load)
+        announced = 200 if mode.startswith("relay") else 0
+        return msgspec.structs.replace(
+            made, given=100.0, p99_ms=80.0, busy=0.75, announced=announced, tiers={"hbm": 31.5, "dram": 120.0},
+            outcomes={"hbm": 150, "dram": 20, "joined": 10, "full": 20},
+            decisions={"over_load": 50, "admitted": 150} if announced else {},
+        )  # fmt: skip
+
+    outcomes = [looked(mode.name, load) for load in (0.8, 1.2) for mode in FLEET_MODES]
+    outcomes += [msgspec.structs.replace(one, repeat=1, busy=0.85) for one in outcomes]
+    report = make_report(outcomes, curves(quick=False), {"words": {}}, [], 1.0)
+    rows = modes_rows(report)
+    assert [(row[0], row[1]) for row in rows] == [(mode.name, load) for load in ("80%", "120%") for mode in FLEET_MODES]
+    relay = next(row for row in rows if row[0] == "relay")
+    assert relay[2:] == (
+        "simulated", "80.0", "90.0%: 75% ready, 10% reloaded, 5% joined", "admitted 75%, over_load 25%", "80%", "32",
+        "120",
+    )  # fmt: skip
+    assert next(row for row in rows if row[0] == "full-any")[4:6] == ("", "")
+    for text in (page(report, curves(quick=False)), render_plain(render(report), 300)):
+        assert "75% ready" in text
+    again = msgspec.json.decode(as_json(report), type=PaperReport)
+    assert again.points[0].tiers == {"hbm": 31.5, "dram": 120.0}
+
+
+def test_memory_is_that_of_a_modes_own_probe() -> None:
+    memory = [Memory(at, "relay-0", hbm << 30, 0, 4 << 30) for at, hbm in ((1.0, 9), (11.0, 2), (14.0, 3), (16.0, 9))]
+    probe = msgspec.structs.replace(PROBE, started_s=10.0, seconds=5.0)
+    assert tiers_during(probe, memory) == {"hbm": 3.0, "dram": 4.0}
+    assert tiers_during(msgspec.structs.replace(probe, started_s=50.0), memory) == {}
+
+
+def test_p99s_of_short_and_long_users_are_told_apart() -> None:
+    made = msgspec.structs.replace(outcome("relay", 100.0, long=0.1), p99_short=12.0, p99_long=48.0)
+    report = make_report([made, outcome("relay", 50.0)], curves(quick=False), {"words": {}}, [], 1.0)
+    assert [row[3:] for row in kinds_rows(report)] == [("100", "12.0", "48.0")]
+
+
+def test_a_logs_arrivals_stand_beside_poisson_ones() -> None:
+    both = [outcome("relay", 80.0, 300.0, arrivals="log.csv"), outcome("relay", 100.0)]
+    report = make_report(both, curves(quick=True), {"words": {}}, [], 1.0)
+    assert [row[3:] for row in arrivals_rows(report)] == [("80", "100", "0.80", "300", "400")]
+    assert "arrivals of log.csv" in arrivals_rows(report)[0][1]
+
+
+def test_nothing_in_dram_is_drawn_as_zero() -> None:
+    (curve,) = [one for one in curves(quick=False) if one.name == "dram_gib"]
+    signals = {"signals": 100, "signal_hbm": 20, "signal_dram": 0, "signal_extended": 0, "signal_computed": 80}
+    setups = [step.setup for step in curve.steps]
+    found = [msgspec.structs.replace(outcome("relay", 10.0, where="simulated"), setup=setup, signals=signals)
+             for setup in setups[:2]]  # fmt: skip
+    report = make_report(found, (curve,), {"words": {}}, [], 1.0)
+    ((_, series, *_),) = drawings(curve, report.curves[curve.name])
+    of_dram = next(one for one in series if one.name == "relay, of DRAM")
+    assert [(dot.x, dot.y) for dot in of_dram.points] == [(0, 0.0), (4, 0.0)]
+
+
+def test_lengths_are_drawn_against_rates_too_and_regimes_without_an_order_are_not() -> None:
+    planned = curves(quick=True)
+    outcomes = [outcome("relay", 100.0 / share, where="simulated", share=share) for share in (0.5, 1.0)]
+    report = make_report(outcomes, planned, {"words": {}}, [], 1.0)
+    drawn = {
+        title: (series, x) for curve in planned for title, series, x, *_ in drawings(curve, report.curves[curve.name])
+    }
+    assert list(drawn) == [
+        "Throughput within the SLO against length, 50% returning",
+        "Length against throughput within the SLO, 50% returning",
+    ]
+    series, axis = drawn["Length against throughput within the SLO, 50% returning"]
+    assert [(dot.x, dot.y) for dot in series[0].points] == [(200.0, 0.5), (100.0, 1.0)]
+    assert axis.words.startswith("requests/s")
