@@ -171,6 +171,12 @@ class Suspects:
             return False
         return True
 
+    def restarted(self, topic: str, lane: int, offset: int) -> None:
+        """The lane's log begins anew: what was known of its offsets says nothing of the records that have them now."""
+        if topic == self._crashes.topic:
+            self._marks[lane], self._refused_below[lane] = Mark(), offset
+            self.changed()  # the ledger of a record that is handed out alone is gone
+
     def changed(self) -> None:
         """Wake `hand_out` after a record is done or a lane is lost."""
         self._changed.set()

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import structlog
 from aiokafka import AIOKafkaConsumer, TopicPartition
-from aiokafka.errors import OffsetOutOfRangeError
+from aiokafka.errors import KafkaError, OffsetOutOfRangeError
 
 from relaygr_stream.bus.aiokafka_compat import client_options
 from relaygr_stream.bus.renewed import Renewed
@@ -29,6 +29,10 @@ WAIT_MS: Final = 1000
 #: processor's cache: 28,000 events of 26 KB a second with 4 MiB, 21,000 with aiokafka's 50 MiB, 16,000–21,000 with
 #: 1 MiB (docs/explanation/decisions.md).
 FETCH_BYTES: Final = 4 * 1024 * 1024
+#: How often to look whether to read on.
+STANDSTILL_S: Final = 0.05
+#: The broker of a log that begins anew answers within milliseconds; until it does, no lane is read.
+RESTART_S: Final = 1.0
 #: A broker answers each fetch within the fetch wait. It counts as unavailable if it is silent for this much longer.
 SILENT_S: Final = 3.0
 
@@ -93,7 +97,8 @@ class LaneReader:
     """Hands out the records of some lanes, in order per topic and lane.
 
     take(records): gets new records, all at once, since unread partitions block the others. set_apart(record): returns
-    True for a record that must not be handed out here. failed(error): reading cannot be resumed.
+    True for a record that must not be handed out here. restarted(topic, lane, offset): its log begins anew, and is read
+    from there. failed(error): reading cannot be resumed. progressing(): whether to read more now.
     """
 
     def __init__(
@@ -103,7 +108,9 @@ class LaneReader:
         member: str,
         take: Callable[[list[Record]], None],
         set_apart: Callable[[Record], bool],
+        restarted: Callable[[str, int, int], None],
         failed: Callable[[BaseException], None],
+        progressing: Callable[[], bool],
         *,
         check_crcs: bool,
     ) -> None:
@@ -112,6 +119,8 @@ class LaneReader:
         self._member = member
         self._take = take
         self._set_apart = set_apart
+        self._restarted = restarted
+        self._progressing = progressing
         self._check_crcs = check_crcs
         self._renewed = Renewed(kafka, "the lanes' reader", self._make, self._point, given_up=failed)
         self.lanes: frozenset[int] = frozenset()
@@ -197,6 +206,9 @@ class LaneReader:
         """Read for ever. Raises what ends reading."""
         while True:
             await self._reading.wait()
+            if not self._progressing():  # what is read waits in memory, and the member keeps its lanes for seconds
+                await asyncio.sleep(STANDSTILL_S)
+                continue
             try:
                 batches = await self.client.getmany(timeout_ms=WAIT_MS)
             except OffsetOutOfRangeError as error:
@@ -215,8 +227,20 @@ class LaneReader:
             self._take(new)
 
     async def _restart_lane(self, out_of_range: dict[TopicPartition, int]) -> None:
-        """Restart at the earliest offset: the log was truncated, expired or recreated, so the offset is not in it."""
-        earliest = await self.client.beginning_offsets(list(out_of_range))
+        """Restart at the earliest offset: the log was truncated, expired or recreated, so the offset is not in it.
+
+        If its broker is away again, the next fetch of the lane says the same. The others are read meanwhile.
+        """
+        try:
+            async with asyncio.timeout(RESTART_S):
+                earliest = await self.client.beginning_offsets(list(out_of_range))
+        except (TimeoutError, KafkaError) as error:
+            log.warning(
+                "the beginning of a lane's log is not known yet",
+                lanes=[each.partition for each in out_of_range],
+                error=repr(error),
+            )
+            return
         for partition, offset in earliest.items():
             if partition in self.ledgers and not self._halted:
                 log.warning(
@@ -227,6 +251,7 @@ class LaneReader:
                     restarted_at=offset,
                 )
                 self.ledgers[partition] = OffsetLedger(offset)
+                self._restarted(partition.topic, partition.partition, offset)
                 self.client.seek(partition, offset)
 
     def _make(self) -> Any:

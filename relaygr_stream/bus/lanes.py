@@ -82,7 +82,9 @@ class LaneConsumer:
             member,
             on_records,
             lambda record: self._suspects is not None and self._suspects.set_apart(record),
+            self._restarted,
             self._fail,
+            progressing,
             check_crcs=check_crcs,
         )
         self._suspects = (
@@ -208,6 +210,10 @@ class LaneConsumer:
         if lanes != kept and self._taking:
             self._reader.expect()
             self._starting = self._background.start(self._watched(partial(self._begin, lanes - kept)))
+
+    def _restarted(self, topic: str, lane: int, offset: int) -> None:
+        if self._suspects is not None:
+            self._suspects.restarted(topic, lane, offset)
 
     def _cancel_start(self) -> None:
         if self._starting is not None:

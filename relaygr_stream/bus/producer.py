@@ -181,9 +181,8 @@ class Producer:
             elif batch.append(timestamp=None, key=key, value=value, headers=list(headers)) is None:  # full
                 await submit(first, batch)
                 first, batch = index, producer.create_batch()
-                batch.append(
-                    timestamp=None, key=key, value=value, headers=headers
-                )  # any one message fits an empty batch
+                # Any one message fits an empty batch.
+                batch.append(timestamp=None, key=key, value=value, headers=list(headers))
         await submit(first, batch)
 
     async def _submit(

@@ -22,7 +22,7 @@ from relaygr_stream.engine.admission import GAVE_WAY, Admission
 from relaygr_stream.engine.audit import Auditor
 from relaygr_stream.engine.commands import Answer, PrefillJob, RankTask
 from relaygr_stream.engine.executor import SLICE_SHARE, Executor, describe
-from relaygr_stream.engine.forecast import ALWAYS_TOGETHER, Batching
+from relaygr_stream.engine.forecast import ALWAYS_TOGETHER, Batching, Full
 from relaygr_stream.engine.prefill import PrefillJobs
 from relaygr_stream.engine.queue import RecentIds, TimerHeap, Waiters, WorkQueue
 from relaygr_stream.engine.signals import PinTable
@@ -91,11 +91,17 @@ class Rankings:
             return
         self._admission.book(task, found)
         self._admission.truncate(task, found, now)
+        lost: list[tuple[RankTask, Full]] = []
         while (full := self._admission.full(task, now)) is not None:
             loser = self._admission.loser(task, full)
             if loser is None:
+                for each, _ in lost:  # it does not fit even so: nobody has lost a place for it
+                    self._admission.add(each)
                 self._answer(task, "overloaded", full.reason)
                 return
+            self._admission.remove(loser)
+            lost.append((loser, full))
+        for loser, full in lost:
             self._answer(loser, "overloaded", f"{full.reason}; {GAVE_WAY[full.measure]}")
         self._admission.add(task)
         self._deadlines.add(task.deadline, task)
@@ -181,8 +187,17 @@ class Rankings:
             admission.calibration.add(predicted_ms, ms)
             batching.add(predicted_ms, len(batch), ms)
             for task, rows in zip(batch, scores, strict=True):
-                self._answer_scored(task, rows, ms, len(batch))
+                if not self._distrusts(task):
+                    self._answer_scored(task, rows, ms, len(batch))
         return spent_ms
+
+    def _distrusts(self, task: RankTask) -> bool:
+        """Whether another ranking's scores from the task's prefix KV were not finite; it is placed anew then."""
+        distrusted = task.entry is not None and task.entry.failed
+        if distrusted:
+            task.outcome = None  # it was no hit
+            self.again(task)
+        return distrusted
 
     def _answer_scored(self, task: RankTask, scores: npt.NDArray[np.float32], batch_ms: float, batch: int) -> None:
         task.score_ms = batch_ms
@@ -199,6 +214,7 @@ class Rankings:
         """NaN or infinite scores: answer `failed`, and evict the entry, which may have caused them."""
         if task.entry is not None:
             self._cache.evict(task.entry)
+            self._pins.release_entry(task.entry)
         bad = int((~np.isfinite(scores)).sum())
         self._answer(task, "failed", f"{bad} of {scores.size} scores are NaN or infinite")
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import hashlib
+import tracemalloc
 from typing import Any, cast
 
 import pytest
@@ -161,6 +164,36 @@ async def test_what_cannot_be_delivered_is_told_and_bounded(monkeypatch: pytest.
     producer.errors.clear()
     await until(lambda: len(done) == 2)
     assert (letters.full, letters.why_not_taken(), level(waiting)) == (False, None, 0)
+
+
+@pytest.mark.parametrize("keep_values", [False, True])
+async def test_what_waits_is_what_will_be_sent(keep_values: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A digest's record may have a megabyte, and an error's traceback all that was read with it."""
+    monkeypatch.setattr(dead_letter, "RETRY_S", (60.0,))
+    producer, topic = Refusing(BrokerUnavailable("away")), load_topics(Kafka()).dead_letter
+    letters = DeadLetters(
+        cast(Producer, producer), topic, lambda record: None, gauge(), Background(), keep_values=keep_values
+    )
+
+    def read(number: int) -> None:
+        value = bytes(MIB - 5000)
+        try:
+            raise DecodeError("invalid", f"no. {number} of {len(value)} bytes")
+        except DecodeError as error:
+            letters.send(record(value if number % 2 else value[:10]), error)
+
+    tracemalloc.start()
+    try:
+        for number in range(20):
+            read(number)
+        await asyncio.sleep(0)  # each has been tried once, and waits
+        gc.collect()
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+        letters.close()
+    assert letters.waiting == 20
+    assert held < (11 if keep_values else 1) * MIB
 
 
 def test_the_packaged_topics_fit() -> None:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
 from aiokafka import TopicPartition
+from aiokafka.errors import KafkaTimeoutError, OffsetOutOfRangeError
 from hypothesis import given
 from hypothesis import strategies as st
 
 from relaygr_stream.bus.crashes import Crashes, Mark, Suspects, parse, succeed
-from relaygr_stream.bus.lane_reader import OffsetLedger
+from relaygr_stream.bus.lane_reader import LaneReader, OffsetLedger
+from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.wire.records import Record
 from tests.waiting import until
 
@@ -166,6 +170,62 @@ class Client:
 
 def record(lane: int, offset: int) -> Record:
     return Record("ranking", lane, offset, 0, None, b"", ())
+
+
+class Anew(Client):
+    """A reader of a lane whose log began anew: the offset is not in it, and its broker is away once more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = 0
+        self.position = 5000
+
+    def assign(self, partitions: list[TopicPartition]) -> None:
+        pass
+
+    def seek(self, _partition: TopicPartition, offset: int) -> None:
+        self.position = offset
+
+    async def beginning_offsets(self, partitions: list[TopicPartition]) -> dict[TopicPartition, int]:
+        self.asked += 1
+        if self.asked == 1:
+            raise KafkaTimeoutError
+        return dict.fromkeys(partitions, 0)
+
+    async def getmany(self, timeout_ms: int) -> dict[TopicPartition, list[Any]]:
+        await asyncio.sleep(0)
+        partition = TopicPartition("ranking", 0)
+        if self.position >= 5000:
+            raise OffsetOutOfRangeError({partition: self.position})
+        fields = {"timestamp": 0, "key": None, "value": b"", "headers": ()}
+        offset, self.position = self.position, self.position + 1
+        return {partition: [SimpleNamespace(topic="ranking", partition=0, offset=offset, **fields)]}
+
+
+async def test_a_log_that_begins_anew_is_read_and_nobody_in_it_is_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its offsets are below the one at which the lane was taken over, and records of that number are others."""
+    client, handed, refused = Anew(), list[Record](), list[Record]()
+    monkeypatch.setattr(LaneReader, "client", client)
+    membership, ledgers = Membership({0: "relaygr-owner open 0 6000,7000"}), dict[tuple[str, int], OffsetLedger]()
+    suspects = Suspects(
+        Crashes("ranking", 3, refused.append), cast(Any, membership), ledgers, lambda: client, handed.extend
+    )
+    reader = LaneReader(
+        Kafka(), ["ranking"], "m", handed.extend, suspects.set_apart, suspects.restarted, lambda error: None,
+        lambda: True, check_crcs=False,
+    )  # fmt: skip
+    await suspects.take_over({0: 5000})
+    reader.add({0: [5000]})
+    reader.resume()
+    reading = asyncio.create_task(reader.run())
+    try:
+        await until(lambda: len(handed) >= 3 or reading.done(), "read from the beginning")
+    finally:
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+    assert [each.offset for each in handed[:3]] == [0, 1, 2]
+    assert not refused
+    assert client.asked == 2
 
 
 async def test_suspects_of_all_lanes_are_handed_out_one_at_a_time_each_noted_before() -> None:

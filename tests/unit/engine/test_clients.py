@@ -106,6 +106,18 @@ def test_who_has_most_memory_waiting_loses_when_bytes_are_out_however_cheap_its_
         assert w.scheduler.admission.clients.nbytes == 0
 
 
+def test_a_ranking_that_does_not_fit_even_then_costs_nobody_a_place() -> None:
+    """One that no room is enough for would throw out what others wait for, at no cost of its own."""
+    with world(limits=dataclasses.replace(LIMITS, waiting_bytes=1200)) as w:
+        for number in range(6):
+            w.rank(f"a{number}", number, 20, client="a", nbytes=100)
+        w.rank("b", 8, 20, client="b", nbytes=500)
+        w.rank("c", 9, 20, client="c", nbytes=550)  # a has more until it has lost one, and that is not enough
+        assert [(answer.task.request_id, answer.status) for answer in w.answers] == [("c", "overloaded")]
+        w.settle()
+        assert {answer.status for answer in w.answers if answer.task.request_id != "c"} == {"ok"}
+
+
 def test_names_are_bounded_in_number_and_the_rest_share_one_account() -> None:
     clients = Clients(20.0)
     named = [clients.account(f"c{number}") for number in range(MOST_CLIENTS)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +21,7 @@ from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.worker_status import StatusReader
 from relaygr_stream.worker.watch import DEVIATIONS_TO_UNREADY
-from tests.unit.engine.worlds import CPU, Fraud, World, Wrapped, toy_model, world
+from tests.unit.engine.worlds import CPU, LIMITS, Fraud, World, Wrapped, toy_model, world
 from tests.unit.worker.services import Hangable, Peer, made, worker_on, worker_settings
 from tests.waiting import until
 
@@ -72,6 +73,28 @@ def test_what_scores_that_are_not_finite_came_from_serves_nobody_else() -> None:
         w.settle()
         assert w.outcome("second") == "full"
         assert w.cache.counters.distrusted == 1
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_what_waits_at_distrusted_prefix_kv_is_inferred_anew(batch: int) -> None:
+    class Once(NotFinite):
+        """The first ranking's scores are no numbers, the others' are."""
+
+        def score(self, batch: Sequence[ScoreInput]) -> list[torch.Tensor]:
+            scores, self.poison = super().score(batch), -1
+            return scores
+
+    with world(limits=dataclasses.replace(LIMITS, batch=batch), wrap=Once) as w:
+        for name in ("first", "second", "third", "of one who asks later"):
+            w.signal(name, 1, 50)
+        w.settle()
+        for name in ("first", "second", "third"):
+            w.rank(name, 1, 50, candidates=5 if name == "first" else 3)  # the poison is among the first's alone
+        w.settle()
+        assert w.answer("first").status == "failed"
+        assert {w.outcome(name) for name in ("second", "third")} <= {"full", "joined"}
+        assert w.cache.pinned_bytes == 0, "nobody is to get what it pinned"
+        w.check_scores()
 
 
 def test_an_audit_that_deviates_drops_the_entry_from_both_tiers() -> None:
