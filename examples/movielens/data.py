@@ -110,11 +110,12 @@ def _as_number(name: str) -> tuple[int, str]:
 
 
 def _open(path: Path) -> TextIO:
+    encoding = "utf-8-sig"  # spreadsheets write a byte order mark
     if path.suffix == ".xz":
-        return lzma.open(path, "rt", encoding="utf-8")
+        return lzma.open(path, "rt", encoding=encoding)
     if path.suffix == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8")
-    return path.open(encoding="utf-8", newline="")
+        return gzip.open(path, "rt", encoding=encoding)
+    return path.open(encoding=encoding, newline="")
 
 
 def _interactions(path: Path, text: TextIO) -> Iterator[Interaction]:

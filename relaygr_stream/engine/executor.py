@@ -86,17 +86,18 @@ class Executor:
         """A run that appends to `region` what it lacks of `tokens`, the whole sequence. Nothing is computed yet."""
         return PrefillRun(self, region, tokens)
 
-    def warm_up(self, region: KVRegion) -> None:
+    def warm_up(self, region: KVRegion, max_candidates: int = WARMUP_ROWS[-1]) -> None:
         """First-use costs (allocations, compilation), then a first fit of the costs, with `region` as scratch.
 
+        max_candidates: the most of a ranking (relay.max_candidates), which the model may rely on.
         Raises CapacityError when the device has no memory for it beside the tiers.
         """
         try:
             if hasattr(type(self.model), "warm_up"):
                 cast(WarmedModel, self.model).warm_up(min(MAX_CHUNK, region.capacity))
-            self._warm_round(region, times=2)
+            self._warm_round(region, max_candidates, times=2)
             self.costs = Costs()  # what ran so far paid for first uses: fit again from a second, warm round
-            self._warm_round(region, times=1)
+            self._warm_round(region, max_candidates, times=1)
         except torch.OutOfMemoryError as error:
             raise CapacityError(
                 f"{self.device} has no memory left for inference beside worker.hbm_bytes: lower that "
@@ -168,7 +169,8 @@ class Executor:
     def _score(self, batch: Sequence[ScoreInput]) -> tuple[list[npt.NDArray[np.float32]], float]:
         start = self.clock()
         with torch.inference_mode():
-            scores = [row.to("cpu", torch.float32).numpy() for row in self.model.score(batch)]
+            # Copied on a CPU too: the rows may be views of a buffer that the model's next call overwrites.
+            scores = [row.to("cpu", torch.float32, copy=True).numpy() for row in self.model.score(batch)]
         ms = (self.clock() - start) * 1e3
         expected = [(len(one.candidates), len(self.model.tasks)) for one in batch]
         if [row.shape for row in scores] != expected:
@@ -180,7 +182,7 @@ class Executor:
             self.costs.scored(one.kv.length, len(one.suffix) + len(one.candidates), ms)
         return scores, ms
 
-    def _warm_round(self, region: KVRegion, times: int) -> None:
+    def _warm_round(self, region: KVRegion, max_candidates: int, times: int) -> None:
         schema = schema_of(self.model)
         for n in dict.fromkeys(min(n, region.capacity) for n in WARMUP_TOKENS):
             tokens = Tokens.zeros(n, schema)
@@ -193,7 +195,7 @@ class Executor:
                     while not chunk.finished:
                         chunk.step()
                     self._chunk_completed(chunk)
-            for rows in WARMUP_ROWS:
+            for rows in dict.fromkeys(min(rows, max_candidates) for rows in WARMUP_ROWS):
                 candidates, features = np.zeros(rows, np.int64), schema.zeros("candidate", rows)
                 self._score([ScoreInput(region, tokens.slice(0, 0), candidates, features)])
         region.length = 0

@@ -103,7 +103,7 @@ class Tokens(msgspec.Struct, frozen=True):  # built for every chunk; a frozen da
 
 @dataclass(frozen=True)
 class ScoreInput:
-    """One ranking: prefix KV (read only), n ≥ 0 suffix behaviours, m ≥ 1 candidate item ids (int64).
+    """One ranking, read only: prefix KV, n ≥ 0 suffix behaviours, m ≥ 1 candidate item ids (int64).
 
     features: of the candidates, and of candidate × user: name → (m, width).
     """
@@ -146,14 +146,16 @@ class RankingModel(Protocol):
     def prefill(self, kv: KVRegion, tokens: Tokens) -> None:
         """Append the K/V of `tokens` behind kv.length and advance kv.length by len(tokens).
 
-        The caller ensures that kv.capacity is large enough.
+        The caller ensures that kv.capacity is large enough. Tokens are read only: the cache compares the same array
+        with later requests.
         """
         ...
 
     def score(self, batch: Sequence[ScoreInput]) -> list[torch.Tensor]:
-        """Return the scores of each ranking, float32 (m_i, tasks) on the model's device. Does not modify kv.
+        """Return the scores of each ranking, float32 (m_i, tasks) on the model's device. Does not modify the batch.
 
-        A ranking's scores must not depend on the other rankings of the batch.
+        The caller copies the scores before its next call, so they may be views of a buffer. A ranking's scores must not
+        depend on the other rankings of the batch.
         """
         ...
 
@@ -193,8 +195,8 @@ class SteppedModel(RankingModel, Protocol):
         """As `prefill`, in steps of about equal duration, for example one layer each.
 
         Only the last step advances kv.length, and rewrites a state. Between steps the worker makes other calls, on this
-        region too, which it reads up to kv.length. The worker may abandon the remaining steps: data behind kv.length
-        then has no meaning.
+        region too, which it reads up to kv.length, and steps of other prefills. The worker may abandon the remaining
+        steps: data behind kv.length then has no meaning.
         """
         ...
 

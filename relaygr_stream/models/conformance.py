@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from relaygr_stream.errors import ModelError
 from relaygr_stream.models.check.probe import HALF_LIMIT
 from relaygr_stream.models.hstu import HSTUStack
 from relaygr_stream.models.kv import KVRegion
@@ -135,6 +136,11 @@ def run_conformance(
     Raises ModelError if `kernels` cannot run a variant, InputError if the file cannot be read or has no variant, or if
     a key is missing or has another shape.
     """
+    if kernels == "triton":
+        raise ModelError(
+            "the comparison with reference arrays runs on the CPU, and Triton kernels are for cuda; use "
+            "`relaygr model check --device cuda --set worker.kernels=triton`"
+        )
     arrays = ReferenceArrays(Path(path))
     return [_run_variant(arrays, name, dtype, kernels) for name in arrays.variants()]
 

@@ -90,10 +90,14 @@ def load_checkpoint(folder: str | Path) -> HSTUModel:
     Raises ModelError that names the file, the key, and what was expected and found.
     """
     path = Path(folder)
-    model = HSTUModel(read_config(path))
+    config = read_config(path)
+    try:
+        model = HSTUModel(config)
+    except (RuntimeError, TypeError, OverflowError) as error:  # torch's, for a table beyond memory or beyond int64
+        reason = str(error).partition("\n")[0]
+        raise ModelError(f"{path / CONFIG_FILE}: a model of this shape cannot be allocated: {reason}") from error
     weights = _read_weights(path / WEIGHTS_FILE)
-    _check(path / WEIGHTS_FILE, weights, model.state_dict())
-    return model.load_weights({name: value.float() for name, value in weights.items()}, note="")
+    return model.load_weights(_in_float32(path / WEIGHTS_FILE, weights, model.state_dict()), note="")
 
 
 def checkpoint_folder(name: str) -> Path:
@@ -115,7 +119,7 @@ def read_config(folder: Path) -> HSTUConfig:
         raise ModelError(f"{file}: not a JSON object: {error}") from error
     for key, expected in (("architecture", ARCHITECTURE), ("format", FORMAT)):
         found = fields.pop(key, None)
-        if found != expected:
+        if found != expected or isinstance(found, bool):  # True == 1
             raise ModelError(f"{file}: `{key}` must be {expected!r}, found {found!r}")
     try:
         config = msgspec.convert(fields, HSTUConfig)
@@ -135,7 +139,11 @@ def _read_weights(file: Path) -> dict[str, torch.Tensor]:
         raise ModelError(f"{file}: not a readable safetensors file: {error}") from error
 
 
-def _check(file: Path, found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+def _in_float32(
+    file: Path, found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """The weights `found` in float32. Raises ModelError for a weight that does not fit, or is not finite there."""
+    weights = {}
     for name, tensor in expected.items():
         if name not in found:
             raise ModelError(f"{file}: `{name}` is missing; expected it with shape {tuple(tensor.shape)}")
@@ -146,11 +154,13 @@ def _check(file: Path, found: dict[str, torch.Tensor], expected: dict[str, torch
             )
         if not value.is_floating_point():
             raise ModelError(f"{file}: `{name}` has type {value.dtype}, expected a floating type")
-        if not bool(torch.isfinite(value).all()):
-            raise ModelError(f"{file}: `{name}` contains values that are not finite")
+        weights[name] = value.float()
+        if not bool(torch.isfinite(weights[name]).all()):
+            raise ModelError(f"{file}: `{name}` contains values that are not finite in float32")
     unknown = sorted(found.keys() - expected.keys())
     if unknown:
         raise ModelError(f"{file}: `{unknown[0]}` is no weight of this model ({len(unknown)} such keys)")
+    return weights
 
 
 # The model that the settings name.
@@ -168,7 +178,8 @@ def load_model(
 
     `model.factory` takes precedence over `model.checkpoint`, which takes precedence over random weights. A checkpoint
     defines its own shape. kernels: the layers of the built-in model; a user's model ignores it.
-    Raises ConfigError for settings that clash or are malformed, ModelError for a factory or checkpoint that fails.
+    Raises ConfigError for settings that clash or are malformed, ModelError for a factory or checkpoint that fails or
+    has weights that `dtype` cannot hold.
     """
     if model.factory:
         return _from_factory(model, device, dtype)
@@ -178,7 +189,10 @@ def load_model(
         else random_model(_config(model), model.seed)
     )
     _refuse_suffix_with_contextual(built_in, model, relay)
-    return built_in.place(device, dtype, kernels)
+    built_in.place(device, dtype, kernels)
+    if dtype != torch.float32:
+        _refuse_overflow(built_in, model, dtype)
+    return built_in
 
 
 def check_tasks(tasks: tuple[str, ...]) -> tuple[str, ...]:
@@ -220,6 +234,17 @@ def _refuse_suffix_with_contextual(built_in: HSTUModel, model: settings.Model, r
             f"{relay.max_suffix_tokens}: contextual tokens see the whole history, so it must all be in the prefix; "
             f"set relay.max_suffix_tokens = 0"
         )
+
+
+def _refuse_overflow(built_in: HSTUModel, model: settings.Model, dtype: torch.dtype) -> None:
+    """Raise ModelError if a weight became infinite in `dtype`: float16 ends at 65,504."""
+    for name, value in built_in.state_dict().items():
+        # The smallest and the largest: a mask as large as the table would take the device's memory.
+        if not bool(torch.stack(torch.aminmax(value)).isfinite().all()):
+            raise ModelError(
+                f"`model.checkpoint` = {model.checkpoint!r}: `{name}` has values beyond {torch.finfo(dtype).max:.4g}, "
+                f"the largest in {dtype}: use another `worker.dtype`"
+            )
 
 
 def _from_factory(model: settings.Model, device: torch.device, dtype: torch.dtype) -> RankingModel:

@@ -114,7 +114,8 @@ def shape_of(model: settings.Model) -> dict[str, Any]:
     Raises ConfigError for settings of the built-in HSTU that a transformer does not have.
     """
     for name, without in (
-        ("checkpoint", ""), ("contextual_seq_len", 0), ("max_attn_len", 0), ("group_norm", False)
+        ("checkpoint", ""), ("contextual_seq_len", 0), ("max_attn_len", 0), ("group_norm", False), ("oov_rows", 0),
+        ("relative_positions", 0), ("relative_times", 0),
     ):  # fmt: skip
         if getattr(model, name) != without:
             raise ConfigError(

@@ -28,7 +28,7 @@ def user_changed(probe: Probe) -> Measure:
     for length in probe.lengths()[1:]:
         before, candidates = probe.history(length), probe.candidates(CANDIDATES)
         after = probe.with_user(before)
-        new = probe.make(probe.dtype)
+        new = probe.make_again()
         full = probe.full(after, candidates, new)
         region = probe.prefix(before)
         probe.score(region, probe.none, candidates)
@@ -40,7 +40,7 @@ def user_changed(probe: Probe) -> Measure:
 
 
 def cross_stay_out(probe: Probe) -> Measure:
-    """K/V after scoring with some features of candidates are those after scoring with others."""
+    """K/V and state after scoring with some features of candidates are those after scoring with others."""
     deviations = probe.deviations(KV_LIMIT)
     for length in probe.lengths():
         history, candidates = probe.history(length), probe.candidates(CANDIDATES)
@@ -84,6 +84,6 @@ def _with_other(probe: Probe, column: FeatureColumn, history: Tokens, candidates
 
 
 def _held(region: KVRegion) -> Scores:
-    """All K and V of the region's tokens, in float32 on the host."""
-    parts = [part for layer in range(region.layout.layers) for part in region.layer(layer)]
-    return np.concatenate([part[:, : region.length].float().cpu().numpy().ravel() for part in parts])
+    """All K and V of the region's tokens and its state, in float32 on the host."""
+    layers = [part[:, : region.length] for layer in range(region.layout.layers) for part in region.layer(layer)]
+    return np.concatenate([part.float().cpu().numpy().ravel() for part in (*layers, region.state)])

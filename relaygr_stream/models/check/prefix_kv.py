@@ -12,7 +12,17 @@ from typing import cast
 import torch
 
 from relaygr_stream.models.api import SteppedModel, Tokens
-from relaygr_stream.models.check.probe import CANDIDATES, KV_LIMIT, Failed, Measure, Probe, Scores
+from relaygr_stream.models.check.probe import (
+    CANDIDATES,
+    KV_LIMIT,
+    Deviations,
+    Failed,
+    Measure,
+    Probe,
+    Scores,
+    as_failure,
+    model_call,
+)
 from relaygr_stream.models.kv import KVRegion
 
 
@@ -107,7 +117,8 @@ def relocation(probe: Probe) -> Measure:
 def extension(probe: Probe) -> Measure:
     """A prefix that was scored, then grown in place or moved into a larger region, scores as the longer prefix."""
     deviations = probe.deviations()
-    for added, move in ((1, False), (13, False), (40, True)):
+    for most, move in ((1, False), (13, False), (40, True)):
+        added = min(most, probe.bounds.prefix - 1)
         for length in probe.lengths(added):
             history, candidates = probe.history(length + added), probe.candidates(CANDIDATES)
             region = probe.prefix(history.slice(0, length), slack=added)
@@ -125,7 +136,10 @@ def has_steps(probe: Probe) -> bool:
 
 
 def steps(probe: Probe) -> Measure:
-    """`prefill_in_steps` equals `prefill`, with rankings between steps, and after an attempt abandoned half-way."""
+    """`prefill_in_steps` equals `prefill`, with rankings and steps of another user's prefill between its steps.
+
+    Also after an attempt that was abandoned half-way.
+    """
     deviations = probe.deviations()
     for length in probe.lengths():
         history, candidates = probe.history(length), probe.candidates(CANDIDATES)
@@ -136,7 +150,7 @@ def steps(probe: Probe) -> Measure:
             probe.prefill(region, history.slice(0, before))
         known = probe.score(region, probe.none, candidates) if before else None
         for most in (1, 1 << 30):  # the first attempt stops after one step
-            _prefill(probe, region, history.slice(before, length), most)
+            _prefill(probe, region, history.slice(before, length), most, deviations)
             if region.length == length:
                 break
             probe.score(other, probe.none, candidates)
@@ -146,22 +160,49 @@ def steps(probe: Probe) -> Measure:
     return deviations.measure
 
 
-def _prefill(probe: Probe, region: KVRegion, tokens: Tokens, most: int) -> None:
-    """Run at most `most` steps, with a ranking of another region after each."""
-    start, other = region.length, probe.prefix(probe.history(5))
-    taken = cast(SteppedModel, probe.model).prefill_in_steps(region, tokens)
+def _prefill(probe: Probe, region: KVRegion, tokens: Tokens, most: int, deviations: Deviations) -> None:
+    """Run at most `most` steps. After each, a step of another user's prefill and a ranking of a third region.
+
+    `deviations` get the scores behind the other user's prefix, if the prefill was not abandoned.
+    """
+    history, candidates = probe.history(min(9, probe.bounds.prefix)), probe.candidates(CANDIDATES)
+    ranked, other = probe.prefix(probe.history(5)), probe.region(len(history), 0.37)
+    run, neighbour = _Steps(probe, region, tokens), _Steps(probe, other, history)
     for _ in range(most):
-        with torch.inference_mode():
-            over = next(taken, taken) is taken
-        if over:
+        run.step()
+        if run.completed:
             break
-        if region.length != start:
-            raise Failed(f"kv.length moved from {start} to {region.length} before the last step")
-        probe.score(other, probe.none, probe.candidates(3))
+        if not neighbour.completed:
+            neighbour.step()
+        probe.score(ranked, probe.none, probe.candidates(3))
     else:
         return
-    if region.length != start + len(tokens):
-        raise Failed(f"after the last step kv.length is {region.length}, not {start + len(tokens)}")
+    while not neighbour.completed:
+        neighbour.step()
+    probe.compare(deviations, probe.score(other, probe.none, candidates), history, candidates)
+
+
+class _Steps:
+    """A `prefill_in_steps`, one step after the other."""
+
+    def __init__(self, probe: Probe, region: KVRegion, tokens: Tokens) -> None:
+        self.completed = False
+        self._region = region
+        self._tokens = tokens
+        self._start = region.length
+        self._call = f"prefill_in_steps() of {len(tokens)} tokens behind {region.length}"
+        with as_failure(self._call):
+            self._rest = cast(SteppedModel, probe.model).prefill_in_steps(region, tokens)
+
+    def step(self) -> None:
+        """Raises Failed if the model raises, or kv.length is not what it must be behind this step."""
+        start, count, region = self._start, len(self._tokens), self._region
+        with model_call(self._call, self._tokens.array):
+            self.completed = next(self._rest, self) is self
+        if not self.completed and region.length != start:
+            raise Failed(f"kv.length moved from {start} to {region.length} before the last step")
+        if self.completed and region.length != start + count:
+            raise Failed(f"after the last step kv.length is {region.length}, not {start + count}")
 
 
 def _changed(region: KVRegion, before: torch.Tensor, length: int) -> str:

@@ -88,7 +88,8 @@ class Deviations:
         if not self._half:
             return
         scale = max(float(np.abs(truth).max(initial=0.0)), float(np.finfo(np.float32).tiny))
-        if found.shape != truth.shape or not np.isfinite(found).all():
+        # An infinite full score would make the ratio 0 whatever the others are.
+        if found.shape != truth.shape or not all(np.isfinite(scores).all() for scores in (found, full, truth)):
             self._found = math.inf
             return
         self._found += float((((found.astype(np.float64) - truth) / scale) ** 2).sum())
@@ -150,6 +151,11 @@ class Probe:
         self.schema = schema_of(self.model)
         self.none = Tokens.zeros(0, self.schema)
         self.user = self.history(self.schema.context_tokens)  # a user without behaviours: no token, or the user's
+
+    def make_again(self) -> RankingModel:
+        """Another model in the type under check. Raises Failed if it cannot be made."""
+        with as_failure("making the model a second time"):
+            return self.make(self.dtype)
 
     # ---- requests ----
 
@@ -224,7 +230,7 @@ class Probe:
     def prefill(self, region: KVRegion, tokens: Tokens, model: RankingModel | None = None) -> None:
         """`model.prefill`. Raises Failed if it raises, or does not advance kv.length by len(tokens)."""
         expected = region.length + len(tokens)
-        with _as_failure(f"prefill() of {len(tokens)} tokens behind {region.length}"), torch.inference_mode():
+        with model_call(f"prefill() of {len(tokens)} tokens behind {region.length}", tokens.array):
             (model or self.model).prefill(region, tokens)
         if region.length != expected:
             raise Failed(
@@ -236,7 +242,8 @@ class Probe:
         """`model.score`, on the host. Raises Failed if it raises, or its result breaks the protocol."""
         model = model or self.model
         shown = ", ".join(f"{one.kv.length} + {len(one.suffix)} tokens, {len(one.candidates)} cand." for one in batch)
-        with _as_failure(f"score() of [{shown}]"), torch.inference_mode():
+        inputs = [array for one in batch for array in (one.suffix.array, one.candidates, *one.features.values())]
+        with model_call(f"score() of [{shown}]", *inputs):
             scores: object = model.score(batch)
         expected = [(len(one.candidates), len(model.tasks)) for one in batch]
         if not isinstance(scores, list) or not all(isinstance(one, torch.Tensor) for one in scores):
@@ -247,7 +254,7 @@ class Probe:
         for one in scores:
             if one.dtype != torch.float32 or one.device.type != self.device.type:
                 raise Failed(f"score() returned {one.dtype} on {one.device}, expected torch.float32 on {self.device}")
-        return [one.cpu().numpy() for one in scores]
+        return [one.to("cpu", copy=True).numpy() for one in scores]  # copied, as in the worker
 
     def score(self, kv: KVRegion, suffix: Tokens, candidates: Items, model: RankingModel | None = None) -> Scores:
         """The scores of one ranking in a batch of one."""
@@ -288,7 +295,7 @@ class Probe:
 
 
 @contextmanager
-def _as_failure(call: str) -> Iterator[None]:
+def as_failure(call: str) -> Iterator[None]:
     """Turn any exception of the model into a failure of the property; `call` describes the call."""
     try:
         yield
@@ -296,3 +303,14 @@ def _as_failure(call: str) -> Iterator[None]:
         raise Failed(f"{call} was refused: {error}") from error
     except Exception as error:  # a user's model may raise any exception
         raise Failed(f"{call} raised {type(error).__name__}: {error}") from error
+
+
+@contextmanager
+def model_call(call: str, *inputs: npt.NDArray[Any]) -> Iterator[None]:
+    """A call of one of the operations, as the worker makes it. Raises Failed if it raises, or writes to its inputs."""
+    before = [array.copy() for array in inputs]
+    with as_failure(call), torch.inference_mode():
+        yield
+    # Compared afterwards: a read-only array does not stop torch.from_numpy.
+    if not all(map(np.array_equal, inputs, before)):
+        raise Failed(f"{call} wrote to its tokens, candidates or features, which belong to the caller")

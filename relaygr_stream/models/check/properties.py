@@ -14,8 +14,8 @@ import torch
 from relaygr_stream.models.api import ScoreInput, Tokens
 from relaygr_stream.models.check.probe import CANDIDATES, Failed, Items, Measure, Probe, Scores
 
-#: Limit for one history in half precision. All its scores share the same roundings: 0.80…1.43 over 25 seeds.
-ONE_HISTORY_LIMIT: Final = 2.0
+#: Limit for one or two histories in half precision. A history's scores share its roundings: 0.80…1.63 over 80 seeds.
+FEW_HISTORIES_LIMIT: Final = 2.0
 #: Tokens of one `prefill` for the longest prefix: a chunk, as in the worker, far below the whole.
 LONG_CHUNK: Final = 1024
 #: Items are uint32 on the wire.
@@ -40,7 +40,7 @@ def contract(probe: Probe) -> Measure | None:
 
 def version(probe: Probe) -> Measure | None:
     """Two models of one version score alike; another type is another version."""
-    again = probe.make(probe.dtype)
+    again = probe.make_again()
     history, candidates = probe.history(probe.lengths()[-1]), probe.candidates(CANDIDATES)
     if again.version != probe.model.version:
         raise Failed(f"made twice with the same settings, it is {probe.model.version!r}, then {again.version!r}")
@@ -83,19 +83,23 @@ def suffix(probe: Probe) -> Measure:
 
 
 def candidates_apart(probe: Probe) -> Measure:
-    """A candidate's score is the same among others, in another order, and alone."""
+    """A candidate's score is the same among others, in another order, and alone, behind a suffix too."""
     deviations = probe.deviations()
-    for length in probe.lengths():
+    for index, length in enumerate(probe.lengths()):
         history, candidates = probe.history(length), probe.candidates(CANDIDATES)
         region = probe.prefix(history)
         order = probe.random.permutation(CANDIDATES)
-        permuted = np.empty((CANDIDATES, len(probe.model.tasks)), np.float32)
-        permuted[order] = probe.score(region, probe.none, candidates[order])
-        among_others = probe.score(region, probe.none, np.concatenate([candidates, probe.candidates(9)]))[:CANDIDATES]
-        alone = [probe.score(region, probe.none, candidates[at : at + 1]) for at in range(CANDIDATES)]
-        expected = probe.expected(history, candidates)
-        for found in (permuted, among_others, np.concatenate(alone)):
-            deviations.add(found, *expected)
+        suffixes = [probe.none]
+        if probe.takes_suffix and index % 4 == 0:  # some lengths are enough: it takes most of this property's time
+            suffixes.append(probe.behaviours(min(5, probe.bounds.suffix)))
+        for after in suffixes:
+            permuted = np.empty((CANDIDATES, len(probe.model.tasks)), np.float32)
+            permuted[order] = probe.score(region, after, candidates[order])
+            among_others = probe.score(region, after, np.concatenate([candidates, probe.candidates(9)]))[:CANDIDATES]
+            alone = [probe.score(region, after, candidates[at : at + 1]) for at in range(CANDIDATES)]
+            expected = _alone(probe, history, after, candidates)
+            for found in (permuted, among_others, np.concatenate(alone)):
+                deviations.add(found, *expected)
     return deviations.measure
 
 
@@ -103,6 +107,7 @@ def batch_apart(probe: Probe) -> Measure:
     """A ranking scores in a ragged batch as it does alone, even if its neighbours' memory is all NaN or infinity."""
     deviations = probe.deviations()
     requests = [_request(probe, length, index) for index, length in enumerate(probe.lengths())]
+    requests.append((probe.user, probe.none, probe.candidates(CANDIDATES)))  # new users are batched with others
     alone = [_alone(probe, *request) for request in requests]
     for loud in (None, math.nan, math.inf):
         batch: list[ScoreInput] = []
@@ -143,7 +148,7 @@ def edges(probe: Probe) -> Measure:
 
 def unknown_items(probe: Probe) -> Measure:
     """Item ids up to the largest of the wire, most of them outside any vocabulary, score finitely and as in full."""
-    deviations = probe.deviations()
+    deviations = probe.deviations(half_limit=FEW_HISTORIES_LIMIT)
     items = np.array((0, probe.bounds.items, probe.bounds.items + 1, 2**31 - 1, 2**31, LARGEST_ID - 1, LARGEST_ID))
     for length in probe.lengths()[-2:]:
         history, candidates = probe.history(length), np.concatenate([items, probe.candidates(3)])
@@ -162,7 +167,7 @@ def longest(probe: Probe) -> Measure:
 
     Also with a stale prefix: the suffix then carries worker.max_stale_tokens of the prefix too.
     """
-    deviations = probe.deviations(half_limit=ONE_HISTORY_LIMIT)
+    deviations = probe.deviations(half_limit=FEW_HISTORIES_LIMIT)
     bounds, incremental = probe.bounds, probe.model.incremental
     longest = probe.schema.context_tokens + bounds.prefix
     total = longest + (bounds.suffix if probe.takes_suffix else 0)
@@ -201,8 +206,7 @@ def _request(probe: Probe, length: int, index: int) -> tuple[Tokens, Tokens, Ite
 
 def _alone(probe: Probe, history: Tokens, after: Tokens, candidates: Items) -> tuple[Scores, Scores]:
     """The scores of one ranking in a batch of one, in the type under check and in float32."""
-    own, true = (
-        probe.score(probe.prefix(history, model=model), after, candidates, model)
-        for model in (probe.model, probe.reference)
-    )
-    return own, true
+    own = probe.score(probe.prefix(history), after, candidates)
+    if not probe.half:
+        return own, own
+    return own, probe.score(probe.prefix(history, model=probe.reference), after, candidates, probe.reference)

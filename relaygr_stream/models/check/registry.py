@@ -144,7 +144,8 @@ PROPERTIES: Final = (
     ),
     Property(
         "steps",
-        "prefill in the model's own steps, with rankings in between or abandoned half-way, is prefill at once",
+        "prefill in the model's own steps, with rankings and another prefill's steps in between or abandoned half-way, "
+        "is prefill at once",
         "kv.length moves or a state is rewritten before the last step, or a workspace is shared with score or with "
         "another prefill",
         prefix_kv.steps,
@@ -177,6 +178,12 @@ PROPERTIES: Final = (
         hazard="candidates-that-see-each-other",
     ),
     Property(
+        "edges",
+        "no history, one behaviour, and one candidate are scored as in full",
+        "a softmax over nothing (NaN), or a shape that assumes at least one token",
+        properties.edges,
+    ),
+    Property(
         "batch apart",
         "a ranking's scores do not depend on its neighbours in a batch",
         "padding to one length that is masked by multiplication, or a norm or 1/N that spans the batch",
@@ -184,15 +191,10 @@ PROPERTIES: Final = (
         hazard="neighbours-in-a-batch",
     ),
     Property(
-        "edges",
-        "no history, one behaviour, and one candidate are scored as in full",
-        "a softmax over nothing (NaN), or a shape that assumes at least one token",
-        properties.edges,
-    ),
-    Property(
         "unknown items",
         "any item id of the wire, 0 to 4,294,967,295, is scored finitely, and as in full",
-        "an embedding that raises for an id behind its table, or maps it to another row in score() than in prefill()",
+        "an embedding that raises for an id behind its table, maps it to another row in score() than in prefill(), or "
+        "maps it in the caller's array",
         properties.unknown_items,
     ),
     Property(

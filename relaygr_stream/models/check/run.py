@@ -10,7 +10,7 @@ from typing import Final, Literal
 import torch
 from msgspec.structs import replace
 
-from relaygr_stream.errors import ConfigError, RelayError
+from relaygr_stream.errors import ConfigError, ModelError, RelayError
 from relaygr_stream.models.api import RankingModel
 from relaygr_stream.models.check.probe import Bounds, Failed, Probe
 from relaygr_stream.models.check.registry import PROPERTIES, Property
@@ -42,7 +42,15 @@ def probe_for(settings: Settings, device: torch.device, dtype: torch.dtype, seed
     if settings.model.contextual_seq_len and relay.max_suffix_tokens:
         relay = replace(relay, max_suffix_tokens=0)  # a worker requires this setting for such a model
 
+    kernels = settings.worker.kernels
+
     def make(wanted: torch.dtype) -> RankingModel:
+        try:
+            return load_model(settings.model, relay, device=device, dtype=wanted, kernels=kernels)
+        except ModelError:
+            if wanted == dtype or kernels == "auto":
+                raise
+        # Of another type, for comparison only, which these kernels may not offer.
         return load_model(settings.model, relay, device=device, dtype=wanted)
 
     bounds = Bounds(

@@ -60,6 +60,7 @@ class RecordedScores:
         assert stack.fused is not None
         self._fused = stack.fused
         self._layers = stack.stu_layers()
+        self._tables = embedding
         self._embedding = RowEmbedding(embedding)
         self._head = head
         weights = embedding.item
@@ -69,7 +70,11 @@ class RecordedScores:
         """Logits (n, tasks) of all rows of a batch, suffix rows included; None if there is no recording for it."""
         if not self._graphs.on:
             return None
-        return self._graphs.score(self._embedding.rows(tokens), self._fused.table(batch))
+        unknown = self._tables.unknown_items
+        logits = self._graphs.score(self._embedding.rows(tokens), self._fused.table(batch))
+        if logits is None:  # the caller embeds the same rows, and counts them
+            self._tables.unknown_items = unknown
+        return logits
 
     def _logits(self, rows: torch.Tensor, tiles: torch.Tensor) -> torch.Tensor:
         x = self._embedding.embed(rows)

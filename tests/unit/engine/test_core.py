@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from relaygr_stream.engine.commands import LanesLost
-from tests.unit.engine.worlds import CONTEXTUAL, GRANULE_BYTES, MAX_TOKENS, history, world
+from tests.unit.engine.worlds import CONTEXTUAL, GRANULE_BYTES, MAX_TOKENS, Wrapped, history, world
 
 
 def test_pre_inferred_prefix_is_hit_in_hbm() -> None:
@@ -308,3 +309,37 @@ def test_batched_failure_is_retried_one_by_one() -> None:
             w.rank(f"r{user}", user, 40)
         w.settle()
         assert [w.answer(f"r{user}").status for user in range(3)] == ["failed"] * 3
+
+
+class OneBuffer(Wrapped):
+    """A model whose scores are views of a buffer that its next call overwrites. most: candidates so far."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self.buffer = torch.zeros(0)
+        self.most = 0
+
+    def score(self, batch: Any) -> Any:
+        scores = torch.cat(super().score(batch))
+        counts = [len(one.candidates) for one in batch]
+        self.most = max(self.most, *counts)
+        if len(self.buffer) < len(scores):
+            self.buffer = torch.zeros_like(scores)
+        self.buffer[: len(scores)] = scores
+        return list(torch.split(self.buffer[: len(scores)], counts))
+
+
+def test_an_answer_outlives_the_models_buffer() -> None:
+    with world(wrap=OneBuffer) as w:  # the scores of all answers are compared at the end
+        w.rank("r1", 1, 100, candidates=9)
+        w.settle()
+        w.rank("r2", 2, 80, candidates=5)
+        w.settle()
+
+
+def test_the_warm_up_has_no_more_candidates_than_a_ranking() -> None:
+    with world(wrap=OneBuffer) as w:
+        scratch = w.cache.scratch.borrow()
+        w.executor.warm_up(scratch, max_candidates=20)
+        w.cache.scratch.give_back(scratch)
+        assert w.model.most == 20  # type: ignore[attr-defined]

@@ -62,6 +62,13 @@ def test_a_csv_may_have_its_columns_in_any_order_and_seconds_or_milliseconds(
     assert data.users[0].gaps().tolist() == [0, 1000, 1000, 1000]
 
 
+def test_a_byte_order_mark_is_no_part_of_the_header(tmp_path: Path) -> None:
+    text = "\ufeffuser,item,time\n" + "".join(f"u,{item},{item}\n" for item in range(1, 5))
+    (tmp_path / "data.csv.gz").write_bytes(gzip.compress(text.encode()))
+    for file in (written(tmp_path, text), tmp_path / "data.csv.gz"):
+        assert names_of(read_histories(file)) == ["1", "2", "3", "4"]
+
+
 def test_packed_files_are_read_as_plain_ones(tmp_path: Path) -> None:
     (tmp_path / "data.gz").write_bytes(gzip.compress(U_DATA.encode()))
     (tmp_path / "data.xz").write_bytes(lzma.compress(U_DATA.encode()))

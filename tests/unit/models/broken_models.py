@@ -10,13 +10,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from examples.models.contextual import Contextual, ContextualConfig
 from examples.models.retention import Retention, RetentionConfig
 from relaygr_stream.models.api import ScoreInput, Tokens
 from relaygr_stream.models.hstu_model import HSTUConfig, HSTUModel
 from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.models.loading import draw_weights
 from relaygr_stream.models.transformer import Transformer, TransformerConfig
-from relaygr_stream.wire.features import FeatureColumn
+from relaygr_stream.wire.features import FeatureColumn, FeatureSchema
 
 CPU = torch.device("cpu")
 CONFIG = TransformerConfig(
@@ -134,6 +135,33 @@ class Unseeded(Plain):
         self.version = f"v1-{dtype}"
 
 
+class MadeOnce(Plain):
+    """It holds something of which there is one in a process."""
+
+    made = False
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        if self.made:
+            raise RuntimeError("the port is in use")
+        type(self).made = True
+        super().__init__(dtype)
+
+
+class OwnBuffer(Plain):
+    """Returns views of one buffer, which the next call overwrites; it breaks nothing."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(dtype)
+        self.buffer = torch.empty(0)
+
+    def score(self, batch: Batch) -> list[torch.Tensor]:
+        scores = torch.cat(super().score(batch))
+        if len(self.buffer) < len(scores):
+            self.buffer = torch.empty_like(scores)
+        self.buffer[: len(scores)] = scores
+        return list(torch.split(self.buffer[: len(scores)], [len(one.candidates) for one in batch]))
+
+
 class ReadsSlack(Plain):
     def score(self, batch: Batch) -> list[torch.Tensor]:
         hidden = [one.kv.storage.sum() * 0 for one in batch]
@@ -249,10 +277,28 @@ class CoarseSuffix(Plain):
     def score(self, batch: Batch) -> list[torch.Tensor]:
         half = self.layout.dtype != torch.float32
         rough = [
-            0.05 * float(torch.sin(one.candidates[0] * torch.ones(()))) * bool(half and len(one.suffix))
+            0.05 * torch.sin(torch.from_numpy(one.candidates))[:, None].float() * bool(half and len(one.suffix))
             for one in batch
         ]
         return [scores + off for scores, off in zip(super().score(batch), rough, strict=True)]
+
+
+class FixedCut(Contextual):
+    """A context model, whose scores depend on the cut; it breaks nothing."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        config = ContextualConfig(**{name: getattr(CONFIG, name) for name in CONFIG.__struct_fields__}, context=2)
+        super().__init__(config, 3, CPU, dtype)
+
+
+class FixedCutSeesCandidates(FixedCut):
+    """The mean over the candidates comes in where there is a suffix alone."""
+
+    def score(self, batch: Batch) -> list[torch.Tensor]:
+        return [
+            scores + 1e-3 * scores.mean(0) * bool(len(one.suffix))
+            for scores, one in zip(super().score(batch), batch, strict=True)
+        ]
 
 
 class SeeEachOther(Plain):
@@ -268,6 +314,14 @@ class ByOrder(Plain):
 class ByBatchSize(Plain):
     def score(self, batch: Batch) -> list[torch.Tensor]:
         return [scores * (1 + 1e-3 * (len(batch) - 1)) for scores in super().score(batch)]
+
+
+class EmptySegment(Plain):
+    """A ranking without any history shifts the scores of its neighbours, and of itself."""
+
+    def score(self, batch: Batch) -> list[torch.Tensor]:
+        off = 1e-2 * (len(batch) > 1 and any(not one.kv.length for one in batch))
+        return [scores + off for scores in super().score(batch)]
 
 
 class MaskedNeighbours(Plain):
@@ -293,6 +347,22 @@ class KnownItemsOnly(Plain):
         super().prefill(kv, tokens)
 
 
+class MapsInPlace(Plain):
+    """Maps item ids to rows in the caller's array, through torch's view of it."""
+
+    def prefill(self, kv: KVRegion, tokens: Tokens) -> None:
+        if len(tokens):
+            torch.from_numpy(tokens.array[0]).remainder_(CONFIG.vocab)
+        super().prefill(kv, tokens)
+
+
+class MapsCandidatesInPlace(Plain):
+    def score(self, batch: Batch) -> list[torch.Tensor]:
+        for one in batch:
+            one.candidates[:] %= CONFIG.vocab
+        return super().score(batch)
+
+
 class UnknownElsewhere(Plain):
     """Unknown items have another row in a suffix than in a prefix."""
 
@@ -309,6 +379,15 @@ class ShortTable(Plain):
     def prefill(self, kv: KVRegion, tokens: Tokens) -> None:
         if kv.length + len(tokens) > 120:
             raise IndexError("position 120 is out of range")
+        super().prefill(kv, tokens)
+
+
+class ShortPrefix(Plain):
+    """Positions for a prefix of 20 tokens and a suffix of 16; it breaks nothing where no more are allowed."""
+
+    def prefill(self, kv: KVRegion, tokens: Tokens) -> None:
+        if kv.length + len(tokens) > 20 + 16:
+            raise IndexError("position 36 is out of range")
         super().prefill(kv, tokens)
 
 
@@ -333,6 +412,24 @@ class EarlyLength(Plain):
     def prefill_in_steps(self, kv: KVRegion, tokens: Tokens) -> Iterator[None]:
         self.prefill(kv, tokens)
         yield
+
+
+class OneWorkspace(Plain):
+    """All prefills keep their tokens between steps in one place."""
+
+    kept: Tokens
+
+    def prefill_in_steps(self, kv: KVRegion, tokens: Tokens) -> Iterator[None]:
+        self.kept = tokens
+        yield
+        count = len(tokens)
+        self.prefill(kv, Tokens(np.resize(self.kept.array, (len(tokens.array), count))))
+
+
+class StepsRaise(Plain):
+    def prefill_in_steps(self, kv: KVRegion, tokens: Tokens) -> Iterator[None]:
+        yield
+        raise RuntimeError("the workspace is too small")
 
 
 class SharedWorkspace(Plain):
@@ -362,6 +459,35 @@ class Recurrent(Retention):
     def __init__(self, dtype: torch.dtype) -> None:
         config = RetentionConfig(**{name: getattr(CONFIG, name) for name in CONFIG.__struct_fields__})
         super().__init__(config, 3, CPU, dtype)
+
+
+class RecurrentFeatured(Recurrent):
+    """A state alone, and features of candidates; it breaks nothing."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(dtype)
+        self.features = FeatureSchema([one for one in COLUMNS if one.of in ("candidate", "cross")])
+        self.version += f"-{self.features.digest}"
+
+    def score(self, batch: Batch) -> list[torch.Tensor]:
+        return [
+            scores + 0.01 * sum(torch.from_numpy(each).float().mean(1, keepdim=True) for each in one.features.values())
+            for scores, one in zip(super().score(batch), batch, strict=True)
+        ]
+
+
+class LeaksIntoState(RecurrentFeatured):
+    """The mean affinity of the last candidates goes into the next state."""
+
+    mean = 0.0
+
+    def prefill(self, kv: KVRegion, tokens: Tokens) -> None:
+        super().prefill(kv, tokens)
+        kv.state.add_(self.mean)
+
+    def score(self, batch: Batch) -> list[torch.Tensor]:
+        self.mean = float(np.mean([one.features["affinity"].mean() for one in batch]))
+        return super().score(batch)
 
 
 class OldState(Recurrent):

@@ -15,10 +15,12 @@ from msgspec.structs import replace
 from examples.models.retention import Retention
 from relaygr_stream import settings
 from relaygr_stream.cli.main import main
+from relaygr_stream.errors import ModelError
 from relaygr_stream.models.api import RankingModel
+from relaygr_stream.models.check import properties, run
 from relaygr_stream.models.check.probe import Bounds, Deviations, Measure, Probe
 from relaygr_stream.models.check.registry import PROPERTIES
-from relaygr_stream.models.check.run import check_model, run_properties
+from relaygr_stream.models.check.run import check_model, probe_for, run_properties
 from relaygr_stream.models.loading import load_model
 from tests.unit.models.broken_models import (
     COLUMNS,
@@ -30,7 +32,9 @@ from tests.unit.models.broken_models import (
     Dropout,
     EarlyLength,
     EarlyState,
+    EmptySegment,
     Featured,
+    FixedCutSeesCandidates,
     ForgetsChunks,
     FromTheEnd,
     HalfScores,
@@ -38,20 +42,30 @@ from tests.unit.models.broken_models import (
     KeepsUser,
     KnownItemsOnly,
     LeaksCross,
+    LeaksIntoState,
+    MadeOnce,
+    MapsCandidatesInPlace,
+    MapsInPlace,
     MaskedNeighbours,
     NeedsHistory,
     NoAdvance,
     Noise,
     OldState,
     OneVersion,
+    OneWorkspace,
+    OwnBuffer,
+    Plain,
     ReadsSlack,
+    RecurrentFeatured,
     RefusesChunks,
     RemembersLength,
     SeeEachOther,
     SharedWorkspace,
+    ShortPrefix,
     ShortSuffix,
     ShortTable,
     StateOutside,
+    StepsRaise,
     SuffixAnew,
     Touches,
     Transposed,
@@ -78,6 +92,7 @@ LATER = "earlier K/V do not depend on later tokens"
 BROKEN: list[tuple[Callable[[torch.dtype], RankingModel], list[str]]] = [
     (KeepsUser, ["user features changed", "features are read"]),
     (LeaksCross, ["cross features stay out", "user features changed", "determinism"]),
+    (LeaksIntoState, ["cross features stay out"]),
     (IgnoresColumn, ["features are read"]),
     (NoAdvance, ["contract"]),
     (HalfScores, ["contract"]),
@@ -85,6 +100,7 @@ BROKEN: list[tuple[Callable[[torch.dtype], RankingModel], list[str]]] = [
     (Dropout, ["determinism"]),
     (OneVersion, ["version"]),
     (Unseeded, ["version"]),
+    (MadeOnce, ["version"]),
     (ReadsSlack, ["reads up to kv.length", "edges"]),
     (WritesSuffix, ["score only reads"]),
     (Touches, ["prefill only appends"]),
@@ -93,17 +109,23 @@ BROKEN: list[tuple[Callable[[torch.dtype], RankingModel], list[str]]] = [
     (ForgetsChunks, ["chunks", "extension"]),
     (EarlyLength, ["steps"]),
     (SharedWorkspace, ["steps"]),
+    (OneWorkspace, ["steps"]),
+    (StepsRaise, ["steps"]),
     (RefusesChunks, ["prefill only appends", "chunks", "extension"]),
     (RemembersLength, ["extension"]),
     (StateOutside, ["the region is all there is", "extension"]),
     (SuffixAnew, ["suffix", "unknown items", "longest"]),
     (SeeEachOther, ["candidates apart"]),
+    (FixedCutSeesCandidates, ["candidates apart"]),
     (ByOrder, ["candidates apart"]),
     (ByBatchSize, ["batch apart"]),
+    (EmptySegment, ["batch apart"]),
     (MaskedNeighbours, ["batch apart"]),
-    (NeedsHistory, ["edges"]),
+    (NeedsHistory, ["edges", "batch apart"]),
     (KnownItemsOnly, ["unknown items"]),
     (UnknownElsewhere, ["unknown items"]),
+    (MapsInPlace, ["unknown items"]),
+    (MapsCandidatesInPlace, ["unknown items"]),
     (ShortTable, ["longest"]),
     (ShortSuffix, ["longest"]),
 ]
@@ -123,7 +145,47 @@ def test_half_precision_has_a_rule_of_its_own() -> None:
     assert failures(Noise) == []
     assert failures(Noise, torch.bfloat16) == ["half precision"]
     assert failures(CoarseSuffix) == []
-    assert failures(CoarseSuffix, torch.bfloat16) == ["suffix", "edges", "longest"]
+    assert failures(CoarseSuffix, torch.bfloat16) == ["suffix", "edges", "unknown items", "longest"]
+
+
+@pytest.mark.parametrize("exact", [OwnBuffer, RecurrentFeatured], ids=lambda kind: kind.__name__)
+def test_unusual_models_that_are_exact_pass(exact: Callable[[torch.dtype], RankingModel]) -> None:
+    assert failures(exact) == []
+
+
+def test_a_model_with_positions_for_a_short_prefix_alone_passes() -> None:
+    """20 tokens and a suffix of 16: no property may ask for more than the settings allow."""
+    said: list[str] = []
+    bounds = replaced(BOUNDS, prefix=20, max_stale=0)
+    assert check_model(Probe(ShortPrefix, CPU, torch.float32, bounds, seed=0), said.append), "\n".join(said)
+
+
+@pytest.mark.parametrize(("dtype", "seed"), [(torch.bfloat16, 36), (torch.float16, 12)], ids=str)
+def test_two_histories_of_unknown_items_may_share_roundings(dtype: torch.dtype, seed: int) -> None:
+    """With these seeds torch's operators come to 1.4 times and 1.6 times full inference's own deviation."""
+
+    def make(wanted: torch.dtype) -> RankingModel:
+        return load_model(SMALL, settings.Relay(), device=CPU, dtype=wanted, kernels="torch")
+
+    assert properties.unknown_items(Probe(make, CPU, dtype, BOUNDS, seed)).holds
+
+
+def test_the_check_runs_on_the_kernels_that_the_worker_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[torch.dtype, str]] = []
+
+    def load(*_: Any, dtype: torch.dtype, kernels: str = "auto", **__: Any) -> RankingModel:
+        asked.append((dtype, kernels))
+        if kernels == "amx" and dtype == torch.float32:
+            raise ModelError("these kernels have no float32")
+        return Plain(dtype)
+
+    monkeypatch.setattr(run, "load_model", load)
+    worker = settings.Worker(kernels="amx")
+    probe_for(settings.Settings(worker=worker), CPU, torch.bfloat16, 0)
+    # The float32 reference falls back; the type under check does not.
+    assert asked == [(torch.bfloat16, "amx"), (torch.float32, "amx"), (torch.float32, "auto")]
+    with pytest.raises(ModelError, match="these kernels have no float32"):
+        probe_for(settings.Settings(worker=worker), CPU, torch.float32, 0)
 
 
 def built_in(**changes: Any) -> Callable[[torch.dtype], RankingModel]:
@@ -232,6 +294,16 @@ def test_deviations_that_are_not_numbers_fail() -> None:
         deviations.add(nan, one, one)
         assert not deviations.measure.holds
     assert not Measure(math.nan, 1.0).holds
+
+
+@pytest.mark.parametrize("which", ["full", "truth"])
+def test_an_infinite_full_score_does_not_hide_the_others(which: str) -> None:
+    one, infinite = torch.ones(2, 1).numpy(), torch.full((2, 1), math.inf).numpy()
+    deviations = Deviations(half=True)
+    deviations.add(5 * one, one, one)
+    assert not deviations.measure.holds
+    deviations.add(one, *((infinite, one) if which == "full" else (one, infinite)))
+    assert not deviations.measure.holds
 
 
 def test_scores_that_cancel_are_judged_with_the_others() -> None:

@@ -11,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from relaygr_stream import settings
 from relaygr_stream.errors import ModelError
-from relaygr_stream.models.loading import load_checkpoint, save_checkpoint
+from relaygr_stream.models.loading import load_checkpoint, load_model, save_checkpoint
 from tests.unit.models.small_models import full_scores, random_items, random_tokens, small_model
 
 Weights = dict[str, torch.Tensor]
@@ -69,6 +70,23 @@ def test_weights_stored_in_half_precision_are_taken(folder: Path) -> None:
     assert load_checkpoint(folder).layout.dtype == torch.float32
 
 
+def test_weights_stored_in_8_bits_are_taken(folder: Path) -> None:
+    weights = {name: value.to(torch.float8_e4m3fn) for name, value in load_file(folder / "model.safetensors").items()}
+    save_file(weights, folder / "model.safetensors")
+    assert load_checkpoint(folder).layout.dtype == torch.float32
+
+
+@pytest.mark.parametrize(("dtype", "value"), [(torch.float16, 7e4), (torch.bfloat16, 3.4e38)], ids=str)
+def test_weights_beyond_the_workers_type_are_named(folder: Path, dtype: torch.dtype, value: float) -> None:
+    weights = load_file(folder / "model.safetensors")
+    weights["stack.layers.1.uvqk_bias"][3] = value
+    save_file(weights, folder / "model.safetensors")
+    model, relay = settings.Model(checkpoint=str(folder)), settings.Relay()
+    load_model(model, relay, device=torch.device("cpu"), dtype=torch.float32)
+    with pytest.raises(ModelError, match=r"`stack.layers.1.uvqk_bias` has values beyond .*, the largest in torch\."):
+        load_model(model, relay, device=torch.device("cpu"), dtype=dtype)
+
+
 def edit_config(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:
     config = json.loads((folder / "config.json").read_text())
     edit(config)
@@ -86,6 +104,9 @@ def edit_config(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:
         (lambda config: config.update(tasks=["a", "a"]), "`tasks` names a score column twice: a, a"),
         (lambda config: config.update(architecture="gpt"), "`architecture` must be 'hstu', found 'gpt'"),
         (lambda config: config.pop("format"), "`format` must be 1, found None"),
+        (lambda config: config.update(format=True), "`format` must be 1, found True"),
+        (lambda config: config.update(vocab=10**16), "a model of this shape cannot be allocated"),
+        (lambda config: config.update(vocab=10**30), "a model of this shape cannot be allocated"),
     ],
 )
 def test_a_wrong_configuration_is_named(folder: Path, edit: Callable[[dict[str, Any]], object], words: str) -> None:
@@ -121,6 +142,11 @@ def _not_finite(weights: Weights) -> None:
     weights["head.weight"][1, 1] = torch.nan
 
 
+def _beyond_float32(weights: Weights) -> None:
+    weights["head.weight"] = weights["head.weight"].double()
+    weights["head.weight"][1, 1] = 1e39
+
+
 @pytest.mark.parametrize(
     ("edit", "words"),
     [
@@ -129,6 +155,7 @@ def _not_finite(weights: Weights) -> None:
         (_transpose, "`stack.layers.0.output_weight` has shape (16, 72), but config.json asks for (72, 16)"),
         (_integers, "`embedding.gap` has type torch.int32, expected a floating type"),
         (_not_finite, "`head.weight` contains values that are not finite"),
+        (_beyond_float32, "`head.weight` contains values that are not finite in float32"),
     ],
 )
 def test_wrong_weights_are_named(folder: Path, edit: Callable[[Weights], None], words: str) -> None:

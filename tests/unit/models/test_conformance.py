@@ -99,6 +99,11 @@ def test_each_instruction_set_reproduces_arrays_of_its_widths(
     assert all(result.conforms for result in results), format_table(results)
 
 
+def test_kernels_that_do_not_run_on_the_cpu_are_refused() -> None:
+    with pytest.raises(ModelError, match="runs on the CPU, and Triton kernels are for cuda"):
+        run_conformance(REFERENCE, kernels="triton")
+
+
 @pytest.mark.parametrize("key", ["out_full/hist1", "out_full/cand0", "out_cached/cand2", "layer1/v_cache_jagged"])
 def test_a_deviation_in_any_output_is_found(tmp_path: Path, key: str) -> None:
     arrays = dict(np.load(REFERENCE))

@@ -65,7 +65,15 @@ def test_the_settings_make_it() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("checkpoint", "here"), ("contextual_seq_len", 2), ("max_attn_len", 3), ("group_norm", True)],
+    [
+        ("checkpoint", "here"),
+        ("contextual_seq_len", 2),
+        ("max_attn_len", 3),
+        ("group_norm", True),
+        ("oov_rows", 4),
+        ("relative_positions", 5),
+        ("relative_times", 6),
+    ],
 )
 def test_settings_that_mean_nothing_to_it_are_refused(name: str, value: object) -> None:
     with pytest.raises(ConfigError, match=rf"`model\.{name}` = .* is a setting of the built-in HSTU"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from relaygr_stream.models.kernels.graphs import (
     MAX_ROWS,
     MAX_TILES,
     MIN_BUCKET,
+    RecordedScores,
     Recording,
     RowEmbedding,
     ScoreGraphs,
@@ -25,8 +26,9 @@ from relaygr_stream.models.kernels.graphs import (
     bucket_tiles,
 )
 from relaygr_stream.models.kernels.tiles import Field
+from relaygr_stream.models.stu import RankingRows
 from tests.unit.models.kernels.models import CountingRecorder, fused_model, plain_model, region_of
-from tests.unit.models.small_models import deviation, random_items, random_tokens, small_model
+from tests.unit.models.small_models import deviation, empty_region, random_items, random_tokens, small_model
 
 CPU = torch.device("cpu")
 
@@ -134,6 +136,29 @@ def test_rows_embed_to_the_same_bits() -> None:
         ]
         rows = RowEmbedding(embedding)
         assert torch.equal(rows.embed(torch.from_numpy(rows.rows(batch))), embedding.rankings(batch))
+
+
+class _Rows:
+    """Fused layers that return their input."""
+
+    def table(self, batch: Sequence[RankingRows]) -> npt.NDArray[np.int64]:
+        return np.zeros((len(batch), len(Field)), np.int64)
+
+    def run(self, layers: object, x: torch.Tensor, tiles: torch.Tensor, *, split: bool) -> torch.Tensor:
+        return x
+
+
+@pytest.mark.parametrize("recorder", [CountingRecorder(CPU), _Fails()])
+def test_unknown_items_count_once_with_and_without_a_recording(recorder: Any) -> None:
+    model = small_model()
+    model.stack.fused = _Rows()  # type: ignore[assignment]
+    recorded = RecordedScores(model.embedding, model.stack, model.head, recorder)
+    none = random_tokens(np.random.default_rng(0), 0)
+    ranking, rows = (none, 0, np.array([3, 10**6])), RankingRows(empty_region(model, 1), 0, 2)
+    for number in range(1, 4):  # at first there is no recording
+        if recorded.logits([ranking], [rows]) is None:
+            model.embedding.rankings([ranking])
+        assert model.unknown_items == number
 
 
 @pytest.mark.parametrize("changes", [{}, {"max_attn_len": 6, "group_norm": True}])
