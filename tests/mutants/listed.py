@@ -235,7 +235,7 @@ MUTANTS: Final = (
     Mutant("trigger/delegation.py", " + ahead_ms + place.cost_ms", " + place.cost_ms", "trigger/test_delegation"),
     Mutant("trigger/delegation.py", "if now_s < self._paused_until_s:", "if False:", "trigger/test_delegation"),
     Mutant("trigger/delegation.py", "if done_ms > left_ms else", "if True else", "trigger/test_delegation"),
-    Mutant("wire/refusals.py", "if self._wall() * 1e3 <= until_ms else", "if True else", "test_refusals"),
+    Mutant("wire/refusals.py", "if self._clock() <= until else", "if True else", "test_refusals"),
     # background work
     Mutant("telemetry/background.py", "if not self.failed.done():", "if True:", "telemetry/test_background"),
     Mutant(
@@ -292,13 +292,13 @@ MUTANTS: Final = (
     ),
     Mutant(
         "history/packed.py",
-        "found = digests(both, [boundary, length], before.tail, before.block)",
-        "found = digests(both, [boundary, length])",
+        "found = digests(behind, [boundary, length], before.tail, before.block)",
+        "found = digests(behind, [boundary, length])",
         "history/test_stores",
     ),
     Mutant(
         "history/packed.py",
-        "return (0 if _too_long(before, count, most) else before.tail)",
+        "return (0 if _too_long(before, count, most) else min(before.tail, before.length - 1))",
         "return (before.tail)",
         "history/test_stores",
     ),

@@ -38,7 +38,8 @@ def test_scores_are_those_of_the_formulas_however_history_is_cut(
     history, candidates = random_tokens(random, length), random_items(random, count)
     region = prefilled(MODEL, history.slice(0, bounds[-1] if bounds else length), slack=3, chunks=bounds[:-1])
     (scores,) = MODEL.score([ScoreInput(region, history.slice(region.length, length), candidates)])
-    assert deviation(scores, naive_scores(MODEL, CONFIG, history, candidates)) <= 1e-5
+    # A single candidate's scores may nearly cancel, and float32's rounding is a larger part of them.
+    assert deviation(scores, naive_scores(MODEL, CONFIG, history, candidates)) <= 5e-5
 
 
 @pytest.mark.parametrize("rows", [BLOCK_ROWS - 1, BLOCK_ROWS, 2 * BLOCK_ROWS + 3])
