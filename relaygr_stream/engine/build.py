@@ -77,7 +77,7 @@ def build(
     copier = CopyEngine(device, wake)
     runtime = assemble(settings, executor, hbm, dram, copier, report_audit)
     scratch = runtime.cache.scratch.borrow()
-    executor.warm_up(scratch)
+    executor.warm_up(scratch, settings.relay.max_candidates)
     if dram is not None and worker.dram_storage == "int8":
         storage = make_storage(worker.dram_storage, model.layout)
         deviation = check_rounding(executor, copier, storage, scratch, worker.dram_int8_deviation)

@@ -125,10 +125,10 @@ def _check_together(settings: Settings) -> None:
         ("client.silence_ms", settings.client.silence_ms),
         ("trigger.max_status_age_ms", settings.trigger.max_status_age_ms),
     ):
-        if 2 * interval > bound:
+        if 1.5 * interval > bound:
             raise ConfigError(
-                f"`worker.status_interval_ms` = {interval} is more than half of `{key}` = {bound:g}: a worker would "
-                f"count as silent between two statuses; lower the former, or raise the latter"
+                f"`worker.status_interval_ms` = {interval} is more than two thirds of `{key}` = {bound:g}: a worker "
+                f"would count as silent between two statuses; lower the former, or raise the latter"
             )
 
 

@@ -158,9 +158,9 @@ def test_an_unknown_profile_lists_those_there_are(tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ({"worker.status_interval_ms": "800"}, "more than half of `client.silence_ms` = 1500"),
+        ({"worker.status_interval_ms": "1001"}, "more than two thirds of `client.silence_ms` = 1500"),
         ({"worker.status_interval_ms": "800", "client.silence_ms": "9000", "trigger.max_status_age_ms": "1000"},
-         "more than half of `trigger.max_status_age_ms` = 1000"),
+         "more than two thirds of `trigger.max_status_age_ms` = 1000"),
         ({"kafka.prefix": "relay\n"}, "kafka.prefix"),
         ({"worker.device": "cuda\n"}, "worker.device"),
         ({"worker.hbm_bytes": "9" * 400}, "a number of 400 digits is no size"),
