@@ -67,7 +67,9 @@ class WorkerMetrics:
             "storage",
         )
         self.audit_deviation = gauge(
-            "relaygr_audit_deviation_max", "Largest relative deviation of relayed from full scores", "storage"
+            "relaygr_audit_deviation_max",
+            "Largest relative deviation of relayed from full scores; in half precision, of root mean squares",
+            "storage",
         )
         self.forwards = counter(
             "relaygr_forwards", "Rankings refused here: sent to another worker, or why not", "result"
