@@ -43,8 +43,8 @@ from relaygr_stream.wire.behaviours import Behaviours
 from relaygr_stream.wire.messages import with_version
 
 REQUEST_ID_HEADER: Final = "x-request-id"
-#: At the end of the ids that a gateway makes: the user's lane, by which any gateway finds it for a DELETE.
-_LANE: Final = re.compile(r"-(\d{1,5})\Z")
+#: An id that a gateway made. It ends with the user's lane, by which any gateway finds it for a DELETE.
+_LANE: Final = re.compile(r"[0-9a-f]{16}-(\d{1,5})")
 _TRACKED: Final = re.compile(r"[\x21-\x7e]{1,128}")
 PAGE: Final = Path(__file__).with_name("docs.html")
 
@@ -132,7 +132,7 @@ class Door:
     async def _cancel(self, asked: Asked) -> Response:
         request_id = asked.http.path_params["request_id"]
         user_id = asked.http.query_params.get("user_id", "")
-        lane = _LANE.search(request_id)
+        lane = _LANE.fullmatch(request_id)
         if not user_id and lane is None:
             raise Rejected("this id was not made by a gateway: name the user, …/v1/requests/ID?user_id=USER")
         await self._relay.cancel(user_id or int(lane[1]), request_id, tenant=asked.tenant)  # type: ignore[index]
