@@ -49,6 +49,8 @@ class Witness:
         worker = settings.worker
         self.ledger: Final = Ledger(self._truth.version, int(worker.pinned_share * worker.hbm_bytes))
         self.statuses: Final[dict[str, WorkerStatus]] = {}  # the newest of each worker
+        self._read: dict[TopicPartition, int] = {}  # of `scores`: where this witness has read to
+        self._answered: dict[TopicPartition, int] = {}  # where it ends
         self._uncompared: deque[Result] = deque()
         self._thread = ThreadPoolExecutor(1, "truth")  # torch lets go of the GIL: the loop goes on meanwhile
         self._comparing: asyncio.Task[None] | None = None
@@ -102,7 +104,8 @@ class Witness:
 
     async def rest(self) -> None:
         """Once no request is under way, and while the workers still live: wait until nothing is pinned, every lane is
-        committed to its end and every bad message is buried, or REST_S is over; the ledger then has what is left."""
+        committed to its end, every answer is read here and every bad message is buried, or REST_S is over; the ledger
+        then has what is left. Behind a bad cable this process may read an answer seconds after the client has it."""
         if self._comparing is not None:
             await self._comparing
         deadline = time.monotonic() + REST_S
@@ -118,6 +121,7 @@ class Witness:
         return (
             not any(ledger.pinned_at_rest.values())
             and all(ledger.committed.get(key, 0) >= end for key, end in ledger.log_ends.items())
+            and all(self._read.get(partition, 0) >= end for partition, end in self._answered.items())
             and all(reason in ledger.letters.get(place, ()) for place, reason in ledger.bad.items())
         )
 
@@ -144,14 +148,16 @@ class Witness:
             await reader.start()
             group = kafka.prefix + self._settings.worker.group
             found = await admin.list_consumer_group_offsets(group, partitions=lanes)
-            ends = await reader.end_offsets(lanes)
+            answers = [TopicPartition(topics.scores.name, number) for number in range(topics.scores.partitions)]
+            ends = await reader.end_offsets([*lanes, *answers])
         finally:
             await admin.close()
             await reader.stop()
         ledger = self.ledger
         ledger.committed = {(p.topic, p.partition): max(0, at.offset) for p, at in found.items()}  # -1: never
         # The embedded broker's ends may miss what came in the last batch, all but its first record (measured).
-        ledger.log_ends = {(p.topic, p.partition): end for p, end in ends.items()}
+        ledger.log_ends = {(p.topic, p.partition): ends[p] for p in lanes}
+        self._answered = {p: ends[p] for p in answers}
 
     async def _compare(self) -> None:
         loop = asyncio.get_running_loop()
@@ -179,6 +185,7 @@ class Witness:
 
     def _on_scores(self, records: list[Record]) -> None:
         self.ledger.replied.update(dict(record.headers).get(HEADER_CORRELATION, b"") for record in records)
+        self._read |= {TopicPartition(record.topic, record.lane): record.offset + 1 for record in records}
 
     def _on_statuses(self, records: list[Record]) -> None:
         for status in worker_statuses(records):
