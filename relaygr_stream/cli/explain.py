@@ -22,7 +22,7 @@ from relaygr_stream.wire.messages import CostModel
 @click.option("--rate", type=float, help="Requests of the log per second, Poisson arrivals. [20]")
 @click.option("--speed", type=float, help="Keep the log's times, this many times faster, instead of --rate.")
 @click.option("--candidates", type=int, default=100, show_default=True, help="Candidates of each ranking.")
-@click.option("--workers", type=click.IntRange(min=1), default=1, show_default=True, help="Simulated workers.")
+@click.option("--workers", type=click.IntRange(1, 10_000), default=1, show_default=True, help="Simulated workers.")
 @click.option("--costs", metavar="C0,C1,C2,C3[,C4]", help="A worker's costs in ms. [with --bootstrap: as stated there]")
 @click.option("--only", metavar="REASON", help="Show only requests with this decision.")
 @click.option("--json", "as_json_lines", is_flag=True, help="One JSON object a line instead of a table.")
@@ -112,6 +112,8 @@ def _explain_events(
 
 
 def _cost_model(text: str) -> CostModel:
+    from relaygr_stream.wire.worker_status import usable_costs
+
     try:
         c0, c1, c2, c3, *more = (float(part) for part in text.split(","))
         (c4,) = more or (0.0,)
@@ -119,4 +121,6 @@ def _cost_model(text: str) -> CostModel:
         raise click.UsageError(f"--costs {text}: write four or five numbers, in ms, separated by commas") from None
     if min(c0, c1, c2, c3, c4) < 0:
         raise click.UsageError(f"--costs {text}: no coefficient may be negative")
-    return CostModel(c0=c0, c1=c1, c2=c2, c3=c3, c4=c4)
+    if usable_costs(costs := CostModel(c0=c0, c1=c1, c2=c2, c3=c3, c4=c4)) != costs:
+        raise click.UsageError(f"--costs {text}: a trigger takes no costs that are all 0, not finite or this large")
+    return costs

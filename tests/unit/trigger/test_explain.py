@@ -84,6 +84,9 @@ def test_the_table_shows_what_was_compared_and_sums_up(log: Path) -> None:
         (("--seconds", "1", "--only", "luck"), "--only luck: no such decision; write one of admitted"),
         (("--events", "LOG", "--costs", "1,2"), "--costs 1,2: write four or five numbers"),
         (("--events", "LOG", "--costs", "1,2,3,-4"), "no coefficient may be negative"),
+        (("--events", "LOG", "--costs", "0,0,0,0"), "a trigger takes no costs that are all 0"),
+        (("--events", "LOG", "--costs", "1,nan,0,0"), "not finite"),
+        (("--events", "LOG", "--costs", "1e300,0,0,0"), "or this large"),
         (("--events", "LOG", "--rate", "1", "--speed", "1"), "give one of them"),
     ],
 )
