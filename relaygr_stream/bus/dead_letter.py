@@ -111,19 +111,19 @@ class DeadLetters:
 
     async def _deliver(self, record: Record, error: DecodeError) -> None:
         whole = self._keep_values and fits(record, self._topic.max_message_bytes)
-        digest = digest_dead_letter(record, error)
+        key, value, headers = (whole_dead_letter if whole else digest_dead_letter)(record, error)
         error = DecodeError(error.reason, error.detail)  # without its traceback, which keeps what was read with it
         if not whole:
             record = record._replace(value=None, headers=())  # a thousand letters may wait, a megabyte each
         for pause in endless(RETRY_S):
-            key, value, headers = whole_dead_letter(record, error) if whole else digest
             try:
                 await self._producer.send_and_wait(self._topic.name, value, key=key, headers=headers)
                 self._done(record)
                 return
             except BrokerError as failure:
-                # The cluster's size limit may be lower than the topic's file says: then send a digest.
-                whole = whole and isinstance(failure, BrokerUnavailable | TopicError)
+                if whole and not isinstance(failure, BrokerUnavailable | TopicError):
+                    # The cluster's size limit may be lower than the topic's file says.
+                    whole, (key, value, headers) = False, digest_dead_letter(record, error)
                 self._refused = str(failure)
                 limited(log.error, "dead letter")(
                     "dead letter not delivered yet",

@@ -187,17 +187,13 @@ class Rankings:
             admission.calibration.add(predicted_ms, ms)
             batching.add(predicted_ms, len(batch), ms)
             for task, rows in zip(batch, scores, strict=True):
-                if not self._distrusts(task):
+                if task.entry is not None and task.entry.failed:
+                    # Another ranking's scores from these prefix KV were not finite: it was no hit, and is placed anew.
+                    task.outcome = None
+                    self.again(task)
+                else:
                     self._answer_scored(task, rows, ms, len(batch))
         return spent_ms
-
-    def _distrusts(self, task: RankTask) -> bool:
-        """Whether another ranking's scores from the task's prefix KV were not finite; it is placed anew then."""
-        distrusted = task.entry is not None and task.entry.failed
-        if distrusted:
-            task.outcome = None  # it was no hit
-            self.again(task)
-        return distrusted
 
     def _answer_scored(self, task: RankTask, scores: npt.NDArray[np.float32], batch_ms: float, batch: int) -> None:
         task.score_ms = batch_ms

@@ -28,6 +28,8 @@ from relaygr_stream.settings.section import ENV_PREFIX, SECRET_SHOWN, Field, Val
 ENV_CONFIG: Final = "RELAYGR_CONFIG"
 #: Suffix of a secret's variable: the variable then names a file that holds the value.
 ENV_FILE: Final = "_FILE"
+#: A status may be late by half of its interval, through a busy loop and a broker, and its worker is not silent yet.
+STATUS_MARGIN: Final = 1.5
 #: Longest secret file, in bytes: a secret is a line of text, so a larger file is named by mistake.
 MAX_SECRET_FILE: Final = 64 << 10
 #: Names under the prefix that are not settings; the second is for tests.
@@ -125,7 +127,7 @@ def _check_together(settings: Settings) -> None:
         ("client.silence_ms", settings.client.silence_ms),
         ("trigger.max_status_age_ms", settings.trigger.max_status_age_ms),
     ):
-        if 1.5 * interval > bound:
+        if STATUS_MARGIN * interval > bound:
             raise ConfigError(
                 f"`worker.status_interval_ms` = {interval} is more than two thirds of `{key}` = {bound:g}: a worker "
                 f"would count as silent between two statuses; lower the former, or raise the latter"

@@ -239,12 +239,10 @@ class LaneSignals:
                     partition=place.lane,
                     headers=[(HEADER_KIND, KIND_DELEGATED.encode()), *_context(one.record, one.trace)],
                 )
-        except TimeoutError:
-            stuck.add(place.lane)
-            waited = BrokerUnavailable(f"the delegate's lane took nothing for {DELEGATED_S} s")
-            self._settled_delegated(one, waited)
-            return
-        except BrokerError as error:
+        except (TimeoutError, BrokerError) as error:
+            if isinstance(error, TimeoutError):
+                stuck.add(place.lane)
+                error = BrokerUnavailable(f"the delegate's lane took nothing for {DELEGATED_S} s")
             self._settled_delegated(one, error)
             return
 

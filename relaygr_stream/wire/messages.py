@@ -25,6 +25,8 @@ SCORE_DTYPE: Final = np.dtype("<f4")
 
 Id = Annotated[str, Meta(min_length=1, max_length=256)]
 Label = Annotated[str, LABEL]
+#: The trigger's decision on a request.
+AdmissionReason = Annotated[str, Meta(max_length=64)]
 UnixMillis = Annotated[int, Meta(ge=0, lt=2**53)]
 Millis = Annotated[float, Meta(ge=0, le=3.6e6)]
 #: Neither infinite nor NaN: comparisons with NaN are false, so it fails both bounds.
@@ -161,7 +163,7 @@ class ScoreReply(msgspec.Struct, frozen=True, kw_only=True):
     model_version: str = ""
     worker: str = ""
     timings: Timings = Timings()
-    admission: Annotated[str, Meta(max_length=64)] = ""  # the trigger's reason; empty: unknown to the worker
+    admission: AdmissionReason = ""  # the trigger's reason; empty: unknown to the worker
     truncated_to: Annotated[int, Meta(ge=0)] = 0  # newest behaviours that were ranked with; 0: with all
 
     def matrix(self) -> npt.NDArray[np.float32]:

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from relaygr_stream.errors import DecodeError
-from relaygr_stream.wire.messages import Id, LeastVersion, tenant_key
+from relaygr_stream.wire.messages import AdmissionReason, Id, LeastVersion, tenant_key
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.versions import NOT_DECODED, SCHEMA_VERSION, VersionedDecoder
 
@@ -26,8 +26,6 @@ MAX_IDS: Final = 256
 #: Most requests whose admission a worker keeps: some seconds of traffic, 3 MB at 200 bytes for an id and its entry.
 MAX_REQUESTS: Final = 16_384
 
-#: As in an answer (wire/messages.py: ScoreReply.admission).
-Reason = Annotated[str, Meta(max_length=64)]
 #: A request and its tenant (wire/messages.py: tenant_key): 256 characters, 128, and the NUL between them.
 RequestKey = Annotated[str, Meta(min_length=1, max_length=385)]
 
@@ -37,7 +35,7 @@ class Refusals(msgspec.Struct, frozen=True, kw_only=True):
 
     v: int = SCHEMA_VERSION
     min_v: LeastVersion = 0
-    reasons: Annotated[dict[Reason, Annotated[list[Id], Meta(max_length=MAX_IDS)]], Meta(max_length=64)]
+    reasons: Annotated[dict[AdmissionReason, Annotated[list[Id], Meta(max_length=MAX_IDS)]], Meta(max_length=64)]
     delegates: (
         Annotated[dict[Id, Annotated[list[RequestKey], Meta(max_length=MAX_IDS)]], Meta(max_length=MAX_IDS)] | UnsetType
     ) = UNSET

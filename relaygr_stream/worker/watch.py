@@ -23,7 +23,8 @@ log = structlog.get_logger(__name__)
 
 WATCH_S: Final = 0.25  # health is as fresh as worker-status is by default
 #: Relayed scores may differ from full inference by this much (engine/audit.py: audit_deviation). In half precision it
-#: is 16 units of roundoff (2^-9 and 2^-12): 8 layers came to 4.4 at most, another history to more than 32.
+#: is 16 units of roundoff (2^-9 and 2^-12): a model of 8 layers stays below 8, another history comes to more than 32
+#: (tests/unit/engine/test_audit.py).
 AUDIT_TOLERANCE: Final = {"float32": 1e-5, "bfloat16": 16 * 2.0**-9, "float16": 16 * 2.0**-12}
 #: After this many deviating audits the process is no longer ready. A flipped bit spoils one user's prefix KV,
 #: which are evicted by the first audit that finds it; two may be chance. Three times means a device, a kernel or a

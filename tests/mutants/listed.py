@@ -79,7 +79,9 @@ MUTANTS: Final = (
         "engine/test_audit",
     ),
     Mutant("bus/crashes.py", "        if topic == self._crashes.topic:\n", "        if False:\n", "test_crashes"),
-    Mutant("engine/rankings.py", "if not self._distrusts(task):", "if True:", "worker/test_distrust"),
+    Mutant(
+        "engine/rankings.py", "if task.entry is not None and task.entry.failed:", "if False:", "worker/test_distrust"
+    ),
     Mutant("worker/statement.py", "min(total, sys.float_info.max)", "total", "worker/test_distrust"),
     Mutant("history/packed.py", "min(before.tail, before.length - 1)", "before.tail", "history/test_stores"),
     Mutant("worker/requests.py", " or lane == DELEGATED_LANE", "", "worker/test_service_histories"),

@@ -13,6 +13,7 @@ from aiokafka.errors import KafkaTimeoutError, OffsetOutOfRangeError
 from hypothesis import given
 from hypothesis import strategies as st
 
+from relaygr_stream.bus import lane_reader
 from relaygr_stream.bus.crashes import Crashes, Mark, Suspects, parse, succeed
 from relaygr_stream.bus.lane_reader import LaneReader, OffsetLedger
 from relaygr_stream.settings.schema import Kafka
@@ -200,6 +201,32 @@ class Anew(Client):
         fields = {"timestamp": 0, "key": None, "value": b"", "headers": ()}
         offset, self.position = self.position, self.position + 1
         return {partition: [SimpleNamespace(topic="ranking", partition=0, offset=offset, **fields)]}
+
+
+async def test_nothing_is_read_while_the_process_makes_no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A member keeps its lanes for seconds then, and what is read waits in memory."""
+    client, seen = Anew(), list[str]()
+    client.position = 0
+    monkeypatch.setattr(LaneReader, "client", client)
+    monkeypatch.setattr(lane_reader, "STANDSTILL_S", 0.0)
+
+    def progressing() -> bool:
+        seen.append("asked")
+        return len(seen) > 3
+
+    reader = LaneReader(
+        Kafka(), ["ranking"], "m", lambda records: seen.append("read"), lambda record: False, lambda *what: None,
+        lambda error: None, progressing, check_crcs=False,
+    )  # fmt: skip
+    reader.add({0: [0]})
+    reader.resume()
+    reading = asyncio.create_task(reader.run())
+    try:
+        await until(lambda: "read" in seen or reading.done(), "read on")
+    finally:
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+    assert seen[:5] == ["asked", "asked", "asked", "asked", "read"]
 
 
 async def test_a_log_that_begins_anew_is_read_and_nobody_in_it_is_blamed(monkeypatch: pytest.MonkeyPatch) -> None:

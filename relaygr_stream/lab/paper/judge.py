@@ -143,19 +143,12 @@ def _lengths(points: Sequence[Point], revisit: float) -> Verdict:
     def judged(where: Where) -> tuple[set[State], list[str]]:
         states: set[State] = set()
         parts = []
-        for share in HEADLINE:
-            base = settled_at(points, FULL_LANE.name, share, revisit, where)
-            if base is None or not base.value:
-                continue
-            mine, allowed = (
-                length_at(points, RELAY.name, revisit, where, base.value, oracle=oracle) / share
-                for oracle in (False, True)
-            )
-            if not (mine or allowed) or math.isnan(mine):
-                continue
-            bound = _bound(points, revisit, where)
-            states |= _state(mine >= LENGTH_TARGET, bound=bound, allowed=allowed >= LENGTH_TARGET)
-            parts.append(_of_allowed(mine, allowed, GRID[-1] / share, base.value, bound=bound))
+        bound = _bound(points, revisit, where)
+        for share, rate, mine, allowed in _at_full_rates(points, revisit, where):
+            if mine or allowed:
+                reached, can = mine >= LENGTH_TARGET * share, allowed >= LENGTH_TARGET * share
+                states |= _state(reached, bound=bound, allowed=can)
+                parts.append(_of_allowed(mine / share, allowed / share, GRID[-1] / share, rate, bound=bound))
         return states, parts
 
     target = f"relay ≥ {LENGTH_TARGET:g} × full-lane's length at revisit {revisit:.0%}, where the oracle allows it"
@@ -169,24 +162,33 @@ def _oracle_lengths(points: Sequence[Point]) -> Iterator[Verdict]:
         def judged(where: Where, revisit: float = revisit) -> tuple[set[State], list[str]]:
             states: set[State] = set()
             parts = []
-            for share in HEADLINE:
-                base = settled_at(points, FULL_LANE.name, share, revisit, where)
-                if base is None or not base.value:
-                    continue
-                mine, allowed = (
-                    length_at(points, RELAY.name, revisit, where, base.value, oracle=oracle) for oracle in (False, True)
-                )
-                if not allowed or math.isnan(mine) or (math.isinf(mine) and math.isinf(allowed)):
+            bound = _bound(points, revisit, where)
+            for _, rate, mine, allowed in _at_full_rates(points, revisit, where):
+                if not allowed or (math.isinf(mine) and math.isinf(allowed)):
                     continue  # both carry the grid's last length: which of them carries more is not known
                 enough = mine >= ORACLE_SHARE * min(allowed, GRID[-1])
-                bound = _bound(points, revisit, where)
                 # Where the oracle carries more than the grid's last length, a share of that length is no proof.
                 states |= _state(enough, bound=bound) if not (enough and math.isinf(allowed)) else set()
-                parts.append(_of_allowed(mine, allowed, GRID[-1], base.value, bound=bound))
+                parts.append(_of_allowed(mine, allowed, GRID[-1], rate, bound=bound))
             return states, parts
 
         target = f"relay ≥ {ORACLE_SHARE:g} of the oracle's length at revisit {revisit:.0%} (lengths in units)"
         yield _verdict(target, *_each(judged))
+
+
+def _at_full_rates(
+    points: Sequence[Point], revisit: float, where: Where
+) -> Iterator[tuple[float, float, float, float]]:
+    """For each length of the headline: it, the rate that full inference carries there, and the lengths of the relay and
+    of the oracle at that rate, where they are known."""
+    for share in HEADLINE:
+        base = settled_at(points, FULL_LANE.name, share, revisit, where)
+        if base is not None and base.value:
+            mine, allowed = (
+                length_at(points, RELAY.name, revisit, where, base.value, oracle=oracle) for oracle in (False, True)
+            )
+            if not math.isnan(mine):
+                yield share, base.value, mine, allowed
 
 
 def _of_allowed(mine: float, allowed: float, most: float, rate: float, *, bound: bool) -> str:

@@ -91,11 +91,15 @@ def held(region: KVRegion) -> torch.Tensor:
     return torch.cat(parts)
 
 
-def deviation(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Largest deviation relative to the largest expected value; NaN anywhere counts as infinite."""
+def deviation(found: torch.Tensor, expected: torch.Tensor, beside: torch.Tensor | None = None) -> float:
+    """Largest deviation relative to the largest expected value; NaN anywhere counts as infinite.
+
+    beside: other expected values, which tell how large they are: a single candidate's scores may nearly cancel.
+    """
     if found.numel() == 0:
         return 0.0
-    worst = float((found.double() - expected.double()).abs().max() / expected.double().abs().max().clamp(min=1e-30))
+    largest = (expected if beside is None else torch.cat((expected, beside))).double().abs().max().clamp(min=1e-30)
+    worst = float((found.double() - expected.double()).abs().max() / largest)
     return float("inf") if np.isnan(worst) else worst
 
 

@@ -26,6 +26,8 @@ CONFIG = TransformerConfig(
     layers=3, dim=16, heads=2, dqk=8, dv=12, vocab=50, max_positions=40, tasks=("click", "like")
 )  # fmt: skip
 MODEL = Transformer(CONFIG, 3, CPU, torch.float32)
+#: Candidates that are not scored, beside which the scores of a few are judged.
+MORE = 20
 
 
 @hypothesis_settings(max_examples=60)
@@ -35,11 +37,11 @@ def test_scores_are_those_of_the_formulas_however_history_is_cut(
 ) -> None:
     length, bounds = split
     random = np.random.default_rng(seed)
-    history, candidates = random_tokens(random, length), random_items(random, count)
+    history, candidates = random_tokens(random, length), random_items(random, count + MORE)
     region = prefilled(MODEL, history.slice(0, bounds[-1] if bounds else length), slack=3, chunks=bounds[:-1])
-    (scores,) = MODEL.score([ScoreInput(region, history.slice(region.length, length), candidates)])
-    # A single candidate's scores may nearly cancel, and float32's rounding is a larger part of them.
-    assert deviation(scores, naive_scores(MODEL, CONFIG, history, candidates)) <= 5e-5
+    (scores,) = MODEL.score([ScoreInput(region, history.slice(region.length, length), candidates[:count])])
+    expected = naive_scores(MODEL, CONFIG, history, candidates)
+    assert deviation(scores, expected[:count], expected[count:]) <= 1e-5
 
 
 @pytest.mark.parametrize("rows", [BLOCK_ROWS - 1, BLOCK_ROWS, 2 * BLOCK_ROWS + 3])
