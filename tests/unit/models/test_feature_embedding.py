@@ -17,7 +17,7 @@ from relaygr_stream.models.hstu_model import HSTUConfig
 from relaygr_stream.models.loading import load_checkpoint, read_config, save_checkpoint
 from relaygr_stream.wire.behaviours import Behaviours
 from relaygr_stream.wire.features import FeatureColumn, FeatureSchema
-from tests.unit.models.broken_models import COLUMNS, Featured
+from tests.unit.models.broken_families import COLUMNS, Featured
 from tests.unit.models.small_models import SHAPE, full_scores, random_features, random_items, random_tokens, small_model
 
 MODEL = Featured(torch.float32)

@@ -24,7 +24,7 @@ from relaygr_stream.models.check.probe import Deviations
 from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.models.loading import load_model
 from relaygr_stream.wire.features import FeatureColumn
-from tests.unit.models.broken_models import COLUMNS, Featured
+from tests.unit.models.broken_families import COLUMNS, Featured
 from tests.unit.models.small_models import full_scores, random_features, random_items, random_tokens
 
 CPU = torch.device("cpu")
