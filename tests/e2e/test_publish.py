@@ -36,9 +36,10 @@ async def test_u_data_runs_from_file_to_hit_rate(embedded_settings: Kafka, tmp_p
     write_u_data(events)
     async with serving_fleet(embedded_settings, tmp_path, "w1"):
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "relaygr_stream", "replay", "--events", str(events)),
+            *(sys.executable, "-m", "relaygr_stream", "replay", "--events", events.name),
             *("--config", str(tmp_path / "settings.toml"), "--requests", "150", "--rate", "30", "--candidates", "50"),
             *("--timeout", "20", "--json", str(report)),
+            cwd=tmp_path,  # the report wraps its lines, and with a long path in them elsewhere
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
         )
