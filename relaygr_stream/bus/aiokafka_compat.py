@@ -22,6 +22,7 @@ from aiokafka.errors import (
     KafkaError,
     TopicAuthorizationFailedError,
 )
+from aiokafka.protocol.metadata import MetadataRequest
 
 from relaygr_stream.errors import AccessDenied, BrokerError, BrokerUnavailable, ConfigError
 from relaygr_stream.settings.schema import Kafka
@@ -40,17 +41,28 @@ _NOT_GRANTED: Final = (
 )  # fmt: skip
 _TLS_FILES: Final = ("tls_ca", "tls_certificate", "tls_key")
 
+
+class ClientId(str):
+    """The `client_id` of this package's clients, by which `send` tells them from other clients of the process."""
+
+    __slots__ = ()
+
+
 _send = AIOKafkaConnection.send
 
 
 def send(self: Any, request: Any, expect_response: bool = True) -> Any:
-    """As AIOKafkaConnection.send, without two defects of aiokafka 0.14.
+    """As AIOKafkaConnection.send, without three defects of aiokafka 0.14.
 
     - A closed asyncio transport drops what is written to it; uvloop's raises RuntimeError. aiokafka does not expect
       that, and it would end the task that sends heartbeats, and with it the process. Here: KafkaConnectionError.
     - A client that starts asks for metadata on a connection that only `bootstrap` knows. If the start is cancelled
       meanwhile, nothing closes that connection. Here the request does.
+    - Every request for metadata lets the broker create the topics it names, with the cluster's number of partitions: a
+      topic deleted under a running relay would come back with other lanes. Clients with a ClientId create none.
     """
+    if isinstance(request, MetadataRequest) and isinstance(self._client_id, ClientId):
+        request._allow_auto_topic_creation = False
     try:
         answer = _send(self, request, expect_response)
     except RuntimeError as error:
@@ -222,7 +234,7 @@ def client_options(kafka: Kafka, client_id: str) -> dict[str, Any]:
     """The keyword arguments of every aiokafka client (producer, consumer, admin). Raises ConfigError."""
     return {
         "bootstrap_servers": bootstrap_addresses(kafka),
-        "client_id": client_id,
+        "client_id": ClientId(client_id),
         "request_timeout_ms": kafka.request_timeout_ms,
         "retry_backoff_ms": RETRY_BACKOFF_MS,
         **security_options(kafka),

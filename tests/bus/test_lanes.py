@@ -328,6 +328,7 @@ async def test_lanes_that_no_broker_lets_begin_are_no_good_health(tmp_path: Path
             assert not one.lanes
             await until(lambda: not one.consumer.healthy, "not healthy")
             await broker.start()
+            await apply_topics(kafka)  # the embedded broker forgets them
             await until(lambda: one.consumer.healthy and one.lanes == set(range(2)), "healthy again")
 
 

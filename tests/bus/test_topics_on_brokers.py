@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from aiokafka import AIOKafkaConsumer, TopicPartition
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from structlog.testing import capture_logs
 
@@ -18,7 +18,7 @@ from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.topics import apply_topics, describe_topics, lane_of, load_topics, verify_topics
 from relaygr_stream.errors import BrokerUnavailable, CoPartitionError, TopicError
 from relaygr_stream.ops.brokers.distribution import DEFAULT_NODE
-from relaygr_stream.ops.brokers.local import local_broker
+from relaygr_stream.ops.brokers.local import BrokerKind, local_broker
 from relaygr_stream.settings.files import packaged_dir
 from relaygr_stream.settings.schema import Kafka
 from tests.bus.members import Member
@@ -169,6 +169,25 @@ async def test_retention_is_kept_under_traffic(tmp_path: Path) -> None:
                     await producer.send_and_wait(ranking, bytes(1000), partition=0)
                     first = (await reader.beginning_offsets([partition]))[partition]
             assert first < (await reader.end_offsets([partition]))[partition]
+
+
+@pytest.mark.parametrize("kind", ["embedded", pytest.param("kafka", marks=pytest.mark.kafka)])
+async def test_asking_for_a_topic_does_not_create_it(kind: BrokerKind, tmp_path: Path) -> None:
+    """A broker with `auto.create.topics.enable` creates what a client names, with its own number of partitions: a topic
+    deleted under a running relay came back with other lanes. An application's own clients are left as they are."""
+    if kind == "kafka" and not os.environ.get("KAFKA_HOME"):
+        pytest.skip(KAFKA_HINT)
+    node = dataclasses.replace(DEFAULT_NODE, properties={"auto.create.topics.enable": "true"})
+    async with local_broker(kind, folder=tmp_path, node=node) as own:
+        kafka = own.kafka_settings(Kafka(request_timeout_ms=1000))
+        async with Producer(kafka, client_id="test") as producer:
+            assert await producer.partitions(["gone"]) == {"gone": 0}
+            with pytest.raises(TopicError, match="no such topic"):
+                await producer.send("gone", b"", partition=0)
+            async with AIOKafkaProducer(bootstrap_servers=kafka.bootstrap) as other:
+                await other.send_and_wait("wanted", b"")
+            counts = await producer.partitions(["gone", "wanted"])
+            assert counts["wanted"] > counts["gone"] == 0
 
 
 async def test_another_lane_count_than_configured_is_refused(kafka_settings: Kafka) -> None:

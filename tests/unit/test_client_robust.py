@@ -7,7 +7,7 @@ import asyncio
 import math
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,12 @@ import psutil
 import pytest
 import structlog
 from aiokafka import AIOKafkaConsumer, TopicPartition
-from aiokafka.admin import AIOKafkaAdminClient
+from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from aiokafka.errors import TopicAuthorizationFailedError
 
 from relaygr_stream.bus.producer import NO_LEADER
 from relaygr_stream.bus.renewed import background_tasks
-from relaygr_stream.bus.topics import load_topics
+from relaygr_stream.bus.topics import apply_topics, load_topics
 from relaygr_stream.client import RelayClient
 from relaygr_stream.client.sender import SILENT_S, Sender
 from relaygr_stream.errors import BrokerError, BrokerUnavailable, DeadlineExceeded, RelayError, TopicError
@@ -233,9 +233,10 @@ async def test_while_the_broker_is_away_every_call_ends_typed_and_it_recovers_by
             assert len(at_once) > 100  # after the first ones have waited in vain
             assert relay.in_flight == 0
 
-            # With empty logs, and four partitions each, as the embedded broker makes topics anew: what fills them up to
-            # where the readers were is lost, call by call. Without a reply partition of these four, all are.
+            # The embedded broker forgets its topics. With empty logs: what fills them up to where the readers were is
+            # lost, call by call.
             await broker.start()
+            await apply_topics(kafka)
             deadline = time.monotonic() + 4 * PATIENCE_S  # each of the lost ones waits for its timeout
             heard = len(peer.requests)
             while errors:
@@ -247,13 +248,18 @@ async def test_while_the_broker_is_away_every_call_ends_typed_and_it_recovers_by
 
 
 async def test_a_client_whose_reply_partition_is_gone_says_so(tmp_path: Path) -> None:
-    """The embedded broker makes topics anew with four partitions: calls waited for answers that nobody could send."""
+    """`scores` was deleted and made with fewer partitions: calls waited for answers that nobody could send."""
     async with local_broker("embedded", folder=tmp_path) as broker:
         kafka = broker.kafka_settings(Kafka(prefix="gone.", partitions=4, request_timeout_ms=3000))
         async with responder_on(kafka), client_on(kafka, timeout_ms=400, reply_partition=9) as relay:
             await relay.rank(request(), timeout=PATIENCE_S)
-            broker.stop()
+            broker.stop()  # the embedded broker forgets its topics
             await broker.start()
+            async with AsyncExitStack() as closing:
+                admin = AIOKafkaAdminClient(bootstrap_servers=kafka.bootstrap)
+                await admin.start()
+                closing.push_async_callback(admin.close)
+                await admin.create_topics([NewTopic(topic.name, 4, 1) for topic in load_topics(kafka).all])
             ended: list[RelayError] = []
             async with asyncio.timeout(2 * PATIENCE_S):
                 while not (ended and isinstance(ended[-1], TopicError)):

@@ -260,6 +260,7 @@ async def test_a_broker_that_was_away_is_worked_with_again(tmp_path: Path) -> No
             await until(trigger.context.why_not_ready)
             assert trigger.context.why_not_live() is None
             await broker.start()
+            await apply_topics(kafka)  # the embedded broker forgets them
             await until(lambda: trigger.ready)
             for number in count():  # the owner is heard of again a moment later
                 await peer.publish(event(25, str(number), "u"))
