@@ -30,6 +30,8 @@ hypothesis.settings.register_profile("search", search)
 hypothesis.settings.register_profile("same", search, derandomize=True)
 hypothesis.settings.load_profile("same")
 
+#: They decide what rich prints, and how wide; a CI sets some of them, a terminal others.
+TERMINAL_VARIABLES = ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "COLUMNS", "LINES")
 #: Enough lanes for moves to show, few enough for topics to be made in a moment.
 TEST_LANES = 8
 
@@ -113,6 +115,14 @@ class Brokers:
 def _logs_as_at_the_start() -> None:
     """A process run inside a test configures logging; the next test must not inherit its level."""
     structlog.reset_defaults()
+
+
+@pytest.fixture(autouse=True)
+def _any_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is printed does not depend on where the tests run."""
+    for name in TERMINAL_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
 
 
 @pytest.fixture(scope="session")

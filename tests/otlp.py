@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from relaygr_stream.ops.brokers.distribution import free_ports
 from tests.waiting import until
 
 
@@ -49,9 +49,7 @@ class Receiver:
     """A running receiver. endpoint: for OTEL_EXPORTER_OTLP_ENDPOINT."""
 
     def __init__(self, output: Path) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        (port,) = free_ports(1)
         self.endpoint = f"http://127.0.0.1:{port}"
         self._command = [sys.executable, "-u", "-m", "oteltap", "--port", str(port)]
         self._output = output

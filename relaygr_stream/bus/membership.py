@@ -33,6 +33,9 @@ log = structlog.get_logger(__name__)
 
 #: The interval of polls. A poll takes 10 µs and keeps the membership for max_poll_interval_ms, at least 1000 ms.
 POLL_S: Final = 0.2
+#: The age in ms at which the topics' partition counts are asked for again. A member that rejoined while a topic was
+#: missing has no lanes until it learns of the new topic, and with aiokafka's default it would take five minutes.
+METADATA_MS: Final = 5000
 #: Added to the time limit of a JoinGroup request, which waits at the broker for the slowest member.
 JOIN_MARGIN_MS: Final = 5000
 
@@ -102,6 +105,7 @@ class Membership:
             session_timeout_ms=self._kafka.session_timeout_ms,
             heartbeat_interval_ms=self._kafka.heartbeat_interval_ms,
             max_poll_interval_ms=self._kafka.max_poll_interval_ms,
+            metadata_max_age_ms=METADATA_MS,
         )
         self._consumer.subscribe(self._topics, listener=_Listener(self._revoked, self._assigned))
         self._polled = time.monotonic()

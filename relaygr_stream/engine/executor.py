@@ -281,9 +281,10 @@ class _Chunk:
 
     @property
     def whole_steps(self) -> float:
-        """The chunk so far in steps of average time: the last one, which may be shorter, counts by its time."""
+        """The chunk so far in steps of average time: the last one, which may be shorter, counts by its time, at most as
+        one: a longer one was interrupted."""
         before, ms = self._taken - 1, self.ms - self._last_ms
-        return before * self.ms / ms if before and ms > 0 else 1.0
+        return min(before * self.ms / ms, float(self._taken)) if before and ms > 0 else 1.0
 
     def step(self) -> float:
         """Take the next step and wait for the device; returns the milliseconds. Raises as PrefillRun.advance."""

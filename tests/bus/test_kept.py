@@ -13,7 +13,7 @@ def test_a_process_that_ended_by_itself_leaves_no_pipe_open(tmp_path: Path) -> N
     before = psutil.Process().num_fds()
     process = KeptProcess(tmp_path, ["false"], {}, tmp_path / "log")
     assert process.wait(30) == 1
-    assert psutil.Process().num_fds() == before
+    assert psutil.Process().num_fds() <= before
     process.kill()  # no effect
     assert process.exit_code == 1
 
@@ -23,4 +23,4 @@ def test_a_killed_process_leaves_no_pipe_open(tmp_path: Path) -> None:
     process = KeptProcess(tmp_path, ["sleep", "60"], {}, tmp_path / "log")
     process.kill()
     assert process.exit_code is not None
-    assert psutil.Process().num_fds() == before
+    assert psutil.Process().num_fds() <= before

@@ -179,7 +179,7 @@ async def test_asking_for_a_topic_does_not_create_it(kind: BrokerKind, tmp_path:
         pytest.skip(KAFKA_HINT)
     node = dataclasses.replace(DEFAULT_NODE, properties={"auto.create.topics.enable": "true"})
     async with local_broker(kind, folder=tmp_path, node=node) as own:
-        kafka = own.kafka_settings(Kafka(request_timeout_ms=1000))
+        kafka = own.kafka_settings(Kafka(request_timeout_ms=3000))
         async with Producer(kafka, client_id="test") as producer:
             assert await producer.partitions(["gone"]) == {"gone": 0}
             with pytest.raises(TopicError, match="no such topic"):

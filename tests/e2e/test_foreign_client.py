@@ -22,6 +22,7 @@ from relaygr_stream.wire.behaviours import Behaviours, pack_items
 from relaygr_stream.wire.features import FeatureColumn, FeatureSchema, FeatureTables
 from relaygr_stream.wire.messages import RankingRequest
 from tests.e2e.fleet import serving_fleet
+from tests.waiting import until
 
 PROTOCOL = Path(__file__).parents[2] / "docs" / "reference" / "protocol.md"
 SCORES = r"\['click', 'like'\] \((-?[\d.e-]+, ){5}-?[\d.e-]+\)"
@@ -100,6 +101,7 @@ async def test_with_features_it_gets_them_from_a_model_that_reads_them(kafka_set
         async with RelayClient(settings=fleet.settings, features=schema) as relay:
             history = [1, 2, 3] * 20, [1] * 60, range(60)
             features: dict[str, Any] = {"age": 30, "dwell_s": [0.5] * 60}
+            await until(lambda: fleet.pinned() == 0, "nothing pinned for the example any more")
             async with relay.request("user", history, candidates=2, features=features) as announced:
                 await fleet.announced(announced.request_id)
                 ranking = await announced.rank([7, 8], features={"price": [1.0, 2.0]}, timeout=20)

@@ -24,6 +24,8 @@ from tests.faults.witness import Witness
 TIMEOUT_S: Final = 3.0
 #: The driver's own bound, which counts from when a request was due: far beyond what a busy machine holds the load up.
 HELD_UP_S: Final = 60.0
+#: Of the requests sent while some lanes have no owner or no leader, at most so many get no scores; they end typed.
+UNSERVED_SHARE: Final = 0.01
 #: A second counts as disturbed while more than this share of its requests got no scores in time: a machine with two
 #: cores and a dozen processes is late now and then without any fault.
 DISTURBED_SHARE: Final = 0.1
@@ -135,6 +137,11 @@ class Impact:
     in_time: int
     silence_s: float  # longest time from a user's request to that user's next scores, of requests in the window
     errors: dict[str, int]  # the most frequent, of requests in the window without scores
+
+    @property
+    def served(self) -> bool:
+        """Whether at most 1 % of the requests in the window got no scores (issue 6); of fewer than 100, at most one."""
+        return self.sent - self.scored <= max(1.0, UNSERVED_SHARE * self.sent)
 
 
 def impact(notes: Sequence[Note], fault: float, over: float, hedge_s: float) -> Impact:

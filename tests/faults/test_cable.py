@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from tests.faults.cable import MOST_RUNNING, Losses
+from tests.faults.cable import MOST_RUNNING, SO_RCVBUFFORCE, Losses
 from tests.faults.network import HERE, HINT, Network, network, permitted
 
 pytestmark = pytest.mark.faults
@@ -43,7 +43,7 @@ def flight(machines: Network, packets: int = PACKETS) -> tuple[list[int], list[f
     with machines.inside("far"):
         there = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     with there, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as ours:
-        there.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4 << 20)
+        there.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, 4 << 20)  # beyond net.core.rmem_max: all packets fit
         there.bind(address)
         there.settimeout(0.1)
 

@@ -16,6 +16,7 @@ from aiokafka import AIOKafkaConsumer, TopicPartition
 
 from relaygr_stream.bus.aiokafka_compat import client_options
 from relaygr_stream.client import exchange, messages
+from relaygr_stream.ops.children import Child
 from tests.e2e.test_relay import co_owned
 from tests.faults.cluster import ThreeBrokers, relay_topics
 from tests.faults.load import Note
@@ -23,9 +24,6 @@ from tests.faults.scene import Scene, relay_on, scene
 from tests.faults.truth import Truth
 
 pytestmark = [pytest.mark.faults, pytest.mark.kafka, pytest.mark.timeout(400)]
-
-#: Of the requests sent while lanes have no owner, at least so many get scores (issue 6); the others end typed.
-SERVED = 0.99
 
 
 async def test_sigterm(cluster: ThreeBrokers, tmp_path: Path) -> None:
@@ -37,7 +35,7 @@ async def test_sigterm(cluster: ThreeBrokers, tmp_path: Path) -> None:
         assert await stage.fleet.children.pop("w1").wait() == 0
         await stage.calm()
         cost = await stage.cost("worker SIGTERM", owned_s)
-        assert cost.scored >= SERVED * cost.sent, cost
+        assert cost.served, cost
 
 
 async def test_sigkill(cluster: ThreeBrokers, tmp_path: Path) -> None:
@@ -48,7 +46,7 @@ async def test_sigkill(cluster: ThreeBrokers, tmp_path: Path) -> None:
         stage.ends()
         await stage.calm()
         cost = await stage.cost("worker SIGKILL", owned_s)
-        assert cost.scored >= SERVED * cost.sent, cost
+        assert cost.served, cost
 
 
 async def test_a_worker_is_stopped_and_continued(
@@ -69,7 +67,7 @@ async def test_a_worker_is_stopped_and_continued(
         await stage.calm()
         assert worker.exit_code is None, worker.log_tail()
         cost = await stage.cost(f"worker stopped for {stopped_s:g} s, then continued", owned_s)
-        assert cost.scored >= SERVED * cost.sent, cost
+        assert cost.served, cost
 
 
 async def test_joins_and_leaves(cluster: ThreeBrokers, tmp_path: Path, request: pytest.FixtureRequest) -> None:
@@ -106,7 +104,7 @@ async def test_joins_and_leaves(cluster: ThreeBrokers, tmp_path: Path, request: 
         await stage.calm()
         cost = await stage.cost(f"{times} joins and leaves")
         print(f"{times} joins and leaves in {minutes:.1f} minutes")
-        assert cost.scored >= SERVED * cost.sent, cost
+        assert cost.served, cost
 
 
 async def test_the_model_is_swapped(cluster: ThreeBrokers, tmp_path: Path) -> None:
@@ -126,7 +124,7 @@ async def test_the_model_is_swapped(cluster: ThreeBrokers, tmp_path: Path) -> No
         stage.ends()
         await stage.calm()
         cost = await stage.cost("model swapped under load")
-        assert cost.scored >= SERVED * cost.sent, cost
+        assert cost.served, cost
         new = Truth(msgspec.structs.replace(stage.fleet.settings, model=msgspec.structs.replace(model, seed=8)))
         answered = [note for note in stage.load.notes if note.scored]
         assert {_version(note) for note in answered} == {old.version, new.version}
@@ -143,17 +141,17 @@ async def test_the_model_is_swapped(cluster: ThreeBrokers, tmp_path: Path) -> No
 async def test_a_clients_clock_is_off(
     cluster: ThreeBrokers, tmp_path: Path, skew_s: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with scene(cluster, relay_on(cluster), tmp_path, "w1") as stage:
+    # Two workers: with one, an answer that is late on a crowded machine has no hedge.
+    async with scene(cluster, relay_on(cluster), tmp_path, "w1", "w2") as stage:
         stage.begins()
         for module in (messages, exchange):
             monkeypatch.setattr(module, "now_ms", lambda: int((time.time() + skew_s) * 1000))
         await stage.load.answered(100)
         stage.ends()
         cost = await stage.cost(f"a client's clock off by {skew_s:+d} s")
-        assert cost.scored >= SERVED * cost.sent, cost
-        counted = re.search(r"relaygr_clock_clamped_total (\d+)", stage.fleet.children["w1"].metrics())
-        assert counted is not None
-        assert skew_s < 0 or int(counted[1]) > 0
+        assert cost.served, cost
+        clamped = [await _clamped(stage.fleet.children[name]) for name in ("w1", "w2")]
+        assert skew_s < 0 or sum(clamped) > 0
 
 
 async def test_while_dead_letters_cannot_be_sent_their_lane_waits(cluster: ThreeBrokers, tmp_path: Path) -> None:
@@ -183,6 +181,16 @@ def _owners(stage: Scene) -> dict[int, str]:
         if status.state == "serving" and status.name in stage.fleet.children
         for lane in status.lanes
     }
+
+
+async def _clamped(worker: Child) -> int:
+    """Times that a worker clamped, by its metrics; asked again where it has no core to answer with."""
+    text = ""
+    while not text:  # a question takes up to PROBE_TIMEOUT_S
+        text = await asyncio.to_thread(worker.metrics)
+    counted = re.search(r"relaygr_clock_clamped_total (\d+)", text)
+    assert counted is not None
+    return int(counted[1])
 
 
 def _version(note: Note) -> str:

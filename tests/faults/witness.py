@@ -11,9 +11,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -137,22 +137,31 @@ class Witness:
 
     async def note_offsets(self) -> None:
         """Where the workers' lanes are committed, and where they end."""
+        async with self.noting_offsets() as note:
+            await note()
+
+    @asynccontextmanager
+    async def noting_offsets(self) -> AsyncIterator[Callable[[], Awaitable[None]]]:
+        """`note_offsets` again and again, in milliseconds each; where no broker goes away."""
+        bootstrap = self._settings.kafka.bootstrap
+        admin, reader = AIOKafkaAdminClient(bootstrap_servers=bootstrap), AIOKafkaConsumer(bootstrap_servers=bootstrap)
+        try:
+            await admin.start()
+            await reader.start()
+            yield lambda: self._note_offsets(admin, reader)
+        finally:
+            await admin.close()
+            await reader.stop()
+
+    async def _note_offsets(self, admin: Any, reader: Any) -> None:
         kafka, topics = self._settings.kafka, self._topics
         lanes = [
             TopicPartition(t.name, lane) for t in (topics.pre_infer, topics.ranking) for lane in range(t.partitions)
         ]
-        admin = AIOKafkaAdminClient(bootstrap_servers=kafka.bootstrap)
-        reader = AIOKafkaConsumer(bootstrap_servers=kafka.bootstrap)
-        try:
-            await admin.start()
-            await reader.start()
-            group = kafka.prefix + self._settings.worker.group
-            found = await admin.list_consumer_group_offsets(group, partitions=lanes)
-            answers = [TopicPartition(topics.scores.name, number) for number in range(topics.scores.partitions)]
-            ends = await reader.end_offsets([*lanes, *answers])
-        finally:
-            await admin.close()
-            await reader.stop()
+        group = kafka.prefix + self._settings.worker.group
+        found = await admin.list_consumer_group_offsets(group, partitions=lanes)
+        answers = [TopicPartition(topics.scores.name, number) for number in range(topics.scores.partitions)]
+        ends = await reader.end_offsets([*lanes, *answers])
         ledger = self.ledger
         ledger.committed = {(p.topic, p.partition): max(0, at.offset) for p, at in found.items()}  # -1: never
         # The embedded broker's ends may miss what came in the last batch, all but its first record (measured).

@@ -140,6 +140,7 @@ async def test_records_of_a_reply_partition_that_are_no_answers_are_dropped(embe
 
 async def test_without_an_answer_the_deadline_is_typed_and_a_late_answer_is_dropped(kafka_settings: Kafka) -> None:
     async with responder_on(kafka_settings) as peer, client_on(kafka_settings, timeout_ms=300) as relay:
+        await relay.rank(request(0), timeout=PATIENCE_S)  # a client's first send connects, and reads metadata
         peer.hold = True
         with pytest.raises(DeadlineExceeded, match="no answer within 300 ms"):
             await relay.rank(request(1))

@@ -28,13 +28,14 @@ from relaygr_stream.worker.histories import HistoryMetrics
 from relaygr_stream.worker.metrics import WorkerMetrics
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.timeout(600)  # each of xdist's workers builds the site that its tests read
 
 
 def build(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     """`mkdocs build --strict`, as `make docs` runs it."""
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder), *options]
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "true"}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture(scope="module")

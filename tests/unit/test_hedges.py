@@ -20,7 +20,7 @@ from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import RankingRequest, ScoreReply, WorkerStatus
 from tests.statuses import lane_statuses, worker_status
-from tests.unit.client_peers import Responder, client_on, count, request, responder_on, scored
+from tests.unit.client_peers import PATIENCE_S, Responder, client_on, count, request, responder_on, scored
 from tests.waiting import until
 
 LANES = 8
@@ -59,8 +59,12 @@ class World:
 async def world(
     kafka: Kafka, answers: Callable[[RankingRequest], Sequence[ScoreReply]], **client: Any
 ) -> AsyncIterator[World]:
-    settings: dict[str, Any] = {"hedge_ms": 50.0, "silence_ms": 60_000.0, **client}
-    async with responder_on(kafka, answers) as peer, client_on(kafka, **settings) as relay:
+    """Half a second between copies: where an acknowledgement takes longer, one worker may be asked twice."""
+    settings: dict[str, Any] = {"hedge_ms": 500.0, "silence_ms": 60_000.0, **client}
+    async with responder_on(kafka) as peer, client_on(kafka, **settings) as relay:
+        await relay.rank(request(), timeout=PATIENCE_S)  # a client's first send connects, and reads metadata
+        peer.requests.clear()
+        peer.answers = answers
         yield World(peer, relay, kafka)
 
 
@@ -119,7 +123,8 @@ async def test_nobody_is_asked_who_is_busy_or_not_there(
     async with world(embedded_settings, only_elsewhere) as w:
         await w.say(status("a", MINE), *(status(name, YOURS, queue_ms=queue_ms) for name, queue_ms in others))
         with pytest.raises(DeadlineExceeded):
-            await w.relay.rank(request(), timeout=0.5)
+            await w.relay.rank(request(), timeout=1.2)  # two more copies would be due by then
+        await until(lambda: w.sent, "the request read")
         assert w.sent == [(OURS, 0)]
 
 
@@ -160,6 +165,7 @@ async def test_hedging_can_be_switched_off(embedded_settings: Kafka) -> None:
             await producer.send_and_wait(topic, encode(status("b", YOURS)), key=b"b")
         with pytest.raises(DeadlineExceeded):
             await w.relay.rank(request(), timeout=0.3)
+        await until(lambda: w.sent, "the request read")
         assert w.sent == [(OURS, 0)]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import os
 import subprocess
 import sys
@@ -30,13 +29,13 @@ def test_a_run_ends_well_though_an_earlier_ones_folder_cannot_be_removed(tmp_pat
     """Runs side by side share pytest's folder, and a process that a broken-off run left may still write there."""
     shared, suite = tmp_path / "shared", tmp_path / "suite"
     for number in range(4):  # pytest keeps the last three, its own included
-        (shared / f"pytest-of-{getpass.getuser()}" / f"pytest-{number}" / "stuck").mkdir(parents=True)
+        (shared / "pytest-of-me" / f"pytest-{number}" / "stuck").mkdir(parents=True)
     suite.mkdir()
     (suite / "stuck.py").write_text(STUCK)
     (suite / "test_it.py").write_text("def test_it(tmp_path): pass\n")
     done = subprocess.run(
         [sys.executable, "-m", "pytest", f"--config-file={ROOT / 'pyproject.toml'}", "-p", "stuck", str(suite)],
-        env={**os.environ, "PYTEST_DEBUG_TEMPROOT": str(shared), "PYTHONPATH": str(suite)},
+        env={**os.environ, "LOGNAME": "me", "PYTEST_DEBUG_TEMPROOT": str(shared), "PYTHONPATH": str(suite)},
         cwd=suite,
         capture_output=True,
         text=True,

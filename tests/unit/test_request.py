@@ -125,7 +125,7 @@ async def test_a_request_left_without_scores_is_cancelled_and_no_other(kafka_set
         assert [(cancel.request_id, cancel.tenant) for cancel in peer.cancels] == [
             ("left", "shop"), ("refused", ""), ("late", ""),
         ]  # fmt: skip
-        assert count(relay, "cancels", outcome="sent") == 3
+        await until(lambda: count(relay, "cancels", outcome="sent") == 3, "acknowledged")
 
 
 async def test_a_cancel_that_cannot_be_sent_disturbs_nobody(

@@ -74,7 +74,7 @@ class Deviations:
         self._half_limit = half_limit
         self._worst = 0.0  # absolute
         self._largest = float(np.finfo(np.float32).tiny)
-        self._found = 0.0  # sums of squares, each result relative to its largest true value
+        self._found = 0.0  # sums of squares
         self._full = 0.0
         self._count = 0
 
@@ -84,16 +84,16 @@ class Deviations:
             self._worst = math.inf
         else:
             self._worst = max(self._worst, float(np.abs(found - full).max(initial=0.0)))
+            # One scale for all results: a single score whose terms cancel would outweigh all others by its own.
             self._largest = max(self._largest, float(np.abs(full).max(initial=0.0)))
         if not self._half:
             return
-        scale = max(float(np.abs(truth).max(initial=0.0)), float(np.finfo(np.float32).tiny))
         # An infinite full score would make the ratio 0 whatever the others are.
         if found.shape != truth.shape or not all(np.isfinite(scores).all() for scores in (found, full, truth)):
             self._found = math.inf
             return
-        self._found += float((((found.astype(np.float64) - truth) / scale) ** 2).sum())
-        self._full += float((((full.astype(np.float64) - truth) / scale) ** 2).sum())
+        self._found += float(((found.astype(np.float64) - truth) ** 2).sum())
+        self._full += float(((full.astype(np.float64) - truth) ** 2).sum())
         self._count += found.size
 
     @property
@@ -104,7 +104,7 @@ class Deviations:
         count = max(self._count, 1)
         found, full = math.sqrt(self._found / count), math.sqrt(self._full / count)
         # A model that computes in float32 internally has almost no deviation: float32's bound replaces the ratio's.
-        return Measure(found / max(full, self._limit), self._half_limit, ratio=True)
+        return Measure(found / max(full, self._limit * self._largest), self._half_limit, ratio=True)
 
 
 #: Lengths of histories: around powers of two and block sizes, where off-by-one errors occur.

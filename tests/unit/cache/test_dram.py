@@ -162,7 +162,7 @@ def test_closed_in_the_middle_of_copies_the_books_hold_and_nobody_waits_for_ever
         compute(cache, user, 2 * GRANULE_TOKENS)  # in place of the two that have copies
     away = [entry for entry in entries(cache) if entry.state is EntryState.DRAM]
     assert len(away) == 2
-    copier.begun(2)
+    copier.begun(cache.counters.spilled)  # three where a poll came between the ends of the first two
     copier.gate.clear()
     assert cache.load(away[0])
     cache.pin(away[0])
@@ -170,8 +170,11 @@ def test_closed_in_the_middle_of_copies_the_books_hold_and_nobody_waits_for_ever
     spilling = [entry for entry in entries(cache) if entry.state is EntryState.SPILLING]
     assert len(spilling) == 2
     copier.begun(2)  # the load, and one of the spills: the other waits
+    waiting = spilling[1].spill
+    assert waiting is not None
     closing_ = threading.Thread(target=cache.close)
     closing_.start()
+    assert waiting._done.wait(30)  # the ticket's `wait` would take the error, which is for the cache to find
     cache.check_integrity()
     copier.gate.set()
     closing_.join(30)

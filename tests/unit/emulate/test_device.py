@@ -134,7 +134,8 @@ def test_a_worker_holds_more_prefix_kv_than_the_machine_has_memory(tmp_path: Pat
     assert entry.region is not None
     runtime.executor.prefill(entry.region, entry.tokens).advance(1e6)
     assert runtime.bytes_per_token >= QUIET.kv.layout().bytes_per_token
-    assert runtime.executor.costs_of_prefix(512) == pytest.approx(slow.extend(0, 512), rel=0.5)
+    learnt_ms, stated_ms = runtime.executor.costs_of_prefix(512), slow.extend(0, 512)
+    assert stated_ms / 3 < learnt_ms < 3 * stated_ms  # it learns from few samples, and any may wake late
     runtime.scheduler.close()
 
 

@@ -50,6 +50,7 @@ def taken(*steps_ms: float, executor: Executor | None = None) -> Executor:
         ((4.0, 4.0, 4.0, 1.0), 3.25),
         ((4.0, 2.0, 6.0, 0.0), 3.0),
         ((0.0, 3.0), 1.0),
+        ((4.0, 4.0, 90.0), 3.0),  # an interrupted last step made the next chunks ten times as long
     ],
 )
 def test_the_last_step_counts_as_what_it_takes(steps_ms: tuple[float, ...], worth: float) -> None:

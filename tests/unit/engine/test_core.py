@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from relaygr_stream.engine.commands import LanesLost
-from tests.unit.engine.worlds import CONTEXTUAL, GRANULE_BYTES, MAX_TOKENS, Wrapped, history, world
+from tests.unit.engine.worlds import CONTEXTUAL, GRANULE_BYTES, LIMITS, MAX_TOKENS, Wrapped, history, world
 
 
 def test_pre_inferred_prefix_is_hit_in_hbm() -> None:
@@ -88,7 +89,7 @@ def test_few_new_behaviours_are_scored_with_the_suffix_until_they_are_many() -> 
 
 
 def test_while_many_are_appended_those_that_lack_few_need_not_wait() -> None:
-    with world(lag=16) as w:
+    with world(lag=16, limits=replace(LIMITS, max_ranking_delay_ms=1e-6)) as w:  # the shortest chunks, at any speed
         w.signal("r1", 1, 100)
         w.settle()
         w.signal("r2", 1, 180)

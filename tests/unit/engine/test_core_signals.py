@@ -5,6 +5,12 @@ from __future__ import annotations
 from relaygr_stream.engine.commands import Cancel, LanesLost
 from tests.unit.engine.worlds import GRANULE_BYTES, MAX_TOKENS, World, history, world
 
+
+def stopped() -> float:
+    """A clock by which the device takes no time, so that no job is late by chance."""
+    return 0.0
+
+
 # ---- signals that wait for the beginning of their sequence ----
 
 
@@ -64,7 +70,7 @@ def test_the_same_waiting_signal_twice_is_a_duplicate() -> None:
 
 
 def test_a_cancel_ends_the_pin_and_the_job_at_once() -> None:
-    with world() as w:
+    with world(clock=stopped) as w:
         w.signal("kept", 1, 150)
         w.signal("gone", 2, 150)
         w.step()
@@ -78,7 +84,7 @@ def test_a_cancel_ends_the_pin_and_the_job_at_once() -> None:
 
 
 def test_a_job_that_another_request_needs_goes_on() -> None:
-    with world() as w:
+    with world(clock=stopped) as w:
         w.signal("gone", 1, 150)
         w.signal("needs it", 1, 150)
         w.signal("also gone", 2, 150)
@@ -165,7 +171,7 @@ def ended(w: World) -> dict[str, int]:
 
 def test_in_time_late_and_unwanted_pre_inference_are_told_apart() -> None:
     """A ranking is expected 0.1 s behind its signal."""
-    with world() as w:
+    with world(clock=stopped) as w:
         w.signal("in time", 1, 60)
         w.settle()
         assert ended(w) == {"flight_finished": 1}

@@ -19,9 +19,16 @@ from relaygr_stream.errors import ModelError
 from relaygr_stream.models.api import ScoreInput
 from relaygr_stream.models.transformer import NORM_EPS
 from tests.unit.models.naive_transformer import naive_logits, softmax_attention, visible_in_order
-from tests.unit.models.small_models import deviation, empty_region, prefilled, random_items, random_tokens, splits
+from tests.unit.models.small_models import (
+    MORE,
+    deviation,
+    empty_region,
+    prefilled,
+    random_items,
+    random_tokens,
+    splits,
+)
 from tests.unit.models.test_extend_and_score import seeds
-from tests.unit.models.test_transformer import MORE
 
 CPU = torch.device("cpu")
 SHAPE = {"layers": 3, "dim": 16, "heads": 2, "dqk": 8, "dv": 12, "vocab": 50, "max_positions": 40}

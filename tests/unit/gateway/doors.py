@@ -85,7 +85,7 @@ async def door_on(
     (port,) = free_ports(1)
     settings = Settings(
         kafka=kafka,
-        client=client or Client(),
+        client=client or Client(timeout_ms=20_000),  # on a crowded machine a second may pass before an answer
         history=history or History(),
         gateway=msgspec.structs.replace(Gateway(port=port, tokens=TOKENS), **gateway),
         telemetry=Telemetry(log_level="warning"),

@@ -172,9 +172,9 @@ async def test_tls_1_2_is_not_spoken() -> None:
             await asyncio.open_connection("127.0.0.1", port_of(old), ssl=context)
 
 
-async def test_connections_of_strangers_keep_no_worker_out() -> None:
+async def test_connections_of_strangers_keep_no_worker_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """More than are held at once, and opened again as soon as they are hung up on."""
-
+    monkeypatch.setattr(service, "ASK_FOR_S", 60.0)  # on a busy machine, several handshakes may exceed GRACE_S
     hung_up = 0
 
     async def hold(peer: Peer) -> None:

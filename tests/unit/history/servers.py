@@ -76,6 +76,8 @@ class RedisServer:
             str(self.folder),
             "--appendonly",
             "yes",
+            "--appendfsync",  # by default, a write may wait for a sync: SIGKILL would then lose it
+            "no",
         ]
         with (self.folder / "log").open("ab") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log)  # noqa: ASYNC220

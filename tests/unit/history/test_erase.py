@@ -70,7 +70,7 @@ async def test_every_worker_drops_the_user_and_says_so(embedded_settings: Kafka,
         assert refused.unconfirmed == ["w1"]
         await until(lambda: w.total("statuses_unsigned") > 0)
         assert "bob" in table_of(cache).users()
-        w.runtime.scheduler.check_integrity()
+        await w.end()  # it checks the books
     await store.close()
 
 
@@ -86,7 +86,7 @@ async def test_a_ranking_on_its_way_is_answered_and_leaves_nothing(embedded_sett
         assert (await erasing).confirmed == ["w1"]
         assert (await peer.reply(ranking)).status == "ok"
         await until(lambda: w.runtime.scheduler.cache.entries == 0)
-        w.runtime.scheduler.check_integrity()
+        await w.end()  # it checks the books
 
 
 def letter(user: str, *, tenant: str = "", value: bool = False) -> dict[str, Any]:

@@ -20,6 +20,9 @@ SHAPE: dict[str, Any] = {
     "tasks": ("click", "like"),
 }  # fmt: skip
 
+#: Candidates that are not scored, beside which the scores of a few are judged.
+MORE = 20
+
 #: Every shape of attention that takes prefixes apart; contextual models do not.
 INCREMENTAL: tuple[dict[str, Any], ...] = (
     {},

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace as replaced
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
@@ -316,6 +317,18 @@ def test_scores_that_cancel_are_judged_with_the_others() -> None:
     assert deviations.measure.holds
     deviations.add((small * (1 + 2e-3)).numpy(), small.numpy(), small.numpy())
     assert not deviations.measure.holds
+
+
+def test_in_half_precision_too_scores_that_cancel_are_judged_with_the_others() -> None:
+    """One such score, relative to itself alone, outweighed a thousand."""
+    deviations, random = Deviations(half=True), np.random.default_rng(0)
+    truth = random.standard_normal((100, 8)).astype(np.float32)
+    truth[0] /= 1000
+    full, found = (truth + 0.01 * random.standard_normal(truth.shape).astype(np.float32) for _ in range(2))
+    found[0] += 0.02
+    for scores in zip(found, full, truth, strict=True):
+        deviations.add(*(each[:, None] for each in scores))
+    assert deviations.measure.holds
 
 
 def test_the_command(tmp_path: Any) -> None:

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -98,9 +99,10 @@ def helper_states() -> list[str]:
     """The states of this process's helpers: R runs, S sleeps."""
     found = []
     for task in Path("/proc/self/task").iterdir():
-        name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")
-        if name == NAME:
-            found.append(rest.split()[0])
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended since
+            name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")
+            if name == NAME:
+                found.append(rest.split()[0])
     return found
 
 
@@ -150,5 +152,6 @@ def test_a_process_forks_and_ends_with_helpers() -> None:
     if not kinds:
         pytest.skip("needs a CPU with avx512 or amx, and make setup with a C compiler")
     command = [sys.executable, "-c", FORK, *kinds]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    clone = Path(__file__).parents[3]
+    done = subprocess.run(command, cwd=clone, capture_output=True, text=True, check=False, timeout=100)
     assert done.returncode == 0, done.stderr

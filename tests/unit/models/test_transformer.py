@@ -16,7 +16,7 @@ from relaygr_stream.models.api import RankingModel, ScoreInput
 from relaygr_stream.models.loading import load_model
 from relaygr_stream.models.transformer import BLOCK_ROWS, Transformer, TransformerConfig
 from tests.unit.models.naive_transformer import naive_scores
-from tests.unit.models.small_models import deviation, prefilled, random_items, random_tokens, splits
+from tests.unit.models.small_models import MORE, deviation, prefilled, random_items, random_tokens, splits
 from tests.unit.models.test_check import SMALL
 from tests.unit.models.test_extend_and_score import seeds
 
@@ -26,8 +26,6 @@ CONFIG = TransformerConfig(
     layers=3, dim=16, heads=2, dqk=8, dv=12, vocab=50, max_positions=40, tasks=("click", "like")
 )  # fmt: skip
 MODEL = Transformer(CONFIG, 3, CPU, torch.float32)
-#: Candidates that are not scored, beside which the scores of a few are judged.
-MORE = 20
 
 
 @hypothesis_settings(max_examples=60)

@@ -180,7 +180,7 @@ def test_clients_that_never_end_their_request_keep_nobody_out(server: TelemetryS
                 with contextlib.suppress(OSError):
                     client.sendall(b"GET /metrics HTTP/1.1\r\nX: a")
             assert request(server, path)[0] == 200
-        assert threading.active_count() == threads
+        assert threading.active_count() <= threads
 
 
 def test_a_request_has_a_time_in_all(server: TelemetryServer, monkeypatch: pytest.MonkeyPatch) -> None:

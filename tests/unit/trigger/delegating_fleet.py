@@ -25,7 +25,8 @@ TOKENS, TOKEN_MS, SCORE_MS = 195, 0.5, 2.5
 PREFILL_MS = TOKENS * TOKEN_MS
 SERVICE_MS = PREFILL_MS + SCORE_MS
 POLICY = Policy(risk_ms=5.0, stale_ms=1000.0, life_ms=2000.0, burst_ms=100.0, max_prefix_tokens=1000)
-MakeDelegation = Callable[[OwnerDirectory, OwnerLoads, int], Delegation]
+#: owners, loads, lanes, seed
+MakeDelegation = Callable[[OwnerDirectory, OwnerLoads, int, int], Delegation]
 
 
 @dataclass(eq=False)
@@ -139,7 +140,9 @@ class Fleet:
         self.owners = OwnerDirectory(3000.0, clock=lambda: self.now)
         count = workers * each
         loads = [OwnerLoads() for _ in range(triggers)]
-        self.delegations = [None if make is None else make(self.owners, known, count) for known in loads]
+        self.delegations = [
+            None if make is None else make(self.owners, known, count, seed) for seed, known in enumerate(loads)
+        ]
         self.workers = [Worker(self, f"w{n}", list(range(n * each, (n + 1) * each))) for n in range(workers)]
         self.by_name = {worker.name: worker for worker in self.workers}
         self.lanes = [

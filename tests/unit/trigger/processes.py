@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
 
-import msgspec
 from prometheus_client import CollectorRegistry
 
 from relaygr_stream.bus.producer import Producer
@@ -25,6 +24,8 @@ from tests.unit.trigger.parts import worker_status
 from tests.waiting import until
 
 PATIENCE_S = 20.0
+#: On a crowded machine a second may pass between an event and its decision.
+WIDE_BOUNDS = Trigger(risk_share=0.2, max_event_age_ms=3000, max_status_age_ms=10_000, load_burst_ms=500)
 
 
 def user_on(lane: int, lanes: int) -> str:
@@ -125,12 +126,7 @@ class RunningTrigger:
 @asynccontextmanager
 async def trigger_on(kafka: Kafka, **sections: Any) -> AsyncIterator[RunningTrigger]:
     """A trigger that is ready and has heard of an owner."""
-    # The embedded broker keeps a member that left until its session ends; the next trigger need not wait long.
-    kafka = msgspec.structs.replace(kafka, session_timeout_ms=1500)
-    # Wide bounds where a test sets none: on a crowded machine a second may pass between an event and its decision.
-    sections.setdefault(
-        "trigger", Trigger(risk_share=0.2, max_event_age_ms=3000, max_status_age_ms=10_000, load_burst_ms=500)
-    )
+    sections.setdefault("trigger", WIDE_BOUNDS)
     trigger = RunningTrigger(Settings(kafka=kafka, **sections))
     try:
         await until(lambda: trigger.ready and trigger.count("budget_bytes"))

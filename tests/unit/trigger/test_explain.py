@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
 from relaygr_stream.bus.topics import lane_of
 from relaygr_stream.cli.explain_table import as_json, summary
 from relaygr_stream.cli.main import main
-from relaygr_stream.settings.schema import Kafka, Relay, Settings, Trigger
+from relaygr_stream.settings.schema import Kafka, Relay, Settings
+from relaygr_stream.telemetry.background import Background
+from relaygr_stream.trigger import explain, service
 from relaygr_stream.trigger.decision import Policy
 from relaygr_stream.trigger.explain import explain_live, running_policy
+from relaygr_stream.wire.codec import encode
 from tests.unit.trigger.parts import event
-from tests.unit.trigger.processes import peer_on, trigger_on
+from tests.unit.trigger.processes import WIDE_BOUNDS, peer_on, trigger_on
 from tests.waiting import until
 
 
@@ -103,14 +108,24 @@ def test_options_before_the_former_subcommand_are_refused_not_ignored() -> None:
     assert "No such option" in result.output
 
 
-async def test_a_live_sample_sees_what_the_running_trigger_does_and_disturbs_nothing(embedded_settings: Kafka) -> None:
+async def test_a_live_sample_sees_what_the_running_trigger_does_and_disturbs_nothing(
+    embedded_settings: Kafka, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = asyncio.Event()
+
+    class Opened(Background):
+        async def until(self, work: Coroutine[Any, Any, Any]) -> Any:
+            opened.set()  # the sample starts with its first wait
+            return await super().until(work)
+
+    monkeypatch.setattr(explain, "Background", Opened)
     async with peer_on(embedded_settings) as peer, trigger_on(embedded_settings) as trigger:
         # Room for all at once: events that waited for a busy machine come so.
-        room = Trigger(risk_share=0.2, max_status_age_ms=10_000, max_event_age_ms=3000, load_burst_ms=60_000)
+        room = msgspec.structs.replace(WIDE_BOUNDS, load_burst_ms=60_000)
         settings = Settings(kafka=embedded_settings, trigger=room)
         policy = Policy.of(settings)
         looking = asyncio.create_task(explain_live(settings, policy, 4.0))
-        await asyncio.sleep(1.5)
+        await until(lambda: opened.is_set() or looking.done(), "the sample has started")
         sent = 0
         while not looking.done() and sent < 40:
             await peer.publish(event(25 if sent % 2 else 5, str(sent), str(sent % 4)))
@@ -129,8 +144,11 @@ async def test_a_live_sample_sees_what_the_running_trigger_does_and_disturbs_not
     assert len(as_json(found).splitlines()) == len(found)
 
 
-async def test_the_running_triggers_settings_decide_and_without_one_those_given_here(embedded_settings: Kafka) -> None:
+async def test_the_running_triggers_settings_decide_and_without_one_those_given_here(
+    embedded_settings: Kafka, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And a trigger shows itself, with what it decided, until it stops in order."""
+    monkeypatch.setattr(service, "FINAL_STATUS_S", 20.0)
     here = Settings(kafka=embedded_settings)
     flags = ["--bootstrap", embedded_settings.bootstrap, "--set", f"kafka.prefix={embedded_settings.prefix}"]
     flags += ["--set", f"kafka.partitions={embedded_settings.partitions}"]
@@ -146,8 +164,8 @@ async def test_the_running_triggers_settings_decide_and_without_one_those_given_
             Policy.of(here),
             "no trigger runs there: decided with the settings given here",
         )
-        relay = Relay(slo_ms=40.0, max_prefix_tokens=77)
-        async with trigger_on(embedded_settings, relay=relay, trigger=Trigger(risk_share=0.25)) as trigger:
+        relay, bounds = Relay(slo_ms=40.0, max_prefix_tokens=77), msgspec.structs.replace(WIDE_BOUNDS, risk_share=0.25)
+        async with trigger_on(embedded_settings, relay=relay, trigger=bounds) as trigger:
             await peer.publish(event(25, "r", "u"))
             await until(lambda: trigger.decided == 1)
             overview = await asyncio.to_thread(shown)
@@ -171,7 +189,7 @@ async def test_costs_come_from_a_worker_where_there_is_one(embedded_settings: Ka
         flags += ["--set", f"kafka.{name}={getattr(kafka, name)}"]
     arguments = ("--events", str(log), "--requests", "3", "--json", *flags)
     async with peer_on(kafka) as peer:
-        await asyncio.sleep(0.3)
+        await peer.producer.send_and_wait(peer.topics.worker_status.name, encode(peer.status()), key=b"w")
         result = rows(await asyncio.to_thread(run, *arguments))
         assert peer.signals == []
     assert [row["predicted_ms"] for row in result] == [row["tokens"] for row in result]  # a millisecond a token

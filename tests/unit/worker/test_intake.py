@@ -88,12 +88,12 @@ def test_scores_leave_so_early_that_they_are_there_in_time(timeout_ms: float, du
 
 
 def test_a_signal_becomes_a_task_with_its_window_capped() -> None:
-    now = time.monotonic()
+    before = time.monotonic()
     task = Desk().signal(record(encode(signal()), topic="pre-infer"))
-    assert task.due - now == pytest.approx(0.08, abs=0.05)
-    assert task.expires - now == pytest.approx(2.0, abs=0.05)
     short = Desk().signal(record(encode(signal(life_ms=500.0, rank_in_ms=0.0))))
-    assert (short.expires - now, short.due - now) == pytest.approx((0.5, 0.5), abs=0.05)
+    after = time.monotonic()
+    for moment, seconds in ((task.due, 0.08), (task.expires, 2.0), (short.due, 0.5), (short.expires, 0.5)):
+        assert before + seconds <= moment <= after + seconds
 
 
 @pytest.mark.parametrize(
@@ -193,8 +193,9 @@ def left_s(desk: Intake, sent_ms: int, offset: int = 7) -> float:
 NOWHERE = Origin(record(b""), 0, b"c")
 
 
-def test_age_counts_against_the_deadline() -> None:
+def test_age_counts_against_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a lane that was another's there are no samples yet; what other lanes' senders state tells how old it is."""
+    monkeypatch.setattr(time, "time", lambda: 1e9)  # a pause of this process changes no stated age
     desk = Desk()
     assert left_s(desk, now_ms() - 5000) == pytest.approx(1.0, abs=0.05), "nothing is known of the senders yet"
     end_of_log(desk, 7, ago_s=0.2)

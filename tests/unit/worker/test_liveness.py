@@ -20,9 +20,10 @@ def unexpected(*_: object, **__: object) -> Any:
 
 
 async def test_a_worker_whose_reader_ended_answers_on(embedded_settings: Kafka) -> None:
-    async with Peer(embedded_settings) as peer, worker_on(worker_settings(embedded_settings)) as w:
+    settings = worker_settings(embedded_settings, name="w-reader")  # a name that no other test uses
+    async with Peer(embedded_settings) as peer, worker_on(settings) as w:
         assert (await peer.reply(await peer.rank("r0", "u", 30))).status == "ok"
-        reader = insides.reader("w1")
+        reader = insides.reader("w-reader")
         insides.fail_fetcher(reader)
         for number in range(1, 4):
             correlation = await peer.rank(f"r{number}", "u", 30)
@@ -34,9 +35,10 @@ async def test_a_worker_whose_reader_ended_answers_on(embedded_settings: Kafka) 
 
 
 async def test_a_worker_whose_producer_ended_answers_on(embedded_settings: Kafka) -> None:
-    async with Peer(embedded_settings) as peer, worker_on(worker_settings(embedded_settings)) as w:
+    settings = worker_settings(embedded_settings, name="w-producer")  # a name that no other test uses
+    async with Peer(embedded_settings) as peer, worker_on(settings) as w:
         assert (await peer.reply(await peer.rank("r0", "u", 30))).status == "ok"
-        for producer in (insides.producer("w1-scores"), insides.producer("w1-others")):
+        for producer in (insides.producer("w-producer-scores"), insides.producer("w-producer-others")):
             producer.client.send = unexpected
         for number in range(1, 4):
             correlation = await peer.rank(f"r{number}", "u", 30)

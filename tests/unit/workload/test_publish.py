@@ -30,6 +30,8 @@ from tests.unit.workload.logs_for_tests import movielens_rows, write_udata
 from tests.unit.workload.recording_client import RecordingClient
 
 SETTINGS = Settings()
+#: It counts from the schedule: by default, a process that stands still for a second would fail requests.
+TIMEOUT_MS = 60_000
 
 
 @pytest.fixture
@@ -49,10 +51,12 @@ async def run(options: PublishOptions, client: RecordingClient) -> PublishReport
 
 
 def replay_options(path: Path, requests: int = 60) -> PublishOptions:
-    return PublishOptions(source=LogOptions(path=path, replay=ReplayOptions(requests=requests, rate=500)))
+    source = LogOptions(path=path, replay=ReplayOptions(requests=requests, rate=500))
+    return PublishOptions(source=source, timeout_ms=TIMEOUT_MS)
 
 
-async def test_from_udata_to_hit_rate(udata: Path) -> None:
+async def test_from_udata_to_hit_rate(udata: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")  # in fewer, lines are folded
     report = await run(replay_options(udata), RecordingClient())
     assert report.complete
     assert (report.requests, report.answered, report.outcomes) == (60, 60, {"hbm": 60})
@@ -84,7 +88,7 @@ async def test_from_udata_to_hit_rate(udata: Path) -> None:
 async def test_served_quality_is_that_of_the_scores(udata: Path) -> None:
     """The client ranks low item ids first: HR@1 is the share of requests whose next item has the lowest id."""
     source = LogOptions(path=udata, replay=ReplayOptions(requests=100, candidates=3, rate=1000))
-    options = PublishOptions(source=source, k=1)
+    options = PublishOptions(source=source, k=1, timeout_ms=TIMEOUT_MS)
     ids = [np.frombuffer(item.request.candidates, np.uint32) for item in prepared(options).items]
     targets = [item.target for item in prepared(options).items]
     report = await run(options, RecordingClient())
@@ -107,7 +111,7 @@ async def test_errors_by_type_make_the_report_incomplete(udata: Path) -> None:
 
 async def test_generated_workload_and_its_json(tmp_path: Path) -> None:
     source = GeneratorOptions(users=20, items=300, length=30, candidates=20, rate=500)
-    report = await run(PublishOptions(source=source, requests=25), RecordingClient())
+    report = await run(PublishOptions(source=source, requests=25, timeout_ms=TIMEOUT_MS), RecordingClient())
     parsed = json.loads(report.json())
     assert parsed["requests"] == parsed["answered"] == 25
     assert parsed["lines"] is None
