@@ -14,7 +14,6 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, Final
 
-import msgspec
 from prometheus_client import CollectorRegistry
 
 from relaygr_stream.bus.producer import Producer
@@ -134,7 +133,6 @@ class Bus:
 @asynccontextmanager
 async def bus(kafka: Kafka) -> AsyncIterator[Bus]:
     """A trigger and a worker with the toy model in this process; what has been sent is settled at the end."""
-    kafka = msgspec.structs.replace(kafka)
     await apply_topics(kafka)
     settings = worker_settings(kafka)
     topics = load_topics(kafka)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 import msgspec
@@ -15,7 +17,7 @@ from relaygr_stream.wire.messages import PreInferSignal, RequestEvent, tenant_ke
 from tests.unit.client_peers import client_on, responder_on
 from tests.unit.client_peers import event as an_event
 from tests.unit.client_peers import request as a_request
-from tests.unit.engine.worlds import World, world
+from tests.unit.engine.worlds import GRANULE_BYTES, LIMITS, World, world
 from tests.unit.handover.peers import ALL, peers
 from tests.unit.trigger.parts import event
 from tests.unit.trigger.processes import peer_on, trigger_on
@@ -55,9 +57,19 @@ def outcomes(shared: World, tenant: str) -> list[tuple[str | None, int]]:
 @given(st.lists(st.tuples(st.sampled_from(["", "a"]), steps), min_size=1, max_size=12))
 @example([("a", ("rank", 0, 100)), ("", ("rank", 0, 100))])
 @example([("a", ("signal", 0, 100)), ("", ("rank", 0, 20)), ("a", ("signal", 1, 100)), ("a", ("rank", 0, 100))])
+@example(
+    [
+        ("", ("signal", 2, 20)),
+        ("a", ("signal", 0, 20)),
+        ("", ("signal", 0, 100)),
+        ("", ("signal", 1, 150)),
+        ("", ("rank", 0, 150)),
+    ]
+)
 def test_a_tenant_gets_what_it_would_get_alone(done: list[tuple[str, Step]]) -> None:
     """Two tenants with one user and the same request ids, in memory enough for both."""
-    with world(hbm=30, dram=30) as shared:
+    enough = partial(world, hbm=30, dram=30, limits=replace(LIMITS, pinned_bytes=30 * GRANULE_BYTES))
+    with enough() as shared:
         for tenant, step in done:
             play(shared, step, tenant)
         for tenant in ("", "a"):

@@ -33,6 +33,8 @@ from relaygr_stream.wire.worker_status import worker_statuses
 
 #: A trigger counts its decisions in this metric, by reason.
 DECISIONS: Final = "relaygr_trigger_decisions"
+#: A worker's status may take this long, at least, where the broker or this process stands still for a moment.
+STATUS_S: Final = 30.0
 
 
 class _SignalId(msgspec.Struct):
@@ -148,7 +150,7 @@ class Pipeline:
     async def fresh_statuses(self) -> None:
         """Return when every worker has published another status. Raises RelayError if one does not."""
         before = dict(self._latest)
-        deadline = time.monotonic() + 10 * self.settings.worker.status_interval_ms / 1e3
+        deadline = time.monotonic() + max(STATUS_S, 10 * self.settings.worker.status_interval_ms / 1e3)
         while any(self._latest[name] is before[name] for name in self._workers):
             self.check_children()
             if time.monotonic() > deadline:

@@ -44,7 +44,7 @@ BrokerKind = Literal["embedded", "kafka"]
 #: of a demo's consumers take a quarter of two slow cores, which delays all processes.
 EMBEDDED_FETCH_WAIT_MS: Final = 12
 #: Kafka starts in 3 s on a free machine and in ten times as long on a busy one; Tansu in a tenth of a second.
-READY_TIMEOUT_S: Final = 60.0
+READY_TIMEOUT_S: Final = 120.0
 #: Lines of the broker's log shown when it does not start.
 LOG_TAIL_LINES: Final = 15
 #: Seconds between checks whether a broker has ended.
