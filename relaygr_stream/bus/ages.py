@@ -144,7 +144,8 @@ class LogEnds:
         self._kafka = kafka
         self._client_id = client_id
         self._renewed = Renewed(kafka, "the reader of the logs' ends", self._make)
-        self._silent: dict[int | None, asyncio.Task[Any]] = {}  # leader (-1, None: not known) → unanswered request
+        #: Leader (-1, None: not known) and topic, for one may be missing → unanswered request.
+        self._silent: dict[tuple[int | None, str], asyncio.Task[Any]] = {}
 
     def _make(self) -> Any:
         return AIOKafkaConsumer(**client_options(self._kafka, self._client_id), group_id=None, enable_auto_commit=False)
@@ -175,7 +176,7 @@ class LogEnds:
         asked = {
             asyncio.create_task(self._ask(consumer, topic, partitions)): leader
             for leader, partitions in by_leader.items()
-            if leader not in self._silent
+            if (leader, topic) not in self._silent
         }
         try:
             done = (await asyncio.wait(asked, timeout=ANSWER_S))[0] if asked else set()
@@ -185,8 +186,8 @@ class LogEnds:
             raise
         for task, leader in asked.items():
             if task not in done:  # until aiokafka ends this request, its broker is not asked again
-                self._silent[leader] = task
-                task.add_done_callback(partial(self._heard, leader))
+                self._silent[leader, topic] = task
+                task.add_done_callback(partial(self._heard, (leader, topic)))
         errors = [error for task in done if (error := task.exception()) is not None]
         ends = {lane: end for task in done if task.exception() is None for lane, end in task.result().items()}
         if not ends:
@@ -200,8 +201,8 @@ class LogEnds:
         answered_s = time.monotonic()
         return {partition.partition: LogEnd(offset, asked_s, answered_s) for partition, offset in ends.items()}
 
-    def _heard(self, leader: int | None, task: asyncio.Task[Any]) -> None:
-        if self._silent.get(leader) is task:
-            del self._silent[leader]
+    def _heard(self, asked: tuple[int | None, str], task: asyncio.Task[Any]) -> None:
+        if self._silent.get(asked) is task:
+            del self._silent[asked]
         if not task.cancelled():
             task.exception()  # mark it as retrieved; the next call asks this broker again

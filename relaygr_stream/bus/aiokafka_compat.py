@@ -1,20 +1,18 @@
-"""All adaptations of aiokafka: connection options, security (SASL and TLS), typed errors, bounded ends, a bug fix.
+"""Adaptations of aiokafka: connection options, security (SASL and TLS), typed errors, bounded ends.
 
-Importing this module monkey-patches aiokafka (see `send`). Secrets appear in no message.
+Importing this module patches aiokafka (aiokafka_patches.py). Secrets appear in no message.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 import structlog
-from aiokafka.client import AIOKafkaClient
-from aiokafka.conn import AIOKafkaConnection, CloseReason
 from aiokafka.errors import (
     ClusterAuthorizationFailedError,
     GroupAuthorizationFailedError,
@@ -22,8 +20,8 @@ from aiokafka.errors import (
     KafkaError,
     TopicAuthorizationFailedError,
 )
-from aiokafka.protocol.metadata import MetadataRequest
 
+from relaygr_stream.bus.aiokafka_patches import RETRY_BACKOFF_MS, ClientId
 from relaygr_stream.errors import AccessDenied, BrokerError, BrokerUnavailable, ConfigError
 from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.settings.section import MAX_PORT
@@ -33,79 +31,14 @@ log = structlog.get_logger(__name__)
 #: The time limit of ending a client. It takes milliseconds if nothing is left to send, but a TLS connection waits 30 s
 #: for a broker that does not answer its closing exchange (asyncio's ssl_shutdown_timeout, which aiokafka keeps).
 CLOSE_S: Final = 3.0
-#: The pause between attempts, in ms. A broker's restart takes seconds; ten attempts a second per client are no load.
-RETRY_BACKOFF_MS: Final = 100
+#: The age in ms at which partition counts and leaders are asked for again; aiokafka's default is five minutes. So long,
+#: a member that rejoined while a topic was missing has no lanes, and a reader believes a leader that answers errors.
+METADATA_MS: Final = 10_000
 
 _NOT_GRANTED: Final = (
     TopicAuthorizationFailedError, GroupAuthorizationFailedError, ClusterAuthorizationFailedError
 )  # fmt: skip
 _TLS_FILES: Final = ("tls_ca", "tls_certificate", "tls_key")
-
-
-class ClientId(str):
-    """The `client_id` of this package's clients, by which `send` tells them from other clients of the process."""
-
-    __slots__ = ()
-
-
-_send = AIOKafkaConnection.send
-
-
-def send(self: Any, request: Any, expect_response: bool = True) -> Any:
-    """As AIOKafkaConnection.send, without three defects of aiokafka 0.14.
-
-    - A closed asyncio transport drops what is written to it; uvloop's raises RuntimeError. aiokafka does not expect
-      that, and it would end the task that sends heartbeats, and with it the process. Here: KafkaConnectionError.
-    - A client that starts asks for metadata on a connection that only `bootstrap` knows. If the start is cancelled
-      meanwhile, nothing closes that connection. Here the request does.
-    - Every request for metadata lets the broker create the topics it names, with the cluster's number of partitions: a
-      topic deleted under a running relay would come back with other lanes. Clients with a ClientId create none.
-    """
-    if isinstance(request, MetadataRequest) and isinstance(self._client_id, ClientId):
-        request._allow_auto_topic_creation = False
-    try:
-        answer = _send(self, request, expect_response)
-    except RuntimeError as error:
-        if "closed" not in str(error):
-            raise
-        self.close(reason=CloseReason.CONNECTION_BROKEN)
-        raise KafkaConnectionError(f"Connection at {self.host}:{self.port} broken: {error}") from error
-    of_a_start = self._on_close_cb is None  # the connections that a client keeps report their end to it
-    return _closed_if_cancelled(self, answer) if of_a_start and expect_response else answer
-
-
-async def _closed_if_cancelled(connection: Any, answer: Awaitable[Any]) -> Any:
-    try:
-        return await answer
-    except asyncio.CancelledError:
-        connection.close()
-        raise
-
-
-AIOKafkaConnection.send = send
-
-_close, _get_conn = AIOKafkaClient.close, AIOKafkaClient._get_conn
-
-
-async def close(self: Any) -> None:
-    """As AIOKafkaClient.close, which closes the connections that are there by now; `get_conn` closes later ones."""
-    self._relaygr_closed = True
-    await _close(self)
-
-
-async def get_conn(self: Any, node_id: int, **options: Any) -> Any:
-    """As AIOKafkaClient._get_conn. A connection made after the client's end is closed: nothing else would.
-
-    None then, as where a broker cannot be reached.
-    """
-    connection = await _get_conn(self, node_id, **options)
-    if connection is not None and getattr(self, "_relaygr_closed", False):
-        connection.close()
-        return None
-    return connection
-
-
-AIOKafkaClient.close, AIOKafkaClient._get_conn = close, get_conn
 
 
 # Security.
@@ -237,6 +170,7 @@ def client_options(kafka: Kafka, client_id: str) -> dict[str, Any]:
         "client_id": ClientId(client_id),
         "request_timeout_ms": kafka.request_timeout_ms,
         "retry_backoff_ms": RETRY_BACKOFF_MS,
+        "metadata_max_age_ms": METADATA_MS,
         **security_options(kafka),
     }
 

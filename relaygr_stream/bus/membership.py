@@ -23,7 +23,8 @@ from aiokafka.errors import (
     KafkaError,
 )
 
-from relaygr_stream.bus.aiokafka_compat import RETRY_BACKOFF_MS, broker_error, client_options, end_client
+from relaygr_stream.bus.aiokafka_compat import broker_error, client_options, end_client
+from relaygr_stream.bus.aiokafka_patches import RETRY_BACKOFF_MS
 from relaygr_stream.bus.assignor import StickyLaneAssignor
 from relaygr_stream.bus.renewed import watch
 from relaygr_stream.errors import BrokerError, ConfigError
@@ -33,9 +34,6 @@ log = structlog.get_logger(__name__)
 
 #: The interval of polls. A poll takes 10 µs and keeps the membership for max_poll_interval_ms, at least 1000 ms.
 POLL_S: Final = 0.2
-#: The age in ms at which the topics' partition counts are asked for again. A member that rejoined while a topic was
-#: missing has no lanes until it learns of the new topic, and with aiokafka's default it would take five minutes.
-METADATA_MS: Final = 5000
 #: Added to the time limit of a JoinGroup request, which waits at the broker for the slowest member.
 JOIN_MARGIN_MS: Final = 5000
 
@@ -105,7 +103,6 @@ class Membership:
             session_timeout_ms=self._kafka.session_timeout_ms,
             heartbeat_interval_ms=self._kafka.heartbeat_interval_ms,
             max_poll_interval_ms=self._kafka.max_poll_interval_ms,
-            metadata_max_age_ms=METADATA_MS,
         )
         self._consumer.subscribe(self._topics, listener=_Listener(self._revoked, self._assigned))
         self._polled = time.monotonic()

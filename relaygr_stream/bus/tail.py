@@ -86,7 +86,10 @@ class TopicTail:
         try:
             with typed_errors(self._kafka, f"read {self._partitions[0].topic}"):
                 while await self._behind(ends):
-                    await self._read(await self._renewed.present())
+                    consumer = await self._renewed.present()
+                    if not await self._read(consumer):  # a log made anew meanwhile ends earlier
+                        now = await consumer.end_offsets(self._partitions)
+                        ends = {partition: min(end, now[partition]) for partition, end in ends.items()}
         except BaseException:
             await self._renewed.stop()
             raise
@@ -161,9 +164,12 @@ class TopicTail:
             self._background.fail(error)
             self._turned.set()
 
-    async def _read(self, consumer: Any) -> None:
+    async def _read(self, consumer: Any) -> int:
+        """Hand out what there is within WAIT_MS; returns how many records."""
         batches = await consumer.getmany(timeout_ms=WAIT_MS)
-        self._hand_out([as_record(message) for messages in batches.values() for message in messages])
+        records = [as_record(message) for messages in batches.values() for message in messages]
+        self._hand_out(records)
+        return len(records)
 
     def _hand_out(self, records: list[Record]) -> None:
         for record in records:

@@ -151,7 +151,7 @@ def _too_large_for_dead_letters(rows: Sequence[TopicRow]) -> list[str]:
 
 
 class PartitionCounts:
-    """Polls and checks the counts.
+    """Polls and checks the counts, and names topics that are missing.
 
     More partitions of `scores` are harmless: clients choose among all of them. More lanes are an error: newly started
     clients then send users to lanes that this fleet does not serve.
@@ -168,10 +168,16 @@ class PartitionCounts:
         self._producer = producer
         self._on_replies = on_replies
         self.error: LanesChanged | None = None
+        self._missing: set[str] = set()  # in the last answer
+        self._gone: set[str] = set()  # in the last two: a broker's metadata may be behind for a moment
 
     def why_not_ready(self) -> str | None:
-        """The reason for readiness if lanes were added; None if not."""
-        return None if self.error is None else str(self.error)
+        """The reason for readiness if lanes were added or topics are missing; None if not."""
+        if self.error is not None:
+            return str(self.error)
+        if self._gone:
+            return f"missing on the cluster: {', '.join(sorted(self._gone))}; `relaygr topics apply` creates them"
+        return None
 
     async def run(self) -> None:
         """Poll for ever. A BrokerError is logged."""
@@ -181,9 +187,10 @@ class PartitionCounts:
         """Poll once and set `error`. Raises BrokerError."""
         lanes = [topic.name for topic in self._topics.all if topic.lanes]
         counts = await self._producer.partitions([*lanes, self._topics.scores.name])
+        missing = {name for name, count in counts.items() if not count}
+        self._gone, self._missing = missing & self._missing, missing
         if replies := counts.pop(self._topics.scores.name, 0):
             self._on_replies(replies)
-        # A topic that is briefly unavailable (0) shows at its readers and writers.
         other = {name: count for name, count in counts.items() if count not in (0, self._topics.lanes)}
         if bool(other) != bool(self.error):
             log.error("lanes changed on the cluster", counts=other, served=self._topics.lanes)

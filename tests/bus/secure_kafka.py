@@ -52,7 +52,6 @@ class SecureKafka:
             tls_ca=str(self.ca),
             partitions=4,
             replication=1,
-            request_timeout_ms=5000,
         )
         return msgspec.structs.replace(settings, **changes)
 
@@ -65,7 +64,6 @@ class SecureKafka:
             tls_certificate=str(self.client),
             partitions=4,
             replication=1,
-            request_timeout_ms=5000,
         )
         return msgspec.structs.replace(settings, **changes)
 
@@ -121,7 +119,7 @@ def _for_java(certificate: trustme.LeafCert) -> bytes:
 
 
 async def _until_ready(secure: SecureKafka, process: subprocess.Popen[bytes], user: str) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     said = ""
     while process.poll() is None and time.monotonic() < deadline:
         try:

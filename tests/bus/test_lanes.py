@@ -16,7 +16,7 @@ from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.protocol.group import LeaveGroupRequest
 
-from relaygr_stream.bus import membership
+from relaygr_stream.bus import aiokafka_compat
 from relaygr_stream.bus.lanes import LaneConsumer
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.topics import TopicSet, apply_topics, load_topics
@@ -338,7 +338,7 @@ async def test_topics_deleted_and_made_again_are_served_again(
     kafka_settings: Kafka, topics: TopicSet, producer: Producer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The member rejoined while they were missing, and held no lanes for five minutes."""
-    monkeypatch.setattr(membership, "METADATA_MS", 500)
+    monkeypatch.setattr(aiokafka_compat, "METADATA_MS", 500)
     names = [topic.name for topic in topics.all]
     async with Member(kafka_settings, topics, "one") as one, AsyncExitStack() as closing:
         await until(lambda: one.lanes == set(range(topics.lanes)), "all lanes")

@@ -77,7 +77,7 @@ async def test_a_refused_connection_is_closed_by_the_time_that_the_refusal_is_to
     for password, refused in (("not that one", True), (PASSWORD, False)):
         with pytest.raises(AccessDenied) if refused else nullcontext():
             await check_connection(secure.sasl(sasl_password=password))
-        assert open_ones() == before
+        assert open_ones() <= before  # a connection of the test before may end meanwhile
 
 
 async def test_a_broker_of_another_authority_is_refused(secure: SecureKafka) -> None:

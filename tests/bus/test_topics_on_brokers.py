@@ -148,11 +148,12 @@ async def test_retention_is_kept_under_traffic(tmp_path: Path) -> None:
     """Only whole segments expire: without segment.ms the one that is written to keeps everything for a week."""
     if not os.environ.get("KAFKA_HOME"):
         pytest.skip(KAFKA_HINT)
-    node = dataclasses.replace(DEFAULT_NODE, properties={"log.retention.check.interval.ms": "200"})
+    often = {"log.retention.check.interval.ms": "200", "log.initial.task.delay.ms": "500"}
+    node = dataclasses.replace(DEFAULT_NODE, properties=often)
     folder = tmp_path / "topics"
     shutil.copytree(packaged_dir("topics"), folder)
     file = folder / "ranking.toml"
-    text = file.read_text(encoding="utf-8").replace("retention_ms = 60_000", "retention_ms = 1_000")
+    text = file.read_text(encoding="utf-8").replace("retention_ms = 60_000", "retention_ms = 3_000")
     file.write_text(text.replace("segment_ms = 30_000", "segment_ms = 500"), encoding="utf-8")
     async with local_broker("kafka", folder=tmp_path, node=node) as own:
         kafka = own.kafka_settings(Kafka(topics_dir=str(folder), partitions=1))

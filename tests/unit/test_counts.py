@@ -48,7 +48,22 @@ async def test_another_number_of_lanes_is_told_with_both_counts() -> None:
     assert replies == [TOPICS.scores.partitions, 32]
     assert isinstance(counts.error, CoPartitionError)
     assert str(copy(counts.error)) == said
-    cluster.counts[TOPICS.ranking.name] = 4
+    cluster.counts |= {TOPICS.ranking.name: 4, TOPICS.retrieval.name: 4}
+    await counts.ask()
+    assert counts.why_not_ready() is None
+
+
+async def test_a_topic_that_stays_missing_is_named() -> None:
+    """Every process said ready while its topics were deleted."""
+    cluster = Cluster()
+    counts = PartitionCounts(TOPICS, cluster)  # type: ignore[arg-type]
+    cluster.counts[TOPICS.retrieval.name] = 0
+    await counts.ask()
+    assert counts.why_not_ready() is None, "a broker may be behind"
+    await counts.ask()
+    assert f"missing on the cluster: {TOPICS.retrieval.name}; `relaygr topics apply`" in (counts.why_not_ready() or "")
+    assert counts.error is None, "for clients, a call says so"
+    cluster.counts[TOPICS.retrieval.name] = 4
     await counts.ask()
     assert counts.why_not_ready() is None
 

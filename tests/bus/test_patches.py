@@ -1,0 +1,194 @@
+"""What aiokafka does wrong when brokers, topics and leaders come and go, and the package's patches mend."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from aiokafka import AIOKafkaConsumer, TopicPartition
+from aiokafka.admin import AIOKafkaAdminClient
+from aiokafka.client import AIOKafkaClient
+from aiokafka.conn import AIOKafkaConnection
+from aiokafka.protocol.commit import OffsetFetchRequest
+from aiokafka.protocol.metadata import MetadataRequest
+
+from relaygr_stream.bus import aiokafka_compat, aiokafka_patches
+from relaygr_stream.bus.aiokafka_compat import client_options
+from relaygr_stream.bus.aiokafka_patches import RETRY_BACKOFF_MS
+from relaygr_stream.bus.producer import Producer
+from relaygr_stream.bus.tail import TopicTail
+from relaygr_stream.bus.topics import TopicSet, apply_topics, load_topics
+from relaygr_stream.errors import BrokerError
+from relaygr_stream.ops.brokers.local import LocalBroker, local_broker
+from relaygr_stream.settings.schema import Kafka
+from relaygr_stream.wire.records import Record
+from tests.bus.members import Member
+from tests.waiting import until
+
+
+@pytest.fixture
+async def topics(embedded_settings: Kafka) -> TopicSet:
+    await apply_topics(embedded_settings)
+    return load_topics(embedded_settings)
+
+
+async def test_metadata_are_asked_for_with_a_pause(
+    embedded_settings: Kafka, topics: TopicSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a partition had no leader, each client sent thousands of requests a second."""
+    asked: list[Sequence[str] | None] = []
+    send = AIOKafkaConnection.send
+
+    def counting(self: Any, request: Any, expect_response: bool = True) -> Any:
+        if isinstance(request, MetadataRequest):
+            asked.append(request._topics)
+        return send(self, request, expect_response)
+
+    monkeypatch.setattr(AIOKafkaConnection, "send", counting)
+    options = client_options(embedded_settings, "test")
+    client = AIOKafkaClient(**options)
+    await client.bootstrap()
+    try:
+        await client.set_topics([topics.ranking.name])
+        asked.clear()
+        began = time.monotonic()
+        for _ in range(10):
+            await client.force_metadata_update()
+        assert time.monotonic() - began > 9 * RETRY_BACKOFF_MS / 1000
+        assert len(asked) == 10
+        await client.set_topics([topics.ranking.name, topics.scores.name])  # others are asked for at once
+        assert len(asked) == 11
+    finally:
+        await client.close()
+
+
+@asynccontextmanager
+async def door_to(target: list[LocalBroker]) -> AsyncIterator[int]:
+    """A port that leads to the broker `target[0]`, as a load balancer's does."""
+
+    async def pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while data := await reader.read(1 << 16):
+                writer.write(data)
+        except OSError:
+            pass
+        finally:
+            writer.close()
+
+    async def enter(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        host, _, port = target[0].bootstrap.rpartition(":")
+        try:
+            there, back = await asyncio.open_connection(host, int(port))
+        except OSError:
+            writer.close()
+            return
+        await asyncio.gather(pipe(reader, back), pipe(there, writer))
+
+    async with await asyncio.start_server(enter, "127.0.0.1", 0) as server:
+        yield server.sockets[0].getsockname()[1]
+
+
+async def test_brokers_that_come_back_at_other_addresses_are_found_by_bootstrap(tmp_path: Path) -> None:
+    """Clients asked only the brokers that they knew, for ever."""
+    async with local_broker("embedded", folder=tmp_path) as old, local_broker("embedded", folder=tmp_path) as new:
+        target = [old]
+        async with door_to(target) as port:
+            kafka = old.kafka_settings(Kafka(partitions=2, request_timeout_ms=3000))
+            kafka = msgspec.structs.replace(kafka, bootstrap=f"127.0.0.1:{port}")
+            await apply_topics(kafka)
+            topic = load_topics(kafka).ranking.name
+            async with Producer(kafka, client_id="test") as producer:
+                await producer.send_and_wait(topic, b"old", partition=0)
+                old.stop()
+                target[0] = new
+                await apply_topics(kafka)
+                async with asyncio.timeout(60):
+                    while True:
+                        try:
+                            assert await producer.send_and_wait(topic, b"new", partition=0) == 0
+                            break
+                        except BrokerError:
+                            continue
+
+
+@pytest.mark.parametrize("code", [14, 16], ids=["loading", "moved"])
+async def test_a_coordinator_that_cannot_say_what_was_committed_is_asked_again(
+    embedded_settings: Kafka, topics: TopicSet, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """Its answer was read as "nothing was committed", and lanes were read again from their start."""
+    async with Producer(embedded_settings, client_id="test") as producer:
+        async with Member(embedded_settings, topics, "one") as one:
+            for _ in range(5):
+                await producer.send_and_wait(topics.ranking.name, b"done", partition=0)
+            await until(lambda: len(one.records) == 5, "read")
+        failed: list[Any] = []
+        real = aiokafka_patches._send_req
+
+        async def first_fails(self: Any, request: Any) -> Any:
+            answer = await real(self, request)
+            fetched = answer.topics if isinstance(request, OffsetFetchRequest) and not failed else []
+            if any(offset == 5 for _, lanes in fetched for _, offset, *_ in lanes):
+                failed.append(answer)
+                answer.topics, answer.error_code = [], code
+            return answer
+
+        monkeypatch.setattr(aiokafka_patches, "_send_req", first_fails)
+        async with Member(embedded_settings, topics, "two") as two:
+            await until(lambda: two.lanes == set(range(topics.lanes)), "all lanes")
+            await producer.send_and_wait(topics.ranking.name, b"new", partition=0)
+            await until(lambda: b"new" in two.values, "read on")
+            assert two.values == [b"new"]
+        assert failed
+
+
+async def test_what_was_committed_of_a_deleted_log_skips_nothing_of_the_new_one(
+    embedded_settings: Kafka, topics: TopicSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A commit for a missing topic was repeated until the topic was made again, and accepted then."""
+    monkeypatch.setattr(aiokafka_compat, "METADATA_MS", 500)
+    admin = AIOKafkaAdminClient(bootstrap_servers=embedded_settings.bootstrap)
+    await admin.start()
+    try:
+        async with (
+            Producer(embedded_settings, client_id="test") as producer,
+            Member(embedded_settings, topics, "one", finish=False) as one,
+        ):
+            for _ in range(50):
+                await producer.send_and_wait(topics.ranking.name, b"old", partition=0)
+            await until(lambda: len(one.records) == 50, "read")
+            await admin.delete_topics([topic.name for topic in topics.all])
+            for record in one.records:
+                one.consumer.done(record)
+            await until(lambda: not one.lanes, "no lanes")
+            await apply_topics(embedded_settings)
+            sent = [str(number).encode() for number in range(80)]
+            for value in sent:
+                await producer.send_and_wait(topics.ranking.name, value, partition=0)
+            await until(lambda: one.values[-1:] == sent[-1:], "read on")
+            assert one.values[50:] == sent
+    finally:
+        await admin.close()
+
+
+async def test_a_tail_does_not_wait_for_offsets_that_its_log_no_longer_has(
+    embedded_settings: Kafka, topics: TopicSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, said = AIOKafkaConsumer.end_offsets, list[int]()
+
+    async def before_it_was_made_anew(self: Any, partitions: Sequence[TopicPartition]) -> dict[TopicPartition, int]:
+        ends = await real(self, partitions)
+        said.append(len(ends))
+        return {partition: end + 1000 for partition, end in ends.items()} if len(said) == 1 else ends
+
+    read: list[Record] = []
+    async with Producer(embedded_settings, client_id="test") as producer:
+        await producer.send_and_wait(topics.worker_status.name, b"status", partition=0)
+    monkeypatch.setattr(AIOKafkaConsumer, "end_offsets", before_it_was_made_anew)
+    async with TopicTail(embedded_settings, topics.worker_status.name, [0], "earliest", read.extend):
+        assert [record.value for record in read] == [b"status"]
