@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import uuid
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import pytest
 import structlog
 from hypothesis.internal.conjecture import providers
 
+from relaygr_stream.ops.brokers.distribution import DEFAULT_NODE
 from relaygr_stream.ops.brokers.local import BrokerKind, LocalBroker, local_broker
 from relaygr_stream.settings.schema import Kafka
 from tests.longrun import LongRun
@@ -34,6 +36,10 @@ hypothesis.settings.load_profile("same")
 TERMINAL_VARIABLES = ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "COLUMNS", "LINES")
 #: Enough lanes for moves to show, few enough for topics to be made in a moment.
 TEST_LANES = 8
+#: A day: on a busy machine a test may outlast the minute for which the topics keep rankings.
+NO_RETENTION = {"log.retention.check.interval.ms": "86400000"}
+#: Beside others, the start of Apache Kafka alone may take a minute or two.
+KAFKA_TIMEOUT_S = 300
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -55,6 +61,13 @@ def pytest_configure(config: pytest.Config) -> None:
     # Before torch is imported. The tests' tensors are small, and threads for them only wait for each other: on a busy
     # machine that took fifty times as long.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """More time for those that may start a Kafka, unless they have a limit of their own."""
+    for item in items:
+        if item.get_closest_marker("kafka") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(KAFKA_TIMEOUT_S))
 
 
 def pytest_collection_finish() -> None:
@@ -101,7 +114,8 @@ class Brokers:
 
     def get(self, kind: BrokerKind) -> LocalBroker:
         if kind not in self._open:
-            context = local_broker(kind, folder=self.folder)
+            node = dataclasses.replace(DEFAULT_NODE, properties=NO_RETENTION)
+            context = local_broker(kind, folder=self.folder, node=node)
             self._open[kind] = (context, self._runner.run(context.__aenter__()))
         return self._open[kind][1]
 
@@ -123,6 +137,12 @@ def _any_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in TERMINAL_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm")
+
+
+@pytest.fixture(autouse=True)
+def _time_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine a child may need longer to close its connections than the 15 s after which it is killed."""
+    monkeypatch.setattr("relaygr_stream.ops.children.STOP_TIMEOUT_S", 60.0)
 
 
 @pytest.fixture(scope="session")

@@ -112,12 +112,12 @@ class Fleet:
 
 @asynccontextmanager
 async def serving_fleet(
-    kafka: Kafka, folder: Path, *workers: str, model: Model = TEST_SETTINGS.model, delegate: bool = True
+    kafka: Kafka, folder: Path, *workers: str, model: Model = TEST_SETTINGS.model, **trigger: float
 ) -> AsyncIterator[Fleet]:
-    """A trigger and these workers, all ready, all lanes owned. delegate: whether the trigger chooses delegates."""
+    """A trigger and these workers, all ready, all lanes owned. trigger: its settings that differ from TEST_SETTINGS."""
     async with Fleet(kafka, folder) as fleet:
-        trigger = msgspec.structs.replace(fleet.settings.trigger, delegate=delegate)
-        fleet.use(msgspec.structs.replace(fleet.settings, model=model, trigger=trigger))
+        changed = msgspec.structs.replace(fleet.settings.trigger, **trigger)
+        fleet.use(msgspec.structs.replace(fleet.settings, model=model, trigger=changed))
         fleet.start("trigger", "trigger")
         for name in workers:
             fleet.start("worker", name)

@@ -36,6 +36,7 @@ from tests.bus.secure_kafka import SecureKafka, secure_kafka
 from tests.conftest import KAFKA_HINT
 from tests.e2e.fleet import TEST_SETTINGS, Results, traffic
 from tests.statuses import worker_status
+from tests.waiting import until
 
 pytestmark = pytest.mark.kafka
 
@@ -207,12 +208,12 @@ async def test_who_only_announces_may_write_retrieval(secure: SecureKafka) -> No
 )
 async def test_a_read_that_is_not_granted_is_refused(secure: SecureKafka, user: str, topic: str) -> None:
     await apply_topics(as_user(secure, "admin"))
-    said: str | None = None
+    said = ""
     try:
         async with TopicTail(as_user(secure, user), f"{PREFIX}{topic}", [0], "earliest", lambda records: None) as tail:
-            while said is None:  # who may describe the topic is refused by the first fetch; the tail tries on
-                said = tail.trouble
-                await asyncio.sleep(0.01)
+            # Who may describe the topic is refused by the first fetch; the tail tries on.
+            await until(lambda: "lacks an ACL" in (tail.trouble or ""), "refused by the first fetch")
+            said = tail.trouble or ""
     except BrokerError as error:
         said = str(error)
     assert "lacks an ACL" in said

@@ -17,7 +17,7 @@ from tests.e2e.fleet import TEST_SETTINGS
 
 
 @pytest.mark.stack
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 async def test_a_toy_run_measures_every_mode_and_writes_its_reports(embedded_settings: Kafka, tmp_path: Path) -> None:
     settings: Settings = msgspec.structs.replace(
         TEST_SETTINGS, kafka=embedded_settings, relay=msgspec.structs.replace(TEST_SETTINGS.relay, slo_ms=2000.0)
@@ -29,13 +29,14 @@ async def test_a_toy_run_measures_every_mode_and_writes_its_reports(embedded_set
         rate=5.0,
         revisits=(0.9,),
         users=10,
+        known=16,
         samples=10,
         least_s=0.5,
         warm_up_s=0.2,
         settle_s=0.5,
         tolerance=3.0,
         repeats=1,
-        budget_s=80.0,  # what a busy machine may need before the first probe; the searches end by themselves
+        budget_s=180.0,  # what a busy machine may need before the first probe; the searches end by themselves
         candidates=20,
         suffix=4,
         out=tmp_path / "out",

@@ -71,7 +71,7 @@ async def test_a_request_that_ends_each_worker_is_answered_failed_after_so_many(
                 await send(name, POISON if name == "poison" else 2)
             for number in range(LIMIT):
                 child = fleet.children[f"w{number}"]
-                await until(lambda: child.exit_code is not None, f"w{number} ended by the poison")  # noqa: B023
+                await until(lambda: child.exit_code is not None, f"w{number} ended by the poison", 120)  # noqa: B023
                 assert child.exit_code == 9
                 start(number + 1)
             await until(lambda: {b"before", b"poison", b"after"} <= replies.keys(), f"answers {replies}")

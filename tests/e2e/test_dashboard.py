@@ -37,13 +37,15 @@ class Prometheus:
         self._url = f"http://127.0.0.1:{port}"
 
     def ask(self, path: str, **parameters: str) -> Any:
-        with LOOPBACK.open(f"{self._url}/api/v1/{path}?{urlencode(parameters)}", timeout=5) as response:
+        with LOOPBACK.open(f"{self._url}/api/v1/{path}?{urlencode(parameters)}", timeout=60) as response:
             return json.load(response)["data"]
 
     def values(self, expression: str) -> list[float]:
-        """The present values of an expression, those that are no number left out."""
-        found = [float(each["value"][1]) for each in self.ask("query", query=expression)["result"]]
-        return [value for value in found if not math.isnan(value)]
+        """The present values of an expression, those that are no number left out; none if there is no answer."""
+        with contextlib.suppress(OSError):
+            found = [float(each["value"][1]) for each in self.ask("query", query=expression)["result"]]
+            return [value for value in found if not math.isnan(value)]
+        return []
 
     def answers(self) -> bool:
         with contextlib.suppress(OSError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -31,10 +32,13 @@ def node() -> list[str]:
     for name in ("client.mjs", "package.json"):
         shutil.copy(CLIENTS / "node" / name, NODE / name)
     environment = os.environ | {"npm_config_cache": str(ROOT / ".cache" / "npm"), "npm_config_update_notifier": "false"}
-    installed = subprocess.run(
-        ["npm", "install", "--no-audit", "--no-fund", "--silent"],
-        cwd=NODE, env=environment, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    try:
+        installed = subprocess.run(
+            ["npm", "install", "--no-audit", "--no-fund", "--silent"],
+            cwd=NODE, env=environment, capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        pytest.skip("npm cannot install kafkajs here: no answer within 120 s")
     if installed.returncode:
         pytest.skip(f"npm cannot install kafkajs here: {installed.stderr[-200:].strip() or 'no registry'}")
     return ["node", str(NODE / "client.mjs")]
@@ -56,7 +60,8 @@ async def test_a_client_of_the_protocol_alone_gets_scores_and_cancels(
     broker: AnyBroker, kafka_settings: Kafka, tmp_path: Path, command: Callable[[], list[str]]
 ) -> None:
     started = await asyncio.to_thread(command)
-    async with serving_fleet(kafka_settings, tmp_path, "w1") as fleet:
+    # A busy machine's events and statuses are admitted at any age.
+    async with serving_fleet(kafka_settings, tmp_path, "w1", max_event_age_ms=6e4, max_status_age_ms=6e4) as fleet:
         process = await asyncio.create_subprocess_exec(
             *started, kafka_settings.bootstrap, kafka_settings.prefix,
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
@@ -68,7 +73,8 @@ async def test_a_client_of_the_protocol_alone_gets_scores_and_cancels(
         assert said["outcome"] in ("hbm", "joined", "full")
         assert len(said["scores"]) == 3 * 2
         await until(lambda: {said["request_id"], said["cancelled"]} <= fleet.admitted, "announced and admitted")
-        # The cancel is on another topic than the signal that it is about, and may be read before it.
-        cancelled = {f'relaygr_signals_total{{result="{result}"}} 1.0' for result in ("cancelled", "ranked")}
+        # The cancel is on another topic than the signal that it is about, and may be read before it. "ranked" also
+        # counts the first request's signal where that came behind its ranking.
+        cancelled = re.compile(r'^relaygr_signals_total\{result="(cancelled|ranked)"\} [1-9]', re.M)
         metrics = fleet.children["w1"].metrics
-        await until(lambda: any(line in cancelled for line in metrics().splitlines()), "cancelled")
+        await until(lambda: cancelled.search(metrics()), "cancelled")

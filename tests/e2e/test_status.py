@@ -53,14 +53,15 @@ async def test_who_crashed_is_named_until_its_record_is_removed(
         await fleet.lanes_settled("w1", "w2")
 
         watching = await status(tmp_path, "--watch", "--json")
-        while [each["name"] for each in (await line(watching))["workers"]] != ["w1", "w2"]:
-            pass
+        seen = await line(watching)
+        while [each["name"] for each in seen["workers"]] != ["w1", "w2"] or not seen["triggers"]:
+            seen = await line(watching)
+        (trigger,) = (each["name"] for each in seen["triggers"])
         await asyncio.to_thread(fleet.children.pop("w2").kill)
         while "w2" not in (seen := await line(watching))["silent"]:
             pass
         assert any("relaygr status --forget w2" in each for each in seen["odd"])
 
-        (trigger,) = (each["name"] for each in seen["triggers"])
         for name in ("w2", f"trigger/{trigger}"):
             code, out, err = await ended(await status(tmp_path, "--forget", name))
             assert code == 0, err
@@ -69,7 +70,8 @@ async def test_who_crashed_is_named_until_its_record_is_removed(
             pass  # the trigger runs, and publishes another one
         watching.send_signal(signal.SIGINT)
         code, _, err = await ended(watching)
-        assert (code, err) == (0, "stopped\n")
+        assert code == 0, err
+        assert err.endswith("stopped\n"), err  # where a broker answers late, there are warnings before it
 
         code, _, err = await ended(await status(tmp_path, "--forget", "nobody"))
         assert code == 2

@@ -70,6 +70,9 @@ class Desk:
             "RELAYGR_KAFKA_BOOTSTRAP": self.here("localhost:9092"),  # as the page says where port 9092 is taken
             "RELAYGR_GATEWAY_PORT": self.here("8080"),
             "OTEL_EXPORTER_OTLP_ENDPOINT": self.here("http://localhost:4318"),
+            # A gateway's curl states no timeout, and the first requests of all processes may take a second.
+            "RELAYGR_CLIENT_TIMEOUT_MS": "30000",
+            "RELAYGR_HISTORY_TIMEOUT_MS": "5000",
             "PYTHONUNBUFFERED": "1",
         }
 

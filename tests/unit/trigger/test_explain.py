@@ -15,6 +15,7 @@ from click.testing import CliRunner, Result
 from relaygr_stream.bus.topics import lane_of
 from relaygr_stream.cli.explain_table import as_json, summary
 from relaygr_stream.cli.main import main
+from relaygr_stream.engine.budgets import LaneBudgets
 from relaygr_stream.settings.schema import Kafka, Relay, Settings
 from relaygr_stream.telemetry.background import Background
 from relaygr_stream.trigger import explain, service
@@ -80,6 +81,33 @@ def test_the_table_shows_what_was_compared_and_sums_up(log: Path) -> None:
     assert "5 requests: not_at_risk 5 (100%)" in filtered.stdout
 
 
+def test_a_gap_of_the_log_takes_no_time_and_changes_nothing(
+    log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    statuses = 0
+    update = LaneBudgets.update
+
+    def counted(*arguments: Any) -> dict[int, int]:
+        nonlocal statuses
+        statuses += 1
+        return update(*arguments)
+
+    monkeypatch.setattr(LaneBudgets, "update", counted)
+    lines, found = log.read_text(encoding="utf-8").splitlines(), []
+    for gap in (400, 3000):  # seconds; demand before the gap does not matter any more
+        late = [line.rpartition("\t") for line in lines[120:]]
+        path = tmp_path / f"{gap}.data"
+        text = [*lines[:120], *(f"{head}\t{int(time) + gap}" for head, _, time in late)]
+        path.write_text("\n".join(text) + "\n", encoding="utf-8")
+        statuses = 0
+        result = rows(run("--events", str(path), "--requests", "180", "--costs", "0,1,0,0", "--speed", "1", "--json"))
+        assert statuses < 4 * (180 + 60)  # 4 a second, of which the gap has a minute at most
+        found.append(result)
+    for name in ("budget_bytes", "outstanding_bytes", "level_ms", "rate_ms_per_s"):
+        assert [row[name] for row in found[0]] == pytest.approx([row[name] for row in found[1]]), name
+    assert [row["reason"] for row in found[0]] == [row["reason"] for row in found[1]]
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
@@ -93,6 +121,9 @@ def test_the_table_shows_what_was_compared_and_sums_up(log: Path) -> None:
         (("--events", "LOG", "--costs", "1,nan,0,0"), "not finite"),
         (("--events", "LOG", "--costs", "1e300,0,0,0"), "or this large"),
         (("--events", "LOG", "--rate", "1", "--speed", "1"), "give one of them"),
+        (("--seconds", "1", "--costs", "1,1,1,1"), "--costs goes with --events only"),
+        (("--seconds", "1", "--rate", "20"), "--rate goes with --events only"),
+        (("--seconds", "1", "--workers", "1"), "--workers goes with --events only"),
     ],
 )
 def test_bad_input_is_said_in_words(arguments: tuple[str, ...], complaint: str, log: Path) -> None:
