@@ -8,8 +8,8 @@ sleep (forwarding_model.py), so that four devices fit into a machine of two core
 tokens and 8 candidates: 200 ms of the device (all times are dilated by SLEEPER_DILATION, 2). The client announces it
 and ranks it HEAD_START_S later; arrivals are Poisson, on lanes at random; clients do not hedge. In turn without
 delegation and with each policy (delegation_policies.py), at 80 % of the devices' time and at 8 %, where each finds its
-worker idle. All runs have the same arrivals. Times are the client's, from `rank` to the scores; a hit found prefix KV
-ready or joined their prefill.
+worker idle. All runs have the same arrivals. Times are the client's, from `rank` to the scores, the timeout for
+requests without scores; a hit found prefix KV ready or joined their prefill.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ class Run:
     device_ms: list[float] = field(default_factory=list)
 
     def p(self, q: float) -> float:
-        return float(np.quantile(self.latencies, q)) if self.latencies else float("nan")
+        """The quantile over all requests: those without scores took the whole timeout."""
+        all_ms = self.latencies + [TIMEOUT_S * 1e3] * (self.refused + self.failed)
+        return float(np.quantile(all_ms, q)) if all_ms else float("nan")
 
 
 def settings(kafka: Kafka, delegate: bool, status_ms: float) -> Settings:

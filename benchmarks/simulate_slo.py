@@ -12,13 +12,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from statistics import median
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import numpy as np
-from slo_fit import ROWS, Fit, Probe
+from slo_fit import Fit, Probe
 
-from relaygr_stream.lab.bench.options import SloOptions
+from relaygr_stream.lab.bench.populations import USERS_TOKENS
 from relaygr_stream.lab.bench.run import LANES_PER_WORKER
 from relaygr_stream.lab.bench.statistics import passes
 from relaygr_stream.lab.simulate.calibrate import calibrate
@@ -33,25 +33,29 @@ from relaygr_stream.settings.schema import Settings
 #: Simulations of each probe. Not one that is twenty times as long: in that, more users than a probe has come by.
 PROBES: Final = 20
 MODES: Final[dict[str, Mode]] = {"full": "full", "cache": "cache", "relay": "relay", "relay-hbm": "relay"}
-#: The presets'.
-STAGE_DELAY: Final = StageDelay(150.0, 0.1)
 
 
 def compare(report: Path, costs_file: Path | None, within: float) -> list[str]:
     """Print both; returns the targets missed."""
-    found = json.loads(report.read_text())
-    settings = msgspec.convert(found["conditions"]["settings"], Settings)
+    found = json.loads(report.read_text(encoding="utf-8"))
+    if why := not_comparable(conditions := found["conditions"]):
+        return [f"beside bench slo: {report}: {why}"]
+    given = conditions["traffic"]
+    settings = msgspec.convert(conditions["settings"], Settings)
     probes = [p for p in found["probes"] if not (p["cut_short"] or p["set_aside"]) and p["mode"] in MODES]
     if not ({"full"} <= {p["mode"] for p in probes} and {"relay"} & {p["mode"] for p in probes}):
         return [f"beside bench slo: in {report} no probe of `full` and of `relay` ran to its end undisturbed"]
-    costs = calibrate(settings, probes[0]["length"], ROWS) if costs_file is None else DeviceCosts.read(costs_file)
-    fit = Fit(costs, settings, probes)
+    if costs_file is None:
+        costs = calibrate(settings, probes[0]["length"], given["suffix"] + given["candidates"])
+    else:
+        costs = DeviceCosts.read(costs_file)
+    fit = Fit(costs, settings, probes, given)
     print(f"{'':42}P50 ms{'':13}P99 ms{'':27}hits")
     print(f"{'mode':>10} {'returns':>7} {'tokens':>6} {'per s':>6} {'real':>8} {'simulated':>9} {'real':>8} "
           f"{'simulated':>20} {'pass':>5} {'real':>6} {'simulated':>9}")  # fmt: skip
     errors: dict[str, list[float]] = {"P50": [], "P99": [], "hits": []}
     for probe in probes:
-        scenarios = [_scenario(probe, settings, fit, seed) for seed in range(PROBES)]
+        scenarios = [_scenario(probe, settings, given, fit, seed) for seed in range(PROBES)]
         stories = [run_group(scenario, scenario.groups[0]) for scenario in scenarios]
         kept = [story for story in stories if passes(len(story.at), _bad(story, settings.relay.slo_ms))]
         p99s = [percentile(latencies(one), 0.99) for one in kept or stories]
@@ -79,21 +83,32 @@ def compare(report: Path, costs_file: Path | None, within: float) -> list[str]:
     return missed
 
 
+def not_comparable(conditions: dict[str, Any]) -> str:
+    """Why the costs of a report's probes cannot be told from it; empty: they can."""
+    if "traffic" not in conditions:
+        return "does not state its traffic; measure anew with this release"
+    if conditions["workers"] != 1:
+        return f"measured {conditions['workers']} workers; compare a run with --workers 1"
+    if uneven := conditions["traffic"]["uneven"]:
+        return f"measured with {', '.join(uneven)}; compare a run of even traffic"
+    return ""
+
+
 def _bad(story: Story, slo_ms: float) -> int:
     return int((latencies(story) > slo_ms).sum())
 
 
-def _scenario(probe: Probe, settings: Settings, fit: Fit, seed: int) -> Scenario:
+def _scenario(probe: Probe, settings: Settings, given: dict[str, Any], fit: Fit, seed: int) -> Scenario:
     if probe["mode"] == "relay-hbm":
         worker = msgspec.structs.replace(settings.worker, dram_bytes=0)
         settings = msgspec.structs.replace(settings, worker=worker)
-    options = SloOptions
     returns = probe["rate"] * probe["revisit"]
+    known = max(8, round(given["known"] * USERS_TOKENS / probe["length"]))  # as populations.py has it
     traffic = Traffic(
-        rate=probe["rate"], users=10**6, revisit=probe["revisit"], length=float(probe["length"]), sigma=options.sigma,
-        return_s=options.known / returns if returns else 1.0, growth=options.growth,
-        max_prefix=settings.relay.max_prefix_tokens, suffix=options.suffix, candidates=options.candidates,
-        delay=STAGE_DELAY,
+        rate=probe["rate"], users=given["users"], zipf=given["zipf"], revisit=probe["revisit"],
+        length=float(probe["length"]), return_s=known / returns if returns else 1.0, growth=given["growth"],
+        max_prefix=settings.relay.max_prefix_tokens, suffix=given["suffix"], candidates=given["candidates"],
+        delay=StageDelay(**given["delay"]),
     )  # fmt: skip
     there, back = fit.ways(probe)
     return Scenario(

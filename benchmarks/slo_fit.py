@@ -16,14 +16,11 @@ from typing import Any, Final
 import msgspec
 
 from relaygr_stream.engine.executor import SLICE_SHARE
-from relaygr_stream.lab.bench.options import SloOptions
 from relaygr_stream.lab.simulate.bus import Z99, BusLatency
 from relaygr_stream.lab.simulate.costs import DeviceCosts
 from relaygr_stream.settings.schema import Settings
 
 Probe = dict[str, Any]
-
-ROWS: Final = SloOptions.suffix + SloOptions.candidates
 #: Quantiles of a log-normal factor, from one in a thousand on.
 QUANTILES: Final = 101
 #: Up to this share of requests that computed something besides their score, the device stage's P99 is a score's.
@@ -36,10 +33,14 @@ def relayed(probe: Probe) -> bool:
 
 
 class Fit:
-    """Of one report. costs: calibrated; probes: those that are compared."""
+    """Of one report. costs: calibrated; probes: those that are compared; traffic: the report's conditions."""
 
-    def __init__(self, costs: DeviceCosts, settings: Settings, probes: Sequence[Probe]) -> None:
+    def __init__(
+        self, costs: DeviceCosts, settings: Settings, probes: Sequence[Probe], traffic: dict[str, Any]
+    ) -> None:
         self._costs = costs
+        self._traffic = traffic
+        self._rows = traffic["suffix"] + traffic["candidates"]
         self._chunk_ms = SLICE_SHARE * settings.worker.max_ranking_delay_ms * costs.steps
         full = [probe for probe in probes if probe["mode"] == "full"]
         relays = [probe for probe in probes if relayed(probe)]
@@ -76,16 +77,16 @@ class Fit:
     def _slower(self, probe: Probe) -> tuple[float, float]:
         """Measured over calibrated device time: of prefixes and what they grow by, of scores."""
         work, length, returning = probe["device_ms_per_s"], probe["length"], probe["revisit"]
-        prefix_ms, score_ms = self._prefix_ms(length), self._costs.score([(length, ROWS)])
+        prefix_ms, score_ms = self._prefix_ms(length), self._costs.score([(length, self._rows)])
         if probe["mode"] == "full":
             # Of the requests that were judged: how many others there were is not told. The score finds a warm device.
             took_ms = probe["stage_means"]["device"]
             share = work["full_ms"] / (work["full_ms"] + work["ranking_ms"])
             return share * took_ms / (prefix_ms + self._costs.cold_ms), (1 - share) * took_ms / score_ms
         cold_ms = self._costs.cold_ms * (1 - sum(work.values()) / 1e3)
-        grown_ms = self._costs.extend(length, round(SloOptions.growth))
+        grown_ms = self._costs.extend(length, round(self._traffic["growth"]))
         extended_ms = (1 - returning) * prefix_ms + returning * grown_ms + cold_ms
-        seconds = probe["seconds"] / _requests(probe)
+        seconds = probe["seconds"] / self._requests(probe)
         extending = seconds * (work["pre_infer_ms"] + work["full_ms"]) / extended_ms
         return extending, seconds * work["ranking_ms"] / (score_ms + cold_ms)
 
@@ -95,11 +96,10 @@ class Fit:
         rest = self._costs.extend(0, tokens) - e0
         return rest + e0 * math.ceil(rest / max(e0, self._chunk_ms - e0))
 
-
-def _requests(probe: Probe) -> float:
-    """Those of the warm-up, too."""
-    decided = float(sum(probe["decisions"].values()))
-    return decided or float(probe["requests"] + probe["rate"] * SloOptions.warm_up_s)
+    def _requests(self, probe: Probe) -> float:
+        """Those of the warm-up, too."""
+        decided = float(sum(probe["decisions"].values()))
+        return decided or float(probe["requests"] + probe["rate"] * self._traffic["warm_up_s"])
 
 
 def _recomputes(probe: Probe) -> bool:

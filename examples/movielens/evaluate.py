@@ -7,9 +7,12 @@ own two operations.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
+from zipfile import BadZipFile
 
 import numpy as np
 import numpy.typing as npt
@@ -130,14 +133,15 @@ def offline_ranks(model: RankingModel, data: Histories, longest: int, out: Path)
     """Ranks of the test item: "test" for all users, "n" with the last n behaviours for those with GROUPS[0] or more.
 
     A user with at most n behaviours before the test item has the rank of "test" at n. Kept in OFFLINE_FILE with the
-    model's version, since they take longer than the rest of a run without training.
+    model's version and a digest of the data, since they take longer than the rest of a run without training.
     """
-    file, key = out / OFFLINE_FILE, f"{model.version} {data.interactions}"
-    if file.is_file():
-        with np.load(file) as kept:
-            if str(kept["key"]) == key:
-                print(f"from {file}, of this checkpoint and this data")
-                return {name: kept[name] for name in kept.files if name != "key"}
+    file, key = out / OFFLINE_FILE, f"{model.version} {_digest(data)}"
+    # A file that cannot be read is written anew.
+    with suppress(OSError, ValueError, KeyError, EOFError, BadZipFile), file.open("rb") as raw, np.load(raw) as kept:
+        if str(kept["key"]) == key:
+            found = {name: kept[name] for name in kept.files if name != "key"}
+            print(f"from {file}, of this checkpoint and this data")
+            return found
     items, line = len(data.names), LiveLine()
 
     def ranked(users: Sequence[History], length: int) -> Ints:
@@ -157,8 +161,20 @@ def offline_ranks(model: RankingModel, data: Histories, longest: int, out: Path)
         found[str(length)] = ranks = found["test"][enough]
         ranks[cut] = ranked([users[index] for index in cut.nonzero()[0]], length)
     line.close()
-    np.savez(file, key=np.array(key), **found)  # type: ignore[arg-type]  # its stub takes a keyword for allow_pickle
+    partial = file.with_name(f".{file.name}")  # an interrupted write leaves the kept file as it was
+    np.savez(partial, key=np.array(key), **found)
+    partial.replace(file)
     return found
+
+
+def _digest(data: Histories) -> str:
+    """Of all behaviours."""
+    digest = hashlib.sha256()
+    for user in data.users:
+        digest.update(np.int64(len(user)).tobytes())
+        for column in (user.items, user.actions, user.times):
+            digest.update(column.astype(np.int64).tobytes())
+    return digest.hexdigest()
 
 
 def by_group(data: Histories, found: dict[int, Floats]) -> dict[str, dict[int, Floats]]:

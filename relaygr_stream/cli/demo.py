@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Literal
 
 import click
 
-from relaygr_stream.cli.options import parse_flags, source_options
+from relaygr_stream.cli.options import check_cluster, parse_flags, source_options
 from relaygr_stream.settings.files import check_writable
 from relaygr_stream.settings.load import load_settings
 
@@ -19,16 +20,14 @@ PACKAGED = "demo"
 @click.option(
     "--broker",
     type=click.Choice(["embedded", "kafka"]),
-    default="embedded",
-    show_default=True,
-    help="Private broker to start: the embedded one, or Apache Kafka from KAFKA_HOME.",
+    help="Private broker to start: the embedded one, or Apache Kafka from KAFKA_HOME. [embedded]",
 )
 @click.option("--bootstrap", metavar="HOST:PORT", help="Use this running cluster instead of a private broker.")
 @click.option(
     "--seconds", type=click.FloatRange(2, 3600), default=30.0, show_default=True, help="Length of each phase."
 )
 @click.option("--rate", type=click.FloatRange(0.1, 10_000), default=4.0, show_default=True, help="Requests per second.")
-@click.option("--seed", type=int, default=7, show_default=True, help="Seed of the traffic.")
+@click.option("--seed", type=click.IntRange(0), default=7, show_default=True, help="Seed of the traffic.")
 @click.option(
     "--out",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -49,7 +48,7 @@ PACKAGED = "demo"
 )
 @source_options
 def demo_command(
-    broker: str,
+    broker: Literal["embedded", "kafka"] | None,
     bootstrap: str | None,
     seconds: float,
     rate: float,
@@ -77,6 +76,7 @@ def demo_command(
     from relaygr_stream.lab.demo.run import DemoOptions, run_demo
     from relaygr_stream.ops.stopping import run_until_stopped
 
+    check_cluster(broker, bootstrap)
     check_writable(out, "--out")
     check_can_draw(out)
     flags = {"kafka.bootstrap": bootstrap, "model.checkpoint": checkpoint, **parse_flags(assignments)}
@@ -84,7 +84,7 @@ def demo_command(
     if events is not None and settings.model.checkpoint == PACKAGED and not settings.model.factory:
         raise click.UsageError("--events goes with --checkpoint FOLDER: the packaged model knows generated items only")
     options = DemoOptions(
-        broker=None if bootstrap else ("kafka" if broker == "kafka" else "embedded"),
+        broker=None if bootstrap else broker or "embedded",
         seconds=seconds,
         rate=rate,
         seed=seed,

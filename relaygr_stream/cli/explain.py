@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
-from relaygr_stream.cli.options import check_pace, config_options
+from relaygr_stream.cli.options import check_pace, config_options, flag_of
 from relaygr_stream.errors import ConfigError
 from relaygr_stream.settings.load import Config
 from relaygr_stream.wire.messages import CostModel
@@ -53,6 +54,10 @@ def explain_command(config: Config, only: str | None, as_json_lines: bool, **fla
         raise click.UsageError(f"--only {only}: no such decision; write one of {', '.join(REASONS)}")
     seconds = flags.pop("seconds")
     if seconds is not None:
+        source = click.get_current_context().get_parameter_source
+        for name in flags:
+            if source(name) is ParameterSource.COMMANDLINE:
+                raise click.UsageError(f"{flag_of(name)} goes with --events only")
         from relaygr_stream.trigger.explain import explain_live, running_policy
 
         policy, whose = asyncio.run(running_policy(config.settings))

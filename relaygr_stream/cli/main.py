@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import sys
 from functools import partial
 from importlib import import_module
@@ -64,6 +65,9 @@ class _Group(click.Group):
         return super().resolve_command(context, args)
 
     def main(self, *args: Any, **options: Any) -> Any:
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="backslashreplace")  # not every locale's encoding has … or ✓
         try:
             return super().main(*args, **options)
         except OSError as error:

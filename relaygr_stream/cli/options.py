@@ -91,7 +91,11 @@ def parse_share(text: str) -> float:
 
 def share(_: click.Context, __: click.Parameter, value: str | None) -> float | None:
     """The callback of an option that is a share."""
-    return None if value is None else parse_share(value)
+    if value is None:
+        return None
+    if not 0 <= (parsed := parse_share(value)) <= 1:
+        raise click.BadParameter(f"{value!r} is not within 0…1")
+    return parsed
 
 
 def _pair(text: str, expected: str) -> tuple[float, float]:
@@ -189,3 +193,9 @@ def check_pace(speed: float | None, rate: float | None) -> None:
     """Raise click.UsageError if both are given: speed keeps a log's own times, rate replaces them."""
     if speed is not None and rate is not None:
         raise click.UsageError("--speed keeps the log's times, --rate replaces them; give one of them")
+
+
+def check_cluster(broker: str | None, bootstrap: str | None) -> None:
+    """Raise click.UsageError if both are given: one starts a broker, the other uses one that runs."""
+    if broker is not None and bootstrap is not None:
+        raise click.UsageError("--broker starts a private broker, --bootstrap uses a running cluster; give one of them")

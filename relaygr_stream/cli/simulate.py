@@ -91,11 +91,22 @@ if TYPE_CHECKING:
     show_default=True,
     help="Share of worker statuses that are lost.",
 )
-@click.option("--fail-rack", metavar="SHARE", callback=share, help="Share of the workers that die at once, e.g. 2%.")
+@click.option(
+    "--fail-rack",
+    metavar="SHARE",
+    callback=share,
+    help="Share of the workers that die at once, e.g. 2%; at least one dies.",
+)
 @click.option("--at", type=float, default=10.0, show_default=True, help="Seconds of measured time before --fail-rack.")
 @click.option("--seconds", type=float, default=30.0, show_default=True, help="Measured simulated time.")
 @click.option("--warm-up", type=float, help="Simulated time before the measured one. [three times --return-after]")
-@click.option("--sample", type=click.IntRange(1), default=40, show_default=True, help="Workers that are simulated.")
+@click.option(
+    "--sample",
+    type=click.IntRange(1),
+    default=40,
+    show_default=True,
+    help="Workers that are simulated; with --fail-rack at least 1 / SHARE.",
+)
 @click.option(
     "--plan", is_flag=True, help="Find the smallest fleet for this traffic, its memory, and the effect of a failure."
 )
@@ -141,7 +152,7 @@ def _simulate(settings: Settings, given: dict[str, Any]) -> None:
 
     scenario = _scenario(given, settings)
     if given["save_costs"]:
-        given["save_costs"].write_text(scenario.costs.as_toml())
+        given["save_costs"].write_text(scenario.costs.as_toml(), encoding="utf-8")
         click.echo(f"costs written to {given['save_costs']}", err=True)
     if given["plan"]:
         figures = _plan(scenario, given)
@@ -151,8 +162,10 @@ def _simulate(settings: Settings, given: dict[str, Any]) -> None:
         print_table(render(scenario, story, time.perf_counter() - started))
         figures = summary(scenario, story)
     if given["json_file"]:
-        given["json_file"].write_text(json.dumps(figures, indent=1, default=str) + "\n")
+        given["json_file"].write_text(json.dumps(figures, indent=1, default=str) + "\n", encoding="utf-8")
         click.echo(f"all figures in {given['json_file']}", err=True)
+    if not figures.get("holds", True):
+        sys.exit(1)  # with --plan: the SLO held at no size of memory
 
 
 def _costs(given: dict[str, Any], settings: Settings, traffic: Traffic) -> DeviceCosts:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from relaygr_stream.errors import REASONS
+from relaygr_stream.wire.messages import Outcome
 
 #: Milliseconds to seconds around a tight ranking SLO; 1.5–2× apart, so that a quantile is known within that.
 LATENCY_BUCKETS = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2)
@@ -100,7 +103,10 @@ class WorkerMetrics:
         self.model_info = gauge(
             "relaygr_model_info", "1; the model's version and a note on its weights", "version", "note"
         )
-        # Known label values from the start: a rate over a counter that appears with its first event misses that event.
+        # Known label values from the start: a rate over a counter that appears with its first event misses that event,
+        # and a share of events that never came would be no number instead of 0.
+        for outcome in get_args(Outcome):
+            self.answers.labels("ok", outcome)
         for reason in REASONS:
             self.dead_letters.labels(reason)
         for verdict in ("agreed", "deviated"):

@@ -61,3 +61,24 @@ def test_a_command_is_a_command_or_a_group_and_not_both() -> None:
                 check(inner)
 
     check(main)
+
+
+@pytest.mark.parametrize("charset", ["ascii", "latin-1"])
+def test_what_the_terminal_cannot_show_is_escaped(charset: str) -> None:
+    result = CliRunner(charset=charset).invoke(main, ["config", "show"])
+    assert result.exit_code == 0, result.exception
+    assert "\\u" in result.output
+
+
+@pytest.mark.parametrize("command", [["bench", "slo"], ["demo"]])
+def test_a_private_broker_and_a_running_cluster_are_not_asked_for_together(command: list[str]) -> None:
+    result = CliRunner().invoke(main, [*command, "--broker", "embedded", "--bootstrap", "nowhere:1"])
+    assert result.exit_code == 2
+    assert "give one of them" in result.output
+
+
+@pytest.mark.parametrize("command", [["bench", "slo"], ["bench", "paper"], ["demo"]])
+def test_a_seed_that_no_generator_takes_is_refused_at_once(command: list[str]) -> None:
+    result = CliRunner().invoke(main, [*command, "--seed", "-1"])
+    assert result.exit_code == 2
+    assert "'--seed'" in result.output

@@ -146,6 +146,11 @@ def test_containers_stop_after_the_processes_have_drained() -> None:
         assert int(SERVICES[name]["stop_grace_period"].removesuffix("s")) * 1e3 > drain_ms
 
 
+def test_a_worker_service_that_is_scaled_has_workers_of_several_names() -> None:
+    assert not [name for name, service in OURS.items() if "RELAYGR_WORKER_NAME" in service["environment"]]
+    assert not [name for name, service in OURS.items() if "hostname" in service]  # the default name has the host's
+
+
 def test_ports_are_published_on_the_loopback_address_only() -> None:
     ports = [port for service in SERVICES.values() for port in service.get("ports", [])]
     assert ports
@@ -203,6 +208,15 @@ def test_every_metric_and_label_of_dashboard_and_alerts_is_exported(expression: 
     labels |= set(chain.from_iterable(re.split(r", *", group) for group in re.findall(r"\bby \(([^)]*)\)", expression)))
     exported = set().union(*(samples[name] for name in named)) | {"instance", "job", "le"}
     assert labels <= exported
+
+
+def test_a_worker_without_any_hit_exports_0_hits_and_not_nothing() -> None:
+    registry = CollectorRegistry()
+    WorkerMetrics(registry)
+    named = set(chain.from_iterable(found.split("|") for found in re.findall(r'outcome=~?"([^"]+)"', str(ALERTS))))
+    assert {"hbm", "dram", "joined"} <= named
+    for outcome in named:
+        assert registry.get_sample_value("relaygr_answers_total", {"status": "ok", "outcome": outcome}) == 0.0
 
 
 @pytest.mark.parametrize("compose", [("docker", "compose"), ("docker-compose",)], ids=" ".join)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 import msgspec
 from rich.console import Console
@@ -26,20 +27,30 @@ from relaygr_stream.lab.workload.report import HITS
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.printable import SafeConsole, print_table
 
+#: The options of the traffic in the report's conditions, and those whose presence alone is stated there: numbers and
+#: names, from which benchmarks/simulate_slo.py simulates the same traffic.
+TRAFFIC: Final = ("candidates", "suffix", "growth", "known", "users", "zipf", "delay", "warm_up_s")
+UNEVEN: Final = ("sigma", "mix", "tide", "arrivals")
 
-def assemble(bench: Bench, command: str) -> SloReport:
-    """The report of a bench that has run. Raises RelayError if there was no time for a single probe."""
+
+def assemble(bench: Bench, command: str, ended: str = "") -> SloReport:
+    """The report of a bench that has run; ended: what ended it early. Raises RelayError if there was no time for a
+    single probe."""
     if bench.world is None or not bench.measured:
         raise RelayError(f"no probe fitted into {bench.options.budget_s:g} s; give --budget more seconds")
     reached = [cell for cell in bench.cells if cell.given]
     founds = [judge.found(cell, bench.worlds) for cell in reached]
     ratios = judge.ratios(reached, bench.worlds)
-    relayed = [one for one in bench.measured if one.probe.mode == RELAY.name and one.probe.passed]
+    within = {id(probe) for cell in reached for probe in judge.up_to_found(cell)}
+    counted = [one for one in bench.measured if one.probe.mode == RELAY.name and not one.probe.set_aside]
+    relayed = [one for one in counted if id(one.probe) in within]
     bus = _bus(relayed) | {"wakes": chain([late for one in relayed for late in bench.wakes_in(one.probe)])}
     hits = {
         "admitted": sum(one.probe.admitted for one in relayed),
         "hit": sum(one.probe.admitted_hits for one in relayed),
         "announced": sum(one.probe.announced for one in relayed),
+        "admitted_beyond": sum(one.probe.admitted for one in counted if id(one.probe) not in within),
+        "hit_beyond": sum(one.probe.admitted_hits for one in counted if id(one.probe) not in within),
     } | {word: sum(one.probe.outcomes.get(found, 0) for one in relayed) for found, word in HITS.items()}
     return SloReport(
         conditions=_conditions(bench, command),
@@ -51,7 +62,10 @@ def assemble(bench: Bench, command: str) -> SloReport:
         budgets=bench.budgets,
         bus=bus,
         hits=hits,
-        missed=judge.missed(ratios, founds, bus, (hits["admitted"], hits["hit"])),
+        missed=[
+            *([f"the run ended early: {ended}"] if ended else []),
+            *judge.missed(ratios, founds, bus, (hits["admitted"], hits["hit"])),
+        ],
         wall_s=bench.clock(),
     )
 
@@ -92,6 +106,8 @@ def _conditions(bench: Bench, command: str) -> dict[str, Any]:
         "preset": options.preset,
         "length": bench.length,
         "workers": options.workers,
+        "traffic": {name: getattr(options, name) for name in TRAFFIC}
+        | {"uneven": [name for name in UNEVEN if getattr(options, name)]},
         "settings": msgspec.to_builtins(
             {name: getattr(settings, name) for name in ("relay", "trigger", "worker", "model")}
         ),
@@ -113,15 +129,30 @@ def _disturbance(bench: Bench) -> str:
 
 
 async def run_slo(options: SloOptions, settings: Settings, command: str, console: Console | None = None) -> bool:
-    """Measure, print and write the reports; returns whether every target was met. Raises RelayError."""
+    """Measure, write the reports and print; returns whether every target was met. Raises RelayError.
+
+    A run that ends early writes what it measured into files of other names, so that no whole report is lost.
+    """
     console = console or SafeConsole()
     with Progress(console) as progress:
         bench = Bench(options, settings, progress)
-        await bench.run()
+        try:
+            await bench.run()
+        except BaseException as error:
+            if bench.measured:
+                written = _write(assemble(bench, command, str(error) or "stopped"), options.out, "partial")
+                progress.say(f"report of what was measured: {written}")
+            raise
     report = assemble(bench, command)
+    written = _write(report, options.out, "report")
     print_table(render_table(report), console)
-    json, page = options.out / "report.json", options.out / "report.html"
+    console.print(f"report: {written}", soft_wrap=True)
+    return not report.missed
+
+
+def _write(report: SloReport, folder: Path, name: str) -> str:
+    """Its page and its JSON; the JSON first, which is all of it."""
+    page, json = folder / f"{name}.html", folder / f"{name}.json"
     json.write_bytes(report.json())
     page.write_text(render_page(report), encoding="utf-8")
-    console.print(f"report: {page}, {json}", soft_wrap=True)
-    return not report.missed
+    return f"{page}, {json}"

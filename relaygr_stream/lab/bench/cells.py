@@ -89,7 +89,15 @@ class Cell:
         if known or self.start is not None:
             guess, step = known[-1] if known else self.start or 0.0, self.tolerance
         self.searches.append(
-            Search(guess=guess, low=low, high=high, step=step, tolerance=self.tolerance, most=self.most)
+            Search(
+                guess=guess,
+                low=low,
+                high=high,
+                step=step,
+                tolerance=self.tolerance,
+                most=self.most,
+                block=LENGTH_STEP if self.kind == "length" else 0,
+            )
         )
         self.ats.append(self.at)
 
@@ -99,14 +107,16 @@ class Cell:
         value = self.searches[-1].next()
         if value is None:
             return None
-        if self.kind == "rate":
-            return int(self.at), value
-        return max(LEAST_LENGTH, round(value / LENGTH_STEP) * LENGTH_STEP), self.at
+        return (int(self.at), value) if self.kind == "rate" else (int(value), self.at)
 
     def record(self, probe: Probe) -> None:
         """Record the result of the last probe."""
         self.probes.append(probe)
-        self.searches[-1].record(probe.rate if self.kind == "rate" else probe.length, probe.passed)
+        self.searches[-1].record(self.value(probe), probe.passed)
+
+    def value(self, probe: Probe) -> float:
+        """Its rate or length, whichever is searched."""
+        return probe.rate if self.kind == "rate" else probe.length
 
     @property
     def given(self) -> list[float]:
@@ -115,8 +125,13 @@ class Cell:
 
     @property
     def values(self) -> list[float]:
-        """The largest passing value of each search that has one."""
-        return [search.passed for search in self.searches if search.passed is not None]
+        """The largest passing value of each search that had a probe; 0 where none passed."""
+        return [search.passed or 0.0 for search in self.searches if search.tried]
+
+    @property
+    def settled(self) -> bool:
+        """Whether each search is; else `values` are lower bounds."""
+        return bool(self.searches) and all(search.settled for search in self.searches)
 
     def bound(self, world: World, at: float | None = None) -> float:
         """The upper bound from the device's capacity. at: replaces the cell's own given value."""
@@ -129,7 +144,7 @@ class Cell:
 
     def _limits(self, world: World) -> tuple[float, float]:
         if self.kind == "length":
-            return LEAST_LENGTH, world.longest
+            return LEAST_LENGTH, world.longest // LENGTH_STEP * LENGTH_STEP
         return LEAST_RATE, min(self.most_rate, max(2 * LEAST_RATE, HEADROOM * self.bound(world)))
 
     def queue(self, worlds: Sequence[World], at: float | None = None) -> float:

@@ -10,6 +10,7 @@ from relaygr_stream.lab.bench.capacity import device_ms
 from relaygr_stream.lab.bench.cells import Cell, World
 from relaygr_stream.lab.bench.modes import FULL, RELAY
 from relaygr_stream.lab.bench.results import STAGES, Found, Probe, Ratio, Spread
+from relaygr_stream.lab.bench.search import ROUNDING
 
 #: The project's targets for a small CPU machine: the relay with DRAM against full inference.
 LENGTH_TARGET: Final = 4.0
@@ -36,14 +37,14 @@ WORTH_NAMING: Final = 0.05
 def found(cell: Cell, worlds: Sequence[World]) -> Found:
     """The result of the cell's searches; its given value is known."""
     values = cell.values
-    at_found = [probe for probe in cell.probes if probe.passed and _value(cell, probe) in values]
+    at_found = [probe for probe in cell.probes if cell.value(probe) in values]
     return Found(
         kind=cell.kind,
         mode=cell.mode.name,
         revisit=cell.revisit,
         given=cell.given,
         values=values,
-        settled=bool(cell.searches) and all(search.settled for search in cell.searches),
+        settled=cell.settled,
         bound=_bound(cell, worlds),
         requests=sum(probe.requests for probe in at_found),
         bad=sum(probe.bad for probe in at_found),
@@ -58,6 +59,12 @@ def _median(values: Iterable[float | None]) -> float | None:
     return median(known) if known else None
 
 
+def up_to_found(cell: Cell) -> list[Probe]:
+    """The probes up to the value found, whether they passed: in another repeat the same value may fail."""
+    most = ROUNDING * median(cell.values or [0.0])
+    return [probe for probe in cell.probes if cell.value(probe) <= most]
+
+
 def ratios(cells: Sequence[Cell], worlds: Sequence[World]) -> list[Ratio]:
     """The ratio of every cell to full inference, if that has a value."""
     return [ratio for cell in cells if cell.mode is not FULL and (ratio := _ratio(cell, cells, worlds)) is not None]
@@ -70,6 +77,20 @@ def missed(
     return list(_missed(report_ratios, founds, bus, hits))
 
 
+def unknown(report_ratios: Sequence[Ratio]) -> list[str]:
+    """The targets that a bound leaves open."""
+    return [
+        f"{_what(one)}: {one.mark}{one.value or 0.0:.2f}×, the target is {one.target:g}×; not known, unsettled: "
+        f"{', '.join(name for name, bound in ((one.mode, one.least), (FULL.name, one.most)) if bound)}"
+        for one in report_ratios
+        if one.target is not None and one.reached is None
+    ]
+
+
+def _what(ratio: Ratio) -> str:
+    return f"{'throughput' if ratio.kind == 'rate' else 'length'} of {ratio.mode} at revisit {ratio.revisit:.0%}"
+
+
 def _missed(
     report_ratios: Sequence[Ratio], founds: Sequence[Found], bus: Mapping[str, Spread], hits: tuple[int, int]
 ) -> Iterator[str]:
@@ -79,16 +100,16 @@ def _missed(
             yield f"full inference: no {one.kind} kept the SLO, so there is nothing to compare with; {why}"
     limits = {(one.kind, one.mode, one.revisit): one.limits for one in founds}
     for ratio in report_ratios:
-        what = f"{'throughput' if ratio.kind == 'rate' else 'length'} of {ratio.mode} at revisit {ratio.revisit:.0%}"
+        what = _what(ratio)
         why = "; ".join(limits.get((ratio.kind, ratio.mode, ratio.revisit), []))
-        if ratio.target is not None and ratio.value is None:
+        if ratio.reached is False and ratio.value is None:
             yield f"{what}: no value found, the target is {ratio.target:g}×; {why}"
-        elif ratio.target is not None and ratio.value is not None and ratio.value < ratio.target:
+        elif ratio.reached is False:
             allowed = (
                 f"the capacity arithmetic allows {ratio.bound:.2g}×, a queue of Poisson arrivals at the device about "
                 f"{ratio.queue:.2g}×"
             )
-            yield f"{what}: {ratio.value:.2f}×, the target is {ratio.target:g}×; {allowed}; {why}"
+            yield f"{what}: {ratio.mark}{ratio.value:.2f}×, the target is {ratio.target:g}×; {allowed}; {why}"
         if ratio.value is not None and ratio.value > BOUND_TOLERANCE * ratio.bound:
             yield (
                 f"{what}: {ratio.value:.2f}× is beyond the {ratio.bound:.2f}× that the capacity arithmetic allows; "
@@ -107,14 +128,13 @@ def _missed(
 def _ratio(cell: Cell, cells: Sequence[Cell], worlds: Sequence[World]) -> Ratio | None:
     base = next((one for one in cells if one.mode is FULL and one.kind == cell.kind), None)
     rates = next((one for one in cells if one.mode is FULL and one.kind == "rate"), None)
-    if rates is None or not rates.values:
+    if rates is None or not any(rates.values):
         return None
     # At full inference's largest rate, its largest length is the length at which that rate was found.
     full = rates.given if base is None else base.values
-    full = [value for value in full if value]
-    if not full:
+    if not full or not (middle := median(full)):
         return None
-    mine, middle = cell.values, median(full)
+    mine = cell.values
     length = median(cell.given if cell.kind == "rate" else full)
     cost = worlds[-1].cost(length, cell.revisit)
     target = None
@@ -124,13 +144,15 @@ def _ratio(cell: Cell, cells: Sequence[Cell], worlds: Sequence[World]) -> Ratio 
         kind=cell.kind,
         mode=cell.mode.name,
         revisit=cell.revisit,
-        value=median(mine) / middle if mine else None,
+        value=(median(mine) / middle or None) if mine else None,
         low=min(mine) / max(full) if mine else None,
-        high=max(mine) / min(full) if mine else None,
+        high=max(mine) / min(full) if mine and all(full) else None,
         bound=_bound(cell, worlds) / middle,
         queue=cell.queue(worlds, median(cell.given)) / middle,
         work=cost.full / device_ms(cell.mode, cost, cell.revisit),
         target=target,
+        least=not cell.settled,
+        most=not (base or rates).settled,
     )
 
 
@@ -147,7 +169,7 @@ def _limits(cell: Cell) -> list[str]:
         return ["not probed: there was no time left"]
     if not failing:
         return ["nothing failed: the search ended at its limit or when its time was used up"]
-    probe = min(failing, key=lambda one: _value(cell, one))
+    probe = min(failing, key=cell.value)
     return list(explain(probe))
 
 
@@ -177,7 +199,3 @@ def explain(probe: Probe) -> Iterator[str]:
             yield f"{count / slowest:.0%} of the slowest {words}"
     for error, count in sorted(probe.errors.items()):
         yield f"{count} got no scores ({error})"
-
-
-def _value(cell: Cell, probe: Probe) -> float:
-    return probe.rate if cell.kind == "rate" else probe.length

@@ -6,8 +6,9 @@ The processes' settings (model, memory, SLO) are in workers/slo-quick.toml and w
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -16,7 +17,7 @@ from relaygr_stream.lab.bench.modes import CACHE, FULL, MODES, RELAY, Mode
 from relaygr_stream.lab.bench.statistics import STAGES_AT_MOST
 from relaygr_stream.lab.workload.arrivals import ArrivalLog
 from relaygr_stream.lab.workload.items import StageDelay
-from relaygr_stream.lab.workload.traffic import Mix, Spread, Tide
+from relaygr_stream.lab.workload.traffic import Mix, Spread, Tide, Traffic
 
 #: Sigma of the log-normal head start.
 DELAY_SIGMA: Final = 0.1
@@ -74,13 +75,12 @@ class SloOptions:
                     object.__setattr__(self, name, (self.arrivals.returns,))
         if not self.revisits or not all(0 <= ratio < 1 for ratio in (*self.revisits, *self.length_revisits)):
             raise ConfigError(f"revisit ratios {self.revisits}, {self.length_revisits}: must be within 0…1, 1 excluded")
-        if self.length <= 0:
-            raise ConfigError(f"length = {self.length}: must be above 0")
-        for name in ("workers", "suffix", "candidates", "known", "users", "samples", "repeats", "budget_s"):
-            if getattr(self, name) <= 0:
+        for name in ("workers", "suffix", "known", "samples", "repeats", "budget_s"):
+            if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} = {getattr(self, name)}: must be above 0")
-        if self.rate is not None and self.rate <= 0:
-            raise ConfigError(f"rate = {self.rate:g}: must be above 0")
+        # Refuses, before any process starts, what the traffic of a probe would. The settings bound the length (run.py).
+        shape = {one.name: getattr(self, one.name) for one in fields(Traffic) if hasattr(self, one.name)}
+        Traffic(**{**shape, "rate": 1.0 if self.rate is None else self.rate, "max_prefix": sys.maxsize})
         if self.tolerance <= 1:
             raise ConfigError(f"tolerance = {self.tolerance:g}: is a factor above 1")
 

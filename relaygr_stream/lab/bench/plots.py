@@ -120,7 +120,7 @@ def _ratios(report: SloReport) -> Chart:
         Bar(
             f"{one.mode} {one.kind} {one.revisit:.0%}",
             [(one.mode, one.value or 0.0)],
-            f"{one.value or 0:.2f}× of {one.bound:.1f}×",
+            f"{one.mark}{one.value or 0:.2f}× of {one.bound:.1f}×",
             mark=one.bound,
         )
         for one in report.ratios

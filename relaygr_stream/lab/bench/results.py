@@ -105,10 +105,10 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     mode: str
     revisit: float
     given: list[float]  # of each repeat: the length at which the rate was searched, or the rate for a length
-    values: list[float]  # of each repeat that found one
+    values: list[float]  # of each repeat that had a probe; 0: none passed
     settled: bool  # every repeat reached the tolerance
     bound: float  # the upper bound from the device's capacity
-    requests: int  # judged at the found values, all repeats together
+    requests: int  # judged at the found values, all repeats together, whether the probe passed
     bad: int
     limits: list[str]  # why a larger value fails, as text
     p99_short: float | None = None  # at the found values, median of the repeats; None: users are of one kind
@@ -121,10 +121,8 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def value(self) -> float | None:
-        """The median over the repeats; None if no probe passed."""
-        if not self.values:
-            return None
-        return median(self.values)
+        """The median over the repeats; None if nothing passed in most of them."""
+        return (median(self.values) or None) if self.values else None
 
     @property
     def bad_share(self) -> tuple[float, float]:
@@ -140,11 +138,28 @@ class Ratio(msgspec.Struct, frozen=True, kw_only=True):
     revisit: float
     value: float | None
     low: float | None  # smallest of mode over largest of full, over the repeats
-    high: float | None
+    high: float | None  # None beside `low`: full inference carried nothing in a repeat
     bound: float  # upper bound from the device's capacity, given full inference's value
     queue: float  # largest ratio with which a simulated queue at the device keeps the SLO, given the same
     work: float  # cost of full inference ÷ the mode's cost: saved device time, without the gain of working ahead
     target: float | None
+    least: bool = False  # the mode's value is a lower bound, so the ratio is
+    most: bool = False  # that of full inference is, so the ratio is an upper bound
+
+    @property
+    def mark(self) -> str:
+        """Before the value."""
+        return {(True, False): "≥ ", (False, True): "≤ ", (True, True): "? "}.get((self.least, self.most), "")
+
+    @property
+    def reached(self) -> bool | None:
+        """Whether it reaches the target; None: it has none, or is a bound that does not tell."""
+        if self.target is None:
+            return None
+        if self.value is None:
+            return False
+        enough = self.value >= self.target
+        return None if (self.most if enough else self.least) else enough
 
 
 class Memory(msgspec.Struct, frozen=True):
@@ -167,9 +182,11 @@ class SloReport(msgspec.Struct, frozen=True, kw_only=True):
     costs: dict[str, float]  # c0…c3 of T_full, as fitted at the end
     memory: list[Memory]
     budgets: dict[str, dict[str, int]]  # pipeline → tier → bytes
-    bus: dict[str, Spread]  # in, out, both and wakes (see wakes.py) per request, over the passing probes of the relay
+    #: in, out, both and wakes (see wakes.py) per request, over the relay's probes up to the values found
+    bus: dict[str, Spread]
     #: In the same probes: admitted, and of those answered from prefix KV (hit); announced, and of all of those answered
-    #: from prefix KV that were ready, reloaded or joined. The last four are missing in older reports.
+    #: from prefix KV that were ready, reloaded or joined; in the relay's other probes: admitted_beyond, hit_beyond.
+    #: Older reports lack all but the first two.
     hits: dict[str, int]
     missed: list[str]  # missed targets, with causes
     wall_s: float

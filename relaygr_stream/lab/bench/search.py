@@ -1,7 +1,7 @@
 """Searches the largest value that passes, with few probes, which are noisy and expensive.
 
 A bracketing search on a logarithmic scale: step outwards from a guess until one value passes and a larger one fails,
-then bisect until they are within the tolerance.
+then bisect until they are within the tolerance, or where values are whole blocks, next to each other.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ class Search:
     step: float = 1.5  # factor of the outward steps
     tolerance: float = 1.15  # of the bracket, failing over passing
     most: int = 12
+    block: int = 0  # values are whole multiples of it, `low` and `high` included; 0: any values
     passed: float | None = None  # the largest that passed
     failed: float | None = None  # the smallest that failed
     tried: list[tuple[float, bool]] = field(default_factory=list)
@@ -37,7 +38,7 @@ class Search:
             raise ValueError(f"search within {self.low:g}…{self.high:g}: must be positive, finite and in order")
         if self.step <= 1 or self.tolerance <= 1:
             raise ValueError(f"step {self.step:g} and tolerance {self.tolerance:g} are factors above 1")
-        self.guess = min(self.high, max(self.low, self.guess))
+        self.guess = min(self.high, max(self.low, self._whole(self.guess)))
 
     def next(self) -> float | None:
         """The next value to probe; None when the search is complete."""
@@ -47,10 +48,12 @@ class Search:
             return self.guess
         if self.failed is None:
             assert self.passed is not None
-            return None if self.passed >= self.high else min(self.high, self.passed * self.step)
+            larger = self._whole(max(self.passed * self.step, self.passed + self.block))
+            return None if self.passed >= self.high else min(self.high, larger)
         if self.passed is None:
-            return None if self.failed <= self.low else max(self.low, self.failed / self.step)
-        return None if self._close else math.sqrt(self.passed * self.failed)
+            smaller = self._whole(min(self.failed / self.step, self.failed - self.block))
+            return None if self.failed <= self.low else max(self.low, smaller)
+        return None if self._close else self._whole(math.sqrt(self.passed * self.failed))
 
     def record(self, value: float, passed: bool) -> None:
         """Record the verdict on `value`."""
@@ -70,6 +73,11 @@ class Search:
 
     @property
     def _close(self) -> bool:
-        """Whether the bracket is within the tolerance, which a step of just that factor is, however it was rounded."""
-        known = self.passed is not None and self.failed is not None
-        return known and (self.failed or 0.0) <= (self.passed or 0.0) * self.tolerance * ROUNDING
+        """Whether the bracket is within the tolerance, which a step of just that factor is, however it was rounded, or
+        one block."""
+        if self.passed is None or self.failed is None:
+            return False
+        return self.failed <= max(self.passed * self.tolerance, self.passed + self.block) * ROUNDING
+
+    def _whole(self, value: float) -> float:
+        return round(value / self.block) * self.block if self.block else value

@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from relaygr_stream.lab.bench.judge import BUS_TARGET_MS, DIGEST, HIT_TARGET, PAPER
+from relaygr_stream.lab.bench.judge import BUS_TARGET_MS, DIGEST, HIT_TARGET, PAPER, unknown
 from relaygr_stream.lab.bench.results import Found, Ratio, SloReport, Spread
 from relaygr_stream.lab.bench.wakes import HOPS
 from relaygr_stream.lab.workload.report import HITS
@@ -19,9 +19,10 @@ from relaygr_stream.lab.workload.report import HITS
 def render_table(report: SloReport) -> RenderableType:
     """Tables, conditions and verdict."""
     faults = [Text(f"✗ {fault}", style="bold red") for fault in report.missed]
+    open_ = [Text(f"? {line}", style="bold yellow") for line in unknown(report.ratios)]
     verdict = faults or [Text("✓ every target that was measured is met", style="bold green")]
     words = [Text(f"{name}: {text}", style="dim") for name, text in conditions(report)]
-    return Group(_found(report), _beside_paper(report), *words, *verdict)
+    return Group(_found(report), _beside_paper(report), *words, *open_, *verdict)
 
 
 def conditions(report: SloReport) -> list[tuple[str, str]]:
@@ -44,7 +45,8 @@ def _found(report: SloReport) -> Table:
             if one.kind == kind:
                 ratio = ratios.get((one.kind, one.mode, one.revisit))
                 last = (late_text(one), *(kinds_text(one) if kinds else ()))
-                table.add_row(one.mode, f"{one.revisit:.0%}", *_cells(one), *_ratio_cells(ratio), *last)
+                given = given_text(one, "" if kind == "rate" else "/s")
+                table.add_row(one.mode, f"{one.revisit:.0%}", given, value_text(one), *_ratio_cells(ratio), *last)
         table.add_section()
     return table
 
@@ -64,14 +66,16 @@ def kinds_text(one: Found) -> tuple[str, str]:
     return short, long
 
 
-def _cells(one: Found) -> tuple[str, str]:
-    given = given_text(one, "" if one.kind == "rate" else "/s")
-    if one.value is None:
-        return given, "none"
+def value_text(one: Found) -> str:
+    """The value found, marked where it is a lower bound, with the range over the repeats."""
     unit = "/s" if one.kind == "rate" else " tok"
     digits = 1 if one.kind == "rate" else 0
-    spread = f" ({min(one.values):,.{digits}f}…{max(one.values):,.{digits}f})" if len(one.values) > 1 else ""
-    return given, f"{'' if one.settled else '≥ '}{one.value:,.{digits}f}{unit}{spread}"
+    spread = ""
+    if len(one.values) > 1 and any(one.values):
+        spread = f" ({min(one.values):,.{digits}f}…{max(one.values):,.{digits}f})"
+    if one.value is None:
+        return f"{'none' if one.settled else '≥ 0'}{spread}"
+    return f"{'' if one.settled else '≥ '}{one.value:,.{digits}f}{unit}{spread}"
 
 
 def given_text(one: Found, unit: str) -> str:
@@ -88,11 +92,11 @@ def _ratio_cells(ratio: Ratio | None) -> tuple[str, str]:
 
 
 def ratio_text(ratio: Ratio, unit: str = "") -> str:
-    """The ratio with its spread."""
-    if ratio.value is None:
-        return "–"
-    spread = ratio.low is not None and ratio.high is not None and ratio.high > ratio.low
-    return f"{ratio.value:.2f}{unit}" + (f" ({ratio.low:.2f}…{ratio.high:.2f})" if spread else "")
+    """The ratio, marked where it is a bound, with its range over the repeats."""
+    value = "–" if ratio.value is None else f"{ratio.mark}{ratio.value:.2f}{unit}"
+    if ratio.low is None or ratio.low == ratio.high:
+        return value
+    return f"{value} ({ratio.low:.2f}…{'' if ratio.high is None else f'{ratio.high:.2f}'})"
 
 
 def late_text(one: Found) -> str:
@@ -113,6 +117,9 @@ def paper_rows(report: SloReport) -> list[tuple[str, str, str, str]]:
     admitted, hit = report.hits["admitted"], report.hits["hit"]
     share = f"{hit / admitted:.1%} of {admitted:,}" if admitted else "–"
     rows.append(("admitted requests that hit", f"{PAPER['hits']:.0%} ({DIGEST})", share, f"≥ {HIT_TARGET:.0%}"))
+    if beyond := report.hits.get("admitted_beyond", 0):
+        share = f"{report.hits['hit_beyond'] / beyond:.1%} of {beyond:,}"
+        rows.append(("  beyond the values found", "–", share, ""))
     rows.append(("announced requests that hit", "–", announced_text(report.hits), ""))
     rows.append(("bus there and back, P50 / P99", "–", spread_text(report.bus["both"]), f"≤ {BUS_TARGET_MS:g} ms"))
     rows.append(("  publish → worker's read", "–", spread_text(report.bus["in"]), ""))

@@ -36,6 +36,8 @@ async def run_paper(options: PaperOptions, settings: Settings, command: str, con
     record = Record(options.out, _fixed(options, settings, costs), only_read=options.only == "report")
     if record.outcomes:
         console.print(f"going on with {options.out}: {len(record.outcomes)} outcomes are there")
+    if record.unreadable:
+        console.print(f"{record.unreadable} lines of its outcomes cannot be read: these values are lacking")
     with Progress(console) as progress:
         paper = Paper(options, settings, costs, planned, record, progress)
         await paper.run()

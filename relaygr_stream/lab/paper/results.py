@@ -79,7 +79,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     where: Where = "fleet"
     length: int
     factor: float
-    values: list[float]  # the largest rate of each repeat that found one
+    values: list[float]  # the largest rate of each repeat; 0: none passed
     failed: list[float]  # the smallest failing rate of each repeat
     oracle: float
     repeats: int
@@ -101,12 +101,12 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     @property
     def value(self) -> float | None:
         """The median; None: nothing passed."""
-        return median(self.values) if self.values else None
+        return (median(self.values) or None) if self.values else None
 
     @property
     def interval(self) -> tuple[float, float] | None:
         """The range of the repeats; of one repeat, from the rate that passed to the one that failed."""
-        if not self.values:
+        if not any(self.values):
             return None
         if self.repeats > 1:
             return min(self.values), max(self.values)
@@ -165,7 +165,7 @@ def points(outcomes: Sequence[Outcome]) -> list[Point]:
             where=where,
             length=some[0].length,
             factor=some[0].factor,
-            values=[one.rate for one in some if one.rate is not None],
+            values=[one.rate or 0.0 for one in some],
             failed=[one.failed for one in some if one.failed is not None],
             oracle=some[0].oracle,
             repeats=len(some),
@@ -197,7 +197,7 @@ def summed(counted: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def _known(values: Iterable[float | None]) -> list[float]:
-    return [value for value in values if value is not None and math.isfinite(value)]
+    return [value for value in values if value is not None]
 
 
 def _of_signals(one: Outcome, *names: str) -> float | None:
@@ -206,11 +206,10 @@ def _of_signals(one: Outcome, *names: str) -> float | None:
     return sum(one.signals[name] for name in names) / returning if returning else None
 
 
-#: One line for each outcome, so that a run that was broken off goes on where it was.
-OUTCOMES_FILE: Final = "outcomes.jsonl"
-#: The same of a complete run.
-COMPLETE_FILE: Final = "outcomes.complete.jsonl"
-CONDITIONS_FILE: Final = "conditions.json"
+#: One line for each outcome, so that a run that was broken off goes on where it was; and the run's conditions.
+RUN_FILES: Final = ("outcomes.jsonl", "conditions.json")
+#: The same of a complete run, which the next run in the folder leaves alone until it is complete, too.
+COMPLETE_FILES: Final = ("outcomes.complete.jsonl", "conditions.complete.json")
 
 
 @cache
@@ -227,28 +226,27 @@ class Record:
     """The outcomes of a run in its folder, written as they come.
 
     A folder with an unfinished run of the same conditions is continued. only_read: nothing will be added; a complete
-    run is read, too. Raises ConfigError for a folder with a run of other conditions, and for one without outcomes that
-    is only read.
+    run is read, too. What is there is never written anew. Raises ConfigError for a folder with a run of other
+    conditions or of another release, and for one without outcomes that is only read.
     """
 
     def __init__(self, folder: Path, conditions: dict[str, Any], *, only_read: bool = False) -> None:
-        self._file = folder / OUTCOMES_FILE
-        if only_read and not self._file.exists():
-            self._file = folder / COMPLETE_FILE
+        complete = only_read and not (folder / RUN_FILES[0]).exists()
+        self._file, self._conditions = (folder / name for name in (COMPLETE_FILES if complete else RUN_FILES))
+        self._text = msgspec.json.format(msgspec.json.encode(conditions, order="sorted"), indent=1)
         self.outcomes: list[Outcome] = []
+        self.unreadable = 0  # lines
+        self._torn = False  # the last line has no end
         folder.mkdir(parents=True, exist_ok=True)
-        written = folder / CONDITIONS_FILE
-        text = msgspec.json.format(msgspec.json.encode(conditions, order="sorted"), indent=1)
         if self._file.exists():
-            if not written.exists() or written.read_bytes() != text:
+            if not self._conditions.exists() or self._conditions.read_bytes() != self._text:
                 raise ConfigError(
-                    f"{folder} holds a run of other conditions ({written.name}); continue that with "
+                    f"{folder} holds a run of other conditions ({self._conditions.name}); continue that with "
                     f"its own options, name another folder with --out, or remove {self._file.name}"
                 )
             self._read()
         if only_read and not self.outcomes:
-            raise ConfigError(f"{folder} holds no outcomes ({OUTCOMES_FILE}): there is nothing to report")
-        written.write_bytes(text)
+            raise ConfigError(f"{folder} holds no outcomes ({RUN_FILES[0]}): there is nothing to report")
 
     def find(self, setup: Setup, mode: str, where: Where, repeat: int | None = None) -> Outcome | None:
         """What was measured there; repeat: None: in any."""
@@ -258,21 +256,31 @@ class Record:
         return None
 
     def add(self, outcome: Outcome) -> None:
-        """Write an outcome, with the digest of this code."""
+        """Write an outcome, with the digest of this code; before the first one the conditions."""
         outcome = msgspec.structs.replace(outcome, code=digest())
         self.outcomes.append(outcome)
+        if not self._file.exists():
+            self._conditions.write_bytes(self._text)
         with self._file.open("ab") as file:
-            file.write(msgspec.json.encode(outcome) + b"\n")
+            file.write(b"\n" * self._torn + msgspec.json.encode(outcome) + b"\n")
+        self._torn = False
 
     def finish(self) -> None:
         """The run is complete: the next one in this folder begins anew, and it can still be reported."""
         if self._file.exists():
-            self._file.replace(self._file.with_name(COMPLETE_FILE))
+            for file, name in zip((self._file, self._conditions), COMPLETE_FILES, strict=True):
+                file.replace(file.with_name(name))
 
     def _read(self) -> None:
-        for line in self._file.read_bytes().splitlines():
+        text = self._file.read_bytes()
+        self._torn = bool(text) and not text.endswith(b"\n")
+        for number, line in enumerate(text.splitlines(), 1):
             try:
-                self.outcomes.append(msgspec.json.decode(line, type=Outcome))
-            except msgspec.MsgspecError:
-                break  # the run was broken off while it wrote
-        self._file.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in self.outcomes))
+                self.outcomes.append(msgspec.convert(msgspec.json.decode(line), Outcome))
+            except msgspec.ValidationError as error:
+                raise ConfigError(
+                    f"{self._file}, line {number}, is of another release of relaygr ({error}); name another folder "
+                    f"with --out, or remove {self._file.name}"
+                ) from error
+            except ValueError:  # no JSON: the run was broken off while it wrote
+                self.unreadable += 1

@@ -26,11 +26,11 @@ from relaygr_stream.lab.simulate.scenario import Scenario
 from relaygr_stream.lab.simulate.story import (
     ALLOWED_LATE,
     OUTCOMES,
+    Floats,
     Story,
     counts,
     late_share,
     latencies,
-    p99,
     percentile,
 )
 from relaygr_stream.lab.workload.arrivals import ArrivalLog
@@ -149,7 +149,7 @@ class Simulation:
     def _outcome(
         self, story: Story, at: float | None, rate: float | None, failed: float | None, *, settled: bool
     ) -> Outcome:
-        first = latencies(story)[~story.returning]
+        every, short = latencies(story), self.setup.long < 1
         reasons = counts(story.reason[story.reason >= 0], REASONS)
         announced = sum(reasons.values())
         return Outcome(
@@ -164,10 +164,10 @@ class Simulation:
             settled=settled,
             oracle=self.oracle,
             given=at if self.setup.load else None,
-            p99_ms=p99(story).value / self.factor,
-            first_p99_ms=percentile(first, 0.99) / self.factor if len(first) else None,
-            p99_short=self._p99(story, long=False),
-            p99_long=self._p99(story, long=True),
+            p99_ms=self._p99(every),
+            first_p99_ms=self._p99(every[~story.returning]),
+            p99_short=self._p99(every[~story.long]) if short else None,
+            p99_long=self._p99(every[story.long]) if short else None,
             requests=len(story.at),
             outcomes=counts(story.outcome[story.outcome >= 0], OUTCOMES),
             signals={name: story.signals[name] for name in SIGNALS},
@@ -177,6 +177,7 @@ class Simulation:
             tiers={"hbm": float(story.hbm_bytes.sum()) / GIB, "dram": float(story.dram_bytes.sum()) / GIB},
         )
 
-    def _p99(self, story: Story, *, long: bool) -> float | None:
-        """Undilated; None: all users are of one kind."""
-        return p99(story, long=long).value / self.factor if self.setup.long < 1 else None
+    def _p99(self, latencies_ms: Floats) -> float | None:
+        """Undilated; a request without scores counts as its timeout, as in a probe. None: no request."""
+        most = TIMEOUT_SLOS * self.settings.relay.slo_ms
+        return min(most, percentile(latencies_ms, 0.99) / self.factor) if len(latencies_ms) else None

@@ -41,7 +41,7 @@ def table_rows(report: PaperReport) -> list[tuple[str, ...]]:
         )
         least = "" if one.settled else "≥ "
         low, high = one.interval or (None, None)
-        other = simulated.value if simulated is not None else None
+        other = simulated.value if simulated is not None and simulated.settled and one.settled else None
         rows.append(
             (
                 one.mode,
@@ -50,8 +50,8 @@ def table_rows(report: PaperReport) -> list[tuple[str, ...]]:
                 f"{one.factor:g}",
                 rate_text(one),
                 "" if low is None else f"{low:,.0f}…{'' if high == inf else f'{high:,.0f}'}",
-                "" if other is None else f"{other:,.0f}",
-                f"{one.value / other - 1:+.0%}" if one.value and other and one.settled else "",
+                "" if simulated is None else rate_text(simulated),
+                f"{one.value / other - 1:+.0%}" if one.value and other else "",
                 f"{one.oracle:,.0f}",
                 f"{least}{one.value / one.oracle:.2f}" if one.value and one.oracle else "",
                 " / ".join(f"{ms:.1f}" for ms in one.bus_ms),
@@ -117,7 +117,7 @@ def modes_rows(report: PaperReport) -> list[tuple[str, ...]]:
             one.mode,
             f"{one.setup.load:.0%}",
             one.where,
-            f"{median(one.p99_ms):,.1f}" if one.p99_ms else "no scores in time",
+            f"{median(one.p99_ms):,.1f}" if one.p99_ms else "",
             hits_text(one),
             shares_text(one.decisions),
             f"{one.busy:.0%}",
@@ -179,7 +179,7 @@ def arrivals_rows(report: PaperReport) -> list[tuple[str, ...]]:
 
 def rate_text(one: Point) -> str:
     """Its largest rate."""
-    return "none" if one.value is None else f"{'' if one.settled else '≥ '}{one.value:,.0f}"
+    return "none" if one.value is None and one.settled else f"{'' if one.settled else '≥ '}{one.value or 0.0:,.0f}"
 
 
 class Rows(NamedTuple):

@@ -23,6 +23,8 @@ from relaygr_stream.models.kv import KVLayout
 
 #: On two cores during a bench, device times correlate like those of messages (bus.py).
 LASTING_MS: Final = 10.0
+#: A device whose full inference takes no time per token has no longest prefix; the search ends here.
+MOST_TOKENS: Final = 1 << 30
 
 NotNegative = Annotated[float, Meta(ge=0)]
 Above = Annotated[float, Meta(gt=0)]
@@ -97,9 +99,12 @@ class DeviceCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return self.extend(0, prefix) + self.score([(prefix, rows)])
 
     def longest_full(self, full_ms: float, rows: int, step: int) -> int:
-        """The longest prefix, in whole steps, whose full inference takes at most full_ms; 0 if none does."""
+        """The longest prefix, in whole steps, whose full inference takes at most full_ms; 0 if none does.
+
+        The search ends at MOST_TOKENS.
+        """
         low, high = 0, 1
-        while self.full_ms(high * step, rows) <= full_ms:
+        while high * step < MOST_TOKENS and self.full_ms(high * step, rows) <= full_ms:
             low, high = high, 2 * high
         while high - low > 1:
             middle = (low + high) // 2
@@ -143,7 +148,7 @@ class DeviceCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def read(cls, path: Path) -> DeviceCosts:
         """Read a TOML file. Raises InputError, which names file and key."""
         try:
-            return msgspec.convert(tomllib.loads(path.read_text()), cls)
+            return msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), cls)
         except OSError as error:
             raise InputError(f"costs {path}: {error.strerror or error}") from error
         except UnicodeDecodeError as error:

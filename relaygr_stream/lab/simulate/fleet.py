@@ -110,6 +110,7 @@ class Fleet:
         self.taken_over_at: float | None = None
         self.moved_lanes = 0
         self.dead: list[SimulatedWorker] = []
+        self._dying = group.dead
 
     def _make_worker(self, name: str, seed: int) -> SimulatedWorker:
         answered = partial(self._answered, name)
@@ -124,7 +125,7 @@ class Fleet:
             self._state_every(worker, float(self._rng.random()) * self._settings.worker.status_interval_ms / 1e3)
         self._trigger.reconcile_every_second(lambda: [lane.end for lane in self.lanes])
         self._next_event(until)
-        if scenario.failure is not None:
+        if scenario.failure is not None and self._dying:
             timeline.at(self.start + scenario.warm_s + scenario.failure.at, self._fail)
         timeline.run(until)
         last = max((request.rank_at for request in self.requests), default=until)
@@ -283,10 +284,8 @@ class Fleet:
 
     def _fail(self, now: float) -> None:
         """Kill some workers; the group's coordinator notices when their sessions expire."""
-        assert self._scenario.failure is not None
-        count = min(len(self.workers) - 1, max(1, round(self._scenario.failure.share * len(self.workers))))
         self.failed_at = now
-        self.dead = [self.workers[index] for index in self._rng.choice(len(self.workers), count, replace=False)]
+        self.dead = [self.workers[index] for index in self._rng.choice(len(self.workers), self._dying, replace=False)]
         for worker in self.dead:
             worker.die()
         kafka = self._settings.kafka

@@ -38,6 +38,7 @@ class Planned:
         """Plain values for JSON."""
         return {
             "workers": self.best.scenario.workers,
+            "holds": self.verified.holds,
             "memory": dataclasses.asdict(self.memory),
             "as_configured": summary(self.best.scenario, self.best.story),
             "with_planned_memory": summary(self.verified.scenario, self.verified.story),
@@ -60,7 +61,6 @@ def _fail(fleet: Scenario, asked: Scenario, simulate: Simulate) -> tuple[Scenari
     failing = dataclasses.replace(
         fleet,
         failure=failure,
-        sample=max(SURVIVORS_AND_DEAD, asked.sample, round(1 / failure.share)),
         seconds=max(asked.seconds, failure.at + AFTER_RACK_S),
     )
     return failing, simulate(failing)
@@ -83,11 +83,14 @@ def render_plan(planned: Planned) -> RenderableType:
     hits = hit_share(planned.verified.story, returning=True)
     of = render_bytes
     by_reuse = f"{of(needed.reuse)} for {planned.hit_target:.0%} hits among returning users, by reuse distance"
+    until = "until the SLO held"
+    if not planned.verified.holds:
+        until = "to worker.hbm_bytes; the SLO held at no size with this DRAM (a higher --hit-target takes more)"
     rows = [
         ("workers", f"{scenario.workers:,} ({scenario.traffic.rate / scenario.workers:.1f} requests/s each)"),
         ("a prefix", f"{of(needed.entry)}"),
         ("pinned a worker", f"{of(needed.pinned)} at most, {of(needed.little)} on average by Little's law"),
-        ("HBM a worker", f"{of(needed.hbm)}: doubled from the least that the cache takes until the SLO held"),
+        ("HBM a worker", f"{of(needed.hbm)}: doubled from the least that the cache takes {until}"),
         ("DRAM a worker", f"{by_reuse}; simulated: {hits.value:.1%}"),
         ("fleet", f"{of(scenario.workers * needed.hbm)} HBM, {of(scenario.workers * needed.reuse)} DRAM"),
     ]

@@ -137,7 +137,7 @@ def _failure(scenario: Scenario, story: Story) -> list[Row]:
         ("lanes moved", f"{story.moved_lanes}, after {taken_over}"),
         ("requests hit by it", f"{int((late & after).sum()):,} late or without scores, of {int(after.sum()):,} since"),
         ("recovered", "not within the simulated time" if recovered is None else f"after {recovered:.0f} s (*)"),
-        ("(*)", f"the first of {GOOD_WINDOWS} seconds in a row with at most {ALLOWED_LATE:.0%} late"),
+        ("(*)", f"the first of {GOOD_WINDOWS} seconds with requests in a row with at most {ALLOWED_LATE:.0%} late"),
         ("second by second", "second, requests, P99, late, hits"),
     ]
     first = max(0, int(scenario.failure.at) - 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Final, Literal
 
 from relaygr_stream.errors import ConfigError
@@ -78,25 +79,35 @@ class Scenario:
                 raise ConfigError(
                     f"at = {self.failure.at:g} s: must lie within the {self.seconds:g} s that are measured"
                 )
-            if min(self.sample, self.workers) < SURVIVORS_AND_DEAD:
+            if self.workers < SURVIVORS_AND_DEAD:
                 raise ConfigError(
-                    f"fail-rack = {self.failure.share:g} with workers = {self.workers:,} and sample = {self.sample}: "
-                    f"at least two workers must be simulated, one of which takes the other's lanes over"
+                    f"fail-rack = {self.failure.share:g} with workers = {self.workers:,}: "
+                    f"there must be at least two workers, one of which takes the other's lanes over"
                 )
 
     @property
     def groups(self) -> list[Group]:
         """The sample in groups of nearly equal size, at most GROUP workers each, which are simulated separately.
 
-        A fleet of at most WHOLE workers is one group: its workers forward to each other.
+        A fleet of at most WHOLE workers is one group: its workers forward to each other. With a failure, the sample is
+        large enough for one dead worker to be its share.
         """
-        sample = min(self.sample, self.workers)
+        sample, share = self.sample, 0.0 if self.failure is None else self.failure.share
+        if share:
+            sample = max(SURVIVORS_AND_DEAD, sample, round(1 / share))
+        sample = min(sample, self.workers)
+        count = -(-sample // (FAILING_GROUP if share else GROUP))
         if sample == self.workers <= WHOLE and self.settings.worker.forward:
-            return [Group(0, 0, sample)]
-        count = -(-sample // (GROUP if self.failure is None else FAILING_GROUP))
+            count = 1
         sizes = [sample // count + (index < sample % count) for index in range(count)]
-        starts = [sum(sizes[:index]) for index in range(count)]
-        return [Group(index, start, size) for index, (start, size) in enumerate(zip(starts, sizes, strict=True))]
+        ends = list(accumulate(sizes))
+        dead = [0, *(round(share * end) for end in ends)]
+        if share:
+            dead[-1] = max(1, dead[-1])
+        return [
+            Group(index, end - size, size, min(size - 1, dead[index + 1] - dead[index]))
+            for index, (end, size) in enumerate(zip(ends, sizes, strict=True))
+        ]
 
 
 @dataclass(frozen=True)
@@ -106,6 +117,7 @@ class Group:
     index: int
     first: int
     size: int
+    dead: int  # that many of them die at the failure
 
 
 @dataclass(slots=True, eq=False)

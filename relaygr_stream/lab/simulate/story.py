@@ -234,8 +234,11 @@ def windows(story: Story, slo_ms: float) -> list[Window]:
 
 
 def recovery_s(seconds: Sequence[Window], failed_at: float) -> float | None:
-    """Seconds from the failure to the first of GOOD_WINDOWS consecutive good windows; None: there are none."""
-    after = [window for window in seconds if window.at + WINDOW_S > failed_at]
+    """Seconds from the failure to the first of GOOD_WINDOWS consecutive good windows; None: there are none.
+
+    A window without requests is neither good nor bad.
+    """
+    after = [window for window in seconds if window.requests and window.at + WINDOW_S > failed_at]
     for index in range(len(after) - GOOD_WINDOWS + 1):
         if all(window.late <= ALLOWED_LATE for window in after[index : index + GOOD_WINDOWS]):
             return max(0.0, after[index].at - failed_at)

@@ -23,7 +23,7 @@ from relaygr_stream.lab.workload import logfile
 from relaygr_stream.lab.workload.formats import ALIASES, usual_names
 from relaygr_stream.lab.workload.logfile import BrokenLine, TextLog
 from relaygr_stream.lab.workload.logs import read_log
-from relaygr_stream.lab.workload.values import FIRST_MILLISECONDS, BadValue, is_number, parse_time, short
+from relaygr_stream.lab.workload.values import FIRST_MILLISECONDS, MAX_TIME_MS, BadValue, is_number, parse_time, short
 
 EXPECTED: Final = (
     "expected an interaction log (user, item, time), a trace of prompts (JSON Lines with `timestamp` in ms and "
@@ -91,7 +91,7 @@ def read_arrivals(path: str | Path) -> ArrivalLog:
     if first.lstrip().startswith("{"):
         return _of_prompts(path) if _has_prompts(first) else _of_interactions(path)
     delimiter = max(",;\t|", key=first.count)
-    names = [name.strip() for name in first.split(delimiter)]
+    names = [name.strip() for name in next(csv.reader([first], delimiter=delimiter))]
     time = _named(names, "time")
     if time is not None and usual_names(names) is None:
         return _of_times(path, delimiter, names, time)
@@ -131,7 +131,7 @@ def _of_prompts(path: Path) -> ArrivalLog:
             raise _bad(path, line, f"not JSON: {error}") from error
         stamp = record.get("timestamp") if isinstance(record, dict) else None
         ids = record.get("hash_ids") if isinstance(record, dict) else None
-        if isinstance(stamp, bool) or not isinstance(stamp, int | float) or stamp < 0:
+        if isinstance(stamp, bool) or not isinstance(stamp, int | float) or not 0 <= stamp < MAX_TIME_MS:
             raise _bad(path, line, f"`timestamp` is {short(str(stamp))}, not a number of milliseconds")
         if not isinstance(ids, list) or not ids or not all(isinstance(block, int | str) for block in ids):
             raise _bad(path, line, f"`hash_ids` is {short(str(ids))}, not a list of block ids")

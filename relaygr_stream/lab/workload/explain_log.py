@@ -60,6 +60,8 @@ class _Owner:
     read_to: dict[int, int] = field(default_factory=dict)
     pins: list[tuple[float, int, int]] = field(default_factory=list)  # (end, lane, bytes), a heap
     pinned: dict[int, int] = field(default_factory=dict)
+    stated_s: float = 0.0
+    asked: bool = False  # at the last status
 
     def expire(self, now_s: float) -> None:
         while self.pins and self.pins[0][0] <= now_s:
@@ -70,10 +72,12 @@ class _Owner:
         heapq.heappush(self.pins, (until_s, lane, nbytes))
         self.pinned[lane] = self.pinned.get(lane, 0) + nbytes
 
-    def status(self, fleet: Fleet, free_ms: float, period_s: float, now_s: float) -> WorkerStatus:
-        shares = self.shares.update(self.lanes, self.demand.totals, period_s)
+    def status(self, fleet: Fleet, free_ms: float, now_s: float) -> WorkerStatus:
+        shares = self.shares.update(self.lanes, self.demand.totals, now_s - self.stated_s)
+        self.stated_s = now_s
         largest = {lane: self.demand.largest(lane) for lane in self.lanes}
         asked = [lane for lane in self.lanes if self.shares.asked(lane, largest[lane])]
+        self.asked = bool(asked)
         budgets = self.budgets.update(shares, largest, asked, self.pinned, now_s)
         return WorkerStatus(
             name=self.name,
@@ -127,10 +131,14 @@ def explain_log(
                 owner_of[lane].demand.ask(lane, nbytes, at)
             for owner in owners:
                 owner.expire(now)
-                directory.take(owner.status(fleet, 1e3 * worker.pre_infer_share, period_s, now))
+                directory.take(owner.status(fleet, 1e3 * worker.pre_infer_share, now))
             for lane, state in states.items():
                 state.observe(directory.owner(lane), now)
             next_status += period_s
+            if not rankings and not any(owner.asked for owner in owners):
+                # Nothing is pinned or asked for, so statuses stay as they are: only those that the next request can
+                # still depend on are made. The log's gaps may be days.
+                next_status += period_s * max(0, int((item.at - 2 * hold_s - next_status) / period_s))
         now = item.at
         lane = lane_of(item.event.user_id, fleet.lanes)
         state, claim = states[lane], directory.owner(lane)

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 from msgspec import UNSET, structs
 
+from relaygr_stream.errors import ConfigError
 from relaygr_stream.wire.behaviours import Behaviours, pack_items
 from relaygr_stream.wire.features import FeatureSchema, FeatureTables, Table
 from relaygr_stream.wire.messages import RankingRequest, RequestEvent
+
+#: Largest sigma of a log-normal law: e^(10·4) is beyond any length or delay, and from e^710 on exp overflows.
+MOST_SIGMA: Final = 10.0
 
 
 @dataclass(frozen=True)
@@ -34,10 +39,20 @@ class WorkItem:
 
 @dataclass(frozen=True)
 class StageDelay:
-    """Time between request event and ranking request: log-normal, limited to between ¼ and 4 times the median."""
+    """Time between request event and ranking request: log-normal, limited to between ¼ and 4 times the median.
+
+    Raises ConfigError for a number out of range.
+    """
 
     median_ms: float = 80.0
     sigma: float = 0.25
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.median_ms < math.inf and 0 <= self.sigma <= MOST_SIGMA):
+            raise ConfigError(
+                f"stage delay = {self.median_ms:g} ms, sigma {self.sigma:g}: must not be negative, and sigma at most "
+                f"{MOST_SIGMA:g}"
+            )
 
     def draw(self, rng: np.random.Generator) -> float:
         """One delay in seconds."""

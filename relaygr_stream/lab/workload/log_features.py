@@ -6,7 +6,6 @@ instead. Rows hold the features as they were at that interaction.
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -113,8 +112,8 @@ def _number(cell: Any, column: FeatureColumn) -> float:
     number = cell
     if isinstance(cell, str) and is_number(cell):
         number = int(cell) if integer and cell.lstrip("+-").isdigit() else float(cell)
-    if isinstance(number, (int, float)) and not isinstance(number, bool) and math.isfinite(number):
-        if integer and number == int(number) and -largest - 1 <= number <= largest:
+    if isinstance(number, (int, float)) and not isinstance(number, bool):
+        if integer and -largest - 1 <= number <= largest and number == int(number):
             return int(number)
         if not integer and -largest <= number <= largest:
             return float(number)

@@ -105,7 +105,10 @@ class TextLog:
 
 
 def head(path: Path) -> bytes:
-    """The first SNIFF_BYTES of the file's content, unpacked. Raises InputError if it cannot be a log."""
+    """The first SNIFF_BYTES of the file's content, unpacked, without a byte order mark.
+
+    Raises InputError if it cannot be a log.
+    """
     try:
         if path.is_dir():
             raise InputError(f"{path} is a directory; name the log file in it")
@@ -125,6 +128,7 @@ def head(path: Path) -> bytes:
         raise InputError(f"{path}: looks compressed (gzip or xz) but cannot be unpacked: {error}") from error
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         raise InputError(f"{path}: cannot be read: {error}") from error
+    start = start.removeprefix(_UTF8_BOM)
     if not start.strip():
         raise InputError(f"{path} is empty; a log of interactions was expected")
     return start

@@ -9,7 +9,7 @@ from typing import Final
 
 from relaygr_stream.errors import ConfigError
 from relaygr_stream.lab.workload.arrivals import ArrivalLog
-from relaygr_stream.lab.workload.items import StageDelay
+from relaygr_stream.lab.workload.items import MOST_SIGMA, StageDelay
 
 #: The standard normal distribution as equally likely values.
 _NORMALS: Final = [NormalDist().inv_cdf((index + 0.5) / 256) for index in range(256)]
@@ -96,10 +96,12 @@ class Traffic:
     def __post_init__(self) -> None:
         for name in ("rate", "users", "return_s", "length", "max_prefix", "candidates"):
             if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} = {getattr(self, name)}: must be above 0")
+                raise ConfigError(f"{name} = {getattr(self, name)}: must be above 0, and finite")
         for name in ("zipf", "sigma", "suffix"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} = {getattr(self, name)}: must be at least 0")
+        if self.sigma > MOST_SIGMA:
+            raise ConfigError(f"sigma = {self.sigma:g}: must be at most {MOST_SIGMA:g}")
         if not 0 <= self.revisit < 1:
             raise ConfigError(f"revisit = {self.revisit:g}: must be a probability below 1")
         if not 1 <= self.growth <= self.max_prefix:

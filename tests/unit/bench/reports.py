@@ -62,6 +62,17 @@ def cell(mode: Mode, passing: float, failing: float, *, revisit: float = 0.0) ->
     return made
 
 
+def repeated(mode: Mode, *passing: float | None) -> Cell:
+    """A rate cell with a settled search for each of these values; None: nothing passed."""
+    made = Cell("rate", mode, 0.0, 512, 1.2)
+    for repeat, value in enumerate(passing):
+        made.searches.append(Search(guess=1.0, low=0.5, high=1000.0, tolerance=1.2))
+        if value is not None:
+            made.record(probe(mode, value, passed=True, repeat=repeat))
+        made.record(probe(mode, 1.1 * value if value else 0.5, passed=False, repeat=repeat))
+    return made
+
+
 def length_cell(rate: float, passing: int, failing: int) -> Cell:
     made = Cell("length", RELAY, 0.5, rate, 1.2)
     made.searches.append(Search(guess=passing, low=32, high=8000, tolerance=1.2))

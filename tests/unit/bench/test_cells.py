@@ -7,7 +7,7 @@ import pytest
 
 from relaygr_stream.lab.bench.cells import Cell
 from relaygr_stream.lab.bench.modes import RELAY
-from tests.unit.bench.reports import WORLD
+from tests.unit.bench.reports import WORLD, probe
 
 #: As fitted when all requests had 512 tokens: right there, and wild at any other length.
 WILD = replace(WORLD, costs=msgspec.structs.replace(WORLD.costs, c1=0.0, c2=WORLD.costs.c1 / 512))
@@ -30,6 +30,19 @@ def test_a_repeat_begins_where_the_last_one_ended() -> None:
     cell.searches[0].record(1760, passed=True)
     cell.begin_search([WILD])
     assert cell.searches[1].guess == 1760
+
+
+@pytest.mark.parametrize(("longest", "carried", "last"), [(8000, 500, 480), (968, 10_000, 960)])
+def test_no_length_is_probed_twice(longest: int, carried: int, last: int) -> None:
+    cell = Cell("length", RELAY, 0.5, 10.0, 1.05)
+    cell.begin_search([replace(WORLD, longest=longest)])
+    tried: list[int] = []
+    while (point := cell.next()) is not None:
+        tried.append(point[0])
+        cell.record(probe(RELAY, point[1], passed=point[0] <= carried, length=point[0]))
+    assert len(set(tried)) == len(tried)
+    assert cell.values == [last]
+    assert cell.settled is (carried < longest)
 
 
 @pytest.mark.parametrize("most_rate", [0.7, 5.0])

@@ -7,10 +7,10 @@ import pytest
 
 from relaygr_stream.lab.bench import judge, plots
 from relaygr_stream.lab.bench.cells import Cell
-from relaygr_stream.lab.bench.modes import FULL, RELAY
+from relaygr_stream.lab.bench.modes import FULL, RELAY, Mode
 from relaygr_stream.lab.bench.results import DEVICE_WORK, STAGES, SloReport, Spread
-from relaygr_stream.lab.bench.table import given_text
-from tests.unit.bench.reports import BUS, WORLD, cell, length_cell, probe, report
+from relaygr_stream.lab.bench.table import given_text, ratio_text, value_text
+from tests.unit.bench.reports import BUS, WORLD, cell, length_cell, probe, repeated, report
 
 SLOW_BUS = BUS | {"both": Spread(5.0, 12.0), "in": Spread(2.0, 8.0)}
 
@@ -127,6 +127,73 @@ def test_a_probe_that_passed_nothing_is_a_missed_target() -> None:
     failing.record(probe(RELAY, 3.0, passed=False))
     lines = report([cell(FULL, 10.0, 11.5), failing]).missed
     assert any("no value found" in line for line in lines)
+
+
+def test_a_repeat_in_which_nothing_passed_counts_as_zero() -> None:
+    relay = repeated(RELAY, 72.0, None, None)
+    made = report([repeated(FULL, 20.0, 20.0, 20.0), relay])
+    assert relay.settled
+    assert [(one.value, one.low, one.high) for one in made.ratios] == [(None, 0.0, 3.6)]
+    assert [value_text(one) for one in made.found] == ["20.0/s (20.0…20.0)", "none (0.0…72.0)"]
+    assert ratio_text(made.ratios[0]) == "– (0.00…3.60)"
+    assert any("no value found, the target is 1.8×" in line for line in made.missed)
+    made = report([repeated(FULL, 20.0, None, None), relay])
+    assert made.ratios == []
+    assert any("no rate kept the SLO" in line for line in made.missed)
+    [ratio] = judge.ratios([repeated(FULL, 20.0, 20.0, None), repeated(RELAY, 40.0, 40.0, 40.0)], [WORLD])
+    assert ratio_text(ratio) == "2.00 (2.00…)", "a repeat of full inference carried nothing"
+
+
+def test_a_search_without_a_probe_is_no_repeat() -> None:
+    one = cell(RELAY, 30.0, 34.0)
+    one.begin_search([WORLD])
+    assert (one.values, one.settled) == ([30.0], False)
+
+
+@pytest.mark.parametrize(
+    ("relay", "unsettled", "text", "reached"),
+    [
+        (30.0, [], "3.00", True),
+        (15.0, [], "1.50", False),
+        (30.0, [FULL], "≤ 3.00", None),
+        (15.0, [FULL], "≤ 1.50", False),
+        (30.0, [RELAY], "≥ 3.00", True),
+        (15.0, [RELAY], "≥ 1.50", None),
+        (30.0, [FULL, RELAY], "? 3.00", None),
+    ],
+)
+def test_a_bound_reaches_or_misses_a_target_only_where_it_tells(
+    relay: float, unsettled: list[Mode], text: str, reached: bool | None
+) -> None:
+    cells = [cell(FULL, 10.0, 11.5), cell(RELAY, relay, 1.1 * relay)]
+    for one in cells:
+        if one.mode in unsettled:
+            one.searches[0].failed = None
+    made = report(cells)
+    [ratio] = made.ratios
+    assert (ratio_text(ratio), ratio.reached) == (text, reached)
+    assert bool(made.missed) is (reached is False)
+    names = ", ".join(mode.name for mode in (RELAY, FULL) if mode in unsettled)
+    words = f"throughput of relay at revisit 0%: {text}×, the target is 1.8×; not known, unsettled: {names}"
+    assert judge.unknown(made.ratios) == ([words] if reached is None else [])
+
+
+def test_a_length_found_at_full_inferences_rate_is_bounded_by_it() -> None:
+    full = cell(FULL, 10.0, 11.5)
+    full.searches[0].failed = None
+    [ratio] = judge.ratios([full, length_cell(10.0, 1536, 1760)], [WORLD])
+    assert ratio.mark == "≤ "
+
+
+def test_what_failed_at_the_value_found_or_below_it_in_another_repeat_counts() -> None:
+    one = repeated(RELAY, 10.0, 8.0, 12.0)
+    one.record(probe(RELAY, 10.0, passed=False, bad=40, repeat=2))
+    found = judge.found(one, [WORLD])
+    assert (found.value, found.requests, found.bad) == (10.0, 400, 40)
+    assert [(each.rate, each.passed) for each in judge.up_to_found(one)] == [
+        (10.0, True), (8.0, True), (1.1 * 8.0, False), (10.0, False)
+    ]  # fmt: skip
+    assert judge.up_to_found(repeated(RELAY, None)) == []
 
 
 def test_the_report_survives_its_json() -> None:

@@ -66,6 +66,13 @@ def test_options_without_sense_are_refused(flags: dict[str, Any], message: str) 
         (["--device", "tpu"], "error: flag for worker.device"),
         (["--revisits", "a,b"], "write numbers, separated by commas"),
         (["--stage-delay", "-5"], "must not be negative"),
+        (["--stage-sigma", "1000"], "sigma at most 10"),
+        (["--sigma", "1000"], "sigma = 1000"),
+        (["--length", "0"], "length = 0"),
+        (["--length", "nan"], "length = nan"),
+        (["--length", "inf"], "length = inf"),
+        (["--growth", "nan"], "growth = nan"),
+        (["--budget", "nan"], "budget_s = nan"),
     ],
 )
 def test_the_command_line_says_what_is_wrong(arguments: list[str], message: str) -> None:

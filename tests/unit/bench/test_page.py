@@ -16,7 +16,7 @@ from relaygr_stream.lab.bench.modes import FULL, RELAY
 from relaygr_stream.lab.bench.page import render_page
 from relaygr_stream.lab.bench.table import paper_rows, render_table
 from relaygr_stream.telemetry.printable import render_plain
-from tests.unit.bench.reports import cell, report
+from tests.unit.bench.reports import cell, repeated, report
 
 VOID = {"meta", "br", "hr", "img", "input"}
 
@@ -91,6 +91,23 @@ def test_p99s_of_short_and_long_users_have_columns_where_there_are_both() -> Non
     for shown in (text, page):
         assert "P99 short" in shown
         assert "43" in shown
+
+
+def test_bounds_and_ranges_of_values_are_on_the_page_as_in_the_terminal() -> None:
+    relay = repeated(RELAY, 30.0, 36.0, 24.0)
+    relay.searches[-1].failed = None
+    made = report([cell(FULL, 20.0, 23.0), relay])
+    for shown in (render_plain(render_table(made), 200), render_page(made)):
+        assert "≥ 30.0/s (24.0…36.0)" in shown
+        assert "≥ 1.50× (1.20…1.80)" in shown
+        assert "not known, unsettled: relay" in shown
+
+
+def test_hits_beyond_the_values_found_have_a_row() -> None:
+    beyond = {"admitted_beyond": 50, "hit_beyond": 30}
+    made = report(hits={"admitted": 80, "hit": 76, **beyond})
+    assert ("  beyond the values found", "–", "60.0% of 50", "") in paper_rows(made)
+    assert not [row for row in paper_rows(report()) if "beyond" in row[0]]
 
 
 def test_the_papers_hits_are_said_to_be_a_digests() -> None:

@@ -35,6 +35,24 @@ def test_brackets_the_threshold_of_a_monotone_property(guess: float, threshold: 
     assert search.passed <= threshold < search.failed <= search.passed * tolerance * (1 + 1e-9)
 
 
+@given(
+    guess=st.floats(1.0, 9000.0),
+    threshold=st.floats(1.0, 9000.0),
+    step=st.sampled_from([1.05, 1.4]),
+    tolerance=st.floats(1.05, 1.2),
+)
+def test_blocks_are_searched_without_a_repeat(guess: float, threshold: float, step: float, tolerance: float) -> None:
+    search = Search(guess=guess, low=32, high=8000, step=step, tolerance=tolerance, most=300, block=32)
+    run(search, lambda value: value <= threshold)
+    tried = [value for value, _ in search.tried]
+    assert len(tried) == len(set(tried))
+    assert all(value % 32 == 0 for value in tried)
+    assert search.settled is (threshold < 8000), "at its upper limit, what passed is a lower bound"
+    if 32 <= threshold < 8000:
+        assert search.passed is not None and search.failed is not None
+        assert search.passed <= threshold < search.failed <= max(search.passed * tolerance, search.passed + 32) + 1e-6
+
+
 @given(guess=values)
 def test_ends_at_its_limits(guess: float) -> None:
     upwards = Search(guess=guess, low=1.0, high=1000.0, most=100)

@@ -20,7 +20,7 @@ from relaygr_stream.lab.bench.lengths import COSTS_DIR
 from relaygr_stream.lab.emulate.device import FOLLOWS_S, EmulatedModel, WallClock, build, make
 from relaygr_stream.lab.emulate.process import FACTORY, main, run_emulated_worker
 from relaygr_stream.lab.policies import LeastRecent, Policy, decide_everything
-from relaygr_stream.lab.simulate.costs import DeviceCosts
+from relaygr_stream.lab.simulate.costs import MOST_TOKENS, DeviceCosts
 from relaygr_stream.lab.simulate.device import META
 from relaygr_stream.models.api import ScoreInput, Tokens
 from relaygr_stream.models.kv import KVRegion
@@ -167,6 +167,12 @@ def test_the_longest_full_inference_is_the_longest(full_ms: float, rows: int, st
     tokens = QUIET.longest_full(full_ms, rows, step)
     assert tokens == 0 or QUIET.full_ms(tokens, rows) <= full_ms
     assert QUIET.full_ms(tokens + step, rows) > full_ms
+
+
+def test_a_device_that_takes_no_time_for_tokens_has_a_longest_prefix_all_the_same() -> None:
+    free = msgspec.structs.replace(QUIET, prefill_ms=(1.0, 0.0, 0.0), score_ms=(1.0, 0.0, 0.0))
+    assert MOST_TOKENS / 2 <= free.longest_full(10.0, 40, 32) < MOST_TOKENS
+    assert free.longest_full(1.0, 40, 32) == 0
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcdefgh"), st.integers(1, 9)), min_size=1, max_size=60))

@@ -9,6 +9,7 @@ import torch
 
 from examples.movielens.data import Histories, History
 from examples.movielens.evaluate import (
+    OFFLINE_FILE,
     TEST,
     VALIDATION,
     by_group,
@@ -117,6 +118,20 @@ def test_ranks_of_each_length_are_those_of_its_own_evaluation_and_kept_for_their
         ("users with 200 behaviours or more (6)", 6),
         ("users with 500 behaviours or more (4)", 4),
     ]
+
+
+def test_kept_ranks_are_of_their_own_data_and_a_broken_file_is_written_anew(tmp_path: Path) -> None:
+    def data(*items: int) -> Histories:
+        return Histories([history(*items)], [str(item) for item in range(ITEMS)], has_times=False)
+
+    first, other = data(4, 5, 6, 7), data(4, 5, 6, 9)
+    assert offline_ranks(NextNumber(), first, 3, tmp_path)["test"].tolist() == [0]
+    assert offline_ranks(NextNumber(), other, 3, tmp_path)["test"].tolist() == [2]
+    whole = (tmp_path / OFFLINE_FILE).read_bytes()
+    for cut in (0, 10, len(whole) // 2):
+        (tmp_path / OFFLINE_FILE).write_bytes(whole[:cut])
+        assert offline_ranks(NextNumber(), other, 3, tmp_path)["test"].tolist() == [2]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [OFFLINE_FILE]
 
 
 def test_paired_gain_finds_a_small_gain_that_the_spread_between_users_hides() -> None:

@@ -13,7 +13,7 @@ from relaygr_stream.lab.paper.plan import REVISITS, Where, curves
 from relaygr_stream.lab.paper.readings import differences, headline, length_at
 from relaygr_stream.lab.paper.report import make_report
 from relaygr_stream.lab.paper.results import Headline, Outcome, Verdict, points
-from relaygr_stream.lab.paper.setup import GRID, HEADLINE, Setup
+from relaygr_stream.lab.paper.setup import GRID, HEADLINE, Setup, factor_for
 from relaygr_stream.lab.paper.tables import headline_rows
 
 PROBE = Probe(
@@ -247,8 +247,37 @@ def test_hits_and_bus_are_judged() -> None:
     assert (told.state, told.found.split("; ")[1]) == ("met", "50.0% of 1,200 beyond it")
     given = msgspec.structs.replace(outcomes[-1], rate=None, given=480.0, probes=[failing])
     assert verdict([given], "hits over all announced").state == "missed", "at a given load a failing probe counts"
-    slow = [msgspec.structs.replace(one, factor=60.0) for one in bad]
-    assert verdict(slow, "the bus").state == "not measured"
+
+
+def test_a_bus_so_slow_that_the_relay_stays_below_the_oracle_is_judged() -> None:
+    """The oracle's 197 requests/s become 39 dilated ones."""
+    slow, fast = (
+        msgspec.structs.replace(outcome("relay", rate, 197.0), factor=float(factor_for(197.0)), bus_ms=[5.0, p99])
+        for rate, p99 in ((160.0, 12.0), (190.0, 8.0))
+    )
+    found = verdict([slow], "the bus")
+    assert (found.state, found.found) == ("missed", "fleet: 12.0 to 12.0 ms in 1 searches at up to 32 requests/s")
+    failed = msgspec.structs.replace(slow, rate=None)
+    assert verdict([failed], "the bus").state == "not measured"
+    assert verdict([msgspec.structs.replace(failed, given=160.0)], "the bus").state == "missed", "at a given load"
+    assert verdict([slow, fast], "the bus").state == "missed"
+    low = msgspec.structs.replace(slow, rate=80.0)
+    assert verdict([low, fast], "the bus").state == "met", "far from the highest rate"
+
+
+def test_a_p99_of_requests_without_scores_counts() -> None:
+    """Of two seeds one is without scores at its P99, which is then the timeout, 8 SLOs."""
+    seeds = {"relay": (40.0, 400.0), "relay-undelegated": (80.0, 80.0)}
+    outcomes = [
+        msgspec.structs.replace(
+            outcome(mode, 10.0, where="simulated", revisit=0.0, load=load), given=10.0, p99_ms=ms, repeat=repeat
+        )
+        for mode, every in seeds.items()
+        for load in (0.1, 0.8)
+        for repeat, ms in enumerate(every)
+    ]
+    found = verdict(outcomes, "delegation")
+    assert (found.state, found.found.split(" at ")[0]) == ("missed", "simulated: 220.0 against 80.0 ms")
 
 
 def test_nothing_measured_is_no_miss() -> None:

@@ -15,7 +15,7 @@ from relaygr_stream.lab.bench.probe import TIMEOUT_SLOS
 from relaygr_stream.lab.emulate.process import FACTORY
 from relaygr_stream.lab.paper import simulated
 from relaygr_stream.lab.paper.plan import REGIMES, curves, steps
-from relaygr_stream.lab.paper.results import OUTCOMES_FILE, Record
+from relaygr_stream.lab.paper.results import COMPLETE_FILES, RUN_FILES, Outcome, Record, points
 from relaygr_stream.lab.paper.setup import GRID, HEADLINE, MOST_RATE, Setup, factor_for
 from relaygr_stream.lab.simulate.scenario import Group, Scenario
 from relaygr_stream.settings.load import load_settings
@@ -126,7 +126,7 @@ def test_times_of_serving_are_dilated_and_times_of_the_bus_are_not(tmp_path: Pat
 def test_a_run_that_was_broken_off_goes_on_and_a_complete_one_begins_anew(tmp_path: Path) -> None:
     record = Record(tmp_path, {"seed": 1})
     record.add(outcome("relay", 10.0))
-    with (tmp_path / OUTCOMES_FILE).open("ab") as file:
+    with (tmp_path / RUN_FILES[0]).open("ab") as file:
         file.write(b'{"setup":{"sha')  # killed while it wrote
     again = Record(tmp_path, {"seed": 1})
     assert again.outcomes == record.outcomes
@@ -155,10 +155,65 @@ def test_a_complete_run_can_be_reported_again(tmp_path: Path) -> None:
         Record(tmp_path, {"seed": 2}, only_read=True)
 
 
+def test_a_line_that_cannot_be_read_costs_its_own_outcome_alone(tmp_path: Path) -> None:
+    record = Record(tmp_path, {"seed": 1})
+    for mode in ("relay", "cache", "full-any"):
+        record.add(outcome(mode, 10.0))
+    file = tmp_path / RUN_FILES[0]
+    first, *others = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(first[:40] + b"\xff" + first[41:] + b"".join(others))
+    damaged = file.read_bytes()
+    for only_read in (True, False):
+        again = Record(tmp_path, {"seed": 1}, only_read=only_read)
+        assert ([one.mode for one in again.outcomes], again.unreadable) == (["cache", "full-any"], 1)
+        assert file.read_bytes() == damaged, "reading changes nothing"
+
+
+@pytest.mark.parametrize("only_read", [True, False])
+def test_outcomes_of_another_release_are_refused_and_kept(tmp_path: Path, only_read: bool) -> None:
+    record = Record(tmp_path, {"seed": 1})
+    record.add(outcome("relay", 10.0))
+    if only_read:
+        record.finish()
+    file = tmp_path / (COMPLETE_FILES if only_read else RUN_FILES)[0]
+    other = file.read_bytes().replace(b'"settled"', b'"ended"')
+    file.write_bytes(other)
+    with pytest.raises(ConfigError, match=r"line 1, is of another release .*settled"):
+        Record(tmp_path, {"seed": 1}, only_read=only_read)
+    assert file.read_bytes() == other
+
+
+def test_a_run_of_other_conditions_leaves_a_complete_one_readable(tmp_path: Path) -> None:
+    record = Record(tmp_path, {"seed": 1})
+    record.add(outcome("relay", 10.0))
+    record.finish()
+    mistaken = Record(tmp_path, {"seed": 2})
+    assert Record(tmp_path, {"seed": 1}, only_read=True).outcomes == record.outcomes
+    mistaken.add(outcome("relay", 20.0))
+    with pytest.raises(ConfigError, match=f"remove {RUN_FILES[0]}"):
+        Record(tmp_path, {"seed": 1}, only_read=True)
+    (tmp_path / RUN_FILES[0]).unlink()
+    assert Record(tmp_path, {"seed": 1}, only_read=True).outcomes == record.outcomes
+
+
+def repeated(*rates: float | None) -> list[Outcome]:
+    return [msgspec.structs.replace(outcome("relay", rate), repeat=number) for number, rate in enumerate(rates)]
+
+
+def test_a_repeat_in_which_no_rate_passed_counts_as_zero() -> None:
+    for rates, value, interval in (
+        ((100.0, None, None), None, (0.0, 100.0)),
+        ((100.0, None, 90.0), 90.0, (0.0, 100.0)),
+        ((None, None), None, None),
+    ):
+        (point,) = points(repeated(*rates))
+        assert (point.value, point.interval, point.settled) == (value, interval, True)
+    (point,) = points([msgspec.structs.replace(one, settled=one.rate is not None) for one in repeated(100.0, None)])
+    assert (point.value, point.settled) == (50.0, False), "of two lower bounds, 100 and 0"
+
+
 def test_points_join_the_repeats() -> None:
     made = msgspec.structs.replace(outcome("relay", 12.0), repeat=1)
-    from relaygr_stream.lab.paper.results import points
-
     (point,) = points([outcome("relay", 10.0), made])
     assert (point.value, point.interval) == (11.0, (10.0, 12.0))
     (single,) = points([made])

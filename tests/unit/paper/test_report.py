@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 
 from relaygr_stream.lab.bench.modes import FLEET_MODES
 from relaygr_stream.lab.bench.results import Memory
+from relaygr_stream.lab.drawing import can_draw
 from relaygr_stream.lab.paper.drawings import drawings
 from relaygr_stream.lab.paper.measured import tiers_during
 from relaygr_stream.lab.paper.plan import curves
@@ -54,6 +56,26 @@ def test_tables_show_fleet_and_simulation_beside_each_other() -> None:
     ((regime, oracle, full, *ablations),) = parts_rows(report)
     assert (regime, oracle, full) == ("usual (simulated)", "400", "100")
     assert ablations == ["", "", "50 (2.00×)", "50 (2.00×)", "50 (2.00×)", ""]
+
+
+def test_a_simulated_lower_bound_is_marked_and_compared_with_nothing() -> None:
+    simulated = outcome("relay", 100.0, where="simulated")
+    for found, shown in (
+        (msgspec.structs.replace(simulated, settled=False), ("≥ 100", "")),
+        (msgspec.structs.replace(simulated, settled=False, rate=None), ("≥ 0", "")),
+        (msgspec.structs.replace(simulated, rate=None), ("none", "")),
+    ):
+        report = make_report([outcome("relay", 110.0), found], curves(quick=True), {"words": {}}, [], 1.0)
+        assert [row[6:8] for row in table_rows(report)] == [shown]
+
+
+@pytest.mark.skipif(not can_draw(), reason="needs matplotlib")
+def test_a_range_from_zero_can_be_drawn() -> None:
+    planned = curves(quick=True)
+    seeds = [outcome("relay", rate, where="simulated") for rate in (100.0, None, 110.0)]
+    report = make_report(seeds, planned, {"words": {}}, [], 1.0)
+    assert report.curves["length"][0][5:8] == [100.0, 0.0, 110.0]
+    assert "<svg" in page(report, planned)
 
 
 def test_outcomes_of_two_versions_of_the_code_are_told() -> None:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from relaygr_stream.lab.bench.lengths import costs_named
 from relaygr_stream.lab.bench.modes import ABLATIONS, CACHE, FULL_ANY, FULL_LANE, RELAY, Mode
 from relaygr_stream.lab.bench.oracle import largest_rate
+from relaygr_stream.lab.bench.probe import TIMEOUT_SLOS
 from relaygr_stream.lab.paper import simulated
 from relaygr_stream.lab.paper.results import Outcome, points
 from relaygr_stream.lab.paper.setup import Setup, factor_for
 from relaygr_stream.lab.paper.simulated import Simulation
 from relaygr_stream.settings.load import load_settings
 
-pytestmark = pytest.mark.stack
+pytestmark = [pytest.mark.stack, pytest.mark.timeout(400)]
 
 COSTS = costs_named("npu")
 SLO_MS = 50.0
@@ -54,6 +56,12 @@ def test_a_given_rate_is_looked_at_once_whatever_becomes_of_it() -> None:
     assert high.rate is None, "full inference does not carry what the relay does"
     assert low.p99_ms is not None
     assert low.p99_ms < SLO_MS < (high.p99_ms or 0.0)
+
+
+def test_a_ranking_without_scores_counts_with_its_timeout_as_in_a_probe() -> None:
+    late = run(FULL_LANE, load=1.2, long=0.5, share=2.0)
+    assert [late.p99_ms, late.first_p99_ms, late.p99_short, late.p99_long] == [TIMEOUT_SLOS * SLO_MS] * 4
+    assert msgspec.json.decode(msgspec.json.encode(late), type=Outcome) == late, "no infinity, which JSON has not"
 
 
 #: Modes that first visits show; the tiers' show in what returns find.

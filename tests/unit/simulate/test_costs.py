@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import msgspec
@@ -16,10 +17,11 @@ from relaygr_stream.models.kv import KVLayout
 from tests.unit.simulate.scenes import COSTS, scenario
 
 
-def test_a_file_says_what_was_written(tmp_path: Path) -> None:
-    quoted = msgspec.structs.replace(COSTS, source='a "quoted" \\ source\nof two lines')
+def test_a_file_says_what_was_written_whatever_the_locale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quoted = msgspec.structs.replace(COSTS, source='a "quoted" \\ source\nof 2 µs')
     path = tmp_path / "costs.toml"
-    path.write_text(quoted.as_toml())
+    path.write_text(quoted.as_toml(), encoding="utf-8")
+    monkeypatch.setattr(io, "text_encoding", lambda encoding, _=2: encoding or "ascii")  # which pathlib asks
     assert DeviceCosts.read(path) == quoted
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +16,8 @@ from relaygr_stream.cli.main import main
 from relaygr_stream.errors import CapacityError
 from relaygr_stream.lab.simulate.memory import bytes_for, reuse_bytes
 from relaygr_stream.lab.simulate.plan import Probe, search
-from relaygr_stream.lab.simulate.run import run_scenario
+from relaygr_stream.lab.simulate.run import run_group, run_scenario
+from relaygr_stream.lab.simulate.scenario import Failure
 from relaygr_stream.lab.simulate.story import Window, recovery_s
 from relaygr_stream.lab.workload.visits import Arrival
 from tests.unit.simulate.scenes import COSTS, SETTINGS, scenario
@@ -74,6 +77,30 @@ def test_recovered_is_three_good_seconds_in_a_row() -> None:
     assert recovery_s(seconds[:8], 2.5) is None
 
 
+def test_a_second_without_requests_does_not_put_off_the_recovery() -> None:
+    empty = Window(3.0, 0, math.nan, math.nan, math.nan)
+    seconds = [Window(float(at), 1, 1.0, 0.0, 1.0) for at in range(6)]
+    assert recovery_s([*seconds[:3], empty, *seconds[4:]], 1.0) == 0.0
+    assert recovery_s([*seconds[:3], *(replace(empty, at=float(at)) for at in range(3, 9))], 2.0) is None
+
+
+@pytest.mark.parametrize(
+    ("share", "workers", "sample", "dead"),
+    [(0.01, 1000, 40, [0, 1]), (0.02, 1000, 40, [1]), (0.02, 1000, 100, [1, 1]), (0.02, 20, 40, [1]), (0.9, 3, 3, [2])],
+)
+def test_so_many_are_simulated_that_the_share_of_the_dead_is_the_one_asked_for(
+    share: float, workers: int, sample: int, dead: list[int]
+) -> None:
+    scene = scenario(workers=workers, sample=sample, seconds=2.0, failure=Failure(share=share, at=1.0))
+    assert [group.dead for group in scene.groups] == dead
+
+
+def test_a_group_in_which_none_dies_runs_on() -> None:
+    scene = scenario(workers=1000, sample=2, seconds=2.0, failure=Failure(share=0.01, at=1.0))
+    story = run_group(scene, replace(scene.groups[0], size=2))
+    assert (story.dead, story.moved_lanes, story.taken_over_s) == (0, 0, None)
+
+
 FLEET = ["--workers", "100", "--rate", "2000", "--users", "1000000", "--length", "512", "--sample", "3"]
 SHORT = ["--seconds", "2", "--warm-up", "1", "--return-after", "1", "--processes", "1"]
 
@@ -109,8 +136,16 @@ def test_the_command_plans(tmp_path: Path) -> None:
     assert code == 0, text
     assert "When a rack fails" in text and "DRAM a worker" in text
     figures = json.loads(out.read_text())
-    assert figures["workers"] >= 1
+    assert figures["workers"] >= 1 and figures["holds"]
     assert figures["failure"]["failure"]["dead"] >= 1
+
+
+def test_a_plan_whose_memory_does_not_keep_the_slo_says_so_and_ends_with_1(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    code, text = invoke(tmp_path, "--plan", "--json", str(out), "--revisit", "90%", "--hit-target", "5%")
+    assert code == 1, text
+    assert "until the SLO held" not in text and "the SLO held at no size" in text
+    assert not json.loads(out.read_text())["holds"]
 
 
 @pytest.mark.parametrize("rack", [[], ["--fail-rack", "50%", "--at", "1"]])
@@ -139,6 +174,10 @@ def test_a_fleet_with_more_lanes_than_topics_may_have_is_said_to_be_several(tmp_
         (["--suffix", "5000"], "max_suffix_tokens"),
         (["--candidates", "60000"], "max_candidates"),
         (["--stage-delay", "0"], "--stage-delay 0"),
+        (["--stage-sigma", "1000"], "sigma at most 10"),
+        (["--sigma", "1000"], "sigma = 1000"),
+        (["--plan", "--hit-target", "nan"], "'nan' is not within 0…1"),
+        (["--plan", "--hit-target", "200%"], "'200%' is not within 0…1"),
         (["--mix", "80%"], "80%:128"),
         (["--mix", "2:128"], "mix = 2:128"),
         (["--tide", "half:60"], "50%:60"),

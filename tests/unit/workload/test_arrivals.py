@@ -78,6 +78,23 @@ def test_a_table_of_times_has_no_users(tmp_path: Path) -> None:
     assert log.users is not None and log.users.tolist() == [0, 1, 0]
 
 
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.csv", "TIMESTAMP,Tokens\n10.5,3\n11,3\n"),
+        ("a.csv", '"TIMESTAMP","Tokens, in"\n10.5,3\n11,3\n'),
+        ("t.jsonl", '{"timestamp": 10500, "hash_ids": [0]}\n{"timestamp": 11000, "hash_ids": [1]}\n'),
+    ],
+)
+def test_a_byte_order_mark_and_quoted_names_are_no_part_of_the_names(
+    tmp_path: Path, name: str, text: str, mark: str
+) -> None:
+    path = tmp_path / name
+    path.write_text(mark + text, encoding="utf-8")
+    assert read_arrivals(path).times.tolist() == [10.5, 11.0]
+
+
 def test_an_interaction_log_gives_its_times_and_users(tmp_path: Path) -> None:
     rows = movielens_rows(users=20)
     log = read_arrivals(write_udata(tmp_path / "u.data", rows))
@@ -101,6 +118,7 @@ GOOD = '{"timestamp": 0, "hash_ids": [0, 1]}\n'
         ("t.jsonl", GOOD + "[]\n", ":2: `timestamp` is 'None'"),
         ("t.jsonl", GOOD + '{"timestamp": "soon", "hash_ids": [0]}\n', ":2: `timestamp` is 'soon'"),
         ("t.jsonl", GOOD + '{"timestamp": -1, "hash_ids": [0]}\n', ":2: `timestamp` is '-1'"),
+        ("t.jsonl", GOOD + f'{{"timestamp": {"9" * 400}, "hash_ids": [0]}}\n', ":2: `timestamp` is '9999"),
         ("t.jsonl", GOOD + '\n{"timestamp": 1, "hash_ids": []}\n', ":3: `hash_ids` is '[]'"),
         ("t.jsonl", GOOD + '{"timestamp": 1, "hash_ids": [[2]]}\n', ":2: `hash_ids` is '[[2]]'"),
         ("t.jsonl", GOOD + GOOD, "2 arrivals within 0 s have no rate"),

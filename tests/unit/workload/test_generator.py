@@ -175,6 +175,12 @@ def test_sample_others_is_uniform(excluded: int) -> None:
     assert counts[excluded:] == pytest.approx(expected, rel=6 / np.sqrt(expected))
 
 
+@pytest.mark.parametrize(("median", "sigma"), [(-1.0, 0.1), (float("inf"), 0.1), (80.0, float("nan")), (80.0, 1000.0)])
+def test_a_stage_delay_without_sense_is_refused(median: float, sigma: float) -> None:
+    with pytest.raises(ConfigError, match="stage delay = "):
+        StageDelay(median, sigma)
+
+
 def test_stage_delay_is_cut_off() -> None:
     rng = np.random.default_rng(0)
     wide = StageDelay(median_ms=100, sigma=5)

@@ -173,6 +173,17 @@ def test_a_list_of_another_length_breaks_its_line(value: Any, reason: str, tmp_p
     assert reason in log.broken[0].reason
 
 
+@pytest.mark.parametrize("name", ["age", "dwell_s"])
+def test_a_number_beyond_any_float_breaks_its_line(name: str, tmp_path: Path) -> None:
+    made = rows()
+    made[5][name] = 10**400
+    path = tmp_path / "log.jsonl"
+    path.write_text("\n".join(map(json.dumps, made)))
+    log = read_log(path, features=SCHEMA)
+    assert log.broken_count == 1
+    assert f"`{name}` is '1000" in log.broken[0].reason
+
+
 def test_a_missing_column_is_named(tmp_path: Path) -> None:
     made = [{name: value for name, value in row.items() if name != "age"} for row in rows()]
     for write in (write_csv, write_parquet):

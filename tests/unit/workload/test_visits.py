@@ -237,6 +237,7 @@ def test_the_user_law_is_zipf_beyond_the_exact_ranks_too(exponent: float) -> Non
         ("length", 9999.0),
         ("length", 4095.0),
         ("zipf", -1),
+        ("sigma", 1000.0),
     ],
 )
 def test_nonsense_is_refused_by_name(name: str, value: float) -> None:
