@@ -51,6 +51,8 @@ class LaneShares:
             if total > seen:
                 left += total - seen
             self._seen[lane] = total
+            if left < 1.0:  # it would shrink for hours, and never become 0: floats near 0 round up again
+                left = 0.0
             demand[lane] = left
             active += left > 0
         self._demand = demand

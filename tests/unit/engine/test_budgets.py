@@ -47,6 +47,14 @@ def test_demand_is_followed_and_forgotten_and_quiet_lanes_lend_their_share() -> 
     assert turned[1] > 0.7
 
 
+def test_a_lane_that_fell_quiet_lends_its_share_after_minutes() -> None:
+    """What is left of its demand shrinks for hours, and it counted among the lanes with requests as long."""
+    shares = LaneShares()
+    for second in range(600):
+        given_out = shares.update([0, 1], {0: 10**9 + 1000 * second, 1: 10**9}, 1.0)
+    assert given_out[0] > 0.9
+
+
 def test_of_a_running_total_only_what_is_new_is_demand() -> None:
     shares = LaneShares()
     shares.update([0, 1], {0: 10_000}, 1.0)
