@@ -281,13 +281,18 @@ class ReplyRoute:
                 f"topic {self._topic} has {count} partitions now, and the answers of this client came on "
                 f"{' and '.join(map(str, self.partitions))}: it was made anew with fewer; open a new client"
             )
-        elif self._current not in there or self._other not in there:
+        elif self._current not in there or self._other not in there or self._current == self._other:
             self._current, self._other = there[0], there[-1]
+
+    @property
+    def gone(self) -> TopicError | None:
+        """Why no answer can come; None if one can."""
+        return None if self._gone is None else TopicError(self._gone)
 
     def choose(self) -> int:
         """The reply partition of a new request. Raises TopicError if none of them exists any more."""
-        if self._gone is not None:
-            raise TopicError(self._gone)
+        if (gone := self.gone) is not None:
+            raise gone
         if self.clock() - self._used.get(self._other, math.inf) > SILENCE_EXPIRES_S:
             self._awaited_since.pop(self._other, None)
         silent_s = self._waiting_s(self._current)

@@ -125,6 +125,11 @@ class Connection:
         send = partial(sender.send_events, topics.retrieval.name, settled=self._announced)
         self.announcements = Announcements(send, settings.client.announce_linger_ms / 1000)
 
+    @property
+    def error(self) -> RelayError | None:
+        """Why no call is possible on this connection any more: its reply partitions are gone. None: calls are."""
+        return self._route.gone
+
     def check_lanes(self) -> None:
         """Raise LanesChanged if the cluster has another number of lanes than the settings."""
         if self._counts.error is not None:

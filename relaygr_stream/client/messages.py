@@ -87,7 +87,7 @@ class MessageClient:
     @property
     def error(self) -> RelayError | None:
         """Why no call is possible: the client is not open, or its answers can no longer be read. None: it is open."""
-        return self._ended if self._connection is None else None
+        return self._ended if self._connection is None else self._connection.error
 
     @property
     def in_flight(self) -> int:

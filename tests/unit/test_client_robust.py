@@ -268,4 +268,5 @@ async def test_a_client_whose_reply_partition_is_gone_says_so(tmp_path: Path) ->
                     except RelayError as error:
                         ended.append(error)
             assert "has 4 partitions now" in str(ended[-1])
+            assert isinstance(relay.error, TopicError), "a gateway ends by it, and its supervisor opens a new client"
             assert {type(error) for error in ended[:-1]} <= {DeadlineExceeded, BrokerUnavailable, BrokerError}

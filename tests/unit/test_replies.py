@@ -97,14 +97,19 @@ def test_where_there_is_only_one_it_is_named() -> None:
 
 
 def test_a_partition_that_exists_no_more_is_not_named() -> None:
-    route = ReplyRoute("scores", [5, 7])
+    now = 0.0
+    route = ReplyRoute("scores", [5, 7], clock=lambda: now)
     route.counted(7)
     assert {route.choose(), route.choose_again({}, 0.0)} == {5}
     route.counted(5)
     with pytest.raises(TopicError, match=r"scores has 5 partitions now.* 5 and 7.*open a new client"):
         route.choose()
+    assert "open a new client" in str(route.gone)
     route.counted(16)
+    assert route.gone is None
     assert route.choose() == 5
+    now += 2 * SWITCH_AFTER_S
+    assert route.choose() == 7, "it is there again"
 
 
 def lost_with_one_dead(answer_s: float, seconds: float) -> list[float]:
