@@ -158,15 +158,21 @@ class PartitionCounts:
 
     producer: its metadata is used, so it learns of new partitions too.
 
-    on_replies(count): called with the number of partitions of `scores` after each answer.
+    on_replies(count): called with the number of partitions of `scores` after each answer. also: other topics that must
+    not be missing.
     """
 
     def __init__(
-        self, topics: TopicSet, producer: Producer, on_replies: Callable[[int], object] = lambda count: None
+        self,
+        topics: TopicSet,
+        producer: Producer,
+        on_replies: Callable[[int], object] = lambda count: None,
+        also: Sequence[Topic] = (),
     ) -> None:
         self._topics = topics
         self._producer = producer
         self._on_replies = on_replies
+        self._also = [topic.name for topic in also]
         self.error: LanesChanged | None = None
         self._missing: set[str] = set()  # in the last answer
         self._gone: set[str] = set()  # in the last two: a broker's metadata may be behind for a moment
@@ -186,12 +192,12 @@ class PartitionCounts:
     async def ask(self) -> None:
         """Poll once and set `error`. Raises BrokerError."""
         lanes = [topic.name for topic in self._topics.all if topic.lanes]
-        counts = await self._producer.partitions([*lanes, self._topics.scores.name])
+        counts = await self._producer.partitions([*lanes, self._topics.scores.name, *self._also])
         missing = {name for name, count in counts.items() if not count}
         self._gone, self._missing = missing & self._missing, missing
         if replies := counts.pop(self._topics.scores.name, 0):
             self._on_replies(replies)
-        other = {name: count for name, count in counts.items() if count not in (0, self._topics.lanes)}
+        other = {name: counts[name] for name in lanes if counts[name] not in (0, self._topics.lanes)}
         if bool(other) != bool(self.error):
             log.error("lanes changed on the cluster", counts=other, served=self._topics.lanes)
         self.error = LanesChanged(other, self._topics.lanes) if other else None

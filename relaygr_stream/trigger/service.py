@@ -99,7 +99,8 @@ async def run_trigger(context: ProcessContext, decide: Decide = decide) -> None:
         await stack.enter_async_context(tail)
         stack.push_async_callback(background.end)
         lanes = TriggerLanes(settings, topics, member, owners, producer, ends, metrics, background, tracing, decide)
-        consumer, dead_letters, counts = lanes.consumer, lanes.dead_letters, PartitionCounts(topics, producer)
+        consumer, dead_letters = lanes.consumer, lanes.dead_letters
+        counts = PartitionCounts(topics, producer, also=[topics.worker_status])
         stack.callback(dead_letters.close)
         context.conditions += [dead_letters.why_not_taken, counts.why_not_ready]
         statements = Statements(

@@ -208,7 +208,9 @@ class Worker:
             progressing=self._progressing,
             crashes=Crashes(topics.ranking.name, settings.worker.max_crashes, self.requests.on_crashed),
         )
-        self._counts = PartitionCounts(topics, bus.scores, self.requests.intake.set_reply_partitions)
+        self._counts = PartitionCounts(
+            topics, bus.scores, self.requests.intake.set_reply_partitions, [topics.worker_status]
+        )
         context.conditions += [self.requests.outbox.letters.why_not_taken, self._counts.why_not_ready]
         self._handover = make_handover(settings, name, runtime, device, topics.lanes, peers, context.registry)
         self._reporter = StatusReporter(

@@ -66,6 +66,12 @@ async def test_a_topic_that_stays_missing_is_named() -> None:
     cluster.counts[TOPICS.retrieval.name] = 4
     await counts.ask()
     assert counts.why_not_ready() is None
+    cluster.counts[TOPICS.worker_status.name] = 0
+    with_statuses = PartitionCounts(TOPICS, cluster, also=[TOPICS.worker_status])  # type: ignore[arg-type]
+    for each in (counts, with_statuses, counts, with_statuses):
+        await each.ask()
+    assert counts.why_not_ready() is None
+    assert TOPICS.worker_status.name in (with_statuses.why_not_ready() or "")
 
 
 async def test_a_producer_tells_how_many_there_are(kafka_settings: Kafka) -> None:
