@@ -144,7 +144,7 @@ class LogEnds:
         self._kafka = kafka
         self._client_id = client_id
         self._renewed = Renewed(kafka, "the reader of the logs' ends", self._make)
-        #: Leader (-1, None: not known) and topic, for one may be missing → unanswered request.
+        #: (leader, topic) → unanswered request; leader -1, None: not known. A missing topic silences no other.
         self._silent: dict[tuple[int | None, str], asyncio.Task[Any]] = {}
 
     def _make(self) -> Any:

@@ -195,7 +195,7 @@ class PartitionCounts:
         counts = await self._producer.partitions([*lanes, self._topics.scores.name, *self._also])
         missing = {name for name, count in counts.items() if not count}
         self._gone, self._missing = missing & self._missing, missing
-        if replies := counts.pop(self._topics.scores.name, 0):
+        if replies := counts[self._topics.scores.name]:
             self._on_replies(replies)
         other = {name: counts[name] for name in lanes if counts[name] not in (0, self._topics.lanes)}
         if bool(other) != bool(self.error):

@@ -6,7 +6,6 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.protocol.group import LeaveGroupRequest
 
-from relaygr_stream.bus import aiokafka_compat
 from relaygr_stream.bus.lanes import LaneConsumer
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.topics import TopicSet, apply_topics, load_topics
@@ -332,25 +330,6 @@ async def test_lanes_that_no_broker_lets_begin_are_no_good_health(tmp_path: Path
             await broker.start()
             await apply_topics(kafka)  # the embedded broker forgets them
             await until(lambda: one.consumer.healthy and one.lanes == set(range(2)), "healthy again")
-
-
-async def test_topics_deleted_and_made_again_are_served_again(
-    kafka_settings: Kafka, topics: TopicSet, producer: Producer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The member rejoined while they were missing, and held no lanes for five minutes."""
-    monkeypatch.setattr(aiokafka_compat, "METADATA_MS", 500)
-    names = [topic.name for topic in topics.all]
-    async with Member(kafka_settings, topics, "one") as one, AsyncExitStack() as closing:
-        await until(lambda: one.lanes == set(range(topics.lanes)), "all lanes")
-        admin = AIOKafkaAdminClient(bootstrap_servers=kafka_settings.bootstrap)
-        await admin.start()
-        closing.push_async_callback(admin.close)
-        await admin.delete_topics(names)
-        await until(lambda: not one.lanes, "no lanes")
-        await apply_topics(kafka_settings)
-        await until(lambda: one.lanes == set(range(topics.lanes)), "all lanes again")
-        await producer.send_and_wait(topics.ranking.name, b"new", partition=3)
-        await until(lambda: b"new" in one.values, "read")
 
 
 async def test_no_broker_is_said_at_once(kafka_settings: Kafka, topics: TopicSet) -> None:

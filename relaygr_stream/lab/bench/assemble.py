@@ -27,8 +27,8 @@ from relaygr_stream.lab.workload.report import HITS
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.printable import SafeConsole, print_table
 
-#: The options of the traffic in the report's conditions, and those whose presence alone is stated there: numbers and
-#: names, from which benchmarks/simulate_slo.py simulates the same traffic.
+#: The options that the report states under `conditions.traffic`: benchmarks/simulate_slo.py simulates the same traffic.
+#: UNEVEN: of these only the names of those in use are stated, and a report with one is not simulated.
 TRAFFIC: Final = ("candidates", "suffix", "growth", "known", "users", "zipf", "delay", "warm_up_s")
 UNEVEN: Final = ("sigma", "mix", "tide", "arrivals")
 
