@@ -46,6 +46,7 @@ class SloOptions:
     sigma: float = 0.0
     mix: Mix | None = None
     tide: Tide | None = None
+    hot: float = 0.0  # share of the users who are all on the first lane
     arrivals: ArrivalLog | None = None
     samples: int  # requests judged in a stage of a probe
     stages: int = STAGES_AT_MOST

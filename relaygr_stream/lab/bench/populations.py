@@ -5,9 +5,11 @@ Modes of a pipeline share populations, as they share the workers' caches; but fo
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
+from zlib import crc32
 
 import msgspec
 import numpy as np
@@ -22,6 +24,7 @@ from relaygr_stream.lab.workload.generator import Generator, GeneratorOptions
 from relaygr_stream.lab.workload.items import WorkItem
 from relaygr_stream.lab.workload.visits import Pace
 from relaygr_stream.wire.messages import RankingRequest, RequestEvent
+from relaygr_stream.wire.topic_files import lane_of
 
 #: Tokens of a user, to which the options' number of known users refers.
 USERS_TOKENS: Final = 512
@@ -35,6 +38,19 @@ SETTLE_SHARE: Final = 0.3
 M = TypeVar("M", RequestEvent, RankingRequest)
 
 
+class Hot(NamedTuple):
+    """A hot lane: this share of the users is on the first one."""
+
+    share: float
+    lanes: int
+
+    def named(self, user: str) -> str:
+        """The user's name; of the share, one whose key Kafka's partitioner puts on the first lane."""
+        if crc32(user.encode()) >= self.share * 2**32:
+            return user
+        return next(name for n in itertools.count() if lane_of(name := f"{user}.{n}", self.lanes) == 0)
+
+
 class Population:
     """Users with histories, who live on from probe to probe, at whatever rate.
 
@@ -42,8 +58,9 @@ class Population:
     caches. Populations have no user in common.
     """
 
-    def __init__(self, name: str, options: GeneratorOptions) -> None:
+    def __init__(self, name: str, options: GeneratorOptions, hot: Hot | None = None) -> None:
         self.name = name
+        self._hot = hot
         self.length = round(options.length)
         self.revisit = options.returns
         self.two_kinds = options.two_kinds
@@ -83,7 +100,8 @@ class Population:
         return replace(item, at=pace.after(item.at), event=self._own(item.event), request=self._own(item.request))
 
     def _own(self, message: M) -> M:
-        return msgspec.structs.replace(message, user_id=f"{self.name}-{message.user_id}")
+        user = f"{self.name}-{message.user_id}"
+        return msgspec.structs.replace(message, user_id=user if self._hot is None else self._hot.named(user))
 
 
 class Populations:
@@ -134,7 +152,8 @@ class Populations:
             seed=self._seed,
         )
         name = f"{self._pipeline.name}.{length}.{round(100 * revisit)}{'.alone' if alone else ''}"
-        population = Population(name, traffic)
+        hot = Hot(options.hot, self._pipeline.settings.kafka.partitions) if options.hot else None
+        population = Population(name, traffic, hot)
         if known:
             self._tell(f"introducing {known} users with {length:,} tokens …")
             most, returning = (self._most_rate(world, length, ratio) for ratio in (0.0, revisit))

@@ -16,9 +16,10 @@ from relaygr_stream.lab.bench.statistics import fewest_samples
 from relaygr_stream.lab.demo.report import quantile
 from relaygr_stream.lab.paper.plan import PaperOptions
 from relaygr_stream.lab.paper.results import TIERS, Outcome, summed
-from relaygr_stream.lab.paper.setup import GIB, GROWTH, MOST_RATE, SUFFIX, USERS, Setup
+from relaygr_stream.lab.paper.setup import GIB, GROWTH, MOST_RATE, SUFFIX, USERS, Setup, tide_s
 from relaygr_stream.lab.simulate.costs import DeviceCosts
 from relaygr_stream.lab.workload.items import StageDelay
+from relaygr_stream.lab.workload.traffic import Tide
 from relaygr_stream.settings.schema import Settings
 
 #: A probe's warm-up, in SLOs, and in seconds at least: a queue at 0.85 of a device's capacity settles within some
@@ -67,6 +68,8 @@ async def measure(
         users=USERS,
         zipf=setup.zipf,
         mix=setup.mix(costs, slo_ms),
+        tide=Tide(setup.swing, tide_s(max(rates.values()) / factor)) if setup.swing else None,
+        hot=setup.hot,
         arrivals=options.arrivals if setup.arrivals else None,
         samples=max(fewest_samples(), options.samples),
         least_s=options.least_s,

@@ -103,6 +103,7 @@ def curves(quick: bool, arrivals: ArrivalLog | None = None) -> tuple[Curve, ...]
         return (_lengths(HEADLINE, (1.0,), quick=True), _parts((REGIMES["usual"],), fleet=False), *logged)
     heads = (20.0, 40.0, 60.0, 80.0, 150.0, 300.0)
     candidates = (32, 128, 512, 1024, 2048)
+    hot = (0.0, 0.1, 0.2, 0.3, 0.5, 0.7)
     return (
         _lengths(GRID, GRID),
         _loads("load", "P99 against load", USUAL, Setup(), (RELAY, FULL_ANY)),
@@ -115,15 +116,16 @@ def curves(quick: bool, arrivals: ArrivalLog | None = None) -> tuple[Curve, ...]
         _over("candidates", "Candidates", "candidates", candidates, (128, 512, 2048), log=True),
         _over("workers", "Workers", "workers", (1, 2, 4, 8), (1, 2, 8)),
         _over("long", "Share of long users", "share", (0.05, 0.1, 0.2, 0.4, 1.0), (0.1, 0.4), of=Setup(share=2.0)),
+        _over("hot", "A hot lane", "share of the users on it", hot, (0.3, 0.7), modes=HOT_MODES, fleet_modes=HOT_FLEET),
+        _over("swing", "A tide", "swing of the rate", (0.0, 0.2, 0.4, 0.6, 0.8), (0.4, 0.8)),
         _shapes(),
-        _over("hot", "A hot lane", "share of the users on it", (0.0, 0.1, 0.2, 0.3, 0.5, 0.7), modes=HOT_MODES),
-        _over("swing", "A tide", "swing of the rate", (0.0, 0.2, 0.4, 0.6, 0.8)),
         *logged,
     )
 
 
 FIRST_VISITS: Final = Setup(revisit=0.0)
 HOT_MODES: Final = (FULL_ANY, FULL_LANE, RELAY, UNDELEGATED)
+HOT_FLEET: Final = (RELAY, UNDELEGATED)
 
 
 def _lengths(shares: Sequence[float], others: Sequence[float], *, quick: bool = False) -> Curve:
@@ -180,18 +182,20 @@ def _over(
     *,
     of: Setup | None = None,
     modes: tuple[Mode, ...] = TWO,
+    fleet_modes: tuple[Mode, ...] = (RELAY,),
     log: bool = False,
 ) -> Curve:
     of = of or Setup()
     steps = [Step(of.at(**{name: value}), modes) for value in values]
-    steps += [Step(of.at(**{name: value}), (RELAY,), "fleet") for value in fleet]
+    steps += [Step(of.at(**{name: value}), fleet_modes, "fleet") for value in fleet]
     return Curve(name, words, axis, name, tuple(steps), log=log)
 
 
 def _shapes() -> Curve:
     pairs = ((layers, width) for width in (0.5, 1.0, 2.0) for layers in (0.25, 0.5, 1.0, 1.5, 2.0))
-    steps = tuple(Step(Setup(layers=layers, width=width), TWO) for layers, width in pairs)
-    return Curve("layers", "Layers and width", "× layers of the cost file", "layers", steps, by="width")
+    steps = [Step(Setup(layers=layers, width=width), TWO) for layers, width in pairs]
+    steps += [Step(Setup(layers=layers), (RELAY,), "fleet") for layers in (0.5, 1.5)]
+    return Curve("layers", "Layers and width", "× layers of the cost file", "layers", tuple(steps), by="width")
 
 
 def _dram() -> Curve:

@@ -28,6 +28,8 @@ GROWTH: Final = 3.0
 SHORT_SHARE: Final = 0.05
 #: Users among whom first visits are drawn: the more, the fewer of them have been there before.
 USERS: Final = 200_000
+#: Requests in a period of a tide.
+TIDE_REQUESTS: Final = 300
 GIB: Final = 1 << 30
 
 
@@ -124,6 +126,11 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             if getattr(self, name) != getattr(usual, name)
         ]
         return ", ".join(parts)
+
+
+def tide_s(rate: float) -> float:
+    """The period of a tide at this rate, both dilated."""
+    return TIDE_REQUESTS / rate
 
 
 def factor_for(oracle: float) -> int:

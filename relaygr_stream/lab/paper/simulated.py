@@ -18,7 +18,7 @@ from relaygr_stream.lab.bench.probe import TIMEOUT_SLOS
 from relaygr_stream.lab.bench.run import LANES_PER_WORKER
 from relaygr_stream.lab.bench.search import Search
 from relaygr_stream.lab.paper.results import SIGNALS, Outcome
-from relaygr_stream.lab.paper.setup import GIB, GROWTH, SUFFIX, USERS, Setup
+from relaygr_stream.lab.paper.setup import GIB, GROWTH, SUFFIX, TIDE_REQUESTS, USERS, Setup, tide_s
 from relaygr_stream.lab.simulate.bus import BusLatency
 from relaygr_stream.lab.simulate.costs import DeviceCosts
 from relaygr_stream.lab.simulate.run import run_group
@@ -41,15 +41,13 @@ from relaygr_stream.trigger.decision import REASONS
 
 #: One way of the bus, in real milliseconds: about what a quiet fleet of this bench shows (`bus` in the report).
 BUS: Final = BusLatency(p50_ms=2.0, p99_ms=6.0)
-#: Judged requests of a probe: twelve beyond the P99.
-REQUESTS: Final = 1_200
+#: Judged requests of a probe: twelve beyond the P99, and whole tides.
+REQUESTS: Final = 4 * TIDE_REQUESTS
 #: Requests before them, and so many for each user who returns: each has been there, and prefix KV are where they stay.
 WARM_UP: Final = 300
 ROUNDS: Final = 3
 #: The share of a log's arrivals before the judged ones.
 LOG_WARM_UP: Final = 0.2
-#: A tide's periods within the judged requests: whole ones.
-TIDES: Final = 4
 #: Rates are found to within this; a search begins at this share of the oracle's rate, with this step.
 TOLERANCE: Final = 1.05
 FIRST_SHARE: Final = 0.9
@@ -118,7 +116,7 @@ class Simulation:
             length=length,
             mix=setup.mix(self.costs, slo_ms),
             growth=GROWTH,
-            tide=Tide(setup.swing, seconds / TIDES) if setup.swing else None,
+            tide=Tide(setup.swing, tide_s(dilated_rate)) if setup.swing else None,
             arrivals=self.log,
             max_prefix=self.settings.relay.max_prefix_tokens,
             suffix=SUFFIX,

@@ -12,12 +12,13 @@ import pytest
 from relaygr_stream.lab.bench import populations
 from relaygr_stream.lab.bench.modes import CACHE, FULL, RELAY
 from relaygr_stream.lab.bench.options import SloOptions
-from relaygr_stream.lab.bench.populations import Population, Populations
+from relaygr_stream.lab.bench.populations import Hot, Population, Populations
 from relaygr_stream.lab.workload.arrivals import read_arrivals
 from relaygr_stream.lab.workload.generator import GeneratorOptions
 from relaygr_stream.lab.workload.items import StageDelay, WorkItem
 from relaygr_stream.lab.workload.traffic import Mix
 from relaygr_stream.settings.load import load_settings
+from relaygr_stream.wire.topic_files import lane_of
 from tests.unit.bench.reports import WORLD
 from tests.unit.workload.test_arrivals import prompts
 
@@ -122,3 +123,12 @@ def test_short_and_long_users_are_told_apart() -> None:
     items = population.take(50.0, count=400)
     assert {(len(item.event.prefix), item.long) for item in items} == {(256, True), (32, False)}
     assert np.mean([item.long for item in items]) == pytest.approx(0.25, abs=0.07)
+
+
+def test_a_share_of_the_users_is_on_the_hot_lane_from_visit_to_visit() -> None:
+    items = Population("p", options(64, 0.5), Hot(0.3, 8)).take(50.0, count=3000)
+    assert all(item.event.user_id == item.request.user_id for item in items)
+    users = {item.event.user_id for item in items}
+    assert len(users) < 0.7 * len(items), "who returns has the same name"
+    on_first = np.mean([lane_of(user, 8) == 0 for user in users])
+    assert on_first == pytest.approx(0.3 + 0.7 / 8, abs=0.06)
