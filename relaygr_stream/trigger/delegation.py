@@ -5,7 +5,7 @@
 
 Room is the memory that the delegate states for others. Time is what it states to wait for, and what this trigger sent
 it since; not the load budgets of its lanes, because at the owner the prefix would take as much of a device, in full
-inference. The owner is told (signals.py) and passes the ranking on. A miss costs one full inference, so nothing here
+inference. Neither counts for a user whose prefix KV the delegate has. The owner is told (signals.py) and passes the ranking on. A miss costs one full inference, so nothing here
 must be exact.
 """
 
@@ -54,17 +54,17 @@ class Delegation:
         """The worker that computes a user's prefix KV for the owner; None: the owner does. Changes nothing.
 
         user: tenant_key. left_ms: until the ranking. done_ms: when the owner would have them. Returning users go
-        where their prefix KV are: to the owner if it has them, to the last delegate while the owner is busy. Anywhere
-        else, all of it would be computed anew.
+        where their prefix KV are: to the owner if it has them, to the last delegate while the owner is busy or would
+        be late. Anywhere else, all of it would be computed anew, which in overload makes every queue longer.
         """
-        name, kept = owner.worker.name, self._loads.kept(user)
+        name, kept, late = owner.worker.name, self._loads.kept(user), done_ms > left_ms
         if kept is not None and kept.worker == name:
             return None
-        if kept is not None and kept.delegated and owner.worker.busy_share > IDLE_SHARE:
+        if kept is not None and kept.delegated and (late or owner.worker.busy_share > IDLE_SHARE):
             again = self.again(kept.worker, tokens, now_s)
             if again is not None:
                 return again
-        return self.find(tokens, name, done_ms, now_s) if done_ms > left_ms else None
+        return self.find(tokens, name, done_ms, now_s) if late else None
 
     def find(self, tokens: int, owner: str, within_ms: float, now_s: float) -> Place | None:
         """A worker that has the prefix KV of so many tokens within this time. Changes nothing."""
@@ -82,7 +82,10 @@ class Delegation:
         return self.choose(list(found.values()))
 
     def again(self, worker: str, tokens: int, now_s: float) -> Place | None:
-        """The delegate that has most of the prefix KV from the user's last visit; None: it is gone, or has no room."""
+        """The delegate that has most of the prefix KV from the user's last visit; None: it is gone.
+
+        Whether or not it has room and time: it pins no more than it may, and the ranking finds there what is kept.
+        """
         owned = self._owners.lanes_of(worker)
         if owned is None or now_s < self._paused_until_s:
             return None
@@ -90,8 +93,7 @@ class Delegation:
         claim = self._owners.owner(lane := self._random.choice(lanes))
         if claim is None:  # silent for too long since a moment ago
             return None
-        place = Place(worker, lane, prefix_bytes(tokens, status), NEW_SHARE * self._takes(claim, tokens)[1])
-        return None if self.ready_ms(claim, place, now_s) is None else place
+        return Place(worker, lane, prefix_bytes(tokens, status), NEW_SHARE * self._takes(claim, tokens)[1])
 
     def choose(self, found: list[tuple[float, Place]]) -> Place | None:
         """The sooner of two at random: all triggers that delegate now would find the same worker the soonest."""

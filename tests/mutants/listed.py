@@ -118,7 +118,8 @@ MUTANTS: Final = (
     # trigger: where returning users' prefix KV are
     Mutant("trigger/delegation.py", "kept.worker == name:", "False:", "trigger/test_delegation"),
     Mutant("trigger/delegation.py", "and kept.delegated and", "and", "trigger/test_delegation"),
-    Mutant("trigger/delegation.py", "> IDLE_SHARE:", "> 0:", "trigger/test_delegation"),
+    Mutant("trigger/delegation.py", "> IDLE_SHARE)", "> 0)", "trigger/test_delegation"),
+    Mutant("trigger/delegation.py", "(late or owner", "(owner", "trigger/test_delegation"),
     Mutant("trigger/load.py", "        self._kept.move_to_end(key)\n", "", "trigger/test_delegation"),
     Mutant("trigger/load.py", "max(done_s, each.at_s) + each.ms", "done_s + each.ms", "trigger/test_delegation"),
     Mutant("trigger/load.py", "return NEW_SHARE * whole_ms if", "return whole_ms if", "trigger/test_delegation"),
@@ -236,7 +237,7 @@ MUTANTS: Final = (
     ),
     Mutant("trigger/delegation.py", " + ahead_ms + place.cost_ms", " + place.cost_ms", "trigger/test_delegation"),
     Mutant("trigger/delegation.py", "if now_s < self._paused_until_s:", "if False:", "trigger/test_delegation"),
-    Mutant("trigger/delegation.py", "if done_ms > left_ms else", "if True else", "trigger/test_delegation"),
+    Mutant("trigger/delegation.py", "if late else", "if True else", "trigger/test_delegation"),
     Mutant("wire/refusals.py", "if self._clock() <= until else", "if True else", "test_refusals"),
     # background work
     Mutant("telemetry/background.py", "if not self.failed.done():", "if True:", "telemetry/test_background"),

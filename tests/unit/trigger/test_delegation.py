@@ -237,19 +237,20 @@ def test_a_user_whose_prefix_kv_the_owner_has_is_not_delegated(reason: str) -> N
     assert place_of(view.ask(book=False)) == "b"
 
 
-def test_a_delegates_user_goes_there_again_while_the_owner_is_busy() -> None:
+def test_a_delegates_user_goes_there_again_while_the_owner_is_busy_or_late() -> None:
     view = View()
     view.state("a", (0, 1), **LATE)
     view.state("b", (2, 3))
     assert place_of(view.ask(user="known")) == "b"
     for name, lane in (("c", 4), ("d", 5)):
         view.state(name, (lane,))
-    view.state("b", (2, 3), pre_infer_wait_ms=1e5)  # behind which nothing new would be in time
-    for changes in (LATE, {}):  # whether or not it would be in time
-        view.state("a", (0, 1), busy_share=0.8, **changes)
-        found = view.ask(user="known")
-        assert place_of(found) == "b"
-        assert found.cost_ms <= 0.2 * TOKENS, "only what is new is computed"
+    for worker in ({"pre_infer_wait_ms": 1e5}, {"delegated_bytes": 10 * TOKENS - 1}):  # nothing new would go there
+        view.state("b", (2, 3), **worker)
+        for owner in ({"busy_share": 0.8, **LATE}, {"busy_share": 0.8}, LATE):
+            view.state("a", (0, 1), **owner)
+            found = view.ask(user="known")
+            assert place_of(found) == "b"
+            assert found.cost_ms <= 0.2 * TOKENS, "only what is new is computed"
 
 
 def test_a_delegates_user_comes_home_when_the_owner_has_time() -> None:
@@ -263,13 +264,12 @@ def test_a_delegates_user_comes_home_when_the_owner_has_time() -> None:
     assert place_of(view.ask(user="known")) == "too_late", "the owner has it now"
 
 
-@pytest.mark.parametrize("changes", [{"state": "stopped"}, {"delegated_bytes": 10 * TOKENS - 1}])
-def test_where_the_delegate_is_gone_or_full_another_is_found(changes: dict[str, Any]) -> None:
+def test_where_the_delegate_is_gone_another_is_found() -> None:
     view = View()
     view.state("a", (0, 1), **LATE)
     view.state("b", (2, 3))
     assert place_of(view.ask(user="known")) == "b"
-    view.state("b", (2, 3), **changes)
+    view.state("b", (2, 3), state="stopped")
     assert place_of(view.ask(user="known", book=False)) == "too_late"
     view.state("c", (4, 5))
     assert place_of(view.ask(user="known")) == "c"
