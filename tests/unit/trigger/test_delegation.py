@@ -246,7 +246,7 @@ def test_a_delegates_user_goes_there_again_while_the_owner_is_busy_or_late() -> 
         view.state(name, (lane,))
     for worker in ({"pre_infer_wait_ms": 1e5}, {"delegated_bytes": 10 * TOKENS - 1}):  # nothing new would go there
         view.state("b", (2, 3), **worker)
-        for owner in ({"busy_share": 0.8, **LATE}, {"busy_share": 0.8}, LATE):
+        for owner in ({"busy_share": 0.8}, {"busy_share": 0.3, **LATE}):
             view.state("a", (0, 1), **owner)
             found = view.ask(user="known")
             assert place_of(found) == "b"
