@@ -5,8 +5,8 @@
 
 Room is the memory that the delegate states for others. Time is what it states to wait for, and what this trigger sent
 it since; not the load budgets of its lanes, because at the owner the prefix would take as much of a device, in full
-inference. Neither counts for a user whose prefix KV the delegate has. The owner is told (signals.py) and passes the ranking on. A miss costs one full inference, so nothing here
-must be exact.
+inference. Neither counts for a user whose prefix KV the delegate has. The owner is told (signals.py) and passes the
+ranking on. A miss costs one full inference, so nothing here must be exact.
 """
 
 from __future__ import annotations
