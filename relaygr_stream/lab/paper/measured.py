@@ -114,6 +114,7 @@ def _outcome(bench: Bench, cell: Cell, setup: Setup, repeat: int, factor: int, g
         given=given if setup.load else None,
         p99_ms=best.p99 / factor,
         requests=best.requests,
+        within=1 - best.bad / best.requests if best.requests else None,
         p99_short=None if best.p99_short is None else best.p99_short / factor,
         p99_long=None if best.p99_long is None else best.p99_long / factor,
         outcomes=summed(one.probe.outcomes for one in counted),

@@ -30,13 +30,16 @@ LOADS: Final = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 1.0, 1.2)
 FLEET_LOADS: Final = (0.1, 0.5, 0.8)
 #: Arrivals of a log that are played: enough for its bursts, and simulated in seconds.
 LOGGED_ARRIVALS: Final = 6_000
-#: In these every mode tells its P99, its hits, its decisions and its use of devices and memory.
-AT_LOADS: Final = (Setup(load=0.8), Setup(load=1.2))
+#: In these every mode tells how much is within the SLO, its hits, its decisions and its use of devices and memory.
+AT_LOADS: Final = tuple(Setup(load=load) for load in (0.8, 1.0, 1.1, 1.2))
+#: The one of them that is measured, too.
+BEYOND: Final = Setup(load=1.1)
 
 USUAL: Final = (RELAY, FULL_ANY, FULL_LANE, CACHE)  # in the order of turns, for when time runs out
 TWO: Final = (FULL_ANY, RELAY)
-UNDELEGATED: Final = next(mode for mode in ABLATIONS if mode.name == "relay-undelegated")
-LRU: Final = next(mode for mode in ABLATIONS if mode.name == "relay-lru")
+UNDELEGATED, LRU, EVERYTHING = (
+    next(mode for mode in ABLATIONS if mode.name == f"relay-{part}") for part in ("undelegated", "lru", "everything")
+)
 
 #: In each of these the relay is compared with itself without one part. The first is the usual one.
 REGIMES: Final[dict[str, Setup]] = {
@@ -151,8 +154,9 @@ def _parts(regimes: Sequence[Setup], *, fleet: bool) -> Curve:
 
 
 def _modes() -> Curve:
-    steps = tuple(Step(setup, FLEET_MODES) for setup in AT_LOADS)
-    return Curve("modes", "Each mode at and beyond saturation", "load", "load", steps, "p99", drawn=False)
+    steps = [Step(setup, FLEET_MODES) for setup in AT_LOADS]
+    steps += [Step(BEYOND, (RELAY, UNDELEGATED, EVERYTHING), "fleet")]
+    return Curve("modes", "Each mode at and beyond saturation", "load", "load", tuple(steps), "p99", drawn=False)
 
 
 def logged_setups(log: ArrivalLog) -> tuple[Setup, Setup]:

@@ -50,6 +50,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     p99_short: float | None = None  # of short users alone, if there are two kinds
     p99_long: float | None = None
     requests: int = 0
+    within: float | None = None  # the share of them that was within the SLO
     outcomes: dict[str, int] = {}  # where rankings found their prefix KV
     decisions: dict[str, int] = {}  # of the trigger, by reason
     signals: dict[str, int] = {}  # by SIGNALS; simulated only
@@ -89,6 +90,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     first_p99_ms: list[float] = []
     p99_short: list[float] = []
     p99_long: list[float] = []
+    within: list[float] = []
     outcomes: dict[str, int] = {}  # of all repeats together
     decisions: dict[str, int] = {}
     announced: int = 0
@@ -175,6 +177,7 @@ def points(outcomes: Sequence[Outcome]) -> list[Point]:
             first_p99_ms=_known(one.first_p99_ms for one in some),
             p99_short=_known(one.p99_short for one in some),
             p99_long=_known(one.p99_long for one in some),
+            within=_known(one.within for one in some),
             outcomes=summed(one.outcomes for one in some),
             decisions=summed(one.decisions for one in some),
             announced=sum(one.announced for one in some),

@@ -95,7 +95,10 @@ class Simulation:
         return self._outcome(best, search.passed, search.passed, search.failed, settled=search.settled)
 
     def _holds(self, story: Story) -> bool:
-        return late_share(story, self.factor * self.settings.relay.slo_ms).value <= ALLOWED_LATE
+        return self._late(story) <= ALLOWED_LATE
+
+    def _late(self, story: Story) -> float:
+        return late_share(story, self.factor * self.settings.relay.slo_ms).value
 
     def _simulate(self, rate: float) -> Story:
         setup, factor = self.setup, self.factor
@@ -167,6 +170,7 @@ class Simulation:
             p99_short=self._p99(every[~story.long]) if short else None,
             p99_long=self._p99(every[story.long]) if short else None,
             requests=len(story.at),
+            within=1 - self._late(story),
             outcomes=counts(story.outcome[story.outcome >= 0], OUTCOMES),
             signals={name: story.signals[name] for name in SIGNALS},
             decisions=reasons,

@@ -95,8 +95,8 @@ def test_each_mode_tells_its_hits_decisions_and_use_of_devices_and_memory() -> N
         made = outcome(mode, None, where="simulated", load=load)
         announced = 200 if mode.startswith("relay") else 0
         return msgspec.structs.replace(
-            made, given=100.0, p99_ms=80.0, busy=0.75, announced=announced, tiers={"hbm": 31.5, "dram": 120.0},
-            outcomes={"hbm": 150, "dram": 20, "joined": 10, "full": 20},
+            made, given=100.0, p99_ms=80.0, within=0.875, busy=0.75, announced=announced,
+            tiers={"hbm": 31.5, "dram": 120.0}, outcomes={"hbm": 150, "dram": 20, "joined": 10, "full": 20},
             decisions={"over_load": 50, "admitted": 150} if announced else {},
         )  # fmt: skip
 
@@ -107,10 +107,10 @@ def test_each_mode_tells_its_hits_decisions_and_use_of_devices_and_memory() -> N
     assert [(row[0], row[1]) for row in rows] == [(mode.name, load) for load in ("80%", "120%") for mode in FLEET_MODES]
     relay = next(row for row in rows if row[0] == "relay")
     assert relay[2:] == (
-        "simulated", "80.0", "90.0%: 75% ready, 10% reloaded, 5% joined", "admitted 75%, over_load 25%", "80%", "32",
-        "120",
+        "simulated", "87.5%", "80.0", "90.0%: 75% ready, 10% reloaded, 5% joined", "admitted 75%, over_load 25%", "80%",
+        "32", "120",
     )  # fmt: skip
-    assert next(row for row in rows if row[0] == "full-any")[4:6] == ("", "")
+    assert next(row for row in rows if row[0] == "full-any")[5:7] == ("", "")
     for text in (page(report, curves(quick=False)), render_plain(render(report), 300)):
         assert "75% ready" in text
     again = msgspec.json.decode(as_json(report), type=PaperReport)
