@@ -109,8 +109,9 @@ def size(best: Probe, hit_target: float, simulate: Simulate, report: Callable[[P
     def nbytes(tokens: int) -> int:
         return -(-layout.nbytes(capacity_for(tokens)) // ALIGNMENT) * ALIGNMENT
 
-    dram = _reuse(scenario, nbytes, hit_target)
-    hbm = 2 * nbytes(settings.relay.max_prefix_tokens + settings.relay.max_suffix_tokens)
+    longest = nbytes(settings.relay.max_prefix_tokens + settings.relay.max_suffix_tokens)
+    dram = max(longest, _reuse(scenario, nbytes, hit_target))  # the tiers' least
+    hbm = 2 * longest
     if settings.worker.pinned_share:
         hbm = max(hbm, math.ceil(nbytes(settings.relay.max_prefix_tokens) / settings.worker.pinned_share))
     while True:

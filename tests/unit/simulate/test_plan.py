@@ -142,10 +142,20 @@ def test_the_command_plans(tmp_path: Path) -> None:
 
 def test_a_plan_whose_memory_does_not_keep_the_slo_says_so_and_ends_with_1(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    code, text = invoke(tmp_path, "--plan", "--json", str(out), "--revisit", "90%", "--hit-target", "5%")
+    many = ["--rate", "90", "--users", "9000", "--revisit", "90%", "--hit-target", "5%"]
+    code, text = invoke(tmp_path, "--plan", "--json", str(out), *many)
     assert code == 1, text
     assert "until the SLO held" not in text and "the SLO held at no size" in text
     assert not json.loads(out.read_text())["holds"]
+
+
+def test_a_plans_tiers_hold_the_longest_request(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    few = ["--rate", "5", "--users", "200", "--revisit", "90%", "--hit-target", "5%"]
+    code, text = invoke(tmp_path, "--plan", "--json", str(out), *few)
+    assert code == 0, text
+    planned = json.loads(out.read_text())["memory"]
+    assert planned["reuse"] == planned["hbm"] / 2
 
 
 @pytest.mark.parametrize("rack", [[], ["--fail-rack", "50%", "--at", "1"]])
