@@ -62,7 +62,7 @@ def refuse_what_is_late() -> None:
 
     def other(requests: Any, record: Record, kind: str) -> Cancel | None:
         if kind == KIND and record.topic == requests._topics.ranking.name:  # where a signal came to in the end
-            requests._reasons.read(record)
+            requests._reasons.read(record, requests.intake.sure_age_ms(record))
         return other_as_served(requests, record, kind)
 
     Requests._signal, Requests._other = signal, other  # type: ignore[method-assign, assignment]

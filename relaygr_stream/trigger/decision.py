@@ -131,6 +131,10 @@ class LaneState:
         """The name of the worker that stated the lane last; empty: none yet."""
         return "" if self._stated is None else self._stated.worker.name
 
+    @property
+    def _incarnation(self) -> int:
+        return 0 if self._stated is None else self._stated.worker.incarnation
+
     def load_allows(self, cost_ms: float, now_s: float) -> bool:
         """Whether both the lane's bucket and its owner's allow this much device time."""
         owner = self._owner_bucket
@@ -160,15 +164,17 @@ class LaneState:
     def admit(self, event: RequestEvent, decision: Decision, now_s: float) -> Pending:
         """Book an admitted request; returns the ledger's entry for its signal."""
         user, whole_ms = tenant_key(event.tenant, event.user_id), self.costs.pre_infer_ms(decision.tokens)
-        self.charge(decision.cost_ms, now_s, self._loads.expected_ms(user, self.owner, whole_ms))
-        self._note(event, KeptAt(self.owner, delegated=False), now_s)
+        expected_ms = self._loads.expected_ms(user, self.owner, self._incarnation, whole_ms)
+        self.charge(decision.cost_ms, now_s, expected_ms)
+        self._note(event, KeptAt(self.owner, self._incarnation, delegated=False), now_s)
         return self.ledger.admit(decision.nbytes)
 
     def delegate(self, event: RequestEvent, decision: Decision, now_s: float) -> None:
         """Book a delegated request: it is charged to the delegate, and the lane's own bounds do not change."""
-        assert decision.delegate is not None
-        self._note(event, KeptAt(decision.delegate.worker, delegated=True), now_s)
-        self._loads.sent(decision.delegate.worker, now_s).add(decision.cost_ms, decision.nbytes, now_s)
+        place = decision.delegate
+        assert place is not None
+        self._note(event, KeptAt(place.worker, place.incarnation, delegated=True), now_s)
+        self._loads.sent(place.worker, now_s).add(decision.cost_ms, decision.nbytes, now_s)
 
     def _note(self, event: RequestEvent, kept: KeptAt, now_s: float) -> None:
         self._loads.remember(tenant_key(event.tenant, event.user_id), kept)
@@ -215,10 +221,11 @@ def decide(event: RequestEvent, lane: LaneState, /, *, age_ms: float, now_s: flo
     if lane.delegation is not None:
         # When the owner would have the prefix KV: by pre-inference, or by full inference once the ranking came.
         done_ms = lane.wait_ms(owner, now_s) + costs.pre_infer_ms(tokens)
+        late = done_ms > left_ms
         if reason != "admitted":
-            done_ms = min(policy.life_ms, REFUSED_FACTOR * (left_ms + predicted_ms))
+            late, done_ms = True, min(policy.life_ms, REFUSED_FACTOR * (left_ms + predicted_ms))
         user = tenant_key(event.tenant, event.user_id)
-        place = lane.delegation.place(user, whole, owner, left_ms, done_ms, now_s)
+        place = lane.delegation.place(user, whole, owner, done_ms, now_s, late=late)
         if place is not None:
             return Decision("delegated", tokens, age_ms, predicted_ms, place.nbytes, place.cost_ms, place)
     return Decision(reason, tokens, age_ms, predicted_ms, nbytes, cost_ms)

@@ -11,16 +11,16 @@ ranking on. A miss costs one full inference, so nothing here must be exact.
 
 from __future__ import annotations
 
-import math
 import random
+from collections.abc import Callable
 from typing import Final, NamedTuple
 
-from relaygr_stream.trigger.load import NEW_SHARE, OwnerLoads
+from relaygr_stream.trigger.load import NEW_SHARE, KeptAt, OwnerLoads
 from relaygr_stream.wire.fleet import LOOKED_AT, TRAVEL_MS, Claim, OwnerDirectory
 from relaygr_stream.wire.worker_status import prefix_bytes, usable_costs
 
-#: Nothing is delegated for so long after a delegated signal that no broker took: without the grant to write `ranking`,
-#: or without a leader, owners would compute in full what they could have pre-inferred.
+#: Nothing is delegated for so long after a delegated signal that no broker took: without the grant to write `ranking`
+#: owners would compute in full what they could have pre-inferred. Where one lane took it not, that lane gets nothing.
 PAUSE_S: Final = 10.0
 #: An owner that is busy for no more than this share of the time computes a delegated user's prefix KV itself at the
 #: next visit: the device time is there, and later rankings save the way to the delegate. Half is a choice, no optimum.
@@ -31,74 +31,93 @@ class Place(NamedTuple):
     """A worker that computes a prefix for another, by one of its lanes; what it takes there."""
 
     worker: str
+    incarnation: int
     lane: int
     nbytes: int
     cost_ms: float
 
 
 class Delegation:
-    """Finds delegates. loads: what this trigger sent; lanes: how many there are; seed: of the random choices."""
+    """Finds delegates. loads: what this trigger sent; lanes: how many there are; seed: of the random choices.
 
-    def __init__(self, owners: OwnerDirectory, loads: OwnerLoads, lanes: int, seed: int | None = None) -> None:
+    led(lane): whether its partition of `ranking` has a leader, so that a signal can be sent.
+    """
+
+    def __init__(
+        self,
+        owners: OwnerDirectory,
+        loads: OwnerLoads,
+        lanes: int,
+        seed: int | None = None,
+        led: Callable[[int], bool] = lambda lane: True,
+    ) -> None:
         self._owners = owners
         self._lanes = range(lanes)
         self._loads = loads
         self._random = random.Random(seed)
-        self._paused_until_s = -math.inf
+        self._led = led
+        self._paused_until_s: dict[int | None, float] = {}  # by lane; None: all of them
 
-    def not_sent(self, now_s: float) -> None:
-        """A delegated signal could not be sent: find no places for PAUSE_S."""
-        self._paused_until_s = now_s + PAUSE_S
+    def not_sent(self, now_s: float, lane: int | None = None) -> None:
+        """A delegated signal could not be sent: find no places for PAUSE_S, or none on this lane."""
+        self._paused_until_s[lane] = now_s + PAUSE_S
 
-    def place(self, user: str, tokens: int, owner: Claim, left_ms: float, done_ms: float, now_s: float) -> Place | None:
+    def place(
+        self, user: str, tokens: int, owner: Claim, within_ms: float, now_s: float, *, late: bool
+    ) -> Place | None:
         """The worker that computes a user's prefix KV for the owner; None: the owner does. Changes nothing.
 
-        user: tenant_key. left_ms: until the ranking. done_ms: when the owner would have them. Returning users go
-        where their prefix KV are: to the owner if it has them, to the last delegate while the owner is busy or would
-        be late. Anywhere else, all of it would be computed anew, which in overload makes every queue longer.
+        user: tenant_key. late: the owner would have them behind the ranking, or refuses. within_ms: the time that
+        another worker may take. Returning users go where their prefix KV are: to the owner if it has them, to the last
+        delegate while the owner is busy or late. Anywhere else, all of it would be computed anew, which in overload
+        makes every queue longer.
         """
-        name, kept, late = owner.worker.name, self._loads.kept(user), done_ms > left_ms
-        if kept is not None and kept.worker == name:
+        name, kept = owner.worker.name, self._loads.kept(user)
+        if kept is not None and (kept.worker, kept.incarnation) == (name, owner.worker.incarnation):
             return None
         if kept is not None and kept.delegated and (late or owner.worker.busy_share > IDLE_SHARE):
-            again = self.again(kept.worker, tokens, now_s)
+            again = self.again(kept, tokens, now_s)
             if again is not None:
                 return again
-        return self.find(tokens, name, done_ms, now_s) if late else None
+        return self.find(tokens, name, within_ms, now_s) if late else None
 
     def find(self, tokens: int, owner: str, within_ms: float, now_s: float) -> Place | None:
         """A worker that has the prefix KV of so many tokens within this time. Changes nothing."""
-        if now_s < self._paused_until_s:
-            return None
         found: dict[str, tuple[float, Place]] = {}
         for lane in self._random.sample(self._lanes, min(LOOKED_AT, len(self._lanes))):
             claim = self._owners.owner(lane)
             if claim is None or claim.worker.name == owner or claim.worker.name in found:
                 continue
-            place = Place(claim.worker.name, lane, *self._takes(claim, tokens))
+            if not self._takes_signals(lane, now_s):
+                continue
+            place = Place(claim.worker.name, claim.worker.incarnation, lane, *self._takes(claim, tokens))
             ready_ms = self.ready_ms(claim, place, now_s)
             if ready_ms is not None and ready_ms <= within_ms:
                 found[place.worker] = ready_ms, place
         return self.choose(list(found.values()))
 
-    def again(self, worker: str, tokens: int, now_s: float) -> Place | None:
+    def again(self, kept: KeptAt, tokens: int, now_s: float) -> Place | None:
         """The delegate that has most of the prefix KV from the user's last visit; None: it is gone.
 
         Whether or not it has room and time: it pins no more than it may, and the ranking finds there what is kept.
         """
-        owned = self._owners.lanes_of(worker)
-        if owned is None or now_s < self._paused_until_s:
+        owned = self._owners.lanes_of(kept.worker)
+        if owned is None or owned[0].incarnation != kept.incarnation:
             return None
-        status, lanes = owned
-        claim = self._owners.owner(lane := self._random.choice(lanes))
-        if claim is None:  # silent for too long since a moment ago
+        lanes = [lane for lane in owned[1] if self._takes_signals(lane, now_s)]
+        claim = self._owners.owner(lane := self._random.choice(lanes)) if lanes else None
+        if claim is None:  # no lane takes signals, or it fell silent since a moment ago
             return None
-        return Place(worker, lane, prefix_bytes(tokens, status), NEW_SHARE * self._takes(claim, tokens)[1])
+        nbytes, cost_ms = self._takes(claim, tokens)
+        return Place(kept.worker, kept.incarnation, lane, nbytes, NEW_SHARE * cost_ms)
 
     def choose(self, found: list[tuple[float, Place]]) -> Place | None:
         """The sooner of two at random: all triggers that delegate now would find the same worker the soonest."""
         two = self._random.sample(found, min(2, len(found)))
         return min(two)[1] if two else None
+
+    def _takes_signals(self, lane: int, now_s: float) -> bool:
+        return self._led(lane) and all(now_s >= self._paused_until_s.get(each, now_s) for each in (None, lane))
 
     def _takes(self, claim: Claim, tokens: int) -> tuple[int, float]:
         """Bytes and device time of a prefix there. Nothing of it is cached: the user is another worker's."""

@@ -262,8 +262,11 @@ class Shadow:
             with suppress(DecodeError):
                 for worker, keys in (decode_refusals(record.value).delegates or {}).items():
                     self._delegates.update(dict.fromkeys(keys, worker))
+                    if (owned := self._directory.lanes_of(worker)) is None:
+                        continue
+                    kept = KeptAt(worker, owned[0].incarnation, delegated=True)
                     for event in (self._events[key] for key in keys if key in self._events):
-                        self._loads.remember(tenant_key(event.tenant, event.user_id), KeptAt(worker, delegated=True))
+                        self._loads.remember(tenant_key(event.tenant, event.user_id), kept)
 
     def explanations(self) -> list[Explanation]:
         """The explanations of all events, in the order of reading."""

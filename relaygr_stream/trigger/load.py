@@ -120,6 +120,7 @@ class KeptAt(NamedTuple):
     """Where a user's last signal went, and the prefix KV are, unless they have left that worker's tiers."""
 
     worker: str
+    incarnation: int  # of the worker: a later one has none of it
     delegated: bool  # it was not the owner of the user's lane
 
 
@@ -176,10 +177,11 @@ class OwnerLoads:
         """Where the last signal of a user (tenant_key) went; None: that is not remembered."""
         return self._kept.get(hash(user))
 
-    def expected_ms(self, user: str, worker: str, whole_ms: float) -> float:
+    def expected_ms(self, user: str, worker: str, incarnation: int, whole_ms: float) -> float:
         """Device time of a user's signal there, where the whole prefix takes whole_ms."""
         kept = self.kept(user)
-        return NEW_SHARE * whole_ms if kept is not None and kept.worker == worker else whole_ms
+        there = kept is not None and (kept.worker, kept.incarnation) == (worker, incarnation)
+        return NEW_SHARE * whole_ms if there else whole_ms
 
     def remember(self, user: str, kept: KeptAt) -> None:
         """Note where a user's signal goes."""

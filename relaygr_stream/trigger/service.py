@@ -19,7 +19,7 @@ import structlog
 from relaygr_stream.bus.ages import LogEnds
 from relaygr_stream.bus.dead_letter import DeadLetters, check_dead_letters_fit
 from relaygr_stream.bus.lanes import LaneConsumer
-from relaygr_stream.bus.producer import Producer
+from relaygr_stream.bus.producer import NO_LEADER, Producer
 from relaygr_stream.bus.renewed import RenewalsCollector
 from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.bus.topic_check import PartitionCounts
@@ -178,6 +178,10 @@ class TriggerLanes:
         )
         policy = Policy.of(settings)
         loads = OwnerLoads(policy.averaging)
+
+        def led(lane: int) -> bool:
+            return producer.broker_of(topics.ranking.name, lane) != NO_LEADER
+
         self._shared = shared = LaneContext(
             policy,
             topics,
@@ -190,7 +194,7 @@ class TriggerLanes:
             RefusalNotices(topics.pre_infer.name, producer),
             loads=loads,
             decide=decide,
-            delegation=Delegation(owners, loads, topics.lanes) if policy.delegate else None,
+            delegation=Delegation(owners, loads, topics.lanes, led=led) if policy.delegate else None,
             tracing=tracing,
             log_decisions=settings.telemetry.log_level == "debug",
         )

@@ -34,7 +34,7 @@ from relaygr_stream.trigger.load import OwnerLoads
 from relaygr_stream.trigger.metrics import TriggerMetrics
 from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.fleet import OwnerDirectory
-from relaygr_stream.wire.messages import PreInferSignal, RequestEvent, with_version
+from relaygr_stream.wire.messages import PreInferSignal, RequestEvent, prefix_length, with_version
 from relaygr_stream.wire.records import HEADER_KIND, KIND_DELEGATED, Record
 from relaygr_stream.wire.refusals import KIND as REFUSALS
 from relaygr_stream.wire.refusals import MAX_IDS, Refusal, encode_refusals
@@ -259,8 +259,9 @@ class LaneSignals:
         if error is not None:  # its owner infers it in full
             told = Refusal(event.request_id, "delegated")
             shared.metrics.signals_failed.inc()
-            if shared.delegation is not None:
-                shared.delegation.not_sent(time.monotonic())
+            if shared.delegation is not None:  # a refusal is of the topic; a broker that is away has some of its lanes
+                lane = place.lane if isinstance(error, BrokerUnavailable) else None
+                shared.delegation.not_sent(time.monotonic(), lane)
             limited(log.warning, "delegated signal not sent")(
                 "delegated signal not sent",
                 request_id=event.request_id,
@@ -281,7 +282,7 @@ def described(event: RequestEvent, reason: str) -> dict[str, str | int]:
     return {
         "relaygr.request_id": event.request_id,
         "relaygr.decision": reason,
-        "relaygr.prefix_tokens": len(event.prefix),
+        "relaygr.prefix_tokens": prefix_length(event),
         "relaygr.candidates": event.candidates,
     }
 

@@ -10,7 +10,7 @@ import pytest
 
 from relaygr_stream.bus.producer import NO_LEADER
 from relaygr_stream.bus.topics import load_topics
-from relaygr_stream.errors import BrokerError
+from relaygr_stream.errors import BrokerError, BrokerUnavailable
 from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.trigger import signals
 from relaygr_stream.trigger.decision import Decision
@@ -25,7 +25,7 @@ from tests.unit.trigger.parts import POLICY, event
 from tests.waiting import until
 
 TOPICS = load_topics(Kafka(partitions=8))
-PLACE = Place("w2", 6, 250, 25.0)
+PLACE = Place("w2", 1, 6, 250, 25.0)
 RECORD = Record(TOPICS.retrieval.name, 3, 11, 0, b"u", b"", ())
 
 
@@ -42,7 +42,8 @@ class World:
         self.own: list[int] = []  # how many were sent together
         self.told: list[tuple[str, Refusal]] = []
         self.done: list[Record] = []
-        self.failed = self.paused = 0
+        self.failed = 0
+        self.paused: list[int | None] = []  # lanes; None: all
         shared = SimpleNamespace(
             policy=POLICY,
             topics=TOPICS,
@@ -60,8 +61,8 @@ class World:
     def count_failed(self) -> None:
         self.failed += 1
 
-    def count_paused(self, now_s: float) -> None:
-        self.paused += 1
+    def count_paused(self, now_s: float, lane: int | None) -> None:
+        self.paused.append(lane)
 
     async def send(self, topic: str, value: bytes, **more: Any) -> asyncio.Future[int]:
         if self.refused_at_once:
@@ -104,11 +105,19 @@ async def test_one_that_no_broker_takes_leaves_the_request_to_its_owner(at_once:
     world.refused_at_once = at_once
     await world.delegate()
     if not at_once:
-        world.acknowledged.set_exception(BrokerError("no leader"))
+        world.acknowledged.set_exception(BrokerError("no grant"))
         await asyncio.sleep(0)
     assert world.told == [("w1", Refusal("r", "delegated"))], "no delegate: nothing is passed on"
     assert world.done == [RECORD]
-    assert (world.failed, world.paused) == (1, 1)
+    assert (world.failed, world.paused) == (1, [None])
+
+
+async def test_where_one_broker_is_away_its_lanes_alone_get_nothing_for_a_while() -> None:
+    world = World()
+    await world.delegate()
+    world.acknowledged.set_exception(BrokerUnavailable("no acknowledgement"))
+    await asyncio.sleep(0)
+    assert world.paused == [PLACE.lane]
 
 
 async def test_a_delegates_lane_without_a_leader_is_not_waited_for() -> None:
@@ -116,7 +125,7 @@ async def test_a_delegates_lane_without_a_leader_is_not_waited_for() -> None:
     world.leader = NO_LEADER
     await world.delegate()
     assert (world.sent, world.told) == ([], [("w1", Refusal("r", "delegated"))])
-    assert (world.done, world.paused) == ([RECORD], 1)
+    assert (world.done, world.paused) == ([RECORD], [PLACE.lane])
 
 
 async def test_a_delegates_lane_that_takes_nothing_holds_up_neither_own_signals_nor_events(

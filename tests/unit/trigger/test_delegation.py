@@ -28,7 +28,8 @@ class View:
         self.now = 100.0
         self.owners = OwnerDirectory(3000.0, clock=lambda: self.now)
         loads = OwnerLoads()
-        self.delegation = Delegation(self.owners, loads, lanes, seed=1)
+        self.led: set[int] = set(range(lanes))
+        self.delegation = Delegation(self.owners, loads, lanes, seed=1, led=lambda lane: lane in self.led)
         self.lanes = [LaneState(policy, 0, 60.0, self.now, lane, loads, self.delegation) for lane in range(lanes)]
         self.number = 0
 
@@ -40,11 +41,18 @@ class View:
             self.lanes[lane].observe(self.owners.owner(lane), self.now)
 
     def ask(
-        self, tokens: int = TOKENS, *, user: str = "", lane: int = 0, book: bool = True, again: bool = False
+        self,
+        tokens: int = TOKENS,
+        *,
+        user: str = "",
+        lane: int = 0,
+        book: bool = True,
+        again: bool = False,
+        rank_in_ms: float = HEAD_MS,
     ) -> Decision:
         """user: by default one that was never here. again: the same request."""
         self.number += not again
-        asked = event(tokens, f"r{self.number}", user or f"u{self.number}", rank_in_ms=HEAD_MS)
+        asked = event(tokens, f"r{self.number}", user or f"u{self.number}", rank_in_ms=rank_in_ms)
         state = self.lanes[lane]
         state.observe(self.owners.owner(lane), self.now)
         found = decide(asked, state, age_ms=0.0, now_s=self.now)
@@ -75,6 +83,14 @@ def test_what_would_be_refused_goes_to_a_worker_with_room_and_time(reason: str) 
     assert (found.nbytes, found.cost_ms) == (10 * TOKENS, TOKENS)
     assert not found.admit
     assert view.lanes[0].ledger.outstanding == 0, "the owner does not pin it"
+
+
+@pytest.mark.parametrize("reason", ["over_load", "over_footprint"])
+def test_what_would_be_refused_is_delegated_whenever_it_is_ranked(reason: str) -> None:
+    view = View()
+    view.state("a", (0, 1), **REFUSALS[reason])
+    view.state("b", (2, 3))
+    assert view.ask(rank_in_ms=0.0).reason == "delegated", "unknown: until the end of the life window"
 
 
 def test_an_owner_in_time_keeps_its_own() -> None:
@@ -200,6 +216,23 @@ def test_after_a_signal_that_no_broker_took_nothing_is_delegated_for_a_while() -
     assert view.ask().reason == "delegated"
 
 
+def test_a_lane_that_takes_no_signals_leaves_the_others_to_be_used() -> None:
+    """One broker of several is away: it led lane 2, or is about to lose it."""
+    view = View()
+    view.state("a", (0, 1), **REFUSALS["over_load"])
+    view.state("b", (2, 3))
+    view.led.remove(2)
+    looks = [view.ask(user="known"), *(view.ask(book=False) for _ in range(20))]
+    assert {found.delegate.lane for found in looks if found.delegate is not None} == {3}
+    view.delegation.not_sent(view.now, 3)
+    for user in ("", "known"):
+        assert view.ask(user=user).reason == "over_load"
+    view.led.add(2)
+    for user in ("", "known"):
+        found = view.ask(user=user)
+        assert found.delegate is not None and found.delegate.lane == 2
+
+
 def test_all_with_room_are_used_and_few_are_looked_at() -> None:
     """All triggers see the same soonest worker; each sends to the sooner of two at random."""
     view = View(lanes=2 + 40)
@@ -273,6 +306,33 @@ def test_where_the_delegate_is_gone_another_is_found() -> None:
     assert place_of(view.ask(user="known", book=False)) == "too_late"
     view.state("c", (4, 5))
     assert place_of(view.ask(user="known")) == "c"
+
+
+def test_what_a_worker_had_before_it_was_started_again_is_gone() -> None:
+    view = View()
+    view.state("b", (2, 3))
+    view.state("a", (0, 1))
+    assert place_of(view.ask(user="own")) == "admitted"
+    view.state("a", (0, 1), **LATE)
+    assert place_of(view.ask(user="delegated")) == "b"
+    view.state("a", (0, 1), incarnation=2, **LATE)
+    assert place_of(view.ask(user="own", book=False)) == "b", "it has as little of it as of a new user's"
+    view.state("b", (2, 3), incarnation=2)
+    found = view.ask(user="delegated", book=False)
+    assert (place_of(found), found.cost_ms) == ("b", TOKENS), "all of it is computed"
+    view.state("b", (2, 3), incarnation=2, delegated_bytes=0)
+    assert place_of(view.ask(user="delegated")) == "too_late", "and only where there is room"
+
+
+def test_an_owner_that_was_started_again_is_charged_with_whole_prefixes() -> None:
+    view = View()
+    view.state("b", (2, 3))
+    users = ("u1", "u2", "u3")
+    for incarnation in (1, 2):
+        view.now += 1.0
+        view.state("a", (0, 1), incarnation=incarnation)
+        assert [view.ask(user=user).reason for user in users] == ["admitted"] * 3
+        assert view.ask().reason == "delegated", "behind three whole prefixes it would be late"
 
 
 def test_a_delegate_that_falls_silent_between_two_looks_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
