@@ -54,6 +54,7 @@ class Admission:
     def book(self, task: RankTask, found: Found) -> None:
         """Set the task's client account and its predicted device time. found: what the cache has for it."""
         task.account = self.clients.account(task.client)
+        task.guest = bool(task.hops) and found[1] is Coverage.NONE
         score_ms, infer_ms = self.score_ms(task) * self.calibration.factor, self._infer_ms(task, found)
         task.cost_ms = infer_ms + score_ms
         # A prediction refuses nothing until predictions of its kind have been compared with measurements.

@@ -25,8 +25,8 @@ ALONE_DEADLINE_FACTOR: Final = 1.5
 #: A ranking behind others must be done within this share of its time. Under overload whatever is accepted is the last
 #: that fits, so that without it each error of a prediction, and the answer's way back, makes accepted rankings late.
 QUEUED_DEADLINE_FRACTION: Final = 0.9
-#: The same for one that another worker could have answered, a forwarded one or a hedge: the last places in the queue
-#: are for those whose prefix KV may be here.
+#: The same for one that another worker could have answered, a forwarded one or a hedge that finds nothing here: the
+#: last places in the queue are for those whose prefix KV may be here.
 FORWARDED_DEADLINE_FRACTION: Final = 0.75
 
 
@@ -113,7 +113,7 @@ class Forecast:
         if not self._order:
             reason = f"it takes {own:.0f} ms, and {left:.0f} ms are left"
             return Full("ms", reason, hopeless=True) if own > alone * left else None
-        sure = left * (FORWARDED_DEADLINE_FRACTION if task.hops else QUEUED_DEADLINE_FRACTION)
+        sure = left * (FORWARDED_DEADLINE_FRACTION if task.guest else QUEUED_DEADLINE_FRACTION)
         if self._expected_ms + own <= min(sure, (self._order[0][0] - now) * 1e3):
             return None
         before: defaultdict[Account, float] = defaultdict(float)  # work with an earlier deadline, by client

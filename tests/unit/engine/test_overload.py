@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from relaygr_stream.engine.commands import RankTask
+from relaygr_stream.engine.commands import Rank, RankTask
 from relaygr_stream.engine.forecast import (
     ALONE_DEADLINE_FACTOR,
     FORWARDED_DEADLINE_FRACTION,
@@ -159,9 +159,9 @@ def test_a_full_inference_that_cannot_be_in_time_is_refused_as_it_comes() -> Non
 # ---- the arithmetic ----
 
 
-def waiting(deadline: float, expected_ms: float, hops: int = 0) -> RankTask:
+def waiting(deadline: float, expected_ms: float, *, guest: bool = False) -> RankTask:
     nothing = Tokens(np.zeros((3, 0), np.int64))
-    task = RankTask("r", "u", 0, nothing, nothing, np.zeros(1, np.int64), 0.0, deadline, full=False, hops=hops)
+    task = RankTask("r", "u", 0, nothing, nothing, np.zeros(1, np.int64), 0.0, deadline, full=False, guest=guest)
     task.expected_ms = expected_ms
     return task
 
@@ -192,10 +192,19 @@ def test_the_last_places_of_a_queue_are_for_no_one_and_those_before_for_its_own(
     own = QUEUED_DEADLINE_FRACTION * 20.0 - 8.0
     assert not forecast.full(waiting(0.020, own - 0.1), 0.0)
     assert forecast.full(waiting(0.020, own + 0.1), 0.0)
-    for hops in (1, 2):
-        guest = FORWARDED_DEADLINE_FRACTION * 20.0 - 8.0
-        assert not forecast.full(waiting(0.020, guest - 0.1, hops), 0.0)
-        assert forecast.full(waiting(0.020, guest + 0.1, hops), 0.0)
+    guests = FORWARDED_DEADLINE_FRACTION * 20.0 - 8.0
+    assert not forecast.full(waiting(0.020, guests - 0.1, guest=True), 0.0)
+    assert forecast.full(waiting(0.020, guests + 0.1, guest=True), 0.0)
+
+
+@pytest.mark.parametrize(("user", "hops", "guest"), [(1, 0, False), (1, 1, False), (9, 0, False), (9, 1, True)])
+def test_only_a_ranking_that_another_worker_could_answer_as_well_is_a_guest(user: int, hops: int, guest: bool) -> None:
+    """One that was passed on to its prefix KV would be inferred in full anywhere else."""
+    world = Simulation().world
+    task = world.ranking("r", user, TOKENS)
+    task.hops = hops
+    world.handle(Rank(task))
+    assert task.guest is guest
 
 
 def test_a_ranking_that_is_late_anyway_is_no_reason_to_refuse_others() -> None:
