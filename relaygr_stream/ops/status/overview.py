@@ -32,10 +32,13 @@ class Seen(Generic[S]):
     last: S
     received_s: float | None = None  # when `last` was received, by the monotonic clock; None: written before the start
 
+    def is_recent(self, now_s: float, silence_ms: float) -> bool:
+        """Whether its newest status is."""
+        return self.received_s is not None and (now_s - self.received_s) * 1e3 <= silence_ms
+
     def is_alive(self, now_s: float, silence_ms: float) -> bool:
         """Whether its newest status is recent and does not announce a stop."""
-        recent = self.received_s is not None and (now_s - self.received_s) * 1e3 <= silence_ms
-        return recent and self.last.state not in ("stopped", "draining")
+        return self.is_recent(now_s, silence_ms) and self.last.state not in ("stopped", "draining")
 
 
 @dataclass
@@ -103,7 +106,7 @@ class Overview:
 
         def silent(seen: Seen[S]) -> bool:
             lately = now_ms - seen.last.sent_ms <= DROP_AFTER_S * 1e3
-            return lately and seen.last.state != "stopped" and not seen.is_alive(now, self.silence_ms)
+            return lately and seen.last.state != "stopped" and not seen.is_recent(now, self.silence_ms)
 
         workers = [name for name, worker in self.workers.items() if silent(worker)]
         return workers + [KEY_PREFIX + name for name, trigger in self.triggers.items() if silent(trigger)]

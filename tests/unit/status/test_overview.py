@@ -179,7 +179,7 @@ def test_who_ended_without_a_word_is_named_for_ten_minutes(monkeypatch: pytest.M
     stopped = [worker("w7", range(0), sent_ms=now_ms - 1000, state="stopped")]
     view.on_records([record(status) for status in [*killed, *long_ago, *stopped]])
     view.live = True
-    fine: list[WorkerStatus | TriggerStatus] = [worker(), trigger()]
+    fine: list[WorkerStatus | TriggerStatus] = [worker(), trigger(), worker("w6", range(0), state="draining")]
     view.on_records([record(status) for status in fine])
     assert [line.split()[0] for line in oddities(view)] == ["w9", "trigger/t9"]
     tombstone = Record("s", 0, 0, 0, b"trigger/t9", None, (("relaygr-kind", b"trigger"),))
