@@ -62,7 +62,10 @@ class Judgement:
 
 @dataclass(frozen=True)
 class Measured:
-    """A probe, and the bus's time of each answered request in milliseconds: to the worker, and back."""
+    """A probe, and the bus's time of each answered request in milliseconds: to the worker, and back.
+
+    Without those that went by the owner of their lane to its delegate: what they waited at the owner is no bus's time.
+    """
 
     probe: Probe
     bus_in: list[float]
@@ -144,7 +147,13 @@ async def run_probe(
         sent=_sent(results, judgement.warm_up_s),
         device_ms_per_s={name: (after.get(name, 0.0) - totals.get(name, 0.0)) / seconds for name in DEVICE_WORK},
     )
-    return Measured(probe, stages["inbound"], stages["outbound"])
+    bus = _stages(direct(answered))
+    return Measured(probe, bus["inbound"], bus["outbound"])
+
+
+def direct(answered: Sequence[Result]) -> list[Result]:
+    """Those that came to the worker that scored them without a way by another one."""
+    return [one for one in answered if one.ranking is not None and one.ranking.admission != "delegated"]
 
 
 def _sent(results: Sequence[Result], since: float) -> float | None:

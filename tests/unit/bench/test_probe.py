@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relaygr_stream.lab.bench.populations import Population
-from relaygr_stream.lab.bench.probe import Judgement, _sent, _Staged, _Tally
+from relaygr_stream.lab.bench.probe import Judgement, _sent, _Staged, _Tally, direct
 from relaygr_stream.lab.bench.statistics import STAGES_AT_MOST, passes
 from relaygr_stream.lab.workload.driver import Result
 from relaygr_stream.lab.workload.items import WorkItem
@@ -112,3 +113,11 @@ def test_under_a_tide_a_stage_has_whole_periods() -> None:
     assert judgement.seconds(400.0) == 63.0
     traffic = _Staged(Population("p", options(16, 0.0, tide=Tide(0.8, 60.0))), 50.0, judgement)
     assert traffic.requests(1) / 60.0 == pytest.approx(50.0, rel=0.06)  # 10 s of the flood would have 75 a second
+
+
+def test_the_bus_is_judged_by_what_went_straight_to_its_worker() -> None:
+    """A ranking that goes on to a delegate waits at its owner for the device's step, which is no bus's time."""
+    some = [replace(result(next(iter(staged())), 10.0), ranking=cast(Any, SimpleNamespace(admission=why)))
+            for why in ("admitted", "delegated", "", "over_load")]  # fmt: skip
+    none = replace(some[0], ranking=None)
+    assert direct([*some, none]) == [some[0], *some[2:]]
