@@ -42,7 +42,8 @@ class Kafka(Section, frozen=True, kw_only=True):
         Positive, doc("a crashed member's lanes move after this; brokers bound the value")
     ] = 6000
     max_poll_interval_ms: Annotated[
-        Positive, doc("a worker whose device makes no progress for this long loses its lanes")
+        Positive,
+        doc("a worker whose device makes no progress for this long ends; a process that reads nothing loses its lanes"),
     ] = 10_000
     commit_interval_ms: Annotated[Positive, doc("time between commits of offsets")] = 1000
     request_timeout_ms: Annotated[Positive, doc("timeout of a request to a broker")] = 10_000
@@ -78,7 +79,7 @@ class Relay(Section, frozen=True, kw_only=True):
     averaging: Annotated[
         float,
         Meta(gt=0, le=1e3),
-        doc("factor of the times over which load, demand and reuse are averaged (1, 10 and 30 s)"),
+        doc("factor of the times over which load, reuse and demand are averaged (1, 10 and 30 s)"),
     ] = 1.0
     answer_secret: Annotated[
         str,
