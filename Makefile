@@ -151,7 +151,7 @@ bench-gateway: $(STAMP) ## what the gateway adds to a ranking at 100 requests/s,
 bench-handover: $(STAMP) ## a planned scale-out with and without hand-over: hits, delays, bytes (2 minutes; CHECK=1 judges)
 	$(BIN)/python benchmarks/handover.py
 
-bench-paper: $(STAMP) ## what each mechanism is worth, on a fleet of emulated devices beside an oracle (2 hours, resumable; ARGS=--quick: 10 minutes; CHECK=1 judges)
+bench-paper: $(STAMP) ## what each mechanism is worth, on a fleet of emulated devices beside an oracle (2 hours a call, resumable; ARGS=--quick: 10 minutes; CHECK=1 judges)
 	$(BIN)/relaygr bench paper $(ARGS)
 
 bench-history: $(STAMP) ## histories by reference: bytes, a trigger's events a second, a ranking's time and hits (3 minutes; CHECK=1 judges)

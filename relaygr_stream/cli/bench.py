@@ -118,7 +118,7 @@ def slo_command(
 
 
 @bench_command.command(name="paper")
-@click.option("--quick", is_flag=True, help="Ten minutes: throughput against length. [two hours: every curve]")
+@click.option("--quick", is_flag=True, help="Ten minutes: throughput against length. [every curve, two hours a call]")
 @click.option(
     "--costs",
     default="npu",
