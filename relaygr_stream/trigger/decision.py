@@ -132,8 +132,9 @@ class LaneState:
         return "" if self._stated is None else self._stated.worker.name
 
     @property
-    def _incarnation(self) -> int:
-        return 0 if self._stated is None else self._stated.worker.incarnation
+    def _here(self) -> KeptAt:
+        """At this owner."""
+        return KeptAt(self.owner, 0 if self._stated is None else self._stated.worker.incarnation, delegated=False)
 
     def load_allows(self, cost_ms: float, now_s: float) -> bool:
         """Whether both the lane's bucket and its owner's allow this much device time."""
@@ -164,9 +165,9 @@ class LaneState:
     def admit(self, event: RequestEvent, decision: Decision, now_s: float) -> Pending:
         """Book an admitted request; returns the ledger's entry for its signal."""
         user, whole_ms = tenant_key(event.tenant, event.user_id), self.costs.pre_infer_ms(decision.tokens)
-        expected_ms = self._loads.expected_ms(user, self.owner, self._incarnation, whole_ms)
-        self.charge(decision.cost_ms, now_s, expected_ms)
-        self._note(event, KeptAt(self.owner, self._incarnation, delegated=False), now_s)
+        here = self._here
+        self.charge(decision.cost_ms, now_s, self._loads.expected_ms(user, here.worker, here.incarnation, whole_ms))
+        self._note(event, here, now_s)
         return self.ledger.admit(decision.nbytes)
 
     def delegate(self, event: RequestEvent, decision: Decision, now_s: float) -> None:
@@ -219,13 +220,13 @@ def decide(event: RequestEvent, lane: LaneState, /, *, age_ms: float, now_s: flo
     elif stated_wait_ms(owner, now_s) > left_ms:
         reason = "too_late"
     if lane.delegation is not None:
-        # When the owner would have the prefix KV: by pre-inference, or by full inference once the ranking came.
-        done_ms = lane.wait_ms(owner, now_s) + costs.pre_infer_ms(tokens)
-        late = done_ms > left_ms
+        # Before the owner would have the prefix KV: by pre-inference, or by full inference once the ranking came.
+        within_ms = lane.wait_ms(owner, now_s) + costs.pre_infer_ms(tokens)
+        late = within_ms > left_ms
         if reason != "admitted":
-            late, done_ms = True, min(policy.life_ms, REFUSED_FACTOR * (left_ms + predicted_ms))
+            late, within_ms = True, min(policy.life_ms, REFUSED_FACTOR * (left_ms + predicted_ms))
         user = tenant_key(event.tenant, event.user_id)
-        place = lane.delegation.place(user, whole, owner, done_ms, now_s, late=late)
+        place = lane.delegation.place(user, whole, owner, within_ms, now_s, late=late)
         if place is not None:
             return Decision("delegated", tokens, age_ms, predicted_ms, place.nbytes, place.cost_ms, place)
     return Decision(reason, tokens, age_ms, predicted_ms, nbytes, cost_ms)

@@ -19,8 +19,9 @@ from relaygr_stream.trigger.load import NEW_SHARE, KeptAt, OwnerLoads
 from relaygr_stream.wire.fleet import LOOKED_AT, TRAVEL_MS, Claim, OwnerDirectory
 from relaygr_stream.wire.worker_status import prefix_bytes, usable_costs
 
-#: Nothing is delegated for so long after a delegated signal that no broker took: without the grant to write `ranking`
-#: owners would compute in full what they could have pre-inferred. Where one lane took it not, that lane gets nothing.
+#: Nothing is delegated for so long after a delegated signal that Kafka refused: without the grant to write `ranking`,
+#: owners would compute in full what they could have pre-inferred. Where a lane's broker is away, that lane
+#: alone is left out.
 PAUSE_S: Final = 10.0
 #: An owner that is busy for no more than this share of the time computes a delegated user's prefix KV itself at the
 #: next visit: the device time is there, and later rankings save the way to the delegate. Half is a choice, no optimum.
@@ -73,7 +74,7 @@ class Delegation:
         makes every queue longer.
         """
         name, kept = owner.worker.name, self._loads.kept(user)
-        if kept is not None and (kept.worker, kept.incarnation) == (name, owner.worker.incarnation):
+        if kept is not None and kept.is_at(name, owner.worker.incarnation):
             return None
         if kept is not None and kept.delegated and (late or owner.worker.busy_share > IDLE_SHARE):
             again = self.again(kept, tokens, now_s)

@@ -123,6 +123,10 @@ class KeptAt(NamedTuple):
     incarnation: int  # of the worker: a later one has none of it
     delegated: bool  # it was not the owner of the user's lane
 
+    def is_at(self, worker: str, incarnation: int) -> bool:
+        """Whether this worker, since this start of it, has them."""
+        return (self.worker, self.incarnation) == (worker, incarnation)
+
 
 class OwnerLoads:
     """One bucket for each owner of this trigger's lanes, at the sum of its lanes' rates; and what was sent to whom.
@@ -180,8 +184,7 @@ class OwnerLoads:
     def expected_ms(self, user: str, worker: str, incarnation: int, whole_ms: float) -> float:
         """Device time of a user's signal there, where the whole prefix takes whole_ms."""
         kept = self.kept(user)
-        there = kept is not None and (kept.worker, kept.incarnation) == (worker, incarnation)
-        return NEW_SHARE * whole_ms if there else whole_ms
+        return NEW_SHARE * whole_ms if kept is not None and kept.is_at(worker, incarnation) else whole_ms
 
     def remember(self, user: str, kept: KeptAt) -> None:
         """Note where a user's signal goes."""

@@ -123,30 +123,24 @@ MUTANTS: Final = (
     ),
     # trigger: where returning users' prefix KV are
     Mutant(
-        "trigger/delegation.py",
-        "(kept.worker, kept.incarnation) == (name, owner.worker.incarnation):",
-        "False:",
-        "trigger/test_delegation",
+        "trigger/delegation.py", "kept.is_at(name, owner.worker.incarnation):", "False:", "trigger/test_returning_users"
     ),
-    Mutant(
-        "trigger/delegation.py",
-        "(name, owner.worker.incarnation):",
-        "(name, kept.incarnation):",
-        "trigger/test_delegation",
-    ),
-    Mutant("trigger/delegation.py", "or owned[0].incarnation != kept.incarnation:", ":", "trigger/test_delegation"),
-    Mutant("trigger/delegation.py", "return self._led(lane) and", "return", "trigger/test_delegation"),
     Mutant(
         "trigger/load.py",
-        "(kept.worker, kept.incarnation) == (worker, incarnation)",
-        "kept.worker == worker",
-        "trigger/test_delegation",
+        "(self.worker, self.incarnation) == (worker, incarnation)",
+        "self.worker == worker",
+        "trigger/test_returning_users",
     ),
-    Mutant("trigger/decision.py", "late, done_ms = True, min(", "done_ms = min(", "trigger/test_delegation"),
-    Mutant("trigger/delegation.py", "and kept.delegated and", "and", "trigger/test_delegation"),
-    Mutant("trigger/delegation.py", "> IDLE_SHARE)", "> 0)", "trigger/test_delegation"),
-    Mutant("trigger/delegation.py", "(late or owner", "(owner", "trigger/test_delegation"),
-    Mutant("trigger/load.py", "        self._kept.move_to_end(key)\n", "", "trigger/test_delegation"),
+    Mutant(
+        "trigger/delegation.py", "or owned[0].incarnation != kept.incarnation:", ":", "trigger/test_returning_users"
+    ),
+    Mutant("trigger/delegation.py", "return self._led(lane) and", "return", "trigger/test_delegation"),
+    Mutant("trigger/decision.py", "else self._stated.worker.incarnation,", "else 0,", "trigger/test_returning_users"),
+    Mutant("trigger/decision.py", "late, within_ms = True, min(", "within_ms = min(", "trigger/test_returning_users"),
+    Mutant("trigger/delegation.py", "and kept.delegated and", "and", "trigger/test_returning_users"),
+    Mutant("trigger/delegation.py", "> IDLE_SHARE)", "> 0)", "trigger/test_returning_users"),
+    Mutant("trigger/delegation.py", "(late or owner", "(owner", "trigger/test_returning_users"),
+    Mutant("trigger/load.py", "        self._kept.move_to_end(key)\n", "", "trigger/test_returning_users"),
     Mutant("trigger/load.py", "max(done_s, each.at_s) + each.ms", "done_s + each.ms", "trigger/test_delegation"),
     Mutant("trigger/load.py", "return NEW_SHARE * whole_ms if", "return whole_ms if", "trigger/test_delegation"),
     # worker: delegates

@@ -32,8 +32,8 @@ FLEET_LOADS: Final = (0.1, 0.5, 0.8)
 LOGGED_ARRIVALS: Final = 6_000
 #: In these every mode tells how much is within the SLO, its hits, its decisions and its use of devices and memory.
 AT_LOADS: Final = tuple(Setup(load=load) for load in (0.8, 1.0, 1.1, 1.2))
-#: The one of them that is measured, too.
-BEYOND: Final = Setup(load=1.1)
+#: The one of them that a fleet is measured at, too.
+OVERLOAD: Final = Setup(load=1.1)
 
 USUAL: Final = (RELAY, FULL_ANY, FULL_LANE, CACHE)  # in the order of turns, for when time runs out
 TWO: Final = (FULL_ANY, RELAY)
@@ -155,7 +155,7 @@ def _parts(regimes: Sequence[Setup], *, fleet: bool) -> Curve:
 
 def _modes() -> Curve:
     steps = [Step(setup, FLEET_MODES) for setup in AT_LOADS]
-    steps += [Step(BEYOND, (RELAY, UNDELEGATED, EVERYTHING), "fleet")]
+    steps += [Step(OVERLOAD, (RELAY, UNDELEGATED, EVERYTHING), "fleet")]
     return Curve("modes", "Each mode at and beyond saturation", "load", "load", tuple(steps), "p99", drawn=False)
 
 

@@ -28,7 +28,7 @@ GROWTH: Final = 3.0
 SHORT_SHARE: Final = 0.05
 #: Users among whom first visits are drawn: the more, the fewer of them have been there before.
 USERS: Final = 200_000
-#: Requests in a period of a tide.
+#: Requests in a period of a tide: a simulated probe has four, a measured one about three.
 TIDE_REQUESTS: Final = 300
 GIB: Final = 1 << 30
 

@@ -4,70 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relaygr_stream.trigger import load
-from relaygr_stream.trigger.decision import REFUSED_FACTOR, Decision, LaneState, Policy, decide
+from relaygr_stream.trigger.decision import REFUSED_FACTOR
 from relaygr_stream.trigger.delegation import PAUSE_S, Delegation
-from relaygr_stream.trigger.load import OwnerLoads
-from relaygr_stream.wire.fleet import LOOKED_AT, TRAVEL_MS, OwnerDirectory
+from relaygr_stream.wire.fleet import LOOKED_AT, TRAVEL_MS
 from tests.unit.trigger.delegating_fleet import Fleet
-from tests.unit.trigger.parts import POLICY, event, lane_status, worker_status
-
-LANES = 6
-TOKENS, HEAD_MS = 100, 300.0
-
-
-class View:
-    """A trigger's view: `a` owns lanes 0 and 1, where requests come; a prefix of n tokens takes n ms and 10·n bytes."""
-
-    def __init__(self, lanes: int = LANES, policy: Policy = POLICY) -> None:
-        self.now = 100.0
-        self.owners = OwnerDirectory(3000.0, clock=lambda: self.now)
-        loads = OwnerLoads()
-        self.led: set[int] = set(range(lanes))
-        self.delegation = Delegation(self.owners, loads, lanes, seed=1, led=lambda lane: lane in self.led)
-        self.lanes = [LaneState(policy, 0, 60.0, self.now, lane, loads, self.delegation) for lane in range(lanes)]
-        self.number = 0
-
-    def state(self, name: str, lanes: tuple[int, ...], *, of_lanes: dict[str, Any] | None = None, **more: Any) -> None:
-        bounds = {"budget": 10**6, "rate": 1e5} | (of_lanes or {})
-        plain = worker_status(*(lane_status(lane=lane, **bounds) for lane in lanes), name=name)
-        self.owners.take(msgspec.structs.replace(plain, **({"delegated_bytes": 10**6} | more)))
-        for lane in lanes:
-            self.lanes[lane].observe(self.owners.owner(lane), self.now)
-
-    def ask(
-        self,
-        tokens: int = TOKENS,
-        *,
-        user: str = "",
-        lane: int = 0,
-        book: bool = True,
-        again: bool = False,
-        rank_in_ms: float = HEAD_MS,
-    ) -> Decision:
-        """user: by default one that was never here. again: the same request."""
-        self.number += not again
-        asked = event(tokens, f"r{self.number}", user or f"u{self.number}", rank_in_ms=rank_in_ms)
-        state = self.lanes[lane]
-        state.observe(self.owners.owner(lane), self.now)
-        found = decide(asked, state, age_ms=0.0, now_s=self.now)
-        if book and found.delegate is not None:
-            state.delegate(asked, found, self.now)
-        elif book and found.admit:
-            state.admit(asked, found, self.now)
-        return found
-
-
-REFUSALS: dict[str, dict[str, Any]] = {
-    "over_load": {"of_lanes": {"rate": 0.0}},
-    "over_footprint": {"of_lanes": {"budget": 0}},
-    "too_late": {"pre_infer_wait_ms": HEAD_MS + 1},
-}
+from tests.unit.trigger.parts import POLICY
+from tests.unit.trigger.view import HEAD_MS, REFUSALS, TOKENS, View
 
 
 @pytest.mark.parametrize("reason", REFUSALS)
@@ -250,121 +196,6 @@ def test_all_with_room_are_used_and_few_are_looked_at() -> None:
     chosen = {found.delegate.worker for _ in range(60) if (found := view.ask(book=False)).delegate is not None}
     assert len(asked) <= 60 * (1 + LOOKED_AT)
     assert len(chosen) > 10
-
-
-def place_of(found: Decision) -> str:
-    return found.reason if found.delegate is None else found.delegate.worker
-
-
-LATE = REFUSALS["too_late"]
-
-
-@pytest.mark.parametrize("reason", REFUSALS)
-def test_a_user_whose_prefix_kv_the_owner_has_is_not_delegated(reason: str) -> None:
-    view = View()
-    view.state("b", (2, 3))
-    view.state("a", (0, 1))
-    assert place_of(view.ask(user="known")) == "admitted"
-    view.state("a", (0, 1), **REFUSALS[reason])
-    assert place_of(view.ask(user="known", book=False)) == reason
-    assert place_of(view.ask(book=False)) == "b"
-
-
-def test_a_delegates_user_goes_there_again_while_the_owner_is_busy_or_late() -> None:
-    view = View()
-    view.state("a", (0, 1), **LATE)
-    view.state("b", (2, 3))
-    assert place_of(view.ask(user="known")) == "b"
-    for name, lane in (("c", 4), ("d", 5)):
-        view.state(name, (lane,))
-    for worker in ({"pre_infer_wait_ms": 1e5}, {"delegated_bytes": 10 * TOKENS - 1}):  # nothing new would go there
-        view.state("b", (2, 3), **worker)
-        for owner in ({"busy_share": 0.8}, {"busy_share": 0.3, **LATE}):
-            view.state("a", (0, 1), **owner)
-            found = view.ask(user="known")
-            assert place_of(found) == "b"
-            assert found.cost_ms <= 0.2 * TOKENS, "only what is new is computed"
-
-
-def test_a_delegates_user_comes_home_when_the_owner_has_time() -> None:
-    view = View()
-    view.state("b", (2, 3))
-    view.state("a", (0, 1), **LATE)
-    assert place_of(view.ask(user="known")) == "b"
-    view.state("a", (0, 1), busy_share=0.3)
-    assert place_of(view.ask(user="known")) == "admitted"
-    view.state("a", (0, 1), busy_share=0.9, **LATE)
-    assert place_of(view.ask(user="known")) == "too_late", "the owner has it now"
-
-
-def test_where_the_delegate_is_gone_another_is_found() -> None:
-    view = View()
-    view.state("a", (0, 1), **LATE)
-    view.state("b", (2, 3))
-    assert place_of(view.ask(user="known")) == "b"
-    view.state("b", (2, 3), state="stopped")
-    assert place_of(view.ask(user="known", book=False)) == "too_late"
-    view.state("c", (4, 5))
-    assert place_of(view.ask(user="known")) == "c"
-
-
-def test_what_a_worker_had_before_it_was_started_again_is_gone() -> None:
-    view = View()
-    view.state("b", (2, 3))
-    view.state("a", (0, 1))
-    assert place_of(view.ask(user="own")) == "admitted"
-    view.state("a", (0, 1), **LATE)
-    assert place_of(view.ask(user="delegated")) == "b"
-    view.state("a", (0, 1), incarnation=2, **LATE)
-    assert place_of(view.ask(user="own", book=False)) == "b", "it has as little of it as of a new user's"
-    view.state("b", (2, 3), incarnation=2)
-    found = view.ask(user="delegated", book=False)
-    assert (place_of(found), found.cost_ms) == ("b", TOKENS), "all of it is computed"
-    view.state("b", (2, 3), incarnation=2, delegated_bytes=0)
-    assert place_of(view.ask(user="delegated")) == "too_late", "and only where there is room"
-
-
-def test_an_owner_that_was_started_again_is_charged_with_whole_prefixes() -> None:
-    view = View()
-    view.state("b", (2, 3))
-    users = ("u1", "u2", "u3")
-    for incarnation in (1, 2):
-        view.now += 1.0
-        view.state("a", (0, 1), incarnation=incarnation)
-        assert [view.ask(user=user).reason for user in users] == ["admitted"] * 3
-        assert view.ask().reason == "delegated", "behind three whole prefixes it would be late"
-
-
-def test_a_delegate_that_falls_silent_between_two_looks_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    view = View()
-    view.state("a", (0, 1), **LATE)
-    view.state("b", (2, 3))
-    assert place_of(view.ask(user="known")) == "b"
-    owner = view.owners.owner
-    monkeypatch.setattr(view.owners, "owner", lambda lane: None if lane in (2, 3) else owner(lane))
-    assert place_of(view.ask(user="known")) == "too_late"
-
-
-def test_where_a_lane_came_from_is_no_delegate() -> None:
-    """Its prefix KV were handed over, or are gone."""
-    view = View()
-    view.state("a", (0, 1))
-    assert place_of(view.ask(user="known")) == "admitted"
-    view.state("a", (1,))
-    view.state("c", (0,), busy_share=0.9)
-    assert place_of(view.ask(user="known")) == "admitted"
-
-
-def test_only_so_many_users_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load, "MOST_USERS", 3)
-    view = View()
-    view.state("b", (2, 3))
-    view.state("a", (0, 1))
-    for user in ("first", "u1", "first", "u2", "u3"):
-        assert place_of(view.ask(TOKENS // 2, user=user)) == "admitted"
-    view.state("a", (0, 1), **LATE)
-    places = {user: place_of(view.ask(user=user, book=False)) for user in ("u1", "first", "u2", "u3")}
-    assert places == {"u1": "b", "first": "too_late", "u2": "too_late", "u3": "too_late"}, "u1 was here longest ago"
 
 
 @settings(max_examples=100)
