@@ -91,7 +91,7 @@ class RankTask(Keys):
     account: Account = UNBOOKED  # the client's books, once it was admitted
     cost_ms: float = 0.0  # device time, predicted when it came
     hops: int = 0  # times it was forwarded, or 1: a hedge
-    guest: bool = False  # of those that another worker could answer as well: it found nothing here
+    guest: bool = False  # another worker could answer it as well: it was sent on, and finds nothing here
     pass_to: int | None = None  # a lane of the worker that computed its prefix KV on this one's behalf
     origin: Any = None  # where its answer goes; the scheduler does not look at it
     outcome: Outcome | None = None  # where the prefix was first found
