@@ -7,7 +7,6 @@ and an accelerator's two copy directions run at once. On an accelerator each lan
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -29,9 +28,9 @@ def unchanged(dst: torch.Tensor, src: torch.Tensor) -> None:
 
 
 class CopyTicket:
-    """One copy, in progress or complete. seconds: its duration without the wait for its turn, once it is complete."""
+    """One copy, in progress or complete."""
 
-    __slots__ = ("_convert", "_done", "_dst", "_error", "_ready", "_src", "seconds")
+    __slots__ = ("_convert", "_done", "_dst", "_error", "_ready", "_src")
 
     def __init__(
         self, dst: torch.Tensor, src: torch.Tensor, ready: torch.Event | None, convert: Convert = unchanged
@@ -40,7 +39,6 @@ class CopyTicket:
         self._src: torch.Tensor | None = src
         self._convert = convert
         self._ready = ready
-        self.seconds = 0.0
         self._error: Exception | None = None
         self._done = threading.Event()
 
@@ -65,7 +63,6 @@ class CopyTicket:
         """Make the copy, once. stream: the current stream of this thread, the lane's; None on a CPU."""
         assert self._dst is not None and self._src is not None
         try:
-            start = time.perf_counter()
             if stream is not None and self._ready is not None:
                 stream.wait_event(self._ready)
             self._convert(self._dst, self._src)
@@ -73,7 +70,6 @@ class CopyTicket:
                 finished = torch.Event(stream.device, blocking=True)  # sleeps rather than spins
                 finished.record(stream)
                 finished.synchronize()
-            self.seconds = time.perf_counter() - start
         except Exception as error:
             if stream is not None:
                 with suppress(Exception):  # the failed copy must not write into memory that is reused

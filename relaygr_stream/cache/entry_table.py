@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from relaygr_stream.cache.arena import Extent
 from relaygr_stream.cache.entry import Entry, StoredCopy
-from relaygr_stream.cache.eviction import Reloads
 from relaygr_stream.cache.fading import CostAwarePolicy
 from relaygr_stream.cache.memory import TierMemory
 from relaygr_stream.cache.storage import Storage
@@ -53,8 +52,7 @@ MIN_COST_MS = 1e-3
 class EntryTable:
     """The entries of both tiers. predict_ms(n): predicted device time of recomputing n tokens.
 
-    Evicting a DRAM copy, or an entry without a copy, costs a recomputation. Evicting an entry with a copy costs a
-    reload, and a recomputation at the risk that the copy is evicted before it is needed.
+    Evicting costs a recomputation, in either tier: a copy in DRAM may be evicted before it is needed.
     """
 
     def __init__(
@@ -71,9 +69,8 @@ class EntryTable:
         self._counters = counters
         self._entries: dict[str, Entry] = {}
         self._retired: set[Entry] = set()
-        self.reloads = Reloads()
-        self.hbm = HbmTier(layout, hbm, self._hbm_eviction_ms, policy, last_tier=dram is None)
-        self.dram = None if dram is None else DramTier(dram, storage, self._dram_eviction_ms, policy)
+        self.hbm = HbmTier(layout, hbm, self._recompute_ms, policy, last_tier=dram is None)
+        self.dram = None if dram is None else DramTier(dram, storage, self._recompute_ms, policy)
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -210,7 +207,6 @@ class EntryTable:
         self._counters.forgotten += 1
         self.release_dram(entry)
         if entry.region is None:
-            self.reloads.evicted()
             del self._entries[entry.user_id]
 
     def _release_hbm(self, entry: Entry) -> None:
@@ -219,22 +215,6 @@ class EntryTable:
         self.note(entry)
         self.hbm.free(extent)
 
-    def _hbm_eviction_ms(self, entry: Entry) -> float:
-        """Expected cost of the entry's next use if the entry is not in HBM then.
-
-        It is the recomputation of the tokens that the copy lacks, a reload, and the recomputation of the copied tokens
-        times the risk that the copy is evicted first.
-        """
-        recompute = self._predict_ms(len(entry.tokens))
-        if entry.stored is None or entry.spill is not None:
-            return max(MIN_COST_MS, recompute)
-        copied = recompute if entry.clean else self._predict_ms(entry.stored.length)
-        region = entry.region
-        reload = self.reloads.predict_ms(
-            self.hbm.size_of(entry.stored.capacity) if region is None else region.storage.nbytes
-        )
-        return max(MIN_COST_MS, recompute - copied) + reload + self.reloads.risk * max(0.0, copied)
-
-    def _dram_eviction_ms(self, entry: Entry) -> float:
-        """Cost of the entry's next use if neither HBM nor DRAM holds it: the recomputation."""
-        return max(MIN_COST_MS, self._predict_ms(len(entry.tokens) if entry.stored is None else entry.stored.length))
+    def _recompute_ms(self, entry: Entry) -> float:
+        """Cost of the entry's next use if it is evicted."""
+        return max(MIN_COST_MS, self._predict_ms(len(entry.tokens)))

@@ -60,7 +60,7 @@ class Moves:
         for entry in self._loading[:]:
             if entry.load is not None and (succeeded := self._outcome(entry.load)) is not None:
                 self._loading.remove(entry)
-                self._loaded(entry, entry.load, succeeded)
+                self._loaded(entry, succeeded)
                 loaded.append(entry)
         for entry in self._spilling[:]:
             if entry.spill is not None and (succeeded := self._outcome(entry.spill)) is not None:
@@ -90,14 +90,13 @@ class Moves:
             self._counters.copy_failures += 1
             return False
 
-    def _loaded(self, entry: Entry, ticket: CopyTicket, succeeded: bool) -> None:
+    def _loaded(self, entry: Entry, succeeded: bool) -> None:
         assert entry.region is not None and self._dram is not None
         entry.load = None
         if succeeded:
             entry.approximate = self._dram.storage.approximate
             self._counters.loaded += 1
             self._counters.loaded_bytes += entry.region.storage.nbytes
-            self._table.reloads.reloaded(entry.region.storage.nbytes, ticket.seconds)
             self._table.note(entry)
             self._table.free_if_retired(entry)
         else:

@@ -96,11 +96,8 @@ class _Ticket(CopyTicket):
 
     __slots__ = ("_clock", "_over_at")
 
-    def __init__(
-        self, dst: torch.Tensor, src: torch.Tensor, clock: DeviceClock, seconds: float, over_at: float
-    ) -> None:
+    def __init__(self, dst: torch.Tensor, src: torch.Tensor, clock: DeviceClock, over_at: float) -> None:
         super().__init__(dst, src, None)
-        self.seconds = seconds
         self._clock = clock
         self._over_at = over_at
 
@@ -130,7 +127,7 @@ class SimulatedCopies(CopyEngine):
         over_at = max(self._free_at[urgent], self._clock.now) + seconds
         self._free_at[urgent] = over_at
         self._wake_at(over_at)
-        return _Ticket(dst, src, self._clock, seconds, over_at)
+        return _Ticket(dst, src, self._clock, over_at)
 
     def close(self) -> None:
         """Does nothing: there is no thread."""

@@ -89,7 +89,6 @@ def test_outcomes_and_books_agree(seed: int, monkeypatch: pytest.MonkeyPatch) ->
     # What was measured decides about evictions, as does when copies are over: here that is the same for both.
     monkeypatch.setattr(CopyEngine, "submit", copied_at_once)
     monkeypatch.setattr(Executor, "costs_of_prefix", lambda self, tokens: 0.01 * tokens)
-    monkeypatch.setattr("relaygr_stream.cache.eviction.Reloads.predict_ms", lambda self, nbytes: nbytes / 1e9)
     whole = replace(LIMITS, max_ranking_delay_ms=1e6)  # as do how many chunks there are
     worlds = [World(hbm=12, dram=10, limits=whole), Simulated(hbm=12, dram=10, limits=whole)]
     for world in worlds:
