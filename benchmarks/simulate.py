@@ -103,16 +103,16 @@ class LiveWorker:
 
     def turn(self, clock: Callable[[], float]) -> bool:
         now = clock()
-        turn = take_turn(self.scheduler, self._inbox, clock)
-        if turn.error is not None:
-            raise turn.error
-        for (positions, tell), taken in turn.replies:
-            self.most_pinned = max(self.most_pinned, taken.pinned_bytes)
-            me = Identity(self.name, 1, "live", 1)
-            tell(self._statements.status(me, "serving", taken, positions, now, int(now * 1e3)), now)
-        self.model.busy_s = sum(vars(self.scheduler.time).values()) / 1e3
-        if turn.answers:
-            self._on_answers(turn.answers, clock())
+        for turn in take_turn(self.scheduler, self._inbox, clock):
+            if turn.error is not None:
+                raise turn.error
+            for (positions, tell), taken in turn.replies:
+                self.most_pinned = max(self.most_pinned, taken.pinned_bytes)
+                me = Identity(self.name, 1, "live", 1)
+                tell(self._statements.status(me, "serving", taken, positions, now, int(now * 1e3)), now)
+            self.model.busy_s = sum(vars(self.scheduler.time).values()) / 1e3
+            if turn.answers:
+                self._on_answers(turn.answers, clock())
         return turn.worked
 
 

@@ -10,7 +10,7 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
@@ -33,7 +33,7 @@ class Submitted(NamedTuple):
 
 @dataclass(slots=True)
 class Turn:
-    """What a turn did."""
+    """What half a turn did."""
 
     worked: bool = False  # False: there was nothing to do
     answers: list[Answer] = field(default_factory=list)
@@ -43,8 +43,12 @@ class Turn:
     error: BaseException | None = None  # what ended the turn, and ends the scheduler
 
 
-def take_turn(scheduler: Scheduler, inbox: deque[Submitted], clock: Callable[[], float]) -> Turn:
-    """Handle every command in the inbox, then step. An error does not lose what was done before it."""
+def take_turn(scheduler: Scheduler, inbox: deque[Submitted], clock: Callable[[], float]) -> Iterator[Turn]:
+    """Handle every command in the inbox, then step; yields what each half did.
+
+    So what needs no device (refusals, passing on, questions) does not wait for a step. After a half with an error,
+    which does not lose what was done before it, there is no other.
+    """
     turn = Turn()
     try:
         while inbox:
@@ -54,11 +58,21 @@ def take_turn(scheduler: Scheduler, inbox: deque[Submitted], clock: Callable[[],
                 turn.replies.append((asked_by, reply))
             if isinstance(command, Prefill):
                 turn.prefill_bytes += command.task.nbytes
+    except BaseException as error:  # a defect: the caller decides
+        turn.error = error
+    yield _with_results(turn, scheduler)
+    if turn.error is not None:
+        return
+    turn = Turn()
+    try:
         turn.worked = scheduler.step(clock())
     except BaseException as error:  # a defect, or a device that always fails: the caller decides
         turn.error = error
-    turn.answers = scheduler.take_answers()
-    turn.placed = scheduler.take_placed()
+    yield _with_results(turn, scheduler)
+
+
+def _with_results(turn: Turn, scheduler: Scheduler) -> Turn:
+    turn.answers, turn.placed = scheduler.take_answers(), scheduler.take_placed()
     return turn
 
 
@@ -182,10 +196,10 @@ class DeviceThread:
         try:
             while not self._stopping:
                 self._event.clear()
-                turn = take_turn(scheduler, self._inbox, time.monotonic)
-                self._hand_over(turn)
-                if turn.error is not None:
-                    raise turn.error
+                for turn in take_turn(scheduler, self._inbox, time.monotonic):
+                    self._hand_over(turn)
+                    if turn.error is not None:
+                        raise turn.error
                 if not turn.worked and not self._inbox:
                     self._wait(scheduler.next_timer())
             scheduler.close()

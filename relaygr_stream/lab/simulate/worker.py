@@ -110,18 +110,17 @@ class SimulatedWorker:
         self._next = math.inf
         clock = self._clock
         clock.now = now
-        turn = take_turn(self.scheduler, self._inbox, clock)
-        if turn.error is not None:
-            raise turn.error
-        for (positions, tell), taken in turn.replies:
-            self._state(taken, positions, tell, now)
-        if turn.worked or turn.answers:
-            clock.now += self._step_s + len(turn.answers) * self._answer_s
-        self._free_at = end = clock.now
-        if turn.answers:
-            self._on_answers(turn.answers, end)
+        for turn in take_turn(self.scheduler, self._inbox, clock):
+            if turn.error is not None:
+                raise turn.error
+            for (positions, tell), taken in turn.replies:
+                self._state(taken, positions, tell, now)
+            clock.now += turn.worked * self._step_s + len(turn.answers) * self._answer_s
+            if turn.answers:
+                self._on_answers(turn.answers, clock.now)
+        self._free_at = clock.now
         if turn.worked:
-            self._wake(end)
+            self._wake(clock.now)
         elif (timer := self.scheduler.next_timer()) is not None:
             self._wake(timer)
 

@@ -82,6 +82,22 @@ async def test_commands_are_handled_in_order_and_a_question_after_those_before_i
         assert seen == [*range(100)]
 
 
+async def test_what_needs_no_device_is_answered_while_it_works() -> None:
+    async with running(Hanging) as r:
+        model = r.world.model
+        assert isinstance(model, Hanging)
+        passed_on = r.world.ranking("passed on", 1, 60, timeout=30.0)
+        passed_on.pass_to = 3
+        r.world.now = passed_on.arrived = time.monotonic()
+        passed_on.deadline = passed_on.arrived + 30.0
+        r.thread.submit(Rank(passed_on), Rank(r.world.ranking("infers", 2, 60, timeout=30.0)))
+        assert await asyncio.to_thread(model.entered.wait, 10)
+        await r.answered(1)
+        assert r.answers[0].task is passed_on
+        model.let_go.set()
+        await r.answered(2)
+
+
 @pytest.mark.parametrize("turns", range(1, 5))
 async def test_what_a_cancelled_question_did_is_taken_back(turns: int) -> None:
     """Whenever it is cancelled: before the thread took it, or when its reply is on its way."""

@@ -118,7 +118,8 @@ async def test_a_hand_over_that_can_listen_no_more_ends_the_worker(
 
 
 async def test_stopping_finishes_what_was_accepted(embedded_settings: Kafka) -> None:
-    async with Peer(embedded_settings) as peer, worker_on(worker_settings(embedded_settings)) as w:
+    settings = worker_settings(embedded_settings, drain_ms=60_000)
+    async with Peer(embedded_settings) as peer, worker_on(settings) as w:
         w.model.hang = True
         correlations = [await peer.rank(f"r{number}", f"u{number}", 200, mode="full") for number in range(12)]
         await until(lambda: w.total("rankings_read"), "one read")
