@@ -38,6 +38,7 @@ from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.bus.topics import apply_topics, lane_of, load_topics
 from relaygr_stream.client import RelayClient
 from relaygr_stream.errors import Overloaded, RelayError
+from relaygr_stream.lab.quantiles import nearest_rank
 from relaygr_stream.ops import children
 from relaygr_stream.ops.brokers.local import local_broker
 from relaygr_stream.ops.children import Child, settings_as_toml, stop_all
@@ -76,7 +77,7 @@ class Run:
     def p(self, q: float) -> float:
         """The quantile over all requests: those without scores took the whole timeout."""
         all_ms = self.latencies + [TIMEOUT_S * 1e3] * (self.refused + self.failed)
-        return float(np.quantile(all_ms, q)) if all_ms else float("nan")
+        return nearest_rank(all_ms, q) if all_ms else float("nan")
 
 
 def settings(kafka: Kafka, delegate: bool, status_ms: float) -> Settings:

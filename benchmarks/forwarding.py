@@ -34,6 +34,7 @@ from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.bus.topics import apply_topics, lane_of, load_topics
 from relaygr_stream.client import RelayClient
 from relaygr_stream.errors import Overloaded, RelayError
+from relaygr_stream.lab.quantiles import nearest_rank
 from relaygr_stream.ops.brokers.local import local_broker
 from relaygr_stream.ops.children import Child, settings_as_toml, stop_all
 from relaygr_stream.settings.schema import Client, Kafka, Relay, Settings
@@ -199,7 +200,7 @@ async def run(kafka: Kafka, forward: bool, seconds: float, folder: Path) -> tupl
 
 def show(name: str, forward: bool, one: Load) -> None:
     def quantile(values: list[float], q: float) -> str:
-        return f"{np.quantile(values, q):8.0f}" if values else "       –"
+        return f"{nearest_rank(values, q):8.0f}" if values else "       –"
 
     by = " ".join(f"{worker} {count}" for worker, count in sorted(one.answered_by.items()))
     print(

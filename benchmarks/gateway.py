@@ -29,6 +29,7 @@ from targets import end
 
 from relaygr_stream.bus.topics import apply_topics
 from relaygr_stream.client import RelayClient
+from relaygr_stream.lab.quantiles import nearest_rank
 from relaygr_stream.ops.brokers.distribution import free_ports
 from relaygr_stream.ops.brokers.local import BrokerKind, local_broker
 from relaygr_stream.ops.children import Child, settings_as_toml, stop_all
@@ -205,7 +206,7 @@ def report(found: Found, outside: dict[str, list[float]]) -> list[str]:
         added = p50[arm] - p50["direct"]
         shown = f"{np.median(added):6.2f} ({added.min():.2f}…{added.max():.2f})" if arm != "direct" else ""
         apart = f"{np.median(outside[arm]):14.2f} ms" if arm in outside else ""
-        quantiles = f"{np.median(latencies):8.2f} {np.quantile(latencies, 0.99):8.2f}"
+        quantiles = f"{np.median(latencies):8.2f} {nearest_rank(latencies, 0.99):8.2f}"
         print(f"{arm:12} {len(latencies):9d} {quantiles} {apart:>19}   {shown}")
     added_ms = float(np.median(p50["messagepack"] - p50["direct"]))
     print(f"through / direct at P50: {np.median(p50['messagepack'] / p50['direct']):.2f} by MessagePack, "

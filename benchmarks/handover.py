@@ -24,6 +24,7 @@ from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.bus.topics import apply_topics, lane_of, load_topics
 from relaygr_stream.client import RelayClient
 from relaygr_stream.errors import RelayError
+from relaygr_stream.lab.quantiles import nearest_rank
 from relaygr_stream.ops.brokers.local import BrokerKind, local_broker
 from relaygr_stream.ops.children import Child, settings_as_toml, stop_all
 from relaygr_stream.settings.schema import Client, Kafka, Relay, Settings
@@ -249,8 +250,8 @@ def report(runs: dict[bool, Run]) -> list[str]:
 
 
 def _quantiles(asked: list[Asked]) -> tuple[float, float]:
-    p50, p99 = np.percentile([a.ms for a in asked], [50, 99])
-    return float(p50), float(p99)
+    ms = [one.ms for one in asked]
+    return nearest_rank(ms, 0.5), nearest_rank(ms, 0.99)
 
 
 def _pair(quantiles: tuple[float, float]) -> str:

@@ -35,6 +35,7 @@ from relaygr_stream.bus.topics import apply_topics
 from relaygr_stream.client import RelayClient
 from relaygr_stream.errors import HistoryUnavailable, RelayError
 from relaygr_stream.history.store import WritableStore, open_store
+from relaygr_stream.lab.quantiles import nearest_rank
 from relaygr_stream.ops.brokers.local import local_broker
 from relaygr_stream.ops.children import Child, settings_as_toml, stop_all
 from relaygr_stream.settings.schema import Client, History, Kafka, Relay, Settings
@@ -129,7 +130,7 @@ class Mode:
         return sum(self.outcomes[each] for each in ("hbm", "dram", "joined")) / max(1, self.outcomes.total())
 
     def at(self, percent: float) -> float:
-        return float(np.percentile(self.ms, percent))
+        return nearest_rank(self.ms, percent / 100)
 
 
 async def rankings(requests: int, missed: list[str]) -> None:

@@ -33,6 +33,7 @@ from targets import end
 
 from relaygr_stream.client import RelayClient
 from relaygr_stream.lab.bench.pipeline import Pipeline
+from relaygr_stream.lab.quantiles import nearest_rank
 from relaygr_stream.ops.brokers.distribution import BRIEF_RELAY
 from relaygr_stream.ops.brokers.local import BrokerKind, local_broker
 from relaygr_stream.settings.load import load_settings
@@ -113,7 +114,7 @@ def shown(results: list[Result]) -> None:
         if not result.ran:
             print(f"{result.name:20} failed: {result.problem}")
             continue
-        figures = (result.shortest, statistics.median(result.times), float(np.quantile(result.times, 0.99)))
+        figures = (result.shortest, statistics.median(result.times), nearest_rank(result.times, 0.99))
         print(f"{result.name:20} " + " ".join(f"{each * 1e3:9.2f}" for each in figures) + f" {len(result.times):6}")
 
 

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from relaygr_stream.lab.bench.modes import Mode
 from relaygr_stream.lab.bench.statistics import QUANTILE
+from relaygr_stream.lab.quantiles import nearest_rank
 from relaygr_stream.lab.workload.traffic import Spread
 from relaygr_stream.wire.messages import CostModel
 
@@ -138,7 +139,7 @@ def predicted_rate(
     slack = slack_ms(mode, traffic, slo_ms) - bus_ms
 
     def in_time(busy: float) -> bool:
-        return float(np.quantile(waits_of(gaps * service.mean() / busy, service) + service, QUANTILE)) <= slack
+        return nearest_rank(waits_of(gaps * service.mean() / busy, service) + service, QUANTILE) <= slack
 
     low, high = 0.0, 1.0  # share of the device's time
     for _ in range(20):

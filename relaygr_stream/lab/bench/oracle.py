@@ -18,6 +18,7 @@ import numpy.typing as npt
 from relaygr_stream.lab.bench.modes import Mode
 from relaygr_stream.lab.bench.options import DELAY_SIGMA
 from relaygr_stream.lab.bench.statistics import QUANTILE
+from relaygr_stream.lab.quantiles import nearest_rank
 from relaygr_stream.lab.simulate.costs import DeviceCosts
 from relaygr_stream.lab.workload.arrivals import ArrivalLog
 
@@ -88,7 +89,7 @@ def largest_rate(mode: Mode, costs: DeviceCosts, shape: Shape, seed: int = 0, lo
         else:
             latency = first_come(arrivals, prefix + hit, shape.workers)
         judged = latency[int(SETTLING * len(latency)) :]
-        return float(np.quantile(judged, QUANTILE, method="inverted_cdf")) <= shape.slo_ms
+        return nearest_rank(judged, QUANTILE) <= shape.slo_ms
 
     low, high = 0.0, 1.0
     for _ in range(HALVINGS):
