@@ -118,7 +118,7 @@ async def process(
         flush_limiters(all_windows=True)
 
 
-def run_process(name: str, settings: Settings, main: Main, *, registry: CollectorRegistry | None = None) -> int:
+def run_process(name: str, settings: Settings, main: Main) -> int:
     """Run main(ctx) to its end on a new event loop (uvloop if installed) and return the exit code.
 
     SIGTERM or SIGINT sets ctx.stop; main then completes accepted work and returns. A second signal ends the process at
@@ -133,7 +133,7 @@ def run_process(name: str, settings: Settings, main: Main, *, registry: Collecto
     stop = asyncio.Event()
 
     async def whole() -> None:
-        async with process(settings, name, registry=registry, stop=stop) as ctx:
+        async with process(settings, name, stop=stop) as ctx:
             await _run_main(main, ctx)
             ctx.log.info("stopped")
 

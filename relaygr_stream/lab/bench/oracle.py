@@ -61,12 +61,12 @@ class Shape:
         return np.asarray(e0 + (self.rows + more) * (e1 + e2 * lengths))
 
 
-def largest_rate(mode: Mode, costs: DeviceCosts, shape: Shape, seed: int = 0, log: ArrivalLog | None = None) -> float:
+def largest_rate(mode: Mode, costs: DeviceCosts, shape: Shape, log: ArrivalLog | None = None) -> float:
     """The largest rate (requests/s) whose P99 is within the SLO; 0 if none is.
 
     The same arrivals serve every rate and every mode: Poisson, or those of a log again and again.
     """
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     gaps, returns = rng.exponential(size=REQUESTS), rng.random(REQUESTS) < (shape.revisit if mode.keeps else 0.0)
     if log is not None:
         gaps = np.resize(log.gaps, REQUESTS)

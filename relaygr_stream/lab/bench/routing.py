@@ -21,12 +21,12 @@ from relaygr_stream.wire.messages import RankingRequest, ScoreReply, WorkerStatu
 
 
 class RoutedClient(RelayClient):
-    """A RelayClient whose rankings go where `route` says. seed: of its choices among equals."""
+    """A RelayClient whose rankings go where `route` says."""
 
-    def __init__(self, *given: Any, seed: int = 0, **named: Any) -> None:
+    def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
         self.route: Route = "owner"
-        self._random = random.Random(seed)
+        self._random = random.Random(0)
         self._waiting: Counter[str] = Counter()  # rankings at each worker
 
     async def _ask(self, connection: Connection, request: RankingRequest, message: Outgoing) -> ScoreReply:

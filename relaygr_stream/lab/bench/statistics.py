@@ -37,11 +37,11 @@ def samples_for(confidence: float) -> int:
     return math.ceil(math.log(1 - confidence) / math.log(QUANTILE))
 
 
-def bad_share_bounds(requests: int, bad: int, confidence: float = 0.95) -> tuple[float, float]:
-    """The two-sided Clopper–Pearson interval of the true share of bad requests."""
+def bad_share_bounds(requests: int, bad: int) -> tuple[float, float]:
+    """The two-sided Clopper–Pearson interval, at 95 %, of the true share of bad requests."""
     if requests == 0:
         return 0.0, 1.0
-    tail = (1 - confidence) / 2
+    tail = (1 - 0.95) / 2
     low = 0.0 if bad == 0 else _solve(lambda p: 1 - _at_most(bad - 1, requests, p), tail, rising=True)
     high = 1.0 if bad == requests else _solve(lambda p: _at_most(bad, requests, p), tail, rising=False)
     return low, high

@@ -88,9 +88,9 @@ class Seen:
             self.live.worker(status)
 
 
-async def run_demo(options: DemoOptions, settings: Settings, console: Console | None = None) -> int:
+async def run_demo(options: DemoOptions, settings: Settings) -> int:
     """Run the demo; returns the exit code. Raises RelayError if it cannot run."""
-    console = console or SafeConsole()
+    console = SafeConsole()
     started = time.monotonic()
     # In a thread, so that a long log can be stopped.
     requests = await asyncio.to_thread(

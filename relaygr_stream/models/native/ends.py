@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from relaygr_stream.models.native import arguments
+from relaygr_stream.models.stu import NORM_EPS
 
 if TYPE_CHECKING:
     from relaygr_stream.models.api import Tokens
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 class NativeEnds:
     """The embedding and the head with a copy of their present weights, in the layers' dtype and width."""
 
-    def __init__(self, compiled: ctypes.CDLL, embedding: TokenEmbedding, head: TaskHead, eps: float) -> None:
+    def __init__(self, compiled: ctypes.CDLL, embedding: TokenEmbedding, head: TaskHead) -> None:
         self._compiled = compiled
         compiled.relaygr_embed.restype = ctypes.c_int64
         self._embedding = embedding
@@ -37,7 +38,7 @@ class NativeEnds:
         addresses = [part.data_ptr() for part in self._weights]
         sizes = embedding.vocab, embedding.oov_rows, embedding.max_positions, self._dim
         self._tables = arguments.Tables(*addresses[: len(tables)], *sizes)
-        self._head = arguments.Head(*addresses[len(tables) :], self._dim, self._tasks, eps)
+        self._head = arguments.Head(*addresses[len(tables) :], self._dim, self._tasks, NORM_EPS)
 
     def behaviours(self, tokens: Tokens, first: int) -> torch.Tensor:
         """As `TokenEmbedding.behaviours`."""
