@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from relaygr_stream.lab.bench.modes import Mode
 from relaygr_stream.lab.bench.options import DELAY_SIGMA
+from relaygr_stream.lab.bench.search import bisected
 from relaygr_stream.lab.bench.statistics import QUANTILE
 from relaygr_stream.lab.quantiles import nearest_rank
 from relaygr_stream.lab.simulate.costs import DeviceCosts
@@ -91,11 +92,7 @@ def largest_rate(mode: Mode, costs: DeviceCosts, shape: Shape, log: ArrivalLog |
         judged = latency[int(SETTLING * len(latency)) :]
         return nearest_rank(judged, QUANTILE) <= shape.slo_ms
 
-    low, high = 0.0, 1.0
-    for _ in range(HALVINGS):
-        middle = (low + high) / 2
-        low, high = (middle, high) if in_time(middle * capacity) else (low, middle)
-    return low * capacity
+    return capacity * bisected(lambda busy: in_time(busy * capacity), 0.0, 1.0, HALVINGS)
 
 
 def first_come(arrivals: Floats, service: Floats, servers: int) -> Floats:

@@ -26,12 +26,11 @@ from relaygr_stream.lab.bench.interference import OTHERS_CORES, CpuTimes, distur
 from relaygr_stream.lab.bench.modes import FULL, RELAY, Mode, apply_mode, grouped
 from relaygr_stream.lab.bench.options import SloOptions
 from relaygr_stream.lab.bench.pipeline import Pipeline, memory_over_time
-from relaygr_stream.lab.bench.populations import Populations
+from relaygr_stream.lab.bench.populations import Populations, warm_up
 from relaygr_stream.lab.bench.probe import Judgement, Measured, run_probe
 from relaygr_stream.lab.bench.progress import Progress
 from relaygr_stream.lab.bench.results import Memory, Probe
 from relaygr_stream.lab.bench.wakes import Wakes
-from relaygr_stream.lab.bench.warm_up import warm_up
 from relaygr_stream.ops.brokers.distribution import LASTING_RELAY
 from relaygr_stream.ops.brokers.local import local_broker
 from relaygr_stream.settings.schema import Settings

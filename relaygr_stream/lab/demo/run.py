@@ -227,10 +227,6 @@ def _result(
     codes: dict[str, int],
 ) -> DemoResult:
     answered = {key: result for key, result in relay.items() if result.outcome is not None}
-    errors: dict[str, int] = {}
-    for result in [*relay.values(), *full.values(), *newest.values()]:
-        if result.error is not None:
-            errors[result.error] = errors.get(result.error, 0) + 1
     admitted = {key for key in relay if key in seen.admitted}
     hits = {key for key in admitted if key in answered and answered[key].outcome not in MISSES}
     deviations = [
@@ -248,7 +244,7 @@ def _result(
         requests=len(relay) + len(full) + len(newest),
         announced=len(relay),
         answered=sum(one.outcome is not None for phase in (relay, full, newest) for one in phase.values()),
-        errors=errors,
+        errors=Counter(one.error for phase in (relay, full, newest) for one in phase.values() if one.error is not None),
         admissions=Counter(one.ranking.admission for one in answered.values() if one.ranking is not None),
         admitted=len(admitted),
         admitted_hits=len(hits),

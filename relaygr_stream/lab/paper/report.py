@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from relaygr_stream.lab.bench.charts import line_chart
-from relaygr_stream.lab.bench.page import STYLE, table_html
+from relaygr_stream.lab.bench.page import page_html, table_html
 from relaygr_stream.lab.paper.drawings import drawings
 from relaygr_stream.lab.paper.judge import judge
 from relaygr_stream.lab.paper.plan import Curve
@@ -155,12 +155,7 @@ def page(report: PaperReport, planned: Sequence[Curve]) -> str:
         "<h2>Conditions</h2>",
         table_html(("", ""), facts, wide=True),
     ]
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>relaygr bench paper</title><style>{STYLE}</style></head>"
-        f"<body><main>{''.join(parts)}</main></body></html>\n"
-    )
+    return page_html("relaygr bench paper", parts)
 
 
 def as_json(report: PaperReport) -> bytes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Final, cast
 
 import numpy as np
@@ -176,7 +177,7 @@ def _cold_ms(executor: Executor, batch: Sequence[ScoreInput]) -> float:
         time.sleep(PAUSE_S)
         cold = executor.score(batch)[1]
         longer.append(cold - executor.score(batch)[1])
-    return max(0.0, _median(longer))
+    return max(0.0, median(longer))
 
 
 def _copy_speeds(device: torch.device, pinned: bool) -> tuple[float, float]:
@@ -199,11 +200,7 @@ def _median_speed(copy: Callable[[], None]) -> float:
         start = time.perf_counter()
         copy()
         seconds.append(time.perf_counter() - start)
-    return round(COPY_BYTES / _median(seconds))
-
-
-def _median(values: Sequence[float]) -> float:
-    return float(np.median(np.array(values)))
+    return round(COPY_BYTES / median(seconds))
 
 
 def _step_ms(costs: DeviceCosts, settings: Settings) -> float:
@@ -234,4 +231,4 @@ def _step_ms(costs: DeviceCosts, settings: Settings) -> float:
         while scheduler.step(clock.now):
             steps += 1
         took.append((time.perf_counter() - start) / max(1, steps))
-    return _median(took) * 1e3
+    return median(took) * 1e3
