@@ -11,8 +11,8 @@ import asyncio
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
@@ -29,14 +29,14 @@ from relaygr_stream.lab.demo.live import LiveState, LiveView
 from relaygr_stream.lab.demo.plot import save_plot
 from relaygr_stream.lab.demo.report import PREPARED_WORDS, DemoResult, render_table, verdict
 from relaygr_stream.lab.demo.traffic import MEDIAN_TOKENS, NEWEST, WARM_UP_S, Requests, by_reference, requests_of
-from relaygr_stream.lab.processes import start_relay, wait_for_lanes
+from relaygr_stream.lab.processes import cluster, start_relay, wait_for_lanes
 from relaygr_stream.lab.workload.driver import DriveSummary, Result, drive
 from relaygr_stream.lab.workload.items import WorkItem
 from relaygr_stream.lab.workload.metrics import Quality, QualityMeter
 from relaygr_stream.models.api import relative_deviation
 from relaygr_stream.models.loading import checkpoint_folder, read_config
 from relaygr_stream.ops.brokers.distribution import BRIEF_RELAY
-from relaygr_stream.ops.brokers.local import local_broker
+from relaygr_stream.ops.brokers.local import BrokerKind
 from relaygr_stream.ops.children import Child, stop_all
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.settings.worker import Model
@@ -58,7 +58,7 @@ class DemoOptions:
     broker: None: kafka.bootstrap names a running cluster. events: a user's log; None: generated requests.
     """
 
-    broker: Literal["embedded", "kafka"] | None
+    broker: BrokerKind | None
     seconds: float
     rate: float
     seed: int
@@ -102,8 +102,8 @@ async def run_demo(options: DemoOptions, settings: Settings) -> int:
         folder = Path(name)
         if options.by_reference:
             requests, settings = await _stored(requests, settings, folder)
-        async with _cluster(options, settings, folder, console) as (reachable, broker):
-            result = await _play(options, requests, reachable, folder, broker, console)
+        async with cluster(options.broker, settings, folder, BRIEF_RELAY, console.print) as (connected, broker):
+            result = await _play(options, requests, connected, folder, broker, console)
     result.wall_s = time.monotonic() - started
     console.print(render_table(result))
     save_plot(result, options.out)
@@ -121,20 +121,6 @@ async def _stored(requests: Requests, settings: Settings, folder: Path) -> tuple
         await store.close()
     history = msgspec.structs.replace(settings.history, store=f"sqlite:{path}")
     return requests._replace(relayed=relayed), msgspec.structs.replace(settings, history=history)
-
-
-@asynccontextmanager
-async def _cluster(
-    options: DemoOptions, settings: Settings, folder: Path, console: Console
-) -> AsyncIterator[tuple[Settings, str]]:
-    """Start the chosen broker: (settings with its address, its name for the report)."""
-    if options.broker is None:
-        yield settings, f"cluster at {settings.kafka.bootstrap}"
-        return
-    name = "embedded broker (Tansu)" if options.broker == "embedded" else "Apache Kafka, one node"
-    console.print(f"starting the {name} …")
-    async with local_broker(options.broker, folder=folder, node=BRIEF_RELAY) as broker:
-        yield msgspec.structs.replace(settings, kafka=broker.kafka_settings(settings.kafka)), name
 
 
 async def _play(
