@@ -32,7 +32,7 @@ from relaygr_stream.client import RelayClient
 from relaygr_stream.lab.quantiles import nearest_rank
 from relaygr_stream.ops.brokers.distribution import free_ports
 from relaygr_stream.ops.brokers.local import BrokerKind, local_broker
-from relaygr_stream.ops.children import Child, settings_as_toml, stop_all
+from relaygr_stream.ops.children import Child, stop_all, write_settings
 from relaygr_stream.settings.schema import Client, Gateway, Kafka, Settings
 from relaygr_stream.settings.worker import Model, Worker
 from relaygr_stream.telemetry.process import loop_factory
@@ -178,9 +178,8 @@ async def measure(kafka: Kafka, rounds: int, seconds: float, folder: Path) -> tu
         gateway=Gateway(port=port),
     )
     await apply_topics(kafka)
-    config = folder / "settings.toml"
-    config.write_text(settings_as_toml(settings), encoding="utf-8")
-    children = [Child(name, [name, "--config", str(config)], folder) for name in ("worker", "gateway")]
+    config = write_settings(folder / "settings.toml", settings)
+    children = [Child(name, [name, "--config", config], folder) for name in ("worker", "gateway")]
     found: Found = {arm: [] for arm in ARMS}
     try:
         async with RelayClient(settings=settings) as relay:

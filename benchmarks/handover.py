@@ -26,7 +26,7 @@ from relaygr_stream.client import RelayClient
 from relaygr_stream.errors import RelayError
 from relaygr_stream.lab.quantiles import nearest_rank
 from relaygr_stream.ops.brokers.local import BrokerKind, local_broker
-from relaygr_stream.ops.children import Child, settings_as_toml, stop_all
+from relaygr_stream.ops.children import Child, stop_all, write_settings
 from relaygr_stream.settings.schema import Client, Kafka, Relay, Settings
 from relaygr_stream.settings.worker import Handover, Worker
 from relaygr_stream.wire.behaviours import Behaviours, pack_items
@@ -142,10 +142,8 @@ class ScaleOut:
         return self.run
 
     def _start(self, name: str) -> None:
-        file = self._folder / f"{self._name}.toml"
-        file.touch(mode=0o600)
-        file.write_text(settings_as_toml(self.settings), encoding="utf-8")
-        arguments = ["worker", "--config", str(file), "--set", f"worker.name={name}"]
+        config = write_settings(self._folder / f"{self._name}.toml", self.settings)
+        arguments = ["worker", "--config", config, "--set", f"worker.name={name}"]
         self._children.append(Child(f"{self._name}-{name}", arguments, self._folder))
 
     async def _lanes(self, name: str, count: int) -> WorkerStatus:

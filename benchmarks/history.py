@@ -16,7 +16,6 @@ import asyncio
 import logging
 import os
 import shutil
-import socket
 import subprocess
 import tempfile
 import time
@@ -36,8 +35,9 @@ from relaygr_stream.client import RelayClient
 from relaygr_stream.errors import HistoryUnavailable, RelayError
 from relaygr_stream.history.store import WritableStore, open_store
 from relaygr_stream.lab.quantiles import nearest_rank
+from relaygr_stream.ops.brokers.distribution import free_ports
 from relaygr_stream.ops.brokers.local import local_broker
-from relaygr_stream.ops.children import Child, settings_as_toml, stop_all
+from relaygr_stream.ops.children import Child, stop_all, write_settings
 from relaygr_stream.settings.schema import Client, History, Kafka, Relay, Settings
 from relaygr_stream.settings.worker import Model, Worker
 from relaygr_stream.wire.behaviours import Behaviours, pack_items
@@ -149,9 +149,8 @@ async def rankings(requests: int, missed: list[str]) -> None:
                 history=store,
                 client=Client(timeout_ms=20_000, hedge_ms=0),
             )
-            config = folder / "settings.toml"
-            config.write_text(settings_as_toml(settings), encoding="utf-8")
-            children = [Child(each, (each, "--config", str(config)), folder) for each in ("trigger", "worker")]
+            config = write_settings(folder / "settings.toml", settings)
+            children = [Child(each, (each, "--config", config), folder) for each in ("trigger", "worker")]
             try:
                 await asyncio.gather(*(child.wait_ready() for child in children))
                 async with RelayClient(settings=settings) as relay:
@@ -207,9 +206,7 @@ async def play(relay: RelayClient, settings: Settings, requests: int, modes: dic
 def start_store(folder: Path) -> tuple[subprocess.Popen[bytes] | None, History]:
     if shutil.which("redis-server") is None:
         return None, History(store=f"sqlite:{folder / 'histories'}", timeout_ms=1000.0, max_behaviours=0)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--dir", str(folder), "--save", ""]
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     return server, History(store=f"redis://127.0.0.1:{port}/0", timeout_ms=1000.0, max_behaviours=0)

@@ -14,7 +14,7 @@ import msgspec
 from relaygr_stream.errors import RelayError
 from relaygr_stream.ops.brokers.distribution import NodePlan
 from relaygr_stream.ops.brokers.local import BrokerKind, local_broker
-from relaygr_stream.ops.children import Child, settings_as_toml
+from relaygr_stream.ops.children import Child, write_settings
 from relaygr_stream.settings.schema import Settings
 
 LANES_TIMEOUT_S: Final = 30.0
@@ -50,10 +50,8 @@ def start_relay(
 
     module, options: what runs instead of the `relaygr` command, and its further options.
     """
-    file = folder / f"{trigger}.toml"
-    file.touch(mode=0o600)  # it holds the secrets
-    file.write_text(settings_as_toml(settings), encoding="utf-8")
-    common = ("--config", str(file), "--set", "telemetry.log_format=console", *options)
+    config = write_settings(folder / f"{trigger}.toml", settings)
+    common = ("--config", config, "--set", "telemetry.log_format=console", *options)
     return [
         Child(trigger, ("trigger", *common), folder, module),
         *(Child(name, ("worker", *common, "--set", f"worker.name={name}"), folder, module) for name in workers),

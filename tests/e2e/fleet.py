@@ -17,7 +17,7 @@ from relaygr_stream.errors import DecodeError
 from relaygr_stream.lab.workload.driver import Result
 from relaygr_stream.lab.workload.generator import Generator, GeneratorOptions
 from relaygr_stream.lab.workload.items import WorkItem
-from relaygr_stream.ops.children import Child, settings_as_toml, stop_all
+from relaygr_stream.ops.children import Child, stop_all, write_settings
 from relaygr_stream.settings.schema import Kafka, Relay, Settings, Trigger
 from relaygr_stream.settings.worker import Model, Worker
 from relaygr_stream.wire.codec import decode
@@ -67,7 +67,7 @@ class Fleet:
     def use(self, settings: Settings) -> None:
         """What processes started from now on run with."""
         self.settings = settings
-        self._config.write_text(settings_as_toml(settings), encoding="utf-8")
+        write_settings(self._config, settings)
 
     def start(self, command: str, name: str, *changes: str, worker_name: str | None = None) -> Child:
         """Start a process without waiting for it. changes: KEY=VALUE, settings that differ from the fleet's."""
