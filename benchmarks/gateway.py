@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import tempfile
 import time
 from collections import defaultdict
@@ -31,7 +30,7 @@ from relaygr_stream.bus.topics import apply_topics
 from relaygr_stream.client import RelayClient
 from relaygr_stream.lab.quantiles import nearest_rank
 from relaygr_stream.ops.brokers.distribution import free_ports
-from relaygr_stream.ops.brokers.local import BrokerKind, local_broker
+from relaygr_stream.ops.brokers.local import BrokerKind, broker_at_hand, local_broker
 from relaygr_stream.ops.children import Child, stop_all, write_settings
 from relaygr_stream.settings.schema import Client, Gateway, Kafka, Settings
 from relaygr_stream.settings.worker import Model, Worker
@@ -234,8 +233,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=8, help="blocks of each arm")
     parser.add_argument("--seconds", type=float, default=2.0, help="length of a block")
-    default = "kafka" if os.environ.get("KAFKA_HOME") else "embedded"
-    parser.add_argument("--broker", choices=["embedded", "kafka"], default=default)
+    parser.add_argument("--broker", choices=["embedded", "kafka"], default=broker_at_hand())
     arguments = parser.parse_args()
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         missed = runner.run(main(arguments.rounds, arguments.seconds, arguments.broker))

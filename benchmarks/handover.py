@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import tempfile
 import time
 from contextlib import AsyncExitStack
@@ -25,7 +24,7 @@ from relaygr_stream.bus.topics import apply_topics, lane_of, load_topics
 from relaygr_stream.client import RelayClient
 from relaygr_stream.errors import RelayError
 from relaygr_stream.lab.quantiles import nearest_rank
-from relaygr_stream.ops.brokers.local import BrokerKind, local_broker
+from relaygr_stream.ops.brokers.local import broker_at_hand, local_broker
 from relaygr_stream.ops.children import Child, stop_all, write_settings
 from relaygr_stream.settings.schema import Client, Kafka, Relay, Settings
 from relaygr_stream.settings.worker import Handover, Worker
@@ -204,7 +203,7 @@ def _history(user: int) -> Behaviours:
 async def measure() -> dict[bool, Run]:
     """A scale-out without hand-over, and one with it."""
     runs = {}
-    kind: BrokerKind = "kafka" if os.environ.get("KAFKA_HOME") else "embedded"
+    kind = broker_at_hand()
     with tempfile.TemporaryDirectory() as folder:
         async with local_broker(kind, folder=Path(folder)) as broker:
             print(f"{USERS} users of {TOKENS} tokens, {RATE:g} rankings a second, broker: {kind}; 1 → 2 workers\n")

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
-import os
 import shutil
 import subprocess
 import tempfile
@@ -36,7 +35,7 @@ from relaygr_stream.errors import HistoryUnavailable, RelayError
 from relaygr_stream.history.store import WritableStore, open_store
 from relaygr_stream.lab.quantiles import nearest_rank
 from relaygr_stream.ops.brokers.distribution import free_ports
-from relaygr_stream.ops.brokers.local import local_broker
+from relaygr_stream.ops.brokers.local import broker_at_hand, local_broker
 from relaygr_stream.ops.children import Child, stop_all, write_settings
 from relaygr_stream.settings.schema import Client, History, Kafka, Relay, Settings
 from relaygr_stream.settings.worker import Model, Worker
@@ -92,7 +91,7 @@ def messages(
 
 
 def rates(events: int, missed: list[str]) -> None:
-    kind = "kafka" if os.environ.get("KAFKA_HOME") else "embedded"
+    kind = broker_at_hand()
     print(f"\n2. Events a second of one trigger process ({kind} broker, {events:,} events)\n")
     heads = f"{CARRIED} carried", "2,000 by ref.", "ratio", "10,000 by ref.", "ratio"
     print(f"{'admitted':>8} {heads[0]:>12} {heads[1]:>14} {heads[2]:>6} {heads[3]:>15} {heads[4]:>6}   CPU µs an event")
@@ -102,7 +101,7 @@ def rates(events: int, missed: list[str]) -> None:
         for tokens in (CARRIED, 2_000, 10_000)
     ]
     found: list[Rate] = []
-    measure_rates(kind, mixes, found.append, floor=False)  # type: ignore[arg-type]
+    measure_rates(kind, mixes, found.append, floor=False)
     for carried, shorter, longer in zip(found[::3], found[1::3], found[2::3], strict=True):
         ratios = [each.per_second / carried.per_second for each in (shorter, longer)]
         print(

@@ -18,7 +18,7 @@ from trigger_costs import CASES, WARM_UP, in_hindsight, measure, predict
 from trigger_rate import Mix, Rate, measure_rates
 
 from relaygr_stream.lab.quantiles import nearest_rank
-from relaygr_stream.ops.brokers.local import BrokerKind
+from relaygr_stream.ops.brokers.local import broker_at_hand
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.trigger.decision import LaneState, Policy, decide
 from relaygr_stream.wire.behaviours import Behaviours
@@ -98,7 +98,7 @@ def decision() -> None:
 
 
 def rate() -> None:
-    kind: BrokerKind = "kafka" if os.environ.get("KAFKA_HOME") else "embedded"
+    kind = broker_at_hand()
     mixes = [
         Mix(64, 0.1, 100_000),
         Mix(512, 0.0, 60_000),
