@@ -125,7 +125,7 @@ async def measure(mode: str) -> float:
             started = time.perf_counter()
             for number in range(REQUESTS):
                 origin = intake.route(record)
-                if tracing.on:  # as Worker._ranking does
+                if tracing.on:  # as Requests._ranking does
                     origin = replace(origin, trace=tracing.receive("relaygr.ranking", record))
                 task = intake.ranking(record, origin)
                 task.outcome, task.started, task.finished, task.score_ms = "hbm", task.arrived, task.arrived, 0.001
