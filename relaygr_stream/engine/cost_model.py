@@ -260,10 +260,6 @@ class Costs:
         """Predicted time of appending `tokens` tokens behind `position`."""
         return self._extend.predict(_extend_features(position, tokens))
 
-    def prefix_ms(self, tokens: int) -> float:
-        """Predicted time of a whole prefix at once."""
-        return self.prefill_ms(0, tokens)
-
     def score_ms(self, prefix: int, rows: int) -> float:
         """Predicted time of scoring one ranking of `rows` suffix and candidate tokens."""
         return self._score.predict(_score_features(prefix, rows))

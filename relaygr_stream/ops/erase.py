@@ -16,6 +16,7 @@ from typing import Final
 
 import msgpack
 
+from relaygr_stream.bus.ages import now_ms
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.tail import TopicTail, read_all
 from relaygr_stream.bus.topics import TopicRow, delete_before, load_topics, verify_topics
@@ -96,7 +97,7 @@ async def _ask_workers(settings: Settings, user_key: str, wait_s: float, done: E
     def has_confirmed(status: WorkerStatus) -> bool:
         return (status.name, status.incarnation) in confirmed
 
-    erase = Erase(id=erase_id, user=user_mark(erase_id, user_key), sent_ms=int(time.time() * 1e3))
+    erase = Erase(id=erase_id, user=user_mark(erase_id, user_key), sent_ms=now_ms())
     async with (
         TopicTail(settings.kafka, topic, [0], "latest", on_records),
         Producer(settings.kafka, client_id="relaygr-erase") as producer,

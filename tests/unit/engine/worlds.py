@@ -273,7 +273,7 @@ class World:
         """Step until there is nothing to do, copies included."""
         for _ in range(most):
             if not self.step():
-                if not self.scheduler.copying:
+                if not self.scheduler.cache.copying:
                     return
                 time.sleep(0.0005)  # the copy engine's threads need a turn
         raise AssertionError("the core never comes to rest")
