@@ -108,8 +108,7 @@ def calibrate(settings: Settings, length: int, rows: int, rounds: int = ROUNDS) 
         )
     longest = min(settings.relay.max_prefix_tokens, 2 * length)
     layout = model.layout
-    storage = torch.zeros(layout.elements(longest), dtype=layout.dtype, device=device)
-    region = KVRegion(layout, storage, longest)
+    region = KVRegion.new(layout, longest, device=device)
     executor.warm_up(region)
     extends, scores = Samples(), Samples()
     rng = np.random.default_rng(settings.model.seed)
@@ -124,7 +123,7 @@ def calibrate(settings: Settings, length: int, rows: int, rounds: int = ROUNDS) 
         size = int(rng.choice(BATCHES))
         batch = []
         for _ in range(size):
-            kv = KVRegion(layout, storage, longest, int(rng.integers(longest // 4, longest + 1)))
+            kv = KVRegion(layout, region.storage, longest, int(rng.integers(longest // 4, longest + 1)))
             candidates = rng.integers(0, 1000, max(1, int(rows * rng.uniform(0.5, 1.5))))
             features = schema.zeros("candidate", len(candidates))
             batch.append(ScoreInput(kv, tokens.slice(0, 0), candidates, features))

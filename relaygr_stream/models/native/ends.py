@@ -32,9 +32,7 @@ class NativeEnds:
         self._dtype, (self._dim, self._tasks) = embedding.item.dtype, head.weight.shape
         tables = embedding.item, embedding.action, embedding.position, embedding.gap, embedding.candidate
         of_head = head.norm_weight, head.norm_bias, head.weight.t(), head.bias
-        self._weights = [
-            part.contiguous() for part in (*tables, *of_head)
-        ]  # keeps the memory behind the addresses below
+        self._weights = [part.contiguous() for part in (*tables, *of_head)]  # kept: the memory of these addresses
         addresses = [part.data_ptr() for part in self._weights]
         sizes = embedding.vocab, embedding.oov_rows, embedding.max_positions, self._dim
         self._tables = arguments.Tables(*addresses[: len(tables)], *sizes)
@@ -76,9 +74,7 @@ class Sequences:
         self._kept: list[npt.NDArray[np.int64]] = []
         each = []
         for tokens, first, candidates in batch:
-            items, actions, gaps = (
-                tokens.array
-            )  # unpacking checks the shape: with fewer rows the C code would read past the end
+            items, actions, gaps = tokens.array  # checks the shape: the C code would read past the end of fewer rows
             pointers = map(self._address, (items, actions, gaps, candidates))
             each.append(arguments.Sequence(*pointers, len(tokens), len(candidates), first))
             self.rows += len(tokens) + len(candidates)

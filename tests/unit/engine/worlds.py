@@ -67,7 +67,7 @@ def full_scores(
     if not takes_suffix(model):
         tokens, suffix = tokens.followed_by(suffix), Tokens.zeros(0)
     n = len(tokens)
-    region = KVRegion(model.layout, torch.zeros(model.layout.elements(n)), n)
+    region = KVRegion.new(model.layout, n)
     with torch.inference_mode():
         if n:
             model.prefill(region, tokens)
