@@ -30,7 +30,7 @@ os.environ.setdefault("SLEEPER_DILATION", "2")  # the workers import forwarding_
 import msgspec
 import numpy as np
 from delegation_policies import POLICIES
-from forwarding import CANDIDATES, CAPACITY_PER_S, DISTURBED, SERVICE_MS, TIMEOUT_S, TOKENS, Lanes
+from forwarding import CANDIDATES, CAPACITY_PER_S, DISTURBED, SERVICE_MS, TIMEOUT_S, TOKENS, Lanes, share_model
 from forwarding_model import DILATION, ITEMS
 from targets import end
 
@@ -38,9 +38,10 @@ from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.bus.topics import apply_topics, lane_of, load_topics
 from relaygr_stream.client import RelayClient
 from relaygr_stream.errors import Overloaded, RelayError
+from relaygr_stream.lab.quantiles import nearest_rank
 from relaygr_stream.ops import children
 from relaygr_stream.ops.brokers.local import local_broker
-from relaygr_stream.ops.children import Child, settings_as_toml, stop_all
+from relaygr_stream.ops.children import Child, stop_all, write_settings
 from relaygr_stream.settings.schema import Client, Kafka, Relay, Settings, Trigger
 from relaygr_stream.settings.worker import Model, Worker
 from relaygr_stream.wire.messages import MISSES
@@ -76,7 +77,7 @@ class Run:
     def p(self, q: float) -> float:
         """The quantile over all requests: those without scores took the whole timeout."""
         all_ms = self.latencies + [TIMEOUT_S * 1e3] * (self.refused + self.failed)
-        return float(np.quantile(all_ms, q)) if all_ms else float("nan")
+        return nearest_rank(all_ms, q) if all_ms else float("nan")
 
 
 def settings(kafka: Kafka, delegate: bool, status_ms: float) -> Settings:
@@ -163,8 +164,7 @@ async def run(
     conf = settings(kafka, policy != "off", status_ms)
     await apply_topics(kafka)
     topics, lanes = load_topics(kafka), Lanes(FLEET, EACH)
-    config = folder / f"{policy}.toml"
-    config.write_text(settings_as_toml(conf), encoding="utf-8")
+    config = write_settings(folder / f"{policy}.toml", conf)
     command = children.relaygr_command
 
     def with_policy(arguments: Sequence[str], port_file: Path, module: str = "") -> list[str]:  # noqa: ARG001
@@ -174,10 +174,10 @@ async def run(
 
     children.relaygr_command = command if policy == "off" else with_policy
     fleet = [
-        Child(f"{policy}-{name}", ["worker", "--config", str(config), "--set", f"worker.name={name}"], folder)
+        Child(f"{policy}-{name}", ["worker", "--config", config, "--set", f"worker.name={name}"], folder)
         for name in FLEET
     ]
-    fleet.append(trigger := Child(f"{policy}-trigger", ["trigger", "--config", str(config)], folder))
+    fleet.append(trigger := Child(f"{policy}-trigger", ["trigger", "--config", config], folder))
     children.relaygr_command = command
     try:
         async with (
@@ -217,8 +217,7 @@ async def main(seconds: float, policies: list[str], status_ms: float) -> list[st
         f"{len(FLEET)} workers of {CAPACITY_PER_S:.0f}/s, a first visit {SERVICE_MS:.0f} ms, {HEAD_START_S:.1f} s ahead"
     )
     print("load  delegates   sent  refused  failed    hits  delegated (hits)   p50 ms   p99 ms   device")
-    here = str(Path(__file__).parent)
-    os.environ["PYTHONPATH"] = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
+    share_model()
     missed, found = [], {}
     with tempfile.TemporaryDirectory() as folder:
         async with local_broker("embedded", folder=Path(folder)) as broker:

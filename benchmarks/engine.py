@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from engine_copies import copies
 from engine_load import EngineLoad
-from engine_report import Report, dtype_name
+from engine_report import Report
 from engine_turns import behind_a_pause, both_dtypes, threads
-from floors import Cost, Floors, Machine, Work
+from floors import Cost, Floors, Machine, Work, dtype_name
 from targets import end
 
 from relaygr_stream import settings

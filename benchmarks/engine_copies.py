@@ -9,8 +9,8 @@ from typing import Final
 import numpy as np
 import torch
 from engine_load import EngineLoad
-from engine_report import Report, dtype_name
-from floors import Machine, Work
+from engine_report import Report
+from floors import Machine, Work, dtype_name
 
 from relaygr_stream.cache.copy import CopyEngine, CopyTicket
 from relaygr_stream.cache.memory import TierMemory

@@ -58,9 +58,7 @@ class EngineLoad:
         return Tokens(array)
 
     def region(self, capacity: int) -> KVRegion:
-        layout = self.model.layout
-        storage = torch.zeros(capacity * layout.elements_per_token, dtype=layout.dtype, device=self.device)
-        return KVRegion(layout, storage, capacity)
+        return KVRegion.new(self.model.layout, capacity, device=self.device)
 
     def ranking(self, kv: KVRegion, candidates: int, suffix: int = 0) -> ScoreInput:
         return ScoreInput(kv, self.tokens(suffix), self.random.integers(0, 1 << 31, candidates))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from floors import Cost, Floors
+from floors import Cost, Floors, dtype_name
 
 
 class Report:
@@ -18,13 +18,12 @@ class Report:
     def head(self, title: str) -> None:
         print(f"\n{title}\n{'':44} {'ms':>9} {'floor':>9} {'× floor':>8} {'of peak':>8}", flush=True)
 
-    def figure(self, dtype: torch.dtype, name: str, seconds: float, cost: Cost, floors: Floors) -> float:
-        """One operation beside its floor; how many times that it took."""
+    def figure(self, dtype: torch.dtype, name: str, seconds: float, cost: Cost, floors: Floors) -> None:
+        """One operation beside its floor."""
         floor = floors.seconds(cost)
         times, share = seconds / floor, cost.flops / seconds / floors.peak
         print(f"{name:44} {seconds * 1e3:9.2f} {floor * 1e3:9.2f} {times:8.2f} {share:8.0%}", flush=True)
         self.keep(dtype, name, ms=seconds * 1e3, floor_ms=floor * 1e3, of_floor=times, of_peak=share)
-        return times
 
     def note(self, dtype: torch.dtype, name: str, text: str, **values: float) -> None:
         print(f"    {name}: {text}", flush=True)
@@ -36,7 +35,3 @@ class Report:
     def check(self, holds: bool, what: str) -> None:
         if not holds:
             self.missed.append(what)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

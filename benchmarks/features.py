@@ -64,9 +64,7 @@ class Case:
             tasks=("click",), features=self.schema.columns,
         )  # fmt: skip
         self.model = random_model(config, 1).place(CPU, torch.float32)
-        capacity = PREFIX + 1  # the user's token
-        storage = torch.empty(capacity * self.model.layout.elements_per_token)
-        self.region = KVRegion(self.model.layout, storage, capacity)
+        self.region = KVRegion.new(self.model.layout, PREFIX + 1)  # the user's token
 
     def made(self) -> RankingRequest:
         """The request out of arrays, as a client makes it."""

@@ -200,7 +200,7 @@ class Machine:
             return {}
         found: dict[str, tuple[Work, float]] = {}
         threads = torch.get_num_threads()
-        names = {"operations": f"{str(dtype).removeprefix('torch.')}_operations"}
+        names = {"operations": f"{dtype_name(dtype)}_operations"}
         names |= {name: name for name in SILU if hasattr(loops, name)}
         for name, symbol in names.items():
             loop: Callable[[int], int] = getattr(loops, symbol)
@@ -231,6 +231,10 @@ class Machine:
             out = torch.empty_like(a)
             self._products[dtype] = (lambda: torch.mm(a, b, out=out)), 2.0 * edge**3
         return self._products[dtype]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _compiled(kernels: Sequence[str]) -> ctypes.CDLL | None:

@@ -34,8 +34,9 @@ from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.bus.topics import apply_topics, lane_of, load_topics
 from relaygr_stream.client import RelayClient
 from relaygr_stream.errors import Overloaded, RelayError
+from relaygr_stream.lab.quantiles import nearest_rank
 from relaygr_stream.ops.brokers.local import local_broker
-from relaygr_stream.ops.children import Child, settings_as_toml, stop_all
+from relaygr_stream.ops.children import Child, stop_all, write_settings
 from relaygr_stream.settings.schema import Client, Kafka, Relay, Settings
 from relaygr_stream.settings.worker import Model, Worker
 from relaygr_stream.wire.behaviours import Behaviours, pack_items
@@ -174,11 +175,8 @@ async def run(kafka: Kafka, forward: bool, seconds: float, folder: Path) -> tupl
     conf = settings(kafka, forward)
     await apply_topics(kafka)
     topics, lanes, hops = load_topics(kafka), Lanes(), Hops()
-    config = folder / f"{forward}.toml"
-    config.write_text(settings_as_toml(conf), encoding="utf-8")
-    children = [
-        Child(name, ["worker", "--config", str(config), "--set", f"worker.name={name}"], folder) for name in WORKERS
-    ]
+    config = write_settings(folder / f"{forward}.toml", conf)
+    children = [Child(name, ["worker", "--config", config, "--set", f"worker.name={name}"], folder) for name in WORKERS]
     try:
         async with (
             TopicTail(kafka, topics.worker_status.name, [0], "latest", lanes.take),
@@ -197,9 +195,15 @@ async def run(kafka: Kafka, forward: bool, seconds: float, folder: Path) -> tupl
     return hot, busy, hops
 
 
+def share_model() -> None:
+    """Let child processes import forwarding_model, too."""
+    here = str(Path(__file__).parent)
+    os.environ["PYTHONPATH"] = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 def show(name: str, forward: bool, one: Load) -> None:
     def quantile(values: list[float], q: float) -> str:
-        return f"{np.quantile(values, q):8.0f}" if values else "       –"
+        return f"{nearest_rank(values, q):8.0f}" if values else "       –"
 
     by = " ".join(f"{worker} {count}" for worker, count in sorted(one.answered_by.items()))
     print(
@@ -216,10 +220,7 @@ async def both(seconds: float) -> tuple[dict[bool, tuple[Load, Load]], Hops]:
     )
     print("load  fwd    sent  in time  refused   p50 ms   p99 ms  refusal   device   answered by")
     loads = {}
-    # The workers import forwarding_model, too.
-    os.environ["PYTHONPATH"] = os.pathsep.join(
-        [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    )
+    share_model()
     with tempfile.TemporaryDirectory() as folder:
         async with local_broker("embedded", folder=Path(folder)) as broker:
             for forward in (False, True):

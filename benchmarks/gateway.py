@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import tempfile
 import time
 from collections import defaultdict
@@ -29,9 +28,10 @@ from targets import end
 
 from relaygr_stream.bus.topics import apply_topics
 from relaygr_stream.client import RelayClient
+from relaygr_stream.lab.quantiles import nearest_rank
 from relaygr_stream.ops.brokers.distribution import free_ports
-from relaygr_stream.ops.brokers.local import BrokerKind, local_broker
-from relaygr_stream.ops.children import Child, settings_as_toml, stop_all
+from relaygr_stream.ops.brokers.local import BrokerKind, broker_at_hand, local_broker
+from relaygr_stream.ops.children import Child, stop_all, write_settings
 from relaygr_stream.settings.schema import Client, Gateway, Kafka, Settings
 from relaygr_stream.settings.worker import Model, Worker
 from relaygr_stream.telemetry.process import loop_factory
@@ -177,9 +177,8 @@ async def measure(kafka: Kafka, rounds: int, seconds: float, folder: Path) -> tu
         gateway=Gateway(port=port),
     )
     await apply_topics(kafka)
-    config = folder / "settings.toml"
-    config.write_text(settings_as_toml(settings), encoding="utf-8")
-    children = [Child(name, [name, "--config", str(config)], folder) for name in ("worker", "gateway")]
+    config = write_settings(folder / "settings.toml", settings)
+    children = [Child(name, [name, "--config", config], folder) for name in ("worker", "gateway")]
     found: Found = {arm: [] for arm in ARMS}
     try:
         async with RelayClient(settings=settings) as relay:
@@ -205,7 +204,7 @@ def report(found: Found, outside: dict[str, list[float]]) -> list[str]:
         added = p50[arm] - p50["direct"]
         shown = f"{np.median(added):6.2f} ({added.min():.2f}…{added.max():.2f})" if arm != "direct" else ""
         apart = f"{np.median(outside[arm]):14.2f} ms" if arm in outside else ""
-        quantiles = f"{np.median(latencies):8.2f} {np.quantile(latencies, 0.99):8.2f}"
+        quantiles = f"{np.median(latencies):8.2f} {nearest_rank(latencies, 0.99):8.2f}"
         print(f"{arm:12} {len(latencies):9d} {quantiles} {apart:>19}   {shown}")
     added_ms = float(np.median(p50["messagepack"] - p50["direct"]))
     print(f"through / direct at P50: {np.median(p50['messagepack'] / p50['direct']):.2f} by MessagePack, "
@@ -234,8 +233,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=8, help="blocks of each arm")
     parser.add_argument("--seconds", type=float, default=2.0, help="length of a block")
-    default = "kafka" if os.environ.get("KAFKA_HOME") else "embedded"
-    parser.add_argument("--broker", choices=["embedded", "kafka"], default=default)
+    parser.add_argument("--broker", choices=["embedded", "kafka"], default=broker_at_hand())
     arguments = parser.parse_args()
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         missed = runner.run(main(arguments.rounds, arguments.seconds, arguments.broker))

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import tempfile
 import time
 from contextlib import AsyncExitStack
@@ -24,8 +23,9 @@ from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.bus.topics import apply_topics, lane_of, load_topics
 from relaygr_stream.client import RelayClient
 from relaygr_stream.errors import RelayError
-from relaygr_stream.ops.brokers.local import BrokerKind, local_broker
-from relaygr_stream.ops.children import Child, settings_as_toml, stop_all
+from relaygr_stream.lab.quantiles import nearest_rank
+from relaygr_stream.ops.brokers.local import broker_at_hand, local_broker
+from relaygr_stream.ops.children import Child, stop_all, write_settings
 from relaygr_stream.settings.schema import Client, Kafka, Relay, Settings
 from relaygr_stream.settings.worker import Handover, Worker
 from relaygr_stream.wire.behaviours import Behaviours, pack_items
@@ -141,10 +141,8 @@ class ScaleOut:
         return self.run
 
     def _start(self, name: str) -> None:
-        file = self._folder / f"{self._name}.toml"
-        file.touch(mode=0o600)
-        file.write_text(settings_as_toml(self.settings), encoding="utf-8")
-        arguments = ["worker", "--config", str(file), "--set", f"worker.name={name}"]
+        config = write_settings(self._folder / f"{self._name}.toml", self.settings)
+        arguments = ["worker", "--config", config, "--set", f"worker.name={name}"]
         self._children.append(Child(f"{self._name}-{name}", arguments, self._folder))
 
     async def _lanes(self, name: str, count: int) -> WorkerStatus:
@@ -205,7 +203,7 @@ def _history(user: int) -> Behaviours:
 async def measure() -> dict[bool, Run]:
     """A scale-out without hand-over, and one with it."""
     runs = {}
-    kind: BrokerKind = "kafka" if os.environ.get("KAFKA_HOME") else "embedded"
+    kind = broker_at_hand()
     with tempfile.TemporaryDirectory() as folder:
         async with local_broker(kind, folder=Path(folder)) as broker:
             print(f"{USERS} users of {TOKENS} tokens, {RATE:g} rankings a second, broker: {kind}; 1 → 2 workers\n")
@@ -249,8 +247,8 @@ def report(runs: dict[bool, Run]) -> list[str]:
 
 
 def _quantiles(asked: list[Asked]) -> tuple[float, float]:
-    p50, p99 = np.percentile([a.ms for a in asked], [50, 99])
-    return float(p50), float(p99)
+    ms = [one.ms for one in asked]
+    return nearest_rank(ms, 0.5), nearest_rank(ms, 0.99)
 
 
 def _pair(quantiles: tuple[float, float]) -> str:

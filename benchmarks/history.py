@@ -14,9 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
-import os
 import shutil
-import socket
 import subprocess
 import tempfile
 import time
@@ -35,8 +33,10 @@ from relaygr_stream.bus.topics import apply_topics
 from relaygr_stream.client import RelayClient
 from relaygr_stream.errors import HistoryUnavailable, RelayError
 from relaygr_stream.history.store import WritableStore, open_store
-from relaygr_stream.ops.brokers.local import local_broker
-from relaygr_stream.ops.children import Child, settings_as_toml, stop_all
+from relaygr_stream.lab.quantiles import nearest_rank
+from relaygr_stream.ops.brokers.distribution import free_ports
+from relaygr_stream.ops.brokers.local import broker_at_hand, local_broker
+from relaygr_stream.ops.children import Child, stop_all, write_settings
 from relaygr_stream.settings.schema import Client, History, Kafka, Relay, Settings
 from relaygr_stream.settings.worker import Model, Worker
 from relaygr_stream.wire.behaviours import Behaviours, pack_items
@@ -91,7 +91,7 @@ def messages(
 
 
 def rates(events: int, missed: list[str]) -> None:
-    kind = "kafka" if os.environ.get("KAFKA_HOME") else "embedded"
+    kind = broker_at_hand()
     print(f"\n2. Events a second of one trigger process ({kind} broker, {events:,} events)\n")
     heads = f"{CARRIED} carried", "2,000 by ref.", "ratio", "10,000 by ref.", "ratio"
     print(f"{'admitted':>8} {heads[0]:>12} {heads[1]:>14} {heads[2]:>6} {heads[3]:>15} {heads[4]:>6}   CPU µs an event")
@@ -101,7 +101,7 @@ def rates(events: int, missed: list[str]) -> None:
         for tokens in (CARRIED, 2_000, 10_000)
     ]
     found: list[Rate] = []
-    measure_rates(kind, mixes, found.append, floor=False)  # type: ignore[arg-type]
+    measure_rates(kind, mixes, found.append, floor=False)
     for carried, shorter, longer in zip(found[::3], found[1::3], found[2::3], strict=True):
         ratios = [each.per_second / carried.per_second for each in (shorter, longer)]
         print(
@@ -129,7 +129,7 @@ class Mode:
         return sum(self.outcomes[each] for each in ("hbm", "dram", "joined")) / max(1, self.outcomes.total())
 
     def at(self, percent: float) -> float:
-        return float(np.percentile(self.ms, percent))
+        return nearest_rank(self.ms, percent / 100)
 
 
 async def rankings(requests: int, missed: list[str]) -> None:
@@ -148,9 +148,8 @@ async def rankings(requests: int, missed: list[str]) -> None:
                 history=store,
                 client=Client(timeout_ms=20_000, hedge_ms=0),
             )
-            config = folder / "settings.toml"
-            config.write_text(settings_as_toml(settings), encoding="utf-8")
-            children = [Child(each, (each, "--config", str(config)), folder) for each in ("trigger", "worker")]
+            config = write_settings(folder / "settings.toml", settings)
+            children = [Child(each, (each, "--config", config), folder) for each in ("trigger", "worker")]
             try:
                 await asyncio.gather(*(child.wait_ready() for child in children))
                 async with RelayClient(settings=settings) as relay:
@@ -206,9 +205,7 @@ async def play(relay: RelayClient, settings: Settings, requests: int, modes: dic
 def start_store(folder: Path) -> tuple[subprocess.Popen[bytes] | None, History]:
     if shutil.which("redis-server") is None:
         return None, History(store=f"sqlite:{folder / 'histories'}", timeout_ms=1000.0, max_behaviours=0)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--dir", str(folder), "--save", ""]
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     return server, History(store=f"redis://127.0.0.1:{port}/0", timeout_ms=1000.0, max_behaviours=0)

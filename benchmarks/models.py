@@ -83,8 +83,7 @@ class Family:
         model = load_model(shape, settings.Relay(), device=CPU, dtype=torch.float32)
         self.executor = Executor(model, CPU)
         self.layout = model.layout
-        capacity = max(lengths) + GROWTH
-        self._region = KVRegion(model.layout, torch.zeros(model.layout.elements(capacity)), capacity)
+        self._region = KVRegion.new(model.layout, max(lengths) + GROWTH)
         self.executor.warm_up(self._region)
 
     def measure(self, tokens: Tokens, suffix: Tokens, candidates: npt.NDArray[np.int64]) -> None:

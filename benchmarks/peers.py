@@ -23,7 +23,7 @@ from typing import Any, Final
 
 import torch
 from engine_load import COLD_BYTES, EngineLoad
-from floors import Cost, Floors, Machine
+from floors import Cost, Floors, Machine, dtype_name
 from peers_child import PEERS, turn
 from peers_process import PeerProcess
 from peers_report import Result, Row, head, missed
@@ -64,6 +64,7 @@ class PeersBench:
     ) -> None:  # fmt: skip
         assert isinstance(load.model, HSTUModel)
         self.load = load
+        self.dtype = dtype_name(load.dtype)
         self.model = load.model
         self.machine = machine
         self.processes = processes
@@ -73,7 +74,7 @@ class PeersBench:
 
     def run(self, prefixes: list[int], candidates: list[int]) -> list[Row]:
         """All rows that begin before `until`, a time of time.monotonic()."""
-        print(head(self._dtype), flush=True)
+        print(head(self.dtype), flush=True)
         makers = [
             maker
             for prefix in prefixes
@@ -131,7 +132,7 @@ class PeersBench:
                 self._turn(peer)
             floors = floors.best(self.machine.floors(self.load.dtype, TURN_S))
             rounds += 1
-        row = Row(self._dtype, operation.name, floors.seconds(operation.cost), ours, peers)
+        row = Row(self.dtype, operation.name, floors.seconds(operation.cost), ours, peers)
         print("\n".join(row.lines()), flush=True)
         return row
 
@@ -170,10 +171,6 @@ class PeersBench:
         config = self.model.config
         shape = {name: getattr(config, name) for name in ("heads", "dqk", "dv", "scale_tokens")}
         return {"shape": shape, "layers": [dict(layer.state_dict()) for layer in self.model.stack.stu_layers()]}
-
-    @property
-    def _dtype(self) -> str:
-        return str(self.load.dtype).removeprefix("torch.")
 
 
 def deviation(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -33,8 +32,9 @@ from targets import end
 
 from relaygr_stream.client import RelayClient
 from relaygr_stream.lab.bench.pipeline import Pipeline
+from relaygr_stream.lab.quantiles import nearest_rank
 from relaygr_stream.ops.brokers.distribution import BRIEF_RELAY
-from relaygr_stream.ops.brokers.local import BrokerKind, local_broker
+from relaygr_stream.ops.brokers.local import broker_at_hand, local_broker
 from relaygr_stream.settings.load import load_settings
 from relaygr_stream.settings.schema import Settings
 
@@ -71,7 +71,7 @@ def configured(options: argparse.Namespace) -> Settings:
         "model.factory": "relaygr_stream.models.transformer:make", "model.layers": 8, "model.dim": 256,
         "model.heads": 4, "model.dqk": 64, "model.dv": 64, "worker.dtype": options.dtype, "client.hedge_ms": 0,
     }  # fmt: skip
-    if "KAFKA_HOME" not in os.environ:
+    if broker_at_hand() == "embedded":
         flags |= {"kafka.fetch_max_wait_ms": EMBEDDED_WAIT_MS, "kafka.tail_max_wait_ms": EMBEDDED_WAIT_MS}
     return load_settings(files=["cpu"], flags=flags).settings
 
@@ -88,7 +88,7 @@ async def measure(options: argparse.Namespace, vllm: PeerProcess, folder: Path) 
     answer = await asyncio.to_thread(vllm.ask, {}, START_S)
     peer.problem, peer.version = answer.get("failed", ""), answer.get("version", "")
     print(f"vLLM      {peer.version or peer.problem}, {answer.get('cached', 0)} tokens of each prompt in its cache")
-    kind: BrokerKind = "kafka" if "KAFKA_HOME" in os.environ else "embedded"
+    kind = broker_at_hand()
     async with local_broker(kind, folder=folder, node=BRIEF_RELAY) as broker:
         print(f"broker    {kind}; a trigger and a worker start …", flush=True)
         settings = msgspec.structs.replace(settings, kafka=broker.kafka_settings(settings.kafka))
@@ -113,7 +113,7 @@ def shown(results: list[Result]) -> None:
         if not result.ran:
             print(f"{result.name:20} failed: {result.problem}")
             continue
-        figures = (result.shortest, statistics.median(result.times), float(np.quantile(result.times, 0.99)))
+        figures = (result.shortest, statistics.median(result.times), nearest_rank(result.times, 0.99))
         print(f"{result.name:20} " + " ".join(f"{each * 1e3:9.2f}" for each in figures) + f" {len(result.times):6}")
 
 

@@ -34,6 +34,7 @@ from targets import end
 from relaygr_stream.engine.build import WorkerRuntime, build
 from relaygr_stream.engine.commands import Answer, Prefill, Query, Rank
 from relaygr_stream.engine.scheduler import Snapshot
+from relaygr_stream.lab.quantiles import nearest_rank
 from relaygr_stream.models.api import RankingModel, Tokens
 from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.settings.schema import Relay, Settings
@@ -224,9 +225,9 @@ class Device:
         own = [
             max(0.0, ms - lost) for ms, lost in zip(cell.delays, lost_ms(self.answers, self.watched.lost), strict=True)
         ]
-        cell.p99_own = float(np.quantile(own, 0.99))
+        cell.p99_own = nearest_rank(own, 0.99)
         cell.rankings = len(cell.delays)
-        cell.p50, cell.p90, cell.p99 = (float(np.quantile(cell.delays, share)) for share in (0.5, 0.9, 0.99))
+        cell.p50, cell.p90, cell.p99 = (nearest_rank(cell.delays, share) for share in (0.5, 0.9, 0.99))
         cell.most = max(cell.delays)
         cell.over = float(np.mean(np.array(cell.delays) > BOUND_MS))
         cell.signals = int(more["signals"])

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 from slo_fit import Fit, Probe
 
-from relaygr_stream.lab.bench.populations import USERS_TOKENS
+from relaygr_stream.lab.bench.populations import known_users
 from relaygr_stream.lab.bench.run import LANES_PER_WORKER
 from relaygr_stream.lab.bench.statistics import passes
 from relaygr_stream.lab.simulate.calibrate import calibrate
@@ -103,7 +103,7 @@ def _scenario(probe: Probe, settings: Settings, given: dict[str, Any], fit: Fit,
         worker = msgspec.structs.replace(settings.worker, dram_bytes=0)
         settings = msgspec.structs.replace(settings, worker=worker)
     returns = probe["rate"] * probe["revisit"]
-    known = max(8, round(given["known"] * USERS_TOKENS / probe["length"]))  # as populations.py has it
+    known = known_users(given["known"], probe["length"], probe["revisit"])
     traffic = Traffic(
         rate=probe["rate"], users=given["users"], zipf=given["zipf"], revisit=probe["revisit"],
         length=float(probe["length"]), return_s=known / returns if returns else 1.0, growth=given["growth"],

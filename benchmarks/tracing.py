@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import importlib.util
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -126,7 +125,7 @@ async def measure(mode: str) -> float:
             started = time.perf_counter()
             for number in range(REQUESTS):
                 origin = intake.route(record)
-                if tracing.on:  # as Worker._ranking does
+                if tracing.on:  # as Requests._ranking does
                     origin = replace(origin, trace=tracing.receive("relaygr.ranking", record))
                 task = intake.ranking(record, origin)
                 task.outcome, task.started, task.finished, task.score_ms = "hbm", task.arrived, task.arrived, 0.001
@@ -143,9 +142,9 @@ async def measure(mode: str) -> float:
 @contextlib.contextmanager
 def receiver() -> Iterator[str]:
     """An OTLP receiver; yields its address."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    from relaygr_stream.ops.brokers.distribution import free_ports
+
+    (port,) = free_ports(1)
     command = [sys.executable, "-u", "-m", "oteltap", "--port", str(port)]
     running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert running.stdout is not None

@@ -17,7 +17,8 @@ from targets import end
 from trigger_costs import CASES, WARM_UP, in_hindsight, measure, predict
 from trigger_rate import Mix, Rate, measure_rates
 
-from relaygr_stream.ops.brokers.local import BrokerKind
+from relaygr_stream.lab.quantiles import nearest_rank
+from relaygr_stream.ops.brokers.local import broker_at_hand
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.trigger.decision import LaneState, Policy, decide
 from relaygr_stream.wire.behaviours import Behaviours
@@ -57,12 +58,12 @@ def costs() -> None:
         errors = predict(requests, case, chunk_ms, Policy.of(settings).risk_ms)
         median = float(np.median(errors.full))
         print(
-            f"{case.name:34} {median:8.1%} {np.percentile(errors.full, 95):7.1%} {errors.bias:+6.1%} "
-            f"{np.median(errors.prefix):8.1%} {np.percentile(errors.prefix, 95):7.1%}"
+            f"{case.name:34} {median:8.1%} {nearest_rank(errors.full, 0.95):7.1%} {errors.bias:+6.1%} "
+            f"{np.median(errors.prefix):8.1%} {nearest_rank(errors.prefix, 0.95):7.1%}"
         )
         check(median <= MEDIAN_ERROR, f"prediction, {case.name}: median error {median:.1%} > {MEDIAN_ERROR:.0%}")
     floor = in_hindsight(requests)
-    print(f"{'best coefficients in hindsight':34} {np.median(floor):8.1%} {np.percentile(floor, 95):7.1%}\n")
+    print(f"{'best coefficients in hindsight':34} {np.median(floor):8.1%} {nearest_rank(floor, 0.95):7.1%}\n")
 
 
 def decision() -> None:
@@ -91,13 +92,13 @@ def decision() -> None:
             taken.append((time.perf_counter() - start) * 1e6)
             assert decided.reason == reason, decided
         median = float(np.median(taken))
-        print(f"{reason:34} {median:8.2f} {np.percentile(taken, 99):8.2f}")
+        print(f"{reason:34} {median:8.2f} {nearest_rank(taken, 0.99):8.2f}")
         check(median <= DECISION_US, f"decision, {reason}: median {median:.1f} µs > {DECISION_US} µs")
     print()
 
 
 def rate() -> None:
-    kind: BrokerKind = "kafka" if os.environ.get("KAFKA_HOME") else "embedded"
+    kind = broker_at_hand()
     mixes = [
         Mix(64, 0.1, 100_000),
         Mix(512, 0.0, 60_000),

@@ -85,8 +85,7 @@ def measure(settings: Settings, seconds: float) -> tuple[list[Measured], float]:
     model = load_model(settings.model, settings.relay, device=CPU, dtype=getattr(torch, settings.worker.dtype))
     executor = Executor(model, CPU)
     longest = settings.relay.max_prefix_tokens
-    elements = longest * model.layout.elements_per_token
-    region = KVRegion(model.layout, torch.zeros(elements, dtype=model.layout.dtype), longest)
+    region = KVRegion.new(model.layout, longest)
     executor.warm_up(region)
     executor.costs = costs = _Recording()
     rng = random.Random(1)

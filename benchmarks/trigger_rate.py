@@ -25,7 +25,7 @@ from relaygr_stream.bus.lane_reader import FETCH_BYTES
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.topics import TopicSet, apply_topics, load_topics
 from relaygr_stream.ops.brokers.local import BrokerKind, local_broker
-from relaygr_stream.ops.children import Child, settings_as_toml, stop_all
+from relaygr_stream.ops.children import Child, stop_all, write_settings
 from relaygr_stream.settings.schema import Kafka, Relay, Settings, Telemetry, Trigger
 from relaygr_stream.trigger.service import CHECK_CRCS
 from relaygr_stream.wire.behaviours import Behaviours
@@ -104,10 +104,9 @@ async def _measure_one(kafka: Kafka, mix: Mix, folder: Path, floor: bool) -> Rat
     topics = load_topics(kafka)
     async with Producer(kafka, client_id="bench") as producer, LogEnds(kafka, "bench") as ends:
         size = await _publish(producer, topics, mix)
-        config = folder / f"{kafka.prefix}toml"
-        config.write_text(settings_as_toml(settings), encoding="utf-8")
+        config = write_settings(folder / f"{kafka.prefix}toml", settings)
         owner = asyncio.create_task(_own(producer, topics, ends))
-        child = Child(f"{kafka.prefix}trigger", ("trigger", "--config", str(config)), folder)
+        child = Child(f"{kafka.prefix}trigger", ("trigger", "--config", config), folder)
         os.sched_setaffinity(child.pid, {CORES[-1]})
         try:
             per_second, cpu_us = await _watch(child, mix.events)

@@ -132,6 +132,11 @@ class AgeBounds:
         return at_least * 1000.0, max(at_least, at_most) * 1000.0
 
 
+def now_ms() -> int:
+    """Unix time in milliseconds, as messages state it."""
+    return int(time.time() * 1e3)
+
+
 def stated_age_ms(sent_ms: int) -> float | None:
     """The age of a message by its sender's clock and this one; None: its sender stated no time (0)."""
     return time.time() * 1e3 - sent_ms if sent_ms else None

@@ -1,4 +1,4 @@
-"""Adaptations of aiokafka: connection options, security (SASL and TLS), typed errors, bounded ends.
+"""Adaptations of aiokafka: connection options, security (SASL and TLS), records, typed errors, bounded ends.
 
 Importing this module patches aiokafka (aiokafka_patches.py). Secrets appear in no message.
 """
@@ -25,6 +25,7 @@ from relaygr_stream.bus.aiokafka_patches import RETRY_BACKOFF_MS, ClientId
 from relaygr_stream.errors import AccessDenied, BrokerError, BrokerUnavailable, ConfigError
 from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.settings.section import MAX_PORT
+from relaygr_stream.wire.records import Record, as_record
 
 log = structlog.get_logger(__name__)
 
@@ -34,6 +35,9 @@ CLOSE_S: Final = 3.0
 #: The age in ms at which partition counts and leaders are asked for again; aiokafka's default is five minutes. So long,
 #: a member that rejoined while a topic was missing has no lanes, and a reader believes a leader that answers errors.
 METADATA_MS: Final = 10_000
+
+#: The time limit of one wait for records: the period of an idle loop.
+WAIT_MS: Final = 1000
 
 _NOT_GRANTED: Final = (
     TopicAuthorizationFailedError, GroupAuthorizationFailedError, ClusterAuthorizationFailedError
@@ -145,7 +149,7 @@ async def end_client(what: str, client: Any, within_s: float = CLOSE_S) -> None:
     await end(what, stop, within_s)
 
 
-# Connection options and errors.
+# Connection options, records and errors.
 
 
 def bootstrap_addresses(kafka: Kafka) -> list[str]:
@@ -173,6 +177,12 @@ def client_options(kafka: Kafka, client_id: str) -> dict[str, Any]:
         "metadata_max_age_ms": METADATA_MS,
         **security_options(kafka),
     }
+
+
+async def read(consumer: Any) -> list[Record]:
+    """The records that an AIOKafkaConsumer has within WAIT_MS. Raises aiokafka's errors."""
+    batches = await consumer.getmany(timeout_ms=WAIT_MS)
+    return [as_record(message) for messages in batches.values() for message in messages]
 
 
 @contextmanager

@@ -16,6 +16,8 @@ from aiokafka.coordinator.assignors.abstract import AbstractPartitionAssignor
 from aiokafka.coordinator.protocol import ConsumerProtocolMemberAssignment, ConsumerProtocolMemberMetadata
 from msgspec import Meta
 
+from relaygr_stream.wire.versions import NOT_DECODED
+
 #: Largest user data that is decoded: 10,000 lanes at 3 bytes each and their frame fit.
 MAX_USER_DATA_BYTES: Final = 64 * 1024
 MAX_GENERATION: Final = 2**53
@@ -103,7 +105,6 @@ class _UserData(msgspec.Struct, array_like=True):
 
 
 _decode_claim = msgspec.msgpack.Decoder(_UserData).decode
-_DECODE_ERRORS: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 def encode_claim(claim: MemberClaim) -> bytes:
@@ -117,7 +118,7 @@ def decode_claim(data: bytes | None) -> MemberClaim:
         return MemberClaim()
     try:
         claim = _decode_claim(data)
-    except _DECODE_ERRORS:
+    except NOT_DECODED:
         return MemberClaim()
     return MemberClaim(frozenset(claim.lanes), claim.generation, claim.capacity, claim.draining)
 

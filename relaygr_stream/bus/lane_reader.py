@@ -15,16 +15,14 @@ import structlog
 from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.errors import KafkaError, OffsetOutOfRangeError
 
-from relaygr_stream.bus.aiokafka_compat import client_options
+from relaygr_stream.bus.aiokafka_compat import client_options, read
 from relaygr_stream.bus.renewed import Renewed
 from relaygr_stream.bus.unreadable import pass_unreadable
 from relaygr_stream.settings.schema import Kafka
-from relaygr_stream.wire.records import Record, as_record
+from relaygr_stream.wire.records import Record
 
 log = structlog.get_logger(__name__)
 
-#: The time limit of one wait for records: the period of an idle loop.
-WAIT_MS: Final = 1000
 #: Largest answer to a fetch (or one message). asyncio copies its bytes several times, which is fastest if they fit the
 #: processor's cache: 28,000 events of 26 KB a second with 4 MiB, 21,000 with aiokafka's 50 MiB, 16,000–21,000 with
 #: 1 MiB (docs/explanation/decisions.md).
@@ -210,11 +208,11 @@ class LaneReader:
                 await asyncio.sleep(STANDSTILL_S)
                 continue
             try:
-                batches = await self.client.getmany(timeout_ms=WAIT_MS)
+                records = await read(self.client)
             except OffsetOutOfRangeError as error:
                 await self._restart_lane(error.args[0])
                 continue
-            self._hand_out([as_record(message) for messages in batches.values() for message in messages])
+            self._hand_out(records)
 
     def _hand_out(self, records: list[Record]) -> None:
         """Hand out the new records of owned lanes in order. After a seek, some records arrive a second time."""

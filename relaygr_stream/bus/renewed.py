@@ -126,8 +126,19 @@ class Renewed:
         self.trouble: str | None = None
 
     async def start(self) -> None:
-        """Start the first client. Raises BrokerUnavailable, BrokerError."""
-        await self._open()
+        """Start a client. Raises BrokerUnavailable, BrokerError."""
+        client = self._make()
+        try:
+            with typed_errors(self._kafka, f"start {self.part}"):
+                await client.start()
+                if self._begin is not None:
+                    await self._begin(client)
+        except BaseException:
+            await self._end(client, CLOSE_S)
+            raise
+        self.client, self._started_s = client, time.monotonic()
+        self._there.set()
+        watch(client, partial(self._ended, client))
 
     async def present(self) -> Any:
         """The client, after waiting for a replacement. Raises BrokerUnavailable after the request timeout or `stop`."""
@@ -167,7 +178,7 @@ class Renewed:
         for pause in islice(endless(PAUSES_S), self._ends, None):
             await asyncio.sleep(pause)
             try:
-                await self._open()
+                await self.start()
                 break
             except Exception as error:  # a BrokerError, or what aiokafka does not expect
                 why = str(error) if isinstance(error, BrokerError) else repr(error)
@@ -177,20 +188,6 @@ class Renewed:
         self.trouble = self._task = None
         limited(log.warning, f"new {self.part}")("client replaced", part=self.part)
         await self._end(old, CLOSE_S)
-
-    async def _open(self) -> None:
-        client = self._make()
-        try:
-            with typed_errors(self._kafka, f"start {self.part}"):
-                await client.start()
-                if self._begin is not None:
-                    await self._begin(client)
-        except BaseException:
-            await self._end(client, CLOSE_S)
-            raise
-        self.client, self._started_s = client, time.monotonic()
-        self._there.set()
-        watch(client, partial(self._ended, client))
 
     def _ended(self, client: Any, why: str) -> None:
         if client is self.client:  # otherwise its end was intended

@@ -14,18 +14,16 @@ import structlog
 from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.errors import KafkaError
 
-from relaygr_stream.bus.aiokafka_compat import broker_error, client_options, typed_errors
+from relaygr_stream.bus.aiokafka_compat import broker_error, client_options, read, typed_errors
 from relaygr_stream.bus.renewed import Renewed
 from relaygr_stream.bus.unreadable import pass_unreadable
 from relaygr_stream.errors import BrokerUnavailable
 from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.telemetry.background import Background
-from relaygr_stream.wire.records import Record, as_record
+from relaygr_stream.wire.records import Record
 
 log = structlog.get_logger(__name__)
 
-#: The time limit of one wait for records: the period of an idle loop.
-WAIT_MS: Final = 1000
 #: A relaxed tail gets records this late, or as soon as there are RELAXED_BYTES: any fetch costs the broker and this
 #: process half a millisecond of a core each.
 RELAXED_MS: Final = 300
@@ -165,9 +163,8 @@ class TopicTail:
             self._turned.set()
 
     async def _read(self, consumer: Any) -> int:
-        """Hand out what there is within WAIT_MS; returns how many records."""
-        batches = await consumer.getmany(timeout_ms=WAIT_MS)
-        records = [as_record(message) for messages in batches.values() for message in messages]
+        """Hand out what there is; returns how many records."""
+        records = await read(consumer)
         self._hand_out(records)
         return len(records)
 
@@ -177,3 +174,10 @@ class TopicTail:
         if records:
             self._on_records(records)
         self._turned.set()
+
+
+async def read_all(kafka: Kafka, topic: str, partitions: Sequence[int]) -> list[Record]:
+    """Every record that is in these partitions now, in order within each. Raises as TopicTail.start does."""
+    records: list[Record] = []
+    async with TopicTail(kafka, topic, partitions, "earliest", records.extend):
+        return records

@@ -27,9 +27,6 @@ class Runs:
         self._by_size: SortedList[tuple[int, int]] = SortedList()  # (size, start)
         self._by_start: SortedList[int] = SortedList()
 
-    def __len__(self) -> int:
-        return len(self.sizes)
-
     @property
     def largest(self) -> int:
         """Size of the largest run; 0 if there is none."""

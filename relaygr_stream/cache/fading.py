@@ -144,9 +144,7 @@ class FadingFrequency(Generic[K]):
 
         Raises ValueError unless nbytes ≥ 1 and 0 < cost_ms < ∞.
         """
-        if nbytes < 1 or not 0 < cost_ms < math.inf:
-            raise _invalid(key, nbytes, cost_ms)
-        known = self._leave(key).uses if key in self._held else self._remembered.pop(hash(key), -math.inf)
+        known = self._taken(key, nbytes, cost_ms, -math.inf)
         self._enter(key, self._use(known), nbytes, cost_ms)
 
     def hold(self, key: K, nbytes: int, cost_ms: float) -> None:
@@ -154,10 +152,7 @@ class FadingFrequency(Generic[K]):
 
         A held key gets the new size and cost. Raises as `add`.
         """
-        if nbytes < 1 or not 0 < cost_ms < math.inf:
-            raise _invalid(key, nbytes, cost_ms)
-        known = self._leave(key).uses if key in self._held else self._remembered.pop(hash(key), self._clock)
-        self._enter(key, known, nbytes, cost_ms)
+        self._enter(key, self._taken(key, nbytes, cost_ms, self._clock), nbytes, cost_ms)
 
     def touch(self, key: K, nbytes: int, cost_ms: float) -> None:
         """Count a use. If the key is not held, the use is remembered until it returns."""
@@ -185,6 +180,12 @@ class FadingFrequency(Generic[K]):
         for _, _, key in self._order:
             yield key
 
+    def _taken(self, key: K, nbytes: int, cost_ms: float, unknown: float) -> float:
+        """The uses of a key, held or remembered, which is to be entered anew. Raises as `add`."""
+        if nbytes < 1 or not 0 < cost_ms < math.inf:
+            raise ValueError(f"{key!r} needs nbytes ≥ 1 and a finite cost_ms > 0, got {nbytes} and {cost_ms}")
+        return self._leave(key).uses if key in self._held else self._remembered.pop(hash(key), unknown)
+
     def _use(self, uses: float) -> float:
         """Advance the clock by one use, and add one use."""
         self._clock += 1 / (self.half_life * (len(self._held) or 1))
@@ -205,10 +206,6 @@ class FadingFrequency(Generic[K]):
 
     def _remember(self, key: K, uses: float) -> None:
         remember(self._remembered, hash(key), uses, len(self._held))
-
-
-def _invalid(key: Hashable, nbytes: int, cost_ms: float) -> ValueError:
-    return ValueError(f"{key!r} needs nbytes ≥ 1 and a finite cost_ms > 0, got {nbytes} and {cost_ms}")
 
 
 class CostAwarePolicy(FadingFrequency[K]):

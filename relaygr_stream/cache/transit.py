@@ -106,7 +106,7 @@ class Transit:
         """Bytes of DRAM in reservations."""
         return sum(extent.size for extent in self._reserved.values())
 
-    def handle(self, command: TransitCommand) -> object:  # one return a command
+    def handle(self, command: TransitCommand) -> object:
         """Execute the command; returns what the command's docstring says."""
         match command:
             case ListUsers():

@@ -6,18 +6,27 @@ import math
 import os
 import shlex
 import sys
+from collections.abc import Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from relaygr_stream.cli.options import check_cluster, parse_flags, source_options, traffic_options
+from relaygr_stream.cli.options import check_cluster, head_start, parse_flags, source_options, traffic_options
 from relaygr_stream.lab.bench.options import PRESETS
 from relaygr_stream.settings.files import check_writable
 from relaygr_stream.settings.load import load_settings
 
 if TYPE_CHECKING:
     from relaygr_stream.lab.workload.arrivals import ArrivalLog
+    from relaygr_stream.ops.brokers.local import BrokerKind
+
+_broker_option = click.option(
+    "--broker",
+    type=click.Choice(["embedded", "kafka"]),
+    help="Private broker to start: the embedded one, or Apache Kafka from KAFKA_HOME. [kafka if KAFKA_HOME is set]",
+)
 
 
 @click.group(name="bench")
@@ -27,11 +36,7 @@ def bench_command() -> None:
 
 @bench_command.command(name="slo")
 @click.option("--preset", type=click.Choice(list(PRESETS)), default="quick", show_default=True, help="Precision.")
-@click.option(
-    "--broker",
-    type=click.Choice(["embedded", "kafka"]),
-    help="Private broker to start: the embedded one, or Apache Kafka from KAFKA_HOME. [kafka if KAFKA_HOME is set]",
-)
+@_broker_option
 @click.option("--bootstrap", metavar="HOST:PORT", help="Use this running cluster instead of a private broker.")
 @click.option("--workers", type=click.IntRange(1, 64), default=1, show_default=True, help="Worker processes.")
 @click.option("--device", metavar="cpu|cuda[:N]|npu[:N]", help="Device of the workers. [as in the preset]")
@@ -109,12 +114,8 @@ def slo_command(
     for name in ("report.json", "report.html"):
         check_writable(options.out / name, "--out")
     from relaygr_stream.lab.bench.assemble import run_slo
-    from relaygr_stream.ops.stopping import run_until_stopped
-    from relaygr_stream.telemetry.process import loop_factory
 
-    command = f"relaygr {shlex.join(sys.argv[1:])}"
-    met = run_until_stopped(run_slo(options, settings, command), loop_factory())
-    sys.exit(int(not met and os.environ.get("CHECK") == "1"))
+    _run(run_slo(options, settings, f"relaygr {shlex.join(sys.argv[1:])}"))
 
 
 @bench_command.command(name="paper")
@@ -126,11 +127,7 @@ def slo_command(
     metavar="NAME|FILE",
     help="Costs of the emulated devices: npu, h100, cpu, or a TOML file as `relaygr simulate --save-costs` writes.",
 )
-@click.option(
-    "--broker",
-    type=click.Choice(["embedded", "kafka"]),
-    help="Private broker to start: the embedded one, or Apache Kafka from KAFKA_HOME. [kafka if KAFKA_HOME is set]",
-)
+@_broker_option
 @traffic_options(arrivals="none; with it, a curve more: Poisson beside the log's first 6,000 arrivals")
 @click.option("--repeats", type=click.IntRange(1, 20), help="Repeats of measured values. [quick: 1; else 3]")
 @click.option(
@@ -149,7 +146,7 @@ def slo_command(
 def paper_command(
     quick: bool,
     costs: str,
-    broker: str | None,
+    broker: BrokerKind | None,
     arrivals: ArrivalLog | None,
     repeats: int | None,
     budget: float | None,
@@ -177,13 +174,12 @@ def paper_command(
         check_writable(out / name, "--out")
     from relaygr_stream.lab.paper.assemble import run_paper
     from relaygr_stream.lab.paper.plan import LOGGED_ARRIVALS, PaperOptions
-    from relaygr_stream.ops.stopping import run_until_stopped
-    from relaygr_stream.telemetry.process import loop_factory
+    from relaygr_stream.ops.brokers.local import broker_at_hand
 
     options = PaperOptions(
         quick=quick,
         costs=costs,
-        broker=broker or ("kafka" if os.environ.get("KAFKA_HOME") else "embedded"),  # type: ignore[arg-type]
+        broker=broker or broker_at_hand(),
         samples=100 if quick else 150,
         least_s=8.0 if quick else 20.0,
         stages=1 if quick else 2,
@@ -196,7 +192,15 @@ def paper_command(
         only=only,
         arrivals=None if arrivals is None else arrivals.first(LOGGED_ARRIVALS),
     )
-    met = run_until_stopped(run_paper(options, settings, f"relaygr {shlex.join(sys.argv[1:])}"), loop_factory())
+    _run(run_paper(options, settings, f"relaygr {shlex.join(sys.argv[1:])}"))
+
+
+def _run(bench: Coroutine[Any, Any, bool]) -> None:
+    """Run it to its end; with CHECK=1 in the environment, exit 1 if a target is missed."""
+    from relaygr_stream.ops.stopping import run_until_stopped
+    from relaygr_stream.telemetry.process import loop_factory
+
+    met = run_until_stopped(bench, loop_factory())
     sys.exit(int(not met and os.environ.get("CHECK") == "1"))
 
 
@@ -204,10 +208,11 @@ def build_options(preset: str, *, private: bool, flags: dict[str, Any]) -> Any:
     """The preset's options, with those that the flags change. Raises click.UsageError or ConfigError."""
     from relaygr_stream.lab.bench.modes import modes_named
     from relaygr_stream.lab.bench.options import SloOptions
+    from relaygr_stream.ops.brokers.local import broker_at_hand
 
     given = {name: value for name, value in flags.items() if value is not None}
     # The embedded broker becomes slower as its log grows: after two minutes of this load a message takes twice as long.
-    broker = given.pop("broker", "kafka" if os.environ.get("KAFKA_HOME") else "embedded")
+    broker = given.pop("broker", broker_at_hand())
     if "modes" in given:
         given["modes"] = modes_named(given["modes"])
     for name in ("revisits", "length_revisits"):
@@ -220,15 +225,10 @@ def build_options(preset: str, *, private: bool, flags: dict[str, Any]) -> Any:
         given["length"] = round(given["length"])
     if "budget" in given:
         given["budget_s"] = given.pop("budget")
-    delay = {"median_ms": given.pop("stage_delay", None), "sigma": given.pop("stage_sigma", None)}
-    changed = {name: value for name, value in delay.items() if value is not None}
-    shape: dict[str, Any] = {**PRESETS[preset], **given}
-    options = SloOptions(preset=preset, broker=broker if private else None, **shape)
-    if not changed:
-        return options
-    from dataclasses import replace
-
-    return replace(options, delay=replace(options.delay, **changed))
+    head = head_start(given)
+    shape = {name: value for name, value in given.items() if name not in ("stage_delay", "stage_sigma")}
+    options = SloOptions(preset=preset, broker=broker if private else None, **{**PRESETS[preset], **shape})
+    return replace(options, delay=replace(options.delay, **head))
 
 
 def _unit_length(costs: str, slo_ms: float) -> int:

@@ -189,6 +189,11 @@ def taken(given: dict[str, Any], *names: str) -> dict[str, Any]:
     return {name: given[name] for name in names if given.get(name) is not None}
 
 
+def head_start(given: dict[str, Any]) -> dict[str, float]:
+    """StageDelay's arguments, of those options that were given."""
+    return taken({"median_ms": given.get("stage_delay"), "sigma": given.get("stage_sigma")}, "median_ms", "sigma")
+
+
 def check_pace(speed: float | None, rate: float | None) -> None:
     """Raise click.UsageError if both are given: speed keeps a log's own times, rate replaces them."""
     if speed is not None and rate is not None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from relaygr_stream.cli.options import check_pace, flag_of, settings_options, taken, traffic_options
+from relaygr_stream.cli.options import check_pace, flag_of, head_start, settings_options, taken, traffic_options
 from relaygr_stream.lab.workload.columns import ColumnMap
 from relaygr_stream.lab.workload.formats import FORMATS
 from relaygr_stream.lab.workload.generator import GeneratorOptions
@@ -137,7 +137,7 @@ def build_options(settings: Settings, flags: dict[str, Any]) -> PublishOptions:
     check_pace(flags["speed"], flags["rate"])
     if flags["timeout"] is not None and not 0 < flags["timeout"] <= 3600:
         raise click.UsageError(f"--timeout {flags['timeout']:g}: must be within 0…3600 seconds")
-    head = taken({"median_ms": flags["stage_delay"], "sigma": flags["stage_sigma"]}, "median_ms", "sigma")
+    head = head_start(flags)
     if not 0 < head.get("median_ms", 1.0) <= 60_000:
         raise click.UsageError(f"--stage-delay {flags['stage_delay']:g}: must be within 0…60000 ms")
     shape = taken(flags, "rate", "suffix", "candidates", "seed")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from relaygr_stream.cli.options import parse_flags, share, source_options, taken, traffic_options
+from relaygr_stream.cli.options import head_start, parse_flags, share, source_options, taken, traffic_options
 from relaygr_stream.errors import ConfigError
 from relaygr_stream.lab.simulate.bus import BusLatency
 from relaygr_stream.ops.stopping import interruptible
@@ -158,7 +158,7 @@ def _simulate(settings: Settings, given: dict[str, Any]) -> None:
         figures = _plan(scenario, given)
     else:
         started = time.perf_counter()
-        story = run_scenario(scenario, given["processes"], _progress("groups of workers"))
+        story = run_scenario(scenario, given["processes"], _progress)
         print_table(render(scenario, story, time.perf_counter() - started))
         figures = summary(scenario, story)
     if given["json_file"]:
@@ -212,7 +212,7 @@ def _traffic(given: dict[str, Any], settings: Settings) -> Traffic:
     from relaygr_stream.lab.workload.traffic import Traffic
 
     relay = settings.relay
-    head = taken({"median_ms": given["stage_delay"], "sigma": given["stage_sigma"]}, "median_ms", "sigma")
+    head = head_start(given)
     if not 0 < head.get("median_ms", 1.0) <= relay.life_window_ms:
         raise ConfigError(f"--stage-delay {given['stage_delay']:g}: must be above 0, at most relay.life_window_ms")
     shape = taken(given, *(field.name for field in dataclasses.fields(Traffic) if field.name in given))
@@ -230,17 +230,14 @@ def _plan(scenario: Scenario, given: dict[str, Any]) -> dict[str, Any]:
     def tried(probe: Probe) -> None:
         click.echo(render_probe(probe), err=True)
 
-    simulate = partial(run_scenario, processes=given["processes"], report=_progress("groups of workers"))
+    simulate = partial(run_scenario, processes=given["processes"], report=_progress)
     planned = plan(scenario, given["hit_target"], simulate, tried)
     print_table(render_plan(planned))
     return planned.figures()
 
 
-def _progress(what: str) -> Any:
-    """A function that prints progress on stderr, if that is a terminal."""
-
-    def report(done: int, of: int) -> None:
-        if sys.stderr.isatty():
-            click.echo(f"\rsimulating: {done} of {of} {what}{chr(10) if done == of else ''}", err=True, nl=False)
-
-    return report
+def _progress(done: int, of: int) -> None:
+    """Print progress on stderr, if that is a terminal."""
+    if sys.stderr.isatty():
+        end = "\n" if done == of else ""
+        click.echo(f"\rsimulating: {done} of {of} groups of workers{end}", err=True, nl=False)

@@ -16,6 +16,7 @@ from typing import Final, Literal
 
 import msgspec
 
+from relaygr_stream.bus.ages import now_ms
 from relaygr_stream.bus.producer import Outgoing
 from relaygr_stream.client.answers import Call, ReplyRoute
 from relaygr_stream.client.metrics import ClientMetrics
@@ -214,11 +215,6 @@ class Copies:
             )
         except Exception as error:  # a defect, too, ends the call with its cause, not with its deadline
             done(error if isinstance(error, BrokerError) else BrokerError(repr(error)))
-
-
-def now_ms() -> int:
-    """Unix time in milliseconds, as in messages."""
-    return int(time.time() * 1000)
 
 
 class Exchange:

@@ -13,12 +13,12 @@ from typing import Any, Final, Self, TypeVar
 import msgspec
 from prometheus_client import CollectorRegistry
 
+from relaygr_stream.bus.ages import now_ms
 from relaygr_stream.bus.producer import Outgoing
 from relaygr_stream.bus.renewed import RenewalsCollector
 from relaygr_stream.bus.topics import Topic, lane_of, load_topics
 from relaygr_stream.client.answers import Answers, Ranking, ranking_of
 from relaygr_stream.client.connection import Connection, connected
-from relaygr_stream.client.exchange import now_ms
 from relaygr_stream.client.metrics import ClientMetrics
 from relaygr_stream.errors import (
     DeadlineExceeded,

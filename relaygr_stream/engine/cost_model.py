@@ -44,16 +44,18 @@ FIRST_VARIANCE: Final = 1e4
 MOST_VARIANCE: Final = 3e4
 #: Shorter than any operation of any device; below it, relative errors mean nothing.
 LEAST_MS: Final = 1e-3
+#: θ before any sample, up to a factor, which the first sample gives.
+PRIOR: Final[Features] = (0.1, 1.0, 1.0)
 
 
 class OnlineFit:
-    """θ·features = milliseconds, θ ≥ 0. prior: θ before any sample, up to a factor, which the first sample gives.
+    """θ·features = milliseconds, θ ≥ 0.
 
     Predictions do not depend on the unit of time: measurements k times as long give predictions k times as long.
     """
 
-    def __init__(self, prior: Features) -> None:
-        self._theta = prior
+    def __init__(self) -> None:
+        self._theta = PRIOR
         #: Of θ, the upper triangle row by row.
         self._variance = (FIRST_VARIANCE, 0.0, 0.0, FIRST_VARIANCE, 0.0, FIRST_VARIANCE)
         self._most_variance = MOST_VARIANCE
@@ -234,8 +236,8 @@ class Costs:
     """Measured costs of one worker, in milliseconds."""
 
     def __init__(self) -> None:
-        self._extend = OnlineFit((0.1, 1.0, 1.0))
-        self._score = OnlineFit((0.1, 1.0, 1.0))
+        self._extend = OnlineFit()
+        self._score = OnlineFit()
         self._suffix = 0.0  # running mean of its length, which triggers do not know
         self._horizon = LEAST_HORIZON
         self._told: Features = (0.0, 0.0, 0.0)  # what triggers were told last, and what it follows from
@@ -257,10 +259,6 @@ class Costs:
     def prefill_ms(self, position: int, tokens: int) -> float:
         """Predicted time of appending `tokens` tokens behind `position`."""
         return self._extend.predict(_extend_features(position, tokens))
-
-    def prefix_ms(self, tokens: int) -> float:
-        """Predicted time of a whole prefix at once."""
-        return self.prefill_ms(0, tokens)
 
     def score_ms(self, prefix: int, rows: int) -> float:
         """Predicted time of scoring one ranking of `rows` suffix and candidate tokens."""

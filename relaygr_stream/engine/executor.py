@@ -108,7 +108,7 @@ class Executor:
 
     def costs_of_prefix(self, tokens: int) -> float:
         """Predicted milliseconds of inferring a whole prefix."""
-        return self.costs.prefix_ms(tokens)
+        return self.costs.prefill_ms(0, tokens)
 
     def chunk_ms(self, step_ms: float) -> float:
         """How long a chunk is meant to take whose steps take so long each."""

@@ -14,7 +14,6 @@ from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from relaygr_stream.cache.entry import Coverage, Entry, Found
 from relaygr_stream.cache.prefix_cache import PrefixCache
@@ -66,9 +65,7 @@ class Rankings:
         self._delays = (0.0, 0)  # seconds and number of delays until the device took a ranking
         self._batching = Batching()
         self._takes_suffix = takes_suffix(executor.model)
-        layout = executor.model.layout
-        none = torch.empty(layout.elements(0), dtype=layout.dtype, device=executor.device)
-        self._empty = KVRegion(layout, none, 0)
+        self._empty = KVRegion.new(executor.model.layout, 0, device=executor.device)
 
     def __len__(self) -> int:
         """Rankings without an answer."""

@@ -98,7 +98,6 @@ class Snapshot(msgspec.Struct, frozen=True):  # made for every statement; a froz
     pins_expired: int
     waiting: int
     backlog: int
-    copying: bool
     queue_ms: float
     pre_infer_waiting_ms: float
     pre_infer_late_s: float
@@ -206,11 +205,6 @@ class Scheduler:
     # ---- its state ----
 
     @property
-    def copying(self) -> bool:
-        """Copies between the tiers are under way; their end needs a step."""
-        return self.cache.copying
-
-    @property
     def backlog(self) -> int:
         """Prefill jobs that are not over, including those that rankings wait for."""
         return self._queue.backlog
@@ -269,7 +263,6 @@ class Scheduler:
             pins_expired=pins.expired,
             waiting=len(self.rankings),
             backlog=self.backlog,
-            copying=self.copying,
             queue_ms=self.rankings.take_queue_ms(now),
             pre_infer_waiting_ms=self._jobs.waiting_ms(),
             pre_infer_late_s=self._jobs.late_s(now),

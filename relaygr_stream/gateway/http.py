@@ -25,6 +25,7 @@ from relaygr_stream.settings.schema import Gateway
 from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.telemetry.printable import printable
 from relaygr_stream.telemetry.tracing import TRACE_HEADERS, trace_headers
+from relaygr_stream.wire.versions import NOT_DECODED
 
 log = structlog.get_logger(__name__)
 limited = LogLimiter().limited
@@ -66,7 +67,7 @@ async def read_body(http: Request, kind: type[Any], limits: Gateway) -> Any:
     except TimeoutError:
         took = f"the body did not come within {limits.read_ms:g} ms (gateway.read_ms)"
         raise Refused(408, "slow", took) from None
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except NOT_DECODED as error:
         raise Refused(400, "malformed", str(error)[:500] or type(error).__name__, close=False) from error
     raise Refused(413, "too_large", f"the body has more than {most} bytes (gateway.max_body_bytes)")
 

@@ -20,6 +20,7 @@ from msgspec import Meta
 from relaygr_stream.errors import DecodeError
 from relaygr_stream.models.api import ROWS, Tokens
 from relaygr_stream.wire.features import FeatureSchema
+from relaygr_stream.wire.versions import NOT_DECODED
 
 HEADER: Final = struct.Struct(">IB")
 MESSAGE, COPY = 0, 1
@@ -133,7 +134,7 @@ def decode(payload: bytes) -> Message:
     """The message of a payload. Raises DecodeError for bytes that are no message of this protocol."""
     try:
         return _decoder.decode(payload)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except NOT_DECODED as error:
         raise DecodeError("malformed", str(error)[:MAX_TEXT]) from error  # bounded, since it quotes the input
 
 

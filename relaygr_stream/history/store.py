@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+from collections.abc import Awaitable, Callable
 from importlib import import_module
-from typing import Final, Protocol, runtime_checkable
+from typing import Final, Protocol, TypeVar, runtime_checkable
 
 from relaygr_stream.errors import ConfigError, HistoryError, HistoryUnavailable
 from relaygr_stream.settings.schema import History
 from relaygr_stream.wire.behaviours import Behaviours
 from relaygr_stream.wire.history import HistoryReference
+
+T = TypeVar("T")
 
 #: Schemes of history.store and what serves them; another one is a factory, MODULE:NAME.
 REDIS: Final = ("redis://", "rediss://")
@@ -68,17 +71,22 @@ class WritableStore(HistoryStore, Protocol):
 
 
 async def looked_up(store: HistoryStore, user_id: str, tenant: str, within_s: float) -> HistoryReference | None:
-    """`store.reference` within a time. Raises HistoryUnavailable, whatever the store raises."""
+    """`store.reference` within a time. Raises HistoryUnavailable."""
+    return await in_time(lambda: store.reference(user_id, tenant), within_s)
+
+
+async def in_time(call: Callable[[], Awaitable[T]], within_s: float) -> T:
+    """The result of a store's call. Raises HistoryUnavailable if it takes longer, or for what a store may not raise."""
     try:
         async with asyncio.timeout(within_s):
-            return await store.reference(user_id, tenant)
+            return await call()
     except TimeoutError as error:
         raise HistoryUnavailable(
             f"the history store did not answer within {within_s * 1e3:g} ms (history.timeout_ms)"
         ) from error
     except HistoryError:
         raise
-    except Exception as error:  # a user's own store may raise anything
+    except Exception as error:  # a user's own store may raise anything; the request must be answered
         raise HistoryUnavailable(f"the history store failed: {type(error).__name__}: {error}") from error
 
 

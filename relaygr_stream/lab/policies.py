@@ -20,8 +20,6 @@ if TYPE_CHECKING:  # a trigger does not load torch
 #: owner: as every client. lane: the same, and no worker forwards it. least: to the worker with the fewest rankings
 #: waiting, which keeps it. any: to any worker, at random, which keeps it.
 Route = Literal["owner", "lane", "least", "any"]
-#: With so many hops behind it, a ranking stays where it is (worker/forwarding.py).
-NO_MORE_HOPS: Final = 2
 #: relay: as it serves. everything: the trigger admits all. lru: tiers evict what was used longest ago.
 Policy = Literal["relay", "everything", "lru"]
 POLICIES: Final[tuple[Policy, ...]] = get_args(Policy)

@@ -1,19 +1,41 @@
-"""The relay's processes for demo and bench: a trigger and workers on this machine, with one file of settings."""
+"""What demo and bench run on this machine: a broker, a trigger and workers with one file of settings."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
 from relaygr_stream.errors import RelayError
-from relaygr_stream.ops.children import Child, settings_as_toml
+from relaygr_stream.ops.brokers.distribution import NodePlan
+from relaygr_stream.ops.brokers.local import BrokerKind, local_broker
+from relaygr_stream.ops.children import Child, write_settings
 from relaygr_stream.settings.schema import Settings
 
 LANES_TIMEOUT_S: Final = 30.0
 POLL_S: Final = 0.05
+
+
+@asynccontextmanager
+async def cluster(
+    kind: BrokerKind | None, settings: Settings, folder: Path, node: NodePlan, say: Callable[[str], object]
+) -> AsyncIterator[tuple[Settings, str]]:
+    """A broker of this kind, or the running cluster: (settings with its address, its name for a report).
+
+    say(line): shows progress.
+    """
+    if kind is None:
+        yield settings, f"cluster at {settings.kafka.bootstrap}"
+        return
+    name = "embedded broker (Tansu)" if kind == "embedded" else "Apache Kafka, one node"
+    say(f"starting the {name} …")
+    async with local_broker(kind, folder=folder, node=node) as broker:
+        yield msgspec.structs.replace(settings, kafka=broker.kafka_settings(settings.kafka)), name
 
 
 def start_relay(
@@ -28,10 +50,8 @@ def start_relay(
 
     module, options: what runs instead of the `relaygr` command, and its further options.
     """
-    file = folder / f"{trigger}.toml"
-    file.touch(mode=0o600)  # it holds the secrets
-    file.write_text(settings_as_toml(settings), encoding="utf-8")
-    common = ("--config", str(file), "--set", "telemetry.log_format=console", *options)
+    config = write_settings(folder / f"{trigger}.toml", settings)
+    common = ("--config", config, "--set", "telemetry.log_format=console", *options)
     return [
         Child(trigger, ("trigger", *common), folder, module),
         *(Child(name, ("worker", *common, "--set", f"worker.name={name}"), folder, module) for name in workers),

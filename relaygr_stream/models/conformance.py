@@ -243,8 +243,7 @@ def _stack(arrays: ReferenceArrays, name: str) -> HSTUStack:
 
 
 def _region(stack: HSTUStack, tokens: int, dtype: torch.dtype, slack: int = SLACK) -> KVRegion:
-    layout, capacity = stack.config.layout(dtype), tokens + slack
-    return KVRegion(layout, torch.full((capacity * layout.elements_per_token,), torch.nan, dtype=dtype), capacity)
+    return KVRegion.new(stack.config.layout(dtype), tokens + slack, torch.nan)
 
 
 def _score(

@@ -21,7 +21,7 @@ from relaygr_stream.models.embeddings import compiles_per_shape, pad_rows
 from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.models.native.layers import NativeLayers, native_layers
 from relaygr_stream.models.relative import Places, own_bias
-from relaygr_stream.models.stu import NORM_EPS, RankingRows, StackConfig, STULayer, Workspace
+from relaygr_stream.models.stu import RankingRows, StackConfig, STULayer, Workspace
 
 if TYPE_CHECKING:
     from relaygr_stream.models.embeddings import TaskHead, TokenEmbedding
@@ -68,12 +68,12 @@ class HSTUStack(nn.Module):
         kernels: as the setting worker.kernels. Raises ModelError if it names instructions that cannot be used.
         """
         self.to(device=device, dtype=dtype)
-        self.native = native_layers(self.config, self.stu_layers(), NORM_EPS, kernels)
+        self.native = native_layers(self.config, self.stu_layers(), kernels)
         return self
 
     def native_ends(self, embedding: TokenEmbedding, head: TaskHead) -> NativeEnds | None:
         """The embedding and the head in C; None where there are no layers in C."""
-        return self.native.ends(embedding, head, NORM_EPS) if self.native else None
+        return self.native.ends(embedding, head) if self.native else None
 
     @property
     def incremental(self) -> bool:

@@ -100,6 +100,11 @@ class KVRegion:
         self.capacity = capacity
         self.length = length
 
+    @classmethod
+    def new(cls, layout: KVLayout, capacity: int, fill: float = 0.0, device: torch.device | None = None) -> KVRegion:
+        """An empty region in memory of its own, by default on the CPU, whose elements are `fill`."""
+        return cls(layout, torch.full((layout.elements(capacity),), fill, dtype=layout.dtype, device=device), capacity)
+
     def copy_from(self, other: KVRegion, tokens: int) -> None:
         """Copy the first `tokens` tokens of another region of this layout, two copies for any number of layers, and its
         state."""

@@ -127,12 +127,14 @@ async def stop_all(children: Sequence[Child]) -> dict[str, int]:
     return {child.name: code for child, code in zip(children, codes, strict=True)}
 
 
-def settings_as_toml(settings: Settings) -> str:
-    """All settings as TOML, for children that run with exactly these (JSON's scalars are valid TOML)."""
+def write_settings(file: Path, settings: Settings) -> str:
+    """Write all settings as TOML, for children that run with exactly these; returns the file's name for --config."""
     lines = []
-    for section, table in msgspec.to_builtins(settings).items():
+    for section, table in msgspec.to_builtins(settings).items():  # JSON's scalars are valid TOML
         lines += [f"[{section}]", *(f"{name} = {msgspec.json.encode(value).decode()}" for name, value in table.items())]
-    return "\n".join(lines) + "\n"
+    file.touch(mode=0o600)  # it holds the secrets
+    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return str(file)
 
 
 def relaygr_command(arguments: Sequence[str], port_file: Path, module: str = "relaygr_stream") -> list[str]:

@@ -16,8 +16,9 @@ from typing import Final
 
 import msgpack
 
+from relaygr_stream.bus.ages import now_ms
 from relaygr_stream.bus.producer import Producer
-from relaygr_stream.bus.tail import TopicTail
+from relaygr_stream.bus.tail import TopicTail, read_all
 from relaygr_stream.bus.topics import TopicRow, delete_before, load_topics, verify_topics
 from relaygr_stream.errors import BrokerError, DecodeError
 from relaygr_stream.settings.schema import Kafka, Settings
@@ -96,7 +97,7 @@ async def _ask_workers(settings: Settings, user_key: str, wait_s: float, done: E
     def has_confirmed(status: WorkerStatus) -> bool:
         return (status.name, status.incarnation) in confirmed
 
-    erase = Erase(id=erase_id, user=user_mark(erase_id, user_key), sent_ms=int(time.time() * 1e3))
+    erase = Erase(id=erase_id, user=user_mark(erase_id, user_key), sent_ms=now_ms())
     async with (
         TopicTail(settings.kafka, topic, [0], "latest", on_records),
         Producer(settings.kafka, client_id="relaygr-erase") as producer,
@@ -128,7 +129,7 @@ async def _remove_letters(kafka: Kafka, rows: dict[str, TopicRow], user_id: str,
     found = rows[topic.name].found
     assert found is not None  # verified
     lanes = range(found.partitions)
-    records = await _all_of(kafka, topic.name, lanes)
+    records = await read_all(kafka, topic.name, lanes)
     his = [record for record in records if names_user(record, user_id, tenant)]
     last = {lane: max(each.offset for each in his if each.lane == lane) for lane in {each.lane for each in his}}
     if not last:
@@ -138,15 +139,9 @@ async def _remove_letters(kafka: Kafka, rows: dict[str, TopicRow], user_id: str,
     async with Producer(kafka, client_id="relaygr-erase", max_bytes=topic.max_message_bytes) as producer:
         await _write_anew(producer, topic.name, others, last)
     await delete_before(kafka, topic.name, {lane: offset + 1 for lane, offset in last.items()})
-    if any(names_user(record, user_id, tenant) for record in await _all_of(kafka, topic.name, lanes)):
+    if any(names_user(record, user_id, tenant) for record in await read_all(kafka, topic.name, lanes)):
         raise BrokerError("another command wrote dead letters anew at the same time; run this one again, alone")
     return len(his)
-
-
-async def _all_of(kafka: Kafka, topic: str, lanes: Sequence[int]) -> list[Record]:
-    records: list[Record] = []
-    async with TopicTail(kafka, topic, lanes, "earliest", records.extend):
-        return records
 
 
 async def _write_anew(producer: Producer, topic: str, records: Sequence[Record], last: Mapping[int, int]) -> None:

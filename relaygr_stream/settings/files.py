@@ -29,8 +29,8 @@ def packaged_dir(name: str) -> Path:
     return inside if inside.is_dir() else package.parent / name
 
 
-def check_writable(path: Path, option: str, nbytes: int = REPORT_BYTES) -> None:
-    """Check, before a long run, that a file of nbytes can be written at `path`; makes its folder.
+def check_writable(path: Path, option: str) -> None:
+    """Check, before a long run, that a file of REPORT_BYTES can be written at `path`; makes its folder.
 
     An existing file keeps its content; a device or a pipe is not tried. Raises ConfigError, which names `option`.
     """
@@ -43,7 +43,7 @@ def check_writable(path: Path, option: str, nbytes: int = REPORT_BYTES) -> None:
             path.open("ab").close()
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(prefix=f".{path.name}.", dir=path.parent) as probe:
-            probe.write(bytes(nbytes))
+            probe.write(bytes(REPORT_BYTES))
             probe.flush()
             os.fsync(probe.fileno())
     except OSError as error:

@@ -25,7 +25,7 @@ from relaygr_stream.settings.section import SECRET_SHOWN
 from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.telemetry.printable import printable, printable_json, printable_lines
 
-__all__ = ["LogLimiter", "configure_logging", "hash_user_ids", "hide_and_shorten", "request_log_fields"]
+__all__ = ["LogLimiter", "configure_logging", "hash_user_ids", "hide_and_shorten", "request_log_fields", "writes_json"]
 
 #: Longest value of a field, in characters: a line about a bad message must not contain the message.
 MAX_VALUE: Final = 500
@@ -45,7 +45,6 @@ def configure_logging(telemetry: Telemetry, process: str, **bound: Any) -> None:
     process, bound: fields of every line. Call it once per process, before the first line; a second call replaces the
     first. Stdlib loggers (aiokafka, asyncio) pass from `warning` on.
     """
-    as_json = telemetry.log_format == "json" or (telemetry.log_format == "auto" and not _is_terminal())
     level = _LEVELS[telemetry.log_level]
     fields = {"process": process, **bound}
     processors: list[Processor] = [
@@ -58,7 +57,7 @@ def configure_logging(telemetry: Telemetry, process: str, **bound: Any) -> None:
     if telemetry.hash_user_ids:
         processors.append(hash_user_ids(telemetry.hash_key))
     processors.append(hide_and_shorten)
-    if as_json:
+    if writes_json(telemetry):
         processors += [_main_fields_first, structlog.processors.JSONRenderer(serializer=_to_json)]
     else:
         processors.append(_without_controls)
@@ -72,6 +71,11 @@ def configure_logging(telemetry: Telemetry, process: str, **bound: Any) -> None:
     root = logging.getLogger()
     root.handlers = [_IntoStructlog()]
     root.setLevel(max(logging.WARNING, level))
+
+
+def writes_json(telemetry: Telemetry) -> bool:
+    """Whether lines are JSON."""
+    return telemetry.log_format == "json" or (telemetry.log_format == "auto" and not _is_terminal())
 
 
 def request_log_fields(

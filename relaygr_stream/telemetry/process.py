@@ -26,7 +26,7 @@ from relaygr_stream.errors import ConfigError, RelayError, Superseded
 from relaygr_stream.settings.load import injected_names
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.limiter import flush_limiters
-from relaygr_stream.telemetry.logs import configure_logging
+from relaygr_stream.telemetry.logs import configure_logging, writes_json
 from relaygr_stream.telemetry.loopwatch import LoopWatch
 from relaygr_stream.telemetry.printable import printable
 from relaygr_stream.telemetry.server import TelemetryServer
@@ -118,7 +118,7 @@ async def process(
         flush_limiters(all_windows=True)
 
 
-def run_process(name: str, settings: Settings, main: Main, *, registry: CollectorRegistry | None = None) -> int:
+def run_process(name: str, settings: Settings, main: Main) -> int:
     """Run main(ctx) to its end on a new event loop (uvloop if installed) and return the exit code.
 
     SIGTERM or SIGINT sets ctx.stop; main then completes accepted work and returns. A second signal ends the process at
@@ -133,7 +133,7 @@ def run_process(name: str, settings: Settings, main: Main, *, registry: Collecto
     stop = asyncio.Event()
 
     async def whole() -> None:
-        async with process(settings, name, registry=registry, stop=stop) as ctx:
+        async with process(settings, name, stop=stop) as ctx:
             await _run_main(main, ctx)
             ctx.log.info("stopped")
 
@@ -242,9 +242,8 @@ def _exit_code(error: BaseException, settings: Settings, log: Any) -> int:
         log.error("unexpected error", exc_info=error)
         return EXIT_UNEXPECTED
     cause = next((c for c in causes if isinstance(c, Superseded)), causes[0])
-    log_format = settings.telemetry.log_format
     line = printable("error: " + " ".join(str(cause).split()))
-    if log_format == "json" or (log_format == "auto" and not sys.stderr.isatty()):
+    if writes_json(settings.telemetry):
         log.error(line, kind=type(cause).__name__)
     else:
         print(line, file=sys.stderr)

@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 import structlog
 from msgspec import UNSET, UnsetType
 
-from relaygr_stream.bus.ages import LogEnds, SenderLag
+from relaygr_stream.bus.ages import LogEnds, SenderLag, now_ms
 from relaygr_stream.bus.dead_letter import DeadLetters
 from relaygr_stream.bus.producer import NO_LEADER, Outgoing, Producer, Sent
 from relaygr_stream.bus.topics import TopicSet
@@ -172,7 +172,7 @@ class LaneSignals:
             request_id=event.request_id,
             user_id=event.user_id,
             prefix=event.prefix,
-            admitted_ms=int(time.time() * 1000),
+            admitted_ms=now_ms(),
             life_ms=self._shared.policy.life_ms,
             rank_in_ms=rank_in_ms,
             tenant=event.tenant,

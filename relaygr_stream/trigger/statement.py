@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 from collections.abc import Callable, Collection, Mapping
-from importlib.metadata import version
 
 import structlog
 
+from relaygr_stream.bus.ages import now_ms
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.errors import BrokerError
 from relaygr_stream.ops.status.odd import never_at_risk
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.limiter import LogLimiter
+from relaygr_stream.telemetry.process import version
 from relaygr_stream.trigger.decision import Policy, Reason
 from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.records import HEADER_KIND
@@ -48,11 +48,11 @@ class Statements:
         self._policy = policy_status(Policy.of(settings))
         self._topic, self._name, self._producer, self._reader = topic, name, producer, reader
         self._lanes, self._decisions, self._backlog, self._on_hold = lanes, decisions, backlog, on_hold
-        self._started_ms = self._sent_ms = int(time.time() * 1e3)
+        self._started_ms = self._sent_ms = now_ms()
 
     async def publish(self, state: str = "serving") -> None:
         """Publish a status now."""
-        self._sent_ms = max(int(time.time() * 1e3), self._sent_ms + 1)
+        self._sent_ms = max(now_ms(), self._sent_ms + 1)
         status = TriggerStatus(
             name=self._name,
             incarnation=self._started_ms,
@@ -63,7 +63,7 @@ class Statements:
             group=self._group,
             lanes=tuple(sorted(self._lanes())) if state == "serving" else (),
             policy=self._policy,
-            version=version("relaygr-stream"),
+            version=version(),
             decisions={reason: float(count) for reason, count in self._decisions().items() if count},
             backlog=self._backlog(),
             lanes_on_hold=self._on_hold(),

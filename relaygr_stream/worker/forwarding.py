@@ -28,6 +28,7 @@ from relaygr_stream.engine.commands import Answer, RankTask
 from relaygr_stream.errors import DecodeError
 from relaygr_stream.wire.fleet import FORGET_S, LOOKED_AT, TRAVEL_MS, OwnerDirectory
 from relaygr_stream.wire.messages import WorkerStatus
+from relaygr_stream.wire.versions import NOT_DECODED
 
 #: A request that was refused twice has met two workers without room: a third search costs more than it finds.
 MOST_HOPS: Final = 2
@@ -180,7 +181,7 @@ def next_hop(value: bytes, hops: int, sent_ms: int, timeout_ms: float) -> bytes:
     """
     try:
         fields = _fields.decode(value)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except NOT_DECODED as error:
         raise DecodeError(
             "malformed", f"a field that this program does not know cannot be passed on: {error}"
         ) from error

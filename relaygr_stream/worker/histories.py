@@ -20,7 +20,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from relaygr_stream.errors import HistoryError, HistoryMismatch, HistoryUnavailable
 from relaygr_stream.history.packed import joined
-from relaygr_stream.history.store import HistoryStore
+from relaygr_stream.history.store import HistoryStore, in_time
 from relaygr_stream.settings.schema import History
 from relaygr_stream.wire.behaviours import Behaviours
 from relaygr_stream.wire.history import MAX_POSITIONS, HistoryReference, digests, row_bytes
@@ -115,15 +115,13 @@ class Histories:
             raise HistoryUnavailable("the user was erased while the history was read")
         return reading.result()
 
-    def erase(self, names: Callable[[str], bool]) -> bool:
-        """Drop what is kept of a user, and end reads of it; False: nothing was kept. names(user_key): whether it is."""
+    def erase(self, names: Callable[[str], bool]) -> None:
+        """Drop what is kept of a user, and end reads of it. names(user_key): whether it is."""
         for (user, _, _), reading in self._reading.items():
             if names(user):
                 reading.cancel()
-        named = [user for user in self._kept if names(user)]
-        for user in named:
+        for user in [user for user in self._kept if names(user)]:
             self._drop(user)
-        return bool(named)
 
     async def close(self) -> None:
         """End the reads under way, and disconnect."""
@@ -182,17 +180,10 @@ class Histories:
 
     async def _rows(self, user_id: str, tenant: str, reference: HistoryReference, start: int) -> Behaviours:
         started = perf_counter()
-        try:
-            async with asyncio.timeout(self._settings.timeout_ms / 1e3):
-                rows = await self._store.read(user_id, tenant, reference.version, start, reference.length)
-        except TimeoutError as error:
-            raise HistoryUnavailable(
-                f"the history store did not answer within {self._settings.timeout_ms:g} ms (history.timeout_ms)"
-            ) from error
-        except HistoryError:
-            raise
-        except Exception as error:  # a user's own store may raise anything; the request must be answered
-            raise HistoryUnavailable(f"the history store failed: {type(error).__name__}: {error}") from error
+        rows = await in_time(
+            lambda: self._store.read(user_id, tenant, reference.version, start, reference.length),
+            self._settings.timeout_ms / 1e3,
+        )
         self._metrics.seconds.observe(perf_counter() - started)
         self._metrics.reads.labels("ok").inc()
         self._metrics.behaviours.inc(len(rows))
@@ -231,12 +222,11 @@ class Histories:
             self._bytes -= self._kept.popitem(last=False)[1].nbytes
         self._metrics.bytes.set(self._bytes)
 
-    def _drop(self, user: str) -> bool:
+    def _drop(self, user: str) -> None:
         kept = self._kept.pop(user, None)
         if kept is not None:
             self._bytes -= kept.nbytes
             self._metrics.bytes.set(self._bytes)
-        return kept is not None
 
 
 def _digest(behaviours: Behaviours) -> bytes:

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import structlog
 
+from relaygr_stream.bus.ages import now_ms
 from relaygr_stream.bus.dead_letter import RETRY_S, DeadLetters
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.topics import TopicSet
@@ -267,7 +268,7 @@ class Outbox:
             async with asyncio.timeout(task.deadline - now):
                 await self._others.send_and_wait(
                     self._topics.ranking.name,
-                    next_hop(record.value, task.hops + 1, int(time.time() * 1e3), left_ms),
+                    next_hop(record.value, task.hops + 1, now_ms(), left_ms),
                     key=record.key,
                     partition=lane,
                     headers=headers,

@@ -202,7 +202,7 @@ class Requests:
             task.origin = SignalOrigin(self._tracing.receive("relaygr.pre-infer", record), time.monotonic())
         if self.held.signal(task.nbytes):
             command = Prefill(task)
-            return command if task.referred is None or self.resolver.resolve(command, task.referred.reference) else None
+            return command if self.resolver.resolve(command) else None
         self._metrics.signals.labels("no_memory").inc()
         if task.origin is not None:
             signal_over(Placed(task, "no_memory", completed=False), self._name)
@@ -220,11 +220,7 @@ class Requests:
             if self.held.ranking(record.lane, record.offset, task.nbytes):
                 self.in_flight.add(task)
                 command = Rank(task)
-                return (
-                    command
-                    if task.referred is None or self.resolver.resolve(command, task.referred.reference)
-                    else None
-                )
+                return command if self.resolver.resolve(command) else None
             self.outbox.decline(
                 task, f"requests of {self.held.nbytes >> 20} MiB wait for their answers (worker.max_waiting_bytes)"
             )

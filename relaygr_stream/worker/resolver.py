@@ -57,9 +57,12 @@ class Resolver:
         self._background = background
         self._signal_tokens: defaultdict[int, list[int]] = defaultdict(list)  # of signals on their way, by lane
 
-    def resolve(self, command: Rank | Prefill, reference: HistoryReference) -> bool:
-        """Give the command the history that it refers to. False: it is submitted or answered later, or dropped."""
+    def resolve(self, command: Rank | Prefill) -> bool:
+        """Give the command the history that it refers to, if any. False: it is submitted later, answered or dropped."""
         task = command.task
+        if task.referred is None:
+            return True
+        reference = task.referred.reference
         if self.histories is None:
             self._failed(command, "failed", "the request refers to a history, and this worker has no history.store")
             return False
@@ -73,9 +76,10 @@ class Resolver:
         self._background.start(self._fetch(self.histories, command, reference))
         return False
 
-    def erase(self, names: Callable[[str], bool]) -> bool:
+    def erase(self, names: Callable[[str], bool]) -> None:
         """Drop the histories kept of a user."""
-        return self.histories is not None and self.histories.erase(names)
+        if self.histories is not None:
+            self.histories.erase(names)
 
     def signal_tokens(self, lane: int) -> list[int]:
         """The prefix lengths of a lane's signals that wait for their history: read, and not yet pinned."""

@@ -8,13 +8,13 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from importlib.metadata import version
 from types import TracebackType
 from typing import Final, Self
 
 import msgspec
 import structlog
 
+from relaygr_stream.bus.ages import now_ms
 from relaygr_stream.bus.aiokafka_compat import end
 from relaygr_stream.bus.lanes import LaneConsumer
 from relaygr_stream.bus.producer import Producer
@@ -28,6 +28,7 @@ from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.background import Background, periodically
 from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.telemetry.printable import printable
+from relaygr_stream.telemetry.process import version
 from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.erase import KIND as ERASE
 from relaygr_stream.wire.erase import Erase, read_erase
@@ -42,7 +43,7 @@ from relaygr_stream.worker.statement import Identity, Statements
 log = structlog.get_logger(__name__)
 limited = LogLimiter().limited
 
-VERSION: Final = version("relaygr-stream")
+VERSION: Final = version()
 #: A hung device must not block the status task for ever; without a status, triggers stop admitting.
 SNAPSHOT_S: Final = 1.0
 #: A last status takes milliseconds; without a broker no one reads it, and stopping must not wait for one.
@@ -168,7 +169,7 @@ class StatusReporter:
     def _status(self, now: Snapshot, positions: dict[int, int]) -> WorkerStatus:
         identity = Identity(self._name, self._incarnation, self._host, os.getpid(), self._handover())
         # Rising, whatever our clock does: a signed status that does not rise is taken for one that was written again.
-        self._sent_ms = max(int(time.time() * 1e3), self._sent_ms + 1)
+        self._sent_ms = max(now_ms(), self._sent_ms + 1)
         status = self._statements.status(identity, self._state, now, positions, time.monotonic(), self._sent_ms)
         counters = {**status.counters, **self._metrics.answered}
         erased = tuple(self._erased) or msgspec.UNSET

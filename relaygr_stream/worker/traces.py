@@ -12,9 +12,10 @@ from time import monotonic
 
 from relaygr_stream.engine.commands import Answer, Placed, PrefillTask, RankTask
 from relaygr_stream.telemetry.tracing import Trace
+from relaygr_stream.wire.messages import MISSES
 
 #: Outcomes of rankings that waited for the device to compute prefix KV.
-PREFILLED = ("joined", "full", "truncated")
+PREFILLED = MISSES | {"joined"}
 
 
 class SignalOrigin:

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from relaygr_stream.bus.dead_letter import dead_letter_headers
 from relaygr_stream.bus.producer import Producer
-from relaygr_stream.bus.tail import TopicTail
+from relaygr_stream.bus.tail import read_all
 from relaygr_stream.bus.topics import TopicSet, apply_topics, lane_of, load_topics
 from relaygr_stream.cli.main import main
 from relaygr_stream.errors import DecodeError
@@ -27,9 +27,7 @@ async def bury(kafka: Kafka, record: Record, reason: str = "malformed") -> None:
 
 
 async def there(kafka: Kafka, topic: str) -> list[Record]:
-    records: list[Record] = []
-    async with TopicTail(kafka, topic, range(load_topics(kafka).lanes), "earliest", records.extend):
-        return records
+    return await read_all(kafka, topic, range(load_topics(kafka).lanes))
 
 
 @pytest.fixture

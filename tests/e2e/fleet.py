@@ -17,7 +17,8 @@ from relaygr_stream.errors import DecodeError
 from relaygr_stream.lab.workload.driver import Result
 from relaygr_stream.lab.workload.generator import Generator, GeneratorOptions
 from relaygr_stream.lab.workload.items import WorkItem
-from relaygr_stream.ops.children import Child, settings_as_toml, stop_all
+from relaygr_stream.models.api import relative_deviation
+from relaygr_stream.ops.children import Child, stop_all, write_settings
 from relaygr_stream.settings.schema import Kafka, Relay, Settings, Trigger
 from relaygr_stream.settings.worker import Model, Worker
 from relaygr_stream.wire.codec import decode
@@ -34,6 +35,9 @@ TEST_SETTINGS = Settings(
     worker=Worker(hbm_bytes=24 * MIB, dram_bytes=48 * MIB, audit_share=0.1, drain_ms=8000),
     model=Model(layers=2, dim=64, heads=2, dqk=16, dv=16, vocab=5000),
 )
+
+#: Requests live for a minute, so that none ends while a test waits for something else.
+LONG_LIVED = msgspec.structs.replace(TEST_SETTINGS.relay, life_window_ms=60_000)
 
 
 class Fleet:
@@ -67,7 +71,7 @@ class Fleet:
     def use(self, settings: Settings) -> None:
         """What processes started from now on run with."""
         self.settings = settings
-        self._config.write_text(settings_as_toml(settings), encoding="utf-8")
+        write_settings(self._config, settings)
 
     def start(self, command: str, name: str, *changes: str, worker_name: str | None = None) -> Child:
         """Start a process without waiting for it. changes: KEY=VALUE, settings that differ from the fleet's."""
@@ -112,12 +116,17 @@ class Fleet:
 
 @asynccontextmanager
 async def serving_fleet(
-    kafka: Kafka, folder: Path, *workers: str, model: Model = TEST_SETTINGS.model, **trigger: float
+    kafka: Kafka,
+    folder: Path,
+    *workers: str,
+    model: Model = TEST_SETTINGS.model,
+    relay: Relay = TEST_SETTINGS.relay,
+    **trigger: float,
 ) -> AsyncIterator[Fleet]:
     """A trigger and these workers, all ready, all lanes owned. trigger: its settings that differ from TEST_SETTINGS."""
     async with Fleet(kafka, folder) as fleet:
         changed = msgspec.structs.replace(fleet.settings.trigger, **trigger)
-        fleet.use(msgspec.structs.replace(fleet.settings, model=model, trigger=changed))
+        fleet.use(msgspec.structs.replace(fleet.settings, model=model, relay=relay, trigger=changed))
         fleet.start("trigger", "trigger")
         for name in workers:
             fleet.start("worker", name)
@@ -166,3 +175,16 @@ class Results:
 
     def errors(self) -> dict[str, str]:
         return {key: f"{r.error}: {r.detail}" for key, r in self.by_id.items() if r.error}
+
+
+def check_relayed(fleet: Fleet, relayed: Results, full: Results) -> None:
+    """No errors, the scores of full inference, and hits among what was admitted."""
+    assert not relayed.errors()
+    assert not full.errors()
+    for request, result in relayed.by_id.items():
+        truth = full.by_id[request].scores
+        assert result.scores is not None
+        assert truth is not None
+        assert relative_deviation(result.scores, truth) <= 1e-5
+    hits = [key for key, result in relayed.by_id.items() if key in fleet.admitted and result.outcome != "full"]
+    assert hits, "no admitted request was served from a prefix hit"

@@ -28,7 +28,7 @@ from relaygr_stream.client import RelayClient
 from relaygr_stream.errors import AccessDenied, BrokerError, DecodeError
 from relaygr_stream.lab.workload.driver import drive
 from relaygr_stream.ops.brokers.distribution import free_ports
-from relaygr_stream.ops.children import Child, settings_as_toml
+from relaygr_stream.ops.children import Child, write_settings
 from relaygr_stream.settings.schema import Kafka, Settings
 from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.records import Record
@@ -86,7 +86,7 @@ def as_user(secure: SecureKafka, user: str) -> Kafka:
 
 def settings_of(secure: SecureKafka, user: str, path: Path) -> Path:
     settings = msgspec.structs.replace(TEST_SETTINGS, kafka=as_user(secure, user))
-    path.write_text(settings_as_toml(settings), encoding="utf-8")
+    write_settings(path, settings)
     return path
 
 

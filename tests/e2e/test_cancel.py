@@ -4,25 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from relaygr_stream.client import RelayClient
 from relaygr_stream.settings.schema import Kafka
-from tests.e2e.fleet import Fleet, traffic
+from tests.e2e.fleet import LONG_LIVED, serving_fleet, traffic
 from tests.waiting import until
 
 
 @pytest.mark.timeout(240)
 async def test_pinned_bytes_fall_when_a_client_leaves(kafka_settings: Kafka, tmp_path: Path) -> None:
-    async with Fleet(kafka_settings, tmp_path) as fleet:
-        relay = msgspec.structs.replace(fleet.settings.relay, life_window_ms=60_000)
-        fleet.use(msgspec.structs.replace(fleet.settings, relay=relay))
-        fleet.start("trigger", "trigger")
-        fleet.start("worker", "w1")
-        await fleet.ready("trigger", "w1")
-        await fleet.lanes_settled("w1")
-
+    async with serving_fleet(kafka_settings, tmp_path, "w1", relay=LONG_LIVED) as fleet:
         event = traffic(seconds=9, rate=1)[0].request
         async with RelayClient(settings=fleet.settings) as client:
             async with client.request("left", event.prefix, candidates=9) as left:

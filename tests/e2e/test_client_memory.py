@@ -9,7 +9,7 @@ from pathlib import Path
 
 from relaygr_stream.bus.topics import apply_topics
 from relaygr_stream.ops.brokers.local import local_broker
-from relaygr_stream.ops.children import settings_as_toml
+from relaygr_stream.ops.children import write_settings
 from relaygr_stream.settings.schema import Client, Kafka, Settings
 
 MIB = 1 << 20
@@ -75,10 +75,9 @@ async def test_while_the_broker_is_away_a_client_keeps_a_bounded_part_of_what_it
     async with local_broker("embedded", folder=tmp_path) as broker:
         kafka = broker.kafka_settings(Kafka(prefix="memory.", partitions=LANES))
         await apply_topics(kafka)
-        config = tmp_path / "settings.toml"
-        config.write_text(settings_as_toml(Settings(kafka=kafka, client=Client(timeout_ms=200))), encoding="utf-8")
+        config = write_settings(tmp_path / "settings.toml", Settings(kafka=kafka, client=Client(timeout_ms=200)))
         service = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", SERVICE, str(config), str(OFFERED_BYTES)),
+            *(sys.executable, "-c", SERVICE, config, str(OFFERED_BYTES)),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,  # aiokafka complains of each try to connect

@@ -21,7 +21,7 @@ from relaygr_stream.wire.codec import decode
 from relaygr_stream.wire.messages import RankingRequest
 from relaygr_stream.wire.records import Record, kind_of
 from relaygr_stream.wire.refusals import KIND, decode_refusals
-from tests.e2e.fleet import Fleet
+from tests.e2e.fleet import LONG_LIVED, Fleet
 from tests.waiting import until
 
 #: What a visit states. Even on a crowded machine, the trigger decides long before.
@@ -67,8 +67,7 @@ async def test_a_delegate_computes_and_ranks_and_a_dead_one_costs_a_full_inferen
     kafka_settings: Kafka, tmp_path: Path
 ) -> None:
     async with Fleet(kafka_settings, tmp_path) as fleet:
-        relay = msgspec.structs.replace(fleet.settings.relay, life_window_ms=60_000)
-        fleet.use(msgspec.structs.replace(fleet.settings, relay=relay))
+        fleet.use(msgspec.structs.replace(fleet.settings, relay=LONG_LIVED))
         fleet.start("trigger", "trigger")
         fleet.start("worker", "w1", "worker.pre_infer_share=0")  # its trigger refuses all of it as over_load
         fleet.start("worker", "w2")

@@ -13,7 +13,7 @@ import pytest
 
 from relaygr_stream.ops.brokers.distribution import free_ports
 from relaygr_stream.settings.schema import Kafka
-from tests.e2e.fleet import Fleet, traffic
+from tests.e2e.fleet import LONG_LIVED, Fleet, traffic
 from tests.waiting import until
 
 
@@ -35,8 +35,7 @@ async def ask(port: int, method: str, path: str, body: dict[str, Any] | None = N
 @pytest.mark.timeout(240)
 async def test_services_without_kafka_are_served_by_any_gateway(kafka_settings: Kafka, tmp_path: Path) -> None:
     async with Fleet(kafka_settings, tmp_path) as fleet:
-        relay = msgspec.structs.replace(fleet.settings.relay, life_window_ms=60_000)
-        fleet.use(msgspec.structs.replace(fleet.settings, relay=relay))
+        fleet.use(msgspec.structs.replace(fleet.settings, relay=LONG_LIVED))
         ports = free_ports(2)
         for number, port in enumerate(ports):
             fleet.start("gateway", f"g{number}", f"gateway.port={port}")

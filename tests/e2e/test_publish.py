@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from relaygr_stream.bus.topics import apply_topics
-from relaygr_stream.ops.children import settings_as_toml
+from relaygr_stream.ops.children import write_settings
 from relaygr_stream.settings.schema import Kafka, Settings
 from tests.e2e.fleet import serving_fleet
 
@@ -55,11 +55,10 @@ async def test_u_data_runs_from_file_to_hit_rate(embedded_settings: Kafka, tmp_p
 @pytest.mark.timeout(90)
 async def test_where_no_worker_runs_it_says_so(embedded_settings: Kafka, tmp_path: Path) -> None:
     await apply_topics(embedded_settings)
-    config = tmp_path / "settings.toml"
-    config.write_text(settings_as_toml(Settings(kafka=embedded_settings)), encoding="utf-8")
+    config = write_settings(tmp_path / "settings.toml", Settings(kafka=embedded_settings))
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "relaygr_stream", "replay", "--generate", "--requests", "2", "--rate", "50"),
-        *("--timeout", "0.1", "--config", str(config)),
+        *("--timeout", "0.1", "--config", config),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )

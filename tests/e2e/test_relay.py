@@ -11,10 +11,9 @@ from aiokafka.coordinator.protocol import ConsumerProtocolMemberAssignment
 
 from relaygr_stream.client import RelayClient
 from relaygr_stream.lab.workload.driver import drive
-from relaygr_stream.models.api import relative_deviation
 from relaygr_stream.settings.schema import Kafka
 from tests.conftest import AnyBroker
-from tests.e2e.fleet import Fleet, Results, hurried, serving_fleet, traffic
+from tests.e2e.fleet import Fleet, Results, check_relayed, hurried, serving_fleet, traffic
 from tests.waiting import until
 
 
@@ -58,15 +57,7 @@ async def test_a_worker_joins_and_one_leaves_under_load(
             assert not watch.done(), watch.exception()
             watch.cancel()
         assert set(relayed.by_id) == {item.request.request_id for item in items}
-        assert not relayed.errors()
-        assert not full.errors()
-        for request, result in relayed.by_id.items():
-            truth = full.by_id[request].scores
-            assert result.scores is not None
-            assert truth is not None
-            assert relative_deviation(result.scores, truth) <= 1e-5
-        hits = [r for key, r in relayed.by_id.items() if key in fleet.admitted and r.outcome != "full"]
-        assert hits, "no admitted request was served from a prefix hit"
+        check_relayed(fleet, relayed, full)
 
 
 @pytest.mark.timeout(240)

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from relaygr_stream.bus.topics import apply_topics
-from relaygr_stream.ops.children import probe, settings_as_toml
+from relaygr_stream.ops.children import probe, write_settings
 from relaygr_stream.settings.schema import Kafka
 from tests.e2e.fleet import TEST_SETTINGS
 from tests.ports import ports_in_a_row
@@ -50,11 +50,10 @@ class Up:
 @contextlib.asynccontextmanager
 async def up(kafka: Kafka, folder: Path, *arguments: str) -> AsyncIterator[Up]:
     await apply_topics(kafka)
-    config = folder / "settings.toml"
-    config.write_text(settings_as_toml(msgspec.structs.replace(TEST_SETTINGS, kafka=kafka)), encoding="utf-8")
+    config = write_settings(folder / "settings.toml", msgspec.structs.replace(TEST_SETTINGS, kafka=kafka))
     with (folder / "up.log").open("wb") as log:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "relaygr_stream", "up", "--config", str(config), *arguments),
+            *(sys.executable, "-m", "relaygr_stream", "up", "--config", config, *arguments),
             stdout=asyncio.subprocess.PIPE,
             stderr=log,
             # A proxy is no way to this machine's own processes.

@@ -16,12 +16,13 @@ from relaygr_stream.lab.workload.driver import Result, drive
 from relaygr_stream.lab.workload.items import WorkItem
 from relaygr_stream.ops.children import stop_all
 from relaygr_stream.settings.schema import Kafka
-from relaygr_stream.wire.messages import CostModel, LaneStatus, Timings, WorkerStatus
+from relaygr_stream.wire.messages import Timings, WorkerStatus
 from relaygr_stream.wire.records import HEADER_CORRELATION, HEADER_REPLY_PARTITION
 from tests.e2e.fleet import TEST_SETTINGS, serving_fleet, traffic
 from tests.faults.ledger import Copy, Ledger
 from tests.faults.truth import Truth
 from tests.faults.witness import Witness
+from tests.statuses import lane_statuses, worker_status
 
 ITEMS = traffic(seconds=1, rate=10)
 RANKING, LANE = "ranking", 3
@@ -45,12 +46,8 @@ def ended(item: WorkItem, *, error: str | None = None, request_id: str = "", ver
 
 
 def status(*, hbm: int = 10, pinned: int = 10, budget: int = 100, deviation: float = 0.0) -> WorkerStatus:
-    lane = LaneStatus(lane=0, budget_bytes=budget, pinned_bytes=pinned, pre_infer_offset=0, device_ms_per_s=1.0)
-    return WorkerStatus(
-        name="w1", incarnation=1, host="h", pid=1, sent_ms=1, state="serving", lanes=(lane,),
-        costs=CostModel(c0=0, c1=0, c2=0, c3=0), bytes_per_token=1, alloc_bytes=1, queue_ms=0, model_version="m1",
-        hbm_used_bytes=hbm, hbm_bytes=200, counters={"audit_deviation": deviation},
-    )  # fmt: skip
+    lanes, counters = lane_statuses([0], budget_bytes=budget, pinned_bytes=pinned), {"audit_deviation": deviation}
+    return worker_status("w1", lanes, model_version="m1", hbm_used_bytes=hbm, hbm_bytes=200, counters=counters)
 
 
 def healthy() -> Ledger:

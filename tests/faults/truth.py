@@ -24,8 +24,7 @@ class Truth:
         self._model = load_model(
             settings.model, settings.relay, device=torch.device("cpu"), dtype=torch.float32, kernels="torch"
         )
-        layout, capacity = self._model.layout, settings.relay.max_prefix_tokens
-        self._scratch = KVRegion(layout, torch.empty(capacity * layout.elements_per_token), capacity)
+        self._scratch = KVRegion.new(self._model.layout, settings.relay.max_prefix_tokens)
 
     @property
     def version(self) -> str:

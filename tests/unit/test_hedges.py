@@ -21,7 +21,7 @@ from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import RankingRequest, ScoreReply, WorkerStatus
 from tests.statuses import lane_statuses, worker_status
 from tests.unit.client_peers import PATIENCE_S, Responder, client_on, count, request, responder_on, scored
-from tests.waiting import until
+from tests.waiting import Clock, until
 
 LANES = 8
 OURS = lane_of("u", LANES)
@@ -238,34 +238,34 @@ def test_an_owner_that_a_dead_broker_kept_the_request_from_is_asked_on_another_l
 
 def test_an_owner_that_was_not_heard_yet_is_not_silent() -> None:
     """A new client has heard those who happened to speak first: it asked them what others' pinned KV were for."""
-    now = [100.0]
-    owners = OwnerDirectory(1000.0, clock=lambda: now[0])
-    hedges = Hedges(owners, 50.0, silence_ms=1000.0, clock=lambda: now[0])
+    clock = Clock(100.0)
+    owners = OwnerDirectory(1000.0, clock=clock)
+    hedges = Hedges(owners, 50.0, silence_ms=1000.0, clock=clock)
     owners.take(status("b", YOURS))
     assert hedges.why_unreachable(OURS) is None, "a may speak any moment"
-    now[0] += 0.5
+    clock.now += 0.5
     owners.take(status("a", MINE))
     assert hedges.why_unreachable(OURS) is None
-    now[0] += 0.9
+    clock.now += 0.9
     owners.take(status("b", YOURS))
     assert hedges.why_unreachable(OURS) is None
-    now[0] += 0.2
+    clock.now += 0.2
     assert hedges.why_unreachable(OURS) == "silent", "it spoke, and does not any more"
 
 
 def test_when_all_fall_silent_at_once_what_they_stated_last_counts() -> None:
     """It is their topic that stands still: a broker died. One that is silent alone is gone."""
-    now = [100.0]
-    owners = OwnerDirectory(1000.0, clock=lambda: now[0])
+    clock = Clock(100.0)
+    owners = OwnerDirectory(1000.0, clock=clock)
     hedges = Hedges(owners, 50.0, seed=1)
     for each in (status("a", MINE), status("b", YOURS)):
         owners.take(each)
-    now[0] += 0.9
+    clock.now += 0.9
     owners.take(status("b", YOURS))
-    now[0] += 0.9
+    clock.now += 0.9
     assert hedges.why_unreachable(OURS) == "silent", "b speaks, a does not"
-    now[0] += 0.9
+    clock.now += 0.9
     assert hedges.why_unreachable(OURS) is None, "nobody speaks: a is as good as b"
     assert hedges.other_lane(OURS, [OURS], [OURS]) in YOURS
-    now[0] += LAST_STATUS_MS / 1e3
+    clock.now += LAST_STATUS_MS / 1e3
     assert hedges.other_lane(OURS, [OURS], [OURS]) is None

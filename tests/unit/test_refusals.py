@@ -10,6 +10,7 @@ from relaygr_stream.errors import DecodeError
 from relaygr_stream.wire.messages import tenant_key
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.refusals import MAX_IDS, MAX_REQUESTS, Reasons, Refusal, encode_refusals
+from tests.waiting import Clock
 
 NOW_S = 1000.0
 
@@ -70,15 +71,15 @@ def test_a_delegate_is_told_once_and_to_its_tenant_alone(delegated: list[tuple[s
 
 
 def test_a_delegate_counts_for_the_life_window_and_the_newest_are_kept() -> None:
-    now = [NOW_S]
-    known = Reasons(2000.0, clock=lambda: now[0])
+    clock = Clock(NOW_S)
+    known = Reasons(2000.0, clock=clock)
     told = record(encode_refusals([Refusal("a", "delegated", "", "w"), Refusal("b", "delegated", "", "w")]))
     known.read(told, 100.0)
-    now[0] += 1.8
+    clock.now += 1.8
     assert known.take_delegate("a") == "w"
-    now[0] += 0.2
+    clock.now += 0.2
     assert known.take_delegate("b") == ""
-    now[0] = NOW_S
+    clock.now = NOW_S
     known.read(record(encode_refusals([Refusal("first", "delegated", "", "w")])), 0.0)
     for start in range(0, MAX_REQUESTS, MAX_IDS):
         ids = range(start, start + MAX_IDS)

@@ -7,7 +7,6 @@ Reloads from DRAM run beside the device and count as free, which only loosens th
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -15,7 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from relaygr_stream.lab.bench.modes import Mode
+from relaygr_stream.lab.bench.search import bisected
 from relaygr_stream.lab.bench.statistics import QUANTILE
+from relaygr_stream.lab.quantiles import nearest_rank
 from relaygr_stream.lab.workload.traffic import Spread
 from relaygr_stream.wire.messages import CostModel
 
@@ -93,17 +94,7 @@ def most_length(
         alone = RequestCost.of(costs, replace(traffic, length=length, spread=None)).full
         return rate <= most_rate(mode, cost, traffic.revisit, workers) and (not first or alone <= slack)
 
-    return _longest(fits, longest)
-
-
-def _longest(fits: Callable[[float], bool], longest: int) -> float:
-    low, high = 0.0, float(longest)
-    if fits(high):
-        return high
-    for _ in range(40):
-        middle = (low + high) / 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    return float(longest) if fits(longest) else bisected(fits, 0.0, longest, 40)
 
 
 def revisit_matters(mode: Mode, revisit: float) -> bool:
@@ -138,13 +129,10 @@ def predicted_rate(
     slack = slack_ms(mode, traffic, slo_ms) - bus_ms
 
     def in_time(busy: float) -> bool:
-        return float(np.quantile(waits_of(gaps * service.mean() / busy, service) + service, QUANTILE)) <= slack
+        return nearest_rank(waits_of(gaps * service.mean() / busy, service) + service, QUANTILE) <= slack
 
-    low, high = 0.0, 1.0  # share of the device's time
-    for _ in range(20):
-        middle = (low + high) / 2
-        low, high = (middle, high) if in_time(middle) else (low, middle)
-    return max(least_busy, low) * 1e3 * workers / float(service.mean())
+    busy = bisected(in_time, 0.0, 1.0, 20)  # share of the device's time
+    return max(least_busy, busy) * 1e3 * workers / float(service.mean())
 
 
 def waits_of(gaps: npt.NDArray[np.float64], service: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
@@ -164,11 +152,9 @@ def predicted_length(
     longest: int,
 ) -> float:
     """An estimate of the largest length at a given rate: where `predicted_rate` falls below the rate."""
-    low, high = 1.0, float(longest)
-    for _ in range(12):
-        length = (low + high) / 2
+
+    def enough(length: float) -> bool:
         shaped = replace(traffic, length=length)
-        cost = RequestCost.of(costs, shaped)
-        enough = predicted_rate(mode, cost, shaped, slo_ms, bus_ms, workers) >= rate
-        low, high = (length, high) if enough else (low, length)
-    return low
+        return predicted_rate(mode, RequestCost.of(costs, shaped), shaped, slo_ms, bus_ms, workers) >= rate
+
+    return bisected(enough, 1.0, longest, 12)

@@ -17,7 +17,9 @@ import numpy.typing as npt
 
 from relaygr_stream.lab.bench.modes import Mode
 from relaygr_stream.lab.bench.options import DELAY_SIGMA
+from relaygr_stream.lab.bench.search import bisected
 from relaygr_stream.lab.bench.statistics import QUANTILE
+from relaygr_stream.lab.quantiles import nearest_rank
 from relaygr_stream.lab.simulate.costs import DeviceCosts
 from relaygr_stream.lab.workload.arrivals import ArrivalLog
 
@@ -60,12 +62,12 @@ class Shape:
         return np.asarray(e0 + (self.rows + more) * (e1 + e2 * lengths))
 
 
-def largest_rate(mode: Mode, costs: DeviceCosts, shape: Shape, seed: int = 0, log: ArrivalLog | None = None) -> float:
+def largest_rate(mode: Mode, costs: DeviceCosts, shape: Shape, log: ArrivalLog | None = None) -> float:
     """The largest rate (requests/s) whose P99 is within the SLO; 0 if none is.
 
     The same arrivals serve every rate and every mode: Poisson, or those of a log again and again.
     """
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     gaps, returns = rng.exponential(size=REQUESTS), rng.random(REQUESTS) < (shape.revisit if mode.keeps else 0.0)
     if log is not None:
         gaps = np.resize(log.gaps, REQUESTS)
@@ -88,13 +90,9 @@ def largest_rate(mode: Mode, costs: DeviceCosts, shape: Shape, seed: int = 0, lo
         else:
             latency = first_come(arrivals, prefix + hit, shape.workers)
         judged = latency[int(SETTLING * len(latency)) :]
-        return float(np.quantile(judged, QUANTILE, method="inverted_cdf")) <= shape.slo_ms
+        return nearest_rank(judged, QUANTILE) <= shape.slo_ms
 
-    low, high = 0.0, 1.0
-    for _ in range(HALVINGS):
-        middle = (low + high) / 2
-        low, high = (middle, high) if in_time(middle * capacity) else (low, middle)
-    return low * capacity
+    return capacity * bisected(lambda busy: in_time(busy * capacity), 0.0, 1.0, HALVINGS)
 
 
 def first_come(arrivals: Floats, service: Floats, servers: int) -> Floats:

@@ -78,11 +78,16 @@ def render_page(report: SloReport) -> str:
         _section("Tiers", "", _grid(plots.tiers(report))),
         _section("Conditions", "", _conditions(report)),
     ]
+    return page_html("relaygr bench slo", body)
+
+
+def page_html(title: str, parts: Sequence[str]) -> str:
+    """The whole page. parts: HTML."""
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>relaygr bench slo</title><style>{STYLE}</style></head>"
-        f"<body><main>{''.join(body)}</main></body></html>\n"
+        f"<title>{title}</title><style>{STYLE}</style></head>"
+        f"<body><main>{''.join(parts)}</main></body></html>\n"
     )
 
 

@@ -14,9 +14,10 @@ from zlib import crc32
 import msgspec
 import numpy as np
 
+from relaygr_stream.client import RelayClient
 from relaygr_stream.lab.bench.capacity import most_rate
 from relaygr_stream.lab.bench.cells import World
-from relaygr_stream.lab.bench.modes import RELAY, Mode
+from relaygr_stream.lab.bench.modes import FULL, RELAY, Mode
 from relaygr_stream.lab.bench.options import SloOptions
 from relaygr_stream.lab.bench.pipeline import Pipeline
 from relaygr_stream.lab.workload.driver import drive
@@ -28,6 +29,8 @@ from relaygr_stream.wire.topic_files import lane_of
 
 #: Tokens of a user, to which the options' number of known users refers.
 USERS_TOKENS: Final = 512
+#: Requests of each kind before the first probe of a run.
+WARM_UP_REQUESTS: Final = 20
 #: Users are introduced at this share of the device's capacity, so that no queue grows.
 FILL_SHARE: Final = 0.6
 FILL_TIMEOUT_S: Final = 10.0
@@ -36,6 +39,11 @@ FILL_TIMEOUT_S: Final = 10.0
 SETTLE_SHARE: Final = 0.3
 
 M = TypeVar("M", RequestEvent, RankingRequest)
+
+
+def known_users(known: int, length: int, revisit: float) -> int:
+    """How many users of this length have as many tokens as `known` users of USERS_TOKENS; 0 where nobody returns."""
+    return 0 if revisit == 0 else max(8, round(known * USERS_TOKENS / length))
 
 
 class Hot(NamedTuple):
@@ -130,8 +138,7 @@ class Populations:
 
     async def _make(self, length: int, revisit: float, world: World, *, alone: bool) -> Population:
         options = self._options
-        # The same number of tokens in all, whatever the length.
-        known = 0 if revisit == 0 else max(8, round(options.known * USERS_TOKENS / length))
+        known = known_users(options.known, length, revisit)
         traffic = GeneratorOptions(
             rate=1.0,
             users=options.users,
@@ -170,3 +177,14 @@ class Populations:
     ) -> None:
         items = population.take(rate, count=count, until=until)
         await drive(self._pipeline.client, items, announce=announce, timeout=FILL_TIMEOUT_S)
+
+
+async def warm_up(client: RelayClient, population: Population, rate: float, tell: Callable[[str], object]) -> None:
+    """A run's first requests, with full inference and with the relay: workers fit their costs from them.
+
+    tell(line): shows progress.
+    """
+    for mode in (FULL, RELAY):
+        tell(f"warming up: {mode.words} …")
+        items = population.take(rate, count=WARM_UP_REQUESTS)
+        await drive(client, items, mode=mode.request, announce=mode.announce, timeout=FILL_TIMEOUT_S)

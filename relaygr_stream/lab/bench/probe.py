@@ -26,8 +26,8 @@ from relaygr_stream.lab.bench.modes import Mode
 from relaygr_stream.lab.bench.pipeline import Pipeline
 from relaygr_stream.lab.bench.populations import Population
 from relaygr_stream.lab.bench.results import DEVICE_WORK, STAGES, Probe, Spread
-from relaygr_stream.lab.bench.statistics import STAGES_AT_MOST, allowed_bad, passes
-from relaygr_stream.lab.demo.report import quantile
+from relaygr_stream.lab.bench.statistics import QUANTILE, STAGES_AT_MOST, allowed_bad, passes
+from relaygr_stream.lab.quantiles import nearest_rank, quantile
 from relaygr_stream.lab.workload.driver import Result, drive
 from relaygr_stream.lab.workload.items import WorkItem
 from relaygr_stream.wire.messages import MISSES
@@ -163,7 +163,7 @@ def _sent(results: Sequence[Result], since: float) -> float | None:
 
 
 def _p99(latencies: Sequence[float]) -> float | None:
-    return sorted(latencies)[-1 - allowed_bad(len(latencies))] if latencies else None
+    return nearest_rank(latencies, QUANTILE) if latencies else None
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from relaygr_stream.lab.bench.statistics import QUANTILE, bad_share_bounds, passes
-from relaygr_stream.lab.demo.report import quantile
+from relaygr_stream.lab.quantiles import quantile
 
 #: The stages of a ranking, in order; their times add up to its latency.
 STAGES: Final[dict[str, str]] = {

@@ -15,25 +15,26 @@ from relaygr_stream.bus.producer import Outgoing
 from relaygr_stream.bus.topics import lane_of
 from relaygr_stream.client import RelayClient
 from relaygr_stream.client.connection import Connection
-from relaygr_stream.lab.policies import NO_MORE_HOPS, Route
+from relaygr_stream.lab.policies import Route
 from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.messages import RankingRequest, ScoreReply, WorkerStatus
+from relaygr_stream.worker.forwarding import MOST_HOPS
 
 
 class RoutedClient(RelayClient):
-    """A RelayClient whose rankings go where `route` says. seed: of its choices among equals."""
+    """A RelayClient whose rankings go where `route` says."""
 
-    def __init__(self, *given: Any, seed: int = 0, **named: Any) -> None:
+    def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
         self.route: Route = "owner"
-        self._random = random.Random(seed)
+        self._random = random.Random(0)
         self._waiting: Counter[str] = Counter()  # rankings at each worker
 
     async def _ask(self, connection: Connection, request: RankingRequest, message: Outgoing) -> ScoreReply:
         if self.route == "owner":
             return await super()._ask(connection, request, message)
         name, lane = self._place(request)
-        stays = message._replace(value=encode(msgspec.structs.replace(request, hops=NO_MORE_HOPS)))
+        stays = message._replace(value=encode(msgspec.structs.replace(request, hops=MOST_HOPS)))
         self._waiting[name] += 1
         try:
             return await connection.rank(request, stays, lane)

@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -26,14 +25,13 @@ from relaygr_stream.lab.bench.interference import OTHERS_CORES, CpuTimes, distur
 from relaygr_stream.lab.bench.modes import FULL, RELAY, Mode, apply_mode, grouped
 from relaygr_stream.lab.bench.options import SloOptions
 from relaygr_stream.lab.bench.pipeline import Pipeline, memory_over_time
-from relaygr_stream.lab.bench.populations import Populations
+from relaygr_stream.lab.bench.populations import Populations, warm_up
 from relaygr_stream.lab.bench.probe import Judgement, Measured, run_probe
 from relaygr_stream.lab.bench.progress import Progress
 from relaygr_stream.lab.bench.results import Memory, Probe
 from relaygr_stream.lab.bench.wakes import Wakes
-from relaygr_stream.lab.bench.warm_up import warm_up
+from relaygr_stream.lab.processes import cluster
 from relaygr_stream.ops.brokers.distribution import LASTING_RELAY
-from relaygr_stream.ops.brokers.local import local_broker
 from relaygr_stream.settings.schema import Settings
 
 #: Rate of the first requests, as a share of the capacity by the first fit, which may be wrong by a factor of four.
@@ -96,10 +94,12 @@ class Bench:
         # Beside the reports, so that nothing outside the user's folder remains, even after a crash.
         with tempfile.TemporaryDirectory(prefix=".bench-", dir=out, ignore_cleanup_errors=True) as name:
             folder = Path(name)
-            async with self.wakes, self._cluster(folder) as connected:
-                settings = connected
+            broker = cluster(self.options.broker, self.settings, folder, LASTING_RELAY, self.progress.say)
+            async with self.wakes, broker as (settings, self.about["broker"]):
+                if self.options.broker == "kafka":
+                    await compile_broker(settings.kafka, self.progress.say)
                 if self.fleet is not None:
-                    settings = self.settings = self.fleet.settings(connected, folder)
+                    settings = self.settings = self.fleet.settings(settings, folder)
                 for repeat in range(self.options.repeats):
                     await self._repeat(repeat, settings, folder)
 
@@ -129,22 +129,6 @@ class Bench:
             raise ConfigError(f"mix = …:{options.mix.tokens:g}: must be at most {longest}, as the length")
         if beyond := relay.beyond(suffix=options.suffix, candidates=options.candidates):
             raise ConfigError(beyond)
-
-    @asynccontextmanager
-    async def _cluster(self, folder: Path) -> AsyncIterator[Settings]:
-        if self.options.broker is None:
-            self.about["broker"] = f"cluster at {self.settings.kafka.bootstrap}"
-            yield self.settings
-            return
-        self.about["broker"] = (
-            "embedded broker (Tansu)" if self.options.broker == "embedded" else "Apache Kafka, one node"
-        )
-        self.progress.say(f"starting the {self.about['broker']} …")
-        async with local_broker(self.options.broker, folder=folder, node=LASTING_RELAY) as broker:
-            settings = msgspec.structs.replace(self.settings, kafka=broker.kafka_settings(self.settings.kafka))
-            if self.options.broker == "kafka":
-                await compile_broker(settings.kafka, self.progress.say)
-            yield settings
 
     async def _repeat(self, repeat: int, settings: Settings, folder: Path) -> None:
         for cell in self.cells:

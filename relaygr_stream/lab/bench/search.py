@@ -1,4 +1,4 @@
-"""Searches the largest value that passes, with few probes, which are noisy and expensive.
+"""Searches the largest value that passes, with few probes, which are noisy and expensive; and by plain bisection.
 
 A bracketing search on a logarithmic scale: step outwards from a guess until one value passes and a larger one fails,
 then bisect until they are within the tolerance, or where values are whole blocks, next to each other.
@@ -7,6 +7,7 @@ then bisect until they are within the tolerance, or where values are whole block
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -81,3 +82,12 @@ class Search:
 
     def _whole(self, value: float) -> float:
         return round(value / self.block) * self.block if self.block else value
+
+
+def bisected(fits: Callable[[float], bool], low: float, high: float, halvings: int) -> float:
+    """The largest value within low…high that fits, from below, where all up to some limit do: the limit to within
+    (high - low) / 2^halvings. `low` and `high` are not tried."""
+    for _ in range(halvings):
+        middle = (low + high) / 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

@@ -8,11 +8,14 @@ same: at most 1 % of the requests are bad.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Final
+
+from relaygr_stream.lab.bench.search import bisected
 
 #: The quantile that the SLO is about.
 QUANTILE: Final = 0.99
+#: Halvings of the interval of a share: nearly double precision.
+HALVINGS: Final = 50
 #: Most stages of a probe, unless a run says otherwise.
 STAGES_AT_MOST: Final = 3
 
@@ -37,13 +40,13 @@ def samples_for(confidence: float) -> int:
     return math.ceil(math.log(1 - confidence) / math.log(QUANTILE))
 
 
-def bad_share_bounds(requests: int, bad: int, confidence: float = 0.95) -> tuple[float, float]:
-    """The two-sided Clopper–Pearson interval of the true share of bad requests."""
+def bad_share_bounds(requests: int, bad: int) -> tuple[float, float]:
+    """The two-sided Clopper–Pearson interval, at 95 %, of the true share of bad requests."""
     if requests == 0:
         return 0.0, 1.0
-    tail = (1 - confidence) / 2
-    low = 0.0 if bad == 0 else _solve(lambda p: 1 - _at_most(bad - 1, requests, p), tail, rising=True)
-    high = 1.0 if bad == requests else _solve(lambda p: _at_most(bad, requests, p), tail, rising=False)
+    tail = (1 - 0.95) / 2
+    low = 0.0 if bad == 0 else bisected(lambda p: 1 - _at_most(bad - 1, requests, p) < tail, 0.0, 1.0, HALVINGS)
+    high = 1.0 if bad == requests else bisected(lambda p: _at_most(bad, requests, p) >= tail, 0.0, 1.0, HALVINGS)
     return low, high
 
 
@@ -59,15 +62,3 @@ def _at_most(count: int, requests: int, share: float) -> float:
         choose = math.lgamma(requests + 1) - math.lgamma(k + 1) - math.lgamma(requests - k + 1)
         total += math.exp(choose + k * log_p + (requests - k) * log_q)
     return min(1.0, total)
-
-
-def _solve(function: Callable[[float], float], target: float, *, rising: bool) -> float:
-    """The share at which a monotone function crosses the target; 50 halvings reach nearly double precision."""
-    low, high = 0.0, 1.0
-    for _ in range(50):
-        middle = (low + high) / 2
-        if (function(middle) < target) == rising:
-            low = middle
-        else:
-            high = middle
-    return (low + high) / 2

@@ -18,7 +18,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from relaygr_stream.lab.demo.report import quantile
+from relaygr_stream.lab.quantiles import quantile
 from relaygr_stream.ops.status.odd import lane_ranges
 from relaygr_stream.telemetry.printable import SafeConsole, printable
 from relaygr_stream.wire.messages import Outcome, WorkerStatus

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from relaygr_stream.errors import ConfigError
-from relaygr_stream.lab.demo.report import PREPARED_WORDS, DemoResult, hit_share, quantile, quantile_name
+from relaygr_stream.lab.demo.report import PREPARED_WORDS, DemoResult, hit_share
 from relaygr_stream.lab.drawing import (
     BLUE,
     GREEN,
@@ -26,6 +26,7 @@ from relaygr_stream.lab.drawing import (
     can_draw,
     log_ticks,
 )
+from relaygr_stream.lab.quantiles import quantile, quantile_name
 from relaygr_stream.lab.workload.report import HITS, OUTCOMES
 
 if TYPE_CHECKING:

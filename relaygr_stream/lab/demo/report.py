@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from relaygr_stream.lab.quantiles import quantile, quantile_name
 from relaygr_stream.lab.workload.metrics import DEFAULT_K, Quality
 from relaygr_stream.lab.workload.report import HITS, OUTCOMES, admission_text
 from relaygr_stream.wire.messages import Outcome
@@ -61,21 +61,6 @@ class DemoResult:
     wall_s: float
     processes: dict[str, int | None] = field(default_factory=dict)  # exit code by process; None: still running
     notes: Sequence[str] = ()  # remarks for a reader of the numbers
-
-
-def quantile(values: Sequence[float], q: float) -> float | None:
-    """The q quantile by nearest rank: the smallest observed value that at least a share q of the values do not exceed.
-
-    None if there are fewer than 1/(1 - q) values: none of them would lie beyond the quantile.
-    """
-    if len(values) * (1 - q) < 1 - 1e-9:
-        return None
-    return sorted(values)[max(0, math.ceil(q * len(values) - 1e-9) - 1)]
-
-
-def quantile_name(q: float) -> str:
-    """P50, P99.9, …"""
-    return f"P{100 * q:g}"
 
 
 def hit_share(result: DemoResult) -> float | None:

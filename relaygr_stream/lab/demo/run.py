@@ -11,8 +11,8 @@ import asyncio
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
@@ -29,14 +29,14 @@ from relaygr_stream.lab.demo.live import LiveState, LiveView
 from relaygr_stream.lab.demo.plot import save_plot
 from relaygr_stream.lab.demo.report import PREPARED_WORDS, DemoResult, render_table, verdict
 from relaygr_stream.lab.demo.traffic import MEDIAN_TOKENS, NEWEST, WARM_UP_S, Requests, by_reference, requests_of
-from relaygr_stream.lab.processes import start_relay, wait_for_lanes
+from relaygr_stream.lab.processes import cluster, start_relay, wait_for_lanes
 from relaygr_stream.lab.workload.driver import DriveSummary, Result, drive
 from relaygr_stream.lab.workload.items import WorkItem
 from relaygr_stream.lab.workload.metrics import Quality, QualityMeter
 from relaygr_stream.models.api import relative_deviation
 from relaygr_stream.models.loading import checkpoint_folder, read_config
 from relaygr_stream.ops.brokers.distribution import BRIEF_RELAY
-from relaygr_stream.ops.brokers.local import local_broker
+from relaygr_stream.ops.brokers.local import BrokerKind
 from relaygr_stream.ops.children import Child, stop_all
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.settings.worker import Model
@@ -58,7 +58,7 @@ class DemoOptions:
     broker: None: kafka.bootstrap names a running cluster. events: a user's log; None: generated requests.
     """
 
-    broker: Literal["embedded", "kafka"] | None
+    broker: BrokerKind | None
     seconds: float
     rate: float
     seed: int
@@ -88,9 +88,9 @@ class Seen:
             self.live.worker(status)
 
 
-async def run_demo(options: DemoOptions, settings: Settings, console: Console | None = None) -> int:
+async def run_demo(options: DemoOptions, settings: Settings) -> int:
     """Run the demo; returns the exit code. Raises RelayError if it cannot run."""
-    console = console or SafeConsole()
+    console = SafeConsole()
     started = time.monotonic()
     # In a thread, so that a long log can be stopped.
     requests = await asyncio.to_thread(
@@ -102,8 +102,8 @@ async def run_demo(options: DemoOptions, settings: Settings, console: Console | 
         folder = Path(name)
         if options.by_reference:
             requests, settings = await _stored(requests, settings, folder)
-        async with _cluster(options, settings, folder, console) as (reachable, broker):
-            result = await _play(options, requests, reachable, folder, broker, console)
+        async with cluster(options.broker, settings, folder, BRIEF_RELAY, console.print) as (connected, broker):
+            result = await _play(options, requests, connected, folder, broker, console)
     result.wall_s = time.monotonic() - started
     console.print(render_table(result))
     save_plot(result, options.out)
@@ -121,20 +121,6 @@ async def _stored(requests: Requests, settings: Settings, folder: Path) -> tuple
         await store.close()
     history = msgspec.structs.replace(settings.history, store=f"sqlite:{path}")
     return requests._replace(relayed=relayed), msgspec.structs.replace(settings, history=history)
-
-
-@asynccontextmanager
-async def _cluster(
-    options: DemoOptions, settings: Settings, folder: Path, console: Console
-) -> AsyncIterator[tuple[Settings, str]]:
-    """Start the chosen broker: (settings with its address, its name for the report)."""
-    if options.broker is None:
-        yield settings, f"cluster at {settings.kafka.bootstrap}"
-        return
-    name = "embedded broker (Tansu)" if options.broker == "embedded" else "Apache Kafka, one node"
-    console.print(f"starting the {name} …")
-    async with local_broker(options.broker, folder=folder, node=BRIEF_RELAY) as broker:
-        yield msgspec.structs.replace(settings, kafka=broker.kafka_settings(settings.kafka)), name
 
 
 async def _play(
@@ -227,10 +213,6 @@ def _result(
     codes: dict[str, int],
 ) -> DemoResult:
     answered = {key: result for key, result in relay.items() if result.outcome is not None}
-    errors: dict[str, int] = {}
-    for result in [*relay.values(), *full.values(), *newest.values()]:
-        if result.error is not None:
-            errors[result.error] = errors.get(result.error, 0) + 1
     admitted = {key for key in relay if key in seen.admitted}
     hits = {key for key in admitted if key in answered and answered[key].outcome not in MISSES}
     deviations = [
@@ -248,7 +230,7 @@ def _result(
         requests=len(relay) + len(full) + len(newest),
         announced=len(relay),
         answered=sum(one.outcome is not None for phase in (relay, full, newest) for one in phase.values()),
-        errors=errors,
+        errors=Counter(one.error for phase in (relay, full, newest) for one in phase.values() if one.error is not None),
         admissions=Counter(one.ranking.admission for one in answered.values() if one.ranking is not None),
         admitted=len(admitted),
         admitted_hits=len(hits),

@@ -132,7 +132,7 @@ def build(
     wake: Callable[[], None],
     policy: MakePolicy = CostAwarePolicy,
 ) -> WorkerRuntime:
-    """As worker.build.build, with an emulated device. Raises ConfigError where the model is none."""
+    """As engine.build.build, with an emulated device. Raises ConfigError where the model is none."""
     worker = settings.worker
     executor = load_executor(settings)
     model = executor.model

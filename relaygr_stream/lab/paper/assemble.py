@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from rich.console import Console
 
 from relaygr_stream.lab.bench.charts import line_file
 from relaygr_stream.lab.bench.lengths import FULL_SHARE, costs_named
@@ -28,9 +27,9 @@ from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.printable import SafeConsole, print_table
 
 
-async def run_paper(options: PaperOptions, settings: Settings, command: str, console: Console | None = None) -> bool:
+async def run_paper(options: PaperOptions, settings: Settings, command: str) -> bool:
     """Measure, print and write the reports; returns whether no target was missed. Raises RelayError."""
-    console = console or SafeConsole()
+    console = SafeConsole()
     costs = costs_named(options.costs)
     planned = curves(options.quick, options.arrivals)
     record = Record(options.out, _fixed(options, settings, costs), only_read=options.only == "report")

@@ -18,6 +18,7 @@ from relaygr_stream.lab.paper.readings import (
     ALIKE,
     PLACES,
     differences,
+    find,
     in_both,
     length_at,
     point_at,
@@ -211,10 +212,7 @@ def _ablations(points: Sequence[Point]) -> Iterator[Verdict]:
             states: set[State] = set()
             parts = []
             for regime, setup in REGIMES.items():
-                mine, other = (
-                    next((each for each in points if (each.mode, each.setup, each.where) == (one, setup, where)), None)
-                    for one in (RELAY.name, name)
-                )
+                mine, other = (find(points, setup, one, where) for one in (RELAY.name, name))
                 if mine is None or other is None or not (mine.value or other.value) or not other.settled:
                     continue
                 ratio = (mine.value or 0.0) / other.value if other.value else math.inf
@@ -260,10 +258,7 @@ def _delegation(points: Sequence[Point]) -> Verdict:
         parts = []
         for load, share in ((DELEGATED_LOAD, DELEGATED_SHARE), (LOW_LOAD, 1 + NOISE)):
             setup = Setup(revisit=0.0, load=load)
-            with_it, without = (
-                next((each for each in points if (each.mode, each.setup, each.where) == (mode, setup, where)), None)
-                for mode in (RELAY.name, UNDELEGATED.name)
-            )
+            with_it, without = (find(points, setup, mode.name, where) for mode in (RELAY, UNDELEGATED))
             mine, other = (None if one is None else one.shown("p99") for one in (with_it, without))
             if mine is None or other is None:
                 continue

@@ -13,10 +13,10 @@ from relaygr_stream.lab.bench.progress import Progress
 from relaygr_stream.lab.bench.results import Memory, Probe
 from relaygr_stream.lab.bench.run import Bench
 from relaygr_stream.lab.bench.statistics import fewest_samples
-from relaygr_stream.lab.demo.report import quantile
 from relaygr_stream.lab.paper.plan import PaperOptions
 from relaygr_stream.lab.paper.results import TIERS, Outcome, summed
 from relaygr_stream.lab.paper.setup import GIB, GROWTH, MOST_RATE, SUFFIX, USERS, Setup, tide_s
+from relaygr_stream.lab.quantiles import quantile
 from relaygr_stream.lab.simulate.costs import DeviceCosts
 from relaygr_stream.lab.workload.items import StageDelay
 from relaygr_stream.lab.workload.traffic import Tide

@@ -98,13 +98,16 @@ def length_at(points: Sequence[Point], mode: str, revisit: float, where: Where, 
     return math.inf if known[-1][0] == GRID[-1] else math.nan
 
 
+def find(points: Sequence[Point], setup: Setup, mode: str, where: Where) -> Point | None:
+    """A mode's point in a setup."""
+    return next((one for one in points if (one.setup, one.mode, one.where) == (setup, mode, where)), None)
+
+
 def point_at(points: Sequence[Point], mode: str, share: float, revisit: float, where: Where) -> Point | None:
     """A mode's point at a length. Full inference is the same at every revisit ratio, and measured at one."""
-    wanted = Setup(share=share, revisit=revisit)
-    some = [one for one in points if (one.mode, one.where) == (mode, where)]
-    exact = next((one for one in some if one.setup == wanted), None)
+    exact = find(points, Setup(share=share, revisit=revisit), mode, where)
     if exact is None and mode in (FULL_LANE.name, FULL_ANY.name):
-        return next((one for one in some if one.setup == Setup(share=share)), None)
+        return find(points, Setup(share=share), mode, where)
     return exact
 
 

@@ -13,11 +13,11 @@ from rich.table import Table
 from rich.text import Text
 
 from relaygr_stream.lab.bench.charts import line_chart
-from relaygr_stream.lab.bench.page import STYLE, table_html
+from relaygr_stream.lab.bench.page import page_html, table_html
 from relaygr_stream.lab.paper.drawings import drawings
 from relaygr_stream.lab.paper.judge import judge
 from relaygr_stream.lab.paper.plan import Curve
-from relaygr_stream.lab.paper.readings import differences, headline
+from relaygr_stream.lab.paper.readings import differences, find, headline
 from relaygr_stream.lab.paper.results import Outcome, PaperReport, Point, points
 from relaygr_stream.lab.paper.setup import Setup
 from relaygr_stream.lab.paper.tables import tables
@@ -63,21 +63,13 @@ def _rows(curve: Curve, known: Sequence[Point]) -> list[list[Any]]:
     rows = []
     for step in curve.steps:
         for mode in step.modes:
-            one = next((p for p in known if (p.setup, p.mode, p.where) == (step.setup, mode.name, step.where)), None)
-            for what in shown if one is not None else ():
-                assert one is not None
+            one = find(known, step.setup, mode.name, step.where)
+            if one is None:
+                continue
+            x, by = getattr(one.setup, curve.x), getattr(one.setup, curve.by)
+            for what in shown:
                 value = one.shown(what) or (None, None, None)
-                rows.append(
-                    [
-                        getattr(one.setup, curve.x),
-                        getattr(one.setup, curve.by),
-                        one.mode,
-                        one.where,
-                        what,
-                        *value,
-                        one.oracle,
-                    ]
-                )
+                rows.append([x, by, one.mode, one.where, what, *value, one.oracle])
     return rows
 
 
@@ -155,12 +147,7 @@ def page(report: PaperReport, planned: Sequence[Curve]) -> str:
         "<h2>Conditions</h2>",
         table_html(("", ""), facts, wide=True),
     ]
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>relaygr bench paper</title><style>{STYLE}</style></head>"
-        f"<body><main>{''.join(parts)}</main></body></html>\n"
-    )
+    return page_html("relaygr bench paper", parts)
 
 
 def as_json(report: PaperReport) -> bytes:

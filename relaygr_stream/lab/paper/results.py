@@ -61,16 +61,6 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     bus_ms: list[float] = []  # P50 and P99 of the bus both ways over the passing probes; empty: too few
     code: str = ""  # digest of the package that found it
 
-    @property
-    def passing(self) -> list[Probe]:
-        """The probes that count and passed."""
-        return [probe for probe in self.probes if probe.passed and not probe.set_aside]
-
-    @property
-    def best(self) -> Probe | None:
-        """The passing probe with the largest rate."""
-        return max(self.passing, key=lambda probe: probe.rate, default=None)
-
 
 class Point(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One mode in one setup, over the repeats or seeds."""

@@ -9,7 +9,6 @@ import msgspec
 
 from relaygr_stream.lab.bench.lengths import grid_length
 from relaygr_stream.lab.bench.oracle import Shape
-from relaygr_stream.lab.bench.populations import USERS_TOKENS
 from relaygr_stream.lab.simulate.costs import DeviceCosts
 from relaygr_stream.lab.workload.traffic import Mix
 from relaygr_stream.settings.schema import Settings
@@ -71,10 +70,6 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def mix(self, costs: DeviceCosts, slo_ms: float) -> Mix | None:
         """The short majority; None: all users are long."""
         return None if self.long >= 1 else Mix(1 - self.long, grid_length(costs, slo_ms, SHORT_SHARE))
-
-    def known_users(self, length: int) -> int:
-        """The same number of tokens in all, whatever the length; 0 where nobody returns (populations.py)."""
-        return 0 if self.revisit == 0 else max(8, round(self.known * USERS_TOKENS / length))
 
     def costs(self, costs: DeviceCosts) -> DeviceCosts:
         """The costs of its devices."""

@@ -14,6 +14,7 @@ import torch
 from relaygr_stream.lab.bench.dilation import dilated
 from relaygr_stream.lab.bench.modes import Mode, apply_mode
 from relaygr_stream.lab.bench.options import DELAY_SIGMA
+from relaygr_stream.lab.bench.populations import known_users
 from relaygr_stream.lab.bench.probe import TIMEOUT_SLOS
 from relaygr_stream.lab.bench.run import LANES_PER_WORKER
 from relaygr_stream.lab.bench.search import Search
@@ -104,7 +105,7 @@ class Simulation:
         setup, factor = self.setup, self.factor
         slo_ms, dilated_rate = self.settings.relay.slo_ms, rate / factor
         length = setup.length(self.costs, slo_ms)
-        known, judged = setup.known_users(length), float(REQUESTS)
+        known, judged = known_users(setup.known, length, setup.revisit), float(REQUESTS)
         warm = WARM_UP + ROUNDS * known / max(setup.revisit, 0.1)
         if self.log is not None:
             warm = LOG_WARM_UP * len(self.log.times)

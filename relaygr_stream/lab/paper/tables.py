@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 
 from relaygr_stream.lab.bench.modes import ABLATIONS, BASELINES, FLEET_MODES, RELAY
 from relaygr_stream.lab.paper.plan import AT_LOADS, REGIMES
-from relaygr_stream.lab.paper.readings import PLACES
+from relaygr_stream.lab.paper.readings import PLACES, find
 from relaygr_stream.lab.paper.results import TIERS, PaperReport, Point
 from relaygr_stream.lab.workload.report import HITS
 
@@ -36,9 +36,7 @@ def table_rows(report: PaperReport) -> list[tuple[str, ...]]:
     measured = [one for one in report.points if one.where == "fleet" and one.given is None]
     rows: list[tuple[str, ...]] = []
     for one in sorted(measured, key=lambda one: (one.setup.words, order.index(one.mode))):
-        simulated = next(
-            (p for p in report.points if (p.where, p.setup, p.mode) == ("simulated", one.setup, one.mode)), None
-        )
+        simulated = find(report.points, one.setup, one.mode, "simulated")
         least = "" if one.settled else "≥ "
         low, high = one.interval or (None, None)
         other = simulated.value if simulated is not None and simulated.settled and one.settled else None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Final, cast
 
 import numpy as np
@@ -107,8 +108,7 @@ def calibrate(settings: Settings, length: int, rows: int, rounds: int = ROUNDS) 
         )
     longest = min(settings.relay.max_prefix_tokens, 2 * length)
     layout = model.layout
-    storage = torch.zeros(layout.elements(longest), dtype=layout.dtype, device=device)
-    region = KVRegion(layout, storage, longest)
+    region = KVRegion.new(layout, longest, device=device)
     executor.warm_up(region)
     extends, scores = Samples(), Samples()
     rng = np.random.default_rng(settings.model.seed)
@@ -123,7 +123,7 @@ def calibrate(settings: Settings, length: int, rows: int, rounds: int = ROUNDS) 
         size = int(rng.choice(BATCHES))
         batch = []
         for _ in range(size):
-            kv = KVRegion(layout, storage, longest, int(rng.integers(longest // 4, longest + 1)))
+            kv = KVRegion(layout, region.storage, longest, int(rng.integers(longest // 4, longest + 1)))
             candidates = rng.integers(0, 1000, max(1, int(rows * rng.uniform(0.5, 1.5))))
             features = schema.zeros("candidate", len(candidates))
             batch.append(ScoreInput(kv, tokens.slice(0, 0), candidates, features))
@@ -176,7 +176,7 @@ def _cold_ms(executor: Executor, batch: Sequence[ScoreInput]) -> float:
         time.sleep(PAUSE_S)
         cold = executor.score(batch)[1]
         longer.append(cold - executor.score(batch)[1])
-    return max(0.0, _median(longer))
+    return max(0.0, median(longer))
 
 
 def _copy_speeds(device: torch.device, pinned: bool) -> tuple[float, float]:
@@ -199,11 +199,7 @@ def _median_speed(copy: Callable[[], None]) -> float:
         start = time.perf_counter()
         copy()
         seconds.append(time.perf_counter() - start)
-    return round(COPY_BYTES / _median(seconds))
-
-
-def _median(values: Sequence[float]) -> float:
-    return float(np.median(np.array(values)))
+    return round(COPY_BYTES / median(seconds))
 
 
 def _step_ms(costs: DeviceCosts, settings: Settings) -> float:
@@ -234,4 +230,4 @@ def _step_ms(costs: DeviceCosts, settings: Settings) -> float:
         while scheduler.step(clock.now):
             steps += 1
         took.append((time.perf_counter() - start) / max(1, steps))
-    return _median(took) * 1e3
+    return median(took) * 1e3

@@ -83,12 +83,10 @@ class Fleet:
         self._owned: dict[str, frozenset[int]] = assign_lanes(count, {name: MemberClaim() for name in self._by_name})
         back = scenario.answers or scenario.bus
         self._paths = {name: Paths(scenario.bus, back, self._rng) for name in self._by_name}
-        owners = {number: name for name, numbers in self._owned.items() for number in numbers}
-        self.lanes = [Lane(self._paths[owners[number]]) for number in range(count)]
-        for name, numbers in self._owned.items():
-            for number in numbers:
-                self.lanes[number].owner = self._by_name[name]
         self.first_owners = {number: name for name, numbers in self._owned.items() for number in numbers}
+        self.lanes = [Lane(self._paths[self.first_owners[number]]) for number in range(count)]
+        for number, name in self.first_owners.items():
+            self.lanes[number].owner = self._by_name[name]
         topics, decide = load_topics(settings.kafka), decider(scenario.policy)
         self._trigger = SimulatedTrigger(
             settings, topics, count, scenario.traffic, self.timeline, decide, scenario.seed + group.index

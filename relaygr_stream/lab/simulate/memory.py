@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import numpy.typing as npt
 
+from relaygr_stream.lab.quantiles import nearest_rank
 from relaygr_stream.lab.workload.visits import Arrival
 
 
@@ -56,7 +57,4 @@ def reuse_bytes(requests: Iterable[Arrival], nbytes: Callable[[int], int]) -> np
 
 def bytes_for(distances: npt.NDArray[np.int64], share: float) -> int:
     """The least memory with which this share of the returns hits; 0 without any return."""
-    if not len(distances):
-        return 0
-    ordered = np.sort(distances)
-    return int(ordered[min(len(ordered) - 1, max(0, int(np.ceil(share * len(ordered))) - 1))])
+    return int(nearest_rank(distances, share)) if len(distances) else 0

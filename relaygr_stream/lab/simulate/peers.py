@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from typing import Final
 
 from relaygr_stream.engine.commands import Answer
-from relaygr_stream.lab.policies import NO_MORE_HOPS, Route
+from relaygr_stream.lab.policies import Route
 from relaygr_stream.lab.simulate.scenario import Request
 from relaygr_stream.lab.simulate.timeline import Clock
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.wire.fleet import OwnerDirectory
-from relaygr_stream.worker.forwarding import Forwarding, WhyKept, instead
+from relaygr_stream.worker.forwarding import MOST_HOPS, Forwarding, WhyKept, instead
 
 
 class Peers:
@@ -67,13 +67,13 @@ class Routes:
         if self._route == "owner":
             return request.lane, 0
         if self._route == "lane":
-            return request.lane, NO_MORE_HOPS
+            return request.lane, MOST_HOPS
         names = [name for name, owned in lanes.items() if owned]
         self._random.shuffle(names)
         chosen = min(names, key=self._waiting.__getitem__) if self._route == "least" else names[0]
         self._waiting[chosen] += 1
         request.sent_to = chosen
-        return self._random.choice(sorted(lanes[chosen])), NO_MORE_HOPS
+        return self._random.choice(sorted(lanes[chosen])), MOST_HOPS
 
     def answered(self, request: Request) -> None:
         """A client has its answer."""

@@ -14,6 +14,7 @@ from typing import Any, Final, get_args
 import numpy as np
 import numpy.typing as npt
 
+from relaygr_stream.lab.quantiles import nearest_rank
 from relaygr_stream.lab.simulate.fleet import Fleet
 from relaygr_stream.lab.simulate.scenario import Scenario
 from relaygr_stream.trigger.decision import REASONS
@@ -158,10 +159,7 @@ class Estimate:
 
 def percentile(latency_ms: Floats, share: float) -> float:
     """The quantile by nearest rank; infinite at a request without scores; NaN without any request."""
-    if not len(latency_ms):
-        return float("nan")
-    rank = max(0, int(np.ceil(share * len(latency_ms))) - 1)
-    return float(np.partition(latency_ms, rank)[rank])
+    return nearest_rank(latency_ms, share) if len(latency_ms) else float("nan")
 
 
 def latencies(story: Story) -> Floats:

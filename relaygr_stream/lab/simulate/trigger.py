@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Final
 
 from relaygr_stream.bus.topics import TopicSet
 from relaygr_stream.lab.simulate.scenario import Request
@@ -14,12 +13,10 @@ from relaygr_stream.trigger.decision import Decide, LaneState, Policy, decide
 from relaygr_stream.trigger.delegation import Delegation, Place
 from relaygr_stream.trigger.ledger import Pending
 from relaygr_stream.trigger.load import OwnerLoads
+from relaygr_stream.trigger.service import RECONCILE_S
 from relaygr_stream.wire.behaviours import Behaviours
 from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import RequestEvent, WorkerStatus
-
-#: As in trigger/service.py.
-RECONCILE_S: Final = 1.0
 
 
 class SimulatedTrigger:

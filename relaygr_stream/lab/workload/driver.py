@@ -18,6 +18,7 @@ import numpy.typing as npt
 from msgspec.structs import replace
 
 from relaygr_stream.errors import DeadlineExceeded, RelayError
+from relaygr_stream.lab.quantiles import nearest_rank
 from relaygr_stream.lab.workload.items import WorkItem
 from relaygr_stream.wire.messages import Outcome, RankingRequest, RequestEvent
 
@@ -94,12 +95,12 @@ class DriveSummary:
         return self.outcomes.total()
 
     def latency_ms(self, quantile: float) -> float | None:
-        """A quantile (0…1) of the latencies of answers with scores; None without any."""
-        return float(np.quantile(np.asarray(self.latencies_ms), quantile)) if self.latencies_ms else None
+        """A quantile (0…1), by nearest rank, of the latencies of answers with scores; None without any."""
+        return nearest_rank(self.latencies_ms, quantile) if self.latencies_ms else None
 
     def sent_late_ms(self, quantile: float) -> float | None:
-        """A quantile (0…1) of the driver's own delay."""
-        return float(np.quantile(np.asarray(self.late_ms), quantile)) if self.late_ms else None
+        """The same of the driver's own delay."""
+        return nearest_rank(self.late_ms, quantile) if self.late_ms else None
 
 
 async def drive(

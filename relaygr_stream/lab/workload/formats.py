@@ -22,6 +22,7 @@ from relaygr_stream.lab.workload.columns import ColumnMap, Row
 from relaygr_stream.lab.workload.log_features import FeatureReader
 from relaygr_stream.lab.workload.logfile import BrokenLine, TextLog
 from relaygr_stream.lab.workload.values import BadValue, is_time
+from relaygr_stream.wire.versions import NOT_DECODED
 
 Format = Literal["u.data", "ratings.dat", "csv", "jsonl", "parquet"]
 FORMATS: Final[tuple[Format, ...]] = ("u.data", "ratings.dat", "csv", "jsonl", "parquet")
@@ -121,7 +122,7 @@ def read_json_lines(log: TextLog, columns: ColumnMap | None, features: FeatureRe
         nonlocal names
         try:
             record = decode(text)
-        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        except NOT_DECODED as error:
             return BrokenLine(line, f"not JSON: {error}")
         if not isinstance(record, dict):
             return BrokenLine(line, f"a JSON {type(record).__name__}; expected one object a line")

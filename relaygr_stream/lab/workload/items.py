@@ -56,8 +56,11 @@ class StageDelay:
 
     def draw(self, rng: np.random.Generator) -> float:
         """One delay in seconds."""
-        factor = math.exp(self.sigma * float(rng.standard_normal()))
-        return self.median_ms / 1000 * min(4.0, max(0.25, factor))
+        return self.of(float(rng.standard_normal()))
+
+    def of(self, normal: float) -> float:
+        """The delay in seconds that a standard normal value stands for."""
+        return self.median_ms / 1e3 * min(4.0, max(0.25, math.exp(self.sigma * normal)))
 
     def describe(self) -> str:
         """A description of the distribution."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,15 +22,6 @@ from relaygr_stream.lab.workload.logfile import BrokenLine, Progress, TextLog
 from relaygr_stream.lab.workload.parquet import read_parquet
 from relaygr_stream.lab.workload.values import TimeUnit
 from relaygr_stream.wire.features import NO_FEATURES, FeatureSchema, Values
-
-
-class Interaction(NamedTuple):
-    """One behaviour of one user."""
-
-    user: str
-    item: int
-    action: int
-    time_ms: int
 
 
 @dataclass(frozen=True)
@@ -59,11 +49,6 @@ class InteractionLog:
 
     def __len__(self) -> int:
         return len(self.items)
-
-    def __iter__(self) -> Iterator[Interaction]:
-        for code, user in enumerate(self.users):
-            for at in range(int(self.offsets[code]), int(self.offsets[code + 1])):
-                yield Interaction(user, int(self.items[at]), int(self.actions[at]), int(self.times[at]))
 
     def broken_text(self) -> str:
         """The first broken lines and the count of the others, one a line; empty if there are none."""

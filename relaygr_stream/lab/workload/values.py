@@ -10,7 +10,7 @@ TimeUnit = Literal["auto", "s", "ms", "iso"]
 
 #: Smaller numbers are seconds (1e11 s is the year 5138), others milliseconds (1e11 ms is March 1973).
 FIRST_MILLISECONDS: Final = 1e11
-MAX_TIME_MS: Final = 2**53  # the bound of a time on the wire
+MAX_TIME_MS: Final = 2**53  # the largest that a float holds exactly; far beyond any time
 
 
 class BadValue(ValueError):

@@ -100,12 +100,9 @@ def visits(traffic: Traffic, seed: int, part: Part = WHOLE, *, known: int | None
     log = traffic.arrivals
     has_users = log is not None and log.users is not None
     who = _of_log(log, part) if log is not None and has_users else _of_model(traffic, part, rng, known)
-    lengths = _Lengths(traffic, rng)
-    delay, starts = traffic.delay, _normals(rng)
+    lengths, starts = _Lengths(traffic, rng), _normals(rng)
     for gap, user in who:
-        life, prefix, returning, long = lengths.of(user)
-        factor = min(4.0, max(0.25, math.exp(delay.sigma * next(starts))))  # as StageDelay.draw
-        yield Visit(gap, user, life, prefix, returning, long, delay.median_ms / 1e3 * factor)
+        yield Visit(gap, user, *lengths.of(user), traffic.delay.of(next(starts)))
 
 
 class _Lengths:

@@ -212,9 +212,7 @@ class Probe:
 
     def region(self, capacity: int, fill: float = 0.0, model: RankingModel | None = None) -> KVRegion:
         """An empty region whose memory holds `fill`."""
-        layout, capacity = (model or self.model).layout, max(capacity, 1)
-        storage = torch.full((layout.elements(capacity),), fill, dtype=layout.dtype, device=self.device)
-        return KVRegion(layout, storage, capacity)
+        return KVRegion.new((model or self.model).layout, max(capacity, 1), fill, self.device)
 
     def prefix(
         self, history: Tokens, *, stops: tuple[int, ...] = (), slack: int = 0, model: RankingModel | None = None

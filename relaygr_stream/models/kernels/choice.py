@@ -114,10 +114,7 @@ def _outputs(stack: HSTUStack, dtype: torch.dtype) -> torch.Tensor:
     layout = stack.config.layout(dtype)
     batch = []
     for prefix, suffix, candidates in CHECK_RANKINGS:
-        # NaN behind the tokens: reading it shows in the outputs.
-        capacity = prefix + 7
-        storage = torch.full((capacity * layout.elements_per_token,), torch.nan, dtype=dtype, device=device)
-        region = KVRegion(layout, storage, capacity)
+        region = KVRegion.new(layout, prefix + 7, torch.nan, device)  # reading behind the tokens shows in the outputs
         x = torch.randn((prefix, CHECK_DIM), generator=random).to(device, dtype)
         for part in torch.tensor_split(x, 2):
             stack.append(region, part)

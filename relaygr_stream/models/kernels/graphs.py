@@ -221,7 +221,7 @@ class ScoreGraphs:
 
 def bucket_rows(count: int) -> int:
     """`count` rounded up to a power of two, or to the middle between two powers."""
-    power = max(MIN_BUCKET, 1 << (count - 1).bit_length()) if count > 1 else MIN_BUCKET
+    power = bucket_tiles(count)
     return power * 3 // 4 if power > MIN_BUCKET and count <= power * 3 // 4 else power
 
 

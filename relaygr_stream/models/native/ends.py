@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from relaygr_stream.models.native import arguments
+from relaygr_stream.models.stu import NORM_EPS
 
 if TYPE_CHECKING:
     from relaygr_stream.models.api import Tokens
@@ -24,20 +25,18 @@ if TYPE_CHECKING:
 class NativeEnds:
     """The embedding and the head with a copy of their present weights, in the layers' dtype and width."""
 
-    def __init__(self, compiled: ctypes.CDLL, embedding: TokenEmbedding, head: TaskHead, eps: float) -> None:
+    def __init__(self, compiled: ctypes.CDLL, embedding: TokenEmbedding, head: TaskHead) -> None:
         self._compiled = compiled
         compiled.relaygr_embed.restype = ctypes.c_int64
         self._embedding = embedding
         self._dtype, (self._dim, self._tasks) = embedding.item.dtype, head.weight.shape
         tables = embedding.item, embedding.action, embedding.position, embedding.gap, embedding.candidate
         of_head = head.norm_weight, head.norm_bias, head.weight.t(), head.bias
-        self._weights = [
-            part.contiguous() for part in (*tables, *of_head)
-        ]  # keeps the memory behind the addresses below
+        self._weights = [part.contiguous() for part in (*tables, *of_head)]  # kept: the memory of these addresses
         addresses = [part.data_ptr() for part in self._weights]
         sizes = embedding.vocab, embedding.oov_rows, embedding.max_positions, self._dim
         self._tables = arguments.Tables(*addresses[: len(tables)], *sizes)
-        self._head = arguments.Head(*addresses[len(tables) :], self._dim, self._tasks, eps)
+        self._head = arguments.Head(*addresses[len(tables) :], self._dim, self._tasks, NORM_EPS)
 
     def behaviours(self, tokens: Tokens, first: int) -> torch.Tensor:
         """As `TokenEmbedding.behaviours`."""
@@ -75,9 +74,7 @@ class Sequences:
         self._kept: list[npt.NDArray[np.int64]] = []
         each = []
         for tokens, first, candidates in batch:
-            items, actions, gaps = (
-                tokens.array
-            )  # unpacking checks the shape: with fewer rows the C code would read past the end
+            items, actions, gaps = tokens.array  # checks the shape: the C code would read past the end of fewer rows
             pointers = map(self._address, (items, actions, gaps, candidates))
             each.append(arguments.Sequence(*pointers, len(tokens), len(candidates), first))
             self.rows += len(tokens) + len(candidates)

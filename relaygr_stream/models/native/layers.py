@@ -26,6 +26,7 @@ from relaygr_stream.models.native.arguments import Attention, Columns
 from relaygr_stream.models.native.ends import NativeEnds
 from relaygr_stream.models.native.objects import Unavailable, library
 from relaygr_stream.models.relative import is_relative
+from relaygr_stream.models.stu import NORM_EPS
 
 if TYPE_CHECKING:
     from relaygr_stream.models.attention import Block
@@ -41,9 +42,7 @@ TILE_WIDTH: Final = 32
 MAX_WIDTH: Final = 128
 
 
-def native_layers(
-    config: StackConfig, layers: Sequence[STULayer], eps: float, kernels: Kernels = "auto"
-) -> NativeLayers | None:
+def native_layers(config: StackConfig, layers: Sequence[STULayer], kernels: Kernels = "auto") -> NativeLayers | None:
     """The layers in C; None if the machine or the stack's shape does not suit them, or `kernels` names others.
 
     kernels: as the setting worker.kernels. Raises ModelError if it names instructions and these layers cannot run.
@@ -53,7 +52,7 @@ def native_layers(
     most, weight = "" if kernels == "auto" else kernels, layers[0].uvqk_weight
     try:
         _check_fit(config, weight)
-        return NativeLayers(library(KINDS[weight.dtype], most), config, layers, eps)
+        return NativeLayers(library(KINDS[weight.dtype], most), config, layers)
     except Unavailable as error:
         if most:
             raise ModelError(f'worker.kernels = "{most}", but {error}; set it to "auto" or "torch"') from error
@@ -83,7 +82,7 @@ class NativeLayers:
     the process share them, and a call that finds them taken runs alone.
     """
 
-    def __init__(self, compiled: ctypes.CDLL, config: StackConfig, layers: Sequence[STULayer], eps: float) -> None:
+    def __init__(self, compiled: ctypes.CDLL, config: StackConfig, layers: Sequence[STULayer]) -> None:
         self._compiled = compiled
         self._config = config
         self._scale, self._weight = 1 / math.sqrt(config.dqk), 1 / config.scale_tokens
@@ -93,14 +92,14 @@ class NativeLayers:
         self._chunk = [torch.empty((rows, width), dtype=dtype) for width in widths]
         self._own = torch.empty(0, dtype=dtype)  # K and V of rows that are only scored
         group = config.dv if config.group_norm else config.heads * config.dv
-        self._shape = arguments.Shape(config.dim, config.heads, config.dqk, config.dv, group, eps)
+        self._shape = arguments.Shape(config.dim, config.heads, config.dqk, config.dv, group, NORM_EPS)
         self._weights = [self._of_layer(layer) for layer in layers]  # keeps the memory behind the addresses below
         addresses = [arguments.Layer(*(part.data_ptr() for part in weights)) for weights in self._weights]
         self._layers = (arguments.Layer * len(layers))(*addresses)
 
-    def ends(self, embedding: TokenEmbedding, head: TaskHead, eps: float) -> NativeEnds:
+    def ends(self, embedding: TokenEmbedding, head: TaskHead) -> NativeEnds:
         """The embedding and the head in C, in the same width and dtype."""
-        return NativeEnds(self._compiled, embedding, head, eps)
+        return NativeEnds(self._compiled, embedding, head)
 
     @property
     def name(self) -> str:

@@ -51,6 +51,11 @@ LOG_TAIL_LINES: Final = 15
 WATCH_S: Final = 0.5
 
 
+def broker_at_hand() -> BrokerKind:
+    """Apache Kafka if KAFKA_HOME names one, else the embedded broker."""
+    return "kafka" if os.environ.get("KAFKA_HOME") else "embedded"
+
+
 class LocalBroker:
     """One private broker process; `bootstrap` stays the same across `stop` and `start`.
 

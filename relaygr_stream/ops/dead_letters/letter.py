@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import msgpack
@@ -55,7 +55,7 @@ class Letter:
     digest: str = ""  # of an original message that is not included (not kept, or too large)
     replays: int = 0  # how often the message was replayed before it became this dead letter
     headers: tuple[tuple[str, bytes], ...] = ()  # the original's own headers; a null value is empty here
-    replayed: bool = field(default=False)  # a marker says so
+    replayed: bool = False  # a marker says so
 
     @property
     def address(self) -> str:

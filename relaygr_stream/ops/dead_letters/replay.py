@@ -10,21 +10,19 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from relaygr_stream.bus.producer import Producer
-from relaygr_stream.bus.tail import TopicTail
+from relaygr_stream.bus.tail import read_all
 from relaygr_stream.bus.topics import LANE_TOPICS, TopicSet, verify_topics
 from relaygr_stream.errors import REASONS, BrokerError, BrokerUnavailable, InputError
 from relaygr_stream.ops.dead_letters.letter import Letter, letters_of
 from relaygr_stream.settings.schema import Kafka
-from relaygr_stream.wire.records import HEADER_REPLAY_OF, HEADER_REPLAYS, Record
+from relaygr_stream.wire.records import HEADER_REPLAY_OF, HEADER_REPLAYS
 
 
 async def read_letters(kafka: Kafka) -> list[Letter]:
     """Every dead letter, oldest first; joins no group. Raises BrokerUnavailable, TopicError, ConfigError."""
-    records: list[Record] = []
     row = next(row for row in await verify_topics(kafka) if row.topic.name == f"{kafka.prefix}dead-letter")
     assert row.found is not None  # verified
-    async with TopicTail(kafka, row.topic.name, range(row.found.partitions), "earliest", records.extend):
-        return letters_of(records)
+    return letters_of(await read_all(kafka, row.topic.name, range(row.found.partitions)))
 
 
 def choose(

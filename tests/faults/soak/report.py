@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from rich.console import Console
 from rich.table import Table
 
+from relaygr_stream.lab.quantiles import nearest_rank
 from tests.faults.ledger import Ledger
 from tests.faults.soak.kinds import KINDS
 from tests.faults.soak.stage import SLO_MS, Stage
-from tests.faults.soak.traffic import Traffic, quantile
+from tests.faults.soak.traffic import Traffic
 
 #: The driver holds its load if it sends at least this share of what was asked for.
 HELD: Final = 0.98
@@ -62,8 +64,8 @@ def summary(seed: int, seconds: float, events: list[Event], calm: tuple[float, f
         "faults": len(events),
         "recovery_s": _recoveries(events, traffic),
         "slo_ms": SLO_MS,
-        "healthy_p99_ms": _rounded(quantile(healthy, 0.99)),
-        "kept_lanes_p99_ms": _rounded(quantile(kept, 0.99)),
+        "healthy_p99_ms": _p99(healthy),
+        "kept_lanes_p99_ms": _p99(kept),
         "kept_lanes_requests": len(kept),
         "moves": len(moves),
         "longest_without_scores_s": {key: round(traffic.silence(key), 2) for key in ("user", "lane")},
@@ -136,5 +138,5 @@ def _row(found: list[tuple[float, bool]]) -> dict[str, Any]:
     }
 
 
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 1)
+def _p99(latencies_ms: Sequence[float]) -> float | None:
+    return round(nearest_rank(latencies_ms, 0.99), 1) if latencies_ms else None

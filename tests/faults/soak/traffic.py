@@ -15,8 +15,6 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, Final
 
-import numpy as np
-
 from relaygr_stream.bus.topics import lane_of
 from relaygr_stream.client import Ranking, RelayClient
 from relaygr_stream.lab.workload.driver import DriveSummary, Result, drive
@@ -222,8 +220,3 @@ def silence(notes: Sequence[Note], key: str) -> float:
         last = max(note.ended, failed[name][before - 1]) if before else note.ended
         longest = max(longest, (until if asked <= last else last) - note.sent)
     return longest
-
-
-def quantile(values: Sequence[float], q: float) -> float | None:
-    """None without values."""
-    return float(np.quantile(np.asarray(values), q)) if values else None

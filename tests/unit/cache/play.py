@@ -142,8 +142,7 @@ class Play:
         if not self.reservations:
             return
         reservation = self.reservations.pop(which % len(self.reservations))
-        capacity = reservation.copy.capacity
-        region = KVRegion(self._layout, torch.zeros(self._layout.elements(capacity)), capacity)
+        region = KVRegion.new(self._layout, reservation.copy.capacity)
         write(region, reservation.tokens)
         self._storage.spill(reservation.data, region.storage)
         if not whole:

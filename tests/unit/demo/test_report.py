@@ -3,11 +3,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from rich.console import Console
 
-from relaygr_stream.lab.demo.report import DemoResult, quantile, quantile_name, render_table, verdict
+from relaygr_stream.lab.demo.report import DemoResult, render_table, verdict
 from relaygr_stream.lab.workload.metrics import Quality
 from relaygr_stream.telemetry.printable import render_plain
 from relaygr_stream.wire.messages import Outcome
@@ -129,21 +127,3 @@ def test_the_terminal_gets_the_same_table() -> None:
     with console.capture() as captured:
         console.print(render_table(GOOD))
     assert "4.00×" in captured.get()
-
-
-def test_quantiles_are_observed_values() -> None:
-    values = [float(ms) for ms in range(100, 0, -1)]
-    assert [quantile(values, q) for q in (0.5, 0.9, 0.99, 0.999)] == [50.0, 90.0, 99.0, None]
-    assert quantile([], 0.5) is None
-    assert [quantile_name(q) for q in (0.5, 0.99, 0.999)] == ["P50", "P99", "P99.9"]
-
-
-@given(st.lists(st.floats(0, 1e6, allow_nan=False), min_size=1, max_size=300), st.sampled_from([0.5, 0.9, 0.95, 0.99]))
-def test_a_quantile_has_its_share_at_or_below_it_and_no_smaller_value_has(values: list[float], q: float) -> None:
-    at = quantile(values, q)
-    if at is None:
-        assert len(values) < 1 / (1 - q)
-        return
-    assert at in values
-    assert sum(value <= at for value in values) >= q * len(values) - 1e-6
-    assert sum(value < at for value in values) < q * len(values)

@@ -92,8 +92,7 @@ def emulated(costs: DeviceCosts, folder: Path) -> EmulatedModel:
 
 def test_operations_are_charged_as_the_file_says_and_return_no_earlier(tmp_path: Path) -> None:
     model = emulated(msgspec.structs.replace(QUIET, steps=3), tmp_path)
-    layout = model.layout
-    region = KVRegion(layout, torch.empty(layout.elements(1024), dtype=layout.dtype, device=META), 1024)
+    region = KVRegion.new(model.layout, 1024, device=META)
     expected, started = 0.0, time.perf_counter()
     for position, count in ((0, 300), (300, 64)):
         before = model.clock.busy_s
@@ -111,8 +110,7 @@ def test_operations_are_charged_as_the_file_says_and_return_no_earlier(tmp_path:
 
 def test_an_operation_uses_no_processor(tmp_path: Path) -> None:
     model = emulated(msgspec.structs.replace(QUIET, score_ms=(300.0, 0.0, 0.0)), tmp_path)
-    layout = model.layout
-    region = KVRegion(layout, torch.empty(layout.elements(64), dtype=layout.dtype, device=META), 64)
+    region = KVRegion.new(model.layout, 64, device=META)
     before = time.thread_time()
     model.score([ScoreInput(region, Tokens.zeros(0), np.zeros(1, np.int64))])
     assert time.thread_time() - before < 0.1

@@ -130,7 +130,7 @@ def test_costs_are_not_fitted_to_first_uses() -> None:
 
     executor = Executor(model, CPU, clock)
     first = executor.costs
-    region = KVRegion(model.layout, torch.empty(MAX_TOKENS * model.layout.elements_per_token), MAX_TOKENS)
+    region = KVRegion.new(model.layout, MAX_TOKENS)
     executor.warm_up(region)
     assert executor.costs.prefill_ms(0, 64) < 1
     assert executor.costs.score_ms(64, 16) < 1
@@ -138,7 +138,7 @@ def test_costs_are_not_fitted_to_first_uses() -> None:
 
 def checked(model: RankingModel, allowed: float = 0.03) -> float:
     executor, copier = Executor(model, CPU), CopyEngine(CPU)
-    scratch = KVRegion(model.layout, torch.empty(MAX_TOKENS * model.layout.elements_per_token), MAX_TOKENS)
+    scratch = KVRegion.new(model.layout, MAX_TOKENS)
     try:
         return check_rounding(executor, copier, Int8(model.layout), scratch, allowed)
     finally:

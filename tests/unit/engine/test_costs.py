@@ -146,7 +146,7 @@ def test_whatever_was_measured_predictions_are_finite_and_not_negative(
         costs.prefilled(position, tokens, ms)
         costs.scored(position, tokens, ms)
         model = costs.model()
-        for value in (costs.prefix_ms(2000), costs.score_ms(2000, 100), model.c0, model.c1, model.c2, model.c3):
+        for value in (costs.prefill_ms(0, 2000), costs.score_ms(2000, 100), model.c0, model.c1, model.c2, model.c3):
             assert math.isfinite(value)
             assert value >= 0
         assert MIN_CHUNK <= costs.chunk(position, 5.0) <= MAX_CHUNK

@@ -67,7 +67,7 @@ class Device:
 def in_full(world: World, tokens: npt.NDArray[np.int64], candidates: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
     """Scores of full inference of these behaviours, in one piece."""
     length = tokens.shape[1]
-    region = KVRegion(world.truth.layout, torch.zeros(length * world.truth.layout.elements_per_token), length)
+    region = KVRegion.new(world.truth.layout, length)
     with torch.inference_mode():
         world.truth.prefill(region, Tokens(tokens))
         return world.truth.score([ScoreInput(region, Tokens.zeros(0), candidates)])[0].numpy()

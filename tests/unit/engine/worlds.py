@@ -67,7 +67,7 @@ def full_scores(
     if not takes_suffix(model):
         tokens, suffix = tokens.followed_by(suffix), Tokens.zeros(0)
     n = len(tokens)
-    region = KVRegion(model.layout, torch.zeros(model.layout.elements(n)), n)
+    region = KVRegion.new(model.layout, n)
     with torch.inference_mode():
         if n:
             model.prefill(region, tokens)
@@ -273,7 +273,7 @@ class World:
         """Step until there is nothing to do, copies included."""
         for _ in range(most):
             if not self.step():
-                if not self.scheduler.copying:
+                if not self.scheduler.cache.copying:
                     return
                 time.sleep(0.0005)  # the copy engine's threads need a turn
         raise AssertionError("the core never comes to rest")

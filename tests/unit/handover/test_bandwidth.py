@@ -19,7 +19,7 @@ from tests.waiting import Clock
 def test_never_more_than_the_burst_and_the_rate(takes: list[tuple[int, float]], rate: int, burst: int) -> None:
     async def run() -> None:
         clock = Clock(50.0)
-        bandwidth = Bandwidth(rate, burst, lambda: clock.now, clock.sleep)
+        bandwidth = Bandwidth(rate, burst, clock, clock.sleep)
         start, gone = clock.now, 0
         for nbytes, pause in takes:
             clock.now += pause
@@ -33,7 +33,7 @@ def test_never_more_than_the_burst_and_the_rate(takes: list[tuple[int, float]], 
 def test_without_pauses_it_is_used_in_full() -> None:
     async def run() -> None:
         clock = Clock(50.0)
-        bandwidth = Bandwidth(100, 50, lambda: clock.now, clock.sleep)
+        bandwidth = Bandwidth(100, 50, clock, clock.sleep)
         for _ in range(35):
             await bandwidth.take(10)
         assert abs(clock.now - 50.0 - (350 - 50) / 100) < 1e-9
@@ -44,7 +44,7 @@ def test_without_pauses_it_is_used_in_full() -> None:
 def test_a_pause_saves_up_no_more_than_the_burst() -> None:
     async def run() -> None:
         clock = Clock(50.0)
-        bandwidth = Bandwidth(100, 50, lambda: clock.now, clock.sleep)
+        bandwidth = Bandwidth(100, 50, clock, clock.sleep)
         clock.now += 1000
         await bandwidth.take(150)
         assert abs(clock.now - 1050 - 1.0) < 1e-9

@@ -29,7 +29,7 @@ from relaygr_stream.handover.certificates import (
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.settings.worker import Handover
 from tests.unit.handover.peers import ALL, SECRET, peers
-from tests.waiting import until
+from tests.waiting import Clock, until
 
 NAMES = st.from_regex(r"[A-Za-z0-9._-]{1,128}", fullmatch=True)
 HOSTS = st.one_of(
@@ -96,7 +96,7 @@ def test_a_certificate_lasts_a_day_and_its_key_is_new_each_time() -> None:
 
 
 def test_contexts_are_made_anew_each_hour_and_stay_where_that_fails() -> None:
-    now, made, fails = [0.0], list[int](), list[Exception]()
+    clock, made, fails = Clock(0.0), list[int](), list[Exception]()
 
     def make() -> tuple[bytes, bytes]:
         if fails:
@@ -104,15 +104,15 @@ def test_contexts_are_made_anew_each_hour_and_stay_where_that_fails() -> None:
         made.append(1)
         return issued("w", "h")
 
-    credentials = Credentials(make, lambda: now[0])
+    credentials = Credentials(make, clock)
     purpose = ssl.Purpose.SERVER_AUTH
     first = credentials.context(purpose)
-    now[0] = RENEW_S - 1
+    clock.now = RENEW_S - 1
     assert credentials.context(purpose) is first
-    now[0] = RENEW_S + 1
+    clock.now = RENEW_S + 1
     second = credentials.context(purpose)
     assert second is not first
-    now[0] += RENEW_S + 1
+    clock.now += RENEW_S + 1
     fails.append(OSError("half a file"))
     assert credentials.context(purpose) is second
     assert len(made) == 2

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
+from relaygr_stream.bus.ages import now_ms
 from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.cli.main import main
 from relaygr_stream.errors import DecodeError
@@ -35,7 +36,7 @@ from relaygr_stream.wire.signature import Signer
 from relaygr_stream.wire.worker_status import StatusReader
 from tests.statuses import worker_status
 from tests.unit.cache.worlds import table_of
-from tests.unit.worker.services import Peer, history, now_ms, worker_on
+from tests.unit.worker.services import Peer, history, worker_on
 from tests.unit.worker.test_service_histories import rank, settings_with, signal, sqlite
 from tests.waiting import until
 

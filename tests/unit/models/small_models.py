@@ -69,8 +69,7 @@ def random_items(random: np.random.Generator, count: int) -> npt.NDArray[np.int6
 
 def empty_region(model: RankingModel, capacity: int) -> KVRegion:
     """A region whose every element is NaN until it is written."""
-    layout = model.layout
-    return KVRegion(layout, torch.full((layout.elements(capacity),), torch.nan, dtype=layout.dtype), capacity)
+    return KVRegion.new(model.layout, capacity, torch.nan)
 
 
 def prefilled(model: RankingModel, tokens: Tokens, *, slack: int = 0, chunks: tuple[int, ...] = ()) -> KVRegion:

@@ -109,7 +109,7 @@ def test_a_models_scores_are_made_with_them(dtype: torch.dtype, monkeypatch: pyt
     model, _ = model_of(dtype)
     monkeypatch.setattr(NativeEnds, "behaviours", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        model.prefill(KVRegion(model.layout, torch.zeros(4 * model.layout.elements_per_token, dtype=dtype), 4), THREE)
+        model.prefill(KVRegion.new(model.layout, 4), THREE)
 
 
 @pytest.mark.parametrize("rows", [0, 1, 2, 4])

@@ -116,8 +116,7 @@ def stack_of(config: StackConfig, seed: int, kind: str) -> HSTUStack:
 
 
 def region_of(config: StackConfig, dtype: torch.dtype, capacity: int) -> KVRegion:
-    layout = config.layout(dtype)
-    return KVRegion(layout, torch.full((capacity * layout.elements_per_token,), math.nan, dtype=dtype), capacity)
+    return KVRegion.new(config.layout(dtype), capacity, math.nan)
 
 
 def outputs(stack: HSTUStack, config: StackConfig, x: torch.Tensor, cuts: tuple[int, int, int]) -> list[torch.Tensor]:

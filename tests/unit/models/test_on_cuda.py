@@ -27,8 +27,7 @@ def test_scores_are_those_of_the_cpu(changes: dict[str, Any]) -> None:
     random, device = np.random.default_rng(0), torch.device("cuda")
     model, on_cpu = small_model(**changes).place(device, torch.float32), small_model(**changes)
     tokens, candidates = random_tokens(random, 40), random_items(random, 5)
-    layout = model.layout
-    region = KVRegion(layout, torch.full((45 * layout.elements_per_token,), torch.nan, device=device), 45)
+    region = KVRegion.new(model.layout, 45, torch.nan, device)
     model.prefill(region, tokens.slice(0, 13))
     model.prefill(region, tokens.slice(13, 33))
     (scores,) = model.score([ScoreInput(region, tokens.slice(33, 40), candidates)])
@@ -40,8 +39,7 @@ def test_scores_are_those_of_the_cpu(changes: dict[str, Any]) -> None:
 def test_nothing_waits_for_the_device() -> None:
     random, device = np.random.default_rng(0), torch.device("cuda")
     model = small_model().place(device, torch.bfloat16)
-    layout = model.layout
-    region = KVRegion(layout, torch.zeros(45 * layout.elements_per_token, dtype=layout.dtype, device=device), 45)
+    region = KVRegion.new(model.layout, 45, device=device)
     torch.cuda.set_sync_debug_mode("error")
     model.prefill(region, random_tokens(random, 33))
     (scores,) = model.score([ScoreInput(region, random_tokens(random, 7), random_items(random, 5))])

@@ -38,8 +38,7 @@ def test_times_are_exact_in_a_region_of_any_type_and_go_with_its_tokens(
     dtype: torch.dtype, values: list[int], width: int, state: int
 ) -> None:
     layout = KVLayout(1, 1, width, 2, dtype, state, times=True)
-    regions = [KVRegion(layout, torch.zeros(layout.elements(size), dtype=dtype), size) for size in (7, 9)]
-    first, second = regions
+    first, second = (KVRegion.new(layout, size) for size in (7, 9))
     first.layer(0)[0].fill_(1)
     first.set_times(1, torch.tensor(values, dtype=torch.int64))
     second.copy_from(first, 1 + len(values))
@@ -52,7 +51,7 @@ def scores(model: HSTUModel, times: list[int], cut: int) -> torch.Tensor:
     """The candidates' scores behind behaviours at these times, the first `cut` of them as prefix."""
     count = len(times)
     tokens = Tokens.of(Behaviours.of(np.arange(count), np.zeros(count, np.int64), np.array(times)))
-    region = KVRegion(model.layout, torch.zeros(model.layout.elements(count), dtype=model.layout.dtype), count)
+    region = KVRegion.new(model.layout, count)
     model.prefill(region, tokens.slice(0, cut))
     return model.score([ScoreInput(region, tokens.slice(cut, count), CANDIDATES)])[0]
 

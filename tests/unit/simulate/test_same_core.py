@@ -49,7 +49,7 @@ class Simulated(World):
     def settle(self, most: int = 10_000) -> None:
         for _ in range(most):
             if not self.step():
-                if not self.scheduler.copying:
+                if not self.scheduler.cache.copying:
                     return
                 self.device_clock.now += 1e-3
         raise AssertionError("the core never comes to rest")

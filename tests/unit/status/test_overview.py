@@ -22,6 +22,7 @@ from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.trigger_status import PolicyStatus, TriggerStatus, encode_trigger
 from relaygr_stream.wire.worker_status import StatusReader
 from tests.statuses import lane_statuses, worker_status
+from tests.waiting import Clock
 
 MIB = 1 << 20
 SETTINGS = Settings(kafka=Kafka(partitions=4))
@@ -152,18 +153,18 @@ def test_what_is_odd_is_named(statuses: list[WorkerStatus | TriggerStatus], line
 
 def test_what_a_long_lived_viewer_keeps_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A gateway looks for weeks, and pods have new names at every start."""
-    now = [100.0]
-    view = Overview(SETTINGS, load_topics(SETTINGS.kafka), StatusReader(len(LANES)), clock=lambda: now[0], live=True)
+    clock = Clock(100.0)
+    view = Overview(SETTINGS, load_topics(SETTINGS.kafka), StatusReader(len(LANES)), clock=clock, live=True)
     for number in range(3):
         view.on_records([record(worker(f"w{number}", range(0))), record(trigger(f"t{number}"))])
-    now[0] += DROP_AFTER_S - 1
+    clock.now += DROP_AFTER_S - 1
     view.on_records([record(worker("w2", range(0)))])
-    now[0] += 2
+    clock.now += 2
     view.on_records([record(worker("new", range(0)))])
     assert (set(view.workers), set(view.triggers)) == ({"w2", "new"}, set())
     monkeypatch.setattr(overview_module, "MAX_NAMES", 3)
     for number in range(10):
-        now[0] += 1
+        clock.now += 1
         view.on_records([record(worker(f"v{number}", range(0)))])
     assert set(view.workers) == {"v7", "v8", "v9"}
 

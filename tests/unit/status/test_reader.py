@@ -128,10 +128,8 @@ def test_no_changed_bit_of_a_signed_record_is_believed(key: bytes, value: bytes 
 
 
 def test_a_signed_status_that_was_recorded_counts_no_second_time() -> None:
-    signer, now, unsigned = Signer(SECRET), [0.0], []
-    directory = OwnerDirectory(
-        3000.0, clock=lambda: now[0], reader=reader(signer), on_unsigned=lambda: unsigned.append(1)
-    )
+    signer, unsigned = Signer(SECRET), []
+    directory = OwnerDirectory(3000.0, clock=lambda: 0.0, reader=reader(signer), on_unsigned=lambda: unsigned.append(1))
 
     def said(at_ms: int, **changes: Any) -> Record:
         return record(encode(status(sent_ms=int(NOW_S * 1e3) + at_ms, **changes)), signer=signer)

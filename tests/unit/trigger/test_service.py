@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import re
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from aiokafka.admin import AIOKafkaAdminClient
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
+from relaygr_stream.bus.ages import now_ms
 from relaygr_stream.bus.dead_letter import HEADER_DIGEST
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.topics import apply_topics, lane_of
@@ -37,10 +37,6 @@ from relaygr_stream.wire.refusals import Reasons
 from tests.unit.trigger.parts import event
 from tests.unit.trigger.processes import WIDE_BOUNDS, RunningTrigger, peer_on, trigger_on, user_on
 from tests.waiting import until
-
-
-def now_ms() -> int:
-    return int(time.time() * 1000)
 
 
 async def committed(kafka: Kafka, topic: str, lane: int) -> int | None:

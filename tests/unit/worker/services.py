@@ -15,6 +15,7 @@ import torch
 from aiokafka import AIOKafkaConsumer, TopicPartition
 from prometheus_client import CollectorRegistry
 
+from relaygr_stream.bus.ages import now_ms
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.bus.topics import apply_topics, lane_of, load_topics
@@ -237,7 +238,3 @@ def history(user: str, length: int) -> Behaviours:
     rng = np.random.default_rng(sum(user.encode()))
     items = rng.integers(0, 1000, 512)[:length]
     return Behaviours.of(items, np.zeros(length, int), np.arange(length) * 1000)
-
-
-def now_ms() -> int:
-    return int(time.time() * 1000)

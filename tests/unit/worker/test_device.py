@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from relaygr_stream.engine.commands import Answer, Query, Rank
-from relaygr_stream.engine.scheduler import Scheduler, Snapshot
+from relaygr_stream.engine.scheduler import Scheduler
 from relaygr_stream.errors import CacheCorruption, CapacityError, DeviceError
 from relaygr_stream.worker.device import IDLE_WAIT_S, DeviceThread
 from tests.unit.engine.worlds import World, Wrapped, look
+from tests.waiting import until
 
 
 class Hanging(Wrapped):
@@ -233,9 +234,4 @@ async def test_copies_end_without_being_waited_for_by_the_clock() -> None:
         for user in range(6):
             r.rank(f"r{user}", user, 180)
         await r.answered(6)
-        for _ in range(1000):
-            snapshot: Snapshot = await r.thread.ask(Query())
-            if not snapshot.copying:
-                break
-            await asyncio.sleep(0.01)
-        assert r.world.cache.counters.spilled > 0
+        await until(lambda: r.world.cache.counters.spilled > 0 and not r.world.cache.copying)

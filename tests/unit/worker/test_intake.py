@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from relaygr_stream.bus.ages import LogEnd
+from relaygr_stream.bus.ages import LogEnd, now_ms
 from relaygr_stream.errors import DecodeError
 from relaygr_stream.settings.schema import Relay
 from relaygr_stream.wire.behaviours import Behaviours, pack_items
@@ -172,10 +172,6 @@ def test_times_at_the_bound_itself_are_refused() -> None:
     bad = record(encode(request(prefix=first, suffix=last)))
     with pytest.raises(DecodeError, match="times are Unix milliseconds"):
         desk.ranking(bad, desk.route(bad))
-
-
-def now_ms() -> int:
-    return int(time.time() * 1000)
 
 
 def end_of_log(desk: Intake, offset: int, ago_s: float) -> None:

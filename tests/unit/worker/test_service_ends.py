@@ -14,7 +14,7 @@ from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.bus.topics import apply_topics, load_topics
 from relaygr_stream.errors import DeviceError
 from relaygr_stream.ops.brokers.local import local_broker
-from relaygr_stream.ops.children import Child, settings_as_toml
+from relaygr_stream.ops.children import Child, write_settings
 from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.settings.worker import Handover
 from relaygr_stream.telemetry.listener import Listener
@@ -154,9 +154,8 @@ async def test_a_process_that_is_stopped_while_it_starts_ends_at_once(tmp_path: 
     """Somebody takes connections and never says a word: a request to such a broker takes its whole timeout."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         kafka = Kafka(bootstrap=f"127.0.0.1:{server.getsockname()[1]}", request_timeout_ms=120_000)
-        config = tmp_path / "settings.toml"
-        config.write_text(settings_as_toml(worker_settings(kafka)), encoding="utf-8")
-        child = Child(process, [process, "--config", str(config)], tmp_path)
+        config = write_settings(tmp_path / "settings.toml", worker_settings(kafka))
+        child = Child(process, [process, "--config", config], tmp_path)
         try:
             await until(child.healthy, child.log_tail())
             await asyncio.sleep(0.3)  # it is asking for topics by now
@@ -172,9 +171,8 @@ async def test_stopping_without_a_broker_takes_bounded_time(tmp_path: Path) -> N
     async with local_broker("embedded", folder=tmp_path) as broker:
         kafka = broker.kafka_settings(Kafka(prefix="gone.", partitions=8, replication=1, session_timeout_ms=3000))
         await apply_topics(kafka)
-        config = tmp_path / "settings.toml"
-        config.write_text(settings_as_toml(worker_settings(kafka, drain_ms=1000)), encoding="utf-8")
-        worker = Child("worker", ["worker", "--config", str(config)], tmp_path)
+        config = write_settings(tmp_path / "settings.toml", worker_settings(kafka, drain_ms=1000))
+        worker = Child("worker", ["worker", "--config", config], tmp_path)
         try:
             await worker.wait_ready()
             broker.stop()

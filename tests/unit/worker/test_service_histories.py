@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from relaygr_stream.bus.ages import now_ms
 from relaygr_stream.history.sqlite_store import SqliteStore
 from relaygr_stream.settings.schema import History, Kafka, Settings
 from relaygr_stream.wire.behaviours import Behaviours, pack_items
@@ -17,7 +18,7 @@ from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.history import HistoryReference
 from relaygr_stream.wire.messages import PreInferSignal, RankingRequest, with_version
 from relaygr_stream.wire.records import HEADER_KIND, KIND_DELEGATED
-from tests.unit.worker.services import Peer, history, now_ms, worker_on, worker_settings
+from tests.unit.worker.services import Peer, history, worker_on, worker_settings
 from tests.waiting import until
 
 

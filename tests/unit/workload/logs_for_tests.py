@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
+
+from relaygr_stream.lab.workload.logs import InteractionLog
 
 USERS = 100
 ITEMS = 400
@@ -25,3 +29,19 @@ def movielens_rows(users: int = USERS, items: int = ITEMS, per_user: int = 30, s
 def write_udata(path: Path, rows: list[list[int]]) -> Path:
     path.write_text("".join("\t".join(map(str, row)) + "\n" for row in rows))
     return path
+
+
+class Interaction(NamedTuple):
+    """One behaviour of one user."""
+
+    user: str
+    item: int
+    action: int
+    time_ms: int
+
+
+def interactions(log: InteractionLog) -> Iterator[Interaction]:
+    """Of one user after the other, in the order of time."""
+    for code, user in enumerate(log.users):
+        for at in range(int(log.offsets[code]), int(log.offsets[code + 1])):
+            yield Interaction(user, int(log.items[at]), int(log.actions[at]), int(log.times[at]))

@@ -12,8 +12,8 @@ import pytest
 
 from relaygr_stream.errors import InputError
 from relaygr_stream.lab.workload.columns import ColumnMap
-from relaygr_stream.lab.workload.logs import Interaction, read_log
-from tests.unit.workload.logs_for_tests import movielens_rows, write_udata
+from relaygr_stream.lab.workload.logs import read_log
+from tests.unit.workload.logs_for_tests import Interaction, interactions, movielens_rows, write_udata
 
 Rows = list[list[int]]
 
@@ -84,7 +84,7 @@ def test_every_format_gives_the_same_interactions(
     write(path, rows)
     log = read_log(path)
     assert log.format == kind
-    assert set(log) == expected(rows)
+    assert set(interactions(log)) == expected(rows)
     assert len(log) == len(rows)
     assert log.broken_count == 0
 
@@ -95,13 +95,13 @@ def test_gzip(tmp_path: Path, writer: Callable[[Path, Rows], object]) -> None:
     rows = movielens_rows(users=5)
     writer(plain, rows)
     zipped.write_bytes(gzip.compress(plain.read_bytes()))
-    assert list(read_log(zipped)) == list(read_log(plain))
+    assert list(interactions(read_log(zipped))) == list(interactions(read_log(plain)))
 
 
 def test_sorted_by_time_within_a_user_ties_as_in_the_file(tmp_path: Path) -> None:
     path = write_udata(tmp_path / "u.data", [[2, 9, 1, 50], [1, 5, 1, 30], [1, 7, 1, 20], [1, 6, 1, 20], [2, 8, 1, 50]])
     log = read_log(path)
-    assert [(row.user, row.item) for row in log] == [("2", 9), ("2", 8), ("1", 7), ("1", 6), ("1", 5)]
+    assert [(row.user, row.item) for row in interactions(log)] == [("2", 9), ("2", 8), ("1", 7), ("1", 6), ("1", 5)]
     assert log.offsets.tolist() == [0, 2, 5]
 
 
@@ -111,7 +111,7 @@ def test_mapping_by_name_and_by_number(tmp_path: Path) -> None:
         "when,what,who,how,junk\n1700000000,a-1,ann,buy,x\n1700000001,b-2,bob,view,y\n1700000002,a-1,bob,buy,z\n"
     )
     log = read_log(named, columns=ColumnMap.parse("user=who, item=what, action=how, time=when"))
-    assert list(log) == [
+    assert list(interactions(log)) == [
         Interaction("ann", 1, 1, 1_700_000_000_000),
         Interaction("bob", 2, 2, 1_700_000_001_000),
         Interaction("bob", 1, 1, 1_700_000_002_000),
@@ -119,24 +119,24 @@ def test_mapping_by_name_and_by_number(tmp_path: Path) -> None:
     assert log.item_names == ("a-1", "b-2")
     assert log.action_names == ("buy", "view")
     by_number = ColumnMap.parse("user=3,item=2,action=4,time=1")
-    assert list(read_log(named, columns=by_number)) == list(log)
+    assert list(interactions(read_log(named, columns=by_number))) == list(interactions(log))
     bare = tmp_path / "bare.csv"
     bare.write_text("\n".join(named.read_text().splitlines()[1:]))
-    assert list(read_log(bare, columns=by_number)) == list(log)
+    assert list(interactions(read_log(bare, columns=by_number))) == list(interactions(log))
 
 
 def test_a_mapping_reads_udata_like_files_as_text_columns(tmp_path: Path) -> None:
     path = write_udata(tmp_path / "log.tsv", [[100, 7, 1, 900], [101, 8, 1, 900]])
     log = read_log(path, columns=ColumnMap.parse("user=2,item=1,time=4"))
-    assert [(row.user, row.item, row.action) for row in log] == [("7", 100, 0), ("8", 101, 0)]
+    assert [(row.user, row.item, row.action) for row in interactions(log)] == [("7", 100, 0), ("8", 101, 0)]
 
 
 def test_half_stars_double_every_rating_of_the_file(tmp_path: Path) -> None:
     path = tmp_path / "ratings.csv"
     path.write_text("userId,movieId,rating,timestamp\n1,10,4.0,100\n1,11,0.5,101\n1,12,5.0,102\n")
-    assert [row.action for row in read_log(path)] == [8, 1, 10]
+    assert [row.action for row in interactions(read_log(path))] == [8, 1, 10]
     path.write_text("userId,movieId,rating,timestamp\n1,10,4.0,100\n1,12,5.0,102\n")
-    assert [row.action for row in read_log(path)] == [4, 5]
+    assert [row.action for row in interactions(read_log(path))] == [4, 5]
 
 
 @pytest.mark.parametrize(
@@ -155,14 +155,14 @@ def test_half_stars_double_every_rating_of_the_file(tmp_path: Path) -> None:
 def test_time_units(tmp_path: Path, times: str, unit: str, milliseconds: int) -> None:
     path = tmp_path / "log.csv"
     path.write_text(f"user,item,time\nann,1,{times}\n")
-    assert [row.time_ms for row in read_log(path, time_unit=unit)] == [milliseconds]  # type: ignore[arg-type]
+    assert [row.time_ms for row in interactions(read_log(path, time_unit=unit))] == [milliseconds]  # type: ignore[arg-type]
 
 
 def test_item_ids_can_be_numbered_anew(tmp_path: Path) -> None:
     path = tmp_path / "log.csv"
     path.write_text("user,item,time\nann,900000,1\nann,5,2\nann,900000,3\n")
-    assert [row.item for row in read_log(path)] == [900000, 5, 900000]
-    assert [row.item for row in read_log(path, item_ids="name")] == [1, 2, 1]
+    assert [row.item for row in interactions(read_log(path))] == [900000, 5, 900000]
+    assert [row.item for row in interactions(read_log(path, item_ids="name"))] == [1, 2, 1]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from relaygr_stream.errors import ConfigError, InputError
 from relaygr_stream.lab.workload.items import WorkItem
 from relaygr_stream.lab.workload.logs import InteractionLog, read_log
 from relaygr_stream.lab.workload.replay import Replay, ReplayOptions, window_start
-from tests.unit.workload.logs_for_tests import ITEMS, movielens_rows, write_udata
+from tests.unit.workload.logs_for_tests import ITEMS, interactions, movielens_rows, write_udata
 
 
 @pytest.fixture(scope="module")
@@ -27,9 +27,9 @@ def candidates(item: WorkItem) -> list[int]:
 def test_each_request_is_what_the_log_says(log: InteractionLog) -> None:
     """Found again from the log by plain means: the user's history, the next item, the popularity so far."""
     by_user: dict[str, list[tuple[int, int, int]]] = {}
-    for row in log:
+    for row in interactions(log):
         by_user.setdefault(row.user, []).append((row.time_ms, row.item, row.action))
-    everything = sorted((row.time_ms, log.users.index(row.user), row.item) for row in log)
+    everything = sorted((row.time_ms, log.users.index(row.user), row.item) for row in interactions(log))
     items = list(Replay(log, ReplayOptions(requests=150, candidates=30)))
     assert len(items) == 150
     for item in items:

@@ -59,11 +59,7 @@ def plain_model(dtype: torch.dtype = torch.float32, **changes: Any) -> HSTUModel
 
 def region_of(model: HSTUModel, tokens: Tokens, *stops: int) -> KVRegion:
     """The tokens extended up to each stop in turn; NaN behind them."""
-    capacity = len(tokens) + 3
-    elements = capacity * model.layout.elements_per_token
-    region = KVRegion(
-        model.layout, torch.full((elements,), torch.nan, dtype=model.layout.dtype, device=DEVICE), capacity
-    )
+    region = KVRegion.new(model.layout, len(tokens) + 3, torch.nan, DEVICE)
     for stop in (*stops, len(tokens)):
         model.prefill(region, tokens.slice(region.length, stop))
     return region
