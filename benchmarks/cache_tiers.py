@@ -44,6 +44,7 @@ class AtOnce(CopyEngine):
     def submit(
         self, dst: torch.Tensor, src: torch.Tensor, *, urgent: bool = False, convert: Convert = unchanged
     ) -> CopyTicket:
+        del urgent
         ticket = CopyTicket(dst, src, None, convert)
         ticket.run(None)
         return ticket
@@ -64,7 +65,9 @@ def two_tiers(check: Check) -> None:
             print(f"{trace.name:>18} {hbm:>5.0%} {dram:>5.0%} {alone:>14.3f} {both:>14.3f} {reloads:>14} {spills:>14}")
     means = np.mean(saved, axis=0)
     print(f"{'mean':>30} {means[0]:>14.3f} {means[1]:>14.3f}\n")
-    check(means[1] > means[0], f"with DRAM {means[1]:.3f} of the recompute time is saved, with HBM alone {means[0]:.3f}")
+    check(
+        means[1] > means[0], f"with DRAM {means[1]:.3f} of the recompute time is saved, with HBM alone {means[0]:.3f}"
+    )
 
 
 def replay_tiers(trace: Trace, hbm: int, dram: int) -> tuple[float, int, int]:

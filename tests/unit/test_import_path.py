@@ -18,6 +18,8 @@ from relaygr_stream.settings.worker import Model
 
 #: Names that a start imports early and late; each says that it was imported, and ends the process.
 SHADOWS = ("click", "msgspec", "torch", "tomllib", "my_model")
+#: A model within these is checked in a second.
+LIMITS = ("prefix_tokens=64", "suffix_tokens=8", "candidates=8")
 
 
 @pytest.fixture
@@ -55,7 +57,8 @@ def test_a_model_is_found_by_the_setting_alone(trap: Path) -> None:
     (trap / "my_model.py").write_text("from relaygr_stream.models.transformer import make")
     for early in ("click", "msgspec", "tomllib"):
         Path(f"{early}.py").touch()
-    shape = ("--set=model.layers=1", "--set=model.dim=16", "--set=relay.max_prefix_tokens=64")
+    sizes = ("model.layers=1", "model.dim=16", "model.max_positions=200", *(f"relay.max_{each}" for each in LIMITS))
+    shape = [f"--set={size}" for size in sizes]
     found = relaygr("model", "check", "my_model:make", "--set=model.path=.", *shape)
     assert "version transformer-" in found, found
     assert "imported ./torch.py" not in found

@@ -95,7 +95,8 @@ class Bench:
         with tempfile.TemporaryDirectory(prefix=".bench-", dir=out, ignore_cleanup_errors=True) as name:
             folder = Path(name)
             broker = cluster(self.options.broker, self.settings, folder, LASTING_RELAY, self.progress.say)
-            async with self.wakes, broker as (settings, self.about["broker"]):
+            async with self.wakes, broker as (connected, self.about["broker"]):
+                settings = connected
                 if self.options.broker == "kafka":
                     await compile_broker(settings.kafka, self.progress.say)
                 if self.fleet is not None:

@@ -71,7 +71,7 @@ def test_half_precision_is_no_further_from_the_truth(dtype: torch.dtype, changes
     fused, plain, exact = fused_model(dtype, **changes), plain_model(dtype, **changes), plain_model(**changes)
     random = np.random.default_rng(3)
     errors: dict[str, list[torch.Tensor]] = {"fused": [], "plain": []}
-    for _ in range(12):  # the scores of one history share its roundings
+    for _ in range(6):  # the scores of one history share its roundings
         tokens, later, items = random_tokens(random, 60), random_tokens(random, 10), random_items(random, 16)
         truth = exact.score([ScoreInput(region_of(exact, tokens), later, items)])[0]
         for name, model in (("fused", fused), ("plain", plain)):
