@@ -69,8 +69,8 @@ class EntryTable:
         self._counters = counters
         self._entries: dict[str, Entry] = {}
         self._retired: set[Entry] = set()
-        self.hbm = HbmTier(layout, hbm, self._recompute_ms, policy, last_tier=dram is None)
-        self.dram = None if dram is None else DramTier(dram, storage, self._recompute_ms, policy)
+        self.hbm = HbmTier(layout, hbm, self._hbm_eviction_ms, policy, last_tier=dram is None)
+        self.dram = None if dram is None else DramTier(dram, storage, self._dram_eviction_ms, policy)
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -215,6 +215,10 @@ class EntryTable:
         self.note(entry)
         self.hbm.free(extent)
 
-    def _recompute_ms(self, entry: Entry) -> float:
-        """Cost of the entry's next use if it is evicted."""
+    def _hbm_eviction_ms(self, entry: Entry) -> float:
+        """Cost of the entry's next use if HBM does not hold it."""
         return max(MIN_COST_MS, self._predict_ms(len(entry.tokens)))
+
+    def _dram_eviction_ms(self, entry: Entry) -> float:
+        """Cost of the entry's next use if DRAM does not hold its copy, which may be older than the entry's growth."""
+        return max(MIN_COST_MS, self._predict_ms(len(entry.tokens) if entry.stored is None else entry.stored.length))

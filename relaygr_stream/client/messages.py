@@ -38,7 +38,15 @@ from relaygr_stream.wire.behaviours import ITEM_DTYPE
 from relaygr_stream.wire.codec import check_features, encode, validated
 from relaygr_stream.wire.features import FeatureSchema
 from relaygr_stream.wire.fleet import OwnerDirectory
-from relaygr_stream.wire.messages import Cancel, Id, RankingRequest, RequestEvent, ScoreReply, prefix_length
+from relaygr_stream.wire.messages import (
+    Cancel,
+    Id,
+    RankingRequest,
+    RequestEvent,
+    ScoreReply,
+    prefix_length,
+    tenant_key,
+)
 from relaygr_stream.wire.worker_status import StatusReader
 
 M = TypeVar("M", RequestEvent, RankingRequest)
@@ -132,7 +140,7 @@ class MessageClient:
     async def announce(self, event: RequestEvent, *, within: Trace | TraceContext | None = None) -> None:
         """Publish a request event when retrieval starts; sets its `sent_ms`. `request` does this for you.
 
-        Where it does not state `rank_in_ms`, it gets about the median of this client's last requests, once there is one.
+        Where it states no `rank_in_ms`, it gets about the median of this client's last requests, once there is one.
         Returns once the event is buffered, without waiting for the broker: a lost event costs speed, not scores. The
         event is sent, together with others, within client.announce_linger_ms. within: the request's span, or headers
         with a trace context. Raises Rejected (invalid or too large), BrokerUnavailable (no broker answers),
@@ -149,7 +157,8 @@ class MessageClient:
         if trace is not None and trace is not within:
             trace.end()  # what follows from the event refers to it, its ranking included
         message = self._encoded(event, self._topics.retrieval, trace)
-        self._announced.add(event.request_id, time.monotonic(), None if trace is within else trace)
+        key = tenant_key(event.tenant, event.request_id)
+        self._announced.add(key, time.monotonic(), None if trace is within else trace)
         await connection.announce(event.user_id, message)
 
     def begin(self, name: str, request_id: str, within: Trace | TraceContext | None = None) -> Trace | None:
@@ -172,7 +181,8 @@ class MessageClient:
         client was closed).
         """
         timeout_s = self._settings.client.timeout_ms / 1000 if timeout is None else float(timeout)
-        announced = self._announced.ranked(request.request_id, time.monotonic())
+        key = tenant_key(str(request.tenant or self._settings.client.tenant), str(request.request_id))
+        announced = self._announced.ranked(key, time.monotonic())
         trace = self.begin("relaygr.rank", request.request_id, within or announced)
         try:
             ranking = await self._rank(request, timeout_s, trace)
@@ -196,7 +206,6 @@ class MessageClient:
         Rejected (invalid), BrokerError (no broker takes it), LanesChanged.
         """
         connection = self._open()
-        self._announced.cancelled(request_id)
         try:
             cancel = validated(Cancel(request_id=request_id, tenant=tenant or self._settings.client.tenant))
             lane = self.lane(msgspec.convert(user, Id)) if isinstance(user, str) else user
@@ -204,6 +213,7 @@ class MessageClient:
             raise Rejected(f"not a valid Cancel: {error}") from error
         if not 0 <= lane < self._topics.lanes:
             raise Rejected(f"lane {lane}: this relay has lanes 0…{self._topics.lanes - 1}")
+        self._announced.cancelled(tenant_key(cancel.tenant, cancel.request_id))
         await connection.cancel(lane, encode(cancel))
 
     def lane(self, user_id: str) -> int:

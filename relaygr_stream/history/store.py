@@ -71,12 +71,12 @@ class WritableStore(HistoryStore, Protocol):
 
 
 async def looked_up(store: HistoryStore, user_id: str, tenant: str, within_s: float) -> HistoryReference | None:
-    """`store.reference` within a time. Raises HistoryUnavailable."""
+    """`store.reference` within a time. Raises as `in_time`."""
     return await in_time(lambda: store.reference(user_id, tenant), within_s)
 
 
 async def in_time(call: Callable[[], Awaitable[T]], within_s: float) -> T:
-    """The result of a store's call. Raises HistoryUnavailable if it takes longer, or for what a store may not raise."""
+    """The result of a store's call. Raises its HistoryErrors; HistoryUnavailable if it is late or fails otherwise."""
     try:
         async with asyncio.timeout(within_s):
             return await call()

@@ -14,7 +14,7 @@ import msgspec
 
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.trigger import load
-from relaygr_stream.trigger.delegation import Delegation, Place
+from relaygr_stream.trigger.delegation import NOTICE_MS, Delegation, Place
 from relaygr_stream.trigger.ledger import LaneLedger, Pending
 from relaygr_stream.trigger.load import KeptAt, LoadBucket, OwnerLoads, stated_wait_ms
 from relaygr_stream.wire.fleet import Claim
@@ -219,7 +219,7 @@ def decide(event: RequestEvent, lane: LaneState, /, *, age_ms: float, now_s: flo
         reason = "over_load"
     elif stated_wait_ms(owner, now_s) > left_ms:
         reason = "too_late"
-    if lane.delegation is not None:
+    if lane.delegation is not None and left_ms >= NOTICE_MS:
         # Before the owner would have the prefix KV: by pre-inference, or by full inference once the ranking came.
         within_ms = lane.wait_ms(owner, now_s) + costs.pre_infer_ms(tokens)
         late = within_ms > left_ms

@@ -31,11 +31,11 @@ from relaygr_stream.telemetry.otlp import tracing_of
 from relaygr_stream.telemetry.process import ProcessContext
 from relaygr_stream.telemetry.tracing import OFF, Tracing
 from relaygr_stream.trigger.decision import Decide, Policy, decide
-from relaygr_stream.trigger.delegation import Delegation
+from relaygr_stream.trigger.delegation import FLUSH_S, Delegation
 from relaygr_stream.trigger.lane import LaneTrigger
 from relaygr_stream.trigger.load import OwnerLoads
 from relaygr_stream.trigger.metrics import TriggerMetrics
-from relaygr_stream.trigger.signals import FLUSH_S, LaneContext, RefusalNotices
+from relaygr_stream.trigger.signals import LaneContext, RefusalNotices
 from relaygr_stream.trigger.statement import NeverAtRisk, Statements
 from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.records import Record

@@ -42,8 +42,6 @@ from relaygr_stream.wire.refusals import MAX_IDS, Refusal, encode_refusals
 log = structlog.get_logger(__name__)
 limited: Final = LogLimiter().limited
 
-#: A ranking follows its event after tens of milliseconds; more frequent records would cost the trigger more.
-FLUSH_S: Final = 0.02
 #: Most requests reported to one owner per flush: 4096 / 0.02 s = 200,000 events/s. Further ones are not reported.
 MAX_GATHERED: Final = 4096
 #: A delegated signal waits so long for room in its lane's batch: the lane's own events are stale soon after.

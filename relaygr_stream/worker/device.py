@@ -117,7 +117,7 @@ class DeviceThread:
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._pulse = time.monotonic()
-        self.turns = 0  # times the thread looked for work
+        self.turns = 0  # halves of turns that are over
         self.prefill_bytes = 0  # memory of all Prefill commands taken so far
         self._background = Background()
         #: The result of a coroutine; raises what the thread failed with, if that comes first.
@@ -209,7 +209,7 @@ class DeviceThread:
                 scheduler.cache.close()
 
     def _hand_over(self, turn: Turn) -> None:
-        """Tell the loop what a turn did."""
+        """Tell the loop what half a turn did."""
         self.prefill_bytes += turn.prefill_bytes
         now = self._pulse = time.monotonic()
         for answer in turn.answers:

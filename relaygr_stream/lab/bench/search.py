@@ -85,8 +85,8 @@ class Search:
 
 
 def bisected(fits: Callable[[float], bool], low: float, high: float, halvings: int) -> float:
-    """The largest value within low…high that fits, from below, where all up to some limit do: the limit to within
-    (high - low) / 2^halvings. `low` and `high` are not tried."""
+    """The limit up to which values fit, from below, to within (high - low) / 2^halvings; `low` if none that is tried
+    does. `low` and `high` themselves are not tried."""
     for _ in range(halvings):
         middle = (low + high) / 2
         low, high = (middle, high) if fits(middle) else (low, middle)

@@ -30,9 +30,8 @@ from relaygr_stream.lab.simulate.worker import SimulatedWorker
 from relaygr_stream.lab.workload.users import Part
 from relaygr_stream.lab.workload.visits import Arrival, arrivals, on_one_lane
 from relaygr_stream.models.api import Tokens
-from relaygr_stream.trigger.delegation import Place
+from relaygr_stream.trigger.delegation import FLUSH_S, Place
 from relaygr_stream.trigger.ledger import Pending
-from relaygr_stream.trigger.signals import FLUSH_S
 from relaygr_stream.wire.messages import WorkerStatus
 from relaygr_stream.worker.forwarding import time_left_ms
 from relaygr_stream.worker.intake import due_ms

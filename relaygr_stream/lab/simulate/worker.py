@@ -35,7 +35,7 @@ HOST: Final = torch.device("cpu")
 
 
 class SimulatedWorker:
-    """One simulated worker. on_answers(answers, time): called at the end of each turn with answers."""
+    """One simulated worker. on_answers(answers, time): called after each half of a turn with answers."""
 
     def __init__(
         self,
@@ -116,9 +116,9 @@ class SimulatedWorker:
             for (positions, tell), taken in turn.replies:
                 self._state(taken, positions, tell, now)
             clock.now += turn.worked * self._step_s + len(turn.answers) * self._answer_s
+            self._free_at = clock.now
             if turn.answers:
                 self._on_answers(turn.answers, clock.now)
-        self._free_at = clock.now
         if turn.worked:
             self._wake(clock.now)
         elif (timer := self.scheduler.next_timer()) is not None:

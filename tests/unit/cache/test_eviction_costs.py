@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from relaygr_stream.cache.entry import Entry, EntryState
 from relaygr_stream.cache.fading import CostAwarePolicy
 from relaygr_stream.cache.prefix_cache import PrefixCache
 from tests.unit.cache.worlds import MOST, Flaky, compute, make, sequence, spilled, table_of, write
 
+Price = Callable[[Entry], float]
 
-def priced(hbm: int, dram: int) -> tuple[PrefixCache, Flaky, Callable[[Entry], float]]:
-    """A cache, and what evicting an entry from HBM is held to cost there."""
+
+def priced(hbm: int, dram: int) -> tuple[PrefixCache, Flaky, Price, Price]:
+    """A cache, and what evicting an entry from HBM, and from DRAM, is held to cost there."""
     orders: list[CostAwarePolicy[str]] = []
 
     def order() -> CostAwarePolicy[str]:
@@ -20,8 +23,11 @@ def priced(hbm: int, dram: int) -> tuple[PrefixCache, Flaky, Callable[[Entry], f
 
     copier = Flaky()
     cache = make(hbm, dram, copier, policy=order)
-    in_hbm = orders[0]
-    return cache, copier, lambda entry: in_hbm.value(entry.user_id) / in_hbm.uses(entry.user_id)
+
+    def price(tier: CostAwarePolicy[str], entry: Entry) -> float:
+        return tier.value(entry.user_id) / tier.uses(entry.user_id)
+
+    return cache, copier, partial(price, orders[0]), partial(price, orders[1])
 
 
 def recompute_ms(tokens: int) -> float:
@@ -30,7 +36,7 @@ def recompute_ms(tokens: int) -> float:
 
 
 def test_evicting_costs_a_recomputation_with_a_copy_too() -> None:
-    cache, copier, price = priced(9, 6)
+    cache, copier, price, _ = priced(9, 6)
     entry = compute(cache, 1, MOST)
     assert price(entry) == recompute_ms(MOST)
     compute(cache, 2, MOST)
@@ -41,7 +47,7 @@ def test_evicting_costs_a_recomputation_with_a_copy_too() -> None:
 
 
 def test_a_grown_entry_costs_all_that_it_holds() -> None:
-    cache, copier, price = priced(12, 12)
+    cache, copier, price, in_dram = priced(12, 12)
     entry = compute(cache, 1, 100)
     compute(cache, 2, MOST)
     compute(cache, 3, MOST)
@@ -52,6 +58,7 @@ def test_a_grown_entry_costs_all_that_it_holds() -> None:
     cache.finish(entry)
     assert entry.stored is not None
     assert price(entry) == recompute_ms(120)
+    assert in_dram(entry) == recompute_ms(100), "the copy is as old"
     cache.close()
 
 

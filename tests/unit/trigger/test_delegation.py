@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relaygr_stream.trigger.decision import REFUSED_FACTOR
-from relaygr_stream.trigger.delegation import PAUSE_S, Delegation
+from relaygr_stream.trigger.delegation import NOTICE_MS, PAUSE_S, Delegation
 from relaygr_stream.wire.fleet import LOOKED_AT, TRAVEL_MS
 from tests.unit.trigger.delegating_fleet import Fleet
 from tests.unit.trigger.parts import POLICY
@@ -37,6 +37,15 @@ def test_what_would_be_refused_is_delegated_whenever_it_is_ranked(reason: str) -
     view.state("a", (0, 1), **REFUSALS[reason])
     view.state("b", (2, 3))
     assert view.ask(rank_in_ms=0.0).reason == "delegated", "unknown: until the end of the life window"
+
+
+@pytest.mark.parametrize("reason", REFUSALS)
+def test_nothing_is_delegated_whose_ranking_comes_before_the_owner_knows(reason: str) -> None:
+    view = View()
+    view.state("a", (0, 1), **REFUSALS[reason])
+    view.state("b", (2, 3))
+    assert view.ask(rank_in_ms=NOTICE_MS - 1, book=False).reason == reason
+    assert view.ask(rank_in_ms=NOTICE_MS, book=False).reason == "delegated"
 
 
 def test_an_owner_in_time_keeps_its_own() -> None:
