@@ -17,7 +17,6 @@ from relaygr_stream.bus.ages import now_ms
 from relaygr_stream.bus.producer import Outgoing
 from relaygr_stream.bus.renewed import RenewalsCollector
 from relaygr_stream.bus.topics import Topic, lane_of, load_topics
-from relaygr_stream.client.announced import Announced
 from relaygr_stream.client.answers import Answers, Ranking, ranking_of
 from relaygr_stream.client.connection import Connection, connected
 from relaygr_stream.client.metrics import ClientMetrics
@@ -38,15 +37,7 @@ from relaygr_stream.wire.behaviours import ITEM_DTYPE
 from relaygr_stream.wire.codec import check_features, encode, validated
 from relaygr_stream.wire.features import FeatureSchema
 from relaygr_stream.wire.fleet import OwnerDirectory
-from relaygr_stream.wire.messages import (
-    Cancel,
-    Id,
-    RankingRequest,
-    RequestEvent,
-    ScoreReply,
-    prefix_length,
-    tenant_key,
-)
+from relaygr_stream.wire.messages import Cancel, Id, RankingRequest, RequestEvent, ScoreReply, prefix_length
 from relaygr_stream.wire.worker_status import StatusReader
 
 M = TypeVar("M", RequestEvent, RankingRequest)
@@ -54,6 +45,8 @@ M = TypeVar("M", RequestEvent, RankingRequest)
 #: Bytes of a message besides its value and key, as the broker counts: the record batch's header (61), the record's
 #: varints (at most 35), our headers (about 60; those of a trace count apart), rounded up.
 FRAME_BYTES: Final = 256
+#: Announcements whose spans are remembered for their rankings, where `request` does not connect the two.
+MAX_ANNOUNCED: Final = 4096
 
 
 class MessageClient:
@@ -70,6 +63,7 @@ class MessageClient:
         tracer_provider: Any = None,
     ) -> None:
         self._features = features
+        self._announced: dict[str, Trace] = {}  # by request id, where tracing is on
         self._tracing = OFF if tracer_provider is None else Tracing(tracer_provider)
         if settings is None:
             settings = load_settings(flags={"kafka.bootstrap": bootstrap}).settings
@@ -77,7 +71,6 @@ class MessageClient:
             kafka = msgspec.structs.replace(settings.kafka, bootstrap=bootstrap)
             settings = msgspec.structs.replace(settings, kafka=kafka)
         self._settings = settings
-        self._announced = Announced(settings.relay.life_window_ms)
         self._client_id = client_id or f"relaygr-client-{secrets.token_hex(4)}"
         self._topics = load_topics(settings.kafka)
         self.registry: Final = CollectorRegistry() if registry is None else registry
@@ -140,26 +133,20 @@ class MessageClient:
     async def announce(self, event: RequestEvent, *, within: Trace | TraceContext | None = None) -> None:
         """Publish a request event when retrieval starts; sets its `sent_ms`. `request` does this for you.
 
-        Where it states no `rank_in_ms`, it gets about the median of this client's last requests, once there is one.
         Returns once the event is buffered, without waiting for the broker: a lost event costs speed, not scores. The
         event is sent, together with others, within client.announce_linger_ms. within: the request's span, or headers
         with a trace context. Raises Rejected (invalid or too large), BrokerUnavailable (no broker answers),
         LanesChanged (the cluster has another number of lanes than the settings).
         """
         connection = self._open()
-        event = msgspec.structs.replace(
-            event,
-            sent_ms=now_ms(),
-            rank_in_ms=event.rank_in_ms or self._announced.usual_ms,
-            tenant=event.tenant or self._settings.client.tenant,
-        )
+        event = msgspec.structs.replace(event, sent_ms=now_ms(), tenant=event.tenant or self._settings.client.tenant)
         trace = within if isinstance(within, Trace) else self.begin("relaygr.announce", event.request_id, within)
         if trace is not None and trace is not within:
             trace.end()  # what follows from the event refers to it, its ranking included
-        message = self._encoded(event, self._topics.retrieval, trace)
-        key = tenant_key(event.tenant, event.request_id)
-        self._announced.add(key, time.monotonic(), None if trace is within else trace)
-        await connection.announce(event.user_id, message)
+            if len(self._announced) >= MAX_ANNOUNCED:
+                del self._announced[next(iter(self._announced))]
+            self._announced[event.request_id] = trace
+        await connection.announce(event.user_id, self._encoded(event, self._topics.retrieval, trace))
 
     def begin(self, name: str, request_id: str, within: Trace | TraceContext | None = None) -> Trace | None:
         """Start a span of a request: inside another one, a context from elsewhere, or the caller's current span. None:
@@ -181,9 +168,7 @@ class MessageClient:
         client was closed).
         """
         timeout_s = self._settings.client.timeout_ms / 1000 if timeout is None else float(timeout)
-        key = tenant_key(str(request.tenant or self._settings.client.tenant), str(request.request_id))
-        announced = self._announced.ranked(key, time.monotonic())
-        trace = self.begin("relaygr.rank", request.request_id, within or announced)
+        trace = self.begin("relaygr.rank", request.request_id, within or self._announced.pop(request.request_id, None))
         try:
             ranking = await self._rank(request, timeout_s, trace)
         except BaseException as error:
@@ -213,7 +198,6 @@ class MessageClient:
             raise Rejected(f"not a valid Cancel: {error}") from error
         if not 0 <= lane < self._topics.lanes:
             raise Rejected(f"lane {lane}: this relay has lanes 0…{self._topics.lanes - 1}")
-        self._announced.cancelled(tenant_key(cancel.tenant, cancel.request_id))
         await connection.cancel(lane, encode(cancel))
 
     def lane(self, user_id: str) -> int:

@@ -71,9 +71,8 @@ class RelayClient(MessageClient):
         ms) of one length n. It is encoded here, once. Or a HistoryReference, or the HistoryStore that has it, which is
         asked once, on entering (HistoryError if it does not answer): messages then carry the reference, and the worker
         reads the history (history.store). candidates: expected number of candidates. rank_in: expected seconds until
-        the ranking; 0: about the median of this client's last requests. request_id: random by default. tenant: the
-        tenant of this user. features: those of the user and of the history's behaviours, where the client was made with
-        a schema.
+        the ranking; 0: as usual for the relay. request_id: random by default. tenant: that of this user. features:
+        those of the user and of the history's behaviours, where the client was made with a schema.
 
         Raises Rejected if the history is neither, or for features that are not those of the schema.
         """

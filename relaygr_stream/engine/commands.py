@@ -66,6 +66,7 @@ class PrefillTask(Keys):
     tokens: Tokens
     due: float  # when its ranking is expected
     expires: float  # end of the life window
+    arrived: float  # when it was read
     tenant: str = ""
     nbytes: int = 0  # memory of its tokens
     origin: Any = None  # where it came from; not None: what becomes of it is told. The scheduler does not look at it

@@ -82,6 +82,7 @@ class Rankings:
         if task.deadline <= now:
             self._answer(task, "deadline_exceeded", "the deadline passed before the worker read the request")
             return
+        self._pins.ranked(task.request_key, task.arrived)
         found = self._find(task)
         if task.pass_to is not None and found[1] is not Coverage.COVERS:
             self._answer(task, "overloaded", "its prefix KV are with another worker")  # and go there (replies.py)

@@ -81,7 +81,7 @@ class Snapshot(msgspec.Struct, frozen=True):  # made for every statement; a froz
 
     lane_bytes, largest: bytes pinned, and of the largest prefix lately, of each lane asked for. delegated_bytes: pinned
     on other workers' behalf. demand, totals, cache: running totals by lane or name. queue_ms: delay until the device
-    takes a ranking, since the last snapshot.
+    takes a ranking, since the last snapshot. head_start_ms: from a signal to its ranking, usually.
     """
 
     lane_bytes: dict[int, int]
@@ -101,6 +101,7 @@ class Snapshot(msgspec.Struct, frozen=True):  # made for every statement; a froz
     queue_ms: float
     pre_infer_waiting_ms: float
     pre_infer_late_s: float
+    head_start_ms: float
 
 
 class Scheduler:
@@ -266,6 +267,7 @@ class Scheduler:
             queue_ms=self.rankings.take_queue_ms(now),
             pre_infer_waiting_ms=self._jobs.waiting_ms(),
             pre_infer_late_s=self._jobs.late_s(now),
+            head_start_ms=pins.head_start_ms,
         )
 
     def _advance(self, job: PrefillJob, now: float) -> None:

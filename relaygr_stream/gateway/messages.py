@@ -64,9 +64,7 @@ class Announce(Asking, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Retrieval starts: a ranking of this user will follow."""
 
     candidates: Annotated[int, Meta(ge=0, le=1_000_000, description="expected number in the ranking")]
-    rank_in_ms: Annotated[
-        Millis, Meta(description="expected time until the ranking; 0: about the median of the gateway's last requests")
-    ] = 0.0
+    rank_in_ms: Annotated[Millis, Meta(description="expected time until the ranking; 0: as it usually is")] = 0.0
     request_id: Annotated[Id, Meta(description="absent: the gateway makes one")] | UnsetType = UNSET
     columns: Annotated[FeatureTables, Meta(description="the user's features")] | UnsetType = UNSET
 

@@ -40,6 +40,8 @@ Reason = Literal[
 #: Simulated at 95 % load, P99 with 1, 1.5, 2, 3 and no bound: 1.9, 2.4, 1.7, 1.3 and 1.4 s.
 REFUSED_FACTOR: Final = 3.0
 REASONS: Final[tuple[Reason, ...]] = get_args(Reason)
+#: What a signal states of a ranking that is due: 0 would mean that nothing is known.
+LEAST_RANK_IN_MS: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,7 @@ class Decision(msgspec.Struct, frozen=True):  # made for every event; a frozen d
     predicted_ms: float = 0.0  # full inference plus the owner's queue; at risk above Policy.risk_ms
     nbytes: int = 0  # of the prefix KV
     cost_ms: float = 0.0  # expected device time of the pre-inference
+    rank_in_ms: float = 0.0  # time until the expected ranking; 0: unknown
     delegate: Place | None = None  # where the prefix KV is computed for the owner; nbytes and cost_ms are those there
 
     @property
@@ -211,7 +214,7 @@ def decide(event: RequestEvent, lane: LaneState, /, *, age_ms: float, now_s: flo
         return Decision("not_at_risk", tokens, age_ms, predicted_ms)
     whole = prefix_tokens(event)
     nbytes, cost_ms = prefix_bytes(whole, owner.worker), charge_ms(costs, tokens, owner.worker)
-    left_ms = _time_left_ms(event, policy, age_ms)
+    left_ms, rank_in_ms = _time_left_ms(event, policy, owner, age_ms)
     reason: Reason = "admitted"
     if not lane.ledger.fits(nbytes):
         reason = "over_footprint"
@@ -228,17 +231,22 @@ def decide(event: RequestEvent, lane: LaneState, /, *, age_ms: float, now_s: flo
         user = tenant_key(event.tenant, event.user_id)
         place = lane.delegation.place(user, whole, owner, within_ms, now_s, late=late)
         if place is not None:
-            return Decision("delegated", tokens, age_ms, predicted_ms, place.nbytes, place.cost_ms, place)
-    return Decision(reason, tokens, age_ms, predicted_ms, nbytes, cost_ms)
+            return Decision("delegated", tokens, age_ms, predicted_ms, place.nbytes, place.cost_ms, rank_in_ms, place)
+    return Decision(reason, tokens, age_ms, predicted_ms, nbytes, cost_ms, rank_in_ms)
 
 
-def _time_left_ms(event: RequestEvent, policy: Policy, age_ms: float) -> float:
-    """Time until the expected ranking; if the event does not state it, until the end of the life window.
+def _time_left_ms(event: RequestEvent, policy: Policy, owner: Claim, age_ms: float) -> tuple[float, float]:
+    """Time until the expected ranking, and what a signal states of it (0: unknown).
 
-    If the owner's queue is longer, the prefill job would not start before the ranking. A started job is worth
-    admitting: the ranking joins it and waits only for the rest.
+    It is what the event states; else what rankings at the owner usually take; and if that is not known, or so short
+    that it decides nothing, the end of the life window. If the owner's queue is longer, the prefill job would not start
+    before the ranking. A started job is worth admitting: the ranking joins it and waits only for the rest.
     """
-    return max(0.0, (event.rank_in_ms or policy.life_ms) - age_ms)
+    if event.rank_in_ms:
+        left_ms = max(0.0, event.rank_in_ms - age_ms)
+        return left_ms, max(LEAST_RANK_IN_MS, left_ms)
+    usual_ms = owner.worker.head_start_ms
+    return (usual_ms, usual_ms) if usual_ms >= NOTICE_MS else (max(0.0, policy.life_ms - age_ms), 0.0)
 
 
 def _reason_against(event: RequestEvent, tokens: int, lane: LaneState, age_ms: float, now_s: float) -> Reason | None:

@@ -26,8 +26,8 @@ PAUSE_S: Final = 10.0
 #: Owners are told of refusals and delegates so often (signals.py). A ranking follows its event after tens of
 #: milliseconds; more frequent records would cost the trigger more.
 FLUSH_S: Final = 0.02
-#: An owner knows of a delegate so long after the decision: the next flush, its way, and before it the acknowledgement of
-#: the delegated signal. It infers a ranking that comes sooner in full, and what the delegate computes is for nothing.
+#: An owner knows of a delegate so long after the decision: the delegated signal is acknowledged, the next flush comes,
+#: and the notice travels. It infers a ranking that comes sooner in full, and what the delegate computes is for nothing.
 NOTICE_MS: Final = FLUSH_S * 1e3 + TRAVEL_MS
 #: An owner that is busy for no more than this share of the time computes a delegated user's prefix KV itself at the
 #: next visit: the device time is there, and later rankings save the way to the delegate. Half is a choice, no optimum.

@@ -107,7 +107,7 @@ class LaneTrigger:
             trace = tracing.receive("relaygr.decide", record) if tracing.on else None
             decision = self._decide(event, record, state)
             if decision.admit:
-                signals.add(event, record, state.admit(event, decision, time.monotonic()), trace)
+                signals.add(event, record, decision, state.admit(event, decision, time.monotonic()), trace)
             elif decision.delegate is not None:
                 state.delegate(event, decision, time.monotonic())
                 signals.delegate(event, record, decision, state.owner, trace)

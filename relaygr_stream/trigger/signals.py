@@ -153,9 +153,11 @@ class LaneSignals:
         self._messages: list[Outgoing] = []
         self._delegated: list[_Delegated] = []
 
-    def add(self, event: RequestEvent, record: Record, pending: Pending, trace: Trace | None = None) -> None:
+    def add(
+        self, event: RequestEvent, record: Record, decision: Decision, pending: Pending, trace: Trace | None = None
+    ) -> None:
         """Gather a signal for the next `flush`; trace: the event's span, which ends with the signal's send."""
-        value = encode(self._signal(event, event.rank_in_ms, UNSET))
+        value = encode(self._signal(event, decision.rank_in_ms, UNSET))
         self._signals.append(_Signal(event, record, pending, trace))
         self._messages.append(Outgoing(event.user_id.encode(), value, _context(record, trace)))
 
@@ -218,13 +220,12 @@ class LaneSignals:
         self._shared.done(signal.record)
 
     async def _send_delegated(self, one: _Delegated, stuck: set[int]) -> None:
-        """To the delegate, with the event's age taken off its time; the owner is told once a broker has it.
+        """To the delegate; the owner is told once a broker has it.
 
         stuck: lanes not to wait for; this one joins them if it takes nothing within DELEGATED_S.
         """
         event, place, producer = one.event, one.decision.delegate, self._shared.producer
         assert place is not None
-        rank_in_ms = event.rank_in_ms and max(1.0, event.rank_in_ms - one.decision.age_ms)
         topic = self._shared.topics.ranking.name
         try:
             if place.lane in stuck or producer.broker_of(topic, place.lane) == NO_LEADER:
@@ -232,7 +233,7 @@ class LaneSignals:
             async with asyncio.timeout(DELEGATED_S):
                 sent = await producer.send(
                     topic,
-                    encode(self._signal(event, rank_in_ms, one.owner)),
+                    encode(self._signal(event, one.decision.rank_in_ms, one.owner)),
                     key=event.user_id.encode(),
                     partition=place.lane,
                     headers=[(HEADER_KIND, KIND_DELEGATED.encode()), *_context(one.record, one.trace)],

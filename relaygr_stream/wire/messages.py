@@ -230,6 +230,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     dram_used_bytes: int = 0
     dram_bytes: int = 0
     pre_infer_wait_ms: float = 0.0  # time until the queued pre-inferences complete, beside the rankings' share
+    head_start_ms: float = 0.0  # from a signal to its ranking, about the median of the last; 0: unknown
     computed_share: float = 1.0  # recent share of signals' prefix tokens that were not found in the cache
     counters: dict[str, float] = {}  # running totals since start, for live views
     handover: Annotated[str, Meta(max_length=300)] = ""  # HOST:PORT that serves prefix KV of its lost lanes

@@ -150,6 +150,7 @@ class StatusReader:
         yield "lanes", len(status.lanes), 0, self._lanes
         yield "queue_ms", status.queue_ms, 0, MAX_MS
         yield "pre_infer_wait_ms", status.pre_infer_wait_ms, 0, MAX_MS
+        yield "head_start_ms", status.head_start_ms, 0, MAX_MS
         yield "busy_share", status.busy_share, 0, 1
         yield "computed_share", status.computed_share, 0, 1
         yield "lag", status.lag, 0, MAX_OFFSET

@@ -131,6 +131,7 @@ class Intake:
             tokens=tokens,
             due=now + max(0.0, (signal.rank_in_ms or signal.life_ms) - age) / 1e3,
             expires=now + life / 1e3,
+            arrived=now,
             tenant=signal.tenant,
             nbytes=OBJECT_BYTES + self._token_bytes * (self._features.context_tokens + length),
             referred=Referred(signal.history, user, Behaviours()) if signal.history else None,

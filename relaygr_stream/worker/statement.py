@@ -89,6 +89,7 @@ class Statements:
             pre_infer_wait_ms=min(
                 MAX_MS, snapshot.pre_infer_waiting_ms / max(LEAST_FREE, 1.0 - self._split.ranking_share)
             ),
+            head_start_ms=min(MAX_MS, snapshot.head_start_ms),
             computed_share=self._split.computed_share,
             model_version=runtime.model.version,
             model_note=runtime.model.note,

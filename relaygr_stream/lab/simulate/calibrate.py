@@ -223,7 +223,7 @@ def _step_ms(costs: DeviceCosts, settings: Settings) -> float:
     for number in range(STEP_REQUESTS):
         name, user = f"r{number}", f"u{number}"
         start, steps = time.perf_counter(), 0
-        signal = PrefillTask(name, user, 0, tokens, clock.now, clock.now + 60.0)
+        signal = PrefillTask(name, user, 0, tokens, clock.now, clock.now + 60.0, clock.now)
         ranking = RankTask(name, user, 0, tokens, none, candidates, clock.now, clock.now + 60.0, False)
         for command in Prefill(signal), Rank(ranking):
             scheduler.handle(command, clock.now)

@@ -202,6 +202,7 @@ class Fleet:
             self._tokens(request.prefix),
             due=now + max(0.0, self._scenario.traffic.delay.median_ms / 1e3 - age),
             expires=now + self._settings.relay.life_window_ms / 1e3 - age,
+            arrived=now,
         )
         worker.submit(Prefill(task))
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from relaygr_stream.cache.entry import Entry
-from relaygr_stream.engine.signals import PinTable
+from relaygr_stream.engine.commands import DELEGATED_LANE
+from relaygr_stream.engine.signals import STEP, PinTable
 from tests.unit.cache.worlds import compute, make
 
 REQUESTS = st.integers(0, 9)
@@ -29,7 +30,7 @@ class PinMachine(RuleBasedStateMachine):
         if name in self.pins:
             return
         lane = request % 3
-        self.pins.add(name, lane, held, self.now + life, nbytes)
+        self.pins.add(name, lane, held, self.now + life, nbytes, self.now)
         self.model[name] = (held, lane, nbytes, self.now + life)
 
     @rule(request=REQUESTS)
@@ -81,12 +82,42 @@ def test_a_request_that_pins_again_gets_its_whole_life_window() -> None:
     cache = make(9, None)
     entry = compute(cache, 1, 10)
     pins = PinTable(cache)
-    pins.add("r", 0, entry, 1.0, 10)
+    pins.add("r", 0, entry, 1.0, 10, 0.0)
     pins.release("r")  # its lane went away, and came back
-    pins.add("r", 0, entry, 3.0, 10)
+    pins.add("r", 0, entry, 3.0, 10, 1.0)
     pins.expire(2.0)
     assert "r" in pins
     pins.expire(3.0)
     assert "r" not in pins
     assert pins.expired == 1
     cache.close()
+
+
+def usual_ms(times_ms: list[float], lane: int = 0) -> float:
+    """The head start learned from rankings that came so long after their signals, one after the other."""
+    cache = make(9, None)
+    entry = compute(cache, 1, 10)
+    pins = PinTable(cache)
+    for ms in times_ms:
+        pins.add("r", lane, entry, 1e9, 10, since=100.0)
+        pins.ranked("r", 100.0 + ms / 1e3)
+        pins.ranked("r", 100.0 + 99 * ms)  # a second ranking of the same request
+        pins.release("r")
+    cache.close()
+    return pins.head_start_ms
+
+
+@given(st.floats(1, 2000), st.floats(5, 500), st.floats(1, 10), st.integers(2, 5))
+def test_the_usual_head_start_comes_to_the_median_from_anywhere(
+    first: float, middle: float, factor: float, every: int
+) -> None:
+    """Of `every` rankings one takes the factor as long; the others are the median, and two are a tie."""
+    later = [middle * factor if number % every == 0 else middle for number in range(500)]
+    high = middle * factor if every == 2 else middle
+    assert middle / STEP**3 <= usual_ms([first, *later]) <= high * STEP**3
+
+
+def test_a_few_very_late_rankings_count_no_more_than_others_and_from_none_it_finds_back() -> None:
+    assert usual_ms([80.0] * 50 + [1e9] * 3) <= 80.0 * STEP**4
+    assert usual_ms([0.0] + [80.0] * 200) >= 80.0 / STEP
+    assert usual_ms([80.0], DELEGATED_LANE) == 0, "behind another hop: it says nothing of own users"

@@ -209,7 +209,8 @@ class World:
         tokens = history(user, length, version)
         due, expires = self.now + 0.1, self.now + life
         lane = user % 4 if lane is None else lane
-        self.handle(Prefill(PrefillTask(request, f"u{user}", lane, tokens, due, expires, tenant, origin=request)))
+        task = PrefillTask(request, f"u{user}", lane, tokens, due, expires, self.now, tenant, origin=request)
+        self.handle(Prefill(task))
 
     def rank(self, request: str, user: int, length: int, **options: Any) -> RankTask:
         """Hand a ranking in, which arrives now. options: as `ranking` takes them."""

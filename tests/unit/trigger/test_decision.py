@@ -10,6 +10,7 @@ import pytest
 from relaygr_stream.lab.workload.generator import GeneratorOptions
 from relaygr_stream.settings.schema import Relay, Settings, Trigger
 from relaygr_stream.trigger.decision import REASONS, Decision, LaneState, Policy, decide
+from relaygr_stream.trigger.delegation import NOTICE_MS
 from relaygr_stream.wire.behaviours import Behaviours
 from relaygr_stream.wire.history import HistoryReference
 from relaygr_stream.wire.messages import CostModel, RequestEvent, with_version
@@ -143,6 +144,19 @@ def test_what_would_not_begin_before_its_ranking_is_shed() -> None:
     assert OneLane(pre_infer_wait_ms=POLICY.life_ms + 1).decide(event(25)).reason == "too_late"
     lane.now += 0.001
     assert lane.decide(soon, age_ms=1.0).admit, "the owner has worked since it said so"
+
+
+def test_without_a_word_of_the_event_a_ranking_is_expected_when_they_usually_come() -> None:
+    """The owner's head starts are from signals to rankings: an event's age says nothing of them."""
+    lane = OneLane(pre_infer_wait_ms=300.0, head_start_ms=300.0)
+    found = lane.decide(event(25), age_ms=200.0)
+    assert (found.reason, found.rank_in_ms) == ("admitted", 300.0)
+    assert OneLane(pre_infer_wait_ms=300.0, head_start_ms=299.0).decide(event(25)).reason == "too_late"
+    stated = msgspec.structs.replace(event(25), rank_in_ms=310.0)
+    assert lane.decide(stated, age_ms=9.0).rank_in_ms == 301.0
+    assert lane.decide(stated, age_ms=11.0).reason == "too_late", "what it states counts first"
+    quick = OneLane(pre_infer_wait_ms=300.0, head_start_ms=NOTICE_MS - 1).decide(event(25))
+    assert (quick.reason, quick.rank_in_ms) == ("admitted", 0.0), "so short that it decides nothing"
 
 
 def test_what_was_not_admitted_is_no_duplicate() -> None:

@@ -75,7 +75,7 @@ class World:
         self.own.append(len(messages))
 
     async def delegate(self, number: int = 1) -> None:
-        decision = Decision("delegated", 25, 40.0, 30.0, PLACE.nbytes, PLACE.cost_ms, PLACE)
+        decision = Decision("delegated", 25, 40.0, 30.0, PLACE.nbytes, PLACE.cost_ms, 260.0, PLACE)
         asked = event(25, "r", "u", tenant="shop", rank_in_ms=300.0)
         for _ in range(number):
             self.signals.delegate(asked, RECORD, decision, "w1")
@@ -135,7 +135,7 @@ async def test_a_delegates_lane_that_takes_nothing_holds_up_neither_own_signals_
     world = World()
     world.room.clear()
     own = event(25, "own", "u")
-    world.signals.add(own, RECORD, world.ledger.admit(250))
+    world.signals.add(own, RECORD, Decision("admitted", 25, 40.0), world.ledger.admit(250))
     flushing = asyncio.create_task(world.delegate(3))
     await until(lambda: len(world.sent) == 1)
     assert world.own == [1], "own signals wait for no delegate"

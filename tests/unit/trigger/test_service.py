@@ -97,7 +97,8 @@ async def test_a_request_at_risk_is_signalled_on_its_users_lane(kafka_settings: 
         assert record.key == b"u-1"
         assert record.lane == lane_of("u-1", peer.topics.lanes)
         assert (signal.request_id, signal.user_id, signal.prefix) == ("r-1", "u-1", sent.prefix)
-        assert (signal.life_ms, signal.rank_in_ms) == (1234.0, 80.0)
+        assert signal.life_ms == 1234.0
+        assert 0 < signal.rank_in_ms <= 80.0, "from the decision on"
         assert before - 1 <= signal.admitted_ms <= now_ms()
         assert trigger.decisions("admitted") == 1
     assert await committed(settings, peer.topics.retrieval.name, record.lane) == 1
