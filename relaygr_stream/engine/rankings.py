@@ -127,7 +127,7 @@ class Rankings:
         for task in tasks:
             if not task.started:
                 task.started = now
-                self._delays = (self._delays[0] + now - task.arrived, self._delays[1] + 1)
+                self._delays = (self._delays[0] + now - task.arrived - task.store_s, self._delays[1] + 1)
 
     def job_over(self, job: PrefillJob) -> None:
         """The job is over: its waiters are scored, look again, or learn of its error."""
@@ -217,7 +217,7 @@ class Rankings:
         total, number = self._delays
         self._delays = (0.0, 0)
         oldest = next((task for task in self._admission.waiting if not task.started), None)
-        waited = 0.0 if oldest is None else now - oldest.arrived
+        waited = 0.0 if oldest is None else now - oldest.arrived - oldest.store_s
         return max(total / number if number else 0.0, waited) * 1e3
 
     def holds(self) -> Counter[Entry]:

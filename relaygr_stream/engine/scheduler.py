@@ -139,7 +139,8 @@ class Scheduler:
         are answered here."""
         if isinstance(command, Rank):
             task = command.task
-            self.demand.ask(task.lane, self.cache.nbytes(len(task.tokens)), now)
+            if not task.hops:  # others come on any lane of the worker
+                self.demand.ask(task.lane, self.cache.nbytes(len(task.tokens)), now)
             self.rankings.enqueue(task, now)
         elif isinstance(command, Prefill):
             self.signals.enqueue(command.task, now)

@@ -239,6 +239,7 @@ class Signals:
         else:
             self._count("no_room", task)
             return
+        self._asked(task, computed=0)
         self._pin(task, entry)
 
     def _continue(self, task: PrefillTask, entry: Entry) -> bool:
@@ -256,8 +257,7 @@ class Signals:
 
     def _compute(self, task: PrefillTask, entry: Entry) -> None:
         assert entry.region is not None
-        if task.lane != DELEGATED_LANE:
-            self.counters.tokens_computed += len(task.tokens) - entry.region.length
+        self._asked(task, computed=len(task.tokens) - entry.region.length)
         self._jobs.start(entry, task.due, task)
         self._pin(task, entry)
 
@@ -274,10 +274,14 @@ class Signals:
     def _pin(self, task: PrefillTask, entry: Entry) -> None:
         if task.lane == DELEGATED_LANE:
             self.counters.signal_delegated += 1
-        else:  # what own users ask for says what admissions of theirs cost
-            self.counters.tokens_asked += len(task.tokens)
         nbytes = self._cache.nbytes(len(task.tokens))
         self._pins.add(task.request_key, task.lane, entry, task.expires, nbytes, task.arrived)
+
+    def _asked(self, task: PrefillTask, computed: int) -> None:
+        """Count tokens, once a signal: what own users ask for says what admissions of theirs cost."""
+        if task.lane != DELEGATED_LANE:
+            self.counters.tokens_asked += len(task.tokens)
+            self.counters.tokens_computed += computed
 
     def _more(self, task: PrefillTask, entry: Entry | None, coverage: Coverage) -> int:
         """HBM bytes that pinning this signal's prefix would add to what is held."""

@@ -95,6 +95,8 @@ class Resolver:
         except HistoryError as error:
             self._failed(command, "failed", str(error))
         else:
+            if isinstance(command, Rank):
+                command.task.store_s = monotonic() - started
             if self._complete(command, behaviours):
                 self._metrics.found.labels("read").inc()
                 self._submit(command)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from relaygr_stream.cache.entry import EntryState
-from relaygr_stream.engine.commands import LanesLost, RankTask
+from relaygr_stream.engine.commands import LanesLost, Rank, RankTask
 from tests.retained import retained
 from tests.unit.engine.worlds import CONTEXTUAL, GRANULE_BYTES, MAX_TOKENS, Wrapped, history, world
 
@@ -60,6 +60,9 @@ def test_demand_is_what_rankings_ask_for_and_goes_with_the_lane() -> None:
         w.signal("r", 1, 100)
         w.rank("r", 1, 100)
         w.rank("not admitted", 1, 60)
+        hedge = w.ranking("of another lane's user", 1, 200)
+        hedge.hops = 1
+        w.handle(Rank(hedge))
         assert (w.scheduler.demand.totals[1], w.scheduler.demand.largest(1)) == (3 * GRANULE_BYTES, 2 * GRANULE_BYTES)
         w.handle(LanesLost(frozenset([1])))
         assert (w.scheduler.demand.totals.get(1), w.scheduler.demand.largest(1)) == (None, 0)
@@ -75,6 +78,15 @@ def test_what_signals_had_to_compute_is_counted_in_tokens() -> None:
         w.settle()
         counters = w.scheduler.signals.counters
         assert (counters.tokens_asked, counters.tokens_computed) == (320, 120)
+
+
+def test_a_signal_that_waits_for_its_beginning_counts_its_tokens_once() -> None:
+    with world() as w:
+        w.signal("begun", 1, 100)
+        w.signal("waits for it, then computes the rest", 1, 150)
+        w.settle()
+        counters = w.scheduler.signals.counters
+        assert (counters.tokens_asked, counters.tokens_computed) == (250, 150)
 
 
 def test_a_lane_lost_while_its_prefix_is_computed() -> None:
@@ -198,6 +210,18 @@ def test_queue_delay_tells_of_rankings_that_are_stuck() -> None:
             500.0
         )  # it had waited so long when it was taken
         assert w.scheduler.rankings.take_queue_ms(w.now) == 0.0
+
+
+def test_queue_delay_leaves_out_what_the_history_store_took() -> None:
+    with world() as w:
+        task = w.ranking("by reference", 1, 100, timeout=10.0)
+        w.now += 0.3
+        task.store_s = 0.3
+        w.handle(Rank(task))
+        w.now += 0.2
+        assert w.scheduler.rankings.take_queue_ms(w.now) == pytest.approx(200.0)
+        w.settle()
+        assert w.scheduler.rankings.take_queue_ms(w.now) == pytest.approx(200.0)
 
 
 def test_starved_full_inferences_go_by_deadline() -> None:
