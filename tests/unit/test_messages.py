@@ -113,6 +113,7 @@ statuses = st.builds(
     alloc_bytes=st.integers(1, 2**40),
     queue_ms=finite,
     pre_infer_wait_ms=finite,
+    head_start_ms=finite,
     computed_share=finite,
     model_version=st.text("ab"),
     counters=st.dictionaries(st.text("ab"), finite, max_size=3),

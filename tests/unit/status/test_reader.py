@@ -53,6 +53,7 @@ def reader(signer: Signer | None = None) -> StatusReader:
         ({"queue_ms": float("nan")}, "queue_ms"),
         ({"queue_ms": 1e300}, "queue_ms"),
         ({"pre_infer_wait_ms": float("inf")}, "pre_infer_wait_ms"),
+        ({"head_start_ms": -1.0}, "head_start_ms"),
         ({"busy_share": 1.5}, "busy_share"),
         ({"busy_share": float("nan")}, "busy_share"),
         ({"computed_share": 0.0}, "computed_share"),
