@@ -19,7 +19,7 @@ from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.bus.topic_check import PartitionCounts
 from relaygr_stream.bus.topics import TopicRow, TopicSet, lane_of, verify_topics
 from relaygr_stream.client.answers import Answers, ReplyRoute, reply_partitions
-from relaygr_stream.client.exchange import LATE_SHARE, Copies, Exchange, Hedges
+from relaygr_stream.client.exchange import Copies, Exchange, Hedges, between_copies_s
 from relaygr_stream.client.metrics import ClientMetrics
 from relaygr_stream.client.sender import Announcements, Sender
 from relaygr_stream.errors import BrokerError, BrokerUnavailable, ConfigError, DeadlineExceeded, RelayError, TopicError
@@ -89,7 +89,6 @@ async def connected(
                 owners,
                 settings.relay.slo_ms,
                 waiting_s=partial(sender.waiting_s, topics.ranking.name),
-                late_s=LATE_SHARE * client.hedge_ms / 1000,
                 silence_ms=client.silence_ms if listening else 0.0,
             ),
             metrics,
@@ -173,7 +172,7 @@ class Connection:
                 lane_of(request.user_id, self._topics.lanes) if lane is None else lane,
                 Copies(self._sender, self._route, self._topics.ranking.name, request, message, call.correlation),
                 self._hedges,
-                self._settings.client.hedge_ms / 1000,
+                between_copies_s(self._settings.client.hedge_ms, timeout_ms),
                 self._metrics,
             )
             async with asyncio.timeout(timeout_ms / 1000):

@@ -52,8 +52,7 @@ class Hedges:
     remains one.
 
     busy_ms: a worker with a longer queue gets no hedges. waiting_s(lane): age of the oldest send that the lane's broker
-    has not acknowledged. late_s: a lane that waits no longer is preferred. silence_ms: how long to listen before an
-    owner that has not stated itself counts as silent.
+    has not acknowledged. silence_ms: how long to listen before an owner that has not stated itself counts as silent.
     """
 
     def __init__(
@@ -62,7 +61,6 @@ class Hedges:
         busy_ms: float,
         seed: int | None = None,
         waiting_s: Callable[[int], float] = lambda lane: 0.0,
-        late_s: float = 0.1,
         silence_ms: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -71,7 +69,6 @@ class Hedges:
         self._owners = owners
         self._busy_ms = busy_ms
         self._waiting_s = waiting_s
-        self._late_s = late_s
         self._random = random.Random(seed)
         self._slow = SLOW_BURST
 
@@ -91,17 +88,18 @@ class Hedges:
     def _owner_known(self, lane: int) -> bool:
         return self._clock() >= self._all_known_s or self._owners.owner(lane, math.inf) is not None
 
-    def other_lane(self, home: int, tried: Collection[int], reached: Collection[int]) -> int | None:
+    def other_lane(self, home: int, tried: Collection[int], reached: Collection[int], late_s: float) -> int | None:
         """A lane whose owner is alive and has time, and was not asked; None if there is none.
 
         home: the user's lane. tried: lanes that copies were sent on. reached: those of them whose brokers have a copy.
+        late_s: a lane whose broker has acknowledged nothing for this long gets the copy only if no other can.
         A dead broker is noticed after half a second, and by then all copies would have been sent: so lanes whose
         broker acknowledges are preferred, and on these the owner of a lane that was not reached counts as not asked.
         """
         tried = (home, *tried)
         claim = self._owners.owner(home, self._max_age_ms)
         owner = "" if claim is None else claim.worker.name
-        choices = self._choices(owner, self._late_s, tried, reached) or self._choices(owner, STUCK_S, tried, tried)
+        choices = self._choices(owner, late_s, tried, reached) or self._choices(owner, STUCK_S, tried, tried)
         if not choices:
             return None
         for status, lanes in choices:
@@ -154,6 +152,10 @@ class Hedges:
 
 #: Copies in all: one on the user's lane and two on others. If three fail, the cause is not one worker.
 MAX_ATTEMPTS: Final = 3
+#: Copies follow each other after client.hedge_ms, or after this share of the call's timeout if that is shorter. So
+#: MAX_ATTEMPTS copies fit into every call, and the last one has as much time for its answer as the others had. Without
+#: it, a timeout of client.hedge_ms or less would leave a call no copy.
+HEDGE_SHARE: Final = 1 / MAX_ATTEMPTS
 
 #: Called once for each copy: with None when the broker has it, else with the error.
 Settled = Callable[[BrokerError | None], None]
@@ -215,6 +217,11 @@ class Copies:
             )
         except Exception as error:  # a defect, too, ends the call with its cause, not with its deadline
             done(error if isinstance(error, BrokerError) else BrokerError(repr(error)))
+
+
+def between_copies_s(hedge_ms: float, timeout_ms: float) -> float:
+    """Seconds between the copies of a call with this timeout; 0: no hedges."""
+    return min(hedge_ms, HEDGE_SHARE * timeout_ms) / 1000
 
 
 class Exchange:
@@ -280,7 +287,8 @@ class Exchange:
     def _hedge(self, reason: str) -> bool:
         if len(self._tried) >= MAX_ATTEMPTS:
             return False
-        if (lane := self._hedges.other_lane(self._lane, self._tried, self._reached)) is None:
+        lane = self._hedges.other_lane(self._lane, self._tried, self._reached, LATE_SHARE * self._hedge_s)
+        if lane is None:
             return False
         if reason == "slow" and not self._hedges.spend():
             return False

@@ -132,7 +132,10 @@ class Client(Section, frozen=True, kw_only=True):
     hedge_ms: Annotated[
         float,
         Meta(ge=0, le=3.6e6),
-        doc("after this long without an answer, the request is also sent to another worker; 0: never"),
+        doc(
+            "after this long without an answer, or a third of the call's timeout if that is shorter, the request is "
+            "also sent to another worker; 0: never"
+        ),
     ] = 200.0
     announce_linger_ms: Annotated[
         float, Meta(ge=0, le=1000), doc("a request event waits this long for others, to be sent in one batch")

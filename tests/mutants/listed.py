@@ -298,7 +298,7 @@ MUTANTS: Final = (
     Mutant(
         "client/exchange.py", "self._unanswered[reply_to] += error is None", "self._unanswered[reply_to] += 1", AWAY
     ),
-    Mutant("client/exchange.py", "self._choices(owner, self._late_s, tried, reached) or ", "", AWAY),
+    Mutant("client/exchange.py", "self._choices(owner, late_s, tried, reached) or ", "", AWAY),
     Mutant("client/sender.py", "            return math.inf\n", "            return 0.0\n", AWAY),
     # histories by reference
     Mutant("wire/history.py", "_hashed(state, behaviours, at - start, at + BLOCK - start)", "state", HISTORY),

@@ -13,7 +13,7 @@ import pytest
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.topics import lane_of, load_topics
 from relaygr_stream.client import RelayClient
-from relaygr_stream.client.exchange import LAST_STATUS_MS, SLOW_BURST, SLOW_SHARE, Hedges
+from relaygr_stream.client.exchange import LAST_STATUS_MS, SLOW_BURST, SLOW_SHARE, Hedges, between_copies_s
 from relaygr_stream.errors import DeadlineExceeded, Overloaded
 from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.wire.codec import encode
@@ -24,6 +24,7 @@ from tests.unit.client_peers import PATIENCE_S, Responder, client_on, count, req
 from tests.waiting import Clock, until
 
 LANES = 8
+LATE_S = 0.1
 OURS = lane_of("u", LANES)
 MINE, YOURS = [lane for lane in range(LANES) if lane % 2 == OURS % 2], [
     lane for lane in range(LANES) if lane % 2 != OURS % 2
@@ -59,7 +60,8 @@ class World:
 async def world(
     kafka: Kafka, answers: Callable[[RankingRequest], Sequence[ScoreReply]], **client: Any
 ) -> AsyncIterator[World]:
-    """Half a second between copies: where an acknowledgement takes longer, one worker may be asked twice."""
+    """Half a second between copies, or a third of the timeout: where an acknowledgement takes longer, one worker may be
+    asked twice."""
     settings: dict[str, Any] = {"hedge_ms": 500.0, "silence_ms": 60_000.0, **client}
     async with responder_on(kafka) as peer, client_on(kafka, **settings) as relay:
         await relay.rank(request(), timeout=PATIENCE_S)  # a client's first send connects, and reads metadata
@@ -86,6 +88,20 @@ async def test_a_slow_lane_is_hedged_to_another_worker(embedded_settings: Kafka)
         assert count(w.relay, "hedges", reason="slow") == 1
 
 
+async def test_a_call_that_waits_no_longer_than_hedge_ms_is_hedged_too(embedded_settings: Kafka) -> None:
+    """README's timeout was hedge_ms, so that a slow worker's users got DeadlineExceeded and no copy was ever sent."""
+    async with world(embedded_settings, only_elsewhere, hedge_ms=3000.0) as w:
+        await w.say(status("a", MINE), status("b", YOURS))
+        assert (await w.relay.rank(request(), timeout=3.0)).outcome == "hbm"
+        assert count(w.relay, "hedges", reason="slow") == 1
+
+
+def test_all_copies_fit_into_a_calls_time() -> None:
+    assert between_copies_s(hedge_ms=200.0, timeout_ms=1000.0) == 0.2, "the default timeout leaves hedge_ms as it is"
+    assert between_copies_s(hedge_ms=200.0, timeout_ms=150.0) == pytest.approx(0.05)
+    assert between_copies_s(hedge_ms=0.0, timeout_ms=150.0) == 0.0, "switched off"
+
+
 async def test_a_quick_answer_is_not_hedged_and_a_late_second_one_is_dropped(embedded_settings: Kafka) -> None:
     async with world(embedded_settings, lambda request: [scored(request)], hedge_ms=5000.0) as w:
         await w.say(status("a", MINE), status("b", YOURS))
@@ -105,15 +121,13 @@ async def test_where_nobody_speaks_for_the_lane_it_is_asked_elsewhere_at_once(em
     async with world(embedded_settings, only_elsewhere, hedge_ms=15_000.0, silence_ms=3000.0) as w:
         await w.say(status("a", MINE, state="stopped"), status("b", YOURS))
         async with asyncio.timeout(60):
-            while True:  # until it has listened for long enough
+            while not count(w.relay, "hedges", reason="silent"):  # until it has listened for long enough
                 with suppress(DeadlineExceeded):
                     await w.relay.rank(request(), timeout=1.0)
-                    break
-        lane, hops = w.sent[-1]
+        await w.relay.rank(request(1), timeout=20)
+        ((lane, hops),) = [(record.lane, each.hops) for record, each in w.peer.requests if each.request_id == "r-1"]
         assert lane in YOURS
         assert hops == 1
-        assert count(w.relay, "hedges", reason="silent")
-        assert not count(w.relay, "hedges", reason="slow")
 
 
 @pytest.mark.parametrize("others", [[], [("b", 1e4)]])
@@ -190,9 +204,9 @@ def test_the_budget_is_a_share_of_the_requests() -> None:
 def test_the_less_loaded_of_two_gets_it_and_never_one_that_was_tried() -> None:
     owners = directory(status("a", [0, 1]), status("b", [2, 3], queue_ms=5), status("c", [4, 5], queue_ms=1))
     hedges = Hedges(owners, busy_ms=10, seed=1)
-    assert {hedges.other_lane(0, [0], [0]) for _ in range(50)} == {4, 5}
-    assert {hedges.other_lane(0, [0, 4], [0, 4]) for _ in range(50)} == {2, 3}
-    assert hedges.other_lane(0, [0, 2, 4], [0, 2, 4]) is None
+    assert {hedges.other_lane(0, [0], [0], LATE_S) for _ in range(50)} == {4, 5}
+    assert {hedges.other_lane(0, [0, 4], [0, 4], LATE_S) for _ in range(50)} == {2, 3}
+    assert hedges.other_lane(0, [0, 2, 4], [0, 2, 4], LATE_S) is None
     assert hedges.why_unreachable(0) is None
     assert hedges.why_unreachable(7) == "silent"
 
@@ -201,7 +215,7 @@ def test_idle_workers_get_equal_parts() -> None:
     """Queues are often exactly 0: what else is compared then must not prefer anybody."""
     idle = directory(status("a", [0]), status("b", [1]), status("c", [2]))
     hedges = Hedges(idle, busy_ms=50.0, seed=7)
-    asked = Counter(hedges.other_lane(7, [7], [7]) for _ in range(300))
+    asked = Counter(hedges.other_lane(7, [7], [7], LATE_S) for _ in range(300))
     assert min(asked[lane] for lane in (0, 1, 2)) >= 60
 
 
@@ -210,30 +224,36 @@ def test_a_lane_that_no_broker_takes_is_left_and_never_chosen() -> None:
     hedges = Hedges(owners, 50.0, waiting_s=lambda lane: 1.0 if lane in (0, 2, 4) else 0.0)
     assert hedges.why_unreachable(0) == "unsent"
     assert hedges.why_unreachable(1) is None
-    assert {hedges.other_lane(1, [1], [1]) for _ in range(50)} == {3}
+    assert {hedges.other_lane(1, [1], [1], LATE_S) for _ in range(50)} == {3}
 
 
 def test_copies_go_to_lanes_whose_broker_acknowledges_while_there_are_some() -> None:
     """A killed broker counts as away after half a second: until then, copies on its other lanes are lost, too."""
     owners = directory(status("a", [0, 1, 2]), status("b", [3, 4, 5]), status("c", [6, 7]))
     hedges = Hedges(owners, 50.0, seed=1, waiting_s=lambda lane: 0.2 if lane % 3 == 0 else 0.0)
-    assert {hedges.other_lane(2, [2], [2]) for _ in range(100)} == {4, 5, 7}, "the broker of 3 and 6 does not"
-    assert {hedges.other_lane(2, [2, 4], [2, 4]) for _ in range(100)} == {7}
+    assert {hedges.other_lane(2, [2], [2], LATE_S) for _ in range(100)} == {4, 5, 7}, "the broker of 3 and 6 does not"
+    assert {hedges.other_lane(2, [2, 4], [2, 4], LATE_S) for _ in range(100)} == {7}
     late = Hedges(owners, 50.0, seed=1, waiting_s=lambda lane: 0.2)
-    assert {late.other_lane(2, [2], [2]) for _ in range(100)} == {3, 4, 5, 6, 7}, "all are late: none is preferred"
+    assert {late.other_lane(2, [2], [2], LATE_S) for _ in range(100)} == {3, 4, 5, 6, 7}, (
+        "all are late: none is preferred"
+    )
 
 
 def test_an_owner_that_a_dead_broker_kept_the_request_from_is_asked_on_another_lane() -> None:
     """It has the prefix KV; another worker runs full inference."""
     owners = directory(status("a", [0, 1, 2]), status("b", [3, 4, 5]), status("c", [6, 7]))
     hedges = Hedges(owners, 50.0, seed=1, waiting_s=lambda lane: 0.2 if lane % 3 == 0 else 0.0)
-    assert {hedges.other_lane(0, [0], []) for _ in range(100)} == {1, 2}
-    assert {hedges.other_lane(0, [], []) for _ in range(100)} == {1, 2}, "its lane is known to be stuck"
-    assert {hedges.other_lane(0, [0, 1], [1]) for _ in range(100)} == {4, 5, 7}, "it has been asked"
+    assert {hedges.other_lane(0, [0], [], LATE_S) for _ in range(100)} == {1, 2}
+    assert {hedges.other_lane(0, [], [], LATE_S) for _ in range(100)} == {1, 2}, "its lane is known to be stuck"
+    assert {hedges.other_lane(0, [0, 1], [1], LATE_S) for _ in range(100)} == {4, 5, 7}, "it has been asked"
     owners.take(status("a", [0, 1, 2], queue_ms=60.0))
-    assert {hedges.other_lane(0, [0], []) for _ in range(100)} == {1, 2}, "it is busy, and the request is its own"
+    assert {hedges.other_lane(0, [0], [], LATE_S) for _ in range(100)} == {1, 2}, (
+        "it is busy, and the request is its own"
+    )
     late = Hedges(owners, 50.0, seed=1, waiting_s=lambda lane: 0.2)
-    assert {late.other_lane(0, [0], []) for _ in range(100)} == {3, 4, 5, 6, 7}, "nobody knows what is the matter"
+    assert {late.other_lane(0, [0], [], LATE_S) for _ in range(100)} == {3, 4, 5, 6, 7}, (
+        "nobody knows what is the matter"
+    )
 
 
 def test_an_owner_that_was_not_heard_yet_is_not_silent() -> None:
@@ -266,6 +286,6 @@ def test_when_all_fall_silent_at_once_what_they_stated_last_counts() -> None:
     assert hedges.why_unreachable(OURS) == "silent", "b speaks, a does not"
     clock.now += 0.9
     assert hedges.why_unreachable(OURS) is None, "nobody speaks: a is as good as b"
-    assert hedges.other_lane(OURS, [OURS], [OURS]) in YOURS
+    assert hedges.other_lane(OURS, [OURS], [OURS], LATE_S) in YOURS
     clock.now += LAST_STATUS_MS / 1e3
-    assert hedges.other_lane(OURS, [OURS], [OURS]) is None
+    assert hedges.other_lane(OURS, [OURS], [OURS], LATE_S) is None

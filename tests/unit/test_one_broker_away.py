@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from relaygr_stream.bus.producer import NO_LEADER, Outgoing
 from relaygr_stream.client.answers import Call, ReplyRoute
-from relaygr_stream.client.exchange import LATE_SHARE, Copies, Exchange, Hedges
+from relaygr_stream.client.exchange import Copies, Exchange, Hedges
 from relaygr_stream.client.metrics import ClientMetrics
 from relaygr_stream.client.sender import Sender
 from relaygr_stream.errors import BrokerUnavailable
@@ -81,7 +81,6 @@ class World:
             50.0,
             seed=seed,
             waiting_s=lambda lane: self.sender.waiting_s("ranking", lane),
-            late_s=LATE_SHARE * HEDGE_S,
             clock=clock,
         )
         self.metrics = ClientMetrics(CollectorRegistry())
