@@ -24,6 +24,7 @@ from relaygr_stream.models.devices import select_device
 from relaygr_stream.models.loading import load_model
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.settings.worker import Worker as WorkerSettings
+from relaygr_stream.wire.worker_status import counted_bytes
 
 log = structlog.get_logger(__name__)
 
@@ -31,13 +32,18 @@ log = structlog.get_logger(__name__)
 #: others. The rest is for commands that the device thread has not taken and for answers on their way.
 SCHEDULER_SHARE: Final = 0.75
 #: Bytes pinned on other workers' behalf, as a part of those for the lanes' own users. A worker is a delegate for
-#: moments in which it has time; its own users' returns need the rest of HBM as a cache.
+#: moments in which it has time; its own users' returns need the rest of HBM as a cache. But a room without place for
+#: one longest prefix is no room for its users, so it has that much wherever HBM does.
 DELEGATED_PART: Final = 0.25
 
 
 @dataclass(frozen=True)
 class WorkerRuntime:
-    """What the process may read of a built worker; only the device thread calls into it."""
+    """What the process may read of a built worker; only the device thread calls into it.
+
+    delegated_bytes: may be pinned on other workers' behalf, beside worker.pinned_share; not reserved.
+    longest_bytes: of a prefix of relay.max_prefix_tokens.
+    """
 
     scheduler: Scheduler
     cache: PrefixCache
@@ -46,6 +52,8 @@ class WorkerRuntime:
     device: torch.device
     bytes_per_token: int
     alloc_bytes: int
+    delegated_bytes: int
+    longest_bytes: int
 
 
 def load_executor(settings: Settings) -> Executor:
@@ -113,13 +121,20 @@ def assemble(
         storage=worker.dram_storage,
         policy=policy,
     )
-    pinned_bytes = _pinned_bytes(settings, cache, schema_of(model).context_tokens)
+    context_tokens = schema_of(model).context_tokens
+    longest_tokens = context_tokens + settings.relay.max_prefix_tokens
+    bytes_per_token, alloc_bytes = _stated_bytes(cache, longest_tokens)
+    # Triggers may count more than the cache takes, and delegate by what they count.
+    longest_bytes = max(cache.nbytes(longest_tokens), counted_bytes(longest_tokens, bytes_per_token, alloc_bytes))
+    pinned_bytes = _pinned_bytes(settings, cache, context_tokens)
+    spare_bytes = worker.hbm_bytes - cache.hbm_used - pinned_bytes  # beside the pinned share and the scratch region
+    delegated_bytes = _delegated_bytes(worker, spare_bytes, longest_bytes)
     scheduler = Scheduler(
         executor,
         cache,
         Limits(
             pinned_bytes=pinned_bytes,
-            delegated_bytes=delegated_bytes(worker),
+            delegated_bytes=delegated_bytes,
             max_ranking_delay_ms=worker.max_ranking_delay_ms,
             batch=worker.max_batch,
             queue_limit=worker.max_queue,
@@ -129,10 +144,17 @@ def assemble(
         ),
         Auditor(worker.audit_share, report_audit, audit_seed, half=worker.dtype != "float32"),
     )
-    bytes_per_token, alloc_bytes = _stated_bytes(
-        cache, schema_of(model).context_tokens + settings.relay.max_prefix_tokens
+    return WorkerRuntime(
+        scheduler,
+        cache,
+        executor,
+        model,
+        executor.device,
+        bytes_per_token,
+        alloc_bytes,
+        delegated_bytes,
+        longest_bytes,
     )
-    return WorkerRuntime(scheduler, cache, executor, model, executor.device, bytes_per_token, alloc_bytes)
 
 
 def _stated_bytes(cache: PrefixCache, longest: int) -> tuple[int, int]:
@@ -157,10 +179,11 @@ def longest_sequence(settings: Settings, model: RankingModel) -> int:
     return schema_of(model).context_tokens + settings.relay.max_prefix_tokens + settings.relay.max_suffix_tokens
 
 
-def delegated_bytes(worker: WorkerSettings) -> int:
-    """Bytes that may be pinned on other workers' behalf, in addition to worker.pinned_share; not reserved."""
+def _delegated_bytes(worker: WorkerSettings, spare_bytes: int, longest_bytes: int) -> int:
+    """Bytes that may be pinned on other workers' behalf: DELEGATED_PART, or one longest prefix if that is spare."""
     pinned = int(worker.pinned_share * worker.hbm_bytes)
-    return min(int(DELEGATED_PART * pinned), worker.hbm_bytes - pinned)
+    part = min(int(DELEGATED_PART * pinned), worker.hbm_bytes - pinned)
+    return max(part, longest_bytes) if longest_bytes <= spare_bytes else part
 
 
 def _pinned_bytes(settings: Settings, cache: PrefixCache, context_tokens: int) -> int:

@@ -41,6 +41,9 @@ MAX_MS: Final = 3.6e6
 MAX_DEVICE_MS_PER_S: Final = 1e6
 #: A worker states about 50 counters; this leaves room for later releases.
 MAX_COUNTERS: Final = 512
+#: The counter of the bytes that are pinned on other workers' behalf now: with WorkerStatus.delegated_bytes, the whole
+#: room for them.
+DELEGATED_PINNED: Final = "delegated_pinned_bytes"
 #: Longest text in a status, in characters: host names have at most 255.
 MAX_TEXT: Final = 300
 
@@ -209,4 +212,9 @@ def charge_ms(costs: CostModel, tokens: int, owner: WorkerStatus) -> float:
 
 def prefix_bytes(tokens: int, owner: WorkerStatus) -> int:
     """HBM bytes of a prefix KV of `tokens` on that worker, rounded up to allocation units."""
-    return -(-tokens * owner.bytes_per_token // owner.alloc_bytes) * owner.alloc_bytes
+    return counted_bytes(tokens, owner.bytes_per_token, owner.alloc_bytes)
+
+
+def counted_bytes(tokens: int, bytes_per_token: int, alloc_bytes: int) -> int:
+    """As prefix_bytes, of a worker that states these numbers."""
+    return -(-tokens * bytes_per_token // alloc_bytes) * alloc_bytes

@@ -125,6 +125,13 @@ async def made_worker(
             if is_relative(runtime.model.config):
                 log.info("torch operators compute the bias on relative positions or times; no kernel does")
         describe("model loaded", **described)
+        if settings.trigger.delegate and runtime.delegated_bytes < runtime.longest_bytes:
+            log.warning(
+                "no longest prefix is delegated to this worker: HBM has no room for one beside its own users' "
+                "prefixes; raise worker.hbm_bytes",
+                room_bytes=runtime.delegated_bytes,
+                needed_bytes=runtime.longest_bytes,
+            )
         check_answers_fit(topics, settings.relay.max_candidates, runtime.model)
         context.set_ready(False, "joining the group")
         name = settings.worker.name or f"{socket.gethostname()}-{os.getpid()}"

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Final
 
 from relaygr_stream.engine.budgets import BusyShare, LaneBudgets, LaneShares, LoadSplit
-from relaygr_stream.engine.build import WorkerRuntime, delegated_bytes
+from relaygr_stream.engine.build import WorkerRuntime
 from relaygr_stream.engine.executor import SLICE_SHARE
 from relaygr_stream.engine.scheduler import Snapshot
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.wire.messages import LaneStatus, State, WorkerStatus
-from relaygr_stream.wire.worker_status import MAX_MS
+from relaygr_stream.wire.worker_status import DELEGATED_PINNED, MAX_MS
 
 #: The smallest free share assumed: an average over a second does not tell less from none.
 LEAST_FREE: Final = 0.02
@@ -100,11 +100,12 @@ class Statements:
             hbm_bytes=worker.hbm_bytes,
             dram_used_bytes=snapshot.dram_used,
             dram_bytes=worker.dram_bytes,
-            delegated_bytes=max(0, delegated_bytes(worker) - snapshot.delegated_bytes),
+            delegated_bytes=max(0, runtime.delegated_bytes - snapshot.delegated_bytes),
             counters={
                 # An audit's deviation may be infinite, and readers refuse what is not finite.
                 **{name: min(total, sys.float_info.max) for name, total in snapshot.totals.items()},
                 **{f"cache_{name}": float(total) for name, total in snapshot.cache.items()},
+                DELEGATED_PINNED: float(snapshot.delegated_bytes),
             },
         )
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from relaygr_stream.ops.status.overview import Overview
 from relaygr_stream.wire.messages import WorkerStatus
-from relaygr_stream.wire.worker_status import prefix_bytes, usable_costs
+from relaygr_stream.wire.worker_status import DELEGATED_PINNED, prefix_bytes, usable_costs
 
 MIB = 1 << 20
 
@@ -64,6 +64,7 @@ def _versions(view: Overview) -> Iterator[str]:
 def _bounds(view: Overview) -> Iterator[str]:
     """Workers whose bounds refuse every request, or every longest one."""
     policies = [status.policy for status in view.living_triggers().values()]
+    delegates = any(policy.delegate for policy in policies)
     longest = min((policy.max_prefix_tokens for policy in policies), default=view.settings.relay.max_prefix_tokens)
     risk_ms = min(
         (policy.risk_ms for policy in policies),
@@ -80,6 +81,12 @@ def _bounds(view: Overview) -> Iterator[str]:
             yield (
                 f"{name}: its whole pinned share, {whole / MIB:.1f} MiB, is too small for a longest prefix "
                 f"({longest} tokens: {needs / MIB:.1f} MiB); raise worker.hbm_bytes or worker.pinned_share"
+            )
+        pinned = status.counters.get(DELEGATED_PINNED)  # None: of a release that does not tell its whole room
+        if delegates and pinned is not None and (room_bytes := status.delegated_bytes + pinned) < needs:
+            yield (
+                f"{name}: its room for other workers' users, {room_bytes / MIB:.1f} MiB, is too small for a longest "
+                f"prefix ({longest} tokens: {needs / MIB:.1f} MiB), and none is delegated to it; raise worker.hbm_bytes"
             )
         asked = [lane for lane in status.lanes if lane.pinned_bytes] if needs <= whole else []
         for room, least, most in (

@@ -17,9 +17,10 @@ from relaygr_stream.cache.prefix_cache import PrefixCache
 from relaygr_stream.cache.storage import Int8
 from relaygr_stream.engine.audit import PROBE_IDS, check_rounding
 from relaygr_stream.engine.build import WorkerRuntime, build
+from relaygr_stream.engine.commands import DELEGATED_LANE, Prefill, PrefillTask
 from relaygr_stream.engine.executor import Executor
 from relaygr_stream.errors import CapacityError, ConfigError, ModelError
-from relaygr_stream.models.api import RankingModel, ScoreInput
+from relaygr_stream.models.api import RankingModel, ScoreInput, Tokens
 from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.settings.schema import Relay, Settings
 from relaygr_stream.settings.worker import Model, Worker
@@ -86,6 +87,36 @@ def test_budgets_that_just_hold_one_prefix_are_taken() -> None:
     least = built(settings_of(hbm_bytes=6 * GRANULE_BYTES, pinned_share=2 / 6, dram_bytes=3 * GRANULE_BYTES))
     without = built(settings_of(dram_bytes=0))
     assert [runtime.cache.hbm_used for runtime in (least, without)] == [3 * GRANULE_BYTES] * 2  # the scratch region
+
+
+@pytest.mark.parametrize(
+    ("hbm", "share", "room"),
+    [
+        (
+            8,
+            0.5,
+            1.0,
+        ),  # one beside the pinned share and the scratch region of three: no longest prefix, which takes two
+        (10, 0.5, 2.0),  # two: a quarter of the pinned share, 1.25, is no room for a longest prefix
+        (40, 0.5, 5.0),
+        (9, 1.0, 0.0),
+    ],
+)
+def test_the_room_for_other_workers_users_holds_a_longest_prefix_where_hbm_does(
+    hbm: int, share: float, room: float
+) -> None:
+    runtime = build(
+        settings_of(hbm_bytes=hbm * GRANULE_BYTES, pinned_share=share), lambda task, deviation, ms: False, lambda: None
+    )
+    assert runtime.delegated_bytes == room * GRANULE_BYTES
+    assert runtime.longest_bytes == 2 * GRANULE_BYTES
+    signal = PrefillTask("r", "u", DELEGATED_LANE, Tokens.zeros(RELAY.max_prefix_tokens), 1.0, 9.0)
+    runtime.scheduler.handle(Prefill(signal), 0.0)
+    pinned = runtime.scheduler.pins.lane_bytes(DELEGATED_LANE)
+    assert pinned == (runtime.longest_bytes if room >= 2 else 0)
+    scratch = runtime.cache.hbm_used - pinned
+    assert not pinned or share * hbm * GRANULE_BYTES + pinned + scratch <= hbm * GRANULE_BYTES
+    runtime.cache.close()
 
 
 @pytest.mark.parametrize("kind", [TOY, RETENTION, WITH_CONTEXT], ids=["tokens", "state", "both"])

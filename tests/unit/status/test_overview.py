@@ -20,13 +20,14 @@ from relaygr_stream.wire.fleet import DROP_AFTER_S
 from relaygr_stream.wire.messages import CostModel, WorkerStatus
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.trigger_status import PolicyStatus, TriggerStatus, encode_trigger
-from relaygr_stream.wire.worker_status import StatusReader
+from relaygr_stream.wire.worker_status import DELEGATED_PINNED, StatusReader
 from tests.statuses import lane_statuses, worker_status
 from tests.waiting import Clock
 
 MIB = 1 << 20
 SETTINGS = Settings(kafka=Kafka(partitions=4))
 LANES = range(4)
+SIGNALS = {"signals": 1.0}
 
 
 def worker(name: str = "w1", lanes: range = LANES, budget: int = 128 * MIB, **changes: Any) -> WorkerStatus:
@@ -63,6 +64,12 @@ def trigger(name: str = "t1", lanes: range = LANES, **changes: Any) -> TriggerSt
         decisions={"admitted": 3.0, "not_at_risk": 1.0},
     )
     return msgspec.structs.replace(plain, **changes)
+
+
+def delegating() -> TriggerStatus:
+    """One that gives prefills to other workers than the lanes' owners."""
+    plain = trigger()
+    return msgspec.structs.replace(plain, policy=msgspec.structs.replace(plain.policy, delegate=True))
 
 
 def record(status: WorkerStatus | TriggerStatus, **changes: Any) -> Record:
@@ -134,6 +141,15 @@ def test_hits_are_those_since_we_look_on() -> None:
         (
             [worker(budget=31 * MIB), trigger()],
             "w1: lanes 0–3 are in use, and have room for one longest prefix now, not for two (4096 tokens: 16.0 MiB)",
+        ),
+        (
+            [
+                worker(lanes=range(2), delegated_bytes=3 * MIB, counters=SIGNALS | {DELEGATED_PINNED: 2.0 * MIB}),
+                worker("w2", range(2, 4), delegated_bytes=0, counters=SIGNALS | {DELEGATED_PINNED: 16.0 * MIB}),
+                delegating(),
+            ],
+            "w1: its room for other workers' users, 5.0 MiB, is too small for a longest prefix (4096 tokens: 16.0 "
+            "MiB), and none is delegated to it; raise worker.hbm_bytes",
         ),
         (
             [worker(costs=CostModel(c0=0.5, c1=0.001, c2=0, c3=0)), trigger()],

@@ -17,6 +17,7 @@ from relaygr_stream.wire.messages import Cancel
 from relaygr_stream.wire.records import HEADER_KIND, KIND_CANCEL
 from relaygr_stream.wire.refusals import KIND as REFUSALS
 from relaygr_stream.wire.refusals import Refusal, encode_refusals
+from relaygr_stream.wire.worker_status import DELEGATED_PINNED
 from relaygr_stream.worker import intake
 from tests.unit.worker.services import Peer, committed, worker_on, worker_settings
 from tests.waiting import until
@@ -101,6 +102,17 @@ async def test_an_answer_carries_what_the_trigger_decided(embedded_settings: Kaf
             reply = await peer.reply(await peer.rank(request, "u1", 40))
             assert (reply.status, reply.admission) == ("ok", admission)
         assert not peer.dead
+
+
+@pytest.mark.parametrize(("share", "told"), [(0.5, 0), (1.0, 1)])
+async def test_a_worker_without_room_for_other_workers_users_says_so_once(
+    embedded_settings: Kafka, capsys: pytest.CaptureFixture[str], share: float, told: int
+) -> None:
+    async with Peer(embedded_settings) as peer, worker_on(worker_settings(embedded_settings, pinned_share=share)):
+        await until(lambda: peer.statuses)
+    assert capsys.readouterr().err.count("no longest prefix is delegated") == told
+    assert peer.statuses[-1].counters[DELEGATED_PINNED] == 0
+    assert (peer.statuses[-1].delegated_bytes > 0) == (share < 1)
 
 
 def position(peer: Peer, lane: int) -> int:
