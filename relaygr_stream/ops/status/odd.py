@@ -46,6 +46,11 @@ def _lanes(view: Overview) -> Iterator[str]:
     serving = {name: s for name, s in view.living_workers().items() if s.state == "serving"}
     if serving and (free := lanes - {lane.lane for status in serving.values() for lane in status.lanes}):
         yield f"lanes without an owner: {lane_ranges(free)}; their rankings wait"
+    elif idle := sorted(name for name, status in serving.items() if not status.lanes):
+        yield (
+            f"{', '.join(idle)}: no lane, and so no request: {len(lanes)} lanes are shared by {len(serving)} workers; "
+            f"if this lasts, give the topics more partitions (kafka.partitions)"
+        )
     triggers = view.living_triggers().values()
     if triggers and (free := lanes - {lane for status in triggers for lane in status.lanes}):
         yield f"lanes that no trigger decides for: {lane_ranges(free)}; their answers are full"

@@ -126,6 +126,15 @@ def test_hits_are_those_since_we_look_on() -> None:
         ),
         ([worker(), trigger(), trigger("t2", range(2))], "lanes 0–1 are decided by t1 and t2"),
         ([worker(lanes=range(1, 3)), trigger()], "lanes without an owner: 0, 3; their rankings wait"),
+        (
+            [worker(), worker("w3", range(0)), worker("w2", range(0)), trigger()],
+            "w2, w3: no lane, and so no request: 4 lanes are shared by 3 workers; if this lasts, give the topics "
+            "more partitions (kafka.partitions)",
+        ),
+        (
+            [worker(lanes=range(3)), worker("new", range(0)), trigger()],  # the group has not settled yet
+            "lanes without an owner: 3; their rankings wait",
+        ),
         ([worker(), trigger(lanes=range(3))], "lanes that no trigger decides for: 3; their answers are full"),
         ([worker(), trigger(version="0.2.0")], "2 versions run: 0.1.0, 0.2.0"),
         ([worker(lanes=range(2)), worker("w2", range(2, 4), model_version="m2"), trigger()], "2 models score: m1, m2"),
