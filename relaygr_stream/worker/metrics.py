@@ -111,7 +111,7 @@ class WorkerMetrics:
             self.dead_letters.labels(reason)
         for verdict in ("agreed", "deviated"):
             self.audits.labels(verdict, "exact")
-        for result in ("sent", "late", "alone", "hops", "unsent"):
+        for result in ("sent", "late", "alone", "hops", "unsent", "delegate", "delegate_gone"):
             self.forwards.labels(result)
         self.answered: dict[str, float] = {}  # running totals by status and by outcome, for `worker-status`
         self._totals: dict[tuple[Counter, str | None], float] = {}

@@ -219,6 +219,16 @@ def test_a_worker_without_any_hit_exports_0_hits_and_not_nothing() -> None:
         assert registry.get_sample_value("relaygr_answers_total", {"status": "ok", "outcome": outcome}) == 0.0
 
 
+def test_rates_of_forwards_miss_no_first_one() -> None:
+    registry = CollectorRegistry()
+    WorkerMetrics(registry)
+    queries = (ROOT / "docs" / "how-to" / "deploying.md").read_text(encoding="utf-8")
+    named = set(re.findall(r'relaygr_forwards_total\{result="([^"]+)"', queries))
+    assert {"sent", "late", "delegate", "delegate_gone"} <= named
+    for result in named:
+        assert registry.get_sample_value("relaygr_forwards_total", {"result": result}) == 0.0
+
+
 @pytest.mark.parametrize("compose", [("docker", "compose"), ("docker-compose",)], ids=" ".join)
 def test_compose_accepts_the_file(compose: tuple[str, ...]) -> None:
     if (
