@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from typing import Annotated, Final, NamedTuple
+from typing import Annotated, Final, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -18,6 +18,8 @@ from relaygr_stream.errors import DecodeError
 from relaygr_stream.wire.messages import AdmissionReason, Id, LeastVersion, tenant_key
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.versions import NOT_DECODED, SCHEMA_VERSION, VersionedDecoder
+
+T = TypeVar("T")
 
 #: The value of HEADER_KIND.
 KIND: Final = "refusals"
@@ -87,7 +89,7 @@ class Reasons:
 
     def admitted(self, request_id: str, *, delegated: bool = False) -> None:
         """Note that a signal for this request was read; delegated: on another worker's behalf."""
-        self._put(request_id, "delegated" if delegated else "admitted")
+        _put(self._reasons, request_id, "delegated" if delegated else "admitted")
 
     def read(self, record: Record, age_ms: float) -> None:
         """Note the refusals of a record of this age. Raises DecodeError."""
@@ -97,23 +99,29 @@ class Reasons:
         refused = decode_refusals(record.value)
         for reason, ids in refused.reasons.items():
             for request_id in ids:
-                self._put(request_id, reason)
+                _put(self._reasons, request_id, reason)
         for worker, keys in (refused.delegates or {}).items():
             for key in keys:
-                self._delegates[key] = worker, self._clock() + left_s
-                if len(self._delegates) > MAX_REQUESTS:
-                    self._delegates.popitem(last=False)
+                _put(self._delegates, key, (worker, self._clock() + left_s))
 
-    def take(self, request_id: str) -> str:
-        """Pop the trigger's decision on a request; empty: unknown."""
-        return self._reasons.pop(request_id, "")
+    def admission(self, request_id: str) -> str:
+        """The trigger's decision on a request; empty: unknown. A request may be ranked several times."""
+        return self._reasons.get(request_id, "")
 
-    def take_delegate(self, request_key: str) -> str:
-        """Pop the worker that has the request's prefix KV; empty: none, or its life window is over."""
-        worker, until = self._delegates.pop(request_key, ("", 0.0))
+    def delegate(self, request_key: str) -> str:
+        """The worker that has the request's prefix KV; empty: none, or its life window is over."""
+        worker, until = self._delegates.get(request_key, ("", 0.0))
         return worker if self._clock() <= until else ""
 
-    def _put(self, request_id: str, reason: str) -> None:
-        self._reasons[request_id] = reason
-        if len(self._reasons) > MAX_REQUESTS:
-            self._reasons.popitem(last=False)
+    def drop_delegate(self, request_key: str) -> str:
+        """Forget the worker that has the request's prefix KV, and return it as `delegate` does."""
+        worker = self.delegate(request_key)
+        self._delegates.pop(request_key, None)
+        return worker
+
+
+def _put(table: OrderedDict[str, T], key: str, value: T) -> None:
+    table[key] = value
+    table.move_to_end(key)
+    if len(table) > MAX_REQUESTS:
+        table.popitem(last=False)

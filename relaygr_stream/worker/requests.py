@@ -233,8 +233,7 @@ class Requests:
 
     def _delegate(self, task: RankTask) -> int | None:
         """A lane of the worker that has a ranking's prefix KV on our behalf; None: there is none any more."""
-        name = self._reasons.take_delegate(task.request_key)
-        if not name or task.hops or task.full:
+        if task.hops or task.full or not (name := self._reasons.delegate(task.request_key)):
             return None
         lane = self._forwarding.lane_of_delegate(name, (task.deadline - time.monotonic()) * 1e3)
         if lane is None:
@@ -243,7 +242,7 @@ class Requests:
 
     def _pass_on_cancel(self, record: Record, cancel: Cancel) -> None:
         """What another worker pins on our behalf for this request is to be released there, too."""
-        name = self._reasons.take_delegate(cancel.request_key)
+        name = self._reasons.drop_delegate(cancel.request_key)
         lane = self._forwarding.lane_of_delegate(name, math.inf) if name else None
         if lane is not None:
             self.outbox.pass_on(record, lane)

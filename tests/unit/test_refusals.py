@@ -1,4 +1,4 @@
-"""What a worker remembers of the trigger's word on requests: once each, bounded, nothing that is late."""
+"""What a worker remembers of the trigger's word on requests: as often as it is asked, bounded, nothing that is late."""
 
 from __future__ import annotations
 
@@ -24,23 +24,27 @@ def reasons() -> Reasons:
 
 
 @given(st.lists(st.tuples(st.text(min_size=1, max_size=5), st.sampled_from(["over_load", "stale"])), max_size=MAX_IDS))
-def test_each_word_is_told_once(refused: list[tuple[str, str]]) -> None:
+def test_each_word_is_told_to_every_answer(refused: list[tuple[str, str]]) -> None:
     known = reasons()
     known.read(record(encode_refusals(Refusal(*each) for each in refused)), 0.0)
     for request_id in {each for each, _ in refused}:
-        assert known.take(request_id) in {reason for each, reason in refused if each == request_id}
-        assert known.take(request_id) == ""
+        told = known.admission(request_id)
+        assert told in {reason for each, reason in refused if each == request_id}
+        assert known.admission(request_id) == told, "a request may be ranked again"
 
 
 def test_what_is_late_or_older_than_what_is_remembered_tells_nothing() -> None:
     known = reasons()
     known.read(record(encode_refusals([Refusal("r", "stale")])), 2001.0)
-    assert known.take("r") == ""
-    known.admitted("first")
-    for number in range(MAX_REQUESTS):
+    assert known.admission("r") == ""
+    for first in ("first", "again"):
+        known.admitted(first)
+    for number in range(MAX_REQUESTS - 1):
         known.admitted(str(number))
-    assert known.take("first") == ""
-    assert known.take("0") == "admitted"
+        if number == 0:
+            known.admitted("again")
+    assert known.admission("first") == ""
+    assert known.admission("again") == known.admission("0") == "admitted"
 
 
 @pytest.mark.parametrize(
@@ -59,15 +63,16 @@ def test_what_cannot_be_read_or_names_too_many_is_refused(value: bytes) -> None:
 
 
 @given(st.lists(st.tuples(st.text(min_size=1, max_size=3), st.sampled_from(["", "t"]), st.sampled_from(["w1", "w2"]))))
-def test_a_delegate_is_told_once_and_to_its_tenant_alone(delegated: list[tuple[str, str, str]]) -> None:
+def test_a_delegate_is_told_until_it_is_dropped_and_to_its_tenant_alone(delegated: list[tuple[str, str, str]]) -> None:
     known, last = reasons(), {(request, tenant): worker for request, tenant, worker in delegated[:MAX_IDS]}
     told = [Refusal(request, "delegated", tenant, worker) for (request, tenant), worker in last.items()]
     known.read(record(encode_refusals(told)), 0.0)
     for (request, tenant), worker in last.items():
-        assert known.take(request) in ("delegated", "")  # two tenants may have requests of one id
-        assert known.take_delegate(tenant_key("other", request)) == ""
-        assert known.take_delegate(tenant_key(tenant, request)) == worker
-        assert known.take_delegate(tenant_key(tenant, request)) == ""
+        key = tenant_key(tenant, request)
+        assert known.admission(request) == "delegated"
+        assert known.delegate(tenant_key("other", request)) == ""
+        assert [known.delegate(key), known.delegate(key), known.drop_delegate(key)] == [worker] * 3
+        assert (known.delegate(key), known.drop_delegate(key)) == ("", "")
 
 
 def test_a_delegate_counts_for_the_life_window_and_the_newest_are_kept() -> None:
@@ -76,13 +81,13 @@ def test_a_delegate_counts_for_the_life_window_and_the_newest_are_kept() -> None
     told = record(encode_refusals([Refusal("a", "delegated", "", "w"), Refusal("b", "delegated", "", "w")]))
     known.read(told, 100.0)
     clock.now += 1.8
-    assert known.take_delegate("a") == "w"
+    assert known.delegate("a") == "w"
     clock.now += 0.2
-    assert known.take_delegate("b") == ""
+    assert (known.delegate("a"), known.drop_delegate("b")) == ("", "")
     clock.now = NOW_S
     known.read(record(encode_refusals([Refusal("first", "delegated", "", "w")])), 0.0)
     for start in range(0, MAX_REQUESTS, MAX_IDS):
         ids = range(start, start + MAX_IDS)
         known.read(record(encode_refusals(Refusal(str(n), "delegated", "", "w") for n in ids)), 0.0)
-    assert known.take_delegate("first") == ""
-    assert known.take_delegate("0") == "w"
+    assert known.delegate("first") == ""
+    assert known.delegate("0") == "w"

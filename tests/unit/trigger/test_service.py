@@ -76,7 +76,7 @@ async def test_the_owner_is_told_why_a_request_was_not_admitted(embedded_setting
             for record in peer.others:
                 reasons.read(record, 0.0)
             peer.others.clear()
-            told.update({each: reason for ids in sent.values() for each in ids if (reason := reasons.take(each))})
+            told.update({each: reason for ids in sent.values() for each in ids if (reason := reasons.admission(each))})
             return len(told) == 30
 
         await until(all_told, "all refusals told")

@@ -1,0 +1,147 @@
+"""The owner of delegated requests: which rankings go to their delegate, and what the delegate learns of the others."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from relaygr_stream.engine.commands import Answer, Command, Rank, RankTask
+from relaygr_stream.history.store import HistoryStore
+from relaygr_stream.settings.schema import Settings
+from relaygr_stream.telemetry.background import Background
+from relaygr_stream.telemetry.tracing import OFF
+from relaygr_stream.wire.behaviours import Behaviours, pack_items
+from relaygr_stream.wire.codec import decode, encode
+from relaygr_stream.wire.fleet import OwnerDirectory
+from relaygr_stream.wire.messages import Cancel, RankingRequest, ScoreReply, Status, tenant_key
+from relaygr_stream.wire.records import (
+    HEADER_CORRELATION,
+    HEADER_KIND,
+    HEADER_REPLY_PARTITION,
+    KIND_CANCEL,
+    Record,
+    kind_of,
+)
+from relaygr_stream.wire.refusals import KIND, Refusal, encode_refusals
+from relaygr_stream.worker.metrics import WorkerMetrics
+from relaygr_stream.worker.requests import Bus, Requests
+from tests.statuses import lane_statuses, worker_status
+from tests.unit.worker.test_outbox_forwards import TOPICS, Producer
+
+LANE, DELEGATE, ITS_LANE = 5, "w2", 2
+TENANT = "shop"
+ROUTE = ((HEADER_CORRELATION, b"c"), (HEADER_REPLY_PARTITION, b"1"))
+LONG_MS = 60_000.0
+
+
+class Owner:
+    """A worker's requests between a device, of which a test gives the answers, and two producers."""
+
+    def __init__(self, store: HistoryStore | None = None) -> None:
+        self.registry, self.background = CollectorRegistry(), Background()
+        self.scores, self.others = Producer(), Producer()
+        self.device: list[Command] = []
+        self.peers = OwnerDirectory(LONG_MS)
+        self.state()
+        self.offset = 0
+        device = SimpleNamespace(prefill_bytes=0, submit=lambda *commands: self.device.extend(commands))
+        self.requests = Requests(
+            Settings(),
+            "w1",
+            Bus(TOPICS, self.scores, self.others, None),  # type: ignore[arg-type]
+            device,  # type: ignore[arg-type]
+            SimpleNamespace(model=SimpleNamespace(version="m", tasks=("click",))),  # type: ignore[arg-type]
+            WorkerMetrics(self.registry),
+            self.registry,
+            self.peers,
+            OFF,
+            store,
+            lambda record: None,
+            self.background,
+        )
+        self.requests.on_lanes(frozenset({LANE}), frozenset())
+
+    def state(self, **changes: Any) -> None:
+        """The delegate's status."""
+        self.peers.take(worker_status(DELEGATE, lane_statuses((ITS_LANE,)), **changes))
+
+    def read(self, topic: str, value: bytes, *headers: tuple[str, bytes]) -> None:
+        self.offset += 1
+        self.requests.on_records([Record(topic, LANE, self.offset, 0, b"u", value, headers)])
+
+    def tell(self, request: str = "r", tenant: str = TENANT) -> None:
+        """The trigger's notice: another worker has the request's prefix KV."""
+        told = encode_refusals([Refusal(request, "delegated", tenant, DELEGATE)])
+        self.read(TOPICS.pre_infer.name, told, (HEADER_KIND, KIND.encode()))
+
+    def rank(self, request: str = "r", tenant: str = TENANT, **fields: Any) -> RankTask | None:
+        """A ranking comes. Returns its task, if the device has it."""
+        message = RankingRequest(
+            **{  # type: ignore[arg-type]
+                "request_id": request, "user_id": "u", "prefix": Behaviours.of([1, 2], [0, 0], [1, 2]),
+                "candidates": pack_items([7]), "timeout_ms": LONG_MS, "tenant": tenant, **fields,
+            }
+        )  # fmt: skip
+        before = len(self.device)
+        self.read(TOPICS.ranking.name, encode(message), *ROUTE)
+        return next((each.task for each in self.device[before:] if isinstance(each, Rank)), None)
+
+    def cancel(self, request: str = "r", tenant: str = TENANT) -> None:
+        """A client's cancel comes."""
+        value = encode(Cancel(request_id=request, tenant=tenant))
+        self.read(TOPICS.ranking.name, value, (HEADER_KIND, KIND_CANCEL.encode()))
+
+    async def answer(self, task: RankTask | None, status: Status = "ok") -> None:
+        """The device's; `overloaded` without the prefix KV of a delegated request."""
+        assert task is not None
+        task.answered = True
+        if status == "ok":
+            task.outcome = "hbm"
+        self.requests.on_answers([Answer(task, status)])
+        await self.settle()
+
+    async def settle(self) -> None:
+        for _ in range(2):  # what a forward that failed has left
+            await self.requests.outbox.flush(5.0)
+        self.background.check()
+
+    def passed_on(self) -> list[str]:
+        """Requests that went to the delegate's lane."""
+        sent = [(value, more) for _, value, more in self.others.sent if not kind_of(more["headers"])]
+        assert all(more["partition"] == ITS_LANE for _, more in sent)
+        return [decode(RankingRequest, value).request_id for value, _ in sent]
+
+    def cancelled(self) -> list[str]:
+        """Keys of the requests whose cancel went there."""
+        sent = [(value, more) for _, value, more in self.others.sent if kind_of(more["headers"]) == KIND_CANCEL]
+        assert all(more["partition"] == ITS_LANE for _, more in sent)
+        cancels = [decode(Cancel, value) for value, _ in sent]
+        return [tenant_key(cancel.tenant, cancel.request_id) for cancel in cancels]
+
+    def admissions(self) -> list[str]:
+        return [decode(ScoreReply, value).admission for _, value, _ in self.scores.sent]
+
+
+async def test_every_ranking_of_a_delegated_request_goes_to_its_delegate() -> None:
+    """A second page of candidates, a repeat after a refusal; behind one that is ranked in full, or a hedge."""
+    owner = Owner()
+    owner.tell()
+    for aside in ({"mode": "full"}, {"hops": 1}):
+        assert (task := owner.rank(**aside)) is not None
+        assert task.pass_to is None
+    for number in range(1, 3):
+        await owner.answer(owner.rank(), "overloaded")
+        assert owner.passed_on() == ["r"] * number
+    owner.cancel()
+    assert (task := owner.rank()) is not None
+    assert task.pass_to is None, "the delegate has released it"
+
+
+async def test_every_answer_tells_what_the_trigger_decided() -> None:
+    owner = Owner()
+    owner.read(TOPICS.pre_infer.name, encode_refusals([Refusal("r", "over_load")]), (HEADER_KIND, KIND.encode()))
+    for _ in range(2):
+        await owner.answer(owner.rank(tenant=""))
+    assert owner.admissions() == ["over_load"] * 2
