@@ -75,6 +75,12 @@ def decode_refusals(value: bytes | None) -> Refusals:
         raise DecodeError("malformed", str(error)[:300]) from error
 
 
+class _Delegate(NamedTuple):
+    worker: str
+    until: float  # end of the life window
+    pins: bool = True  # no ranking went there, which would end its pin
+
+
 class Reasons:
     """The trigger's decisions on requests that a worker will rank; beyond MAX_REQUESTS the oldest are dropped.
 
@@ -85,24 +91,26 @@ class Reasons:
         self._late_ms = late_ms
         self._clock = clock
         self._reasons: OrderedDict[str, str] = OrderedDict()
-        self._delegates: OrderedDict[str, tuple[str, float]] = OrderedDict()  # (worker, end of the life window)
+        self._delegates: OrderedDict[str, _Delegate] = OrderedDict()
 
     def admitted(self, request_id: str, *, delegated: bool = False) -> None:
         """Note that a signal for this request was read; delegated: on another worker's behalf."""
         _put(self._reasons, request_id, "delegated" if delegated else "admitted")
 
-    def read(self, record: Record, age_ms: float) -> None:
-        """Note the refusals of a record of this age. Raises DecodeError."""
+    def read(self, record: Record, age_ms: float) -> list[str]:
+        """Note the refusals of a record of this age; returns the keys of delegated requests. Raises DecodeError."""
         left_s = (self._late_ms - age_ms) / 1e3
         if left_s < 0:
-            return
+            return []
         refused = decode_refusals(record.value)
         for reason, ids in refused.reasons.items():
             for request_id in ids:
                 _put(self._reasons, request_id, reason)
-        for worker, keys in (refused.delegates or {}).items():
-            for key in keys:
-                _put(self._delegates, key, (worker, self._clock() + left_s))
+        until = self._clock() + left_s
+        delegates = {key: worker for worker, keys in (refused.delegates or {}).items() for key in keys}
+        for key, worker in delegates.items():
+            _put(self._delegates, key, _Delegate(worker, until))
+        return list(delegates)
 
     def admission(self, request_id: str) -> str:
         """The trigger's decision on a request; empty: unknown. A request may be ranked several times."""
@@ -110,14 +118,18 @@ class Reasons:
 
     def delegate(self, request_key: str) -> str:
         """The worker that has the request's prefix KV; empty: none, or its life window is over."""
-        worker, until = self._delegates.get(request_key, ("", 0.0))
-        return worker if self._clock() <= until else ""
+        found = self._delegates.get(request_key)
+        return found.worker if found is not None and self._clock() <= found.until else ""
+
+    def passed_on(self, request_key: str) -> None:
+        """A ranking of the request goes to its delegate."""
+        if (found := self._delegates.get(request_key)) is not None:
+            self._delegates[request_key] = found._replace(pins=False)
 
     def drop_delegate(self, request_key: str) -> str:
-        """Forget the worker that has the request's prefix KV, and return it as `delegate` does."""
-        worker = self.delegate(request_key)
-        self._delegates.pop(request_key, None)
-        return worker
+        """Forget the request's delegate. Returns the worker if it pins the prefix KV and no ranking went there."""
+        worker, found = self.delegate(request_key), self._delegates.pop(request_key, None)
+        return worker if found is not None and found.pins else ""
 
 
 def _put(table: OrderedDict[str, T], key: str, value: T) -> None:

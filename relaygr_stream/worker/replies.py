@@ -104,7 +104,7 @@ class Outbox:
         self._answer(answer)
 
     def pass_on(self, record: Record, lane: int) -> None:
-        """Copy a client's cancel to that lane. A lost copy is harmless: the pin ends with its life window."""
+        """Copy a cancel to that lane. A lost copy is harmless: the pin ends with its life window."""
         self._spawn(self._copy(record, lane))
 
     def decline(self, task: RankTask, why: str) -> None:

@@ -32,15 +32,20 @@ from relaygr_stream.engine.commands import (
     Rank,
     RankTask,
 )
+from relaygr_stream.engine.queue import RecentIds
+from relaygr_stream.engine.scheduler import RECENT_ANSWERS
 from relaygr_stream.errors import CRASHED, DecodeError
 from relaygr_stream.history.store import HistoryStore
 from relaygr_stream.models.api import schema_of
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.background import Background
 from relaygr_stream.telemetry.tracing import Tracing
+from relaygr_stream.wire import messages
+from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.erase import Erase
 from relaygr_stream.wire.fleet import OwnerDirectory
-from relaygr_stream.wire.records import KIND_CANCEL, KIND_DELEGATED, Record, kind_of
+from relaygr_stream.wire.messages import without_tenant
+from relaygr_stream.wire.records import HEADER_KIND, KIND_CANCEL, KIND_DELEGATED, Record, kind_of
 from relaygr_stream.wire.refusals import KIND as REFUSALS
 from relaygr_stream.wire.refusals import Reasons
 from relaygr_stream.worker.device import DeviceThread
@@ -127,6 +132,7 @@ class Requests:
             background,
         )
         self._reasons = Reasons(settings.relay.life_window_ms)
+        self._ranked_here = RecentIds(RECENT_ANSWERS)  # request keys, for notices that come behind the ranking
         self._forwarding = Forwarding(name, peers, topics.lanes, averaging=settings.relay.averaging)
         self.outbox: Final = Outbox(
             topics,
@@ -178,12 +184,14 @@ class Requests:
             except DecodeError as error:
                 self.outbox.dead_letter(record, error)
                 return None
-            self._pass_on_cancel(record, cancel)
+            self._release_delegate(cancel.request_key, record)
             self._done(record)
             return cancel
         if kind == REFUSALS and record.topic == self._topics.pre_infer.name:
             with suppress(DecodeError):  # nothing depends on it
-                self._reasons.read(record, self.intake.sure_age_ms(record))
+                for request_key in self._reasons.read(record, self.intake.sure_age_ms(record)):
+                    if request_key in self._ranked_here:
+                        self._release_delegate(request_key)
         else:
             self._metrics.records_skipped.inc()
         self._done(record)
@@ -240,12 +248,21 @@ class Requests:
             self._metrics.forwards.labels("delegate_gone").inc()
         return lane
 
-    def _pass_on_cancel(self, record: Record, cancel: Cancel) -> None:
-        """What another worker pins on our behalf for this request is to be released there, too."""
-        name = self._reasons.drop_delegate(cancel.request_key)
+    def _release_delegate(self, request_key: str, cancel: Record | None = None) -> None:
+        """Have released what another worker pins on our behalf for this request, unless a ranking went there.
+
+        cancel: the client's; None: the request was ranked here.
+        """
+        name = self._reasons.drop_delegate(request_key)
         lane = self._forwarding.lane_of_delegate(name, math.inf) if name else None
-        if lane is not None:
-            self.outbox.pass_on(record, lane)
+        if lane is None:
+            return
+        if cancel is None:
+            request_id = without_tenant(request_key)
+            value = encode(messages.Cancel(request_id=request_id, tenant=request_key.removesuffix(request_id)[:-1]))
+            kind = ((HEADER_KIND, KIND_CANCEL.encode()),)
+            cancel = Record(self._topics.ranking.name, lane, 0, 0, b"", value, kind)
+        self.outbox.pass_on(cancel, lane)
 
     def _rank_again(self, task: RankTask) -> None:
         self.in_flight.add(task)
@@ -296,9 +313,16 @@ class Requests:
     def on_answers(self, answers: list[Answer]) -> None:
         """Reply to rankings; one that has its answer already gets no second."""
         for answer in answers:
-            if answer.task in self.in_flight:  # else it was answered here when the device failed
-                self.in_flight.remove(answer.task)
-                self.outbox.deliver(answer)
+            task = answer.task
+            if task not in self.in_flight:  # it was answered here when the device failed
+                continue
+            self.in_flight.remove(task)
+            self.outbox.deliver(answer)
+            if answer.status == "overloaded":  # it may have gone to its delegate
+                self._reasons.passed_on(task.request_key)
+            elif answer.status == "ok" and not (task.hops or task.full):
+                self._ranked_here.add(task.request_key)
+                self._release_delegate(task.request_key)
 
     async def close(self) -> None:
         """End reads of histories, and disconnect from their store."""

@@ -104,8 +104,11 @@ CASES = {
     ),
     "RelaygrPreInferWasted": Case(
         of("relaygr_pins_expired_total", PER_STEP, of("relaygr_trigger_decisions_total", "0+2x240", reason="admitted")),
-        of(
-            "relaygr_pins_expired_total", PER_STEP, of("relaygr_trigger_decisions_total", PER_SECOND, reason="admitted")
+        of(  # a delegate's pin ends in the same way
+            "relaygr_pins_expired_total",
+            PER_STEP,
+            of("relaygr_trigger_decisions_total", "0+2x240", reason="admitted")
+            | of("relaygr_trigger_decisions_total", PER_SECOND, reason="delegated"),
         ),
     ),
     "RelaygrAuditsStopped": Case(

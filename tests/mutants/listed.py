@@ -172,6 +172,8 @@ MUTANTS: Final = (
         "worker/test_delegated",
     ),
     Mutant("worker/forwarding.py", "TRAVEL_MS + owned[0].queue_ms >", "TRAVEL_MS >", "worker/test_delegated"),
+    Mutant("wire/refusals.py", "found is not None and found.pins", "found is not None", "worker/test_delegating_owner"),
+    Mutant("worker/requests.py", "if request_key in self._ranked_here:", "if False:", "worker/test_delegating_owner"),
     # worker: in time or not, room or not
     Mutant("engine/forecast.py", "if 0.0 <= spare < own:", "if spare < own:", "engine/test_overload"),
     Mutant("engine/forecast.py", "self._saved_ms > PAYS_FROM *", "self._saved_ms > 0 *", "engine/test_batching"),
@@ -258,7 +260,7 @@ MUTANTS: Final = (
     Mutant("trigger/delegation.py", " + ahead_ms + place.cost_ms", " + place.cost_ms", "trigger/test_delegation"),
     Mutant("trigger/delegation.py", "for each in (None, lane))", "for each in ())", "trigger/test_delegation"),
     Mutant("trigger/delegation.py", "if late else", "if True else", "trigger/test_delegation"),
-    Mutant("wire/refusals.py", "if self._clock() <= until else", "if True else", "test_refusals"),
+    Mutant("wire/refusals.py", "and self._clock() <= found.until else", "else", "test_refusals"),
     # background work
     Mutant("telemetry/background.py", "if not self.failed.done():", "if True:", "telemetry/test_background"),
     Mutant(

@@ -5,9 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from prometheus_client import CollectorRegistry
 
 from relaygr_stream.engine.commands import Answer, Command, Rank, RankTask
+from relaygr_stream.errors import BrokerError
 from relaygr_stream.history.store import HistoryStore
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.background import Background
@@ -76,26 +78,30 @@ class Owner:
         told = encode_refusals([Refusal(request, "delegated", tenant, DELEGATE)])
         self.read(TOPICS.pre_infer.name, told, (HEADER_KIND, KIND.encode()))
 
-    def rank(self, request: str = "r", tenant: str = TENANT, **fields: Any) -> RankTask | None:
-        """A ranking comes. Returns its task, if the device has it."""
+    def rank(self, request: str = "r", tenant: str = TENANT, **fields: Any) -> RankTask:
+        """A ranking comes. Returns its task, which the device has."""
+        self.ask(request, tenant, **fields)
+        (rank,) = self.device[-1:]
+        assert isinstance(rank, Rank)
+        return rank.task
+
+    def ask(self, request: str = "r", tenant: str = TENANT, **fields: Any) -> None:
+        """A ranking comes."""
         message = RankingRequest(
             **{  # type: ignore[arg-type]
                 "request_id": request, "user_id": "u", "prefix": Behaviours.of([1, 2], [0, 0], [1, 2]),
                 "candidates": pack_items([7]), "timeout_ms": LONG_MS, "tenant": tenant, **fields,
             }
         )  # fmt: skip
-        before = len(self.device)
         self.read(TOPICS.ranking.name, encode(message), *ROUTE)
-        return next((each.task for each in self.device[before:] if isinstance(each, Rank)), None)
 
     def cancel(self, request: str = "r", tenant: str = TENANT) -> None:
         """A client's cancel comes."""
         value = encode(Cancel(request_id=request, tenant=tenant))
         self.read(TOPICS.ranking.name, value, (HEADER_KIND, KIND_CANCEL.encode()))
 
-    async def answer(self, task: RankTask | None, status: Status = "ok") -> None:
+    async def answer(self, task: RankTask, status: Status = "ok") -> None:
         """The device's; `overloaded` without the prefix KV of a delegated request."""
-        assert task is not None
         task.answered = True
         if status == "ok":
             task.outcome = "hbm"
@@ -129,14 +135,77 @@ async def test_every_ranking_of_a_delegated_request_goes_to_its_delegate() -> No
     owner = Owner()
     owner.tell()
     for aside in ({"mode": "full"}, {"hops": 1}):
-        assert (task := owner.rank(**aside)) is not None
-        assert task.pass_to is None
+        assert owner.rank(**aside).pass_to is None
     for number in range(1, 3):
         await owner.answer(owner.rank(), "overloaded")
         assert owner.passed_on() == ["r"] * number
     owner.cancel()
-    assert (task := owner.rank()) is not None
-    assert task.pass_to is None, "the delegate has released it"
+    await owner.settle()
+    assert owner.cancelled() == [], "a ranking went there, which ends the pin"
+    assert owner.rank().pass_to is None
+
+
+@pytest.mark.parametrize("behind", ["", "read", "answered"])
+async def test_a_delegate_releases_what_the_owner_ranked_itself(behind: str) -> None:
+    """behind: what the notice came behind; else, the owner has the prefix KV, too."""
+    owner = Owner()
+    for tenant in ("", TENANT):
+        if not behind:
+            owner.tell(tenant=tenant)
+        task = owner.rank(tenant=tenant)
+        assert (task.pass_to is None) == bool(behind)
+        if behind == "read":
+            owner.tell(tenant=tenant)
+        await owner.answer(task)
+        if behind == "answered":
+            owner.tell(tenant=tenant)
+        await owner.settle()
+        assert owner.cancelled()[-1:] == [tenant_key(tenant, "r")]
+        again = owner.rank(tenant=tenant)
+        assert again.pass_to is None
+        await owner.answer(again)
+    assert owner.cancelled() == ["r", tenant_key(TENANT, "r")], "once each"
+    assert owner.passed_on() == []
+    assert all(more["key"] == b"" for _, _, more in owner.others.sent), "as a client sends it"
+
+
+async def test_a_delegate_that_is_too_busy_releases_too_and_one_that_is_gone_is_not_asked() -> None:
+    owner = Owner()
+    for request, changes in (("busy", {"queue_ms": LONG_MS}), ("gone", {"state": "stopped"})):
+        owner.tell(request)
+        owner.state(**changes)
+        task = owner.rank(request)
+        assert task.pass_to is None
+        await owner.answer(task)
+    assert owner.cancelled() == [tenant_key(TENANT, "busy")]
+
+
+@pytest.mark.parametrize("status", ["overloaded", "failed", "deadline_exceeded"])
+async def test_no_cancel_goes_where_a_ranking_went_or_may_go(status: Status) -> None:
+    """Else it could stop the prefill that the ranking waits for, or is to find when it is repeated."""
+    owner = Owner()
+    owner.tell()
+    await owner.answer(owner.rank(), status)
+    task = owner.rank()
+    assert task.pass_to == ITS_LANE
+    for aside in ({"mode": "full"}, {"hops": 1}):
+        await owner.answer(owner.rank(**aside))
+    assert owner.cancelled() == []
+    if status == "overloaded":
+        await owner.answer(task)  # it has them by now
+        assert owner.cancelled() == []
+
+
+async def test_a_delegated_request_whose_client_cancels_it_is_cancelled_there() -> None:
+    owner = Owner()
+    owner.tell()
+    owner.cancel()
+    await owner.settle()
+    owner.others.error = BrokerError("no leader")
+    owner.tell("lost")
+    owner.cancel("lost")
+    await owner.settle()
+    assert owner.cancelled() == [tenant_key(TENANT, "r")]
 
 
 async def test_every_answer_tells_what_the_trigger_decided() -> None:
