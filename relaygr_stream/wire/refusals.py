@@ -23,7 +23,8 @@ T = TypeVar("T")
 
 #: The value of HEADER_KIND.
 KIND: Final = "refusals"
-#: Most ids in a record: each has at most 256 characters of four bytes, so a quarter of the topic's limit at worst.
+#: Most requests in a record. A key has at most 385 characters of four bytes, and may stand in both maps: 0.75 of the
+#: topic's limit at worst.
 MAX_IDS: Final = 256
 #: Most requests whose admission a worker keeps: some seconds of traffic, 3 MB at 200 bytes for an id and its entry.
 MAX_REQUESTS: Final = 16_384
@@ -33,11 +34,13 @@ RequestKey = Annotated[str, Meta(min_length=1, max_length=385)]
 
 
 class Refusals(msgspec.Struct, frozen=True, kw_only=True):
-    """Ids of requests that were not admitted, by reason; keys of those that were delegated, by delegate."""
+    """Keys of requests that were not admitted, by reason; of those that were delegated, by delegate, too."""
 
     v: int = SCHEMA_VERSION
     min_v: LeastVersion = 0
-    reasons: Annotated[dict[AdmissionReason, Annotated[list[Id], Meta(max_length=MAX_IDS)]], Meta(max_length=64)]
+    reasons: Annotated[
+        dict[AdmissionReason, Annotated[list[RequestKey], Meta(max_length=MAX_IDS)]], Meta(max_length=64)
+    ]
     delegates: (
         Annotated[dict[Id, Annotated[list[RequestKey], Meta(max_length=MAX_IDS)]], Meta(max_length=MAX_IDS)] | UnsetType
     ) = UNSET
@@ -61,9 +64,10 @@ def encode_refusals(refused: Iterable[Refusal]) -> bytes:
     reasons: dict[str, list[str]] = {}
     delegates: dict[str, list[str]] = {}
     for one in refused:
-        reasons.setdefault(one.reason, []).append(one.request_id)
+        key = tenant_key(one.tenant, one.request_id)
+        reasons.setdefault(one.reason, []).append(key)
         if one.delegate:
-            delegates.setdefault(one.delegate, []).append(tenant_key(one.tenant, one.request_id))
+            delegates.setdefault(one.delegate, []).append(key)
     return _encoder.encode(Refusals(reasons=reasons, delegates=delegates or UNSET))
 
 
@@ -82,7 +86,8 @@ class _Delegate(NamedTuple):
 
 
 class Reasons:
-    """The trigger's decisions on requests that a worker will rank; beyond MAX_REQUESTS the oldest are dropped.
+    """The trigger's decisions on requests (tenant_key) that a worker will rank; beyond MAX_REQUESTS the oldest are
+    dropped.
 
     late_ms: the life window. A record that is older is ignored, and a delegate counts no longer.
     """
@@ -93,9 +98,9 @@ class Reasons:
         self._reasons: OrderedDict[str, str] = OrderedDict()
         self._delegates: OrderedDict[str, _Delegate] = OrderedDict()
 
-    def admitted(self, request_id: str, *, delegated: bool = False) -> None:
+    def admitted(self, request_key: str, *, delegated: bool = False) -> None:
         """Note that a signal for this request was read; delegated: on another worker's behalf."""
-        _put(self._reasons, request_id, "delegated" if delegated else "admitted")
+        _put(self._reasons, request_key, "delegated" if delegated else "admitted")
 
     def read(self, record: Record, age_ms: float) -> list[str]:
         """Note the refusals of a record of this age; returns the keys of delegated requests. Raises DecodeError."""
@@ -103,18 +108,18 @@ class Reasons:
         if left_s < 0:
             return []
         refused = decode_refusals(record.value)
-        for reason, ids in refused.reasons.items():
-            for request_id in ids:
-                _put(self._reasons, request_id, reason)
+        for reason, keys in refused.reasons.items():
+            for key in keys:
+                _put(self._reasons, key, reason)
         until = self._clock() + left_s
         delegates = {key: worker for worker, keys in (refused.delegates or {}).items() for key in keys}
         for key, worker in delegates.items():
             _put(self._delegates, key, _Delegate(worker, until))
         return list(delegates)
 
-    def admission(self, request_id: str) -> str:
+    def admission(self, request_key: str) -> str:
         """The trigger's decision on a request; empty: unknown. A request may be ranked several times."""
-        return self._reasons.get(request_id, "")
+        return self._reasons.get(request_key, "")
 
     def delegate(self, request_key: str) -> str:
         """The worker that has the request's prefix KV; empty: none, or its life window is over."""

@@ -127,7 +127,7 @@ class Outbox:
             detail=answer.detail,
             model_version=self._model.version,
             worker=self._worker,
-            admission=self._reasons.admission(task.request_id),
+            admission=self._reasons.admission(task.request_key),
             truncated_to=task.truncated_to if outcome == "truncated" else 0,
             timings=Timings(
                 inbound_ms=task.inbound_ms,

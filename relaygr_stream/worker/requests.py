@@ -203,7 +203,7 @@ class Requests:
         except DecodeError as error:
             self.outbox.dead_letter(record, error)
             return None
-        self._reasons.admitted(task.request_id, delegated=task.lane == DELEGATED_LANE)
+        self._reasons.admitted(task.request_key, delegated=task.lane == DELEGATED_LANE)
         # A signal is acknowledged at once: if it is lost with the process, its ranking runs in full.
         self._done(record)
         if self._tracing.on:

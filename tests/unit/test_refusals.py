@@ -28,9 +28,10 @@ def test_each_word_is_told_to_every_answer(refused: list[tuple[str, str]]) -> No
     known = reasons()
     known.read(record(encode_refusals(Refusal(*each) for each in refused)), 0.0)
     for request_id in {each for each, _ in refused}:
-        told = known.admission(request_id)
+        key = tenant_key("", request_id)
+        told = known.admission(key)
         assert told in {reason for each, reason in refused if each == request_id}
-        assert known.admission(request_id) == told, "a request may be ranked again"
+        assert known.admission(key) == told, "a request may be ranked again"
 
 
 def test_what_is_late_or_older_than_what_is_remembered_tells_nothing() -> None:
@@ -69,8 +70,9 @@ def test_a_delegate_is_told_until_it_is_dropped_and_to_its_tenant_alone(delegate
     known.read(record(encode_refusals(told)), 0.0)
     for (request, tenant), worker in last.items():
         key = tenant_key(tenant, request)
-        assert known.admission(request) == "delegated"
-        assert known.delegate(tenant_key("other", request)) == ""
+        assert known.admission(key) == "delegated"
+        other = tenant_key("other", request)
+        assert (known.admission(other), known.delegate(other)) == ("", "")
         assert [known.delegate(key), known.delegate(key), known.drop_delegate(key)] == [worker] * 3
         assert (known.delegate(key), known.drop_delegate(key)) == ("", "")
 

@@ -17,7 +17,7 @@ from relaygr_stream.telemetry.tracing import OFF
 from relaygr_stream.wire.behaviours import Behaviours, pack_items
 from relaygr_stream.wire.codec import decode, encode
 from relaygr_stream.wire.fleet import OwnerDirectory
-from relaygr_stream.wire.messages import Cancel, RankingRequest, ScoreReply, Status, tenant_key
+from relaygr_stream.wire.messages import Cancel, PreInferSignal, RankingRequest, ScoreReply, Status, tenant_key
 from relaygr_stream.wire.records import (
     HEADER_CORRELATION,
     HEADER_KIND,
@@ -208,9 +208,15 @@ async def test_a_delegated_request_whose_client_cancels_it_is_cancelled_there() 
     assert owner.cancelled() == [tenant_key(TENANT, "r")]
 
 
-async def test_every_answer_tells_what_the_trigger_decided() -> None:
+async def test_every_answer_tells_what_the_trigger_decided_on_its_tenants_request() -> None:
     owner = Owner()
-    owner.read(TOPICS.pre_infer.name, encode_refusals([Refusal("r", "over_load")]), (HEADER_KIND, KIND.encode()))
-    for _ in range(2):
-        await owner.answer(owner.rank(tenant=""))
-    assert owner.admissions() == ["over_load"] * 2
+    refused = encode_refusals([Refusal("r", "over_load"), Refusal("r", "not_at_risk", TENANT)])
+    owner.read(TOPICS.pre_infer.name, refused, (HEADER_KIND, KIND.encode()))
+    signal = PreInferSignal(
+        request_id="r", user_id="u", prefix=Behaviours.of([1], [0], [1]), admitted_ms=0, life_ms=1000.0, tenant="signed"
+    )
+    owner.read(TOPICS.pre_infer.name, encode(signal))
+    tenants = {"": "over_load", TENANT: "not_at_risk", "signed": "admitted", "unknown": ""}
+    for tenant in (*tenants, *tenants):
+        await owner.answer(owner.rank(tenant=tenant))
+    assert owner.admissions() == 2 * list(tenants.values())
