@@ -227,8 +227,11 @@ class Requests:
             task.pass_to = self._delegate(task)
             if self.held.ranking(record.lane, record.offset, task.nbytes):
                 self.in_flight.add(task)
-                command = Rank(task)
-                return command if self.resolver.resolve(command) else None
+                if task.pass_to is None or self.resolver.has(task):
+                    return self._resolved(task)
+                detail = "its prefix KV are with another worker, and its history is not here"
+                self.on_answers([Answer(task, "overloaded", detail=detail)])
+                return None
             self.outbox.decline(
                 task, f"requests of {self.held.nbytes >> 20} MiB wait for their answers (worker.max_waiting_bytes)"
             )
@@ -266,7 +269,13 @@ class Requests:
 
     def _rank_again(self, task: RankTask) -> None:
         self.in_flight.add(task)
-        self._device.submit(Rank(task))
+        if (command := self._resolved(task)) is not None:
+            self._device.submit(command)
+
+    def _resolved(self, task: RankTask) -> Rank | None:
+        """The task as a command; None: it waits for its history, or has its answer."""
+        command = Rank(task)
+        return command if self.resolver.resolve(command) else None
 
     def _on_resolved(self, command: Rank | Prefill) -> None:
         """A command that waited for its history has it; its ranking may have been answered meanwhile."""

@@ -12,7 +12,7 @@ from typing import Final
 
 import structlog
 
-from relaygr_stream.engine.commands import Answer, Prefill, PrefillTask, Rank
+from relaygr_stream.engine.commands import Answer, Prefill, PrefillTask, Rank, RankTask
 from relaygr_stream.errors import DecodeError, HistoryError
 from relaygr_stream.telemetry.background import Background
 from relaygr_stream.telemetry.limiter import LogLimiter
@@ -75,6 +75,13 @@ class Resolver:
             self._signal_tokens[task.lane].append(reference.length)
         self._background.start(self._fetch(self.histories, command, reference))
         return False
+
+    def has(self, task: RankTask) -> bool:
+        """Whether the task has its history, or would get it without reading the store."""
+        if task.referred is None:
+            return True
+        kept = self.histories and self.histories.known(task.user_id, task.tenant, task.referred.reference)
+        return kept is not None
 
     def erase(self, names: Callable[[str], bool]) -> None:
         """Drop the histories kept of a user."""

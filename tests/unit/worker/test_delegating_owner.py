@@ -17,7 +17,16 @@ from relaygr_stream.telemetry.tracing import OFF
 from relaygr_stream.wire.behaviours import Behaviours, pack_items
 from relaygr_stream.wire.codec import decode, encode
 from relaygr_stream.wire.fleet import OwnerDirectory
-from relaygr_stream.wire.messages import Cancel, PreInferSignal, RankingRequest, ScoreReply, Status, tenant_key
+from relaygr_stream.wire.history import HistoryReference
+from relaygr_stream.wire.messages import (
+    Cancel,
+    PreInferSignal,
+    RankingRequest,
+    ScoreReply,
+    Status,
+    tenant_key,
+    with_version,
+)
 from relaygr_stream.wire.records import (
     HEADER_CORRELATION,
     HEADER_KIND,
@@ -31,9 +40,11 @@ from relaygr_stream.worker.metrics import WorkerMetrics
 from relaygr_stream.worker.requests import Bus, Requests
 from tests.statuses import lane_statuses, worker_status
 from tests.unit.worker.test_outbox_forwards import TOPICS, Producer
+from tests.waiting import until
 
 LANE, DELEGATE, ITS_LANE = 5, "w2", 2
 TENANT = "shop"
+HISTORY = Behaviours.of([1, 2, 3], [0, 0, 0], [1, 2, 3])
 ROUTE = ((HEADER_CORRELATION, b"c"), (HEADER_REPLY_PARTITION, b"1"))
 LONG_MS = 60_000.0
 
@@ -88,7 +99,7 @@ class Owner:
     def ask(self, request: str = "r", tenant: str = TENANT, **fields: Any) -> None:
         """A ranking comes."""
         message = RankingRequest(
-            **{  # type: ignore[arg-type]
+            **{
                 "request_id": request, "user_id": "u", "prefix": Behaviours.of([1, 2], [0, 0], [1, 2]),
                 "candidates": pack_items([7]), "timeout_ms": LONG_MS, "tenant": tenant, **fields,
             }
@@ -206,6 +217,60 @@ async def test_a_delegated_request_whose_client_cancels_it_is_cancelled_there() 
     owner.cancel("lost")
     await owner.settle()
     assert owner.cancelled() == [tenant_key(TENANT, "r")]
+
+
+class Store:
+    """A history store that counts its reads."""
+
+    reads = 0
+
+    async def reference(self, user_id: str, tenant: str = "") -> HistoryReference | None:
+        return HistoryReference.of(HISTORY)
+
+    async def read(self, user_id: str, tenant: str, version: int, start: int, stop: int) -> Behaviours:
+        self.reads += 1
+        return HISTORY.slice(start, stop)
+
+    async def close(self) -> None: ...
+
+
+async def test_a_ranking_by_reference_goes_to_its_delegate_without_a_read_of_the_store() -> None:
+    store = Store()
+    owner = Owner(store)
+    fields = {"prefix": Behaviours(), **with_version(HistoryReference.of(HISTORY))}
+    owner.tell()
+    owner.ask(**fields)
+    await owner.settle()
+    assert (owner.passed_on(), owner.device, store.reads) == (["r"], [], 0)
+
+    owner.others.error = BrokerError("no leader")
+    owner.ask(**fields)
+    await owner.settle()
+    await until(lambda: owner.device, "ranked here after all")
+    (rank,) = owner.device
+    assert isinstance(rank, Rank)
+    assert (rank.task.pass_to, len(rank.task.tokens), rank.task.referred) == (None, len(HISTORY), None)
+    assert store.reads == 1
+    await owner.answer(rank.task)
+
+    assert owner.cancelled() == [], "a broker may have taken it after all"
+
+    owner.tell("kept")
+    kept = owner.rank("kept", **fields)  # whose prefix KV may be here, too
+    assert (kept.pass_to, len(kept.tokens), store.reads) == (ITS_LANE, len(HISTORY), 1)
+
+
+async def test_without_a_store_a_ranking_by_reference_goes_to_its_delegate() -> None:
+    owner = Owner()
+    owner.tell()
+    fields = {"prefix": Behaviours(), **with_version(HistoryReference.of(HISTORY))}
+    owner.ask(**fields)
+    await owner.settle()
+    assert (owner.passed_on(), owner.device) == (["r"], [])
+    owner.others.error = BrokerError("no leader")
+    owner.ask(**fields)
+    await owner.settle()
+    assert [decode(ScoreReply, value).status for _, value, _ in owner.scores.sent] == ["failed"]
 
 
 async def test_every_answer_tells_what_the_trigger_decided_on_its_tenants_request() -> None:
