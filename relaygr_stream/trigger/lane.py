@@ -115,7 +115,7 @@ class LaneTrigger:
                 if trace is not None:
                     trace.end(described(event, decision.reason))
                 if state.owner and decision.reason not in NOT_REPORTED:
-                    refusal = Refusal(event.request_id, decision.reason)
+                    refusal = Refusal(event.request_id, decision.reason, event.tenant)
                     self._shared.refused.add(state.owner, self._number, state.ledger, refusal)
                 self._shared.done(record)
         await signals.flush()

@@ -256,7 +256,7 @@ class LaneSignals:
         assert place is not None
         told = Refusal(event.request_id, "delegated", event.tenant, place.worker)
         if error is not None:  # its owner infers it in full
-            told = Refusal(event.request_id, "delegated")
+            told = Refusal(event.request_id, "delegated", event.tenant)
             shared.metrics.signals_failed.inc()
             if shared.delegation is not None:  # a refusal is of the topic; a broker that is away has some of its lanes
                 lane = place.lane if isinstance(error, BrokerUnavailable) else None

@@ -110,7 +110,7 @@ def test_the_room_for_other_workers_users_holds_a_longest_prefix_where_hbm_does(
     )
     assert runtime.delegated_bytes == room * GRANULE_BYTES
     assert runtime.longest_bytes == 2 * GRANULE_BYTES
-    signal = PrefillTask("r", "u", DELEGATED_LANE, Tokens.zeros(RELAY.max_prefix_tokens), 1.0, 9.0)
+    signal = PrefillTask("r", "u", DELEGATED_LANE, Tokens.zeros(RELAY.max_prefix_tokens), 1.0, 9.0, 0.0)
     runtime.scheduler.handle(Prefill(signal), 0.0)
     pinned = runtime.scheduler.pins.lane_bytes(DELEGATED_LANE)
     assert pinned == (runtime.longest_bytes if room >= 2 else 0)

@@ -107,7 +107,7 @@ async def test_one_that_no_broker_takes_leaves_the_request_to_its_owner(at_once:
     if not at_once:
         world.acknowledged.set_exception(BrokerError("no grant"))
         await asyncio.sleep(0)
-    assert world.told == [("w1", Refusal("r", "delegated"))], "no delegate: nothing is passed on"
+    assert world.told == [("w1", Refusal("r", "delegated", "shop"))], "no delegate: nothing is passed on"
     assert world.done == [RECORD]
     assert (world.failed, world.paused) == (1, [None])
 
@@ -124,7 +124,7 @@ async def test_a_delegates_lane_without_a_leader_is_not_waited_for() -> None:
     world = World()
     world.leader = NO_LEADER
     await world.delegate()
-    assert (world.sent, world.told) == ([], [("w1", Refusal("r", "delegated"))])
+    assert (world.sent, world.told) == ([], [("w1", Refusal("r", "delegated", "shop"))])
     assert (world.done, world.paused) == ([RECORD], [PLACE.lane])
 
 
@@ -141,7 +141,7 @@ async def test_a_delegates_lane_that_takes_nothing_holds_up_neither_own_signals_
     assert world.own == [1], "own signals wait for no delegate"
     await flushing
     assert len(world.sent) == 1, "one wait tells of the lane"
-    assert world.told == [("w1", Refusal("r", "delegated"))] * 3
+    assert world.told == [("w1", Refusal("r", "delegated", "shop"))] * 3
     assert world.done == [RECORD] * 3
 
 
