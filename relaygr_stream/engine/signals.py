@@ -24,9 +24,9 @@ from relaygr_stream.engine.queue import RecentIds, TimerHeap, Waiters
 
 #: By so much each ranking moves the head start that requests usually have. Half as long or twice as long is learned
 #: within 15 rankings, and one that comes very late counts no more than others.
-STEP: Final = 1.05
+HEAD_START_STEP: Final = 1.05
 #: The least head start that is learned: from 0, no number of steps leads away.
-LEAST_MS: Final = 1.0
+LEAST_HEAD_START_MS: Final = 1.0
 #: Results of signals that a prefill job computes, or that wait for a copy and are placed again.
 COMPUTED: Final = ("computed", "extended")
 
@@ -96,8 +96,9 @@ class PinTable:
         if pin is None or pin.ranked or pin.lane == DELEGATED_LANE:
             return
         pin.ranked = True
-        took_ms, usual_ms = max(LEAST_MS, (arrived - pin.since) * 1e3), self.head_start_ms
-        self.head_start_ms = usual_ms * (STEP if took_ms > usual_ms else 1 / STEP) if usual_ms else took_ms
+        took_ms, usual_ms = max(LEAST_HEAD_START_MS, (arrived - pin.since) * 1e3), self.head_start_ms
+        step = HEAD_START_STEP if took_ms > usual_ms else 1 / HEAD_START_STEP
+        self.head_start_ms = usual_ms * step if usual_ms else took_ms
 
     def release(self, request_id: str) -> bool:
         """End the pin of a request whose ranking was answered; False if it had none."""

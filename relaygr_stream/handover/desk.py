@@ -27,7 +27,7 @@ from relaygr_stream.cache.transit import (
     Worth,
 )
 from relaygr_stream.models.api import Tokens
-from relaygr_stream.wire.messages import without_tenant
+from relaygr_stream.wire.messages import split_tenant_key
 from relaygr_stream.worker.device import DeviceThread
 
 #: Users per command: at about 2 µs each, half a millisecond of the device thread or of the loop.
@@ -73,7 +73,7 @@ class Desk:
             users = [
                 user
                 for user in everyone[start : start + AT_ONCE]
-                if lane_of(without_tenant(user), self._lanes) in lanes
+                if lane_of(split_tenant_key(user)[1], self._lanes) in lanes
             ]
             if users:
                 worth: dict[str, float] = await self._device.ask(Worth(users))

@@ -35,7 +35,7 @@ from relaygr_stream.handover.wire import (
     Take,
     max_offer_bytes,
 )
-from relaygr_stream.wire.messages import without_tenant
+from relaygr_stream.wire.messages import split_tenant_key
 
 #: The time limit of an answer to an offer. It waits for the taker's device thread: milliseconds, or a second in a long
 #: step.
@@ -143,7 +143,7 @@ class Taker:
             if not lanes & set(wanted) or full >= FULL_IN_A_ROW:
                 await channel.send(Enough())
                 break
-            lane = lane_of(without_tenant(message.user_id), self._identity.lanes)
+            lane = lane_of(split_tenant_key(message.user_id)[1], self._identity.lanes)
             if lane not in lanes:
                 raise PeerError(f"offered an entry of lane {lane}, which was not asked for")
             if lane in wanted:

@@ -278,9 +278,10 @@ def tenant_key(tenant: str, of: str) -> str:
     return f"{tenant}\0{of}" if tenant or "\0" in of else of
 
 
-def without_tenant(key: str) -> str:
-    """The id in a tenant_key."""
-    return key.partition("\0")[2] if "\0" in key else key
+def split_tenant_key(key: str) -> tuple[str, str]:
+    """The tenant and the id of a tenant_key."""
+    tenant, nul, of = key.partition("\0")
+    return (tenant, of) if nul else ("", key)
 
 
 class _Invalid(DecodeError):

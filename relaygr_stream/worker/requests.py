@@ -44,7 +44,7 @@ from relaygr_stream.wire import messages
 from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.erase import Erase
 from relaygr_stream.wire.fleet import OwnerDirectory
-from relaygr_stream.wire.messages import without_tenant
+from relaygr_stream.wire.messages import split_tenant_key
 from relaygr_stream.wire.records import HEADER_KIND, KIND_CANCEL, KIND_DELEGATED, Record, kind_of
 from relaygr_stream.wire.refusals import KIND as REFUSALS
 from relaygr_stream.wire.refusals import Reasons
@@ -261,8 +261,8 @@ class Requests:
         if lane is None:
             return
         if cancel is None:
-            request_id = without_tenant(request_key)
-            value = encode(messages.Cancel(request_id=request_id, tenant=request_key.removesuffix(request_id)[:-1]))
+            tenant, request_id = split_tenant_key(request_key)
+            value = encode(messages.Cancel(request_id=request_id, tenant=tenant))
             kind = ((HEADER_KIND, KIND_CANCEL.encode()),)
             cancel = Record(self._topics.ranking.name, lane, 0, 0, b"", value, kind)
         self.outbox.pass_on(cancel, lane)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from relaygr_stream.bus.topics import lane_of
 from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.wire.codec import decode
-from relaygr_stream.wire.messages import PreInferSignal, RequestEvent, tenant_key, without_tenant
+from relaygr_stream.wire.messages import PreInferSignal, RequestEvent, split_tenant_key, tenant_key
 from tests.unit.client_peers import client_on, responder_on
 from tests.unit.client_peers import event as an_event
 from tests.unit.client_peers import request as a_request
@@ -36,7 +36,7 @@ steps = st.tuples(st.sampled_from(["signal", "rank"]), st.integers(0, 2), st.sam
 def test_no_two_tenants_or_ids_have_one_key(tenant: str, of: str, other_tenant: str, other: str) -> None:
     same = (tenant, of) == (other_tenant, other)
     assert (tenant_key(tenant, of) == tenant_key(other_tenant, other)) == same
-    assert without_tenant(tenant_key(tenant, of)) == of
+    assert split_tenant_key(tenant_key(tenant, of)) == (tenant, of)
 
 
 def play(shared: World, step: Step, tenant: str) -> None:

@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from relaygr_stream.cache.entry import Entry
 from relaygr_stream.engine.commands import DELEGATED_LANE
-from relaygr_stream.engine.signals import STEP, PinTable
+from relaygr_stream.engine.signals import HEAD_START_STEP, PinTable
 from tests.unit.cache.worlds import compute, make
 
 REQUESTS = st.integers(0, 9)
@@ -114,10 +114,10 @@ def test_the_usual_head_start_comes_to_the_median_from_anywhere(
     """Of `every` rankings one takes the factor as long; the others are the median, and two are a tie."""
     later = [middle * factor if number % every == 0 else middle for number in range(500)]
     high = middle * factor if every == 2 else middle
-    assert middle / STEP**3 <= usual_ms([first, *later]) <= high * STEP**3
+    assert middle / HEAD_START_STEP**3 <= usual_ms([first, *later]) <= high * HEAD_START_STEP**3
 
 
 def test_a_few_very_late_rankings_count_no_more_than_others_and_from_none_it_finds_back() -> None:
-    assert usual_ms([80.0] * 50 + [1e9] * 3) <= 80.0 * STEP**4
-    assert usual_ms([0.0] + [80.0] * 200) >= 80.0 / STEP
+    assert usual_ms([80.0] * 50 + [1e9] * 3) <= 80.0 * HEAD_START_STEP**4
+    assert usual_ms([0.0] + [80.0] * 200) >= 80.0 / HEAD_START_STEP
     assert usual_ms([80.0], DELEGATED_LANE) == 0, "behind another hop: it says nothing of own users"
