@@ -171,7 +171,7 @@ async def test_a_restarted_trigger_waits_until_the_owner_has_read_what_the_forme
             await peer.publish(event(25, "first", user))
             await until(lambda: peer.signalled == ["first"])
         async with trigger_on(embedded_settings) as trigger:
-            assert trigger.count("lanes_on_hold") == 1
+            await until(lambda: trigger.count("lanes_on_hold") == 1)
             await peer.publish(event(25, "held", user))
             await peer.publish(event(25, "free", user_on(lane + 1, peer.topics.lanes)))
             await until(lambda: trigger.decisions("over_footprint") == 1 and trigger.decisions("admitted") == 1)
