@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final, TypeVar, cast
+from typing import Final, NamedTuple, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -95,14 +95,20 @@ class Executor:
         try:
             if hasattr(type(self.model), "warm_up"):
                 cast(WarmedModel, self.model).warm_up(min(MAX_CHUNK, region.capacity))
-            self._warm_round(region, max_candidates, times=2)
-            self.costs = Costs()  # what ran so far paid for first uses: fit again from a second, warm round
-            self._warm_round(region, max_candidates, times=1)
+            self._warm_round(region, max_candidates)  # pays for first uses
+            rounds = [self._warm_round(region, max_candidates) for _ in range(2)]
         except torch.OutOfMemoryError as error:
             raise CapacityError(
                 f"{self.device} has no memory left for inference beside worker.hbm_bytes: lower that "
                 f"({str(error).splitlines()[0]})"
             ) from error
+        # The shorter time of each: the first one scales the whole fit, and a process without a core for a moment once
+        # made prefixes cost a hundred times as much, so that triggers refused its lanes.
+        self.costs = Costs()
+        for timings in zip(*rounds, strict=True):
+            best = min(timings, key=lambda timing: timing.ms)
+            learn = self.costs.scored if best.scored else self.costs.prefilled
+            learn(best.behind, best.tokens, best.ms)
 
     # ---- predictions ----
 
@@ -182,23 +188,26 @@ class Executor:
             self.costs.scored(one.kv.length, len(one.suffix) + len(one.candidates), ms)
         return scores, ms
 
-    def _warm_round(self, region: KVRegion, max_candidates: int, times: int) -> None:
+    def _warm_round(self, region: KVRegion, max_candidates: int) -> list[_Timing]:
         schema = schema_of(self.model)
+        timings = []
         for n in dict.fromkeys(min(n, region.capacity) for n in WARMUP_TOKENS):
             tokens = Tokens.zeros(n, schema)
             # Halves, so that extensions are among what is learnt; a whole where the model takes nothing else.
             stops = (n // 2, n) if self.model.incremental else (n,)
-            for _ in range(times):
-                region.length = 0
-                for stop in stops:
-                    chunk = _Chunk(self, region, tokens.slice(region.length, stop))
-                    while not chunk.finished:
-                        chunk.step()
-                    self._chunk_completed(chunk)
+            region.length = 0
+            for stop in stops:
+                chunk = _Chunk(self, region, tokens.slice(region.length, stop))
+                while not chunk.finished:
+                    chunk.step()
+                self._chunk_completed(chunk)
+                timings.append(_Timing(False, chunk.position, chunk.tokens, chunk.ms))
             for rows in dict.fromkeys(min(rows, max_candidates) for rows in WARMUP_ROWS):
                 candidates, features = np.zeros(rows, np.int64), schema.zeros("candidate", rows)
-                self._score([ScoreInput(region, tokens.slice(0, 0), candidates, features)])
+                _, ms = self._score([ScoreInput(region, tokens.slice(0, 0), candidates, features)])
+                timings.append(_Timing(True, n, rows, ms))
         region.length = 0
+        return timings
 
     def _show(self, error: Exception) -> None:
         """Its traceback, for who wrote the model: once per kind, which is its type and the line that raised it."""
@@ -217,6 +226,15 @@ class Executor:
     def _synchronize(self) -> None:
         if self._asynchronous:
             torch.accelerator.synchronize(self.device)
+
+
+class _Timing(NamedTuple):
+    """An operation of the warm-up: the scoring of `tokens` candidates, or their prefill, behind a prefix."""
+
+    scored: bool
+    behind: int
+    tokens: int
+    ms: float
 
 
 class PrefillRun:
