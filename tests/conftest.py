@@ -38,8 +38,6 @@ TERMINAL_VARIABLES = ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACT
 TEST_LANES = 8
 #: A day: on a busy machine a test may outlast the minute for which the topics keep rankings.
 NO_RETENTION = {"log.retention.check.interval.ms": "86400000"}
-#: Beside others, the start of Apache Kafka alone may take a minute or two.
-KAFKA_TIMEOUT_S = 300
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -61,13 +59,6 @@ def pytest_configure(config: pytest.Config) -> None:
     # Before torch is imported. The tests' tensors are small, and threads for them only wait for each other: on a busy
     # machine that took fifty times as long.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """More time for those that may start a Kafka, unless they have a limit of their own."""
-    for item in items:
-        if item.get_closest_marker("kafka") and not item.get_closest_marker("timeout"):
-            item.add_marker(pytest.mark.timeout(KAFKA_TIMEOUT_S))
 
 
 def pytest_collection_finish() -> None:

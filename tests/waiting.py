@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 
-async def until(condition: Callable[[], object], what: str = "what was waited for", seconds: float = 60.0) -> None:
+async def until(condition: Callable[[], object], what: str = "what was waited for", seconds: float = 120.0) -> None:
     """Wait for a condition, or fail saying what did not; seconds: a bound against hanging, not a claim of speed."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from aiokafka import AIOKafkaConsumer
 
-from relaygr_stream.bus import renewed
+from relaygr_stream.bus import ages, renewed
 from relaygr_stream.bus.ages import LogEnds
 from relaygr_stream.bus.aiokafka_compat import client_options
 from relaygr_stream.bus.producer import Outgoing, Producer, Sent
@@ -180,7 +180,10 @@ async def test_a_tail_reads_on(
 
 
 @pytest.mark.parametrize("break_it", READER_ENDS[1:])  # it fetches nothing
-async def test_ends_are_told_on(embedded_settings: Kafka, topics: TopicSet, break_it: Callable[[Any], None]) -> None:
+async def test_ends_are_told_on(
+    embedded_settings: Kafka, topics: TopicSet, break_it: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ages, "ANSWER_S", 60.0)
     async with LogEnds(embedded_settings, "test") as ends:
         part = insides.renewed(ends).part
         before = renewals[part]

@@ -90,7 +90,6 @@ def settings_of(secure: SecureKafka, user: str, path: Path) -> Path:
     return path
 
 
-@pytest.mark.timeout(240)
 async def test_with_the_documented_grants_the_relay_serves_and_without_it_does_not(
     secure: SecureKafka, tmp_path: Path
 ) -> None:
@@ -118,7 +117,6 @@ async def test_with_the_documented_grants_the_relay_serves_and_without_it_does_n
     assert codes == [0, 0, 0], [child.log_tail() for child in children]
 
 
-@pytest.mark.timeout(120)
 async def test_an_operator_looks_and_removes_a_status_and_replays_a_dead_letter(
     secure: SecureKafka, tmp_path: Path
 ) -> None:
@@ -140,7 +138,6 @@ async def test_an_operator_looks_and_removes_a_status_and_replays_a_dead_letter(
         assert said in out
 
 
-@pytest.mark.timeout(120)
 async def test_explain_and_erase_need_the_grants_below_the_table(secure: SecureKafka, tmp_path: Path) -> None:
     await apply_topics(as_user(secure, "admin"))
     config = settings_of(secure, "operator", tmp_path / "operator.toml")

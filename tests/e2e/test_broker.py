@@ -56,7 +56,6 @@ def read_until(process: subprocess.Popen[str], words: str) -> str:
     raise AssertionError(f"ended before {words!r} was said:\n{seen}")
 
 
-@pytest.mark.timeout(120)
 def test_it_says_where_it_serves_and_what_to_do_next_and_stops_clean(tmp_path: Path) -> None:
     (port,) = free_ports(1)
     with running(f"relaygr broker --port {port}", tmp_path, TMPDIR=str(tmp_path)) as broker:
@@ -90,7 +89,6 @@ def test_what_it_cannot_do_is_said_in_words(arguments: str, words: str, tmp_path
 
 @pytest.mark.kafka
 @pytest.mark.skipif(not os.environ.get("KAFKA_HOME"), reason=KAFKA_HINT)
-@pytest.mark.timeout(300)
 def test_kafka_keeps_its_messages_in_the_folder_named(tmp_path: Path) -> None:
     for turn in (1, 2):
         (port,) = free_ports(1)

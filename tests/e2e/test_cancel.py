@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from relaygr_stream.client import RelayClient
 from relaygr_stream.settings.schema import Kafka
 from tests.e2e.fleet import LONG_LIVED, serving_fleet, traffic
 from tests.waiting import until
 
 
-@pytest.mark.timeout(240)
 async def test_pinned_bytes_fall_when_a_client_leaves(kafka_settings: Kafka, tmp_path: Path) -> None:
     async with serving_fleet(kafka_settings, tmp_path, "w1", relay=LONG_LIVED) as fleet:
         event = traffic(seconds=9, rate=1)[0].request

@@ -110,7 +110,6 @@ async def replay(kafka: Kafka, folder: Path) -> AsyncIterator[None]:
 
 
 @pytest.mark.stack
-@pytest.mark.timeout(300)
 async def test_every_query_of_the_dashboard_has_data(embedded_settings: Kafka, tmp_path: Path) -> None:
     if shutil.which("prometheus") is None:
         pytest.skip("no prometheus here: install Debian's package prometheus")

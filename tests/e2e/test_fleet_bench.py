@@ -31,7 +31,6 @@ RISK = {"relay.slo_ms": "200", "trigger.risk_share": "0.0275"}
 
 
 @pytest.mark.stack
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("policy", ["relay", "everything", "lru"])
 async def test_every_mode_is_served_by_devices_of_the_cost_file(
     embedded_settings: Kafka, tmp_path: Path, policy: Policy

@@ -81,13 +81,11 @@ def test_the_example_uses_nothing_of_this_package() -> None:
     assert "from relaygr" not in with_features()
 
 
-@pytest.mark.timeout(300)
 async def test_the_printed_example_gets_its_scores(kafka_settings: Kafka, tmp_path: Path) -> None:
     async with serving_fleet(kafka_settings, tmp_path, "w1"):
         await check_relayed(examples()[0], kafka_settings)
 
 
-@pytest.mark.timeout(300)
 async def test_with_features_it_gets_them_from_a_model_that_reads_them(kafka_settings: Kafka, tmp_path: Path) -> None:
     """And a feature that changed after the announcement is a miss with the scores of full inference."""
     shape = {"layers": 2, "dim": 64, "heads": 2, "dqk": 16, "dv": 16, "vocab": 500, "scale_tokens": 512}

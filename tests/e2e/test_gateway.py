@@ -32,7 +32,6 @@ async def ask(port: int, method: str, path: str, body: dict[str, Any] | None = N
     return json.loads(text) if text else None
 
 
-@pytest.mark.timeout(240)
 async def test_services_without_kafka_are_served_by_any_gateway(kafka_settings: Kafka, tmp_path: Path) -> None:
     async with Fleet(kafka_settings, tmp_path) as fleet:
         fleet.use(msgspec.structs.replace(fleet.settings, relay=LONG_LIVED))
@@ -43,6 +42,7 @@ async def test_services_without_kafka_are_served_by_any_gateway(kafka_settings: 
         fleet.start("worker", "w1")
         await fleet.ready("trigger", "w1", "g0", "g1")
         await fleet.lanes_settled("w1")
+        await fleet.owners_known()
 
         items, actions, times = (array.tolist() for array in traffic(9, rate=1)[0].request.prefix.arrays())
         history = {"items": items, "actions": actions, "times": times}

@@ -93,7 +93,6 @@ def _close(found: Browser) -> None:
     urllib.request.urlopen(urllib.request.Request(found.base, method="DELETE"), timeout=60).close()
 
 
-@pytest.mark.timeout(240)
 async def test_the_page_works_without_the_internet(embedded_settings: Kafka, tmp_path: Path) -> None:
     async with responder_on(embedded_settings) as peer, door_on(embedded_settings) as door, browser(tmp_path) as page:
         home = f"http://127.0.0.1:{door.port}/"

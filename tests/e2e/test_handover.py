@@ -7,7 +7,6 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-import pytest
 
 from relaygr_stream.bus.topics import lane_of
 from relaygr_stream.client import RelayClient
@@ -58,7 +57,6 @@ def handing_over(fleet: Fleet) -> Fleet:
     return fleet
 
 
-@pytest.mark.timeout(240)
 async def test_prefix_kv_move_with_their_lanes(kafka_settings: Kafka, tmp_path: Path) -> None:
     async with handing_over(Fleet(kafka_settings, tmp_path)) as fleet:
         fleet.start("worker", "w1")
@@ -83,6 +81,7 @@ async def test_prefix_kv_move_with_their_lanes(kafka_settings: Kafka, tmp_path: 
             assert await fleet.children["w1"].wait() == 0, fleet.children["w1"].log_tail()
             assert "all lanes handed over" in fleet.children["w1"].log.read_text()
             await fleet.lanes_settled("w2")
+            await until(lambda: given(fleet, "w2", "taken") >= USERS, "entries of all users")
             left = await rank_all(client, 3)
             assert {answer.worker for answer in left.values()} == {"w2"}
             assert sum(answer.timings.computed_tokens for answer in left.values()) == 0

@@ -29,7 +29,6 @@ WAITING = 16 * MIB
 BESIDE = 48 * MIB
 
 
-@pytest.mark.timeout(240)
 async def test_requests_that_wait_take_no_more_memory_than_allowed(
     embedded_settings: Kafka, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

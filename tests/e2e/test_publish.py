@@ -8,8 +8,6 @@ import random
 import sys
 from pathlib import Path
 
-import pytest
-
 from relaygr_stream.bus.topics import apply_topics
 from relaygr_stream.ops.children import write_settings
 from relaygr_stream.settings.schema import Kafka, Settings
@@ -30,7 +28,6 @@ def write_u_data(path: Path) -> None:
     path.write_text("\n".join(lines) + "\n")
 
 
-@pytest.mark.timeout(150)
 async def test_u_data_runs_from_file_to_hit_rate(embedded_settings: Kafka, tmp_path: Path) -> None:
     events, report = tmp_path / "u.data", tmp_path / "report.json"
     write_u_data(events)
@@ -52,7 +49,6 @@ async def test_u_data_runs_from_file_to_hit_rate(embedded_settings: Kafka, tmp_p
     assert "150" in json.dumps(json.loads(report.read_text()))
 
 
-@pytest.mark.timeout(90)
 async def test_where_no_worker_runs_it_says_so(embedded_settings: Kafka, tmp_path: Path) -> None:
     await apply_topics(embedded_settings)
     config = write_settings(tmp_path / "settings.toml", Settings(kafka=embedded_settings))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-import pytest
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.coordinator.protocol import ConsumerProtocolMemberAssignment
 
@@ -35,7 +34,6 @@ async def co_owned(fleet: Fleet) -> None:
         await admin.close()
 
 
-@pytest.mark.timeout(240)
 async def test_a_worker_joins_and_one_leaves_under_load(
     broker: AnyBroker, kafka_settings: Kafka, tmp_path: Path
 ) -> None:
@@ -52,7 +50,7 @@ async def test_a_worker_joins_and_one_leaves_under_load(
             assert await fleet.children["w1"].wait() == 0, fleet.children["w1"].log_tail()
             await fleet.lanes_settled("w2", "w3")
             await load
-            await drive(client, hurried(items, 4), timeout=20.0, mode="full", announce=False, on_result=full)
+            await drive(client, hurried(items, 4), timeout=60.0, mode="full", announce=False, on_result=full)
         if watch is not None:
             assert not watch.done(), watch.exception()
             watch.cancel()
@@ -60,7 +58,6 @@ async def test_a_worker_joins_and_one_leaves_under_load(
         check_relayed(fleet, relayed, full)
 
 
-@pytest.mark.timeout(240)
 async def test_a_killed_workers_users_are_served_by_others(kafka_settings: Kafka, tmp_path: Path) -> None:
     async with serving_fleet(kafka_settings, tmp_path, "w1", "w2") as fleet:
         results = Results()
@@ -83,7 +80,6 @@ async def test_a_killed_workers_users_are_served_by_others(kafka_settings: Kafka
         fleet.children.pop("w1")
 
 
-@pytest.mark.timeout(120)
 async def test_the_later_of_two_workers_of_one_name_serves(embedded_settings: Kafka, tmp_path: Path) -> None:
     async with serving_fleet(embedded_settings, tmp_path, "w1") as fleet:
         first = fleet.children["w1"]

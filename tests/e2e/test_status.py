@@ -40,7 +40,6 @@ async def line(watching: asyncio.subprocess.Process) -> dict[str, Any]:
 
 @pytest.mark.stack
 @pytest.mark.parametrize("secret", ["", "what this fleet shares"], ids=["unsigned", "signed"])
-@pytest.mark.timeout(180)
 async def test_who_crashed_is_named_until_its_record_is_removed(
     embedded_settings: Kafka, tmp_path: Path, secret: str
 ) -> None:

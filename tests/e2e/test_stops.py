@@ -50,7 +50,6 @@ def has_begun(process: subprocess.Popen[str]) -> bool:
     ],
     ids=lambda command: " ".join(command[:2]),
 )
-@pytest.mark.timeout(300)
 def test_a_command_can_be_stopped_at_any_moment(
     command: tuple[str, ...], number: signal.Signals, tmp_path: Path
 ) -> None:
@@ -92,7 +91,6 @@ def test_a_command_started_in_the_background_of_a_script_can_be_stopped_like_any
 
 
 @linux
-@pytest.mark.timeout(120)
 def test_the_processes_of_a_simulation_end_with_it(tmp_path: Path) -> None:
     with start(
         "simulate",
@@ -139,7 +137,6 @@ WRITING = [
 
 
 @pytest.mark.parametrize("command", WRITING, ids=lambda command: f"{command[0]} {command[-2]}")
-@pytest.mark.timeout(120)
 def test_where_it_cannot_write_a_command_does_not_begin(command: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     here = [argument.format(tmp_path / "file") for argument in command]
@@ -151,7 +148,6 @@ def test_where_it_cannot_write_a_command_does_not_begin(command: tuple[str, ...]
     assert out == ""
 
 
-@pytest.mark.timeout(120)
 def test_a_disk_that_has_no_room_for_the_report_is_told_before_anything_is_sent(tmp_path: Path) -> None:
     def full() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (65_536, 65_536))

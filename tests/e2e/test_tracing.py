@@ -58,7 +58,6 @@ async def a_hit(relay: RelayClient, fleet: Fleet, taps: Receiver, user_id: str, 
     return request
 
 
-@pytest.mark.timeout(240)
 async def test_a_request_is_one_trace_from_its_event_to_its_scores(
     embedded_settings: Kafka, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,6 +71,7 @@ async def test_a_request_is_one_trace_from_its_event_to_its_scores(
             fleet.start("worker", "w1")
             await fleet.ready("trigger", "w1")
             await fleet.lanes_settled("w1")
+            await fleet.owners_known()
             store = open_store(stored)
             assert isinstance(store, WritableStore)
             await store.append("u-3", "", Behaviours.of(*HISTORY), stored.max_behaviours)
@@ -115,7 +115,6 @@ async def test_a_request_is_one_trace_from_its_event_to_its_scores(
             assert fetch.end <= next(span for span in fetched if span.name == "prefill").start
 
 
-@pytest.mark.timeout(240)
 async def test_a_forwarded_ranking_stays_in_its_trace_and_a_refusal_is_an_error(
     embedded_settings: Kafka, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

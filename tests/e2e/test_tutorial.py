@@ -154,7 +154,6 @@ def test_its_blocks_are_files_commands_and_what_they_print() -> None:
 
 
 @pytest.mark.stack
-@pytest.mark.timeout(300)
 def test_every_line_of_the_tutorial_does_what_it_says(tmp_path: Path) -> None:
     (prints,) = (block.text for block in blocks("index.md") if block.language == "text")
     typed = []
@@ -195,7 +194,6 @@ def test_every_line_of_the_tutorial_does_what_it_says(tmp_path: Path) -> None:
     not all(map(shutil.which, ("redis-server", "prometheus", "curl"))),
     reason="needs redis-server, prometheus and curl (Debian's packages of these names)",
 )
-@pytest.mark.timeout(300)
 async def test_every_line_of_the_front_door_does_what_it_says(tmp_path: Path) -> None:
     answers: dict[str, str] = {}
     with desk(tmp_path) as place:

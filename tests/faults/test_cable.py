@@ -21,7 +21,7 @@ PORT = 9
 PACKETS = 2000
 LOSS = 0.1
 #: After the last packet was sent, so long without one means that no more will come.
-SILENCE_S = 1.0
+SILENCE_S = 2.0
 DELAY_S, JITTER_S = 0.03, 0.01
 #: Standard deviations that chance may take a share of 2,000 packets from what was asked: one run in 10⁶ goes further.
 CHANCE = 5
@@ -45,7 +45,7 @@ def flight(machines: Network, packets: int = PACKETS) -> tuple[list[int], list[f
     with there, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as ours:
         there.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, 4 << 20)  # beyond net.core.rmem_max: all packets fit
         there.bind(address)
-        there.settimeout(0.1)
+        there.settimeout(SILENCE_S)
 
         def send() -> None:
             for number in range(packets):
@@ -54,15 +54,16 @@ def flight(machines: Network, packets: int = PACKETS) -> tuple[list[int], list[f
 
         sending = threading.Thread(target=send)
         sending.start()
-        heard = time.monotonic()
-        while sending.is_alive() or time.monotonic() - heard < SILENCE_S:
+        while True:
+            all_sent = not sending.is_alive()
             try:
                 number, sent = there.recv(100).split()
             except TimeoutError:
+                if all_sent:
+                    break
                 continue
-            heard = time.monotonic()
             numbers.append(int(number))
-            took.append(heard - float(sent))
+            took.append(time.monotonic() - float(sent))
     return numbers, took
 
 

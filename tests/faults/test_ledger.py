@@ -169,7 +169,6 @@ def test_the_truth_tells_users_and_sequences_apart() -> None:
 
 
 @pytest.mark.stack
-@pytest.mark.timeout(240)
 async def test_a_run_without_faults_keeps_every_promise(embedded_settings: Kafka, tmp_path: Path) -> None:
     async with serving_fleet(embedded_settings, tmp_path, "w1", "w2") as fleet:
         async with Witness(fleet.settings) as witness, RelayClient(settings=fleet.settings) as client:

@@ -73,7 +73,6 @@ def mutant(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.stack
 @pytest.mark.parametrize("mutant", [DISCARDS_EVERY_30TH], indirect=True, ids=["discards"])
-@pytest.mark.timeout(240)
 async def test_a_worker_that_discards_rankings_is_found(mutant: None, embedded_settings: Kafka, tmp_path: Path) -> None:
     async with serving_fleet(embedded_settings, tmp_path, "w1", "w2") as fleet:
         settings = msgspec.structs.replace(fleet.settings, client=Client(hedge_ms=50.0))
@@ -93,7 +92,6 @@ async def test_a_worker_that_discards_rankings_is_found(mutant: None, embedded_s
 
 @pytest.mark.stack
 @pytest.mark.parametrize("mutant", [COMMITS_WHAT_IT_READ], indirect=True, ids=["commits"])
-@pytest.mark.timeout(240)
 async def test_a_worker_that_commits_what_it_has_read_is_found(
     mutant: None, embedded_settings: Kafka, tmp_path: Path
 ) -> None:

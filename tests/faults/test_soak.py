@@ -13,7 +13,6 @@ from tests.faults.soak.traffic import Note, disturbed, silence
 
 
 @pytest.mark.faults
-@pytest.mark.timeout(300)
 async def test_a_short_soak_loses_nothing(tmp_path: Path) -> None:
     options = Options(seconds=40.0, seed=3, rate=15.0, brokers="embedded", folder=tmp_path / "soak")
     soaked = await soak(options, Console(quiet=True))

@@ -204,7 +204,6 @@ async def test_calls_with_more_patience_than_the_silence_wait_for_the_broker(tmp
             await asyncio.gather(*patient)
 
 
-@pytest.mark.timeout(240)
 async def test_while_the_broker_is_away_every_call_ends_typed_and_it_recovers_by_itself(tmp_path: Path) -> None:
     async with local_broker("embedded", folder=tmp_path) as broker:
         kafka = broker.kafka_settings(Kafka(prefix="away.", partitions=4, request_timeout_ms=3000))

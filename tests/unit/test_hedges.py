@@ -14,7 +14,7 @@ from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.topics import lane_of, load_topics
 from relaygr_stream.client import RelayClient
 from relaygr_stream.client.exchange import LAST_STATUS_MS, SLOW_BURST, SLOW_SHARE, Hedges, between_copies_s
-from relaygr_stream.errors import DeadlineExceeded, Overloaded
+from relaygr_stream.errors import BrokerUnavailable, DeadlineExceeded, Overloaded
 from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.fleet import OwnerDirectory
@@ -90,9 +90,9 @@ async def test_a_slow_lane_is_hedged_to_another_worker(embedded_settings: Kafka)
 
 async def test_a_call_that_waits_no_longer_than_hedge_ms_is_hedged_too(embedded_settings: Kafka) -> None:
     """README's timeout was hedge_ms, so that a slow worker's users got DeadlineExceeded and no copy was ever sent."""
-    async with world(embedded_settings, only_elsewhere, hedge_ms=3000.0) as w:
+    async with world(embedded_settings, only_elsewhere, hedge_ms=12_000.0) as w:
         await w.say(status("a", MINE), status("b", YOURS))
-        assert (await w.relay.rank(request(), timeout=3.0)).outcome == "hbm"
+        assert (await w.relay.rank(request(), timeout=12.0)).outcome == "hbm"
         assert count(w.relay, "hedges", reason="slow") == 1
 
 
@@ -122,7 +122,7 @@ async def test_where_nobody_speaks_for_the_lane_it_is_asked_elsewhere_at_once(em
         await w.say(status("a", MINE, state="stopped"), status("b", YOURS))
         async with asyncio.timeout(60):
             while not count(w.relay, "hedges", reason="silent"):  # until it has listened for long enough
-                with suppress(DeadlineExceeded):
+                with suppress(DeadlineExceeded, BrokerUnavailable):
                     await w.relay.rank(request(), timeout=1.0)
         await w.relay.rank(request(1), timeout=20)
         ((lane, hops),) = [(record.lane, each.hops) for record, each in w.peer.requests if each.request_id == "r-1"]

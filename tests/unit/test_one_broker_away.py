@@ -8,7 +8,7 @@ import selectors
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
@@ -178,6 +178,7 @@ async def test_a_copy_that_no_broker_has_says_nothing_of_its_reply_partition() -
     assert sender.named == [5, 7, 7]
 
 
+@settings(max_examples=40)
 @given(
     st.integers(0, 2), st.integers(2, 4), st.permutations(range(3)), st.sampled_from([0.05, 0.31]), st.integers(0, 99)
 )

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import structlog
 from hypothesis import given
+from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 from relaygr_stream.bus.aiokafka_compat import bootstrap_addresses, client_options, security_options
@@ -39,6 +40,7 @@ def said(call: Callable[[], object]) -> str:
         return str(error) + "".join(traceback.format_exception(error))
 
 
+@examples(max_examples=20)
 @given(st.fixed_dictionaries(dict.fromkeys(SECRET_KEYS, VALUES)), st.sampled_from(["PLAINTEXT", "SASL_PLAINTEXT"]))
 def test_no_secret_is_shown_anywhere(secrets: dict[str, str], protocol: str) -> None:
     environ = {FIELDS[key].env: value for key, value in secrets.items()}

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from relaygr_stream.bus.topics import lane_of
-from relaygr_stream.settings.schema import Kafka
+from relaygr_stream.settings.schema import Kafka, Relay
 from relaygr_stream.wire.codec import decode
 from relaygr_stream.wire.messages import PreInferSignal, RequestEvent, split_tenant_key, tenant_key
 from tests.unit.client_peers import client_on, responder_on
@@ -100,7 +100,10 @@ async def test_a_worker_tells_a_tenant_nothing_of_anothers_user(embedded_setting
 
 
 async def test_a_trigger_admits_one_request_id_of_two_tenants(embedded_settings: Kafka) -> None:
-    async with peer_on(embedded_settings) as peer, trigger_on(embedded_settings) as trigger:
+    async with (
+        peer_on(embedded_settings) as peer,
+        trigger_on(embedded_settings, relay=Relay(life_window_ms=60_000)) as trigger,
+    ):
         for tenant in ("shop", "spy", "shop"):
             await peer.publish(event(25, "r", "alice", tenant=tenant))
         await until(lambda: trigger.decided == 3)

@@ -11,6 +11,7 @@ from structlog.testing import capture_logs
 
 from relaygr_stream.bus.topics import lane_of
 from relaygr_stream.cache.storage import StorageKind
+from relaygr_stream.handover import service
 from relaygr_stream.handover.service import advertised_host
 from relaygr_stream.handover.session import Taker
 from relaygr_stream.handover.wire import Ask, Refused
@@ -96,7 +97,10 @@ async def test_a_receiver_with_little_room_keeps_within_it_and_takes_the_best() 
         assert 1 <= len(users) < 6
 
 
-async def test_a_session_broken_off_leaves_the_books_balanced_and_is_tried_again() -> None:
+async def test_a_session_broken_off_leaves_the_books_balanced_and_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(service, "ASK_FOR_S", 60.0)
     # At 50 kB/s there is a middle: 60 tokens have 16 KiB.
     async with peers(first={"rate": 50_000 / 2**20}) as (old, new):
         new.handover.lanes_changed(ALL, ())

@@ -185,7 +185,7 @@ async def test_connections_of_strangers_keep_no_worker_out(monkeypatch: pytest.M
                     writer.write(b"\x16\x03\x01")
                     await reader.read(1)
             hung_up += 1
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.01)
 
     async with peers() as (old, new):
         holding = [asyncio.create_task(hold(old)) for _ in range(service.MAX_STRANGERS + 30)]

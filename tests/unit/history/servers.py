@@ -37,7 +37,7 @@ class RedisServer:
     def settings(self, **changes: Any) -> History:
         scheme, ca = ("rediss", self.ca) if self.tls else ("redis", "")
         given = {"store": f"{scheme}://localhost:{self.port}/0", "tls_ca": ca, "password": self.password, **changes}
-        return History(**{"timeout_ms": 2000.0, **given})
+        return History(**{"timeout_ms": 20_000.0, **given})
 
     async def __aenter__(self) -> RedisServer:
         await self.start()

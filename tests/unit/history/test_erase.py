@@ -166,8 +166,13 @@ def test_a_request_to_erase_is_signed_fresh_and_names_nobody_in_clear() -> None:
             read_erase(forged, reader)
 
 
-async def test_a_worker_that_has_confirmed_has_confirmed_whatever_it_states_later(embedded_settings: Kafka) -> None:
+async def test_a_worker_that_has_confirmed_has_confirmed_whatever_it_states_later(
+    embedded_settings: Kafka, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A status lists its last 16 erasures, and there may be more at once."""
+    monkeypatch.setattr(
+        "relaygr_stream.ops.erase.LISTEN_S", 8.0
+    )  # w1 states nothing until this process has read the request
     settings = Settings(kafka=embedded_settings)
     async with Peer(embedded_settings) as peer, AsyncExitStack() as stack:
         topic = peer.topics.worker_status.name

@@ -68,7 +68,12 @@ async def test_a_restarted_server_has_what_was_written_and_readers_go_on(redis_s
     await store.close()
 
 
-async def test_a_read_is_tried_again_until_the_server_is_back(redis_server: RedisServer) -> None:
+async def test_a_read_is_tried_again_until_the_server_is_back(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "relaygr_stream.worker.histories.RETRY_S", 0.1
+    )  # with its doublings, tries for more than a minute
     store = RedisStore(redis_server.settings())
     registry = CollectorRegistry()
     histories = Histories(store, redis_server.settings(max_retries=10), HistoryMetrics(registry))

@@ -6,14 +6,11 @@ import asyncio
 import socket
 from contextlib import ExitStack
 
-import pytest
-
 from relaygr_stream.telemetry.listener import Known, Listener
 
 CLIENTS = 20
 
 
-@pytest.mark.timeout(30)
 async def test_a_connection_in_excess_is_closed_even_if_serving_it_has_not_begun() -> None:
     """All are accepted in one turn of the loop, so most of them are replaced before their task begins."""
 

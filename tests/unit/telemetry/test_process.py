@@ -44,6 +44,7 @@ STUCK = """
         handle(*arguments)
         Path({heard!r}).touch()
     signal.signal(signal.SIGTERM, noted)
+    Path({stuck!r}).touch()
     time.sleep(0.5)
     while True: pass
 """
@@ -142,8 +143,9 @@ def test_a_process_that_stops_is_live_but_not_ready(start: Any) -> None:
 def test_a_second_signal_ends_it_at_once_even_when_the_loop_is_stuck(
     start: Any, second: signal.Signals, code: int, tmp_path: Path
 ) -> None:
-    heard = tmp_path / "heard"
-    child = start(STUCK.format(heard=str(heard)), RELAYGR_TELEMETRY_STALL_MS="300")
+    heard, stuck = tmp_path / "heard", tmp_path / "stuck"
+    child = start(STUCK.format(heard=str(heard), stuck=str(stuck)), RELAYGR_TELEMETRY_STALL_MS="300")
+    until(stuck.exists)
     status = until(lambda: (answer := child.get("/healthz"))[0] == 503 and answer)
     assert "the event loop has not run for" in json.loads(status[1])["reason"]
     child.popen.send_signal(signal.SIGTERM)

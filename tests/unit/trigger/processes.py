@@ -24,8 +24,8 @@ from tests.unit.trigger.parts import worker_status
 from tests.waiting import until
 
 PATIENCE_S = 20.0
-#: On a crowded machine a second may pass between an event and its decision.
-WIDE_BOUNDS = Trigger(risk_share=0.2, max_event_age_ms=3000, max_status_age_ms=10_000, load_burst_ms=500)
+#: On a crowded machine seconds may pass between an event and its decision.
+WIDE_BOUNDS = Trigger(risk_share=0.2, max_event_age_ms=30_000, max_status_age_ms=10_000, load_burst_ms=500)
 
 
 def user_on(lane: int, lanes: int) -> str:

@@ -150,6 +150,7 @@ async def test_a_live_sample_sees_what_the_running_trigger_does_and_disturbs_not
             return await super().until(work)
 
     monkeypatch.setattr(explain, "Background", Opened)
+    monkeypatch.setattr(explain, "SIGNAL_S", 5.0)
     async with peer_on(embedded_settings) as peer, trigger_on(embedded_settings) as trigger:
         # Room for all at once: events that waited for a busy machine come so.
         room = msgspec.structs.replace(WIDE_BOUNDS, load_burst_ms=60_000)
@@ -180,6 +181,7 @@ async def test_the_running_triggers_settings_decide_and_without_one_those_given_
 ) -> None:
     """And a trigger shows itself, with what it decided, until it stops in order."""
     monkeypatch.setattr(service, "FINAL_STATUS_S", 20.0)
+    monkeypatch.setattr("relaygr_stream.ops.status.overview.LISTEN_S", 6.0)
     here = Settings(kafka=embedded_settings)
     flags = ["--bootstrap", embedded_settings.bootstrap, "--set", f"kafka.prefix={embedded_settings.prefix}"]
     flags += ["--set", f"kafka.partitions={embedded_settings.partitions}"]

@@ -21,3 +21,9 @@ def embedded_broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalB
         context = local_broker("embedded", folder=tmp_path_factory.mktemp("broker"))
         yield runner.run(context.__aenter__())
         runner.run(context.__aexit__(None, None, None))
+
+
+@pytest.fixture(autouse=True)
+def _time_to_announce(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine saying that the worker stops may take longer than the second after which it is left unsaid."""
+    monkeypatch.setattr("relaygr_stream.worker.status.ANNOUNCE_S", 20.0)

@@ -67,7 +67,7 @@ def worker_settings(kafka: Kafka, **changes: Any) -> Settings:
     )
     return Settings(
         kafka=kafka,
-        relay=Relay(max_prefix_tokens=256, max_suffix_tokens=16, max_candidates=64, life_window_ms=20_000),
+        relay=Relay(max_prefix_tokens=256, max_suffix_tokens=16, max_candidates=64, life_window_ms=60_000),
         worker=msgspec.structs.replace(worker, **changes),
         model=msgspec.structs.replace(TOY, factory="tests.unit.worker.services:faulty"),
         telemetry=Telemetry(log_level="warning"),

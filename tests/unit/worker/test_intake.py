@@ -191,7 +191,8 @@ NOWHERE = Origin(record(b""), 0, b"c")
 
 def test_age_counts_against_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a lane that was another's there are no samples yet; what other lanes' senders state tells how old it is."""
-    monkeypatch.setattr(time, "time", lambda: 1e9)  # a pause of this process changes no stated age
+    monkeypatch.setattr(time, "time", lambda: 1e9)  # a pause of this process changes no age
+    monkeypatch.setattr(time, "monotonic", lambda: 1e3)
     desk = Desk()
     assert left_s(desk, now_ms() - 5000) == pytest.approx(1.0, abs=0.05), "nothing is known of the senders yet"
     end_of_log(desk, 7, ago_s=0.2)
@@ -224,8 +225,12 @@ def test_an_old_request_is_old_whatever_its_sender_says() -> None:
 
 @pytest.mark.parametrize("behind_ms", [60, 150, 250, 340, 500])
 @pytest.mark.parametrize("timeout_ms", [100.0, 200.0])
-def test_a_clock_that_is_a_little_behind_expires_nothing(behind_ms: int, timeout_ms: float) -> None:
+def test_a_clock_that_is_a_little_behind_expires_nothing(
+    behind_ms: int, timeout_ms: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Up to 62 % were late on arrival: the ages of a quarter of a second were what the sender said."""
+    monkeypatch.setattr(time, "time", lambda: 1e9)
+    monkeypatch.setattr(time, "monotonic", lambda: 1e3)
     desk = Desk()
     end_of_log(desk, 5, ago_s=0.25)
     for offset in range(5, 25):

@@ -41,7 +41,6 @@ async def test_signals_are_pinned_rankings_answered_and_both_committed(kafka_set
             assert await committed(kafka_settings, topic.name) == 6
 
 
-@pytest.mark.timeout(300)
 async def test_what_a_status_states_bounds_what_is_pinned(embedded_settings: Kafka) -> None:
     """The trigger's arithmetic, with a real ledger: outstanding never falls short of what the worker holds."""
     settings = worker_settings(embedded_settings, status_interval_ms=5)
