@@ -329,7 +329,7 @@ async def test_settings_come_from_the_environment_unless_given(
 
 
 async def test_a_client_knows_whether_a_worker_serves(embedded_settings: Kafka) -> None:
-    async with responder_on(embedded_settings), client_on(embedded_settings) as relay:
+    async with responder_on(embedded_settings), client_on(embedded_settings, silence_ms=60_000.0) as relay:
         assert not await relay.worker_serves(0.2)
         async with Producer(embedded_settings, client_id="w") as producer:
             topic = load_topics(embedded_settings).worker_status.name
