@@ -70,7 +70,9 @@ def show(settings: Settings, addresses: tuple[str, ...]) -> None:
 @_filters
 @click.option("--all", "everything", is_flag=True, help="All dead letters that --reason and --from select.")
 @click.option(
-    "--again", is_flag=True, help="Include dead letters that were replayed before or came back from a replay."
+    "--again",
+    is_flag=True,
+    help="Include dead letters that were replayed before, came back from a replay, or ended workers.",
 )
 @click.option("--dry-run", is_flag=True, help="Print what would be replayed, and send nothing.")
 @settings_options
@@ -85,8 +87,8 @@ def replay(
 ) -> None:
     """Send dead letters to their original topic, with their original key and headers.
 
-    Each dead letter is sent once: one that was replayed, or came back from a replay, is skipped without --again. Exits
-    1 if a message was refused.
+    Each dead letter is sent once: one that was replayed, came back from a replay, or ended workers, is skipped without
+    --again. Exits 1 if a message was refused.
     """
     from relaygr_stream.bus.topics import load_topics
     from relaygr_stream.ops.dead_letters.letter import Letter

@@ -166,7 +166,9 @@ def erase(settings: Settings, user: str, tenant: str, wait: float) -> None:
     if done.letters_left:
         click.echo(f"dead letters: could not be removed: {done.letters_left}", err=True)
     click.echo("still held by the logs, if the user was asked for in that time:")
-    retained(settings, lambda topic, hours: click.echo(f"  {topic}: up to {hours:.3g} h (retention.ms)"))
+    for topic, hours in retained(settings):
+        click.echo(f"  {topic}: up to {hours:.3g} h (retention.ms + segment.ms)")
+    click.echo("  and until the brokers next look (log.retention.check.interval.ms, 5 minutes by default)")
     sys.exit(not done.complete)
 
 

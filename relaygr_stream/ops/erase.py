@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -198,8 +198,8 @@ def _stated(value: bytes | None) -> tuple[str, str] | None:
     return (user, tenant) if isinstance(user, str) and isinstance(tenant, str) else None
 
 
-def retained(settings: Settings, report: Callable[[str, float], None]) -> None:
-    """Report each topic whose messages name users, and the hours for which its file keeps them."""
+def retained(settings: Settings) -> list[tuple[str, float]]:
+    """Each topic whose messages name users, and the hours for which its file keeps them under traffic."""
     topics = load_topics(settings.kafka)
-    for topic in (topics.retrieval, topics.pre_infer, topics.ranking):
-        report(topic.name, topic.retention_ms / 3.6e6)
+    held = (topics.retrieval, topics.pre_infer, topics.ranking)
+    return [(topic.name, (topic.retention_ms + (topic.segment_ms or 0)) / 3.6e6) for topic in held]

@@ -67,7 +67,7 @@ class Kafka(Section, frozen=True, kw_only=True):
 
 
 class Relay(Section, frozen=True, kw_only=True):
-    """Settings that must be equal in triggers, workers and clients."""
+    """Settings that must be equal in triggers, workers and clients; answer_secret in workers and clients only."""
 
     slo_ms: Annotated[Ms, doc("the ranking stage's P99 target")] = 50.0
     life_window_ms: Annotated[Ms, doc("longest time from admission to ranking for which a prefix KV stays pinned")] = (
@@ -108,7 +108,8 @@ class Trigger(Section, frozen=True, kw_only=True):
 
     group: Annotated[Name, doc("consumer group on `retrieval`, without kafka.prefix")] = "trigger"
     risk_share: Annotated[
-        Share, doc("a request is at risk if predicted full inference exceeds this share of the SLO")
+        Share,
+        doc("a request is at risk if predicted full inference and its owner's queue exceed this share of the SLO"),
     ] = 0.05
     max_event_age_ms: Annotated[Ms, doc("an event older than this is not admitted")] = 1000.0
     max_status_age_ms: Annotated[Ms, doc("no admissions for an owner whose status is older than this")] = 3000.0
@@ -124,7 +125,7 @@ class Trigger(Section, frozen=True, kw_only=True):
 class Client(Section, frozen=True, kw_only=True):
     """The client, in a recommendation service."""
 
-    timeout_ms: Annotated[Ms, doc("default timeout of rank()")] = 1000.0
+    timeout_ms: Annotated[Ms, doc("default timeout of rank(); in a worker, that of requests which state none")] = 1000.0
     reply_partition: Annotated[
         int, Meta(ge=-1), doc("partition of `scores` for this client's answers; -1: chosen at random")
     ] = -1
@@ -142,7 +143,11 @@ class Client(Section, frozen=True, kw_only=True):
     ] = 10.0
     tenant: Annotated[str, LABEL, doc("tenant of requests that do not state one")] = ""
     silence_ms: Annotated[
-        Ms, doc("if a lane's owner has stated nothing for this long, requests go to another worker at once")
+        Ms,
+        doc(
+            "if a lane's owner has stated nothing for this long, requests go to another worker at once; a worker "
+            "forwards and hands over to no peer that is silent for so long"
+        ),
     ] = 1500.0
 
 

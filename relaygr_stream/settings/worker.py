@@ -54,21 +54,33 @@ class Worker(Section, frozen=True, kw_only=True):
         Meta(ge=0, le=4096),
         doc("a stale prefix is used if it lacks at most this many newest behaviours, which are scored as suffix"),
     ] = 16
-    max_batch: Annotated[Positive, doc("most ranking requests per step if batching is faster; otherwise two")] = 8
-    audit_share: Annotated[Share, doc("share of ranking requests that are also scored in full, for comparison")] = 0.01
+    max_batch: Annotated[
+        Positive,
+        doc(
+            "most ranking requests scored together; where that is not faster, as many as fit half of "
+            "max_ranking_delay_ms, or two"
+        ),
+    ] = 8
+    audit_share: Annotated[
+        Share, doc("share of rankings answered from prefix KV that are scored again in full, in idle time")
+    ] = 0.01
     reply_ms: Annotated[
         float, Meta(ge=0, le=1e4), doc("time reserved before a ranking's deadline for the answer's way to its client")
     ] = 5.0
     max_queue: Annotated[
-        Positive, doc("most waiting ranking requests; further ones are answered `overloaded` at once")
+        Positive,
+        doc(
+            "most waiting ranking requests; a further one is forwarded, takes the place of one of the client that has "
+            "the most, or is answered `overloaded`"
+        ),
     ] = 2048
     max_waiting_bytes: Annotated[
         int,
         Meta(ge=1 << 20, extra=BYTES),
         doc(
-            "most memory of unanswered requests, tokens and scores included; beyond it requests are answered "
-            "`overloaded` at once. 256 MiB hold 1000 requests of the longest that relay.max_… allow by default: 10 s "
-            "of work for a device that takes 10 ms each"
+            "most memory of unanswered requests, tokens and scores included; from three quarters of it on, rankings "
+            "are answered `overloaded`. 256 MiB take 900 rankings of the longest that relay.max_… allow by default: "
+            "9 s of work for a device that takes 10 ms each"
         ),
     ] = 256 << 20
     max_crashes: Annotated[

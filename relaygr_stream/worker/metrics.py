@@ -30,7 +30,9 @@ class WorkerMetrics:
             "relaygr_answers", "Answers by status and by where the prefix was found", "status", "outcome"
         )
         self.ranking_seconds = histogram(
-            "relaygr_ranking_seconds", "From reading a ranking request to its scores leaving the device", "outcome"
+            "relaygr_ranking_seconds",
+            "From reading a ranking request to its reply, the read of its history included; of those with scores",
+            "outcome",
         )
         self.queued_seconds = histogram(
             "relaygr_ranking_queued_seconds", "Of that, until the device first worked for it"
@@ -44,14 +46,14 @@ class WorkerMetrics:
         self.pins = gauge("relaygr_pins", "Admitted requests whose ranking is awaited")
         self.pins_expired = counter("relaygr_pins_expired", "Life windows that ended without a ranking")
         self.waiting = gauge("relaygr_rankings_waiting", "Ranking requests without an answer")
-        self.backlog = gauge("relaygr_pre_infer_backlog", "Pre-inferences not finished")
+        self.backlog = gauge("relaygr_pre_infer_backlog", "Prefill jobs not finished, those of full inference included")
         self.pre_infer_waiting = gauge(
             "relaygr_pre_infer_waiting_seconds", "Predicted device time of the pre-inferences not finished"
         )
         self.pre_infer_late = gauge(
             "relaygr_pre_infer_late_seconds", "How overdue the most overdue pre-inference not finished is"
         )
-        self.jobs = counter("relaygr_pre_infer_flights", "Pre-inferences by how they ended", "result")
+        self.jobs = counter("relaygr_pre_infer_flights", "Prefill jobs by how they ended", "result")
         self.queue_seconds = gauge("relaygr_queue_seconds", "Recent delay of a ranking before the device takes it")
         self.lanes = gauge("relaygr_lanes", "Lanes owned")
         self.lag = gauge(

@@ -66,6 +66,8 @@ def test_what_was_replayed_is_not_replayed_again_unless_told_to() -> None:
         "came back",
     ]
     assert {verdict_before(letter, TOPICS, again=True) for letter in (fresh, marked, back)} == {"would replay"}
+    killer = dataclasses.replace(fresh, reason="crashed")
+    assert [verdict_before(killer, TOPICS, again=again) for again in (False, True)] == ["ended workers", "would replay"]
 
 
 @pytest.mark.parametrize("topic", ["", "t.dead-letter", "elsewhere"])

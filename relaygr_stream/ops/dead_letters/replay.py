@@ -55,7 +55,9 @@ def choose(
     ]
 
 
-Verdict = Literal["replayed", "would replay", "replayed before", "came back", "no origin", "no value", "refused"]
+Verdict = Literal[
+    "replayed", "would replay", "replayed before", "came back", "no origin", "no value", "ended workers", "refused"
+]
 
 
 def verdict_before(letter: Letter, topics: TopicSet, *, again: bool) -> Verdict:
@@ -68,6 +70,8 @@ def verdict_before(letter: Letter, topics: TopicSet, *, again: bool) -> Verdict:
         return "replayed before"
     if letter.replays and not again:
         return "came back"
+    if letter.reason == "crashed" and not again:
+        return "ended workers"
     return "would replay"
 
 
@@ -75,6 +79,8 @@ def why(verdict: Verdict) -> str:
     """What an operator can do about a verdict; "": it is clear."""
     if verdict == "no value":
         return "the message was not kept; kafka.dead_letter_values = true keeps later ones (docs/how-to/kafka.md)"
+    if verdict == "ended workers":
+        return "it may end more of them, and its client has gone; try it apart from the fleet, or give --again"
     return ""
 
 

@@ -24,7 +24,7 @@ def _missing(view: Overview) -> Iterator[str]:
     elif not any(status.state == "serving" for status in view.living_workers().values()):
         yield "no worker serves yet"
     if not view.living_triggers():
-        yield "no trigger runs: nothing is pre-inferred, and every answer is full"
+        yield "no trigger runs: nothing is pre-inferred, and only users with prefix KV of earlier rankings hit"
     for name in view.silent():
         yield f"{name} crashed or is cut off: no status; `relaygr status --forget {name}` removes its record"
 
@@ -53,13 +53,13 @@ def _lanes(view: Overview) -> Iterator[str]:
         )
     triggers = view.living_triggers().values()
     if triggers and (free := lanes - {lane for status in triggers for lane in status.lanes}):
-        yield f"lanes that no trigger decides for: {lane_ranges(free)}; their answers are full"
+        yield f"lanes that no trigger decides for: {lane_ranges(free)}; nothing is pre-inferred there"
 
 
 def _versions(view: Overview) -> Iterator[str]:
     workers, triggers = view.living_workers().values(), view.living_triggers().values()
     for what, versions in (
-        ("versions run", {s.version for s in workers} | {s.version for s in triggers} - {""}),
+        ("versions run", ({s.version for s in workers} | {s.version for s in triggers}) - {""}),
         ("models score", {status.model_version for status in workers}),
     ):
         if len(versions) > 1:
@@ -104,15 +104,16 @@ def _bounds(view: Overview) -> Iterator[str]:
 
 
 def never_at_risk(status: WorkerStatus, tokens: int, candidates: int, risk_ms: float) -> str | None:
-    """Why no request to this worker is ever at risk; None: a longest one is, or the costs are not measured yet."""
+    """Why no request to this idle worker is at risk; None: a longest one is, or the costs are not measured yet."""
     if usable_costs(status.costs) is not status.costs:
         return None
     full_ms = status.costs.full_ms(tokens, candidates)
     if full_ms > risk_ms:
         return None
     return (
-        f"no request is ever at risk: the longest ({tokens} tokens, {candidates} candidates) takes {full_ms:.1f} ms in "
-        f"full, the threshold is {risk_ms:.1f} ms (trigger.risk_share × relay.slo_ms), so every answer is full"
+        f"no request is at risk unless {risk_ms - full_ms:.1f} ms of work wait: the longest ({tokens} tokens, "
+        f"{candidates} candidates) takes {full_ms:.1f} ms in full, the threshold is {risk_ms:.1f} ms "
+        f"(trigger.risk_share × relay.slo_ms)"
     )
 
 

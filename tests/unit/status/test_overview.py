@@ -119,7 +119,7 @@ def test_hits_are_those_since_we_look_on() -> None:
     [
         ([trigger()], "no worker is ready: no request is answered"),
         ([worker(state="starting", lanes=range(0)), trigger()], "no worker serves yet"),
-        ([worker()], "no trigger runs: nothing is pre-inferred, and every answer is full"),
+        ([worker()], "no trigger runs: nothing is pre-inferred, and only users with prefix KV of earlier rankings hit"),
         (
             [worker(), trigger(), trigger("t2", group="relaygr.other")],
             "triggers in 2 groups (relaygr.other, relaygr.trigger): each admits on its own, so bounds are exceeded",
@@ -135,7 +135,7 @@ def test_hits_are_those_since_we_look_on() -> None:
             [worker(lanes=range(3)), worker("new", range(0)), trigger()],  # the group has not settled yet
             "lanes without an owner: 3; their rankings wait",
         ),
-        ([worker(), trigger(lanes=range(3))], "lanes that no trigger decides for: 3; their answers are full"),
+        ([worker(), trigger(lanes=range(3))], "lanes that no trigger decides for: 3; nothing is pre-inferred there"),
         ([worker(), trigger(version="0.2.0")], "2 versions run: 0.1.0, 0.2.0"),
         ([worker(lanes=range(2)), worker("w2", range(2, 4), model_version="m2"), trigger()], "2 models score: m1, m2"),
         (
@@ -162,8 +162,8 @@ def test_hits_are_those_since_we_look_on() -> None:
         ),
         (
             [worker(costs=CostModel(c0=0.5, c1=0.001, c2=0, c3=0)), trigger()],
-            "w1: no request is ever at risk: the longest (4096 tokens, 2048 candidates) takes 4.6 ms in full, the "
-            "threshold is 10.0 ms (trigger.risk_share × relay.slo_ms), so every answer is full",
+            "w1: no request is at risk unless 5.4 ms of work wait: the longest (4096 tokens, 2048 candidates) takes "
+            "4.6 ms in full, the threshold is 10.0 ms (trigger.risk_share × relay.slo_ms)",
         ),
         (
             [worker(lanes=range(2)), worker("w2", range(2, 4), counters={}), trigger()],

@@ -212,7 +212,10 @@ async def test_the_running_triggers_settings_decide_and_without_one_those_given_
         assert "no trigger runs" in (await running_policy(here))[1]
         gone = await asyncio.to_thread(shown)
         assert (gone["triggers"], gone["silent"]) == ([], [])
-        assert "no trigger runs: nothing is pre-inferred, and every answer is full" in gone["odd"]
+        assert (
+            "no trigger runs: nothing is pre-inferred, and only users with prefix KV of earlier rankings hit"
+            in gone["odd"]
+        )
 
 
 async def test_costs_come_from_a_worker_where_there_is_one(embedded_settings: Kafka, log: Path) -> None:

@@ -54,8 +54,8 @@ async def test_a_model_that_is_never_at_risk_is_warned_of_once(embedded_settings
         with capture_logs() as lines:
             relay = Relay(max_prefix_tokens=5)  # of a millisecond each; 10 ms are a risk
             async with trigger_on(embedded_settings, relay=relay):
-                await until(lambda: any(line["event"] == "nothing will be pre-inferred" for line in lines))
-        (warning,) = [line for line in lines if line["event"] == "nothing will be pre-inferred"]
+                await until(lambda: any(line["event"] == "hardly anything will be pre-inferred" for line in lines))
+        (warning,) = [line for line in lines if line["event"] == "hardly anything will be pre-inferred"]
         assert warning["worker"] == "w"
         assert "takes 5.0 ms in full, the threshold is 10.0 ms" in warning["reason"]
 
