@@ -23,7 +23,7 @@ from relaygr_stream.client.metrics import ClientMetrics
 from relaygr_stream.client.sender import Sender
 from relaygr_stream.errors import BrokerError
 from relaygr_stream.wire.codec import encode
-from relaygr_stream.wire.fleet import OwnerDirectory
+from relaygr_stream.wire.fleet import LOOKED_AT, OwnerDirectory, few
 from relaygr_stream.wire.messages import RankingRequest, ScoreReply, WorkerStatus
 from relaygr_stream.wire.records import HEADER_CORRELATION, HEADER_REPLY_PARTITION
 
@@ -81,7 +81,7 @@ class Hedges:
 
         silent: its owner states nothing, and other workers do. unsent: its broker acknowledges nothing.
         """
-        if self._owners.owner(lane, self._max_age_ms) is None and self._owner_known(lane) and self._serving():
+        if self._owners.owner(lane, self._max_age_ms) is None and self._owner_known(lane) and self._any_serves():
             return "silent"
         return "unsent" if self._waiting_s(lane) > STUCK_S else None
 
@@ -98,12 +98,12 @@ class Hedges:
         """
         tried = (home, *tried)
         claim = self._owners.owner(home, self._max_age_ms)
-        owner = "" if claim is None else claim.worker.name
+        owner = None if claim is None else claim.worker
         choices = self._choices(owner, late_s, tried, reached) or self._choices(owner, STUCK_S, tried, tried)
         if not choices:
             return None
         for status, lanes in choices:
-            if status.name == owner:
+            if owner is not None and status.name == owner.name:
                 return self._random.choice(lanes)
         # The better of two at random: the best of all would get every client's hedges until its next status. Only the
         # queues are compared, so that two idle workers have equal chances.
@@ -111,23 +111,30 @@ class Hedges:
         return self._random.choice(lanes)
 
     def _choices(
-        self, owner: str, patience_s: float, tried: Collection[int], asked: Collection[int]
+        self, owner: WorkerStatus | None, patience_s: float, tried: Collection[int], asked: Collection[int]
     ) -> list[tuple[WorkerStatus, list[int]]]:
-        """Workers with time, other than the owners of the lanes `asked`, and their lanes that wait no longer.
+        """Some workers with time, other than the owners of the lanes `asked`, and some of their lanes that wait no
+        longer.
 
         owner: of the user's lane; the request is due there, however long its queue is.
         """
         owners = (self._owners.owner(lane, self._max_age_ms) for lane in asked)
         excluded = {claim.worker.name for claim in owners if claim is not None}
+        looked_at = [
+            status
+            for status in self._owners.some(LOOKED_AT, self._random, self._max_age_ms)
+            if status.state == "serving" and status.queue_ms <= self._busy_ms
+        ]
+        if owner is not None:
+            looked_at = [owner, *(status for status in looked_at if status.name != owner.name)]
         return [
             (status, lanes)
-            for status in self._serving()
+            for status in looked_at
             if status.name not in excluded
-            and (status.queue_ms <= self._busy_ms or status.name == owner)
             and (
                 lanes := [
                     each.lane
-                    for each in status.lanes
+                    for each in few(status.lanes, LOOKED_AT, self._random)
                     if each.lane not in tried and self._waiting_s(each.lane) <= patience_s
                 ]
             )
@@ -146,8 +153,9 @@ class Hedges:
         not the workers, so their last statuses count for longer."""
         return None if self._owners.speaking else LAST_STATUS_MS
 
-    def _serving(self) -> list[WorkerStatus]:
-        return [s for s in self._owners.workers(self._max_age_ms).values() if s.state == "serving" and s.lanes]
+    def _any_serves(self) -> bool:
+        statuses = self._owners.workers(self._max_age_ms).values()
+        return any(status.state == "serving" and status.lanes for status in statuses)
 
 
 #: Copies in all: one on the user's lane and two on others. If three fail, the cause is not one worker.

@@ -194,12 +194,15 @@ class Handover:
 
     # ---- lost lanes ----
 
-    async def farewell(self, lanes: Iterable[int], seconds: float) -> None:
+    def leaving(self, lanes: Iterable[int]) -> None:
+        """The worker is about to leave the group, and with it these lanes."""
+        self._left = set(lanes)
+
+    async def farewell(self, seconds: float) -> None:
         """After leaving the group, wait until the lanes' new owners have fetched their entries, at most `seconds`.
 
-        lanes: the lanes that this worker owned. Returns at once if no other worker serves with its hand-over on.
+        Returns at once if no other worker serves with its hand-over on.
         """
-        self._left = set(lanes)
         if not (self._left and self._others_serve()):
             return
         start = busy = time.monotonic()

@@ -73,6 +73,7 @@ class Giver:
         ask = await channel.receive(Ask, MAX_ASK)
         progress.lanes = frozenset(ask.lanes)
         if difference := self._identity.difference(ask.identity):
+            progress.ended = True  # it can use none of our entries
             await channel.send(Refused(difference[:MAX_TEXT]))
             raise PeerError(f"was refused: {difference}")
         for user_id in await self._desk.most_valuable_first(progress.lanes):

@@ -226,7 +226,8 @@ def decide(event: RequestEvent, lane: LaneState, /, *, age_ms: float, now_s: flo
         # Before the owner would have the prefix KV: by pre-inference, or by full inference once the ranking came.
         within_ms = lane.wait_ms(owner, now_s) + costs.pre_infer_ms(tokens)
         late = within_ms > left_ms
-        if reason != "admitted":
+        # A lane on hold has room that this trigger does not know yet: its owner may be in time for most.
+        if reason != "admitted" and not lane.ledger.on_hold:
             late, within_ms = True, min(policy.life_ms, REFUSED_FACTOR * (left_ms + predicted_ms))
         user = tenant_key(event.tenant, event.user_id)
         place = lane.delegation.place(user, whole, owner, within_ms, now_s, late=late)

@@ -22,7 +22,7 @@ from relaygr_stream.trigger.decision import Policy, Reason
 from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.records import HEADER_KIND
 from relaygr_stream.wire.trigger_status import KEY_PREFIX, KIND, PolicyStatus, TriggerStatus, encode_trigger
-from relaygr_stream.wire.worker_status import StatusReader
+from relaygr_stream.wire.worker_status import StatusReader, rising_ms
 
 log = structlog.get_logger(__name__)
 limited = LogLimiter().limited
@@ -52,7 +52,7 @@ class Statements:
 
     async def publish(self, state: str = "serving") -> None:
         """Publish a status now."""
-        self._sent_ms = max(now_ms(), self._sent_ms + 1)
+        self._sent_ms = rising_ms(self._sent_ms, now_ms())
         status = TriggerStatus(
             name=self._name,
             incarnation=self._started_ms,
@@ -86,7 +86,7 @@ class Statements:
 
 
 class NeverAtRisk:
-    """Warns, once for each worker, of a model so fast that no request is ever at risk: nothing is pre-inferred then."""
+    """Warns, once for each worker, of a model so fast that no request is at risk while little work waits."""
 
     def __init__(self, settings: Settings, owners: OwnerDirectory) -> None:
         self._policy, self._candidates, self._owners = Policy.of(settings), settings.relay.max_candidates, owners
@@ -100,7 +100,7 @@ class NeverAtRisk:
             why = never_at_risk(status, self._policy.max_prefix_tokens, self._candidates, self._policy.risk_ms)
             if why is not None:
                 self._warned.add(name)
-                log.warning("nothing will be pre-inferred", worker=name, reason=why)
+                log.warning("hardly anything will be pre-inferred", worker=name, reason=why)
 
 
 def policy_status(policy: Policy) -> PolicyStatus:

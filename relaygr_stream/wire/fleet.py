@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 import structlog
@@ -21,6 +21,8 @@ from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.wire.messages import LaneStatus, WorkerStatus
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.worker_status import StatusReader, Tombstone
+
+T = TypeVar("T")
 
 # What workers that forward and triggers that delegate go by, when they choose another worker by the statuses.
 
@@ -42,6 +44,11 @@ DROP_AFTER_S: Final = 600.0
 #: Most names kept: twice the most lanes, since a restarted worker may have a new name. Beyond it, a new name replaces
 #: the one that has been silent longest.
 MAX_NAMES: Final = 20_000
+
+
+def few(things: Sequence[T], most: int, choice: random.Random) -> list[T]:
+    """At most `most` of them, chosen at random if there are more."""
+    return list(things) if len(things) <= most else choice.sample(things, most)
 
 
 class Claim(msgspec.Struct, frozen=True):  # one a lane for every status; a frozen dataclass takes four times as long
@@ -158,11 +165,9 @@ class OwnerDirectory:
         lanes = [lane for lane in known.claims if self._owners[lane].worker.name == name]
         return (known.status, lanes) if lanes else None
 
-    def some(self, most: int, choice: random.Random) -> list[WorkerStatus]:
+    def some(self, most: int, choice: random.Random, silence_ms: float | None = None) -> list[WorkerStatus]:
         """At most `most` of `workers`, chosen at random: for frequent callers that need any suitable worker."""
-        horizon = self._clock() - self._silence_ms / 1000.0
-        speaking = [worker for worker in self._workers.values() if worker.received_s >= horizon]
-        return [w.status for w in (speaking if len(speaking) <= most else choice.sample(speaking, most))]
+        return few(list(self.workers(silence_ms).values()), most, choice)
 
     def _give_to_newest(self, lane: int) -> None:
         claimants = [worker for worker in self._workers.values() if lane in worker.claims]
@@ -187,6 +192,7 @@ class OwnerDirectory:
             and known is not None
             and known.status.incarnation == status.incarnation
             and known.status.sent_ms >= status.sent_ms
+            and self._reader.is_fresh(known.status.sent_ms)  # else from a clock that was wrong, maybe ours
         )
 
     def _remove(self, tombstone: Tombstone) -> None:

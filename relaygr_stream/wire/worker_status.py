@@ -55,6 +55,14 @@ class Tombstone(NamedTuple):
     incarnation: int | None  # the incarnation that is removed; None: any
 
 
+def rising_ms(last_ms: int, clock_ms: int) -> int:
+    """The time that a status states behind one with last_ms: a signed one that does not rise counts as written again.
+
+    A clock that was ahead and is right again is followed at once: readers refuse what is too far from their own.
+    """
+    return max(clock_ms, min(last_ms + 1, clock_ms + int(MAX_SKEW_S * 500)))
+
+
 class StatusReader:
     """Reads worker statuses from records.
 
@@ -110,10 +118,14 @@ class StatusReader:
         if self.signer is not None and not self.signer.verifies(record):
             raise DecodeError("unsigned", "no signature, or not one made with this handover.secret")
 
+    def is_fresh(self, sent_ms: int) -> bool:
+        """Whether a clock that agrees with ours may have stated this time just now."""
+        return abs(self._wall() - sent_ms / 1e3) <= MAX_SKEW_S
+
     def check_fresh(self, sent_ms: int) -> None:
         """Raise DecodeError `unsigned` if the signed time is too far from now: the record may be written again."""
-        off_s = abs(self._wall() - sent_ms / 1e3)
-        if self.signer is not None and off_s > MAX_SKEW_S:
+        if self.signer is not None and not self.is_fresh(sent_ms):
+            off_s = abs(self._wall() - sent_ms / 1e3)
             raise DecodeError(
                 "unsigned",
                 f"stated {off_s:.0f} s from now by its sender's clock; clocks must agree within {MAX_SKEW_S:.0f} s",

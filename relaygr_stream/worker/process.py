@@ -71,8 +71,11 @@ class Handover(Protocol):
     def lanes_changed(self, gained: Iterable[int], lost: Iterable[int]) -> None:
         """Fetch for the lanes gained, offer those lost."""
 
-    async def farewell(self, lanes: Iterable[int], seconds: float) -> None:
-        """Wait until the next owners have fetched these lanes, for so long at most."""
+    def leaving(self, lanes: Iterable[int]) -> None:
+        """The worker is about to leave the group, and with it these lanes."""
+
+    async def farewell(self, seconds: float) -> None:
+        """Wait until the next owners have fetched the lanes that it left, for so long at most."""
 
     @property
     def failed(self) -> asyncio.Future[None]:
@@ -260,10 +263,17 @@ class Worker:
                 drained_by = time.monotonic() + self._settings.worker.drain_ms / 1e3
                 context.set_ready(False, "draining")
                 await reporter.announce("draining")
+                if self._handover is not None:
+                    self._handover.leaving(consumer.lanes)
                 # A device that fails meanwhile answers nothing more; whatever else fails, what was read is answered.
-                if not await self.device.until(consumer.drain(self._settings.worker.drain_ms / 1e3)):
-                    log.warning("drain time is over", records_left=consumer.undone, setting="worker.drain_ms")
-                left = consumer.lanes
+                drained = await self.device.until(consumer.drain(self._settings.worker.drain_ms / 1e3))
+                # A group that rebalances takes the lanes from a member that drains, and their records with them.
+                if not (drained and await self.device.until(self.requests.all_answered(drained_by))):
+                    log.warning(
+                        "drain time is over",
+                        records_left=max(consumer.undone, len(self.requests.in_flight)),
+                        setting="worker.drain_ms",
+                    )
             except Exception as error:
                 if isinstance(error, DeviceError) or self.device.failed.done():
                     watch.cancel()  # which would find the worker ready
@@ -276,7 +286,7 @@ class Worker:
                 # It commits where each lane stands, for half a session timeout at most, and leaves the group.
                 await end("the consumer", consumer.stop, self._settings.kafka.session_timeout_ms / 2e3 + CLOSE_S)
             if self._handover is not None:
-                await self._handover.farewell(left, drained_by - time.monotonic())
+                await self._handover.farewell(drained_by - time.monotonic())
             await reporter.announce("stopped")
             await reporter.withdraw()
 

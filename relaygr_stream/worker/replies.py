@@ -109,9 +109,8 @@ class Outbox:
 
     def decline(self, task: RankTask, why: str) -> None:
         """Answer a ranking for which there is no memory `overloaded`, here and now: nothing of it is kept."""
-        origin = task.origin
-        assert isinstance(origin, Origin)
-        task.origin = replace(origin, record=origin.record._replace(value=None))
+        assert isinstance(task.origin, Origin)
+        task.origin = _without_request(task.origin)
         self._answer(Answer(task, "overloaded", detail=why))
 
     def _answer(self, answer: Answer) -> None:
@@ -200,7 +199,7 @@ class Outbox:
             model_version=self._model.version,
             worker=self._worker,
         )
-        self._spawn(self._send(origin, reply, within_s=ANSWER_S, done=done))
+        self._spawn(self._send(_without_request(origin), reply, within_s=ANSWER_S, done=done))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         if self._closed:
@@ -304,6 +303,11 @@ def check_answers_fit(topics: TopicSet, candidates: int, model: RankingModel) ->
             f"(relay.max_candidates) in {len(model.tasks)} columns (model {model.version}) up to {needed}; raise "
             f"max_message_bytes of the former, or lower relay.max_candidates"
         )
+
+
+def _without_request(origin: Origin) -> Origin:
+    """What an answer needs of it: a request may be a megabyte, and answers wait for brokers that are away."""
+    return replace(origin, record=origin.record._replace(value=None))
 
 
 def user_of(record: Record) -> str:

@@ -6,6 +6,7 @@ record ─► intake ─► history ─► device ─► outbox ─► record do
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections.abc import Callable
@@ -108,6 +109,7 @@ class Requests:
         self._consumer_done = done
         self._lanes: frozenset[int] = frozenset()
         self.in_flight: Final[set[RankTask]] = set()
+        self._all_answered: asyncio.Event | None = None  # while somebody waits for it
         self.intake: Final = Intake(
             settings.relay,
             settings.client.timeout_ms,
@@ -327,11 +329,23 @@ class Requests:
                 continue
             self.in_flight.remove(task)
             self.outbox.deliver(answer)
+            if not self.in_flight and self._all_answered is not None:
+                self._all_answered.set()
             if answer.status == "overloaded":  # it may have gone to its delegate
                 self._reasons.passed_on(task.request_key)
             elif answer.status == "ok" and not (task.hops or task.full):
                 self._ranked_here.add(task.request_key)
                 self._release_delegate(task.request_key)
+
+    async def all_answered(self, until_s: float) -> bool:
+        """Wait until every ranking taken is answered and its answer has left, at most until this monotonic time."""
+        if self.in_flight:
+            self._all_answered = asyncio.Event()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(until_s - time.monotonic()):
+                    await self._all_answered.wait()
+        await self.outbox.flush(max(0.0, until_s - time.monotonic()))
+        return not self.in_flight
 
     async def close(self) -> None:
         """End reads of histories, and disconnect from their store."""

@@ -35,7 +35,7 @@ from relaygr_stream.wire.erase import Erase, read_erase
 from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import State, WorkerStatus
 from relaygr_stream.wire.records import Record, kind_of
-from relaygr_stream.wire.worker_status import HEADER_INCARNATION, StatusReader
+from relaygr_stream.wire.worker_status import HEADER_INCARNATION, StatusReader, rising_ms
 from relaygr_stream.worker.device import DeviceThread
 from relaygr_stream.worker.metrics import WorkerMetrics
 from relaygr_stream.worker.statement import Identity, Statements
@@ -168,8 +168,7 @@ class StatusReporter:
 
     def _status(self, now: Snapshot, positions: dict[int, int]) -> WorkerStatus:
         identity = Identity(self._name, self._incarnation, self._host, os.getpid(), self._handover())
-        # Rising, whatever our clock does: a signed status that does not rise is taken for one that was written again.
-        self._sent_ms = max(now_ms(), self._sent_ms + 1)
+        self._sent_ms = rising_ms(self._sent_ms, now_ms())
         status = self._statements.status(identity, self._state, now, positions, time.monotonic(), self._sent_ms)
         counters = {**status.counters, **self._metrics.answered}
         erased = tuple(self._erased) or msgspec.UNSET

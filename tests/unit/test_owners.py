@@ -13,6 +13,8 @@ from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.fleet import DROP_AFTER_S, OwnerDirectory
 from relaygr_stream.wire.messages import WorkerStatus
 from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.signature import Signer
+from relaygr_stream.wire.worker_status import StatusReader, rising_ms
 from tests.statuses import lane_statuses, worker_status
 
 SILENCE_MS = 3000.0
@@ -182,3 +184,25 @@ def test_workers_of_long_ago_are_forgotten() -> None:
     world.directory.take(status("b", (3,), incarnation=0))
     assert world.owner(3) == "b#0"
     assert world.owner(0) is None
+
+
+@pytest.mark.parametrize("everywhere", [False, True], ids=["its sender's", "all"])
+def test_a_clock_that_was_an_hour_ahead_for_ten_seconds_silences_nobody_afterwards(everywhere: bool) -> None:
+    """Its statuses went on to state that hour, and were refused until it was over."""
+    true_s, elapsed_s = 1.7e9, 0.0
+    ahead_s = 0.0
+    signer = Signer("0123456789abcdef0123")
+    reader = StatusReader(64, signer, wall=lambda: true_s + (ahead_s if everywhere else 0.0))
+    owners = OwnerDirectory(3000.0, clock=lambda: elapsed_s, reader=reader)
+    sent_ms = 0
+    unowned = []
+    for step in range(240):
+        true_s, elapsed_s = 1.7e9 + step / 4, step / 4
+        ahead_s = 3600.0 if 10 <= elapsed_s < 20 else 0.0
+        sent_ms = rising_ms(sent_ms, int((true_s + ahead_s) * 1e3))
+        value = encode(status("w", (0,), sent_ms=sent_ms))
+        headers = signer.sign("worker-status", b"w", value, [])
+        owners.on_records([Record("worker-status", 0, step, 0, b"w", value, tuple(headers))])
+        if owners.owner(0) is None:
+            unowned.append(elapsed_s)
+    assert all(10 <= at < 24 for at in unowned), unowned

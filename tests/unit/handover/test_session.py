@@ -134,7 +134,8 @@ async def test_lanes_lost_again_are_not_fetched_further() -> None:
 async def test_who_leaves_waits_until_all_was_fetched() -> None:
     async with peers() as (old, new):
         old.known = {"new": status(new), "old": status(old, "draining")}
-        leaving = asyncio.create_task(old.handover.farewell(ALL, 20.0))
+        old.handover.leaving(ALL)
+        leaving = asyncio.create_task(old.handover.farewell(20.0))
         await asyncio.sleep(0.1)
         assert not leaving.done()
         new.handover.lanes_changed(ALL, ())
@@ -147,8 +148,9 @@ async def test_who_leaves_waits_until_all_was_fetched() -> None:
 async def test_who_leaves_last_waits_for_nobody(state: str) -> None:
     async with peers() as (old, new):
         old.known = {} if state == "nobody" else {"new": status(new, state)}
+        old.handover.leaving(ALL)
         with pytest.raises(StopIteration):  # it ends without having waited for anything
-            old.handover.farewell(ALL, 60.0).send(None)
+            old.handover.farewell(60.0).send(None)
 
 
 async def test_an_address_that_is_none_does_no_harm() -> None:

@@ -48,6 +48,18 @@ def test_nothing_is_delegated_whose_ranking_comes_before_the_owner_knows(reason:
     assert view.ask(rank_in_ms=NOTICE_MS, book=False).reason == "delegated"
 
 
+def test_while_a_lane_is_on_hold_an_owner_in_time_keeps_its_own() -> None:
+    """A restarted trigger delegated everybody until the owner's next status, and users stay with their delegates."""
+    view = View()
+    view.lanes[0].ledger.acknowledged(view.lanes[0].ledger.admit(1), 1, view.now)  # another trigger's is at offset 0
+    view.state("a", (0, 1))
+    view.state("b", (2, 3))
+    assert view.lanes[0].ledger.on_hold
+    assert view.ask().reason == "over_footprint"
+    view.state("a", (0, 1), pre_infer_wait_ms=HEAD_MS)
+    assert view.ask().reason == "delegated", "it would be late anyhow"
+
+
 def test_an_owner_in_time_keeps_its_own() -> None:
     view = View()
     view.state("a", (0, 1))

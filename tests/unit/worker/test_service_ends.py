@@ -28,7 +28,7 @@ from relaygr_stream.worker.replies import Outbox
 from relaygr_stream.worker.statement import Statements
 from relaygr_stream.worker.status import ANNOUNCE_S
 from relaygr_stream.worker.watch import WATCH_S
-from tests.unit.worker.services import Peer, committed, worker_on, worker_settings
+from tests.unit.worker.services import Peer, committed, owned, worker_on, worker_settings
 from tests.waiting import until
 
 
@@ -135,6 +135,28 @@ async def test_stopping_finishes_what_was_accepted(embedded_settings: Kafka) -> 
         assert accepted
         await until(lambda: sum(each in peer.replies for each in correlations) >= accepted, "all accepted answered")
         assert sum(each in peer.replies for each in correlations) == accepted
+
+
+async def test_what_it_accepted_is_answered_though_the_group_takes_its_lanes_meanwhile(
+    embedded_settings: Kafka,
+) -> None:
+    """As when a host's workers stop together: a member that drains has no lanes after the next rebalance."""
+    async with Peer(embedded_settings) as peer, worker_on(worker_settings(embedded_settings, drain_ms=60_000)) as w:
+        w.model.hang = True
+        accepted = [await peer.rank(f"r{number}", f"u{number}", 200, mode="full") for number in range(4)]
+        await until(lambda: w.total("rankings_read") == len(accepted), "all read")
+        ending = asyncio.create_task(w.end())
+        await until(lambda: not w.ready, "told to stop")
+        async with worker_on(worker_settings(embedded_settings, name="w2")):
+            await until(lambda: ending.done() or not owned(w), "without lanes")
+            assert not ending.done()
+            w.model.hang = False
+            await ending
+            await until(lambda: all("w1" in workers(peer, each) for each in accepted), "all answered by it")
+
+
+def workers(peer: Peer, correlation: bytes) -> set[str]:
+    return {reply.worker for reply in peer.replies.get(correlation, [])}
 
 
 async def test_a_worker_that_stops_in_order_leaves_a_tombstone(embedded_settings: Kafka) -> None:
