@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -43,12 +43,11 @@ class OffsetLedger:
     done late has no effect, unless it was read again.
     """
 
-    __slots__ = ("_order", "_position", "_undone")
+    __slots__ = ("_position", "_undone")
 
     def __init__(self, start: int) -> None:
         self._position = start
-        self._order: deque[int] = deque()  # offsets read, ascending, from the first undone one on
-        self._undone: set[int] = set()
+        self._undone: OrderedDict[int, None] = OrderedDict()  # ascending; a plain dict's first key is O(deletions)
 
     @property
     def position(self) -> int:
@@ -63,7 +62,7 @@ class OffsetLedger:
     @property
     def committable(self) -> int:
         """The offset at which the next owner may start: every record read below it is done."""
-        return self._order[0] if self._order else self._position
+        return next(iter(self._undone), self._position)
 
     def has(self, offset: int) -> bool:
         """Whether the record was read and is not done."""
@@ -77,17 +76,14 @@ class OffsetLedger:
         if offset < self._position:
             return False
         self._position = offset + 1
-        self._order.append(offset)
-        self._undone.add(offset)
+        self._undone[offset] = None
         return True
 
     def done(self, offset: int) -> bool:
         """Mark a record as done. Returns False if it was not read by this owner, or is done already."""
         if offset not in self._undone:
             return False
-        self._undone.remove(offset)
-        while self._order and self._order[0] not in self._undone:
-            self._order.popleft()
+        del self._undone[offset]
         return True
 
 

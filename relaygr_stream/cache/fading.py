@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from typing import Final, Generic, NamedTuple, TypeVar
 
@@ -45,7 +46,7 @@ class Trial:
         self._nbytes = 0
         self._held: dict[int, tuple[float, int, int]] = {}  # key → uses, serial number, bytes
         self._heap: list[tuple[float, int, int]] = []  # rank, serial number, key; some items are outdated
-        self._remembered: dict[int, float] = {}  # evicted key → uses
+        self._remembered: OrderedDict[int, float] = OrderedDict()  # evicted key → uses
         self._clock = 0.0
         self._serial = 0
 
@@ -101,12 +102,12 @@ def one_more(uses: float, clock: float) -> float:
     return more + math.log2(1 + math.exp2(less - more))
 
 
-def remember(remembered: dict[int, float], identity: int, uses: float, held: int) -> None:
+def remember(remembered: OrderedDict[int, float], identity: int, uses: float, held: int) -> None:
     """Remember the uses of an evicted key, and drop the oldest such keys above the limit. held: number of held keys."""
     remembered[identity] = uses
     if len(remembered) > MIN_REMEMBERED:
         for _ in range(len(remembered) - max(MIN_REMEMBERED, REMEMBERED * held)):
-            del remembered[next(iter(remembered))]
+            remembered.popitem(last=False)  # a plain dict would be searched for its first key: 3 ms with 10⁵ entries
 
 
 class _Held(NamedTuple):
@@ -129,7 +130,8 @@ class FadingFrequency(Generic[K]):
         self.nbytes = 0
         self._held: dict[K, _Held] = {}
         self._order: SortedList[tuple[float, int, K]] = SortedList()  # (rank, serial, key)
-        self._remembered: dict[int, float] = {}  # hash of an evicted key → its uses; a collision is harmless
+        #: Hash of an evicted key → its uses; a collision is harmless.
+        self._remembered: OrderedDict[int, float] = OrderedDict()
         self._clock = 0.0  # elapsed half-lives
         self._serial = 0
 

@@ -25,6 +25,9 @@ GAVE_WAY: Final = {
     "ms": "this one gives way, because its client has the most device time waiting",
 }
 
+#: Of the rankings that are refused although nothing waits, every so many-th is tried.
+TRY_EVERY: Final = 16
+
 
 class Admission:
     """The admitted rankings without an answer. places, nbytes: how many rankings and bytes may wait.
@@ -48,6 +51,7 @@ class Admission:
         self._least = truncate_min_tokens
         self.clients = clients
         self.waiting: dict[RankTask, None] = {}  # in the order they came
+        self._refused_idle = 0
         self._forecast = Forecast(clients)
         self.calibration = Calibration()  # of scoring, in the batches that come
 
@@ -96,8 +100,15 @@ class Admission:
         if len(self.waiting) >= self._places:
             return Full("waiting", f"{len(self.waiting)} rankings are waiting (worker.max_queue)")
         if self.clients.nbytes + task.nbytes > self._nbytes:
-            return Full("nbytes", f"rankings of {self.clients.nbytes >> 20} MiB are waiting (worker.max_waiting_bytes)")
-        return self._forecast.full(task, now) if task.expected_ms else None
+            now_mib, most_mib = self.clients.nbytes >> 20, self._nbytes >> 20
+            return Full("nbytes", f"rankings of {now_mib} of {most_mib} MiB are waiting (worker.max_waiting_bytes)")
+        full = self._forecast.full(task, now) if task.expected_ms else None
+        if full is None or not full.hopeless or self.waiting:
+            return full
+        # An idle device would take too long for it, and only what is scored is measured: a prediction from a slow spell
+        # would refuse all rankings for ever.
+        self._refused_idle = (self._refused_idle + 1) % TRY_EVERY
+        return full if self._refused_idle else None
 
     def loser(self, task: RankTask, full: Full) -> RankTask | None:
         """The waiting ranking that loses its place to this one; None: refuse this one.

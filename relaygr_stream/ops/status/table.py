@@ -87,15 +87,13 @@ def _triggers(view: Overview) -> Table:
 def _workers(view: Overview) -> Table:
     numbers = ("lanes", "hits", "busy", "queue ms", "lag", "HBM", "DRAM")
     table = listing(("worker", "state", *numbers), numbers=numbers)
-    for name, seen in sorted(view.workers.items()):
-        if name in view.living_workers():
-            status = seen.last
-            table.add_row(
-                printable(name), printable(status.state), str(len(status.lanes)), _hits(seen),
-                _share(status.busy_share), f"{status.queue_ms:.1f}", str(status.lag),
-                _of(status.hbm_used_bytes, status.hbm_bytes),
-                _of(status.dram_used_bytes, status.dram_bytes),
-            )  # fmt: skip
+    for name, status in sorted(view.living_workers().items()):
+        table.add_row(
+            printable(name), printable(status.state), str(len(status.lanes)), _hits(view.workers[name]),
+            _share(status.busy_share), f"{status.queue_ms:.1f}", str(status.lag),
+            _of(status.hbm_used_bytes, status.hbm_bytes),
+            _of(status.dram_used_bytes, status.dram_bytes),
+        )  # fmt: skip
     return table
 
 

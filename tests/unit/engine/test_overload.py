@@ -235,3 +235,18 @@ def test_bursts_are_scored_together_where_that_is_sooner(batch_ms: float, rankin
     while simulation.world.step(simulation.device.now):
         pass
     assert simulation.device.batches == [largest] * (12 // largest)
+
+
+def test_what_a_slow_spell_taught_does_not_refuse_rankings_for_ever() -> None:
+    """Only what is scored is measured: an idle worker answered `overloaded` from then on."""
+    simulation = Simulation()
+    device = simulation.device
+    usual, timeout_s = (1.0, 14.0), 0.2
+    device.batch_ms, device.ranking_ms = usual
+    simulation.run(5.0, 40, seed=3, timeout=timeout_s)
+    device.batch_ms, device.ranking_ms = (15 * ms for ms in usual)
+    simulation.run(5.0, 25, seed=4, timeout=timeout_s)
+    device.batch_ms, device.ranking_ms = usual
+    after, refused = simulation.run(5.0, 400, seed=5, timeout=timeout_s)
+    assert refused, "the spell did not teach it anything"
+    assert set(simulation.statuses(after[-100:])) == {"ok"}
