@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -104,8 +105,9 @@ MAX_WAITING: Final = 8
 #: In half precision the root mean square is judged, and fewer scores than these count as these with the rest equal: one
 #: score may be off by several times the root mean square of many.
 LEAST_SCORES: Final = 32
-#: What remains of the largest score of earlier audits after each further one: about the last hundred count.
-SCALE_FADING: Final = 0.99
+#: Audits of whose largest scores the median counts: neither a ranking whose scores nearly cancel nor one with huge
+#: scores decides.
+SCALE_AUDITS: Final = 101
 
 
 def audit_deviation(
@@ -141,7 +143,7 @@ class Audit:
 
 
 class Auditor:
-    """Compares relayed with full scores, relative to the largest of the last audits: one ranking's may nearly cancel.
+    """Compares relayed with full scores, relative to their usual size: those of one ranking may nearly cancel.
 
     half: the model computes in half precision. deviating: users whose cached prefix KV deviate by too much.
     """
@@ -150,7 +152,8 @@ class Auditor:
         self._share = share
         self._report = report
         self._half = half
-        self._scale = 0.0  # of full scores with which relayed ones agreed: others may be anything
+        #: Largest full scores of the last audits in which relayed ones agreed: others may be anything.
+        self._largest: deque[float] = deque(maxlen=SCALE_AUDITS)
         self.deviating: list[str] = []
         self._random = random.Random(seed)
         self._waiting: deque[Audit] = deque()
@@ -201,7 +204,8 @@ class Auditor:
             return True
         self._end(audit, scratch)
         full = np.concatenate(audit.scores)
-        deviation = audit_deviation(audit.relayed, full, self._scale, half=self._half)
+        scale = statistics.median(self._largest) if self._largest else 0.0
+        deviation = audit_deviation(audit.relayed, full, scale, half=self._half)
         self.done += 1
         if task.approximate:
             self.worst_rounded = max(self.worst_rounded, deviation)
@@ -210,7 +214,7 @@ class Auditor:
         if self._report(task, deviation, audit.ms):
             self.deviating.append(task.user_key)
         else:
-            self._scale = max(SCALE_FADING * self._scale, float(np.abs(full).max(initial=0.0)))
+            self._largest.append(float(np.abs(full).max(initial=0.0)))
         return True
 
     def give_up_scratch(self, scratch: Scratch) -> bool:

@@ -37,9 +37,9 @@ WARMUP_TOKENS: Final = (64, 256, 512, 1024)
 #: Fewer candidates at a time cost about the same: the prefix KV is read for each time.
 MIN_ROWS: Final = 8
 WARMUP_ROWS: Final = (16, 64, 128)
-#: After the device ran out of memory chunks stay half as long; so many chunks later they may double again. At some
-#: milliseconds each that is about a second: memory that others took is free again, or one more retry is paid.
-CALM_CHUNKS: Final = 256
+#: After the device ran out of memory at a chunk, chunks are half as long; so much later, and again, they may double:
+#: memory that others took is free again, or one more retry is paid.
+CALM_S: Final = 1.0
 #: Kinds of errors whose traceback is logged; a model with more lines that raise says little with the next one.
 MAX_KINDS_SHOWN: Final = 64
 #: Weight of a new chunk in the running mean of how many steps a chunk is worth.
@@ -67,7 +67,7 @@ class Executor:
         self._asynchronous = device.type != "cpu"
         self._steps: float | None = None  # of a chunk, about equal in time
         self._longest = MAX_CHUNK
-        self._calm = 0
+        self._calm_s = 0.0  # since when the device has had memory for the longest chunks allowed
         self._shown: set[tuple[str, str, int]] = set()
 
     # ---- the two operations ----
@@ -140,13 +140,13 @@ class Executor:
         self.costs.prefilled(chunk.position, chunk.tokens, chunk.ms)
         steps = chunk.whole_steps
         self._steps = steps if self._steps is None else self._steps + STEPS_STEP * (steps - self._steps)
-        self._calm += 1
-        if self._calm >= CALM_CHUNKS:
-            self._calm, self._longest = 0, min(MAX_CHUNK, 2 * self._longest)
+        if self._longest < MAX_CHUNK and (now := self.clock()) - self._calm_s >= CALM_S:
+            self._calm_s, self._longest = now, min(MAX_CHUNK, 2 * self._longest)
 
     def _chunk_too_large(self, chunk: _Chunk) -> None:
         """There was no memory for this chunk: make shorter ones for a while."""
         self._longest = max(MIN_CHUNK, chunk.tokens // 2)
+        self._calm_s = self.clock()
 
     def _attempt(self, operation: Callable[[], T], *, once_more: bool = True) -> T:
         """Run and count failures; where memory ran out, give cached blocks back and run it once more, if allowed.
@@ -158,7 +158,6 @@ class Executor:
                 return operation()
             except torch.OutOfMemoryError:
                 self.out_of_memory += 1
-                self._calm = 0
                 if not once_more:
                     raise
             # Not in the handler: the error's traceback keeps alive what the operation had allocated.

@@ -107,6 +107,32 @@ def test_what_deviates_sets_no_scale_for_others() -> None:
     w.close()
 
 
+def test_one_ranking_with_huge_scores_hides_no_later_deviation() -> None:
+    """Relative to its scores, the deviations of the next hundreds of audits were nothing."""
+    w = World(audit_share=1.0, wrap=Sized)
+    assert isinstance(w.model, Sized)
+    for number in range(3):
+        w.model.size = 1e4 if number == 1 else 1.0
+        relayed(w, number)
+        w.settle()
+    assert max(deviation for _, deviation in w.audits) < 1e-5
+    w.model.off = 1e-3
+    relayed(w, 3)
+    w.settle()
+    assert w.audits[-1][1] > 1e-4
+    w.close()
+
+
+class Sized(Wrapped):
+    """Scores of this size, of which every second call's are off by so much."""
+
+    size, off, calls = 1.0, 0.0, 0
+
+    def score(self, batch: Sequence[ScoreInput]) -> list[torch.Tensor]:
+        self.calls += 1
+        return [scores * self.size * (1 + self.off * (self.calls % 2)) for scores in super().score(batch)]
+
+
 class Loud(Wrapped):
     """A device that computes a huge number once in the audits, and is well again."""
 

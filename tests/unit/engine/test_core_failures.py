@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from relaygr_stream.engine.cost_model import MIN_CHUNK
-from relaygr_stream.engine.executor import CALM_CHUNKS
+from relaygr_stream.engine.executor import CALM_S
 from relaygr_stream.engine.scheduler import GIVE_UP_AFTER
 from relaygr_stream.errors import DeviceError
 from tests.unit.engine.worlds import MAX_TOKENS, World, Wrapped, world
+from tests.waiting import Clock
 
 
 @contextmanager
@@ -98,14 +98,16 @@ def test_chunks_grow_again_when_memory_is_back(monkeypatch: pytest.MonkeyPatch) 
         w.settle()
         return lengths
 
-    with world(wrap=Watched) as w:
+    clock = Clock()
+    with world(wrap=Watched, clock=clock) as w:
         monkeypatch.setattr(w.executor.costs, "chunk", lambda position, budget_ms: 128)
         assert isinstance(w.model, Watched)
         w.model.error, w.model.fail_prefill = torch.OutOfMemoryError("no"), 1
         assert chunks(w, 0, MAX_TOKENS) == [128, 64, 64, 64]
-        for user in range(1, CALM_CHUNKS - 3):
-            assert chunks(w, user, MIN_CHUNK) == [MIN_CHUNK]
-        assert chunks(w, CALM_CHUNKS, MAX_TOKENS) == [64, 128]  # the first is the last of CALM_CHUNKS
+        w.model.fail_score = 1  # which says nothing of chunks
+        assert chunks(w, 1, MAX_TOKENS) == [64] * 3
+        clock.now += CALM_S
+        assert chunks(w, 2, MAX_TOKENS) == [64, 128]
 
 
 def test_what_failed_does_not_stay_pinned() -> None:
