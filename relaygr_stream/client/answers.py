@@ -94,11 +94,11 @@ class Call:
     def on_reply(self, reply: ScoreReply) -> None:
         """Handle an answer to one copy.
 
-        Scores complete the call, any other status only if no other copy is in flight: what one worker rejects, another
-        one may score while limits or models change.
+        Scores and `rejected`, which every worker would repeat, complete the call. Any other status completes it only
+        if no other copy is in flight.
         """
         self.attempts -= 1
-        if self.attempts <= 0 or reply.status == "ok":
+        if self.attempts <= 0 or reply.status in ("ok", "rejected"):
             self.reply.set_result(reply)
         else:
             self.fallback = reply

@@ -7,6 +7,7 @@ places, bytes and time left? ─► admit
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from typing import Final
 
@@ -25,8 +26,8 @@ GAVE_WAY: Final = {
     "ms": "this one gives way, because its client has the most device time waiting",
 }
 
-#: Of the rankings that are refused although nothing waits, every so many-th is tried.
-TRY_EVERY: Final = 16
+#: A kind of rankings, those that need inference or those that do not, of which none was admitted for so long is tried.
+TRY_S: Final = 2.0
 
 
 class Admission:
@@ -51,7 +52,9 @@ class Admission:
         self._least = truncate_min_tokens
         self.clients = clients
         self.waiting: dict[RankTask, None] = {}  # in the order they came
-        self._refused_idle = 0
+        self._admitted_s: dict[
+            bool, float
+        ] = {}  # when one was last admitted that needs inference, and one that needs none
         self._forecast = Forecast(clients)
         self.calibration = Calibration()  # of scoring, in the batches that come
 
@@ -60,6 +63,7 @@ class Admission:
         task.account = self.clients.account(task.client)
         task.guest = bool(task.hops) and found[1] is Coverage.NONE
         score_ms, infer_ms = self.score_ms(task) * self.calibration.factor, self._infer_ms(task, found)
+        task.infers = bool(infer_ms)
         task.cost_ms = infer_ms + score_ms
         # A prediction refuses nothing until predictions of its kind have been compared with measurements.
         trusted = self.calibration.trusted and (not infer_ms or self._jobs.calibration.trusted)
@@ -103,12 +107,20 @@ class Admission:
             now_mib, most_mib = self.clients.nbytes >> 20, self._nbytes >> 20
             return Full("nbytes", f"rankings of {now_mib} of {most_mib} MiB are waiting (worker.max_waiting_bytes)")
         full = self._forecast.full(task, now) if task.expected_ms else None
-        if full is None or not full.hopeless or self.waiting:
-            return full
-        # An idle device would take too long for it, and only what is scored is measured: a prediction from a slow spell
-        # would refuse all rankings for ever.
-        self._refused_idle = (self._refused_idle + 1) % TRY_EVERY
-        return full if self._refused_idle else None
+        if full is None:
+            self._admitted_s[task.infers] = now
+        return full
+
+    def tries(self, task: RankTask, full: Full, now: float) -> bool:
+        """Whether to admit a ranking all the same for which an idle device would take too long, by prediction.
+
+        Only what is computed is measured: what a slow spell taught would refuse rankings of a kind for ever.
+        """
+        if self.waiting or not full.hopeless or now - self._admitted_s.get(task.infers, -math.inf) < TRY_S:
+            return False
+        self._admitted_s[task.infers] = now
+        task.expected_ms = 0.0  # it makes nobody late
+        return True
 
     def loser(self, task: RankTask, full: Full) -> RankTask | None:
         """The waiting ranking that loses its place to this one; None: refuse this one.

@@ -91,6 +91,7 @@ class RankTask(Keys):
     nbytes: int = 0  # memory from when it was read until its answer has left
     account: Account = UNBOOKED  # the client's books, once it was admitted
     cost_ms: float = 0.0  # device time, predicted when it came
+    infers: bool = False  # some of that is inference of its prefix
     store_s: float = 0.0  # seconds since its arrival in which its history was read from the store
     hops: int = 0  # times it was forwarded, or 1: a hedge
     guest: bool = False  # another worker could answer it as well: it was sent on, and finds nothing here

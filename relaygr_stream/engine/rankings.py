@@ -93,6 +93,8 @@ class Rankings:
         while (full := self._admission.full(task, now)) is not None:
             loser = self._admission.loser(task, full)
             if loser is None:
+                if not lost and self._admission.tries(task, full, now):
+                    break
                 for each, _ in lost:  # it does not fit even so: nobody has lost a place for it
                     self._admission.add(each)
                 self._answer(task, "overloaded", full.reason)

@@ -236,7 +236,7 @@ class Handover:
             limited(log.warning, "given")(
                 "hand-over failed", peer=progress.peer, error=str(error), entries=progress.entries
             )
-        if progress.ended:
+        if progress.ended or progress.useless:
             self._left -= progress.lanes
 
     async def _check_stated(self, channel: Channel, name: str) -> None:

@@ -57,6 +57,7 @@ class SessionProgress:
     entries: int = 0
     nbytes: int = 0
     ended: bool = False  # complete: all entries were offered, or the taker wants no more
+    useless: bool = False  # the taker can use none of them
 
 
 class Giver:
@@ -73,7 +74,7 @@ class Giver:
         ask = await channel.receive(Ask, MAX_ASK)
         progress.lanes = frozenset(ask.lanes)
         if difference := self._identity.difference(ask.identity):
-            progress.ended = True  # it can use none of our entries
+            progress.useless = True
             await channel.send(Refused(difference[:MAX_TEXT]))
             raise PeerError(f"was refused: {difference}")
         for user_id in await self._desk.most_valuable_first(progress.lanes):

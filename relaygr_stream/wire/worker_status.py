@@ -58,9 +58,9 @@ class Tombstone(NamedTuple):
 def rising_ms(last_ms: int, clock_ms: int) -> int:
     """The time that a status states behind one with last_ms: a signed one that does not rise counts as written again.
 
-    A clock that was ahead and is right again is followed at once: readers refuse what is too far from their own.
+    Behind a clock that was ahead, and is right again, it is as far ahead as readers believe.
     """
-    return max(clock_ms, min(last_ms + 1, clock_ms + int(MAX_SKEW_S * 500)))
+    return max(clock_ms, min(last_ms + 1, clock_ms + int(MAX_SKEW_S * 1000)))
 
 
 class StatusReader:

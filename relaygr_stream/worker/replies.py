@@ -178,6 +178,11 @@ class Outbox:
         if not self._closed:
             self.letters.send(record, error)
 
+    @property
+    def sending(self) -> frozenset[asyncio.Task[None]]:
+        """Answers and copies of requests that are on their way to a broker."""
+        return frozenset(self._under_way)
+
     async def flush(self, timeout_s: float) -> None:
         """Wait until everything handed in so far has left, or the time is over."""
         letters = asyncio.ensure_future(self.letters.flush(timeout_s))

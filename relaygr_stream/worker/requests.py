@@ -338,14 +338,19 @@ class Requests:
                 self._release_delegate(task.request_key)
 
     async def all_answered(self, until_s: float) -> bool:
-        """Wait until every ranking taken is answered and its answer has left, at most until this monotonic time."""
-        if self.in_flight:
-            self._all_answered = asyncio.Event()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(until_s - time.monotonic()):
-                    await self._all_answered.wait()
-        await self.outbox.flush(max(0.0, until_s - time.monotonic()))
-        return not self.in_flight
+        """Wait until every ranking taken is answered and its answer has left, at most until this monotonic time.
+
+        Returns whether that is so.
+        """
+        while (self.in_flight or self.outbox.sending) and (left_s := until_s - time.monotonic()) > 0:
+            if self.in_flight:
+                self._all_answered = asyncio.Event()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(left_s):
+                        await self._all_answered.wait()
+            else:
+                await asyncio.wait(self.outbox.sending, timeout=left_s)
+        return not (self.in_flight or self.outbox.sending)
 
     async def close(self) -> None:
         """End reads of histories, and disconnect from their store."""

@@ -35,7 +35,7 @@ class Timed:
     def __init__(self, model: RankingModel) -> None:
         self.model = model
         self.now = 100.0
-        self.batch_ms, self.ranking_ms = BATCH_MS, RANKING_MS
+        self.batch_ms, self.ranking_ms, self.token_ms = BATCH_MS, RANKING_MS, TOKEN_MS
         self.batches: list[int] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -43,7 +43,7 @@ class Timed:
 
     def prefill(self, kv: KVRegion, tokens: Tokens) -> None:
         self.model.prefill(kv, tokens)
-        self.now += len(tokens) * TOKEN_MS / 1e3
+        self.now += len(tokens) * self.token_ms / 1e3
 
     def score(self, batch: Sequence[ScoreInput]) -> list[torch.Tensor]:
         self.now += (self.batch_ms + self.ranking_ms * len(batch)) / 1e3
@@ -250,3 +250,28 @@ def test_what_a_slow_spell_taught_does_not_refuse_rankings_for_ever() -> None:
     after, refused = simulation.run(5.0, 400, seed=5, timeout=timeout_s)
     assert refused, "the spell did not teach it anything"
     assert set(simulation.statuses(after[-100:])) == {"ok"}
+
+
+def test_rankings_that_are_rightly_refused_cost_others_nothing() -> None:
+    """Some need 180 ms of inference and have 60, on a device that is idle for most of the time."""
+    simulation = Simulation()
+    world, device = simulation.world, simulation.device
+    device.token_ms = 3.0
+    hits: list[RankTask] = []
+    misses: list[RankTask] = []
+
+    def miss(timeout: float) -> None:
+        world.now = device.now
+        misses.append(world.rank(f"m{len(misses)}", len(misses) % USERS, TOKENS, timeout=timeout, full=True))
+
+    for _ in range(2 * MIN_SAMPLES):
+        miss(10.0)
+        while world.step(device.now):
+            pass
+    for _ in range(200):
+        miss(0.06)
+        tasks, _ = simulation.run(60.0, 4, seed=len(misses))
+        hits += tasks
+    statuses = simulation.statuses(misses[2 * MIN_SAMPLES :])
+    assert set(simulation.statuses(hits)) == {"ok"}
+    assert statuses.count("overloaded") > 0.9 * len(statuses)
