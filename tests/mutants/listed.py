@@ -74,8 +74,8 @@ MUTANTS: Final = (
     Mutant("engine/audit.py", "    if not half:\n", "    if True:\n", "engine/test_audit"),
     Mutant(
         "engine/audit.py",
-        "        else:\n            self._scale",
-        "        if True:\n            self._scale",
+        "        else:\n            self._largest",
+        "        if True:\n            self._largest",
         "engine/test_audit",
     ),
     Mutant("bus/crashes.py", "        if topic == self._crashes.topic:\n", "        if False:\n", "test_crashes"),
@@ -275,8 +275,8 @@ MUTANTS: Final = (
     # bus
     Mutant(
         "bus/lane_reader.py",
-        "while self._order and self._order[0]",
-        "if self._order and self._order[0]",
+        "next(iter(self._undone), self._position)",
+        "next(reversed(self._undone), self._position)",
         "test_offsets",
     ),
     Mutant(
