@@ -26,7 +26,8 @@ GAVE_WAY: Final = {
     "ms": "this one gives way, because its client has the most device time waiting",
 }
 
-#: A kind of rankings, those that need inference or those that do not, of which none was admitted for so long is tried.
+#: Where no ranking that needs inference, or none that needs none, was admitted for so long, the next one is tried. A
+#: new level of costs shows in eight of the last fifteen measurements (cost_model.py, LEVEL_SAMPLES): 16 s of trials.
 TRY_S: Final = 2.0
 
 
@@ -52,9 +53,8 @@ class Admission:
         self._least = truncate_min_tokens
         self.clients = clients
         self.waiting: dict[RankTask, None] = {}  # in the order they came
-        self._admitted_s: dict[
-            bool, float
-        ] = {}  # when one was last admitted that needs inference, and one that needs none
+        #: When a ranking was last admitted, by whether it needs inference.
+        self._admitted_s: dict[bool, float] = {}
         self._forecast = Forecast(clients)
         self.calibration = Calibration()  # of scoring, in the batches that come
 
