@@ -1,13 +1,13 @@
-"""Brokers for the tests: the embedded one always, Apache Kafka where this machine has it. One process per session."""
+"""Brokers for the tests: an embedded one for each file, and one Apache Kafka for all where this machine has it."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import os
 import uuid
 from collections.abc import Iterator
-from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import hypothesis
@@ -36,6 +36,8 @@ hypothesis.settings.load_profile("same")
 TERMINAL_VARIABLES = ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "COLUMNS", "LINES")
 #: Enough lanes for moves to show, few enough for topics to be made in a moment.
 TEST_LANES = 8
+#: Longest fetch on the embedded broker, which wakes none: of the demo's 12 ms, the polls took a tenth of the processor.
+EMBEDDED_WAIT_MS = 30
 #: A day: on a busy machine a test may outlast the minute for which the topics keep rankings.
 NO_RETENTION = {"log.retention.check.interval.ms": "86400000"}
 
@@ -96,30 +98,45 @@ AnyBroker = LocalBroker | RunningCluster
 
 
 class Brokers:
-    """Starts each kind at its first use and keeps it for the session."""
+    """Starts brokers, and ends those that are still running with it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._runner = asyncio.Runner()
-        self._open: dict[BrokerKind, tuple[AbstractAsyncContextManager[LocalBroker], LocalBroker]] = {}
+        self._ends = contextlib.AsyncExitStack()
+        self._kafka: LocalBroker | None = None
 
-    def get(self, kind: BrokerKind) -> LocalBroker:
-        if kind not in self._open:
+    @contextlib.contextmanager
+    def embedded(self) -> Iterator[LocalBroker]:
+        """One that nobody has used."""
+        context = local_broker("embedded", folder=self.folder)
+        try:
+            yield self._runner.run(context.__aenter__())
+        finally:
+            self._runner.run(context.__aexit__(None, None, None))
+
+    def kafka(self) -> LocalBroker:
+        """Apache Kafka, started at its first use."""
+        if self._kafka is None:
             node = dataclasses.replace(DEFAULT_NODE, properties=NO_RETENTION)
-            context = local_broker(kind, folder=self.folder, node=node)
-            self._open[kind] = (context, self._runner.run(context.__aenter__()))
-        return self._open[kind][1]
+            context = local_broker("kafka", folder=self.folder, node=node)
+            self._kafka = self._runner.run(self._ends.enter_async_context(context))
+        return self._kafka
 
     def close(self) -> None:
-        for context, _ in self._open.values():
-            self._runner.run(context.__aexit__(None, None, None))
+        self._runner.run(self._ends.aclose())
         self._runner.close()
 
 
 @pytest.fixture(autouse=True)
 def _logs_as_at_the_start() -> None:
-    """A process run inside a test configures logging; the next test must not inherit its level."""
+    """A process run inside a test configures logging; the next test must not inherit its level.
+
+    Tracebacks are plain: rich takes a quarter of a second for each.
+    """
     structlog.reset_defaults()
+    renderer = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
+    structlog.configure(processors=[*structlog.get_config()["processors"][:-1], renderer])
 
 
 @pytest.fixture(autouse=True)
@@ -143,18 +160,23 @@ def brokers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Brokers]:
     brokers.close()
 
 
-@pytest.fixture(scope="session")
-def embedded_broker(brokers: Brokers) -> LocalBroker:
-    """The embedded broker, for tests whose subject is not the broker."""
-    return brokers.get("embedded")
+@pytest.fixture(scope="module")
+def embedded_broker(brokers: Brokers) -> Iterator[LocalBroker]:
+    """The embedded broker, for tests whose subject is not the broker.
+
+    Each file has its own, for it slows with its topics and records: it tells each client of all topics.
+    """
+    with brokers.embedded() as broker:
+        yield broker
 
 
-@pytest.fixture(scope="session", params=["embedded", pytest.param("kafka", marks=pytest.mark.kafka)])
+@pytest.fixture(scope="module", params=["embedded", pytest.param("kafka", marks=pytest.mark.kafka)])
 def broker(request: pytest.FixtureRequest, brokers: Brokers) -> AnyBroker:
     """Each broker at hand."""
-    if request.param == "kafka" and (running := os.environ.get("RELAYGR_TEST_BOOTSTRAP")):
-        return RunningCluster(running)
-    return brokers.get(request.param)
+    if request.param == "embedded":
+        embedded: LocalBroker = request.getfixturevalue("embedded_broker")
+        return embedded
+    return RunningCluster(running) if (running := os.environ.get("RELAYGR_TEST_BOOTSTRAP")) else brokers.kafka()
 
 
 def _unique_settings(broker: AnyBroker) -> Kafka:
@@ -162,6 +184,9 @@ def _unique_settings(broker: AnyBroker) -> Kafka:
     kafka = broker.kafka_settings(Kafka(prefix=f"test-{uuid.uuid4().hex[:10]}.", partitions=TEST_LANES, replication=1))
     if isinstance(broker, LocalBroker):  # another's cluster may allow no shorter sessions than the default
         kafka = msgspec.structs.replace(kafka, session_timeout_ms=3000)
+    if broker.kind == "embedded":
+        wait = EMBEDDED_WAIT_MS
+        kafka = msgspec.structs.replace(kafka, fetch_max_wait_ms=wait, tail_max_wait_ms=wait)
     return kafka
 
 
