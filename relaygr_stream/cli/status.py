@@ -110,7 +110,7 @@ async def _forget(settings: Settings, name: str) -> None:
     else:
         with suppress(DecodeError):  # an unreadable record is removed, too
             headers = [(HEADER_INCARNATION, str(decode(WorkerStatus, found[-1].value).incarnation).encode())]
-    signer = Signer.of(settings.handover.secret)
+    signer = Signer.of(settings.handover)
     if signer is not None:
         headers = signer.sign(topic, key, None, headers)
     async with Producer(settings.kafka, client_id="relaygr-status") as producer:

@@ -123,14 +123,14 @@ class Answers:
 
     An answer with another request's id is dropped, and the call continues to wait.
 
-    max_bytes: longest answer that is decoded. secret: answers that are not signed with it are dropped; empty: answers
-    are not signed.
+    max_bytes: longest answer that is decoded. answer_secrets: answers that are not signed with one of them are dropped;
+    all empty: answers are not signed.
     """
 
-    def __init__(self, metrics: ClientMetrics, max_bytes: int, secret: str = "") -> None:
+    def __init__(self, metrics: ClientMetrics, max_bytes: int, answer_secrets: Iterable[str] = ()) -> None:
         self._metrics = metrics
         self._max_bytes = max_bytes
-        self._secret = secret
+        self._answer_secrets = tuple(secret for secret in answer_secrets if secret)
         self._calls: dict[bytes, Call] = {}
         self._ended: OrderedDict[bytes, str] = OrderedDict()  # correlation → why a further answer is dropped
 
@@ -166,7 +166,7 @@ class Answers:
                 self._drop(self._ended.get(correlation, "foreign"))
             elif kind_of(record.headers):
                 self._drop("kind")
-            elif self._secret and not self._is_signed(record, correlation):
+            elif self._answer_secrets and not self._is_signed(record, correlation):
                 self._drop("forged")
                 _limited(log.warning, "forged")(
                     "dropped an answer that is not signed with this relay.answer_secret",
@@ -192,8 +192,11 @@ class Answers:
             self._remember_ended(call.correlation, "duplicate")
 
     def _is_signed(self, record: Record, correlation: bytes) -> bool:
-        expected = answer_signature(self._secret, correlation, record.value or b"")
-        return hmac.compare_digest(header(record.headers, HEADER_SIGNATURE), expected)
+        stated = header(record.headers, HEADER_SIGNATURE)
+        return any(
+            hmac.compare_digest(stated, answer_signature(secret, correlation, record.value or b""))
+            for secret in self._answer_secrets
+        )
 
     def _remember_ended(self, correlation: bytes, then: str) -> None:
         """Drop further answers to this call for the reason `then`; the first reason stays."""

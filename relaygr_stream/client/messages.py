@@ -77,7 +77,11 @@ class MessageClient:
         self._metrics = ClientMetrics(self.registry)
         with suppress(ValueError):  # the registry of a process has one already
             self.registry.register(RenewalsCollector())
-        self._answers = Answers(self._metrics, self._topics.scores.max_message_bytes, settings.relay.answer_secret)
+        self._answers = Answers(
+            self._metrics,
+            self._topics.scores.max_message_bytes,
+            (settings.relay.answer_secret, settings.relay.accepted_answer_secret),
+        )
         self._reader = StatusReader.of(settings, self._topics)
         self._owners = OwnerDirectory(settings.client.silence_ms, reader=self._reader)
         self._connection: Connection | None = None

@@ -81,7 +81,7 @@ def parsed(address: str) -> IPv4Address | IPv6Address:
 
 
 class Credentials:
-    """TLS contexts for both ends. make: returns the authority's certificate, and ours with its chain and key."""
+    """TLS contexts for both ends. make: returns the accepted authorities' certificates, and ours with chain and key."""
 
     def __init__(self, make: Callable[[], tuple[Pem, Pem]], clock: Callable[[], float] = time.monotonic) -> None:
         self._make = make
@@ -112,13 +112,18 @@ class Credentials:
 def make_credentials(settings: Handover, name: str, host: str) -> Credentials:
     """The credentials that the settings define. host: the host by which other workers reach this one.
 
-    With a secret it takes a second of CPU, so call it in a thread. Raises ConfigError for files that are missing, hold
-    no certificate, or do not name this worker and host.
+    A secret takes a second of CPU, so call it in a thread. Raises ConfigError for files that are missing, hold no
+    certificate, or do not name this worker and host.
     """
     if not settings.tls_certificate:
-        key = Ed25519PrivateKey.from_private_bytes(purpose_key(settings.secret, PURPOSE))
-        authority = authority_of(key)
-        return Credentials(lambda: (pem(authority), issue(authority, key, name, host)))
+        keys = [
+            Ed25519PrivateKey.from_private_bytes(purpose_key(secret, PURPOSE))
+            for secret in (settings.secret, settings.accepted_secret)
+            if secret
+        ]
+        authorities = [authority_of(key) for key in keys]
+        accepted = b"".join(map(pem, authorities))
+        return Credentials(lambda: (accepted, issue(authorities[0], keys[0], name, host)))
     try:
         return Credentials(lambda: _from_files(settings, name, host))
     except (OSError, ValueError) as error:  # ssl.SSLError is an OSError

@@ -67,7 +67,7 @@ class Kafka(Section, frozen=True, kw_only=True):
 
 
 class Relay(Section, frozen=True, kw_only=True):
-    """Settings that must be equal in triggers, workers and clients; answer_secret in workers and clients only."""
+    """Settings that must be equal in triggers, workers and clients; answers' secrets in workers and clients only."""
 
     slo_ms: Annotated[Ms, doc("the ranking stage's P99 target")] = 50.0
     life_window_ms: Annotated[Ms, doc("longest time from admission to ranking for which a prefix KV stays pinned")] = (
@@ -85,6 +85,11 @@ class Relay(Section, frozen=True, kw_only=True):
         str,
         Meta(pattern=r"\A(.{16,})?\Z", extra={"secret": True}),
         doc("signs answers; clients that have it drop unsigned ones; 16 characters or more; empty: unsigned"),
+    ] = ""
+    accepted_answer_secret: Annotated[
+        str,
+        Meta(pattern=r"\A(.{16,})?\Z", extra={"secret": True}),
+        doc("clients accept answers signed with this, too: the next answer_secret or the former one, during a change"),
     ] = ""
 
     def beyond(self, *, prefix: int = 0, suffix: int = 0, candidates: int = 0) -> str | None:

@@ -13,7 +13,12 @@ from msgspec import inspect as msgspec_inspect
 ENV_PREFIX = "RELAYGR_"
 
 #: Names of settings that no log, error or traceback shows; each also has `secret` in its extra.
-SECRETS = frozenset({"answer_secret", "sasl_password", "tls_key_password", "hash_key", "secret", "tokens", "password"})
+SECRETS = frozenset(
+    {
+        *("secret", "accepted_secret", "answer_secret", "accepted_answer_secret", "hash_key", "tokens"),
+        *("password", "sasl_password", "tls_key_password"),
+    }
+)
 SECRET_SHOWN = "********"
 
 BYTES = {"unit": "bytes"}  # a setting with this unit also accepts "512MiB", "2GiB", …

@@ -112,6 +112,13 @@ class Handover(Section, frozen=True, kw_only=True):
         Meta(pattern=r"\A(.{16,})?\Z", extra={"secret": True}),
         doc("shared by all workers, 16 characters or more; without it and tls_certificate there is no handover"),
     ] = ""
+    accepted_secret: Annotated[
+        str,
+        Meta(pattern=r"\A(.{16,})?\Z", extra={"secret": True}),
+        doc(
+            "processes with this secret are believed, too: the next handover.secret or the former one, during a change"
+        ),
+    ] = ""
     tls_ca: Annotated[
         str, doc("PEM file of the workers' certificate authority; empty: one derived from handover.secret")
     ] = ""

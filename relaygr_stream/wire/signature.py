@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import Final
 
+from relaygr_stream.errors import ConfigError
+from relaygr_stream.settings.worker import Handover
 from relaygr_stream.wire.records import HEADER_SIGNATURE, Record
 
 #: scrypt (RFC 7914) with 32 MiB, three times. OWASP's password storage cheat sheet counts it as equal to N = 2^17 and
@@ -49,41 +51,55 @@ Headers = Iterable[tuple[str, bytes]]
 
 
 class Signer:
-    """Signs and verifies records with a key derived from `secret`."""
+    """Signs records with a key derived from `secret`, and verifies those signed with it or with the one of `accepted`.
 
-    def __init__(self, secret: str) -> None:
+    accepted: another secret, while the fleet changes from one to the other; empty: there is none.
+    """
+
+    def __init__(self, secret: str, accepted: str = "") -> None:
         self._secret = secret
+        self._verified = (secret, accepted) if accepted else (secret,)
 
     def prepare(self) -> None:
-        """Derive the key, which takes 0.6 s; call it on a thread other than the event loop's."""
-        purpose_key(self._secret, PURPOSE)
+        """Derive the keys, which takes 0.6 s each; call it on a thread other than the event loop's."""
+        for secret in self._verified:
+            purpose_key(secret, PURPOSE)
 
     @classmethod
-    def of(cls, secret: str) -> Signer | None:
-        """A signer, or None if the secret is empty: records are then neither signed nor verified."""
-        return cls(secret) if secret else None
+    def of(cls, handover: Handover) -> Signer | None:
+        """A signer, or None if there is no secret: records are then neither signed nor verified.
+
+        Raises ConfigError for an accepted secret without one to sign with.
+        """
+        if handover.accepted_secret and not handover.secret:
+            raise ConfigError(
+                "`handover.accepted_secret` is set without `handover.secret`: nothing would be signed; set the latter, "
+                "or both while the secret is being changed"
+            )
+        return cls(handover.secret, handover.accepted_secret) if handover.secret else None
 
     def sign(self, topic: str, key: bytes, value: bytes | None, headers: Headers = ()) -> list[tuple[str, bytes]]:
         """The headers, followed by the record's signature."""
         own = list(headers)
-        return [*own, (HEADER_SIGNATURE, self._mac(topic, key, value, own))]
+        return [*own, (HEADER_SIGNATURE, _mac(self._secret, topic, key, value, own))]
 
     def verifies(self, record: Record) -> bool:
         """Whether the record has one valid signature for its topic, key, headers and value."""
         stated = [value for name, value in record.headers if name == HEADER_SIGNATURE]
         own = [(name, value) for name, value in record.headers if name != HEADER_SIGNATURE]
-        mac = self._mac(record.topic, record.key or b"", record.value, own)
-        return len(stated) == 1 and hmac.compare_digest(stated[0] or b"", mac)
+        return len(stated) == 1 and any(
+            hmac.compare_digest(stated[0] or b"", _mac(secret, record.topic, record.key or b"", record.value, own))
+            for secret in self._verified
+        )
 
-    def _mac(self, topic: str, key: bytes, value: bytes | None, headers: Headers) -> bytes:
-        named = [
-            part for name, text in headers if name.startswith(OWN_HEADERS) for part in (name.encode(), text or b"")
-        ]
-        mac = hmac.new(purpose_key(self._secret, PURPOSE), digestmod=hashlib.sha256)
-        for part in (topic.encode(), key, *named, b"" if value is None else b"\x01" + value):
-            mac.update(len(part).to_bytes(8, "little"))  # so that different lists of parts give different bytes
-            mac.update(part)
-        return mac.digest()
+
+def _mac(secret: str, topic: str, key: bytes, value: bytes | None, headers: Headers) -> bytes:
+    named = [part for name, text in headers if name.startswith(OWN_HEADERS) for part in (name.encode(), text or b"")]
+    mac = hmac.new(purpose_key(secret, PURPOSE), digestmod=hashlib.sha256)
+    for part in (topic.encode(), key, *named, b"" if value is None else b"\x01" + value):
+        mac.update(len(part).to_bytes(8, "little"))  # so that different lists of parts give different bytes
+        mac.update(part)
+    return mac.digest()
 
 
 # ---- answers, by relay.answer_secret ----

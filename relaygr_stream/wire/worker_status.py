@@ -86,7 +86,7 @@ class StatusReader:
     def of(cls, settings: Settings, topics: TopicSet | None = None) -> StatusReader:
         """The reader for these settings."""
         topics = topics or load_topics(settings.kafka)
-        return cls(topics.lanes, Signer.of(settings.handover.secret), topics.worker_status.max_message_bytes)
+        return cls(topics.lanes, Signer.of(settings.handover), topics.worker_status.max_message_bytes)
 
     async def prepare(self) -> None:
         """Derive the signatures' key on a thread; without this the first record blocks the loop for 0.6 s."""

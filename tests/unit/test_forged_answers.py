@@ -103,8 +103,9 @@ async def test_scores_that_are_no_numbers_are_a_failure_of_the_worker(embedded_s
             await relay.rank(request(), timeout=PATIENCE_S)
 
 
-def client_with(kafka: Kafka, secret: str, **client: Any) -> RelayClient:
-    return RelayClient(settings=Settings(kafka=kafka, relay=Relay(answer_secret=secret), client=Client(**client)))
+def client_with(kafka: Kafka, secret: str, accepted: str = "", **client: Any) -> RelayClient:
+    relay = Relay(answer_secret=secret, accepted_answer_secret=accepted)
+    return RelayClient(settings=Settings(kafka=kafka, relay=relay, client=Client(**client)))
 
 
 async def test_with_a_secret_only_signed_answers_count(embedded_settings: Kafka) -> None:
@@ -129,6 +130,22 @@ async def test_with_a_secret_only_signed_answers_count(embedded_settings: Kafka)
         assert not ranking.done()
         await send(peer, record, true, (HEADER_SIGNATURE, answer_signature(SECRET, correlation, true)))
         assert (await ranking).worker == "peer"
+
+
+@pytest.mark.parametrize("by", [SECRET, "the next secret of sixteen"])
+async def test_while_the_secret_is_changed_answers_by_either_count(embedded_settings: Kafka, by: str) -> None:
+    client = client_with(embedded_settings, SECRET, "the next secret of sixteen", hedge_ms=0.0)
+    async with responder_on(embedded_settings) as peer, client as relay:
+        peer.hold = True
+        ranking = asyncio.create_task(relay.rank(request(1), timeout=PATIENCE_S))
+        await until(lambda: len(peer.held) == 1)
+        record, sent = peer.held[0]
+        correlation = dict(record.headers)[HEADER_CORRELATION]
+        evil, true = encode(forged(sent)), encode(scored(sent))
+        await send(peer, record, evil, (HEADER_SIGNATURE, answer_signature(by + "x", correlation, evil)))
+        await send(peer, record, true, (HEADER_SIGNATURE, answer_signature(by, correlation, true)))
+        assert (await ranking).worker == "peer"
+        assert count(relay, "answers_dropped", reason="forged") == 1
 
 
 async def test_a_worker_signs_as_documented_and_its_clients_believe_it(embedded_settings: Kafka) -> None:

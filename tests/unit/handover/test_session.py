@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -16,7 +17,7 @@ from relaygr_stream.handover.service import advertised_host
 from relaygr_stream.handover.session import Taker
 from relaygr_stream.handover.wire import Ask, Refused
 from relaygr_stream.settings.worker import Handover as HandoverSettings
-from tests.unit.handover.peers import ALL, LANES, connected, peers, status
+from tests.unit.handover.peers import ALL, LANES, SECRET, connected, peers, status
 from tests.waiting import until
 
 
@@ -69,6 +70,24 @@ async def test_another_secret_gets_nothing_and_says_so() -> None:
         await until(lambda: old.total("failed", way="given") > 0 and new.total("failed", way="taken") > 0)
         assert await new.users() == set()
         assert old.total("bytes", way="given") == 0
+
+
+NEXT_SECRET = "another sixteen characters"
+#: A fleet's settings from restart to restart while its secret is changed.
+CHANGE = (
+    HandoverSettings(secret=SECRET),
+    HandoverSettings(secret=SECRET, accepted_secret=NEXT_SECRET),
+    HandoverSettings(secret=NEXT_SECRET, accepted_secret=SECRET),
+    HandoverSettings(secret=NEXT_SECRET),
+)
+
+
+@pytest.mark.parametrize(("first", "second"), [*pairwise(CHANGE), *pairwise(reversed(CHANGE))])
+async def test_while_the_secret_is_changed_prefix_kv_move(first: HandoverSettings, second: HandoverSettings) -> None:
+    async with peers(first={"settings": first}, settings=second) as (old, new):
+        new.handover.lanes_changed(ALL, ())
+        await until(lambda: new.total("entries", way="taken") == 6)
+        assert await new.users() == await old.users()
 
 
 @pytest.mark.parametrize(

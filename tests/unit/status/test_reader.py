@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relaygr_stream.errors import DecodeError
+from relaygr_stream.errors import ConfigError, DecodeError
+from relaygr_stream.settings.worker import Handover
 from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import WorkerStatus
@@ -107,6 +109,33 @@ def test_with_a_secret_only_who_has_it_is_believed() -> None:
         with pytest.raises(DecodeError) as refused:
             reader(ours).read(forged)
         assert refused.value.reason == "unsigned"
+
+
+#: A fleet's settings from restart to restart while its secret is changed.
+NEXT_SECRET = "the fleet's next secret"
+CHANGE = (
+    Handover(secret=SECRET),
+    Handover(secret=SECRET, accepted_secret=NEXT_SECRET),
+    Handover(secret=NEXT_SECRET, accepted_secret=SECRET),
+    Handover(secret=NEXT_SECRET),
+)
+
+
+@pytest.mark.parametrize(("before", "after"), [*itertools.pairwise(CHANGE)])
+def test_while_a_secret_is_changed_every_process_is_believed(before: Handover, after: Handover) -> None:
+    for ours, theirs in itertools.product((before, after), repeat=2):
+        assert reader(Signer.of(ours)).read(record(encode(status()), signer=Signer.of(theirs))) == status()
+
+
+@pytest.mark.parametrize("former", CHANGE[:2])
+def test_after_its_change_a_former_secret_is_not_believed(former: Handover) -> None:
+    with pytest.raises(DecodeError, match="not one made with this"):
+        reader(Signer.of(CHANGE[-1])).read(record(encode(status()), signer=Signer.of(former)))
+
+
+def test_an_accepted_secret_alone_signs_nothing_and_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"`handover\.accepted_secret` is set without `handover\.secret`"):
+        Signer.of(Handover(accepted_secret=SECRET))
 
 
 @given(st.binary(max_size=40), st.one_of(st.none(), st.binary(max_size=80)), st.integers(0, 1000))
