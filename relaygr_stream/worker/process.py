@@ -314,6 +314,8 @@ class Worker:
         if self._handover is not None:
             self._handover.lanes_changed(gained, lost)
         self.requests.on_lanes(gained, lost)
+        if gained:  # triggers admit nothing in a lane until they know who has it
+            self._background.start(self._reporter.publish_now())
 
     def _done(self, record: Record) -> None:
         self.consumer.done(record)

@@ -135,6 +135,11 @@ class StatusReporter:
         except (BrokerError, DeviceError, TimeoutError) as error:
             log.warning("status not published", state=state, error=str(error) or type(error).__name__)
 
+    async def publish_now(self) -> None:
+        """Publish a status without waiting for the interval; where no broker takes it, the next one tells the same."""
+        with suppress(BrokerError, DeviceError, TimeoutError):
+            await self._publish()
+
     async def withdraw(self) -> None:
         """Remove our name from the topic after a clean stop. Takes ANNOUNCE_S at most."""
         await self._publishing.end()  # else a last status may come behind the tombstone
@@ -230,8 +235,7 @@ class StatusReporter:
         except DeviceError:  # the process ends, and what it held with it
             return
         self._erased.append(erase.id)
-        with suppress(BrokerError, DeviceError, TimeoutError):  # then the next status says so
-            await self._publish()
+        await self.publish_now()
 
     def _on_statuses(self, records: list[Record]) -> None:
         """Two processes of one name: the later incarnation serves, the earlier gives way once it does."""

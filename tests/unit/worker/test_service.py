@@ -41,6 +41,12 @@ async def test_signals_are_pinned_rankings_answered_and_both_committed(kafka_set
             assert await committed(kafka_settings, topic.name) == 6
 
 
+async def test_gained_lanes_are_stated_at_once(embedded_settings: Kafka) -> None:
+    settings = worker_settings(embedded_settings, status_interval_ms=3_600_000)
+    async with Peer(embedded_settings) as peer, worker_on(settings):
+        await until(lambda: peer.statuses and len(peer.statuses[-1].lanes) == 8, "until the next interval")
+
+
 async def test_what_a_status_states_bounds_what_is_pinned(embedded_settings: Kafka) -> None:
     """The trigger's arithmetic, with a real ledger: outstanding never falls short of what the worker holds."""
     settings = worker_settings(embedded_settings, status_interval_ms=5)
