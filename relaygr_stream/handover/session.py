@@ -79,7 +79,9 @@ class Giver:
             raise PeerError(f"was refused: {difference}")
         for user_id in await self._desk.most_valuable_first(progress.lanes):
             async with self._desk.lease(user_id) as lease:
-                if lease is not None and not await self._offer(channel, user_id, lease, progress):
+                if lease is None or not _fits(lease, ask.max_tokens):
+                    continue
+                if not await self._offer(channel, user_id, lease, progress):
                     progress.ended = True
                     return
         await channel.send(End())
@@ -101,6 +103,13 @@ class Giver:
             progress.nbytes += nbytes
             self._metrics.entries.labels("given").inc()
         return not isinstance(choice, Enough)
+
+
+def _fits(lease: Lease, max_tokens: int) -> bool:
+    """Whether a taker with this limit (0: not stated) takes the copy: relay.max_prefix_tokens may be smaller there."""
+    if not max_tokens:
+        return True
+    return len(lease.tokens) <= max_tokens and lease.capacity <= capacity_for(max_tokens)
 
 
 class Taker:
@@ -132,7 +141,7 @@ class Taker:
 
         Raises PeerError.
         """
-        await channel.send(Ask(self._identity, tuple(sorted(lanes))))
+        await channel.send(Ask(self._identity, tuple(sorted(lanes)), self._max_tokens))
         progress.lanes = lanes
         full, longest = 0, max_offer_bytes(self._max_tokens, self._token_bytes)
         while True:

@@ -54,6 +54,7 @@ class Peer:
         rate: float = 1e3,
         dram: int = 30,
         settings: HandoverSettings | None = None,
+        max_tokens: int = MAX_TOKENS,
     ) -> None:
         self.name = name
         self.answers: list[Answer] = []
@@ -82,7 +83,7 @@ class Peer:
             self.desk,
             lambda: self.known,
             self.metrics,
-            MAX_TOKENS,
+            max_tokens,
             self.nbytes_of,
         )
 

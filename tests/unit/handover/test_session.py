@@ -104,6 +104,16 @@ async def test_what_would_not_serve_is_refused_in_words(changes: dict[str, Any],
         assert old.total("failed", way="given") == 1
 
 
+async def test_what_is_longer_than_the_receiver_takes_holds_nothing_up() -> None:
+    async with peers(max_tokens=130) as (old, new):
+        for _ in range(3):
+            await old.rank(5, 160)  # the most valuable is offered first
+        new.handover.lanes_changed(ALL, ())
+        await until(lambda: new.total("seconds", way="taken") > 0)
+        assert await new.users() == {f"u{user}" for user in range(6) if 60 + 20 * user <= 130}
+        assert new.total("failed", way="taken") == old.total("failed", way="given") == 0
+
+
 async def test_a_receiver_with_little_room_keeps_within_it_and_takes_the_best() -> None:
     async with peers(dram=3) as (old, new):
         for _ in range(3):
