@@ -40,7 +40,7 @@ _send = AIOKafkaConnection.send
 
 
 def send(self: Any, request: Any, expect_response: bool = True) -> Any:
-    """As AIOKafkaConnection.send, without three defects of aiokafka 0.14.
+    """As AIOKafkaConnection.send, without four defects of aiokafka 0.14.
 
     - A closed asyncio transport drops what is written to it; uvloop's raises RuntimeError. aiokafka does not expect
       that, and it would end the task that sends heartbeats, and with it the process. Here: KafkaConnectionError.
@@ -48,9 +48,12 @@ def send(self: Any, request: Any, expect_response: bool = True) -> Any:
       meanwhile, nothing closes that connection. Here the request does.
     - Every request for metadata lets the broker create the topics it names, with the cluster's number of partitions: a
       topic deleted under a running relay would come back with other lanes. Clients with a ClientId create none.
+    - A client without topics, such as a member without lanes, asks for all of the cluster's every METADATA_MS: 5 µs of
+      the event loop for each partition. Clients with a ClientId ask for the brokers alone.
     """
     if isinstance(request, MetadataRequest) and isinstance(self._client_id, ClientId):
         request._allow_auto_topic_creation = False
+        request._topics = request._topics or []  # None: all; in the first version of the request, [] as well
     try:
         answer = _send(self, request, expect_response)
     except RuntimeError as error:
@@ -122,7 +125,7 @@ async def _ask_bootstrap(client: Any, cluster: Any, topics: Any) -> bool:
         if connection is None:
             continue
         try:
-            metadata = await connection.send(MetadataRequest(list(topics) or None))
+            metadata = await connection.send(MetadataRequest(list(topics)))
         except (KafkaError, TimeoutError):
             continue
         if metadata.brokers:

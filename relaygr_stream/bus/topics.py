@@ -163,10 +163,9 @@ async def _admin(kafka: Kafka) -> AsyncIterator[Any]:
 
 
 async def _describe(admin: Any, topics: Sequence[Topic]) -> tuple[TopicRow, ...]:
-    # It lists all topics instead of ours by name, since a broker may create a missing topic that a request names.
     listed = {
         entry["topic"]: entry["partitions"]
-        for entry in await admin.describe_topics()
+        for entry in await admin.describe_topics([topic.name for topic in topics])
         if entry["error_code"] == NoError.errno and entry["partitions"]
     }
     present = [topic.name for topic in topics if topic.name in listed]

@@ -68,6 +68,28 @@ async def test_metadata_are_asked_for_with_a_pause(
         await client.close()
 
 
+async def test_a_client_without_topics_asks_for_none(kafka_settings: Kafka, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asked for all topics of the cluster, and once it knew its own from them, for all again and again."""
+    await apply_topics(kafka_settings)
+    asked: list[MetadataRequest] = []
+    send = AIOKafkaConnection.send
+
+    def noting(self: Any, request: Any, expect_response: bool = True) -> Any:
+        if isinstance(request, MetadataRequest):
+            asked.append(request)
+        return send(self, request, expect_response)
+
+    monkeypatch.setattr(AIOKafkaConnection, "send", noting)
+    monkeypatch.setattr(aiokafka_compat, "METADATA_MS", 20)
+    name = load_topics(kafka_settings).retrieval.name
+    async with Producer(kafka_settings, client_id="test") as producer:
+        await until(lambda: len(asked) >= 3)
+        await producer.send_and_wait(name, b"", key=b"u")
+        await until(lambda: len(asked) >= 6)
+    assert all(request._topics is not None for request in asked)  # None: all
+    assert {topic for request in asked for topic in request._topics} <= {name}
+
+
 @asynccontextmanager
 async def door_to(target: list[LocalBroker]) -> AsyncIterator[int]:
     """A port that leads to the broker `target[0]`, as a load balancer's does."""
