@@ -36,7 +36,8 @@ hypothesis.settings.load_profile("same")
 TERMINAL_VARIABLES = ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "COLUMNS", "LINES")
 #: Enough lanes for moves to show, few enough for topics to be made in a moment.
 TEST_LANES = 8
-#: Longest fetch on the embedded broker, which wakes none: of the demo's 12 ms, the polls took a tenth of the processor.
+#: Longest fetch on the embedded broker, which wakes no waiting fetch. With the demo's 12 ms, polls took a tenth of the
+#: processor's time.
 EMBEDDED_WAIT_MS = 30
 #: A day: on a busy machine a test may outlast the minute for which the topics keep rankings.
 NO_RETENTION = {"log.retention.check.interval.ms": "86400000"}
@@ -135,7 +136,7 @@ def _logs_as_at_the_start() -> None:
     Tracebacks are plain: rich takes a quarter of a second for each.
     """
     structlog.reset_defaults()
-    renderer = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
+    renderer = structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback)
     structlog.configure(processors=[*structlog.get_config()["processors"][:-1], renderer])
 
 
@@ -164,7 +165,7 @@ def brokers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Brokers]:
 def embedded_broker(brokers: Brokers) -> Iterator[LocalBroker]:
     """The embedded broker, for tests whose subject is not the broker.
 
-    Each file has its own, for it slows with its topics and records: it tells each client of all topics.
+    Each file has its own, for it slows with its topics and records: it tells every client that starts of all topics.
     """
     with brokers.embedded() as broker:
         yield broker

@@ -125,7 +125,7 @@ async def _ask_bootstrap(client: Any, cluster: Any, topics: Any) -> bool:
         if connection is None:
             continue
         try:
-            metadata = await connection.send(MetadataRequest(list(topics)))
+            metadata = await connection.send(MetadataRequest(list(topics) or None))
         except (KafkaError, TimeoutError):
             continue
         if metadata.brokers:

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import structlog
@@ -113,6 +114,8 @@ async def delete_before(kafka: Kafka, topic: str, offsets: Mapping[int, int]) ->
     """
     wanted = {TopicPartition(topic, partition): RecordsToDelete(offset) for partition, offset in offsets.items()}
     async with _admin(kafka) as admin:
+        # aiokafka looks for the leaders in the metadata of all topics, for which our clients do not ask.
+        admin._get_cluster_metadata = partial(admin._get_cluster_metadata, [topic])
         try:
             await admin.delete_records(wanted)
         except (KafkaError, OSError) as error:

@@ -48,6 +48,7 @@ class Worth(NamedTuple):
     """Return the value of each user's entry (see Transit.worth)."""
 
     users: Sequence[str]
+    max_tokens: int = 0
 
 
 class Lend(NamedTuple):
@@ -111,8 +112,8 @@ class Transit:
         match command:
             case ListUsers():
                 return self.users()
-            case Worth(users):
-                return self.worth(users)
+            case Worth(users, max_tokens):
+                return self.worth(users, max_tokens)
             case Lend(user_id):
                 return self.lend(user_id)
             case GiveBack(lease):
@@ -131,15 +132,18 @@ class Transit:
         """The ids of the users who have entries, in no order."""
         return self._table.users()
 
-    def worth(self, users: Sequence[str]) -> dict[str, float]:
+    def worth(self, users: Sequence[str], max_tokens: int = 0) -> dict[str, float]:
         """By user, the value of a token of the entry: faded uses × recompute cost (ms) / tokens.
 
-        Users without an entry, and users whose entry is computing, are left out.
+        Users without an entry, users whose entry is computing, and those whose entry has more than max_tokens (0: any
+        number) are left out.
         """
         found = {}
         for user_id in users:
             entry = self._table.get(user_id)
-            if entry is not None and not entry.computing and len(entry.tokens):
+            if entry is None or entry.computing or (max_tokens and len(entry.tokens) > max_tokens):
+                continue
+            if len(entry.tokens):
                 uses = max(tier.uses(user_id) for tier in (self._table.hbm, self._table.dram) if tier is not None)
                 found[user_id] = uses * self._cost_ms(len(entry.tokens)) / len(entry.tokens)
         return found

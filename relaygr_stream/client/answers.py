@@ -169,7 +169,7 @@ class Answers:
             elif self._answer_secrets and not self._is_signed(record, correlation):
                 self._drop("forged")
                 _limited(log.warning, "forged")(
-                    "dropped an answer that is not signed with this relay.answer_secret",
+                    "dropped an answer that is not signed with relay.answer_secret",
                     partition=record.lane,
                     offset=record.offset,
                 )

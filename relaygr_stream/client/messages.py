@@ -21,6 +21,7 @@ from relaygr_stream.client.answers import Answers, Ranking, ranking_of
 from relaygr_stream.client.connection import Connection, connected
 from relaygr_stream.client.metrics import ClientMetrics
 from relaygr_stream.errors import (
+    ConfigError,
     DeadlineExceeded,
     DecodeError,
     Overloaded,
@@ -77,10 +78,16 @@ class MessageClient:
         self._metrics = ClientMetrics(self.registry)
         with suppress(ValueError):  # the registry of a process has one already
             self.registry.register(RenewalsCollector())
+        relay = settings.relay
+        if relay.accepted_answer_secret and not relay.answer_secret:
+            raise ConfigError(
+                "`relay.accepted_answer_secret` is set without `relay.answer_secret`: unsigned answers would be dropped; "
+                "set the latter, or both while the secret is being changed"
+            )
         self._answers = Answers(
             self._metrics,
             self._topics.scores.max_message_bytes,
-            (settings.relay.answer_secret, settings.relay.accepted_answer_secret),
+            (relay.answer_secret, relay.accepted_answer_secret),
         )
         self._reader = StatusReader.of(settings, self._topics)
         self._owners = OwnerDirectory(settings.client.silence_ms, reader=self._reader)

@@ -65,8 +65,11 @@ class Desk:
         self._device = device
         self._lanes = lanes
 
-    async def most_valuable_first(self, lanes: frozenset[int]) -> Iterator[str]:
-        """The users of these lanes who have an entry, the most valuable entries per token first."""
+    async def most_valuable_first(self, lanes: frozenset[int], max_tokens: int = 0) -> Iterator[str]:
+        """The users of these lanes who have an entry, the most valuable entries per token first.
+
+        max_tokens: those with a longer entry are left out; 0: none is.
+        """
         everyone = await self._device.ask(ListUsers())
         runs = []  # sorted runs, merged lazily: sorting all users at once would block the loop
         for start in range(0, len(everyone), AT_ONCE):
@@ -76,7 +79,7 @@ class Desk:
                 if lane_of(split_tenant_key(user)[1], self._lanes) in lanes
             ]
             if users:
-                worth: dict[str, float] = await self._device.ask(Worth(users))
+                worth: dict[str, float] = await self._device.ask(Worth(users, max_tokens))
                 runs.append(sorted(((value, user) for user, value in worth.items()), reverse=True))
             else:
                 await asyncio.sleep(0)

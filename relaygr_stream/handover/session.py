@@ -77,7 +77,7 @@ class Giver:
             progress.useless = True
             await channel.send(Refused(difference[:MAX_TEXT]))
             raise PeerError(f"was refused: {difference}")
-        for user_id in await self._desk.most_valuable_first(progress.lanes):
+        for user_id in await self._desk.most_valuable_first(progress.lanes, ask.max_tokens):
             async with self._desk.lease(user_id) as lease:
                 if lease is None or not _fits(lease, ask.max_tokens):
                     continue
@@ -106,7 +106,7 @@ class Giver:
 
 
 def _fits(lease: Lease, max_tokens: int) -> bool:
-    """Whether a taker with this limit (0: not stated) takes the copy: relay.max_prefix_tokens may be smaller there."""
+    """Whether a taker with this limit (0: not stated) takes the copy: the entry may have grown since it was listed."""
     if not max_tokens:
         return True
     return len(lease.tokens) <= max_tokens and lease.capacity <= capacity_for(max_tokens)

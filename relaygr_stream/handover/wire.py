@@ -63,7 +63,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ask(msgspec.Struct, frozen=True, tag="ask"):
-    """Asks for the entries of these lanes' users. max_tokens: those with more are not offered; 0: all are."""
+    """Asks for the entries of these lanes' users. max_tokens: longer entries are not offered; 0: all are."""
 
     identity: Identity
     lanes: Annotated[tuple[int, ...], Meta(max_length=10_000)]

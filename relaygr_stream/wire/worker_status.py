@@ -89,7 +89,7 @@ class StatusReader:
         return cls(topics.lanes, Signer.of(settings.handover), topics.worker_status.max_message_bytes)
 
     async def prepare(self) -> None:
-        """Derive the signatures' key on a thread; without this the first record blocks the loop for 0.6 s."""
+        """Derive the signatures' keys on a thread; without this the first record blocks the loop for 0.6 s each."""
         if self.signer is not None:
             await asyncio.to_thread(self.signer.prepare)
 
@@ -116,7 +116,7 @@ class StatusReader:
     def verify(self, record: Record) -> None:
         """Raise DecodeError `unsigned` unless the signature is valid or no secret is set."""
         if self.signer is not None and not self.signer.verifies(record):
-            raise DecodeError("unsigned", "no signature, or not one made with this handover.secret")
+            raise DecodeError("unsigned", "no signature, or not one made with handover.secret")
 
     def is_fresh(self, sent_ms: int) -> bool:
         """Whether a clock that agrees with ours may have stated this time just now."""

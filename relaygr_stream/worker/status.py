@@ -158,6 +158,8 @@ class StatusReporter:
         self._metrics.device_stall_seconds.set(self._device.stalled_for)
         async with asyncio.timeout(SNAPSHOT_S):
             now: Snapshot = await self._device.ask(Query(tuple(positions)))
+        # A lane that was lost meanwhile may have been stated by its new owner: the later statement counts.
+        positions = {lane: position for lane, position in positions.items() if lane in consumer.lanes}
         lane_bytes = {lane: nbytes + fetching[lane] for lane, nbytes in now.lane_bytes.items()}
         now = msgspec.structs.replace(now, lane_bytes=lane_bytes)
         self._export(now, len(positions))

@@ -14,7 +14,7 @@ import pytest
 from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.bus.topics import load_topics
 from relaygr_stream.client import RelayClient
-from relaygr_stream.errors import Rejected, WorkerFailed
+from relaygr_stream.errors import ConfigError, Rejected, WorkerFailed
 from relaygr_stream.settings.schema import Client, Kafka, Relay, Settings
 from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.messages import RankingRequest, ScoreReply
@@ -146,6 +146,11 @@ async def test_while_the_secret_is_changed_answers_by_either_count(embedded_sett
         await send(peer, record, true, (HEADER_SIGNATURE, answer_signature(by, correlation, true)))
         assert (await ranking).worker == "peer"
         assert count(relay, "answers_dropped", reason="forged") == 1
+
+
+def test_an_accepted_secret_alone_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"`relay\.accepted_answer_secret` is set without `relay\.answer_secret`"):
+        client_with(Kafka(), "", SECRET)
 
 
 async def test_a_worker_signs_as_documented_and_its_clients_believe_it(embedded_settings: Kafka) -> None:
