@@ -140,9 +140,14 @@ class Hedges:
             )
         ]
 
+    @property
+    def may_spend(self) -> bool:
+        """Whether the budget has a slow hedge left."""
+        return self._slow >= 1
+
     def spend(self) -> bool:
         """Take one slow hedge from the budget; False if the budget is used up."""
-        if self._slow < 1:
+        if not self.may_spend:
             return False
         self._slow -= 1
         return True
@@ -295,10 +300,10 @@ class Exchange:
     def _hedge(self, reason: str) -> bool:
         if len(self._tried) >= MAX_ATTEMPTS:
             return False
-        lane = self._hedges.other_lane(self._lane, self._tried, self._reached, LATE_SHARE * self._hedge_s)
-        if lane is None:
+        if reason == "slow" and not self._hedges.may_spend:  # before the search: in a slow fleet every call comes here
             return False
-        if reason == "slow" and not self._hedges.spend():
+        lane = self._hedges.other_lane(self._lane, self._tried, self._reached, LATE_SHARE * self._hedge_s)
+        if lane is None or (reason == "slow" and not self._hedges.spend()):
             return False
         self._metrics.hedges.labels(reason).inc()
         self._attempt(lane)

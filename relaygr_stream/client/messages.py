@@ -81,8 +81,8 @@ class MessageClient:
         relay = settings.relay
         if relay.accepted_answer_secret and not relay.answer_secret:
             raise ConfigError(
-                "`relay.accepted_answer_secret` is set without `relay.answer_secret`: unsigned answers would be dropped; "
-                "set the latter, or both while the secret is being changed"
+                "`relay.accepted_answer_secret` is set without `relay.answer_secret`: unsigned answers would be "
+                "dropped; set the latter, or both while the secret is being changed"
             )
         self._answers = Answers(
             self._metrics,

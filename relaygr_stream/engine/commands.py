@@ -5,7 +5,7 @@ Times are seconds of one monotonic clock.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -200,9 +200,18 @@ class Cancel(NamedTuple):
 
 
 class EraseUser(NamedTuple):
-    """Drop this user's prefix KV in both tiers, with its pins. Returns the number of entries."""
+    """Drop this user's prefix KV in both tiers, with its pins. Returns the number of entries.
+
+    found: the users it is about, among those of `known`, who were compared before: that takes a hash of each.
+    """
 
     erase: Erase
+    found: Set[str] = frozenset()
+    known: Set[str] = frozenset()
+
+    def names(self, user: str) -> bool:
+        """Whether it is about this user."""
+        return user in self.found or (user not in self.known and self.erase.names(user))
 
 
 class LanesLost(NamedTuple):

@@ -42,7 +42,6 @@ from relaygr_stream.engine.queue import RecentIds, Waiters, WorkQueue
 from relaygr_stream.engine.rankings import Rankings
 from relaygr_stream.engine.signals import PinTable, Signals
 from relaygr_stream.errors import CacheCorruption, DeviceError
-from relaygr_stream.wire.erase import Erase
 from relaygr_stream.wire.messages import MISSES
 
 #: Answered requests remembered, so that a signal behind its ranking is not computed: some seconds of traffic.
@@ -147,7 +146,7 @@ class Scheduler:
         elif isinstance(command, Cancel):
             self._cancel(command.request_key, now)
         elif isinstance(command, EraseUser):
-            return self._erase(command.erase)
+            return self._erase(command)
         elif isinstance(command, LanesLost):
             self.pins.release_lanes(command.lanes)
             self.demand.lanes_lost(command.lanes)
@@ -300,7 +299,7 @@ class Scheduler:
         if entry.failed:
             self.pins.release_entry(entry)
 
-    def _erase(self, erase: Erase) -> int:
+    def _erase(self, erase: EraseUser) -> int:
         """Drop the users' entries and pins. Rankings in progress keep what they hold until they are answered."""
         entries = self.cache.erase_users(erase.names)
         for entry in entries:

@@ -9,6 +9,7 @@ GET    /docs  /openapi.json  /healthz  /readyz
 
 from __future__ import annotations
 
+import asyncio
 import html
 import re
 import secrets
@@ -200,12 +201,15 @@ class Door:
 
     # ---- pages ----
 
-    def _page(self, path: str, make: Callable[[Request], Response], *, closed: bool = False) -> Route:
+    def _page(
+        self, path: str, make: Callable[[Request], Response | Awaitable[Response]], *, closed: bool = False
+    ) -> Route:
         async def endpoint(http: Request) -> Response:
             try:
                 if closed:
                     self._tokens.tenant(http, browser=True)
-                response = make(http)
+                made = make(http)
+                response = made if isinstance(made, Response) else await made
             except Refused as error:
                 response = answer(error.status, JSON, Problem(error=error.error, detail=error.detail), error.headers)
             response.headers["cache-control"] = "no-store"
@@ -213,12 +217,13 @@ class Door:
 
         return Route(path, endpoint, methods=["GET"])
 
-    def _fleet(self, http: Request) -> Response:
+    async def _fleet(self, http: Request) -> Response:
         """What `relaygr status` shows, as a page; as JSON where that is asked for."""
         if JSON.media in http.headers.get("accept", ""):
             return Response(as_json(self._view), media_type=JSON.media)
-        page = _FLEET.format(html.escape(render_plain(render(self._view), 100)))
-        return Response(page, media_type="text/html")
+        # On a thread: rich takes half a millisecond for each worker, and rankings must not wait for it.
+        text = await asyncio.to_thread(render_plain, render(self._view), 100)
+        return Response(_FLEET.format(html.escape(text)), media_type="text/html")
 
     def _exposition(self, http: Request) -> Response:
         encode, media = choose_encoder(readable_accept(http.headers.get("accept", "")))

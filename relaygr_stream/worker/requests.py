@@ -20,6 +20,7 @@ from prometheus_client import CollectorRegistry
 from relaygr_stream.bus.ages import LogEnds
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.topics import TopicSet
+from relaygr_stream.cache.transit import ListUsers
 from relaygr_stream.engine.build import WorkerRuntime
 from relaygr_stream.engine.commands import (
     DELEGATED_LANE,
@@ -63,6 +64,8 @@ log = structlog.get_logger(__name__)
 #: A worker whose device failed gives its last answers this long to leave: a send takes milliseconds, and its lanes'
 #: next owners wait for it to end.
 LAST_ANSWERS_S: Final = 2.0
+#: Cached users compared with one to erase before the loop goes on: a hash of each, 0.3 ms.
+NAMES_AT_ONCE: Final = 256
 
 
 @dataclass(frozen=True)
@@ -297,7 +300,12 @@ class Requests:
     async def erase(self, erase: Erase) -> None:
         """Drop a user from this worker: kept histories, both tiers, pins."""
         self.resolver.erase(erase.names)
-        entries = await self._device.ask(EraseUser(erase))
+        users: list[str] = await self._device.ask(ListUsers())
+        found: set[str] = set()
+        for start in range(0, len(users), NAMES_AT_ONCE):
+            found.update(filter(erase.names, users[start : start + NAMES_AT_ONCE]))
+            await asyncio.sleep(0)
+        entries = await self._device.ask(EraseUser(erase, frozenset(found), frozenset(users)))
         log.info("a user was erased", erase=erase.id, entries=entries)
 
     def on_crashed(self, record: Record) -> None:

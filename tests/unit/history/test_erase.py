@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from relaygr_stream.bus.ages import now_ms
 from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.cli.main import main
+from relaygr_stream.engine.commands import EraseUser
 from relaygr_stream.errors import DecodeError
 from relaygr_stream.history.sqlite_store import SqliteStore
 from relaygr_stream.ops.dead_letters.replay import read_letters
@@ -145,6 +146,15 @@ async def test_dead_letters_of_the_user_go_and_those_of_others_stay(
 def test_who_a_dead_letter_names(written: dict[str, Any], user: tuple[str, str], named: bool) -> None:
     record = Record("d", 0, 0, 0, written["key"], written["value"], tuple(written["headers"]))
     assert names_user(record, *user) is named
+
+
+def test_the_device_thread_compares_only_who_came_since_all_were_compared() -> None:
+    erase = Erase(id="0" * 16, user=user_mark("0" * 16, "ann"), sent_ms=1)
+    everybody = ["ann", "bob"]
+    assert [*filter(EraseUser(erase).names, everybody)] == ["ann"]
+    assert [*filter(EraseUser(erase, frozenset({"ann"}), frozenset(everybody)).names, everybody)] == ["ann"]
+    assert [*filter(EraseUser(erase, frozenset(), frozenset({"bob"})).names, everybody)] == ["ann"]  # she came later
+    assert [*filter(EraseUser(erase, frozenset(), frozenset(everybody)).names, everybody)] == []  # not hashed again
 
 
 def test_a_request_to_erase_is_signed_fresh_and_names_nobody_in_clear() -> None:
