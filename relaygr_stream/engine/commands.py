@@ -5,8 +5,9 @@ Times are seconds of one monotonic clock.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
+from itertools import filterfalse
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -209,9 +210,9 @@ class EraseUser(NamedTuple):
     found: Set[str] = frozenset()
     known: Set[str] = frozenset()
 
-    def names(self, user: str) -> bool:
-        """Whether it is about this user."""
-        return user in self.found or (user not in self.known and self.erase.names(user))
+    def among(self, users: Iterable[str]) -> list[str]:
+        """Those of the users whom it is about."""
+        return [*self.found, *filter(self.erase.names, filterfalse(self.known.__contains__, users))]
 
 
 class LanesLost(NamedTuple):

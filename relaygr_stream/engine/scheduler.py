@@ -301,7 +301,7 @@ class Scheduler:
 
     def _erase(self, erase: EraseUser) -> int:
         """Drop the users' entries and pins. Rankings in progress keep what they hold until they are answered."""
-        entries = self.cache.erase_users(erase.names)
+        entries = self.cache.erase_users(erase.among(self.cache.transit.users()))
         for entry in entries:
             self.pins.release_entry(entry)
         return len(entries)

@@ -221,7 +221,7 @@ class Door:
         """What `relaygr status` shows, as a page; as JSON where that is asked for."""
         if JSON.media in http.headers.get("accept", ""):
             return Response(as_json(self._view), media_type=JSON.media)
-        # On a thread: rich takes half a millisecond for each worker, and rankings must not wait for it.
+        # On a thread: rich takes half a millisecond for each worker, and rankings wait for milliseconds of it at most.
         text = await asyncio.to_thread(render_plain, render(self._view), 100)
         return Response(_FLEET.format(html.escape(text)), media_type="text/html")
 

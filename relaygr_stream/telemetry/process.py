@@ -138,8 +138,8 @@ def run_process(name: str, settings: Settings, main: Main) -> int:
             await _run_main(main, ctx)
             ctx.log.info("stopped")
 
-    # A worker's modules are 190,000 objects. Each full garbage collection went through them and so stopped event loop
-    # and device thread for 0.1 s. What is there now is not looked at again.
+    # A worker's modules are 190,000 objects. Each full garbage collection went through them, which stopped event loop
+    # and device thread for 0.1 s. What is loaded by now is left out.
     gc.collect()
     gc.freeze()
     runner = asyncio.Runner(loop_factory=loop_factory())

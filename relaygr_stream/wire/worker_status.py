@@ -89,7 +89,7 @@ class StatusReader:
         return cls(topics.lanes, Signer.of(settings.handover), topics.worker_status.max_message_bytes)
 
     async def prepare(self) -> None:
-        """Derive the signatures' keys on a thread; without this the first record blocks the loop for 0.6 s each."""
+        """Derive the signatures' keys on a thread; without this the first record blocks the loop: 0.6 s a secret."""
         if self.signer is not None:
             await asyncio.to_thread(self.signer.prepare)
 

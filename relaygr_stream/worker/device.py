@@ -20,9 +20,6 @@ from relaygr_stream.engine.scheduler import Scheduler
 from relaygr_stream.errors import DeviceError
 from relaygr_stream.telemetry.background import Background
 
-#: Commands handled between two steps. In a burst of thousands of rankings admission takes up to 0.1 ms each, because it
-#: predicts the queue that those before have made: 4 ms, where all at once would keep the device idle for half a second.
-COMMANDS_A_TURN: Final = 32
 #: The thread looks around at least this often, so that its pulse (`turns`) shows a hang, not idleness.
 IDLE_WAIT_S: Final = 0.25
 
@@ -47,16 +44,14 @@ class Turn:
 
 
 def take_turn(scheduler: Scheduler, inbox: deque[Submitted], clock: Callable[[], float]) -> Iterator[Turn]:
-    """Handle up to COMMANDS_A_TURN commands of the inbox, then step; yields what each half did.
+    """Handle every command in the inbox, then step; yields what each half did.
 
     So what needs no device (refusals, passing on, questions) does not wait for a step. After a half with an error,
     which does not lose what was done before it, there is no other.
     """
     turn = Turn()
     try:
-        for _ in range(COMMANDS_A_TURN):
-            if not inbox:
-                break
+        while inbox:
             command, asked_by = inbox.popleft()
             reply = scheduler.handle(command, clock())
             if asked_by is not None:

@@ -258,7 +258,7 @@ class Worker:
             background.start(self._counts.run())
             try:
                 reporter.serve()
-                background.start(reporter.publish_now())  # lanes that came before were stated by one that starts
+                background.start(reporter.publish_now())  # triggers count no lanes of a worker that starts
                 await background.until(context.stop.wait())
                 watch.cancel()
                 drained_by = time.monotonic() + self._settings.worker.drain_ms / 1e3

@@ -302,10 +302,13 @@ class Requests:
         self.resolver.erase(erase.names)
         users: list[str] = await self._device.ask(ListUsers())
         found: set[str] = set()
+        known: set[str] = set()
         for start in range(0, len(users), NAMES_AT_ONCE):
-            found.update(filter(erase.names, users[start : start + NAMES_AT_ONCE]))
+            part = users[start : start + NAMES_AT_ONCE]
+            known.update(part)
+            found.update(filter(erase.names, part))
             await asyncio.sleep(0)
-        entries = await self._device.ask(EraseUser(erase, frozenset(found), frozenset(users)))
+        entries = await self._device.ask(EraseUser(erase, found, known))
         log.info("a user was erased", erase=erase.id, entries=entries)
 
     def on_crashed(self, record: Record) -> None:

@@ -119,7 +119,7 @@ class SimulatedWorker:
             self._free_at = clock.now
             if turn.answers:
                 self._on_answers(turn.answers, clock.now)
-        if turn.worked or self._inbox:
+        if turn.worked:
             self._wake(clock.now)
         elif (timer := self.scheduler.next_timer()) is not None:
             self._wake(timer)

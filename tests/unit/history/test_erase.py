@@ -151,10 +151,10 @@ def test_who_a_dead_letter_names(written: dict[str, Any], user: tuple[str, str],
 def test_the_device_thread_compares_only_who_came_since_all_were_compared() -> None:
     erase = Erase(id="0" * 16, user=user_mark("0" * 16, "ann"), sent_ms=1)
     everybody = ["ann", "bob"]
-    assert [*filter(EraseUser(erase).names, everybody)] == ["ann"]
-    assert [*filter(EraseUser(erase, frozenset({"ann"}), frozenset(everybody)).names, everybody)] == ["ann"]
-    assert [*filter(EraseUser(erase, frozenset(), frozenset({"bob"})).names, everybody)] == ["ann"]  # she came later
-    assert [*filter(EraseUser(erase, frozenset(), frozenset(everybody)).names, everybody)] == []  # not hashed again
+    assert EraseUser(erase).among(everybody) == ["ann"]
+    assert EraseUser(erase, {"ann"}, {"ann", "bob"}).among(everybody) == ["ann"]
+    assert EraseUser(erase, known={"bob"}).among(everybody) == ["ann"]  # she came later
+    assert EraseUser(erase, known={"ann", "bob"}).among(everybody) == []  # nobody is compared twice
 
 
 def test_a_request_to_erase_is_signed_fresh_and_names_nobody_in_clear() -> None:

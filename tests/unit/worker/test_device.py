@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -15,7 +14,7 @@ import pytest
 from relaygr_stream.engine.commands import Answer, Query, Rank
 from relaygr_stream.engine.scheduler import Scheduler
 from relaygr_stream.errors import CacheCorruption, CapacityError, DeviceError
-from relaygr_stream.worker.device import COMMANDS_A_TURN, DeviceThread, Submitted, take_turn
+from relaygr_stream.worker.device import DeviceThread
 from tests.unit.engine.worlds import World, Wrapped, look
 from tests.waiting import until
 
@@ -82,20 +81,6 @@ async def test_commands_are_handled_in_order_and_a_question_after_those_before_i
         r.thread.submit(*(look(lambda *_, number=number: seen.append(number)) for number in range(100)))
         assert await r.thread.ask(look(lambda *_: len(seen))) == 100
         assert seen == [*range(100)]
-
-
-def test_a_burst_does_not_keep_the_device_from_its_work() -> None:
-    world = World()
-    rankings = [world.ranking(f"r{number}", number, 60, timeout=30.0) for number in range(3 * COMMANDS_A_TURN)]
-    inbox = deque(Submitted(Rank(task)) for task in rankings)
-    handled, stepped = take_turn(world.scheduler, inbox, lambda: world.now)
-    assert not handled.worked
-    assert stepped.worked
-    assert len(inbox) == 2 * COMMANDS_A_TURN
-    while len(world.scheduler.rankings) or inbox:
-        for turn in take_turn(world.scheduler, inbox, lambda: world.now):
-            stepped.answers += turn.answers
-    assert {id(answer.task) for answer in stepped.answers} == {id(task) for task in rankings}
 
 
 async def test_what_needs_no_device_is_answered_while_it_works() -> None:
