@@ -106,7 +106,7 @@ class Giver:
 
 
 def _fits(lease: Lease, max_tokens: int) -> bool:
-    """Whether a taker with this limit (0: not stated) takes the copy, whose entry may have grown since it was listed."""
+    """Whether a taker with this limit (0: not stated) takes the copy: an entry may grow after it was listed."""
     if not max_tokens:
         return True
     return len(lease.tokens) <= max_tokens and lease.capacity <= capacity_for(max_tokens)
