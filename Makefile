@@ -48,7 +48,7 @@ $(STAMP): pyproject.toml constraints.txt $(KERNELS)
 demo: $(STAMP) ## run the whole relay on an embedded broker and show what it does (2 minutes; ARGS="--events FILE --checkpoint FOLDER")
 	$(BIN)/relaygr demo $(ARGS)
 
-test: $(STAMP) ## unit tests, the bus on the embedded broker, end to end with real processes (6 minutes on two cores)
+test: $(STAMP) ## unit tests, the bus on the embedded broker, end to end with real processes (6 to 7 minutes on two cores)
 	$(BIN)/pytest -n $(TEST_WORKERS) --dist $(TEST_DIST) $(ARGS)
 
 test-stack: $(STAMP) ## what make test leaves out: the wheel, on Apache Kafka (KAFKA_HOME, or RELAYGR_TEST_BOOTSTRAP), mutants of the ledger, the SLO bench
