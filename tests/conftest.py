@@ -99,7 +99,7 @@ AnyBroker = LocalBroker | RunningCluster
 
 
 class Brokers:
-    """Starts brokers, and ends those that are still running with it."""
+    """Starts brokers. Apache Kafka runs until `close`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

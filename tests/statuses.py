@@ -7,7 +7,17 @@ from typing import Any
 
 import msgspec
 
+from relaygr_stream.settings.worker import Handover
 from relaygr_stream.wire.messages import CostModel, LaneStatus, WorkerStatus
+
+_SECRET, _NEXT = "a secret of the fleet", "the fleet's next secret"
+#: The settings of a fleet that changes its secret, from round to round of restarts.
+SECRET_CHANGE = (
+    Handover(secret=_SECRET),
+    Handover(secret=_SECRET, accepted_secret=_NEXT),
+    Handover(secret=_NEXT, accepted_secret=_SECRET),
+    Handover(secret=_NEXT),
+)
 
 
 def lane_statuses(lanes: Iterable[int], **changes: Any) -> tuple[LaneStatus, ...]:

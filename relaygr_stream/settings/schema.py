@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from relaygr_stream.settings.section import BYTES, LABEL, Ms, Name, Port, Positive, Section, Share, doc
+from relaygr_stream.settings.section import BYTES, LABEL, Ms, Name, Port, Positive, Section, Share, SharedSecret, doc
 from relaygr_stream.settings.worker import Handover, Model, Worker
 
 #: Most lanes of a relay: a consumer's statement on each of them still fits into one message.
@@ -82,13 +82,11 @@ class Relay(Section, frozen=True, kw_only=True):
         doc("factor of the times over which load, reuse and demand are averaged (1, 10 and 30 s)"),
     ] = 1.0
     answer_secret: Annotated[
-        str,
-        Meta(pattern=r"\A(.{16,})?\Z", extra={"secret": True}),
+        SharedSecret,
         doc("signs answers; clients that have it drop unsigned ones; 16 characters or more; empty: unsigned"),
     ] = ""
     accepted_answer_secret: Annotated[
-        str,
-        Meta(pattern=r"\A(.{16,})?\Z", extra={"secret": True}),
+        SharedSecret,
         doc("clients accept answers signed with this, too: the next answer_secret or the former one, during a change"),
     ] = ""
 

@@ -26,6 +26,7 @@ BYTES = {"unit": "bytes"}  # a setting with this unit also accepts "512MiB", "2G
 #: A text for logs and keys, without control characters and NUL.
 LABEL = Meta(max_length=128, pattern=r"\A[^\x00-\x1f\x7f-\x9f]*\Z")
 Name = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9._-]{1,128}\Z")]
+SharedSecret = Annotated[str, Meta(pattern=r"\A(.{16,})?\Z", extra={"secret": True})]
 MAX_PORT: Final = 65_535
 Port = Annotated[int, Meta(ge=0, le=MAX_PORT)]
 Positive = Annotated[int, Meta(ge=1)]

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from relaygr_stream.settings.section import BYTES, Ms, Name, Port, Positive, Section, Share, doc
+from relaygr_stream.settings.section import BYTES, Ms, Name, Port, Positive, Section, Share, SharedSecret, doc
 
 Kernels = Literal["auto", "torch", "triton", "amx", "avx512_bf16", "avx512"]
 
@@ -108,13 +108,11 @@ class Handover(Section, frozen=True, kw_only=True):
     """Handover: the prefix KV of lanes that move from worker to worker."""
 
     secret: Annotated[
-        str,
-        Meta(pattern=r"\A(.{16,})?\Z", extra={"secret": True}),
+        SharedSecret,
         doc("shared by all workers, 16 characters or more; without it and tls_certificate there is no handover"),
     ] = ""
     accepted_secret: Annotated[
-        str,
-        Meta(pattern=r"\A(.{16,})?\Z", extra={"secret": True}),
+        SharedSecret,
         doc(
             "processes with this secret are believed, too: the next handover.secret or the former one, during a change"
         ),

@@ -14,6 +14,7 @@ import pytest
 from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.bus.topics import load_topics
 from relaygr_stream.client import RelayClient
+from relaygr_stream.client.answers import Ranking
 from relaygr_stream.errors import ConfigError, Rejected, WorkerFailed
 from relaygr_stream.settings.schema import Client, Kafka, Relay, Settings
 from relaygr_stream.wire.codec import encode
@@ -45,6 +46,14 @@ async def send(peer: Responder, to: Record, value: bytes, *headers: tuple[str, b
     )
 
 
+async def unanswered(peer: Responder, relay: RelayClient) -> tuple[asyncio.Task[Ranking], Record, RankingRequest]:
+    """A call, and the request that the peer holds back its answer to."""
+    peer.hold = True
+    ranking = asyncio.create_task(relay.rank(request(1), timeout=PATIENCE_S))
+    await until(lambda: len(peer.held) == 1)
+    return ranking, *peer.held[0]
+
+
 def forged(request: RankingRequest, **changes: Any) -> ScoreReply:
     scores = np.full_like(scores_for(request), 666.0).tobytes()
     return msgspec.structs.replace(scored(request), scores=scores, worker="forger", **changes)
@@ -62,10 +71,7 @@ async def test_one_call_s_correlation_id_does_not_tell_the_next(embedded_setting
 
 async def test_an_answer_to_another_request_is_dropped_and_the_call_waits_on(embedded_settings: Kafka) -> None:
     async with responder_on(embedded_settings) as peer, client_on(embedded_settings) as relay:
-        peer.hold = True
-        ranking = asyncio.create_task(relay.rank(request(1), timeout=PATIENCE_S))
-        await until(lambda: len(peer.held) == 1)
-        record, sent = peer.held[0]
+        ranking, record, sent = await unanswered(peer, relay)
         await send(peer, record, encode(forged(sent, request_id="another")))
         await send(peer, record, encode(forged(sent, request_id="")))
         await send(peer, record, encode(ScoreReply(request_id="another", status="rejected")))
@@ -110,10 +116,7 @@ def client_with(kafka: Kafka, secret: str, accepted: str = "", **client: Any) ->
 
 async def test_with_a_secret_only_signed_answers_count(embedded_settings: Kafka) -> None:
     async with responder_on(embedded_settings) as peer, client_with(embedded_settings, SECRET, hedge_ms=0.0) as relay:
-        peer.hold = True
-        ranking = asyncio.create_task(relay.rank(request(1), timeout=PATIENCE_S))
-        await until(lambda: len(peer.held) == 1)
-        record, sent = peer.held[0]
+        ranking, record, sent = await unanswered(peer, relay)
         correlation = dict(record.headers)[HEADER_CORRELATION]
         evil, true = encode(forged(sent)), encode(scored(sent))
         for signature in (
@@ -136,10 +139,7 @@ async def test_with_a_secret_only_signed_answers_count(embedded_settings: Kafka)
 async def test_while_the_secret_is_changed_answers_by_either_count(embedded_settings: Kafka, by: str) -> None:
     client = client_with(embedded_settings, SECRET, "the next secret of sixteen", hedge_ms=0.0)
     async with responder_on(embedded_settings) as peer, client as relay:
-        peer.hold = True
-        ranking = asyncio.create_task(relay.rank(request(1), timeout=PATIENCE_S))
-        await until(lambda: len(peer.held) == 1)
-        record, sent = peer.held[0]
+        ranking, record, sent = await unanswered(peer, relay)
         correlation = dict(record.headers)[HEADER_CORRELATION]
         evil, true = encode(forged(sent)), encode(scored(sent))
         await send(peer, record, evil, (HEADER_SIGNATURE, answer_signature(by + "x", correlation, evil)))

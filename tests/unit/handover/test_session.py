@@ -17,7 +17,8 @@ from relaygr_stream.handover.service import advertised_host
 from relaygr_stream.handover.session import Taker
 from relaygr_stream.handover.wire import Ask, Refused
 from relaygr_stream.settings.worker import Handover as HandoverSettings
-from tests.unit.handover.peers import ALL, LANES, SECRET, connected, peers, status
+from tests.statuses import SECRET_CHANGE
+from tests.unit.handover.peers import ALL, LANES, connected, peers, status
 from tests.waiting import until
 
 
@@ -72,17 +73,7 @@ async def test_another_secret_gets_nothing_and_says_so() -> None:
         assert old.total("bytes", way="given") == 0
 
 
-NEXT_SECRET = "another sixteen characters"
-#: A fleet's settings from restart to restart while its secret is changed.
-CHANGE = (
-    HandoverSettings(secret=SECRET),
-    HandoverSettings(secret=SECRET, accepted_secret=NEXT_SECRET),
-    HandoverSettings(secret=NEXT_SECRET, accepted_secret=SECRET),
-    HandoverSettings(secret=NEXT_SECRET),
-)
-
-
-@pytest.mark.parametrize(("first", "second"), [*pairwise(CHANGE), *pairwise(reversed(CHANGE))])
+@pytest.mark.parametrize(("first", "second"), [*pairwise(SECRET_CHANGE), *pairwise(reversed(SECRET_CHANGE))])
 async def test_while_the_secret_is_changed_prefix_kv_move(first: HandoverSettings, second: HandoverSettings) -> None:
     async with peers(first={"settings": first}, settings=second) as (old, new):
         new.handover.lanes_changed(ALL, ())

@@ -18,7 +18,7 @@ from relaygr_stream.wire.messages import WorkerStatus
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.signature import Signer
 from relaygr_stream.wire.worker_status import HEADER_INCARNATION, MAX_AHEAD_S, MAX_SKEW_S, StatusReader, Tombstone
-from tests.statuses import lane_statuses, worker_status
+from tests.statuses import SECRET_CHANGE, lane_statuses, worker_status
 
 TOPIC = "relaygr.worker-status"
 SECRET = "a secret of the fleet"
@@ -111,26 +111,16 @@ def test_with_a_secret_only_who_has_it_is_believed() -> None:
         assert refused.value.reason == "unsigned"
 
 
-#: A fleet's settings from restart to restart while its secret is changed.
-NEXT_SECRET = "the fleet's next secret"
-CHANGE = (
-    Handover(secret=SECRET),
-    Handover(secret=SECRET, accepted_secret=NEXT_SECRET),
-    Handover(secret=NEXT_SECRET, accepted_secret=SECRET),
-    Handover(secret=NEXT_SECRET),
-)
-
-
-@pytest.mark.parametrize(("before", "after"), [*itertools.pairwise(CHANGE)])
+@pytest.mark.parametrize(("before", "after"), [*itertools.pairwise(SECRET_CHANGE)])
 def test_while_a_secret_is_changed_every_process_is_believed(before: Handover, after: Handover) -> None:
     for ours, theirs in itertools.product((before, after), repeat=2):
         assert reader(Signer.of(ours)).read(record(encode(status()), signer=Signer.of(theirs))) == status()
 
 
-@pytest.mark.parametrize("former", CHANGE[:2])
+@pytest.mark.parametrize("former", SECRET_CHANGE[:2])
 def test_after_its_change_a_former_secret_is_not_believed(former: Handover) -> None:
     with pytest.raises(DecodeError, match="not one made with"):
-        reader(Signer.of(CHANGE[-1])).read(record(encode(status()), signer=Signer.of(former)))
+        reader(Signer.of(SECRET_CHANGE[-1])).read(record(encode(status()), signer=Signer.of(former)))
 
 
 def test_an_accepted_secret_alone_signs_nothing_and_is_refused() -> None:
