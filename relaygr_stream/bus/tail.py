@@ -28,6 +28,9 @@ log = structlog.get_logger(__name__)
 #: process half a millisecond of a core each.
 RELAXED_MS: Final = 300
 RELAXED_BYTES: Final = 256 * 1024
+#: Pause after a read of `worker-status`: a fetch for each status takes a quarter of a core with 200 workers
+#: (docs/explanation/decisions.md). A relaxed tail would be too late, and fetch as often from a small fleet.
+STATUS_PAUSE_S: Final = 0.005
 
 
 class TopicTail:
@@ -35,7 +38,7 @@ class TopicTail:
 
     start: "earliest", or "latest" for records produced after start() returns. on_records(records): gets records in
     order per partition (`Record.lane`); it runs on the loop and must be quick. relaxed: records may arrive RELAXED_MS
-    late, many at a time.
+    late, many at a time. pause_s: after each read; records come up to two pauses later, many at a time.
 
     If the broker has lost the offset (the log expired or was recreated), reading continues at the earliest record. A
     record may then arrive twice, but no existing record is skipped. After a refusal, or an end inside aiokafka, reading
@@ -51,8 +54,10 @@ class TopicTail:
         on_records: Callable[[list[Record]], None],
         *,
         relaxed: bool = False,
+        pause_s: float = 0.0,
     ) -> None:
         self._kafka = kafka
+        self._pause_s = pause_s
         self._wait_ms = RELAXED_MS if relaxed else kafka.tail_max_wait_ms
         self._least_bytes = RELAXED_BYTES if relaxed else 1
         self._partitions = [TopicPartition(topic, partition) for partition in partitions]
@@ -151,7 +156,8 @@ class TopicTail:
             while True:
                 try:
                     consumer = await self._renewed.present()
-                    await self._read(consumer)
+                    if await self._read(consumer) and self._pause_s:
+                        await asyncio.sleep(self._pause_s)
                 except BrokerUnavailable:
                     continue  # `trouble` reports it; try again
                 except (KafkaError, OSError) as error:

@@ -15,7 +15,7 @@ import structlog
 
 from relaygr_stream.bus.aiokafka_compat import end
 from relaygr_stream.bus.producer import NO_LEADER, Outgoing, Producer
-from relaygr_stream.bus.tail import TopicTail
+from relaygr_stream.bus.tail import STATUS_PAUSE_S, TopicTail
 from relaygr_stream.bus.topic_check import PartitionCounts
 from relaygr_stream.bus.topics import TopicRow, TopicSet, lane_of, verify_topics
 from relaygr_stream.client.answers import Answers, ReplyRoute, reply_partitions
@@ -203,7 +203,7 @@ async def _listen(
 ) -> bool:
     """Follow the workers' statuses, which only hedges need. False if they cannot be read; the client works without."""
     name = topics.worker_status.name
-    statuses = TopicTail(settings.kafka, name, [0], "latest", owners.on_records)
+    statuses = TopicTail(settings.kafka, name, [0], "latest", owners.on_records, pause_s=STATUS_PAUSE_S)
     try:
         if all(row.topic.name != name for row in rows):
             raise TopicError(f"topic {name} does not exist, or this client has no permission to describe it")

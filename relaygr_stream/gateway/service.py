@@ -8,7 +8,7 @@ import socket
 from contextlib import AsyncExitStack
 from typing import Final
 
-from relaygr_stream.bus.tail import TopicTail
+from relaygr_stream.bus.tail import STATUS_PAUSE_S, TopicTail
 from relaygr_stream.bus.topics import load_topics
 from relaygr_stream.client import RelayClient
 from relaygr_stream.gateway.app import Door
@@ -34,7 +34,8 @@ async def run_gateway(context: ProcessContext) -> None:
     view = Overview(settings, topics, reader)
     name = f"gateway-{socket.gethostname()}-{os.getpid()}"
     relay = RelayClient(settings=settings, client_id=name, registry=context.registry)
-    tail = TopicTail(settings.kafka, topics.worker_status.name, [0], "earliest", view.on_records)
+    status = topics.worker_status.name
+    tail = TopicTail(settings.kafka, status, [0], "earliest", view.on_records, pause_s=STATUS_PAUSE_S)
     store = open_store(settings.history) if settings.history.store else None
     async with AsyncExitStack() as stack:
         if store is not None:

@@ -18,7 +18,7 @@ from relaygr_stream.bus.ages import now_ms
 from relaygr_stream.bus.aiokafka_compat import end
 from relaygr_stream.bus.lanes import LaneConsumer
 from relaygr_stream.bus.producer import Producer
-from relaygr_stream.bus.tail import TopicTail
+from relaygr_stream.bus.tail import STATUS_PAUSE_S, TopicTail
 from relaygr_stream.bus.topics import TopicSet
 from relaygr_stream.engine.build import WorkerRuntime
 from relaygr_stream.engine.commands import Query
@@ -100,7 +100,8 @@ class StatusReporter:
         self._told_of_unknown = bool(runtime.model.note)  # no warning for random weights: they know no item
         self._statements = Statements(settings, runtime, time.monotonic())
         self._publishing = Background()  # not the process's: it goes on while the worker drains and says farewell
-        self._tail = TopicTail(settings.kafka, topics.worker_status.name, [0], "earliest", self._on_statuses)
+        topic, take = topics.worker_status.name, self._on_statuses
+        self._tail = TopicTail(settings.kafka, topic, [0], "earliest", take, pause_s=STATUS_PAUSE_S)
 
     async def __aenter__(self) -> Self:
         await self._reader.prepare()
