@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -60,10 +60,10 @@ def import_command(settings: Settings, file: Path, **how: Any) -> None:
     """Make a log's interactions the whole histories of its users.
 
     FILE is a log as `relaygr replay` reads it (docs/reference/workloads.md). Items and actions must be numbers: those
-    of the model. A history longer than history.max_behaviours keeps its newest. Other users' histories stay as they
-    are. Exits 1 if a user failed.
+    of the model. A history longer than history.max_behaviours or relay.max_prefix_tokens keeps its newest. Other users'
+    histories stay as they are. Exits 1 if a user failed.
     """
-    most = settings.history.max_behaviours
+    most = settings.longest_history
 
     async def write(store: WritableStore, user: str, behaviours: Behaviours) -> None:
         newest = behaviours.slice(max(0, len(behaviours) - most), len(behaviours)) if most else behaviours
@@ -79,10 +79,10 @@ def append(settings: Settings, file: Path, **how: Any) -> None:
     """Append a log's interactions to the histories of its users.
 
     A user's interactions must not be older than the last one in the store; otherwise the user is left as it was, and
-    named. Items and actions must be numbers. A history that grows beyond history.max_behaviours loses its oldest
-    behaviours. Exits 1 if a user failed.
+    named. Items and actions must be numbers. A history that grows beyond history.max_behaviours or
+    relay.max_prefix_tokens loses its oldest behaviours. Exits 1 if a user failed.
     """
-    most = settings.history.max_behaviours
+    most = settings.longest_history
 
     async def write(store: WritableStore, user: str, behaviours: Behaviours) -> None:
         await store.append(user, how["tenant"], behaviours, most)
@@ -223,7 +223,7 @@ def _write_all(settings: Settings, log: InteractionLog, done: str, write: Callab
     if broken := log.broken_text():
         click.echo(broken, err=True)
     failed: list[str] = []
-    users = _histories(log)
+    users = log.histories()
 
     async def run() -> None:
         async with _writable(settings) as store:
@@ -250,22 +250,6 @@ def _write_all(settings: Settings, log: InteractionLog, done: str, write: Callab
         click.echo(f"{len(failed) - SHOWN} more users failed", err=True)
     click.echo(f"{done}: {len(log.users) - len(failed)} users; failed: {len(failed)}")
     sys.exit(bool(failed))
-
-
-def _histories(log: InteractionLog) -> Iterator[tuple[str, Behaviours]]:
-    import msgspec
-
-    from relaygr_stream.wire.behaviours import Behaviours
-
-    columns = [one for one in log.schema.columns if one.of == "behaviour"]
-    for code, user in enumerate(log.users):
-        rows = slice(int(log.offsets[code]), int(log.offsets[code + 1]))
-        behaviours = Behaviours.of(log.items[rows], log.actions[rows], log.times[rows])
-        if columns:
-            values = {one.name: log.features[one.name][rows] for one in columns}
-            packed = log.schema.pack(values, {"behaviour": len(behaviours)})
-            behaviours = msgspec.structs.replace(behaviours, columns=packed["behaviour"])
-        yield user, behaviours
 
 
 @asynccontextmanager

@@ -214,7 +214,7 @@ class PackedStore(ABC):
             head = await self._head(user)
             start, stop = needed(head, len(behaviours), most)
             again, rows = await self._rows(user, start, stop) if stop > start else (head, Behaviours())
-            if again == head and await self._write(user, write := appending(head, rows, behaviours, most)):
+            if again == head and await self._written(user, write := appending(head, rows, behaviours, most)):
                 return write.after.reference
         raise _too_many_writers()
 
@@ -223,9 +223,19 @@ class PackedStore(ABC):
         user = tenant_key(tenant, user_id)
         for _ in range(CONFLICTS):
             write = replacing(await self._head(user), behaviours)
-            if await self._write(user, write):
+            if await self._written(user, write):
                 return write.after.reference
         raise _too_many_writers()
+
+    async def _written(self, user: str, write: Write) -> bool:
+        """`_write`. Where its answer is lost, the head tells whether it was done, unless another write followed: an
+        append that is repeated adds twice."""
+        try:
+            return await self._write(user, write)
+        except HistoryUnavailable:
+            if await self._head(user) != write.after:
+                raise
+            return True
 
     @abstractmethod
     async def _head(self, user: str) -> Head | None:

@@ -12,6 +12,8 @@ from collections.abc import Awaitable, Callable
 from importlib import import_module
 from typing import Final, Protocol, TypeVar, runtime_checkable
 
+import msgspec
+
 from relaygr_stream.errors import ConfigError, HistoryError, HistoryUnavailable
 from relaygr_stream.settings.schema import History
 from relaygr_stream.wire.behaviours import Behaviours
@@ -71,8 +73,26 @@ class WritableStore(HistoryStore, Protocol):
 
 
 async def looked_up(store: HistoryStore, user_id: str, tenant: str, within_s: float) -> HistoryReference | None:
-    """`store.reference` within a time. Raises as `in_time`."""
-    return await in_time(lambda: store.reference(user_id, tenant), within_s)
+    """`store.reference` within a time. Raises as `in_time`; HistoryUnavailable for an answer of another type."""
+    found: object = await in_time(lambda: store.reference(user_id, tenant), within_s)
+    if found is not None and not isinstance(found, HistoryReference):
+        raise HistoryUnavailable(f"the history store answers with {type(found).__name__}, not with a HistoryReference")
+    return found
+
+
+async def rows_of(
+    store: HistoryStore, user_id: str, tenant: str, reference: HistoryReference, start: int, within_s: float
+) -> Behaviours:
+    """`store.read` from start to the reference's end, within a time. Raises as `looked_up`."""
+    rows: object = await in_time(
+        lambda: store.read(user_id, tenant, reference.version, start, reference.length), within_s
+    )
+    if not isinstance(rows, Behaviours):
+        raise HistoryUnavailable(f"the history store answers with {type(rows).__name__}, not with Behaviours")
+    columns: object = rows.columns
+    if not isinstance(columns, dict | msgspec.UnsetType) or {type(part) for part in rows.parts()} != {bytes}:
+        raise HistoryUnavailable("the history store answers with Behaviours that are not made of bytes")
+    return rows
 
 
 async def in_time(call: Callable[[], Awaitable[T]], within_s: float) -> T:
@@ -101,7 +121,7 @@ def open_store(settings: History) -> HistoryStore:
             from relaygr_stream.history.redis_store import RedisStore  # noqa: PLC0415
         except ImportError as error:
             raise ConfigError(
-                f"history.store = {name}: {error}; install the extra: pip install 'relaygr-stream[redis]'"
+                f"history.store = {name}: {error}; install this package with its extra `redis`"
             ) from error
         return RedisStore(settings)
     if name.startswith(SQLITE):

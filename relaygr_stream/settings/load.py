@@ -121,7 +121,14 @@ def load_settings(
 
 
 def _check_together(settings: Settings) -> None:
-    """Raise ConfigError where every worker would count as silent between two of its statuses."""
+    """Raise ConfigError where two values make a process useless."""
+    kafka = settings.kafka
+    for name in ("fetch_max_wait_ms", "tail_max_wait_ms"):
+        if (wait := getattr(kafka, name)) >= kafka.request_timeout_ms:
+            raise ConfigError(
+                f"`kafka.{name}` = {wait} is not below `kafka.request_timeout_ms` = {kafka.request_timeout_ms}: each "
+                f"fetch without messages would end the connection; lower the former, or raise the latter"
+            )
     interval = settings.worker.status_interval_ms
     for key, bound in (
         ("client.silence_ms", settings.client.silence_ms),

@@ -26,11 +26,14 @@ class Kafka(Section, frozen=True, kw_only=True):
         bool,
         doc("dead letters keep the whole message, history included, for `replay`; otherwise its size and SHA-256"),
     ] = False
-    replication: Annotated[int, Meta(ge=0, le=9), doc("copies of each topic; 0: as in the topic files")] = 0
+    replication: Annotated[int, Meta(ge=0, le=9), doc("replicas of each topic; 0: as in the topic files")] = 0
     fetch_max_wait_ms: Annotated[
         int,
         Meta(ge=1, le=10_000),
-        doc("longest fetch of lanes; moved lanes wait for it; use 12 with the embedded broker, which wakes no fetch"),
+        doc(
+            "longest wait of a fetch of lanes; a lane that moves waits for it; use 12 with the embedded broker, which "
+            "does not answer early"
+        ),
     ] = 50
     tail_max_wait_ms: Annotated[
         int, Meta(ge=1, le=10_000), doc("longest fetch of `scores` and `worker-status`, which delays nothing else")
@@ -42,7 +45,8 @@ class Kafka(Section, frozen=True, kw_only=True):
         Positive, doc("a crashed member's lanes move after this; brokers bound the value")
     ] = 6000
     max_poll_interval_ms: Annotated[
-        Positive,
+        int,
+        Meta(ge=1000),  # an idle device thread shows itself every 250 ms
         doc("a worker whose device makes no progress for this long ends; a process that reads nothing loses its lanes"),
     ] = 10_000
     commit_interval_ms: Annotated[Positive, doc("time between commits of offsets")] = 1000
@@ -79,7 +83,7 @@ class Relay(Section, frozen=True, kw_only=True):
     averaging: Annotated[
         float,
         Meta(gt=0, le=1e3),
-        doc("factor of the times over which load, reuse and demand are averaged (1, 10 and 30 s)"),
+        doc("multiplies the times over which load (1 s), reuse (10 s) and demand (30 s) are averaged"),
     ] = 1.0
     answer_secret: Annotated[
         SharedSecret,
@@ -185,7 +189,10 @@ class History(Section, frozen=True, kw_only=True):
     max_behaviours: Annotated[
         int,
         Meta(ge=0),
-        doc("`relaygr history append` cuts a longer history to its newest three quarters of this; 0: never"),
+        doc(
+            "a history that `relaygr history append` makes longer than this, or than relay.max_prefix_tokens, is cut "
+            "to its newest three quarters of that; 0: never"
+        ),
     ] = 4096
 
 
@@ -233,13 +240,18 @@ class Telemetry(Section, frozen=True, kw_only=True):
     host: Annotated[str, doc("address of /metrics, /healthz, /readyz")] = "127.0.0.1"
     port: Annotated[Port, doc("port of /metrics, /healthz, /readyz; 0: any free one, logged at start")] = 0
     port_file: Annotated[str, doc("file that receives the chosen port, for supervisors; empty: none")] = ""
-    stall_ms: Annotated[Ms, doc("/healthz fails when the event loop has not run for this long")] = 10_000.0
+    stall_ms: Annotated[
+        float,
+        Meta(ge=500, le=3.6e6),  # an idle loop shows itself every 100 ms
+        doc("/healthz fails when the event loop has not run for this long"),
+    ] = 10_000.0
     traces: Annotated[
         bool,
         doc("make spans of requests and export them by OTLP, as the variables OTEL_… say; needs the extra `otel`"),
     ] = False
     trace_share: Annotated[
-        Share, doc("share of requests traced where no caller has decided; OTEL_TRACES_SAMPLER, if set, goes before")
+        Share,
+        doc("share of requests traced where no caller has decided; OTEL_TRACES_SAMPLER, if set, overrides it"),
     ] = 0.01
 
 
@@ -256,3 +268,8 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     history: History = History()
     gateway: Gateway = Gateway()
     telemetry: Telemetry = Telemetry()
+
+    @property
+    def longest_history(self) -> int:
+        """The length at which a history in the store is cut; 0: never. Workers reject a longer prefix than theirs."""
+        return min(self.history.max_behaviours, self.relay.max_prefix_tokens)

@@ -28,7 +28,7 @@ class Worker(Section, frozen=True, kw_only=True):
             "instructions. All but auto and torch refuse to start where they cannot run"
         ),
     ] = "auto"
-    threads: Annotated[Positive, doc("CPU threads of one operator")] = 1
+    threads: Annotated[Positive, doc("CPU threads of one torch operator or C kernel; for device cpu")] = 1
     capacity: Annotated[
         float, Meta(gt=0, le=1e6), doc("weight of this worker when lanes are distributed over workers")
     ] = 1.0
@@ -57,8 +57,8 @@ class Worker(Section, frozen=True, kw_only=True):
     max_batch: Annotated[
         Positive,
         doc(
-            "most ranking requests scored together; where that is not faster, as many as fit half of "
-            "max_ranking_delay_ms, or two"
+            "most rankings scored in one batch; where batches are not faster, a batch takes at most half of "
+            "max_ranking_delay_ms, or has two rankings"
         ),
     ] = 8
     audit_share: Annotated[
@@ -105,11 +105,14 @@ class Worker(Section, frozen=True, kw_only=True):
 
 
 class Handover(Section, frozen=True, kw_only=True):
-    """Handover: the prefix KV of lanes that move from worker to worker."""
+    """Hand-over: moves the prefix KV of lanes from worker to worker."""
 
     secret: Annotated[
         SharedSecret,
-        doc("shared by all workers, 16 characters or more; without it and tls_certificate there is no handover"),
+        doc(
+            "the fleet's secret: signs statuses on worker-status, and turns the hand-over on in workers; the same in "
+            "workers, triggers and trusted clients; 16 characters or more; empty: unsigned"
+        ),
     ] = ""
     accepted_secret: Annotated[
         SharedSecret,
@@ -135,7 +138,7 @@ class Handover(Section, frozen=True, kw_only=True):
     )
     port: Annotated[Port, doc("port on handover.host; 0: any free one")] = 0
     advertise: Annotated[
-        str, doc("host name for other workers; empty: handover.host, or this machine's name if that is any address")
+        str, doc("host name for other workers; empty: handover.host, or this machine's name if that is 0.0.0.0 or ::")
     ] = ""
     mib_per_s: Annotated[
         float, Meta(gt=0, le=1e6), doc("most that this worker sends to all others together, in MiB per second")

@@ -20,7 +20,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from relaygr_stream.errors import HistoryError, HistoryMismatch, HistoryUnavailable
 from relaygr_stream.history.packed import joined
-from relaygr_stream.history.store import HistoryStore, in_time
+from relaygr_stream.history.store import HistoryStore, rows_of
 from relaygr_stream.settings.schema import History
 from relaygr_stream.wire.behaviours import Behaviours
 from relaygr_stream.wire.history import MAX_POSITIONS, HistoryReference, digests, row_bytes
@@ -157,6 +157,8 @@ class Histories:
         """One read of what is missing behind what is kept; and of everything, if the two do not fit together."""
         user = tenant_key(tenant, user_id)
         begun = self._beginning(user, reference)
+        if len(begun) == reference.length:  # a read of a longer reference came before this one
+            return begun
         rest = await self._rows(user_id, tenant, reference, len(begun))
         if not len(begun):
             whole = rest
@@ -180,10 +182,7 @@ class Histories:
 
     async def _rows(self, user_id: str, tenant: str, reference: HistoryReference, start: int) -> Behaviours:
         started = perf_counter()
-        rows = await in_time(
-            lambda: self._store.read(user_id, tenant, reference.version, start, reference.length),
-            self._settings.timeout_ms / 1e3,
-        )
+        rows = await rows_of(self._store, user_id, tenant, reference, start, self._settings.timeout_ms / 1e3)
         self._metrics.seconds.observe(perf_counter() - started)
         self._metrics.reads.labels("ok").inc()
         self._metrics.behaviours.inc(len(rows))

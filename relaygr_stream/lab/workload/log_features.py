@@ -79,12 +79,6 @@ class FeatureReader:
         return {one.name: np.asarray(values, one.dtype).reshape(-1, one.width) for one, values in columns}
 
 
-def behaviour_columns(schema: FeatureSchema, features: Values, start: int, stop: int) -> dict[str, bytes]:
-    """The packed features of the behaviours in rows start:stop."""
-    values = {one.name: features[one.name][start:stop] for one in schema.table("behaviour")}
-    return schema.pack(values, {"behaviour": stop - start})["behaviour"]
-
-
 def request_columns(schema: FeatureSchema, features: Values, row: int, items: Rows, pairs: Rows) -> FeatureTables:
     """A request's other features: the user's in row `row`, the i-th candidate's in row items[i].
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -21,6 +22,7 @@ from relaygr_stream.lab.workload.log_features import FeatureReader
 from relaygr_stream.lab.workload.logfile import BrokenLine, Progress, TextLog
 from relaygr_stream.lab.workload.parquet import read_parquet
 from relaygr_stream.lab.workload.values import TimeUnit
+from relaygr_stream.wire.behaviours import Behaviours
 from relaygr_stream.wire.features import NO_FEATURES, FeatureSchema, Values
 
 
@@ -49,6 +51,20 @@ class InteractionLog:
 
     def __len__(self) -> int:
         return len(self.items)
+
+    def behaviours(self, start: int, stop: int) -> Behaviours:
+        """The interactions in rows start:stop, which are one user's, with their features."""
+        made = Behaviours.of(self.items[start:stop], self.actions[start:stop], self.times[start:stop])
+        if not (columns := self.schema.table("behaviour")):
+            return made
+        values = {one.name: self.features[one.name][start:stop] for one in columns}
+        packed = self.schema.pack(values, {"behaviour": stop - start})
+        return msgspec.structs.replace(made, columns=packed["behaviour"])
+
+    def histories(self) -> Iterator[tuple[str, Behaviours]]:
+        """Each user and all of their behaviours."""
+        for code, user in enumerate(self.users):
+            yield user, self.behaviours(int(self.offsets[code]), int(self.offsets[code + 1]))
 
     def broken_text(self) -> str:
         """The first broken lines and the count of the others, one a line; empty if there are none."""

@@ -11,9 +11,8 @@ from msgspec import structs
 
 from relaygr_stream.errors import ConfigError, InputError
 from relaygr_stream.lab.workload.items import StageDelay, WorkItem, make_item, sample_others
-from relaygr_stream.lab.workload.log_features import Rows, behaviour_columns, request_columns
+from relaygr_stream.lab.workload.log_features import Rows, request_columns
 from relaygr_stream.lab.workload.logs import InteractionLog
-from relaygr_stream.wire.behaviours import Behaviours
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,8 +127,8 @@ class Replay:
                 at=at,
                 delay=o.delay,
                 user=log.users[owner],
-                prefix=self._behaviours(start, split),
-                suffix=self._behaviours(split, row),
+                prefix=log.behaviours(start, split),
+                suffix=log.behaviours(split, row),
                 target=int(log.items[row]),
                 negatives=self._catalogue[others].astype(np.int64),
             )
@@ -137,13 +136,6 @@ class Replay:
             if log.schema:
                 item = self._with_features(item, begin, row, codes, newest)
             yield replace(item, popularity=counts[codes])
-
-    def _behaviours(self, start: int, stop: int) -> Behaviours:
-        log = self.log
-        made = Behaviours.of(log.items[start:stop], log.actions[start:stop], log.times[start:stop])
-        if not log.schema.table("behaviour"):
-            return made
-        return structs.replace(made, columns=behaviour_columns(log.schema, log.features, start, stop))
 
     def _with_features(self, item: WorkItem, begin: int, row: int, codes: Rows, newest: Rows) -> WorkItem:
         """The request of the user's rows begin:row with its features. codes: of the candidates."""

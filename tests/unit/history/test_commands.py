@@ -99,6 +99,9 @@ def test_tenants_features_and_the_limit(tmp_path: Path, store: Path) -> None:
     assert kept.arrays()[0].tolist() == [6, 7, 8, 9]
     assert np.frombuffer(kept.table["dwell:float32"], "<f4").tolist() == [3.0, 3.5, 4.0, 4.5]
     assert "4.5" in run(store, "show", "ann", "--tenant", "shop").output
+    rejected = ("relay.max_prefix_tokens=3",)  # a longer one is, by every worker
+    run(store, "import", tmp_path / "a.csv", "--features", schema, settings=rejected)
+    assert read(store, "ann")[1].arrays()[0].tolist() == [7, 8, 9]
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ from relaygr_stream.wire.records import (
 )
 from relaygr_stream.wire.signature import Signer
 from relaygr_stream.wire.worker_status import StatusReader
+from relaygr_stream.worker.requests import Requests
 from tests.statuses import worker_status
 from tests.unit.cache.worlds import table_of
 from tests.unit.worker.services import Peer, history, worker_on
@@ -76,14 +77,23 @@ async def test_every_worker_drops_the_user_and_says_so(embedded_settings: Kafka,
     await store.close()
 
 
-async def test_a_ranking_on_its_way_is_answered_and_leaves_nothing(embedded_settings: Kafka, tmp_path: Path) -> None:
+async def test_a_ranking_on_its_way_is_answered_and_leaves_nothing(
+    embedded_settings: Kafka, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, erase = asyncio.Event(), Requests.erase
+
+    async def noted(requests: Requests, request: Erase) -> None:
+        asked.set()
+        await erase(requests, request)
+
+    monkeypatch.setattr(Requests, "erase", noted)
     settings = settings_with(embedded_settings, sqlite(tmp_path))
     async with Peer(embedded_settings) as peer, worker_on(settings) as w:
         w.model.hang = True
         ranking = await peer.rank("r", "ann", 60)
         await until(lambda: len(w.runtime.scheduler.rankings))
         erasing = asyncio.create_task(erase_from_fleet(settings, "ann", "", 20.0))
-        await asyncio.sleep(0.3)
+        await until(asked.is_set, "the worker asked to erase")
         w.model.hang = False
         assert (await erasing).confirmed == ["w1"]
         assert (await peer.reply(ranking)).status == "ok"

@@ -6,12 +6,14 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import cast
 
 import pytest
 
-from relaygr_stream.errors import ConfigError, InputError
-from relaygr_stream.history.packed import KEPT_SHARE
-from relaygr_stream.history.store import HistoryStore, WritableStore, open_store
+from relaygr_stream.errors import ConfigError, HistoryUnavailable, InputError
+from relaygr_stream.history.packed import KEPT_SHARE, Write
+from relaygr_stream.history.sqlite_store import SqliteStore
+from relaygr_stream.history.store import WritableStore, open_store
 from relaygr_stream.settings.schema import History
 from relaygr_stream.wire.behaviours import Behaviours
 from relaygr_stream.wire.history import MAX_POSITIONS, HistoryReference
@@ -27,8 +29,34 @@ async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
             settings = (await stack.enter_async_context(RedisServer(tmp_path))).settings()
         opened = open_store(settings)
         stack.push_async_callback(opened.close)
-        assert isinstance(opened, WritableStore)
-        yield opened
+        yield cast(WritableStore, opened)
+
+
+async def test_an_append_whose_answer_is_lost_is_not_made_twice(tmp_path: Path) -> None:
+    """A caller that asks again after an error would append the same behaviours a second time."""
+
+    class Lossy(SqliteStore):
+        lost = True
+
+        async def _write(self, user: str, write: Write) -> bool:
+            done = await super()._write(user, write)
+            if self.lost:
+                raise HistoryUnavailable("its answer is lost")
+            return done
+
+    class Away(SqliteStore):
+        async def _write(self, user: str, write: Write) -> bool:
+            raise HistoryUnavailable("it never came there")
+
+    store = Lossy(tmp_path / "histories")
+    assert await store.append("u", "", history(1)) == HistoryReference.of(history(1), 1)
+    assert await store.replace("v", "", history(2)) == HistoryReference.of(history(2), 1)
+    assert len(await store.read("u", "", 1, 0, 9)) == 1
+    await store.close()
+    away = Away(tmp_path / "histories")
+    with pytest.raises(HistoryUnavailable, match="never came"):
+        await away.append("u", "", history(2).slice(1, 2))
+    await away.close()
 
 
 @pytest.mark.parametrize("features", [False, True], ids=["plain", "features"])
@@ -140,5 +168,5 @@ def test_a_store_that_is_none_is_a_configuration_error(name: str) -> None:
         open_store(History(store=name))
 
 
-def test_both_stores_have_the_protocol() -> None:
-    assert isinstance(open_store(History(store="sqlite:x")), HistoryStore)
+async def test_both_stores_have_the_protocol(store: object) -> None:
+    assert isinstance(store, WritableStore)

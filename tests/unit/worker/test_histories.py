@@ -6,9 +6,10 @@ import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import Any, cast
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
@@ -32,7 +33,7 @@ class Watched(SqliteStore):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self.reads: list[tuple[int, int]] = []
-        self.answers: list[Behaviours | Exception] = []  # the next ones, in place of what is there
+        self.answers: list[Any] = []  # the next ones, in place of what is there
         self.gate = asyncio.Event()
         self.gate.set()
 
@@ -41,10 +42,10 @@ class Watched(SqliteStore):
         await self.gate.wait()
         if not self.answers:
             return await super().read(user_id, tenant, version, start, stop)
-        answer = self.answers.pop(0)
+        answer: Any = self.answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
-        return answer
+        return cast(Behaviours, answer)
 
 
 @pytest.fixture
@@ -135,6 +136,37 @@ async def test_a_failed_read_is_tried_again_and_then_given_up(store: Watched) ->
     with pytest.raises(HistoryUnavailable, match="ValueError: of a user's own store"):
         await found(histories, later)
     assert await found(histories, later) == history(60)
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (None, "answers with NoneType, not with Behaviours"),
+        (history(50).arrays(), "answers with tuple, not with Behaviours"),
+        (msgspec.structs.replace(history(50), items=np.zeros(50, "<u4")), "Behaviours that are not made of bytes"),
+        (Behaviours(columns=[b""]), "Behaviours that are not made of bytes"),  # type: ignore[arg-type]
+    ],
+    ids=["nothing", "arrays", "arrays in Behaviours", "a list of columns"],
+)
+async def test_an_answer_of_another_type_is_the_stores_failure(store: Watched, answer: Any, said: str) -> None:
+    """It was taken for a defect of the worker, which ended, and each next owner of the lane, too."""
+    histories, reference = kept_by(store, max_retries=0), HistoryReference.of(history(50))
+    store.answers = [answer]
+    with pytest.raises(HistoryUnavailable, match=said):
+        await found(histories, reference)
+
+
+async def test_a_reference_to_a_beginning_of_what_was_read_meanwhile_is_not_read(store: Watched) -> None:
+    histories = kept_by(store, max_reads=1)
+    shorter = await store.append("u", "", history(150))
+    longer = await store.append("u", "", history(200).slice(150, 200))
+    store.gate.clear()
+    waiting = [asyncio.create_task(found(histories, reference)) for reference in (longer, shorter)]
+    await until(lambda: len(store.reads) == 1)
+    store.gate.set()
+    assert await asyncio.gather(*waiting) == [history(200), history(150)]
+    assert store.reads == [(0, 200)]
+    assert histories.known("u", "", longer) is not None, "the longer one is still kept"
 
 
 async def test_a_slow_store_costs_a_timeout_and_a_deadline_ends_the_wait(store: Watched) -> None:
