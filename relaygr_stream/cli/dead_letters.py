@@ -95,6 +95,7 @@ def replay(
     from relaygr_stream.ops.dead_letters.replay import Verdict, choose, read_letters, verdict_before, why
     from relaygr_stream.ops.dead_letters.replay import replay as send_again
     from relaygr_stream.ops.dead_letters.table import line_of
+    from relaygr_stream.ops.stopping import run_until_stopped
 
     if not (addresses or everything or reason or origin):
         raise click.UsageError("name dead letters by ADDRESS, select them with --reason or --from, or give --all")
@@ -115,7 +116,7 @@ def replay(
             report(letter, verdict, why(verdict))
         return True
 
-    clean = asyncio.run(run())
+    clean = run_until_stopped(run(), line="stopped; what was sent is marked")
     totals = {verdict: verdicts.count(verdict) for verdict in dict.fromkeys(verdicts)}
     click.echo(", ".join(f"{count} {verdict}" for verdict, count in totals.items()) or "no dead letters to replay")
     sys.exit(not clean)

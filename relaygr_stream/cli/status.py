@@ -42,7 +42,7 @@ def status_command(settings: Settings, watch: bool, as_json_line: bool, forget: 
 async def _show(settings: Settings, watch: bool, as_json_line: bool) -> None:
     from rich.live import Live
 
-    from relaygr_stream.bus.tail import TopicTail
+    from relaygr_stream.bus.tail import STATUS_PAUSE_S, TopicTail
     from relaygr_stream.bus.topics import load_topics, verify_topics
     from relaygr_stream.ops.status.overview import LISTEN_S, Overview
     from relaygr_stream.ops.status.table import as_json, render
@@ -54,7 +54,8 @@ async def _show(settings: Settings, watch: bool, as_json_line: bool) -> None:
     reader = StatusReader.of(settings, topics)
     await reader.prepare()
     view = Overview(settings, topics, reader)
-    tail = TopicTail(settings.kafka, topics.worker_status.name, [0], "earliest", view.on_records)
+    status = topics.worker_status.name
+    tail = TopicTail(settings.kafka, status, [0], "earliest", view.on_records, pause_s=STATUS_PAUSE_S)
     console = SafeConsole()
     async with tail:
         view.live = True
@@ -81,25 +82,19 @@ async def _show(settings: Settings, watch: bool, as_json_line: bool) -> None:
 async def _forget(settings: Settings, name: str) -> None:
     """Write a tombstone for the name's latest record."""
     from relaygr_stream.bus.producer import Producer
-    from relaygr_stream.bus.tail import TopicTail
+    from relaygr_stream.bus.tail import read_all
     from relaygr_stream.bus.topics import load_topics, verify_topics
     from relaygr_stream.errors import DecodeError
     from relaygr_stream.wire.codec import decode
     from relaygr_stream.wire.messages import WorkerStatus
-    from relaygr_stream.wire.records import HEADER_KIND, Record
+    from relaygr_stream.wire.records import HEADER_KIND
     from relaygr_stream.wire.signature import Signer
     from relaygr_stream.wire.trigger_status import KEY_PREFIX, KIND
     from relaygr_stream.wire.worker_status import HEADER_INCARNATION
 
     await verify_topics(settings.kafka)
     topic, key = load_topics(settings.kafka).worker_status.name, name.encode()
-    found: list[Record] = []
-
-    def on_records(records: list[Record]) -> None:
-        found.extend(record for record in records if record.key == key)
-
-    async with TopicTail(settings.kafka, topic, [0], "earliest", on_records):
-        pass
+    found = [record for record in await read_all(settings.kafka, topic, [0]) if record.key == key]
     if not found or found[-1].value is None:
         raise click.UsageError(
             f"--forget {name}: worker-status has no record of that name; `relaygr status` lists names"

@@ -52,8 +52,9 @@ def run_until_stopped(
 
     async def whole() -> T:
         task = asyncio.ensure_future(work)
-        for number in SIGNALS:
-            asyncio.get_running_loop().add_signal_handler(number, on_signal, task, number)
+        if threading.current_thread() is threading.main_thread():  # others get no signals
+            for number in SIGNALS:
+                asyncio.get_running_loop().add_signal_handler(number, on_signal, task, number)
         return await task
 
     try:

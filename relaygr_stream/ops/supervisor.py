@@ -20,6 +20,8 @@ MAX_PAUSE_S: Final = 30.0
 STABLE_S: Final = 60.0
 #: Exit codes without a restart (docs/how-to/deploying.md): stopped in order, wrong options, superseded.
 FINAL_CODES: Final = frozenset({0, 2, 3})
+#: After SIGTERM: 143 and the signal itself are of a process that was still loading.
+STOPPED_CODES: Final = frozenset({0, 128 + signal.SIGTERM, -signal.SIGTERM})
 
 
 @dataclass
@@ -64,6 +66,7 @@ class Supervised:
         self.name = name
         self._host = host
         self._port_file = folder / f"{name}.port"
+        self._port: int | None = None  # kept: what cleans the folder of temporary files may remove it
         self._command = relaygr_command(arguments, self._port_file)
         self._process: asyncio.subprocess.Process | None = None
         self._started_s = 0.0
@@ -82,8 +85,10 @@ class Supervised:
         return time.monotonic() - self._started_s
 
     async def start(self) -> None:
-        """Start or restart it."""
+        """Start or restart it. Raises OSError where the system starts no process."""
+        self._port_file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._port_file.unlink(missing_ok=True)
+        self._port = None
         self._started_s = time.monotonic()
         self._process = await asyncio.create_subprocess_exec(
             *self._command,
@@ -99,13 +104,14 @@ class Supervised:
 
     async def health(self) -> Health:
         """Its health, from its telemetry port."""
-        return await asyncio.to_thread(self._probe)
+        self._port = self._port or read_port(self._port_file)
+        return await asyncio.to_thread(self._probe, self._port)
 
-    async def stop(self, within_s: float) -> None:
-        """Send SIGTERM, on which it drains; kill it after within_s seconds."""
+    async def stop(self, within_s: float) -> bool:
+        """Send SIGTERM, on which it drains; kill it after within_s seconds. Returns whether it ended in order."""
         process = self._process
         if process is None or process.returncode is not None:
-            return
+            return True
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(signal.SIGTERM)
         try:
@@ -114,6 +120,7 @@ class Supervised:
         except TimeoutError:
             self.kill()
             await process.wait()
+        return process.returncode in STOPPED_CODES
 
     def kill(self) -> None:
         """Send SIGKILL."""
@@ -121,8 +128,7 @@ class Supervised:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
 
-    def _probe(self) -> Health:
-        port = read_port(self._port_file)
+    def _probe(self, port: int | None) -> Health:
         if port is None:
             late = f"has no port after {START_S:.0f} s" if self.ran_s > START_S else None
             return Health("starting", late)
@@ -164,15 +170,17 @@ class Supervisor:
             await background.until(asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED))
         finally:
             await background.end()
-            # The trigger is first and stops alone, so that it admits nothing for workers that stop.
-            for process in self.processes:
-                if process.pid:
-                    self._set_state(process, "stopping")
-            first, *rest = self.processes
-            await first.stop(self._stop_s)
-            await asyncio.gather(*(process.stop(self._stop_s) for process in rest))
+            try:
+                for process in self.processes:
+                    if process.pid:
+                        self._set_state(process, "stopping")
+            finally:
+                # The trigger is first and stops alone, so that it admits nothing for workers that stop.
+                first, *rest = self.processes
+                ends_well = [await first.stop(self._stop_s)]
+                ends_well += await asyncio.gather(*(process.stop(self._stop_s) for process in rest))
         background.check()
-        return all(process.final in (None, 0) for process in self.processes)
+        return all(ends_well) and all(process.final in (None, 0) for process in self.processes)
 
     def kill(self) -> None:
         """Kill all processes."""
@@ -181,7 +189,12 @@ class Supervisor:
 
     async def _keep(self, process: Supervised, background: Background) -> None:
         while True:
-            await process.start()
+            try:
+                await process.start()
+            except OSError as error:  # no memory, or no process left: the others go on
+                self._set_state(process, f"cannot be started ({error}), is tried again in {MAX_PAUSE_S:g} s")
+                await asyncio.sleep(MAX_PAUSE_S)
+                continue
             self._set_state(process, "starting")
             watch = background.start(self._watch(process))
             try:
@@ -214,4 +227,5 @@ class Supervisor:
     def _set_state(self, process: Supervised, state: str) -> None:
         if state != process.state:
             process.state = state
-            self._changed(process)
+            with contextlib.suppress(OSError):  # its reader has gone, or the disk is full: the processes run on
+                self._changed(process)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import io
 import json
@@ -160,6 +161,44 @@ async def test_a_message_that_was_sent_and_cannot_be_marked_is_not_called_refuse
         )
     assert verdicts == ["replayed"]
     assert sent == ["t.ranking", "t.dead-letter"]
+
+
+@pytest.mark.parametrize("error", [None, BrokerError("no WRITE")], ids=["marked", "not marked"])
+async def test_a_replay_that_is_stopped_marks_what_it_has_sent_or_says_so(
+    monkeypatch: pytest.MonkeyPatch, error: BrokerError | None
+) -> None:
+    """Without its marker, the next run would send the message a second time."""
+    sent: list[str] = []
+    marking, go_on = asyncio.Event(), asyncio.Event()
+
+    class Slow(Producer):
+        async def start(self) -> None: ...
+        async def stop(self) -> None: ...
+        async def send_and_wait(self, topic: str, value: bytes | None, **more: Any) -> int:
+            if topic == TOPICS.dead_letter.name:
+                marking.set()
+                await go_on.wait()
+                if error is not None:
+                    raise error
+            sent.append(topic)
+            return 0
+
+    monkeypatch.setattr(replaying, "Producer", Slow)
+    letters = letters_of([dead(1), dead(2)])
+    replay = asyncio.create_task(
+        replaying.replay(Kafka(), TOPICS, letters, again=False, report=lambda letter, verdict, detail: None)
+    )
+    await marking.wait()
+    replay.cancel()
+    await asyncio.sleep(0)
+    go_on.set()
+    if error is None:
+        with pytest.raises(asyncio.CancelledError):
+            await replay
+        assert sent == ["t.ranking", "t.dead-letter"]
+    else:
+        with pytest.raises(BrokerError, match="0:1 was replayed, and could not be marked as that: no WRITE"):
+            await replay
 
 
 def test_numbers_that_json_lacks_are_words() -> None:

