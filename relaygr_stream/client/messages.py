@@ -65,7 +65,8 @@ class MessageClient:
     ) -> None:
         self._features = features
         self._announced: dict[str, Trace] = {}  # by request id, where tracing is on
-        self._tracing = OFF if tracer_provider is None else Tracing(tracer_provider)
+        self._callers_tracing = OFF if tracer_provider is None else Tracing(tracer_provider)
+        self._tracing = self._callers_tracing
         if settings is None:
             settings = load_settings(flags={"kafka.bootstrap": bootstrap}).settings
         elif bootstrap is not None:
@@ -121,7 +122,7 @@ class MessageClient:
         if self._settings.client.hedge_ms:
             await self._reader.prepare()
         async with AsyncExitStack() as stack:
-            tracing = self._tracing
+            tracing = self._callers_tracing  # what an earlier opening made has ended with it
             if not tracing.on:
                 tracing = await stack.enter_async_context(tracing_of(self._settings.telemetry, "client", self.registry))
             way = connected(

@@ -30,7 +30,17 @@ from starlette.routing import Route
 
 from relaygr_stream.client import RelayClient
 from relaygr_stream.errors import Rejected, RelayError
-from relaygr_stream.gateway.http import RETRY_AFTER_S, answer, deadline, failure, read_body, reply_format, trace_context
+from relaygr_stream.gateway.http import (
+    RETRY_AFTER_S,
+    answer,
+    deadline,
+    discarded,
+    failure,
+    read_body,
+    reply_format,
+    trace_context,
+    while_connected,
+)
 from relaygr_stream.gateway.messages import JSON, MSGPACK, Announce, Announced, Asking, Format, Problem, Rank, Ranked
 from relaygr_stream.gateway.openapi import document
 from relaygr_stream.gateway.tokens import Refused, Tokens
@@ -127,7 +137,8 @@ class Door:
         request_id, prefix = self._request_id(body.request_id, body.user_id), await self._prefix(body, asked.tenant)
         request = body.request(request_id, asked.tenant, prefix)
         left = None if asked.deadline_s is None else asked.deadline_s - time.monotonic()
-        ranking = await self._relay.rank(request, timeout=left, within=trace_context(asked.http))
+        asking = self._relay.rank(request, timeout=left, within=trace_context(asked.http))
+        ranking = await while_connected(asked.http, asking)
         return answer(200, asked.reply, Ranked.of(ranking, packed=asked.reply is MSGPACK))
 
     async def _cancel(self, asked: Asked) -> Response:
@@ -167,7 +178,7 @@ class Door:
                 tenant = self._enter(http)
                 response = await verb(Asked(http, tenant, deadline(http, started), reply))
             except Refused as error:
-                response = answer(error.status, reply, Problem(error=error.error, detail=error.detail), error.headers)
+                response = await self._refusal(http, error, reply)
             except RelayError as error:
                 response = failure(error, reply, http.url.path)
             except ClientDisconnect:
@@ -183,6 +194,15 @@ class Door:
             return response
 
         return Route(path, endpoint, methods=[method])
+
+    async def _refusal(self, http: Request, error: Refused, reply: Format) -> Response:
+        """The answer to a refused request. An honest client's connection, whose body can be read, stays open."""
+        try:
+            if error.status == 429 and await discarded(http, self._limits):
+                error.headers.pop("connection", None)
+        except ClientDisconnect:
+            return Response(status_code=499)
+        return answer(error.status, reply, Problem(error=error.error, detail=error.detail), error.headers)
 
     def _enter(self, http: Request) -> str:
         """The tenant, with a place taken that `_leave` gives back. Raises Refused."""

@@ -53,6 +53,7 @@ class Connection(HttpToolsProtocol):
         """asyncio: nothing is awaited any more."""
         for timer in self._timers.values():
             timer.cancel()
+        self._unset_keepalive_if_required()  # uvicorn does so only where the client closed in order
         super().connection_lost(exc)
         if not self.closed.done():
             self.closed.set_result(None)
@@ -112,13 +113,7 @@ class Connections:
         self._state = ServerState()
         self._read_s = settings.read_ms / 1e3
         self._tls = _tls(settings)
-        try:
-            self._listener = Listener(settings.host, settings.port, self._serve, MAX_STRANGERS, GRACE_S)
-        except (OSError, OverflowError, UnicodeError) as error:
-            raise ConfigError(
-                f"cannot serve on {settings.host}:{settings.port}: {error}; set gateway.host and gateway.port "
-                f"(port 0: any free one)"
-            ) from error
+        self._listener = Listener("gateway", settings.host, settings.port, self._serve, MAX_STRANGERS, GRACE_S)
         self.port: Final = self._listener.port
         self.run = self._listener.run
 

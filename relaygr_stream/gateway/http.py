@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Final
+from collections.abc import Coroutine
+from contextlib import suppress
+from typing import Any, Final, TypeVar
 
 import msgspec
 import structlog
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from relaygr_stream.errors import (
@@ -26,6 +28,8 @@ from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.telemetry.printable import printable
 from relaygr_stream.telemetry.tracing import TRACE_HEADERS, trace_headers
 from relaygr_stream.wire.versions import NOT_DECODED
+
+T = TypeVar("T")
 
 log = structlog.get_logger(__name__)
 limited = LogLimiter().limited
@@ -53,11 +57,10 @@ async def read_body(http: Request, kind: type[Any], limits: Gateway) -> Any:
     form, most = FORMATS.get(media), limits.max_body_bytes
     if form is None or http.headers.get("content-encoding", "identity") != "identity":
         raise Refused(415, "unsupported", f"content type {printable(media)}: send {' or '.join(FORMATS)}, uncompressed")
-    length = http.headers.get("content-length", "")
     data = bytearray()
     try:
         async with asyncio.timeout(limits.read_ms / 1e3):
-            if not (length.isdigit() and len(length) < 16 and int(length) > most):
+            if _stated_length(http) <= most:
                 async for chunk in http.stream():
                     data += chunk
                     if len(data) > most:
@@ -70,6 +73,52 @@ async def read_body(http: Request, kind: type[Any], limits: Gateway) -> Any:
     except NOT_DECODED as error:
         raise Refused(400, "malformed", str(error)[:500] or type(error).__name__, close=False) from error
     raise Refused(413, "too_large", f"the body has more than {most} bytes (gateway.max_body_bytes)")
+
+
+async def discarded(http: Request, limits: Gateway) -> bool:
+    """Read a body that nobody wants; False: it is too long, slow, or waits to be asked for. Raises ClientDisconnect.
+
+    A connection closed before its body is read is reset, and the client may lose the answer.
+    """
+    left = limits.max_body_bytes
+    if _stated_length(http) > left or "expect" in http.headers:
+        return False
+    with suppress(TimeoutError):
+        async with asyncio.timeout(limits.read_ms / 1e3):
+            async for chunk in http.stream():
+                left -= len(chunk)
+                if left < 0:
+                    return False
+            return True
+    return False
+
+
+def _stated_length(http: Request) -> int:
+    """Bytes of the body by its head; 0: it does not say."""
+    length = http.headers.get("content-length", "")
+    return int(length) if length.isdigit() and len(length) < 16 else 0
+
+
+async def while_connected(http: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of the work, which is cancelled when the client leaves: that raises ClientDisconnect.
+
+    Only for a request whose body has been read.
+    """
+    working, leaving = asyncio.create_task(work), asyncio.create_task(_left(http))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _left(http: Request) -> None:
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
 
 
 def failure(error: RelayError, reply: Format, path: str) -> Response:

@@ -6,15 +6,19 @@ import asyncio
 import random
 import time
 from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+from opentelemetry.sdk.trace import TracerProvider
 
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.topics import apply_topics, lane_of, load_topics
 from relaygr_stream.client import Ranking, RelayClient
+from relaygr_stream.client import messages as client_messages
 from relaygr_stream.errors import (
     BrokerUnavailable,
     ConfigError,
@@ -26,6 +30,7 @@ from relaygr_stream.errors import (
     WorkerFailed,
 )
 from relaygr_stream.settings.schema import Kafka, Relay, Settings
+from relaygr_stream.telemetry.tracing import Tracing
 from relaygr_stream.wire.behaviours import Behaviours, pack_items
 from relaygr_stream.wire.codec import decode, encode
 from relaygr_stream.wire.messages import RankingRequest, RequestEvent, ScoreReply, Timings
@@ -70,6 +75,25 @@ async def test_a_ranking_request_gets_its_scores(kafka_settings: Kafka) -> None:
         assert before <= sent.sent_ms <= int(time.time() * 1000)
         assert sent.timeout_ms == PATIENCE_S * 1000
         assert count(relay, "rankings", outcome="hbm") == 1
+
+
+async def test_a_client_that_is_opened_again_traces_anew(
+    embedded_settings: Kafka, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It went on with spans of the former opening, whose exporter had ended."""
+    opened: list[Tracing] = []
+
+    @asynccontextmanager
+    async def traced(*_: object) -> AsyncIterator[Tracing]:
+        opened.append(Tracing(TracerProvider(shutdown_on_exit=False)))
+        yield opened[-1]
+
+    monkeypatch.setattr(client_messages, "tracing_of", traced)
+    await apply_topics(embedded_settings)
+    relay = RelayClient(settings=Settings(kafka=embedded_settings))
+    for openings in (1, 2):
+        async with relay:
+            assert len(opened) == openings
 
 
 async def test_a_truncated_ranking_says_with_how_many_behaviours(embedded_settings: Kafka) -> None:

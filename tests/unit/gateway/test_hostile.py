@@ -163,6 +163,42 @@ async def test_a_client_that_leaves_gives_its_place_back(embedded_settings: Kafk
         assert await still_serves(door)
 
 
+def whole(body: bytes) -> bytes:
+    return HEAD + f"content-length: {len(body)}\r\n\r\n".encode() + body
+
+
+async def test_a_caller_that_leaves_takes_its_ranking_along(embedded_settings: Kafka) -> None:
+    """Callers that gave up held their places until the rankings' deadlines."""
+    async with responder_on(embedded_settings) as peer, door_on(embedded_settings, max_requests=1) as door:
+        peer.hold = True
+        async with raw(door) as (_, writer):
+            writer.write(whole(json.dumps(RANK).encode()))
+            await until(lambda: len(peer.held) == 1, "its ranking is with a worker")
+        await until(
+            lambda: door.count("requests_total", path="/v1/rank", status="499") == 1, "it is known to have left"
+        )
+        assert door.count("in_flight") == 0
+        peer.hold = False
+        assert await still_serves(door)
+
+
+async def test_one_that_is_refused_for_load_gets_its_answer_whatever_it_still_sends(embedded_settings: Kafka) -> None:
+    """A connection that is closed with unread bytes is reset, and the answer may be lost."""
+    async with responder_on(embedded_settings) as peer, door_on(embedded_settings, max_requests=1) as door:
+        peer.hold = True
+        asked = asyncio.create_task(door.ask("POST", "/v1/rank", RANK))
+        await until(lambda: len(peer.held) == 1, "the only place is taken")
+        async with raw(door) as (reader, writer), asyncio.timeout(30):
+            for _ in range(2):
+                writer.write(whole(b" " * 300_000))
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+                refusal = json.loads(await reader.readexactly(length))
+                assert (head.split(b" ", 2)[1], refusal["error"]) == (b"429", "overloaded")
+        peer.release()
+        assert (await asked).status == 200
+
+
 async def test_a_stop_answers_what_was_accepted_and_takes_nothing_more(embedded_settings: Kafka) -> None:
     async with responder_on(embedded_settings) as peer, door_on(embedded_settings) as door:
         peer.hold = True
