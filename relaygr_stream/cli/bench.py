@@ -92,7 +92,7 @@ def slo_command(
     assignments: tuple[str, ...],
     **flags: Any,
 ) -> None:
-    """Measure how much longer sequences and how much more traffic the relay serves within the same ranking P99.
+    """Measure how much longer histories and how much more traffic the relay serves within the same ranking P99.
 
     Runs broker, trigger, workers and a client as real processes. For every mode of serving, searches the largest rate
     at a given length and the largest length at a given rate. Prints a table, and writes report.json and report.html;
@@ -133,7 +133,7 @@ def slo_command(
 @click.option(
     "--only",
     type=click.Choice(["fleet", "simulated", "report"]),
-    help="Measure, or simulate, what is lacking, or report what there is; another run in the folder does the rest.",
+    help="fleet: measure what is lacking; simulated: simulate it; report: only report what the folder has.",
 )
 @click.option("--budget", type=click.FloatRange(60), metavar="SECONDS", help="Time of the run. [quick: 570; else 7200]")
 @click.option("--seed", type=click.IntRange(0), default=7, show_default=True, help="Seed of the traffic.")
@@ -161,7 +161,7 @@ def paper_command(
     Trigger, workers, broker and client are real processes; devices take the times of a cost file and no processor. Time
     is dilated, so that the fleet fits two cores. Dense curves are simulated. A run that was broken off, or that its
     budget ended, goes on where it was.
-    With CHECK=1 in the environment, exits 1 if a target is missed.
+    With CHECK=1 in the environment, exits 1 if a target is missed or, without --quick, not measured.
 
     \b
     Examples:
@@ -196,7 +196,7 @@ def paper_command(
 
 
 def _run(bench: Coroutine[Any, Any, bool]) -> None:
-    """Run it to its end; with CHECK=1 in the environment, exit 1 if a target is missed."""
+    """Run it to its end; with CHECK=1 in the environment, exit 1 if the bench says that targets are not met."""
     from relaygr_stream.ops.stopping import run_until_stopped
     from relaygr_stream.telemetry.process import loop_factory
 

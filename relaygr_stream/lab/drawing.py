@@ -21,7 +21,7 @@ GREY: Final = "#999999"
 #: Colours of rankings, by where they found their prefix KV.
 OUTCOME_COLOURS: Final = {"hbm": BLUE, "dram": SKY, "joined": GREEN, "full": RED}
 
-INSTALL: Final = "matplotlib is missing; install it with: pip install 'relaygr-stream[plot]'"
+INSTALL: Final = "matplotlib is missing; install this package with its extra `plot`"
 
 
 def can_draw() -> bool:

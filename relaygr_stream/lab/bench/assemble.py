@@ -23,7 +23,7 @@ from relaygr_stream.lab.bench.run import Bench
 from relaygr_stream.lab.bench.statistics import fewest_samples, samples_for
 from relaygr_stream.lab.bench.table import render_table
 from relaygr_stream.lab.bench.wakes import chain
-from relaygr_stream.lab.workload.report import HITS
+from relaygr_stream.lab.workload.report import HIT_WORDS
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.printable import SafeConsole, print_table
 
@@ -51,7 +51,7 @@ def assemble(bench: Bench, command: str, ended: str = "") -> SloReport:
         "announced": sum(one.probe.announced for one in relayed),
         "admitted_beyond": sum(one.probe.admitted for one in counted if id(one.probe) not in within),
         "hit_beyond": sum(one.probe.admitted_hits for one in counted if id(one.probe) not in within),
-    } | {word: sum(one.probe.outcomes.get(found, 0) for one in relayed) for found, word in HITS.items()}
+    } | {word: sum(one.probe.outcomes.get(found, 0) for one in relayed) for found, word in HIT_WORDS.items()}
     return SloReport(
         conditions=_conditions(bench, command),
         probes=[one.probe for one in bench.measured],

@@ -18,9 +18,9 @@ RATE_TARGETS: Final = {0.0: 1.8, 0.5: 3.6, 0.9: 7.0}
 HIT_TARGET: Final = 0.99
 BUS_TARGET_MS: Final = 10.0
 #: Figures of the RelayGR paper (arXiv 2601.01712), on its own hardware, models and traffic: length and rate stand in
-#: its abstract, the hits in a digest of it only.
+#: its abstract, the hits in a summary of it only.
 PAPER: Final = {"length": 1.5, "rate": 3.6, "hits": 0.92}
-DIGEST: Final = "a digest of it"
+SUMMARY: Final = "a summary of the paper"
 #: A ratio beyond its bound by more than this factor is a defect of the bench; less may be the fit of the costs.
 BOUND_TOLERANCE: Final = 1.1
 #: A device with a larger busy share is the limit; the rest of its time goes into steps between operations.

@@ -7,7 +7,7 @@ from html import escape
 from typing import Final
 
 from relaygr_stream.lab.bench import plots
-from relaygr_stream.lab.bench.judge import BUS_TARGET_MS, DIGEST, HIT_TARGET, PAPER, unknown
+from relaygr_stream.lab.bench.judge import BUS_TARGET_MS, HIT_TARGET, PAPER, SUMMARY, unknown
 from relaygr_stream.lab.bench.results import SloReport
 from relaygr_stream.lab.bench.table import (
     KINDS,
@@ -103,7 +103,7 @@ def _cards(report: SloReport) -> str:
     admitted, hit = report.hits["admitted"], report.hits["hit"]
     if admitted:
         notes = (
-            f"aim ≥ {HIT_TARGET:.0%} · paper {PAPER['hits']:.0%} ({DIGEST}) · announced: {announced_text(report.hits)}"
+            f"aim ≥ {HIT_TARGET:.0%} · paper {PAPER['hits']:.0%} ({SUMMARY}) · announced: {announced_text(report.hits)}"
         )
         cards.append(_card(f"{hit / admitted:.1%}", "of admitted requests hit", notes, hit >= HIT_TARGET * admitted))
     both = report.bus["both"].p99

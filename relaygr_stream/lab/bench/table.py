@@ -10,10 +10,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from relaygr_stream.lab.bench.judge import BUS_TARGET_MS, DIGEST, HIT_TARGET, PAPER, unknown
+from relaygr_stream.lab.bench.judge import BUS_TARGET_MS, HIT_TARGET, PAPER, SUMMARY, unknown
 from relaygr_stream.lab.bench.results import Found, Ratio, SloReport, Spread
 from relaygr_stream.lab.bench.wakes import HOPS
-from relaygr_stream.lab.workload.report import HITS
+from relaygr_stream.lab.workload.report import HIT_WORDS
 
 
 def render_table(report: SloReport) -> RenderableType:
@@ -116,7 +116,7 @@ def paper_rows(report: SloReport) -> list[tuple[str, str, str, str]]:
                 rows.append((name, f"{PAPER[kind]:g}×", ratio_text(ratio, "×"), f"≥ {ratio.target:g}×"))
     admitted, hit = report.hits["admitted"], report.hits["hit"]
     share = f"{hit / admitted:.1%} of {admitted:,}" if admitted else "–"
-    rows.append(("admitted requests that hit", f"{PAPER['hits']:.0%} ({DIGEST})", share, f"≥ {HIT_TARGET:.0%}"))
+    rows.append(("admitted requests that hit", f"{PAPER['hits']:.0%} ({SUMMARY})", share, f"≥ {HIT_TARGET:.0%}"))
     if beyond := report.hits.get("admitted_beyond", 0):
         share = f"{report.hits['hit_beyond'] / beyond:.1%} of {beyond:,}"
         rows.append(("  beyond the values found", "–", share, ""))
@@ -131,7 +131,7 @@ def paper_rows(report: SloReport) -> list[tuple[str, str, str, str]]:
 def announced_text(hits: Mapping[str, int]) -> str:
     """The hits of all announced rankings, by outcome."""
     announced = hits.get("announced", 0)
-    split = {word: hits.get(word, 0) for word in HITS.values()}
+    split = {word: hits.get(word, 0) for word in HIT_WORDS.values()}
     found = ", ".join(f"{count:,} {word}" for word, count in split.items())
     return f"{sum(split.values()) / announced:.1%} of {announced:,}: {found}" if announced else "–"
 

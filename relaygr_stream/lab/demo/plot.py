@@ -27,7 +27,7 @@ from relaygr_stream.lab.drawing import (
     log_ticks,
 )
 from relaygr_stream.lab.quantiles import quantile, quantile_name
-from relaygr_stream.lab.workload.report import HITS, OUTCOMES
+from relaygr_stream.lab.workload.report import HIT_WORDS, OUTCOMES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -144,7 +144,7 @@ def _draw_hits(axes: Axes, result: DemoResult) -> None:
     share = hit_share(result)
     hits = "no request was admitted" if share is None else f"{share:.1%} of {result.admitted:,} admitted requests hit"
     if result.announced and share is not None:
-        hits += f", {sum(found[name] for name in HITS) / result.announced:.1%} of all {result.announced:,}"
+        hits += f", {sum(found[name] for name in HIT_WORDS) / result.announced:.1%} of all {result.announced:,}"
     axes.set_title(f"Where the prefix KV was, and what made it ready\n{hits}", fontsize=10, loc="right")
 
 

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from relaygr_stream.lab.quantiles import quantile, quantile_name
 from relaygr_stream.lab.workload.metrics import DEFAULT_K, Quality
-from relaygr_stream.lab.workload.report import HITS, OUTCOMES, admission_text
+from relaygr_stream.lab.workload.report import HIT_WORDS, OUTCOMES, admission_text
 from relaygr_stream.wire.messages import Outcome
 
 #: Largest relative difference of relayed and full scores, in float32.
@@ -163,7 +163,7 @@ def _counts(result: DemoResult) -> Table:
     split = _split(result.admitted_found) if result.admitted_found else ""
     share = _share(result.admitted_hits, result.admitted)
     table.add_row("  prefix hits", f"{result.admitted_hits:,}", f"{share}  of those admitted{split}")
-    hits = sum(found[outcome] for outcome in HITS)
+    hits = sum(found[outcome] for outcome in HIT_WORDS)
     table.add_row("announced hits", f"{hits:,}", f"{_share(hits, result.announced)}  of all announced{_split(found)}")
     if result.prepared:
         ways = ", ".join(f"{result.prepared.get(name, 0):,} {words}" for name, words in PREPARED_WORDS.items())
@@ -184,7 +184,7 @@ def _counts(result: DemoResult) -> Table:
 
 
 def _split(found: Mapping[str, int]) -> str:
-    return ": " + ", ".join(f"{found.get(outcome, 0):,} {word}" for outcome, word in HITS.items())
+    return ": " + ", ".join(f"{found.get(outcome, 0):,} {word}" for outcome, word in HIT_WORDS.items())
 
 
 def _ms(value: float | None) -> str:

@@ -13,7 +13,7 @@ from relaygr_stream.lab.bench.interference import LATE_DEVICE
 from relaygr_stream.lab.bench.modes import ABLATIONS, CACHE, FULL_LANE, RELAY
 from relaygr_stream.lab.bench.results import Probe
 from relaygr_stream.lab.bench.search import ROUNDING
-from relaygr_stream.lab.paper.plan import REGIMES, REVISITS, UNDELEGATED, Where
+from relaygr_stream.lab.paper.plan import NO_GAIN, REGIMES, REVISITS, UNDELEGATED, Where
 from relaygr_stream.lab.paper.readings import (
     ALIKE,
     PLACES,
@@ -26,7 +26,7 @@ from relaygr_stream.lab.paper.readings import (
 )
 from relaygr_stream.lab.paper.results import Outcome, Point, Verdict
 from relaygr_stream.lab.paper.setup import GRID, HEADLINE, MOST_RATE, Setup
-from relaygr_stream.lab.workload.report import HITS
+from relaygr_stream.wire.messages import HITS
 
 #: The relay reaches this share of the oracle queue's throughput, and of its length.
 ORACLE_SHARE: Final = 0.85
@@ -216,11 +216,15 @@ def _ablations(points: Sequence[Point]) -> Iterator[Verdict]:
                 if mine is None or other is None or not (mine.value or other.value) or not other.settled:
                     continue
                 ratio = (mine.value or 0.0) / other.value if other.value else math.inf
-                states |= _state(ratio >= 1 - NOISE, bound=not mine.settled)
-                parts.append(f"{'only relay' if math.isinf(ratio) else f'{_least(mine)}{ratio:.2f}×'} {regime}")
+                level, why = NO_GAIN.get(name, (lambda setup: False, ""))
+                even = level(setup)
+                states |= _state(ratio >= 1 - NOISE if even else ratio > 1, bound=not mine.settled)
+                words = "only relay" if math.isinf(ratio) else f"{_least(mine)}{ratio:.2f}×"
+                parts.append(f"{words} {regime}{f' ({why})' if even else ''}")
             return states, parts
 
-        yield _verdict(f"relay ahead of {mode.name}, or within {NOISE:.0%}", *_each(judged))
+        but = f", or within {NOISE:.0%} where that part can gain nothing" if mode.name in NO_GAIN else ""
+        yield _verdict(f"relay ahead of {mode.name}{but}", *_each(judged))
 
 
 def _hits(outcomes: Sequence[Outcome]) -> Iterator[Verdict]:

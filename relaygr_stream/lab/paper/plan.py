@@ -6,7 +6,7 @@ of the SLO. Beyond it full inference may carry nothing. Curves are simulated den
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -31,9 +31,10 @@ FLEET_LOADS: Final = (0.1, 0.5, 0.8)
 #: Arrivals of a log that are played: enough for its bursts, and simulated in seconds.
 LOGGED_ARRIVALS: Final = 6_000
 #: In these every mode tells how much is within the SLO, its hits, its decisions and its use of devices and memory.
-AT_LOADS: Final = tuple(Setup(load=load) for load in (0.8, 1.0, 1.1, 1.2))
-#: The one of them that a fleet is measured at, too.
-OVERLOAD: Final = Setup(load=1.1)
+AT_LOADS: Final = tuple(Setup(load=load) for load in (0.8, 1.0, 1.1, 1.25))
+#: Those of them that a fleet is measured at, too: beyond what the relay without delegates carries, where it is
+#: compared with them; and beyond what any mode carries, where each is looked at.
+HIGH, OVERLOAD = Setup(load=1.1), Setup(load=1.25)
 
 USUAL: Final = (RELAY, FULL_ANY, FULL_LANE, CACHE)  # in the order of turns, for when time runs out
 TWO: Final = (FULL_ANY, RELAY)
@@ -52,6 +53,12 @@ REGIMES: Final[dict[str, Setup]] = {
     "small tiers, hot users, short head start": Setup(**SMALL, zipf=1.1, delay_ms=30.0),
     "a hot lane": Setup(hot=0.3),
     "short head start": Setup(delay_ms=30.0),
+}
+#: Where the relay need not be ahead of itself without a part, but must not be behind: mode → the setups, and why.
+NO_GAIN: Final[dict[str, tuple[Callable[[Setup], bool], str]]] = {
+    "relay-hbm": (lambda setup: setup.known < MANY, "HBM holds all prefix KV"),
+    "relay-lru": (lambda setup: setup.hbm_gib == Setup().hbm_gib, "the tiers hold all prefix KV"),
+    "relay-whole": (lambda setup: setup.share <= 1, "a prefill takes less than the SLO"),
 }
 
 
@@ -134,7 +141,8 @@ HOT_FLEET: Final = (RELAY, UNDELEGATED)
 def _lengths(shares: Sequence[float], others: Sequence[float], *, quick: bool = False) -> Curve:
     """Full inference does not depend on the revisit ratio: it is measured at the middle one only.
 
-    others: the lengths at which other revisit ratios are simulated. quick: these, and `cache`, are not measured.
+    others: the lengths at which other revisit ratios are simulated; the relay is measured at them up to the unit.
+    quick: these, and `cache`, are not measured.
     """
     every = [Step(Setup(share=share), USUAL) for share in shares]
     every += [Step(Setup(share=share, revisit=other), (RELAY, CACHE)) for share in others for other in (0.9, 0.0)]
@@ -142,6 +150,8 @@ def _lengths(shares: Sequence[float], others: Sequence[float], *, quick: bool = 
     if not quick:
         fleet += [Step(Setup(revisit=other), (RELAY,), "fleet") for other in (0.9, 0.0)]
         fleet += [Step(Setup(share=share), (RELAY,), "fleet") for share in shares if share > 1.0]
+        short = [share for share in HEADLINE if share < 1.0]
+        fleet += [Step(Setup(share=share, revisit=other), (RELAY,), "fleet") for other in (0.9, 0.0) for share in short]
     return Curve("length", "Throughput within the SLO against length", "× unit length", "share", (*every, *fleet))
 
 
@@ -155,7 +165,7 @@ def _parts(regimes: Sequence[Setup], *, fleet: bool) -> Curve:
 
 def _modes() -> Curve:
     steps = [Step(setup, FLEET_MODES) for setup in AT_LOADS]
-    steps += [Step(OVERLOAD, (RELAY, UNDELEGATED, EVERYTHING), "fleet")]
+    steps += [Step(HIGH, (RELAY, UNDELEGATED, EVERYTHING), "fleet"), Step(OVERLOAD, FLEET_MODES, "fleet")]
     return Curve("modes", "Each mode at and beyond saturation", "load", "load", tuple(steps), "p99", drawn=False)
 
 

@@ -20,7 +20,7 @@ from relaygr_stream.lab.paper.plan import Curve
 from relaygr_stream.lab.paper.readings import differences, find, headline
 from relaygr_stream.lab.paper.results import Outcome, PaperReport, Point, points
 from relaygr_stream.lab.paper.setup import Setup
-from relaygr_stream.lab.paper.tables import tables
+from relaygr_stream.lab.paper.tables import curve_rows, tables
 
 MARKS: Final = {"met": "✓", "missed": "✗", "not allowed": "–", "not measured": "–"}
 #: A value beyond the oracle's by more than this factor is no matter of a search's tolerance.
@@ -124,13 +124,11 @@ def page(report: PaperReport, planned: Sequence[Curve]) -> str:
     """One HTML page that loads nothing."""
     charts = "".join(
         f"<h2>{escape(curve.words)}</h2><div class='grid'>{_charts(curve, report.curves[curve.name])}</div>"
+        f"{_escaped(*curve_rows(curve, report.points))}"
         for curve in planned
         if curve.drawn and report.curves[curve.name]
     )
-    drawn = [
-        f"<h2>{escape(title)}</h2>{table_html(heads, [[escape(cell) for cell in row] for row in rows])}"
-        for title, heads, rows in tables(report)
-    ]
+    drawn = [f"<h2>{escape(title)}</h2>{_escaped(heads, rows)}" for title, heads, rows in tables(report)]
     targets = [[MARKS[one.state], escape(one.target), one.state, escape(one.found)] for one in report.verdicts]
     facts = [[escape(name), escape(str(text))] for name, text in report.conditions["words"].items()]
     parts = [
@@ -148,6 +146,10 @@ def page(report: PaperReport, planned: Sequence[Curve]) -> str:
         table_html(("", ""), facts, wide=True),
     ]
     return page_html("relaygr bench paper", parts)
+
+
+def _escaped(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return table_html(heads, [[escape(cell) for cell in row] for row in rows])
 
 
 def as_json(report: PaperReport) -> bytes:

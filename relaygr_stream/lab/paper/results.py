@@ -46,7 +46,6 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     oracle: float  # the largest rate of the oracle queue
     given: float | None = None  # the rate, if it was given; the rest is then of its probe, else of the largest rate's
     p99_ms: float | None = None  # None: no probe
-    first_p99_ms: float | None = None  # of first visits alone
     p99_short: float | None = None  # of short users alone, if there are two kinds
     p99_long: float | None = None
     requests: int = 0
@@ -77,7 +76,6 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     settled: bool  # every repeat found its value; else the value is a lower bound
     given: float | None = None
     p99_ms: list[float] = []  # of each repeat
-    first_p99_ms: list[float] = []
     p99_short: list[float] = []
     p99_long: list[float] = []
     within: list[float] = []
@@ -108,7 +106,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         """Median, least and greatest of what a curve shows."""
         if what == "rate":
             return None if self.value is None else (self.value, *(self.interval or (self.value, self.value)))
-        values = {"p99": self.p99_ms, "first": self.first_p99_ms, "hits": self.reused, "dram": self.from_dram}[what]
+        values = {"p99": self.p99_ms, "hits": self.reused, "dram": self.from_dram}[what]
         return (median(values), min(values), max(values)) if values else None
 
 
@@ -164,7 +162,6 @@ def points(outcomes: Sequence[Outcome]) -> list[Point]:
             settled=all(one.settled for one in some),
             given=some[0].given,
             p99_ms=_known(one.p99_ms for one in some),
-            first_p99_ms=_known(one.first_p99_ms for one in some),
             p99_short=_known(one.p99_short for one in some),
             p99_long=_known(one.p99_long for one in some),
             within=_known(one.within for one in some),

@@ -167,7 +167,6 @@ class Simulation:
             oracle=self.oracle,
             given=at if self.setup.load else None,
             p99_ms=self._p99(every),
-            first_p99_ms=self._p99(every[~story.returning]),
             p99_short=self._p99(every[~story.long]) if short else None,
             p99_long=self._p99(every[story.long]) if short else None,
             requests=len(story.at),

@@ -8,10 +8,10 @@ from statistics import median
 from typing import Final, NamedTuple
 
 from relaygr_stream.lab.bench.modes import ABLATIONS, BASELINES, FLEET_MODES, RELAY
-from relaygr_stream.lab.paper.plan import AT_LOADS, REGIMES
-from relaygr_stream.lab.paper.readings import PLACES, find
+from relaygr_stream.lab.paper.plan import AT_LOADS, REGIMES, Curve, Shown
+from relaygr_stream.lab.paper.readings import PLACES, find, in_both
 from relaygr_stream.lab.paper.results import TIERS, PaperReport, Point
-from relaygr_stream.lab.workload.report import HITS
+from relaygr_stream.lab.workload.report import HIT_WORDS
 
 HEADLINE_TITLE: Final = "Half returning, geometric mean over four lengths"
 PARTS_TITLE: Final = "What each mechanism is worth: largest rate without it (relay ÷ that)"
@@ -131,7 +131,7 @@ def hits_text(one: Point) -> str:
     """What became of its announced requests that hit; "": none was announced."""
     if not one.announced:
         return ""
-    counts = {words: one.outcomes.get(name, 0) for name, words in HITS.items()}
+    counts = {words: one.outcomes.get(name, 0) for name, words in HIT_WORDS.items()}
     found = ", ".join(f"{count / one.announced:.0%} {words}" for words, count in counts.items())
     return f"{sum(counts.values()) / one.announced:.1%}: {found}"
 
@@ -177,9 +177,49 @@ def arrivals_rows(report: PaperReport) -> list[tuple[str, ...]]:
     return rows
 
 
+LOADS_COLUMNS: Final = ("mode", "setup", "P99 fleet, ms", "simulated", "within the SLO, fleet", "simulated")
+
+
+def loads_rows(report: PaperReport) -> list[tuple[str, ...]]:
+    """One row for each given load that was measured and simulated, as in LOADS_COLUMNS."""
+    return [
+        (
+            one.mode,
+            one.setup.words,
+            *(f"{median(each.p99_ms):,.1f}" if each.p99_ms else "" for each in (one, other)),
+            *(f"{median(each.within):.1%}" if each.within else "" for each in (one, other)),
+        )
+        for one, other in in_both(report.points)
+        if one.given
+    ]
+
+
 def rate_text(one: Point) -> str:
-    """Its largest rate."""
-    return "none" if one.value is None and one.settled else f"{'' if one.settled else '≥ '}{one.value or 0.0:,.0f}"
+    """Its largest rate; where none passed, the least that failed."""
+    if one.value is None:
+        return f"< {min(one.failed):,.0f}" if one.failed else "none"
+    return f"{'' if one.settled else '≥ '}{one.value:,.0f}"
+
+
+def curve_rows(curve: Curve, known: Sequence[Point]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Column heads, and a row for each setup of a curve: what it shows of each mode, simulated and measured."""
+    columns = list(dict.fromkeys((mode.name, step.where) for step in curve.steps for mode in step.modes))
+    columns.sort(key=lambda column: [mode.name for mode in FLEET_MODES].index(column[0]))
+    heads = ("", *(f"{mode}, measured" if where == "fleet" else mode for mode, where in columns))
+    rows = []
+    for setup in dict.fromkeys(step.setup for step in curve.steps):
+        points = [find(known, setup, mode, where) for mode, where in columns]
+        if any(points):
+            rows.append((setup.words, *("" if one is None else _shown_text(curve.shown, one) for one in points)))
+    return heads, rows
+
+
+def _shown_text(what: Shown, one: Point) -> str:
+    if what == "rate":
+        return rate_text(one)
+    if what == "p99":
+        return f"{median(one.p99_ms):,.1f}" if one.p99_ms else ""
+    return f"{median(one.reused):.0%}, {median(one.from_dram):.0%} from DRAM" if one.reused else ""
 
 
 class Rows(NamedTuple):
@@ -199,6 +239,7 @@ def tables(report: PaperReport) -> list[Rows]:
         Rows(
             "Each mode at and beyond saturation (load: of the oracle's largest rate)", MODES_COLUMNS, modes_rows(report)
         ),
+        Rows("Fleet and simulation at given loads", LOADS_COLUMNS, loads_rows(report)),
         Rows("Short and long users at the largest rate", KINDS_COLUMNS, kinds_rows(report)),
         Rows("Arrivals of a log", ARRIVALS_COLUMNS, arrivals_rows(report)),
     ]

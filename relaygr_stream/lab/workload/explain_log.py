@@ -25,6 +25,7 @@ from relaygr_stream.wire.worker_status import prefix_bytes
 
 #: Tokens of one allocation unit of a worker's tiers.
 GRANULE_TOKENS: Final = 64
+TIME_BYTES: Final = 8
 BYTES_OF: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 #: Retention of the signal logs for the ledgers; no owner has a successor here, so any value does.
 KEEP_S: Final = 60.0
@@ -43,9 +44,10 @@ class Fleet:
 
 
 def built_in_bytes_per_token(settings: Settings) -> int:
-    """K and V of one token of the built-in model, all layers, in bytes."""
+    """K and V of one token of the built-in model, all layers, and its time where the model compares times, in bytes."""
     model = settings.model
-    return model.layers * model.heads * (model.dqk + model.dv) * BYTES_OF[settings.worker.dtype]
+    kv_bytes = model.layers * model.heads * (model.dqk + model.dv) * BYTES_OF[settings.worker.dtype]
+    return kv_bytes + (TIME_BYTES if model.relative_times else 0)
 
 
 @dataclass

@@ -24,8 +24,8 @@ def read_parquet(
         from pyarrow import parquet  # noqa: PLC0415 - optional
     except ImportError as error:
         raise InputError(
-            f"{path} is a Parquet file, and pyarrow, which reads them, is not installed: "
-            "pip install 'relaygr-stream[parquet]'"
+            f"{path} is a Parquet file, and pyarrow, which reads them, is not installed: install "
+            "this package with its extra `parquet`"
         ) from error
     size = path.stat().st_size
     line = 0

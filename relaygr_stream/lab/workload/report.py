@@ -26,8 +26,8 @@ OUTCOMES: Final = {
     "full": "nowhere: full inference",
     "truncated": "nowhere: newest behaviours alone",
 }
-#: Outcomes that count as a prefix hit, with a word for each.
-HITS: Final[dict[Outcome, str]] = {"hbm": "ready", "dram": "reloaded", "joined": "joined"}
+#: A word for each outcome that is a hit.
+HIT_WORDS: Final[dict[Outcome, str]] = {"hbm": "ready", "dram": "reloaded", "joined": "joined"}
 LIVE_EVERY_S: Final = 0.25  # on a terminal, where the line is rewritten
 LOGGED_EVERY_S: Final = 10.0  # elsewhere, where each line stays
 

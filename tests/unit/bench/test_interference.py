@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from typing import Any
 
 import pytest
@@ -10,24 +9,23 @@ import pytest
 from relaygr_stream.lab.bench.interference import CpuTimes, disturbance_of
 from relaygr_stream.lab.bench.modes import RELAY
 from tests.unit.bench.reports import probe
+from tests.waiting import until_blocking
 
 BURN = "import time\nend = time.monotonic() + 30\nwhile time.monotonic() < end: pass"
 
 
+def ours_s() -> float:
+    now = CpuTimes.now()
+    assert now is not None
+    return now.ours_s
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's /proc")
 def test_a_child_is_ours_and_its_work_is_counted() -> None:
-    before = CpuTimes.now()
+    before = ours_s()
     child = subprocess.Popen([sys.executable, "-c", BURN])
     try:
-        deadline = time.monotonic() + 30
-        while True:
-            after = CpuTimes.now()
-            assert before is not None
-            assert after is not None
-            if after.ours_s - before.ours_s > 0.3:
-                break
-            assert time.monotonic() < deadline, "the child's work is not counted as ours"
-            time.sleep(0.05)
+        until_blocking(lambda: ours_s() - before > 0.3, "the child's work counted as ours", seconds=30)
     finally:
         child.kill()
         child.wait()

@@ -9,7 +9,7 @@ import pytest
 
 from relaygr_stream.lab.bench.results import Probe
 from relaygr_stream.lab.paper.judge import judge
-from relaygr_stream.lab.paper.plan import REVISITS, Where, curves
+from relaygr_stream.lab.paper.plan import MANY, REVISITS, Where, curves
 from relaygr_stream.lab.paper.readings import differences, headline, length_at
 from relaygr_stream.lab.paper.report import make_report
 from relaygr_stream.lab.paper.results import Headline, Outcome, Verdict, points
@@ -130,11 +130,14 @@ def bound(one: Outcome) -> Outcome:
     return msgspec.structs.replace(one, settled=one.mode != "relay", failed=None)
 
 
-def test_an_ablation_that_is_ahead_is_a_miss() -> None:
+def test_the_relay_is_ahead_of_an_ablation_wherever_that_part_can_gain() -> None:
     behind = [*grid(300.0, 50.0), outcome("relay-hbm", 250.0)]
     assert verdict(behind, "ahead of relay-hbm").state == "met"
-    alike = [*grid(300.0, 50.0), outcome("relay-hbm", 310.0)]
-    assert verdict(alike, "ahead of relay-hbm").state == "met", "within a search's tolerance"
+    alike = [*grid(300.0, 50.0), outcome("relay-hbm", 310.0), outcome("relay-undelegated", 300.0)]
+    assert verdict(alike, "ahead of relay-hbm").state == "met", "all prefix KV are in HBM, within a search's tolerance"
+    assert verdict(alike, "ahead of relay-undelegated").state == "missed"
+    many = [outcome("relay", 300.0, known=MANY), outcome("relay-hbm", 300.0, known=MANY)]
+    assert verdict(many, "ahead of relay-hbm").state == "missed"
     ahead = [*grid(300.0, 50.0), outcome("relay-hbm", 330.0)]
     assert verdict(ahead, "ahead of relay-hbm").state == "missed"
     assert verdict(ahead, "ahead of relay-whole").state == "not measured"

@@ -10,12 +10,23 @@ from relaygr_stream.lab.bench.results import Memory
 from relaygr_stream.lab.drawing import can_draw
 from relaygr_stream.lab.paper.drawings import drawings
 from relaygr_stream.lab.paper.measured import tiers_during
-from relaygr_stream.lab.paper.plan import curves
+from relaygr_stream.lab.paper.plan import Where, curves
 from relaygr_stream.lab.paper.report import as_json, make_report, page, render
 from relaygr_stream.lab.paper.results import Outcome, PaperReport
-from relaygr_stream.lab.paper.tables import arrivals_rows, kinds_rows, modes_rows, parts_rows, table_rows
+from relaygr_stream.lab.paper.tables import (
+    arrivals_rows,
+    curve_rows,
+    kinds_rows,
+    loads_rows,
+    modes_rows,
+    parts_rows,
+    table_rows,
+)
 from relaygr_stream.telemetry.printable import render_plain
 from tests.unit.paper.test_judge import PROBE, grid, outcome
+
+#: Where, P99 in ms, and the share within the SLO.
+PLACES_AT_80: list[tuple[Where, float, float]] = [("fleet", 18.6, 0.985), ("simulated", 7.4, 1.0)]
 
 
 def test_a_report_can_be_read_again_and_its_page_stands_alone() -> None:
@@ -29,7 +40,8 @@ def test_a_report_can_be_read_again_and_its_page_stands_alone() -> None:
     assert "made &lt;up&gt;" in text
     assert "http://" not in text.replace("http://www.w3.org", "")
     assert "<script" not in text
-    assert render(report) is not None
+    shown = render_plain(render(report), 200)
+    assert "Targets" in shown and "· a setup: no time" in shown
 
 
 def test_a_curve_of_two_properties_has_a_chart_for_each_value_of_one() -> None:
@@ -62,8 +74,9 @@ def test_a_simulated_lower_bound_is_marked_and_compared_with_nothing() -> None:
     simulated = outcome("relay", 100.0, where="simulated")
     for found, shown in (
         (msgspec.structs.replace(simulated, settled=False), ("≥ 100", "")),
-        (msgspec.structs.replace(simulated, settled=False, rate=None), ("≥ 0", "")),
-        (msgspec.structs.replace(simulated, rate=None), ("none", "")),
+        (msgspec.structs.replace(simulated, settled=False, rate=None), ("< 110", "")),
+        (msgspec.structs.replace(simulated, rate=None), ("< 110", "")),
+        (msgspec.structs.replace(simulated, rate=None, failed=None), ("none", "")),
     ):
         report = make_report([outcome("relay", 110.0), found], curves(quick=True), {"words": {}}, [], 1.0)
         assert [row[6:8] for row in table_rows(report)] == [shown]
@@ -100,11 +113,11 @@ def test_each_mode_tells_its_hits_decisions_and_use_of_devices_and_memory() -> N
             decisions={"over_load": 50, "admitted": 150} if announced else {},
         )  # fmt: skip
 
-    outcomes = [looked(mode.name, load) for load in (0.8, 1.2) for mode in FLEET_MODES]
+    outcomes = [looked(mode.name, load) for load in (0.8, 1.25) for mode in FLEET_MODES]
     outcomes += [msgspec.structs.replace(one, repeat=1, busy=0.85) for one in outcomes]
     report = make_report(outcomes, curves(quick=False), {"words": {}}, [], 1.0)
     rows = modes_rows(report)
-    assert [(row[0], row[1]) for row in rows] == [(mode.name, load) for load in ("80%", "120%") for mode in FLEET_MODES]
+    assert [(row[0], row[1]) for row in rows] == [(mode.name, load) for load in ("80%", "125%") for mode in FLEET_MODES]
     relay = next(row for row in rows if row[0] == "relay")
     assert relay[2:] == (
         "simulated", "87.5%", "80.0", "90.0%: 75% ready, 10% reloaded, 5% joined", "admitted 75%, over_load 25%", "80%",
@@ -135,6 +148,26 @@ def test_a_logs_arrivals_stand_beside_poisson_ones() -> None:
     report = make_report(both, curves(quick=True), {"words": {}}, [], 1.0)
     assert [row[3:] for row in arrivals_rows(report)] == [("80", "100", "0.80", "300", "400")]
     assert "arrivals of log.csv" in arrivals_rows(report)[0][1]
+
+
+def test_what_fleet_and_simulation_show_at_a_given_load_stands_in_one_row() -> None:
+    both = [
+        msgspec.structs.replace(outcome("relay", 10.0, where=where, load=0.8), given=10.0, p99_ms=ms, within=within)
+        for where, ms, within in PLACES_AT_80
+    ]
+    report = make_report([*both, outcome("relay", 110.0)], curves(quick=True), {"words": {}}, [], 1.0)
+    assert [row[2:] for row in loads_rows(report)] == [("18.6", "7.4", "98.5%", "100.0%")]
+
+
+def test_a_curve_has_a_table_of_what_it_shows_simulated_and_measured() -> None:
+    (curve,) = [one for one in curves(quick=False) if one.name == "workers"]
+    some = [outcome("relay", 70.0, where="simulated", workers=1), outcome("relay", 71.0, workers=1),
+            outcome("full-any", None, where="simulated", workers=2)]  # fmt: skip
+    report = make_report(some, (curve,), {"words": {}}, [], 1.0)
+    heads, rows = curve_rows(curve, report.points)
+    assert heads == ("", "full-any", "relay", "relay, measured")
+    assert [row[1:] for row in rows] == [("", "70", "71"), ("none", "", "")]
+    assert "<td>71</td>" in page(report, (curve,))
 
 
 def test_nothing_in_dram_is_drawn_as_zero() -> None:
