@@ -118,7 +118,7 @@ def storages(check: Check) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         model = load_model(shape, Relay(), device=CPU, dtype=dtype)
         generator = np.random.default_rng(1)
-        region = KVRegion(model.layout, torch.zeros(2048 * model.layout.elements_per_token, dtype=dtype), 2048)
+        region = KVRegion.new(model.layout, 2048)
         tokens = Tokens(np.stack([generator.integers(0, most, 2048) for most in (100_000, 4, 10**6)]))
         ranking = ScoreInput(region, tokens.slice(0, 0), generator.integers(0, 100_000, 64))
         with torch.inference_mode():

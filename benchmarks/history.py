@@ -42,7 +42,7 @@ from relaygr_stream.settings.worker import Model, Worker
 from relaygr_stream.wire.behaviours import Behaviours, pack_items
 from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.history import HistoryReference
-from relaygr_stream.wire.messages import PreInferSignal, RankingRequest, RequestEvent, with_version
+from relaygr_stream.wire.messages import HITS, PreInferSignal, RankingRequest, RequestEvent, with_version
 
 LENGTHS: Final = (64, 512, 2_000, 10_000)
 CANDIDATES: Final = 200
@@ -126,7 +126,7 @@ class Mode:
 
     @property
     def hits(self) -> float:
-        return sum(self.outcomes[each] for each in ("hbm", "dram", "joined")) / max(1, self.outcomes.total())
+        return sum(self.outcomes[each] for each in HITS) / max(1, self.outcomes.total())
 
     def at(self, percent: float) -> float:
         return nearest_rank(self.ms, percent / 100)

@@ -33,6 +33,7 @@ from relaygr_stream.cache.tiers import capacity_for
 from relaygr_stream.engine.executor import Executor
 from relaygr_stream.lab.bench.capacity import RequestCost, Traffic, predicted_rate, revisit_matters, slack_ms
 from relaygr_stream.lab.bench.cells import BUS_MS
+from relaygr_stream.lab.bench.lengths import FULL_SHARE
 from relaygr_stream.lab.bench.modes import FULL, RELAY, Mode
 from relaygr_stream.models.api import ScoreInput, Tokens
 from relaygr_stream.models.kv import KVRegion
@@ -54,8 +55,6 @@ FAMILIES: Final = {
 }
 LENGTHS: Final = (256, 512, 1024, 2048, 4096, 8192)
 REVISITS: Final = (0.0, 0.5, 0.9)
-#: Full inference takes this share of the SLO at the length where rates are compared, as in `relaygr bench slo`.
-FULL_SHARE: Final = 0.4
 #: Hits and extensions measured for each full inference, which takes many times as long.
 HITS: Final = 5
 

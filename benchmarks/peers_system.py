@@ -42,8 +42,6 @@ VLLM: Final = Path(__file__).with_name("peers_vllm.py")
 #: vLLM imports for half a minute and compiles its graph on its first start.
 START_S: Final = 400.0
 TURN_S: Final = 0.5
-#: On the embedded broker a fetch returns at its longest wait, whatever comes meanwhile.
-EMBEDDED_WAIT_MS: Final = 12
 #: vLLM binds no thread to a core, asks no model hub, sends no statistics.
 VLLM_ENVIRONMENT: Final = ONE_THREAD | {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1",
@@ -71,8 +69,6 @@ def configured(options: argparse.Namespace) -> Settings:
         "model.factory": "relaygr_stream.models.transformer:make", "model.layers": 8, "model.dim": 256,
         "model.heads": 4, "model.dqk": 64, "model.dv": 64, "worker.dtype": options.dtype, "client.hedge_ms": 0,
     }  # fmt: skip
-    if broker_at_hand() == "embedded":
-        flags |= {"kafka.fetch_max_wait_ms": EMBEDDED_WAIT_MS, "kafka.tail_max_wait_ms": EMBEDDED_WAIT_MS}
     return load_settings(files=["cpu"], flags=flags).settings
 
 

@@ -15,12 +15,12 @@ from statistics import median
 from typing import Any, Final
 
 import msgspec
-import numpy as np
 from slo_fit import Fit, Probe
 
 from relaygr_stream.lab.bench.populations import known_users
 from relaygr_stream.lab.bench.run import LANES_PER_WORKER
 from relaygr_stream.lab.bench.statistics import passes
+from relaygr_stream.lab.quantiles import nearest_rank
 from relaygr_stream.lab.simulate.calibrate import calibrate
 from relaygr_stream.lab.simulate.costs import DeviceCosts
 from relaygr_stream.lab.simulate.run import run_group
@@ -60,7 +60,7 @@ def compare(report: Path, costs_file: Path | None, within: float) -> list[str]:
         kept = [story for story in stories if passes(len(story.at), _bad(story, settings.relay.slo_ms))]
         p99s = [percentile(latencies(one), 0.99) for one in kept or stories]
         story = joined(kept or stories)
-        low, mid, high = np.quantile(p99s, [0.05, 0.5, 0.95], method="nearest")  # some are infinite: no answer
+        low, mid, high = (nearest_rank(p99s, share) for share in (0.05, 0.5, 0.95))  # some are infinite: no answer
         p50 = percentile(latencies(story), 0.5)
         scored = sum(probe["outcomes"].values())
         real_hits, hits = 1 - probe["outcomes"].get("full", 0) / scored, hit_share(story).value

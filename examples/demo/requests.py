@@ -10,12 +10,11 @@ import numpy as np
 import torch
 
 from examples.movielens.data import Histories, History
-from examples.movielens.evaluate import empty_region
 from relaygr_stream.lab.demo.traffic import newest_only, traffic_options
 from relaygr_stream.lab.workload.generator import Generator
 from relaygr_stream.lab.workload.items import WorkItem
 from relaygr_stream.lab.workload.metrics import QualityMeter
-from relaygr_stream.models.api import RankingModel, ScoreInput, Tokens
+from relaygr_stream.models.api import KVRegion, RankingModel, ScoreInput, Tokens
 from relaygr_stream.settings.schema import Settings
 
 #: So many users that no two requests are by the same one.
@@ -44,7 +43,7 @@ def offline_quality(model: RankingModel, requests: Iterable[WorkItem], newest: i
     with torch.no_grad():
         for item in requests:
             request = (item if newest is None else newest_only(item, newest)).request
-            region = empty_region(model, len(request.prefix))
+            region = KVRegion.new(model.layout, len(request.prefix))
             model.prefill(region, Tokens.of(request.prefix))
             # As a worker does it: the first gap of the suffix is the time since the prefix.
             last_ms = int(request.prefix.arrays()[2][-1])

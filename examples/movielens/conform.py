@@ -9,8 +9,9 @@ import torch
 
 from examples.movielens import forward
 from examples.movielens.data import History
-from examples.movielens.evaluate import TEST, empty_region, scores_of, split
+from examples.movielens.evaluate import TEST, scores_of, split
 from examples.movielens.train import padded
+from relaygr_stream.models.api import KVRegion
 from relaygr_stream.models.hstu_model import HSTUModel
 
 
@@ -19,7 +20,7 @@ def deviation_from_float64(model: HSTUModel, users: Sequence[History], longest: 
     """The largest absolute deviation over all items' scores behind these users' histories, as logits."""
     exact = HSTUModel(model.config).double()
     exact.load_state_dict({name: value.double() for name, value in model.state_dict().items()})
-    candidates, region, worst = np.arange(model.config.vocab), empty_region(model, longest), 0.0
+    candidates, region, worst = np.arange(model.config.vocab), KVRegion.new(model.layout, longest), 0.0
     for user in users:
         history, _, _ = split(user, TEST, longest)
         batch = padded([history])

@@ -109,7 +109,7 @@ def evaluate(
     progress: called behind each user with the number of users done.
     """
     candidates = np.arange(items)
-    region = empty_region(model, longest)
+    region = KVRegion.new(model.layout, longest)
     ranks = np.zeros(len(users), np.int64)
     with torch.no_grad():
         for index, user in enumerate(users):
@@ -118,12 +118,6 @@ def evaluate(
             if progress is not None:
                 progress(index + 1)
     return ranks
-
-
-def empty_region(model: RankingModel, tokens: int) -> KVRegion:
-    """Memory for the prefix KV of one user."""
-    layout = model.layout
-    return KVRegion(layout, torch.zeros(tokens * layout.elements_per_token, dtype=layout.dtype), tokens)
 
 
 # What length buys.

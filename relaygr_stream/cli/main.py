@@ -97,7 +97,7 @@ class _Group(click.Group):
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="relaygr-stream", prog_name="relaygr")
 def main() -> None:
-    """RelayGR Stream: rank with long user sequences inside a tight P99.
+    """RelayGR Stream: rank with long user histories inside a tight P99.
 
     The relay computes prefix KV while retrieval still runs, on the worker that will rank. Start with `relaygr demo`;
     `relaygr COMMAND --help` describes each command.
@@ -157,7 +157,7 @@ def gateway(settings: Settings) -> None:
     try:
         from relaygr_stream.gateway.service import run_gateway
     except ImportError as error:
-        raise ConfigError(f"{error}: install the extra, pip install 'relaygr-stream[gateway]'") from error
+        raise ConfigError(f"{error}: install this package with its extra `gateway`") from error
     sys.exit(run_process("gateway", settings, run_gateway))
 
 

@@ -161,7 +161,10 @@ _TRAFFIC: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "growth": ("--growth", {"type": float, "help": "Mean new behaviours of a returning user."}),
     "suffix": ("--suffix", {"type": click.IntRange(0, 65536), "help": "Latest behaviours, sent at ranking only."}),
     "candidates": ("--candidates", {"type": click.IntRange(1, 65536), "help": "Items to rank."}),
-    "stage_delay": ("--stage-delay", {"type": float, "metavar": "MS", "help": "Median from event to ranking request."}),
+    "stage_delay": (
+        "--stage-delay",
+        {"type": float, "metavar": "MS", "help": "Median head start: from event to ranking."},
+    ),
     "stage_sigma": ("--stage-sigma", {"type": float, "help": "Sigma of that log-normal delay."}),
 }
 

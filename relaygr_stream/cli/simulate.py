@@ -79,7 +79,7 @@ if TYPE_CHECKING:
     type=float,
     default=BusLatency.lasting_ms,
     show_default=True,
-    help="How long the bus stays slow, ms.",
+    help="Correlation time of bus latencies, ms; 0: independent.",
 )
 @click.option("--answer-p50", type=float, help="P50 from produce to consume of answers, ms. [--bus-p50]")
 @click.option("--answer-p99", type=float, help="P99 from produce to consume of answers, ms. [--bus-p99]")

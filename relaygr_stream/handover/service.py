@@ -18,7 +18,7 @@ from typing import Final
 
 import structlog
 
-from relaygr_stream.errors import ConfigError, DeviceError
+from relaygr_stream.errors import DeviceError
 from relaygr_stream.handover.certificates import Credentials, Networks, identity_problem, make_credentials
 from relaygr_stream.handover.channel import Bandwidth, Channel, PeerError
 from relaygr_stream.handover.connection import accept, connect
@@ -102,14 +102,7 @@ class Handover:
         """Start to listen. Raises ConfigError if the address cannot be bound or the certificate is invalid."""
         settings, host = self._settings, advertised_host(self._settings)
         self._credentials = await asyncio.to_thread(make_credentials, settings, self._name, host)
-        try:
-            listener = Listener(settings.host, settings.port, self._accept, MAX_STRANGERS, GRACE_S)
-        except (OSError, OverflowError, UnicodeError) as error:
-            raise ConfigError(
-                f"the hand-over cannot listen on {settings.host}:{settings.port}: {error}; set handover.host and "
-                f"handover.port "
-                f"(port 0: any free one)"
-            ) from error
+        listener = Listener("handover", settings.host, settings.port, self._accept, MAX_STRANGERS, GRACE_S)
         self._background.start(listener.run(), "hand-over serves")
         self.address = f"{_bracketed(host)}:{listener.port}"
         log.info("hand-over serves", address=self.address, mib_per_s=settings.mib_per_s, networks=settings.networks)

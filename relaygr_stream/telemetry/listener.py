@@ -15,6 +15,7 @@ from typing import Final
 
 import structlog
 
+from relaygr_stream.errors import ConfigError
 from relaygr_stream.telemetry.limiter import LogLimiter
 
 _log = structlog.get_logger(__name__)
@@ -30,20 +31,32 @@ Known = Callable[[], None]
 
 
 class Listener:
-    """Binds the address when it is made, accepts connections while `run` runs. Raises OSError if it cannot bind.
+    """Binds the address when it is made, accepts connections while `run` runs. Raises ConfigError if it cannot bind.
+
+    section: of the settings that have host and port.
 
     serve(connection, known): serves a non-blocking connection and closes it; calls known() once the peer is identified.
     most: strangers at once. grace_s: a stranger younger than this is not closed in favour of another.
     """
 
     def __init__(
-        self, host: str, port: int, serve: Callable[[socket.socket, Known], Awaitable[None]], most: int, grace_s: float
+        self,
+        section: str,
+        host: str,
+        port: int,
+        serve: Callable[[socket.socket, Known], Awaitable[None]],
+        most: int,
+        grace_s: float,
     ) -> None:
-        family, _, _, _, address = socket.getaddrinfo(
-            host or "0.0.0.0", port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        assert family in (socket.AF_INET, socket.AF_INET6)
-        self._socket = socket.create_server(address[:2], family=family, backlog=BACKLOG)
+        try:
+            family, _, _, _, address = socket.getaddrinfo(
+                host or "0.0.0.0", port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
+            self._socket = socket.create_server(address[:2], family=family, backlog=BACKLOG)
+        except (OSError, OverflowError, UnicodeError) as error:
+            raise ConfigError(
+                f"cannot listen on {host}:{port}: {error}; set {section}.host and {section}.port (port 0: any free one)"
+            ) from error
         self._socket.setblocking(False)
         self.port: int = self._socket.getsockname()[1]
         self._serve = serve

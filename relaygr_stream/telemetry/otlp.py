@@ -119,9 +119,7 @@ def _made(settings: Telemetry, process: str, counts: SpanCounts) -> tuple[Any, T
         from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415
         from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased  # noqa: PLC0415
     except ImportError as error:
-        raise ConfigError(
-            f"telemetry.traces needs the extra `otel`: pip install 'relaygr-stream[otel]' ({error})"
-        ) from error
+        raise ConfigError(f"telemetry.traces needs this package's extra `otel`; install it ({error})") from error
     logging.getLogger("opentelemetry.exporter").setLevel(logging.CRITICAL)  # CountingExporter says it, within limits
     try:
         # None: as OTEL_TRACES_SAMPLER says.

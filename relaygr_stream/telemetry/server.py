@@ -18,7 +18,6 @@ import structlog
 from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.exposition import choose_encoder
 
-from relaygr_stream.errors import ConfigError
 from relaygr_stream.telemetry.listener import Known, Listener
 
 #: Returns why not, or None if all is well.
@@ -48,13 +47,7 @@ class TelemetryServer:
     def __init__(self, registry: CollectorRegistry, host: str, port: int, live: Check, ready: Check) -> None:
         self._metrics = make_wsgi_app(registry)
         self._checks: dict[str, Check] = {"/healthz": live, "/readyz": ready}
-        try:
-            self._listener = Listener(host, port, self._serve, MAX_CLIENTS, GRACE_S)
-        except (OSError, OverflowError, UnicodeError) as error:
-            raise ConfigError(
-                f"cannot serve metrics on {host}:{port}: {error}; set telemetry.host and telemetry.port "
-                f"(port 0: any free one)"
-            ) from error
+        self._listener = Listener("telemetry", host, port, self._serve, MAX_CLIENTS, GRACE_S)
         self.host = host
         self.port = self._listener.port
         self._loop = asyncio.new_event_loop()

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
 from relaygr_stream.bus.ages import LogEnds, stated_age_ms
-from relaygr_stream.bus.tail import TopicTail
+from relaygr_stream.bus.tail import TopicTail, read_all
 from relaygr_stream.bus.topics import TopicSet, load_topics, verify_topics
 from relaygr_stream.errors import BrokerUnavailable, DecodeError
 from relaygr_stream.settings.schema import Settings
@@ -25,7 +25,7 @@ from relaygr_stream.trigger.delegation import Delegation
 from relaygr_stream.trigger.load import KeptAt, OwnerLoads
 from relaygr_stream.trigger.statement import stated_policy
 from relaygr_stream.wire.codec import decode
-from relaygr_stream.wire.fleet import OwnerDirectory
+from relaygr_stream.wire.fleet import STATUS_PERIODS, OwnerDirectory
 from relaygr_stream.wire.messages import (
     PreInferSignal,
     RequestEvent,
@@ -44,8 +44,6 @@ S = TypeVar("S", bound=WorkerStatus | Tombstone | TriggerStatus)
 
 #: Seconds to wait for signals after the last event: a signal follows its event within milliseconds.
 SIGNAL_S: Final = 1.0
-#: Status intervals to wait before the first event, so that every owner has stated itself.
-STATUS_PERIODS: Final = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,15 +172,11 @@ async def _newest(settings: Settings, read: Callable[[Record, StatusReader], S |
     await reader.prepare()
     found: dict[str, S] = {}
 
-    def on_records(records: list[Record]) -> None:
-        for record in records:
-            with suppress(DecodeError):
-                if (status := read(record, reader)) is not None:
-                    found.pop(status.name, None)
-                    found[status.name] = status
-
-    async with TopicTail(settings.kafka, topic.name, range(topic.partitions), "earliest", on_records):
-        pass
+    for record in await read_all(settings.kafka, topic.name, range(topic.partitions)):
+        with suppress(DecodeError):
+            if (status := read(record, reader)) is not None:
+                found.pop(status.name, None)
+                found[status.name] = status
     return list(found.values())
 
 

@@ -21,7 +21,7 @@ from relaygr_stream.bus.dead_letter import DeadLetters, check_dead_letters_fit
 from relaygr_stream.bus.lanes import LaneConsumer
 from relaygr_stream.bus.producer import NO_LEADER, Producer
 from relaygr_stream.bus.renewed import RenewalsCollector
-from relaygr_stream.bus.tail import TopicTail
+from relaygr_stream.bus.tail import STATUS_PAUSE_S, TopicTail
 from relaygr_stream.bus.topic_check import PartitionCounts
 from relaygr_stream.bus.topics import TopicSet, load_topics, verify_topics
 from relaygr_stream.settings.schema import Settings
@@ -37,7 +37,7 @@ from relaygr_stream.trigger.load import OwnerLoads
 from relaygr_stream.trigger.metrics import TriggerMetrics
 from relaygr_stream.trigger.signals import LaneContext, RefusalNotices
 from relaygr_stream.trigger.statement import NeverAtRisk, Statements
-from relaygr_stream.wire.fleet import OwnerDirectory
+from relaygr_stream.wire.fleet import STATUS_PERIODS, OwnerDirectory
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.trigger_status import STATUS_S
 from relaygr_stream.wire.worker_status import StatusReader
@@ -50,7 +50,6 @@ limited = LogLimiter().limited
 SAMPLES_PER_STALE: Final = 4
 RECONCILE_S: Final = 1.0
 READINESS_S: Final = 0.5
-STATUS_PERIODS: Final = 2
 #: Undecided events of all lanes at which this process counts as stuck: it loses its lanes after
 #: kafka.max_poll_interval_ms. An event of 4,096 behaviours has 53 KB, so this is half a gigabyte at worst.
 BACKLOG_LIMIT: Final = 10_000
@@ -95,7 +94,8 @@ async def run_trigger(context: ProcessContext, decide: Decide = decide) -> None:
         ends = await stack.enter_async_context(LogEnds(settings.kafka, member))
         # From the end: a status written before this start may be of any age (wire/fleet.py).
         status = topics.worker_status
-        tail = TopicTail(settings.kafka, status.name, range(status.partitions), "latest", owners.on_records)
+        partitions, take = range(status.partitions), owners.on_records
+        tail = TopicTail(settings.kafka, status.name, partitions, "latest", take, pause_s=STATUS_PAUSE_S)
         await stack.enter_async_context(tail)
         stack.push_async_callback(background.end)
         lanes = TriggerLanes(settings, topics, member, owners, producer, ends, metrics, background, tracing, decide)

@@ -9,6 +9,7 @@ import os
 import socket
 from collections.abc import Callable, Collection, Mapping
 
+import msgspec
 import structlog
 
 from relaygr_stream.bus.ages import now_ms
@@ -105,23 +106,9 @@ class NeverAtRisk:
 
 def policy_status(policy: Policy) -> PolicyStatus:
     """The policy as a trigger's status holds it."""
-    return PolicyStatus(
-        risk_ms=policy.risk_ms,
-        stale_ms=policy.stale_ms,
-        life_ms=policy.life_ms,
-        burst_ms=policy.burst_ms,
-        max_prefix_tokens=policy.max_prefix_tokens,
-        delegate=policy.delegate,
-    )
+    return PolicyStatus(**{name: getattr(policy, name) for name in PolicyStatus.__struct_fields__})
 
 
 def stated_policy(status: PolicyStatus) -> Policy:
     """The policy that a trigger's status holds."""
-    return Policy(
-        risk_ms=status.risk_ms,
-        stale_ms=status.stale_ms,
-        life_ms=status.life_ms,
-        burst_ms=status.burst_ms,
-        max_prefix_tokens=status.max_prefix_tokens,
-        delegate=status.delegate,
-    )
+    return Policy(**msgspec.structs.asdict(status))

@@ -28,7 +28,7 @@ from relaygr_stream.wire.messages import (
     Status,
     WorkerStatus,
 )
-from relaygr_stream.wire.versions import NOT_DECODED, OpenEnum, VersionedDecoder
+from relaygr_stream.wire.versions import OpenEnum, VersionedDecoder
 
 Message = RequestEvent | PreInferSignal | RankingRequest | Cancel | ScoreReply | WorkerStatus
 M = TypeVar("M", RequestEvent, PreInferSignal, RankingRequest, Cancel, ScoreReply, WorkerStatus)
@@ -58,8 +58,6 @@ _decoders: dict[type, VersionedDecoder[Any]] = {
 MAX_MESSAGE_BYTES: Final = 4 * 1024 * 1024
 #: Most bytes of unknown fields in a message: room for the fields of a later release, not for filling a reader's memory.
 MAX_UNKNOWN_BYTES: Final = 4096
-#: Characters kept of a decoding error: the decoder quotes the unexpected value in full. This keeps place and beginning.
-MAX_DETAIL: Final = 500
 
 
 def encode(message: Message) -> bytes:
@@ -77,10 +75,7 @@ def decode(kind: type[M], data: bytes | None, max_bytes: int = MAX_MESSAGE_BYTES
         raise DecodeError("malformed", "the message has no value")
     if len(data) > max_bytes:
         raise DecodeError("oversized", f"{len(data)} bytes, the limit is {max_bytes}")
-    try:
-        message: M = _decoders[kind].decode(data)
-    except NOT_DECODED as error:
-        raise DecodeError("malformed", str(error)[:MAX_DETAIL]) from error
+    message: M = _decoders[kind].decode(data)
     if len(data) > MAX_UNKNOWN_BYTES:
         _check_unknown(message, len(data))
     message.validate()

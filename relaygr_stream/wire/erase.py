@@ -12,10 +12,9 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
-from relaygr_stream.errors import DecodeError
 from relaygr_stream.wire.messages import LeastVersion, UnixMillis
-from relaygr_stream.wire.records import Record, kind_of
-from relaygr_stream.wire.versions import NOT_DECODED, SCHEMA_VERSION, VersionedDecoder
+from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.versions import SCHEMA_VERSION, VersionedDecoder
 from relaygr_stream.wire.worker_status import StatusReader
 
 #: The value of HEADER_KIND, and how keys begin.
@@ -57,12 +56,7 @@ def read_erase(record: Record, reader: StatusReader) -> Erase | None:
 
     Raises DecodeError, `unsigned` without a valid signature where the fleet has a secret, or for an old time.
     """
-    if kind_of(record.headers) != KIND or record.value is None:
-        return None
-    reader.verify(record)
-    try:
-        erase = _decoder.decode(record.value)
-    except NOT_DECODED as error:
-        raise DecodeError("malformed", str(error)[:300]) from error
-    reader.check_fresh(erase.sent_ms)
+    erase = reader.other(record, KIND, _decoder)
+    if erase is not None:
+        reader.check_fresh(erase.sent_ms)
     return erase

@@ -34,6 +34,9 @@ LOOKED_AT: Final = 16
 #: What we sent to a peer is dropped when the peer was not looked at for so long: it is done, or the peer is gone.
 FORGET_S: Final = 60.0
 
+#: Status intervals after which every live worker has stated itself to a new reader.
+STATUS_PERIODS: Final = 2
+
 _log = structlog.get_logger(__name__)
 _limited = LogLimiter().limited
 
@@ -46,9 +49,9 @@ DROP_AFTER_S: Final = 600.0
 MAX_NAMES: Final = 20_000
 
 
-def few(things: Sequence[T], most: int, choice: random.Random) -> list[T]:
-    """At most `most` of them, chosen at random if there are more."""
-    return list(things) if len(things) <= most else choice.sample(things, most)
+def few(things: Sequence[T], choice: random.Random) -> list[T]:
+    """At most LOOKED_AT of them, chosen at random if there are more."""
+    return list(things) if len(things) <= LOOKED_AT else choice.sample(things, LOOKED_AT)
 
 
 class Claim(msgspec.Struct, frozen=True):  # one a lane for every status; a frozen dataclass takes four times as long
@@ -165,9 +168,9 @@ class OwnerDirectory:
         lanes = [lane for lane in known.claims if self._owners[lane].worker.name == name]
         return (known.status, lanes) if lanes else None
 
-    def some(self, most: int, choice: random.Random, silence_ms: float | None = None) -> list[WorkerStatus]:
-        """At most `most` of `workers`, chosen at random: for frequent callers that need any suitable worker."""
-        return few(list(self.workers(silence_ms).values()), most, choice)
+    def some(self, choice: random.Random, silence_ms: float | None = None) -> list[WorkerStatus]:
+        """At most LOOKED_AT of `workers`, chosen at random: for frequent callers that need any suitable worker."""
+        return few(list(self.workers(silence_ms).values()), choice)
 
     def _give_to_newest(self, lane: int) -> None:
         claimants = [worker for worker in self._workers.values() if lane in worker.claims]

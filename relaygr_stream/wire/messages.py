@@ -7,7 +7,7 @@ encodes and decodes; versions.py defines how messages of later releases are read
 from __future__ import annotations
 
 import sys
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, get_args
 
 import msgspec
 import numpy as np
@@ -35,8 +35,9 @@ Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 #: Where a ranking found the prefix KV: ready in HBM, in DRAM (or being reloaded), in a prefill job, nowhere (full).
 #: truncated: nowhere, and it was ranked with the newest behaviours alone (worker.truncate_min_tokens).
 Outcome = Literal["hbm", "dram", "joined", "full", "truncated"]
-#: Outcomes without prefix KV.
+#: Outcomes without prefix KV, and those with.
 MISSES: Final[frozenset[str | None]] = frozenset({"full", "truncated"})
+HITS: Final[tuple[Outcome, ...]] = tuple(outcome for outcome in get_args(Outcome) if outcome not in MISSES)
 Status = Literal["ok", "deadline_exceeded", "overloaded", "rejected", "failed"]
 Mode = Literal["auto", "full"]
 State = Literal["starting", "serving", "draining", "stopped"]

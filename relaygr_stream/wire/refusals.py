@@ -14,10 +14,9 @@ from typing import Annotated, Final, NamedTuple, TypeVar
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from relaygr_stream.errors import DecodeError
 from relaygr_stream.wire.messages import AdmissionReason, Id, LeastVersion, tenant_key
 from relaygr_stream.wire.records import Record
-from relaygr_stream.wire.versions import NOT_DECODED, SCHEMA_VERSION, VersionedDecoder
+from relaygr_stream.wire.versions import SCHEMA_VERSION, VersionedDecoder
 
 T = TypeVar("T")
 
@@ -73,10 +72,7 @@ def encode_refusals(refused: Iterable[Refusal]) -> bytes:
 
 def decode_refusals(value: bytes | None) -> Refusals:
     """The record's refusals. Raises DecodeError."""
-    try:
-        return _decoder.decode(value or b"")
-    except NOT_DECODED as error:
-        raise DecodeError("malformed", str(error)[:300]) from error
+    return _decoder.decode(value or b"")
 
 
 class _Delegate(NamedTuple):

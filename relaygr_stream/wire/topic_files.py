@@ -128,7 +128,7 @@ def load_topics(kafka: Kafka) -> TopicSet:
         if (topic.min_insync_replicas or 1) > topic.replication:
             raise ConfigError(
                 f"topic {topic.name}: `min_insync_replicas` = {topic.min_insync_replicas}, of {topic.replication} "
-                f"copies (`replication`, kafka.replication): no message would be acknowledged; lower the first or "
+                f"replicas (`replication`, kafka.replication): no message would be acknowledged; lower the first or "
                 f"raise the second"
             )
     return topics

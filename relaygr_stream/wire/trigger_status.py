@@ -12,8 +12,8 @@ from msgspec import Meta
 
 from relaygr_stream.errors import DecodeError
 from relaygr_stream.wire.messages import Finite, Id, Label, LeastVersion, UnixMillis
-from relaygr_stream.wire.records import Record, kind_of
-from relaygr_stream.wire.versions import NOT_DECODED, SCHEMA_VERSION, VersionedDecoder
+from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.versions import SCHEMA_VERSION, VersionedDecoder
 from relaygr_stream.wire.worker_status import StatusReader
 
 #: The value of HEADER_KIND, and the prefix of the record's key, before the trigger's name.
@@ -35,6 +35,7 @@ class PolicyStatus(msgspec.Struct, frozen=True, kw_only=True):
     burst_ms: Finite
     max_prefix_tokens: Count
     delegate: bool = False
+    averaging: Annotated[float, Meta(gt=0, le=1e3)] = 1.0
 
 
 class TriggerStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,13 +69,9 @@ def encode_trigger(status: TriggerStatus) -> bytes:
 
 def read_trigger(record: Record, reader: StatusReader, *, fresh: bool = True) -> TriggerStatus | None:
     """The trigger's status in a record; None for a tombstone or another kind of record. Raises DecodeError."""
-    if kind_of(record.headers) != KIND or record.value is None:
+    status = reader.other(record, KIND, _decoder)
+    if status is None:
         return None
-    reader.verify(record)
-    try:
-        status = _decoder.decode(record.value)
-    except NOT_DECODED as error:
-        raise DecodeError("malformed", str(error)[:300]) from error
     if (record.key or b"") != (KEY_PREFIX + status.name).encode():
         raise DecodeError("invalid", f"the key does not belong to trigger {status.name!r}")
     if fresh:

@@ -22,6 +22,8 @@ READ_VERSION: Final = 2
 
 #: Errors of decoding bytes that are not MessagePack, or have another shape.
 NOT_DECODED: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+#: Characters kept of a decoding error: the decoder quotes the unexpected value in full. This keeps place and beginning.
+MAX_DETAIL: Final = 500
 #: Longest value of an open enumeration; a longer text is refused.
 MAX_NAME: Final = 64
 #: Names reserved for fields of requests and events in later releases (docs/reference/protocol.md, "Reserved names").
@@ -81,7 +83,7 @@ class VersionedDecoder(Generic[S]):
         self._later = msgspec.msgpack.Decoder(msgspec.defstruct(f"Later{kind.__name__}", opened, kw_only=True))
 
     def decode(self, data: bytes) -> S:
-        """The message. Raises DecodeError if it is for later readers, and one of NOT_DECODED if it is malformed."""
+        """The message. Raises DecodeError: `unknown_version` if it is for later readers, `malformed`."""
         try:
             message = self._decoder.decode(data)
         except NOT_DECODED as error:
@@ -89,7 +91,7 @@ class VersionedDecoder(Generic[S]):
                 message = self._kind(**self._known_values(msgspec.structs.asdict(self._later.decode(data))))
             except NOT_DECODED:
                 _refuse_other_version(data)
-                raise error from None
+                raise DecodeError("malformed", str(error)[:MAX_DETAIL]) from error
         self._check(message)
         return message
 

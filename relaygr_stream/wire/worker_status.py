@@ -11,7 +11,9 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
+
+import msgspec
 
 from relaygr_stream.errors import DecodeError
 from relaygr_stream.settings.schema import Settings
@@ -19,7 +21,10 @@ from relaygr_stream.wire.codec import MAX_MESSAGE_BYTES, decode
 from relaygr_stream.wire.messages import CostModel, LaneStatus, WorkerStatus
 from relaygr_stream.wire.records import Record, kind_of
 from relaygr_stream.wire.signature import Signer
-from relaygr_stream.wire.topic_files import TopicSet, load_topics
+from relaygr_stream.wire.topic_files import TopicSet
+from relaygr_stream.wire.versions import VersionedDecoder
+
+S = TypeVar("S", bound=msgspec.Struct)
 
 #: Header of a tombstone: the incarnation that it removes, in ASCII decimal.
 HEADER_INCARNATION: Final = "relaygr-incarnation"
@@ -83,9 +88,8 @@ class StatusReader:
         self._wall = wall
 
     @classmethod
-    def of(cls, settings: Settings, topics: TopicSet | None = None) -> StatusReader:
-        """The reader for these settings."""
-        topics = topics or load_topics(settings.kafka)
+    def of(cls, settings: Settings, topics: TopicSet) -> StatusReader:
+        """The reader for these settings and topics."""
         return cls(topics.lanes, Signer.of(settings.handover), topics.worker_status.max_message_bytes)
 
     async def prepare(self) -> None:
@@ -112,6 +116,16 @@ class StatusReader:
         if fresh:
             self.check_fresh(status.sent_ms)
         return status
+
+    def other(self, record: Record, kind: str, decoder: VersionedDecoder[S]) -> S | None:
+        """The message in a record of another kind than statuses; None for a tombstone, or a record of no such kind.
+
+        Raises DecodeError, with reason `unsigned` if the signature is missing or wrong.
+        """
+        if kind_of(record.headers) != kind or record.value is None:
+            return None
+        self.verify(record)
+        return decoder.decode(record.value)
 
     def verify(self, record: Record) -> None:
         """Raise DecodeError `unsigned` unless the signature is valid or no secret is set."""

@@ -26,7 +26,7 @@ from relaygr_stream.bus.topics import lane_of
 from relaygr_stream.engine.budgets import AVERAGE_S
 from relaygr_stream.engine.commands import Answer, RankTask
 from relaygr_stream.errors import DecodeError
-from relaygr_stream.wire.fleet import FORGET_S, LOOKED_AT, TRAVEL_MS, OwnerDirectory
+from relaygr_stream.wire.fleet import FORGET_S, TRAVEL_MS, OwnerDirectory
 from relaygr_stream.wire.messages import WorkerStatus
 from relaygr_stream.wire.versions import NOT_DECODED
 
@@ -124,7 +124,7 @@ class Forwarding:
         now, home = self._clock(), self._peers.owner(self._home(user_id))
         # The owner of the user's lane had the request first, or reads it there: two hops never lead back.
         been = {self._name} if home is None else {self._name, home.worker.name}
-        found = self._peers.some(LOOKED_AT, self._random)
+        found = self._peers.some(self._random)
         peers = [s for s in found if s.state == "serving" and s.lanes and s.name not in been]
         if not peers:
             return "alone"
