@@ -3,16 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import time
 from collections.abc import Callable
 
+WHAT = "what was waited for"
+#: A bound against hanging, not a claim of speed.
+WITHIN_S = 120.0
+PAUSE_S = 0.01
 
-async def until(condition: Callable[[], object], what: str = "what was waited for", seconds: float = 120.0) -> None:
-    """Wait for a condition, or fail saying what did not; seconds: a bound against hanging, not a claim of speed."""
+
+async def until(condition: Callable[[], object], what: str = WHAT, seconds: float = WITHIN_S) -> None:
+    """Wait for a condition, which may be a coroutine function, or fail saying what did not come."""
+    deadline = time.monotonic() + seconds
+    while not await _holds(condition):
+        assert time.monotonic() < deadline, f"within {seconds:.0f} s: not {what}"
+        await asyncio.sleep(PAUSE_S)
+
+
+async def _holds(condition: Callable[[], object]) -> object:
+    found = condition()
+    return await found if inspect.isawaitable(found) else found
+
+
+def until_blocking(condition: Callable[[], object], what: str = WHAT, seconds: float = WITHIN_S) -> None:
+    """As until, where no event loop runs."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"within {seconds:.0f} s: not {what}"
-        await asyncio.sleep(0.01)
+        time.sleep(PAUSE_S)
 
 
 class Clock:

@@ -63,7 +63,7 @@ async def test_list_and_show(kafka_settings: Kafka, letters: TopicSet) -> None:
     assert "1 dead letter: 1 invalid" in out
     code, out = await call(kafka_settings, "list", "--reason", "luck")
     assert code == 1
-    assert "--reason luck: no such reason; the reasons are crashed, invalid, malformed" in out
+    assert "--reason luck: no such reason" in out
     code, out = await call(kafka_settings, "show", first["address"])
     assert code == 0
     assert "not MessagePack" in out

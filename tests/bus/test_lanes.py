@@ -47,7 +47,7 @@ async def test_what_is_sent_is_read(kafka_settings: Kafka, topics: TopicSet, pro
         offset = await producer.send_and_wait(
             topics.ranking.name, b"value", key=b"key", partition=3, headers=[("name", b"\x00\xff")]
         )
-        await until(lambda: len(one.records) == 1, "read")
+        await until(lambda: len(one.records) >= 1, "read")
         (record,) = one.records
         assert record == Record(
             topics.ranking.name, 3, offset, record.timestamp_ms, b"key", b"value", (("name", b"\x00\xff"),)
@@ -65,7 +65,7 @@ async def test_records_from_before_the_first_member_are_read(
     for number in range(5):
         await producer.send_and_wait(topics.ranking.name, str(number).encode(), partition=1)
     async with Member(kafka_settings, topics, "one") as one:
-        await until(lambda: len(one.records) == 5, "read")
+        await until(lambda: len(one.records) >= 5, "read")
         assert one.values == [b"0", b"1", b"2", b"3", b"4"]
 
 
@@ -75,13 +75,12 @@ async def test_the_next_owner_starts_after_what_is_done_without_a_gap(
     for number in range(6):
         await producer.send_and_wait(topics.ranking.name, str(number).encode(), partition=1)
     async with Member(kafka_settings, topics, "one", finish=False) as one:
-        await until(lambda: len(one.records) == 6, "read")
+        await until(lambda: len(one.records) >= 6, "read")
         for number in (0, 1, 2, 4):  # 3 is not done: 4 must not be committed
             one.consumer.done(one.records[number])
         assert one.consumer.undone == 2
     async with Member(kafka_settings, topics, "two") as two:
-        await until(lambda: len(two.records) == 3, "read")
-        await asyncio.sleep(0.2)
+        await until(lambda: len(two.records) >= 3, "read")
         assert two.values == [b"3", b"4", b"5"]
 
 
@@ -93,13 +92,17 @@ async def test_commits_do_not_wait_for_the_end(kafka_settings: Kafka, topics: To
     )
     async with Member(often, topics, "one") as one:
         await producer.send_and_wait(topics.ranking.name, b"0", partition=1)
-        await until(lambda: len(one.records) == 1, "read")
+        await until(lambda: len(one.records) >= 1, "read")
         await looker.start()
+
+        async def committed() -> bool:
+            return bool(await looker.committed(TopicPartition(topics.ranking.name, 1)) == 1)
+
         try:
-            while await looker.committed(TopicPartition(topics.ranking.name, 1)) != 1:  # noqa: ASYNC110  # nothing announces it
-                await asyncio.sleep(0.02)
+            await until(committed, "committed")
         finally:
             await looker.stop()
+        assert one.values == [b"0"]
 
 
 async def _flows_to_the_owners_of_both_topics(topics: TopicSet, *members: Member) -> None:
@@ -212,16 +215,14 @@ async def test_a_drain_waits_for_work_and_the_next_owner_repeats_none(
     async with Member(kafka_settings, topics, "one", finish=False) as one:
         await shared_out(topics, one)
         await producer.send_and_wait(topics.ranking.name, b"0", partition=1)
-        await until(lambda: len(one.records) == 1, "read")
+        await until(lambda: len(one.records) >= 1, "read")
         assert not await one.consumer.drain(0.05)
         asyncio.get_running_loop().call_later(0.1, one.consumer.done, one.records[0])
         assert await one.consumer.drain(10.0)
         await producer.send_and_wait(topics.ranking.name, b"1", partition=1)
-        await asyncio.sleep(0.2)
-        assert one.values == [b"0"]
-    async with Member(kafka_settings, topics, "two") as two:
-        await until(lambda: len(two.records) == 1, "read")
-        assert two.values == [b"1"]
+        async with Member(kafka_settings, topics, "two") as two:
+            await until(lambda: len(two.records) >= 1, "read")
+            assert (one.values, two.values) == ([b"0"], [b"1"])
 
 
 async def test_who_drains_is_given_no_lanes(kafka_settings: Kafka, topics: TopicSet, producer: Producer) -> None:

@@ -32,8 +32,11 @@ async def _create(kafka: Kafka, name: str, partitions: int, **configs: str) -> N
     try:
         config = {key.replace("_", "."): value for key, value in configs.items()}
         await admin.create_topics([NewTopic(kafka.prefix + name, partitions, 1, topic_configs=config)])
-        while kafka.prefix + name not in await admin.list_topics():  # noqa: ASYNC110  # nothing announces it
-            await asyncio.sleep(0.02)
+
+        async def there() -> bool:
+            return kafka.prefix + name in await admin.list_topics()
+
+        await until(there, "created")
     finally:
         await admin.close()
 

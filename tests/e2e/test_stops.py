@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.waiting import until_blocking
+
 linux = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="looks into /proc")
 NOWHERE = ("--bootstrap", "127.0.0.1:1")
 #: Moments at which a command is stopped, from its first line on: imports take a second, more on a busy machine.
@@ -55,8 +57,7 @@ def test_a_command_can_be_stopped_at_any_moment(
 ) -> None:
     moment = random.Random(" ".join(command) + number.name).choice(MOMENTS)
     with start(*command, cwd=tmp_path) as process:
-        while process.poll() is None and not has_begun(process):
-            time.sleep(0.005)
+        until_blocking(lambda: process.poll() is not None or has_begun(process), "begun")
         time.sleep(moment)  # the stimulus: any moment will do
         process.send_signal(number)
         _, err = process.communicate(timeout=120)
@@ -80,8 +81,7 @@ def test_a_command_started_in_the_background_of_a_script_can_be_stopped_like_any
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     with start("worker", *NOWHERE, cwd=tmp_path, preexec_fn=in_the_background) as process:
-        while process.poll() is None and not has_begun(process):
-            time.sleep(0.005)
+        until_blocking(lambda: process.poll() is not None or has_begun(process), "begun")
         process.send_signal(signal.SIGINT)
         try:
             _, err = process.communicate(timeout=60)
@@ -106,17 +106,16 @@ def test_the_processes_of_a_simulation_end_with_it(tmp_path: Path) -> None:
         "2",
     ) as process:
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-        while process.poll() is None and len(children.read_text().split()) < 3:  # two and multiprocessing's tracker
-            time.sleep(0.05)
+        until_blocking(
+            lambda: process.poll() is not None or len(children.read_text().split()) > 2,
+            "two processes and multiprocessing's tracker",
+        )
         pids = children.read_text().split()
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
     assert (process.returncode, err.splitlines()[-1]) == (130, "stopped"), err
     assert "Traceback" not in err
-    deadline = time.monotonic() + 60
-    while left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
-        assert time.monotonic() < deadline, f"still there: {left}"
-        time.sleep(0.05)
+    until_blocking(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "all of them gone")
 
 
 def costs(folder: Path) -> Path:

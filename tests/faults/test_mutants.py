@@ -14,6 +14,7 @@ from relaygr_stream.lab.workload.driver import drive
 from relaygr_stream.settings.schema import Client, Kafka
 from tests.e2e.fleet import serving_fleet, traffic
 from tests.faults.witness import Witness
+from tests.waiting import until
 
 #: Run by every Python process that has its folder on its path, before anything else (site.py).
 DISCARDS_EVERY_30TH = """
@@ -104,9 +105,12 @@ async def test_a_worker_that_commits_what_it_has_read_is_found(
             load = asyncio.create_task(drive(client, items, timeout=20.0, on_result=witness.result))
             # A skip shows only until its hedge is answered, and hedges are few: several looks within that time.
             async with witness.noting_offsets() as note:
-                while not ledger.skipped_on(lanes):
+
+                async def skipped() -> bool:
                     await note()
-                    await asyncio.sleep(0.02)
+                    return bool(ledger.skipped_on(lanes))
+
+                await until(skipped, "a record committed and not done")
             await asyncio.to_thread(victim.kill)
             await fleet.lanes_settled("w2")
             await load

@@ -328,5 +328,10 @@ MUTANTS: Final = (
         "history/test_stores",
     ),
     Mutant("ops/erase.py", "return stated == (user_id, tenant)", "return stated[0] == user_id", "history/test_erase"),
-    Mutant("wire/erase.py", "    reader.verify(record)\n", "", "history/test_erase"),
+    Mutant(
+        "wire/worker_status.py",
+        "        self.verify(record)\n        return decoder.decode",
+        "        return decoder.decode",
+        "history/test_erase",
+    ),
 )

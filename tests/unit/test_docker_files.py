@@ -59,9 +59,13 @@ def test_one_image_name_everywhere() -> None:
     assert [service["build"]["target"] for service in OURS.values() if "build" in service] == ["cpu"]
 
 
-def test_the_dockerfile_has_the_three_targets() -> None:
-    stages = re.findall(r"^FROM \S+ AS (\S+)$", DOCKERFILE, re.MULTILINE)
-    assert [stage for stage in stages if stage in ("cpu", "cuda", "npu")] == ["cpu", "cuda", "npu"]
+def test_the_dockerfile_has_every_target_that_is_named() -> None:
+    stages = set(re.findall(r"^FROM \S+ AS (\S+)$", DOCKERFILE, re.MULTILINE))
+    of_services = {service["build"]["target"] for service in SERVICES.values() if "build" in service}
+    guide = (ROOT / "docs" / "how-to" / "deploying.md").read_text(encoding="utf-8")
+    of_guide = set(re.findall(r"--target (\w+)", guide))
+    assert of_services and of_guide
+    assert of_services | of_guide <= stages
 
 
 def _lock(what: str) -> dict[str, tuple[str, list[str]]]:
@@ -92,6 +96,7 @@ def test_images_install_what_the_program_depends_on_by_hash(what: str) -> None:
 def test_what_is_copied_into_images_reaches_the_builder() -> None:
     allowed = (ROOT / ".dockerignore").read_text().splitlines()
     copied = {name for line in re.findall(r"^COPY (?!--)(.*) \S+$", DOCKERFILE, re.MULTILINE) for name in line.split()}
+    assert copied
     assert not [name for name in copied if f"!{name.removeprefix('./')}" not in allowed]
 
 
@@ -99,7 +104,6 @@ def test_nothing_but_torch_is_installed_without_hashes() -> None:
     steps = re.findall(r"pip install (.*)", DOCKERFILE)
     free = [step for step in steps if "--require-hashes" not in step and "--no-deps" not in step]
     assert free and all(re.search(r"torch\.txt|\[npu\]", step) for step in free), free
-    assert "--no-build-isolation" in re.findall(r"pip wheel (.*)", DOCKERFILE)[0]
 
 
 def test_every_image_has_a_version() -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from relaygr_stream.errors import DecodeError
 from relaygr_stream.wire.behaviours import Behaviours, pack_items
-from relaygr_stream.wire.codec import MAX_DETAIL, MAX_MESSAGE_BYTES, Message, decode, encode
+from relaygr_stream.wire.codec import MAX_MESSAGE_BYTES, Message, decode, encode
 from relaygr_stream.wire.messages import (
     Cancel,
     CostModel,
@@ -28,7 +28,7 @@ from relaygr_stream.wire.messages import (
     Timings,
     WorkerStatus,
 )
-from relaygr_stream.wire.versions import SCHEMA_VERSION
+from relaygr_stream.wire.versions import MAX_DETAIL, SCHEMA_VERSION
 
 KINDS: list[Any] = [RequestEvent, PreInferSignal, RankingRequest, Cancel, ScoreReply, WorkerStatus]
 

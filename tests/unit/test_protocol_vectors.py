@@ -66,17 +66,20 @@ def test_the_signature_of_an_answer_is_a_plain_hmac() -> None:
 
 
 def test_lanes_are_those_of_the_vectors() -> None:
+    assert VECTORS["lanes"]
     for vector in VECTORS["lanes"]:
         assert lane_of(vector["user_id"], vector["partitions"]) == vector["lane"]
 
 
 def test_digests_of_histories_are_those_of_the_vectors() -> None:
+    assert VECTORS["histories"]
     for vector in VECTORS["histories"]:
         parts = {name: value for name, value in vector["behaviours"].items() if name != "columns"}
         table = {key: bytes.fromhex(value["bytes"]) for key, value in vector["behaviours"].get("columns", {}).items()}
         plain_parts = {name: bytes.fromhex(value["bytes"]) for name, value in parts.items()}
         behaviours = Behaviours(**plain_parts, columns=table or msgspec.UNSET)
         found = digests(behaviours, map(int, vector["digests"]))
+        assert found
         assert {str(at): digest.hex() for at, digest in found.items()} == vector["digests"]
 
 

@@ -11,7 +11,7 @@ from relaygr_stream.lab.demo.live import LiveState, LiveView
 from relaygr_stream.ops.status.odd import lane_ranges
 from relaygr_stream.wire.messages import WorkerStatus
 from tests.statuses import lane_statuses, worker_status
-from tests.waiting import Clock
+from tests.waiting import Clock, until
 
 
 def status(name: str, lanes: list[int], incarnation: int = 1, sent_ms: int = 1) -> WorkerStatus:
@@ -102,8 +102,7 @@ async def test_where_there_is_no_terminal_lines_are_printed(state: LiveState, mo
     out = io.StringIO()
     state.enter("[one] warming up")
     async with LiveView(state, Console(file=out, width=40)):
-        while out.getvalue().count("\n") < 3:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await until(lambda: out.getvalue().count("\n") >= 3)
     lines = out.getvalue().splitlines()
     assert all(line.startswith("[one] warming up; ") and line.endswith("no answers yet") for line in lines)
     assert "\x1b" not in out.getvalue()
@@ -115,7 +114,6 @@ async def test_on_a_terminal_the_table_is_drawn_and_removed(state: LiveState, mo
     console = Console(file=out, width=100, force_terminal=True, color_system=None)
     state.worker(status("worker-1", [0, 1]))
     async with LiveView(state, console):
-        while out.getvalue().count("worker-1") < 2:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await until(lambda: out.getvalue().count("worker-1") >= 2)
     assert out.getvalue().endswith("\x1b[1A\x1b[2K"), "the result table takes its place"
     assert [task for task in asyncio.all_tasks() if task.get_name() == "live-view"] == []

@@ -21,7 +21,7 @@ from relaygr_stream.errors import ConfigError, InputError
 from relaygr_stream.lab.bench.lengths import COSTS_DIR
 from relaygr_stream.lab.emulate.device import FOLLOWS_S, EmulatedModel, WallClock, build, make
 from relaygr_stream.lab.emulate.process import FACTORY, main, run_emulated_worker
-from relaygr_stream.lab.policies import LeastRecent, Policy, decide_everything
+from relaygr_stream.lab.policies import LeastRecent, Policy
 from relaygr_stream.lab.simulate.costs import MOST_TOKENS, DeviceCosts
 from relaygr_stream.lab.simulate.device import META
 from relaygr_stream.models.api import ScoreInput, Tokens
@@ -228,4 +228,3 @@ def test_bad_arguments_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["worker", "--set", "relay.slo_ms=-1"])
     assert "relay.slo_ms" in capsys.readouterr().err
-    assert decide_everything.__doc__

@@ -336,6 +336,7 @@ def test_an_answer_outlives_the_models_buffer() -> None:
         w.settle()
         w.rank("r2", 2, 80, candidates=5)
         w.settle()
+        assert (w.outcome("r1"), w.outcome("r2")) == ("full", "full")
 
 
 def test_the_warm_up_has_no_more_candidates_than_a_ranking() -> None:

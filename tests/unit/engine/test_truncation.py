@@ -189,12 +189,12 @@ def in_time(admission: Admission, task: RankTask, ms: float, now: float) -> bool
     return forecast.full(task, now, ms, alone=QUEUED_DEADLINE_FRACTION) is None
 
 
-@settings(max_examples=25, deadline=None)
-@given(requests=arrivals, least=st.sampled_from((8, 16, 48)))
-def test_a_cut_is_in_time_by_the_models_costs_and_none_longer_would_be(requests: Arrivals, least: int) -> None:
+def checked_cuts(requests: Arrivals, least: int) -> list[RankTask]:
+    """The rankings that were cut, each to the longest that is in time by the model's costs."""
     device = Device(least)
     admission = device.world.scheduler.admission
-    truncate, cuts = admission.truncate, []
+    truncate = admission.truncate
+    cuts: list[RankTask] = []
 
     def checked(task: RankTask, found: Found, now: float) -> bool:
         before, length = copy(task), len(task.tokens) + len(task.suffix)
@@ -215,6 +215,18 @@ def test_a_cut_is_in_time_by_the_models_costs_and_none_longer_would_be(requests:
     assert all(task.truncated_to >= least for task in cuts)
     for answer in device.world.answers:
         assert (answer.task.outcome == "truncated") == (answer.task.truncated_to > 0)
+    return cuts
+
+
+@settings(max_examples=25, deadline=None)
+@given(requests=arrivals, least=st.sampled_from((8, 16, 48)))
+def test_a_cut_is_in_time_by_the_models_costs_and_none_longer_would_be(requests: Arrivals, least: int) -> None:
+    checked_cuts(requests, least)
+
+
+@pytest.mark.parametrize("least", [8, 16, 48])
+def test_two_of_three_that_come_at_once_are_cut(least: int) -> None:
+    assert len(checked_cuts([(1, 170, 3, 12.0, 0.0), (2, 170, 3, 3.0, 0.0), (3, 170, 3, 6.0, 0.0)], least)) == 2
 
 
 @settings(max_examples=12, deadline=None)

@@ -6,9 +6,10 @@ import torch
 
 from examples.movielens import catalogue, forward, train
 from examples.movielens.data import History
-from examples.movielens.evaluate import empty_region, scores_of
+from examples.movielens.evaluate import scores_of
 from examples.movielens.losses import losses
 from examples.movielens.recipe import Recipe, new_model
+from relaygr_stream.models.api import KVRegion
 from relaygr_stream.models.hstu_model import HSTUModel
 
 ITEMS = 30
@@ -50,7 +51,7 @@ def test_training_at_position_t_equals_score_on_the_prefix_before_t(model: HSTUM
     batch = train.padded(histories)
     kv = forward.behaviours(model, batch)
     reference = served(model)
-    region = empty_region(reference, LONGEST + 4)
+    region = KVRegion.new(reference.layout, LONGEST + 4)
     candidates = np.array([3, 0, ITEMS - 1])
     for row, history in enumerate(histories):
         for position in range(1, len(history) + 1):
@@ -100,7 +101,7 @@ def test_the_catalogue_is_ranked_as_the_served_model_scores_it() -> None:
     batch = train.padded([history])
     gates, bias = catalogue.gates(model)
     found = catalogue.histories(model, *forward.behaviours(model, batch)[-1], batch.times) @ gates.T + bias
-    reference, region = served(model), empty_region(served(model), LONGEST)
+    reference, region = served(model), KVRegion.new(served(model).layout, LONGEST)
     for position in range(1, len(history)):
         expected = scores_of(reference, history.slice(0, position), np.arange(ITEMS), region)
         order = found[0, position - 1].argsort().numpy()

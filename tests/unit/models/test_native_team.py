@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -20,6 +19,7 @@ from relaygr_stream.models.api import ScoreInput
 from relaygr_stream.models.stu import StackConfig
 from tests.unit.models.small_models import full_scores, held, prefilled, random_items, random_tokens, small_model
 from tests.unit.models.test_native_layers import DTYPES, configs, in_each_kind, library, outputs, place, stack_of
+from tests.waiting import until_blocking
 
 #: What the helpers are called in /proc.
 NAME = "relaygr-kernels"
@@ -112,10 +112,7 @@ def test_helpers_are_as_many_as_are_wanted_and_sleep_when_idle(kind: str) -> Non
     place(model, kind)
     torch.set_num_threads(3)
     full_scores(model, random_tokens(random, 90), random_items(random, 20))
-    give_up = time.monotonic() + 60
-    while len(states := helper_states()) < 2 or "R" in states:
-        assert time.monotonic() < give_up, states
-        time.sleep(0.001)
+    until_blocking(lambda: len(states := helper_states()) > 1 and "R" not in states, "two helpers, asleep")
 
 
 #: Runs in a process of its own, one kind after the other: with its imports it takes seconds. The forked one makes no

@@ -15,8 +15,8 @@ from relaygr_stream.lab.simulate.fleet import Fleet
 from relaygr_stream.lab.simulate.run import run_group, run_scenario
 from relaygr_stream.lab.simulate.scenario import Failure
 from relaygr_stream.lab.simulate.story import hit_share, late_share, latencies, percentile
-from relaygr_stream.lab.workload.report import HITS
 from relaygr_stream.lab.workload.visits import Arrival
+from relaygr_stream.wire.messages import HITS
 from relaygr_stream.worker.forwarding import MOST_HOPS
 from tests.unit.simulate.scenes import fleet_of, scenario, trace
 
@@ -68,7 +68,6 @@ def test_budgets_hold_at_every_statement(rate: float) -> None:
     def look(now: float) -> None:
         for one in fleet.workers:
             cache = one.scheduler.cache
-            assert one.scheduler.pins.holds().total() >= 0
             assert cache.hbm_used <= worker.hbm_bytes
             assert cache.dram_used <= worker.dram_bytes
             lanes = [one.scheduler.pins.lane_bytes(lane) for lane in range(len(fleet.lanes))]
@@ -81,10 +80,10 @@ def test_budgets_hold_at_every_statement(rate: float) -> None:
     assert max(seen) > 0
 
 
-def test_overload_is_answered_late_or_not_at_all_but_never_lost() -> None:
+def test_under_overload_every_request_is_answered_once_be_it_late_or_refused() -> None:
     scene = scenario(rate=2000.0, seconds=1.5)
     fleet = ran(fleet_of(scene))
-    assert all(request.answers <= 1 for request in fleet.requests)
+    assert Counter(request.answers for request in fleet.requests) == {1: len(fleet.requests)}
     reasons = Counter(request.reason for request in fleet.requests)
     assert reasons["over_load"] + reasons["over_footprint"] > 0
     story = run_group(scene, scene.groups[0])
@@ -161,7 +160,7 @@ def test_a_hot_lanes_rankings_are_forwarded_and_still_answered_once(hot: bool) -
         lanes = [0] if hot else list(range(12))
         fleet = Fleet(scene, scene.groups[0], requests=hot_lane(lanes, 200.0 * (1 if hot else 3), 4.0))
         fleet.run()
-        assert {request.answers for request in fleet.requests} <= {0, 1}
+        assert Counter(request.answers for request in fleet.requests) == {1: len(fleet.requests)}
         assert all(request.hops <= MOST_HOPS for request in fleet.requests)
         scored[forward] = float(np.mean([request.status == "ok" for request in fleet.requests]))
         assert forward or not fleet.forwards
@@ -187,7 +186,7 @@ def test_a_prefix_that_its_owner_would_have_too_late_is_computed_by_another_work
         assert (reasons["delegated"] > 0) is delegate
         assert bool(passed_on) is delegate
         assert {request.reason for request in passed_on} <= {"delegated"}
-        assert {request.answers for request in fleet.requests} <= {0, 1}
+        assert Counter(request.answers for request in fleet.requests) == {1: len(fleet.requests)}
         hits[delegate] = float(np.mean([request.outcome in HITS for request in fleet.requests]))
         for worker in fleet.workers:
             worker.scheduler.check_integrity()

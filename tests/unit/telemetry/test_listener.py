@@ -19,7 +19,7 @@ async def test_a_connection_in_excess_is_closed_even_if_serving_it_has_not_begun
         with connection:
             await asyncio.get_running_loop().sock_recv(connection, 1)
 
-    listener = Listener("127.0.0.1", 0, serve, most=1, grace_s=0.0)
+    listener = Listener("telemetry", "127.0.0.1", 0, serve, most=1, grace_s=0.0)
     with ExitStack() as stack:
         clients = [stack.enter_context(socket.create_connection(("127.0.0.1", listener.port))) for _ in range(CLIENTS)]
         running = asyncio.create_task(listener.run())

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
-import asyncio
 import time
 
 from prometheus_client import CollectorRegistry
 
 from relaygr_stream.telemetry.loopwatch import LoopWatch
+from tests.waiting import until
 
 
 async def test_a_running_loop_is_alive_and_its_beats_are_counted() -> None:
@@ -13,8 +13,7 @@ async def test_a_running_loop_is_alive_and_its_beats_are_counted() -> None:
     watch = LoopWatch(registry, stall_s=30)
     watch.start()
     try:
-        while (registry.get_sample_value("relaygr_loop_lag_seconds_count") or 0) < 3:  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
+        await until(lambda: (registry.get_sample_value("relaygr_loop_lag_seconds_count") or 0) >= 3)
         assert watch.stalled() is None
     finally:
         watch.stop()
@@ -30,8 +29,7 @@ async def test_a_stuck_loop_is_reported_and_recovers() -> None:
         assert reason is not None
         assert reason.startswith("the event loop has not run for ")
         assert (registry.get_sample_value("relaygr_loop_silence_seconds") or 0) >= 0.3
-        while watch.stalled() is not None:  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
+        await until(lambda: watch.stalled() is None)
         late = registry.get_sample_value("relaygr_loop_lag_seconds_bucket", {"le": "0.25"})
         assert registry.get_sample_value("relaygr_loop_lag_seconds_count") != late, "the late beat counts as late"
     finally:

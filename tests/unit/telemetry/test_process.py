@@ -11,7 +11,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from prometheus_client import CollectorRegistry, Counter
 from relaygr_stream.errors import ConfigError
 from relaygr_stream.settings.schema import Settings, Telemetry
 from relaygr_stream.telemetry.process import process, run_process, version
+from tests.waiting import until_blocking
 
 PROGRAM = """
 import asyncio, signal, sys, time
@@ -69,7 +69,8 @@ class Child:
         )
 
     def port(self) -> int:
-        return int(until(lambda: self.port_file.exists() and self.port_file.read_text()))
+        until_blocking(lambda: self.port_file.exists() and self.port_file.read_text(), "a port in its file")
+        return int(self.port_file.read_text())
 
     def get(self, path: str) -> tuple[int, str]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port(), timeout=PATIENCE_S)
@@ -79,20 +80,12 @@ class Child:
             return response.status, response.read().decode()
 
     def wait_ready(self) -> None:
-        until(lambda: self.get("/readyz")[0] == 200)
+        until_blocking(lambda: self.get("/readyz")[0] == 200, "ready")
 
     def end(self) -> tuple[int, list[dict[str, Any]]]:
         """Its exit code and its log."""
         _, err = self.popen.communicate(timeout=PATIENCE_S)
         return self.popen.returncode, [json.loads(line) for line in err.splitlines()]
-
-
-def until(condition: Any) -> Any:
-    deadline = time.monotonic() + PATIENCE_S
-    while not (value := condition()):
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.02)
-    return value
 
 
 @pytest.fixture
@@ -135,7 +128,7 @@ def test_a_process_that_stops_is_live_but_not_ready(start: Any) -> None:
     child = start("await ctx.stop.wait(); await asyncio.sleep(60)")
     child.wait_ready()
     child.popen.send_signal(signal.SIGTERM)
-    until(lambda: child.get("/readyz")[0] == 503)
+    until_blocking(lambda: child.get("/readyz")[0] == 503, "stopping")
     assert json.loads(child.get("/readyz")[1])["reason"] == "stopping"
     assert child.get("/healthz")[0] == 200
 
@@ -145,12 +138,13 @@ def test_a_second_signal_ends_it_at_once_even_when_the_loop_is_stuck(
     start: Any, second: signal.Signals, code: int, tmp_path: Path
 ) -> None:
     heard, stuck = tmp_path / "heard", tmp_path / "stuck"
-    child = start(STUCK.format(heard=str(heard), stuck=str(stuck)), RELAYGR_TELEMETRY_STALL_MS="300")
-    until(stuck.exists)
-    status = until(lambda: (answer := child.get("/healthz"))[0] == 503 and answer)
-    assert "the event loop has not run for" in json.loads(status[1])["reason"]
+    child = start(STUCK.format(heard=str(heard), stuck=str(stuck)), RELAYGR_TELEMETRY_STALL_MS="500")
+    until_blocking(stuck.exists, "stuck")
+    until_blocking(lambda: child.get("/healthz")[0] == 503, "told by /healthz")
+    assert "the event loop has not run for" in json.loads(child.get("/healthz")[1])["reason"]
     child.popen.send_signal(signal.SIGTERM)
-    until(heard.exists)  # two signals that wait together are one, or come in the order of their numbers
+    # Two signals that wait together are one, or come in the order of their numbers.
+    until_blocking(heard.exists, "the first signal handled")
     assert child.popen.poll() is None
     child.popen.send_signal(second)
     _, err = child.popen.communicate(timeout=PATIENCE_S)

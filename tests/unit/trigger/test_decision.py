@@ -6,11 +6,14 @@ from typing import Any
 
 import msgspec
 import pytest
+from prometheus_client import CollectorRegistry
 
 from relaygr_stream.lab.workload.generator import GeneratorOptions
 from relaygr_stream.settings.schema import Relay, Settings, Trigger
 from relaygr_stream.trigger.decision import REASONS, Decision, LaneState, Policy, decide
 from relaygr_stream.trigger.delegation import NOTICE_MS
+from relaygr_stream.trigger.metrics import TriggerMetrics
+from relaygr_stream.trigger.statement import policy_status, stated_policy
 from relaygr_stream.wire.behaviours import Behaviours
 from relaygr_stream.wire.history import HistoryReference
 from relaygr_stream.wire.messages import CostModel, RequestEvent, with_version
@@ -203,25 +206,24 @@ def test_costs_that_cannot_be_reckoned_with_are_replaced(costs: CostModel) -> No
 
 def test_the_policy_is_as_configured() -> None:
     settings = Settings(
-        relay=Relay(slo_ms=40, life_window_ms=3000, max_prefix_tokens=7),
+        relay=Relay(slo_ms=40, life_window_ms=3000, max_prefix_tokens=7, averaging=2.5),
         trigger=Trigger(risk_share=0.25, max_event_age_ms=11, load_burst_ms=12, delegate=True),
     )
-    assert Policy.of(settings) == Policy(
-        risk_ms=10.0, stale_ms=11.0, life_ms=3000.0, burst_ms=12.0, max_prefix_tokens=7, delegate=True
+    policy = Policy.of(settings)
+    assert policy == Policy(
+        risk_ms=10.0, stale_ms=11.0, life_ms=3000.0, burst_ms=12.0, max_prefix_tokens=7, delegate=True, averaging=2.5
     )
+    assert stated_policy(policy_status(policy)) == policy, "as `relaygr explain` reads it from a trigger's status"
 
 
-def test_every_reason_is_counted_under_its_name() -> None:
-    assert set(REASONS) == {
-        "admitted",
-        "not_at_risk",
-        "over_footprint",
-        "over_load",
-        "no_owner",
-        "stale",
-        "too_long",
-        "duplicate",
-        "empty_prefix",
-        "too_late",
-        "delegated",
-    }
+def test_every_reason_is_counted_under_its_name_from_0_on() -> None:
+    registry = CollectorRegistry()
+    metrics = TriggerMetrics(registry)
+
+    def counted(reason: str) -> float | None:
+        return registry.get_sample_value("relaygr_trigger_decisions_total", {"reason": reason})
+
+    for reason in REASONS:
+        assert counted(reason) == 0.0
+        metrics.decided(reason, 1e-5)
+        assert counted(reason) == 1.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import re
 from contextlib import suppress
 from pathlib import Path
@@ -50,11 +51,13 @@ async def committed(kafka: Kafka, topic: str, lane: int) -> int | None:
 
 
 async def test_a_model_that_is_never_at_risk_is_warned_of_once(embedded_settings: Kafka) -> None:
-    async with peer_on(embedded_settings):
+    async with peer_on(embedded_settings) as peer:
         with capture_logs() as lines:
             relay = Relay(max_prefix_tokens=5)  # of a millisecond each; 10 ms are a risk
-            async with trigger_on(embedded_settings, relay=relay):
+            async with trigger_on(embedded_settings, relay=relay) as trigger:
                 await until(lambda: any(line["event"] == "hardly anything will be pre-inferred" for line in lines))
+                peer.lane["budget_bytes"] = 1
+                await until(lambda: trigger.count("budget_bytes") == peer.topics.lanes, "a later status taken")
         (warning,) = [line for line in lines if line["event"] == "hardly anything will be pre-inferred"]
         assert warning["worker"] == "w"
         assert "takes 5.0 ms in full, the threshold is 10.0 ms" in warning["reason"]
@@ -155,11 +158,13 @@ async def test_the_owners_budget_bounds_the_signals(embedded_settings: Kafka) ->
             await until(lambda: peer.signalled == ["0", "1"])
             # The owner has read both signals, and their rankings are over.
             peer.read_to[lane_of("u", peer.topics.lanes)] = 2
-            number = 4
-            while trigger.decisions("admitted") < 3:
-                await peer.publish(event(25, str(number), "u"))
-                number += 1
-                await asyncio.sleep(0.05)
+            numbers = itertools.count(4)
+
+            async def one_more_admitted() -> bool:
+                await peer.publish(event(25, str(next(numbers)), "u"))
+                return trigger.decisions("admitted") > 2
+
+            await until(one_more_admitted)
 
 
 async def test_a_restarted_trigger_waits_until_the_owner_has_read_what_the_former_one_signalled(
@@ -304,8 +309,11 @@ async def test_while_dead_letters_cannot_be_sent_every_lane_goes_on_uncommitted(
         await admin.start()
         try:
             await admin.delete_topics([dead_letter := peer.topics.dead_letter.name])
-            while dead_letter in await admin.list_topics():  # noqa: ASYNC110  # nothing announces it
-                await asyncio.sleep(0.02)
+
+            async def deleted() -> bool:
+                return dead_letter not in await admin.list_topics()
+
+            await until(deleted, "deleted")
             lane, user = 3, user_on(3, peer.topics.lanes)
             await peer.publish_raw(b"\xc1", lane)
             await peer.publish(event(25, "behind", user))

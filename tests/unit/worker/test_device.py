@@ -10,7 +10,9 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+import torch
 
+from relaygr_stream.cache.copy import Convert, CopyEngine, CopyTicket, unchanged
 from relaygr_stream.engine.commands import Answer, Query, Rank
 from relaygr_stream.engine.scheduler import Scheduler
 from relaygr_stream.errors import CacheCorruption, CapacityError, DeviceError
@@ -33,14 +35,34 @@ class Hanging(Wrapped):
         self.model.prefill(kv, tokens)
 
 
+class HeldCopies(CopyEngine):
+    """Copies that do not begin until they are let go."""
+
+    def __init__(self, device: torch.device, wake: Callable[[], None]) -> None:
+        super().__init__(device, wake)
+        self.let_go = threading.Event()
+
+    def submit(
+        self, dst: torch.Tensor, src: torch.Tensor, *, urgent: bool = False, convert: Convert = unchanged
+    ) -> CopyTicket:
+        def held(dst: torch.Tensor, src: torch.Tensor) -> None:
+            assert self.let_go.wait(30)
+            convert(dst, src)
+
+        return super().submit(dst, src, urgent=urgent, convert=held)
+
+
+MakeCopier = Callable[[torch.device, Callable[[], None]], CopyEngine]
+
+
 class Running:
     """A world whose core runs on a device thread; its clock is the real one."""
 
-    def __init__(self, wrap: Callable[[Any], Any] = Wrapped) -> None:
+    def __init__(self, wrap: Callable[[Any], Any] = Wrapped, copier: MakeCopier = CopyEngine) -> None:
         self.answers: list[Answer] = []
         self.arrived = asyncio.Event()
         self.thread = DeviceThread(asyncio.get_running_loop(), self._on_answers)
-        self.world = World(wrap=wrap)
+        self.world = World(wrap=wrap, copier=lambda device: copier(device, self.thread.wake))
 
     def _on_answers(self, answers: list[Answer]) -> None:
         self.answers += answers
@@ -57,8 +79,8 @@ class Running:
 
 
 @asynccontextmanager
-async def running(wrap: Callable[[Any], Any] = Wrapped) -> AsyncIterator[Running]:
-    made = Running(wrap)
+async def running(wrap: Callable[[Any], Any] = Wrapped, copier: MakeCopier = CopyEngine) -> AsyncIterator[Running]:
+    made = Running(wrap, copier)
     assert await made.thread.start(lambda: made.world) is made.world
     try:
         yield made
@@ -228,10 +250,24 @@ async def test_a_hang_shows_and_idleness_does_not() -> None:
         assert r.thread.turns > turns
 
 
-async def test_copies_end_without_being_waited_for_by_the_clock() -> None:
+async def test_copies_end_without_being_waited_for_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """The copy engine wakes the thread; nobody polls."""
-    async with running() as r:
-        for user in range(6):
+    monkeypatch.setattr("relaygr_stream.worker.device.IDLE_WAIT_S", 600.0)
+    async with running(copier=HeldCopies) as r:
+        copies, scheduler, resting = r.world.copies, r.world.scheduler, threading.Event()
+        assert isinstance(copies, HeldCopies)
+        next_timer = scheduler.next_timer
+
+        def noted() -> float | None:
+            if scheduler.cache.copying:
+                resting.set()  # by what this returns, the thread decides how long it waits
+            return next_timer()
+
+        monkeypatch.setattr(scheduler, "next_timer", noted)
+        for user in range(2):  # which leave less of HBM free than is kept reclaimable
             r.rank(f"r{user}", user, 180)
-        await r.answered(6)
-        await until(lambda: r.world.cache.counters.spilled > 0 and not r.world.cache.copying)
+        await r.answered(2)
+        await until(resting.is_set, "resting while copies are on their way", seconds=30)
+        copies.let_go.set()
+        await until(lambda: not scheduler.cache.copying, "copied", seconds=30)
+        assert scheduler.cache.counters.spilled > 0

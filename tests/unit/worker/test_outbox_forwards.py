@@ -242,8 +242,9 @@ async def test_a_forward_that_the_end_cuts_short_is_not_done() -> None:
 
     world.others.send_and_wait = never  # type: ignore[method-assign]
     settling = asyncio.create_task(world.settle())
-    await asyncio.sleep(0.1)
+    await until(lambda: world.outbox.sending, "on its way")
     world.outbox.close()
+    hold.set()  # a forward that goes on would be done
     await settling
     assert not world.done
     assert not world.scores.sent

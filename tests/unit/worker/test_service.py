@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
+from collections.abc import Mapping
 
 import pytest
 
-from relaygr_stream.bus.ages import stated_age_ms
+from relaygr_stream.bus.ages import LogEnd, stated_age_ms
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.engine.commands import Query
 from relaygr_stream.settings.schema import Kafka
@@ -19,6 +19,7 @@ from relaygr_stream.wire.refusals import KIND as REFUSALS
 from relaygr_stream.wire.refusals import Refusal, encode_refusals
 from relaygr_stream.wire.worker_status import DELEGATED_PINNED
 from relaygr_stream.worker import intake
+from relaygr_stream.worker.intake import Intake
 from tests.unit.worker.services import Peer, committed, worker_on, worker_settings
 from tests.waiting import until
 
@@ -148,16 +149,26 @@ async def test_a_worker_whose_clock_is_ahead_expires_nothing(
     embedded_settings: Kafka, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither rankings nor what its trigger says of them."""
-    async with Peer(embedded_settings) as peer, worker_on(worker_settings(embedded_settings)):
-        await asyncio.sleep(0.6)  # until the lanes' ends are known
+    known: set[tuple[str, int]] = set()
+    sample_ages = Intake.sample_ages
+
+    def noted(self: Intake, topic: str, ends: Mapping[int, LogEnd]) -> None:
+        sample_ages(self, topic, ends)
+        known.update((topic, lane) for lane in ends)
+
+    monkeypatch.setattr(Intake, "sample_ages", noted)
+    async with Peer(embedded_settings) as peer, worker_on(worker_settings(embedded_settings)) as w:
+        await until(lambda: len(known) == 2 * peer.topics.lanes, "the lanes' ends known")
         monkeypatch.setattr(intake, "stated_age_ms", lambda sent: (stated_age_ms(sent) or 0.0) + 300_000.0)
         refused = encode_refusals([Refusal(f"r{number}", "over_load") for number in range(5)])
         kind = [(HEADER_KIND, REFUSALS.encode())]
         pre_infer = peer.topics.pre_infer.name
         for lane in range(peer.topics.lanes):
             await peer.producer.send_and_wait(pre_infer, refused, partition=lane, headers=kind)
-        await peer.signal("last", "u0", 20)  # read behind the refusals
+        await peer.signal("last", "u0", 20)
+        await until(lambda: w.total("signals") == 1, "the signal read, and the refusals before it")
         correlations = [await peer.rank(f"r{number}", f"u{number}", 20, timeout_ms=5000.0) for number in range(5)]
         answers = [await peer.reply(each) for each in correlations]
         assert {answer.status for answer in answers} == {"ok"}
         assert answers[0].admission == "over_load"
+        assert w.total("clock_clamped") == 1 + len(correlations), "the age of the signal and of each ranking"
