@@ -58,6 +58,10 @@ class Evictor(Generic[K]):
         """Count a use. If the key is absent, the use is remembered until it returns."""
         self._policy.touch(key, nbytes, cost_ms)
 
+    def learn(self, key: K, uses: float) -> None:
+        """Remember the uses of an absent entry (see FadingFrequency)."""
+        self._policy.learn(key, uses)
+
     def remove(self, key: K) -> None:
         """Make the entry no longer evictable. Call it before its extent is freed. Raises KeyError if it is absent."""
         self._close(key)

@@ -167,6 +167,11 @@ class FadingFrequency(Generic[K]):
         """Stop holding the key, and remember its uses. Raises KeyError if it is not held."""
         self._remember(key, self._leave(key).uses)
 
+    def learn(self, key: K, uses: float) -> None:
+        """Remember so many uses of a key that is not held, as another order has counted them, if they are more."""
+        if key not in self._held and uses > self.uses(key):
+            self._remember(key, math.log2(uses) + self._clock)
+
     def value(self, key: K) -> float:
         """The expected cost of evicting the key: faded uses × cost_ms. Raises KeyError if it is not held."""
         held = self._held[key]

@@ -65,6 +65,10 @@ class _Tier:
         """The faded uses of the user's entry, in this tier or remembered."""
         return self._evictor.uses(user_id)
 
+    def learn(self, user_id: str, uses: float) -> None:
+        """Remember the faded uses that another worker has counted of a user without an entry here."""
+        self._evictor.learn(user_id, uses)
+
 
 class HbmTier(_Tier):
     """Regions in device memory. cost_ms(entry): the cost of its next use if it is evicted.

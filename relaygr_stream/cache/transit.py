@@ -22,12 +22,16 @@ from relaygr_stream.models.api import Tokens
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """A DRAM copy that another worker reads. data: all its bytes (uint8), in the form of the tier's storage."""
+    """A DRAM copy that another worker reads. data: all its bytes (uint8), in the form of the tier's storage.
+
+    uses: the entry's faded uses.
+    """
 
     entry: Entry
     tokens: Tokens
     capacity: int
     data: torch.Tensor
+    uses: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,6 +73,7 @@ class Reserve(NamedTuple):
     user_id: str
     tokens: Tokens
     capacity: int
+    uses: float = 1.0
 
 
 class Fill(NamedTuple):
@@ -118,8 +123,8 @@ class Transit:
                 return self.lend(user_id)
             case GiveBack(lease):
                 self.give_back(lease)
-            case Reserve(user_id, tokens, capacity):
-                return self.reserve(user_id, tokens, capacity)
+            case Reserve(user_id, tokens, capacity, uses):
+                return self.reserve(user_id, tokens, capacity, uses)
             case Fill(reservation):
                 return self.fill(reservation)
             case Discard(reservation):
@@ -144,8 +149,7 @@ class Transit:
             if entry is None or entry.computing or (max_tokens and len(entry.tokens) > max_tokens):
                 continue
             if len(entry.tokens):
-                uses = max(tier.uses(user_id) for tier in (self._table.hbm, self._table.dram) if tier is not None)
-                found[user_id] = uses * self._cost_ms(len(entry.tokens)) / len(entry.tokens)
+                found[user_id] = self._uses(user_id) * self._cost_ms(len(entry.tokens)) / len(entry.tokens)
         return found
 
     def lend(self, user_id: str) -> Lease | Literal["soon", "never"]:
@@ -160,7 +164,8 @@ class Transit:
         entry.leases += 1
         self._table.note(entry)
         stored = entry.stored
-        return Lease(entry, entry.tokens.slice(0, stored.length), stored.capacity, dram.view(stored))
+        tokens = entry.tokens.slice(0, stored.length)
+        return Lease(entry, tokens, stored.capacity, dram.view(stored), self._uses(user_id))
 
     def give_back(self, lease: Lease) -> None:
         """End the lease: the copy is read, or no longer needed."""
@@ -171,8 +176,10 @@ class Transit:
 
     # ---- copies that arrive ----
 
-    def reserve(self, user_id: str, tokens: Tokens, capacity: int) -> Reservation | Literal["held", "full"]:
-        """Reserve DRAM for an arriving copy; evicts only copies that are worth less.
+    def reserve(
+        self, user_id: str, tokens: Tokens, capacity: int, uses: float = 1.0
+    ) -> Reservation | Literal["held", "full"]:
+        """Reserve DRAM for an arriving copy; evicts only copies that are worth less. uses: as its giver counts them.
 
         "held": the user's present entry is as good; "full": all copies in DRAM are worth more, or in use.
         """
@@ -180,6 +187,7 @@ class Transit:
         assert dram is not None
         if not self._is_better(user_id, tokens):
             return "held"
+        dram.learn(user_id, uses)
         if not dram.worth_room(user_id, capacity, self._cost_ms(len(tokens))):
             return "full"
         extent = self._table.allocate_dram(capacity)
@@ -223,6 +231,9 @@ class Transit:
         if entry.unspillable or entry.region is None:
             return False
         return dram.worth_room(entry.user_id, entry.region.capacity, self._cost_ms(len(entry.tokens)))
+
+    def _uses(self, user_id: str) -> float:
+        return max(tier.uses(user_id) for tier in (self._table.hbm, self._table.dram) if tier is not None)
 
     def _cost_ms(self, tokens: int) -> float:
         return max(MIN_COST_MS, self._predict_ms(tokens))

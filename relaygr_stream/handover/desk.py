@@ -97,14 +97,14 @@ class Desk:
 
     @asynccontextmanager
     async def reservation(
-        self, user_id: str, tokens: Tokens, capacity: int
+        self, user_id: str, tokens: Tokens, capacity: int, uses: float
     ) -> AsyncIterator[Reservation | Literal["held", "full"]]:
         """A reservation for a copy, or why there is none (see Transit.reserve).
 
         Leaving the context makes the copy the user's entry; leaving it with an exception frees the reservation.
         """
         got: Reservation | Literal["held", "full"] = await self._device.ask(
-            Reserve(user_id, tokens, capacity),
+            Reserve(user_id, tokens, capacity, uses),
             undo=lambda got: Discard(got) if isinstance(got, Reservation) else None,
         )
         try:

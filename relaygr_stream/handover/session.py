@@ -90,7 +90,7 @@ class Giver:
     async def _offer(self, channel: Channel, user_id: str, lease: Lease, progress: SessionProgress) -> bool:
         """Offer one entry, and send it if the taker takes it. Returns False if the taker wants no more."""
         nbytes = lease.data.numel()
-        await channel.send(Offer.of(user_id, lease.tokens, lease.capacity, nbytes))
+        await channel.send(Offer.of(user_id, lease.tokens, lease.capacity, nbytes, lease.uses))
         choice = await channel.receive(Take | Skip | Enough, MAX_CHOICE, CHOICE_S)
         if isinstance(choice, Take):
             data = lease.data.numpy()
@@ -175,7 +175,7 @@ class Taker:
                 f"offered {offer.nbytes} bytes with room for {offer.capacity} tokens; the largest copy here has room "
                 f"for {most} tokens in {self._nbytes_of(most)} bytes"
             )
-        async with self._desk.reservation(offer.user_id, tokens, offer.capacity) as place:
+        async with self._desk.reservation(offer.user_id, tokens, offer.capacity, offer.uses) as place:
             if not isinstance(place, Reservation):
                 self._metrics.declined.labels(place).inc()
                 await channel.send(Skip())

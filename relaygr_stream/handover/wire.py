@@ -86,11 +86,12 @@ class Offer(msgspec.Struct, frozen=True, tag="offer"):
     capacity: Annotated[int, Meta(ge=1)]
     tokens: bytes
     nbytes: Annotated[int, Meta(ge=1)]
+    uses: Annotated[float, Meta(ge=0, le=1e9)] = 1.0  # faded, as the old owner counts them
 
     @classmethod
-    def of(cls, user_id: str, tokens: Tokens, capacity: int, nbytes: int) -> Offer:
+    def of(cls, user_id: str, tokens: Tokens, capacity: int, nbytes: int, uses: float = 1.0) -> Offer:
         """The offer of a copy."""
-        return cls(user_id, capacity, tokens.array.astype("<i8").tobytes(), nbytes)
+        return cls(user_id, capacity, tokens.array.astype("<i8").tobytes(), nbytes, uses)
 
     def sequence(self, max_tokens: int, token_bytes: int = TOKEN_BYTES) -> Tokens:
         """The entry's tokens. Raises DecodeError unless there are 1 to max_tokens and at most `capacity`."""

@@ -240,3 +240,20 @@ def test_cheap_places_with_room_are_found_among_cheap_ones_without_and_dear_tigh
     cheap = place(evictor, arena, 6, cost_ms=10.0)
     victims = evictor.choose(24)
     assert victims is not None and set(victims) < set(cheap)
+
+
+def test_uses_that_another_order_has_counted_are_those_of_a_key_that_arrives() -> None:
+    order: CostAwarePolicy[str] = CostAwarePolicy()
+    for key in "abc":
+        order.add(key, 10, 1.0)
+    order.learn("d", 5.0)
+    order.hold("d", 10, 1.0)
+    assert order.uses("d") == pytest.approx(5.0)
+    assert [*order.cheapest()][-1] == "d"
+    order.learn("d", 50.0)
+    assert order.uses("d") == pytest.approx(5.0), "a held key has its own"
+    order.remove("d")
+    order.learn("d", 2.0)
+    assert order.uses("d") == pytest.approx(5.0), "fewer than it has here"
+    order.learn("e", 0.0)
+    assert order.uses("e") == 0.0
