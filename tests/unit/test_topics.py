@@ -53,14 +53,14 @@ def test_the_packaged_topics_state_what_keeps_their_retention() -> None:
         assert {"compression.type", "min.insync.replicas", "segment.ms"} <= topic.configs.keys()
 
 
-def test_more_acknowledging_copies_than_copies_are_refused(folder: Path) -> None:
+def test_more_replicas_that_must_acknowledge_than_there_are_is_refused(folder: Path) -> None:
     _edit(folder, "retrieval", "min_insync_replicas = 1", "min_insync_replicas = 2")
-    with pytest.raises(ConfigError, match=r"retrieval: `min_insync_replicas` = 2, of 1 copies"):
+    with pytest.raises(ConfigError, match=r"retrieval: `min_insync_replicas` = 2, of 1 replicas"):
         load_topics(Kafka(topics_dir=str(folder)))
     assert load_topics(Kafka(topics_dir=str(folder), replication=3)).retrieval.configs["min.insync.replicas"] == "2"
 
 
-def test_settings_override_lanes_copies_and_prefix() -> None:
+def test_settings_override_lanes_replicas_and_prefix() -> None:
     topics = load_topics(Kafka(prefix="x.", partitions=5, replication=3))
     assert topics.lanes == 5
     assert (topics.retrieval.partitions, topics.scores.partitions, topics.worker_status.partitions) == (5, 16, 1)
