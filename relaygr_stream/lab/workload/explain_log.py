@@ -23,8 +23,8 @@ from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import CostModel, LaneStatus, WorkerStatus
 from relaygr_stream.wire.worker_status import prefix_bytes
 
-#: Tokens of one allocation unit of a worker's tiers, and bytes of a token's time. As in cache/tiers.py and models/kv.py,
-#: which import torch: this command does not load it.
+#: Tokens of an allocation unit of a worker's tiers, and bytes of a token's time, as in cache/tiers.py and models/kv.py,
+#: which import torch. This command does not load it.
 GRANULE_TOKENS: Final = 64
 TIME_BYTES: Final = 8
 BYTES_OF: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
