@@ -30,7 +30,8 @@ log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
 #: Steps are made to take this share of the delay bound, by prediction, and slices filled up to it: one that takes twice
-#: as long as predicted is still within the bound. `make bench-scheduler` prints what comes of it.
+#: as long as predicted is still within the bound. `make bench-scheduler` prints what comes of it. A chunk of one step
+#: may take twice its fixed costs, whatever the bound (cost_model.py).
 SLICE_SHARE: Final = 0.5
 #: Prefix lengths of the warm-up: enough to fit both polynomials; the longest allowed prefix caps them.
 WARMUP_TOKENS: Final = (64, 256, 512, 1024)
@@ -138,8 +139,9 @@ class Executor:
     def _chunk_completed(self, chunk: _Chunk) -> None:
         self.failed_in_a_row = 0
         self.costs.prefilled(chunk.position, chunk.tokens, chunk.ms)
-        steps = chunk.whole_steps
-        self._steps = steps if self._steps is None else self._steps + STEPS_STEP * (steps - self._steps)
+        if chunk.taken > 1:  # a short chunk may have one step where a long one has many
+            steps = chunk.whole_steps
+            self._steps = steps if self._steps is None else self._steps + STEPS_STEP * (steps - self._steps)
         if self._longest < MAX_CHUNK and (now := self.clock()) - self._calm_s >= CALM_S:
             self._calm_s, self._longest = now, min(MAX_CHUNK, 2 * self._longest)
 
@@ -292,7 +294,7 @@ class _Chunk:
         self.finished = False
         self._executor = executor
         self._region = region
-        self._taken = 0  # steps so far
+        self.taken = 0  # steps so far
         self._last_ms = 0.0  # of the last of them
         self._rest = _steps(executor.model, region, tokens)
 
@@ -300,8 +302,8 @@ class _Chunk:
     def whole_steps(self) -> float:
         """The chunk so far in steps of average time: the last one, which may be shorter, counts by its time, at most as
         one: a longer one was interrupted."""
-        before, ms = self._taken - 1, self.ms - self._last_ms
-        return min(before * self.ms / ms, float(self._taken)) if before and ms > 0 else 1.0
+        before, ms = self.taken - 1, self.ms - self._last_ms
+        return min(before * self.ms / ms, float(self.taken)) if before and ms > 0 else 1.0
 
     def step(self) -> float:
         """Take the next step and wait for the device; returns the milliseconds. Raises as PrefillRun.advance."""
@@ -321,7 +323,7 @@ class _Chunk:
             raise
         self._last_ms = (executor.clock() - start) * 1e3
         self.ms += self._last_ms
-        self._taken += 1
+        self.taken += 1
         return self._last_ms
 
 

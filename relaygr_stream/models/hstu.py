@@ -30,10 +30,20 @@ if TYPE_CHECKING:
 
 
 class FusedLayers(Protocol):
-    """The layers with fused attention (kernels/fused.py). The stack checks the arguments and advances kv.length."""
+    """The layers with fused attention (kernels/fused.py). Callers check the arguments and advance kv.length."""
 
-    def prefill(self, layers: Sequence[STULayer], kv: KVRegion, x: torch.Tensor, outputs: bool) -> torch.Tensor:
-        """Write the K/V of x (n, D) behind kv.length; returns the last layer's outputs if `outputs`."""
+    def prefill_in_steps(
+        self, layers: Sequence[STULayer], kv: KVRegion, x: torch.Tensor, outputs: bool
+    ) -> Generator[None, None, torch.Tensor]:
+        """Write the K/V of x (n, D) behind kv.length, a layer a step; returns the last layer's outputs if `outputs`."""
+        ...
+
+    def append(
+        self, layers: Sequence[STULayer], first: int, stop: int, x: torch.Tensor, tiles: torch.Tensor, *, split: bool
+    ) -> None:
+        """Some layers of `prefill_in_steps`, with a table; x (n, D) is their input, then their output. With equal
+        `split`, tables of equal size give the same launches.
+        """
         ...
 
     def score(self, layers: Sequence[STULayer], batch: Sequence[RankingRows], x: torch.Tensor) -> torch.Tensor:
@@ -98,6 +108,16 @@ class HSTUStack(nn.Module):
         """
         return self._prefill_in_steps(kv, x, times, outputs=False)
 
+    def check_room(self, kv: KVRegion, count: int) -> None:
+        """Raise as `append` where `count` tokens cannot be appended to `kv`."""
+        if kv.length and not self.incremental:
+            raise ModelError(
+                f"a model with contextual_seq_len = {self.config.contextual_seq_len} takes its whole history in one "
+                f"call, but the region holds {kv.length} tokens already"
+            )
+        if kv.length + count > kv.capacity:
+            raise ValueError(f"{count} tokens behind {kv.length} do not fit into a region of {kv.capacity}")
+
     def prefill(self, kv: KVRegion, x: torch.Tensor, times: torch.Tensor | None = None) -> torch.Tensor:
         """As `append`, but also computes and returns the last layer's outputs (n, D)."""
         return _run(self._prefill_in_steps(kv, x, times, outputs=True))
@@ -107,17 +127,11 @@ class HSTUStack(nn.Module):
         self, kv: KVRegion, x: torch.Tensor, times: torch.Tensor | None, outputs: bool
     ) -> Generator[None, None, torch.Tensor]:
         start, stop = kv.length, kv.length + len(x)
-        if start and not self.incremental:
-            raise ModelError(
-                f"a model with contextual_seq_len = {self.config.contextual_seq_len} takes its whole history in one "
-                f"call, but the region holds {start} tokens already"
-            )
-        if stop > kv.capacity:
-            raise ValueError(f"{len(x)} tokens behind {start} do not fit into a region of {kv.capacity}")
+        self.check_room(kv, len(x))
         if start == stop:
             return x
         if self.fused is not None:
-            x = self.fused.prefill(self.stu_layers(), kv, x, outputs)
+            x = yield from self.fused.prefill_in_steps(self.stu_layers(), kv, x, outputs)
             kv.length = stop
             return x
         count, native = len(x), self.native

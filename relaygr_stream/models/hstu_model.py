@@ -16,7 +16,7 @@ from relaygr_stream.models.api import ScoreInput, Tokens, digest, version_of
 from relaygr_stream.models.embeddings import TaskHead, TokenEmbedding
 from relaygr_stream.models.hstu import FusedLayers, HSTUStack
 from relaygr_stream.models.kernels.choice import fused_stack
-from relaygr_stream.models.kernels.graphs import CudaRecorder, RecordedScores, Recorder
+from relaygr_stream.models.kernels.graphs import CudaRecorder, RecordedModel, Recorder
 from relaygr_stream.models.kv import KVLayout, KVRegion
 from relaygr_stream.models.native.ends import NativeEnds, Sequences
 from relaygr_stream.models.relative import MOST_BUCKETS, is_relative
@@ -87,7 +87,7 @@ class HSTUModel(nn.Module):
         self.tasks = config.tasks
         self.incremental = self.stack.incremental
         self._digest = ""
-        self._recorded: RecordedScores | None = None
+        self._recorded: RecordedModel | None = None
         self._ends: NativeEnds | None = None
 
     @property
@@ -133,20 +133,24 @@ class HSTUModel(nn.Module):
         self.stack.fused = fused
         self._recorded = None
         if fused is not None and recorder is not None and not self.features:
-            self._recorded = RecordedScores(self.embedding, self.stack, self.head, recorder)
+            self._recorded = RecordedModel(self.embedding, self.stack, self.head, recorder)
 
     def warm_up(self, most: int) -> None:
         """Do the one-time work of the first prefill or ranking of each size, up to `most` rows."""
         self.stack.warm_up(most)
 
-    @torch.no_grad()
     def prefill(self, kv: KVRegion, tokens: Tokens) -> None:
         """Append the K/V of `tokens`, at positions from kv.length on. Raises as `HSTUStack.append`."""
-        self.stack.append(kv, (self._ends or self.embedding).behaviours(tokens, kv.length), self._times(kv, tokens))
+        for _ in self.prefill_in_steps(kv, tokens):
+            pass
 
     @torch.no_grad()
     def prefill_in_steps(self, kv: KVRegion, tokens: Tokens) -> Iterator[None]:
-        """As `prefill`, one layer per step."""
+        """As `prefill`, one layer per step; where it is recorded, as many layers as make a stage (graphs.py)."""
+        if self._recorded is not None:
+            self.stack.check_room(kv, len(tokens))
+            if (yield from self._recorded.prefill_in_steps(kv, tokens)):
+                return
         x = (self._ends or self.embedding).behaviours(tokens, kv.length)
         yield from self.stack.append_in_steps(kv, x, self._times(kv, tokens))
 

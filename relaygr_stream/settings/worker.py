@@ -47,7 +47,11 @@ class Worker(Section, frozen=True, kw_only=True):
     pinned_share: Annotated[Share, doc("share of hbm_bytes for requests that are admitted and not yet ranked")] = 0.5
     pre_infer_share: Annotated[Share, doc("share of device time that pre-inference may use")] = 0.7
     max_ranking_delay_ms: Annotated[
-        Ms, doc("longest time that a chunk of a prefill job, or a batch, delays a ranking request")
+        Ms,
+        doc(
+            "longest time that a chunk of a prefill job, or a batch, delays a ranking request; where launching a chunk "
+            "takes over a quarter of it, a chunk takes twice that"
+        ),
     ] = 5.0
     max_stale_tokens: Annotated[
         int,

@@ -19,6 +19,7 @@ from relaygr_stream.cache.copy import CopyEngine
 from relaygr_stream.cache.memory import TierMemory
 from relaygr_stream.engine.build import assemble, load_executor
 from relaygr_stream.engine.commands import Prefill, PrefillTask, Rank, RankTask
+from relaygr_stream.engine.cost_model import MAX_CHUNK, MIN_CHUNK
 from relaygr_stream.engine.executor import Executor
 from relaygr_stream.errors import ConfigError
 from relaygr_stream.lab.simulate.costs import KV, DeviceCosts
@@ -30,10 +31,12 @@ from relaygr_stream.settings.schema import Settings
 
 Floats = npt.NDArray[np.float64]
 
-#: Rounds of operations with random shapes: 3 s on two CPU cores with the built-in model, enough for the noise's P99.
+#: Operations with random shapes: three times 3 s on two CPU cores with the built-in model, enough for the noise's P99.
 ROUNDS: Final = 150
-#: Tokens of a chunk: from the executor's least to those of a few milliseconds on any measured device.
-CHUNKS: Final = (32, 512)
+#: Uses of a shape before it is measured: the first may compile, the second record a graph.
+FIRST_USES: Final = 2
+#: Most tokens of a chunk on a CPU, of a few milliseconds; accelerators compute the longest that the executor makes.
+LONGEST_ON_CPU: Final = 512
 BATCHES: Final = (1, 1, 1, 2, 4)
 #: Quantiles kept of measured / formula: the rarest factors decide a P99, but the samples do not reach beyond 1 in 200.
 QUANTILES: Final = 101
@@ -110,29 +113,31 @@ def calibrate(settings: Settings, length: int, rows: int, rounds: int = ROUNDS) 
     layout = model.layout
     region = KVRegion.new(layout, longest, device=device)
     executor.warm_up(region)
-    extends, scores = Samples(), Samples()
-    rng = np.random.default_rng(settings.model.seed)
     schema = schema_of(model)
-    for _ in range(rounds):
-        count = min(longest, int(np.exp(rng.uniform(*np.log(CHUNKS)))))
-        position = int(rng.integers(0, longest - count + 1))
-        region.length = position
-        tokens = Tokens.zeros(count, schema)
-        tokens.array[:ROWS, tokens.context :] = rng.integers(0, 1000, (ROWS, count))[:, tokens.context :]
-        extends.add(extend_features(position, count), _extend(model, region, tokens))
-        size = int(rng.choice(BATCHES))
-        batch = []
-        for _ in range(size):
-            kv = KVRegion(layout, region.storage, longest, int(rng.integers(longest // 4, longest + 1)))
-            candidates = rng.integers(0, 1000, max(1, int(rows * rng.uniform(0.5, 1.5))))
-            features = schema.zeros("candidate", len(candidates))
-            batch.append(ScoreInput(kv, tokens.slice(0, 0), candidates, features))
-        scores.add(score_features(batch), executor.score(batch)[1])
+    chunks = (MIN_CHUNK, LONGEST_ON_CPU if device.type == "cpu" else MAX_CHUNK)
+    for _ in range(FIRST_USES + 1):  # the same shapes each time; the last time counts
+        extends, scores = Samples(), Samples()
+        rng = np.random.default_rng(settings.model.seed)
+        for _ in range(rounds):
+            count = min(longest, int(np.exp(rng.uniform(*np.log(chunks)))))
+            position = int(rng.integers(0, longest - count + 1))
+            region.length = position
+            tokens = Tokens.zeros(count, schema)
+            tokens.array[:ROWS, tokens.context :] = rng.integers(0, 1000, (ROWS, count))[:, tokens.context :]
+            extends.add(extend_features(position, count), _extend(model, region, tokens))
+            size = int(rng.choice(BATCHES))
+            batch = []
+            for _ in range(size):
+                kv = KVRegion(layout, region.storage, longest, int(rng.integers(longest // 4, longest + 1)))
+                candidates = rng.integers(0, 1000, max(1, int(rows * rng.uniform(0.5, 1.5))))
+                features = schema.zeros("candidate", len(candidates))
+                batch.append(ScoreInput(kv, tokens.slice(0, 0), candidates, features))
+            scores.add(score_features(batch), executor.score(batch)[1])
     cold_ms = _cold_ms(executor, batch[:1])
     region.length = 0
     steps = 1
     if hasattr(type(model), "prefill_in_steps"):  # as engine/executor.py asks
-        few = Tokens.zeros(CHUNKS[0], schema)
+        few = Tokens.zeros(MIN_CHUNK, schema)
         with torch.inference_mode():
             steps = max(1, sum(1 for _ in cast(SteppedModel, model).prefill_in_steps(region, few)))
     prefill_ms, extend_factors = extends.fit()

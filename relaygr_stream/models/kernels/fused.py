@@ -7,14 +7,14 @@ the same kernel computes both.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from relaygr_stream.models.kernels.silu_attention import Shape, silu_attention
-from relaygr_stream.models.kernels.tiles import Field, tile_table
+from relaygr_stream.models.kernels.silu_attention import Shape, silu_attention, store_kv
+from relaygr_stream.models.kernels.tiles import is_split, tile_table
 from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.models.stu import RankingRows, StackConfig, STULayer, Workspace
 
@@ -39,27 +39,43 @@ class FusedStack:
         """The table of tiles of a batch, for `run`."""
         return tile_table(batch, self.shape.block, self.shape.window)
 
-    def prefill(self, layers: Sequence[STULayer], kv: KVRegion, x: torch.Tensor, outputs: bool) -> torch.Tensor:
-        """Write the K/V of x (n, D) behind kv.length; returns the last layer's outputs if `outputs`."""
+    def prefill_in_steps(
+        self, layers: Sequence[STULayer], kv: KVRegion, x: torch.Tensor, outputs: bool
+    ) -> Generator[None, None, torch.Tensor]:
+        """Write the K/V of x (n, D) behind kv.length, a layer a step; returns the last layer's outputs if `outputs`."""
         fresh = slice(kv.length, kv.length + len(x))
         table = self.table([RankingRows(kv, len(x), 0)])
-        tiles, split = torch.from_numpy(table).to(x.device, non_blocking=True), _split(table)
+        tiles, split = torch.from_numpy(table).to(x.device, non_blocking=True), is_split(table)
         workspace = Workspace(self._config, x)
         for index, layer in enumerate(layers):
-            region_keys, region_values = kv.layer(index)
             if index == len(layers) - 1 and not outputs:
+                region_keys, region_values = kv.layer(index)
                 region_keys[:, fresh], region_values[:, fresh] = layer.project_kv(x)
                 break
-            _, k, v = layer.split(layer.project(x, workspace))
-            region_keys[:, fresh] = k.transpose(0, 1)
-            region_values[:, fresh] = v.transpose(0, 1)
+            self._project(layer, index, x, workspace, tiles)
             x = self._finish(layer, index, x, workspace, tiles, split)
+            yield
         return x
+
+    def append(
+        self, layers: Sequence[STULayer], first: int, stop: int, x: torch.Tensor, tiles: torch.Tensor, *, split: bool
+    ) -> None:
+        """Write the K/V of layers first … stop - 1, with a table on the device: equal sizes give the same launches.
+
+        x (n, D): in, what stands before the first of them; out, what stands behind the last, unless it is the model's.
+        """
+        workspace, y = Workspace(self._config, x), x
+        for index in range(first, stop):
+            self._project(layers[index], index, y, workspace, tiles)
+            if index < len(layers) - 1:
+                y = self._finish(layers[index], index, y, workspace, tiles, split)
+        if stop < len(layers):
+            x.copy_(y)
 
     def score(self, layers: Sequence[STULayer], batch: Sequence[RankingRows], x: torch.Tensor) -> torch.Tensor:
         """As `HSTUStack.score`."""
         table = self.table(batch)
-        return self.run(layers, x, torch.from_numpy(table).to(x.device, non_blocking=True), split=_split(table))
+        return self.run(layers, x, torch.from_numpy(table).to(x.device, non_blocking=True), split=is_split(table))
 
     def run(self, layers: Sequence[STULayer], x: torch.Tensor, tiles: torch.Tensor, *, split: bool) -> torch.Tensor:
         """The last layer's outputs of rows x (n, D), with a table on the device. Equal sizes give the same launches.
@@ -73,12 +89,12 @@ class FusedStack:
             x = self._finish(layer, index, x, workspace, tiles, split)
         return x
 
+    def _project(self, layer: STULayer, index: int, x: torch.Tensor, workspace: Workspace, tiles: torch.Tensor) -> None:
+        layer.project(x, workspace)
+        store_kv(self.shape, tiles, index, workspace.uvqk)
+
     def _finish(
         self, layer: STULayer, index: int, x: torch.Tensor, workspace: Workspace, tiles: torch.Tensor, split: bool
     ) -> torch.Tensor:
         silu_attention(self.shape, tiles, index, workspace.uvqk, workspace.gates, split=split)
         return layer.finish(x, workspace)
-
-
-def _split(table: npt.NDArray[np.int64]) -> bool:
-    return bool((table[:, Field.PARTS] > 1).any())

@@ -82,3 +82,8 @@ def _tiles_of(group: RankingRows, first: int, block_rows: int, window: int) -> n
     table[:, Field.COLUMN_STOP] = columns[row] + width * (part + 1) // parts[row]
     table[:, Field.PARTS] = np.where(part == 0, parts[row], 0)
     return table
+
+
+def is_split(table: npt.NDArray[np.int64]) -> bool:
+    """Whether any rows of a table are cut along their columns."""
+    return bool((table[:, Field.PARTS] > 1).any())

@@ -62,3 +62,10 @@ def test_chunks_are_as_long_as_those_before_were_worth() -> None:
     assert executor.chunk_ms(2.5) == pytest.approx(2.5 * 1.25)
     taken(4.0, 4.0, executor=executor)  # one that was disturbed weighs little
     assert executor.chunk_ms(2.5) == pytest.approx(2.5 * (1.25 + STEPS_STEP * 0.75))
+
+
+def test_a_chunk_of_one_step_says_nothing_of_longer_ones() -> None:
+    executor = taken(4.0, 4.0, 4.0, 1.0)
+    for _ in range(20):
+        taken(1.0, executor=executor)
+    assert executor.chunk_ms(1.0) == pytest.approx(3.25)

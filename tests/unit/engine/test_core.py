@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from relaygr_stream.engine import executor
 from relaygr_stream.engine.commands import LanesLost
-from tests.unit.engine.worlds import CONTEXTUAL, GRANULE_BYTES, LIMITS, MAX_TOKENS, Wrapped, history, world
+from tests.unit.engine.worlds import CONTEXTUAL, GRANULE_BYTES, MAX_TOKENS, Wrapped, history, world
 
 
 def test_pre_inferred_prefix_is_hit_in_hbm() -> None:
@@ -88,8 +88,9 @@ def test_few_new_behaviours_are_scored_with_the_suffix_until_they_are_many() -> 
         assert len(entry.tokens) == 117
 
 
-def test_while_many_are_appended_those_that_lack_few_need_not_wait() -> None:
-    with world(lag=16, limits=replace(LIMITS, max_ranking_delay_ms=1e-6)) as w:  # the shortest chunks, at any speed
+def test_while_many_are_appended_those_that_lack_few_need_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executor, "MAX_CHUNK", 32)
+    with world(lag=16) as w:
         w.signal("r1", 1, 100)
         w.settle()
         w.signal("r2", 1, 180)
@@ -97,7 +98,7 @@ def test_while_many_are_appended_those_that_lack_few_need_not_wait() -> None:
         assert entry is not None
         region = entry.region
         assert region is not None
-        while region.length < 164:  # in chunks of 32
+        while region.length < 164:
             w.step()
         assert region.length < 180
         w.rank("r2", 1, 180)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relaygr_stream.engine.cost_model import MAX_CHUNK, MIN_CHUNK, Costs, tokens_within
+from relaygr_stream.engine.cost_model import MAX_CHUNK, MIN_CHUNK, SCALE, Costs, tokens_within
 
 K = 1024.0
 
@@ -167,12 +167,19 @@ def test_a_chunk_fits_its_budget_and_fills_it(extend: tuple[float, float, float]
     chunk = costs.chunk(position, budget)
     assert chunk % MIN_CHUNK == 0
     assert MIN_CHUNK <= chunk <= MAX_CHUNK
-    assert costs.prefill_ms(position, chunk) <= budget * (1 + 1e-6) or chunk == MIN_CHUNK
+    allowed = max(budget, 2 * costs.prefill_ms(position, 0))  # what a chunk of nothing takes, and as long for tokens
+    assert costs.prefill_ms(position, chunk) <= allowed * (1 + 1e-6) or chunk == MIN_CHUNK
     if chunk < MAX_CHUNK:
-        assert costs.prefill_ms(position, chunk + MIN_CHUNK) > budget * (1 - 1e-6)
+        assert costs.prefill_ms(position, chunk + MIN_CHUNK) > allowed * (1 - 1e-6)
 
 
-@pytest.mark.parametrize("coefficients", [(0.0, 0.0, 0.0), (0.0, 1e-300, 0.0), (0.0, 0.0, 1e-300), (9.0, 1.0, 1.0)])
+@pytest.mark.parametrize("coefficients", [(0.0, 0.0, 0.0), (0.0, 1e-300, 0.0), (0.0, 0.0, 1e-300), (9.0, 1.0, 0.0)])
 def test_chunks_of_odd_fits(coefficients: tuple[float, float, float]) -> None:
-    free = coefficients[0] < 5.0
-    assert tokens_within(coefficients, 0, 5.0) == (MAX_CHUNK if free else MIN_CHUNK)
+    assert tokens_within(coefficients, 0, 5.0) == MAX_CHUNK
+
+
+def test_a_dear_launch_is_shared_by_many_tokens() -> None:
+    """With 2.4 ms a chunk and 0.1 ms for 1,000 tokens, a bound of 1 ms once gave chunks of 32."""
+    extend = (2.4, 0.1 / 1000 / SCALE, 0.0)
+    assert tokens_within(extend, 0, 1.0) == MAX_CHUNK
+    assert tokens_within((2.4, 2.4 / 1000 / SCALE, 0.0), 0, 1.0) == 1000 - 1000 % MIN_CHUNK

@@ -81,7 +81,7 @@ def test_a_check_that_fails_is_a_disagreement() -> None:
     def explode(*_: object) -> torch.Tensor:
         raise RuntimeError("PassManager::run failed")
 
-    fused.prefill = explode
+    fused.prefill_in_steps = explode
     assert disagreement(fused, CONFIG, DEVICE, torch.float32) == (
         "its kernels fail here: RuntimeError: PassManager::run failed"
     )

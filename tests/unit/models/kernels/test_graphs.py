@@ -14,37 +14,61 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relaygr_stream.models.api import ScoreInput
+from relaygr_stream.models.kernels import graphs as graphs_module
 from relaygr_stream.models.kernels.graphs import (
     MAX_ROWS,
     MAX_TILES,
     MIN_BUCKET,
-    RecordedScores,
+    Graphs,
+    RecordedModel,
     Recording,
     RowEmbedding,
-    ScoreGraphs,
+    Stage,
     bucket_rows,
     bucket_tiles,
 )
-from relaygr_stream.models.kernels.tiles import Field
+from relaygr_stream.models.kernels.tiles import Field, is_split
+from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.models.stu import RankingRows
-from tests.unit.models.kernels.models import CountingRecorder, fused_model, plain_model, region_of
-from tests.unit.models.small_models import deviation, empty_region, random_items, random_tokens, small_model
+from tests.unit.models.kernels.models import DEVICE, CountingRecorder, fused_model, plain_model, region_of
+from tests.unit.models.small_models import deviation, empty_region, held, random_items, random_tokens, small_model
 
 CPU = torch.device("cpu")
 
 
-def body(rows: torch.Tensor, tiles: torch.Tensor) -> torch.Tensor:
-    """Something of both inputs, row by row."""
-    return torch.stack([rows.sum(0), rows[0] * tiles.sum()], 1).float()
+def body(rows: torch.Tensor, tiles: torch.Tensor, split: bool) -> list[Stage]:
+    """Something of all inputs, row by row."""
+    return [lambda: torch.stack([rows.sum(0), rows[0] * tiles.sum() + split], 1).float()]
 
 
-def inputs(rows: int, tiles: int, seed: int = 0) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def staged(rows: torch.Tensor, tiles: torch.Tensor, split: bool) -> list[Stage]:
+    """The same in two stages, with memory between them."""
+    between = torch.empty((rows.shape[1], 2))
+
+    def first() -> torch.Tensor:
+        return between.copy_(body(rows, tiles, split)[0]()).sub_(7)
+
+    return [first, lambda: between + 7]
+
+
+def run(graphs: Graphs, rows: npt.NDArray[np.int64], tiles: npt.NDArray[np.int64]) -> torch.Tensor | None:
+    use = graphs.find(rows, tiles, lambda output: [output[: rows.shape[1]]])
+    if use is None:
+        return None
+    for _ in use.in_steps():
+        pass
+    return use.output[: rows.shape[1]].clone()
+
+
+def inputs(rows: int, tiles: int, seed: int = 0, parts: int = 2) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     random = np.random.default_rng(seed)
-    return random.integers(0, 9, (4, rows)), random.integers(0, 9, (tiles, len(Field)))
+    table = random.integers(0, 9, (tiles, len(Field)))
+    table[:, Field.PARTS] = parts
+    return random.integers(0, 9, (4, rows)), table
 
 
 def live(rows: npt.NDArray[np.int64], tiles: npt.NDArray[np.int64]) -> torch.Tensor:
-    return body(torch.from_numpy(rows), torch.from_numpy(tiles))
+    return body(torch.from_numpy(rows), torch.from_numpy(tiles), is_split(tiles))[0]()
 
 
 @given(st.integers(0, MAX_ROWS))
@@ -58,44 +82,95 @@ def test_buckets_hold_what_they_are_for_and_little_more(count: int) -> None:
 
 def test_a_bucket_is_recorded_when_it_comes_again_and_serves_all_its_sizes() -> None:
     recorder = CountingRecorder(CPU)
-    graphs = ScoreGraphs(body, recorder, CPU, 1e-5)
-    assert graphs.score(*inputs(20, 5)) is None
+    graphs = Graphs("scoring", body, recorder, CPU, 1e-5)
+    assert run(graphs, *inputs(20, 5)) is None
     for seed, (rows, tiles) in enumerate([(20, 5), (17, 16), (24, 1), (18, 3)]):
-        given_, found = inputs(rows, tiles, seed), graphs.score(*inputs(rows, tiles, seed))
+        given_, found = inputs(rows, tiles, seed), run(graphs, *inputs(rows, tiles, seed))
         assert found is not None
         assert torch.equal(found, live(*given_))
     assert (recorder.records, len(graphs)) == (1, 1)
-    assert graphs.score(*inputs(25, 5)) is None  # another bucket
+    assert run(graphs, *inputs(25, 5)) is None  # another bucket
 
 
-def test_an_output_is_not_what_the_next_replay_writes() -> None:
-    graphs = ScoreGraphs(body, CountingRecorder(CPU), CPU, 1e-5)
-    graphs.score(*inputs(20, 5))
-    first = graphs.score(*inputs(20, 5, 1))
-    assert first is not None
-    kept = first.clone()
-    graphs.score(*inputs(20, 5, 2))
-    assert torch.equal(first, kept)
+def test_tables_of_equal_sizes_with_and_without_cut_rows_have_recordings_of_their_own() -> None:
+    recorder = CountingRecorder(CPU)
+    graphs = Graphs("scoring", body, recorder, CPU, 1e-5)
+    for _ in range(3):
+        for parts in (1, 2):
+            found = run(graphs, *inputs(20, 5, parts=parts))
+            assert found is None or torch.equal(found, live(*inputs(20, 5, parts=parts)))
+    assert recorder.records == 2
+
+
+def test_a_result_without_a_finite_number_is_not_recorded() -> None:
+    recorder = CountingRecorder(CPU)
+    broken = True
+
+    def sometimes(*given: Any) -> list[Stage]:
+        (stage,) = body(*given)
+        return [lambda: stage() * (torch.nan if broken else 1)]
+
+    graphs = Graphs("scoring", sometimes, recorder, CPU, 1e-5)
+    assert [run(graphs, *inputs(20, 5)) for _ in range(3)] == [None] * 3
+    broken = False
+    found = run(graphs, *inputs(20, 5))
+    assert found is not None
+    assert torch.equal(found, live(*inputs(20, 5)))
+
+
+def test_a_use_that_another_one_came_between_begins_again() -> None:
+    graphs = Graphs("prefill", staged, CountingRecorder(CPU), CPU, 1e-5)
+    run(graphs, *inputs(20, 5))
+    uses = [graphs.find(*inputs(20, 5, seed), lambda output: [output]) for seed in (1, 2)]
+    one, other = (use for use in uses if use is not None)
+    steps = one.in_steps()
+    next(steps)
+    assert len(list(other.in_steps())) == 1
+    assert torch.equal(other.output[:20], live(*inputs(20, 5, 2)))
+    assert len(list(steps)) == 1  # its first stage once more, and the second
+    assert torch.equal(one.output[:20], live(*inputs(20, 5, 1)))
+
+
+def test_without_memory_a_recording_is_tried_again_later() -> None:
+    class Full:
+        def __init__(self) -> None:
+            self.recorder = CountingRecorder(CPU)
+            self.full = True
+
+        def record(self, run: Callable[[], torch.Tensor]) -> Recording:
+            if self.full:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return self.recorder.record(run)
+
+    recorder = Full()
+    graphs = Graphs("prefill", body, recorder, CPU, 1e-5)
+    assert run(graphs, *inputs(20, 5)) is None
+    with pytest.raises(torch.OutOfMemoryError):
+        run(graphs, *inputs(20, 5))
+    assert run(graphs, *inputs(20, 5)) is None  # live, as at first
+    recorder.full = False
+    assert run(graphs, *inputs(20, 5)) is not None
 
 
 def test_the_bucket_not_used_for_longest_goes() -> None:
     recorder = CountingRecorder(CPU)
-    graphs = ScoreGraphs(body, recorder, CPU, 1e-5, most=2)
+    graphs = Graphs("scoring", body, recorder, CPU, 1e-5, most=2)
     for rows in (16, 24, 16, 24, 16, 32, 32):  # 24 is the older one when 32 comes again
-        graphs.score(*inputs(rows, 1))
+        run(graphs, *inputs(rows, 1))
     assert (recorder.records, len(graphs)) == (3, 2)
-    graphs.score(*inputs(16, 1))
+    run(graphs, *inputs(16, 1))
     assert recorder.records == 3
-    graphs.score(*inputs(24, 1))
+    for _ in range(2):
+        run(graphs, *inputs(24, 1))
     assert recorder.records == 4
 
 
 def test_what_is_too_large_is_left_to_live_launches() -> None:
     recorder = CountingRecorder(CPU)
-    graphs = ScoreGraphs(body, recorder, CPU, 1e-5)
+    graphs = Graphs("scoring", body, recorder, CPU, 1e-5)
     for _ in range(3):
-        assert graphs.score(*inputs(MAX_ROWS + 1, 1)) is None
-        assert graphs.score(*inputs(1, MAX_TILES + 1)) is None
+        assert run(graphs, *inputs(MAX_ROWS + 1, 1)) is None
+        assert run(graphs, *inputs(1, MAX_TILES + 1)) is None
     assert recorder.records == 0
 
 
@@ -115,11 +190,11 @@ class _Deviates:
     ("recorder", "reason"), [(_Fails(), "RuntimeError: operation not permitted"), (_Deviates(), "deviates by")]
 )
 def test_a_recording_that_fails_or_deviates_turns_it_off_once(recorder: Any, reason: str) -> None:
-    graphs = ScoreGraphs(body, recorder, CPU, 1e-5)
+    graphs = Graphs("scoring", body, recorder, CPU, 1e-5)
     with structlog.testing.capture_logs() as logged:
         for size in (16, 24):
             for _ in range(3):
-                assert graphs.score(*inputs(size, 5)) is None
+                assert run(graphs, *inputs(size, 5)) is None
     assert not graphs.on
     (line,) = logged
     assert line["log_level"] == "warning"
@@ -152,7 +227,7 @@ class _Rows:
 def test_unknown_items_count_once_with_and_without_a_recording(recorder: Any) -> None:
     model = small_model()
     model.stack.fused = _Rows()  # type: ignore[assignment]
-    recorded = RecordedScores(model.embedding, model.stack, model.head, recorder)
+    recorded = RecordedModel(model.embedding, model.stack, model.head, recorder)
     none = random_tokens(np.random.default_rng(0), 0)
     ranking, rows = (none, 0, np.array([3, 10**6])), RankingRows(empty_region(model, 1), 0, 2)
     for number in range(1, 4):  # at first there is no recording
@@ -180,3 +255,105 @@ def test_a_recorded_model_scores_as_a_live_one(changes: dict[str, Any]) -> None:
         for one, other in zip(found, expected, strict=True):
             assert deviation(one, other) <= 1e-5
     assert recorder.records == 1
+
+
+def test_a_neighbour_of_no_number_leaves_recordings_on() -> None:
+    recorder = CountingRecorder()
+    recorded, plain = fused_model(recorder=recorder, layers=1), plain_model(layers=1)
+    random = np.random.default_rng(5)
+    history, items = random_tokens(random, 20), random_items(random, 5)
+    broken = region_of(plain, random_tokens(random, 20))
+    broken.storage.fill_(torch.nan)
+    none = random_tokens(random, 0)
+    batch = [ScoreInput(broken, none, items), ScoreInput(region_of(plain, history), none, items)]
+    with structlog.testing.capture_logs() as logged:
+        for _ in range(3):
+            found = recorded.score(batch)
+    assert logged == []
+    assert recorder.records == 1
+    assert deviation(found[1], plain.score(batch[1:])[0]) <= 1e-5
+
+
+@pytest.mark.parametrize("changes", [{}, {"max_attn_len": 6, "group_norm": True}, {"layers": 1}])
+def test_a_recorded_prefill_writes_what_a_live_one_does(changes: dict[str, Any]) -> None:
+    recorder = CountingRecorder()
+    recorded, plain = fused_model(recorder=recorder, **changes), plain_model(**changes)
+    random = np.random.default_rng(6)
+    for first, then in ((0, 20), (9, 24), (17, 17), (3, 0)):  # two buckets: with a prefix, and without tokens
+        tokens = random_tokens(random, first + then)
+        found, expected = (
+            KVRegion.new(model.layout, first + then + 2, torch.nan, DEVICE) for model in (recorded, plain)
+        )
+        for stop in (first, first + then):
+            list(recorded.prefill_in_steps(found, tokens.slice(found.length, stop)))
+            plain.prefill(expected, tokens.slice(expected.length, stop))
+            assert found.length == expected.length
+        assert deviation(held(found), held(expected)) <= 1e-5
+        unwritten = [part[:, found.length :] for index in range(found.layout.layers) for part in found.layer(index)]
+        assert all(part.isnan().all() for part in unwritten)  # the padding is written nowhere
+    assert recorder.records == 2
+
+
+def test_a_prefill_whose_replay_writes_nothing_goes_on_live() -> None:
+    class Still:
+        def record(self, run: Callable[[], torch.Tensor]) -> Recording:
+            return Recording(run(), lambda: None)
+
+    recorded, plain = fused_model(recorder=Still()), plain_model()
+    random = np.random.default_rng(7)
+    with structlog.testing.capture_logs() as logged:
+        for _ in range(3):
+            tokens = random_tokens(random, 20)
+            found, expected = (KVRegion.new(model.layout, 20, torch.nan, DEVICE) for model in (recorded, plain))
+            for model, region in ((recorded, found), (plain, expected)):
+                model.prefill(region, tokens)
+            assert deviation(held(found), held(expected)) <= 1e-5
+    (line,) = logged
+    assert line["of"] == "prefill"
+    assert line["reason"].startswith("a replay deviates by")
+
+
+@pytest.mark.parametrize(("flops", "steps"), [(1e12, 1), (1.0, 3)])
+def test_a_recorded_prefill_has_a_step_for_each_stage(
+    monkeypatch: pytest.MonkeyPatch, flops: float, steps: int
+) -> None:
+    monkeypatch.setattr(graphs_module, "STAGE_FLOPS", flops)
+    model, tokens = fused_model(layers=3, recorder=CountingRecorder()), random_tokens(np.random.default_rng(8), 20)
+    taken = []
+    for _ in range(3):
+        region = KVRegion.new(model.layout, 20, device=DEVICE)
+        taken.append(1 + sum(1 for _ in model.prefill_in_steps(region, tokens)))
+        assert region.length == 20
+    assert taken == [3, steps, steps]  # at first live, a layer a step
+
+
+def test_prefills_and_rankings_may_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the stages of one prefill: another one of the same bucket, and a ranking, both recorded."""
+    monkeypatch.setattr(graphs_module, "STAGE_FLOPS", 1.0)
+    recorded, plain = fused_model(recorder=CountingRecorder()), plain_model()
+    random = np.random.default_rng(10)
+    items, none = random_items(random, 5), random_tokens(random, 0)
+    hit = ScoreInput(region_of(plain, random_tokens(random, 30)), none, items)
+    for _ in range(3):
+        both = [random_tokens(random, count) for count in (20, 23)]
+        regions = [KVRegion.new(recorded.layout, 30, torch.nan, DEVICE) for _ in both]
+        first, second = (recorded.prefill_in_steps(*pair) for pair in zip(regions, both, strict=True))
+        next(first)
+        next(second)
+        (scores,) = recorded.score([hit])
+        assert deviation(scores, plain.score([hit])[0]) <= 1e-5
+        for steps in (first, second):
+            list(steps)
+        for region, tokens in zip(regions, both, strict=True):
+            expected = KVRegion.new(plain.layout, 30, torch.nan, DEVICE)
+            plain.prefill(expected, tokens)
+            assert deviation(held(region), held(expected)) <= 1e-5
+
+
+def test_what_does_not_fit_is_refused_before_it_is_recorded() -> None:
+    model = fused_model(recorder=CountingRecorder())
+    tokens = random_tokens(np.random.default_rng(9), 20)
+    for _ in range(3):
+        region = KVRegion.new(model.layout, 19, device=DEVICE)
+        with pytest.raises(ValueError, match="20 tokens behind 0 do not fit into a region of 19"):
+            model.prefill(region, tokens)
