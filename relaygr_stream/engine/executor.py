@@ -139,7 +139,7 @@ class Executor:
     def _chunk_completed(self, chunk: _Chunk) -> None:
         self.failed_in_a_row = 0
         self.costs.prefilled(chunk.position, chunk.tokens, chunk.ms)
-        if chunk.taken > 1:  # a short chunk may have one step where a long one has many
+        if chunk.taken > 1:  # on a GPU short chunks have one step, long ones a step a layer
             steps = chunk.whole_steps
             self._steps = steps if self._steps is None else self._steps + STEPS_STEP * (steps - self._steps)
         if self._longest < MAX_CHUNK and (now := self.clock()) - self._calm_s >= CALM_S:

@@ -38,12 +38,8 @@ class FusedLayers(Protocol):
         """Write the K/V of x (n, D) behind kv.length, a layer a step; returns the last layer's outputs if `outputs`."""
         ...
 
-    def append(
-        self, layers: Sequence[STULayer], first: int, stop: int, x: torch.Tensor, tiles: torch.Tensor, *, split: bool
-    ) -> None:
-        """Some layers of `prefill_in_steps`, with a table; x (n, D) is their input, then their output. With equal
-        `split`, tables of equal size give the same launches.
-        """
+    def append(self, layers: Sequence[STULayer], x: torch.Tensor, tiles: torch.Tensor, *, split: bool) -> None:
+        """As `prefill_in_steps`, with a table. With equal `split`, tables of equal size give the same launches."""
         ...
 
     def score(self, layers: Sequence[STULayer], batch: Sequence[RankingRows], x: torch.Tensor) -> torch.Tensor:

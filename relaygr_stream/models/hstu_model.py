@@ -141,15 +141,18 @@ class HSTUModel(nn.Module):
 
     def prefill(self, kv: KVRegion, tokens: Tokens) -> None:
         """Append the K/V of `tokens`, at positions from kv.length on. Raises as `HSTUStack.append`."""
-        for _ in self.prefill_in_steps(kv, tokens):
+        for _ in self._steps(kv, tokens):
             pass
 
-    @torch.no_grad()
     def prefill_in_steps(self, kv: KVRegion, tokens: Tokens) -> Iterator[None]:
-        """As `prefill`, one layer per step; where it is recorded, as many layers as make a stage (graphs.py)."""
+        """As `prefill`, one layer per step; in one step where it is recorded, which only short ones are (graphs.py)."""
+        return self._steps(kv, tokens)
+
+    @torch.no_grad()
+    def _steps(self, kv: KVRegion, tokens: Tokens) -> Iterator[None]:
         if self._recorded is not None:
             self.stack.check_room(kv, len(tokens))
-            if (yield from self._recorded.prefill_in_steps(kv, tokens)):
+            if self._recorded.prefill(kv, tokens):
                 return
         x = (self._ends or self.embedding).behaviours(tokens, kv.length)
         yield from self.stack.append_in_steps(kv, x, self._times(kv, tokens))

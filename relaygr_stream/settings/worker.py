@@ -49,8 +49,8 @@ class Worker(Section, frozen=True, kw_only=True):
     max_ranking_delay_ms: Annotated[
         Ms,
         doc(
-            "longest time that a chunk of a prefill job, or a batch, delays a ranking request; where launching a chunk "
-            "takes over a quarter of it, a chunk takes twice that"
+            "longest time that a chunk of a prefill job, or a batch, delays a ranking request; a chunk that is "
+            "computed in one step takes up to twice its fixed time, even where that is longer"
         ),
     ] = 5.0
     max_stale_tokens: Annotated[

@@ -31,9 +31,9 @@ from relaygr_stream.settings.schema import Settings
 
 Floats = npt.NDArray[np.float64]
 
-#: Operations with random shapes: three times 3 s on two CPU cores with the built-in model, enough for the noise's P99.
+#: Operations with random shapes: 3 s on two CPU cores with the built-in model, enough for the noise's P99.
 ROUNDS: Final = 150
-#: Uses of a shape before it is measured: the first may compile, the second record a graph.
+#: Uses of a shape on an accelerator before it is measured: the first may compile, the second record a graph.
 FIRST_USES: Final = 2
 #: Most tokens of a chunk on a CPU, of a few milliseconds; accelerators compute the longest that the executor makes.
 LONGEST_ON_CPU: Final = 512
@@ -115,7 +115,7 @@ def calibrate(settings: Settings, length: int, rows: int, rounds: int = ROUNDS) 
     executor.warm_up(region)
     schema = schema_of(model)
     chunks = (MIN_CHUNK, LONGEST_ON_CPU if device.type == "cpu" else MAX_CHUNK)
-    for _ in range(FIRST_USES + 1):  # the same shapes each time; the last time counts
+    for _ in range(1 + (FIRST_USES if device.type != "cpu" else 0)):  # the same shapes each time; the last time counts
         extends, scores = Samples(), Samples()
         rng = np.random.default_rng(settings.model.seed)
         for _ in range(rounds):
@@ -137,9 +137,9 @@ def calibrate(settings: Settings, length: int, rows: int, rounds: int = ROUNDS) 
     region.length = 0
     steps = 1
     if hasattr(type(model), "prefill_in_steps"):  # as engine/executor.py asks
-        few = Tokens.zeros(MIN_CHUNK, schema)
+        whole = Tokens.zeros(min(longest, chunks[1]), schema)
         with torch.inference_mode():
-            steps = max(1, sum(1 for _ in cast(SteppedModel, model).prefill_in_steps(region, few)))
+            steps = max(1, sum(1 for _ in cast(SteppedModel, model).prefill_in_steps(region, whole)))
     prefill_ms, extend_factors = extends.fit()
     score_ms, score_factors = scores.fit()
     reload_speed, spill_speed = _copy_speeds(device, worker.device != "cpu")

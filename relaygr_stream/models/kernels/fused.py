@@ -57,20 +57,13 @@ class FusedStack:
             yield
         return x
 
-    def append(
-        self, layers: Sequence[STULayer], first: int, stop: int, x: torch.Tensor, tiles: torch.Tensor, *, split: bool
-    ) -> None:
-        """Write the K/V of layers first … stop - 1, with a table on the device: equal sizes give the same launches.
-
-        x (n, D): in, what stands before the first of them; out, what stands behind the last, unless it is the model's.
-        """
-        workspace, y = Workspace(self._config, x), x
-        for index in range(first, stop):
-            self._project(layers[index], index, y, workspace, tiles)
+    def append(self, layers: Sequence[STULayer], x: torch.Tensor, tiles: torch.Tensor, *, split: bool) -> None:
+        """As `prefill_in_steps` without outputs, with a table on the device: equal sizes give the same launches."""
+        workspace = Workspace(self._config, x)
+        for index, layer in enumerate(layers):
+            self._project(layer, index, x, workspace, tiles)
             if index < len(layers) - 1:
-                y = self._finish(layers[index], index, y, workspace, tiles, split)
-        if stop < len(layers):
-            x.copy_(y)
+                x = self._finish(layer, index, x, workspace, tiles, split)
 
     def score(self, layers: Sequence[STULayer], batch: Sequence[RankingRows], x: torch.Tensor) -> torch.Tensor:
         """As `HSTUStack.score`."""

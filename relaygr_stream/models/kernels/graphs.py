@@ -8,10 +8,8 @@ one copy. Sizes are rounded up to buckets; the results of the padding are not re
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import pairwise
 from typing import Final, NamedTuple, Protocol
 
 import numpy as np
@@ -55,7 +53,7 @@ class RowEmbedding:
 
 
 class RecordedModel:
-    """Whole calls of a placed model through recordings: scoring, from indices to logits, and prefill.
+    """Whole calls of a placed model through recordings: scoring, from indices to logits, and short prefills.
 
     The stack must have fused layers, because their launches fit any batch.
     """
@@ -67,75 +65,61 @@ class RecordedModel:
         self._tables = embedding
         self._embedding = RowEmbedding(embedding)
         self._head = head
-        device, limit = embedding.item.device, LIMITS[embedding.item.dtype]
-        self._scores = Graphs("scoring", self._logits, recorder, device, limit)
-        self._prefills = Graphs("prefill", self._append, recorder, device, limit, most_rows=MAX_PREFILL)
-        self._row_flops = 2 * sum(weight.numel() for layer in self._layers for weight in layer.parameters())
+        device, dtype = embedding.item.device, embedding.item.dtype
+        self._scores = Graphs("scoring", self._logits, recorder, device, LIMITS[dtype])
+        self._prefills = Graphs("prefill", self._append, recorder, device, LIMITS[dtype], most_rows=MAX_PREFILL)
+        config = stack.config
+        self._token_flops = 2 * sum(weight.numel() for weight in stack.parameters())
+        self._pair_flops = 2 * config.layers * config.heads * (config.dqk + config.dv)
+        self._most_flops = PREFILL_FLOPS[dtype]
 
     def logits(self, tokens: Sequence[RankingTokens], batch: Sequence[RankingRows]) -> torch.Tensor | None:
         """Logits (n, tasks) of all rows of a batch, suffix rows included; None if there is no recording for it."""
         count = sum(one.suffix + one.candidates for one in batch)
-        use = self._find(self._scores, tokens, batch, lambda output: [output[:count]])
-        if use is None:
-            return None
-        for _ in use.in_steps():
-            pass
+        output = self._run(self._scores, tokens, batch, lambda output: [output[:count]])
         # Graphs share memory: the next replay overwrites this output.
-        return use.output[:count].clone()
+        return None if output is None else output[:count].clone()
 
-    def prefill_in_steps(self, kv: KVRegion, tokens: Tokens) -> Generator[None, None, bool]:
-        """Append the K/V of `tokens`, which fit, and advance kv.length; returns False, without a step, if there is no
-        recording for it. Between steps the caller may make any call that does not write behind kv.length.
+    def prefill(self, kv: KVRegion, tokens: Tokens) -> bool:
+        """Append the K/V of `tokens`, which fit, and advance kv.length; False, and nothing done, without a recording.
+
+        Long prefills have none: they take longer to compute than to launch, and go layer by layer, so that a ranking
+        may come between.
         """
-        start, stop = kv.length, kv.length + len(tokens)
-        if start == stop:
+        start, count = kv.length, len(tokens)
+        flops = count * (self._token_flops + self._pair_flops * (start + count / 2))
+        if not count or flops > self._most_flops:
             return False
 
         def written(_: torch.Tensor) -> list[torch.Tensor]:
-            return [part[:, start:stop] for index in range(len(self._layers)) for part in kv.layer(index)]
+            return [part[:, start : start + count] for index in range(len(self._layers)) for part in kv.layer(index)]
 
-        sequence, batch = (tokens, start, np.zeros(0, np.int64)), [RankingRows(kv, len(tokens), 0)]
-        use = self._find(self._prefills, [sequence], batch, written)
-        if use is None:
+        sequence, batch = (tokens, start, np.zeros(0, np.int64)), [RankingRows(kv, count, 0)]
+        if self._run(self._prefills, [sequence], batch, written) is None:
             return False
-        yield from use.in_steps()
-        kv.length = stop
+        kv.length += count
         return True
 
-    def _find(
+    def _run(
         self, graphs: Graphs, tokens: Sequence[RankingTokens], batch: Sequence[RankingRows], results: Results
-    ) -> Use | None:
+    ) -> torch.Tensor | None:
         if not graphs.on:
             return None
-        unknown, use = self._tables.unknown_items, None
+        unknown, output = self._tables.unknown_items, None
         try:
-            use = graphs.find(self._embedding.rows(tokens), self._fused.table(batch), results)
-            return use
+            output = graphs.run(self._embedding.rows(tokens), self._fused.table(batch), results)
+            return output
         finally:
-            if use is None:  # whoever embeds the same rows then counts them
+            if output is None:  # the caller embeds the same rows, and counts them
                 self._tables.unknown_items = unknown
 
-    def _logits(self, rows: torch.Tensor, tiles: torch.Tensor, split: bool) -> list[Stage]:
-        def all_of_it() -> torch.Tensor:
-            x = self._fused.run(self._layers, self._embedding.embed(rows), tiles, split=split)
-            return self._head.logits(x)
+    def _logits(self, rows: torch.Tensor, tiles: torch.Tensor, split: bool) -> torch.Tensor:
+        x = self._embedding.embed(rows)
+        return self._head.logits(self._fused.run(self._layers, x, tiles, split=split))
 
-        return [all_of_it]
-
-    def _append(self, rows: torch.Tensor, tiles: torch.Tensor, split: bool) -> list[Stage]:
-        count, layers = rows.shape[1], len(self._layers)
-        # In memory of its own, not of a recording's: it stays while other recordings run between two stages.
-        x = torch.empty((count, self._tables.item.shape[1]), dtype=self._tables.item.dtype, device=rows.device)
-
-        def some_layers(first: int, stop: int) -> torch.Tensor:
-            if not first:
-                x.copy_(self._embedding.embed(rows))
-            self._fused.append(self._layers, first, stop, x, tiles, split=split)
-            return x
-
-        stages = max(1, min(layers, round(count * self._row_flops / STAGE_FLOPS)))
-        bounds = [layers * number // stages for number in range(stages + 1)]
-        return [partial(some_layers, first, stop) for first, stop in pairwise(bounds)]
+    def _append(self, rows: torch.Tensor, tiles: torch.Tensor, split: bool) -> torch.Tensor:
+        self._fused.append(self._layers, self._embedding.embed(rows), tiles, split=split)
+        return rows[:1, :1].float()  # the results stand in the region; a recording keeps its output's memory
 
 
 # Recordings.
@@ -146,31 +130,29 @@ INDICES: Final = 4
 #: the partial sums of one layer would exceed 64 MiB (1,024 tiles × 64 rows × 256 wide in float32).
 MAX_ROWS: Final = 2048
 MAX_TILES: Final = 1024
-#: Most tokens of a recorded prefill: the longest chunk (engine/cost_model.py). To launch 24 layers of width 2,048 takes
-#: as long as an H100 takes to compute 4,096 tokens.
+#: Most tokens of a recorded prefill: the longest chunk (engine/cost_model.py).
 MAX_PREFILL: Final = 4096
-#: A prefill is recorded in stages of so many operations of its products, whole layers: 1 ms or so on an H100, beside
-#: which a replay and a wait for it are short. A ranking that comes meanwhile waits for one stage.
-STAGE_FLOPS: Final = 5e11
+#: Most operations of a recorded prefill, products and attention: 2 to 4 ms on an H100. float32 has no tensor cores.
+PREFILL_FLOPS: Final = {torch.float32: 1e11, torch.bfloat16: 1e12, torch.float16: 1e12}
 #: The smallest bucket of rows and of tiles: below it, the size hardly changes the time of a graph.
 MIN_BUCKET: Final = 16
 #: Recordings of a kind of call. Buckets of rows are powers of two and the middles between them (16, 24, 32, 48, …):
 #: at most a third is padding. There are 15 of them for scoring and 17 for prefill, and 7 of tiles, with rows cut along
-#: their columns or not; a worker's traffic uses some of the pairs. A graph holds its nodes (about 100 KiB), its
-#: inputs and what stands between two stages; intermediates share one pool.
+#: their columns or not; a worker's traffic uses some of the pairs. A graph holds its nodes (about 100 KiB) and its
+#: inputs; intermediates share one pool.
 MAX_GRAPHS: Final = 48
 #: A bucket is recorded at its second request: recording takes as long as about ten rankings.
 RECORD_FROM: Final = 2
+#: So many calls of a bucket are live after its recording has found no memory.
+TRY_AGAIN: Final = 1000
 #: Largest deviation of a replay from the direct computation, relative to the largest logit, or element of K and V:
 #: libraries may choose another algorithm while recording. In half precision it allows a few roundings of the last
 #: layer's output.
 LIMITS: Final = {torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
-#: Launches on the device; the last one's result is the output.
-Stage = Callable[[], torch.Tensor]
-#: rows (4, r), tiles (t, fields) on the device, whether any row is cut → the stages, which together compute anew.
-Body = Callable[[torch.Tensor, torch.Tensor, bool], list[Stage]]
-#: The output → views of all results, in the output or elsewhere. The next use overwrites them.
+#: rows (4, r), tiles (t, fields) on the device, whether any row is cut → an output, if only a sign that it ran.
+Body = Callable[[torch.Tensor, torch.Tensor, bool], torch.Tensor]
+#: The output → views of all results, in the output or elsewhere. The next run overwrites them.
 Results = Callable[[torch.Tensor], list[torch.Tensor]]
 
 
@@ -214,45 +196,22 @@ class CudaRecorder:
             run()
         torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # Thread-local: the thread that copies between cache tiers allocates and waits meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+        # A capture that fails leaves its stream current. Thread-local: the thread that copies between cache tiers
+        # allocates and waits meanwhile.
+        with (
+            torch.cuda.stream(torch.cuda.current_stream(self._device)),
+            torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"),
+        ):
             output = run()
         return Recording(output, graph.replay)
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True)
 class _Bucket:
-    """The recordings of all stages, their inputs, and who used them last."""
+    """A recording, and its inputs."""
 
     inputs: torch.Tensor
-    recordings: list[Recording]
-    user: Use | None = None
-
-
-class Use:
-    """One computation through the recordings of a bucket."""
-
-    def __init__(self, bucket: _Bucket, packed: torch.Tensor) -> None:
-        self._bucket = bucket
-        self._packed = packed
-
-    @property
-    def output(self) -> torch.Tensor:
-        """What the last stage gave, until the next use of any recording."""
-        return self._bucket.recordings[-1].output
-
-    def in_steps(self) -> Iterator[None]:
-        """Replay the stages, one a step. Where another use of the bucket came between two steps, begin again."""
-        bucket, stage = self._bucket, 0
-        while stage < len(bucket.recordings):
-            with torch.inference_mode():
-                if bucket.user is not self:
-                    bucket.user, stage = self, 0
-                    bucket.inputs.copy_(self._packed, non_blocking=True)
-                bucket.recordings[stage].replay()
-            stage += 1
-            if stage < len(bucket.recordings):
-                yield
+    recording: Recording
 
 
 class Graphs:
@@ -287,45 +246,44 @@ class Graphs:
         return len(self._buckets)
 
     @torch.inference_mode()
-    def find(self, rows: npt.NDArray[np.int64], table: npt.NDArray[np.int64], results: Results) -> Use | None:
-        """A use of recordings for indices (4, n) and a table of tiles; None if there are none.
-
-        Raises torch.OutOfMemoryError where a recording finds no memory; it is tried again later.
-        """
+    def run(self, rows: npt.NDArray[np.int64], table: npt.NDArray[np.int64], results: Results) -> torch.Tensor | None:
+        """The output for indices (4, n) and a table of tiles, until the next run; None if there is no recording."""
         count = rows.shape[1]
         if not self.on or count > self._most_rows or len(table) > MAX_TILES:
             return None
         size = _Size(bucket_rows(count), bucket_tiles(len(table)), is_split(table))
-        packed = _packed(rows, table, size)
         bucket = self._buckets.get(size)
         if bucket is None:
             self._seen[size] += 1
             if self._seen[size] < RECORD_FROM:
                 return None
-            bucket = self._record(size, packed, results)
+            bucket = self._record(size, _packed(rows, table, size), results)
             if bucket is None:
                 return None
         self._buckets.move_to_end(size)
-        return Use(bucket, packed)
+        bucket.inputs.copy_(_packed(rows, table, size), non_blocking=True)
+        bucket.recording.replay()
+        return bucket.recording.output
 
     def _record(self, size: _Size, packed: torch.Tensor, results: Results) -> _Bucket | None:
-        """Recordings of that size whose replay on `packed` equals `body`; None, and off, if one fails or differs."""
+        """A recording of that size whose replay on `packed` equals `body`. None for now, without memory or a finite
+        result; None for good, and off, where it fails or differs.
+        """
         try:
             inputs = packed.to(self._device, copy=True)
-            stages = self._body(*_unpacked(inputs, size), size.split)
-            expected = [one.clone() for one in results([stage() for stage in stages][-1])]
-            if not any(one.isfinite().any() for one in expected):
-                return None  # of broken prefix KV: they would hide what a replay does
-            bucket = _Bucket(inputs, [self._recorder.record(stage) for stage in stages])
-            use = Use(bucket, packed)
-            for one in results(use.output):
+            rows, tiles = _unpacked(inputs, size)
+            expected = [one.clone() for one in results(self._body(rows, tiles, size.split))]
+            if not all(one.isfinite().any() for one in expected):  # they would hide what a replay does
+                self._seen[size] = 0
+                return None
+            recording = self._recorder.record(lambda: self._body(rows, tiles, size.split))
+            for one in results(recording.output):
                 one.fill_(torch.finfo(one.dtype).max)  # what a replay does not write deviates
-            for _ in use.in_steps():
-                pass
-            deviation = max(map(_deviation, results(use.output), expected))
+            recording.replay()
+            deviation = max(map(_deviation, results(recording.output), expected))
         except torch.OutOfMemoryError:
-            del self._seen[size]
-            raise
+            self._seen[size] = -TRY_AGAIN
+            return None
         except Exception as error:  # drivers and libraries may raise any exception while recording
             self._turn_off(f"{type(error).__name__}: {error}")
             return None
@@ -337,7 +295,7 @@ class Graphs:
         while len(self._buckets) >= self._most:
             gone, _ = self._buckets.popitem(last=False)
             del self._seen[gone]
-        self._buckets[size] = bucket
+        bucket = self._buckets[size] = _Bucket(inputs, recording)
         return bucket
 
     def _turn_off(self, reason: str) -> None:
