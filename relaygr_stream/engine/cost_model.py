@@ -294,7 +294,7 @@ def tokens_within(extend: Features, position: int, budget_ms: float) -> int:
     """Most tokens that can be appended in budget_ms behind `position`, at least MIN_CHUNK; extend: coefficients ≥ 0.
 
     Where that is less than twice e0, as many as take as long as e0 again: shorter chunks are hardly shorter, and
-    together take many times as long. An H100 takes 2.9 ms for 64 tokens of 24 layers of width 2,048, and 3.7 ms for 512.
+    together take many times as long. An H100 takes 2.9 ms for 64 tokens of 24 layers of width 2,048, 3.7 ms for 512.
     """
     e0, e1, e2 = extend
     room = max(budget_ms - e0, e0)
