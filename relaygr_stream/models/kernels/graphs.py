@@ -83,8 +83,7 @@ class RecordedModel:
     def prefill(self, kv: KVRegion, tokens: Tokens) -> bool:
         """Append the K/V of `tokens`, which fit, and advance kv.length; False, and nothing done, without a recording.
 
-        Long prefills have none: they take longer to compute than to launch, and go layer by layer, so that a ranking
-        may come between.
+        Long prefills have none: they go layer by layer, so that a ranking may come between.
         """
         start, count = kv.length, len(tokens)
         flops = count * (self._token_flops + self._pair_flops * (start + count / 2))
