@@ -16,7 +16,8 @@ from relaygr_stream.models.api import ScoreInput, Tokens, digest, version_of
 from relaygr_stream.models.embeddings import TaskHead, TokenEmbedding
 from relaygr_stream.models.hstu import FusedLayers, HSTUStack
 from relaygr_stream.models.kernels.choice import fused_stack
-from relaygr_stream.models.kernels.graphs import CudaRecorder, RecordedModel, Recorder
+from relaygr_stream.models.kernels.graphs import CudaRecorder, Recorder
+from relaygr_stream.models.kernels.recorded import RecordedModel
 from relaygr_stream.models.kv import KVLayout, KVRegion
 from relaygr_stream.models.native.ends import NativeEnds, Sequences
 from relaygr_stream.models.relative import MOST_BUCKETS, is_relative
@@ -145,7 +146,7 @@ class HSTUModel(nn.Module):
             pass
 
     def prefill_in_steps(self, kv: KVRegion, tokens: Tokens) -> Iterator[None]:
-        """As `prefill`, one layer per step; in one step where it is recorded, which only short ones are (graphs.py)."""
+        """As `prefill`, one layer per step; short ones that are recorded (recorded.py) in one step."""
         return self._steps(kv, tokens)
 
     @torch.no_grad()

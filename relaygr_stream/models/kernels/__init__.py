@@ -4,5 +4,6 @@ tiles.py           the table of tiles: one row per block of rows and range of co
 silu_attention.py  the Triton kernels; the only module that imports triton
 fused.py           the HSTU stack on them: prefill and score, one launch per layer for any batch
 graphs.py          launches recorded per bucket of sizes and replayed, against launch gaps
+recorded.py        scoring and short prefills through them
 choice.py          whether to use the kernels: the settings, and a check on the device itself
 """

@@ -31,10 +31,11 @@ FLOAT_BLOCK: Final = 32
 #: two. Eight warps, blocks of 128 rows and four stages are slower at one of these widths.
 WARPS: Final = 4
 STAGES: Final = 3
-#: Stages of wider heads, and where a device gives one program less shared memory than this (8.6, 8.9: 99 KiB).
 FEW_STAGES: Final = 2
+#: Shared memory of one program for three stages: compute capability 8.0 and 9.0 have 163 and 227 KiB, 8.6 and 8.9 99.
+#: Heads 256 wide need 168 KiB for three.
 ROOMY: Final = 160 << 10
-WIDE: Final = 128
+WIDEST: Final = 128
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def store_kv(shape: Shape, tiles: torch.Tensor, layer: int, uvqk: torch.Tensor) 
 
 def launch_options(shape: Shape, shared: int) -> dict[str, int]:
     """How kernels are launched where one program may have so many bytes of shared memory."""
-    many = shared >= ROOMY and max(shape.dqk, shape.dv) <= WIDE
+    many = shared >= ROOMY and max(shape.dqk, shape.dv) <= WIDEST
     return {"num_warps": WARPS, "num_stages": STAGES if many else FEW_STAGES}
 
 

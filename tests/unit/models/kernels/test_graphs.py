@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relaygr_stream.models.api import ScoreInput
-from relaygr_stream.models.kernels import graphs as graphs_module
+from relaygr_stream.models.kernels import recorded as recorded_module
 from relaygr_stream.models.kernels.graphs import (
     MAX_ROWS,
     MAX_TILES,
@@ -22,12 +22,11 @@ from relaygr_stream.models.kernels.graphs import (
     RECORD_FROM,
     TRY_AGAIN,
     Graphs,
-    RecordedModel,
     Recording,
-    RowEmbedding,
     bucket_rows,
     bucket_tiles,
 )
+from relaygr_stream.models.kernels.recorded import RecordedModel, RowEmbedding
 from relaygr_stream.models.kernels.tiles import Field, is_split
 from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.models.stu import RankingRows
@@ -231,7 +230,7 @@ def test_a_recorded_model_scores_as_a_live_one(changes: dict[str, Any]) -> None:
     assert recorder.records == 1
 
 
-def test_a_neighbour_of_no_number_leaves_recordings_on() -> None:
+def test_a_neighbour_without_finite_scores_leaves_recordings_on() -> None:
     recorder = CountingRecorder()
     recorded, plain = fused_model(recorder=recorder, layers=1), plain_model(layers=1)
     random = np.random.default_rng(5)
@@ -289,16 +288,15 @@ def test_a_prefill_whose_replay_writes_nothing_goes_on_live() -> None:
 
 def test_a_long_prefill_is_live_a_layer_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it takes to compute counts, attention to a long prefix included."""
-    model = fused_model(layers=3, recorder=CountingRecorder())
     tokens = random_tokens(np.random.default_rng(8), 38)
-    weights = 2 * sum(one.numel() for one in model.stack.parameters())
+    weights = 2 * sum(one.numel() for one in plain_model(layers=3).stack.parameters())
     flops = 8 * (weights + 2 * 3 * 2 * (8 + 12) * (20 + 8 / 2))
-    monkeypatch.setattr(graphs_module, "PREFILL_FLOPS", dict.fromkeys(graphs_module.PREFILL_FLOPS, flops + 1))
+    monkeypatch.setattr(recorded_module, "PREFILL_FLOPS", dict.fromkeys(recorded_module.PREFILL_FLOPS, flops + 1))
     model = fused_model(layers=3, recorder=CountingRecorder())
     steps = []
     for start in (20, 20, 20, 30, 30):
-        region = region_of(model, tokens.slice(0, start))
-        region = KVRegion(region.layout, KVRegion.new(region.layout, 38, device=DEVICE).storage, 38, start)
+        region = KVRegion.new(model.layout, 38, device=DEVICE)
+        region.length = start
         steps.append(1 + sum(1 for _ in model.prefill_in_steps(region, tokens.slice(start, start + 8))))
     assert steps == [3, 1, 1, 3, 3]  # at first live
 
