@@ -84,7 +84,7 @@ class Rankings:
             return
         self._pins.ranked(task.request_key, task.arrived)
         found = self._find(task)
-        if task.pass_to is not None and found[1] is not Coverage.COVERS:
+        if task.pass_to is not None and not self._is_here(task, found):
             self._answer(task, "overloaded", "its prefix KV are with another worker")  # and go there (replies.py)
             return
         self._admission.book(task, found)
@@ -237,6 +237,14 @@ class Rankings:
             if pinned is not None and self._serves(pinned, task):
                 return pinned, Coverage.COVERS
         return entry, coverage
+
+    def _is_here(self, task: RankTask, found: Found) -> bool:
+        """Whether a ranking whose prefix KV a delegate has can do without it. While they are computed here, for a later
+        request, it would wait for what the delegate has ready."""
+        entry, coverage = found
+        if entry is None or coverage is not Coverage.COVERS:
+            return False
+        return not entry.computing or self._cache.serves(entry, task.tokens)
 
     def _place(self, task: RankTask, found: Found) -> None:
         """What this ranking can be scored against; may be called again when something it waited for is over."""

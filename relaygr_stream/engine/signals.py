@@ -52,6 +52,7 @@ class PinTable:
         self._pins: dict[str, Pin] = {}
         self._ends: TimerHeap[Pin] = TimerHeap(lambda pin: pin.released)
         self._lane_bytes: defaultdict[int, int] = defaultdict(int)
+        self._delegated: dict[Entry, tuple[int, int]] = {}  # entry → pins on other workers' behalf, bytes
         self.expired = 0
         self.head_start_ms = 0.0  # from a signal to its ranking, about the median of the last; 0: unknown
 
@@ -76,9 +77,14 @@ class PinTable:
         """Bytes that a lane's pinned requests were admitted for.
 
         As in the trigger's ledger: an entry held by two of them counts twice, and one that holds more tokens than
-        asked for counts as asked for. What is physically held is the cache's pinned_bytes.
+        asked for counts as asked for. What is physically held is the cache's pinned_bytes. No ledger counts
+        DELEGATED_LANE, so an entry counts once there: a user who returns soon has several requests on their way.
         """
         return self._lane_bytes.get(lane, 0)
+
+    def delegated_more(self, entry: Entry | None, nbytes: int) -> int:
+        """Bytes of DELEGATED_LANE that another pin of this entry would add. nbytes: what it is admitted for."""
+        return nbytes if entry is None else max(0, nbytes - self._delegated.get(entry, (0, 0))[1])
 
     def add(self, request_id: str, lane: int, entry: Entry, expires: float, nbytes: int, since: float) -> None:
         """Hold the entry for an admitted request; a request pins once. nbytes: what it was admitted for. since: when
@@ -87,7 +93,11 @@ class PinTable:
         self._cache.pin(entry)
         pin = Pin(request_id, entry, lane, nbytes, since)
         self._pins[request_id] = pin
-        self._lane_bytes[lane] += pin.nbytes
+        if lane == DELEGATED_LANE:
+            pins, held = self._delegated.get(entry, (0, 0))
+            nbytes = self.delegated_more(entry, nbytes)
+            self._delegated[entry] = pins + 1, held + nbytes
+        self._lane_bytes[lane] += nbytes
         self._ends.add(expires, pin)
 
     def ranked(self, request_id: str, arrived: float) -> None:
@@ -106,9 +116,18 @@ class PinTable:
         if pin is None:
             return False
         pin.released = True
-        self._lane_bytes[pin.lane] -= pin.nbytes
+        self._lane_bytes[pin.lane] -= self._freed(pin)
         self._cache.unpin(pin.entry)
         return True
+
+    def _freed(self, pin: Pin) -> int:
+        """Bytes of its lane that a pin's end frees."""
+        if pin.lane != DELEGATED_LANE:
+            return pin.nbytes
+        pins, held = self._delegated.pop(pin.entry)
+        if pins > 1:
+            self._delegated[pin.entry] = pins - 1, held
+        return held if pins == 1 else 0
 
     def release_lanes(self, lanes: Iterable[int]) -> None:
         """End the pins of lanes that have another owner now: their rankings will not come here."""
@@ -213,7 +232,7 @@ class Signals:
         entry, coverage = self._cache.find(task.user_key, task.tokens)
         delegated = self._pins.lane_bytes(DELEGATED_LANE)
         if task.lane == DELEGATED_LANE:
-            if delegated + self._cache.nbytes(len(task.tokens)) > self._delegated:
+            if delegated + self._pins.delegated_more(entry, self._cache.nbytes(len(task.tokens))) > self._delegated:
                 self._count("over_delegated", task)
                 return
         elif self._cache.pinned_bytes + self._more(task, entry, coverage) > self._footprint + delegated:

@@ -92,11 +92,30 @@ def test_a_ranking_is_passed_on_unless_its_prefix_is_here() -> None:
         assert made.answer("away").task.pass_to == 5
         assert (len(made.scheduler.rankings), made.cache.entries) == (0, 0), "nothing is kept of it"
         made.signal("here", 2, 64)
+        made.settle()
         made.rank("here", 2, 64, pass_to=5)
         made.settle()
-        assert made.outcome("here") in ("hbm", "joined")
+        assert made.outcome("here") == "hbm"
         made.rank("shorter", 2, MAX_TOKENS, pass_to=5)
         assert made.answer("shorter").status == "overloaded"
+        made.signal("later", 3, 64)
+        made.rank("earlier", 3, 64, pass_to=5)
+        assert made.answer("earlier").status == "overloaded", "what is computed for a later request would be waited for"
+        made.settle()
+
+
+def test_requests_of_one_user_share_a_delegates_room() -> None:
+    with world(limits=BOTH) as made:
+        for number in range(6):
+            on_behalf(made, f"r{number}", 1)
+        assert made.scheduler.pins.lane_bytes(DELEGATED_LANE) == GRANULE_BYTES
+        assert made.scheduler.signals.counters.signal_over_delegated == 0
+        made.settle()
+        for number in range(6):
+            assert made.scheduler.pins.lane_bytes(DELEGATED_LANE) == GRANULE_BYTES
+            made.rank(f"r{number}", 1, 64)
+            made.settle()
+        assert made.scheduler.pins.lane_bytes(DELEGATED_LANE) == 0
 
 
 def record(signal: PreInferSignal, kind: str = KIND_DELEGATED) -> Record:
