@@ -63,16 +63,16 @@ class Population:
     """Users with histories, who live on from probe to probe, at whatever rate.
 
     The workers' caches live on, too, as in a long-running service: probes of returning users do not start with cold
-    caches. Populations have no user in common.
+    caches. Populations have no user in common. kind: those of one kind have the same arrivals, in whatever pipeline.
     """
 
-    def __init__(self, name: str, options: GeneratorOptions, hot: Hot | None = None) -> None:
+    def __init__(self, name: str, options: GeneratorOptions, hot: Hot | None = None, kind: str = "") -> None:
         self.name = name
         self._hot = hot
         self.length = round(options.length)
         self.revisit = options.returns
         self.two_kinds = options.two_kinds
-        seed = int(np.random.default_rng([options.seed, *name.encode()]).integers(2**31))
+        seed = int(np.random.default_rng([options.seed, *kind.encode()]).integers(2**31))
         self._tide = options.tide
         self._requests = Generator(replace(options, seed=seed, run=f"{name}-")).paced()
         self._waiting: WorkItem | None = None
@@ -158,9 +158,10 @@ class Populations:
             known=known,
             seed=self._seed,
         )
-        name = f"{self._pipeline.name}.{length}.{round(100 * revisit)}{'.alone' if alone else ''}"
+        kind = f"{length}.{round(100 * revisit)}"
+        name = f"{self._pipeline.name}.{kind}{'.alone' if alone else ''}"
         hot = Hot(options.hot, self._pipeline.settings.kafka.partitions) if options.hot else None
-        population = Population(name, traffic, hot)
+        population = Population(name, traffic, hot, kind)
         if known:
             self._tell(f"introducing {known} users with {length:,} tokens …")
             most, returning = (self._most_rate(world, length, ratio) for ratio in (0.0, revisit))

@@ -19,7 +19,16 @@ import numpy as np
 
 from relaygr_stream.bus.assignor import MemberClaim, assign_lanes
 from relaygr_stream.bus.topics import load_topics
-from relaygr_stream.engine.commands import DELEGATED_LANE, Answer, LanesLost, Prefill, PrefillTask, Rank, RankTask
+from relaygr_stream.engine.commands import (
+    DELEGATED_LANE,
+    Answer,
+    Cancel,
+    LanesLost,
+    Prefill,
+    PrefillTask,
+    Rank,
+    RankTask,
+)
 from relaygr_stream.lab.policies import decider
 from relaygr_stream.lab.simulate.bus import Paths
 from relaygr_stream.lab.simulate.peers import Peers, Routes
@@ -246,6 +255,8 @@ class Fleet:
             if isinstance(to, int):
                 self._send(Sent(request, to, now, time_left_ms(task, now), sent.hops + 1), now)
                 continue
+            if answer.status == "ok" and request.delegate and not sent.hops:
+                self._release(task.request_key, request.delegate, now)
             request.answers += 1
             self._routes.answered(request)
             latency_s = self.lanes[sent.lane].paths.to_client.arrival(now) - request.rank_at
@@ -254,6 +265,18 @@ class Fleet:
                 request.outcome = task.outcome if answer.status == "ok" else None
                 request.latency_s = latency_s
                 request.hops = sent.hops
+
+    def _release(self, request_key: str, delegate: str, now: float) -> None:
+        """An owner has ranked what a delegate computed for it, and cancels that."""
+        for number in sorted(self._owned.get(delegate, ()))[:1]:
+            lane = self.lanes[number]
+            cancel = partial(self._cancel, Cancel(request_key))
+            self.timeline.at(lane.paths.to_worker.arrival(now), partial(self._arrive, lane, cancel))
+
+    @staticmethod
+    def _cancel(cancel: Cancel, worker: SimulatedWorker, now: float) -> None:
+        del now
+        worker.submit(cancel)
 
     # ---- statements ----
 

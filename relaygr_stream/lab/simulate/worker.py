@@ -64,7 +64,8 @@ class SimulatedWorker:
             executor,
             TierMemory(worker.hbm_bytes, META),
             TierMemory(worker.dram_bytes, META) if worker.dram_bytes else None,
-            SimulatedCopies(costs, self._clock, self._wake),
+            # An event of its own: a turn before a copy's end must not be the last that knows of it.
+            SimulatedCopies(costs, self._clock, lambda at: timeline.at(at, self._wake)),
             _ignore_audit,
             audit_seed=seed,
             policy=eviction(policy),

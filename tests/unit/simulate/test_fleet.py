@@ -6,7 +6,9 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -191,6 +193,18 @@ def test_a_prefix_that_its_owner_would_have_too_late_is_computed_by_another_work
         for worker in fleet.workers:
             worker.scheduler.check_integrity()
     assert hits[True] > hits[False] + 0.2
+
+
+def test_a_ranking_waits_for_its_reload_and_no_longer() -> None:
+    """Not for the next message, which may come a status interval later."""
+    small = {"worker.hbm_bytes": "16MiB", "worker.dram_bytes": "256MiB"}
+    scene = scenario(small, rate=10.0, mode="cache", seconds=20.0, traffic={"revisit": 0.8, "return_s": 4.0})
+    slow = msgspec.structs.replace(scene.costs, reload_bytes_per_s=2e7)  # 2 MiB take 0.1 s
+    fleet = fleet_of(replace(scene, costs=slow))
+    fleet.run()
+    reloaded = [request.latency_s for request in fleet.requests if request.outcome == "dram"]
+    assert len(reloaded) > 10
+    assert np.median(reloaded) < 0.13
 
 
 @pytest.mark.parametrize(("route", "owners"), [("owner", True), ("lane", True), ("least", False), ("any", False)])
